@@ -1,0 +1,166 @@
+// The second half of an update: the entries of one part of the table (a range of rows)
+// become one summed gradient per distinct row, in input order, and one optimizer step each.
+
+using StepFunction = void (*)(const SegmentPlan&, float lr, float* row, const float* gradient);
+
+template <class Optimizer>
+static StepFunction step_for_dim(int dim) {
+  switch (dim) {
+    case 1: return Optimizer::template step<1>;
+    case 8: return Optimizer::template step<8>;
+    case 16: return Optimizer::template step<16>;
+    case 32: return Optimizer::template step<32>;
+    case 64: return Optimizer::template step<64>;
+    default: return Optimizer::template step<0>;
+  }
+}
+
+static StepFunction step_function(const SegmentPlan& s) {
+  int index = 0;
+#define X(text, type) \
+  if (s.optimizer == index++) return step_for_dim<type>(s.dim);
+  MEGALITH_OPTIMIZERS(X)
+#undef X
+  return nullptr;
+}
+
+// Adds (or, for a row's first occurrence, writes) one occurrence's gradient.
+struct GradientReader {
+  const GradientView& gradient;
+  int dim;
+  int view = 0;         // sources come in ascending order, so the feature only moves on
+  bool simple;          // one feature, one part as wide as the row
+  const float* base;
+  int64_t stride;
+  const float* divisor;
+
+  GradientReader(const GradientView& g, int d) : gradient(g), dim(d) {
+    simple = true;
+    base = g.flat;
+    stride = d;
+    divisor = nullptr;
+    if (g.bags) {
+      const BagsView& b = g.bags[0];
+      simple = g.num_bags_views == 1 && b.num_parts == 1 && b.parts[0].inner == 1 &&
+               b.parts[0].end - b.parts[0].start == d;
+      if (simple) {
+        base = b.parts[0].data + b.parts[0].column;
+        stride = b.parts[0].stride;
+        divisor = b.divisor;
+      }
+    }
+  }
+
+  void prefetch(uint32_t source) const {
+    if (!simple) return;
+    const char* p = reinterpret_cast<const char*>(base + stride * source);
+    for (int byte = 0; byte < dim * 4; byte += 64) __builtin_prefetch(p + byte);
+  }
+
+  static void add(float* sum, const float* g, int n, float weight, float divide, bool first) {
+    int i = 0;
+    for (; i + 8 <= n; i += 8) {
+      Vec8 x = load8(g + i);
+      if (divide != 1.0f) x = x / divide;
+      if (weight != 1.0f) x = x * weight;
+      store8(sum + i, first ? x : load8(sum + i) + x);
+    }
+    for (; i < n; ++i) {
+      float x = g[i];
+      if (divide != 1.0f) x = x / divide;
+      if (weight != 1.0f) x = x * weight;
+      sum[i] = first ? x : sum[i] + x;
+    }
+  }
+
+  void gather(uint32_t source, float weight, float* sum, bool first) {
+    if (simple) {
+      add(sum, base + stride * source, dim, weight, divisor ? divisor[source] : 1.0f, first);
+      return;
+    }
+    while (source >= static_cast<uint64_t>(gradient.bag_base[view + 1])) ++view;
+    const BagsView& bags = gradient.bags[view];
+    const int64_t bag = static_cast<int64_t>(source) - gradient.bag_base[view];
+    if (first) __builtin_memset(sum, 0, sizeof(float) * dim);
+    for (int p = 0; p < bags.num_parts; ++p) {
+      const PartView& part = bags.parts[p];
+      add(sum + part.start, part_address(part, bag), part.end - part.start, weight,
+          bags.divisor ? bags.divisor[bag] : 1.0f, false);
+    }
+  }
+};
+
+template <int Dim>
+static void add_simple(float* sum, const float* g, bool first) {
+  for (int i = 0; i < Dim; i += 8)
+    store8(sum + i, first ? load8(g + i) : load8(sum + i) + load8(g + i));
+}
+
+// Sums gradients per distinct row and returns how many there are.
+template <int Dim>
+static int64_t sum_by_row(const ApplyView& view, const Entry* entries, const float* weights,
+                          int64_t n, const ApplyScratch& scratch) {
+  constexpr int64_t kAhead = 12;
+  const int dim = Dim ? Dim : view.table.dim;
+  const uint32_t mask = (1u << view.rows_per_part_shift) - 1;
+  GradientReader reader(view.gradient, dim);
+  int64_t distinct = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    if (i + kAhead < n) reader.prefetch(entries[i + kAhead].source);
+    const Entry entry = entries[i];
+    uint32_t& slot = scratch.slots[static_cast<uint32_t>(entry.row) & mask];
+    const bool first = slot == 0;
+    if (first) {
+      scratch.unique[distinct] = entry.row;
+      slot = static_cast<uint32_t>(++distinct);
+    }
+    float* sum = scratch.sums + static_cast<int64_t>(slot - 1) * dim;
+    if (Dim && !weights)
+      add_simple<Dim>(sum, reader.base + reader.stride * entry.source, first);
+    else
+      reader.gather(entry.source, weights ? weights[i] : 1.0f, sum, first);
+  }
+  return distinct;
+}
+
+static void apply(const ApplyView& view, const Entry* entries, const float* weights, int64_t n,
+                  const ApplyScratch& scratch) {
+  constexpr int64_t kAhead = 8;
+  const TableView& table = view.table;
+  const int dim = table.dim;
+  const GradientReader reader(view.gradient, dim);
+  const bool plain = reader.simple && !reader.divisor && !weights;
+  int64_t distinct;
+  if (plain && dim == 8) distinct = sum_by_row<8>(view, entries, weights, n, scratch);
+  else if (plain && dim == 16) distinct = sum_by_row<16>(view, entries, weights, n, scratch);
+  else if (plain && dim == 32) distinct = sum_by_row<32>(view, entries, weights, n, scratch);
+  else if (plain && dim == 64) distinct = sum_by_row<64>(view, entries, weights, n, scratch);
+  else distinct = sum_by_row<0>(view, entries, weights, n, scratch);
+
+  const uint32_t mask = (1u << view.rows_per_part_shift) - 1;
+  const uint32_t in_chunk = (1u << table.rows.shift) - 1;
+  const float scale = view.gradient.scale;
+  const StepFunction only = table.num_segments == 1 ? step_function(table.segments[0]) : nullptr;
+  for (int64_t u = 0; u < distinct; ++u) {
+    if (u + kAhead < distinct) {
+      const int32_t ahead = scratch.unique[u + kAhead];
+      const char* p = row_address(table.rows, ahead);
+      for (uint32_t byte = 0; byte < table.rows.stride; byte += 64) __builtin_prefetch(p + byte, 1);
+      __builtin_prefetch(table.rows.times[ahead >> table.rows.shift] + (ahead & in_chunk), 1);
+    }
+    const int32_t row = scratch.unique[u];
+    float* gradient = scratch.sums + u * dim;
+    if (scale != 1.0f)
+      for (int i = 0; i < dim; ++i) gradient[i] = gradient[i] * scale;
+    float* data = reinterpret_cast<float*>(row_address(table.rows, row));
+    if (only) {
+      only(table.segments[0], view.learning_rates[0], data, gradient);
+    } else {
+      for (int k = 0; k < table.num_segments; ++k)
+        step_function(table.segments[k])(table.segments[k], view.learning_rates[k], data, gradient);
+    }
+    table.rows.times[row >> table.rows.shift][row & in_chunk] = view.time;
+    if (view.touch) table.rows.flags[row >> table.rows.shift][row & in_chunk] |= view.touch;
+    scratch.slots[static_cast<uint32_t>(row) & mask] = 0;
+  }
+}

@@ -1,0 +1,258 @@
+// The index: id -> row number, open addressing in one-cache-line buckets.
+//
+// An id's home is the top bits of its hash, scaled to the number of buckets; an id that
+// finds its home full goes to the next bucket and leaves a count in each one it passes,
+// so a search stops at the first bucket nobody passed, and removal leaves no tombstones.
+//
+// Growth is incremental: a larger array is opened beside the old one and each insertion
+// moves the ids of one more home bucket, in order. At any time an id is in exactly one array,
+// told by its home alone.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "hash.hpp"
+#include "memory.hpp"
+#include "views.hpp"
+
+namespace megalith {
+
+class Index {
+ public:
+  // Room before growth, and what growth leaves. 0.66 / 1.4 keeps the index under
+  // 27.2 bytes an id just after growth and finds short.
+  static constexpr double kMaxLoad = 0.66;
+  static constexpr double kReserveLoad = 0.55;
+  static constexpr double kGrowth = 1.4;
+
+  Index() { reset(); }
+
+  int64_t size() const { return size_; }
+  uint64_t num_buckets() const { return count_; }
+  bool growing() const { return next_count_ != 0; }
+
+  IndexView view() const {
+    return {array(now_), count_, array(next_), next_count_, cursor_};
+  }
+
+  // Bytes of memory in use (what growth has already given back is not counted).
+  size_t bytes() const {
+    size_t touched = next_count_ ? std::min<size_t>(next_.bytes(), touched_next()) : 0;
+    return now_.bytes() - released_ + touched;
+  }
+
+  int32_t find(int64_t id) const {
+    const uint64_t hash = slot_hash(id);
+    const Array a = owner(hash);
+    for (uint64_t b = high_product(hash, a.count);; b = following(b, a.count)) {
+      const Bucket& bucket = a.buckets[b];
+      for (uint32_t k = 0; k < (bucket.meta & kCountMask); ++k)
+        if (bucket.keys[k] == id) return bucket.rows[k];
+      if (bucket.meta < kPassedOne) return -1;
+    }
+  }
+
+  void prefetch(int64_t id) const {
+    const uint64_t hash = slot_hash(id);
+    const Array a = owner(hash);
+    __builtin_prefetch(a.buckets + high_product(hash, a.count), 1);
+  }
+
+  // Makes room for `more` further ids; may throw bad_alloc and then changes nothing.
+  void prepare(int64_t more) {
+    const int64_t wanted = size_ + more;
+    if (growing() && wanted > limit(next_count_)) finish_growth();
+    if (!growing() && wanted > limit(count_)) {
+      uint64_t grown = static_cast<uint64_t>(static_cast<double>(count_) * kGrowth) + 1;
+      start_growth(std::max(grown, buckets_for(wanted, kMaxLoad)));
+    }
+  }
+
+  // Room for `total` ids without growth on the way; moves everything now.
+  void reserve(int64_t total) {
+    if (growing()) finish_growth();
+    const uint64_t wanted = buckets_for(total, kReserveLoad);
+    if (wanted <= count_) return;
+    start_growth(wanted);
+    finish_growth();
+  }
+
+  // `id` must be absent and prepare() must have made room.
+  void insert(int64_t id, int32_t row) {
+    if (growing()) advance(1);
+    place(id, row);
+    ++size_;
+  }
+
+  // A call's share of growth beyond its insertions, so that small calls finish it too.
+  void advance(uint64_t buckets) {
+    while (buckets-- && growing()) {
+      move_home(cursor_);
+      ++cursor_;
+      if (cursor_ == count_) {
+        finish_swap();
+      } else if (cursor_ % kReleaseEvery == 0) {
+        release_moved();
+      }
+    }
+  }
+
+  // The row the id had, or -1.
+  int32_t erase(int64_t id) {
+    const uint64_t hash = slot_hash(id);
+    const Array a = owner(hash);
+    const uint64_t home = high_product(hash, a.count);
+    for (uint64_t b = home;; b = following(b, a.count)) {
+      Bucket& bucket = a.buckets[b];
+      for (uint32_t k = 0; k < (bucket.meta & kCountMask); ++k) {
+        if (bucket.keys[k] != id) continue;
+        const int32_t row = bucket.rows[k];
+        take_out(a, home, b, k);
+        --size_;
+        return row;
+      }
+      if (bucket.meta < kPassedOne) return -1;
+    }
+  }
+
+  void reset() {
+    count_ = kFirstBuckets;
+    now_ = Block(count_ * sizeof(Bucket));
+    next_ = Block();
+    next_count_ = cursor_ = 0;
+    size_ = 0;
+    released_ = 0;
+  }
+
+ private:
+  static constexpr uint64_t kFirstBuckets = 16;
+  static constexpr uint64_t kReleaseEvery = kHugePage / sizeof(Bucket);
+
+  struct Array {
+    Bucket* buckets;
+    uint64_t count;
+  };
+
+  static Bucket* array(const Block& block) { return reinterpret_cast<Bucket*>(block.data()); }
+  static uint64_t following(uint64_t b, uint64_t count) { return b + 1 == count ? 0 : b + 1; }
+  static int64_t limit(uint64_t count) {
+    return static_cast<int64_t>(static_cast<double>(count) * kBucketSlots * kMaxLoad);
+  }
+  static uint64_t buckets_for(int64_t ids, double load) {
+    return static_cast<uint64_t>(static_cast<double>(ids) / (kBucketSlots * load)) + 1;
+  }
+
+  Array owner(uint64_t hash) const {
+    if (high_product(hash, count_) >= cursor_) return {array(now_), count_};
+    return {array(next_), next_count_};
+  }
+
+  void place(int64_t id, int32_t row) {
+    const uint64_t hash = slot_hash(id);
+    const Array a = owner(hash);
+    uint64_t b = high_product(hash, a.count);
+    const uint64_t home = b;
+    b = put(a, b, id, row);
+    if (b < home && growing() && a.count == count_) keep_through(b);
+  }
+
+  // Puts the id into the first bucket from b on that has a free slot; returns that bucket.
+  static uint64_t put(const Array& a, uint64_t b, int64_t id, int32_t row) {
+    while ((a.buckets[b].meta & kCountMask) == kBucketSlots) {
+      a.buckets[b].meta += kPassedOne;
+      b = following(b, a.count);
+    }
+    Bucket& bucket = a.buckets[b];
+    const uint32_t k = bucket.meta & kCountMask;
+    bucket.keys[k] = id;
+    bucket.rows[k] = row;
+    ++bucket.meta;
+    return b;
+  }
+
+  // Removes slot k of bucket b; the last slot fills the gap, the passed buckets forget the id.
+  void take_out(const Array& a, uint64_t home, uint64_t b, uint32_t k) {
+    Bucket& bucket = a.buckets[b];
+    const uint32_t last = (bucket.meta & kCountMask) - 1;
+    bucket.keys[k] = bucket.keys[last];
+    bucket.rows[k] = bucket.rows[last];
+    --bucket.meta;
+    for (uint64_t p = home; p != b; p = following(p, a.count)) a.buckets[p].meta -= kPassedOne;
+  }
+
+  void start_growth(uint64_t buckets) {
+    next_ = Block(buckets * sizeof(Bucket));
+    next_.prefer_huge_pages();
+    next_count_ = buckets;
+    cursor_ = 0;
+    released_ = 0;
+    released_to_ = 0;
+    uint64_t last = 0;
+    if (array(now_)[count_ - 1].meta >= kPassedOne)
+      while (last + 1 < count_ && array(now_)[last].meta >= kPassedOne) ++last;
+    keep_through(last);
+  }
+
+  // Ids that ran past the end lie in the first buckets, up to this one; their memory stays until
+  // the old array goes.
+  void keep_through(uint64_t bucket) {
+    released_to_ = std::max(released_to_, static_cast<size_t>((bucket + 1) * sizeof(Bucket)));
+  }
+
+  // Moves the ids whose home in the old array is bucket `home`.
+  void move_home(uint64_t home) {
+    const Array a{array(now_), count_};
+    for (uint64_t b = home;; b = following(b, count_)) {
+      Bucket& bucket = a.buckets[b];
+      const bool more = bucket.meta >= kPassedOne;
+      for (uint32_t k = 0; k < (bucket.meta & kCountMask);) {
+        const int64_t id = bucket.keys[k];
+        const uint64_t hash = slot_hash(id);
+        if (high_product(hash, count_) != home) {
+          ++k;
+          continue;
+        }
+        const int32_t row = bucket.rows[k];
+        take_out(a, home, b, k);
+        put({array(next_), next_count_}, high_product(hash, next_count_), id, row);
+      }
+      if (!more) return;
+    }
+  }
+
+  void finish_growth() { advance(count_ - cursor_); }
+
+  void finish_swap() {
+    now_ = std::move(next_);
+    next_ = Block();
+    count_ = next_count_;
+    next_count_ = cursor_ = 0;
+    released_ = 0;
+  }
+
+  // The moved buckets are empty, so memory that reads as zeros stands for them.
+  void release_moved() {
+    const size_t to = cursor_ * sizeof(Bucket);
+    if (to <= released_to_) return;
+    const size_t from = (released_to_ + kHugePage - 1) / kHugePage * kHugePage;
+    const size_t end = now_.release(released_to_, to);
+    if (end > from) {
+      released_ += end - from;
+      released_to_ = end;
+    }
+  }
+
+  size_t touched_next() const {
+    return static_cast<size_t>(static_cast<double>(cursor_) / static_cast<double>(count_) *
+                               static_cast<double>(next_.bytes()));
+  }
+
+  Block now_, next_;
+  uint64_t count_ = 0, next_count_ = 0;
+  uint64_t cursor_ = 0;  // homes below this one have moved
+  int64_t size_ = 0;
+  size_t released_ = 0, released_to_ = 0;
+};
+
+}  // namespace megalith

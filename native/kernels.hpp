@@ -1,0 +1,61 @@
+// The hot loops, compiled twice: kernels_portable.cpp for any CPU, kernels_avx2.cpp
+// for those with AVX2. `kernels()` picks once, at run time.
+//
+// Both give the same bits: vectors have eight lanes in either build, nothing is
+// reassociated or contracted.
+#pragma once
+
+#include <cstdint>
+
+#include "views.hpp"
+
+namespace megalith {
+
+// What an update knows besides its entries. `bags` is null when gradients come one
+// row per occurrence.
+struct GradientView {
+  const float* flat;       // [n, dim] when bags is null
+  const BagsView* bags;
+  int32_t num_bags_views;
+  const int64_t* bag_base;  // first global bag of each view, num_bags_views + 1 long
+  float scale;
+};
+
+struct ApplyView {
+  TableView table;
+  GradientView gradient;
+  const float* learning_rates;  // per segment
+  uint32_t time;
+  uint8_t touch;                // bits set in the row's flags
+  uint32_t rows_per_part_shift;
+};
+
+// A worker's own memory: `slots` is zero on entry and on return.
+struct ApplyScratch {
+  uint32_t* slots;   // [1 << rows_per_part_shift]
+  int32_t* unique;   // [most distinct rows of a part]
+  float* sums;       // [most distinct rows of a part, dim]
+};
+
+struct Kernels {
+  const char* name;
+  int (*state_size)(int optimizer, int dim);  // floats of optimizer state for a segment
+  void (*find)(const IndexView&, const int64_t* ids, int64_t n, int32_t* rows);
+  void (*initialize)(const TableView&, const int32_t* rows, const int64_t* ids, int64_t n);
+  void (*read)(const TableView&, const int32_t* rows, const int64_t* ids, int64_t n, float* out);
+  void (*pool)(const TableView&, const int32_t* rows, const int64_t* ids, const BagsView&,
+               int64_t first_bag, int64_t last_bag, float* scratch);
+  void (*apply)(const ApplyView&, const Entry* entries, const float* weights, int64_t n,
+                const ApplyScratch&);
+  bool (*all_finite)(const float* values, int64_t n);
+};
+
+extern const Kernels kernels_portable;
+#if defined(MEGALITH_HAVE_AVX2)
+extern const Kernels kernels_avx2;
+#endif
+
+// The best kernels for this CPU, or the named ones. Null for a name this CPU or build lacks.
+const Kernels* find_kernels(const char* name);
+
+}  // namespace megalith

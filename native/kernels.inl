@@ -1,0 +1,65 @@
+// The kernels of one instruction set. The includer names it (MEGALITH_ISA) and the
+// table of functions it defines (MEGALITH_KERNELS).
+//
+// Only C-like code here: an inline function of the standard library instantiated in
+// this file could be the copy that the linker keeps for everybody.
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "hash.hpp"
+#include "kernels.hpp"
+#include "optimizers.hpp"
+#include "views.hpp"
+
+namespace megalith {
+namespace MEGALITH_ISA {
+namespace {
+
+#include "simd.inl"
+
+#include "optimizers/all.inl"
+
+#include "initialize.inl"
+#include "find.inl"
+#include "pool.inl"
+#include "apply.inl"
+
+int state_size(int optimizer, int dim) {
+  int index = 0;
+#define X(text, type) \
+  if (optimizer == index++) return type::state_size(dim);
+  MEGALITH_OPTIMIZERS(X)
+#undef X
+  return 0;
+}
+
+bool all_finite(const float* values, int64_t n) {
+  // A finite float times zero is a zero; infinities and NaNs give NaN, which adds up.
+  Vec8 sums[4] = {};
+  int64_t i = 0;
+  for (; i + 32 <= n; i += 32)
+    for (int k = 0; k < 4; ++k) sums[k] = sums[k] + load8(values + i + 8 * k) * 0.0f;
+  float rest = 0.0f;
+  for (; i < n; ++i) rest = rest + values[i] * 0.0f;
+  Vec8 all = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  for (int lane = 0; lane < 8; ++lane) rest = rest + all[lane];
+  return rest == 0.0f;
+}
+
+}  // namespace
+}  // namespace MEGALITH_ISA
+
+const Kernels MEGALITH_KERNELS = {
+#define MEGALITH_TEXT2(x) #x
+#define MEGALITH_TEXT(x) MEGALITH_TEXT2(x)
+    MEGALITH_TEXT(MEGALITH_ISA), MEGALITH_ISA::state_size, MEGALITH_ISA::find,
+    MEGALITH_ISA::initialize,    MEGALITH_ISA::read,       MEGALITH_ISA::pool,
+    MEGALITH_ISA::apply,         MEGALITH_ISA::all_finite,
+};
+
+}  // namespace megalith

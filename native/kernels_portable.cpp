@@ -1,0 +1,3 @@
+#define MEGALITH_KERNELS kernels_portable
+#define MEGALITH_ISA portable
+#include "kernels.inl"

@@ -1,0 +1,93 @@
+// Zeroed blocks straight from the system, on huge pages when that is wanted.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <new>
+
+#include <sys/mman.h>
+
+namespace megalith {
+
+constexpr size_t kPage = 4096;
+constexpr size_t kHugePage = size_t{2} << 20;
+
+// Process-wide: huge pages make random access 1.5 to 3 times faster in large tables, at
+// the price of slower first writes on some virtual machines.
+inline std::atomic<bool>& use_huge_pages() {
+  static std::atomic<bool> on{true};
+  return on;
+}
+
+// Owns a zeroed, page-aligned mapping; pages take memory when first written.
+class Block {
+ public:
+  Block() = default;
+  explicit Block(size_t bytes) : bytes_((bytes + kPage - 1) / kPage * kPage) {
+    if (bytes_ == 0) return;
+    // Large blocks start on a huge page boundary: map more, give the rest back.
+    const size_t slack = bytes_ >= kHugePage ? kHugePage : 0;
+    void* mapped =
+        mmap(nullptr, bytes_ + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapped == MAP_FAILED) throw std::bad_alloc();
+    data_ = static_cast<char*>(mapped);
+    if (slack) {
+      const size_t head = -reinterpret_cast<uintptr_t>(mapped) % kHugePage;
+      if (head) munmap(data_, head);
+      data_ += head;
+      if (slack > head) munmap(data_ + bytes_, slack - head);
+    }
+  }
+  Block(Block&& other) noexcept { swap(other); }
+  Block& operator=(Block&& other) noexcept {
+    swap(other);
+    return *this;
+  }
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+  ~Block() {
+    if (data_) munmap(data_, bytes_);
+  }
+
+  // Asks for huge pages from here on.
+  void prefer_huge_pages() {
+#if defined(__linux__)
+    if (data_ && bytes_ >= kHugePage && use_huge_pages()) madvise(data_, bytes_, MADV_HUGEPAGE);
+#endif
+  }
+
+  // Gives the memory of a range back; it reads as zeros afterwards. Only whole huge pages inside
+  // the range go. Returns where the released range ends.
+  size_t release(size_t from, size_t to) {
+#if defined(__linux__)
+    from = (from + kHugePage - 1) / kHugePage * kHugePage;
+    to = to / kHugePage * kHugePage;
+    if (data_ && from < to) {
+      madvise(data_ + from, to - from, MADV_DONTNEED);
+      return to;
+    }
+#else
+    (void)to;
+#endif
+    return from;
+  }
+
+  char* data() const { return data_; }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  void swap(Block& other) noexcept {
+    char* d = data_;
+    data_ = other.data_;
+    other.data_ = d;
+    size_t b = bytes_;
+    bytes_ = other.bytes_;
+    other.bytes_ = b;
+  }
+
+  char* data_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+}  // namespace megalith

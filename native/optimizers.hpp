@@ -1,0 +1,29 @@
+// Optimizers by name. To add one: write optimizers/NAME.inl with a struct that has
+// state_size, initial_state and step (Elementwise<Rule> gives all three from a
+// per-weight rule), include it in optimizers/all.inl, and add a line to the list below.
+#pragma once
+
+#include <cstring>
+
+namespace megalith {
+
+#define MEGALITH_OPTIMIZERS(X)          \
+  X("sgd", Sgd)                         \
+  X("momentum", Momentum)               \
+  X("adagrad", Adagrad)                 \
+  X("rowwise_adagrad", RowWiseAdagrad)  \
+  X("adam", Adam)                       \
+  X("ftrl", Ftrl)
+
+// -1 when the name is unknown.
+inline int optimizer_index(const char* name) {
+  int index = 0;
+#define X(text, type) \
+  if (std::strcmp(name, text) == 0) return index; \
+  ++index;
+  MEGALITH_OPTIMIZERS(X)
+#undef X
+  return -1;
+}
+
+}  // namespace megalith

@@ -1,0 +1,158 @@
+// Row storage: chunks that never move, so a row number stays good for a row's life.
+//
+// A row is its weights followed by its optimizer state, without padding. Beside each
+// chunk lie the rows' ids and last-update times, a bit each for "in use", and, once
+// somebody tracks changes, a byte each of touched flags.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "memory.hpp"
+#include "views.hpp"
+
+namespace megalith {
+
+struct TableFull : std::length_error {
+  using std::length_error::length_error;
+};
+
+class Rows {
+ public:
+  static constexpr int64_t kMaxRows = (int64_t{1} << 31) - 1;
+  static constexpr size_t kChunkBytes = size_t{8} << 20;
+
+  Rows(std::string table, uint32_t stride, int64_t max_rows)
+      : table_(std::move(table)), stride_(stride), max_rows_(max_rows) {
+    shift_ = 8;
+    while (shift_ < 20 && (size_t{stride} << (shift_ + 1)) <= kChunkBytes) ++shift_;
+  }
+
+  uint32_t stride() const { return stride_; }
+  int64_t used() const { return high_ - static_cast<int64_t>(free_.size()); }
+  int64_t high() const { return high_; }  // every row number ever given lies below
+  bool tracked() const { return !flags_.empty() || tracking_; }
+
+  RowsView view() const {
+    return {data_.data(), times_.data(), flags_.empty() ? nullptr : flags_.data(), shift_, stride_};
+  }
+
+  // Makes room for `more` rows; may throw and then changes nothing that shows.
+  void prepare(int64_t more) {
+    const int64_t fresh = more - static_cast<int64_t>(free_.size());
+    if (fresh <= 0) return;
+    if (high_ + fresh > max_rows_)
+      throw TableFull("table '" + table_ + "' holds " + std::to_string(used()) + " rows and cannot take " +
+                      std::to_string(more) + " more: a shard holds at most " +
+                      std::to_string(max_rows_) + " rows; spread the table over more shards");
+    const size_t chunks = static_cast<size_t>((high_ + fresh + mask()) >> shift_);
+    while (chunks_.size() < chunks) add_chunk();
+  }
+
+  // Needs room made by prepare().
+  int32_t take(int64_t id) {
+    int32_t row;
+    if (free_.empty()) {
+      row = static_cast<int32_t>(high_++);
+    } else {
+      row = free_.back();
+      free_.pop_back();
+    }
+    id_of(row) = id;
+    live_word(row) |= live_bit(row);
+    return row;
+  }
+
+  void give_back(int32_t row) {
+    free_.push_back(row);
+    live_word(row) &= ~live_bit(row);
+    if (tracked()) flag(row) = 0;
+  }
+
+  bool live(int32_t row) const {
+    return row >= 0 && row < high_ && (live_[row >> shift_][(row & mask()) >> 6] & live_bit(row));
+  }
+
+  char* address(int32_t row) const { return data_[row >> shift_] + int64_t{row & mask()} * stride_; }
+  int64_t& id_of(int32_t row) const { return ids_[row >> shift_][row & mask()]; }
+  uint32_t& time_of(int32_t row) const { return times_[row >> shift_][row & mask()]; }
+  uint8_t& flag(int32_t row) const { return flags_[row >> shift_][row & mask()]; }
+
+  void start_tracking() {
+    if (tracking_) return;
+    std::vector<Block> blocks;
+    for (size_t c = 0; c < chunks_.size(); ++c) blocks.emplace_back(size_t{1} << shift_);
+    flag_blocks_ = std::move(blocks);
+    for (Block& b : flag_blocks_) flags_.push_back(reinterpret_cast<uint8_t*>(b.data()));
+    tracking_ = true;
+  }
+
+  // Bytes written so far: weights and state, and everything else.
+  size_t row_bytes() const { return static_cast<size_t>(high_) * stride_; }
+  size_t side_bytes() const {
+    size_t per_row = sizeof(int64_t) + sizeof(uint32_t) + (tracking_ ? 1 : 0);
+    return static_cast<size_t>(high_) * per_row + static_cast<size_t>(high_ + 7) / 8 +
+           free_.capacity() * sizeof(int32_t);
+  }
+  size_t reserved_bytes() const {
+    size_t total = 0;
+    for (const Block& b : chunks_) total += b.bytes();
+    for (const Block& b : flag_blocks_) total += b.bytes();
+    return total;
+  }
+
+  void clear() {
+    const bool tracking = tracking_;
+    *this = Rows(std::move(table_), stride_, max_rows_);
+    tracking_ = tracking;
+  }
+
+ private:
+  int32_t mask() const { return static_cast<int32_t>((1u << shift_) - 1); }
+  uint64_t& live_word(int32_t row) { return live_[row >> shift_][(row & mask()) >> 6]; }
+  static uint64_t live_bit(int32_t row) { return uint64_t{1} << (row & 63); }
+
+  void add_chunk() {
+    const size_t n = size_t{1} << shift_;
+    const size_t rows = (n * stride_ + 63) / 64 * 64;
+    Block block(rows + n * (sizeof(int64_t) + sizeof(uint32_t)) + n / 8);
+    Block flags(tracking_ ? n : 0);
+    // A table of one chunk may hold ten rows: it stays on small pages.
+    if (chunks_.size() == 1) chunks_[0].prefer_huge_pages();
+    if (!chunks_.empty()) block.prefer_huge_pages();
+    const size_t wanted = chunks_.size() + 1;
+    data_.reserve(wanted), ids_.reserve(wanted), times_.reserve(wanted), live_.reserve(wanted);
+    flags_.reserve(wanted), chunks_.reserve(wanted), flag_blocks_.reserve(wanted);
+    char* p = block.data();
+    data_.push_back(p);
+    ids_.push_back(reinterpret_cast<int64_t*>(p + rows));
+    live_.push_back(reinterpret_cast<uint64_t*>(p + rows + n * sizeof(int64_t)));
+    times_.push_back(reinterpret_cast<uint32_t*>(p + rows + n * sizeof(int64_t) + n / 8));
+    chunks_.push_back(std::move(block));
+    if (tracking_) {
+      flags_.push_back(reinterpret_cast<uint8_t*>(flags.data()));
+      flag_blocks_.push_back(std::move(flags));
+    }
+  }
+
+  std::string table_;
+  uint32_t stride_;
+  int64_t max_rows_;
+  uint32_t shift_;
+  int64_t high_ = 0;
+  bool tracking_ = false;
+  std::vector<int32_t> free_;
+  std::vector<Block> chunks_, flag_blocks_;
+  std::vector<char*> data_;
+  std::vector<int64_t*> ids_;
+  std::vector<uint64_t*> live_;
+  std::vector<uint32_t*> times_;
+  std::vector<uint8_t*> flags_;
+};
+
+}  // namespace megalith

@@ -1,0 +1,77 @@
+// Memory that calls reuse: one set per calling thread, borrowed for a call.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "views.hpp"
+
+namespace megalith {
+
+// Grows and never initialises; keeps at most 64 MiB between calls.
+template <class T>
+class Buffer {
+ public:
+  T* get(int64_t n) {
+    if (n > capacity_) {
+      data_.reset();
+      capacity_ = 0;
+      const int64_t wanted = n + n / 4;
+      data_.reset(new T[static_cast<size_t>(wanted)]);
+      capacity_ = wanted;
+    }
+    return data_.get();
+  }
+  void trim() {
+    if (capacity_ * static_cast<int64_t>(sizeof(T)) <= int64_t{64} << 20) return;
+    data_.reset();
+    capacity_ = 0;
+  }
+
+ private:
+  std::unique_ptr<T[]> data_;
+  int64_t capacity_ = 0;
+};
+
+struct WorkerScratch {
+  std::vector<uint32_t> slots;  // zeros between calls
+  Buffer<int32_t> unique;
+  Buffer<float> sums;
+};
+
+struct Scratch {
+  Buffer<int32_t> rows, missing, fresh;
+  Buffer<int64_t> fresh_ids;
+  Buffer<uint32_t> sources;
+  Buffer<Entry> entries;
+  Buffer<float> weights;
+  std::vector<int64_t> starts;
+  std::vector<WorkerScratch> workers;
+
+  void trim() {
+    rows.trim(), missing.trim(), fresh.trim(), fresh_ids.trim();
+    sources.trim(), entries.trim(), weights.trim();
+    for (WorkerScratch& w : workers) w.unique.trim(), w.sums.trim();
+  }
+};
+
+// Borrows the thread's scratch for one call.
+class Lease {
+ public:
+  Lease() : scratch_(mine()) {}
+  ~Lease() { scratch_.trim(); }
+  Lease(const Lease&) = delete;
+  Lease& operator=(const Lease&) = delete;
+  Scratch& operator*() { return scratch_; }
+  Scratch* operator->() { return &scratch_; }
+
+ private:
+  static Scratch& mine() {
+    static thread_local Scratch scratch;
+    return scratch;
+  }
+  Scratch& scratch_;
+};
+
+}  // namespace megalith

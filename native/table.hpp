@@ -1,0 +1,412 @@
+// A table: index + rows + the calls of the contract. Knows nothing of Python.
+//
+// Reads share the lock, a write holds it alone, so a write is atomic for readers. Every
+// result is independent of the number of threads: work is cut by position or by row range, and
+// each row's gradient is summed by one thread in input order.
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <shared_mutex>
+#include <stdexcept>
+#include <string>
+#include <unordered_set>
+#include <vector>
+
+#include "index.hpp"
+#include "kernels.hpp"
+#include "optimizers.hpp"
+#include "rows.hpp"
+#include "scratch.hpp"
+#include "threads.hpp"
+
+namespace megalith {
+
+struct TableOptions {
+  std::string name;                   // for messages
+  std::vector<SegmentPlan> segments;  // dim, optimizer, init and hyper given; offsets are computed
+  uint64_t key = 0;
+  bool missing_zeros = false;
+  int64_t max_rows = Rows::kMaxRows;
+  std::string kernels;  // empty: the best for this CPU
+};
+
+struct Update {
+  const int32_t* rows = nullptr;  // null: find them
+  int64_t epoch = -1;             // when rows were found; -1: unknown, each is checked
+  const int64_t* ids = nullptr;
+  int64_t n = 0;
+  const float* flat = nullptr;  // [n, dim], when bags is empty
+  std::vector<BagsView> bags;
+  float scale = 1.0f;
+  const float* learning_rates = nullptr;
+  uint32_t time = 0;
+};
+
+class Table {
+ public:
+  static constexpr int kMaxConsumers = 8;
+  static constexpr int64_t kUnknownEpoch = -1;
+
+  explicit Table(TableOptions options)
+      : options_(lay_out(std::move(options))),
+        rows_(options_.name, row_floats(options_.segments) * 4, options_.max_rows),
+        kernels_(find_kernels(options_.kernels.empty() ? nullptr : options_.kernels.c_str())) {
+    if (!kernels_) throw std::invalid_argument("this CPU or build has no such kernels");
+    for (const SegmentPlan& s : options_.segments) dim_ += s.dim;
+  }
+
+  int dim() const { return dim_; }
+  int num_segments() const { return static_cast<int>(options_.segments.size()); }
+  int row_floats() const { return static_cast<int>(rows_.stride() / 4); }
+  const char* kernels_name() const { return kernels_->name; }
+
+  int64_t size() const {
+    std::shared_lock<ForkSafeLock> hold(lock_);
+    return index_.size();
+  }
+  int64_t epoch() const {
+    std::shared_lock<ForkSafeLock> hold(lock_);
+    return epoch_;
+  }
+
+  // ---- reading
+
+  // Fills rows and returns the epoch they belong to.
+  int64_t find(const int64_t* ids, int64_t n, int32_t* rows, int threads) const {
+    std::shared_lock<ForkSafeLock> hold(lock_);
+    find_rows(ids, n, rows, threads);
+    return epoch_;
+  }
+
+  void read(const int32_t* rows, int64_t epoch, const int64_t* ids, int64_t n, float* out,
+            int threads) const {
+    std::shared_lock<ForkSafeLock> hold(lock_);
+    Lease lease;
+    rows = current_rows(rows, epoch, ids, n, *lease, threads);
+    const TableView table = view();
+    for_ranges(n, kReadGrain, threads, [&](int64_t first, int64_t last) {
+      kernels_->read(table, rows + first, ids + first, last - first, out + first * dim_);
+    });
+  }
+
+  // Offsets must ascend within [0, n].
+  void pool(const int32_t* rows, int64_t epoch, const int64_t* ids, int64_t n,
+            const std::vector<BagsView>& bags, int threads) const {
+    std::shared_lock<ForkSafeLock> hold(lock_);
+    Lease lease;
+    rows = current_rows(rows, epoch, ids, n, *lease, threads);
+    const TableView table = view();
+    // Every task takes its share of each feature's output rows, features in order, so that
+    // features added into one output never meet in different threads.
+    const int64_t tasks = threads <= 1 ? 1 : std::min<int64_t>(4 * threads, 1 + n / kReadGrain);
+    ThreadPool::get().run(tasks, threads, [&](int64_t task, int) {
+      std::vector<float> scratch(static_cast<size_t>(dim_));
+      for (const BagsView& b : bags) {
+        const int64_t inner = b.num_parts ? b.parts[0].inner : 1;
+        const int64_t groups = b.num_bags / inner;
+        kernels_->pool(table, rows, ids, b, groups * task / tasks * inner,
+                       groups * (task + 1) / tasks * inner, scratch.data());
+      }
+    });
+  }
+
+  // ---- training
+
+  // Gradients must be finite and bags' offsets ascend within [0, n].
+  void update(const Update& u, int threads);
+
+  // ---- writing rows
+
+  void assign(const int64_t* ids, int64_t n, const float* values, bool add, uint32_t time,
+              int threads) {
+    std::unique_lock<ForkSafeLock> hold(lock_);
+    Lease lease;
+    const int32_t* rows = find_or_create(ids, n, *lease, threads);
+    for (int64_t i = 0; i < n; ++i) {
+      float* w = reinterpret_cast<float*>(rows_.address(rows[i]));
+      const float* v = values + i * dim_;
+      for (int c = 0; c < dim_; ++c) w[c] = add ? w[c] + v[c] : v[c];
+      written(rows[i], time);
+    }
+  }
+
+  // status: 0 created, 1 existed.
+  void reinitialize(const int64_t* ids, int64_t n, uint32_t time, int32_t* status, int threads) {
+    std::unique_lock<ForkSafeLock> hold(lock_);
+    Lease lease;
+    int32_t* before = lease->rows.get(n);
+    find_rows(ids, n, before, threads);
+    std::unordered_set<int64_t> created;
+    for (int64_t i = 0; i < n; ++i)
+      status[i] = before[i] >= 0 ? 1 : !created.insert(ids[i]).second;
+    const int32_t* rows = find_or_create(ids, n, *lease, threads);
+    kernels_->initialize(view(), rows, ids, n);
+    for (int64_t i = 0; i < n; ++i) written(rows[i], time);
+  }
+
+  int64_t remove(const int64_t* ids, int64_t n) {
+    std::unique_lock<ForkSafeLock> hold(lock_);
+    int64_t removed = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      const int32_t row = index_.erase(ids[i]);
+      if (row < 0) continue;
+      rows_.give_back(row);
+      note_removed(ids[i]);
+      ++removed;
+    }
+    ++epoch_;
+    return removed;
+  }
+
+  // Whole rows, optimizer state included, as scan() gave them.
+  void restore(const int64_t* ids, int64_t n, const float* raw, const int64_t* times,
+               int threads) {
+    std::unique_lock<ForkSafeLock> hold(lock_);
+    Lease lease;
+    const int32_t* rows = find_or_create(ids, n, *lease, threads);
+    const size_t floats = static_cast<size_t>(row_floats());
+    for (int64_t i = 0; i < n; ++i) {
+      std::memcpy(rows_.address(rows[i]), raw + static_cast<size_t>(i) * floats, floats * 4);
+      written(rows[i], static_cast<uint32_t>(times[i]));
+    }
+    ++epoch_;
+  }
+
+  void clear() {
+    std::unique_lock<ForkSafeLock> hold(lock_);
+    if (tracked_)
+      for (int64_t r = 0; r < rows_.high(); ++r)
+        if (rows_.live(static_cast<int32_t>(r))) note_removed(rows_.id_of(static_cast<int32_t>(r)));
+    index_.reset();
+    rows_.clear();
+    ++epoch_;
+  }
+
+  void reserve(int64_t n) {
+    std::unique_lock<ForkSafeLock> hold(lock_);
+    if (n <= index_.size()) return;
+    rows_.prepare(n - index_.size());
+    index_.reserve(n);
+  }
+
+  // ---- walking the table in row order
+
+  struct ScanResult {
+    int64_t count;
+    int64_t next;  // where to go on; -1 at the end
+  };
+  ScanResult scan(int64_t start, int64_t limit, int64_t* ids, float* raw, int64_t* times) const {
+    std::shared_lock<ForkSafeLock> hold(lock_);
+    const size_t floats = static_cast<size_t>(row_floats());
+    int64_t count = 0, r = start;
+    for (; r < rows_.high() && count < limit; ++r) {
+      const int32_t row = static_cast<int32_t>(r);
+      if (!rows_.live(row)) continue;
+      ids[count] = rows_.id_of(row);
+      times[count] = rows_.time_of(row);
+      std::memcpy(raw + static_cast<size_t>(count) * floats, rows_.address(row), floats * 4);
+      ++count;
+    }
+    return {count, r < rows_.high() ? r : -1};
+  }
+
+  // ---- touched rows
+
+  void track(int consumer) {
+    std::unique_lock<ForkSafeLock> hold(lock_);
+    rows_.start_tracking();
+    tracked_ = static_cast<uint8_t>(tracked_ | (1u << consumer));
+  }
+
+  void untrack(int consumer) {
+    std::unique_lock<ForkSafeLock> hold(lock_);
+    const uint8_t bit = static_cast<uint8_t>(1u << consumer);
+    tracked_ = static_cast<uint8_t>(tracked_ & ~bit);
+    removed_[consumer].clear();
+    for (int64_t r = 0; r < rows_.high(); ++r)
+      rows_.flag(static_cast<int32_t>(r)) &= static_cast<uint8_t>(~bit);
+  }
+
+  void drain(int consumer, std::vector<int64_t>& updated, std::vector<int64_t>& removed) {
+    std::unique_lock<ForkSafeLock> hold(lock_);
+    const uint8_t bit = static_cast<uint8_t>(1u << consumer);
+    for (int64_t r = 0; r < rows_.high(); ++r) {
+      const int32_t row = static_cast<int32_t>(r);
+      if (!(rows_.flag(row) & bit)) continue;
+      updated.push_back(rows_.id_of(row));
+      rows_.flag(row) &= static_cast<uint8_t>(~bit);
+    }
+    std::unordered_set<int64_t> seen;
+    for (int64_t id : removed_[consumer])
+      if (seen.insert(id).second && index_.find(id) < 0) removed.push_back(id);
+    removed_[consumer].clear();
+    removed_[consumer].shrink_to_fit();
+  }
+
+  void mark(int consumer, const int64_t* ids, int64_t n) {
+    std::unique_lock<ForkSafeLock> hold(lock_);
+    for (int64_t i = 0; i < n; ++i) {
+      const int32_t row = index_.find(ids[i]);
+      if (row >= 0)
+        rows_.flag(row) |= static_cast<uint8_t>(1u << consumer);
+      else
+        removed_[consumer].push_back(ids[i]);
+    }
+  }
+
+  // ---- looking inside
+
+  struct Memory {
+    size_t index, rows, side, reserved;
+  };
+  Memory memory() const {
+    std::shared_lock<ForkSafeLock> hold(lock_);
+    size_t side = rows_.side_bytes();
+    for (const auto& r : removed_) side += r.capacity() * sizeof(int64_t);
+    return {index_.bytes(), rows_.row_bytes(), side, rows_.reserved_bytes()};
+  }
+
+  struct Shape {
+    int64_t rows, high;
+    uint64_t buckets;
+    bool growing;
+  };
+  Shape shape() const {
+    std::shared_lock<ForkSafeLock> hold(lock_);
+    return {index_.size(), rows_.high(), index_.num_buckets(), index_.growing()};
+  }
+
+ private:
+  static constexpr int64_t kFindGrain = 8192;
+  static constexpr int64_t kReadGrain = 4096;
+
+  static TableOptions lay_out(TableOptions options) {
+    int dim = 0;
+    for (SegmentPlan& s : options.segments) {
+      s.offset = dim;
+      dim += s.dim;
+    }
+    int at = dim;
+    for (SegmentPlan& s : options.segments) {
+      s.state_offset = at;
+      s.state_size = kernels_portable.state_size(s.optimizer, s.dim);
+      at += s.state_size;
+    }
+    return options;
+  }
+  static uint32_t row_floats(const std::vector<SegmentPlan>& segments) {
+    int total = 0;
+    for (const SegmentPlan& s : segments) total += s.dim + s.state_size;
+    return static_cast<uint32_t>(total);
+  }
+
+  TableView view() const {
+    return {rows_.view(), options_.segments.data(), static_cast<int32_t>(options_.segments.size()),
+            dim_, options_.key, options_.missing_zeros};
+  }
+
+  template <class Work>
+  static void for_ranges(int64_t n, int64_t grain, int threads, Work&& work) {
+    const int64_t tasks = (n + grain - 1) / grain;
+    ThreadPool::get().run(tasks, threads, [&](int64_t task, int) {
+      work(task * grain, std::min(n, (task + 1) * grain));
+    });
+  }
+
+  void find_rows(const int64_t* ids, int64_t n, int32_t* rows, int threads) const {
+    const IndexView index = index_.view();
+    for_ranges(n, kFindGrain, threads, [&](int64_t first, int64_t last) {
+      kernels_->find(index, ids + first, last - first, rows + first);
+    });
+  }
+
+  // The rows to use now: the caller's when they are of this epoch, else found again.
+  const int32_t* current_rows(const int32_t* rows, int64_t epoch, const int64_t* ids, int64_t n,
+                              Scratch& scratch, int threads) const {
+    if (rows && epoch == epoch_ && in_range(rows, n)) return rows;
+    int32_t* found = scratch.rows.get(n);
+    if (!rows || epoch != kUnknownEpoch) {
+      find_rows(ids, n, found, threads);
+      return found;
+    }
+    for (int64_t i = 0; i < n; ++i) {
+      const bool good = rows_.live(rows[i]) && rows_.id_of(rows[i]) == ids[i];
+      found[i] = good ? rows[i] : index_.find(ids[i]);
+    }
+    return found;
+  }
+
+  bool in_range(const int32_t* rows, int64_t n) const {
+    int32_t highest = -1;
+    for (int64_t i = 0; i < n; ++i) highest = rows[i] > highest ? rows[i] : highest;
+    return highest < rows_.high();
+  }
+
+  const int32_t* find_or_create(const int64_t* ids, int64_t n, Scratch& scratch, int threads) {
+    int32_t* rows = scratch.rows.get(n);
+    find_rows(ids, n, rows, threads);
+    create_missing(ids, n, rows, scratch, threads, [](int64_t) { return true; });
+    return rows;
+  }
+
+  // Gives a row to every missing id that takes part, in order of first occurrence.
+  template <class TakesPart>
+  void create_missing(const int64_t* ids, int64_t n, int32_t* rows, Scratch& scratch, int threads,
+                      TakesPart&& takes_part) {
+    int64_t missing = 0;
+    int32_t* where = scratch.missing.get(n);
+    for (int64_t i = 0; i < n; ++i)
+      if (rows[i] < 0 && takes_part(i)) where[missing++] = static_cast<int32_t>(i);
+    if (missing == 0) return;
+    rows_.prepare(missing);
+    index_.prepare(missing);
+    int32_t* fresh = scratch.fresh.get(missing);
+    int64_t* fresh_ids = scratch.fresh_ids.get(missing);
+    int64_t created = 0;
+    constexpr int64_t kAhead = 12;
+    for (int64_t m = 0; m < missing; ++m) {
+      if (m + kAhead < missing) index_.prefetch(ids[where[m + kAhead]]);
+      const int64_t id = ids[where[m]];
+      int32_t row = index_.find(id);
+      if (row < 0) {
+        row = rows_.take(id);
+        index_.insert(id, row);
+        fresh[created] = row;
+        fresh_ids[created++] = id;
+      }
+      rows[where[m]] = row;
+    }
+    index_.advance(kAdvanceEachCall);
+    const TableView table = view();
+    for_ranges(created, 1024, threads, [&](int64_t first, int64_t last) {
+      kernels_->initialize(table, fresh + first, fresh_ids + first, last - first);
+    });
+  }
+
+  void written(int32_t row, uint32_t time) {
+    rows_.time_of(row) = time;
+    if (tracked_) rows_.flag(row) |= tracked_;
+  }
+
+  void note_removed(int64_t id) {
+    for (int c = 0; c < kMaxConsumers; ++c)
+      if (tracked_ & (1u << c)) removed_[c].push_back(id);
+  }
+
+  static constexpr uint64_t kAdvanceEachCall = 256;
+
+  mutable ForkSafeLock lock_;
+  const TableOptions options_;
+  Index index_;
+  Rows rows_;
+  const Kernels* kernels_;
+  int dim_ = 0;
+  int64_t epoch_ = 0;
+  uint8_t tracked_ = 0;
+  std::vector<int64_t> removed_[kMaxConsumers];
+};
+
+}  // namespace megalith
+
+#include "update.hpp"

@@ -1,0 +1,160 @@
+// Borrowing a torch tensor's memory without copying it and without building against torch.
+//
+// Torch publishes a table of C functions on its tensor type (DLPack's exchange API); where
+// that is missing, the tensor is asked through its Python attributes.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace megalith {
+
+namespace nb = nanobind;
+
+namespace dlpack {
+
+struct Version {
+  uint32_t major, minor;
+};
+struct Device {
+  int32_t type, id;
+};
+struct DataType {
+  uint8_t code, bits;
+  uint16_t lanes;
+};
+struct Tensor {
+  void* data;
+  Device device;
+  int32_t ndim;
+  DataType dtype;
+  int64_t* shape;
+  int64_t* strides;
+  uint64_t byte_offset;
+};
+struct Header {
+  Version version;
+  Header* previous;
+};
+// Only the part this file uses has types; the order is DLPack's.
+struct ExchangeApi {
+  Header header;
+  void* managed_tensor_allocator;
+  void* managed_tensor_from_py_object_no_sync;
+  void* managed_tensor_to_py_object_no_sync;
+  int (*dltensor_from_py_object_no_sync)(void* object, Tensor* out);
+  void* current_work_stream;
+};
+
+constexpr int32_t kCpu = 1;
+constexpr uint8_t kInt = 0, kFloat = 2;
+
+}  // namespace dlpack
+
+enum class Kind { int32, int64, float32 };
+
+// A contiguous CPU tensor, borrowed for the length of a call.
+struct TensorView {
+  void* data = nullptr;
+  int ndim = 0;
+  int64_t shape[4] = {};
+
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(data);
+  }
+  int64_t numel() const {
+    int64_t n = 1;
+    for (int d = 0; d < ndim; ++d) n *= shape[d];
+    return n;
+  }
+};
+
+inline bool& exchange_api_enabled() {
+  static bool on = true;
+  return on;
+}
+
+inline const dlpack::ExchangeApi* exchange_api(PyObject* object) {
+  struct Known {
+    PyTypeObject* type;
+    const dlpack::ExchangeApi* api;
+  };
+  static Known known[4] = {};  // Tensor, Parameter and what else comes by; types live for ever
+  static int next = 0;
+  PyTypeObject* type = Py_TYPE(object);
+  for (const Known& k : known)
+    if (k.type == type) return k.api;
+  const dlpack::ExchangeApi* api = nullptr;
+  PyObject* capsule =
+      PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "__dlpack_c_exchange_api__");
+  if (capsule) {
+    api = static_cast<const dlpack::ExchangeApi*>(
+        PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
+    Py_DECREF(capsule);
+  }
+  PyErr_Clear();
+  while (api && api->header.version.major != 1)
+    api = reinterpret_cast<const dlpack::ExchangeApi*>(api->header.previous);
+  Py_INCREF(type);
+  known[next] = {type, api};
+  next = (next + 1) % 4;
+  return api;
+}
+
+inline const char* kind_name(Kind kind) {
+  return kind == Kind::int32 ? "int32" : kind == Kind::int64 ? "int64" : "float32";
+}
+
+[[noreturn]] inline void refuse(const char* name, Kind kind) {
+  throw nb::type_error(
+      (std::string(name) + ": expected a contiguous " + kind_name(kind) + " tensor on the CPU")
+          .c_str());
+}
+
+inline TensorView borrow_by_attributes(nb::handle object, Kind kind, const char* name) {
+  if (!nb::hasattr(object, "data_ptr")) refuse(name, kind);
+  const std::string dtype = nb::cast<std::string>(nb::str(object.attr("dtype")));
+  const std::string device = nb::cast<std::string>(nb::str(object.attr("device")));
+  if (dtype != std::string("torch.") + kind_name(kind) || device.compare(0, 3, "cpu") != 0 ||
+      !nb::cast<bool>(object.attr("is_contiguous")()))
+    refuse(name, kind);
+  TensorView view;
+  for (nb::handle size : object.attr("shape")) {
+    if (view.ndim == 4) refuse(name, kind);
+    view.shape[view.ndim++] = nb::cast<int64_t>(size);
+  }
+  view.data = reinterpret_cast<void*>(nb::cast<uintptr_t>(object.attr("data_ptr")()));
+  return view;
+}
+
+inline TensorView borrow(nb::handle object, Kind kind, const char* name) {
+  const dlpack::ExchangeApi* api =
+      exchange_api_enabled() ? exchange_api(object.ptr()) : nullptr;
+  if (!api) return borrow_by_attributes(object, kind, name);
+  dlpack::Tensor t;
+  if (api->dltensor_from_py_object_no_sync(object.ptr(), &t) != 0) {
+    PyErr_Clear();
+    refuse(name, kind);
+  }
+  const uint8_t code = kind == Kind::float32 ? dlpack::kFloat : dlpack::kInt;
+  const uint8_t bits = kind == Kind::int64 ? 64 : 32;
+  if (t.device.type != dlpack::kCpu || t.dtype.code != code || t.dtype.bits != bits ||
+      t.dtype.lanes != 1 || t.ndim > 4)
+    refuse(name, kind);
+  TensorView view;
+  view.ndim = t.ndim;
+  int64_t expected = 1;
+  for (int d = t.ndim - 1; d >= 0; --d) {
+    view.shape[d] = t.shape[d];
+    if (t.strides && t.shape[d] > 1 && t.strides[d] != expected) refuse(name, kind);
+    expected *= t.shape[d];
+  }
+  view.data = static_cast<char*>(t.data) + t.byte_offset;
+  return view;
+}
+
+}  // namespace megalith

@@ -1,0 +1,133 @@
+// Table::update: occurrences are parted by row range (stably, so input order is kept
+// inside a part), then each part is summed and applied by one thread.
+#pragma once
+
+#include "table.hpp"
+
+namespace megalith {
+
+namespace detail {
+
+constexpr uint32_t kNoSource = 0xffffffffu;
+
+// How many rows make a part: few enough occurrences for the sums to stay in cache, a map of
+// at most 2^16 rows, and at most 4096 parts.
+inline uint32_t part_shift(int64_t rows, int64_t occurrences, int dim) {
+  const double wanted = 32768.0 / dim + 1.0;
+  const double rows_per_part =
+      static_cast<double>(rows) * wanted / static_cast<double>(occurrences + 1);
+  uint32_t shift = 6;
+  while (shift < 16 && static_cast<double>(int64_t{1} << (shift + 1)) <= rows_per_part) ++shift;
+  while ((rows >> shift) >= 4096) ++shift;
+  return shift;
+}
+
+}  // namespace detail
+
+inline void Table::update(const Update& u, int threads) {
+  std::unique_lock<ForkSafeLock> hold(lock_);
+  Lease lease;
+  Scratch& scratch = *lease;
+
+  // The bag of each occurrence, counted over all features; none for those that reach no output.
+  std::vector<int64_t> bag_base(1, 0);
+  bool weighted = false;
+  uint32_t* sources = nullptr;
+  if (!u.bags.empty()) {
+    sources = scratch.sources.get(u.n);
+    std::fill(sources, sources + u.n, detail::kNoSource);
+    for (const BagsView& b : u.bags) {
+      const uint32_t base = static_cast<uint32_t>(bag_base.back());
+      bag_base.push_back(bag_base.back() + b.num_bags);
+      weighted |= b.weights != nullptr;
+      for (int64_t bag = 0; bag < b.num_bags; ++bag)
+        for (int64_t i = b.offsets[bag]; i < b.offsets[bag + 1]; ++i)
+          sources[i] = base + static_cast<uint32_t>(bag);
+    }
+  }
+  auto takes_part = [&](int64_t i) { return !sources || sources[i] != detail::kNoSource; };
+
+  const int32_t* given = current_rows(u.rows, u.epoch, u.ids, u.n, scratch, threads);
+  int32_t* rows = const_cast<int32_t*>(given);
+  bool missing = false;
+  for (int64_t i = 0; i < u.n; ++i) missing |= given[i] < 0;
+  if (missing) {
+    if (given == u.rows) {  // the caller's; and an id absent then may be here now
+      rows = scratch.rows.get(u.n);
+      for (int64_t i = 0; i < u.n; ++i) rows[i] = given[i] >= 0 ? given[i] : index_.find(u.ids[i]);
+    }
+    create_missing(u.ids, u.n, rows, scratch, threads, takes_part);
+  }
+
+  const uint32_t shift = detail::part_shift(rows_.high(), u.n, dim_);
+  const int64_t parts = (rows_.high() >> shift) + 1;
+
+  // Count, place, apply.
+  const int64_t slices = std::max<int64_t>(1, std::min<int64_t>(threads, u.n / 4096));
+  std::vector<int64_t>& starts = scratch.starts;
+  starts.assign(static_cast<size_t>(slices * parts), 0);
+  ThreadPool::get().run(slices, threads, [&](int64_t slice, int) {
+    int64_t* count = starts.data() + slice * parts;
+    for (int64_t i = u.n * slice / slices; i < u.n * (slice + 1) / slices; ++i)
+      if (takes_part(i)) ++count[rows[i] >> shift];
+  });
+  std::vector<int64_t> begin(static_cast<size_t>(parts) + 1);
+  int64_t total = 0, most = 0;
+  for (int64_t p = 0; p < parts; ++p) {
+    begin[static_cast<size_t>(p)] = total;
+    for (int64_t s = 0; s < slices; ++s) {
+      int64_t& c = starts[static_cast<size_t>(s * parts + p)];
+      const int64_t here = c;
+      c = total;
+      total += here;
+    }
+    most = std::max(most, total - begin[static_cast<size_t>(p)]);
+  }
+  begin[static_cast<size_t>(parts)] = total;
+
+  Entry* entries = scratch.entries.get(total);
+  float* weights = weighted ? scratch.weights.get(total) : nullptr;
+  ThreadPool::get().run(slices, threads, [&](int64_t slice, int) {
+    int64_t* at = starts.data() + slice * parts;
+    size_t view = 0;
+    for (int64_t i = u.n * slice / slices; i < u.n * (slice + 1) / slices; ++i) {
+      if (!takes_part(i)) continue;
+      const uint32_t source = sources ? sources[i] : static_cast<uint32_t>(i);
+      const int64_t k = at[rows[i] >> shift]++;
+      entries[k] = {rows[i], source};
+      if (!weighted) continue;
+      while (source < static_cast<uint64_t>(bag_base[view])) --view;
+      while (source >= static_cast<uint64_t>(bag_base[view + 1])) ++view;
+      weights[k] = u.bags[view].weights ? u.bags[view].weights[i] : 1.0f;
+    }
+  });
+
+  ApplyView apply;
+  apply.table = view();
+  apply.gradient = {u.flat, u.bags.empty() ? nullptr : u.bags.data(),
+                    static_cast<int32_t>(u.bags.size()), bag_base.data(), u.scale};
+  apply.learning_rates = u.learning_rates;
+  apply.time = u.time;
+  apply.touch = tracked_;
+  apply.rows_per_part_shift = shift;
+
+  const int64_t distinct = std::min(most, int64_t{1} << shift);
+  const size_t workers = static_cast<size_t>(std::max(1, std::min(threads, ThreadPool::kMaxThreads)));
+  if (scratch.workers.size() < workers) scratch.workers.resize(workers);
+  for (size_t w = 0; w < workers; ++w) {
+    WorkerScratch& mine = scratch.workers[w];
+    if (mine.slots.size() < (size_t{1} << shift)) mine.slots.assign(size_t{1} << shift, 0);
+    mine.unique.get(distinct);
+    mine.sums.get(distinct * dim_);
+  }
+  ThreadPool::get().run(parts, threads, [&](int64_t p, int worker) {
+    const int64_t first = begin[static_cast<size_t>(p)];
+    const int64_t count = begin[static_cast<size_t>(p) + 1] - first;
+    if (count == 0) return;
+    WorkerScratch& mine = scratch.workers[static_cast<size_t>(worker)];
+    ApplyScratch own{mine.slots.data(), mine.unique.get(distinct), mine.sums.get(distinct * dim_)};
+    kernels_->apply(apply, entries + first, weights ? weights + first : nullptr, count, own);
+  });
+}
+
+}  // namespace megalith

@@ -1,0 +1,47 @@
+"""Megalith: recommender models whose embedding tables grow with the data."""
+
+from megalith.ops.pooling import Pooling
+from megalith.table import (
+    FTRL,
+    SGD,
+    Adagrad,
+    Adam,
+    Constant,
+    Momentum,
+    Normal,
+    Ones,
+    Piecewise,
+    PolynomialDecay,
+    RowWiseAdagrad,
+    Segment,
+    Table,
+    TableConfig,
+    TruncatedNormal,
+    Uniform,
+    Warmup,
+    Zeros,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FTRL",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "Constant",
+    "Momentum",
+    "Normal",
+    "Ones",
+    "Piecewise",
+    "PolynomialDecay",
+    "Pooling",
+    "RowWiseAdagrad",
+    "Segment",
+    "Table",
+    "TableConfig",
+    "TruncatedNormal",
+    "Uniform",
+    "Warmup",
+    "Zeros",
+]

@@ -1,0 +1,485 @@
+"""The table contract: what every engine does, and the checks in front of it.
+
+`Table(config, engine=...)` gives an engine's table. This file checks arguments, evaluates
+learning rates and composes the calls; an engine supplies the methods that begin with an underscore
+and may assume that what reaches it is right. Nothing is written before everything is checked.
+"""
+
+from __future__ import annotations
+
+import math
+import time as clock
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from megalith.errors import InputError, UnknownNameError, UsageError
+from megalith.ops.pooling import Pooling
+from megalith.table.config import TableConfig
+
+MAX_TIME = 2**32 - 1
+MAX_CONSUMERS = 8
+DEFAULT_CHUNK = 65536
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of a table, whole rows: what `scan` yields and `restore` takes.
+
+    ids: int64 [n]. rows: float32 [n, dim]. state: by "segment number/name", float32 [n, size] each.
+    time: int64 [n], last update in seconds. count: int64 [n] updates, or None where no policy counts.
+    """
+
+    ids: Tensor
+    rows: Tensor
+    state: Mapping[str, Tensor]
+    time: Tensor
+    count: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class TableStats:
+    """A table at a glance. `capacity` is the number of rows that fit before the index grows."""
+
+    name: str
+    engine: str
+    rows: int
+    capacity: int
+    growing: bool
+    epoch: int
+    consumers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes a table holds: ids to rows, weights with optimizer state, and what lies beside each row."""
+
+    index: int
+    rows: int
+    side: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.index + self.rows + self.side
+
+
+class Table(ABC):
+    """A row for any 64-bit id, created when it is first trained.
+
+    config: name, segments, optimizers. engine: "cpu" (native) or "reference" (plain torch). seed:
+    with the table's name and an id it fixes that id's initial row.
+
+    Many threads may call one table: reads run beside reads, a write is atomic for readers.
+    """
+
+    engine: str
+
+    def __new__(cls, config: TableConfig, *, engine: str = "cpu", seed: int = 0) -> Table:
+        """Picks the engine's class."""
+        if cls is not Table:
+            return super().__new__(cls)
+        from megalith.table.engines import engine_class
+
+        return super().__new__(engine_class(engine))
+
+    def __init__(self, config: TableConfig, *, engine: str = "cpu", seed: int = 0) -> None:
+        if not isinstance(config, TableConfig):
+            raise InputError(f"Table: config must be a TableConfig, got {config!r}")
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise InputError(f"table {config.name!r}: seed must be an integer, got {seed!r}")
+        self.config = config
+        self.name = config.name
+        self.dim = config.dim
+        self.seed = seed
+        self._consumers: list[str | None] = []
+
+    # ---- the three primitives
+
+    def find(self, ids: Tensor) -> Tensor:
+        """Row numbers, int32 [n]; -1 where an id has no row. Good until `epoch` changes.
+
+        ids: int64 or int32 [n].
+        """
+        return self._find(self._ids(ids))[0]
+
+    def read(
+        self,
+        rows: Tensor,
+        ids: Tensor,
+        pooling: Pooling | None = None,
+        *,
+        epoch: int | None = None,
+        out: Sequence[Tensor] | None = None,
+    ) -> Any:
+        """Weights of found rows: float32 [n, dim], or with `pooling` the list of its outputs.
+
+        rows: int32 [n] from `find`. epoch: the table's epoch before that `find`; rows of another
+        epoch are found again, without it each row is checked. out: outputs to fill, already zeroed
+        where no bag reaches.
+        """
+        ids = self._ids(ids)
+        rows = self._rows(rows, ids)
+        if pooling is None:
+            return self._read(rows, epoch, ids)
+        outputs = pooling.new_outputs() if out is None else list(out)
+        self._check_outputs("out", outputs, pooling)
+        self._pool(rows, epoch, ids, pooling, outputs)
+        return outputs
+
+    def update(
+        self,
+        rows: Tensor | None,
+        ids: Tensor,
+        grads: Tensor | Sequence[Tensor],
+        pooling: Pooling | None = None,
+        *,
+        step: int,
+        time: float | None = None,
+        scale: float = 1.0,
+        epoch: int | None = None,
+    ) -> None:
+        """One optimizer step per distinct id on its summed gradient; creates missing rows.
+
+        grads: float32 [n, dim], or with `pooling` one gradient per output. rows, epoch: as in
+        `read`; without rows they are found. step: learning rates are evaluated from it. time: seconds,
+        becomes the rows' last-update time (None: now). scale: multiplies each summed gradient.
+        Raises InputError before anything is written if an argument is wrong or a gradient not finite.
+        """
+        ids = self._ids(ids)
+        rows = None if rows is None else self._rows(rows, ids)
+        checked = self.check_grads(ids, grads, pooling)
+        self.update_checked(rows, ids, checked, pooling, step=step, time=time, scale=scale, epoch=epoch)
+
+    # ---- composed calls
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """Weights, float32 [n, dim]. Never inserts; a missing id reads as the config's `missing` says."""
+        return self._read(None, None, self._ids(ids))
+
+    def apply_gradients(
+        self, ids: Tensor, grads: Tensor, *, step: int, time: float | None = None
+    ) -> None:
+        """`update` without rows: duplicates are summed in input order, missing rows created."""
+        self.update(None, ids, grads, step=step, time=time)
+
+    def assign(self, ids: Tensor, rows: Tensor, *, time: float | None = None) -> None:
+        """Sets weights, float32 [n, dim]; of duplicates the last stays.
+
+        A new row gets fresh optimizer state, an existing one keeps its own.
+        """
+        self._write(ids, rows, add=False, time=time)
+
+    def assign_add(self, ids: Tensor, rows: Tensor, *, time: float | None = None) -> None:
+        """Adds to weights, float32 [n, dim], duplicates in order; a new row starts from its initial one."""
+        self._write(ids, rows, add=True, time=time)
+
+    def reinitialize(self, ids: Tensor, *, time: float | None = None) -> Tensor:
+        """Puts rows back to their initial weights and state. int32 [n]: 0 created, 1 existed."""
+        return self._reinitialize(self._ids(ids), self.check_time(time))
+
+    def remove(self, ids: Tensor) -> int:
+        """Forgets ids; returns how many had a row. Their memory is reused."""
+        return self._remove(self._ids(ids))
+
+    def evict(self, now: float | None = None) -> Tensor:
+        """Removes what the config's eviction policies say; returns the removed ids (none without a policy)."""
+        self.check_time(now)
+        return torch.empty(0, dtype=torch.int64)
+
+    def scan(self, chunk_size: int = DEFAULT_CHUNK) -> Iterator[Chunk]:
+        """Walks all rows in chunks. Each chunk is consistent; rows that stay put come exactly once."""
+        if chunk_size < 1:
+            raise InputError(f"table {self.name!r}: chunk_size must be positive, got {chunk_size}")
+        return self._scan(chunk_size)
+
+    def restore(self, chunk: Chunk) -> None:
+        """Writes whole rows back, optimizer state and time included; existing ids are replaced."""
+        ids = self._ids(chunk.ids)
+        n = ids.numel()
+        self._check_matrix("rows", chunk.rows, n, self.dim)
+        known = {column.key for column in self.config.state_columns}
+        if set(chunk.state) != known:
+            raise InputError(
+                f"table {self.name!r}: chunk has state {sorted(chunk.state)}, expected {sorted(known)}"
+            )
+        pieces = [chunk.rows]
+        for column in self.config.state_columns:
+            piece = chunk.state[column.key]
+            self._check_matrix(f"state {column.key}", piece, n, column.end - column.start)
+            pieces.append(piece)
+        times = chunk.time
+        if times.dtype != torch.int64 or tuple(times.shape) != (n,):
+            raise InputError(f"table {self.name!r}: time must be int64 [{n}]")
+        if n and not 0 <= int(times.min()) <= int(times.max()) <= MAX_TIME:
+            raise InputError(f"table {self.name!r}: time must be between 0 and {MAX_TIME}")
+        self._restore(ids, torch.cat(pieces, dim=1), times.contiguous())
+
+    # ---- touched rows
+
+    def track(self, consumer: str) -> None:
+        """Starts remembering, for this consumer, which rows change. Again is no error."""
+        if consumer in self._consumers:
+            return
+        if None in self._consumers:
+            number = self._consumers.index(None)
+        elif len(self._consumers) < MAX_CONSUMERS:
+            number = len(self._consumers)
+            self._consumers.append(None)
+        else:
+            raise UsageError(
+                f"table {self.name!r} already has {MAX_CONSUMERS} consumers: "
+                f"{', '.join(map(str, self._consumers))}; untrack one first"
+            )
+        self._track(number)
+        self._consumers[number] = consumer
+
+    def untrack(self, consumer: str) -> None:
+        """Forgets a consumer and what it has not drained."""
+        number = self._consumer(consumer)
+        self._untrack(number)
+        self._consumers[number] = None
+
+    def drain_touched(self, consumer: str) -> tuple[Tensor, Tensor]:
+        """Ids written and ids removed since this consumer's last drain, int64 each, and forgets them."""
+        return self._drain(self._consumer(consumer))
+
+    def mark_touched(self, consumer: str, ids: Tensor) -> None:
+        """Gives ids back to a consumer, for instance after a failed send.
+
+        An id that has no row any more counts as removed.
+        """
+        self._mark(self._consumer(consumer), self._ids(ids))
+
+    # ---- looking at the table
+
+    def __contains__(self, id: int) -> bool:
+        return bool((self.find(torch.tensor([int(id)], dtype=torch.int64)) >= 0).item())
+
+    @property
+    @abstractmethod
+    def epoch(self) -> int:
+        """Changes when row numbers may have lost their meaning: remove, evict, restore, clear."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def stats(self) -> TableStats:
+        """Numbers about the table."""
+
+    @abstractmethod
+    def memory(self) -> MemoryUse:
+        """Bytes in use."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Removes every row and gives the memory back."""
+
+    @abstractmethod
+    def reserve(self, n: int) -> None:
+        """Makes room for n rows, so that no growth happens on the way there."""
+
+    def __repr__(self) -> str:
+        return f"Table({self.config!r}, engine={self.engine!r}, rows={len(self)})"
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            f"table {self.name!r} cannot be copied or pickled: use scan() and restore(), "
+            "or pass ids and rows"
+        )
+
+    # ---- checks, used here and by Shards
+
+    def check_ids(self, ids: Tensor) -> Tensor:
+        """Ids as a contiguous int64 [n] tensor on the CPU, or InputError."""
+        return self._ids(ids)
+
+    def check_time(self, time: float | None) -> int:
+        """Whole seconds between 0 and 2^32 - 1; None is now."""
+        if time is None:
+            return int(clock.time())
+        good = isinstance(time, int | float) and math.isfinite(time) and 0 <= time <= MAX_TIME
+        if not good:
+            raise InputError(
+                f"table {self.name!r}: time must be seconds between 0 and {MAX_TIME}, got {time!r}"
+            )
+        return int(time)
+
+    def check_grads(
+        self, ids: Tensor, grads: Tensor | Sequence[Tensor], pooling: Pooling | None
+    ) -> list[Tensor]:
+        """Gradients as contiguous float32 tensors of the right shapes, all finite, or InputError."""
+        if pooling is None:
+            if not isinstance(grads, Tensor):
+                raise InputError(f"table {self.name!r}: grads must be a tensor without pooling")
+            self._check_matrix("grads", grads, ids.numel(), self.dim)
+            checked = [grads.detach().contiguous()]
+        else:
+            if isinstance(grads, Tensor):
+                raise InputError(f"table {self.name!r}: with pooling, give one gradient per output")
+            self._check_outputs("grads", grads, pooling)
+            checked = [g.detach().contiguous() for g in grads]
+        for number, grad in enumerate(checked):
+            if not self._all_finite(grad):
+                field = "grads" if pooling is None else f"grads of output {number}"
+                raise InputError(f"table {self.name!r}: {field} hold NaN or Inf")
+        return checked
+
+    def check_trainable(self, step: int) -> list[float]:
+        """The learning rate of each segment at this step, or an error if the table must not train."""
+        if not self.config.trainable:
+            raise UsageError(f"table {self.name!r} is not trainable (TableConfig(trainable=False))")
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise InputError(f"table {self.name!r}: step must be a whole number >= 0, got {step!r}")
+        try:
+            return [segment.optimizer.rate(step) for segment in self.config.segments]
+        except InputError as error:
+            raise InputError(f"table {self.name!r}: {error}") from None
+
+    def update_checked(
+        self,
+        rows: Tensor | None,
+        ids: Tensor,
+        grads: list[Tensor],
+        pooling: Pooling | None,
+        *,
+        step: int,
+        time: float | None,
+        scale: float,
+        epoch: int | None,
+    ) -> None:
+        """`update` after `check_ids` and `check_grads`, for callers that check several tables first."""
+        rates = self.check_trainable(step)
+        if not (isinstance(scale, int | float) and math.isfinite(scale)):
+            raise InputError(f"table {self.name!r}: scale must be finite, got {scale!r}")
+        self._update(rows, epoch, ids, grads, pooling, rates, self.check_time(time), float(scale))
+
+    def _ids(self, ids: Tensor) -> Tensor:
+        if not isinstance(ids, Tensor):
+            raise InputError(f"table {self.name!r}: ids must be a tensor, got {type(ids).__name__}")
+        if ids.dtype not in (torch.int64, torch.int32):
+            raise InputError(f"table {self.name!r}: ids must be int64 or int32, got {ids.dtype}")
+        if ids.dim() != 1:
+            raise InputError(f"table {self.name!r}: ids must have shape [n], got {list(ids.shape)}")
+        self._check_device("ids", ids)
+        return ids.to(torch.int64).contiguous()
+
+    def _rows(self, rows: Tensor, ids: Tensor) -> Tensor:
+        if not isinstance(rows, Tensor) or rows.dtype != torch.int32 or rows.shape != ids.shape:
+            raise InputError(f"table {self.name!r}: rows must be int32 [{ids.numel()}], from find()")
+        self._check_device("rows", rows)
+        return rows.contiguous()
+
+    def _check_device(self, field: str, tensor: Tensor) -> None:
+        if tensor.device.type != "cpu":
+            raise InputError(
+                f"table {self.name!r}: {field} are on {tensor.device}, the {self.engine} engine "
+                "needs them on the CPU"
+            )
+
+    def _check_matrix(self, field: str, tensor: Tensor, rows: int, columns: int) -> None:
+        if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32:
+            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise InputError(f"table {self.name!r}: {field} must be a float32 tensor, got {kind}")
+        if tuple(tensor.shape) != (rows, columns):
+            raise InputError(
+                f"table {self.name!r}: {field} must have shape [{rows}, {columns}], "
+                f"got {list(tensor.shape)}"
+            )
+        self._check_device(field, tensor)
+
+    def _check_outputs(self, field: str, tensors: Sequence[Tensor], pooling: Pooling) -> None:
+        if len(tensors) != len(pooling.outputs):
+            raise InputError(
+                f"table {self.name!r}: {field} must hold {len(pooling.outputs)} tensors, "
+                f"one per output, got {len(tensors)}"
+            )
+        for number, (tensor, shape) in enumerate(zip(tensors, pooling.outputs, strict=True)):
+            self._check_matrix(f"{field}[{number}]", tensor, *shape)
+        if field == "out" and not all(t.is_contiguous() for t in tensors):
+            raise InputError(f"table {self.name!r}: out must be contiguous")
+
+    def _consumer(self, consumer: str) -> int:
+        if consumer not in self._consumers:
+            known = ", ".join(repr(c) for c in self._consumers if c is not None) or "none"
+            raise UnknownNameError(
+                f"table {self.name!r} has no consumer {consumer!r} (known: {known}); call track() first"
+            )
+        return self._consumers.index(consumer)
+
+    def _write(self, ids: Tensor, rows: Tensor, *, add: bool, time: float | None) -> None:
+        ids = self._ids(ids)
+        self._check_matrix("rows", rows, ids.numel(), self.dim)
+        self._assign(ids, rows.detach().contiguous(), add, self.check_time(time))
+
+    def _chunk(self, ids: Tensor, raw: Tensor, time: Tensor) -> Chunk:
+        """A Chunk from stored rows, float32 [n, row_floats]."""
+        state = {c.key: raw[:, c.start : c.end] for c in self.config.state_columns}
+        return Chunk(ids, raw[:, : self.dim], state, time)
+
+    def _all_finite(self, tensor: Tensor) -> bool:
+        return bool(torch.isfinite(tensor).all())
+
+    # ---- what an engine supplies; arguments are checked, ids int64 [n], contiguous
+
+    @abstractmethod
+    def _find(self, ids: Tensor) -> tuple[Tensor, int]:
+        """Rows and the epoch they belong to."""
+
+    @abstractmethod
+    def _read(self, rows: Tensor | None, epoch: int | None, ids: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _pool(
+        self,
+        rows: Tensor | None,
+        epoch: int | None,
+        ids: Tensor,
+        pooling: Pooling,
+        outputs: list[Tensor],
+    ) -> None: ...
+
+    @abstractmethod
+    def _update(
+        self,
+        rows: Tensor | None,
+        epoch: int | None,
+        ids: Tensor,
+        grads: list[Tensor],
+        pooling: Pooling | None,
+        rates: list[float],
+        time: int,
+        scale: float,
+    ) -> None: ...
+
+    @abstractmethod
+    def _assign(self, ids: Tensor, rows: Tensor, add: bool, time: int) -> None: ...
+
+    @abstractmethod
+    def _reinitialize(self, ids: Tensor, time: int) -> Tensor: ...
+
+    @abstractmethod
+    def _remove(self, ids: Tensor) -> int: ...
+
+    @abstractmethod
+    def _restore(self, ids: Tensor, raw: Tensor, times: Tensor) -> None: ...
+
+    @abstractmethod
+    def _scan(self, chunk_size: int) -> Iterator[Chunk]: ...
+
+    @abstractmethod
+    def _track(self, consumer: int) -> None: ...
+
+    @abstractmethod
+    def _untrack(self, consumer: int) -> None: ...
+
+    @abstractmethod
+    def _drain(self, consumer: int) -> tuple[Tensor, Tensor]: ...
+
+    @abstractmethod
+    def _mark(self, consumer: int, ids: Tensor) -> None: ...

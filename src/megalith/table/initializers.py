@@ -1,0 +1,237 @@
+"""Initial rows: a pure function of (seed, table, id, column), with the same bits everywhere.
+
+The generator is a counter-based integer mixer, and the normal distribution goes through
+polynomials of this file instead of a library's log, so every step is one IEEE operation that
+CPUs and GPUs round alike. `initial_rows` is the torch twin of native/initialize.inl.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from megalith.errors import InputError
+
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+class Initializer:
+    """How the weights of a new row are drawn. `kind` and `params` are the engines' form."""
+
+    kind: ClassVar[int]
+
+    @property
+    def params(self) -> tuple[float, float]:
+        """The two numbers the draw needs, as float32 values."""
+        raise NotImplementedError
+
+    def _check(self, *fields: str) -> None:
+        for field in fields:
+            value = getattr(self, field)
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                raise InputError(f"{type(self).__name__}: {field} must be finite, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Constant(Initializer):
+    """Every weight is `value`."""
+
+    value: float
+    kind: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        self._check("value")
+
+    @property
+    def params(self) -> tuple[float, float]:
+        """The value."""
+        return (self.value, 0.0)
+
+
+@dataclass(frozen=True)
+class Zeros(Initializer):
+    """Every weight is 0. Two zero rows have no gradient through their dot product."""
+
+    kind: ClassVar[int] = 0
+
+    @property
+    def params(self) -> tuple[float, float]:
+        """Zero."""
+        return (0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Ones(Initializer):
+    """Every weight is 1."""
+
+    kind: ClassVar[int] = 0
+
+    @property
+    def params(self) -> tuple[float, float]:
+        """One."""
+        return (1.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Uniform(Initializer):
+    """Even between `low` and `high`."""
+
+    low: float = -0.05
+    high: float = 0.05
+    kind: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        self._check("low", "high")
+        if self.low > self.high:
+            raise InputError(f"Uniform: low {self.low} is above high {self.high}")
+
+    @property
+    def params(self) -> tuple[float, float]:
+        """Low and the span."""
+        low, high = (torch.tensor(x, dtype=torch.float32) for x in (self.low, self.high))
+        return (low.item(), (high - low).item())
+
+
+@dataclass(frozen=True)
+class Normal(Initializer):
+    """Gaussian."""
+
+    mean: float = 0.0
+    std: float = 0.01
+    kind: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        self._check("mean", "std")
+        if self.std < 0:
+            raise InputError(f"{type(self).__name__}: std must not be negative, got {self.std}")
+
+    @property
+    def params(self) -> tuple[float, float]:
+        """Mean and deviation."""
+        return (self.mean, self.std)
+
+
+@dataclass(frozen=True)
+class TruncatedNormal(Normal):
+    """Gaussian cut at two deviations from the mean."""
+
+    kind: ClassVar[int] = 3
+
+
+def table_key(seed: int, name: str) -> int:
+    """The 64 bits that a table's random numbers start from."""
+    text = f"{seed & 0xFFFFFFFFFFFFFFFF}:{name}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def initial_rows(key: int, ids: Tensor, segments: list[tuple[int, Initializer]]) -> Tensor:
+    """Initial weights, float32 [n, sum of dims], on the device of `ids`.
+
+    key: of `table_key`. ids: int64 [n]. segments: (dim, initializer) in row order.
+    """
+    keys = _mix(ids ^ _signed(key))[:, None]
+    pieces, start = [], 0
+    for dim, initializer in segments:
+        columns = torch.arange(start, start + dim, device=ids.device)
+        pieces.append(_draw(keys, columns, initializer))
+        start += dim
+    return torch.cat(pieces, dim=1)
+
+
+def _draw(keys: Tensor, columns: Tensor, initializer: Initializer) -> Tensor:
+    shape = (keys.shape[0], columns.numel())
+    a, b = (torch.tensor(x, dtype=torch.float32, device=keys.device) for x in initializer.params)
+    if initializer.kind == Constant.kind:
+        return a.expand(shape)
+    bits = _mix(keys + (columns // 2 + 1) * _signed(_GOLDEN))
+    halves = torch.where(columns % 2 == 1, bits >> 32, bits) & 0xFFFFFFFF
+    draws = halves >> 8
+    if initializer.kind == Uniform.kind:
+        return a + b * (draws.to(torch.float32) * 2.0**-24)
+    x = (2 * draws + 1 - (1 << 24)).to(torch.float32) * 2.0**-24
+    if initializer.kind == Normal.kind:
+        return a + b * (1.4142135 * _inverse_erf(x))
+    z = 1.4142135 * _inverse_erf(x * 0.95449974)  # the mass within two deviations
+    return a + b * z.clamp(-2.0, 2.0)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)  # torch shifts signed numbers arithmetically
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >= 1 << 63 else x
+
+
+def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
+    value = torch.full_like(x, coefficients[0])
+    for c in coefficients[1:]:
+        value = value * x + torch.full_like(x, c)
+    return value
+
+
+def _natural_log(y: Tensor) -> Tensor:
+    bits = y.view(torch.int32)
+    exponent = (bits >> 23) - 126
+    m = ((bits & 0x007FFFFF) | 0x3F000000).view(torch.float32)
+    low = m < 0.70710677
+    exponent = torch.where(low, exponent - 1, exponent).to(torch.float32)
+    m = torch.where(low, m + m, m) - 1.0
+    square = m * m
+    tail = _polynomial(m, _LOG) * m * square
+    tail = tail + exponent * -2.1219444e-4
+    tail = tail + square * -0.5
+    return (m + tail) + exponent * 0.69335938
+
+
+def _inverse_erf(x: Tensor) -> Tensor:
+    w = -_natural_log((1.0 - x) * (1.0 + x))
+    centre = _polynomial(w - 2.5, _ERF_CENTRE)
+    tail = _polynomial(torch.sqrt(w) - 3.0, _ERF_TAIL)
+    return torch.where(w < 5.0, centre, tail) * x
+
+
+_LOG = (
+    7.0376836e-2,
+    -1.1514610e-1,
+    1.1676999e-1,
+    -1.2420141e-1,
+    1.4249323e-1,
+    -1.6668058e-1,
+    2.0000714e-1,
+    -2.4999994e-1,
+    3.3333331e-1,
+)
+_ERF_CENTRE = (
+    2.8102264e-08,
+    3.4327394e-07,
+    -3.5233877e-06,
+    -4.3915065e-06,
+    0.00021858087,
+    -0.0012537250,
+    -0.0041776816,
+    0.24664073,
+    1.5014094,
+)
+_ERF_TAIL = (
+    -0.00020021426,
+    0.00010095056,
+    0.0013493432,
+    -0.0036734284,
+    0.0057395077,
+    -0.0076224613,
+    0.0094388705,
+    1.0016741,
+    2.8329768,
+)

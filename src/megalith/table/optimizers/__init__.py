@@ -1,0 +1,25 @@
+"""Sparse optimizers: one file each; see `base` for what one is and how to add another."""
+
+from megalith.table.optimizers.adagrad import Adagrad
+from megalith.table.optimizers.adam import Adam
+from megalith.table.optimizers.base import Optimizer, State
+from megalith.table.optimizers.ftrl import FTRL
+from megalith.table.optimizers.momentum import Momentum
+from megalith.table.optimizers.rowwise_adagrad import RowWiseAdagrad
+from megalith.table.optimizers.sgd import SGD
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    cls.name: cls for cls in (SGD, Momentum, Adagrad, RowWiseAdagrad, Adam, FTRL)
+}
+
+__all__ = [
+    "FTRL",
+    "OPTIMIZERS",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "Momentum",
+    "Optimizer",
+    "RowWiseAdagrad",
+    "State",
+]

@@ -1,0 +1,46 @@
+"""Adagrad: a rate of its own for every weight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from megalith.table.optimizers.base import Optimizer, State
+from megalith.table.schedules import LearningRate
+
+
+@dataclass(frozen=True)
+class Adagrad(Optimizer):
+    """g += weight_decay * w; n += g^2; w -= lr * g / (sqrt(n) + eps).
+
+    The same formula and defaults as torch.optim.Adagrad (no lr_decay: use a schedule). Monolith
+    has no eps and starts n at 0.1: Adagrad(initial_accumulator_value=0.1, eps=0).
+    """
+
+    lr: LearningRate = 1e-2
+    initial_accumulator_value: float = 0.0
+    eps: float = 1e-10
+    weight_decay: float = 0.0
+    name: ClassVar[str] = "adagrad"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check("initial_accumulator_value", "eps", "weight_decay")
+
+    @property
+    def hyper(self) -> tuple[float, ...]:
+        """Initial accumulator, eps, weight decay."""
+        return (self.initial_accumulator_value, self.eps, self.weight_decay)
+
+    def state(self, dim: int) -> tuple[State, ...]:
+        """The sum of squared gradients."""
+        return (State("sum", dim, self.initial_accumulator_value),)
+
+    def step(self, weights: Tensor, state: Mapping[str, Tensor], grads: Tensor, lr: float) -> None:
+        """One step in place."""
+        grads = grads + self.weight_decay * weights
+        state["sum"].copy_(state["sum"] + grads * grads)
+        weights.copy_(weights - lr * grads / (state["sum"].sqrt() + self.eps))

@@ -1,0 +1,63 @@
+"""Adam with a step count per row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from megalith.errors import InputError
+from megalith.table.optimizers.base import Optimizer, State
+from megalith.table.schedules import LearningRate
+
+
+@dataclass(frozen=True)
+class Adam(Optimizer):
+    """m += (g - m)(1 - beta1); v += (g^2 - v)(1 - beta2); w -= r * m / (sqrt(v) + eps).
+
+    r = lr * sqrt(1 - beta2^t) / (1 - beta1^t), g includes weight_decay * w. Two things differ
+    from torch.optim.Adam and SparseAdam: t counts the updates of this row, not of the whole table
+    (a rare id is not treated as an old one), and eps stands beside the uncorrected sqrt(v), so it
+    weighs more in a row's first steps.
+    """
+
+    lr: LearningRate = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    name: ClassVar[str] = "adam"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check("eps", "weight_decay")
+        if len(tuple(self.betas)) != 2:
+            raise InputError(f"Adam: betas must be two numbers, got {self.betas!r}")
+        object.__setattr__(self, "betas", tuple(self.betas))
+        for beta in self.betas:
+            self._check_below_one("betas", beta)
+
+    @property
+    def hyper(self) -> tuple[float, ...]:
+        """beta1, beta2, eps, weight decay."""
+        return (*self.betas, self.eps, self.weight_decay)
+
+    def state(self, dim: int) -> tuple[State, ...]:
+        """Both moments and the row's number of updates."""
+        return (State("m", dim), State("v", dim), State("count", 1))
+
+    def step(self, weights: Tensor, state: Mapping[str, Tensor], grads: Tensor, lr: float) -> None:
+        """One step in place."""
+        one = torch.ones((), dtype=torch.float32)
+        beta1, beta2 = (torch.tensor(b, dtype=torch.float32) for b in self.betas)
+        state["count"].copy_(state["count"] + 1.0)
+        t = state["count"].double()
+        correction = (1.0 - beta2.double() ** t).sqrt() / (1.0 - beta1.double() ** t)
+        rate = lr * correction.float()
+        grads = grads + self.weight_decay * weights
+        m, v = state["m"], state["v"]
+        m.copy_(m + (grads - m) * (one - beta1))
+        v.copy_(v + (grads * grads - v) * (one - beta2))
+        weights.copy_(weights - rate * m / (v.sqrt() + self.eps))

@@ -1,0 +1,64 @@
+"""FTRL-proximal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from megalith.errors import InputError
+from megalith.table.optimizers.base import Optimizer, State
+from megalith.table.schedules import LearningRate
+
+
+@dataclass(frozen=True)
+class FTRL(Optimizer):
+    """Follow the regularised leader: sparse weights through l1.
+
+    n' = n + g^2; z += g - (sqrt(n') - sqrt(n)) / lr * w; then w = 0 where |z| <= l1, else
+    w = -lr * (z - sign(z) * l1) / (sqrt(n') + beta + l2 * lr). `l2` is not doubled (TensorFlow's
+    is). Monolith's sign error for l1 > 0 is not kept. The defaults are Monolith's; torch.optim has no
+    FTRL. A rate of 0 is refused: the formula divides by it.
+    """
+
+    lr: LearningRate = 1e-2
+    initial_accumulator_value: float = 0.1
+    beta: float = 0.0
+    l1: float = 0.0
+    l2: float = 0.0
+    name: ClassVar[str] = "ftrl"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check("initial_accumulator_value", "beta", "l1", "l2")
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step; 0 is refused."""
+        rate = super().rate(step)
+        if rate == 0:
+            raise InputError(f"FTRL: learning rate at step {step} is 0, which it divides by")
+        return rate
+
+    @property
+    def hyper(self) -> tuple[float, ...]:
+        """Initial accumulator, beta, l1, l2."""
+        return (self.initial_accumulator_value, self.beta, self.l1, self.l2)
+
+    def state(self, dim: int) -> tuple[State, ...]:
+        """The sum of squared gradients and z."""
+        return (State("sum", dim, self.initial_accumulator_value), State("z", dim))
+
+    def step(self, weights: Tensor, state: Mapping[str, Tensor], grads: Tensor, lr: float) -> None:
+        """One step in place."""
+        before = state["sum"].clone()
+        n = before + grads * grads
+        sigma = (n.sqrt() - before.sqrt()) / lr
+        z = state["z"] + (grads - sigma * weights)
+        state["sum"].copy_(n)
+        state["z"].copy_(z)
+        shrunk = torch.where(z < 0, z + self.l1, z - self.l1)
+        value = -lr * shrunk / (n.sqrt() + self.beta + self.l2 * lr)
+        weights.copy_(torch.where(z.abs() > self.l1, value, torch.zeros_like(value)))

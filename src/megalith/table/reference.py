@@ -1,0 +1,276 @@
+"""The reference engine: plain torch and a dict, the oracle the other engines are held to.
+
+Slow and obvious. It runs anywhere torch does, so Megalith works where the native module was
+never built.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megalith.errors import InputError
+from megalith.ops.pooling import Pooling, pool, unpool
+from megalith.table.config import TableConfig
+from megalith.table.contract import Chunk, MemoryUse, Table, TableStats
+from megalith.table.initializers import initial_rows, table_key
+
+
+class ReferenceTable(Table):
+    """A table in a dict and a tensor. See `Table`."""
+
+    engine = "reference"
+
+    def __init__(self, config: TableConfig, *, engine: str = "reference", seed: int = 0) -> None:
+        super().__init__(config, engine=engine, seed=seed)
+        self._key = table_key(seed, config.name)
+        self._initializers = [(s.dim, s.initializer) for s in config.segments]
+        self._lock = threading.RLock()
+        self._epoch = 0
+        self._touched: dict[int, dict[int, None]] = {}  # consumer -> ids, in order
+        self._removed: dict[int, dict[int, None]] = {}
+        self._empty()
+
+    def _empty(self) -> None:
+        self._row_of: dict[int, int] = {}
+        self._data = torch.empty(0, self.config.row_floats)
+        self._ids_of = torch.empty(0, dtype=torch.int64)
+        self._time = torch.empty(0, dtype=torch.int64)
+        self._free: list[int] = []
+        self._used = 0  # every row number ever given lies below
+
+    @property
+    def epoch(self) -> int:
+        """See `Table.epoch`."""
+        return self._epoch
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    def stats(self) -> TableStats:
+        """Numbers about the table."""
+        consumers = tuple(c for c in self._consumers if c is not None)
+        n = len(self)
+        capacity = max(n, self._data.shape[0])
+        return TableStats(self.name, self.engine, n, capacity, False, self._epoch, consumers)
+
+    def memory(self) -> MemoryUse:
+        """Bytes in use, a dict entry reckoned at 100 bytes."""
+        return MemoryUse(len(self) * 100, self._data.nbytes, self._ids_of.nbytes + self._time.nbytes)
+
+    def clear(self) -> None:
+        """Removes every row."""
+        with self._lock:
+            self._note_removed(list(self._row_of))
+            self._empty()
+            self._epoch += 1
+
+    def reserve(self, n: int) -> None:
+        """Makes room for n rows."""
+        if n < 0:
+            raise InputError(f"table {self.name!r}: cannot reserve {n} rows")
+        with self._lock:
+            self._grow(n)
+
+    # ---- rows
+
+    def _grow(self, capacity: int) -> None:
+        have = self._data.shape[0]
+        if capacity <= have:
+            return
+        more = max(capacity, 2 * have) - have
+        self._data = torch.cat([self._data, torch.zeros(more, self.config.row_floats)])
+        self._ids_of = torch.cat([self._ids_of, torch.zeros(more, dtype=torch.int64)])
+        self._time = torch.cat([self._time, torch.zeros(more, dtype=torch.int64)])
+
+    def _create(self, id: int) -> int:
+        if self._free:
+            row = self._free.pop()
+        else:
+            self._grow(self._used + 1)
+            row = self._used
+            self._used += 1
+        self._row_of[id] = row
+        self._ids_of[row] = id
+        self._reset(row, id)
+        return row
+
+    def _reset(self, row: int, id: int) -> None:
+        self._data[row, : self.dim] = self._initial(torch.tensor([id]))[0]
+        for column in self.config.state_columns:
+            self._data[row, column.start : column.end] = column.initial
+
+    def _initial(self, ids: Tensor) -> Tensor:
+        return initial_rows(self._key, ids, self._initializers)
+
+    def _find_or_create(self, ids: Tensor) -> Tensor:
+        rows = [self._row_of[i] if i in self._row_of else self._create(i) for i in ids.tolist()]
+        return torch.tensor(rows, dtype=torch.int64)
+
+    def _written(self, ids: Tensor, rows: Tensor, time: int | Tensor) -> None:
+        self._time[rows] = time if isinstance(time, Tensor) else torch.tensor(time)
+        for touched in self._touched.values():
+            touched.update(dict.fromkeys(ids.tolist()))
+
+    def _note_removed(self, ids: list[int]) -> None:
+        for consumer, touched in self._touched.items():
+            for id in ids:
+                touched.pop(id, None)
+                self._removed[consumer][id] = None
+
+    # ---- the contract
+
+    def _find(self, ids: Tensor) -> tuple[Tensor, int]:
+        with self._lock:
+            rows = [self._row_of.get(i, -1) for i in ids.tolist()]
+            return torch.tensor(rows, dtype=torch.int32), self._epoch
+
+    def _current(self, rows: Tensor | None, epoch: int | None, ids: Tensor) -> Tensor:
+        if rows is None or epoch != self._epoch:
+            rows = self._find(ids)[0]
+        return rows.to(torch.int64)
+
+    def _read(self, rows: Tensor | None, epoch: int | None, ids: Tensor) -> Tensor:
+        with self._lock:
+            rows = self._current(rows, epoch, ids)
+            found = rows >= 0
+            out = torch.zeros(ids.numel(), self.dim)
+            out[found] = self._data[rows[found], : self.dim]
+            if self.config.missing == "initial":
+                out[~found] = self._initial(ids[~found])
+            return out
+
+    def _pool(
+        self,
+        rows: Tensor | None,
+        epoch: int | None,
+        ids: Tensor,
+        pooling: Pooling,
+        outputs: list[Tensor],
+    ) -> None:
+        pooling.check(self.name, ids.numel(), self.dim)
+        pool(self._read(rows, epoch, ids), pooling.of(self.name), outputs)
+
+    def _update(
+        self,
+        rows: Tensor | None,
+        epoch: int | None,
+        ids: Tensor,
+        grads: list[Tensor],
+        pooling: Pooling | None,
+        rates: list[float],
+        time: int,
+        scale: float,
+    ) -> None:
+        flat = grads[0] if pooling is None else None
+        if pooling is not None:
+            pooling.check(self.name, ids.numel(), self.dim)
+            flat, reached = unpool(grads, pooling.of(self.name), ids.numel(), self.dim)
+            ids, flat = ids[reached], flat[reached]
+        assert flat is not None
+        with self._lock:
+            distinct, where = _first_occurrences(ids)
+            sums = torch.zeros(distinct.numel(), self.dim)
+            for occurrence, row in enumerate(where.tolist()):  # the order of the input
+                sums[row] += flat[occurrence]
+            sums = sums * scale
+            found = self._find_or_create(distinct)
+            start = 0
+            for number, (segment, rate) in enumerate(zip(self.config.segments, rates, strict=True)):
+                columns = slice(start, start + segment.dim)
+                weights = self._data[found, columns]
+                state = {
+                    c.key.split("/", 1)[1]: self._data[found, c.start : c.end]
+                    for c in self.config.state_columns
+                    if c.key.startswith(f"{number}/")
+                }
+                segment.optimizer.step(weights, state, sums[:, columns], rate)
+                self._data[found, columns] = weights
+                for c in self.config.state_columns:
+                    if c.key.startswith(f"{number}/"):
+                        self._data[found, c.start : c.end] = state[c.key.split("/", 1)[1]]
+                start += segment.dim
+            self._written(distinct, found, time)
+
+    def _assign(self, ids: Tensor, rows: Tensor, add: bool, time: int) -> None:
+        with self._lock:
+            found = self._find_or_create(ids)
+            for row, values in zip(found.tolist(), rows, strict=True):
+                before = self._data[row, : self.dim] if add else 0.0
+                self._data[row, : self.dim] = before + values
+            self._written(ids, found, time)
+
+    def _reinitialize(self, ids: Tensor, time: int) -> Tensor:
+        with self._lock:
+            status = []
+            for id in ids.tolist():
+                status.append(int(id in self._row_of))
+                if status[-1]:
+                    self._reset(self._row_of[id], id)
+                else:
+                    self._create(id)
+            self._written(ids, self._find_or_create(ids), time)
+            return torch.tensor(status, dtype=torch.int32)
+
+    def _remove(self, ids: Tensor) -> int:
+        with self._lock:
+            gone = [id for id in dict.fromkeys(ids.tolist()) if id in self._row_of]
+            for id in gone:
+                self._free.append(self._row_of.pop(id))
+            self._note_removed(gone)
+            self._epoch += 1
+            return len(gone)
+
+    def _restore(self, ids: Tensor, raw: Tensor, times: Tensor) -> None:
+        with self._lock:
+            found = self._find_or_create(ids)
+            for row, values, time in zip(found.tolist(), raw, times.tolist(), strict=True):
+                self._data[row] = values
+                self._time[row] = time
+            self._written(ids, found, self._time[found])
+            self._epoch += 1
+
+    def _scan(self, chunk_size: int) -> Iterator[Chunk]:
+        at = 0
+        while True:
+            with self._lock:
+                live = [r for r in range(at, self._used) if self._is_live(r)][:chunk_size]
+                if not live:
+                    return
+                at = live[-1] + 1
+                rows = torch.tensor(live)
+                chunk = self._chunk(self._ids_of[rows], self._data[rows], self._time[rows])
+            yield chunk
+
+    def _is_live(self, row: int) -> bool:
+        return self._row_of.get(int(self._ids_of[row])) == row
+
+    def _track(self, consumer: int) -> None:
+        self._touched[consumer] = {}
+        self._removed[consumer] = {}
+
+    def _untrack(self, consumer: int) -> None:
+        del self._touched[consumer], self._removed[consumer]
+
+    def _drain(self, consumer: int) -> tuple[Tensor, Tensor]:
+        with self._lock:
+            updated = list(self._touched[consumer])
+            removed = [id for id in self._removed[consumer] if id not in self._row_of]
+            self._track(consumer)
+        return torch.tensor(updated, dtype=torch.int64), torch.tensor(removed, dtype=torch.int64)
+
+    def _mark(self, consumer: int, ids: Tensor) -> None:
+        with self._lock:
+            for id in ids.tolist():
+                kept = self._touched if id in self._row_of else self._removed
+                kept[consumer][id] = None
+
+
+def _first_occurrences(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Distinct ids in order of first occurrence, and for each id its position among them."""
+    order: dict[int, int] = {}
+    where = [order.setdefault(id, len(order)) for id in ids.tolist()]
+    return torch.tensor(list(order), dtype=torch.int64), torch.tensor(where, dtype=torch.int64)
