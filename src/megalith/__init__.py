@@ -1,6 +1,7 @@
 """Megalith: recommender models whose embedding tables grow with the data."""
 
 from megalith.ops.pooling import Pooling
+from megalith.shards import LocalShards
 from megalith.table import (
     FTRL,
     SGD,
@@ -30,6 +31,7 @@ __all__ = [
     "Adagrad",
     "Adam",
     "Constant",
+    "LocalShards",
     "Momentum",
     "Normal",
     "Ones",

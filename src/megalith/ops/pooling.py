@@ -111,9 +111,7 @@ class Pooling:
                 ("weights", bags.weights, num_occurrences),
                 ("divisor", bags.divisor, bags.num_bags),
             ):
-                if tensor is not None and (
-                    tensor.dtype != torch.float32 or tuple(tensor.shape) != (size,)
-                ):
+                if tensor is not None and (tensor.dtype != torch.float32 or tuple(tensor.shape) != (size,)):
                     raise InputError(f"table {table!r}: {name} must be float32 [{size}]")
             for part in bags.parts:
                 self._check_part(table, part, bags, dim)
@@ -128,8 +126,7 @@ class Pooling:
             )
         if part.inner < 1 or part.inner != bags.parts[0].inner or bags.num_bags != part.inner * rows:
             raise InputError(
-                f"table {table!r}: {bags.num_bags} bags do not fill {rows} output rows "
-                f"({part.inner} each)"
+                f"table {table!r}: {bags.num_bags} bags do not fill {rows} output rows ({part.inner} each)"
             )
         width = part.inner * (part.end - part.start)
         if not 0 <= part.column <= columns - width:
@@ -173,9 +170,7 @@ def unpool(
     reached = torch.zeros(num_occurrences, dtype=torch.bool)
     for feature in bags:
         begin, end = int(feature.offsets[0]), int(feature.offsets[-1])
-        bag_of = torch.repeat_interleave(
-            torch.arange(feature.num_bags), torch.diff(feature.offsets)
-        )
+        bag_of = torch.repeat_interleave(torch.arange(feature.num_bags), torch.diff(feature.offsets))
         reached[begin:end] = True
         for part in feature.parts:
             width = part.end - part.start

@@ -28,9 +28,7 @@ class Segment:
         if not isinstance(self.optimizer, Optimizer):
             raise InputError(f"Segment: optimizer must be an Optimizer, got {self.optimizer!r}")
         if not isinstance(self.initializer, Initializer):
-            raise InputError(
-                f"Segment: initializer must be an Initializer, got {self.initializer!r}"
-            )
+            raise InputError(f"Segment: initializer must be an Initializer, got {self.initializer!r}")
         if self.precision not in PRECISIONS:
             raise InputError(
                 f"Segment: precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import time as clock
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -68,7 +67,7 @@ class MemoryUse:
         return self.index + self.rows + self.side
 
 
-class Table(ABC):
+class Table:
     """A row for any 64-bit id, created when it is first trained.
 
     config: name, segments, optimizers. engine: "cpu" (native) or "reference" (plain torch). seed:
@@ -155,15 +154,17 @@ class Table(ABC):
         checked = self.check_grads(ids, grads, pooling)
         self.update_checked(rows, ids, checked, pooling, step=step, time=time, scale=scale, epoch=epoch)
 
+    def find_with_epoch(self, ids: Tensor) -> tuple[Tensor, int]:
+        """`find`, and the epoch its row numbers belong to."""
+        return self._find(self._ids(ids))
+
     # ---- composed calls
 
     def lookup(self, ids: Tensor) -> Tensor:
         """Weights, float32 [n, dim]. Never inserts; a missing id reads as the config's `missing` says."""
         return self._read(None, None, self._ids(ids))
 
-    def apply_gradients(
-        self, ids: Tensor, grads: Tensor, *, step: int, time: float | None = None
-    ) -> None:
+    def apply_gradients(self, ids: Tensor, grads: Tensor, *, step: int, time: float | None = None) -> None:
         """`update` without rows: duplicates are summed in input order, missing rows created."""
         self.update(None, ids, grads, step=step, time=time)
 
@@ -187,7 +188,7 @@ class Table(ABC):
         return self._remove(self._ids(ids))
 
     def evict(self, now: float | None = None) -> Tensor:
-        """Removes what the config's eviction policies say; returns the removed ids (none without a policy)."""
+        """Removes what the config's eviction policies say and returns those ids (none without a policy)."""
         self.check_time(now)
         return torch.empty(0, dtype=torch.int64)
 
@@ -261,36 +262,35 @@ class Table(ABC):
         return bool((self.find(torch.tensor([int(id)], dtype=torch.int64)) >= 0).item())
 
     @property
-    @abstractmethod
     def epoch(self) -> int:
         """Changes when row numbers may have lost their meaning: remove, evict, restore, clear."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        raise NotImplementedError
 
-    @abstractmethod
     def stats(self) -> TableStats:
         """Numbers about the table."""
+        raise NotImplementedError
 
-    @abstractmethod
     def memory(self) -> MemoryUse:
         """Bytes in use."""
+        raise NotImplementedError
 
-    @abstractmethod
     def clear(self) -> None:
         """Removes every row and gives the memory back."""
+        raise NotImplementedError
 
-    @abstractmethod
     def reserve(self, n: int) -> None:
         """Makes room for n rows, so that no growth happens on the way there."""
+        raise NotImplementedError
 
     def __repr__(self) -> str:
         return f"Table({self.config!r}, engine={self.engine!r}, rows={len(self)})"
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(
-            f"table {self.name!r} cannot be copied or pickled: use scan() and restore(), "
-            "or pass ids and rows"
+            f"table {self.name!r} cannot be copied or pickled: use scan() and restore(), or pass ids and rows"
         )
 
     # ---- checks, used here and by Shards
@@ -298,6 +298,10 @@ class Table(ABC):
     def check_ids(self, ids: Tensor) -> Tensor:
         """Ids as a contiguous int64 [n] tensor on the CPU, or InputError."""
         return self._ids(ids)
+
+    def check_rows(self, ids: Tensor, rows: Tensor) -> None:
+        """Raises InputError unless `rows` is float32 [n, dim] for n ids."""
+        self._check_matrix("rows", rows, ids.numel(), self.dim)
 
     def check_time(self, time: float | None) -> int:
         """Whole seconds between 0 and 2^32 - 1; None is now."""
@@ -388,8 +392,7 @@ class Table(ABC):
             raise InputError(f"table {self.name!r}: {field} must be a float32 tensor, got {kind}")
         if tuple(tensor.shape) != (rows, columns):
             raise InputError(
-                f"table {self.name!r}: {field} must have shape [{rows}, {columns}], "
-                f"got {list(tensor.shape)}"
+                f"table {self.name!r}: {field} must have shape [{rows}, {columns}], got {list(tensor.shape)}"
             )
         self._check_device(field, tensor)
 
@@ -414,7 +417,7 @@ class Table(ABC):
 
     def _write(self, ids: Tensor, rows: Tensor, *, add: bool, time: float | None) -> None:
         ids = self._ids(ids)
-        self._check_matrix("rows", rows, ids.numel(), self.dim)
+        self.check_rows(ids, rows)
         self._assign(ids, rows.detach().contiguous(), add, self.check_time(time))
 
     def _chunk(self, ids: Tensor, raw: Tensor, time: Tensor) -> Chunk:
@@ -427,14 +430,13 @@ class Table(ABC):
 
     # ---- what an engine supplies; arguments are checked, ids int64 [n], contiguous
 
-    @abstractmethod
     def _find(self, ids: Tensor) -> tuple[Tensor, int]:
         """Rows and the epoch they belong to."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def _read(self, rows: Tensor | None, epoch: int | None, ids: Tensor) -> Tensor: ...
+    def _read(self, rows: Tensor | None, epoch: int | None, ids: Tensor) -> Tensor:
+        raise NotImplementedError
 
-    @abstractmethod
     def _pool(
         self,
         rows: Tensor | None,
@@ -442,9 +444,9 @@ class Table(ABC):
         ids: Tensor,
         pooling: Pooling,
         outputs: list[Tensor],
-    ) -> None: ...
+    ) -> None:
+        raise NotImplementedError
 
-    @abstractmethod
     def _update(
         self,
         rows: Tensor | None,
@@ -455,31 +457,32 @@ class Table(ABC):
         rates: list[float],
         time: int,
         scale: float,
-    ) -> None: ...
+    ) -> None:
+        raise NotImplementedError
 
-    @abstractmethod
-    def _assign(self, ids: Tensor, rows: Tensor, add: bool, time: int) -> None: ...
+    def _assign(self, ids: Tensor, rows: Tensor, add: bool, time: int) -> None:
+        raise NotImplementedError
 
-    @abstractmethod
-    def _reinitialize(self, ids: Tensor, time: int) -> Tensor: ...
+    def _reinitialize(self, ids: Tensor, time: int) -> Tensor:
+        raise NotImplementedError
 
-    @abstractmethod
-    def _remove(self, ids: Tensor) -> int: ...
+    def _remove(self, ids: Tensor) -> int:
+        raise NotImplementedError
 
-    @abstractmethod
-    def _restore(self, ids: Tensor, raw: Tensor, times: Tensor) -> None: ...
+    def _restore(self, ids: Tensor, raw: Tensor, times: Tensor) -> None:
+        raise NotImplementedError
 
-    @abstractmethod
-    def _scan(self, chunk_size: int) -> Iterator[Chunk]: ...
+    def _scan(self, chunk_size: int) -> Iterator[Chunk]:
+        raise NotImplementedError
 
-    @abstractmethod
-    def _track(self, consumer: int) -> None: ...
+    def _track(self, consumer: int) -> None:
+        raise NotImplementedError
 
-    @abstractmethod
-    def _untrack(self, consumer: int) -> None: ...
+    def _untrack(self, consumer: int) -> None:
+        raise NotImplementedError
 
-    @abstractmethod
-    def _drain(self, consumer: int) -> tuple[Tensor, Tensor]: ...
+    def _drain(self, consumer: int) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
 
-    @abstractmethod
-    def _mark(self, consumer: int, ids: Tensor) -> None: ...
+    def _mark(self, consumer: int, ids: Tensor) -> None:
+        raise NotImplementedError

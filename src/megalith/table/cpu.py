@@ -138,9 +138,7 @@ class CpuTable(Table):
         gradients = grads[0] if pooling is None else grads
         threads = torch.get_num_threads()
         with self._named():
-            self._native.update(
-                rows, _epoch(epoch), ids, gradients, bags, rates, time, scale, threads
-            )
+            self._native.update(rows, _epoch(epoch), ids, gradients, bags, rates, time, scale, threads)
 
     def _assign(self, ids: Tensor, rows: Tensor, add: bool, time: int) -> None:
         self._native.assign(ids, rows, add, time, torch.get_num_threads())

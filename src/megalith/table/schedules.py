@@ -38,6 +38,7 @@ class PolynomialDecay:
         _rates("PolynomialDecay", initial=self.initial, end=self.end)
 
     def __call__(self, step: int) -> float:
+        """The rate at a step."""
         span = float(self.decay_steps)
         if self.cycle:
             span *= max(1, math.ceil(step / self.decay_steps))
@@ -64,6 +65,7 @@ class Warmup:
             _rates("Warmup", then=self.then)
 
     def __call__(self, step: int) -> float:
+        """The rate at a step."""
         rate = rate_at(self.then, step)
         if step >= self.steps:
             return rate
@@ -91,6 +93,7 @@ class Piecewise:
             _rates("Piecewise", rates=rate)
 
     def __call__(self, step: int) -> float:
+        """The rate at a step."""
         return self.rates[sum(step >= boundary for boundary in self.boundaries)]
 
 

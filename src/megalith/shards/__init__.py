@@ -1,0 +1,7 @@
+"""Shards: all tables of a model by name, one call for all."""
+
+from megalith.shards.contract import Lookup, Prepared, Shards
+from megalith.shards.fused import FusedLookup
+from megalith.shards.local import LocalLookup, LocalShards
+
+__all__ = ["FusedLookup", "LocalLookup", "LocalShards", "Lookup", "Prepared", "Shards"]

@@ -1,0 +1,306 @@
+"""LocalShards: all tables of a model in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+from torch import Tensor
+
+from megalith.errors import InputError
+from megalith.ops.pooling import Pooling
+from megalith.shards.contract import (
+    Ids,
+    Lookup,
+    Prepared,
+    Rows,
+    Shards,
+    check_configs,
+    missing_status,
+)
+from megalith.shards.fused import FusedLookup, fused_blocks, gather_blocks, scatter_blocks
+from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
+
+
+class LocalShards(Shards):
+    """Tables by name, in this process. See `Shards`.
+
+    configs: one TableConfig per table. engine, seed: as for `Table`.
+    """
+
+    def __init__(self, configs: Sequence[TableConfig], *, engine: str = "cpu", seed: int = 0) -> None:
+        self.configs = MappingProxyType(check_configs(configs))
+        self.local: Mapping[str, Table] = MappingProxyType(
+            {name: Table(c, engine=engine, seed=seed) for name, c in self.configs.items()}
+        )
+
+    def __repr__(self) -> str:
+        tables = ", ".join(f"{name}: {len(table)} rows" for name, table in self.local.items())
+        return f"LocalShards({tables})"
+
+    # ---- a batch
+
+    def prepare(self, ids: Ids, *, missing_ok: bool = False) -> Prepared:
+        """Checks ids; a local look-up needs nothing else ahead."""
+        names = self.known(ids, missing_ok)
+        return Prepared({name: self.local[name].check_ids(ids[name]) for name in names})
+
+    def lookup(self, ids: Ids | Prepared, *, missing_ok: bool = False) -> LocalLookup:
+        """Finds rows; they are read when asked for."""
+        if not isinstance(ids, Prepared):
+            ids = self.prepare(ids, missing_ok=missing_ok)
+        return LocalLookup(self.local, ids.ids)
+
+    def apply_gradients(
+        self,
+        lookup: Lookup | Ids,
+        grads: Mapping[str, Tensor] | Sequence[Tensor],
+        *,
+        step: int,
+        time: float | None = None,
+        scale: float = 1.0,
+        pooling: Pooling | None = None,
+    ) -> None:
+        """See `Shards.apply_gradients`."""
+        if not isinstance(lookup, Lookup):
+            lookup = self.lookup(lookup)
+        if not isinstance(lookup, LocalLookup) or lookup.tables is not self.local:
+            raise InputError("this Lookup was made by other Shards")
+        checked = self._check_gradients(lookup, grads, pooling)
+        for name in checked:
+            self.local[name].check_trainable(step)
+            self.local[name].check_time(time)
+        lookup.use()
+        for name, gradients in checked.items():
+            rows, epoch = lookup.found[name]
+            self.local[name].update_checked(
+                rows,
+                lookup.ids[name],
+                gradients,
+                pooling,
+                step=step,
+                time=time,
+                scale=scale,
+                epoch=epoch,
+            )
+
+    def _check_gradients(
+        self,
+        lookup: LocalLookup,
+        grads: Mapping[str, Tensor] | Sequence[Tensor],
+        pooling: Pooling | None,
+    ) -> dict[str, list[Tensor]]:
+        if pooling is None:
+            if not isinstance(grads, Mapping):
+                raise InputError("without pooling, grads must map tables to tensors")
+            for name in grads:
+                self.check_name(name)
+                if name not in lookup.ids:
+                    raise InputError(f"table {name!r}: gradients for a table that was not looked up")
+            return {
+                name: self.local[name].check_grads(lookup.ids[name], grad, None)
+                for name, grad in grads.items()
+            }
+        if isinstance(grads, Mapping):
+            raise InputError("with pooling, grads must be a list of one gradient per output")
+        names = [name for name in lookup.ids if pooling.of(name)]
+        if lookup.pooled is not pooling:  # what it has pooled is known to fit
+            lookup.check(pooling)
+        if not names:
+            return {}
+        first = self.local[names[0]].check_grads(lookup.ids[names[0]], grads, pooling)
+        return dict.fromkeys(names, first)
+
+    def flush(self) -> None:
+        """Local updates are done when they return."""
+
+    # ---- Monolith's fused path
+
+    def fused_lookup(
+        self,
+        ids: Tensor,
+        fused_slot_size: Tensor,
+        num_of_shards: int,
+        req_time: float | None = None,
+    ) -> FusedLookup:
+        """Many tables' ids, grouped by requesting shard, in one call.
+
+        ids: int64, shard-major and within a shard by table name. fused_slot_size: int32
+        [num_of_shards * tables], ids of each block. `req_time` is accepted for callers that pass it;
+        a look-up never ages a row.
+        """
+        names = sorted(self.configs)
+        dims = [self.configs[name].dim for name in names]
+        blocks = fused_blocks(ids, fused_slot_size, num_of_shards, dims)
+        rows = [self.local[name].lookup(ids[blocks.of_table(k)]) for k, name in enumerate(names)]
+        return FusedLookup(
+            scatter_blocks(blocks, rows),
+            blocks.embedding_splits,
+            blocks.id_offsets,
+            blocks.embedding_offsets,
+            ids,
+        )
+
+    def fused_apply_gradients(
+        self,
+        ids: Tensor,
+        indices: Tensor,
+        fused_slot_size: Tensor,
+        id_grads: Tensor,
+        id_offsets: Tensor,
+        grad_offsets: Tensor,
+        global_step: int,
+        req_time: float | None,
+        num_of_shards: int,
+    ) -> None:
+        """The way back of `fused_lookup`: one summed step per distinct id, across shards too.
+
+        id_grads: float32, flat, laid out as the embeddings were. The offsets must be those of the
+        look-up.
+        """
+        names = sorted(self.configs)
+        dims = [self.configs[name].dim for name in names]
+        blocks = fused_blocks(ids, fused_slot_size, num_of_shards, dims)
+        blocks.check_offsets(id_offsets, grad_offsets)
+        if indices.shape != ids.shape:
+            raise InputError(f"indices must have the shape of ids, {list(ids.shape)}")
+        grads = gather_blocks(blocks, id_grads)
+        positions = [blocks.of_table(k) for k in range(len(names))]
+        present = [k for k in range(len(names)) if positions[k].numel()]
+        self.apply_gradients(
+            {names[k]: ids[positions[k]] for k in present},
+            {names[k]: grads[k] for k in present},
+            step=global_step,
+            time=req_time,
+        )
+
+    # ---- rows
+
+    def assign(self, rows: Rows, *, time: float | None = None) -> None:
+        """See `Shards.assign`."""
+        self._check_rows(rows, time)
+        for name, (ids, values) in rows.items():
+            self.local[name].assign(ids, values, time=time)
+
+    def assign_add(self, rows: Rows, *, time: float | None = None) -> None:
+        """See `Shards.assign_add`."""
+        self._check_rows(rows, time)
+        for name, (ids, values) in rows.items():
+            self.local[name].assign_add(ids, values, time=time)
+
+    def _check_rows(self, rows: Rows, time: float | None) -> None:
+        for name, (ids, values) in rows.items():
+            self.check_name(name)
+            table = self.local[name]
+            table.check_rows(table.check_ids(ids), values)
+            table.check_time(time)
+
+    def reinitialize(
+        self, ids: Ids, *, time: float | None = None, missing_ok: bool = False
+    ) -> dict[str, Tensor]:
+        """See `Shards.reinitialize`."""
+        names = self.known(ids, missing_ok)
+        checked = {name: self.local[name].check_ids(ids[name]) for name in names}
+        return {
+            name: self.local[name].reinitialize(checked[name], time=time)
+            if name in checked
+            else missing_status(ids[name])
+            for name in ids
+        }
+
+    def remove(self, ids: Ids) -> dict[str, int]:
+        """See `Shards.remove`."""
+        checked = self.prepare(ids).ids
+        return {name: self.local[name].remove(x) for name, x in checked.items()}
+
+    def evict(self, now: float | None = None) -> dict[str, Tensor]:
+        """See `Shards.evict`."""
+        return {name: table.evict(now) for name, table in self.local.items()}
+
+    def scan(self, table: str, chunk_size: int = 65536) -> Iterator[Chunk]:
+        """See `Shards.scan`."""
+        self.check_name(table)
+        return self.local[table].scan(chunk_size)
+
+    def restore(self, table: str, chunk: Chunk) -> None:
+        """See `Shards.restore`."""
+        self.check_name(table)
+        self.local[table].restore(chunk)
+
+    def clear(self) -> None:
+        """See `Shards.clear`."""
+        for table in self.local.values():
+            table.clear()
+
+    def reserve(self, rows: Mapping[str, int]) -> None:
+        """See `Shards.reserve`."""
+        for name in self.known(rows, missing_ok=False):
+            self.local[name].reserve(rows[name])
+
+    # ---- touched rows, stats
+
+    def track(self, consumer: str) -> None:
+        """See `Shards.track`."""
+        for table in self.local.values():
+            table.track(consumer)
+
+    def untrack(self, consumer: str) -> None:
+        """See `Shards.untrack`."""
+        for table in self.local.values():
+            table.untrack(consumer)
+
+    def drain_touched(self, consumer: str) -> dict[str, tuple[Tensor, Tensor]]:
+        """See `Shards.drain_touched`."""
+        return {name: table.drain_touched(consumer) for name, table in self.local.items()}
+
+    def mark_touched(self, consumer: str, ids: Ids) -> None:
+        """See `Shards.mark_touched`."""
+        checked = self.prepare(ids).ids
+        for name, x in checked.items():
+            self.local[name].mark_touched(consumer, x)
+
+    def stats(self) -> dict[str, TableStats]:
+        """See `Shards.stats`."""
+        return {name: table.stats() for name, table in self.local.items()}
+
+    def memory(self) -> dict[str, MemoryUse]:
+        """See `Shards.memory`."""
+        return {name: table.memory() for name, table in self.local.items()}
+
+
+class LocalLookup(Lookup):
+    """A look-up in local tables: row numbers, read straight from the tables' own storage."""
+
+    def __init__(self, tables: Mapping[str, Table], ids: Mapping[str, Tensor]) -> None:
+        super().__init__(ids)
+        self.tables = tables
+        self.found = {name: tables[name].find_with_epoch(x) for name, x in ids.items()}
+        self.pooled: Pooling | None = None
+
+    def wait(self) -> None:
+        """Local rows are there at once."""
+
+    def gather(self, table: str) -> Tensor:
+        """One table's rows as they are now."""
+        rows, epoch = self.found[table]
+        gathered: Tensor = self.tables[table].read(rows, self.ids[table], epoch=epoch)
+        return gathered
+
+    def pool(self, pooling: Pooling) -> list[Tensor]:
+        """Reads each table's rows straight into the outputs."""
+        self.check(pooling)
+        outputs = pooling.new_outputs()
+        for name, ids in self.ids.items():
+            if pooling.of(name):
+                rows, epoch = self.found[name]
+                self.tables[name].read(rows, ids, pooling, epoch=epoch, out=outputs)
+        self.pooled = pooling
+        return outputs
+
+    def check(self, pooling: Pooling) -> None:
+        """Raises InputError unless the pooling fits what was looked up."""
+        for name in pooling.bags:
+            if pooling.of(name) and name not in self.ids:
+                raise InputError(f"table {name!r}: pooled, but it was not looked up")
+        for name, ids in self.ids.items():
+            pooling.check(name, ids.numel(), self.tables[name].dim)
