@@ -1,7 +1,8 @@
 // The second half of an update: the entries of one part of the table (a range of rows)
 // become one summed gradient per distinct row, in input order, and one optimizer step each.
 
-using StepFunction = void (*)(const SegmentPlan&, float lr, float* row, const float* gradient);
+using StepFunction = void (*)(const SegmentPlan&, float lr, float* weights, float* state,
+                              const float* gradient);
 
 template <class Optimizer>
 static StepFunction step_for_dim(int dim) {
@@ -51,7 +52,7 @@ struct GradientReader {
     }
   }
 
-  void prefetch(uint32_t source) const {
+  __attribute__((always_inline)) void prefetch(uint32_t source) const {
     if (!simple) return;
     const char* p = reinterpret_cast<const char*>(base + stride * source);
     for (int byte = 0; byte < dim * 4; byte += 64) __builtin_prefetch(p + byte);
@@ -100,7 +101,7 @@ static void add_simple(float* sum, const float* g, bool first) {
 template <int Dim>
 static int64_t sum_by_row(const ApplyView& view, const Entry* entries, const float* weights,
                           int64_t n, const ApplyScratch& scratch) {
-  constexpr int64_t kAhead = 12;
+  constexpr int64_t kAhead = 24;
   const int dim = Dim ? Dim : view.table.dim;
   const uint32_t mask = (1u << view.rows_per_part_shift) - 1;
   GradientReader reader(view.gradient, dim);
@@ -123,9 +124,15 @@ static int64_t sum_by_row(const ApplyView& view, const Entry* entries, const flo
   return distinct;
 }
 
+// Asks for the lines of n floats that will be written.
+MEGALITH_PREFETCHER request(const float* p, int n) {
+  for (int i = 0; i < n; i += 16) __builtin_prefetch(p + i, 1);
+  if (n > 0 && (reinterpret_cast<uintptr_t>(p) & 63)) __builtin_prefetch(p + n - 1, 1);
+}
+
 static void apply(const ApplyView& view, const Entry* entries, const float* weights, int64_t n,
                   const ApplyScratch& scratch) {
-  constexpr int64_t kAhead = 8;
+  constexpr int64_t kAhead = 16;
   const TableView& table = view.table;
   const int dim = table.dim;
   const GradientReader reader(view.gradient, dim);
@@ -144,20 +151,24 @@ static void apply(const ApplyView& view, const Entry* entries, const float* weig
   for (int64_t u = 0; u < distinct; ++u) {
     if (u + kAhead < distinct) {
       const int32_t ahead = scratch.unique[u + kAhead];
-      const char* p = row_address(table.rows, ahead);
-      for (uint32_t byte = 0; byte < table.rows.stride; byte += 64) __builtin_prefetch(p + byte, 1);
+      request(weights_at(table.rows, ahead), dim);
+      request(state_at(table.rows, ahead), static_cast<int>(table.rows.state_bytes / 4));
       __builtin_prefetch(table.rows.times[ahead >> table.rows.shift] + (ahead & in_chunk), 1);
     }
     const int32_t row = scratch.unique[u];
     float* gradient = scratch.sums + u * dim;
     if (scale != 1.0f)
       for (int i = 0; i < dim; ++i) gradient[i] = gradient[i] * scale;
-    float* data = reinterpret_cast<float*>(row_address(table.rows, row));
+    float* weights_here = weights_at(table.rows, row);
+    float* state = state_at(table.rows, row);
     if (only) {
-      only(table.segments[0], view.learning_rates[0], data, gradient);
+      only(table.segments[0], view.learning_rates[0], weights_here, state, gradient);
     } else {
-      for (int k = 0; k < table.num_segments; ++k)
-        step_function(table.segments[k])(table.segments[k], view.learning_rates[k], data, gradient);
+      for (int k = 0; k < table.num_segments; ++k) {
+        const SegmentPlan& s = table.segments[k];
+        step_function(s)(s, view.learning_rates[k], weights_here + s.offset,
+                         state + s.state_offset, gradient + s.offset);
+      }
     }
     table.rows.times[row >> table.rows.shift][row & in_chunk] = view.time;
     if (view.touch) table.rows.flags[row >> table.rows.shift][row & in_chunk] |= view.touch;

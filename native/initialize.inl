@@ -97,9 +97,9 @@ static void initial_state(const SegmentPlan& s, float* state) {
 
 static void initialize(const TableView& table, const int32_t* rows, const int64_t* ids, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
-    float* row = reinterpret_cast<float*>(row_address(table.rows, rows[i]));
-    initial_weights(table, ids[i], row);
+    initial_weights(table, ids[i], weights_at(table.rows, rows[i]));
+    float* state = state_at(table.rows, rows[i]);
     for (int k = 0; k < table.num_segments; ++k)
-      initial_state(table.segments[k], row + table.segments[k].state_offset);
+      initial_state(table.segments[k], state + table.segments[k].state_offset);
   }
 }

@@ -1,8 +1,9 @@
 // Row storage: chunks that never move, so a row number stays good for a row's life.
 //
-// A row is its weights followed by its optimizer state, without padding. Beside each
-// chunk lie the rows' ids and last-update times, a bit each for "in use", and, once
-// somebody tracks changes, a byte each of touched flags.
+// Rows are not padded. A row's optimizer state follows its weights where that keeps the weights
+// of all rows on as few cache lines as alone (or they have no such alignment to lose); else
+// the states of a chunk lie together behind its weights. Then come the rows' ids and last-update
+// times, a bit each for "in use", and, once somebody tracks changes, a byte each of touched flags.
 #pragma once
 
 #include <cstdint>
@@ -27,19 +28,24 @@ class Rows {
   static constexpr int64_t kMaxRows = (int64_t{1} << 31) - 1;
   static constexpr size_t kChunkBytes = size_t{8} << 20;
 
-  Rows(std::string table, uint32_t stride, int64_t max_rows)
-      : table_(std::move(table)), stride_(stride), max_rows_(max_rows) {
+  Rows(std::string table, uint32_t weight_bytes, uint32_t state_bytes, int64_t max_rows)
+      : table_(std::move(table)),
+        weight_bytes_(weight_bytes),
+        state_bytes_(state_bytes),
+        max_rows_(max_rows) {
     shift_ = 8;
-    while (shift_ < 20 && (size_t{stride} << (shift_ + 1)) <= kChunkBytes) ++shift_;
+    while (shift_ < 20 && (size_t{row_size()} << (shift_ + 1)) <= kChunkBytes) ++shift_;
+    together_ = weight_bytes % 64 != 0 || row_size() % 64 == 0;
   }
 
-  uint32_t stride() const { return stride_; }
+  uint32_t row_size() const { return weight_bytes_ + state_bytes_; }
   int64_t used() const { return high_ - static_cast<int64_t>(free_.size()); }
   int64_t high() const { return high_; }  // every row number ever given lies below
   bool tracked() const { return !flags_.empty() || tracking_; }
 
   RowsView view() const {
-    return {data_.data(), times_.data(), flags_.empty() ? nullptr : flags_.data(), shift_, stride_};
+    return {weights_.data(), states_.data(), times_.data(), flags_.empty() ? nullptr : flags_.data(),
+            shift_,          stride(),       state_stride(), state_bytes_};
   }
 
   // Makes room for `more` rows; may throw and then changes nothing that shows.
@@ -78,7 +84,20 @@ class Rows {
     return row >= 0 && row < high_ && (live_[row >> shift_][(row & mask()) >> 6] & live_bit(row));
   }
 
-  char* address(int32_t row) const { return data_[row >> shift_] + int64_t{row & mask()} * stride_; }
+  float* weights(int32_t row) const {
+    return reinterpret_cast<float*>(weights_[row >> shift_] + int64_t{row & mask()} * stride());
+  }
+  float* state(int32_t row) const {
+    return reinterpret_cast<float*>(states_[row >> shift_] + int64_t{row & mask()} * state_stride());
+  }
+  void copy_out(int32_t row, float* raw) const {
+    std::memcpy(raw, weights(row), weight_bytes_);
+    std::memcpy(raw + weight_bytes_ / 4, state(row), state_bytes_);
+  }
+  void copy_in(int32_t row, const float* raw) {
+    std::memcpy(weights(row), raw, weight_bytes_);
+    std::memcpy(state(row), raw + weight_bytes_ / 4, state_bytes_);
+  }
   int64_t& id_of(int32_t row) const { return ids_[row >> shift_][row & mask()]; }
   uint32_t& time_of(int32_t row) const { return times_[row >> shift_][row & mask()]; }
   uint8_t& flag(int32_t row) const { return flags_[row >> shift_][row & mask()]; }
@@ -93,7 +112,7 @@ class Rows {
   }
 
   // Bytes written so far: weights and state, and everything else.
-  size_t row_bytes() const { return static_cast<size_t>(high_) * stride_; }
+  size_t row_bytes() const { return static_cast<size_t>(high_) * row_size(); }
   size_t side_bytes() const {
     size_t per_row = sizeof(int64_t) + sizeof(uint32_t) + (tracking_ ? 1 : 0);
     return static_cast<size_t>(high_) * per_row + static_cast<size_t>(high_ + 7) / 8 +
@@ -108,28 +127,31 @@ class Rows {
 
   void clear() {
     const bool tracking = tracking_;
-    *this = Rows(std::move(table_), stride_, max_rows_);
+    *this = Rows(std::move(table_), weight_bytes_, state_bytes_, max_rows_);
     tracking_ = tracking;
   }
 
  private:
+  uint32_t stride() const { return together_ ? row_size() : weight_bytes_; }
+  uint32_t state_stride() const { return together_ ? row_size() : state_bytes_; }
   int32_t mask() const { return static_cast<int32_t>((1u << shift_) - 1); }
   uint64_t& live_word(int32_t row) { return live_[row >> shift_][(row & mask()) >> 6]; }
   static uint64_t live_bit(int32_t row) { return uint64_t{1} << (row & 63); }
 
   void add_chunk() {
     const size_t n = size_t{1} << shift_;
-    const size_t rows = (n * stride_ + 63) / 64 * 64;
+    const size_t rows = (n * row_size() + 63) / 64 * 64;
     Block block(rows + n * (sizeof(int64_t) + sizeof(uint32_t)) + n / 8);
     Block flags(tracking_ ? n : 0);
     // A table of one chunk may hold ten rows: it stays on small pages.
     if (chunks_.size() == 1) chunks_[0].prefer_huge_pages();
     if (!chunks_.empty()) block.prefer_huge_pages();
     const size_t wanted = chunks_.size() + 1;
-    data_.reserve(wanted), ids_.reserve(wanted), times_.reserve(wanted), live_.reserve(wanted);
+    weights_.reserve(wanted), states_.reserve(wanted), ids_.reserve(wanted), times_.reserve(wanted), live_.reserve(wanted);
     flags_.reserve(wanted), chunks_.reserve(wanted), flag_blocks_.reserve(wanted);
     char* p = block.data();
-    data_.push_back(p);
+    weights_.push_back(p);
+    states_.push_back(p + (together_ ? weight_bytes_ : n * weight_bytes_));
     ids_.push_back(reinterpret_cast<int64_t*>(p + rows));
     live_.push_back(reinterpret_cast<uint64_t*>(p + rows + n * sizeof(int64_t)));
     times_.push_back(reinterpret_cast<uint32_t*>(p + rows + n * sizeof(int64_t) + n / 8));
@@ -141,14 +163,15 @@ class Rows {
   }
 
   std::string table_;
-  uint32_t stride_;
+  uint32_t weight_bytes_, state_bytes_;
   int64_t max_rows_;
   uint32_t shift_;
+  bool together_;
   int64_t high_ = 0;
   bool tracking_ = false;
   std::vector<int32_t> free_;
   std::vector<Block> chunks_, flag_blocks_;
-  std::vector<char*> data_;
+  std::vector<char*> weights_, states_;
   std::vector<int64_t*> ids_;
   std::vector<uint64_t*> live_;
   std::vector<uint32_t*> times_;

@@ -43,7 +43,6 @@ struct WorkerScratch {
 struct Scratch {
   Buffer<int32_t> rows, missing, fresh;
   Buffer<int64_t> fresh_ids;
-  Buffer<uint32_t> sources;
   Buffer<Entry> entries;
   Buffer<float> weights;
   std::vector<int64_t> starts;
@@ -51,7 +50,7 @@ struct Scratch {
 
   void trim() {
     rows.trim(), missing.trim(), fresh.trim(), fresh_ids.trim();
-    sources.trim(), entries.trim(), weights.trim();
+    entries.trim(), weights.trim();
     for (WorkerScratch& w : workers) w.unique.trim(), w.sums.trim();
   }
 };

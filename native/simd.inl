@@ -1,6 +1,10 @@
 // Eight floats at a time, on every CPU: compilers lower Vec8 to what the target has.
 // Included inside an anonymous namespace of one instruction set.
 
+// GCC takes a function that only prefetches for one without effect and drops calls of it;
+// inlining it by force comes before that.
+#define MEGALITH_PREFETCHER static inline __attribute__((always_inline)) void
+
 typedef float Vec8 __attribute__((vector_size(32)));
 typedef float Vec8Unaligned __attribute__((vector_size(32), aligned(4)));
 

@@ -50,7 +50,8 @@ class Table {
 
   explicit Table(TableOptions options)
       : options_(lay_out(std::move(options))),
-        rows_(options_.name, row_floats(options_.segments) * 4, options_.max_rows),
+        rows_(options_.name, 4 * weight_floats(options_.segments), 4 * state_floats(options_.segments),
+              options_.max_rows),
         kernels_(find_kernels(options_.kernels.empty() ? nullptr : options_.kernels.c_str())) {
     if (!kernels_) throw std::invalid_argument("this CPU or build has no such kernels");
     for (const SegmentPlan& s : options_.segments) dim_ += s.dim;
@@ -58,7 +59,7 @@ class Table {
 
   int dim() const { return dim_; }
   int num_segments() const { return static_cast<int>(options_.segments.size()); }
-  int row_floats() const { return static_cast<int>(rows_.stride() / 4); }
+  int row_floats() const { return static_cast<int>(rows_.row_size() / 4); }
   const char* kernels_name() const { return kernels_->name; }
 
   int64_t size() const {
@@ -124,7 +125,7 @@ class Table {
     Lease lease;
     const int32_t* rows = find_or_create(ids, n, *lease, threads);
     for (int64_t i = 0; i < n; ++i) {
-      float* w = reinterpret_cast<float*>(rows_.address(rows[i]));
+      float* w = rows_.weights(rows[i]);
       const float* v = values + i * dim_;
       for (int c = 0; c < dim_; ++c) w[c] = add ? w[c] + v[c] : v[c];
       written(rows[i], time);
@@ -167,7 +168,7 @@ class Table {
     const int32_t* rows = find_or_create(ids, n, *lease, threads);
     const size_t floats = static_cast<size_t>(row_floats());
     for (int64_t i = 0; i < n; ++i) {
-      std::memcpy(rows_.address(rows[i]), raw + static_cast<size_t>(i) * floats, floats * 4);
+      rows_.copy_in(rows[i], raw + static_cast<size_t>(i) * floats);
       written(rows[i], static_cast<uint32_t>(times[i]));
     }
     ++epoch_;
@@ -205,7 +206,7 @@ class Table {
       if (!rows_.live(row)) continue;
       ids[count] = rows_.id_of(row);
       times[count] = rows_.time_of(row);
-      std::memcpy(raw + static_cast<size_t>(count) * floats, rows_.address(row), floats * 4);
+      rows_.copy_out(row, raw + static_cast<size_t>(count) * floats);
       ++count;
     }
     return {count, r < rows_.high() ? r : -1};
@@ -287,7 +288,7 @@ class Table {
       s.offset = dim;
       dim += s.dim;
     }
-    int at = dim;
+    int at = 0;
     for (SegmentPlan& s : options.segments) {
       s.state_offset = at;
       s.state_size = kernels_portable.state_size(s.optimizer, s.dim);
@@ -295,9 +296,14 @@ class Table {
     }
     return options;
   }
-  static uint32_t row_floats(const std::vector<SegmentPlan>& segments) {
+  static uint32_t weight_floats(const std::vector<SegmentPlan>& segments) {
     int total = 0;
-    for (const SegmentPlan& s : segments) total += s.dim + s.state_size;
+    for (const SegmentPlan& s : segments) total += s.dim;
+    return static_cast<uint32_t>(total);
+  }
+  static uint32_t state_floats(const std::vector<SegmentPlan>& segments) {
+    int total = 0;
+    for (const SegmentPlan& s : segments) total += s.state_size;
     return static_cast<uint32_t>(total);
   }
 
@@ -346,28 +352,27 @@ class Table {
   const int32_t* find_or_create(const int64_t* ids, int64_t n, Scratch& scratch, int threads) {
     int32_t* rows = scratch.rows.get(n);
     find_rows(ids, n, rows, threads);
-    create_missing(ids, n, rows, scratch, threads, [](int64_t) { return true; });
+    int32_t* missing = scratch.missing.get(n);
+    int64_t count = 0;
+    for (int64_t i = 0; i < n; ++i)
+      if (rows[i] < 0) missing[count++] = static_cast<int32_t>(i);
+    create(ids, rows, missing, count, scratch, threads);
     return rows;
   }
 
-  // Gives a row to every missing id that takes part, in order of first occurrence.
-  template <class TakesPart>
-  void create_missing(const int64_t* ids, int64_t n, int32_t* rows, Scratch& scratch, int threads,
-                      TakesPart&& takes_part) {
-    int64_t missing = 0;
-    int32_t* where = scratch.missing.get(n);
-    for (int64_t i = 0; i < n; ++i)
-      if (rows[i] < 0 && takes_part(i)) where[missing++] = static_cast<int32_t>(i);
-    if (missing == 0) return;
-    rows_.prepare(missing);
-    index_.prepare(missing);
-    int32_t* fresh = scratch.fresh.get(missing);
-    int64_t* fresh_ids = scratch.fresh_ids.get(missing);
+  // Gives a row to the id at each missing position, in order of first occurrence.
+  void create(const int64_t* ids, int32_t* rows, const int32_t* missing, int64_t count,
+              Scratch& scratch, int threads) {
+    if (count == 0) return;
+    rows_.prepare(count);
+    index_.prepare(count);
+    int32_t* fresh = scratch.fresh.get(count);
+    int64_t* fresh_ids = scratch.fresh_ids.get(count);
     int64_t created = 0;
     constexpr int64_t kAhead = 12;
-    for (int64_t m = 0; m < missing; ++m) {
-      if (m + kAhead < missing) index_.prefetch(ids[where[m + kAhead]]);
-      const int64_t id = ids[where[m]];
+    for (int64_t m = 0; m < count; ++m) {
+      if (m + kAhead < count) index_.prefetch(ids[missing[m + kAhead]]);
+      const int64_t id = ids[missing[m]];
       int32_t row = index_.find(id);
       if (row < 0) {
         row = rows_.take(id);
@@ -375,7 +380,7 @@ class Table {
         fresh[created] = row;
         fresh_ids[created++] = id;
       }
-      rows[where[m]] = row;
+      rows[missing[m]] = row;
     }
     index_.advance(kAdvanceEachCall);
     const TableView table = view();

@@ -2,18 +2,18 @@
 // inside a part), then each part is summed and applied by one thread.
 #pragma once
 
+#include <algorithm>
+
 #include "table.hpp"
 
 namespace megalith {
 
 namespace detail {
 
-constexpr uint32_t kNoSource = 0xffffffffu;
-
 // How many rows make a part: few enough occurrences for the sums to stay in cache, a map of
 // at most 2^16 rows, and at most 4096 parts.
 inline uint32_t part_shift(int64_t rows, int64_t occurrences, int dim) {
-  const double wanted = 32768.0 / dim + 1.0;
+  const double wanted = 262144.0 / dim + 1.0;
   const double rows_per_part =
       static_cast<double>(rows) * wanted / static_cast<double>(occurrences + 1);
   uint32_t shift = 6;
@@ -29,47 +29,53 @@ inline void Table::update(const Update& u, int threads) {
   Lease lease;
   Scratch& scratch = *lease;
 
-  // The bag of each occurrence, counted over all features; none for those that reach no output.
+  // The occurrences that reach an output, as ranges, and the first bag of each feature when all
+  // are counted through.
+  struct Range {
+    int64_t first, last;
+  };
+  std::vector<Range> ranges;
   std::vector<int64_t> bag_base(1, 0);
   bool weighted = false;
-  uint32_t* sources = nullptr;
-  if (!u.bags.empty()) {
-    sources = scratch.sources.get(u.n);
-    std::fill(sources, sources + u.n, detail::kNoSource);
-    for (const BagsView& b : u.bags) {
-      const uint32_t base = static_cast<uint32_t>(bag_base.back());
-      bag_base.push_back(bag_base.back() + b.num_bags);
-      weighted |= b.weights != nullptr;
-      for (int64_t bag = 0; bag < b.num_bags; ++bag)
-        for (int64_t i = b.offsets[bag]; i < b.offsets[bag + 1]; ++i)
-          sources[i] = base + static_cast<uint32_t>(bag);
-    }
+  for (const BagsView& b : u.bags) {
+    ranges.push_back({b.offsets[0], b.offsets[b.num_bags]});
+    bag_base.push_back(bag_base.back() + b.num_bags);
+    weighted |= b.weights != nullptr;
   }
-  auto takes_part = [&](int64_t i) { return !sources || sources[i] != detail::kNoSource; };
+  if (u.bags.empty()) ranges.push_back({0, u.n});
 
-  const int32_t* given = current_rows(u.rows, u.epoch, u.ids, u.n, scratch, threads);
-  int32_t* rows = const_cast<int32_t*>(given);
-  bool missing = false;
-  for (int64_t i = 0; i < u.n; ++i) missing |= given[i] < 0;
-  if (missing) {
-    if (given == u.rows) {  // the caller's; and an id absent then may be here now
-      rows = scratch.rows.get(u.n);
-      for (int64_t i = 0; i < u.n; ++i) rows[i] = given[i] >= 0 ? given[i] : index_.find(u.ids[i]);
+  const int32_t* rows = current_rows(u.rows, u.epoch, u.ids, u.n, scratch, threads);
+  int32_t lowest = 0;
+  for (int64_t i = 0; i < u.n; ++i) lowest = rows[i] < lowest ? rows[i] : lowest;
+  if (lowest < 0) {
+    int32_t* mine = const_cast<int32_t*>(rows);
+    if (rows == u.rows) {  // the caller's; and an id absent then may be here now
+      mine = scratch.rows.get(u.n);
+      for (int64_t i = 0; i < u.n; ++i) mine[i] = rows[i] >= 0 ? rows[i] : index_.find(u.ids[i]);
     }
-    create_missing(u.ids, u.n, rows, scratch, threads, takes_part);
+    int32_t* missing = scratch.missing.get(u.n);
+    int64_t count = 0;
+    for (const Range& r : ranges)
+      for (int64_t i = r.first; i < r.last; ++i)
+        if (mine[i] < 0) missing[count++] = static_cast<int32_t>(i);
+    create(u.ids, mine, missing, count, scratch, threads);
+    rows = mine;
   }
 
   const uint32_t shift = detail::part_shift(rows_.high(), u.n, dim_);
   const int64_t parts = (rows_.high() >> shift) + 1;
 
-  // Count, place, apply.
+  // Count, place, apply. Slices are ranges of positions, one per thread; each knows where its
+  // entries of each part begin, so the order of the input is kept.
   const int64_t slices = std::max<int64_t>(1, std::min<int64_t>(threads, u.n / 4096));
   std::vector<int64_t>& starts = scratch.starts;
   starts.assign(static_cast<size_t>(slices * parts), 0);
   ThreadPool::get().run(slices, threads, [&](int64_t slice, int) {
     int64_t* count = starts.data() + slice * parts;
-    for (int64_t i = u.n * slice / slices; i < u.n * (slice + 1) / slices; ++i)
-      if (takes_part(i)) ++count[rows[i] >> shift];
+    const int64_t from = u.n * slice / slices, to = u.n * (slice + 1) / slices;
+    for (const Range& r : ranges)
+      for (int64_t i = std::max(from, r.first); i < std::min(to, r.last); ++i)
+        ++count[rows[i] >> shift];
   });
   std::vector<int64_t> begin(static_cast<size_t>(parts) + 1);
   int64_t total = 0, most = 0;
@@ -89,16 +95,26 @@ inline void Table::update(const Update& u, int threads) {
   float* weights = weighted ? scratch.weights.get(total) : nullptr;
   ThreadPool::get().run(slices, threads, [&](int64_t slice, int) {
     int64_t* at = starts.data() + slice * parts;
-    size_t view = 0;
-    for (int64_t i = u.n * slice / slices; i < u.n * (slice + 1) / slices; ++i) {
-      if (!takes_part(i)) continue;
-      const uint32_t source = sources ? sources[i] : static_cast<uint32_t>(i);
-      const int64_t k = at[rows[i] >> shift]++;
-      entries[k] = {rows[i], source};
-      if (!weighted) continue;
-      while (source < static_cast<uint64_t>(bag_base[view])) --view;
-      while (source >= static_cast<uint64_t>(bag_base[view + 1])) ++view;
-      weights[k] = u.bags[view].weights ? u.bags[view].weights[i] : 1.0f;
+    const int64_t from = u.n * slice / slices, to = u.n * (slice + 1) / slices;
+    if (u.bags.empty()) {
+      for (int64_t i = from; i < to; ++i)
+        entries[at[rows[i] >> shift]++] = {rows[i], static_cast<uint32_t>(i)};
+      return;
+    }
+    for (size_t v = 0; v < u.bags.size(); ++v) {
+      const BagsView& b = u.bags[v];
+      int64_t i = std::max(from, ranges[v].first);
+      const int64_t last = std::min(to, ranges[v].last);
+      if (i >= last) continue;
+      int64_t bag = std::upper_bound(b.offsets, b.offsets + b.num_bags + 1, i) - b.offsets - 1;
+      for (; i < last; ++bag) {
+        const uint32_t source = static_cast<uint32_t>(bag_base[v] + bag);
+        for (const int64_t stop = std::min(last, b.offsets[bag + 1]); i < stop; ++i) {
+          const int64_t k = at[rows[i] >> shift]++;
+          entries[k] = {rows[i], source};
+          if (weighted) weights[k] = b.weights ? b.weights[i] : 1.0f;
+        }
+      }
     }
   });
 

@@ -31,7 +31,8 @@ enum class InitKind : int32_t { constant, uniform, normal, truncated_normal };
 
 constexpr int kMaxHyper = 6;
 
-// A segment of a row. Offsets and sizes are in floats from the start of the row.
+// A segment of a row. Offsets and sizes are in floats, from the row's first weight and from
+// its first float of state.
 struct SegmentPlan {
   int32_t dim;
   int32_t offset;
@@ -45,11 +46,14 @@ struct SegmentPlan {
 };
 
 struct RowsView {
-  char* const* chunks;       // weights and state of 1 << shift rows each
+  char* const* weights;      // of 1 << shift rows each
+  char* const* states;       // of the same rows; may lie between the weights
   uint32_t* const* times;    // last update, seconds
   uint8_t* const* flags;     // touched bits, null when nobody tracks
   uint32_t shift;
-  uint32_t stride;           // bytes from row to row
+  uint32_t stride;           // bytes from row to row, of weights
+  uint32_t state_stride;
+  uint32_t state_bytes;
 };
 
 struct TableView {
@@ -91,10 +95,15 @@ struct Entry {
   uint32_t source;
 };
 
-static inline char* row_address(const RowsView& rows, int32_t row) {
-  uint32_t r = static_cast<uint32_t>(row);
-  return rows.chunks[r >> rows.shift] +
-         static_cast<uint64_t>(r & ((1u << rows.shift) - 1)) * rows.stride;
+static inline float* weights_at(const RowsView& rows, int32_t row) {
+  const uint32_t r = static_cast<uint32_t>(row), in_chunk = r & ((1u << rows.shift) - 1);
+  return reinterpret_cast<float*>(rows.weights[r >> rows.shift] + uint64_t{in_chunk} * rows.stride);
+}
+
+static inline float* state_at(const RowsView& rows, int32_t row) {
+  const uint32_t r = static_cast<uint32_t>(row), in_chunk = r & ((1u << rows.shift) - 1);
+  return reinterpret_cast<float*>(rows.states[r >> rows.shift] +
+                                  uint64_t{in_chunk} * rows.state_stride);
 }
 
 }  // namespace megalith

@@ -19,12 +19,12 @@ struct Adam {
   }
 
   template <int Dim>
-  static void step(const SegmentPlan& plan, float lr, float* row, const float* gradient) {
-    float* count = row + plan.state_offset + 2 * (Dim ? Dim : plan.dim);
+  static void step(const SegmentPlan& plan, float lr, float* w, float* s, const float* g) {
+    float* count = s + 2 * (Dim ? Dim : plan.dim);
     *count = *count + 1.0f;
     double t = static_cast<double>(*count);
     double correction = __builtin_sqrt(1.0 - __builtin_pow(static_cast<double>(plan.hyper[1]), t)) /
                         (1.0 - __builtin_pow(static_cast<double>(plan.hyper[0]), t));
-    elementwise_step<AdamRule, Dim>(plan, lr * static_cast<float>(correction), row, gradient);
+    elementwise_step<AdamRule, Dim>(plan, lr * static_cast<float>(correction), w, s, g);
   }
 };

@@ -2,11 +2,8 @@
 // State arrays lie one after the other, each as long as the segment.
 
 template <class Rule, int Dim>
-static void elementwise_step(const SegmentPlan& plan, float lr, float* row, const float* gradient) {
+static void elementwise_step(const SegmentPlan& plan, float lr, float* w, float* s, const float* g) {
   const int dim = Dim ? Dim : plan.dim;
-  float* w = row + plan.offset;
-  float* s = row + plan.state_offset;
-  const float* g = gradient + plan.offset;
   int i = 0;
   for (; i + 8 <= dim; i += 8) {
     Vec8 weight = load8(w + i);
@@ -32,7 +29,7 @@ struct Elementwise {
       for (int i = 0; i < plan.dim; ++i) state[k * plan.dim + i] = Rule::initial(plan.hyper, k);
   }
   template <int Dim>
-  static void step(const SegmentPlan& plan, float lr, float* row, const float* gradient) {
-    elementwise_step<Rule, Dim>(plan, lr, row, gradient);
+  static void step(const SegmentPlan& plan, float lr, float* w, float* s, const float* g) {
+    elementwise_step<Rule, Dim>(plan, lr, w, s, g);
   }
 };

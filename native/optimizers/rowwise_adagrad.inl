@@ -5,11 +5,8 @@ struct RowWiseAdagrad {
   static void initial_state(const SegmentPlan& plan, float* state) { state[0] = plan.hyper[0]; }
 
   template <int Dim>
-  static void step(const SegmentPlan& plan, float lr, float* row, const float* gradient) {
+  static void step(const SegmentPlan& plan, float lr, float* w, float* sum, const float* g) {
     const int dim = Dim ? Dim : plan.dim;
-    float* w = row + plan.offset;
-    float* sum = row + plan.state_offset;
-    const float* g = gradient + plan.offset;
     const float decay = plan.hyper[2];
     *sum = *sum + sum_of_squares(g, w, decay, dim) / static_cast<float>(dim);
     const float denominator = root(*sum) + plan.hyper[1];

@@ -86,8 +86,21 @@ class Pooling:
         )
 
     def new_outputs(self) -> list[Tensor]:
-        """Zeroed float32 outputs, one per shape."""
-        return [torch.zeros(rows, columns) for rows, columns in self.outputs]
+        """Float32 outputs, one per shape, zero where no part writes."""
+        return [
+            torch.empty(shape) if whole else torch.zeros(shape)
+            for shape, whole in zip(self.outputs, self._covered, strict=True)
+        ]
+
+    @cached_property
+    def _covered(self) -> list[bool]:
+        """Which outputs have every column written by some part."""
+        columns = [torch.zeros(width, dtype=torch.bool) for _, width in self.outputs]
+        for bags in self.bags.values():
+            for part in (part for feature in bags for part in feature.parts):
+                end = part.column + part.inner * (part.end - part.start)
+                columns[part.output][part.column : end] = True
+        return [bool(c.all()) for c in columns]
 
     def of(self, table: str) -> tuple[Bags, ...]:
         """The bags of one table (none if it feeds no output)."""
