@@ -1,0 +1,81 @@
+# make demo   install, train and evaluate a small model, show the result
+# make test   install what tests need, then lint, native tests under sanitizers, Python tests
+# make bench  side-by-side speed against other libraries    make soak  slow tests
+# make lint   ruff and mypy                                 make docs  the documentation as pages
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+NATIVE := CMakeLists.txt $(wildcard native/*.* native/optimizers/*)
+
+.PHONY: demo test test-python test-native lint bench soak docs clean
+
+demo: $(VENV)/installed
+	$(BIN)/python examples/quickstart.py
+
+test: lint test-native test-python
+
+test-python: $(VENV)/dev
+	$(BIN)/python -m pytest -m "not soak"
+
+# The native core on its own, once for memory and undefined behaviour, once for data races.
+test-native: build/address,undefined/tested build/thread/tested
+
+build/%/tested: $(NATIVE) $(wildcard native/tests/*) $(VENV)/dev
+	$(BIN)/cmake -S . -B build/$* -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	  -DMEGALITH_PYTHON=OFF -DMEGALITH_TESTS=ON -DMEGALITH_SANITIZE=$*
+	$(BIN)/cmake --build build/$*
+	$(BIN)/ctest --test-dir build/$* --output-on-failure
+	@touch $@
+
+lint: $(VENV)/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/bench
+	$(BIN)/python benchmarks/table_cpu.py
+
+soak: $(VENV)/dev
+	$(BIN)/python -m pytest -m soak
+
+docs: $(VENV)/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site
+
+clean:
+	rm -rf build site dist $(VENV)
+
+# ---- installs; each file under .venv stands for a step done
+
+# A Debian Python without venv or headers gets them from apt.
+$(VENV)/created:
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.11") \
+	  if sys.version_info < (3, 11) else 0'
+	@$(PYTHON) -c 'import ensurepip, os, sysconfig; \
+	  assert os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h"))' 2>/dev/null \
+	  || (apt-get update && apt-get install -y --no-install-recommends python3-venv python3-dev)
+	@command -v c++ >/dev/null || (apt-get update && apt-get install -y --no-install-recommends g++)
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/build-tools: $(VENV)/created constraints.txt
+	$(BIN)/pip install -q -c constraints.txt torch numpy scikit-build-core nanobind cmake ninja
+	@touch $@
+
+$(VENV)/installed: $(VENV)/build-tools pyproject.toml $(NATIVE)
+	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/dev: $(VENV)/installed
+	$(BIN)/pip install -q -c constraints.txt pytest hypothesis ruff mypy
+	@touch $@
+
+$(VENV)/bench: $(VENV)/installed benchmarks/requirements.txt
+	$(BIN)/pip install -q -c constraints.txt -r benchmarks/requirements.txt
+	$(BIN)/pip install -q --no-deps torchrec==1.8.0
+	@touch $@
+
+$(VENV)/docs: $(VENV)/created docs/requirements.txt
+	$(BIN)/pip install -q -r docs/requirements.txt
+	@touch $@

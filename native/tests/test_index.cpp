@@ -1,0 +1,123 @@
+// The index against std::unordered_map: growth in every stage, removal, awkward ids.
+
+#include <cstdint>
+#include <limits>
+#include <unordered_map>
+#include <vector>
+
+#include "check.hpp"
+#include "index.hpp"
+#include "kernels.hpp"
+
+using namespace megalith;
+
+namespace {
+
+// The inverse of mix64, to make ids that share a home bucket.
+uint64_t unmix64(uint64_t x) {
+  x ^= (x >> 31) ^ (x >> 62);
+  x *= 0x319642b2d24d8ec3ull;
+  x ^= (x >> 27) ^ (x >> 54);
+  x *= 0x96de1b173f119089ull;
+  x ^= (x >> 30) ^ (x >> 60);
+  return x;
+}
+
+int64_t id_with_hash(uint64_t hash) { return static_cast<int64_t>(unmix64(hash) - kGolden); }
+
+void compare(const Index& index, const std::unordered_map<int64_t, int32_t>& expected,
+             const std::vector<int64_t>& absent) {
+  CHECK(index.size() == static_cast<int64_t>(expected.size()));
+  std::vector<int64_t> ids;
+  for (const auto& [id, row] : expected) {
+    CHECK(index.find(id) == row);
+    ids.push_back(id);
+  }
+  for (int64_t id : absent) CHECK(index.find(id) == -1);
+  for (const char* name : {"portable", "avx2"}) {
+    const Kernels* k = find_kernels(name);
+    if (!k) continue;
+    std::vector<int32_t> rows(ids.size());
+    k->find(index.view(), ids.data(), static_cast<int64_t>(ids.size()), rows.data());
+    for (size_t i = 0; i < ids.size(); ++i) CHECK(rows[i] == expected.at(ids[i]));
+    rows.resize(absent.size());
+    k->find(index.view(), absent.data(), static_cast<int64_t>(absent.size()), rows.data());
+    for (int32_t row : rows) CHECK(row == -1);
+  }
+}
+
+void random_program(uint64_t seed, int64_t steps, int64_t distinct) {
+  Random random{seed};
+  Index index;
+  std::unordered_map<int64_t, int32_t> expected;
+  bool seen_growing = false;
+  for (int64_t step = 0; step < steps; ++step) {
+    const int64_t id = (random.below(distinct) - distinct / 2) * 0x100000001ll;
+    const int64_t action = random.below(8);
+    if (action < 6) {
+      if (expected.count(id)) continue;
+      index.prepare(1);
+      index.insert(id, static_cast<int32_t>(step));
+      expected[id] = static_cast<int32_t>(step);
+    } else {
+      const auto it = expected.find(id);
+      CHECK(index.erase(id) == (it == expected.end() ? -1 : it->second));
+      if (it != expected.end()) expected.erase(it);
+    }
+    seen_growing |= index.growing();
+    if (step % (steps / 16) == 0) compare(index, expected, {distinct * 0x100000001ll + 7});
+  }
+  CHECK(seen_growing);
+  compare(index, expected, {});
+}
+
+void hash_is_inverted() {
+  for (int64_t id : {int64_t{0}, int64_t{-1}, std::numeric_limits<int64_t>::min()})
+    CHECK(id_with_hash(slot_hash(id)) == id);
+}
+
+// Hundreds of ids that all want the last bucket: they run past the end and over the start, while
+// the index grows around them.
+void crowded_end() {
+  Index index;
+  std::unordered_map<int64_t, int32_t> expected;
+  Random random{3};
+  for (int32_t row = 0; row < 400; ++row) {
+    const int64_t id = row % 2 ? id_with_hash(~uint64_t{0} - static_cast<uint64_t>(row))
+                               : static_cast<int64_t>(random.next());
+    index.prepare(1);
+    index.insert(id, row);
+    expected[id] = row;
+    if (row % 7 == 3) {
+      CHECK(index.erase(id) == row);
+      expected.erase(id);
+    }
+    compare(index, expected, {id_with_hash(~uint64_t{0} - 100000)});
+  }
+}
+
+// Large enough for memory to be given back on the way.
+void growth_gives_memory_back() {
+  Index index;
+  const int64_t n = 400000;
+  for (int64_t id = 0; id < n; ++id) {
+    index.prepare(1);
+    index.insert(id << 20, static_cast<int32_t>(id));
+    CHECK(index.bytes() < static_cast<size_t>(400 * 64 + id * 80));
+  }
+  for (int64_t id = 0; id < n; ++id) CHECK(index.find(id << 20) == id);
+  index.reserve(2 * n);
+  CHECK(!index.growing());
+  for (int64_t id = 0; id < n; ++id) CHECK(index.erase(id << 20) == id);
+  CHECK(index.size() == 0);
+}
+
+}  // namespace
+
+int main() {
+  hash_is_inverted();
+  for (uint64_t seed = 1; seed <= 4; ++seed) random_program(seed, 40000, 6000 * static_cast<int64_t>(seed));
+  crowded_end();
+  growth_gives_memory_back();
+  std::puts("index ok");
+}

@@ -1,0 +1,179 @@
+// The table's calls: results by hand, portable against AVX2 bit by bit, one thread against four.
+
+#include <cmath>
+#include <cstring>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "check.hpp"
+#include "table.hpp"
+
+using namespace megalith;
+
+namespace {
+
+SegmentPlan segment(int dim, const char* optimizer) {
+  SegmentPlan s{};
+  s.dim = dim;
+  s.optimizer = optimizer_index(optimizer);
+  CHECK(s.optimizer >= 0);
+  s.init = InitKind::normal;
+  s.init_b = 0.1f;
+  if (!std::strcmp(optimizer, "adam")) {
+    s.hyper[0] = 0.9f, s.hyper[1] = 0.99f, s.hyper[2] = 0.01f;
+  } else {
+    s.hyper[0] = 0.1f, s.hyper[1] = 0.01f;
+  }
+  return s;
+}
+
+TableOptions options(std::vector<SegmentPlan> segments, const char* kernels = "") {
+  TableOptions o;
+  o.name = "t";
+  o.segments = std::move(segments);
+  o.key = 42;
+  o.kernels = kernels;
+  return o;
+}
+
+using Rows1 = std::map<int64_t, std::vector<float>>;
+
+Rows1 contents(const Table& table) {
+  Rows1 rows;
+  const size_t floats = static_cast<size_t>(table.row_floats());
+  std::vector<int64_t> ids(7), times(7);
+  std::vector<float> raw(7 * floats);
+  for (int64_t at = 0; at >= 0;) {
+    const auto result = table.scan(at, 7, ids.data(), raw.data(), times.data());
+    for (int64_t i = 0; i < result.count; ++i)
+      rows[ids[static_cast<size_t>(i)]] =
+          std::vector<float>(raw.begin() + i * static_cast<int64_t>(floats),
+                             raw.begin() + (i + 1) * static_cast<int64_t>(floats));
+    at = result.next;
+  }
+  return rows;
+}
+
+bool same_bits(const Rows1& a, const Rows1& b) {
+  if (a.size() != b.size()) return false;
+  for (const auto& [id, row] : a) {
+    const auto it = b.find(id);
+    if (it == b.end() || std::memcmp(row.data(), it->second.data(), row.size() * 4)) return false;
+  }
+  return true;
+}
+
+// A program of calls; the answer must not depend on kernels or threads.
+Rows1 program(const std::vector<SegmentPlan>& segments, const char* kernels, int threads,
+              std::vector<float>* pooled) {
+  Table table(options(segments, kernels));
+  const int dim = table.dim();
+  std::vector<float> rates(segments.size(), 0.05f);
+  Random random{7};
+  table.track(1);
+  for (int step = 0; step < 6; ++step) {
+    const int64_t n = 12000, bags = n / 4;
+    std::vector<int64_t> ids(static_cast<size_t>(n)), offsets;
+    for (int64_t& id : ids) id = random.below(step < 3 ? 2000 : 50);
+    for (int64_t b = 0; b <= bags; ++b) offsets.push_back(b * 4);
+    std::vector<float> gradient(static_cast<size_t>(bags * dim)), out(gradient.size());
+    std::vector<float> weights(static_cast<size_t>(n)), divisor(static_cast<size_t>(bags), 4.0f);
+    for (float& g : gradient) g = static_cast<float>(random.below(2000) - 1000) * 1e-3f;
+    for (float& w : weights) w = static_cast<float>(random.below(100)) * 1e-2f;
+    const bool weighted = step % 2;
+    PartView read{out.data(), dim, 0, 0, dim, 1, false}, back = read;
+    back.data = gradient.data();
+    BagsView bag{offsets.data(), bags, weighted ? weights.data() : nullptr,
+                 step % 3 ? divisor.data() : nullptr, &read, 1};
+    std::vector<int32_t> rows(static_cast<size_t>(n));
+    const int64_t epoch = table.find(ids.data(), n, rows.data(), threads);
+    table.pool(rows.data(), epoch, ids.data(), n, {bag}, threads);
+    pooled->insert(pooled->end(), out.begin(), out.end());
+    if (step == 4) table.remove(ids.data(), 100);
+    BagsView gradients = bag;
+    gradients.parts = &back;
+    Update u;
+    u.rows = rows.data();
+    u.epoch = epoch;
+    u.ids = ids.data();
+    u.n = n;
+    u.bags = {gradients};
+    u.scale = 0.5f;
+    u.learning_rates = rates.data();
+    u.time = static_cast<uint32_t>(step);
+    table.update(u, threads);
+  }
+  std::vector<int64_t> updated, removed;
+  table.drain(1, updated, removed);
+  CHECK(updated.size() == static_cast<size_t>(table.size()));
+  return contents(table);
+}
+
+void kernels_and_threads_agree() {
+  for (const char* optimizer : {"sgd", "momentum", "adagrad", "rowwise_adagrad", "adam", "ftrl"}) {
+    for (int dim : {3, 16, 20}) {
+      const std::vector<SegmentPlan> segments = {segment(dim, optimizer), segment(2, "sgd")};
+      std::vector<float> out, other;
+      const Rows1 rows = program(segments, "portable", 1, &out);
+      for (const auto& [id, row] : rows)
+        for (float x : row) CHECK(std::isfinite(x));
+      for (int threads : {1, 4}) {
+        other.clear();
+        CHECK(same_bits(rows, program(segments, "", threads, &other)));
+        CHECK(out.size() == other.size());
+        CHECK(!std::memcmp(out.data(), other.data(), out.size() * 4));
+      }
+    }
+  }
+}
+
+void adagrad_by_hand() {
+  SegmentPlan s = segment(2, "adagrad");
+  s.init = InitKind::constant;
+  s.init_a = 0.0f;
+  s.hyper[0] = 1.0f;  // accumulator
+  s.hyper[1] = 0.0f;  // eps
+  Table table(options({s}));
+  const int64_t ids[] = {5};
+  const float gradient[] = {1.0f, 2.0f}, rate = 0.1f;
+  Update u;
+  u.ids = ids;
+  u.n = 1;
+  u.flat = gradient;
+  u.learning_rates = &rate;
+  table.update(u, 1);
+  float out[2];
+  table.read(nullptr, -1, ids, 1, out, 1);
+  CHECK(std::fabs(out[0] + 0.07071067f) < 1e-7f);
+  CHECK(std::fabs(out[1] + 0.08944272f) < 1e-7f);
+}
+
+void full_table_changes_nothing() {
+  TableOptions o = options({segment(4, "sgd")});
+  o.max_rows = 3;
+  Table table(std::move(o));
+  const int64_t ids[] = {1, 2, 3, 4};
+  const float values[16] = {};
+  table.assign(ids, 2, values, false, 0, 1);
+  bool thrown = false;
+  try {
+    table.assign(ids, 4, values, false, 0, 1);
+  } catch (const TableFull&) {
+    thrown = true;
+  }
+  CHECK(thrown && table.size() == 2);
+  table.remove(ids, 1);
+  const int64_t others[] = {8, 9};
+  table.assign(others, 2, values, false, 0, 1);  // the removed row's place is used again
+  CHECK(table.size() == 3);
+}
+
+}  // namespace
+
+int main() {
+  adagrad_by_hand();
+  full_table_changes_nothing();
+  kernels_and_threads_agree();
+  std::puts("table ok");
+}

@@ -1,0 +1,371 @@
+"""LocalShards: the Shards contract over several tables in one process."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith import SGD, Adagrad, LocalShards, PolynomialDecay, Pooling, TableConfig, Zeros
+from megalith.errors import InputError, UnknownNameError, UsageError
+from megalith.ops import Bags, Part
+
+ENGINES = ["reference", "cpu"]
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def ids(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def rows(*values: object) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def zeros(name: str, dim: int, lr: object = 1.0) -> TableConfig:
+    return TableConfig(name, dim=dim, optimizer=SGD(lr), initializer=Zeros())  # type: ignore[arg-type]
+
+
+def contents(shards: LocalShards) -> dict[str, dict[int, list[float]]]:
+    return {
+        name: {
+            int(i): row.tolist()
+            for chunk in shards.scan(name)
+            for i, row in zip(chunk.ids, chunk.rows, strict=True)
+        }
+        for name in shards.configs
+    }
+
+
+# ---- vectors of the predecessor (reference 1.5 and 1.7)
+
+
+def test_assign_add_then_half_gradients(engine: str) -> None:
+    shards = LocalShards([zeros("1", 1), zeros("2", 2)], engine=engine)
+    asked = {"1": ids(1, 2), "2": ids(3)}
+    shards.assign_add({"1": (ids(1, 2), rows([-1], [-2])), "2": (ids(3), rows([-3, -3]))})
+
+    lookup = shards.lookup(asked)
+
+    assert lookup.rows["1"].tolist() == [[-1], [-2]]
+    assert lookup.rows["2"].tolist() == [[-3, -3]]
+    shards.apply_gradients(lookup, {"1": rows([-0.5], [-1]), "2": rows([-1.5, -1.5])}, step=0)
+    lookup = shards.lookup(asked)
+    assert lookup.rows["1"].tolist() == [[-0.5], [-1]]
+    assert lookup.rows["2"].tolist() == [[-1.5, -1.5]]
+
+
+def test_reinitialize_reports_in_input_order_and_unknown_tables(engine: str) -> None:
+    shards = LocalShards([zeros("1", 1), zeros("2", 2)], engine=engine)
+    shards.assign({"1": (ids(1, 2), rows([-1], [-2])), "2": (ids(3), rows([-3, -3]))})
+    shards.assign({"1": (ids(1, 2), rows([-0.5], [-1])), "2": (ids(3), rows([-1.5, -1.5]))})
+
+    status = shards.reinitialize({"1": ids(1, 2, 3), "3": ids(1, 2, 3)}, missing_ok=True)
+
+    assert status["1"].tolist() == [1, 1, 0]
+    assert status["3"].tolist() == [-1, -1, -1]
+    lookup = shards.lookup({"1": ids(1, 2), "2": ids(3), "3": ids(1)}, missing_ok=True)
+    assert sorted(lookup.rows) == ["1", "2"]
+    assert lookup.rows["1"].tolist() == [[0], [0]]
+    assert lookup.rows["2"].tolist() == [[-1.5, -1.5]]
+
+
+def test_each_table_has_its_own_learning_rate_whatever_the_order(engine: str) -> None:
+    # The predecessor built its rates in insertion order and its tables in sorted order.
+    decay = PolynomialDecay(1.0, decay_steps=10, end=2.0)
+    shards = LocalShards([zeros("2", 2, lambda step: 1.0), zeros("1", 1, decay)], engine=engine)
+    asked = {"1": ids(1, 2), "2": ids(3)}
+    shards.assign_add({"1": (ids(1, 2), rows([-1], [-2])), "2": (ids(3), rows([-3, -3]))})
+    grads = {"1": rows([-0.5], [-1]), "2": rows([-1.5, -1.5])}
+
+    shards.apply_gradients(asked, grads, step=0)
+    shards.apply_gradients(asked, grads, step=1)
+
+    lookup = shards.lookup(asked)
+    torch.testing.assert_close(lookup.rows["1"], rows([0.05], [0.1]))
+    assert lookup.rows["2"].tolist() == [[0, 0]]
+
+
+def three_slots(engine: str) -> LocalShards:
+    return LocalShards([zeros("slot0", 1), zeros("slot1", 2), zeros("slot2", 2)], engine=engine)
+
+
+def test_apply_without_lookup_sums_duplicates(engine: str) -> None:
+    shards = three_slots(engine)
+
+    shards.apply_gradients(
+        {"slot0": ids(1), "slot1": ids(2, 2)},
+        {"slot0": rows([3]), "slot1": rows([1.1, 3.1], [2.2, 4.2])},
+        step=0,
+    )
+
+    assert shards.lookup({"slot0": ids(1)}).rows["slot0"].tolist() == [[-3]]
+    found = shards.lookup({"slot1": ids(1, 2)}).rows["slot1"]
+    torch.testing.assert_close(found, rows([0, 0], [-3.3, -7.3]))
+
+
+def test_two_features_of_one_table_share_rows(engine: str) -> None:
+    # What the predecessor called merged slots: assign_add 2 and 4 reads 6; gradients 1 + 1 leave 4.
+    shards = LocalShards([zeros("merged", 1)], engine=engine)
+
+    shards.assign_add({"merged": (ids(1, 1), rows([2], [4]))})
+
+    assert shards.lookup({"merged": ids(1, 1)}).rows["merged"].tolist() == [[6], [6]]
+    shards.apply_gradients({"merged": ids(1, 1)}, {"merged": rows([1], [1])}, step=0)
+    assert shards.lookup({"merged": ids(1)}).rows["merged"].tolist() == [[4]]
+
+
+def filled(engine: str) -> LocalShards:
+    shards = three_slots(engine)
+    shards.assign_add(
+        {
+            "slot0": (ids(0), rows([1])),
+            "slot1": (ids(1), rows([2, 2])),
+            "slot2": (ids(2, 3), rows([4, 4], [8, 8])),
+        }
+    )
+    return shards
+
+
+def test_fused_lookup_of_one_shard(engine: str) -> None:
+    found = filled(engine).fused_lookup(ids(0, 1, 2, 3), torch.tensor([1, 1, 2]), 1)
+
+    assert found.embeddings.tolist() == [1, 2, 2, 4, 4, 8, 8]
+    assert found.embedding_splits.tolist() == [7]
+    assert found.id_offsets.tolist() == [0, 1, 2, 4]
+    assert found.emb_offsets.tolist() == [0, 1, 3, 7]
+    assert found.indices.tolist() == [0, 1, 2, 3]
+
+
+def test_fused_lookup_of_two_shards(engine: str) -> None:
+    found = filled(engine).fused_lookup(ids(0, 2, 1, 3), torch.tensor([1, 0, 1, 0, 1, 1]), 2)
+
+    assert found.embeddings.tolist() == [1, 4, 4, 2, 2, 8, 8]
+    assert found.embedding_splits.tolist() == [3, 4]
+    assert found.id_offsets.tolist() == [0, 1, 1, 2, 2, 3, 4]
+    assert found.emb_offsets.tolist() == [0, 1, 1, 3, 3, 5, 7]
+
+
+def fused_apply(shards: LocalShards, of: Tensor, sizes: Tensor, grads: Tensor, num_of_shards: int) -> None:
+    found = shards.fused_lookup(of, sizes, num_of_shards)
+    shards.fused_apply_gradients(
+        of, found.indices, sizes, grads, found.id_offsets, found.emb_offsets, 0, 0, num_of_shards
+    )
+
+
+def test_fused_apply(engine: str) -> None:
+    shards = LocalShards([zeros("slot0", 1), zeros("slot1", 2)], engine=engine)
+    sizes = torch.tensor([1, 2])
+
+    fused_apply(shards, ids(0, 1, 2), sizes, torch.tensor([2.0, 1, 3, 2, 4]), 1)
+
+    assert shards.fused_lookup(ids(0, 1, 2), sizes, 1).embeddings.tolist() == [-2, -1, -3, -2, -4]
+
+
+def test_fused_apply_makes_one_summed_step_for_an_id_of_two_shards(engine: str) -> None:
+    sizes = torch.tensor([1, 0, 1, 0])
+    shards = LocalShards([zeros("slot0", 1), zeros("slot1", 2)], engine=engine)
+    fused_apply(shards, ids(1, 1), sizes, torch.tensor([1.0, 2.0]), 2)
+    assert shards.fused_lookup(ids(1, 1), sizes, 2).embeddings.tolist() == [-3, -3]
+
+    # SGD cannot tell; Adagrad can: n = (1 + 2)^2 = 9, w = -lr * 3 / 3 (the predecessor made two steps).
+    adagrad = TableConfig("slot0", dim=1, optimizer=Adagrad(1.0, eps=0.0), initializer=Zeros())
+    shards = LocalShards([adagrad, zeros("slot1", 2)], engine=engine)
+    fused_apply(shards, ids(1, 1), sizes, torch.tensor([1.0, 2.0]), 2)
+    assert shards.fused_lookup(ids(1, 1), sizes, 2).embeddings.tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_of_shards", "said"),
+    [([1, 1], 2, "2 shards x 2 tables"), ([1, 5], 1, "add up to 2"), ([-1, 3], 1, "negative")],
+)
+def test_fused_sizes_that_do_not_fit(sizes: list[int], num_of_shards: int, said: str) -> None:
+    shards = LocalShards([zeros("a", 1), zeros("b", 2)])
+    with pytest.raises(InputError, match=said):
+        shards.fused_lookup(ids(1, 2), torch.tensor(sizes), num_of_shards)
+
+
+def test_fused_gradients_and_offsets_must_be_those_of_the_lookup() -> None:
+    shards = LocalShards([zeros("a", 1), zeros("b", 2)])
+    sizes = torch.tensor([1, 1])
+    found = shards.fused_lookup(ids(1, 2), sizes, 1)
+    with pytest.raises(InputError, match="id_grads"):
+        fused_apply(shards, ids(1, 2), sizes, torch.ones(4), 1)
+    with pytest.raises(InputError, match="id_offsets"):
+        shards.fused_apply_gradients(
+            ids(1, 2), found.indices, sizes, torch.ones(3), found.id_offsets[:-1], found.emb_offsets, 0, 0, 1
+        )
+    assert contents(shards) == {"a": {}, "b": {}}
+
+
+# ---- the contract
+
+
+def test_lookup_is_used_once() -> None:
+    shards = LocalShards([zeros("a", 1)])
+    lookup = shards.lookup({"a": ids(1)})
+    shards.apply_gradients(lookup, {"a": rows([1])}, step=0)
+    with pytest.raises(UsageError, match="already been used"):
+        shards.apply_gradients(lookup, {"a": rows([1])}, step=0)
+    assert contents(shards)["a"] == {1: [-1]}
+
+
+def test_a_lookup_survives_removal_in_between(engine: str) -> None:
+    shards = LocalShards([zeros("a", 1)], engine=engine)
+    shards.assign({"a": (ids(1, 2, 3), rows([1], [2], [3]))})
+    lookup = shards.lookup({"a": ids(1, 3)})
+    shards.remove({"a": ids(1, 2)})
+    shards.assign({"a": (ids(7), rows([7]))})  # takes a freed row
+
+    shards.apply_gradients(lookup, {"a": rows([1], [1])}, step=0)
+
+    assert contents(shards)["a"] == {1: [-1], 3: [2], 7: [7]}
+
+
+def test_prepared_ids_give_the_same_lookup_and_travel_between_processes() -> None:
+    shards = LocalShards([zeros("a", 1)])
+    shards.assign({"a": (ids(1, 2), rows([1], [2]))})
+    prepared = pickle.loads(pickle.dumps(shards.prepare({"a": ids(2, 1).int()})))
+    assert shards.lookup(prepared).rows["a"].tolist() == [[2], [1]]
+
+
+def test_unknown_tables_are_named() -> None:
+    shards = LocalShards([zeros("user", 1), zeros("item", 1)])
+    for call in (
+        lambda: shards.lookup({"itme": ids(1)}),
+        lambda: shards.assign({"itme": (ids(1), rows([1]))}),
+        lambda: shards.apply_gradients({"itme": ids(1)}, {"itme": rows([1])}, step=0),
+        lambda: shards.reinitialize({"itme": ids(1)}),
+        lambda: shards.remove({"itme": ids(1)}),
+        lambda: shards.scan("itme"),
+    ):
+        with pytest.raises(KeyError, match="unknown table 'itme' \\(known: 'user', 'item'\\)"):
+            call()
+    with pytest.raises(UnknownNameError, match="was not looked up"):
+        shards.lookup({"user": ids(1)}).rows["item"]
+
+
+@pytest.mark.parametrize(
+    "grads",
+    [
+        {"a": rows([1]), "b": rows([1, 1])},  # wrong shape for b
+        {"a": rows([1]), "b": rows([float("nan")])},
+        {"a": rows([1]), "b": torch.ones(1, 1, dtype=torch.float64)},
+    ],
+)
+def test_nothing_is_written_to_any_table_when_one_gradient_is_wrong(
+    engine: str, grads: dict[str, Tensor]
+) -> None:
+    shards = LocalShards([zeros("a", 1), zeros("b", 1)], engine=engine)
+    lookup = shards.lookup({"a": ids(1), "b": ids(1)})
+    with pytest.raises(InputError, match="table 'b'"):
+        shards.apply_gradients(lookup, grads, step=0)
+    assert contents(shards) == {"a": {}, "b": {}}
+    shards.apply_gradients(lookup, {"a": rows([1])}, step=0)  # and the look-up is still good
+
+
+def test_nothing_is_written_when_one_schedule_fails() -> None:
+    shards = LocalShards([zeros("a", 1), zeros("b", 1, lambda step: float("nan"))])
+    with pytest.raises(InputError, match="table 'b': learning rate"):
+        shards.apply_gradients({"a": ids(1), "b": ids(1)}, {"a": rows([1]), "b": rows([1])}, step=0)
+    assert contents(shards) == {"a": {}, "b": {}}
+
+
+def test_names_must_differ() -> None:
+    with pytest.raises(InputError, match="two tables are named 'a'"):
+        LocalShards([zeros("a", 1), zeros("a", 2)])
+
+
+# ---- pooling over several tables
+
+
+def two_table_pooling() -> tuple[dict[str, Tensor], Pooling]:
+    """Output 0 = [sum of a | mean of b], output 1 = b's rows added to a's bias column."""
+    asked = {"a": ids(1, 2, 2), "b": ids(5, 6)}
+    bags_a = Bags(torch.tensor([0, 1, 3]), (Part(0, 0, 0, 2), Part(1, 0, 2, 3)))
+    bags_b = Bags(
+        torch.tensor([0, 0, 2]),
+        (Part(0, 2, 0, 2), Part(1, 0, 0, 1, accumulate=True)),
+        divisor=torch.tensor([1.0, 2.0]),
+    )
+    return asked, Pooling(((2, 4), (2, 1)), {"a": (bags_a,), "b": (bags_b,)})
+
+
+def test_pooling_spans_tables(engine: str) -> None:
+    shards = LocalShards([zeros("a", 3), zeros("b", 2)], engine=engine)
+    shards.assign({"a": (ids(1, 2), rows([1, 2, 3], [10, 20, 30])), "b": (ids(5, 6), rows([1, 1], [3, 5]))})
+    asked, pooling = two_table_pooling()
+    lookup = shards.lookup(asked)
+
+    first, second = lookup.pool(pooling)
+
+    assert first.tolist() == [[1, 2, 0, 0], [20, 40, 2, 3]]
+    assert second.tolist() == [[3], [62]]
+    shards.apply_gradients(lookup, [torch.ones(2, 4), torch.ones(2, 1)], pooling=pooling, step=0)
+    # id 2 occurs twice: every column -2. b: (1 + 1) / 2 for column 0, 1 / 2 for column 1.
+    assert contents(shards) == {
+        "a": {1: [0, 1, 2], 2: [8, 18, 28]},
+        "b": {5: [0, 0.5], 6: [2, 4.5]},
+    }
+
+
+def test_a_pooling_that_does_not_fit_is_refused_before_anything_is_written(engine: str) -> None:
+    shards = LocalShards([zeros("a", 3), zeros("b", 2)], engine=engine)
+    asked, pooling = two_table_pooling()
+    asked["b"] = ids(5)
+    lookup = shards.lookup(asked)
+    with pytest.raises(InputError, match="table 'b': offsets"):
+        lookup.pool(pooling)
+    with pytest.raises(InputError, match="table 'b': offsets"):
+        shards.apply_gradients(lookup, [torch.ones(2, 4), torch.ones(2, 1)], pooling=pooling, step=0)
+    with pytest.raises(InputError, match="not looked up"):
+        shards.lookup({"a": asked["a"]}).pool(pooling)
+    assert contents(shards) == {"a": {}, "b": {}}
+
+
+def test_scale_multiplies_summed_gradients(engine: str) -> None:
+    shards = LocalShards([zeros("a", 1)], engine=engine)
+    shards.apply_gradients({"a": ids(1, 1)}, {"a": rows([1], [2])}, step=0, scale=0.5)
+    assert contents(shards)["a"] == {1: [-1.5]}
+
+
+def test_tables_are_tracked_together(engine: str) -> None:
+    shards = LocalShards([zeros("a", 1), zeros("b", 1)], engine=engine)
+    shards.assign({"a": (ids(1), rows([1]))})
+    shards.track("publisher")
+    shards.assign({"b": (ids(2, 3), rows([1], [1]))})
+    shards.remove({"a": ids(1)})
+
+    drained = shards.drain_touched("publisher")
+
+    assert {name: (u.tolist(), r.tolist()) for name, (u, r) in drained.items()} == {
+        "a": ([], [1]),
+        "b": ([2, 3], []),
+    }
+    shards.mark_touched("publisher", {"b": ids(3)})
+    assert shards.drain_touched("publisher")["b"][0].tolist() == [3]
+
+
+def test_every_table_is_counted_cleared_and_restored(engine: str) -> None:
+    shards = LocalShards([zeros("a", 1), zeros("b", 2)], engine=engine)
+    shards.reserve({"a": 100})
+    shards.assign({"a": (ids(1, 2), rows([1], [2])), "b": (ids(3), rows([3, 3]))})
+    before = contents(shards)
+    assert {name: s.rows for name, s in shards.stats().items()} == {"a": 2, "b": 1}
+    assert all(use.total > 0 for use in shards.memory().values())
+    assert {name: x.numel() for name, x in shards.evict().items()} == {"a": 0, "b": 0}
+    kept = {name: list(shards.scan(name)) for name in shards.configs}
+
+    shards.clear()
+
+    assert contents(shards) == {"a": {}, "b": {}}
+    for name, chunks in kept.items():
+        for chunk in chunks:
+            shards.restore(name, chunk)
+    assert contents(shards) == before

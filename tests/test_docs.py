@@ -1,0 +1,26 @@
+"""Every Python snippet of the README and the guides runs, page by page, top to bottom."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def snippets(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if snippets(p)], ids=lambda p: p.name)
+def test_snippets_run(page: Path) -> None:
+    scope: dict[str, object] = {}
+    for number, code in enumerate(snippets(page), start=1):
+        exec(compile(code, f"{page.name} snippet {number}", "exec"), scope)
+
+
+def test_pages_link_to_files_that_exist() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"

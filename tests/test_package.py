@@ -1,0 +1,72 @@
+"""The package as a user gets it: the wheel, the example, the import."""
+
+import platform
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*command: str, cwd: Path = ROOT) -> str:
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_wheel_is_small_and_holds_what_it_should(tmp_path: Path) -> None:
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tmp_path),
+        ".",
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.stat().st_size < 10_000_000
+    names = zipfile.ZipFile(wheel).namelist()
+    assert any(re.match(r"megalith/_native\..*so", name) for name in names)
+    assert "megalith/py.typed" in names
+    assert not any(name.startswith(("tests", "native", "benchmarks")) for name in names)
+
+
+def test_import_needs_no_command_line_or_network_library() -> None:
+    code = (
+        "import sys, megalith; print(sorted(m for m in ('typer', 'rich', 'grpc', 'ray') if m in sys.modules))"
+    )
+    assert run(sys.executable, "-c", code).strip() == "[]"
+
+
+def test_quickstart_learns(tmp_path: Path) -> None:
+    out = run(sys.executable, str(ROOT / "examples" / "quickstart.py"), cwd=tmp_path)
+    assert float(re.search(r"AUC\s+│ ([\d.]+)", out).group(1)) > 0.8  # type: ignore[union-attr]
+    assert (tmp_path / "runs" / "demo" / "report.json").exists()
+
+
+def objects() -> dict[str, Path]:
+    """The compiled files behind the installed module, by source name."""
+    found = {path.name: path for path in (ROOT / "build").glob("cp*/CMakeFiles/*.dir/native/*.o")}
+    assert found, "no build found: run `make test`, or pip install --no-build-isolation -e ."
+    return found
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="about x86-64 instruction sets")
+def test_wide_instructions_stay_in_the_dispatched_kernels() -> None:
+    """One binary for any x86-64-v2 machine: AVX registers only in kernels_avx2.cpp, and nothing there
+    that the linker could take as everybody's copy of an inline function."""
+    compiled = objects()
+    for name, path in compiled.items():
+        wide = "%ymm" in run("objdump", "-d", str(path))
+        assert wide == (name == "kernels_avx2.cpp.o"), name
+    symbols = run("nm", "-C", str(compiled["kernels_avx2.cpp.o"]))
+    shared = [line for line in symbols.splitlines() if re.search(r" [WVuw] ", line)]
+    assert not shared
