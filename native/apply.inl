@@ -74,7 +74,8 @@ struct GradientReader {
     }
   }
 
-  void gather(uint32_t source, float weight, float* sum, bool first) {
+  // `occurrence` holds the sum of an occurrence's parts before it joins its row's.
+  void gather(uint32_t source, float weight, float* sum, bool first, float* occurrence) {
     if (simple) {
       add(sum, base + stride * source, dim, weight, divisor ? divisor[source] : 1.0f, first);
       return;
@@ -82,12 +83,13 @@ struct GradientReader {
     while (source >= static_cast<uint64_t>(gradient.bag_base[view + 1])) ++view;
     const BagsView& bags = gradient.bags[view];
     const int64_t bag = static_cast<int64_t>(source) - gradient.bag_base[view];
-    if (first) __builtin_memset(sum, 0, sizeof(float) * dim);
+    __builtin_memset(occurrence, 0, sizeof(float) * dim);
     for (int p = 0; p < bags.num_parts; ++p) {
       const PartView& part = bags.parts[p];
-      add(sum + part.start, part_address(part, bag), part.end - part.start, weight,
+      add(occurrence + part.start, part_address(part, bag), part.end - part.start, weight,
           bags.divisor ? bags.divisor[bag] : 1.0f, false);
     }
+    add(sum, occurrence, dim, 1.0f, 1.0f, first);
   }
 };
 
@@ -119,7 +121,7 @@ static int64_t sum_by_row(const ApplyView& view, const Entry* entries, const flo
     if (Dim && !weights)
       add_simple<Dim>(sum, reader.base + reader.stride * entry.source, first);
     else
-      reader.gather(entry.source, weights ? weights[i] : 1.0f, sum, first);
+      reader.gather(entry.source, weights ? weights[i] : 1.0f, sum, first, scratch.occurrence);
   }
   return distinct;
 }

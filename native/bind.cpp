@@ -108,6 +108,11 @@ struct BagsList {
       require(end <= n, "offsets: beyond the number of ids");
       view.weights = vector_or_null(bag[1], "weights", n);
       view.divisor = vector_or_null(bag[2], "divisor", view.num_bags);
+      const Kernels* k = find_kernels(nullptr);
+      require(!view.weights || k->all_finite(view.weights, n), "weights: NaN or Inf");
+      require(!view.divisor || k->all_finite(view.divisor, view.num_bags), "divisor: NaN or Inf");
+      for (int64_t b = 0; view.divisor && b < view.num_bags; ++b)
+        require(view.divisor[b] != 0.0f, "divisor: zero");
       parts.emplace_back();
       for (handle p : bag[3]) parts.back().push_back(part(nb::cast<nb::tuple>(p), out, view, dim));
       for (const PartView& p : parts.back())
@@ -129,27 +134,33 @@ struct BagsList {
     return v.as<float>();
   }
 
+  static int64_t number(handle h) {
+    int64_t value;
+    if (!nb::try_cast<int64_t>(h, value)) throw std::invalid_argument("pooling: a bad number in a part");
+    return value;
+  }
+
   static PartView part(nb::tuple p, const std::vector<TensorView>& out, const BagsView& bags,
                        int dim) {
     require(p.size() == 6, "pooling: bad part");
-    const int64_t output = nb::cast<int64_t>(p[0]);
+    const int64_t output = number(p[0]);
     require(output >= 0 && output < static_cast<int64_t>(out.size()), "pooling: no such output");
     const TensorView& o = out[static_cast<size_t>(output)];
     PartView view{};
     view.data = o.as<float>();
     view.stride = o.shape[1];
-    view.column = nb::cast<int64_t>(p[1]);
-    view.start = nb::cast<int32_t>(p[2]);
-    view.end = nb::cast<int32_t>(p[3]);
-    view.inner = nb::cast<int32_t>(p[4]);
-    view.accumulate = nb::cast<bool>(p[5]);
-    require(view.start >= 0 && view.start < view.end && view.end <= dim,
-            "pooling: a slice lies outside the row");
-    require(view.inner >= 1 && bags.num_bags == view.inner * o.shape[0],
+    view.column = number(p[1]);
+    const int64_t start = number(p[2]), end = number(p[3]), inner = number(p[4]);
+    require(start >= 0 && start < end && end <= dim, "pooling: a slice lies outside the row");
+    require(inner >= 1 && bags.num_bags % inner == 0 && bags.num_bags / inner == o.shape[0],
             "pooling: an output's rows and the bags differ");
-    require(view.column >= 0 &&
-                view.column + int64_t{view.inner} * (view.end - view.start) <= o.shape[1],
+    require(view.column >= 0 && inner <= o.shape[1] / (end - start) &&
+                view.column <= o.shape[1] - inner * (end - start),
             "pooling: columns outside the output");
+    view.start = static_cast<int32_t>(start);
+    view.end = static_cast<int32_t>(end);
+    view.inner = static_cast<int32_t>(inner);
+    view.accumulate = nb::cast<bool>(p[5]);
     return view;
   }
 };

@@ -4,9 +4,9 @@
 // finds its home full goes to the next bucket and leaves a count in each one it passes,
 // so a search stops at the first bucket nobody passed, and removal leaves no tombstones.
 //
-// Growth is incremental: a larger array is opened beside the old one and each insertion
-// moves the ids of one more home bucket, in order. At any time an id is in exactly one array,
-// told by its home alone.
+// Growth is incremental: a larger array is opened beside the old one and each call that inserts
+// moves the ids of as many more home buckets, in order. At any time an id is in exactly one
+// array, told by its home alone.
 #pragma once
 
 #include <algorithm>
@@ -80,12 +80,12 @@ class Index {
 
   // `id` must be absent and prepare() must have made room.
   void insert(int64_t id, int32_t row) {
-    if (growing()) advance(1);
     place(id, row);
     ++size_;
   }
 
-  // A call's share of growth beyond its insertions, so that small calls finish it too.
+  // Moves the ids of this many more homes. One for every insertion is enough to finish a growth
+  // before the next is due.
   void advance(uint64_t buckets) {
     while (buckets-- && growing()) {
       move_home(cursor_);

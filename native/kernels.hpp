@@ -35,6 +35,7 @@ struct ApplyScratch {
   uint32_t* slots;   // [1 << rows_per_part_shift]
   int32_t* unique;   // [most distinct rows of a part]
   float* sums;       // [most distinct rows of a part, dim]
+  float* occurrence;  // [dim]
 };
 
 struct Kernels {

@@ -41,7 +41,7 @@ struct WorkerScratch {
 };
 
 struct Scratch {
-  Buffer<int32_t> rows, missing, fresh;
+  Buffer<int32_t> rows, missing, fresh, slots;
   Buffer<int64_t> fresh_ids;
   Buffer<Entry> entries;
   Buffer<float> weights;
@@ -49,7 +49,7 @@ struct Scratch {
   std::vector<WorkerScratch> workers;
 
   void trim() {
-    rows.trim(), missing.trim(), fresh.trim(), fresh_ids.trim();
+    rows.trim(), missing.trim(), fresh.trim(), slots.trim(), fresh_ids.trim();
     entries.trim(), weights.trim();
     for (WorkerScratch& w : workers) w.unique.trim(), w.sums.trim();
   }

@@ -360,33 +360,51 @@ class Table {
     return rows;
   }
 
-  // Gives a row to the id at each missing position, in order of first occurrence.
+  // Gives a row to the id at each missing position, in order of first occurrence. Room for all of
+  // them is made before the first one is inserted.
   void create(const int64_t* ids, int32_t* rows, const int32_t* missing, int64_t count,
               Scratch& scratch, int threads) {
     if (count == 0) return;
-    rows_.prepare(count);
-    index_.prepare(count);
-    int32_t* fresh = scratch.fresh.get(count);
     int64_t* fresh_ids = scratch.fresh_ids.get(count);
-    int64_t created = 0;
+    const int64_t created = number_distinct(ids, rows, missing, count, fresh_ids, scratch);
+    rows_.prepare(created);
+    index_.prepare(created);
+    index_.advance(static_cast<uint64_t>(created) + kAdvanceEachCall);
+    int32_t* fresh = scratch.fresh.get(created);
     constexpr int64_t kAhead = 12;
-    for (int64_t m = 0; m < count; ++m) {
-      if (m + kAhead < count) index_.prefetch(ids[missing[m + kAhead]]);
-      const int64_t id = ids[missing[m]];
-      int32_t row = index_.find(id);
-      if (row < 0) {
-        row = rows_.take(id);
-        index_.insert(id, row);
-        fresh[created] = row;
-        fresh_ids[created++] = id;
-      }
-      rows[missing[m]] = row;
+    for (int64_t k = 0; k < created; ++k) {
+      if (k + kAhead < created) index_.prefetch(fresh_ids[k + kAhead]);
+      fresh[k] = rows_.take(fresh_ids[k]);
+      index_.insert(fresh_ids[k], fresh[k]);
     }
-    index_.advance(kAdvanceEachCall);
+    for (int64_t m = 0; m < count; ++m) rows[missing[m]] = fresh[rows[missing[m]]];
     const TableView table = view();
     for_ranges(created, 1024, threads, [&](int64_t first, int64_t last) {
       kernels_->initialize(table, fresh + first, fresh_ids + first, last - first);
     });
+  }
+
+  // Numbers the distinct ids at the missing positions by first occurrence: into rows the number, into
+  // distinct the ids. Returns how many.
+  static int64_t number_distinct(const int64_t* ids, int32_t* rows, const int32_t* missing,
+                                 int64_t count, int64_t* distinct, Scratch& scratch) {
+    int bits = 4;
+    while ((int64_t{1} << bits) < 2 * count) ++bits;
+    const uint64_t mask = (uint64_t{1} << bits) - 1;
+    int32_t* slots = scratch.slots.get(int64_t{1} << bits);
+    std::fill(slots, slots + mask + 1, -1);
+    int64_t found = 0;
+    for (int64_t m = 0; m < count; ++m) {
+      const int64_t id = ids[missing[m]];
+      uint64_t at = slot_hash(id) & mask;
+      while (slots[at] >= 0 && distinct[slots[at]] != id) at = (at + 1) & mask;
+      if (slots[at] < 0) {
+        slots[at] = static_cast<int32_t>(found);
+        distinct[found++] = id;
+      }
+      rows[missing[m]] = slots[at];
+    }
+    return found;
   }
 
   void written(int32_t row, uint32_t time) {

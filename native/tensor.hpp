@@ -7,6 +7,7 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 
@@ -115,12 +116,19 @@ inline const char* kind_name(Kind kind) {
           .c_str());
 }
 
+inline nb::str text_of(nb::object object) {
+  PyObject* text = PyObject_Str(object.ptr());
+  if (!text) throw nb::python_error();
+  return nb::steal<nb::str>(text);
+}
+
 inline TensorView borrow_by_attributes(nb::handle object, Kind kind, const char* name) {
   if (!nb::hasattr(object, "data_ptr")) refuse(name, kind);
-  const std::string dtype = nb::cast<std::string>(nb::str(object.attr("dtype")));
-  const std::string device = nb::cast<std::string>(nb::str(object.attr("device")));
-  if (dtype != std::string("torch.") + kind_name(kind) || device.compare(0, 3, "cpu") != 0 ||
-      !nb::cast<bool>(object.attr("is_contiguous")()))
+  const nb::str dtype = text_of(object.attr("dtype")), device = text_of(object.attr("device"));
+  const std::string wanted = std::string("torch.") + kind_name(kind);
+  const nb::object contiguous = object.attr("is_contiguous")();
+  if (wanted != dtype.c_str() || std::strncmp(device.c_str(), "cpu", 3) != 0 ||
+      !PyObject_IsTrue(contiguous.ptr()))
     refuse(name, kind);
   TensorView view;
   for (nb::handle size : object.attr("shape")) {
@@ -147,10 +155,10 @@ inline TensorView borrow(nb::handle object, Kind kind, const char* name) {
     refuse(name, kind);
   TensorView view;
   view.ndim = t.ndim;
+  for (int d = 0; d < t.ndim; ++d) view.shape[d] = t.shape[d];
   int64_t expected = 1;
-  for (int d = t.ndim - 1; d >= 0; --d) {
-    view.shape[d] = t.shape[d];
-    if (t.strides && t.shape[d] > 1 && t.strides[d] != expected) refuse(name, kind);
+  for (int d = t.ndim - 1; d >= 0 && t.strides && view.numel() > 0; --d) {
+    if (t.shape[d] > 1 && t.strides[d] != expected) refuse(name, kind);
     expected *= t.shape[d];
   }
   view.data = static_cast<char*>(t.data) + t.byte_offset;

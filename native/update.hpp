@@ -134,14 +134,15 @@ inline void Table::update(const Update& u, int threads) {
     WorkerScratch& mine = scratch.workers[w];
     if (mine.slots.size() < (size_t{1} << shift)) mine.slots.assign(size_t{1} << shift, 0);
     mine.unique.get(distinct);
-    mine.sums.get(distinct * dim_);
+    mine.sums.get((distinct + 1) * dim_);
   }
   ThreadPool::get().run(parts, threads, [&](int64_t p, int worker) {
     const int64_t first = begin[static_cast<size_t>(p)];
     const int64_t count = begin[static_cast<size_t>(p) + 1] - first;
     if (count == 0) return;
     WorkerScratch& mine = scratch.workers[static_cast<size_t>(worker)];
-    ApplyScratch own{mine.slots.data(), mine.unique.get(distinct), mine.sums.get(distinct * dim_)};
+    float* sums = mine.sums.get((distinct + 1) * dim_);
+    ApplyScratch own{mine.slots.data(), mine.unique.get(distinct), sums, sums + distinct * dim_};
     kernels_->apply(apply, entries + first, weights ? weights + first : nullptr, count, own);
   });
 }

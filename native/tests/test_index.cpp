@@ -57,6 +57,7 @@ void random_program(uint64_t seed, int64_t steps, int64_t distinct) {
     if (action < 6) {
       if (expected.count(id)) continue;
       index.prepare(1);
+      index.advance(1);
       index.insert(id, static_cast<int32_t>(step));
       expected[id] = static_cast<int32_t>(step);
     } else {
@@ -86,6 +87,7 @@ void crowded_end() {
     const int64_t id = row % 2 ? id_with_hash(~uint64_t{0} - static_cast<uint64_t>(row))
                                : static_cast<int64_t>(random.next());
     index.prepare(1);
+    index.advance(1);
     index.insert(id, row);
     expected[id] = row;
     if (row % 7 == 3) {
@@ -102,6 +104,7 @@ void growth_gives_memory_back() {
   const int64_t n = 400000;
   for (int64_t id = 0; id < n; ++id) {
     index.prepare(1);
+    index.advance(1);
     index.insert(id << 20, static_cast<int32_t>(id));
     CHECK(index.bytes() < static_cast<size_t>(400 * 64 + id * 80));
   }

@@ -10,8 +10,8 @@ It does not know tables, engines or modules.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -63,7 +63,8 @@ class Bags:
     def native(self) -> tuple[Any, ...]:
         """The form the native module takes."""
         parts = tuple((p.output, p.column, p.start, p.end, p.inner, p.accumulate) for p in self.parts)
-        return (self.offsets, self.weights, self.divisor, parts)
+        tensors = (self.offsets, self.weights, self.divisor)
+        return (*(t.contiguous() if isinstance(t, Tensor) else t for t in tensors), parts)
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,13 @@ class Pooling:
     """What one batch's outputs look like and which tables' bags fill them.
 
     outputs: the shape (rows, columns) of each output.
-    bags: for each table its features' bags, in the order of the table's occurrences.
+    bags: for each table its features' bags, in the order of the table's occurrences. Tables are read
+        in this mapping's order, so a part that accumulates comes after the one it adds to.
     """
 
     outputs: tuple[tuple[int, int], ...]
     bags: Mapping[str, tuple[Bags, ...]]
+    _coverage: dict[tuple[str, ...], list[bool]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def sum(cls, table: str, offsets: Tensor, dim: int) -> Pooling:
@@ -85,22 +88,25 @@ class Pooling:
             bags={table: (Bags(offsets, (Part(0, 0, 0, dim),)),)},
         )
 
-    def new_outputs(self) -> list[Tensor]:
-        """Float32 outputs, one per shape, zero where no part writes."""
+    def new_outputs(self, tables: Iterable[str] | None = None) -> list[Tensor]:
+        """Float32 outputs, one per shape, zero where no part of these tables (default: all) writes."""
+        covered = self._covered(tuple(self.bags if tables is None else tables))
         return [
             torch.empty(shape) if whole else torch.zeros(shape)
-            for shape, whole in zip(self.outputs, self._covered, strict=True)
+            for shape, whole in zip(self.outputs, covered, strict=True)
         ]
 
-    @cached_property
-    def _covered(self) -> list[bool]:
-        """Which outputs have every column written by some part."""
-        columns = [torch.zeros(width, dtype=torch.bool) for _, width in self.outputs]
-        for bags in self.bags.values():
-            for part in (part for feature in bags for part in feature.parts):
-                end = part.column + part.inner * (part.end - part.start)
-                columns[part.output][part.column : end] = True
-        return [bool(c.all()) for c in columns]
+    def _covered(self, tables: tuple[str, ...]) -> list[bool]:
+        """Which outputs have every column written by some part of the tables."""
+        if tables not in self._coverage:
+            written: list[list[tuple[int, int]]] = [[] for _ in self.outputs]
+            for part in (p for table in tables for bags in self.of(table) for p in bags.parts):
+                if not part.accumulate and 0 <= part.output < len(written):
+                    end = part.column + part.inner * (part.end - part.start)
+                    written[part.output].append((part.column, end))
+            widths = (width for _, width in self.outputs)
+            self._coverage[tables] = [_fills(w, n) for w, n in zip(written, widths, strict=True)]
+        return self._coverage[tables]
 
     def of(self, table: str) -> tuple[Bags, ...]:
         """The bags of one table (none if it feeds no output)."""
@@ -111,8 +117,7 @@ class Pooling:
         end = 0
         for bags in self.of(table):
             offsets = bags.offsets
-            if offsets.dtype != torch.int64 or offsets.dim() != 1 or offsets.numel() < 1:
-                raise InputError(f"table {table!r}: offsets must be int64 [bags + 1]")
+            _check_vector(table, "offsets", offsets, torch.int64, None)
             steps = torch.diff(offsets, prepend=offsets.new_tensor([end]))
             end = int(offsets[-1])
             if bool((steps < 0).any()) or end > num_occurrences:
@@ -120,12 +125,12 @@ class Pooling:
                     f"table {table!r}: offsets must ascend from feature to feature within "
                     f"{num_occurrences} occurrences"
                 )
-            for name, tensor, size in (
-                ("weights", bags.weights, num_occurrences),
-                ("divisor", bags.divisor, bags.num_bags),
-            ):
-                if tensor is not None and (tensor.dtype != torch.float32 or tuple(tensor.shape) != (size,)):
-                    raise InputError(f"table {table!r}: {name} must be float32 [{size}]")
+            if bags.weights is not None:
+                _check_vector(table, "weights", bags.weights, torch.float32, num_occurrences)
+            if bags.divisor is not None:
+                _check_vector(table, "divisor", bags.divisor, torch.float32, bags.num_bags)
+                if bool((bags.divisor == 0).any()):
+                    raise InputError(f"table {table!r}: divisor holds a zero")
             for part in bags.parts:
                 self._check_part(table, part, bags, dim)
 
@@ -144,6 +149,34 @@ class Pooling:
         width = part.inner * (part.end - part.start)
         if not 0 <= part.column <= columns - width:
             raise InputError(f"table {table!r}: columns outside output {part.output}")
+
+
+def _check_vector(table: str, field: str, tensor: Tensor, dtype: torch.dtype, size: int | None) -> None:
+    """Raises InputError unless `tensor` is a finite CPU vector of this type and size (None: not empty)."""
+    shape = "[bags + 1]" if size is None else f"[{size}]"
+    good = (
+        isinstance(tensor, Tensor)
+        and tensor.dtype == dtype
+        and tensor.layout == torch.strided
+        and tensor.device.type == "cpu"
+        and tensor.dim() == 1
+        and (tensor.numel() >= 1 if size is None else tensor.numel() == size)
+    )
+    if not good:
+        name = str(dtype).removeprefix("torch.")
+        raise InputError(f"table {table!r}: {field} must be {name} {shape} on the CPU")
+    if dtype.is_floating_point and not bool(torch.isfinite(tensor).all()):
+        raise InputError(f"table {table!r}: {field} holds NaN or Inf")
+
+
+def _fills(intervals: list[tuple[int, int]], width: int) -> bool:
+    """Whether the intervals leave no gap in 0:width."""
+    reached = 0
+    for start, end in sorted(intervals):
+        if start > reached:
+            return False
+        reached = max(reached, end)
+    return reached >= width
 
 
 def pool(source: Tensor, bags: Sequence[Bags], outputs: Sequence[Tensor]) -> None:

@@ -290,10 +290,9 @@ class LocalLookup(Lookup):
         """Reads each table's rows straight into the outputs."""
         self.check(pooling)
         outputs = pooling.new_outputs()
-        for name, ids in self.ids.items():
-            if pooling.of(name):
-                rows, epoch = self.found[name]
-                self.tables[name].read(rows, ids, pooling, epoch=epoch, out=outputs)
+        for name in filter(pooling.of, pooling.bags):
+            rows, epoch = self.found[name]
+            self.tables[name].read(rows, self.ids[name], pooling, epoch=epoch, out=outputs)
         self.pooled = pooling
         return outputs
 

@@ -78,13 +78,13 @@ class Table:
 
     engine: str
 
-    def __new__(cls, config: TableConfig, *, engine: str = "cpu", seed: int = 0) -> Table:
+    def __new__(cls, *_: Any, **options: Any) -> Table:
         """Picks the engine's class."""
         if cls is not Table:
             return super().__new__(cls)
         from megalith.table.engines import engine_class
 
-        return super().__new__(engine_class(engine))
+        return super().__new__(engine_class(options.get("engine", "cpu")))
 
     def __init__(self, config: TableConfig, *, engine: str = "cpu", seed: int = 0) -> None:
         if not isinstance(config, TableConfig):
@@ -125,7 +125,7 @@ class Table:
         rows = self._rows(rows, ids)
         if pooling is None:
             return self._read(rows, epoch, ids)
-        outputs = pooling.new_outputs() if out is None else list(out)
+        outputs = pooling.new_outputs([self.name]) if out is None else list(out)
         self._check_outputs("out", outputs, pooling)
         self._pool(rows, epoch, ids, pooling, outputs)
         return outputs
@@ -208,14 +208,15 @@ class Table:
             raise InputError(
                 f"table {self.name!r}: chunk has state {sorted(chunk.state)}, expected {sorted(known)}"
             )
-        pieces = [chunk.rows]
+        pieces = [chunk.rows.detach()]
         for column in self.config.state_columns:
             piece = chunk.state[column.key]
             self._check_matrix(f"state {column.key}", piece, n, column.end - column.start)
-            pieces.append(piece)
+            pieces.append(piece.detach())
         times = chunk.time
-        if times.dtype != torch.int64 or tuple(times.shape) != (n,):
+        if not isinstance(times, Tensor) or times.dtype != torch.int64 or tuple(times.shape) != (n,):
             raise InputError(f"table {self.name!r}: time must be int64 [{n}]")
+        self._check_place("time", times)
         if n and not 0 <= int(times.min()) <= int(times.max()) <= MAX_TIME:
             raise InputError(f"table {self.name!r}: time must be between 0 and {MAX_TIME}")
         self._restore(ids, torch.cat(pieces, dim=1), times.contiguous())
@@ -324,8 +325,8 @@ class Table:
             self._check_matrix("grads", grads, ids.numel(), self.dim)
             checked = [grads.detach().contiguous()]
         else:
-            if isinstance(grads, Tensor):
-                raise InputError(f"table {self.name!r}: with pooling, give one gradient per output")
+            if not isinstance(grads, list | tuple):
+                raise InputError(f"table {self.name!r}: with pooling, give grads as a list, one per output")
             self._check_outputs("grads", grads, pooling)
             checked = [g.detach().contiguous() for g in grads]
         for number, grad in enumerate(checked):
@@ -370,16 +371,18 @@ class Table:
             raise InputError(f"table {self.name!r}: ids must be int64 or int32, got {ids.dtype}")
         if ids.dim() != 1:
             raise InputError(f"table {self.name!r}: ids must have shape [n], got {list(ids.shape)}")
-        self._check_device("ids", ids)
+        self._check_place("ids", ids)
         return ids.to(torch.int64).contiguous()
 
     def _rows(self, rows: Tensor, ids: Tensor) -> Tensor:
         if not isinstance(rows, Tensor) or rows.dtype != torch.int32 or rows.shape != ids.shape:
             raise InputError(f"table {self.name!r}: rows must be int32 [{ids.numel()}], from find()")
-        self._check_device("rows", rows)
+        self._check_place("rows", rows)
         return rows.contiguous()
 
-    def _check_device(self, field: str, tensor: Tensor) -> None:
+    def _check_place(self, field: str, tensor: Tensor) -> None:
+        if tensor.layout != torch.strided:
+            raise InputError(f"table {self.name!r}: {field} must be dense, got {tensor.layout}")
         if tensor.device.type != "cpu":
             raise InputError(
                 f"table {self.name!r}: {field} are on {tensor.device}, the {self.engine} engine "
@@ -394,7 +397,7 @@ class Table:
             raise InputError(
                 f"table {self.name!r}: {field} must have shape [{rows}, {columns}], got {list(tensor.shape)}"
             )
-        self._check_device(field, tensor)
+        self._check_place(field, tensor)
 
     def _check_outputs(self, field: str, tensors: Sequence[Tensor], pooling: Pooling) -> None:
         if len(tensors) != len(pooling.outputs):

@@ -198,7 +198,8 @@ def _natural_log(y: Tensor) -> Tensor:
 def _inverse_erf(x: Tensor) -> Tensor:
     w = -_natural_log((1.0 - x) * (1.0 + x))
     centre = _polynomial(w - 2.5, _ERF_CENTRE)
-    tail = _polynomial(torch.sqrt(w) - 3.0, _ERF_TAIL)
+    # Some builds of torch round float32 roots badly; a float64 root rounds to the right float32.
+    tail = _polynomial(w.double().sqrt().float() - 3.0, _ERF_TAIL)
     return torch.where(w < 5.0, centre, tail) * x
 
 

@@ -199,8 +199,7 @@ class ReferenceTable(Table):
         with self._lock:
             found = self._find_or_create(ids)
             for row, values in zip(found.tolist(), rows, strict=True):
-                before = self._data[row, : self.dim] if add else 0.0
-                self._data[row, : self.dim] = before + values
+                self._data[row, : self.dim] = self._data[row, : self.dim] + values if add else values
             self._written(ids, found, time)
 
     def _reinitialize(self, ids: Tensor, time: int) -> Tensor:

@@ -99,10 +99,15 @@ class Piecewise:
 
 def rate_at(lr: LearningRate, step: int) -> float:
     """The rate of a float, schedule or callable at a step. Raises InputError if it is no rate."""
-    rate = float(lr(step)) if callable(lr) else lr
+    rate = lr(step) if callable(lr) else lr
+    if not isinstance(rate, int | float):
+        try:
+            rate = float(rate)
+        except (TypeError, ValueError):
+            raise InputError(f"learning rate at step {step} is {rate!r}: it must be a number") from None
     if not (math.isfinite(rate) and rate >= 0):
         raise InputError(f"learning rate at step {step} is {rate}: it must be finite and not negative")
-    return rate
+    return float(rate)
 
 
 def check_rate(owner: str, lr: LearningRate) -> None:

@@ -53,7 +53,7 @@ def _sum_of_squares(x: Tensor) -> Tensor:
     columns = -(-x.shape[1] // 8) * 8
     padded = torch.nn.functional.pad(x, (0, columns - x.shape[1]))
     lanes = torch.zeros(x.shape[0], 8)
-    for block in padded.view(x.shape[0], -1, 8).unbind(1):
+    for block in padded.view(x.shape[0], columns // 8, 8).unbind(1):
         lanes = lanes + block * block
     a, b, c, d = ((lanes[:, k] + lanes[:, k + 4]) for k in range(4))
     return (a + c) + (b + d)

@@ -1,0 +1,285 @@
+"""What every benchmark shares: how to time, how to compare, how to report.
+
+Variants run in one process, interleaved round by round, each round on other batches and
+in another order. Two variants are compared by the ratio of their times in each round; the median of
+those ratios and their quartiles are reported. Nothing here knows tables or peers.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any, TypeVar
+
+RESULTS = Path(__file__).parent / "results"
+
+
+# ---- timing
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median with its quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> Spread:
+        if len(numbers) < 2:
+            return cls(numbers[0], numbers[0], numbers[0])
+        low, median, high = statistics.quantiles(numbers, n=4, method="inclusive")
+        return cls(median, low, high)
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} [{self.low:.2f}-{self.high:.2f}]"
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds of each variant, one number per round."""
+
+    seconds: Mapping[str, list[float]]
+
+    def median(self, variant: str) -> float:
+        return statistics.median(self.seconds[variant])
+
+    def ratio(self, slow: str, fast: str) -> Spread:
+        """Time of `slow` / time of `fast`, paired by round."""
+        pairs = zip(self.seconds[slow], self.seconds[fast], strict=True)
+        return Spread.of([a / b for a, b in pairs])
+
+
+Batch = TypeVar("Batch")
+
+
+def interleave(
+    variants: Mapping[str, Callable[[Batch], object]],
+    batches: Sequence[Batch],
+    rounds: int,
+    clock: Callable[[], float] = time.thread_time,
+) -> Timings:
+    """Times every variant once a round, after one round that is not counted.
+
+    In a round each variant gets a batch of its own, so that none finds what another left in
+    the cache; the order of the variants and their batches move on from round to round.
+    """
+    names = list(variants)
+    stride = max(1, len(batches) // len(names))
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    gc.collect()
+    gc.disable()
+    try:
+        for r in range(rounds + 1):
+            for v in range(len(names)):
+                number = (v + r) % len(names)
+                batch = batches[(r + number * stride) % len(batches)]
+                call = variants[names[number]]
+                start = clock()
+                result = call(batch)
+                elapsed = clock() - start
+                del result
+                if r > 0:
+                    seconds[names[number]].append(elapsed)
+    finally:
+        gc.enable()
+    return Timings(seconds)
+
+
+def busiest_thread(work: Callable[[], object]) -> tuple[float, float]:
+    """CPU seconds of the thread that worked most, and wall seconds."""
+    before, start = _thread_seconds(), time.perf_counter()
+    work()
+    wall = time.perf_counter() - start
+    return max(s - before.get(tid, 0.0) for tid, s in _thread_seconds().items()), wall
+
+
+def _thread_seconds() -> dict[int, float]:
+    # The kernel's number for "CPU clock of thread tid" (see clock_getcpuclockid).
+    tids = [int(entry) for entry in os.listdir("/proc/self/task")]
+    return {tid: time.clock_gettime((~tid << 3) | 6) for tid in tids}
+
+
+def geometric_mean(numbers: Iterable[float]) -> float:
+    logs = [math.log(x) for x in numbers]
+    return math.exp(sum(logs) / len(logs))
+
+
+# ---- memory of this process
+
+
+def _kilobytes(path: str, field: str) -> int:
+    for line in Path(path).read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1])
+    return 0
+
+
+def resident_bytes() -> int:
+    return _kilobytes("/proc/self/smaps_rollup", "Rss") * 1024
+
+
+def huge_page_bytes() -> int:
+    """Anonymous memory of this process that lies on huge pages."""
+    return _kilobytes("/proc/self/smaps_rollup", "AnonHugePages") * 1024
+
+
+# ---- bars
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A number that must be reached: at least `required`, or at most where `at_most`.
+
+    `required` None marks a number that is only reported. `note` says over what it was taken.
+    """
+
+    name: str
+    measured: float
+    required: float | None = None
+    goal: float | None = None
+    at_most: bool = False
+    strict: bool = False
+    note: str = ""
+
+    @property
+    def verdict(self) -> str:
+        if self.required is None:
+            return "reported"
+        if not self._reaches(self.required):
+            return "MISSED"
+        return "met" if self.goal is None or self._reaches(self.goal) else "met, goal not"
+
+    def _reaches(self, wanted: float) -> bool:
+        if self.measured == wanted:
+            return not self.strict
+        return self.measured < wanted if self.at_most else self.measured > wanted
+
+    @property
+    def sign(self) -> str:
+        return ("<" if self.at_most else ">") + ("" if self.strict else "=")
+
+    def cells(self) -> tuple[str, ...]:
+        required = "-" if self.required is None else f"{self.sign} {self.required:g}"
+        goal = "-" if self.goal is None else f"{self.sign} {self.goal:g}"
+        return (self.name, required, goal, f"{self.measured:.3g}", self.verdict, self.note)
+
+
+def print_bars(bars: Sequence[Bar]) -> None:
+    if not bars:
+        return
+    columns = ("bar", "required", "goal", "measured", "verdict", "over")
+    print_table("Bars (peer time / ours unless named otherwise)", columns, [b.cells() for b in bars])
+    missed = [bar.name for bar in bars if bar.verdict == "MISSED"]
+    print(f"MISSED: {'; '.join(missed)}" if missed else "every bar is met")
+
+
+# ---- output
+
+
+def say(text: str) -> None:
+    """A line of progress; plain, because a live display would use CPU beside what is timed."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table, by rich where it is installed."""
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        widths = [max(len(r[i]) for r in (columns, *rows)) for i in range(len(columns))]
+        print(f"\n{title}")
+        for row in (columns, ["-" * w for w in widths], *rows):
+            print("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip())
+        return
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def machine() -> dict[str, Any]:
+    """The hardware, without names of hosts or paths."""
+    model = platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.split(":", 1)[1].strip()
+            break
+    policy = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    chosen = policy.read_text().split("[")[-1].split("]")[0] if policy.exists() else "unknown"
+    memory = _kilobytes("/proc/meminfo", "MemTotal") * 1024
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "memory_gib": round(memory / 2**30, 1),
+        "transparent_huge_pages": chosen,
+        "load_average_at_start": round(os.getloadavg()[0], 2),
+    }
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Installed versions; a package that is absent is named so."""
+    found = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """The command as anyone would type it: no paths of this machine."""
+    kept = [a for i, a in enumerate(arguments) if "--output" not in (a, arguments[max(0, i - 1)])]
+    kept = [a for a in kept if not a.startswith("--output=")]
+    return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *kept])
+
+
+def run_child(arguments: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
+    """Runs this benchmark again in a process of its own; returns the result it saves."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "result.json"
+        command = [sys.executable, sys.argv[0], *arguments, "--output", str(output)]
+        everything = {**os.environ, **environment}
+        subprocess.run(command, env=everything, check=True, stdout=subprocess.DEVNULL)
+        content: dict[str, Any] = json.loads(output.read_text())
+    return content
+
+
+def result_path(name: str) -> Path:
+    return RESULTS / f"{name}-{date.today().isoformat()}.json"
+
+
+def write_result(path: Path, content: Mapping[str, Any]) -> None:
+    """Saves a result as JSON; dataclasses become objects, long floats are rounded."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(_plain(content), indent=1) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Bar):
+        return {**_plain(asdict(value)), "verdict": value.verdict}
+    if isinstance(value, Spread):
+        return _plain(asdict(value))
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value

@@ -1,0 +1,493 @@
+"""The cpu table against its peers: pooled training step, lookup, find, growth, memory.
+
+    python benchmarks/table_cpu.py [--quick] [--only NAME,...] [--output PATH]
+
+Method: one process, variants interleaved, rotated batches, one-thread CPU time, medians of paired
+ratios (harness.py); workloads and peers in workloads.py. Answers are compared before anything is timed.
+The last table holds every bar and whether it is met. A full run saves results/table_cpu-DATE.json; a
+--quick or --only run saves only where --output says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from growth import CALL, growth_stall, memory_after_growth
+from harness import (
+    Bar,
+    Spread,
+    Timings,
+    busiest_thread,
+    command_line,
+    geometric_mean,
+    huge_page_bytes,
+    interleave,
+    machine,
+    print_bars,
+    print_table,
+    result_path,
+    run_child,
+    say,
+    versions,
+    write_result,
+)
+from workloads import (
+    BagPeer,
+    Batch,
+    Batches,
+    ManagedCollision,
+    Ours,
+    TbePeer,
+    Variant,
+    Workload,
+    installed,
+    new_weights,
+    random_keys,
+    short,
+)
+
+from megalith import _native
+
+PACKAGES = ("megalith", "torch", "fbgemm_gpu-cpu", "torchrec", "numpy")
+PEER_NAMES = {"tbe": "FBGEMM TBE", "bag": "nn.EmbeddingBag", "managed collision": "torchrec MCH"}
+HUGE_PAGES = "glibc.malloc.hugetlb=1"
+
+
+class Run:
+    """Sizes and rounds of this run, and what it has found so far."""
+
+    def __init__(self, quick: bool) -> None:
+        self.quick = quick
+        self.table_rows = [10**5, 10**6] if quick else [10**6, 10**7]
+        self.batch_ids = [100_000, 1_000_000]
+        self.peers = {peer: peer == "bag" or installed(peer) for peer in PEER_NAMES}
+        self.sections: dict[str, Any] = {}
+        self.bars: list[Bar] = []
+        self._batches: dict[int, Batches] = {}
+
+    def rounds(self, ids: int) -> int:
+        if self.quick:
+            return 3
+        return 25 if ids <= 100_000 else 13
+
+    def batches(self, rows: int) -> Batches:
+        if rows not in self._batches:
+            self._batches[rows] = Batches(random_keys(rows))
+        return self._batches[rows]
+
+    def forget_batches(self) -> None:
+        self._batches.clear()
+
+    def workloads(self) -> list[Workload]:
+        return [
+            Workload(rows, 16, ids, spread)
+            for rows in self.table_rows
+            for ids in self.batch_ids
+            for spread in ("uniform", "zipf")
+        ]
+
+    def bar(self, name: str, measured: float, required: float | None = None, **more: Any) -> None:
+        self.bars.append(Bar(name, measured, required, **more))
+
+
+PEERS: dict[str, Callable[[str, torch.Tensor], TbePeer | BagPeer]] = {
+    "tbe": TbePeer,
+    "bag": BagPeer,
+}
+
+
+# ---- answers first
+
+
+def verify(run: Run) -> None:
+    """After 3 steps on duplicated ids every variant holds the same weights."""
+    keys = random_keys(1000)
+    batches = Batches(keys)
+    worst: dict[str, float] = {}
+    for optimizer, peers in (
+        ("adagrad", ["tbe", "bag"]),
+        ("sgd", ["tbe", "bag"]),
+        ("rowwise_adagrad", ["tbe"]),
+        ("adam", ["bag"]),
+    ):
+        weights = new_weights(keys.numel(), 16)
+        ours = Ours(optimizer, keys, 16, weights)
+        others = {p: PEERS[p](optimizer, weights.clone()) for p in peers if run.peers[p]}
+        for batch in batches(Workload(keys.numel(), 16, 16_000, "uniform"))[:3]:
+            # Every row in every batch: SparseAdam counts steps by table, ours by row.
+            batch.dense[:1000] = torch.arange(1000)
+            batch.keys[:1000] = keys
+            for variant in (ours, *others.values()):
+                process, thread = time.process_time(), time.thread_time()
+                variant.step(batch)
+                process, thread = time.process_time() - process, time.thread_time() - thread
+                assert process < 1.2 * thread + 1e-3, "a variant worked in another thread"
+            for name, peer in others.items():
+                error = (ours.lookup(batch) - peer.lookup(batch)).abs().max().item()
+                rows = (ours.table.lookup(keys) - peer.weights()).abs().max().item()
+                worst[f"{optimizer} {name}"] = max(error, rows, worst.get(f"{optimizer} {name}", 0))
+    say("  largest difference: " + ", ".join(f"{k} {v:.1e}" for k, v in worst.items()))
+    assert max(worst.values(), default=0.0) < 1e-5, f"variants disagree: {worst}"
+    run.sections["verify"] = worst
+
+
+# ---- steps and lookups
+
+
+def build(optimizer: str, rows: int, dim: int, peer: str) -> Variant:
+    return PEERS[peer](optimizer, new_weights(rows, dim))
+
+
+def compare(
+    run: Run, optimizer: str, workloads: Sequence[Workload], peers: Sequence[str], lookup: bool
+) -> list[dict[str, Any]]:
+    """Our step (and lookup) beside the peers', for workloads ordered by table size."""
+    records = []
+    peers = [peer for peer in peers if run.peers[peer]]
+    variants: dict[str, Any] = {}
+    built = None
+    for workload in workloads:
+        if built != (workload.rows, workload.dim):
+            variants.clear()
+            built = (workload.rows, workload.dim)
+            variants = {peer: build(optimizer, *built, peer) for peer in peers}
+            variants["ours"] = Ours(optimizer, run.batches(workload.rows).keys, workload.dim)
+        records.append(measure(run, optimizer, workload, variants, lookup))
+    return records
+
+
+def measure(
+    run: Run, optimizer: str, workload: Workload, variants: dict[str, Any], lookup: bool
+) -> dict[str, Any]:
+    batches = run.batches(workload.rows)(workload)
+    rounds = run.rounds(workload.ids)
+    unique = batches[0].dense.unique().numel() / workload.ids
+    record: dict[str, Any] = {"workload": str(workload), "unique_share": unique}
+    calls = {name: variant.step for name, variant in variants.items()}
+    note(record, "step", interleave(calls, batches, rounds), workload.ids)
+    if lookup:
+        calls = {name: variant.lookup for name, variant in variants.items()}
+        calls["find"] = variants["ours"].find
+        note(record, "lookup", interleave(calls, batches, rounds), workload.ids)
+    say(f"  {optimizer} {workload}: " + ", ".join(texts(record)))
+    return record
+
+
+def note(record: dict[str, Any], what: str, times: Timings, ids: int) -> None:
+    record[f"{what}_ns_per_id"] = {n: times.median(n) / ids * 1e9 for n in times.seconds}
+    record[f"{what}_ratio"] = {n: times.ratio(n, "ours") for n in times.seconds if n not in ("ours", "find")}
+
+
+def texts(record: dict[str, Any]) -> list[str]:
+    found = []
+    for what in ("step", "lookup"):
+        for peer, ratio in record.get(f"{what}_ratio", {}).items():
+            found.append(f"{what} x{ratio.median:.2f} {peer}")
+    return found
+
+
+def ratios(records: Sequence[dict[str, Any]], what: str, peer: str) -> list[float]:
+    return [r[f"{what}_ratio"][peer].median for r in records if peer in r[f"{what}_ratio"]]
+
+
+def print_records(title: str, records: Sequence[dict[str, Any]]) -> None:
+    """ns an id and, for peers, the ratio to ours."""
+    for what in ("step", "lookup"):
+        if f"{what}_ratio" not in records[0]:
+            continue
+        names = list(records[0][f"{what}_ns_per_id"])
+        order = [n for n in ("ours", "find", "tbe", "bag") if n in names]
+        rows = []
+        for r in records:
+            cells = [r["workload"], f"{r['unique_share']:.2f}"]
+            for name in order:
+                cell = f"{r[f'{what}_ns_per_id'][name]:.1f}"
+                if name in r[f"{what}_ratio"]:
+                    cell += f"  x{r[f'{what}_ratio'][name]}"
+                cells.append(cell)
+            rows.append(cells)
+        print_table(f"{title}: {what}, ns an id", ("workload", "unique", *order), rows)
+
+
+def pair_of_bars(
+    run: Run,
+    name: str,
+    numbers: list[float],
+    required: tuple[float, float],
+    goals: tuple[float | None, float | None] = (None, None),
+) -> None:
+    """Geometric mean and worst of some ratios; required and goals in that order."""
+    if not numbers:
+        return
+    over = f"{len(numbers)} workloads"
+    run.bar(f"{name}, geomean", geometric_mean(numbers), required[0], goal=goals[0], note=over)
+    run.bar(f"{name}, worst", min(numbers), required[1], goal=goals[1], note=over)
+
+
+def adagrad(run: Run) -> None:
+    """Bars 1, 2, 4, 5: Adagrad step and lookup over the eight dim-16 workloads."""
+    records = compare(run, "adagrad", run.workloads(), ["tbe", "bag"], lookup=True)
+    run.sections["adagrad"] = records
+    print_records("Adagrad", records)
+    for name, what, peer, required, goals in (
+        ("Adagrad step vs TBE", "step", "tbe", (2.3, 1.6), (3.0, 2.1)),
+        ("Adagrad step vs EmbeddingBag+Adagrad", "step", "bag", (7, 5), (None, None)),
+        ("lookup vs TBE", "lookup", "tbe", (0.7, 0.5), (1.0, None)),
+        ("lookup vs EmbeddingBag", "lookup", "bag", (0.65, 0.45), (None, None)),
+    ):
+        pair_of_bars(run, name, ratios(records, what, peer), required, goals)
+
+
+def wide(run: Run) -> None:
+    """Bar 3: Adagrad step at dim 64."""
+    rows = run.table_rows[-1]
+    workloads = [Workload(rows, 64, 100_000, spread) for spread in ("uniform", "zipf")]
+    records = compare(run, "adagrad", workloads, ["tbe"], lookup=True)
+    run.sections["wide"] = records
+    print_records("Adagrad, dim 64", records)
+    if numbers := ratios(records, "step", "tbe"):
+        run.bar("Adagrad step d64 vs TBE, worst", min(numbers), 2.2, note="2 workloads")
+
+
+def other(run: Run, optimizer: str, peer: str, name: str, required: float, strict: bool) -> None:
+    records = compare(run, optimizer, run.workloads(), [peer], lookup=False)
+    run.sections[optimizer] = records
+    print_records(optimizer, records)
+    if numbers := ratios(records, "step", peer):
+        over = f"{len(numbers)} workloads, worst {min(numbers):.2f}"
+        mean = geometric_mean(numbers)
+        run.bar(f"{name}, geomean", mean, required, strict=strict, note=over)
+
+
+def sgd(run: Run) -> None:
+    other(run, "sgd", "tbe", "SGD step vs TBE", 1.0, strict=True)
+
+
+def rowwise(run: Run) -> None:
+    other(run, "rowwise_adagrad", "tbe", "row-wise Adagrad step vs TBE", 1.0, strict=True)
+
+
+def adam(run: Run) -> None:
+    other(run, "adam", "bag", "Adam step vs EmbeddingBag+SparseAdam", 5.0, strict=False)
+
+
+# ---- find, threads, one call
+
+
+def find(run: Run) -> None:
+    """Bar 6: raw key -> row, every key known, against torchrec's eval remap."""
+    records = []
+    if not run.peers["managed collision"]:
+        return
+    for rows in run.table_rows:
+        keys = run.batches(rows).keys
+        ours, peer = Ours("sgd", keys, 4), ManagedCollision(keys)
+        for spread in ("uniform", "zipf"):
+            workload = Workload(rows, 4, 100_000, spread)
+            batches = run.batches(rows)(workload)
+            assert torch.equal(peer.remap(batches[0]), batches[0].dense)
+            assert bool((ours.find(batches[0]) >= 0).all())
+            calls = {"ours": ours.find, "managed collision": peer.remap}
+            times = interleave(calls, batches, run.rounds(workload.ids))
+            record: dict[str, Any] = {"workload": f"K={short(rows)} 100k {spread}"}
+            note(record, "find", times, workload.ids)
+            records.append(record)
+            say(f"  {record['workload']}: x{record['find_ratio']['managed collision']}")
+    run.sections["find"] = records
+    numbers = ratios(records, "find", "managed collision")
+    run.bar("find vs managed-collision remap, worst", min(numbers), 12, note="4 workloads")
+
+
+def threads(run: Run) -> None:
+    """Bar 9: one-thread CPU time / the busiest thread's CPU time with two threads.
+
+    Where others use the second core the caller's thread takes over work and the gain looks smaller:
+    rounds in which a core had to be waited for do not count while three others are left.
+    """
+    records = []
+    for rows in run.table_rows:
+        workload = Workload(rows, 16, 100_000, "uniform")
+        batches = run.batches(rows)(workload)
+        ours = Ours("adagrad", run.batches(rows).keys, 16)
+
+        def steps(ours: Ours = ours, batches: list[Batch] = batches) -> None:
+            for batch in batches:
+                ours.step(batch)
+
+        gains, quiet, walls = [], [], []
+        for _ in range(3 if run.quick else 30):
+            torch.set_num_threads(1)
+            one, one_wall = busiest_thread(steps)
+            torch.set_num_threads(2)
+            two, two_wall = busiest_thread(steps)
+            gains.append(one / two)
+            walls.append(one_wall / two_wall)
+            if two_wall < 1.3 * two:
+                quiet.append(one / two)
+        torch.set_num_threads(1)
+        counted = quiet if len(quiet) >= 3 else gains
+        record: dict[str, Any] = {
+            "workload": str(workload),
+            "cpu": Spread.of(counted),
+            "wall": Spread.of(walls),
+        }
+        record |= {"cpu_all_rounds": Spread.of(gains), "rounds": len(gains), "quiet": len(quiet)}
+        records.append(record)
+        say("  " + ", ".join(f"{k} {v}" for k, v in record.items()))
+    run.sections["threads"] = records
+    worst = min(r["cpu"].median for r in records)
+    over = f"100k uniform, {sum(r['quiet'] for r in records)} quiet rounds"
+    run.bar("two threads (one-thread CPU / busiest thread), worst", worst, 1.6, note=over)
+
+
+def call(run: Run) -> None:
+    """The price of going into the native module with two tensors."""
+    ids, values = torch.arange(64), torch.zeros(64, 16)
+    check = _native.check_tensors
+    repeats = 20_000
+    costs = []
+    for _ in range(9):
+        start = time.thread_time()
+        for _ in range(repeats):
+            check(ids, values)
+        costs.append((time.thread_time() - start) / repeats * 1e6)
+    cost = Spread.of(costs)
+    run.sections["call"] = {"microseconds": cost}
+    run.bar("one native call, microseconds", cost.median, 1.0, at_most=True, strict=True)
+
+
+# ---- growth and memory
+
+
+def growth(run: Run) -> None:
+    """Bar 10: the longest call while the index grows, against rebuilding it at once."""
+    rows = run.table_rows[-1]
+    run.sections["growth"] = section = {"table": "dim 1, SGD", "ids_a_call": CALL}
+    for memory, required in (("warm", 0.05), ("fresh", None)):
+        record = growth_stall(rows, memory == "warm", runs=1 if run.quick else 5)
+        section[f"{memory} memory"] = record
+        name = f"longest growth stall / one-shot rebuild, {memory} memory"
+        over = f"{short(rows)} rows, calls of {CALL}"
+        run.bar(name, record["ratio"], required, at_most=True, note=over)
+
+
+def memory(run: Run) -> None:
+    """Bar 11: bytes a row beyond weights and state just after growth; small rows stay small."""
+    records = {f"dim {dim} SGD": memory_after_growth(run.table_rows[-1], dim) for dim in (1, 3)}
+    run.sections["memory"] = records
+    most = max(r["beyond_weights_and_state"] for r in records.values())
+    three = records["dim 3 SGD"]
+    run.bar("bytes a row beyond weights and state after growth", most, 40, at_most=True)
+    run.bar("stored bytes of a 12-byte row (not padded)", three["row_bytes"], 12, at_most=True)
+    held = three["resident_bytes"]
+    run.bar("resident bytes a 12-byte row, index and all", held, 64, at_most=True, strict=True)
+
+
+# ---- bars 1 and 4 with huge pages for the peers
+
+
+def hugepages(run: Run) -> None:
+    """In a child process whose malloc asks for 2 MiB pages; ours has them anyway."""
+    if HUGE_PAGES in os.environ.get("GLIBC_TUNABLES", ""):
+        run.sections["hugepages"] = with_huge_pages(run)
+        return
+    run.forget_batches()
+    arguments = ["--only", "hugepages", *(["--quick"] if run.quick else [])]
+    child = run_child(arguments, {"GLIBC_TUNABLES": HUGE_PAGES})
+    run.sections["hugepages"] = child["sections"]["hugepages"]
+    records = run.sections["hugepages"]["workloads"]
+    for record in records:
+        for what in ("step_ratio", "lookup_ratio"):
+            record[what] = {peer: Spread(**ratio) for peer, ratio in record[what].items()}
+    print_records("Adagrad, 2M pages for the peers", records)
+    for what, title in (("step", "Adagrad step"), ("lookup", "lookup")):
+        if numbers := ratios(records, what, "tbe"):
+            over = f"{len(numbers)} workloads, K={short(run.table_rows[-1])}"
+            name = f"{title} vs TBE on 2M pages"
+            run.bar(f"{name}, geomean", geometric_mean(numbers), note=over)
+            run.bar(f"{name}, worst", min(numbers), note=over)
+
+
+def with_huge_pages(run: Run) -> dict[str, Any]:
+    rows = run.table_rows[-1]
+    before = huge_page_bytes()
+    variants: dict[str, Any] = {p: build("adagrad", rows, 16, p) for p in PEERS if run.peers[p]}
+    share = (huge_page_bytes() - before) / (len(variants) * rows * 16 * 8)
+    say(f"  {share:.0%} of the peers' memory lies on 2M pages")
+    assert share > 0.9, "the peers did not get huge pages"
+    variants["ours"] = Ours("adagrad", run.batches(rows).keys, 16)
+    workloads = [w for w in run.workloads() if w.rows == rows]
+    records = [measure(run, "adagrad", w, variants, lookup=True) for w in workloads]
+    return {"peer_share_on_huge_pages": share, "workloads": records}
+
+
+# ---- the command
+
+
+SECTIONS: dict[str, Callable[[Run], None]] = {
+    "verify": verify,
+    "call": call,
+    "adagrad": adagrad,
+    "sgd": sgd,
+    "rowwise": rowwise,
+    "adam": adam,
+    "wide": wide,
+    "find": find,
+    "threads": threads,
+    "growth": growth,
+    "memory": memory,
+    "hugepages": hugepages,
+}
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description="The cpu table against its peers.")
+    parser.add_argument("--quick", action="store_true", help="small tables, few rounds")
+    parser.add_argument("--only", default="", help=f"sections, of {','.join(SECTIONS)}")
+    parser.add_argument("--output", type=Path, help="where to save the result as JSON")
+    options = parser.parse_args(arguments)
+    chosen = options.only.split(",") if options.only else list(SECTIONS)
+    if unknown := [name for name in chosen if name not in SECTIONS]:
+        parser.error(f"no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    # Said aloud, because torch warns where nobody has: sparse gradients are not checked.
+    torch.sparse.check_sparse_tensor_invariants.disable()
+    run = Run(options.quick)
+    content: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d"),
+        "command": command_line(arguments),
+        "machine": machine(),
+        "versions": versions(PACKAGES),
+        "kernels": _native.kernels(),
+        "missing_peers": [PEER_NAMES[p] for p, there in run.peers.items() if not there],
+    }
+    for title in ("machine", "versions"):
+        print(f"{title}: " + ", ".join(f"{k} {v}" for k, v in content[title].items()))
+    if content["missing_peers"]:
+        print(f"not installed, skipped: {', '.join(content['missing_peers'])}")
+    for name in chosen:
+        started = time.perf_counter()
+        say(f"{name} ...")
+        SECTIONS[name](run)
+        say(f"{name}: {time.perf_counter() - started:.0f} s")
+    print_bars(run.bars)
+    content.update(sections=run.sections, bars=run.bars)
+    output = options.output
+    if output is None and not options.quick and not options.only:
+        output = result_path("table_cpu")
+    if output is not None:
+        write_result(output, content)
+        say(f"saved {output}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,136 @@
+"""What the tests of tables share: whole tables as values, and ways to compare them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from megalith import FTRL, SGD, Adagrad, Adam, Momentum, RowWiseAdagrad, Table, TableConfig, Zeros
+from megalith.ops import Bags, Part, Pooling
+from megalith.table import Chunk, Initializer, Optimizer
+
+LOWEST, HIGHEST = -(2**63), 2**63 - 1
+EXTREME_IDS = (0, -1, 1, LOWEST, LOWEST + 1, HIGHEST, HIGHEST - 1, 2**32, -(2**32), 2**31)
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    "sgd": SGD(0.5),
+    "momentum": Momentum(0.1, momentum=0.9, weight_decay=0.01),
+    "nesterov": Momentum(0.1, momentum=0.9, nesterov=True),
+    "adagrad": Adagrad(0.1, initial_accumulator_value=0.1, weight_decay=0.01),
+    "rowwise_adagrad": RowWiseAdagrad(0.1, initial_accumulator_value=0.1, weight_decay=0.01),
+    "adam": Adam(0.1, weight_decay=0.01),
+    "ftrl": FTRL(0.5, beta=1.0, l1=0.25, l2=0.125),
+}
+
+
+def ints(*values: int) -> Tensor:
+    """An int64 tensor."""
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def sgd_table(
+    engine: str,
+    dim: int = 2,
+    *,
+    name: str = "t",
+    optimizer: Optimizer | None = None,
+    initializer: Initializer | None = None,
+    missing: str = "initial",
+    seed: int = 0,
+) -> Table:
+    """A table of one segment; SGD with rate 1 from zeros unless told otherwise."""
+    config = TableConfig(
+        name,
+        dim=dim,
+        optimizer=SGD(1.0) if optimizer is None else optimizer,
+        initializer=Zeros() if initializer is None else initializer,
+        missing=missing,
+    )
+    return Table(config, engine=engine, seed=seed)
+
+
+def summed(table: str, offsets: Tensor, dim: int, **bags: Tensor) -> Pooling:
+    """Like Pooling.sum, with weights and divisor."""
+    parts = (Part(0, 0, 0, dim),)
+    return Pooling(((offsets.numel() - 1, dim),), {table: (Bags(offsets, parts, **bags),)})
+
+
+def dyadic(seed: int, *shape: int) -> Tensor:
+    """Multiples of 1/64 between -2 and 2: sums of them are exact in any order."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-128, 129, shape, generator=generator).to(torch.float32) / 64
+
+
+def whole(table: Table, chunk_size: int = 65536) -> Chunk:
+    """All of a table, by ascending id."""
+    chunks = list(table.scan(chunk_size))
+    if not chunks:
+        empty = {c.key: torch.empty(0, c.end - c.start) for c in table.config.state_columns}
+        return Chunk(ints(), torch.empty(0, table.dim), empty, ints())
+    ids = torch.cat([c.ids for c in chunks])
+    order = torch.argsort(ids)
+    assert torch.unique(ids).numel() == ids.numel() == len(table), "scan: each row exactly once"
+    return Chunk(
+        ids[order],
+        torch.cat([c.rows for c in chunks])[order],
+        {key: torch.cat([c.state[key] for c in chunks])[order] for key in chunks[0].state},
+        torch.cat([c.time for c in chunks])[order],
+    )
+
+
+def bits(values: Tensor) -> Tensor:
+    """Floats as their bit patterns, so that -0.0 is not 0.0 and NaN is itself."""
+    return values.detach().contiguous().view(torch.int32)
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
+    """Equal to the last bit."""
+    assert actual.dtype == expected.dtype == torch.float32
+    assert actual.shape == expected.shape
+    different = (bits(actual) != bits(expected)).nonzero()
+    assert different.numel() == 0, (
+        f"{len(different)} values differ, first at {different[0].tolist()}: "
+        f"{actual[tuple(different[0])]} != {expected[tuple(different[0])]}"
+    )
+
+
+def assert_same_tables(actual: Chunk, expected: Chunk) -> None:
+    """The same ids with the same weights, state and times, bit for bit."""
+    assert actual.ids.tolist() == expected.ids.tolist()
+    assert actual.time.tolist() == expected.time.tolist()
+    assert_same_bits(actual.rows, expected.rows)
+    assert actual.state.keys() == expected.state.keys()
+    for key in expected.state:
+        assert_same_bits(actual.state[key], expected.state[key])
+
+
+def assert_close(actual: Tensor, expected: Tensor, rtol: float = 1e-6, atol: float = 1e-7) -> None:
+    """Equal within the promise for optimizer steps."""
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
+
+
+@contextmanager
+def unchanged(table: Table) -> Iterator[None]:
+    """Given a table, what happens inside leaves it as it was."""
+    before, epoch = whole(table), table.epoch
+    yield
+    assert_same_tables(whole(table), before)
+    assert table.epoch == epoch
+
+
+def as_sets(drained: tuple[Tensor, Tensor]) -> tuple[set[int], set[int]]:
+    """Updated and removed ids of a drain; each id may come once."""
+    updated, removed = (ids.tolist() for ids in drained)
+    assert len(set(updated)) == len(updated)
+    assert len(set(removed)) == len(removed)
+    return set(updated), set(removed)
+
+
+def state_of(table: Table, id: int) -> Mapping[str, list[float]]:
+    """The optimizer state of one id."""
+    all_rows = whole(table)
+    at = all_rows.ids.tolist().index(id)
+    return {key: values[at].tolist() for key, values in all_rows.state.items()}

@@ -1,0 +1,178 @@
+"""Segment and TableConfig: what a table is made of, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+
+import megalith
+from megalith import (
+    FTRL,
+    SGD,
+    Adagrad,
+    Adam,
+    Normal,
+    PolynomialDecay,
+    RowWiseAdagrad,
+    Segment,
+    TableConfig,
+    Uniform,
+    Zeros,
+)
+from megalith.errors import InputError, MegalithError
+
+
+def test_a_segment_defaults_to_small_uniform_weights_in_float32() -> None:
+    segment = Segment(4, optimizer=SGD())
+
+    assert segment.initializer == Uniform(-0.05, 0.05)
+    assert segment.precision == "float32"
+
+
+@pytest.mark.parametrize("dim", [0, -1, -(2**31), 1.5, 4.0, True, "4", None])
+def test_a_dim_is_a_positive_whole_number(dim: Any) -> None:
+    with pytest.raises(InputError, match="dim must be a positive integer"):
+        Segment(dim, optimizer=SGD())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("optimizer", None),
+        ("optimizer", "sgd"),
+        ("optimizer", SGD),
+        ("initializer", None),
+        ("initializer", 0.5),
+        ("initializer", Zeros),
+        ("precision", "float16"),
+        ("precision", None),
+    ],
+)
+def test_a_segment_names_the_field_it_refuses(field: str, value: Any) -> None:
+    arguments: dict[str, Any] = {"optimizer": SGD(), field: value}
+    with pytest.raises(InputError, match=f"Segment: {field}"):
+        Segment(4, **arguments)
+
+
+def test_dim_and_optimizer_are_short_for_one_segment() -> None:
+    short = TableConfig("t", dim=4, optimizer=Adam(), initializer=Normal())
+    long = TableConfig("t", segments=[Segment(4, optimizer=Adam(), initializer=Normal())])
+
+    assert short == long
+    assert hash(short) == hash(long)
+
+
+def test_configs_differ_by_name_and_by_every_setting() -> None:
+    config = TableConfig("t", dim=4, optimizer=SGD())
+
+    assert config != TableConfig("u", dim=4, optimizer=SGD())
+    assert config != TableConfig("t", dim=5, optimizer=SGD())
+    assert config != TableConfig("t", dim=4, optimizer=SGD(0.5))
+    assert config != TableConfig("t", dim=4, optimizer=SGD(), initializer=Zeros())
+    assert config != TableConfig("t", dim=4, optimizer=SGD(), missing="zeros")
+    assert config != TableConfig("t", dim=4, optimizer=SGD(), trainable=False)
+    assert config != TableConfig("t", dim=4, optimizer=SGD(), dist_type="continuous")
+
+
+def test_segments_may_be_any_iterable() -> None:
+    config = TableConfig("t", segments=(Segment(dim, optimizer=SGD()) for dim in (1, 2)))
+
+    assert [segment.dim for segment in config.segments] == [1, 2]
+    assert config.dim == 3
+
+
+def test_a_config_cannot_be_changed() -> None:
+    config = TableConfig("t", dim=4, optimizer=SGD())
+
+    with pytest.raises(FrozenInstanceError):
+        config.name = "u"  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError):
+        config.segments[0].dim = 5  # type: ignore[misc]
+
+
+def test_a_stored_row_is_all_weights_then_each_segments_state() -> None:
+    config = TableConfig(
+        "t",
+        segments=[
+            Segment(2, optimizer=Adagrad(initial_accumulator_value=0.5)),
+            Segment(1, optimizer=SGD()),
+            Segment(3, optimizer=Adam()),
+            Segment(4, optimizer=RowWiseAdagrad(initial_accumulator_value=0.25)),
+            Segment(1, optimizer=FTRL(initial_accumulator_value=0.1)),
+        ],
+    )
+
+    columns = [(c.key, c.start, c.end, c.initial) for c in config.state_columns]
+
+    assert config.dim == 11
+    assert columns == [
+        ("0/sum", 11, 13, 0.5),
+        ("2/m", 13, 16, 0.0),
+        ("2/v", 16, 19, 0.0),
+        ("2/count", 19, 20, 0.0),
+        ("3/sum", 20, 21, 0.25),
+        ("4/sum", 21, 22, 0.1),
+        ("4/z", 22, 23, 0.0),
+    ]
+    assert config.row_floats == 23
+
+
+def test_a_row_without_state_is_its_weights() -> None:
+    assert TableConfig("t", dim=4, optimizer=SGD()).row_floats == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "give dim and optimizer, or segments"),
+        ({"dim": 4}, "give dim and optimizer, or segments"),
+        ({"optimizer": SGD()}, "give dim and optimizer, or segments"),
+        ({"dim": -3, "optimizer": SGD()}, "dim must be a positive integer"),
+        ({"segments": []}, "segments is empty"),
+        ({"segments": [4]}, "segments must hold Segments"),
+        ({"segments": [Segment(4, optimizer=SGD())], "dim": 4}, "not both"),
+        ({"segments": [Segment(4, optimizer=SGD())], "optimizer": SGD()}, "not both"),
+        ({"segments": [Segment(4, optimizer=SGD())], "initializer": Zeros()}, "not both"),
+        ({"dim": 4, "optimizer": SGD(), "precision": "int8"}, "precision"),
+        ({"dim": 4, "optimizer": SGD(), "missing": "random"}, "missing must be one of"),
+        ({"dim": 4, "optimizer": SGD(), "admission": object()}, "admission"),
+        ({"dim": 4, "optimizer": SGD(), "eviction": (object(),)}, "eviction"),
+    ],
+)
+def test_a_config_is_checked_when_it_is_made(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        TableConfig("t", **arguments)
+
+
+@pytest.mark.parametrize("name", ["", None, 3, b"t"])
+def test_a_name_is_a_text(name: Any) -> None:
+    with pytest.raises(InputError, match="name"):
+        TableConfig(name, dim=4, optimizer=SGD())
+
+
+def test_a_refusal_names_the_table_and_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="'user'") as raised:
+        TableConfig("user", dim=4, optimizer=SGD(), missing="random")
+    assert isinstance(raised.value, MegalithError)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TableConfig("t", dim=4, optimizer=SGD(0.5)),
+        TableConfig("it's", dim=4, optimizer=Adam(PolynomialDecay(1.0, 10, 0.1)), missing="zeros"),
+        TableConfig(
+            "t",
+            segments=[
+                Segment(1, optimizer=FTRL(l1=0.5), initializer=Zeros()),
+                Segment(8, optimizer=Adagrad(weight_decay=0.1), initializer=Normal(1.0, 2.0)),
+            ],
+            trainable=False,
+            dist_type="continuous",
+        ),
+    ],
+)
+def test_a_config_prints_as_the_code_that_makes_it(config: TableConfig) -> None:
+    assert eval(repr(config), dict(vars(megalith))) == config

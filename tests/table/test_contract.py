@@ -1,0 +1,654 @@
+"""The contract every engine keeps: creating, reading, training, assigning and removing rows."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith import (
+    SGD,
+    Adagrad,
+    Adam,
+    Normal,
+    Pooling,
+    Segment,
+    Table,
+    TableConfig,
+    Uniform,
+    Zeros,
+)
+from megalith.errors import InputError, UsageError
+from megalith.ops import Bags, Part
+
+from .support import (
+    EXTREME_IDS,
+    HIGHEST,
+    LOWEST,
+    assert_close,
+    assert_same_bits,
+    assert_same_tables,
+    ints,
+    sgd_table,
+    state_of,
+    summed,
+    unchanged,
+    whole,
+)
+
+
+def times_of(table: Table) -> dict[int, int]:
+    all_rows = whole(table)
+    return dict(zip(all_rows.ids.tolist(), all_rows.time.tolist(), strict=True))
+
+
+# ---- making tables
+
+
+def test_a_table_is_of_the_engine_asked_for(engine: str) -> None:
+    table = sgd_table(engine)
+
+    assert isinstance(table, Table)
+    assert table.engine == engine
+    assert table.stats().engine == engine
+
+
+def test_the_native_engine_is_the_default() -> None:
+    assert Table(TableConfig("t", dim=1, optimizer=SGD())).engine == "cpu"
+
+
+def test_an_unknown_engine_is_named_with_the_known_ones() -> None:
+    with pytest.raises(InputError, match="unknown engine 'gpu'; known engines: reference, cpu"):
+        Table(TableConfig("t", dim=1, optimizer=SGD()), engine="gpu")
+
+
+def test_a_table_says_what_it_is(engine: str) -> None:
+    table = sgd_table(engine, name="user")
+    table.assign(ints(1, 2), torch.zeros(2, 2))
+
+    assert "'user'" in repr(table)
+    assert f"engine={engine!r}" in repr(table)
+    assert "rows=2" in repr(table)
+
+
+# ---- finding and reading
+
+
+def test_a_new_table_is_empty(engine: str) -> None:
+    table = sgd_table(engine)
+
+    assert len(table) == 0
+    assert 0 not in table
+    assert list(table.scan()) == []
+    assert table.find(ints(*EXTREME_IDS)).tolist() == [-1] * len(EXTREME_IDS)
+
+
+def test_find_gives_each_id_its_own_row(engine: str) -> None:
+    table = sgd_table(engine)
+    ids = ints(*EXTREME_IDS)
+    table.assign(ids, torch.zeros(ids.numel(), 2))
+
+    rows = table.find(torch.cat([ids, ids.flip(0), ints(12345)]))
+
+    assert rows.dtype == torch.int32
+    assert sorted(set(rows.tolist())) == [-1, *range(ids.numel())]
+    assert rows[: ids.numel()].tolist() == rows[ids.numel() : -1].flip(0).tolist()
+    assert rows[-1].item() == -1
+
+
+def test_find_with_epoch_says_how_long_rows_are_good(engine: str) -> None:
+    table = sgd_table(engine)
+    table.assign(ints(1), torch.zeros(1, 2))
+    table.remove(ints(5))
+
+    rows, epoch = table.find_with_epoch(ints(1, 2))
+
+    assert rows.tolist() == table.find(ints(1, 2)).tolist() == [0, -1]
+    assert epoch == table.epoch == 1
+
+
+@pytest.mark.parametrize("missing", ["initial", "zeros"])
+def test_lookup_never_inserts(engine: str, missing: str) -> None:
+    table = sgd_table(engine, initializer=Normal(), missing=missing)
+
+    for _ in range(3):
+        table.lookup(ints(*EXTREME_IDS))
+        table.find(ints(*EXTREME_IDS))
+
+    assert len(table) == 0
+    assert list(table.scan()) == []
+
+
+def test_missing_ids_read_as_the_config_says(engine: str) -> None:
+    initial = sgd_table(engine, initializer=Normal(), missing="initial")
+    zeros = sgd_table(engine, initializer=Normal(), missing="zeros")
+    ids = ints(1, 2)
+    first = initial.lookup(ids)
+    assert bool((first != 0).all())
+
+    assert_same_bits(zeros.lookup(ids), torch.zeros(2, 2))
+    for table in (initial, zeros):
+        table.apply_gradients(ints(1), torch.zeros(1, 2), step=0)
+
+    # A row starts from the initializer in both; id 2 is still missing.
+    assert_same_bits(initial.lookup(ids), first)
+    assert_same_bits(zeros.lookup(ids), torch.stack([first[0], torch.zeros(2)]))
+
+
+def test_read_gives_the_weights_of_found_rows(engine: str) -> None:
+    table = sgd_table(engine, initializer=Normal())
+    ids = ints(3, LOWEST, 3, 8)
+    table.assign(ints(3, LOWEST), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+
+    rows = table.read(table.find(ids), ids, epoch=table.epoch)
+
+    assert rows[:3].tolist() == [[1.0, 2.0], [3.0, 4.0], [1.0, 2.0]]
+    assert_same_bits(rows[3:], table.lookup(ints(8)))
+
+
+@pytest.mark.parametrize("with_epoch", [True, False])
+def test_rows_found_before_a_removal_are_found_again(engine: str, with_epoch: bool) -> None:
+    table = sgd_table(engine, 1)
+    ids = ints(1, 2, 3)
+    table.assign(ids, torch.tensor([[1.0], [2.0], [3.0]]))
+    epoch = table.epoch
+    rows = table.find(ids)
+
+    table.remove(ints(1, 2))
+    table.assign(ints(9), torch.tensor([[9.0]]))  # may take a row that was let go
+
+    known = epoch if with_epoch else None
+    assert table.read(rows, ids, epoch=known).tolist() == [[0.0], [0.0], [3.0]]
+    table.update(rows, ids, torch.ones(3, 1), step=0, epoch=known)
+    assert table.lookup(ints(1, 2, 3, 9)).tolist() == [[-1.0], [-1.0], [2.0], [9.0]]
+
+
+@pytest.mark.parametrize("with_epoch", [True, False])
+def test_an_update_finds_ids_that_appeared_since(engine: str, with_epoch: bool) -> None:
+    table = sgd_table(engine, 1)
+    epoch = table.epoch
+    rows = table.find(ints(1))
+    table.assign(ints(1), torch.tensor([[5.0]]))
+
+    table.update(rows, ints(1), torch.ones(1, 1), step=0, epoch=epoch if with_epoch else None)
+
+    assert len(table) == 1
+    assert table.lookup(ints(1)).item() == 4.0
+
+
+@pytest.mark.parametrize("row", [-2, -(2**31), 1, 2**31 - 1])
+def test_row_numbers_that_never_existed_do_no_harm(engine: str, row: int) -> None:
+    table = sgd_table(engine, 1)
+    table.assign(ints(1), torch.tensor([[5.0]]))
+    rows = torch.tensor([row], dtype=torch.int32)
+
+    assert table.read(rows, ints(1)).item() == 5.0
+    table.update(rows, ints(1), torch.ones(1, 1), step=0)
+
+    assert table.lookup(ints(1)).item() == 4.0
+
+
+@pytest.mark.parametrize("change", ["remove", "restore", "clear"])
+def test_the_epoch_advances_when_rows_may_move(engine: str, change: str) -> None:
+    table = sgd_table(engine)
+    table.assign(ints(1), torch.zeros(1, 2))
+    before = table.epoch
+
+    if change == "remove":
+        table.remove(ints(1))
+    elif change == "restore":
+        table.restore(whole(table))
+    else:
+        table.clear()
+
+    assert table.epoch > before
+
+
+def test_the_epoch_stays_while_rows_stay(engine: str) -> None:
+    table = sgd_table(engine)
+    ids = torch.arange(300)
+    table.assign(ids[:1], torch.zeros(1, 2))
+    before, row = table.epoch, table.find(ids[:1])
+
+    table.apply_gradients(ids, torch.ones(300, 2), step=0)
+    table.assign_add(ids, torch.ones(300, 2))
+    table.reinitialize(ids)
+    table.reserve(1000)
+    table.track("a")
+    table.drain_touched("a")
+
+    assert table.epoch == before
+    assert table.find(ids[:1]).tolist() == row.tolist()
+
+
+# ---- pooled reading and training
+
+
+def test_a_pooled_read_sums_the_rows_of_each_bag(engine: str) -> None:
+    table = sgd_table(engine, 2)
+    table.assign(ints(1, 2, 3), torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]]))
+    ids = ints(1, 2, 3, 3)
+
+    (out,) = table.read(table.find(ids), ids, Pooling.sum("t", ints(0, 2, 2, 4), 2))
+
+    assert out.tolist() == [[3.0, 30.0], [0.0, 0.0], [6.0, 60.0]]
+
+
+def test_weights_multiply_and_a_divisor_divides(engine: str) -> None:
+    table = sgd_table(engine, 2)
+    table.assign(ints(1, 2), torch.tensor([[1.0, 10.0], [2.0, 20.0]]))
+    ids = ints(1, 2, 2)
+    pooling = summed(
+        "t",
+        ints(0, 2, 3),
+        2,
+        weights=torch.tensor([3.0, 0.5, 4.0]),
+        divisor=torch.tensor([4.0, 2.0]),
+    )
+
+    (out,) = table.read(table.find(ids), ids, pooling)
+    table.update(table.find(ids), ids, [torch.tensor([[4.0, 8.0], [1.0, 1.0]])], pooling, step=0)
+
+    assert out.tolist() == [[1.0, 10.0], [4.0, 40.0]]
+    # id 1: [4, 8] / 4 * 3; id 2: [4, 8] / 4 * 0.5 + [1, 1] / 2 * 4
+    assert table.lookup(ints(1, 2)).tolist() == [[1.0 - 3.0, 10.0 - 6.0], [2.0 - 2.5, 20.0 - 3.0]]
+
+
+def test_missing_ids_pool_as_they_read(engine: str) -> None:
+    ids = ints(1, 2, 3)
+    pooling = Pooling.sum("t", ints(0, 3), 2)
+    initial = sgd_table(engine, initializer=Normal())
+    zeros = sgd_table(engine, initializer=Normal(), missing="zeros")
+
+    for table in (initial, zeros):
+        (out,) = table.read(table.find(ids), ids, pooling)
+        rows = table.lookup(ids)
+        assert_same_bits(out, (rows[0] + rows[1] + rows[2])[None])
+
+
+def test_parts_place_slices_side_by_side_and_on_top(engine: str) -> None:
+    table = sgd_table(engine, 3)
+    table.assign(ints(1, 2), torch.tensor([[1.0, 2.0, 3.0], [10.0, 20.0, 30.0]]))
+    ids = ints(1, 2, 2, 1)
+    pooling = Pooling(
+        outputs=((2, 4), (2, 2)),
+        bags={
+            "t": (
+                Bags(ints(0, 1, 2), (Part(0, 0, 0, 1), Part(0, 2, 1, 3), Part(1, 0, 1, 3))),
+                Bags(ints(2, 3, 4), (Part(1, 0, 0, 2, accumulate=True),)),
+            )
+        },
+    )
+
+    first, second = table.read(table.find(ids), ids, pooling)
+    grads = [torch.tensor([[1.0, 9.0, 2.0, 3.0], [4.0, 9.0, 5.0, 6.0]]), torch.ones(2, 2)]
+    table.update(table.find(ids), ids, grads, pooling, step=0)
+
+    assert first.tolist() == [[1.0, 0.0, 2.0, 3.0], [10.0, 0.0, 20.0, 30.0]]
+    assert second.tolist() == [[2.0 + 10.0, 3.0 + 20.0], [20.0 + 1.0, 30.0 + 2.0]]
+    # id 1: [1, 2 + 1, 3 + 1] + [1, 1, 0]; id 2: [4, 5 + 1, 6 + 1] + [1, 1, 0]
+    assert table.lookup(ints(1, 2)).tolist() == [[-1.0, -2.0, -1.0], [5.0, 13.0, 23.0]]
+
+
+def test_inner_puts_the_first_rows_of_a_feature_side_by_side(engine: str) -> None:
+    table = sgd_table(engine, 2)
+    table.assign(ints(1, 2, 3), torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]]))
+    ids = ints(1, 2, 3)
+    # two batch rows of two places each; the second row has only one id
+    pooling = Pooling(((2, 4),), {"t": (Bags(ints(0, 1, 2, 3, 3), (Part(0, 0, 0, 2, inner=2),)),)})
+
+    (out,) = table.read(table.find(ids), ids, pooling)
+    grads = torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])
+    table.update(table.find(ids), ids, [grads], pooling, step=0)
+
+    assert out.tolist() == [[1.0, 10.0, 2.0, 20.0], [3.0, 30.0, 0.0, 0.0]]
+    assert table.lookup(ids).tolist() == [[0.0, 8.0], [-1.0, 16.0], [-2.0, 24.0]]
+
+
+def test_a_pooled_read_fills_given_outputs(engine: str) -> None:
+    table = sgd_table(engine, 1)
+    table.assign(ints(1), torch.tensor([[2.0]]))
+    pooling = Pooling(((1, 3),), {"t": (Bags(ints(0, 1), (Part(0, 1, 0, 1),)),)})
+    out = torch.full((1, 3), 7.0)
+
+    result = table.read(table.find(ints(1)), ints(1), pooling, out=[out])
+
+    assert result[0] is out
+    assert out.tolist() == [[7.0, 2.0, 7.0]]
+
+
+def test_new_outputs_are_zero_before_anything_is_added(engine: str) -> None:
+    table = sgd_table(engine, 2)
+    table.assign(ints(1), torch.tensor([[1.0, 2.0]]))
+    parts = (Part(0, 0, 0, 2, accumulate=True),)
+    pooling = Pooling(((64, 2),), {"t": (Bags(torch.arange(65), parts),)})
+    ids = torch.ones(64, dtype=torch.int64)
+    torch.full((64, 2), 5.0)  # memory that a new output may be given again
+
+    (out,) = table.read(table.find(ids), ids, pooling)
+
+    assert out.tolist() == [[1.0, 2.0]] * 64
+
+
+def test_columns_of_another_table_are_left_at_zero(engine: str) -> None:
+    table = sgd_table(engine, 2)
+    table.assign(ints(1), torch.tensor([[1.0, 2.0]]))
+    pooling = Pooling(
+        ((64, 4),),
+        {
+            "t": (Bags(torch.arange(65), (Part(0, 0, 0, 2),)),),
+            "other": (Bags(torch.arange(65), (Part(0, 2, 0, 2),)),),
+        },
+    )
+    ids = torch.ones(64, dtype=torch.int64)
+    torch.full((64, 4), 5.0)  # memory that a new output may be given again
+
+    (out,) = table.read(table.find(ids), ids, pooling)
+
+    assert out.tolist() == [[1.0, 2.0, 0.0, 0.0]] * 64
+
+
+def test_occurrences_outside_every_bag_are_not_created(engine: str) -> None:
+    table = sgd_table(engine, 1)
+    ids = ints(1, 2, 3, 4)
+
+    table.update(table.find(ids), ids, [torch.ones(1, 1)], Pooling.sum("t", ints(1, 3), 1), step=0)
+
+    assert [id in table for id in (1, 2, 3, 4)] == [False, True, True, False]
+
+
+def test_a_pooling_without_this_table_touches_nothing(engine: str) -> None:
+    table = sgd_table(engine, 1)
+    pooling = Pooling.sum("other", ints(0, 1), 1)
+
+    with unchanged(table):
+        table.update(table.find(ints(1)), ints(1), [torch.ones(1, 1)], pooling, step=0)
+    (out,) = table.read(table.find(ints(1)), ints(1), pooling)
+    assert out.tolist() == [[0.0]]
+
+
+def test_the_parts_of_an_occurrence_are_summed_before_they_are_added(engine: str) -> None:
+    # The order of each gradient sum is fixed: occurrences in input order. Id 1 has gradient 1
+    # from its first occurrence and 1e8 - 1e8 = 0 from its second.
+    table = sgd_table(engine, 1)
+    bags = Bags(ints(0, 1, 2), (Part(0, 0, 0, 1), Part(1, 0, 0, 1)))
+    pooling = Pooling(((2, 1), (2, 1)), {"t": (bags,)})
+    grads = [torch.tensor([[1.0], [1e8]]), torch.tensor([[0.0], [-1e8]])]
+
+    table.update(None, ints(1, 1), grads, pooling, step=0)
+
+    assert table.lookup(ints(1)).item() == -1.0
+
+
+# ---- training
+
+
+def test_gradients_are_summed_in_input_order(engine: str) -> None:
+    table = sgd_table(engine, 1)
+    # A 1 added while the sum is 1e8 is lost to rounding; added after the -1e8 it is not.
+    grads = torch.tensor([[1e8], [1.0], [-1e8], [1.0]])
+
+    table.apply_gradients(ints(5, 5, 5, 5), grads, step=0)
+    table.apply_gradients(ints(6, 6, 6, 6), grads[[0, 2, 1, 3]], step=0)
+
+    assert table.lookup(ints(5, 6)).tolist() == [[-1.0], [-2.0]]
+
+
+def test_an_update_with_rows_is_an_update_without(engine: str) -> None:
+    with_rows, without = (sgd_table(engine, optimizer=Adagrad(), initializer=Normal()) for _ in "ab")
+    ids, grads = ints(4, 2, 4, LOWEST), torch.arange(8.0).reshape(4, 2)
+    for step in range(3):
+        with_rows.update(with_rows.find(ids), ids, grads, step=step, epoch=with_rows.epoch, time=1)
+        without.apply_gradients(ids, grads, step=step, time=1)
+
+    assert_same_tables(whole(with_rows), whole(without))
+
+
+def test_a_table_that_is_not_trainable_refuses_updates_but_takes_rows(engine: str) -> None:
+    config = TableConfig("frozen", dim=1, optimizer=SGD(), initializer=Zeros(), trainable=False)
+    table = Table(config, engine=engine)
+    table.assign(ints(1), torch.tensor([[2.0]]))
+
+    with unchanged(table), pytest.raises(UsageError, match="'frozen' is not trainable"):
+        table.apply_gradients(ints(1), torch.ones(1, 1), step=0)
+    assert table.lookup(ints(1)).item() == 2.0
+
+
+# ---- times
+
+
+@pytest.mark.parametrize("time", [0, 7, 2**32 - 1, 7.9])
+def test_every_write_sets_the_time(engine: str, time: float) -> None:
+    table = sgd_table(engine, 1)
+    one = torch.ones(1, 1)
+    writes: list[Callable[[Tensor], object]] = [
+        lambda ids: table.apply_gradients(ids, one, step=0, time=time),
+        lambda ids: table.update(None, ids, [one], Pooling.sum("t", ints(0, 1), 1), step=0, time=time),
+        lambda ids: table.assign(ids, one, time=time),
+        lambda ids: table.assign_add(ids, one, time=time),
+        lambda ids: table.reinitialize(ids, time=time),
+    ]
+    for id, write in enumerate(writes):
+        table.assign(ints(id), one, time=3)
+        write(ints(id))
+
+    assert set(times_of(table).values()) == {int(time)}
+
+
+def test_a_time_may_go_backwards_and_reading_leaves_it(engine: str) -> None:
+    table = sgd_table(engine, 1)
+    table.assign(ints(1), torch.ones(1, 1), time=100)
+
+    table.apply_gradients(ints(1), torch.ones(1, 1), step=0, time=50)
+    table.lookup(ints(1))
+
+    assert times_of(table) == {1: 50}
+
+
+def test_without_a_time_the_clock_is_asked(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time", lambda: 1234.5)
+    table = sgd_table(engine, 1)
+
+    table.assign(ints(1), torch.ones(1, 1))
+
+    assert times_of(table) == {1: 1234}
+
+
+# ---- assigning
+
+
+def test_of_duplicates_the_last_assignment_stays(engine: str) -> None:
+    table = sgd_table(engine, 1)
+
+    table.assign(ints(1, 2, 1), torch.tensor([[1.0], [2.0], [3.0]]))
+
+    assert table.lookup(ints(1, 2)).tolist() == [[3.0], [2.0]]
+    assert len(table) == 2
+
+
+def test_assign_keeps_every_bit(engine: str) -> None:
+    table = sgd_table(engine, 6)
+    odd = [-0.0, float("inf"), float("-inf"), float("nan"), 1e-45, 3.4028235e38]
+
+    table.assign(ints(1), torch.tensor([odd]))
+
+    assert_same_bits(table.lookup(ints(1)), torch.tensor([odd]))
+
+
+def test_assign_add_starts_from_the_initial_row_and_adds_in_order(engine: str) -> None:
+    table = sgd_table(engine, 1, initializer=Uniform(2.0, 2.0))
+
+    table.assign_add(ints(1, 2, 1), torch.tensor([[1e8], [1.0], [-1e8]]))
+
+    assert table.lookup(ints(1, 2)).tolist() == [[0.0], [3.0]]
+
+
+def test_a_new_row_gets_fresh_state_and_an_old_one_keeps_its_own(engine: str) -> None:
+    table = sgd_table(engine, 1, optimizer=Adagrad(initial_accumulator_value=0.5))
+    table.apply_gradients(ints(1), torch.full((1, 1), 2.0), step=0)
+
+    table.assign(ints(1, 2), torch.zeros(2, 1))
+    table.assign_add(ints(1, 3), torch.zeros(2, 1))
+
+    assert [state_of(table, id)["0/sum"] for id in (1, 2, 3)] == [[4.5], [0.5], [0.5]]
+
+
+def test_reinitialize_brings_weights_and_state_back(engine: str) -> None:
+    table = sgd_table(engine, optimizer=Adam(), initializer=Normal())
+    fresh = sgd_table(engine, optimizer=Adam(), initializer=Normal())
+    ids = ints(1, 2)
+    table.apply_gradients(ids, torch.ones(2, 2), step=0)
+    fresh.apply_gradients(ints(3), torch.ones(1, 2), step=0, time=9)
+
+    status = table.reinitialize(ints(1, 2, 3, 3, 1), time=9)
+    fresh.reinitialize(ints(3, 2, 1), time=9)
+
+    # The second 3 was there already when its turn came.
+    assert status.dtype == torch.int32
+    assert status.tolist() == [1, 1, 0, 1, 1]
+    assert_same_tables(whole(table), whole(fresh))
+
+
+# ---- removing
+
+
+def test_a_removed_id_reads_as_missing_and_starts_anew(engine: str) -> None:
+    table = sgd_table(engine, optimizer=Adagrad(), initializer=Normal())
+    initial = table.lookup(ints(1, 2))
+    table.apply_gradients(ints(1, 2), torch.ones(2, 2), step=0)
+
+    assert table.remove(ints(1)) == 1
+
+    assert len(table) == 1
+    assert 1 not in table
+    assert 2 in table
+    assert_same_bits(table.lookup(ints(1)), initial[:1])
+    table.apply_gradients(ints(1), torch.zeros(1, 2), step=0)
+    assert_same_bits(table.lookup(ints(1)), initial[:1])
+    assert state_of(table, 1)["0/sum"] == [0.0, 0.0]
+
+
+def test_remove_counts_ids_that_had_a_row(engine: str) -> None:
+    table = sgd_table(engine)
+    table.assign(ints(*EXTREME_IDS), torch.zeros(len(EXTREME_IDS), 2))
+
+    assert table.remove(ints(LOWEST, 77, LOWEST, HIGHEST)) == 2
+    assert table.remove(ints(LOWEST)) == 0
+    assert len(table) == len(EXTREME_IDS) - 2
+
+
+def test_the_memory_of_removed_rows_is_reused(engine: str) -> None:
+    table = sgd_table(engine, 16)
+    ids = torch.arange(200)
+    table.assign(ids, torch.ones(200, 16))
+    before = table.memory().rows
+
+    for generation in range(1, 5):
+        table.remove(ids + 200 * (generation - 1))
+        table.assign(ids + 200 * generation, torch.ones(200, 16))
+
+    assert len(table) == 200
+    assert table.memory().rows == before
+
+
+def test_clear_forgets_everything_and_gives_memory_back(engine: str) -> None:
+    table = sgd_table(engine, initializer=Normal())
+    ids = torch.arange(200)
+    initial = table.lookup(ids)
+    table.assign(ids, torch.ones(200, 2))
+
+    table.clear()
+
+    assert len(table) == 0
+    assert list(table.scan()) == []
+    assert table.memory().rows == 0
+    assert_same_bits(table.lookup(ids), initial)
+    table.assign(ints(5), torch.ones(1, 2))
+    assert len(table) == 1
+
+
+def test_without_a_policy_nothing_is_evicted(engine: str) -> None:
+    table = sgd_table(engine)
+    table.assign(ints(1), torch.zeros(1, 2), time=0)
+
+    with unchanged(table):
+        removed = table.evict(2**32 - 1)
+
+    assert removed.dtype == torch.int64
+    assert removed.tolist() == []
+
+
+# ---- looking at a table
+
+
+def test_reserve_makes_room_and_changes_nothing_else(engine: str) -> None:
+    table = sgd_table(engine)
+    table.assign(ints(1), torch.ones(1, 2))
+
+    with unchanged(table):
+        table.reserve(1000)
+    capacity = table.stats().capacity
+    table.assign(torch.arange(1000), torch.ones(1000, 2))
+
+    assert capacity >= 1000
+    assert table.stats().capacity == capacity
+    assert not table.stats().growing
+
+
+def test_stats_and_memory_say_what_is_there(engine: str) -> None:
+    table = sgd_table(engine, 4, optimizer=Adagrad(), name="user")
+    table.track("sync")
+    table.assign(torch.arange(100), torch.ones(100, 4))
+    stats, memory = table.stats(), table.memory()
+
+    assert (stats.name, stats.engine, stats.rows) == ("user", engine, 100)
+    assert stats.capacity >= 100
+    assert stats.epoch == table.epoch
+    assert stats.consumers == ("sync",)
+    assert memory.rows >= 100 * 8 * 4
+    assert memory.total == memory.index + memory.rows + memory.side
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_table_is_not_copied_behind_ones_back(engine: str, duplicate: Callable[[Table], object]) -> None:
+    table = sgd_table(engine, name="user")
+
+    with pytest.raises(UsageError, match=r"'user' cannot be copied or pickled.*scan\(\) and restore"):
+        duplicate(table)
+
+
+def test_segments_lie_side_by_side(engine: str) -> None:
+    config = TableConfig(
+        "t",
+        segments=[Segment(d, optimizer=Adagrad(1.0, eps=0.0), initializer=Zeros()) for d in (1, 9, 3)],
+    )
+    table = Table(config, engine=engine)
+    grads = torch.arange(1.0, 14.0)[None]
+
+    table.apply_gradients(ints(1), grads, step=0)
+
+    assert_close(table.lookup(ints(1)), torch.full((1, 13), -1.0))
+    squares = {
+        "0/sum": grads[0, :1] ** 2,
+        "1/sum": grads[0, 1:10] ** 2,
+        "2/sum": grads[0, 10:] ** 2,
+    }
+    assert {k: torch.tensor(v) for k, v in state_of(table, 1).items()}.keys() == squares.keys()
+    for key, expected in squares.items():
+        assert_close(torch.tensor(state_of(table, 1)[key]), expected)
+
+
+def test_results_carry_no_gradient_history(engine: str) -> None:
+    table = sgd_table(engine)
+    rows: Tensor = torch.ones(1, 2, requires_grad=True)
+
+    table.assign(ints(1), rows)
+    table.assign_add(ints(1), rows)
+    table.apply_gradients(ints(1), rows, step=0)
+
+    assert not table.lookup(ints(1)).requires_grad
+    assert table.lookup(ints(1)).tolist() == [[1.0, 1.0]]

@@ -1,0 +1,600 @@
+"""What tables refuse, naming the table and the field and changing nothing; and what is legal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith import FTRL, SGD, Adagrad, Normal, Piecewise, Pooling, Segment, Table, TableConfig
+from megalith.errors import InputError, MegalithError, UnknownNameError, UsageError
+from megalith.ops import Bags, Part
+from megalith.table import Chunk
+
+from .support import (
+    EXTREME_IDS,
+    as_sets,
+    assert_same_bits,
+    assert_same_tables,
+    ints,
+    sgd_table,
+    summed,
+    unchanged,
+    whole,
+)
+
+DIM = 3
+TOO_LARGE = 1e39  # a finite number that is infinite in float32
+Call = Callable[[Table], object]
+
+
+@pytest.fixture
+def table(engine: str) -> Table:
+    """A table "user" that holds ids 1 and 2."""
+    config = TableConfig(
+        "user",
+        segments=[
+            Segment(1, optimizer=SGD(1.0), initializer=Normal()),
+            Segment(2, optimizer=Adagrad(0.1), initializer=Normal()),
+        ],
+    )
+    made = Table(config, engine=engine)
+    made.track("sync")
+    made.apply_gradients(ints(1, 2), torch.ones(2, DIM), step=0, time=5)
+    made.drain_touched("sync")
+    return made
+
+
+def refuses(table: Table, call: Call, *words: str, kind: type[MegalithError] = InputError) -> None:
+    """Then the call raises, says the table and the words, and has written nothing."""
+    with unchanged(table), pytest.raises(kind) as raised:
+        call(table)
+    for word in ("'user'", *words):
+        assert word in str(raised.value), raised.value
+    assert as_sets(table.drain_touched("sync")) == (set(), set())
+
+
+def ones(n: int = 1, dim: int = DIM) -> Tensor:
+    return torch.ones(n, dim)
+
+
+def meta(tensor: Tensor) -> Tensor:
+    return tensor.to("meta")
+
+
+# ---- ids
+
+TAKES_IDS: dict[str, Callable[[Table, Any], object]] = {
+    "find": lambda t, ids: t.find(ids),
+    "lookup": lambda t, ids: t.lookup(ids),
+    "read": lambda t, ids: t.read(t.find(ints(1)), ids),
+    "update": lambda t, ids: t.update(None, ids, ones(), step=0),
+    "apply_gradients": lambda t, ids: t.apply_gradients(ids, ones(), step=0),
+    "assign": lambda t, ids: t.assign(ids, ones()),
+    "assign_add": lambda t, ids: t.assign_add(ids, ones()),
+    "reinitialize": lambda t, ids: t.reinitialize(ids),
+    "remove": lambda t, ids: t.remove(ids),
+    "mark_touched": lambda t, ids: t.mark_touched("sync", ids),
+    "restore": lambda t, ids: t.restore(
+        Chunk(ids, ones(), {"1/sum": ones(1, 2)}, torch.zeros(1, dtype=torch.int64))
+    ),
+}
+
+
+@pytest.mark.parametrize("call", TAKES_IDS)
+@pytest.mark.parametrize(
+    "ids",
+    [
+        torch.tensor([1.0]),
+        torch.tensor([1], dtype=torch.int16),
+        torch.tensor([1], dtype=torch.uint8),
+        torch.tensor([1], dtype=torch.uint64),
+        torch.tensor([True]),
+        torch.tensor(1),
+        torch.tensor([[1]]),
+        meta(torch.tensor([1])),
+        torch.tensor([1]).to_sparse(),
+        [1],
+        1,
+        None,
+    ],
+    ids=[
+        "float", "int16", "uint8", "uint64", "bool", "scalar", "matrix", "meta", "sparse", "list",
+        "int", "none",
+    ],
+)  # fmt: skip
+def test_ids_are_a_vector_of_whole_numbers_on_the_cpu(table: Table, call: str, ids: Any) -> None:
+    refuses(table, lambda t: TAKES_IDS[call](t, ids), "ids")
+
+
+# ---- gradients and rows
+
+BAD_MATRICES: dict[str, Any] = {
+    "float64": ones().double(),
+    "float16": ones().half(),
+    "bfloat16": ones().bfloat16(),
+    "int": ones().long(),
+    "too many rows": ones(2),
+    "too few rows": ones(0),
+    "too narrow": ones(1, DIM - 1),
+    "too wide": ones(1, DIM + 1),
+    "vector": torch.ones(DIM),
+    "cube": torch.ones(1, 1, DIM),
+    "meta": meta(ones()),
+    "sparse": ones().to_sparse(),
+    "list": [[1.0] * DIM],
+    "none": None,
+}
+
+
+@pytest.mark.parametrize("bad", BAD_MATRICES)
+def test_gradients_have_the_shape_of_the_rows(table: Table, bad: str) -> None:
+    grads = BAD_MATRICES[bad]
+    refuses(table, lambda t: t.apply_gradients(ints(3), grads, step=0), "grads")
+    refuses(table, lambda t: t.update(t.find(ints(3)), ints(3), grads, step=0), "grads")
+
+
+@pytest.mark.parametrize("bad", BAD_MATRICES)
+def test_assigned_rows_have_the_shape_of_the_rows(table: Table, bad: str) -> None:
+    refuses(table, lambda t: t.assign(ints(3), BAD_MATRICES[bad]), "rows")
+    refuses(table, lambda t: t.assign_add(ints(3), BAD_MATRICES[bad]), "rows")
+
+
+@pytest.mark.parametrize("bad", BAD_MATRICES)
+def test_pooled_gradients_have_the_shape_of_the_outputs(table: Table, bad: str) -> None:
+    pooling = Pooling.sum("user", ints(0, 1), DIM)
+    call = lambda t: t.update(None, ints(3), [BAD_MATRICES[bad]], pooling, step=0)  # noqa: E731
+    refuses(table, call, "grads[0]")
+
+
+@pytest.mark.parametrize("grads", [[], [ones(), ones()], ones(), None, 3.0])
+def test_pooled_gradients_are_one_per_output(table: Table, grads: Any) -> None:
+    pooling = Pooling.sum("user", ints(0, 1), DIM)
+    refuses(table, lambda t: t.update(None, ints(3), grads, pooling, step=0), "grad", "output")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("size", [1, 8, 4096, 70_000])
+@pytest.mark.parametrize("at", [0, -1])
+def test_gradients_are_finite(table: Table, value: float, size: int, at: int) -> None:
+    grads = torch.zeros(size, DIM)
+    grads[at, at] = value
+    ids = torch.arange(size)
+
+    refuses(table, lambda t: t.apply_gradients(ids, grads, step=0), "grads", "NaN or Inf")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_pooled_gradients_are_finite(table: Table, value: float) -> None:
+    pooling = Pooling(
+        ((1, DIM), (1, DIM)),
+        {"user": (Bags(ints(0, 1), (Part(0, 0, 0, DIM), Part(1, 0, 0, DIM))),)},
+    )
+    grads = [ones(), torch.tensor([[0.0, 0.0, value]])]
+
+    call = lambda t: t.update(None, ints(3), grads, pooling, step=0)  # noqa: E731
+    refuses(table, call, "grads of output 1", "NaN or Inf")
+
+
+@pytest.mark.parametrize(
+    ("field", "bag"),
+    [
+        ("weights", {"weights": torch.tensor([1.0, math.nan])}),
+        ("weights", {"weights": torch.tensor([1.0, math.inf])}),
+        ("divisor", {"divisor": torch.tensor([math.nan])}),
+        ("divisor", {"divisor": torch.tensor([0.0])}),
+    ],
+)
+def test_a_pooling_must_not_make_gradients_infinite(table: Table, field: str, bag: dict[str, Tensor]) -> None:
+    pooling = summed("user", ints(0, 2), DIM, **bag)
+    refuses(table, lambda t: t.update(None, ints(3, 4), [ones()], pooling, step=0), field)
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf, TOO_LARGE, "1", None])
+def test_a_scale_is_finite(table: Table, scale: Any) -> None:
+    refuses(table, lambda t: t.update(None, ints(3), ones(), step=0, scale=scale), "scale")
+
+
+# ---- rows from find()
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        torch.zeros(1, dtype=torch.int64),
+        torch.zeros(2, dtype=torch.int32),
+        torch.zeros(0, dtype=torch.int32),
+        torch.zeros(1, 1, dtype=torch.int32),
+        meta(torch.zeros(1, dtype=torch.int32)),
+        [0],
+    ],
+    ids=["int64", "too many", "too few", "matrix", "meta", "list"],
+)
+def test_rows_are_what_find_gave(table: Table, rows: Any) -> None:
+    refuses(table, lambda t: t.read(rows, ints(1)), "rows")
+    refuses(table, lambda t: t.update(rows, ints(1), ones(), step=0), "rows")
+
+
+# ---- steps, times, rates
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, "1", None, True])
+def test_a_step_is_a_whole_number_from_zero(table: Table, step: Any) -> None:
+    refuses(table, lambda t: t.apply_gradients(ints(3), ones(), step=step), "step")
+
+
+@pytest.mark.parametrize("time", [-1, 2**32, math.nan, math.inf, "now"])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda t, time: t.apply_gradients(ints(3), ones(), step=0, time=time),
+        lambda t, time: t.assign(ints(3), ones(), time=time),
+        lambda t, time: t.assign_add(ints(3), ones(), time=time),
+        lambda t, time: t.reinitialize(ints(3), time=time),
+        lambda t, time: t.evict(time),
+    ],
+    ids=["apply_gradients", "assign", "assign_add", "reinitialize", "evict"],
+)
+def test_a_time_is_seconds_in_32_bits(table: Table, write: Callable[[Table, Any], object], time: Any) -> None:
+    refuses(table, lambda t: write(t, time), "time")
+
+
+@pytest.mark.parametrize("rate", [math.nan, math.inf, TOO_LARGE, -0.5, None])
+def test_a_schedule_must_give_a_rate(engine: str, rate: Any) -> None:
+    fine_then_bad = SGD(lambda step: 0.5 if step == 0 else rate)
+    segments = [Segment(1, optimizer=SGD(1.0)), Segment(2, optimizer=fine_then_bad)]
+    table = Table(TableConfig("user", segments=segments), engine=engine)
+    table.track("sync")
+    table.apply_gradients(ints(1), ones(), step=0)
+    table.drain_touched("sync")
+
+    refuses(table, lambda t: t.apply_gradients(ints(1, 2), ones(2), step=1), "rate", "step 1")
+
+
+def test_ftrl_refuses_a_rate_of_zero(engine: str) -> None:
+    optimizer = FTRL(Piecewise((1,), (0.1, 0.0)))
+    table = sgd_table(engine, DIM, optimizer=optimizer, name="user")
+    table.track("sync")
+    table.apply_gradients(ints(1), ones(), step=0)
+    table.drain_touched("sync")
+
+    refuses(table, lambda t: t.apply_gradients(ints(1, 2), ones(2), step=1), "FTRL", "step 1")
+
+
+def test_a_table_that_is_not_trainable_refuses_to_train(engine: str) -> None:
+    config = TableConfig("user", dim=DIM, optimizer=SGD(), trainable=False)
+    table = Table(config, engine=engine)
+    table.track("sync")
+
+    for call in (
+        lambda t: t.apply_gradients(ints(1), ones(), step=0),
+        lambda t: t.update(None, ints(1), [ones()], Pooling.sum("user", ints(0, 1), DIM), step=0),
+    ):
+        refuses(table, call, "not trainable", kind=UsageError)
+
+
+# ---- poolings
+
+Fields = dict[str, Any]
+
+
+def pooling_with(
+    *, outputs: Any = ((2, DIM),), offsets: Any = None, part: Fields | None = None, **bag: Any
+) -> Pooling:
+    """Two bags over three occurrences into one output, with something changed."""
+    fields: Fields = {"output": 0, "column": 0, "start": 0, "end": DIM, **(part or {})}
+    offsets = ints(0, 1, 3) if offsets is None else offsets
+    return Pooling(outputs, {"user": (Bags(offsets, (Part(**fields),), **bag),)})
+
+
+BAD_POOLINGS: dict[str, tuple[Callable[[], Pooling], str]] = {
+    "offsets descend": (lambda: pooling_with(offsets=ints(0, 2, 1)), "offsets"),
+    "offsets negative": (lambda: pooling_with(offsets=ints(-1, 1, 3)), "offsets"),
+    "offsets beyond the ids": (lambda: pooling_with(offsets=ints(0, 1, 4)), "offsets"),
+    "offsets int32": (lambda: pooling_with(offsets=ints(0, 1, 3).int()), "offsets"),
+    "offsets float": (lambda: pooling_with(offsets=ints(0, 1, 3).float()), "offsets"),
+    "offsets matrix": (lambda: pooling_with(offsets=ints(0, 1, 3)[None]), "offsets"),
+    "offsets empty": (lambda: pooling_with(offsets=ints()), "offsets"),
+    "offsets meta": (lambda: pooling_with(offsets=meta(ints(0, 1, 3))), "offsets"),
+    "offsets list": (lambda: pooling_with(offsets=[0, 1, 3]), "offsets"),
+    "too few bags": (lambda: pooling_with(offsets=ints(0, 1)), "bags"),
+    "too many bags": (lambda: pooling_with(offsets=ints(0, 1, 2, 3)), "bags"),
+    "features overlap": (
+        lambda: Pooling(
+            ((2, DIM),),
+            {
+                "user": (
+                    Bags(ints(0, 1, 3), (Part(0, 0, 0, DIM),)),
+                    Bags(ints(2, 3, 3), (Part(0, 0, 0, DIM, accumulate=True),)),
+                )
+            },
+        ),
+        "offsets",
+    ),
+    "weights short": (lambda: pooling_with(weights=torch.ones(2)), "weights"),
+    "weights long": (lambda: pooling_with(weights=torch.ones(4)), "weights"),
+    "weights matrix": (lambda: pooling_with(weights=torch.ones(3, 1)), "weights"),
+    "weights float64": (lambda: pooling_with(weights=torch.ones(3).double()), "weights"),
+    "weights meta": (lambda: pooling_with(weights=meta(torch.ones(3))), "weights"),
+    "divisor short": (lambda: pooling_with(divisor=torch.ones(1)), "divisor"),
+    "divisor long": (lambda: pooling_with(divisor=torch.ones(3)), "divisor"),
+    "divisor int": (lambda: pooling_with(divisor=torch.ones(2).long()), "divisor"),
+    "divisor meta": (lambda: pooling_with(divisor=meta(torch.ones(2))), "divisor"),
+    "output unknown": (lambda: pooling_with(part={"output": 1}), "output"),
+    "output negative": (lambda: pooling_with(part={"output": -1}), "output"),
+    "slice beyond the row": (lambda: pooling_with(part={"end": DIM + 1}), "slice"),
+    "slice far beyond the row": (lambda: pooling_with(part={"end": 2**40}), "slice"),
+    "slice negative": (lambda: pooling_with(part={"start": -1}), "slice"),
+    "slice empty": (lambda: pooling_with(part={"start": 2, "end": 2}), "slice"),
+    "slice upside down": (lambda: pooling_with(part={"start": 2, "end": 1}), "slice"),
+    "column negative": (lambda: pooling_with(part={"column": -1}), "columns"),
+    "column beyond the output": (lambda: pooling_with(part={"column": 1}), "columns"),
+    "column far beyond the output": (lambda: pooling_with(part={"column": 2**40}), "columns"),
+    "inner zero": (lambda: pooling_with(part={"inner": 0}), "bags"),
+    "inner negative": (lambda: pooling_with(part={"inner": -1}), "bags"),
+    "inner and bags differ": (lambda: pooling_with(part={"inner": 2}), "bags"),
+    "inner wider than the output": (
+        lambda: pooling_with(outputs=((1, DIM),), part={"inner": 2}),
+        "columns",
+    ),
+    "parts differ in inner": (
+        lambda: Pooling(
+            ((2, DIM), (1, 2 * DIM)),
+            {"user": (Bags(ints(0, 1, 3), (Part(0, 0, 0, DIM), Part(1, 0, 0, DIM, inner=2))),)},
+        ),
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_POOLINGS)
+def test_a_pooling_fits_the_ids_the_rows_and_the_outputs(table: Table, bad: str) -> None:
+    make, field = BAD_POOLINGS[bad]
+    pooling, ids = make(), ints(1, 2, 3)
+    outputs = [torch.ones(shape) for shape in pooling.outputs]
+
+    refuses(table, lambda t: t.read(t.find(ids), ids, pooling), field)
+    refuses(table, lambda t: t.read(t.find(ids), ids, pooling, out=outputs), field)
+    refuses(table, lambda t: t.update(None, ids, outputs, pooling, step=0), field)
+
+    assert all(bool((out == 1).all()) for out in outputs)
+
+
+def test_a_column_near_the_largest_number_is_refused(engine: str) -> None:
+    table = sgd_table(engine, 2, name="user")
+    table.track("sync")
+    pooling = Pooling(((1, 2),), {"user": (Bags(ints(0, 1), (Part(0, 2**63 - 1, 0, 2),)),)})
+
+    refuses(table, lambda t: t.read(t.find(ints(1)), ints(1), pooling, out=[torch.zeros(1, 2)]))
+
+
+@pytest.mark.parametrize(
+    "out",
+    [[], [ones(2), ones(2)], [ones(3)], [ones(2).double()], [torch.ones(DIM, 2).T], [meta(ones(2))]],
+    ids=["none", "two", "shape", "float64", "strided", "meta"],
+)
+def test_outputs_to_fill_have_the_poolings_shapes(table: Table, out: list[Tensor]) -> None:
+    ids, pooling = ints(1, 2, 3), pooling_with()
+    refuses(table, lambda t: t.read(t.find(ids), ids, pooling, out=out), "out")
+
+
+# ---- chunks
+
+
+def chunk_with(**changed: Any) -> Chunk:
+    """Row 3 whole, with something changed."""
+    fields: Fields = {
+        "ids": ints(3),
+        "rows": ones(),
+        "state": {"1/sum": ones(1, 2)},
+        "time": ints(0),
+    }
+    return Chunk(**{**fields, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "word"),
+    [
+        ({"rows": ones().double()}, "rows"),
+        ({"rows": ones(2)}, "rows"),
+        ({"rows": meta(ones())}, "rows"),
+        ({"rows": None}, "rows"),
+        ({"state": {}}, "state"),
+        ({"state": {"0/sum": ones(1, 2)}}, "state"),
+        ({"state": {"1/sum": ones(1, 2), "1/z": ones(1, 2)}}, "state"),
+        ({"state": {"1/sum": ones(1, 1)}}, "state 1/sum"),
+        ({"state": {"1/sum": ones(2, 2)}}, "state 1/sum"),
+        ({"state": {"1/sum": ones(1, 2).half()}}, "state 1/sum"),
+        ({"state": {"1/sum": None}}, "state 1/sum"),
+        ({"time": ints(-1)}, "time"),
+        ({"time": ints(2**32)}, "time"),
+        ({"time": ints(0, 0)}, "time"),
+        ({"time": ints(0).int()}, "time"),
+        ({"time": torch.tensor([0.0])}, "time"),
+        ({"time": meta(ints(0))}, "time"),
+        ({"time": None}, "time"),
+    ],
+)
+def test_a_chunk_fits_the_table(table: Table, changed: Fields, word: str) -> None:
+    refuses(table, lambda t: t.restore(chunk_with(**changed)), word)
+
+
+def test_the_chunk_used_above_is_otherwise_right(table: Table) -> None:
+    table.restore(chunk_with())
+    assert 3 in table
+
+
+@pytest.mark.parametrize("chunk_size", [0, -1])
+def test_chunks_hold_at_least_a_row(table: Table, chunk_size: int) -> None:
+    refuses(table, lambda t: list(t.scan(chunk_size)), "chunk_size")
+
+
+def test_less_than_nothing_cannot_be_reserved(table: Table) -> None:
+    refuses(table, lambda t: t.reserve(-1), "reserve")
+
+
+# ---- consumers
+
+
+def test_an_unknown_consumer_is_named_with_the_known_ones(table: Table) -> None:
+    for call in (
+        lambda t: t.drain_touched("other"),
+        lambda t: t.untrack("other"),
+        lambda t: t.mark_touched("other", ints(1)),
+    ):
+        refuses(table, call, "'other'", "'sync'", kind=UnknownNameError)
+    with pytest.raises(KeyError):
+        table.drain_touched("other")
+
+
+def test_a_ninth_consumer_is_refused(table: Table) -> None:
+    for number in range(2, 9):
+        table.track(f"consumer {number}")
+
+    refuses(table, lambda t: t.track("consumer 9"), "8 consumers", "untrack", kind=UsageError)
+    table.untrack("consumer 5")
+    table.track("consumer 9")
+    assert "consumer 9" in table.stats().consumers
+
+
+# ---- making a table
+
+
+@pytest.mark.parametrize("config", [None, "user", {"name": "user"}])
+def test_a_table_needs_a_config(engine: str, config: Any) -> None:
+    with pytest.raises(InputError, match="config must be a TableConfig"):
+        Table(config, engine=engine)
+
+
+# ---- legal
+
+
+def test_empty_batches_are_legal_everywhere(table: Table) -> None:
+    none, nothing = ints(), ones(0)
+    empty_bags = Pooling.sum("user", ints(0), DIM)
+    no_ids = Pooling.sum("user", ints(0, 0, 0), DIM)
+
+    with unchanged(table):
+        assert table.find(none).shape == (0,)
+        assert table.lookup(none).shape == (0, DIM)
+        assert table.read(table.find(none), none).shape == (0, DIM)
+        assert table.read(table.find(none), none, empty_bags)[0].shape == (0, DIM)
+        assert table.read(table.find(none), none, no_ids)[0].tolist() == [[0.0] * DIM] * 2
+        table.apply_gradients(none, nothing, step=0)
+        table.update(table.find(none), none, nothing, step=0, epoch=table.epoch)
+        table.update(None, none, [nothing], empty_bags, step=0)
+        table.update(None, none, [ones(2)], no_ids, step=0)
+        table.assign(none, nothing)
+        table.assign_add(none, nothing)
+        assert table.reinitialize(none).shape == (0,)
+        table.mark_touched("sync", none)
+        table.reserve(0)
+    assert table.remove(none) == 0
+    table.restore(Chunk(none, nothing, {"1/sum": ones(0, 2)}, none))
+    assert len(table) == 2
+    assert as_sets(table.drain_touched("sync")) == (set(), set())
+
+
+def test_empty_batches_are_legal_on_an_empty_table(engine: str) -> None:
+    table = sgd_table(engine, DIM)
+
+    table.apply_gradients(ints(), ones(0), step=0)
+    table.remove(ints(1))
+    table.clear()
+
+    assert len(table) == 0
+    assert list(table.scan()) == []
+
+
+def test_int32_ids_are_sign_extended(engine: str) -> None:
+    narrow, wide = sgd_table(engine, initializer=Normal()), sgd_table(engine, initializer=Normal())
+    ids = ints(-1, 0, 1, 2**31 - 1, -(2**31))
+    grads = torch.arange(10.0).reshape(5, 2)
+
+    assert_same_bits(narrow.lookup(ids.int()), wide.lookup(ids))
+    narrow.apply_gradients(ids.int(), grads, step=0, time=0)
+    wide.apply_gradients(ids, grads, step=0, time=0)
+
+    assert -1 in narrow
+    assert 2**32 - 1 not in narrow
+    assert_same_tables(whole(narrow), whole(wide))
+
+
+def test_strided_tensors_are_legal(engine: str) -> None:
+    strided, packed = (sgd_table(engine, 2, optimizer=Adagrad(), initializer=Normal()) for _ in range(2))
+    ids = torch.arange(20)[::2]
+    values = torch.arange(40.0).reshape(2, 20).T[::2]
+    assert not ids.is_contiguous()
+    assert not values.is_contiguous()
+    assert not strided.find(ids)[::2].is_contiguous()
+
+    for table, x, v in ((strided, ids, values), (packed, ids.contiguous(), values.contiguous())):
+        table.assign(x, v, time=0)
+        table.apply_gradients(x, v, step=0, time=0)
+        table.assign_add(x, v, time=0)
+        rows = table.find(torch.arange(20))[::2]
+        table.update(rows, x, v, step=1, time=0)
+        table.update(None, x, [v[:2]], Pooling.sum("t", ints(0, 5, 10), 2), step=2, time=0)
+        assert_same_bits(table.read(rows, x), table.lookup(x))
+
+    assert_same_tables(whole(strided), whole(packed))
+
+
+@pytest.mark.parametrize("field", ["offsets", "weights", "divisor"])
+def test_a_poolings_tensors_may_be_strided(engine: str, field: str) -> None:
+    table = sgd_table(engine, 1)
+    table.assign(ints(1, 2, 3), torch.tensor([[1.0], [2.0], [4.0]]))
+    fields = {
+        "offsets": ints(0, 1, 3),
+        "weights": torch.tensor([1.0, 2.0, 3.0]),
+        "divisor": torch.tensor([1.0, 2.0]),
+    }
+    fields[field] = torch.stack([fields[field], fields[field]], dim=1)[:, 0]
+    pooling = summed("t", fields.pop("offsets"), 1, **fields)
+    ids = ints(1, 2, 3)
+
+    (out,) = table.read(table.find(ids), ids, pooling)
+    table.update(None, ids, [torch.ones(2, 1)], pooling, step=0)
+
+    assert out.tolist() == [[1.0], [8.0]]
+    assert table.lookup(ids).tolist() == [[0.0], [1.0], [2.5]]
+
+
+def test_an_output_may_have_no_columns(engine: str) -> None:
+    table = sgd_table(engine, 1)
+    table.assign(ints(1), torch.ones(1, 1))
+    pooling = Pooling(((5, 0), (1, 1)), {"t": (Bags(ints(0, 1), (Part(1, 0, 0, 1),)),)})
+
+    empty, out = table.read(table.find(ints(1)), ints(1), pooling)
+
+    assert empty.shape == (5, 0)
+    assert out.tolist() == [[1.0]]
+
+
+def test_tensors_with_a_gradient_history_are_legal(engine: str) -> None:
+    table = sgd_table(engine, 2)
+    rows = torch.ones(1, 2, requires_grad=True)
+
+    table.restore(Chunk(ints(1), rows * 3, {}, ints(0)))
+    table.apply_gradients(ints(1), rows * 2, step=0)
+
+    assert not table.lookup(ints(1)).requires_grad
+    assert table.lookup(ints(1)).tolist() == [[1.0, 1.0]]
+
+
+def test_every_64_bit_id_is_legal(engine: str) -> None:
+    table = sgd_table(engine, 1)
+    ids = ints(*EXTREME_IDS)
+    values = torch.arange(1.0, ids.numel() + 1)[:, None]
+
+    table.assign(ids, values)
+    table.apply_gradients(ids, torch.ones_like(values), step=0)
+
+    assert all(id in table for id in EXTREME_IDS)
+    assert_same_bits(table.lookup(ids), values - 1)
+    assert table.remove(ids[1:]) == ids.numel() - 1
+    assert [id in table for id in EXTREME_IDS] == [True] + [False] * (ids.numel() - 1)

@@ -1,0 +1,515 @@
+"""The native layer: kernels, borrowed tensors, fork, the GIL, limits, and life without it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from megalith import SGD, Normal, Pooling, Table, TableConfig, Zeros, _native
+from megalith.errors import InputError, TableFullError
+from megalith.table import Chunk
+from megalith.table.cpu import CpuTable, set_huge_pages
+
+from .support import (
+    EXTREME_IDS,
+    OPTIMIZERS,
+    as_sets,
+    assert_same_bits,
+    assert_same_tables,
+    ints,
+    sgd_table,
+    summed,
+    unchanged,
+    whole,
+)
+
+
+def life(table: Table) -> Chunk:
+    """Flat, pooled, weighted and averaged training, some removal; then the whole table."""
+    generator = torch.Generator().manual_seed(table.dim)
+    offsets = torch.arange(0, 301, 5)
+    for step in range(4):
+        ids = torch.randint(-40, 40, (300,), generator=generator) << 33
+        table.apply_gradients(ids, torch.randn(300, table.dim, generator=generator), step=step, time=step)
+        grads = [torch.randn(60, table.dim, generator=generator)]
+        for fields in (
+            {},
+            {"weights": torch.randn(300, generator=generator)},
+            {"divisor": torch.full((60,), 5.0)},
+        ):
+            pooling = summed("t", offsets, table.dim, **fields)
+            (out,) = table.read(table.find(ids), ids, pooling)
+            table.update(table.find(ids), ids, grads, pooling, step=step, time=step)
+            table.assign_add(ids[:60], out * 0.01, time=step)
+        table.remove(ids[:5])
+    return whole(table)
+
+
+# ---- kernels
+
+
+@pytest.mark.parametrize("dim", [1, 3, 8, 16, 20, 32, 64, 100])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_portable_kernels_give_the_bits_of_the_fast_ones(name: str, dim: int) -> None:
+    config = TableConfig("t", dim=dim, optimizer=OPTIMIZERS[name], initializer=Normal())
+
+    portable = life(CpuTable(config, kernels="portable"))
+    fast = life(CpuTable(config))
+
+    assert_same_tables(portable, fast)
+
+
+def test_a_table_says_which_kernels_it_uses() -> None:
+    config = TableConfig("t", dim=1, optimizer=SGD())
+
+    assert CpuTable(config, kernels="portable")._native.kernels == "portable"
+    assert CpuTable(config)._native.kernels == _native.kernels()
+
+
+def test_unknown_kernels_are_refused() -> None:
+    with pytest.raises(ValueError, match="kernels"):
+        CpuTable(TableConfig("t", dim=1, optimizer=SGD()), kernels="abacus")
+
+
+# ---- huge pages
+
+
+def test_huge_pages_do_not_show() -> None:
+    ids = torch.arange(70_000)  # two chunks of rows
+    tables = []
+    try:
+        for on in (True, False):
+            set_huge_pages(on)
+            table = sgd_table("cpu", 64, initializer=Normal())
+            table.apply_gradients(ids, torch.ones(ids.numel(), 64), step=0, time=0)
+            tables.append(whole(table))
+    finally:
+        set_huge_pages(True)
+
+    assert_same_tables(*tables)
+
+
+# ---- borrowing tensors
+
+
+@pytest.fixture(params=[True, False], ids=["exchange api", "attributes"])
+def exchange_api(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Both ways into a tensor's memory."""
+    on: bool = request.param
+    _native.set_exchange_api(on)
+    yield on
+    _native.set_exchange_api(True)
+
+
+def test_both_ways_into_a_tensor_give_the_same_table(exchange_api: bool) -> None:
+    table = sgd_table("cpu", 20, optimizer=OPTIMIZERS["adam"], initializer=Normal())
+    actual = life(table)
+    table.restore(actual)
+    _native.set_exchange_api(True)
+    expected = life(sgd_table("cpu", 20, optimizer=OPTIMIZERS["adam"], initializer=Normal()))
+
+    assert_same_tables(whole(table), expected)
+
+
+GOOD_IDS, GOOD_VALUES = ints(1, 2), torch.zeros(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("ids", "values", "message"),
+    [
+        (GOOD_IDS.int(), GOOD_VALUES, "ids: expected a contiguous int64 tensor"),
+        (GOOD_IDS.float(), GOOD_VALUES, "ids"),
+        (torch.tensor([1, 2], dtype=torch.uint64), GOOD_VALUES, "ids"),
+        (ints(1, 2, 3)[::2], GOOD_VALUES, "ids"),
+        (GOOD_IDS.to("meta"), GOOD_VALUES, "ids"),
+        ([1, 2], GOOD_VALUES, "ids"),
+        (None, GOOD_VALUES, "ids"),
+        ("ids", GOOD_VALUES, "ids"),
+        (torch.zeros(1, 1, 1, 1, 1, dtype=torch.int64), GOOD_VALUES, "ids"),
+        (GOOD_IDS, GOOD_VALUES.double(), "values: expected a contiguous float32 tensor"),
+        (GOOD_IDS, GOOD_VALUES.half(), "values"),
+        (GOOD_IDS, torch.zeros(2, dtype=torch.complex64), "values"),
+        (GOOD_IDS, GOOD_VALUES.T, "values"),
+        (GOOD_IDS, GOOD_VALUES[:, ::2], "values"),
+        (GOOD_IDS, torch.zeros(1).expand(4), "values"),
+        (GOOD_IDS, GOOD_VALUES.to_sparse(), "values"),
+        (GOOD_IDS, GOOD_VALUES.to("meta"), "values"),
+        (GOOD_IDS, [[1.0]], "values"),
+    ],
+)
+@pytest.mark.usefixtures("exchange_api")
+def test_the_native_layer_refuses_tensors_it_cannot_borrow(ids: object, values: object, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        _native.check_tensors(ids, values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("ids", "values"),
+    [
+        (GOOD_IDS, GOOD_VALUES),
+        (ints(), torch.zeros(0, 3)),
+        (ints(1), torch.zeros(5, 0)),
+        (ints(1, 2, 3)[1:], torch.zeros(4, 3)[1:3]),
+        (ints(1, 2)[::2], torch.zeros(3, 1).T),  # one element: strides do not matter
+        (ints(1), torch.nn.Parameter(torch.zeros(1, 3))),
+    ],
+    ids=["plain", "empty", "no columns", "offset", "one element", "parameter"],
+)
+@pytest.mark.usefixtures("exchange_api")
+def test_the_native_layer_borrows_every_contiguous_tensor(ids: Tensor, values: Tensor) -> None:
+    _native.check_tensors(ids, values)
+
+
+@pytest.mark.usefixtures("exchange_api")
+def test_the_native_layer_checks_shapes_itself() -> None:
+    table = CpuTable(TableConfig("t", dim=3, optimizer=SGD()))._native
+    rows = torch.zeros(2, dtype=torch.int32)
+
+    with pytest.raises(ValueError, match="ids: expected one dimension"):
+        table.find(GOOD_IDS[None], rows, 1)
+    with pytest.raises(ValueError, match="rows: expected one per id"):
+        table.find(ints(1), rows, 1)
+    with pytest.raises(ValueError, match=r"out: expected shape \[2, 3\]"):
+        table.read(None, -1, GOOD_IDS, torch.zeros(2, 4), 1)
+    with pytest.raises(ValueError, match=r"values: expected shape \[2, 3\]"):
+        table.assign(GOOD_IDS, torch.zeros(3, 3), False, 0, 1)
+    with pytest.raises(ValueError, match=r"grads: expected shape \[2, 3\]"):
+        table.update(None, -1, GOOD_IDS, torch.zeros(2, 2), None, [1.0], 0, 1.0, 1)
+    with pytest.raises(ValueError, match="learning_rates"):
+        table.update(None, -1, GOOD_IDS, GOOD_VALUES, None, [1.0, 1.0], 0, 1.0, 1)
+    with pytest.raises(ValueError, match="times"):
+        table.restore(GOOD_IDS, GOOD_VALUES, ints(1), 1)
+    assert len(table) == 0
+
+
+@pytest.mark.parametrize(
+    "segment",
+    [
+        (0, "sgd", [], 0, 0.0, 0.0),
+        (-1, "sgd", [], 0, 0.0, 0.0),
+        (1, "newton", [], 0, 0.0, 0.0),
+        (1, "sgd", [0.0] * 7, 0, 0.0, 0.0),
+        (1, "sgd", [], 4, 0.0, 0.0),
+        (1, "sgd", [], -1, 0.0, 0.0),
+    ],
+)
+def test_the_native_layer_refuses_segments_it_does_not_know(
+    segment: tuple[int, str, list[float], int, float, float],
+) -> None:
+    with pytest.raises(ValueError, match=r"segment|optimizer"):
+        _native.Table("t", [segment], key=0, missing_zeros=False)
+    with pytest.raises(ValueError, match="segment"):
+        _native.Table("t", [], key=0, missing_zeros=False)
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 31, 32, 33, 65_536, 65_537, 200_000])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_one_bad_number_is_found_wherever_it_is(size: int, bad: float) -> None:
+    values = torch.full((size,), torch.finfo(torch.float32).max)
+    for threads in (1, 2):
+        assert _native.all_finite(values, threads)
+    for at in {0, size // 2, size - 1} if size else ():
+        values[at] = bad
+        for threads in (1, 2):
+            assert not _native.all_finite(values, threads)
+        values[at] = -1e-45
+
+
+# ---- limits
+
+
+def full_table() -> CpuTable:
+    """A table "user" of at most ten rows that holds eight."""
+    config = TableConfig("user", dim=1, optimizer=SGD(1.0), initializer=Zeros())
+    table = CpuTable(config, max_rows=10)
+    table.assign(torch.arange(8), torch.ones(8, 1))
+    return table
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda t, ids: t.apply_gradients(ids, torch.ones(ids.numel(), 1), step=0),
+        lambda t, ids: t.update(
+            None, ids, [torch.ones(1, 1)], Pooling.sum("user", ints(0, ids.numel()), 1), step=0
+        ),
+        lambda t, ids: t.assign(ids, torch.ones(ids.numel(), 1)),
+        lambda t, ids: t.assign_add(ids, torch.ones(ids.numel(), 1)),
+        lambda t, ids: t.reinitialize(ids),
+        lambda t, ids: t.restore(Chunk(ids, torch.ones(ids.numel(), 1), {}, torch.zeros_like(ids))),
+    ],
+    ids=["apply_gradients", "pooled", "assign", "assign_add", "reinitialize", "restore"],
+)
+def test_a_full_table_refuses_before_anything_is_written(
+    write: Callable[[Table, Tensor], object],
+) -> None:
+    table = full_table()
+    table.track("a")
+
+    with unchanged(table), pytest.raises(TableFullError, match="'user' holds 8 rows"):
+        write(table, ints(0, 1, 100, 101, 102))
+    assert as_sets(table.drain_touched("a")) == (set(), set())
+
+    write(table, ints(0, 100, 101))
+    assert len(table) == 10
+    assert as_sets(table.drain_touched("a")) == ({0, 100, 101}, set())
+    write(table, torch.arange(8))
+
+
+def test_a_full_table_is_a_value_error_that_says_what_to_do() -> None:
+    with pytest.raises(ValueError, match="at most 10 rows; spread the table over more shards"):
+        full_table().reserve(11)
+
+
+def test_duplicates_of_a_new_id_need_one_row() -> None:
+    table = full_table()
+
+    table.apply_gradients(ints(*[100] * 11), torch.ones(11, 1), step=0)
+
+    assert len(table) == 9
+    assert table.lookup(ints(100)).item() == -11.0
+
+
+def test_duplicates_do_not_hide_how_many_rows_are_needed() -> None:
+    table = full_table()
+
+    with unchanged(table), pytest.raises(TableFullError, match="cannot take 3 more"):
+        table.apply_gradients(ints(*[100, 101, 102] * 4), torch.ones(12, 1), step=0)
+    table.apply_gradients(ints(*[100, 101] * 4), torch.ones(8, 1), step=0)
+
+    assert len(table) == 10
+    assert table.lookup(ints(100, 101, 0)).tolist() == [[-4.0], [-4.0], [1.0]]
+
+
+def test_removed_rows_make_room_again() -> None:
+    table = full_table()
+    table.assign(ints(-1, -2), torch.ones(2, 1))
+    for generation in range(20):
+        table.remove(torch.arange(8) + 10 * generation)
+        table.assign(torch.arange(8) + 10 * (generation + 1), torch.ones(8, 1))
+
+    assert len(table) == 10
+
+
+# ---- fork
+
+
+class Lookups(Dataset[Tensor]):
+    """Batches looked up by a data worker in the table it inherited."""
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        torch.set_num_threads(2)  # a worker starts with one
+        return self.table.lookup(torch.arange(20_000) + 1000 * index)
+
+
+@pytest.mark.usefixtures("restore_threads")
+def test_forked_data_workers_look_rows_up() -> None:
+    torch.set_num_threads(2)
+    table = sgd_table("cpu", 8, initializer=Normal())
+    ids = torch.arange(50_000)
+    table.apply_gradients(ids, torch.randn(50_000, 8), step=0)  # starts the pool's workers
+    data = Lookups(table)
+
+    loader = DataLoader(data, batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=60)
+
+    for index, rows in enumerate(loader):
+        assert_same_bits(rows, data[index])
+    assert index == 7
+
+
+def in_child(work: Callable[[], None]) -> None:
+    """Runs `work` in a forked child, which is killed after a minute, and expects it to end well."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            signal.alarm(60)
+            work()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert status == 0, f"the child ended with status {status}"
+
+
+@pytest.mark.usefixtures("restore_threads")
+def test_a_child_trains_its_own_copy() -> None:
+    torch.set_num_threads(2)
+    table = sgd_table("cpu", 8, initializer=Normal())
+    ids, ones = torch.arange(50_000), torch.ones(50_000, 8)
+    later = ids + 25_000
+    table.track("a")
+    table.apply_gradients(ids, ones, step=0, time=0)
+    parents, fresh = table.lookup(ids), table.lookup(later[25_000:])
+    expected = torch.cat([parents[25_000:], fresh]) - 1.0
+
+    def child() -> None:
+        # Two threads for the table; torch's own pool does not come back after a fork.
+        before = table.lookup(ids)
+        table.apply_gradients(later, ones, step=1)
+        after = table.lookup(later)
+        sgd_table("cpu", 8).assign(ids, ones)
+        torch.set_num_threads(1)
+        assert_same_bits(before, parents)
+        assert_same_bits(after, expected)
+        assert len(table) == 75_000
+        assert table.remove(ids[:10]) == 10
+        assert len(as_sets(table.drain_touched("a"))[0]) == 75_000 - 10
+
+    with unchanged(table):
+        in_child(child)
+    table.apply_gradients(ids, ones, step=1)
+    assert_same_bits(table.lookup(ids), parents - 1.0)
+
+
+@pytest.mark.usefixtures("restore_threads")
+def test_a_child_sees_whole_writes_and_open_locks() -> None:
+    torch.set_num_threads(2)
+    table = sgd_table("cpu", 16)
+    ids = torch.arange(20_000)
+    table.assign(ids, torch.zeros(ids.numel(), 16))
+    stop = threading.Event()
+    written = [0]
+
+    def write() -> None:
+        while not stop.is_set():
+            written[0] += 1
+            table.assign(ids, torch.full((ids.numel(), 16), float(written[0])))
+
+    def child() -> None:
+        torch.set_num_threads(1)  # for torch; the table's calls below use two
+        rows = torch.empty(ids.numel(), 16)
+        table._native.read(None, -1, ids, rows, 2)  # type: ignore[attr-defined]
+        first = float(rows[0, 0])
+        assert bool((rows == first).all()), "half a write"
+        table._native.assign(ids, rows, True, 0, 2)  # type: ignore[attr-defined]
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    try:
+        for _ in range(10):
+            in_child(child)
+    finally:
+        stop.set()
+        writer.join(60)
+    assert not writer.is_alive()
+    assert table.lookup(ids)[:, 0].tolist() == [float(written[0])] * ids.numel()
+
+
+# ---- the GIL
+
+
+@pytest.fixture
+def no_switching() -> Iterator[None]:
+    """Python threads take turns only where one lets go of the GIL by itself."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("no_switching")
+@pytest.mark.parametrize("call", ["find", "read", "pool", "update", "assign", "scan", "all_finite"])
+def test_native_calls_let_other_python_threads_run(call: str) -> None:
+    n, dim = 50_000, 16
+    table = CpuTable(TableConfig("t", dim=dim, optimizer=SGD()))
+    ids, rows = torch.arange(n), torch.empty(n, dtype=torch.int32)
+    values, times = torch.ones(n, dim), torch.empty(n, dtype=torch.int64)
+    table.assign(ids, values)
+    bags = [bag.native for bag in Pooling.sum("t", torch.arange(n + 1), dim).of("t")]
+    native = table._native
+    calls: dict[str, Callable[[], object]] = {
+        "find": lambda: native.find(ids, rows, 1),
+        "read": lambda: native.read(None, -1, ids, values, 1),
+        "pool": lambda: native.pool(None, -1, ids, bags, [values], 1),
+        "update": lambda: native.update(None, -1, ids, values, None, [0.1], 0, 1.0, 1),
+        "assign": lambda: native.assign(ids, values, False, 0, 1),
+        "scan": lambda: native.scan(0, times, values, times),
+        "all_finite": lambda: _native.all_finite(values, 1),
+    }
+    ready, go, ran = threading.Event(), threading.Event(), threading.Event()
+
+    def other() -> None:
+        ready.set()
+        go.wait()
+        ran.set()
+
+    thread = threading.Thread(target=other, daemon=True)
+    thread.start()
+    ready.wait()
+    go.set()
+    for _ in range(20_000):  # Python alone: nobody else gets a turn
+        _native.check_tensors(ids, values)
+    assert not ran.is_set(), "this test cannot tell"
+
+    for _ in range(2000):
+        calls[call]()
+        if ran.is_set():
+            break
+
+    assert ran.is_set(), "the native call kept the GIL"
+    thread.join(60)
+
+
+# ---- without the native module
+
+WITHOUT_NATIVE = """
+import sys
+sys.modules["megalith._native"] = None
+import torch
+import megalith
+from megalith.errors import NativeMissingError
+
+config = megalith.TableConfig("t", dim=2, optimizer=megalith.SGD(1.0), initializer=megalith.Zeros())
+table = megalith.Table(config, engine="reference")
+table.apply_gradients(torch.tensor([1, 1]), torch.ones(2, 2), step=0)
+assert table.lookup(torch.tensor([1])).tolist() == [[-2.0, -2.0]]
+for _ in range(2):
+    try:
+        megalith.Table(config)
+    except NativeMissingError as error:
+        assert isinstance(error, ImportError)
+        assert "pip install" in str(error), error
+        assert 'engine="reference"' in str(error), error
+    else:
+        raise SystemExit("made a native table without the native module")
+"""
+
+
+def test_megalith_imports_without_the_native_module() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT_NATIVE], capture_output=True, text=True, timeout=120
+    )
+
+    assert result.returncode == 0, result.stderr
+
+
+def test_ids_at_the_edge_of_64_bits_survive_the_native_layer(exchange_api: bool) -> None:
+    table = sgd_table("cpu", 1)
+    ids = ints(*EXTREME_IDS)
+    table.track("a")
+
+    table.assign(ids, torch.arange(1.0, ids.numel() + 1)[:, None])
+
+    assert as_sets(table.drain_touched("a")) == (set(EXTREME_IDS), set())
+    assert table.lookup(ids)[:, 0].tolist() == list(range(1, ids.numel() + 1))
+    with pytest.raises(InputError):
+        table.find(ids.double())

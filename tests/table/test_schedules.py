@@ -1,0 +1,153 @@
+"""Learning-rate schedules, by their numbers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalith import SGD, Piecewise, PolynomialDecay, Warmup
+from megalith.errors import InputError
+from megalith.table.schedules import rate_at
+
+NOT_RATES = [-0.1, math.nan, math.inf, -math.inf, "0.1", None]
+
+
+@pytest.mark.parametrize(
+    ("step", "rate"), [(0, 0.5), (1, 0.45), (5, 0.25), (9, 0.05), (10, 0.0), (11, 0.0), (10**9, 0.0)]
+)
+def test_polynomial_decay_is_linear_by_default_and_stays_at_its_end(step: int, rate: float) -> None:
+    assert PolynomialDecay(0.5, 10, 0.0)(step) == pytest.approx(rate, abs=1e-15)
+
+
+def test_polynomial_decay_ends_at_a_ten_thousandth_unless_told() -> None:
+    assert PolynomialDecay(1.0, 10)(10) == 0.0001
+
+
+@pytest.mark.parametrize(("step", "rate"), [(0, 1.0), (5, 1.5), (10, 2.0), (20, 2.0)])
+def test_polynomial_decay_may_grow(step: int, rate: float) -> None:
+    assert PolynomialDecay(1.0, 10, 2.0)(step) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(
+    ("power", "step", "rate"),
+    [(2.0, 5, 0.25 * 0.8 + 0.2), (0.5, 9, math.sqrt(0.1) * 0.8 + 0.2), (0.0, 7, 1.0)],
+)
+def test_polynomial_decay_raises_the_part_left_to_a_power(power: float, step: int, rate: float) -> None:
+    assert PolynomialDecay(1.0, 10, 0.2, power=power)(step) == pytest.approx(rate)
+
+
+# Stretched to the next multiple of 10 that the step has not passed: 11 is 11/20 of the way.
+@pytest.mark.parametrize(
+    ("step", "rate"), [(0, 1.0), (9, 0.1), (10, 0.0), (11, 0.45), (20, 0.0), (21, 0.3), (25, 1 / 6)]
+)
+def test_a_cycling_decay_starts_again(step: int, rate: float) -> None:
+    schedule = PolynomialDecay(1.0, 10, 0.0, cycle=True)
+    assert schedule(step) == pytest.approx(rate, abs=1e-15)
+
+
+@given(
+    initial=st.floats(0, 10),
+    end=st.floats(0, 10),
+    decay_steps=st.integers(1, 1000),
+    power=st.floats(0.1, 4),
+    cycle=st.booleans(),
+    step=st.integers(0, 10**6),
+)
+def test_polynomial_decay_stays_between_its_ends(
+    initial: float, end: float, decay_steps: int, power: float, cycle: bool, step: int
+) -> None:
+    rate = PolynomialDecay(initial, decay_steps, end, power, cycle)(step)
+    assert min(initial, end) - 1e-12 <= rate <= max(initial, end) + 1e-12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"decay_steps": 0}, "decay_steps"),
+        ({"decay_steps": -5}, "decay_steps"),
+        ({"power": math.nan}, "power"),
+        ({"power": math.inf}, "power"),
+        *[({"initial": rate}, "initial") for rate in NOT_RATES],
+        *[({"end": rate}, "end") for rate in NOT_RATES],
+    ],
+)
+def test_a_decay_that_makes_no_sense_is_refused(arguments: dict[str, Any], field: str) -> None:
+    with pytest.raises(InputError, match=f"PolynomialDecay: {field}"):
+        PolynomialDecay(**{"initial": 1.0, "decay_steps": 10, "end": 0.1, **arguments})
+
+
+@pytest.mark.parametrize(("step", "rate"), [(0, 0.1), (1, 0.2), (3, 0.4), (4, 0.5), (100, 0.5)])
+def test_warmup_climbs_from_its_start_to_the_rate(step: int, rate: float) -> None:
+    assert Warmup(0.5, steps=4, start=0.1)(step) == pytest.approx(rate)
+
+
+def test_warmup_starts_from_zero_unless_told() -> None:
+    assert Warmup(0.5, steps=4)(0) == 0.0
+
+
+# The decay runs from step 0, also under the warmup: 1.0, 0.9, 0.8, ...
+@pytest.mark.parametrize(("step", "rate"), [(0, 0.0), (1, 0.45), (2, 0.8), (3, 0.7), (10, 0.0)])
+def test_warmup_climbs_towards_what_follows_it(step: int, rate: float) -> None:
+    schedule = Warmup(PolynomialDecay(1.0, 10, 0.0), steps=2)
+    assert schedule(step) == pytest.approx(rate, abs=1e-15)
+
+
+def test_warmup_takes_a_callable() -> None:
+    assert Warmup(lambda step: step / 10, steps=4)(2) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"steps": 0}, {"steps": -1}, *[{"start": r} for r in NOT_RATES], *[{"then": r} for r in NOT_RATES]],
+)
+def test_a_warmup_that_makes_no_sense_is_refused(arguments: dict[str, Any]) -> None:
+    field = next(iter(arguments))
+    with pytest.raises(InputError, match=f"Warmup: {field}"):
+        Warmup(**{"then": 0.5, "steps": 4, **arguments})
+
+
+@pytest.mark.parametrize(("step", "rate"), [(0, 0.3), (9, 0.3), (10, 0.2), (19, 0.2), (20, 0.1)])
+def test_piecewise_changes_at_its_boundaries(step: int, rate: float) -> None:
+    assert Piecewise([10, 20], [0.3, 0.2, 0.1])(step) == rate  # type: ignore[arg-type]
+
+
+def test_piecewise_without_boundaries_is_constant() -> None:
+    assert Piecewise((), (0.3,))(10**9) == 0.3
+
+
+def test_schedules_are_values() -> None:
+    assert Piecewise([1], [1.0, 2.0]) == Piecewise((1,), (1.0, 2.0))  # type: ignore[arg-type]
+    assert SGD(Warmup(0.1, 5)) == SGD(Warmup(0.1, 5))
+    assert hash(PolynomialDecay(1.0, 10)) == hash(PolynomialDecay(1.0, 10))
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "rates", "message"),
+    [
+        ([10], [0.3], "1 boundaries need 2 rates"),
+        ([10], [0.3, 0.2, 0.1], "1 boundaries need 2 rates"),
+        ([20, 10], [0.3, 0.2, 0.1], "boundaries must ascend"),
+        ([10, 10], [0.3, 0.2, 0.1], "boundaries must ascend"),
+        *[([10], [0.3, rate], "rates must be finite") for rate in NOT_RATES],
+    ],
+)
+def test_a_piecewise_that_makes_no_sense_is_refused(boundaries: Any, rates: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Piecewise(boundaries, rates)
+
+
+@pytest.mark.parametrize(
+    ("lr", "rate"), [(0.5, 0.5), (1, 1.0), (lambda step: step * 0.1, 0.3), (Piecewise((), (2.0,)), 2.0)]
+)
+def test_a_rate_is_a_number_a_schedule_or_any_callable(lr: Any, rate: float) -> None:
+    assert SGD(lr).rate(3) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("rate", [-0.1, math.nan, math.inf])
+def test_a_callable_must_give_a_usable_rate(rate: float) -> None:
+    with pytest.raises(InputError, match="learning rate at step 7"):
+        rate_at(lambda step: rate, 7)

@@ -1,0 +1,263 @@
+"""Touched rows: what each consumer is told about changes, exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megalith import Normal, Pooling, Table
+
+from .support import EXTREME_IDS, HIGHEST, LOWEST, as_sets, ints, sgd_table, whole
+
+Ids = set[int]
+
+
+def tracked(engine: str, *consumers: str) -> Table:
+    """A table that holds ids 1, 2 and 3, none of them touched."""
+    table = sgd_table(engine, 1, initializer=Normal())
+    table.assign(ints(1, 2, 3), torch.ones(3, 1))
+    for consumer in consumers:
+        table.track(consumer)
+    return table
+
+
+def drained(table: Table, consumer: str = "a") -> tuple[Ids, Ids]:
+    return as_sets(table.drain_touched(consumer))
+
+
+WRITES: dict[str, Callable[[Table, torch.Tensor], object]] = {
+    "update": lambda t, ids: t.update(t.find(ids), ids, torch.ones(ids.numel(), 1), step=0, epoch=t.epoch),
+    "pooled update": lambda t, ids: t.update(
+        None,
+        ids,
+        [torch.ones(1, 1)],
+        Pooling.sum("t", ints(0, ids.numel()), 1),
+        step=0,
+    ),
+    "apply_gradients": lambda t, ids: t.apply_gradients(ids, torch.ones(ids.numel(), 1), step=0),
+    "zero gradients": lambda t, ids: t.apply_gradients(ids, torch.zeros(ids.numel(), 1), step=0),
+    "assign": lambda t, ids: t.assign(ids, torch.ones(ids.numel(), 1)),
+    "assign_add": lambda t, ids: t.assign_add(ids, torch.ones(ids.numel(), 1)),
+    "reinitialize": lambda t, ids: t.reinitialize(ids),
+    "restore": lambda t, ids: t.restore(whole(holding(t.engine, ids))),
+}
+
+
+def holding(engine: str, ids: torch.Tensor) -> Table:
+    table = sgd_table(engine, 1)
+    table.assign(ids, torch.ones(ids.numel(), 1))
+    return table
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_every_write_marks_old_and_new_rows(engine: str, write: str) -> None:
+    table = tracked(engine, "a")
+
+    WRITES[write](table, ints(2, LOWEST, 2, HIGHEST))
+
+    assert drained(table) == ({2, LOWEST, HIGHEST}, set())
+    assert drained(table) == (set(), set())
+
+
+def test_reading_marks_nothing(engine: str) -> None:
+    table = tracked(engine, "a")
+    ids = ints(1, 2, 77)
+
+    table.lookup(ids)
+    table.read(table.find(ids), ids, Pooling.sum("t", ints(0, 3), 1))
+    list(table.scan())
+    table.reserve(1000)
+
+    assert drained(table) == (set(), set())
+
+
+def test_what_happened_before_tracking_is_not_told(engine: str) -> None:
+    table = tracked(engine)
+    table.remove(ints(3))
+
+    table.track("a")
+
+    assert drained(table) == (set(), set())
+
+
+def test_drained_ids_are_int64(engine: str) -> None:
+    table = tracked(engine, "a")
+    table.assign(ints(1), torch.ones(1, 1))
+
+    for _ in range(2):  # with something in it, and empty
+        updated, removed = table.drain_touched("a")
+        assert updated.dtype == removed.dtype == torch.int64
+        assert updated.dim() == removed.dim() == 1
+
+
+def test_consumers_are_independent(engine: str) -> None:
+    table = tracked(engine, "a")
+    table.assign(ints(1), torch.ones(1, 1))
+    table.track("b")
+    table.assign(ints(2), torch.ones(1, 1))
+
+    assert drained(table, "a") == ({1, 2}, set())
+    table.assign(ints(3), torch.ones(1, 1))
+    table.remove(ints(2))
+
+    assert drained(table, "b") == ({3}, {2})
+    assert drained(table, "a") == ({3}, {2})
+    assert drained(table, "b") == (set(), set())
+
+
+def test_eight_consumers_each_hear_everything_once(engine: str) -> None:
+    names = [f"consumer {n}" for n in range(8)]
+    table = tracked(engine, *names)
+
+    table.assign(ints(1, 9), torch.ones(2, 1))
+    table.remove(ints(2))
+
+    for name in names:
+        assert drained(table, name) == ({1, 9}, {2})
+        assert drained(table, name) == (set(), set())
+
+
+def test_tracking_again_keeps_what_is_waiting(engine: str) -> None:
+    table = tracked(engine, "a")
+    table.assign(ints(1), torch.ones(1, 1))
+
+    table.track("a")
+
+    assert table.stats().consumers == ("a",)
+    assert drained(table) == ({1}, set())
+
+
+def test_untracking_forgets_and_a_successor_starts_clean(engine: str) -> None:
+    table = tracked(engine, "a", "b")
+    table.assign(ints(1), torch.ones(1, 1))
+    table.remove(ints(2))
+
+    table.untrack("a")
+    table.track("c")  # may take the place of "a"
+
+    assert set(table.stats().consumers) == {"b", "c"}
+    assert drained(table, "c") == (set(), set())
+    assert drained(table, "b") == ({1}, {2})
+
+
+def test_a_removed_id_is_told_as_removed_only(engine: str) -> None:
+    table = tracked(engine, "a")
+    table.assign(ints(1, 2), torch.ones(2, 1))
+
+    table.remove(ints(1, 1, 77))
+
+    assert drained(table) == ({2}, {1})
+
+
+def test_an_id_made_and_removed_is_told_as_removed(engine: str) -> None:
+    table = tracked(engine, "a")
+    table.assign(ints(50), torch.ones(1, 1))
+
+    table.remove(ints(50))
+
+    assert drained(table) == (set(), {50})
+
+
+def test_an_id_that_came_back_is_told_as_updated_only(engine: str) -> None:
+    table = tracked(engine, "a", "b")
+
+    table.remove(ints(1))
+    assert drained(table, "b") == (set(), {1})
+    table.assign(ints(1), torch.ones(1, 1))
+
+    assert drained(table, "a") == ({1}, set())
+    assert drained(table, "b") == ({1}, set())
+
+
+def test_a_row_that_changes_hands_is_not_confused(engine: str) -> None:
+    table = tracked(engine, "a")
+    table.assign(ints(1), torch.ones(1, 1))
+    table.remove(ints(1))
+    drained(table)
+
+    table.assign(ints(60), torch.ones(1, 1))  # takes the row that 1 let go
+
+    assert drained(table) == ({60}, set())
+
+
+def test_clear_tells_every_row_as_removed(engine: str) -> None:
+    table = tracked(engine, "a", "b")
+    table.assign(ints(*EXTREME_IDS), torch.ones(len(EXTREME_IDS), 1))
+    drained(table, "b")
+
+    table.clear()
+
+    everything = {1, 2, 3, *EXTREME_IDS}
+    assert drained(table, "a") == (set(), everything)
+    assert drained(table, "b") == (set(), everything)
+
+
+def test_tracking_goes_on_after_clear(engine: str) -> None:
+    table = tracked(engine, "a")
+
+    table.clear()
+    table.assign(ints(1, 8), torch.ones(2, 1))
+
+    assert drained(table) == ({1, 8}, {2, 3})
+
+
+# ---- giving back
+
+
+def test_a_failed_send_is_given_back(engine: str) -> None:
+    table = tracked(engine, "a", "b")
+    table.assign(ints(1, 2), torch.ones(2, 1))
+    table.remove(ints(3))
+    updated, removed = table.drain_touched("a")
+
+    table.mark_touched("a", updated)
+    table.mark_touched("a", removed)
+    table.assign(ints(9), torch.ones(1, 1))
+
+    assert drained(table, "a") == ({1, 2, 9}, {3})
+    assert drained(table, "b") == ({1, 2, 9}, {3})
+    table.mark_touched("b", ints(1))
+    assert drained(table, "a") == (set(), set())
+
+
+def test_what_is_given_back_follows_later_changes(engine: str) -> None:
+    table = tracked(engine, "a")
+    table.assign(ints(1), torch.ones(1, 1))
+    table.remove(ints(2))
+    drained(table)
+
+    table.mark_touched("a", ints(1, 2, 1))
+    table.remove(ints(1))
+    table.assign(ints(2), torch.ones(1, 1))
+
+    assert drained(table) == ({2}, {1})
+
+
+# ---- what it costs
+
+
+def test_flags_take_a_byte_a_row_and_nothing_without_a_consumer() -> None:
+    rows = 4096
+    plain, watched = (sgd_table("cpu", 1) for _ in range(2))
+    watched.track("a")
+    for table in (plain, watched):
+        table.assign(torch.arange(rows), torch.ones(rows, 1))
+
+    assert watched.memory().side - plain.memory().side == rows
+    plain.track("late")
+    assert plain.memory().side == watched.memory().side
+
+
+def test_many_rows_in_many_places(engine: str) -> None:
+    table = sgd_table(engine, 1)
+    table.track("a")
+    ids = torch.arange(900) * 7919
+    table.assign(ids, torch.ones(900, 1))
+    drained(table)
+
+    table.assign(ids[::3], torch.ones(300, 1))
+    table.remove(ids[1::3])
+
+    assert drained(table) == (set(ids[::3].tolist()), set(ids[1::3].tolist()))
