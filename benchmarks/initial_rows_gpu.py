@@ -27,7 +27,9 @@ def main() -> None:
     for initializer in (Constant(0.3), Uniform(), Normal(0.1, 2.0), TruncatedNormal(0.0, 0.01)):
         on_cpu = initial_rows(key, ids, [(DIM, initializer)])
         on_gpu = initial_rows(key, ids.cuda(), [(DIM, initializer)]).cpu()
-        native = Table(TableConfig("t", dim=DIM, optimizer=SGD(), initializer=initializer), seed=7).lookup(ids)
+        native = Table(TableConfig("t", dim=DIM, optimizer=SGD(), initializer=initializer), seed=7).lookup(
+            ids
+        )
         bits = [x.contiguous().view(torch.int32) for x in (on_cpu, on_gpu, native)]
         checks[repr(initializer)] = {
             "values": on_cpu.numel(),

@@ -109,7 +109,8 @@ struct BagsList {
       view.weights = vector_or_null(bag[1], "weights", n);
       view.divisor = vector_or_null(bag[2], "divisor", view.num_bags);
       const Kernels* k = find_kernels(nullptr);
-      require(!view.weights || k->all_finite(view.weights, n), "weights: NaN or Inf");
+      const int64_t first = view.offsets[0];
+      require(!view.weights || k->all_finite(view.weights + first, end - first), "weights: NaN or Inf");
       require(!view.divisor || k->all_finite(view.divisor, view.num_bags), "divisor: NaN or Inf");
       for (int64_t b = 0; view.divisor && b < view.num_bags; ++b)
         require(view.divisor[b] != 0.0f, "divisor: zero");

@@ -1,9 +1,9 @@
 // Row storage: chunks that never move, so a row number stays good for a row's life.
 //
-// Rows are not padded. A row's optimizer state follows its weights where that keeps the weights
-// of all rows on as few cache lines as alone (or they have no such alignment to lose); else
-// the states of a chunk lie together behind its weights. Then come the rows' ids and last-update
-// times, a bit each for "in use", and, once somebody tracks changes, a byte each of touched flags.
+// Rows are not padded. Where weights fill whole cache lines, a chunk's states lie together behind
+// its weights: reading touches weights only, and they stay aligned whatever the size of the state.
+// Else a row's state follows its weights. Then come the rows' ids and last-update times, a bit
+// each for "in use", and, once somebody tracks changes, a byte each of touched flags.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,9 @@ struct TableFull : std::length_error {
 class Rows {
  public:
   static constexpr int64_t kMaxRows = (int64_t{1} << 31) - 1;
-  static constexpr size_t kChunkBytes = size_t{8} << 20;
+  // Large, so that what lies beside the rows fills huge pages too; only written pages take memory.
+  static constexpr size_t kChunkBytes = size_t{64} << 20;
+  static constexpr size_t kSmallTable = size_t{4} << 20;
 
   Rows(std::string table, uint32_t weight_bytes, uint32_t state_bytes, int64_t max_rows)
       : table_(std::move(table)),
@@ -34,14 +36,14 @@ class Rows {
         state_bytes_(state_bytes),
         max_rows_(max_rows) {
     shift_ = 8;
-    while (shift_ < 20 && (size_t{row_size()} << (shift_ + 1)) <= kChunkBytes) ++shift_;
-    together_ = weight_bytes % 64 != 0 || row_size() % 64 == 0;
+    while (shift_ < 22 && (size_t{row_size()} << (shift_ + 1)) <= kChunkBytes) ++shift_;
+    together_ = weight_bytes % 64 != 0;
   }
 
   uint32_t row_size() const { return weight_bytes_ + state_bytes_; }
   int64_t used() const { return high_ - static_cast<int64_t>(free_.size()); }
   int64_t high() const { return high_; }  // every row number ever given lies below
-  bool tracked() const { return !flags_.empty() || tracking_; }
+  bool tracked() const { return tracking_; }
 
   RowsView view() const {
     return {weights_.data(), states_.data(), times_.data(), flags_.empty() ? nullptr : flags_.data(),
@@ -58,6 +60,10 @@ class Rows {
                       std::to_string(max_rows_) + " rows; spread the table over more shards");
     const size_t chunks = static_cast<size_t>((high_ + fresh + mask()) >> shift_);
     while (chunks_.size() < chunks) add_chunk();
+    // A table of ten rows stays on small pages.
+    if (static_cast<size_t>(high_ + fresh) * row_size() > kSmallTable) {
+      for (; huge_ < chunks_.size(); ++huge_) chunks_[huge_].prefer_huge_pages();
+    }
   }
 
   // Needs room made by prepare().
@@ -111,6 +117,12 @@ class Rows {
     tracking_ = true;
   }
 
+  void stop_tracking() {
+    flags_.clear();
+    flag_blocks_.clear();
+    tracking_ = false;
+  }
+
   // Bytes written so far: weights and state, and everything else.
   size_t row_bytes() const { return static_cast<size_t>(high_) * row_size(); }
   size_t side_bytes() const {
@@ -143,9 +155,6 @@ class Rows {
     const size_t rows = (n * row_size() + 63) / 64 * 64;
     Block block(rows + n * (sizeof(int64_t) + sizeof(uint32_t)) + n / 8);
     Block flags(tracking_ ? n : 0);
-    // A table of one chunk may hold ten rows: it stays on small pages.
-    if (chunks_.size() == 1) chunks_[0].prefer_huge_pages();
-    if (!chunks_.empty()) block.prefer_huge_pages();
     const size_t wanted = chunks_.size() + 1;
     weights_.reserve(wanted), states_.reserve(wanted), ids_.reserve(wanted), times_.reserve(wanted), live_.reserve(wanted);
     flags_.reserve(wanted), chunks_.reserve(wanted), flag_blocks_.reserve(wanted);
@@ -169,6 +178,7 @@ class Rows {
   bool together_;
   int64_t high_ = 0;
   bool tracking_ = false;
+  size_t huge_ = 0;  // chunks that asked for huge pages
   std::vector<int32_t> free_;
   std::vector<Block> chunks_, flag_blocks_;
   std::vector<char*> weights_, states_;

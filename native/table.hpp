@@ -225,6 +225,8 @@ class Table {
     const uint8_t bit = static_cast<uint8_t>(1u << consumer);
     tracked_ = static_cast<uint8_t>(tracked_ & ~bit);
     removed_[consumer].clear();
+    removed_[consumer].shrink_to_fit();
+    if (!tracked_) return rows_.stop_tracking();
     for (int64_t r = 0; r < rows_.high(); ++r)
       rows_.flag(static_cast<int32_t>(r)) &= static_cast<uint8_t>(~bit);
   }
@@ -330,23 +332,30 @@ class Table {
   // The rows to use now: the caller's when they are of this epoch, else found again.
   const int32_t* current_rows(const int32_t* rows, int64_t epoch, const int64_t* ids, int64_t n,
                               Scratch& scratch, int threads) const {
-    if (rows && epoch == epoch_ && in_range(rows, n)) return rows;
+    const bool current = epoch == epoch_, unknown = epoch == kUnknownEpoch;
+    if (rows && current && all_used(rows, n)) return rows;
     int32_t* found = scratch.rows.get(n);
-    if (!rows || epoch != kUnknownEpoch) {
+    if (!rows || !(current || unknown)) {
       find_rows(ids, n, found, threads);
       return found;
     }
+    // An id that was absent may have come since; a row of unknown epoch is checked.
+    const int64_t high = rows_.high();
     for (int64_t i = 0; i < n; ++i) {
-      const bool good = rows_.live(rows[i]) && rows_.id_of(rows[i]) == ids[i];
-      found[i] = good ? rows[i] : index_.find(ids[i]);
+      const int32_t row = rows[i];
+      const bool good = current ? row >= 0 && row < high : rows_.live(row) && rows_.id_of(row) == ids[i];
+      found[i] = good ? row : index_.find(ids[i]);
     }
     return found;
   }
 
-  bool in_range(const int32_t* rows, int64_t n) const {
-    int32_t highest = -1;
-    for (int64_t i = 0; i < n; ++i) highest = rows[i] > highest ? rows[i] : highest;
-    return highest < rows_.high();
+  bool all_used(const int32_t* rows, int64_t n) const {
+    int32_t lowest = 0, highest = -1;
+    for (int64_t i = 0; i < n; ++i) {
+      lowest = rows[i] < lowest ? rows[i] : lowest;
+      highest = rows[i] > highest ? rows[i] : highest;
+    }
+    return lowest >= 0 && highest < rows_.high();
   }
 
   const int32_t* find_or_create(const int64_t* ids, int64_t n, Scratch& scratch, int threads) {

@@ -48,11 +48,7 @@ inline void Table::update(const Update& u, int threads) {
   int32_t lowest = 0;
   for (int64_t i = 0; i < u.n; ++i) lowest = rows[i] < lowest ? rows[i] : lowest;
   if (lowest < 0) {
-    int32_t* mine = const_cast<int32_t*>(rows);
-    if (rows == u.rows) {  // the caller's; and an id absent then may be here now
-      mine = scratch.rows.get(u.n);
-      for (int64_t i = 0; i < u.n; ++i) mine[i] = rows[i] >= 0 ? rows[i] : index_.find(u.ids[i]);
-    }
+    int32_t* mine = scratch.rows.get(u.n);  // rows that are not the caller's lie here already
     int32_t* missing = scratch.missing.get(u.n);
     int64_t count = 0;
     for (const Range& r : ranges)

@@ -1,19 +1,15 @@
-"""The native layer: kernels, borrowed tensors, fork, the GIL, limits, and life without it."""
+"""The native layer: kernels, borrowed tensors, limits, the GIL, and life without it."""
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from megalith import SGD, Normal, Pooling, Table, TableConfig, Zeros, _native
 from megalith.errors import InputError, TableFullError
@@ -24,7 +20,6 @@ from .support import (
     EXTREME_IDS,
     OPTIMIZERS,
     as_sets,
-    assert_same_bits,
     assert_same_tables,
     ints,
     sgd_table,
@@ -299,119 +294,6 @@ def test_removed_rows_make_room_again() -> None:
         table.assign(torch.arange(8) + 10 * (generation + 1), torch.ones(8, 1))
 
     assert len(table) == 10
-
-
-# ---- fork
-
-
-class Lookups(Dataset[Tensor]):
-    """Batches looked up by a data worker in the table it inherited."""
-
-    def __init__(self, table: Table) -> None:
-        self.table = table
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> Tensor:
-        torch.set_num_threads(2)  # a worker starts with one
-        return self.table.lookup(torch.arange(20_000) + 1000 * index)
-
-
-@pytest.mark.usefixtures("restore_threads")
-def test_forked_data_workers_look_rows_up() -> None:
-    torch.set_num_threads(2)
-    table = sgd_table("cpu", 8, initializer=Normal())
-    ids = torch.arange(50_000)
-    table.apply_gradients(ids, torch.randn(50_000, 8), step=0)  # starts the pool's workers
-    data = Lookups(table)
-
-    loader = DataLoader(data, batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=60)
-
-    for index, rows in enumerate(loader):
-        assert_same_bits(rows, data[index])
-    assert index == 7
-
-
-def in_child(work: Callable[[], None]) -> None:
-    """Runs `work` in a forked child, which is killed after a minute, and expects it to end well."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            signal.alarm(60)
-            work()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    assert status == 0, f"the child ended with status {status}"
-
-
-@pytest.mark.usefixtures("restore_threads")
-def test_a_child_trains_its_own_copy() -> None:
-    torch.set_num_threads(2)
-    table = sgd_table("cpu", 8, initializer=Normal())
-    ids, ones = torch.arange(50_000), torch.ones(50_000, 8)
-    later = ids + 25_000
-    table.track("a")
-    table.apply_gradients(ids, ones, step=0, time=0)
-    parents, fresh = table.lookup(ids), table.lookup(later[25_000:])
-    expected = torch.cat([parents[25_000:], fresh]) - 1.0
-
-    def child() -> None:
-        # Two threads for the table; torch's own pool does not come back after a fork.
-        before = table.lookup(ids)
-        table.apply_gradients(later, ones, step=1)
-        after = table.lookup(later)
-        sgd_table("cpu", 8).assign(ids, ones)
-        torch.set_num_threads(1)
-        assert_same_bits(before, parents)
-        assert_same_bits(after, expected)
-        assert len(table) == 75_000
-        assert table.remove(ids[:10]) == 10
-        assert len(as_sets(table.drain_touched("a"))[0]) == 75_000 - 10
-
-    with unchanged(table):
-        in_child(child)
-    table.apply_gradients(ids, ones, step=1)
-    assert_same_bits(table.lookup(ids), parents - 1.0)
-
-
-@pytest.mark.usefixtures("restore_threads")
-def test_a_child_sees_whole_writes_and_open_locks() -> None:
-    torch.set_num_threads(2)
-    table = sgd_table("cpu", 16)
-    ids = torch.arange(20_000)
-    table.assign(ids, torch.zeros(ids.numel(), 16))
-    stop = threading.Event()
-    written = [0]
-
-    def write() -> None:
-        while not stop.is_set():
-            written[0] += 1
-            table.assign(ids, torch.full((ids.numel(), 16), float(written[0])))
-
-    def child() -> None:
-        torch.set_num_threads(1)  # for torch; the table's calls below use two
-        rows = torch.empty(ids.numel(), 16)
-        table._native.read(None, -1, ids, rows, 2)  # type: ignore[attr-defined]
-        first = float(rows[0, 0])
-        assert bool((rows == first).all()), "half a write"
-        table._native.assign(ids, rows, True, 0, 2)  # type: ignore[attr-defined]
-
-    writer = threading.Thread(target=write, daemon=True)
-    writer.start()
-    try:
-        for _ in range(10):
-            in_child(child)
-    finally:
-        stop.set()
-        writer.join(60)
-    assert not writer.is_alive()
-    assert table.lookup(ids)[:, 0].tolist() == [float(written[0])] * ids.numel()
 
 
 # ---- the GIL

@@ -19,6 +19,7 @@ from torch import Tensor
 from megalith.errors import InputError, UnknownNameError, UsageError
 from megalith.ops.pooling import Pooling
 from megalith.table.config import TableConfig
+from megalith.table.schedules import FLOAT32_MAX
 
 MAX_TIME = 2**32 - 1
 MAX_CONSUMERS = 8
@@ -259,8 +260,10 @@ class Table:
 
     # ---- looking at the table
 
-    def __contains__(self, id: int) -> bool:
-        return bool((self.find(torch.tensor([int(id)], dtype=torch.int64)) >= 0).item())
+    def __contains__(self, id: object) -> bool:
+        if not isinstance(id, int) or not -(2**63) <= id < 2**63:
+            return False
+        return bool((self.find(torch.tensor([id], dtype=torch.int64)) >= 0).item())
 
     @property
     def epoch(self) -> int:
@@ -360,7 +363,7 @@ class Table:
     ) -> None:
         """`update` after `check_ids` and `check_grads`, for callers that check several tables first."""
         rates = self.check_trainable(step)
-        if not (isinstance(scale, int | float) and math.isfinite(scale)):
+        if not (isinstance(scale, int | float) and abs(scale) <= FLOAT32_MAX):
             raise InputError(f"table {self.name!r}: scale must be finite, got {scale!r}")
         self._update(rows, epoch, ids, grads, pooling, rates, self.check_time(time), float(scale))
 
@@ -372,7 +375,7 @@ class Table:
         if ids.dim() != 1:
             raise InputError(f"table {self.name!r}: ids must have shape [n], got {list(ids.shape)}")
         self._check_place("ids", ids)
-        return ids.to(torch.int64).contiguous()
+        return ids.contiguous() if ids.dtype == torch.int64 else ids.to(torch.int64).contiguous()
 
     def _rows(self, rows: Tensor, ids: Tensor) -> Tensor:
         if not isinstance(rows, Tensor) or rows.dtype != torch.int32 or rows.shape != ids.shape:
@@ -381,13 +384,14 @@ class Table:
         return rows.contiguous()
 
     def _check_place(self, field: str, tensor: Tensor) -> None:
+        if tensor.is_cpu and tensor.layout is torch.strided:
+            return
         if tensor.layout != torch.strided:
             raise InputError(f"table {self.name!r}: {field} must be dense, got {tensor.layout}")
-        if tensor.device.type != "cpu":
-            raise InputError(
-                f"table {self.name!r}: {field} are on {tensor.device}, the {self.engine} engine "
-                "needs them on the CPU"
-            )
+        raise InputError(
+            f"table {self.name!r}: {field} are on {tensor.device}, the {self.engine} engine "
+            "needs them on the CPU"
+        )
 
     def _check_matrix(self, field: str, tensor: Tensor, rows: int, columns: int) -> None:
         if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32:

@@ -8,7 +8,6 @@ CPUs and GPUs round alike. `initial_rows` is the torch twin of native/initialize
 from __future__ import annotations
 
 import hashlib
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError
+from megalith.table.schedules import FLOAT32_MAX
 
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -33,7 +33,7 @@ class Initializer:
     def _check(self, *fields: str) -> None:
         for field in fields:
             value = getattr(self, field)
-            if not isinstance(value, int | float) or not math.isfinite(value):
+            if not isinstance(value, int | float) or not abs(value) <= FLOAT32_MAX:
                 raise InputError(f"{type(self).__name__}: {field} must be finite, got {value!r}")
 
 
@@ -89,6 +89,8 @@ class Uniform(Initializer):
         self._check("low", "high")
         if self.low > self.high:
             raise InputError(f"Uniform: low {self.low} is above high {self.high}")
+        if not self.high - self.low <= FLOAT32_MAX:
+            raise InputError(f"Uniform: from {self.low} to {self.high} is wider than a float32 holds")
 
     @property
     def params(self) -> tuple[float, float]:

@@ -129,7 +129,7 @@ class ReferenceTable(Table):
             return torch.tensor(rows, dtype=torch.int32), self._epoch
 
     def _current(self, rows: Tensor | None, epoch: int | None, ids: Tensor) -> Tensor:
-        if rows is None or epoch != self._epoch:
+        if rows is None or epoch != self._epoch or bool((rows < 0).any()):
             rows = self._find(ids)[0]
         return rows.to(torch.int64)
 

@@ -14,6 +14,8 @@ from megalith.errors import InputError
 
 LearningRate = float | Callable[[int], float]
 
+FLOAT32_MAX = 3.4028234e38  # what tables compute with; beyond it a number is infinite
+
 
 @dataclass(frozen=True)
 class PolynomialDecay:
@@ -105,7 +107,7 @@ def rate_at(lr: LearningRate, step: int) -> float:
             rate = float(rate)
         except (TypeError, ValueError):
             raise InputError(f"learning rate at step {step} is {rate!r}: it must be a number") from None
-    if not (math.isfinite(rate) and rate >= 0):
+    if not 0 <= rate <= FLOAT32_MAX:
         raise InputError(f"learning rate at step {step} is {rate}: it must be finite and not negative")
     return float(rate)
 
@@ -118,6 +120,6 @@ def check_rate(owner: str, lr: LearningRate) -> None:
 
 def _rates(owner: str, **fields: float) -> None:
     for field, value in fields.items():
-        good = isinstance(value, int | float) and math.isfinite(value) and value >= 0
+        good = isinstance(value, int | float) and 0 <= value <= FLOAT32_MAX
         if not good:
             raise InputError(f"{owner}: {field} must be finite and not negative, got {value!r}")

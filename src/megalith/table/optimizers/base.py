@@ -8,7 +8,6 @@ summed gradient per distinct row and the rate of this step.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,7 +15,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from megalith.errors import InputError
-from megalith.table.schedules import LearningRate, check_rate, rate_at
+from megalith.table.schedules import FLOAT32_MAX, LearningRate, check_rate, rate_at
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Optimizer:
         """Raises InputError for a field that is negative or not finite."""
         for field in fields:
             value = getattr(self, field)
-            good = isinstance(value, int | float) and math.isfinite(value) and value >= 0
+            good = isinstance(value, int | float) and 0 <= value <= FLOAT32_MAX
             if not good:
                 raise InputError(
                     f"{type(self).__name__}: {field} must be finite and not negative, got {value!r}"
