@@ -23,6 +23,10 @@ using nb::handle;
 // dim, optimizer, its hyper-parameters, initializer, its two parameters
 using SegmentTuple = std::tuple<int, std::string, std::vector<float>, int, float, float>;
 
+void require(bool condition, const char* message) {
+  if (!condition) throw std::invalid_argument(message);
+}
+
 TableOptions make_options(const std::string& name, const std::vector<SegmentTuple>& segments,
                           uint64_t key, bool missing_zeros, int64_t max_rows, const std::string& kernels) {
   TableOptions options;
@@ -44,6 +48,7 @@ TableOptions make_options(const std::string& name, const std::vector<SegmentTupl
   if (options.segments.empty()) throw std::invalid_argument("a table needs a segment");
   options.key = key;
   options.missing_zeros = missing_zeros;
+  require(max_rows >= 0 && max_rows <= Rows::kMaxRows, "max_rows: at most 2^31 - 1");
   options.max_rows = max_rows;
   options.kernels = kernels;
   return options;
@@ -74,10 +79,6 @@ float* borrow_matrix(handle tensor, const char* name, int64_t rows, int64_t colu
     throw std::invalid_argument(std::string(name) + ": expected shape [" + std::to_string(rows) +
                                 ", " + std::to_string(columns) + "]");
   return v.as<float>();
-}
-
-void require(bool condition, const char* message) {
-  if (!condition) throw std::invalid_argument(message);
 }
 
 // A pooling in the form of ops/pooling.py's Bags.native(): per feature (offsets, weights, divisor,
@@ -161,7 +162,7 @@ struct BagsList {
     view.start = static_cast<int32_t>(start);
     view.end = static_cast<int32_t>(end);
     view.inner = static_cast<int32_t>(inner);
-    view.accumulate = nb::cast<bool>(p[5]);
+    view.accumulate = PyObject_IsTrue(p[5].ptr()) == 1;
     return view;
   }
 };
@@ -219,8 +220,8 @@ NB_MODULE(_native, m) {
            },
            nb::arg("name"), nb::arg("segments"), nb::kw_only(), nb::arg("key"), nb::arg("missing_zeros"),
            nb::arg("max_rows") = Rows::kMaxRows, nb::arg("kernels") = "")
-      .def("__len__", &Table::size)
-      .def_prop_ro("epoch", &Table::epoch)
+      .def("__len__", &Table::size, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("epoch", &Table::epoch, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("kernels", &Table::kernels_name)
       .def_prop_ro("row_floats", [](const Table& t) { return t.row_floats(); })
       .def("find",
@@ -325,8 +326,8 @@ NB_MODULE(_native, m) {
            })
       .def("clear", &Table::clear, nb::call_guard<nb::gil_scoped_release>())
       .def("reserve", &Table::reserve, nb::call_guard<nb::gil_scoped_release>())
-      .def("track", &Table::track)
-      .def("untrack", &Table::untrack)
+      .def("track", &Table::track, nb::call_guard<nb::gil_scoped_release>())
+      .def("untrack", &Table::untrack, nb::call_guard<nb::gil_scoped_release>())
       .def("drain",
            [](Table& t, int consumer) {
              std::vector<int64_t> updated, removed;
@@ -345,12 +346,13 @@ NB_MODULE(_native, m) {
       .def("memory",
            [](const Table& t) {
              const Table::Memory m = t.memory();
-             return std::make_tuple(m.index, m.rows, m.side, m.reserved);
-           })
+             return std::make_tuple(m.index, m.rows, m.side);
+           },
+           nb::call_guard<nb::gil_scoped_release>())
       .def("shape", [](const Table& t) {
         const Table::Shape s = t.shape();
-        return std::make_tuple(s.rows, s.high, s.buckets, s.growing);
-      });
+        return std::make_tuple(s.rows, s.capacity, s.epoch, s.growing);
+      }, nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace megalith

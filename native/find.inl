@@ -33,12 +33,13 @@ static __attribute__((noinline)) int32_t find_displaced(const IndexView& index, 
     count = index.next_count;
     b = high_product(hash, count);
   }
-  for (;;) {
+  for (uint64_t left = count; left > 0; --left) {  // every bucket may have been passed once
     uint32_t mask = match(buckets[b], id);
     if (mask) return buckets[b].rows[__builtin_ctz(mask)];
     if (buckets[b].meta < kPassedOne) return -1;
     if (++b == count) b = 0;
   }
+  return -1;
 }
 
 static inline int32_t find_at(const IndexView& index, const Bucket* bucket, int64_t id) {

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 
 #include "hash.hpp"
 #include "memory.hpp"
@@ -29,7 +30,7 @@ class Index {
   Index() { reset(); }
 
   int64_t size() const { return size_; }
-  uint64_t num_buckets() const { return count_; }
+  int64_t capacity() const { return limit(growing() ? next_count_ : count_); }
   bool growing() const { return next_count_ != 0; }
 
   IndexView view() const {
@@ -45,12 +46,16 @@ class Index {
   int32_t find(int64_t id) const {
     const uint64_t hash = slot_hash(id);
     const Array a = owner(hash);
-    for (uint64_t b = high_product(hash, a.count);; b = following(b, a.count)) {
+    uint64_t b = high_product(hash, a.count);
+    // Counts outlive the ids that filled a bucket, so that every bucket may have been passed: one
+    // turn is enough in any case.
+    for (uint64_t left = a.count; left > 0; --left, b = following(b, a.count)) {
       const Bucket& bucket = a.buckets[b];
       for (uint32_t k = 0; k < (bucket.meta & kCountMask); ++k)
         if (bucket.keys[k] == id) return bucket.rows[k];
       if (bucket.meta < kPassedOne) return -1;
     }
+    return -1;
   }
 
   void prefetch(int64_t id) const {
@@ -59,7 +64,7 @@ class Index {
     __builtin_prefetch(a.buckets + high_product(hash, a.count), 1);
   }
 
-  // Makes room for `more` further ids; may throw bad_alloc and then changes nothing.
+  // Makes room for `more` further ids; may throw bad_alloc and then changes nothing that shows.
   void prepare(int64_t more) {
     const int64_t wanted = size_ + more;
     if (growing() && wanted > limit(next_count_)) finish_growth();
@@ -103,7 +108,8 @@ class Index {
     const uint64_t hash = slot_hash(id);
     const Array a = owner(hash);
     const uint64_t home = high_product(hash, a.count);
-    for (uint64_t b = home;; b = following(b, a.count)) {
+    uint64_t b = home;
+    for (uint64_t left = a.count; left > 0; --left, b = following(b, a.count)) {
       Bucket& bucket = a.buckets[b];
       for (uint32_t k = 0; k < (bucket.meta & kCountMask); ++k) {
         if (bucket.keys[k] != id) continue;
@@ -114,12 +120,14 @@ class Index {
       }
       if (bucket.meta < kPassedOne) return -1;
     }
+    return -1;
   }
 
   void reset() {
-    count_ = kFirstBuckets;
-    now_ = Block(count_ * sizeof(Bucket));
+    Block first(kFirstBuckets * sizeof(Bucket));
+    now_ = std::move(first);
     next_ = Block();
+    count_ = kFirstBuckets;
     next_count_ = cursor_ = 0;
     size_ = 0;
     released_ = 0;
@@ -203,7 +211,8 @@ class Index {
   // Moves the ids whose home in the old array is bucket `home`.
   void move_home(uint64_t home) {
     const Array a{array(now_), count_};
-    for (uint64_t b = home;; b = following(b, count_)) {
+    uint64_t b = home;
+    for (uint64_t left = count_; left > 0; --left, b = following(b, count_)) {
       Bucket& bucket = a.buckets[b];
       const bool more = bucket.meta >= kPassedOne;
       for (uint32_t k = 0; k < (bucket.meta & kCountMask);) {

@@ -1,5 +1,5 @@
 // The hot loops, compiled twice: kernels_portable.cpp for any CPU, kernels_avx2.cpp
-// for those with AVX2. `kernels()` picks once, at run time.
+// for those with AVX2. `find_kernels` picks at run time.
 //
 // Both give the same bits: vectors have eight lanes in either build, nothing is
 // reassociated or contracted.

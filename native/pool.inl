@@ -1,6 +1,6 @@
 // Reading rows: one by one, or straight into pooled outputs.
 
-constexpr int64_t kReadAhead = 24;
+constexpr int64_t kReadAhead = 40;
 
 MEGALITH_PREFETCHER prefetch_row(const TableView& table, int32_t row, int first, int last) {
   if (row < 0) return;

@@ -2,10 +2,11 @@
 //
 // Rows are not padded. Where weights fill whole cache lines, a chunk's states lie together behind
 // its weights: reading touches weights only, and they stay aligned whatever the size of the state.
-// Else a row's state follows its weights. Then come the rows' ids and last-update times, a bit
-// each for "in use", and, once somebody tracks changes, a byte each of touched flags.
+// Else a row's state follows its weights. Then come the rows' ids, a bit each for "in use" and their
+// last-update times; once somebody tracks changes, a block beside holds a byte each of touched flags.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -80,6 +81,12 @@ class Rows {
     return row;
   }
 
+  // Room to give back this many rows without allocating.
+  void prepare_give_back(int64_t n) {
+    const size_t wanted = free_.size() + static_cast<size_t>(n);
+    if (wanted > free_.capacity()) free_.reserve(std::max(wanted, 2 * free_.capacity()));
+  }
+
   void give_back(int32_t row) {
     free_.push_back(row);
     live_word(row) &= ~live_bit(row);
@@ -111,9 +118,13 @@ class Rows {
   void start_tracking() {
     if (tracking_) return;
     std::vector<Block> blocks;
-    for (size_t c = 0; c < chunks_.size(); ++c) blocks.emplace_back(size_t{1} << shift_);
+    std::vector<uint8_t*> flags;
+    for (size_t c = 0; c < chunks_.size(); ++c) {
+      blocks.emplace_back(size_t{1} << shift_);
+      flags.push_back(reinterpret_cast<uint8_t*>(blocks.back().data()));
+    }
     flag_blocks_ = std::move(blocks);
-    for (Block& b : flag_blocks_) flags_.push_back(reinterpret_cast<uint8_t*>(b.data()));
+    flags_ = std::move(flags);
     tracking_ = true;
   }
 
@@ -129,12 +140,6 @@ class Rows {
     size_t per_row = sizeof(int64_t) + sizeof(uint32_t) + (tracking_ ? 1 : 0);
     return static_cast<size_t>(high_) * per_row + static_cast<size_t>(high_ + 7) / 8 +
            free_.capacity() * sizeof(int32_t);
-  }
-  size_t reserved_bytes() const {
-    size_t total = 0;
-    for (const Block& b : chunks_) total += b.bytes();
-    for (const Block& b : flag_blocks_) total += b.bytes();
-    return total;
   }
 
   void clear() {

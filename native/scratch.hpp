@@ -42,14 +42,14 @@ struct WorkerScratch {
 
 struct Scratch {
   Buffer<int32_t> rows, missing, fresh, slots;
-  Buffer<int64_t> fresh_ids;
+  Buffer<int64_t> fresh_ids, starts, begin;
   Buffer<Entry> entries;
   Buffer<float> weights;
-  std::vector<int64_t> starts;
   std::vector<WorkerScratch> workers;
 
   void trim() {
     rows.trim(), missing.trim(), fresh.trim(), slots.trim(), fresh_ids.trim();
+    starts.trim(), begin.trim();
     entries.trim(), weights.trim();
     for (WorkerScratch& w : workers) w.unique.trim(), w.sums.trim();
   }

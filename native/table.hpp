@@ -5,6 +5,7 @@
 // each row's gradient is summed by one thread in input order.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <mutex>
 #include <shared_mutex>
@@ -54,7 +55,7 @@ class Table {
               options_.max_rows),
         kernels_(find_kernels(options_.kernels.empty() ? nullptr : options_.kernels.c_str())) {
     if (!kernels_) throw std::invalid_argument("this CPU or build has no such kernels");
-    for (const SegmentPlan& s : options_.segments) dim_ += s.dim;
+    dim_ = static_cast<int>(weight_floats(options_.segments));
   }
 
   int dim() const { return dim_; }
@@ -114,7 +115,7 @@ class Table {
 
   // ---- training
 
-  // Gradients must be finite and bags' offsets ascend within [0, n].
+  // Gradients must be finite and bags' offsets ascend within [0, n]. In update.hpp.
   void update(const Update& u, int threads);
 
   // ---- writing rows
@@ -148,6 +149,9 @@ class Table {
 
   int64_t remove(const int64_t* ids, int64_t n) {
     std::unique_lock<ForkSafeLock> hold(lock_);
+    rows_.prepare_give_back(std::min(n, index_.size()));
+    prepare_removed(std::min(n, index_.size()));
+    ++epoch_;
     int64_t removed = 0;
     for (int64_t i = 0; i < n; ++i) {
       const int32_t row = index_.erase(ids[i]);
@@ -156,7 +160,6 @@ class Table {
       note_removed(ids[i]);
       ++removed;
     }
-    ++epoch_;
     return removed;
   }
 
@@ -176,6 +179,7 @@ class Table {
 
   void clear() {
     std::unique_lock<ForkSafeLock> hold(lock_);
+    prepare_removed(index_.size());
     if (tracked_)
       for (int64_t r = 0; r < rows_.high(); ++r)
         if (rows_.live(static_cast<int32_t>(r))) note_removed(rows_.id_of(static_cast<int32_t>(r)));
@@ -234,21 +238,24 @@ class Table {
   void drain(int consumer, std::vector<int64_t>& updated, std::vector<int64_t>& removed) {
     std::unique_lock<ForkSafeLock> hold(lock_);
     const uint8_t bit = static_cast<uint8_t>(1u << consumer);
+    if (!(tracked_ & bit)) return;
     for (int64_t r = 0; r < rows_.high(); ++r) {
       const int32_t row = static_cast<int32_t>(r);
-      if (!(rows_.flag(row) & bit)) continue;
-      updated.push_back(rows_.id_of(row));
-      rows_.flag(row) &= static_cast<uint8_t>(~bit);
+      if (rows_.flag(row) & bit) updated.push_back(rows_.id_of(row));
     }
-    std::unordered_set<int64_t> seen;
+    keep_distinct(removed_[consumer]);
     for (int64_t id : removed_[consumer])
-      if (seen.insert(id).second && index_.find(id) < 0) removed.push_back(id);
+      if (index_.find(id) < 0) removed.push_back(id);
+    // Nothing can fail from here on: forget what the caller now has.
+    for (int64_t r = 0; r < rows_.high(); ++r)
+      rows_.flag(static_cast<int32_t>(r)) &= static_cast<uint8_t>(~bit);
     removed_[consumer].clear();
-    removed_[consumer].shrink_to_fit();
   }
 
   void mark(int consumer, const int64_t* ids, int64_t n) {
     std::unique_lock<ForkSafeLock> hold(lock_);
+    if (!(tracked_ & (1u << consumer))) return;
+    prepare_removed(n);
     for (int64_t i = 0; i < n; ++i) {
       const int32_t row = index_.find(ids[i]);
       if (row >= 0)
@@ -261,23 +268,22 @@ class Table {
   // ---- looking inside
 
   struct Memory {
-    size_t index, rows, side, reserved;
+    size_t index, rows, side;
   };
   Memory memory() const {
     std::shared_lock<ForkSafeLock> hold(lock_);
     size_t side = rows_.side_bytes();
     for (const auto& r : removed_) side += r.capacity() * sizeof(int64_t);
-    return {index_.bytes(), rows_.row_bytes(), side, rows_.reserved_bytes()};
+    return {index_.bytes(), rows_.row_bytes(), side};
   }
 
   struct Shape {
-    int64_t rows, high;
-    uint64_t buckets;
+    int64_t rows, capacity, epoch;
     bool growing;
   };
   Shape shape() const {
     std::shared_lock<ForkSafeLock> hold(lock_);
-    return {index_.size(), rows_.high(), index_.num_buckets(), index_.growing()};
+    return {index_.size(), index_.capacity(), epoch_, index_.growing()};
   }
 
  private:
@@ -365,31 +371,42 @@ class Table {
     int64_t count = 0;
     for (int64_t i = 0; i < n; ++i)
       if (rows[i] < 0) missing[count++] = static_cast<int32_t>(i);
-    create(ids, rows, missing, count, scratch, threads);
+    const int64_t created = prepare_missing(ids, rows, count, scratch);
+    create_missing(rows, count, created, scratch, threads);
     return rows;
   }
 
-  // Gives a row to the id at each missing position, in order of first occurrence. Room for all of
-  // them is made before the first one is inserted.
-  void create(const int64_t* ids, int32_t* rows, const int32_t* missing, int64_t count,
-              Scratch& scratch, int threads) {
-    if (count == 0) return;
+  // Creating rows for the positions in scratch.missing has two halves. This one may throw, and
+  // then nothing that shows has changed: it numbers the distinct ids by first occurrence (the
+  // number stands in rows until the second half) and makes room for all of them.
+  int64_t prepare_missing(const int64_t* ids, int32_t* rows, int64_t count, Scratch& scratch) {
+    if (count == 0) return 0;
+    const int32_t* missing = scratch.missing.get(count);
     int64_t* fresh_ids = scratch.fresh_ids.get(count);
     const int64_t created = number_distinct(ids, rows, missing, count, fresh_ids, scratch);
+    scratch.fresh.get(created);
     rows_.prepare(created);
     index_.prepare(created);
-    index_.advance(static_cast<uint64_t>(created) + kAdvanceEachCall);
+    return created;
+  }
+
+  // The half that cannot fail: inserts and initializes them.
+  void create_missing(int32_t* rows, int64_t count, int64_t created, Scratch& scratch, int threads) {
+    if (count == 0) return;
+    const int32_t* missing = scratch.missing.get(count);
+    const int64_t* ids = scratch.fresh_ids.get(count);
     int32_t* fresh = scratch.fresh.get(created);
+    index_.advance(static_cast<uint64_t>(created) + kAdvanceEachCall);
     constexpr int64_t kAhead = 12;
     for (int64_t k = 0; k < created; ++k) {
-      if (k + kAhead < created) index_.prefetch(fresh_ids[k + kAhead]);
-      fresh[k] = rows_.take(fresh_ids[k]);
-      index_.insert(fresh_ids[k], fresh[k]);
+      if (k + kAhead < created) index_.prefetch(ids[k + kAhead]);
+      fresh[k] = rows_.take(ids[k]);
+      index_.insert(ids[k], fresh[k]);
     }
     for (int64_t m = 0; m < count; ++m) rows[missing[m]] = fresh[rows[missing[m]]];
     const TableView table = view();
     for_ranges(created, 1024, threads, [&](int64_t first, int64_t last) {
-      kernels_->initialize(table, fresh + first, fresh_ids + first, last - first);
+      kernels_->initialize(table, fresh + first, ids + first, last - first);
     });
   }
 
@@ -421,10 +438,33 @@ class Table {
     if (tracked_) rows_.flag(row) |= tracked_;
   }
 
+  // Room to note this many removals without allocating. Repeated ids are dropped before a list
+  // grows, so it holds at most twice the ids that are really gone.
+  void prepare_removed(int64_t n) {
+    for (int c = 0; c < kMaxConsumers; ++c) {
+      if (!(tracked_ & (1u << c))) continue;
+      std::vector<int64_t>& list = removed_[c];
+      if (list.size() + static_cast<size_t>(n) <= list.capacity()) continue;
+      keep_distinct(list);
+      list.reserve(2 * list.size() + static_cast<size_t>(n));
+    }
+  }
+  static void keep_distinct(std::vector<int64_t>& ids) {
+    std::sort(ids.begin(), ids.end());
+    ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
+  }
+
   void note_removed(int64_t id) {
     for (int c = 0; c < kMaxConsumers; ++c)
       if (tracked_ & (1u << c)) removed_[c].push_back(id);
   }
+
+  // The parts of an update; see update.hpp.
+  struct Reached;
+  struct Parts;
+  Parts divide(const Reached& reached, int64_t high, int threads, Scratch& scratch) const;
+  void place(const Update& u, const Reached& reached, const int32_t* rows, Parts& parts,
+             int threads) const;
 
   static constexpr uint64_t kAdvanceEachCall = 256;
 

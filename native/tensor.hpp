@@ -136,6 +136,7 @@ inline TensorView borrow_by_attributes(nb::handle object, Kind kind, const char*
     view.shape[view.ndim++] = nb::cast<int64_t>(size);
   }
   view.data = reinterpret_cast<void*>(nb::cast<uintptr_t>(object.attr("data_ptr")()));
+  if (!view.data && view.numel() > 0) refuse(name, kind);
   return view;
 }
 
@@ -161,6 +162,7 @@ inline TensorView borrow(nb::handle object, Kind kind, const char* name) {
     if (t.shape[d] > 1 && t.strides[d] != expected) refuse(name, kind);
     expected *= t.shape[d];
   }
+  if (!t.data && view.numel() > 0) refuse(name, kind);  // a tensor without memory, as in tracing
   view.data = static_cast<char*>(t.data) + t.byte_offset;
   return view;
 }

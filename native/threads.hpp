@@ -6,6 +6,9 @@
 #pragma once
 
 #include <pthread.h>
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
 
 #include <atomic>
 #include <condition_variable>
@@ -14,7 +17,6 @@
 #include <mutex>
 #include <new>
 #include <set>
-#include <system_error>
 #include <thread>
 #include <type_traits>
 
@@ -84,8 +86,8 @@ class ThreadPool {
       while (workers_ < threads - 1) {
         try {
           std::thread([this, index = workers_ + 1] { serve(index); }).detach();
-        } catch (const std::system_error&) {
-          break;  // fewer helpers; the work is the same
+        } catch (...) {
+          break;  // no thread to be had: fewer helpers, the same work
         }
         ++workers_;
       }
@@ -102,7 +104,19 @@ class ThreadPool {
   }
 
  private:
+  // The caller's way with tiny numbers (flush to zero or not) is a flag of its CPU; helpers must
+  // compute as the caller would.
+  struct Rounding {
+#if defined(__x86_64__)
+    unsigned flags = _mm_getcsr();
+    void set() const { _mm_setcsr(flags); }
+#else
+    void set() const {}
+#endif
+  };
+
   struct Job {
+    Rounding rounding;
     int64_t tasks = 0;
     int helpers = 0;
     int active = 0;  // guarded by the pool's mutex
@@ -145,6 +159,7 @@ class ThreadPool {
       if (!job || index > job->helpers) continue;
       ++job->active;
       hold.unlock();
+      job->rounding.set();
       job->work_off(index);
       hold.lock();
       if (--job->active == 0) done_.notify_all();

@@ -1,5 +1,5 @@
-// Table::update: occurrences are parted by row range (stably, so input order is kept
-// inside a part), then each part is summed and applied by one thread.
+// Table::update: occurrences are parted by row range (stably, so input order is kept inside a
+// part), then each part is summed and applied by one thread.
 #pragma once
 
 #include <algorithm>
@@ -8,138 +8,157 @@
 
 namespace megalith {
 
-namespace detail {
+// The occurrences that reach an output: a range per feature, and each feature's first bag when the
+// bags of all features are counted through.
+struct Table::Reached {
+  struct Range {
+    int64_t first, last;
+  };
+  std::vector<Range> ranges;
+  std::vector<int64_t> bag_base{0};
+  int64_t n;
+  bool weighted = false;
 
-// How many rows make a part: few enough occurrences for the sums to stay in cache, a map of
-// at most 2^16 rows, and at most 4096 parts.
-inline uint32_t part_shift(int64_t rows, int64_t occurrences, int dim) {
-  const double wanted = 262144.0 / dim + 1.0;
-  const double rows_per_part =
-      static_cast<double>(rows) * wanted / static_cast<double>(occurrences + 1);
-  uint32_t shift = 6;
-  while (shift < 16 && static_cast<double>(int64_t{1} << (shift + 1)) <= rows_per_part) ++shift;
-  while ((rows >> shift) >= 4096) ++shift;
-  return shift;
+  explicit Reached(const Update& u) : n(u.n) {
+    for (const BagsView& b : u.bags) {
+      ranges.push_back({b.offsets[0], b.offsets[b.num_bags]});
+      bag_base.push_back(bag_base.back() + b.num_bags);
+      weighted |= b.weights != nullptr;
+    }
+    if (u.bags.empty()) ranges.push_back({0, u.n});
+  }
+};
+
+// Parts of 1 << shift rows. Slices are ranges of positions, one per thread; each knows where its
+// entries of each part begin (`starts`, slice-major), so the order of the input is kept.
+struct Table::Parts {
+  uint32_t shift;
+  int64_t count, slices;
+  int64_t* starts;
+  int64_t* begin;  // of each part, count + 1 long
+  int64_t most = 0;  // entries of the fullest part
+  Entry* entries;
+  float* weights;
+};
+
+// Sizes everything an update will write to, so that nothing can fail once rows are created.
+// `high`: row numbers will lie below.
+inline Table::Parts Table::divide(const Reached& reached, int64_t high, int threads,
+                                  Scratch& scratch) const {
+  Parts parts{};
+  // Few enough occurrences for the sums to stay in cache, enough for the gradients they read
+  // to share pages; a map of at most 2^16 rows; at most 4096 parts.
+  const double wanted = 262144.0 / dim_ + 1.0;
+  const double rows_per_part = static_cast<double>(high) * wanted / static_cast<double>(reached.n + 1);
+  parts.shift = 6;
+  while (parts.shift < 16 && static_cast<double>(int64_t{1} << (parts.shift + 1)) <= rows_per_part)
+    ++parts.shift;
+  while ((high >> parts.shift) >= 4096) ++parts.shift;
+  parts.count = (high >> parts.shift) + 1;
+  parts.slices = std::max<int64_t>(1, std::min<int64_t>(threads, reached.n / 4096));
+  parts.starts = scratch.starts.get(parts.slices * parts.count);
+  parts.begin = scratch.begin.get(parts.count + 1);
+  parts.entries = scratch.entries.get(reached.n);
+  parts.weights = reached.weighted ? scratch.weights.get(reached.n) : nullptr;
+
+  const int64_t distinct = std::min(reached.n, int64_t{1} << parts.shift);
+  const size_t workers = static_cast<size_t>(std::max(1, std::min(threads, ThreadPool::kMaxThreads)));
+  if (scratch.workers.size() < workers) scratch.workers.resize(workers);
+  for (size_t w = 0; w < workers; ++w) {
+    WorkerScratch& mine = scratch.workers[w];
+    if (mine.slots.size() < (size_t{1} << parts.shift)) mine.slots.assign(size_t{1} << parts.shift, 0);
+    mine.unique.get(distinct);
+    mine.sums.get((distinct + 1) * dim_);
+  }
+  return parts;
 }
 
-}  // namespace detail
+// Counts, then places every occurrence into its part.
+inline void Table::place(const Update& u, const Reached& reached, const int32_t* rows, Parts& parts,
+                         int threads) const {
+  std::fill(parts.starts, parts.starts + parts.slices * parts.count, 0);
+  ThreadPool::get().run(parts.slices, threads, [&](int64_t slice, int) {
+    int64_t* count = parts.starts + slice * parts.count;
+    const int64_t from = u.n * slice / parts.slices, to = u.n * (slice + 1) / parts.slices;
+    for (const Reached::Range& r : reached.ranges)
+      for (int64_t i = std::max(from, r.first); i < std::min(to, r.last); ++i)
+        ++count[rows[i] >> parts.shift];
+  });
+  int64_t total = 0;
+  for (int64_t p = 0; p < parts.count; ++p) {
+    parts.begin[p] = total;
+    for (int64_t s = 0; s < parts.slices; ++s) {
+      int64_t& c = parts.starts[s * parts.count + p];
+      const int64_t here = c;
+      c = total;
+      total += here;
+    }
+    parts.most = std::max(parts.most, total - parts.begin[p]);
+  }
+  parts.begin[parts.count] = total;
+
+  ThreadPool::get().run(parts.slices, threads, [&](int64_t slice, int) {
+    int64_t* at = parts.starts + slice * parts.count;
+    const int64_t from = u.n * slice / parts.slices, to = u.n * (slice + 1) / parts.slices;
+    if (u.bags.empty()) {
+      for (int64_t i = from; i < to; ++i)
+        parts.entries[at[rows[i] >> parts.shift]++] = {rows[i], static_cast<uint32_t>(i)};
+      return;
+    }
+    for (size_t v = 0; v < u.bags.size(); ++v) {
+      const BagsView& b = u.bags[v];
+      int64_t i = std::max(from, reached.ranges[v].first);
+      const int64_t last = std::min(to, reached.ranges[v].last);
+      if (i >= last) continue;
+      int64_t bag = std::upper_bound(b.offsets, b.offsets + b.num_bags + 1, i) - b.offsets - 1;
+      for (; i < last; ++bag) {
+        const uint32_t source = static_cast<uint32_t>(reached.bag_base[v] + bag);
+        for (const int64_t stop = std::min(last, b.offsets[bag + 1]); i < stop; ++i) {
+          const int64_t k = at[rows[i] >> parts.shift]++;
+          parts.entries[k] = {rows[i], source};
+          if (parts.weights) parts.weights[k] = b.weights ? b.weights[i] : 1.0f;
+        }
+      }
+    }
+  });
+}
 
 inline void Table::update(const Update& u, int threads) {
   std::unique_lock<ForkSafeLock> hold(lock_);
   Lease lease;
   Scratch& scratch = *lease;
-
-  // The occurrences that reach an output, as ranges, and the first bag of each feature when all
-  // are counted through.
-  struct Range {
-    int64_t first, last;
-  };
-  std::vector<Range> ranges;
-  std::vector<int64_t> bag_base(1, 0);
-  bool weighted = false;
-  for (const BagsView& b : u.bags) {
-    ranges.push_back({b.offsets[0], b.offsets[b.num_bags]});
-    bag_base.push_back(bag_base.back() + b.num_bags);
-    weighted |= b.weights != nullptr;
-  }
-  if (u.bags.empty()) ranges.push_back({0, u.n});
-
+  const Reached reached(u);
   const int32_t* rows = current_rows(u.rows, u.epoch, u.ids, u.n, scratch, threads);
-  int32_t lowest = 0;
-  for (int64_t i = 0; i < u.n; ++i) lowest = rows[i] < lowest ? rows[i] : lowest;
-  if (lowest < 0) {
-    int32_t* mine = scratch.rows.get(u.n);  // rows that are not the caller's lie here already
-    int32_t* missing = scratch.missing.get(u.n);
-    int64_t count = 0;
-    for (const Range& r : ranges)
+  int64_t missing = 0, created = 0;
+  if (rows != u.rows) {  // the caller's are all there; these may have gaps
+    int32_t* mine = scratch.rows.get(u.n);
+    int32_t* where = scratch.missing.get(u.n);
+    for (const Reached::Range& r : reached.ranges)
       for (int64_t i = r.first; i < r.last; ++i)
-        if (mine[i] < 0) missing[count++] = static_cast<int32_t>(i);
-    create(u.ids, mine, missing, count, scratch, threads);
-    rows = mine;
+        if (mine[i] < 0) where[missing++] = static_cast<int32_t>(i);
+    created = prepare_missing(u.ids, mine, missing, scratch);
   }
-
-  const uint32_t shift = detail::part_shift(rows_.high(), u.n, dim_);
-  const int64_t parts = (rows_.high() >> shift) + 1;
-
-  // Count, place, apply. Slices are ranges of positions, one per thread; each knows where its
-  // entries of each part begin, so the order of the input is kept.
-  const int64_t slices = std::max<int64_t>(1, std::min<int64_t>(threads, u.n / 4096));
-  std::vector<int64_t>& starts = scratch.starts;
-  starts.assign(static_cast<size_t>(slices * parts), 0);
-  ThreadPool::get().run(slices, threads, [&](int64_t slice, int) {
-    int64_t* count = starts.data() + slice * parts;
-    const int64_t from = u.n * slice / slices, to = u.n * (slice + 1) / slices;
-    for (const Range& r : ranges)
-      for (int64_t i = std::max(from, r.first); i < std::min(to, r.last); ++i)
-        ++count[rows[i] >> shift];
-  });
-  std::vector<int64_t> begin(static_cast<size_t>(parts) + 1);
-  int64_t total = 0, most = 0;
-  for (int64_t p = 0; p < parts; ++p) {
-    begin[static_cast<size_t>(p)] = total;
-    for (int64_t s = 0; s < slices; ++s) {
-      int64_t& c = starts[static_cast<size_t>(s * parts + p)];
-      const int64_t here = c;
-      c = total;
-      total += here;
-    }
-    most = std::max(most, total - begin[static_cast<size_t>(p)]);
-  }
-  begin[static_cast<size_t>(parts)] = total;
-
-  Entry* entries = scratch.entries.get(total);
-  float* weights = weighted ? scratch.weights.get(total) : nullptr;
-  ThreadPool::get().run(slices, threads, [&](int64_t slice, int) {
-    int64_t* at = starts.data() + slice * parts;
-    const int64_t from = u.n * slice / slices, to = u.n * (slice + 1) / slices;
-    if (u.bags.empty()) {
-      for (int64_t i = from; i < to; ++i)
-        entries[at[rows[i] >> shift]++] = {rows[i], static_cast<uint32_t>(i)};
-      return;
-    }
-    for (size_t v = 0; v < u.bags.size(); ++v) {
-      const BagsView& b = u.bags[v];
-      int64_t i = std::max(from, ranges[v].first);
-      const int64_t last = std::min(to, ranges[v].last);
-      if (i >= last) continue;
-      int64_t bag = std::upper_bound(b.offsets, b.offsets + b.num_bags + 1, i) - b.offsets - 1;
-      for (; i < last; ++bag) {
-        const uint32_t source = static_cast<uint32_t>(bag_base[v] + bag);
-        for (const int64_t stop = std::min(last, b.offsets[bag + 1]); i < stop; ++i) {
-          const int64_t k = at[rows[i] >> shift]++;
-          entries[k] = {rows[i], source};
-          if (weighted) weights[k] = b.weights ? b.weights[i] : 1.0f;
-        }
-      }
-    }
-  });
+  Parts parts = divide(reached, rows_.high() + created, threads, scratch);
+  create_missing(scratch.rows.get(0), missing, created, scratch, threads);
+  place(u, reached, rows, parts, threads);
 
   ApplyView apply;
   apply.table = view();
   apply.gradient = {u.flat, u.bags.empty() ? nullptr : u.bags.data(),
-                    static_cast<int32_t>(u.bags.size()), bag_base.data(), u.scale};
+                    static_cast<int32_t>(u.bags.size()), reached.bag_base.data(), u.scale};
   apply.learning_rates = u.learning_rates;
   apply.time = u.time;
   apply.touch = tracked_;
-  apply.rows_per_part_shift = shift;
-
-  const int64_t distinct = std::min(most, int64_t{1} << shift);
-  const size_t workers = static_cast<size_t>(std::max(1, std::min(threads, ThreadPool::kMaxThreads)));
-  if (scratch.workers.size() < workers) scratch.workers.resize(workers);
-  for (size_t w = 0; w < workers; ++w) {
-    WorkerScratch& mine = scratch.workers[w];
-    if (mine.slots.size() < (size_t{1} << shift)) mine.slots.assign(size_t{1} << shift, 0);
-    mine.unique.get(distinct);
-    mine.sums.get((distinct + 1) * dim_);
-  }
-  ThreadPool::get().run(parts, threads, [&](int64_t p, int worker) {
-    const int64_t first = begin[static_cast<size_t>(p)];
-    const int64_t count = begin[static_cast<size_t>(p) + 1] - first;
+  apply.rows_per_part_shift = parts.shift;
+  const int64_t distinct = std::min(parts.most, int64_t{1} << parts.shift);
+  ThreadPool::get().run(parts.count, threads, [&](int64_t p, int worker) {
+    const int64_t first = parts.begin[p], count = parts.begin[p + 1] - first;
     if (count == 0) return;
     WorkerScratch& mine = scratch.workers[static_cast<size_t>(worker)];
     float* sums = mine.sums.get((distinct + 1) * dim_);
     ApplyScratch own{mine.slots.data(), mine.unique.get(distinct), sums, sums + distinct * dim_};
-    kernels_->apply(apply, entries + first, weights ? weights + first : nullptr, count, own);
+    kernels_->apply(apply, parts.entries + first, parts.weights ? parts.weights + first : nullptr,
+                    count, own);
   });
 }
 

@@ -25,7 +25,7 @@ class UsageError(MegalithError, RuntimeError):
 
 
 class TableFullError(MegalithError, ValueError):
-    """A shard would exceed the number of rows it can hold. Nothing was written."""
+    """A table would exceed the number of rows a shard can hold. Nothing was written to that table."""
 
 
 class NativeMissingError(MegalithError, ImportError):

@@ -79,6 +79,9 @@ class _LazyRows(Mapping[str, Tensor]):
             )
         return self._lookup.gather(table)
 
+    def __contains__(self, table: object) -> bool:
+        return table in self._lookup.ids  # without gathering its rows
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._lookup.ids)
 

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from megalith.errors import InputError
+from megalith.errors import InputError, UsageError
 from megalith.ops.pooling import Pooling
 from megalith.shards.contract import (
     Ids,
@@ -49,6 +49,7 @@ class LocalShards(Shards):
         """Finds rows; they are read when asked for."""
         if not isinstance(ids, Prepared):
             ids = self.prepare(ids, missing_ok=missing_ok)
+        self.known(ids.ids, missing_ok=False)
         return LocalLookup(self.local, ids.ids)
 
     def apply_gradients(
@@ -66,23 +67,22 @@ class LocalShards(Shards):
             lookup = self.lookup(lookup)
         if not isinstance(lookup, LocalLookup) or lookup.tables is not self.local:
             raise InputError("this Lookup was made by other Shards")
+        lookup.check_unchanged()
         checked = self._check_gradients(lookup, grads, pooling)
-        for name in checked:
-            self.local[name].check_trainable(step)
-            self.local[name].check_time(time)
+        when = self._check_time(time)
+        steps = {name: self.local[name].check_step(step, when, scale) for name in checked}
         lookup.use()
         for name, gradients in checked.items():
             rows, epoch = lookup.found[name]
             self.local[name].update_checked(
-                rows,
-                lookup.ids[name],
-                gradients,
-                pooling,
-                step=step,
-                time=time,
-                scale=scale,
-                epoch=epoch,
+                rows, lookup.ids[name], gradients, pooling, steps[name], epoch=epoch
             )
+
+    def _check_time(self, time: float | None) -> int | None:
+        """One time for all tables of a call."""
+        for table in self.local.values():
+            return table.check_time(time)
+        return None
 
     def _check_gradients(
         self,
@@ -246,18 +246,26 @@ class LocalShards(Shards):
 
     def untrack(self, consumer: str) -> None:
         """See `Shards.untrack`."""
+        self._check_consumer(consumer)
         for table in self.local.values():
             table.untrack(consumer)
 
     def drain_touched(self, consumer: str) -> dict[str, tuple[Tensor, Tensor]]:
         """See `Shards.drain_touched`."""
+        self._check_consumer(consumer)
         return {name: table.drain_touched(consumer) for name, table in self.local.items()}
 
     def mark_touched(self, consumer: str, ids: Ids) -> None:
         """See `Shards.mark_touched`."""
+        self._check_consumer(consumer)
         checked = self.prepare(ids).ids
         for name, x in checked.items():
             self.local[name].mark_touched(consumer, x)
+
+    def _check_consumer(self, consumer: str) -> None:
+        """Raises before the first table is touched if some table does not know the consumer."""
+        for table in self.local.values():
+            table.check_consumer(consumer)
 
     def stats(self) -> dict[str, TableStats]:
         """See `Shards.stats`."""
@@ -276,6 +284,16 @@ class LocalLookup(Lookup):
         self.tables = tables
         self.found = {name: tables[name].find_with_epoch(x) for name, x in ids.items()}
         self.pooled: Pooling | None = None
+        self._versions = {name: _version(x) for name, x in ids.items()}
+
+    def check_unchanged(self) -> None:
+        """Raises UsageError if an ids tensor was written to since the look-up."""
+        for name, ids in self.ids.items():
+            if _version(ids) != self._versions[name]:
+                raise UsageError(
+                    f"table {name!r}: its ids were changed in place after the look-up; "
+                    "keep them until the update, or look a copy up"
+                )
 
     def wait(self) -> None:
         """Local rows are there at once."""
@@ -303,3 +321,7 @@ class LocalLookup(Lookup):
                 raise InputError(f"table {name!r}: pooled, but it was not looked up")
         for name, ids in self.ids.items():
             pooling.check(name, ids.numel(), self.tables[name].dim)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

@@ -11,6 +11,7 @@ from megalith.table.optimizers import Optimizer, State
 
 PRECISIONS = ("float32",)
 MISSING = ("initial", "zeros")
+MAX_ROW_FLOATS = 2**24
 
 
 @dataclass(frozen=True, repr=False)
@@ -40,12 +41,18 @@ class Segment:
 
 @dataclass(frozen=True)
 class StateColumn:
-    """Where a piece of optimizer state lies in a stored row: floats `start:end`."""
+    """Where a piece of a segment's optimizer state lies in a stored row: floats `start:end`."""
 
-    key: str
+    segment: int
+    name: str
     start: int
     end: int
     initial: float
+
+    @property
+    def key(self) -> str:
+        """Its name in a Chunk."""
+        return f"{self.segment}/{self.name}"
 
 
 @dataclass(frozen=True, repr=False, init=False)
@@ -93,8 +100,10 @@ class TableConfig:
                     precision=precision,
                 ),
             )
-        elif dim is not None or optimizer is not None or initializer is not None:
-            raise InputError(f"{where}: give dim, optimizer and initializer, or segments, not both")
+        elif (dim, optimizer, initializer, precision) != (None, None, None, "float32"):
+            raise InputError(
+                f"{where}: give segments, or dim, optimizer, initializer and precision, not both"
+            )
         segments = tuple(segments)
         if not segments:
             raise InputError(f"{where}: segments is empty")
@@ -115,6 +124,10 @@ class TableConfig:
             ("trainable", bool(trainable)),
         ):
             object.__setattr__(self, attribute, value)
+        if self.row_floats > MAX_ROW_FLOATS:
+            raise InputError(
+                f"{where}: a row of {self.row_floats} floats, state included; at most {MAX_ROW_FLOATS}"
+            )
 
     @property
     def dim(self) -> int:
@@ -135,8 +148,7 @@ class TableConfig:
         for number, segment in enumerate(self.segments):
             states: tuple[State, ...] = segment.optimizer.state(segment.dim)
             for state in states:
-                key = f"{number}/{state.name}"
-                columns.append(StateColumn(key, at, at + state.size, state.initial))
+                columns.append(StateColumn(number, state.name, at, at + state.size, state.initial))
                 at += state.size
         return tuple(columns)
 

@@ -7,11 +7,12 @@ and may assume that what reaches it is right. Nothing is written before everythi
 
 from __future__ import annotations
 
-import math
+import operator
+import threading
 import time as clock
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -39,6 +40,14 @@ class Chunk:
     state: Mapping[str, Tensor]
     time: Tensor
     count: Tensor | None = None
+
+
+class Step(NamedTuple):
+    """An update's rates (one per segment), time in seconds and scale, checked."""
+
+    rates: list[float]
+    time: int
+    scale: float
 
 
 @dataclass(frozen=True)
@@ -97,6 +106,7 @@ class Table:
         self.dim = config.dim
         self.seed = seed
         self._consumers: list[str | None] = []
+        self._consumers_lock = threading.Lock()
 
     # ---- the three primitives
 
@@ -105,7 +115,7 @@ class Table:
 
         ids: int64 or int32 [n].
         """
-        return self._find(self._ids(ids))[0]
+        return self._find(self.check_ids(ids))[0]
 
     def read(
         self,
@@ -118,11 +128,11 @@ class Table:
     ) -> Any:
         """Weights of found rows: float32 [n, dim], or with `pooling` the list of its outputs.
 
-        rows: int32 [n] from `find`. epoch: the table's epoch before that `find`; rows of another
-        epoch are found again, without it each row is checked. out: outputs to fill, already zeroed
-        where no bag reaches.
+        rows: int32 [n] from `find`. epoch: the table's epoch before that `find`. Rows of this epoch are
+        trusted, of another one found again; without it each row is checked. out: outputs to fill, already
+        zeroed where no bag reaches.
         """
-        ids = self._ids(ids)
+        ids = self.check_ids(ids)
         rows = self._rows(rows, ids)
         if pooling is None:
             return self._read(rows, epoch, ids)
@@ -148,22 +158,23 @@ class Table:
         grads: float32 [n, dim], or with `pooling` one gradient per output. rows, epoch: as in
         `read`; without rows they are found. step: learning rates are evaluated from it. time: seconds,
         becomes the rows' last-update time (None: now). scale: multiplies each summed gradient.
-        Raises InputError before anything is written if an argument is wrong or a gradient not finite.
+        Raises InputError before anything is written if an argument is wrong or a gradient not finite;
+        a sum of finite gradients that overflows is not caught.
         """
-        ids = self._ids(ids)
+        ids = self.check_ids(ids)
         rows = None if rows is None else self._rows(rows, ids)
         checked = self.check_grads(ids, grads, pooling)
-        self.update_checked(rows, ids, checked, pooling, step=step, time=time, scale=scale, epoch=epoch)
+        self._update(rows, epoch, ids, checked, pooling, self.check_step(step, time, scale))
 
     def find_with_epoch(self, ids: Tensor) -> tuple[Tensor, int]:
         """`find`, and the epoch its row numbers belong to."""
-        return self._find(self._ids(ids))
+        return self._find(self.check_ids(ids))
 
     # ---- composed calls
 
     def lookup(self, ids: Tensor) -> Tensor:
         """Weights, float32 [n, dim]. Never inserts; a missing id reads as the config's `missing` says."""
-        return self._read(None, None, self._ids(ids))
+        return self._read(None, None, self.check_ids(ids))
 
     def apply_gradients(self, ids: Tensor, grads: Tensor, *, step: int, time: float | None = None) -> None:
         """`update` without rows: duplicates are summed in input order, missing rows created."""
@@ -182,11 +193,11 @@ class Table:
 
     def reinitialize(self, ids: Tensor, *, time: float | None = None) -> Tensor:
         """Puts rows back to their initial weights and state. int32 [n]: 0 created, 1 existed."""
-        return self._reinitialize(self._ids(ids), self.check_time(time))
+        return self._reinitialize(self.check_ids(ids), self.check_time(time))
 
     def remove(self, ids: Tensor) -> int:
         """Forgets ids; returns how many had a row. Their memory is reused."""
-        return self._remove(self._ids(ids))
+        return self._remove(self.check_ids(ids))
 
     def evict(self, now: float | None = None) -> Tensor:
         """Removes what the config's eviction policies say and returns those ids (none without a policy)."""
@@ -201,7 +212,7 @@ class Table:
 
     def restore(self, chunk: Chunk) -> None:
         """Writes whole rows back, optimizer state and time included; existing ids are replaced."""
-        ids = self._ids(chunk.ids)
+        ids = self.check_ids(chunk.ids)
         n = ids.numel()
         self._check_matrix("rows", chunk.rows, n, self.dim)
         known = {column.key for column in self.config.state_columns}
@@ -226,42 +237,49 @@ class Table:
 
     def track(self, consumer: str) -> None:
         """Starts remembering, for this consumer, which rows change. Again is no error."""
-        if consumer in self._consumers:
-            return
-        if None in self._consumers:
-            number = self._consumers.index(None)
-        elif len(self._consumers) < MAX_CONSUMERS:
-            number = len(self._consumers)
-            self._consumers.append(None)
-        else:
-            raise UsageError(
-                f"table {self.name!r} already has {MAX_CONSUMERS} consumers: "
-                f"{', '.join(map(str, self._consumers))}; untrack one first"
-            )
-        self._track(number)
-        self._consumers[number] = consumer
+        if not isinstance(consumer, str) or not consumer:
+            raise InputError(f"table {self.name!r}: a consumer needs a name, got {consumer!r}")
+        with self._consumers_lock:
+            if consumer in self._consumers:
+                return
+            number = self._consumers.index(None) if None in self._consumers else len(self._consumers)
+            if number == MAX_CONSUMERS:
+                raise UsageError(
+                    f"table {self.name!r} already has {MAX_CONSUMERS} consumers: "
+                    f"{', '.join(map(str, self._consumers))}; untrack one first"
+                )
+            self._track(number)
+            self._consumers[number : number + 1] = [consumer]
 
     def untrack(self, consumer: str) -> None:
         """Forgets a consumer and what it has not drained."""
-        number = self._consumer(consumer)
-        self._untrack(number)
-        self._consumers[number] = None
+        with self._consumers_lock:
+            number = self.check_consumer(consumer)
+            self._untrack(number)
+            self._consumers[number] = None
 
     def drain_touched(self, consumer: str) -> tuple[Tensor, Tensor]:
         """Ids written and ids removed since this consumer's last drain, int64 each, and forgets them."""
-        return self._drain(self._consumer(consumer))
+        with self._consumers_lock:
+            return self._drain(self.check_consumer(consumer))
 
     def mark_touched(self, consumer: str, ids: Tensor) -> None:
         """Gives ids back to a consumer, for instance after a failed send.
 
         An id that has no row any more counts as removed.
         """
-        self._mark(self._consumer(consumer), self._ids(ids))
+        ids = self.check_ids(ids)
+        with self._consumers_lock:
+            self._mark(self.check_consumer(consumer), ids)
 
     # ---- looking at the table
 
     def __contains__(self, id: object) -> bool:
-        if not isinstance(id, int) or not -(2**63) <= id < 2**63:
+        try:
+            id = operator.index(id)  # type: ignore[arg-type]
+        except TypeError:
+            return False
+        if not -(2**63) <= id < 2**63:
             return False
         return bool((self.find(torch.tensor([id], dtype=torch.int64)) >= 0).item())
 
@@ -301,17 +319,30 @@ class Table:
 
     def check_ids(self, ids: Tensor) -> Tensor:
         """Ids as a contiguous int64 [n] tensor on the CPU, or InputError."""
-        return self._ids(ids)
+        if not isinstance(ids, Tensor):
+            raise InputError(f"table {self.name!r}: ids must be a tensor, got {type(ids).__name__}")
+        if ids.dtype not in (torch.int64, torch.int32):
+            raise InputError(f"table {self.name!r}: ids must be int64 or int32, got {ids.dtype}")
+        if ids.dim() != 1:
+            raise InputError(f"table {self.name!r}: ids must have shape [n], got {list(ids.shape)}")
+        self._check_place("ids", ids)
+        return ids.contiguous() if ids.dtype == torch.int64 else ids.to(torch.int64).contiguous()
 
     def check_rows(self, ids: Tensor, rows: Tensor) -> None:
         """Raises InputError unless `rows` is float32 [n, dim] for n ids."""
         self._check_matrix("rows", rows, ids.numel(), self.dim)
 
+    def check_room(self, n: int) -> int:
+        """A number of rows to reserve, or InputError."""
+        if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n < 2**31:
+            raise InputError(f"table {self.name!r}: reserve takes 0 to 2^31 - 1 rows, got {n!r}")
+        return n
+
     def check_time(self, time: float | None) -> int:
         """Whole seconds between 0 and 2^32 - 1; None is now."""
         if time is None:
             return int(clock.time())
-        good = isinstance(time, int | float) and math.isfinite(time) and 0 <= time <= MAX_TIME
+        good = isinstance(time, int | float) and 0 <= time <= MAX_TIME
         if not good:
             raise InputError(
                 f"table {self.name!r}: time must be seconds between 0 and {MAX_TIME}, got {time!r}"
@@ -326,28 +357,31 @@ class Table:
             if not isinstance(grads, Tensor):
                 raise InputError(f"table {self.name!r}: grads must be a tensor without pooling")
             self._check_matrix("grads", grads, ids.numel(), self.dim)
-            checked = [grads.detach().contiguous()]
+            checked = [_plain(grads)]
         else:
             if not isinstance(grads, list | tuple):
                 raise InputError(f"table {self.name!r}: with pooling, give grads as a list, one per output")
             self._check_outputs("grads", grads, pooling)
-            checked = [g.detach().contiguous() for g in grads]
+            checked = [_plain(g) for g in grads]
         for number, grad in enumerate(checked):
             if not self._all_finite(grad):
                 field = "grads" if pooling is None else f"grads of output {number}"
                 raise InputError(f"table {self.name!r}: {field} hold NaN or Inf")
         return checked
 
-    def check_trainable(self, step: int) -> list[float]:
-        """The learning rate of each segment at this step, or an error if the table must not train."""
+    def check_step(self, step: int, time: float | None, scale: float) -> Step:
+        """What an update at this step needs besides gradients, or an error that says what is wrong."""
         if not self.config.trainable:
             raise UsageError(f"table {self.name!r} is not trainable (TableConfig(trainable=False))")
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise InputError(f"table {self.name!r}: step must be a whole number >= 0, got {step!r}")
+        if not (isinstance(scale, int | float) and abs(scale) <= FLOAT32_MAX):
+            raise InputError(f"table {self.name!r}: scale must be finite, got {scale!r}")
         try:
-            return [segment.optimizer.rate(step) for segment in self.config.segments]
+            rates = [segment.optimizer.rate(step) for segment in self.config.segments]
         except InputError as error:
             raise InputError(f"table {self.name!r}: {error}") from None
+        return Step(rates, self.check_time(time), float(scale))
 
     def update_checked(
         self,
@@ -355,27 +389,12 @@ class Table:
         ids: Tensor,
         grads: list[Tensor],
         pooling: Pooling | None,
+        step: Step,
         *,
-        step: int,
-        time: float | None,
-        scale: float,
         epoch: int | None,
     ) -> None:
-        """`update` after `check_ids` and `check_grads`, for callers that check several tables first."""
-        rates = self.check_trainable(step)
-        if not (isinstance(scale, int | float) and abs(scale) <= FLOAT32_MAX):
-            raise InputError(f"table {self.name!r}: scale must be finite, got {scale!r}")
-        self._update(rows, epoch, ids, grads, pooling, rates, self.check_time(time), float(scale))
-
-    def _ids(self, ids: Tensor) -> Tensor:
-        if not isinstance(ids, Tensor):
-            raise InputError(f"table {self.name!r}: ids must be a tensor, got {type(ids).__name__}")
-        if ids.dtype not in (torch.int64, torch.int32):
-            raise InputError(f"table {self.name!r}: ids must be int64 or int32, got {ids.dtype}")
-        if ids.dim() != 1:
-            raise InputError(f"table {self.name!r}: ids must have shape [n], got {list(ids.shape)}")
-        self._check_place("ids", ids)
-        return ids.contiguous() if ids.dtype == torch.int64 else ids.to(torch.int64).contiguous()
+        """`update` with what check_ids, check_grads and check_step gave, for callers of several tables."""
+        self._update(rows, epoch, ids, grads, pooling, step)
 
     def _rows(self, rows: Tensor, ids: Tensor) -> Tensor:
         if not isinstance(rows, Tensor) or rows.dtype != torch.int32 or rows.shape != ids.shape:
@@ -414,7 +433,8 @@ class Table:
         if field == "out" and not all(t.is_contiguous() for t in tensors):
             raise InputError(f"table {self.name!r}: out must be contiguous")
 
-    def _consumer(self, consumer: str) -> int:
+    def check_consumer(self, consumer: str) -> int:
+        """A consumer's number, or UnknownNameError naming the known ones."""
         if consumer not in self._consumers:
             known = ", ".join(repr(c) for c in self._consumers if c is not None) or "none"
             raise UnknownNameError(
@@ -423,9 +443,9 @@ class Table:
         return self._consumers.index(consumer)
 
     def _write(self, ids: Tensor, rows: Tensor, *, add: bool, time: float | None) -> None:
-        ids = self._ids(ids)
+        ids = self.check_ids(ids)
         self.check_rows(ids, rows)
-        self._assign(ids, rows.detach().contiguous(), add, self.check_time(time))
+        self._assign(ids, _plain(rows), add, self.check_time(time))
 
     def _chunk(self, ids: Tensor, raw: Tensor, time: Tensor) -> Chunk:
         """A Chunk from stored rows, float32 [n, row_floats]."""
@@ -461,9 +481,7 @@ class Table:
         ids: Tensor,
         grads: list[Tensor],
         pooling: Pooling | None,
-        rates: list[float],
-        time: int,
-        scale: float,
+        step: Step,
     ) -> None:
         raise NotImplementedError
 
@@ -493,3 +511,8 @@ class Table:
 
     def _mark(self, consumer: int, ids: Tensor) -> None:
         raise NotImplementedError
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The same numbers without history or lazy negation, contiguous."""
+    return tensor.detach().resolve_neg().contiguous()

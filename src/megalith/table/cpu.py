@@ -14,7 +14,7 @@ from torch import Tensor
 from megalith.errors import InputError, NativeMissingError
 from megalith.ops.pooling import Pooling
 from megalith.table.config import TableConfig
-from megalith.table.contract import Chunk, MemoryUse, Table, TableStats
+from megalith.table.contract import MAX_CONSUMERS, Chunk, MemoryUse, Step, Table, TableStats
 from megalith.table.initializers import table_key
 
 try:
@@ -70,6 +70,7 @@ class CpuTable(Table):
             kernels=kernels,
         )
         assert self._native.row_floats == config.row_floats
+        assert _native.MAX_CONSUMERS == MAX_CONSUMERS
 
     @property
     def epoch(self) -> int:
@@ -81,15 +82,13 @@ class CpuTable(Table):
 
     def stats(self) -> TableStats:
         """Numbers about the table."""
-        rows, _, buckets, growing = self._native.shape()
+        rows, capacity, epoch, growing = self._native.shape()
         consumers = tuple(c for c in self._consumers if c is not None)
-        capacity = int(buckets * 5 * 0.66)
-        return TableStats(self.name, self.engine, rows, capacity, growing, self.epoch, consumers)
+        return TableStats(self.name, self.engine, rows, capacity, growing, epoch, consumers)
 
     def memory(self) -> MemoryUse:
         """Bytes in use."""
-        index, rows, side, _ = self._native.memory()
-        return MemoryUse(index, rows, side)
+        return MemoryUse(*self._native.memory())
 
     def clear(self) -> None:
         """Removes every row and gives the memory back."""
@@ -97,9 +96,7 @@ class CpuTable(Table):
 
     def reserve(self, n: int) -> None:
         """Makes room for n rows."""
-        if n < 0:
-            raise InputError(f"table {self.name!r}: cannot reserve {n} rows")
-        self._native.reserve(n)
+        self._native.reserve(self.check_room(n))
 
     def _find(self, ids: Tensor) -> tuple[Tensor, int]:
         rows = torch.empty(ids.numel(), dtype=torch.int32)
@@ -130,15 +127,13 @@ class CpuTable(Table):
         ids: Tensor,
         grads: list[Tensor],
         pooling: Pooling | None,
-        rates: list[float],
-        time: int,
-        scale: float,
+        step: Step,
     ) -> None:
         bags = None if pooling is None else self._bags(pooling)
         gradients = grads[0] if pooling is None else grads
         threads = torch.get_num_threads()
         with self._named():
-            self._native.update(rows, _epoch(epoch), ids, gradients, bags, rates, time, scale, threads)
+            self._native.update(rows, _epoch(epoch), ids, gradients, bags, *step, threads)
 
     def _assign(self, ids: Tensor, rows: Tensor, add: bool, time: int) -> None:
         self._native.assign(ids, rows, add, time, torch.get_num_threads())

@@ -12,10 +12,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megalith.errors import InputError
 from megalith.ops.pooling import Pooling, pool, unpool
 from megalith.table.config import TableConfig
-from megalith.table.contract import Chunk, MemoryUse, Table, TableStats
+from megalith.table.contract import Chunk, MemoryUse, Step, Table, TableStats
 from megalith.table.initializers import initial_rows, table_key
 
 
@@ -70,10 +69,8 @@ class ReferenceTable(Table):
 
     def reserve(self, n: int) -> None:
         """Makes room for n rows."""
-        if n < 0:
-            raise InputError(f"table {self.name!r}: cannot reserve {n} rows")
         with self._lock:
-            self._grow(n)
+            self._grow(self.check_room(n))
 
     # ---- rows
 
@@ -129,7 +126,7 @@ class ReferenceTable(Table):
             return torch.tensor(rows, dtype=torch.int32), self._epoch
 
     def _current(self, rows: Tensor | None, epoch: int | None, ids: Tensor) -> Tensor:
-        if rows is None or epoch != self._epoch or bool((rows < 0).any()):
+        if rows is None or epoch != self._epoch or bool(((rows < 0) | (rows >= self._used)).any()):
             rows = self._find(ids)[0]
         return rows.to(torch.int64)
 
@@ -143,6 +140,7 @@ class ReferenceTable(Table):
                 out[~found] = self._initial(ids[~found])
             return out
 
+    @torch.no_grad()
     def _pool(
         self,
         rows: Tensor | None,
@@ -154,6 +152,7 @@ class ReferenceTable(Table):
         pooling.check(self.name, ids.numel(), self.dim)
         pool(self._read(rows, epoch, ids), pooling.of(self.name), outputs)
 
+    @torch.no_grad()
     def _update(
         self,
         rows: Tensor | None,
@@ -161,9 +160,7 @@ class ReferenceTable(Table):
         ids: Tensor,
         grads: list[Tensor],
         pooling: Pooling | None,
-        rates: list[float],
-        time: int,
-        scale: float,
+        step: Step,
     ) -> None:
         flat = grads[0] if pooling is None else None
         if pooling is not None:
@@ -176,24 +173,20 @@ class ReferenceTable(Table):
             sums = torch.zeros(distinct.numel(), self.dim)
             for occurrence, row in enumerate(where.tolist()):  # the order of the input
                 sums[row] += flat[occurrence]
-            sums = sums * scale
+            sums = sums * step.scale
             found = self._find_or_create(distinct)
             start = 0
-            for number, (segment, rate) in enumerate(zip(self.config.segments, rates, strict=True)):
+            for number, (segment, rate) in enumerate(zip(self.config.segments, step.rates, strict=True)):
                 columns = slice(start, start + segment.dim)
                 weights = self._data[found, columns]
-                state = {
-                    c.key.split("/", 1)[1]: self._data[found, c.start : c.end]
-                    for c in self.config.state_columns
-                    if c.key.startswith(f"{number}/")
-                }
+                columns_of = [c for c in self.config.state_columns if c.segment == number]
+                state = {c.name: self._data[found, c.start : c.end] for c in columns_of}
                 segment.optimizer.step(weights, state, sums[:, columns], rate)
                 self._data[found, columns] = weights
-                for c in self.config.state_columns:
-                    if c.key.startswith(f"{number}/"):
-                        self._data[found, c.start : c.end] = state[c.key.split("/", 1)[1]]
+                for c in columns_of:
+                    self._data[found, c.start : c.end] = state[c.name]
                 start += segment.dim
-            self._written(distinct, found, time)
+            self._written(distinct, found, step.time)
 
     def _assign(self, ids: Tensor, rows: Tensor, add: bool, time: int) -> None:
         with self._lock:
@@ -248,11 +241,13 @@ class ReferenceTable(Table):
         return self._row_of.get(int(self._ids_of[row])) == row
 
     def _track(self, consumer: int) -> None:
-        self._touched[consumer] = {}
-        self._removed[consumer] = {}
+        with self._lock:
+            self._touched[consumer] = {}
+            self._removed[consumer] = {}
 
     def _untrack(self, consumer: int) -> None:
-        del self._touched[consumer], self._removed[consumer]
+        with self._lock:
+            del self._touched[consumer], self._removed[consumer]
 
     def _drain(self, consumer: int) -> tuple[Tensor, Tensor]:
         with self._lock:

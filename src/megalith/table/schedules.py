@@ -7,6 +7,7 @@ step will do. The rate is evaluated from the step given with each update.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +16,11 @@ from megalith.errors import InputError
 LearningRate = float | Callable[[int], float]
 
 FLOAT32_MAX = 3.4028234e38  # what tables compute with; beyond it a number is infinite
+
+
+def as_float32(x: float) -> float:
+    """The number as a table sees it."""
+    return float(struct.unpack("f", struct.pack("f", x))[0])
 
 
 @dataclass(frozen=True)

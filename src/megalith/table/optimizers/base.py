@@ -15,7 +15,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from megalith.errors import InputError
-from megalith.table.schedules import FLOAT32_MAX, LearningRate, check_rate, rate_at
+from megalith.table.schedules import FLOAT32_MAX, LearningRate, as_float32, check_rate, rate_at
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,8 @@ class Optimizer:
                 )
 
     def _check_below_one(self, field: str, value: float) -> None:
-        good = isinstance(value, int | float) and 0 <= value < 1
+        good = isinstance(value, int | float) and 0 <= value < 1 and as_float32(value) < 1
         if not good:
-            raise InputError(f"{type(self).__name__}: {field} must be in [0, 1), got {value!r}")
+            raise InputError(
+                f"{type(self).__name__}: {field} must be in [0, 1) also as a float32, got {value!r}"
+            )

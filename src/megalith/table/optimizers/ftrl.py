@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalith.errors import InputError
 from megalith.table.optimizers.base import Optimizer, State
-from megalith.table.schedules import LearningRate
+from megalith.table.schedules import LearningRate, as_float32
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class FTRL(Optimizer):
     def rate(self, step: int) -> float:
         """The learning rate of a step; 0 is refused."""
         rate = super().rate(step)
-        if rate == 0:
+        if as_float32(rate) == 0:
             raise InputError(f"FTRL: learning rate at step {step} is 0, which it divides by")
         return rate
 
