@@ -154,8 +154,7 @@ static void apply(const ApplyView& view, const Entry* entries, const float* weig
     if (u + kAhead < distinct) {
       const int32_t ahead = scratch.unique[u + kAhead];
       request(weights_at(table.rows, ahead), dim);
-      request(state_at(table.rows, ahead), static_cast<int>(table.rows.state_bytes / 4));
-      __builtin_prefetch(table.rows.times[ahead >> table.rows.shift] + (ahead & in_chunk), 1);
+      request(state_at(table.rows, ahead), static_cast<int>(table.rows.state_bytes / 4) + 1);
     }
     const int32_t row = scratch.unique[u];
     float* gradient = scratch.sums + u * dim;
@@ -172,7 +171,7 @@ static void apply(const ApplyView& view, const Entry* entries, const float* weig
                          state + s.state_offset, gradient + s.offset);
       }
     }
-    table.rows.times[row >> table.rows.shift][row & in_chunk] = view.time;
+    *time_behind(table.rows, state) = view.time;
     if (view.touch) table.rows.flags[row >> table.rows.shift][row & in_chunk] |= view.touch;
     scratch.slots[static_cast<uint32_t>(row) & mask] = 0;
   }

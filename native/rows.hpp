@@ -1,9 +1,10 @@
 // Row storage: chunks that never move, so a row number stays good for a row's life.
 //
-// Rows are not padded. Where weights fill whole cache lines, a chunk's states lie together behind
-// its weights: reading touches weights only, and they stay aligned whatever the size of the state.
-// Else a row's state follows its weights. Then come the rows' ids, a bit each for "in use" and their
-// last-update times; once somebody tracks changes, a block beside holds a byte each of touched flags.
+// Rows are not padded. A row's optimizer state is followed by the time of its last update: one
+// place to touch in an update. Where weights alone fill cache lines evenly, a chunk's states lie together
+// behind its weights: reading touches weights only, and they stay aligned whatever the size of the
+// state. Else a row's state follows its weights. Then come the rows' ids and a bit each for "in use";
+// once somebody tracks changes, a block beside holds a byte each of touched flags.
 #pragma once
 
 #include <algorithm>
@@ -38,7 +39,7 @@ class Rows {
         max_rows_(max_rows) {
     shift_ = 8;
     while (shift_ < 22 && (size_t{row_size()} << (shift_ + 1)) <= kChunkBytes) ++shift_;
-    together_ = weight_bytes % 64 != 0;
+    together_ = weight_bytes % 64 != 0 && 64 % weight_bytes != 0;
   }
 
   uint32_t row_size() const { return weight_bytes_ + state_bytes_; }
@@ -47,7 +48,7 @@ class Rows {
   bool tracked() const { return tracking_; }
 
   RowsView view() const {
-    return {weights_.data(), states_.data(), times_.data(), flags_.empty() ? nullptr : flags_.data(),
+    return {weights_.data(), states_.data(), flags_.empty() ? nullptr : flags_.data(),
             shift_,          stride(),       state_stride(), state_bytes_};
   }
 
@@ -112,7 +113,9 @@ class Rows {
     std::memcpy(state(row), raw + weight_bytes_ / 4, state_bytes_);
   }
   int64_t& id_of(int32_t row) const { return ids_[row >> shift_][row & mask()]; }
-  uint32_t& time_of(int32_t row) const { return times_[row >> shift_][row & mask()]; }
+  uint32_t& time_of(int32_t row) const {
+    return *reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(state(row)) + state_bytes_);
+  }
   uint8_t& flag(int32_t row) const { return flags_[row >> shift_][row & mask()]; }
 
   void start_tracking() {
@@ -149,26 +152,26 @@ class Rows {
   }
 
  private:
-  uint32_t stride() const { return together_ ? row_size() : weight_bytes_; }
-  uint32_t state_stride() const { return together_ ? row_size() : state_bytes_; }
+  uint32_t timed_state() const { return state_bytes_ + static_cast<uint32_t>(sizeof(uint32_t)); }
+  uint32_t stride() const { return together_ ? weight_bytes_ + timed_state() : weight_bytes_; }
+  uint32_t state_stride() const { return together_ ? weight_bytes_ + timed_state() : timed_state(); }
   int32_t mask() const { return static_cast<int32_t>((1u << shift_) - 1); }
   uint64_t& live_word(int32_t row) { return live_[row >> shift_][(row & mask()) >> 6]; }
   static uint64_t live_bit(int32_t row) { return uint64_t{1} << (row & 63); }
 
   void add_chunk() {
     const size_t n = size_t{1} << shift_;
-    const size_t rows = (n * row_size() + 63) / 64 * 64;
-    Block block(rows + n * (sizeof(int64_t) + sizeof(uint32_t)) + n / 8);
+    const size_t rows = (n * (weight_bytes_ + timed_state()) + 63) / 64 * 64;
+    Block block(rows + n * sizeof(int64_t) + n / 8);
     Block flags(tracking_ ? n : 0);
     const size_t wanted = chunks_.size() + 1;
-    weights_.reserve(wanted), states_.reserve(wanted), ids_.reserve(wanted), times_.reserve(wanted), live_.reserve(wanted);
+    weights_.reserve(wanted), states_.reserve(wanted), ids_.reserve(wanted), live_.reserve(wanted);
     flags_.reserve(wanted), chunks_.reserve(wanted), flag_blocks_.reserve(wanted);
     char* p = block.data();
     weights_.push_back(p);
     states_.push_back(p + (together_ ? weight_bytes_ : n * weight_bytes_));
     ids_.push_back(reinterpret_cast<int64_t*>(p + rows));
     live_.push_back(reinterpret_cast<uint64_t*>(p + rows + n * sizeof(int64_t)));
-    times_.push_back(reinterpret_cast<uint32_t*>(p + rows + n * sizeof(int64_t) + n / 8));
     chunks_.push_back(std::move(block));
     if (tracking_) {
       flags_.push_back(reinterpret_cast<uint8_t*>(flags.data()));
@@ -189,7 +192,6 @@ class Rows {
   std::vector<char*> weights_, states_;
   std::vector<int64_t*> ids_;
   std::vector<uint64_t*> live_;
-  std::vector<uint32_t*> times_;
   std::vector<uint8_t*> flags_;
 };
 

@@ -47,8 +47,7 @@ struct SegmentPlan {
 
 struct RowsView {
   char* const* weights;      // of 1 << shift rows each
-  char* const* states;       // of the same rows; may lie between the weights
-  uint32_t* const* times;    // last update, seconds
+  char* const* states;       // of the same rows, each followed by its time; may lie between the weights
   uint8_t* const* flags;     // touched bits, null when nobody tracks
   uint32_t shift;
   uint32_t stride;           // bytes from row to row, of weights
@@ -100,10 +99,15 @@ static inline float* weights_at(const RowsView& rows, int32_t row) {
   return reinterpret_cast<float*>(rows.weights[r >> rows.shift] + uint64_t{in_chunk} * rows.stride);
 }
 
+// A row's optimizer state. The time of its last update, in seconds, stands behind it.
 static inline float* state_at(const RowsView& rows, int32_t row) {
   const uint32_t r = static_cast<uint32_t>(row), in_chunk = r & ((1u << rows.shift) - 1);
   return reinterpret_cast<float*>(rows.states[r >> rows.shift] +
                                   uint64_t{in_chunk} * rows.state_stride);
+}
+
+static inline uint32_t* time_behind(const RowsView& rows, float* state) {
+  return reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(state) + rows.state_bytes);
 }
 
 }  // namespace megalith

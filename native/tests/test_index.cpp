@@ -98,6 +98,38 @@ void crowded_end() {
   }
 }
 
+// Fill each bucket, push one id past it, take the fillers out: in the end few ids are left and yet
+// every bucket has been passed. A search must still end.
+void every_bucket_passed() {
+  Index index;
+  std::unordered_map<int64_t, int32_t> expected;
+  int32_t row = 0;
+  uint64_t salt = 1;
+  const uint64_t buckets = 16;
+  for (uint64_t home = 0; home < buckets; ++home) {
+    std::vector<int64_t> fillers;
+    const IndexView view = index.view();
+    for (uint32_t k = view.buckets[home].meta & kCountMask; k < kBucketSlots; ++k)
+      fillers.push_back(id_with_hash((home << 60) + salt++));
+    const int64_t displaced = id_with_hash((home << 60) + salt++);
+    index.prepare(static_cast<int64_t>(fillers.size()) + 1);
+    CHECK(!index.growing());
+    for (int64_t id : fillers) index.insert(id, row++);
+    index.insert(displaced, row);
+    expected[displaced] = row++;
+    for (int64_t id : fillers) CHECK(index.erase(id) >= 0);
+  }
+  bool all_passed = true;
+  for (uint64_t b = 0; b < buckets; ++b) all_passed &= index.view().buckets[b].meta >= kPassedOne;
+  CHECK(all_passed);
+  const int64_t absent = id_with_hash((uint64_t{3} << 60) + 999999);
+  CHECK(index.erase(absent) == -1);
+  compare(index, expected, {absent});
+  index.prepare(1000);
+  index.advance(1000);
+  compare(index, expected, {absent});
+}
+
 // Large enough for memory to be given back on the way.
 void growth_gives_memory_back() {
   Index index;
@@ -121,6 +153,7 @@ int main() {
   hash_is_inverted();
   for (uint64_t seed = 1; seed <= 4; ++seed) random_program(seed, 40000, 6000 * static_cast<int64_t>(seed));
   crowded_end();
+  every_bucket_passed();
   growth_gives_memory_back();
   std::puts("index ok");
 }
