@@ -1,7 +1,7 @@
 """Tables: id -> row. Configuration, the contract, and one file per engine."""
 
 from megalith.table.config import Segment, TableConfig
-from megalith.table.contract import Chunk, MemoryUse, Table, TableStats
+from megalith.table.contract import Table
 from megalith.table.initializers import (
     Constant,
     Initializer,
@@ -20,6 +20,7 @@ from megalith.table.optimizers import (
     Optimizer,
     RowWiseAdagrad,
 )
+from megalith.table.records import Chunk, MemoryUse, TableStats
 from megalith.table.schedules import Piecewise, PolynomialDecay, Warmup
 
 __all__ = [

@@ -1,83 +1,31 @@
-"""The table contract: what every engine does, and the checks in front of it.
+"""The table contract: what every engine does.
 
-`Table(config, engine=...)` gives an engine's table. This file checks arguments, evaluates
-learning rates and composes the calls; an engine supplies the methods that begin with an underscore
-and may assume that what reaches it is right. Nothing is written before everything is checked.
+`Table(config, engine=...)` gives an engine's table. This file puts the checks of `checks` in front
+of each call and composes calls of each other; an engine supplies the methods that begin with an
+underscore and may assume that what reaches it is right. Nothing is written before everything is
+checked.
 """
 
 from __future__ import annotations
 
 import operator
 import threading
-import time as clock
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from megalith.errors import InputError, UnknownNameError, UsageError
+from megalith.errors import InputError, UsageError
 from megalith.ops.pooling import Pooling
+from megalith.table.checks import Checks, plain
 from megalith.table.config import TableConfig
-from megalith.table.schedules import FLOAT32_MAX
+from megalith.table.records import MAX_CONSUMERS, MAX_TIME, Chunk, MemoryUse, Step, TableStats
 
-MAX_TIME = 2**32 - 1
-MAX_CONSUMERS = 8
 DEFAULT_CHUNK = 65536
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """A piece of a table, whole rows: what `scan` yields and `restore` takes.
-
-    ids: int64 [n]. rows: float32 [n, dim]. state: by "segment number/name", float32 [n, size] each.
-    time: int64 [n], last update in seconds. count: int64 [n] updates, or None where no policy counts.
-    """
-
-    ids: Tensor
-    rows: Tensor
-    state: Mapping[str, Tensor]
-    time: Tensor
-    count: Tensor | None = None
-
-
-class Step(NamedTuple):
-    """An update's rates (one per segment), time in seconds and scale, checked."""
-
-    rates: list[float]
-    time: int
-    scale: float
-
-
-@dataclass(frozen=True)
-class TableStats:
-    """A table at a glance. `capacity` is the number of rows that fit before the index grows."""
-
-    name: str
-    engine: str
-    rows: int
-    capacity: int
-    growing: bool
-    epoch: int
-    consumers: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class MemoryUse:
-    """Bytes a table holds: ids to rows, weights with optimizer state, and what lies beside each row."""
-
-    index: int
-    rows: int
-    side: int
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.index + self.rows + self.side
-
-
-class Table:
+class Table(Checks):
     """A row for any 64-bit id, created when it is first trained.
 
     config: name, segments, optimizers. engine: "cpu" (native) or "reference" (plain torch). seed:
@@ -85,8 +33,6 @@ class Table:
 
     Many threads may call one table: reads run beside reads, a write is atomic for readers.
     """
-
-    engine: str
 
     def __new__(cls, *_: Any, **options: Any) -> Table:
         """Picks the engine's class."""
@@ -101,11 +47,8 @@ class Table:
             raise InputError(f"Table: config must be a TableConfig, got {config!r}")
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise InputError(f"table {config.name!r}: seed must be an integer, got {seed!r}")
-        self.config = config
-        self.name = config.name
-        self.dim = config.dim
+        super().__init__(config)
         self.seed = seed
-        self._consumers: list[str | None] = []
         self._consumers_lock = threading.Lock()
 
     # ---- the three primitives
@@ -170,6 +113,19 @@ class Table:
         """`find`, and the epoch its row numbers belong to."""
         return self._find(self.check_ids(ids))
 
+    def update_checked(
+        self,
+        rows: Tensor | None,
+        ids: Tensor,
+        grads: list[Tensor],
+        pooling: Pooling | None,
+        step: Step,
+        *,
+        epoch: int | None,
+    ) -> None:
+        """`update` with what check_ids, check_grads and check_step gave, for callers of several tables."""
+        self._update(rows, epoch, ids, grads, pooling, step)
+
     # ---- composed calls
 
     def lookup(self, ids: Tensor) -> Tensor:
@@ -232,6 +188,16 @@ class Table:
         if n and not 0 <= int(times.min()) <= int(times.max()) <= MAX_TIME:
             raise InputError(f"table {self.name!r}: time must be between 0 and {MAX_TIME}")
         self._restore(ids, torch.cat(pieces, dim=1), times.contiguous())
+
+    def _write(self, ids: Tensor, rows: Tensor, *, add: bool, time: float | None) -> None:
+        ids = self.check_ids(ids)
+        self.check_rows(ids, rows)
+        self._assign(ids, plain(rows), add, self.check_time(time))
+
+    def _chunk(self, ids: Tensor, raw: Tensor, time: Tensor) -> Chunk:
+        """A Chunk from stored rows, float32 [n, row_floats]."""
+        state = {c.key: raw[:, c.start : c.end] for c in self.config.state_columns}
+        return Chunk(ids, raw[:, : self.dim], state, time)
 
     # ---- touched rows
 
@@ -315,146 +281,6 @@ class Table:
             f"table {self.name!r} cannot be copied or pickled: use scan() and restore(), or pass ids and rows"
         )
 
-    # ---- checks, used here and by Shards
-
-    def check_ids(self, ids: Tensor) -> Tensor:
-        """Ids as a contiguous int64 [n] tensor on the CPU, or InputError."""
-        if not isinstance(ids, Tensor):
-            raise InputError(f"table {self.name!r}: ids must be a tensor, got {type(ids).__name__}")
-        if ids.dtype not in (torch.int64, torch.int32):
-            raise InputError(f"table {self.name!r}: ids must be int64 or int32, got {ids.dtype}")
-        if ids.dim() != 1:
-            raise InputError(f"table {self.name!r}: ids must have shape [n], got {list(ids.shape)}")
-        self._check_place("ids", ids)
-        return ids.contiguous() if ids.dtype == torch.int64 else ids.to(torch.int64).contiguous()
-
-    def check_rows(self, ids: Tensor, rows: Tensor) -> None:
-        """Raises InputError unless `rows` is float32 [n, dim] for n ids."""
-        self._check_matrix("rows", rows, ids.numel(), self.dim)
-
-    def check_room(self, n: int) -> int:
-        """A number of rows to reserve, or InputError."""
-        if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n < 2**31:
-            raise InputError(f"table {self.name!r}: reserve takes 0 to 2^31 - 1 rows, got {n!r}")
-        return n
-
-    def check_time(self, time: float | None) -> int:
-        """Whole seconds between 0 and 2^32 - 1; None is now."""
-        if time is None:
-            return int(clock.time())
-        good = isinstance(time, int | float) and 0 <= time <= MAX_TIME
-        if not good:
-            raise InputError(
-                f"table {self.name!r}: time must be seconds between 0 and {MAX_TIME}, got {time!r}"
-            )
-        return int(time)
-
-    def check_grads(
-        self, ids: Tensor, grads: Tensor | Sequence[Tensor], pooling: Pooling | None
-    ) -> list[Tensor]:
-        """Gradients as contiguous float32 tensors of the right shapes, all finite, or InputError."""
-        if pooling is None:
-            if not isinstance(grads, Tensor):
-                raise InputError(f"table {self.name!r}: grads must be a tensor without pooling")
-            self._check_matrix("grads", grads, ids.numel(), self.dim)
-            checked = [_plain(grads)]
-        else:
-            if not isinstance(grads, list | tuple):
-                raise InputError(f"table {self.name!r}: with pooling, give grads as a list, one per output")
-            self._check_outputs("grads", grads, pooling)
-            checked = [_plain(g) for g in grads]
-        for number, grad in enumerate(checked):
-            if not self._all_finite(grad):
-                field = "grads" if pooling is None else f"grads of output {number}"
-                raise InputError(f"table {self.name!r}: {field} hold NaN or Inf")
-        return checked
-
-    def check_step(self, step: int, time: float | None, scale: float) -> Step:
-        """What an update at this step needs besides gradients, or an error that says what is wrong."""
-        if not self.config.trainable:
-            raise UsageError(f"table {self.name!r} is not trainable (TableConfig(trainable=False))")
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise InputError(f"table {self.name!r}: step must be a whole number >= 0, got {step!r}")
-        if not (isinstance(scale, int | float) and abs(scale) <= FLOAT32_MAX):
-            raise InputError(f"table {self.name!r}: scale must be finite, got {scale!r}")
-        try:
-            rates = [segment.optimizer.rate(step) for segment in self.config.segments]
-        except InputError as error:
-            raise InputError(f"table {self.name!r}: {error}") from None
-        return Step(rates, self.check_time(time), float(scale))
-
-    def update_checked(
-        self,
-        rows: Tensor | None,
-        ids: Tensor,
-        grads: list[Tensor],
-        pooling: Pooling | None,
-        step: Step,
-        *,
-        epoch: int | None,
-    ) -> None:
-        """`update` with what check_ids, check_grads and check_step gave, for callers of several tables."""
-        self._update(rows, epoch, ids, grads, pooling, step)
-
-    def _rows(self, rows: Tensor, ids: Tensor) -> Tensor:
-        if not isinstance(rows, Tensor) or rows.dtype != torch.int32 or rows.shape != ids.shape:
-            raise InputError(f"table {self.name!r}: rows must be int32 [{ids.numel()}], from find()")
-        self._check_place("rows", rows)
-        return rows.contiguous()
-
-    def _check_place(self, field: str, tensor: Tensor) -> None:
-        if tensor.is_cpu and tensor.layout is torch.strided:
-            return
-        if tensor.layout != torch.strided:
-            raise InputError(f"table {self.name!r}: {field} must be dense, got {tensor.layout}")
-        raise InputError(
-            f"table {self.name!r}: {field} are on {tensor.device}, the {self.engine} engine "
-            "needs them on the CPU"
-        )
-
-    def _check_matrix(self, field: str, tensor: Tensor, rows: int, columns: int) -> None:
-        if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32:
-            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise InputError(f"table {self.name!r}: {field} must be a float32 tensor, got {kind}")
-        if tuple(tensor.shape) != (rows, columns):
-            raise InputError(
-                f"table {self.name!r}: {field} must have shape [{rows}, {columns}], got {list(tensor.shape)}"
-            )
-        self._check_place(field, tensor)
-
-    def _check_outputs(self, field: str, tensors: Sequence[Tensor], pooling: Pooling) -> None:
-        if len(tensors) != len(pooling.outputs):
-            raise InputError(
-                f"table {self.name!r}: {field} must hold {len(pooling.outputs)} tensors, "
-                f"one per output, got {len(tensors)}"
-            )
-        for number, (tensor, shape) in enumerate(zip(tensors, pooling.outputs, strict=True)):
-            self._check_matrix(f"{field}[{number}]", tensor, *shape)
-        if field == "out" and not all(t.is_contiguous() for t in tensors):
-            raise InputError(f"table {self.name!r}: out must be contiguous")
-
-    def check_consumer(self, consumer: str) -> int:
-        """A consumer's number, or UnknownNameError naming the known ones."""
-        if consumer not in self._consumers:
-            known = ", ".join(repr(c) for c in self._consumers if c is not None) or "none"
-            raise UnknownNameError(
-                f"table {self.name!r} has no consumer {consumer!r} (known: {known}); call track() first"
-            )
-        return self._consumers.index(consumer)
-
-    def _write(self, ids: Tensor, rows: Tensor, *, add: bool, time: float | None) -> None:
-        ids = self.check_ids(ids)
-        self.check_rows(ids, rows)
-        self._assign(ids, _plain(rows), add, self.check_time(time))
-
-    def _chunk(self, ids: Tensor, raw: Tensor, time: Tensor) -> Chunk:
-        """A Chunk from stored rows, float32 [n, row_floats]."""
-        state = {c.key: raw[:, c.start : c.end] for c in self.config.state_columns}
-        return Chunk(ids, raw[:, : self.dim], state, time)
-
-    def _all_finite(self, tensor: Tensor) -> bool:
-        return bool(torch.isfinite(tensor).all())
-
     # ---- what an engine supplies; arguments are checked, ids int64 [n], contiguous
 
     def _find(self, ids: Tensor) -> tuple[Tensor, int]:
@@ -511,8 +337,3 @@ class Table:
 
     def _mark(self, consumer: int, ids: Tensor) -> None:
         raise NotImplementedError
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """The same numbers without history or lazy negation, contiguous."""
-    return tensor.detach().resolve_neg().contiguous()

@@ -14,8 +14,9 @@ from torch import Tensor
 from megalith.errors import InputError, NativeMissingError
 from megalith.ops.pooling import Pooling
 from megalith.table.config import TableConfig
-from megalith.table.contract import MAX_CONSUMERS, Chunk, MemoryUse, Step, Table, TableStats
+from megalith.table.contract import Table
 from megalith.table.initializers import table_key
+from megalith.table.records import MAX_CONSUMERS, Chunk, MemoryUse, Step, TableStats
 
 try:
     from megalith import _native

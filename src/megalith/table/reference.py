@@ -14,8 +14,9 @@ from torch import Tensor
 
 from megalith.ops.pooling import Pooling, pool, unpool
 from megalith.table.config import TableConfig
-from megalith.table.contract import Chunk, MemoryUse, Step, Table, TableStats
+from megalith.table.contract import Table
 from megalith.table.initializers import initial_rows, table_key
+from megalith.table.records import Chunk, MemoryUse, Step, TableStats
 
 
 class ReferenceTable(Table):
