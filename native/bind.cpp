@@ -12,6 +12,7 @@
 #include <tuple>
 #include <vector>
 
+#include "route.hpp"
 #include "table.hpp"
 #include "tensor.hpp"
 
@@ -211,6 +212,26 @@ NB_MODULE(_native, m) {
           return good.load();
         },
         nb::arg("tensor"), nb::arg("threads"));
+
+  m.def("route",
+        [](handle ids, handle owners, int mode, uint64_t num_owners, uint64_t block, int first,
+           int threads) {
+          const Ids i = borrow_ids(ids);
+          int32_t* out = const_cast<int32_t*>(borrow_rows(owners, i.n));
+          require(mode >= 0 && mode <= 2 && num_owners >= 1 && num_owners < uint64_t{1} << 31,
+                  "route: bad mode or number of owners");
+          require(mode != 0 || (block >= 1 && block <= (uint64_t{1} << 63) / num_owners),
+                  "route: bad block");
+          nb::gil_scoped_release release;
+          constexpr int64_t kGrain = 1 << 15;
+          ThreadPool::get().run((i.n + kGrain - 1) / kGrain, threads, [&](int64_t t, int) {
+            const int64_t at = t * kGrain;
+            route(i.data + at, std::min(kGrain, i.n - at), static_cast<RouteMode>(mode), num_owners,
+                  block, first, out + at);
+          });
+        },
+        nb::arg("ids"), nb::arg("owners"), nb::arg("mode"), nb::arg("num_owners"), nb::arg("block"),
+        nb::arg("first"), nb::arg("threads"));
 
   nb::class_<Table>(m, "Table")
       .def("__init__",

@@ -1,6 +1,8 @@
 """Megalith: recommender models whose embedding tables grow with the data."""
 
 from megalith.ops.pooling import Pooling
+from megalith.ragged import Ragged
+from megalith.routing import Router
 from megalith.shards import LocalShards
 from megalith.table import (
     FTRL,
@@ -38,6 +40,8 @@ __all__ = [
     "Piecewise",
     "PolynomialDecay",
     "Pooling",
+    "Ragged",
+    "Router",
     "RowWiseAdagrad",
     "Segment",
     "Table",

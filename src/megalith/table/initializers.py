@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError
+from megalith.ops.bits import shift_right, signed
 from megalith.table.schedules import FLOAT32_MAX
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -136,7 +137,7 @@ def initial_rows(key: int, ids: Tensor, segments: list[tuple[int, Initializer]])
 
     key: of `table_key`. ids: int64 [n]. segments: (dim, initializer) in row order.
     """
-    keys = _mix(ids ^ _signed(key))[:, None]
+    keys = _mix(ids ^ signed(key))[:, None]
     pieces, start = [], 0
     for dim, initializer in segments:
         columns = torch.arange(start, start + dim, device=ids.device)
@@ -150,7 +151,7 @@ def _draw(keys: Tensor, columns: Tensor, initializer: Initializer) -> Tensor:
     a, b = (torch.tensor(x, dtype=torch.float32, device=keys.device) for x in initializer.params)
     if initializer.kind == Constant.kind:
         return a.expand(shape)
-    bits = _mix(keys + (columns // 2 + 1) * _signed(_GOLDEN))
+    bits = _mix(keys + (columns // 2 + 1) * signed(_GOLDEN))
     halves = torch.where(columns % 2 == 1, bits >> 32, bits) & 0xFFFFFFFF
     draws = halves >> 8
     if initializer.kind == Uniform.kind:
@@ -163,17 +164,9 @@ def _draw(keys: Tensor, columns: Tensor, initializer: Initializer) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
-    return x ^ _shift(x, 31)
-
-
-def _shift(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)  # torch shifts signed numbers arithmetically
-
-
-def _signed(x: int) -> int:
-    return x - (1 << 64) if x >= 1 << 63 else x
+    x = (x ^ shift_right(x, 30)) * signed(0xBF58476D1CE4E5B9)
+    x = (x ^ shift_right(x, 27)) * signed(0x94D049BB133111EB)
+    return x ^ shift_right(x, 31)
 
 
 def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:

@@ -1,0 +1,22 @@
+"""64-bit integer arithmetic that torch's signed tensors do not have."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def signed(x: int) -> int:
+    """The int64 with the same 64 bits as this unsigned number."""
+    return x - (1 << 64) if x >= 1 << 63 else x
+
+
+def shift_right(x: Tensor, bits: int) -> Tensor:
+    """`x >> bits` of int64, filled with zeros (torch fills with the sign)."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def unsigned_divmod(x: Tensor, divisor: int) -> tuple[Tensor, Tensor]:
+    """Quotient and remainder of the unsigned values of int64 x by a positive divisor below 2^62."""
+    quotient = shift_right(x, 1) // divisor * 2
+    rest = x - quotient * divisor  # below twice the divisor, plus one
+    return quotient + rest // divisor, rest % divisor

@@ -1,0 +1,221 @@
+"""Ragged: a batch column whose rows hold any number of values.
+
+`values` [n] and `row_splits` [batch + 1]: row i is `values[row_splits[i]:row_splits[i + 1]]`;
+`weights` [n] may stand beside the values. It is a thin pair of tensors: constructors and views, no
+arithmetic on rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.errors import InputError
+
+
+class Ragged:
+    """Values in rows of their own lengths.
+
+    values: [n, ...]. row_splits: int64 or int32 [batch + 1], from 0 to n, never descending.
+    weights: float [n] or None. Raises InputError if they do not fit (splits on a GPU are checked for
+    shape only, to avoid a synchronisation).
+    """
+
+    __slots__ = ("row_splits", "values", "weights")
+
+    def __init__(self, values: Tensor, row_splits: Tensor, weights: Tensor | None = None) -> None:
+        if not isinstance(values, Tensor) or values.dim() < 1:
+            raise InputError("Ragged: values must be a tensor of at least one dimension")
+        if not isinstance(row_splits, Tensor) or row_splits.dtype not in (torch.int64, torch.int32):
+            raise InputError("Ragged: row_splits must be an int64 or int32 tensor")
+        if row_splits.dim() != 1 or row_splits.numel() < 1:
+            raise InputError(f"Ragged: row_splits must be [batch + 1], got {list(row_splits.shape)}")
+        if values.device != row_splits.device:
+            raise InputError(f"Ragged: values are on {values.device}, row_splits on {row_splits.device}")
+        if weights is not None:
+            if not isinstance(weights, Tensor) or not weights.is_floating_point():
+                raise InputError("Ragged: weights must be a float tensor")
+            if tuple(weights.shape) != (values.shape[0],) or weights.device != values.device:
+                raise InputError(f"Ragged: weights must be [{values.shape[0]}] on {values.device}")
+        row_splits = row_splits.to(torch.int64)
+        if row_splits.is_cpu:
+            _check_splits(row_splits, values.shape[0])
+        self.values = values
+        self.row_splits = row_splits
+        self.weights = weights
+
+    # ---- other ways to make one
+
+    @classmethod
+    def from_lists(
+        cls,
+        rows: Sequence[Sequence[Any]],
+        *,
+        dtype: torch.dtype = torch.int64,
+        weights: Sequence[Sequence[float]] | None = None,
+    ) -> Ragged:
+        """From a list per row: `Ragged.from_lists([[1, 2], []])`."""
+        lengths = [len(row) for row in rows]
+        values = torch.tensor([x for row in rows for x in row], dtype=dtype)
+        flat = None
+        if weights is not None:
+            if [len(row) for row in weights] != lengths:
+                raise InputError("Ragged: weights must have the lengths of the rows")
+            flat = torch.tensor([x for row in weights for x in row], dtype=torch.float32)
+        return cls.from_lengths(values, torch.tensor(lengths, dtype=torch.int64), weights=flat)
+
+    @classmethod
+    def from_lengths(cls, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Ragged:
+        """From values and the length of each row, [batch]."""
+        if not isinstance(lengths, Tensor) or lengths.dim() != 1 or lengths.is_floating_point():
+            raise InputError("Ragged: lengths must be a vector of whole numbers")
+        splits = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=lengths.device)
+        torch.cumsum(lengths, 0, out=splits[1:])
+        return cls(values, splits, weights)
+
+    @classmethod
+    def from_padded(cls, x: Tensor, *, pad: float = 0, weights: Tensor | None = None) -> Ragged:
+        """From [batch, length] where `pad` stands for "no value", wherever in the row it is."""
+        if not isinstance(x, Tensor) or x.dim() != 2:
+            raise InputError("Ragged: a padded tensor must be [batch, length]")
+        kept = x != pad
+        picked = None
+        if weights is not None:
+            if weights.shape != x.shape:
+                raise InputError(f"Ragged: weights must be {list(x.shape)} like the padded tensor")
+            picked = weights[kept]
+        return cls.from_lengths(x[kept], kept.sum(1), weights=picked)
+
+    @classmethod
+    def from_nested(cls, x: Tensor) -> Ragged:
+        """From a nested tensor of layout torch.jagged."""
+        if not isinstance(x, Tensor) or not x.is_nested or x.layout != torch.jagged:
+            raise InputError("Ragged: expected a nested tensor of layout torch.jagged")
+        jagged: Any = x
+        if jagged.lengths() is None:
+            return cls(jagged.values(), jagged.offsets())
+        rows = jagged.unbind()  # with gaps between its rows
+        return cls.concat([cls(row, torch.tensor([0, len(row)], device=row.device)) for row in rows])
+
+    @classmethod
+    def from_keyed(cls, keyed: Any) -> dict[str, Ragged]:
+        """A column per key from anything shaped like a KeyedJaggedTensor.
+
+        It needs keys(), values(), lengths() and, optionally, weights_or_none().
+        """
+        keys = list(keyed.keys())
+        values, lengths = keyed.values(), keyed.lengths()
+        weights = keyed.weights_or_none() if hasattr(keyed, "weights_or_none") else None
+        if not keys:
+            return {}
+        if lengths.numel() % len(keys):
+            raise InputError(f"Ragged: {lengths.numel()} lengths do not divide among {len(keys)} keys")
+        per_key = lengths.view(len(keys), -1)
+        ends = per_key.sum(1).cumsum(0).tolist()
+        if ends[-1] != values.shape[0]:
+            raise InputError(f"Ragged: lengths add up to {ends[-1]}, but there are {values.shape[0]} values")
+        columns: dict[str, Ragged] = {}
+        for key, own, begin, end in zip(keys, per_key, [0, *ends], ends, strict=False):
+            picked = None if weights is None else weights[begin:end]
+            columns[key] = cls.from_lengths(values[begin:end], own, weights=picked)
+        return columns
+
+    @classmethod
+    def concat(cls, parts: Sequence[Ragged]) -> Ragged:
+        """The rows of all parts, one after the other."""
+        if not parts:
+            raise InputError("Ragged: nothing to concatenate")
+        if len({part.weights is None for part in parts}) > 1:
+            raise InputError("Ragged: some parts have weights and some have none")
+        weights = [part.weights for part in parts if part.weights is not None]
+        return cls.from_lengths(
+            torch.cat([part.values for part in parts]),
+            torch.cat([part.lengths() for part in parts]),
+            weights=torch.cat(weights) if weights else None,
+        )
+
+    # ---- looking at it
+
+    def __len__(self) -> int:
+        return self.row_splits.numel() - 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.values.device
+
+    def lengths(self) -> Tensor:
+        """The length of each row, int64 [batch]."""
+        return torch.diff(self.row_splits)
+
+    def row_ids(self) -> Tensor:
+        """The row of each value, int64 [n]."""
+        rows = torch.arange(len(self), device=self.device)
+        return torch.repeat_interleave(rows, self.lengths(), output_size=self.values.shape[0])
+
+    def to_padded(self, *, pad: float = 0, length: int | None = None) -> Tensor:
+        """[batch, length, ...], rows cut or filled up with `pad`; length defaults to the longest row's."""
+        lengths = self.lengths()
+        if length is None:
+            length = int(lengths.max()) if len(self) else 0
+        column = torch.arange(length, device=self.device)
+        filled = column < lengths[:, None]
+        out = self.values.new_full((len(self), length, *self.values.shape[1:]), pad)
+        out[filled] = self.values[(self.row_splits[:-1, None] + column)[filled]]
+        return out
+
+    def to_lists(self) -> list[list[Any]]:
+        """The rows as lists."""
+        splits = self.row_splits.tolist()
+        flat = self.values.tolist()
+        return [flat[a:b] for a, b in pairwise(splits)]
+
+    def __getitem__(self, index: int | slice) -> Any:
+        """A row's values (int), or the Ragged of some rows (slice); without copying for step 1."""
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step != 1:
+                rows = range(start, stop, step)
+                return Ragged.concat([self[i : i + 1] for i in rows]) if rows else self[:0]
+            splits = self.row_splits[start : max(start, stop) + 1]
+            begin, end = int(splits[0]), int(splits[-1])
+            weights = None if self.weights is None else self.weights[begin:end]
+            return Ragged(self.values[begin:end], splits - splits[0], weights)
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"row {index} of a Ragged of {len(self)} rows")
+        index %= len(self)
+        return self.values[int(self.row_splits[index]) : int(self.row_splits[index + 1])]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[i] for i in range(len(self)))
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Ragged:
+        """The same on another device."""
+        moved = object.__new__(Ragged)
+        moved.values = self.values.to(device, non_blocking=non_blocking)
+        moved.row_splits = self.row_splits.to(device, non_blocking=non_blocking)
+        moved.weights = None if self.weights is None else self.weights.to(device, non_blocking=non_blocking)
+        return moved
+
+    def pin_memory(self) -> Ragged:
+        """The same in pinned memory; DataLoader calls it."""
+        weights = None if self.weights is None else self.weights.pin_memory()
+        return Ragged(self.values.pin_memory(), self.row_splits.pin_memory(), weights)
+
+    def __repr__(self) -> str:
+        weights = "" if self.weights is None else ", weighted"
+        return f"Ragged({len(self)} rows, {self.values.shape[0]} values, {self.values.dtype}{weights})"
+
+
+def _check_splits(row_splits: Tensor, num_values: int) -> None:
+    if int(row_splits[0]) != 0 or int(row_splits[-1]) != num_values:
+        raise InputError(
+            f"Ragged: row_splits must go from 0 to {num_values}, the number of values, "
+            f"got {int(row_splits[0])} to {int(row_splits[-1])}"
+        )
+    if row_splits.numel() > 1 and bool((row_splits[1:] < row_splits[:-1]).any()):
+        raise InputError("Ragged: row_splits must never descend")

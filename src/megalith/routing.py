@@ -1,0 +1,119 @@
+"""Router: id -> owner shard. One function, recorded in checkpoints and used by every placement.
+
+Ids count as unsigned 64-bit numbers, so negative ids have an owner like all others; int32 ids are
+sign-extended first, so an id routes alike in either type. Where a row lies inside its table
+depends on other hash bits (native/hash.hpp).
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from megalith.errors import InputError
+from megalith.ops.bits import shift_right, signed, unsigned_divmod
+
+MODES = ("continuous", "roundrobin", "hash_roundrobin")
+
+
+class Router:
+    """Which shard owns an id.
+
+    mode: "roundrobin" (id mod shards), "hash_roundrobin" (a mixed id mod shards: breaks up patterns
+    in ids, does not spread a hot id), or "continuous" (blocks of `block_size` ids per shard, ids
+    beyond the last block by id mod shards). skip_first keeps shard 0 empty.
+    Raises InputError (a ValueError) for an unknown mode or sizes that make no sense.
+    """
+
+    def __init__(
+        self, mode: str, num_shards: int, *, block_size: int | None = None, skip_first: bool = False
+    ) -> None:
+        if mode not in MODES:
+            raise InputError(f"unknown routing mode {mode!r}; known modes: {', '.join(MODES)}")
+        owners = num_shards - int(skip_first)
+        if isinstance(num_shards, bool) or not isinstance(num_shards, int) or not 1 <= owners < 2**31:
+            raise InputError(f"Router: num_shards={num_shards!r} leaves no shard to own rows")
+        if mode == "continuous":
+            if block_size is None:
+                raise InputError("Router: mode 'continuous' needs block_size (rows per shard)")
+            if not isinstance(block_size, int) or block_size < 1 or block_size * owners >= 2**63:
+                raise InputError(
+                    f"Router: block_size must be positive and below 2^63 in all, got {block_size!r}"
+                )
+        elif block_size is not None:
+            raise InputError(f"Router: block_size is for mode 'continuous', not {mode!r}")
+        self.mode = mode
+        self.num_shards = num_shards
+        self.block_size = block_size
+        self.skip_first = skip_first
+        self._owners = owners
+
+    def owner(self, ids: Tensor) -> Tensor:
+        """The owner of each id: int64 or int32 of any shape -> int32 of that shape, below num_shards."""
+        ids = _check(ids)
+        native = _native_module() if ids.is_cpu else None
+        if native is None:
+            return self.owner_twin(ids)
+        flat = ids.contiguous().view(-1)
+        owners = torch.empty(flat.numel(), dtype=torch.int32)
+        block, first, threads = self.block_size or 0, int(self.skip_first), torch.get_num_threads()
+        native.route(flat, owners, MODES.index(self.mode), self._owners, block, first, threads)
+        return owners.view(ids.shape)
+
+    def owner_twin(self, ids: Tensor) -> Tensor:
+        """`owner` in plain torch, on any device: what defines it."""
+        ids = _check(ids)
+        key = mix(ids) if self.mode == "hash_roundrobin" else ids
+        owner = unsigned_divmod(key, self._owners)[1]
+        if self.block_size is not None:
+            inside = (ids >= 0) & (ids < self.block_size * self._owners)
+            owner = torch.where(inside, ids // self.block_size, owner)
+        return (owner + int(self.skip_first)).to(torch.int32)
+
+    def local_index(self, ids: Tensor) -> Tensor:
+        """An id's position within its owner, int64; only for mode "continuous".
+
+        The position in its block, or beyond the blocks id // shards: distinct for the ids of one owner.
+        """
+        if self.block_size is None:
+            raise InputError(f"Router: only mode 'continuous' has local indices, this is {self.mode!r}")
+        ids = _check(ids)
+        inside = (ids >= 0) & (ids < self.block_size * self._owners)
+        return torch.where(inside, ids % self.block_size, unsigned_divmod(ids, self._owners)[0])
+
+    def __repr__(self) -> str:
+        block = "" if self.block_size is None else f", block_size={self.block_size}"
+        skip = ", skip_first=True" if self.skip_first else ""
+        return f"Router({self.mode!r}, {self.num_shards}{block}{skip})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Router) and repr(self) == repr(other)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+
+def mix(ids: Tensor) -> Tensor:
+    """MurmurHash3's 64-bit finalizer of int64 ids, as int64."""
+    x = ids ^ shift_right(ids, 33)
+    x = x * signed(0xFF51AFD7ED558CCD)
+    x = x ^ shift_right(x, 33)
+    x = x * signed(0xC4CEB9FE1A85EC53)
+    return x ^ shift_right(x, 33)
+
+
+def _check(ids: Tensor) -> Tensor:
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+        kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        raise InputError(f"Router: ids must be an int64 or int32 tensor, got {kind}")
+    return ids.to(torch.int64)
+
+
+def _native_module() -> ModuleType | None:
+    try:
+        from megalith import _native
+    except ImportError:
+        return None
+    return _native

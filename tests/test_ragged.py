@@ -1,0 +1,154 @@
+"""Ragged: constructors, views, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalith import Ragged
+from megalith.errors import InputError
+
+ROWS = st.lists(st.lists(st.integers(1, 2**40), max_size=5), max_size=8)
+
+
+def lists(*rows: list[int]) -> Ragged:
+    return Ragged.from_lists(list(rows))
+
+
+@given(rows=ROWS)
+def test_every_way_round_gives_the_rows_back(rows: list[list[int]]) -> None:
+    ragged = Ragged.from_lists(rows)
+    assert len(ragged) == len(rows)
+    assert ragged.to_lists() == rows
+    assert [row.tolist() for row in ragged] == rows
+    assert ragged.lengths().tolist() == [len(row) for row in rows]
+    assert ragged.row_ids().tolist() == [i for i, row in enumerate(rows) for _ in row]
+    assert Ragged.from_padded(ragged.to_padded(pad=0), pad=0).to_lists() == rows
+    assert Ragged.from_lengths(ragged.values, ragged.lengths().int()).to_lists() == rows
+
+
+@given(rows=ROWS, start=st.integers(-9, 9), stop=st.integers(-9, 9), step=st.sampled_from([1, 2, -1, 3]))
+def test_slices_are_those_of_a_list(rows: list[list[int]], start: int, stop: int, step: int) -> None:
+    assert Ragged.from_lists(rows)[start:stop:step].to_lists() == rows[start:stop:step]
+
+
+def test_a_slice_shares_memory_and_keeps_weights() -> None:
+    ragged = Ragged(torch.arange(4), torch.tensor([0, 1, 1, 4]), torch.tensor([0.1, 0.2, 0.3, 0.4]))
+    part = ragged[1:]
+    assert part.to_lists() == [[], [1, 2, 3]]
+    assert part.weights.tolist() == pytest.approx([0.2, 0.3, 0.4])
+    assert part.values.data_ptr() == ragged.values[1:].data_ptr()
+
+
+def test_rows_by_number() -> None:
+    ragged = lists([1, 2], [], [3])
+    assert ragged[0].tolist() == [1, 2]
+    assert ragged[-1].tolist() == [3]
+    with pytest.raises(IndexError, match="row 3 of a Ragged of 3 rows"):
+        ragged[3]
+
+
+def test_padding_cuts_and_fills() -> None:
+    ragged = lists([1, 2, 3], [], [4])
+    assert ragged.to_padded(pad=-1).tolist() == [[1, 2, 3], [-1, -1, -1], [4, -1, -1]]
+    assert ragged.to_padded(length=2).tolist() == [[1, 2], [0, 0], [4, 0]]
+    assert ragged.to_padded(length=0).shape == (3, 0)
+    rows = Ragged(torch.ones(2, 3), torch.tensor([0, 2]))
+    assert rows.to_padded(length=3).shape == (1, 3, 3)
+
+
+def test_padded_with_weights_and_gaps() -> None:
+    x = torch.tensor([[0, 7, 0], [8, 0, 9]])
+    ragged = Ragged.from_padded(x, pad=0, weights=x / 10)
+    assert ragged.to_lists() == [[7], [8, 9]]
+    assert ragged.weights.tolist() == pytest.approx([0.7, 0.8, 0.9])
+
+
+def test_concat_joins_rows_and_weights() -> None:
+    one = Ragged.from_lists([[1], []], weights=[[0.5], []])
+    two = Ragged.from_lists([[2, 3]], weights=[[1.0, 2.0]])
+    joined = Ragged.concat([one, two])
+    assert joined.to_lists() == [[1], [], [2, 3]]
+    assert joined.weights.tolist() == [0.5, 1.0, 2.0]
+    with pytest.raises(InputError, match="some have none"):
+        Ragged.concat([one, lists([1])])
+    with pytest.raises(InputError, match="nothing"):
+        Ragged.concat([])
+
+
+def test_from_a_jagged_nested_tensor() -> None:
+    nested = torch.nested.nested_tensor([torch.arange(2), torch.arange(3)], layout=torch.jagged)
+    assert Ragged.from_nested(nested).to_lists() == [[0, 1], [0, 1, 2]]
+    narrowed = torch.nested.narrow(
+        torch.arange(8).view(2, 4), 1, torch.tensor([0, 1]), torch.tensor([2, 3]), layout=torch.jagged
+    )
+    assert Ragged.from_nested(narrowed).to_lists() == [[0, 1], [5, 6, 7]]
+    with pytest.raises(InputError, match="jagged"):
+        Ragged.from_nested(torch.ones(2, 2))
+
+
+class Keyed:
+    """What torchrec's KeyedJaggedTensor looks like from outside."""
+
+    def __init__(self, keys: list[str], values: list[int], lengths: list[int], weights: Any = None) -> None:
+        self._keys, self._weights = keys, weights
+        self._values, self._lengths = torch.tensor(values), torch.tensor(lengths)
+
+    def keys(self) -> list[str]:
+        return self._keys
+
+    def values(self) -> torch.Tensor:
+        return self._values
+
+    def lengths(self) -> torch.Tensor:
+        return self._lengths
+
+    def weights_or_none(self) -> torch.Tensor | None:
+        return self._weights
+
+
+def test_from_something_shaped_like_a_keyed_jagged_tensor() -> None:
+    columns = Ragged.from_keyed(Keyed(["a", "b"], [1, 2, 3, 4], [1, 0, 2, 1], torch.arange(4.0)))
+    assert {name: column.to_lists() for name, column in columns.items()} == {
+        "a": [[1], []],
+        "b": [[2, 3], [4]],
+    }
+    assert columns["b"].weights.tolist() == [1, 2, 3]
+    with pytest.raises(InputError, match="do not divide"):
+        Ragged.from_keyed(Keyed(["a", "b"], [1], [1, 0, 0]))
+    with pytest.raises(InputError, match="add up to 2"):
+        Ragged.from_keyed(Keyed(["a"], [1], [2]))
+
+
+@pytest.mark.parametrize(
+    ("values", "splits", "weights", "said"),
+    [
+        (torch.arange(3), torch.tensor([0, 2]), None, "from 0 to 3"),
+        (torch.arange(3), torch.tensor([1, 3]), None, "from 0 to 3"),
+        (torch.arange(3), torch.tensor([0, 4, 3]), None, "descend"),
+        (torch.arange(3), torch.tensor([[0, 3]]), None, "batch"),
+        (torch.arange(3), torch.tensor([], dtype=torch.int64), None, "batch"),
+        (torch.arange(3), torch.tensor([0.0, 3.0]), None, "int64 or int32"),
+        (torch.arange(3), [0, 3], None, "int64 or int32"),
+        (torch.tensor(3), torch.tensor([0, 1]), None, "at least one dimension"),
+        (torch.arange(3), torch.tensor([0, 3]), torch.ones(2), "weights must be"),
+        (torch.arange(3), torch.tensor([0, 3]), torch.arange(3), "float"),
+        (torch.arange(3), torch.tensor([0, 3], device="meta"), None, "on meta"),
+    ],
+)
+def test_parts_that_do_not_fit(values: Any, splits: Any, weights: Any, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        Ragged(values, splits, weights)
+
+
+def test_moving_keeps_everything() -> None:
+    ragged = Ragged.from_lists([[1, 2], [3]], weights=[[1.0, 2.0], [3.0]])
+    moved = ragged.to("meta")
+    assert moved.device.type == "meta"
+    assert moved.weights.device.type == "meta"
+    assert len(moved) == 2
+    assert repr(ragged) == "Ragged(2 rows, 3 values, torch.int64, weighted)"

@@ -1,0 +1,152 @@
+"""Router: every id has one owner, the same in native code and plain torch, whatever its sign or type."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalith import Router
+from megalith.errors import InputError
+from megalith.routing import MODES, mix
+
+EDGES = [0, 1, -1, 2, -2, 2**31 - 1, -(2**31), 2**63 - 1, -(2**63), 2**62, -(2**62)]
+IDS = st.lists(st.one_of(st.sampled_from(EDGES), st.integers(-(2**63), 2**63 - 1)), max_size=40)
+SHARDS = st.one_of(st.integers(1, 17), st.sampled_from([255, 256, 257, 2**31 - 2]))
+
+
+def unsigned(x: int) -> int:
+    return x % 2**64
+
+
+def murmur(x: int) -> int:
+    x ^= x >> 33
+    x = x * 0xFF51AFD7ED558CCD % 2**64
+    x ^= x >> 33
+    x = x * 0xC4CEB9FE1A85EC53 % 2**64
+    return x ^ x >> 33
+
+
+def make(mode: str, shards: int, *, skip_first: bool = False, block: int = 10) -> Router:
+    if mode == "continuous":
+        return Router(mode, shards, block_size=block, skip_first=skip_first)
+    return Router(mode, shards, skip_first=skip_first)
+
+
+def test_golden_hashes() -> None:
+    golden = {
+        0: 0x0,
+        1: 0xB456BCFC34C2CB2C,
+        7: 0x740729CBE468D1DD,
+        8: 0x46ABCCA593A3C687,
+        12345: 0x17D2ABFBF90BAEF9,
+    }
+    mixed = mix(torch.tensor(list(golden))).tolist()
+    assert [unsigned(x) for x in mixed] == list(golden.values())
+
+
+@given(ids=IDS, shards=SHARDS, mode=st.sampled_from(MODES), skip=st.booleans(), block=st.integers(1, 2**31))
+def test_native_and_twin_follow_the_formula(
+    ids: list[int], shards: int, mode: str, skip: bool, block: int
+) -> None:
+    shards += skip
+    owners = shards - skip
+    router = make(mode, shards, skip_first=skip, block=block)
+    tensor = torch.tensor(ids, dtype=torch.int64)
+
+    def expected(u: int) -> int:
+        if mode == "hash_roundrobin":
+            return murmur(u) % owners + skip
+        if mode == "continuous" and u < block * owners:
+            return u // block + skip
+        return u % owners + skip
+
+    wanted = [expected(unsigned(i)) for i in ids]
+    assert router.owner(tensor).tolist() == wanted
+    assert router.owner_twin(tensor).tolist() == wanted
+    assert router.owner(tensor).dtype == torch.int32
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shards", [2, 3, 5, 6, 8])
+def test_an_id_routes_alike_as_int32_and_int64(mode: str, shards: int) -> None:
+    ids = torch.randint(-(2**31), 2**31 - 1, (2000,), dtype=torch.int32)
+    router = make(mode, shards)
+    assert torch.equal(router.owner(ids), router.owner(ids.long()))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_skip_first_keeps_shard_0_empty(mode: str) -> None:
+    owners = make(mode, 5, skip_first=True).owner(torch.randint(-(2**62), 2**62, (5000,)))
+    assert sorted(owners.unique().tolist()) == [1, 2, 3, 4]
+
+
+@given(ids=IDS, shards=st.integers(1, 9), block=st.integers(1, 50))
+def test_owner_and_local_index_name_an_id_for_good(ids: list[int], shards: int, block: int) -> None:
+    router = Router("continuous", shards, block_size=block)
+    tensor = torch.tensor(sorted({*ids, *range(200)}), dtype=torch.int64)
+    places = set(zip(router.owner(tensor).tolist(), router.local_index(tensor).tolist(), strict=True))
+    assert len(places) == tensor.numel()
+
+
+@pytest.mark.parametrize("shards", [3, 6, 7, 8, 12])
+@pytest.mark.parametrize(
+    "pattern",
+    {
+        "sequential": lambda n: torch.arange(n),
+        "strided": lambda n: torch.arange(n) * 24,
+        "high bits": lambda n: torch.arange(n) << 40,
+        "timestamps": lambda n: 1_700_000_000_000 + torch.arange(n) * 1000,
+        "negative": lambda n: -torch.arange(n) * 12,
+    }.items(),
+    ids=lambda p: p[0],
+)
+def test_hashing_spreads_patterned_ids(shards: int, pattern: tuple) -> None:  # type: ignore[type-arg]
+    n = 60_000
+    counts = torch.bincount(Router("hash_roundrobin", shards).owner(pattern[1](n)).long(), minlength=shards)
+    assert counts.max().item() < 1.05 * n / shards
+    assert counts.min().item() > 0.95 * n / shards
+
+
+def test_shapes_strides_and_empty_ids() -> None:
+    router = Router("roundrobin", 3)
+    ids = torch.arange(12).view(3, 4)
+    assert router.owner(ids.t()).tolist() == (ids.t() % 3).tolist()
+    assert router.owner(torch.empty(0, dtype=torch.int64)).shape == (0,)
+
+
+def test_an_unknown_mode_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"'modulo'.*continuous, roundrobin, hash_roundrobin"):
+        Router("modulo", 2)
+
+
+@pytest.mark.parametrize(
+    ("mode", "shards", "options"),
+    [
+        ("roundrobin", 0, {}),
+        ("roundrobin", 1, {"skip_first": True}),
+        ("roundrobin", True, {}),
+        ("roundrobin", 2, {"block_size": 4}),
+        ("continuous", 2, {}),
+        ("continuous", 2, {"block_size": 0}),
+        ("continuous", 2, {"block_size": 2**62}),
+    ],
+)
+def test_sizes_that_make_no_sense(mode: str, shards: int, options: dict[str, int]) -> None:
+    with pytest.raises(InputError, match="Router"):
+        Router(mode, shards, **options)  # type: ignore[arg-type]
+
+
+def test_ids_of_another_type_are_refused() -> None:
+    with pytest.raises(InputError, match="ids must be"):
+        Router("roundrobin", 2).owner(torch.ones(3))
+    with pytest.raises(InputError, match="local"):
+        Router("roundrobin", 2).local_index(torch.arange(3))
+
+
+def test_equal_routers_are_equal_and_readable() -> None:
+    router = Router("continuous", 4, block_size=100)
+    assert router == Router("continuous", 4, block_size=100)
+    assert router != Router("continuous", 5, block_size=100)
+    assert repr(router) == "Router('continuous', 4, block_size=100)"
