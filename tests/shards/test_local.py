@@ -12,13 +12,6 @@ from megalith import SGD, Adagrad, LocalShards, PolynomialDecay, Pooling, TableC
 from megalith.errors import InputError, UnknownNameError, UsageError
 from megalith.ops import Bags, Part
 
-ENGINES = ["reference", "cpu"]
-
-
-@pytest.fixture(params=ENGINES)
-def engine(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
 
 def ids(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int64)
