@@ -1,4 +1,4 @@
-// The only file that knows Python: checks arguments, lets go of the GIL, calls the core.
+// The Python module: checks arguments, lets go of the GIL, calls the core.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
@@ -12,21 +12,14 @@
 #include <tuple>
 #include <vector>
 
-#include "route.hpp"
+#include "bind.hpp"
 #include "table.hpp"
-#include "tensor.hpp"
 
 namespace megalith {
 namespace {
 
-using nb::handle;
-
 // dim, optimizer, its hyper-parameters, initializer, its two parameters
 using SegmentTuple = std::tuple<int, std::string, std::vector<float>, int, float, float>;
-
-void require(bool condition, const char* message) {
-  if (!condition) throw std::invalid_argument(message);
-}
 
 TableOptions make_options(const std::string& name, const std::vector<SegmentTuple>& segments,
                           uint64_t key, bool missing_zeros, int64_t max_rows, const std::string& kernels) {
@@ -55,25 +48,6 @@ TableOptions make_options(const std::string& name, const std::vector<SegmentTupl
   return options;
 }
 
-struct Ids {
-  const int64_t* data;
-  int64_t n;
-};
-
-Ids borrow_ids(handle ids) {
-  TensorView v = borrow(ids, Kind::int64, "ids");
-  if (v.ndim != 1) throw std::invalid_argument("ids: expected one dimension");
-  if (v.shape[0] >= int64_t{1} << 31) throw std::invalid_argument("ids: at most 2^31 - 1 a call");
-  return {v.as<int64_t>(), v.shape[0]};
-}
-
-const int32_t* borrow_rows(handle rows, int64_t n) {
-  if (rows.is_none()) return nullptr;
-  TensorView v = borrow(rows, Kind::int32, "rows");
-  if (v.ndim != 1 || v.shape[0] != n) throw std::invalid_argument("rows: expected one per id");
-  return v.as<int32_t>();
-}
-
 float* borrow_matrix(handle tensor, const char* name, int64_t rows, int64_t columns) {
   TensorView v = borrow(tensor, Kind::float32, name);
   if (v.ndim != 2 || v.shape[0] != rows || v.shape[1] != columns)
@@ -82,92 +56,6 @@ float* borrow_matrix(handle tensor, const char* name, int64_t rows, int64_t colu
   return v.as<float>();
 }
 
-// A pooling in the form of ops/pooling.py's Bags.native(): per feature (offsets, weights, divisor,
-// parts), a part being (output, column, start, end, inner, accumulate).
-struct BagsList {
-  std::vector<BagsView> views;
-  std::vector<std::vector<PartView>> parts;
-
-  BagsList(nb::sequence bags, nb::sequence outputs, int64_t n, int dim) {
-    std::vector<TensorView> out;
-    for (handle o : outputs) {
-      out.push_back(borrow(o, Kind::float32, "outputs"));
-      require(out.back().ndim == 2, "outputs: expected two dimensions each");
-    }
-    int64_t end = 0;
-    for (handle item : bags) {
-      nb::tuple bag = nb::cast<nb::tuple>(item);
-      require(bag.size() == 4, "pooling: bad bags");
-      TensorView offsets = borrow(bag[0], Kind::int64, "offsets");
-      require(offsets.ndim == 1 && offsets.shape[0] >= 1, "offsets: expected [bags + 1]");
-      BagsView view{};
-      view.offsets = offsets.as<int64_t>();
-      view.num_bags = offsets.shape[0] - 1;
-      for (int64_t b = 0; b <= view.num_bags; ++b) {
-        require(view.offsets[b] >= end, "offsets: must ascend from feature to feature");
-        end = view.offsets[b];
-      }
-      require(end <= n, "offsets: beyond the number of ids");
-      view.weights = vector_or_null(bag[1], "weights", n);
-      view.divisor = vector_or_null(bag[2], "divisor", view.num_bags);
-      const Kernels* k = find_kernels(nullptr);
-      const int64_t first = view.offsets[0];
-      require(!view.weights || k->all_finite(view.weights + first, end - first), "weights: NaN or Inf");
-      require(!view.divisor || k->all_finite(view.divisor, view.num_bags), "divisor: NaN or Inf");
-      for (int64_t b = 0; view.divisor && b < view.num_bags; ++b)
-        require(view.divisor[b] != 0.0f, "divisor: zero");
-      parts.emplace_back();
-      for (handle p : bag[3]) parts.back().push_back(part(nb::cast<nb::tuple>(p), out, view, dim));
-      for (const PartView& p : parts.back())
-        require(p.inner == parts.back()[0].inner, "pooling: parts of a feature differ in inner");
-      views.push_back(view);
-    }
-    for (size_t k = 0; k < views.size(); ++k) {
-      views[k].parts = parts[k].data();
-      views[k].num_parts = static_cast<int32_t>(parts[k].size());
-    }
-  }
-
- private:
-  static const float* vector_or_null(handle tensor, const char* name, int64_t n) {
-    if (tensor.is_none()) return nullptr;
-    TensorView v = borrow(tensor, Kind::float32, name);
-    if (v.ndim != 1 || v.shape[0] != n)
-      throw std::invalid_argument(std::string(name) + ": expected length " + std::to_string(n));
-    return v.as<float>();
-  }
-
-  static int64_t number(handle h) {
-    int64_t value;
-    if (!nb::try_cast<int64_t>(h, value)) throw std::invalid_argument("pooling: a bad number in a part");
-    return value;
-  }
-
-  static PartView part(nb::tuple p, const std::vector<TensorView>& out, const BagsView& bags,
-                       int dim) {
-    require(p.size() == 6, "pooling: bad part");
-    const int64_t output = number(p[0]);
-    require(output >= 0 && output < static_cast<int64_t>(out.size()), "pooling: no such output");
-    const TensorView& o = out[static_cast<size_t>(output)];
-    PartView view{};
-    view.data = o.as<float>();
-    view.stride = o.shape[1];
-    view.column = number(p[1]);
-    const int64_t start = number(p[2]), end = number(p[3]), inner = number(p[4]);
-    require(start >= 0 && start < end && end <= dim, "pooling: a slice lies outside the row");
-    require(inner >= 1 && bags.num_bags % inner == 0 && bags.num_bags / inner == o.shape[0],
-            "pooling: an output's rows and the bags differ");
-    require(view.column >= 0 && inner <= o.shape[1] / (end - start) &&
-                view.column <= o.shape[1] - inner * (end - start),
-            "pooling: columns outside the output");
-    view.start = static_cast<int32_t>(start);
-    view.end = static_cast<int32_t>(end);
-    view.inner = static_cast<int32_t>(inner);
-    view.accumulate = PyObject_IsTrue(p[5].ptr()) == 1;
-    return view;
-  }
-};
-
 nb::bytes as_bytes(const std::vector<int64_t>& ids) {
   return nb::bytes(ids.data(), ids.size() * sizeof(int64_t));
 }
@@ -175,13 +63,16 @@ nb::bytes as_bytes(const std::vector<int64_t>& ids) {
 }  // namespace
 
 NB_MODULE(_native, m) {
-  static nb::handle table_full =
-      nb::object(nb::module_::import_("megalith.errors").attr("TableFullError")).release();
+  nb::object errors = nb::module_::import_("megalith.errors");
+  static nb::handle table_full = nb::object(errors.attr("TableFullError")).release();
+  static nb::handle bad_input = nb::object(errors.attr("InputError")).release();
   nb::register_exception_translator([](const std::exception_ptr& p, void*) {
     try {
       std::rethrow_exception(p);
     } catch (const TableFull& e) {
       PyErr_SetString(table_full.ptr(), e.what());
+    } catch (const std::invalid_argument& e) {
+      PyErr_SetString(bad_input.ptr(), e.what());
     }
   });
 
@@ -213,25 +104,7 @@ NB_MODULE(_native, m) {
         },
         nb::arg("tensor"), nb::arg("threads"));
 
-  m.def("route",
-        [](handle ids, handle owners, int mode, uint64_t num_owners, uint64_t block, int first,
-           int threads) {
-          const Ids i = borrow_ids(ids);
-          int32_t* out = const_cast<int32_t*>(borrow_rows(owners, i.n));
-          require(mode >= 0 && mode <= 2 && num_owners >= 1 && num_owners < uint64_t{1} << 31,
-                  "route: bad mode or number of owners");
-          require(mode != 0 || (block >= 1 && block <= (uint64_t{1} << 63) / num_owners),
-                  "route: bad block");
-          nb::gil_scoped_release release;
-          constexpr int64_t kGrain = 1 << 15;
-          ThreadPool::get().run((i.n + kGrain - 1) / kGrain, threads, [&](int64_t t, int) {
-            const int64_t at = t * kGrain;
-            route(i.data + at, std::min(kGrain, i.n - at), static_cast<RouteMode>(mode), num_owners,
-                  block, first, out + at);
-          });
-        },
-        nb::arg("ids"), nb::arg("owners"), nb::arg("mode"), nb::arg("num_owners"), nb::arg("block"),
-        nb::arg("first"), nb::arg("threads"));
+  bind_ops(m);
 
   nb::class_<Table>(m, "Table")
       .def("__init__",
@@ -267,7 +140,7 @@ NB_MODULE(_native, m) {
               nb::sequence outputs, int threads) {
              const Ids i = borrow_ids(ids);
              const int32_t* r = borrow_rows(rows, i.n);
-             const BagsList list(bags, outputs, i.n, t.dim());
+             const BagsList<float> list(bags, outputs, i.n, t.dim());
              nb::gil_scoped_release release;
              t.pool(r, epoch, i.data, i.n, list.views, threads);
            },
@@ -282,12 +155,11 @@ NB_MODULE(_native, m) {
              u.epoch = epoch;
              u.ids = i.data;
              u.n = i.n;
-             std::optional<BagsList> list;
+             std::optional<BagsList<float>> list;
              if (bags.is_none()) {
                u.flat = borrow_matrix(gradients, "grads", i.n, t.dim());
              } else {
-               list.emplace(nb::cast<nb::sequence>(bags), nb::cast<nb::sequence>(gradients), i.n,
-                            t.dim());
+               list.emplace(bags, gradients, i.n, t.dim());
                u.bags = list->views;
                if (u.bags.empty()) return;  // nothing reached an output
              }

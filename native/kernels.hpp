@@ -38,6 +38,15 @@ struct ApplyScratch {
   float* occurrence;  // [dim]
 };
 
+// Kernels on rows in one piece of memory, for one type of number.
+template <class T>
+struct FlatKernels {
+  void (*pool)(const FlatRows<T>&, const BagsOf<T>&, int64_t first_bag, int64_t last_bag);
+  void (*unpool)(const FlatRows<T>&, const BagsOf<T>&, int64_t low, int64_t high, T* scratch);
+  void (*scatter)(const T* rows, const int64_t* index, int64_t n, int64_t stride, int64_t width,
+                  int64_t low, int64_t high, T* out);
+};
+
 struct Kernels {
   const char* name;
   int (*state_size)(int optimizer, int dim);  // floats of optimizer state for a segment
@@ -49,6 +58,10 @@ struct Kernels {
   void (*apply)(const ApplyView&, const Entry* entries, const float* weights, int64_t n,
                 const ApplyScratch&);
   bool (*all_finite)(const float* values, int64_t n);
+  void (*gather)(const char* source, const int64_t* index, int64_t n, int64_t stride, int64_t width,
+                 char* out);
+  FlatKernels<float> flat32;
+  FlatKernels<double> flat64;
 };
 
 extern const Kernels kernels_portable;

@@ -1,4 +1,5 @@
-// Reading rows: one by one, or straight into pooled outputs.
+// Reading rows: one by one, or straight into pooled outputs, from a table's storage or from
+// rows in one piece of memory; and the way back of the latter.
 
 constexpr int64_t kReadAhead = 40;
 
@@ -7,15 +8,6 @@ MEGALITH_PREFETCHER prefetch_row(const TableView& table, int32_t row, int first,
   const float* p = weights_at(table.rows, row);
   for (int i = first; i < last; i += 16) __builtin_prefetch(p + i);
   __builtin_prefetch(p + last - 1);
-}
-
-// The weights of a row, or of a missing id (zeros are null).
-static inline const float* weights_of(const TableView& table, int32_t row, int64_t id,
-                                      float* scratch) {
-  if (row >= 0) return weights_at(table.rows, row);
-  if (table.missing_zeros) return nullptr;
-  initial_weights(table, id, scratch);
-  return scratch;
 }
 
 static void read(const TableView& table, const int32_t* rows, const int64_t* ids, int64_t n,
@@ -33,38 +25,82 @@ static void read(const TableView& table, const int32_t* rows, const int64_t* ids
   }
 }
 
+// ---- where an occurrence's row lies: `stored` finds it in memory (null: not there), `missing`
+// gives what to read instead (null: zeros)
+
+struct TableSource {
+  typedef float Element;
+  const TableView& table;
+  const int32_t* rows;
+  const int64_t* ids;
+  float* scratch;
+
+  const float* stored(int64_t i) const {
+    return __builtin_expect(rows[i] >= 0, 1) ? weights_at(table.rows, rows[i]) : nullptr;
+  }
+  const float* missing(int64_t i) const {
+    if (table.missing_zeros) return nullptr;
+    initial_weights(table, ids[i], scratch);
+    return scratch;
+  }
+  bool rows_fill_lines() const { return table.rows.stride % 64 == 0; }
+};
+
+template <class T>
+struct FlatSource {
+  typedef T Element;
+  FlatRows<T> rows;
+
+  const T* stored(int64_t i) const {
+    if (!rows.index) return rows.data + i * rows.stride;
+    const int64_t at = rows.index[i];
+    return __builtin_expect(at >= 0, 1) ? rows.data + at * rows.stride : nullptr;
+  }
+  const T* missing(int64_t) const { return nullptr; }
+  bool rows_fill_lines() const { return false; }
+};
+
+template <class T>
+static inline T* part_address(const PartOf<T>& part, int64_t bag) {
+  if (part.inner == 1) return part.data + bag * part.stride + part.column;
+  return part.data + (bag / part.inner) * part.stride + part.column +
+         (bag % part.inner) * part.step;
+}
+
+template <class T, class Vec>
+static inline void finish(const BagsOf<T>& bags, const PartOf<T>& part, int64_t bag, Vec sum, T* out) {
+  if (bags.divisor) sum = sum / bags.divisor[bag];
+  if (part.accumulate) sum = load8(out) + sum;
+  store8(out, sum);
+}
+
 // Sums columns [start, start + 8 * Vectors) of a bag's rows in the order of its occurrences and
 // stores them.
-template <int Vectors>
-static inline void pool_vectors(const TableView& table, const int32_t* rows, const int64_t* ids,
-                                const BagsView& bags, const PartView& part, int64_t bag, int start,
-                                float* out, float* scratch) {
-  Vec8 sums[Vectors] = {};
+template <int Vectors, class Source, class T>
+static inline void pool_vectors(const Source& source, const BagsOf<T>& bags, const PartOf<T>& part,
+                                int64_t bag, int start, T* out) {
+  typename Eight<T>::type sums[Vectors] = {};
   for (int64_t i = bags.offsets[bag]; i < bags.offsets[bag + 1]; ++i) {
-    const float* row = weights_of(table, rows[i], ids[i], scratch);
-    if (!row) continue;
+    const T* row = source.stored(i);
+    if (!row && !(row = source.missing(i))) continue;
     if (bags.weights) {
-      const float w = bags.weights[i];
+      const T w = bags.weights[i];
       for (int v = 0; v < Vectors; ++v) sums[v] = sums[v] + load8(row + start + 8 * v) * w;
     } else {
       for (int v = 0; v < Vectors; ++v) sums[v] = sums[v] + load8(row + start + 8 * v);
     }
   }
-  for (int v = 0; v < Vectors; ++v) {
-    if (bags.divisor) sums[v] = sums[v] / bags.divisor[bag];
-    if (part.accumulate) sums[v] = load8(out + 8 * v) + sums[v];
-    store8(out + 8 * v, sums[v]);
-  }
+  for (int v = 0; v < Vectors; ++v) finish(bags, part, bag, sums[v], out + 8 * v);
 }
 
-static inline void pool_tail(const TableView& table, const int32_t* rows, const int64_t* ids,
-                             const BagsView& bags, const PartView& part, int64_t bag, int start,
-                             int columns, float* out, float* scratch) {
-  float sums[8] = {};
+template <class Source, class T>
+static inline void pool_tail(const Source& source, const BagsOf<T>& bags, const PartOf<T>& part,
+                             int64_t bag, int start, int columns, T* out) {
+  T sums[8] = {};
   for (int64_t i = bags.offsets[bag]; i < bags.offsets[bag + 1]; ++i) {
-    const float* row = weights_of(table, rows[i], ids[i], scratch);
-    if (!row) continue;
-    const float w = bags.weights ? bags.weights[i] : 1.0f;
+    const T* row = source.stored(i);
+    if (!row && !(row = source.missing(i))) continue;
+    const T w = bags.weights ? bags.weights[i] : T(1);
     for (int c = 0; c < columns; ++c) sums[c] = sums[c] + row[start + c] * w;
   }
   for (int c = 0; c < columns; ++c) {
@@ -73,32 +109,24 @@ static inline void pool_tail(const TableView& table, const int32_t* rows, const 
   }
 }
 
-static inline float* part_address(const PartView& part, int64_t bag) {
-  if (part.inner == 1) return part.data + bag * part.stride + part.column;
-  return part.data + (bag / part.inner) * part.stride + part.column +
-         (bag % part.inner) * (part.end - part.start);
-}
-
 // One part, a whole number of vectors wide: the common case. Addresses are computed once, when
 // their lines are requested, and kept in a ring until their turn.
-template <int Vectors, bool Weighted>
-static void pool_ahead(const TableView& table, const int32_t* rows, const int64_t* ids,
-                       const BagsView& bags, int64_t first_bag, int64_t last_bag, float* scratch) {
-  constexpr int64_t kRing = 64;
+template <int Vectors, bool Weighted, class Source, class T>
+static void pool_ahead(const Source& source, const BagsOf<T>& bags, int64_t first_bag,
+                       int64_t last_bag) {
+  constexpr int64_t kRing = 64, kLine = 64 / sizeof(T);
   static_assert(kReadAhead < kRing, "an address must outlive its wait");
-  const PartView part = bags.parts[0];
-  const RowsView storage = table.rows;
+  const PartOf<T> part = bags.parts[0];
   const int64_t* offsets = bags.offsets;
   const int64_t end = offsets[last_bag];
-  const bool straddles = storage.stride % 64 != 0 || part.start % 16 != 0;
-  const float* ring[kRing];
+  const bool straddles = !source.rows_fill_lines() || part.start % kLine != 0;
+  const T* ring[kRing];
   int64_t i = offsets[first_bag], next = i;
   auto request = [&] {
-    const int32_t row = rows[next];
-    const float* p = nullptr;
-    if (__builtin_expect(row >= 0, 1)) {
-      p = weights_at(storage, row) + part.start;
-      for (int v = 0; v < Vectors; v += 2) __builtin_prefetch(p + 8 * v);
+    const T* p = source.stored(next);
+    if (__builtin_expect(p != nullptr, 1)) {
+      p += part.start;
+      for (int64_t c = 0; c < 8 * Vectors; c += kLine) __builtin_prefetch(p + c);
       if (straddles) __builtin_prefetch(p + 8 * Vectors - 1);
     }
     ring[next % kRing] = p;
@@ -106,88 +134,222 @@ static void pool_ahead(const TableView& table, const int32_t* rows, const int64_
   };
   while (next < end && next < i + kReadAhead) request();
   for (int64_t bag = first_bag; bag < last_bag; ++bag) {
-    Vec8 sums[Vectors] = {};
+    typename Eight<T>::type sums[Vectors] = {};
     for (const int64_t stop = offsets[bag + 1]; i < stop; ++i) {
       if (next < end) request();
-      const float* p = ring[i % kRing];
+      const T* p = ring[i % kRing];
       if (__builtin_expect(!p, 0)) {
-        p = weights_of(table, -1, ids[i], scratch);
+        p = source.missing(i);
         if (!p) continue;
         p += part.start;
       }
       if (Weighted) {
-        const float w = bags.weights[i];
+        const T w = bags.weights[i];
         for (int v = 0; v < Vectors; ++v) sums[v] = sums[v] + load8(p + 8 * v) * w;
       } else {
         for (int v = 0; v < Vectors; ++v) sums[v] = sums[v] + load8(p + 8 * v);
       }
     }
-    float* out = part_address(part, bag);
-    for (int v = 0; v < Vectors; ++v) {
-      if (bags.divisor) sums[v] = sums[v] / bags.divisor[bag];
-      if (part.accumulate) sums[v] = load8(out + 8 * v) + sums[v];
-      store8(out + 8 * v, sums[v]);
-    }
+    T* out = part_address(part, bag);
+    for (int v = 0; v < Vectors; ++v) finish(bags, part, bag, sums[v], out + 8 * v);
   }
 }
 
 // Any parts, any widths.
-static void pool_any(const TableView& table, const int32_t* rows, const int64_t* ids,
-                 const BagsView& bags, int64_t first_bag, int64_t last_bag, float* scratch) {
-  int first = table.dim, last = 0;
+template <class Source, class T>
+static void pool_any(const Source& source, const BagsOf<T>& bags, int64_t first_bag, int64_t last_bag) {
+  constexpr int kLine = 64 / sizeof(T);
+  int first = 1 << 30, last = 0;
   for (int p = 0; p < bags.num_parts; ++p) {
     first = bags.parts[p].start < first ? bags.parts[p].start : first;
     last = bags.parts[p].end > last ? bags.parts[p].end : last;
   }
-  if (first_bag >= last_bag || first >= last) return;
+  if (first >= last) return;
   int64_t ahead = bags.offsets[first_bag];
   const int64_t end = bags.offsets[last_bag];
   for (int64_t bag = first_bag; bag < last_bag; ++bag) {
-    for (; ahead < end && ahead < bags.offsets[bag + 1] + kReadAhead; ++ahead)
-      prefetch_row(table, rows[ahead], first, last);
+    for (; ahead < end && ahead < bags.offsets[bag + 1] + kReadAhead; ++ahead) {
+      const T* row = source.stored(ahead);
+      if (!row) continue;
+      for (int c = first; c < last; c += kLine) __builtin_prefetch(row + c);
+      __builtin_prefetch(row + last - 1);
+    }
     for (int p = 0; p < bags.num_parts; ++p) {
-      const PartView& part = bags.parts[p];
-      float* out = part_address(part, bag);
+      const PartOf<T>& part = bags.parts[p];
+      T* out = part_address(part, bag);
       int start = part.start;
       int columns = part.end - part.start;
       for (; columns >= 64; columns -= 64, start += 64, out += 64)
-        pool_vectors<8>(table, rows, ids, bags, part, bag, start, out, scratch);
+        pool_vectors<8>(source, bags, part, bag, start, out);
       if (columns >= 32) {
-        pool_vectors<4>(table, rows, ids, bags, part, bag, start, out, scratch);
+        pool_vectors<4>(source, bags, part, bag, start, out);
         columns -= 32, start += 32, out += 32;
       }
       if (columns >= 16) {
-        pool_vectors<2>(table, rows, ids, bags, part, bag, start, out, scratch);
+        pool_vectors<2>(source, bags, part, bag, start, out);
         columns -= 16, start += 16, out += 16;
       }
       if (columns >= 8) {
-        pool_vectors<1>(table, rows, ids, bags, part, bag, start, out, scratch);
+        pool_vectors<1>(source, bags, part, bag, start, out);
         columns -= 8, start += 8, out += 8;
       }
-      if (columns > 0) pool_tail(table, rows, ids, bags, part, bag, start, columns, out, scratch);
+      if (columns > 0) pool_tail(source, bags, part, bag, start, columns, out);
     }
   }
 }
 
-template <bool Weighted>
-static void pool_weighted(const TableView& table, const int32_t* rows, const int64_t* ids,
-                          const BagsView& bags, int64_t first_bag, int64_t last_bag,
-                          float* scratch) {
+template <bool Weighted, class Source, class T>
+static void pool_weighted(const Source& source, const BagsOf<T>& bags, int64_t first_bag,
+                          int64_t last_bag) {
   const int columns = bags.num_parts == 1 ? bags.parts[0].end - bags.parts[0].start : 0;
   switch (columns) {
-    case 8: return pool_ahead<1, Weighted>(table, rows, ids, bags, first_bag, last_bag, scratch);
-    case 16: return pool_ahead<2, Weighted>(table, rows, ids, bags, first_bag, last_bag, scratch);
-    case 32: return pool_ahead<4, Weighted>(table, rows, ids, bags, first_bag, last_bag, scratch);
-    case 64: return pool_ahead<8, Weighted>(table, rows, ids, bags, first_bag, last_bag, scratch);
-    default: return pool_any(table, rows, ids, bags, first_bag, last_bag, scratch);
+    case 8: return pool_ahead<1, Weighted>(source, bags, first_bag, last_bag);
+    case 16: return pool_ahead<2, Weighted>(source, bags, first_bag, last_bag);
+    case 32: return pool_ahead<4, Weighted>(source, bags, first_bag, last_bag);
+    case 64: return pool_ahead<8, Weighted>(source, bags, first_bag, last_bag);
+    default: return pool_any(source, bags, first_bag, last_bag);
   }
+}
+
+template <class Source, class T>
+static void pool_from(const Source& source, const BagsOf<T>& bags, int64_t first_bag, int64_t last_bag) {
+  if (first_bag >= last_bag) return;
+  if (bags.weights)
+    pool_weighted<true>(source, bags, first_bag, last_bag);
+  else
+    pool_weighted<false>(source, bags, first_bag, last_bag);
 }
 
 static void pool(const TableView& table, const int32_t* rows, const int64_t* ids,
                  const BagsView& bags, int64_t first_bag, int64_t last_bag, float* scratch) {
-  if (first_bag >= last_bag) return;
-  if (bags.weights)
-    pool_weighted<true>(table, rows, ids, bags, first_bag, last_bag, scratch);
-  else
-    pool_weighted<false>(table, rows, ids, bags, first_bag, last_bag, scratch);
+  pool_from(TableSource{table, rows, ids, scratch}, bags, first_bag, last_bag);
+}
+
+template <class T>
+static void pool_flat(const FlatRows<T>& rows, const BagsOf<T>& bags, int64_t first_bag,
+                      int64_t last_bag) {
+  pool_from(FlatSource<T>{rows}, bags, first_bag, last_bag);
+}
+
+// ---- the way back to rows in one piece of memory
+
+template <class T>
+static inline void add_to(T* sum, const T* x, int64_t n) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) store8(sum + i, load8(sum + i) + load8(x + i));
+  for (; i < n; ++i) sum[i] = sum[i] + x[i];
+}
+
+// One bag's gradient for an occurrence of this weight: the sum of its parts in their order.
+template <class T>
+static inline void bag_gradient(const BagsOf<T>& bags, int64_t bag, const T* weight, int first,
+                                int last, T* out) {
+  for (int c = first; c < last; ++c) out[c] = T(0);
+  for (int p = 0; p < bags.num_parts; ++p) {
+    const PartOf<T>& part = bags.parts[p];
+    const T* g = part_address(part, bag);
+    for (int c = part.start; c < part.end; ++c) {
+      T x = g[c - part.start];
+      if (bags.divisor) x = x / bags.divisor[bag];
+      if (weight) x = x * *weight;
+      out[c] = out[c] + x;
+    }
+  }
+}
+
+// Adds x[0 .. n) to memory from element `at` on, as far as it lies within [low, high).
+template <class T>
+static inline void add_within(T* memory, int64_t at, const T* x, int64_t n, int64_t low, int64_t high) {
+  const int64_t from = at < low ? low : at, to = at + n > high ? high : at + n;
+  if (from < to) add_to(memory + from, x + (from - at), to - from);
+}
+
+// Adds each occurrence's gradient to its row, occurrences in order; elements outside
+// [low, high) belong to somebody else. `scratch` is as wide as a row.
+template <class T>
+static void unpool_flat(const FlatRows<T>& rows, const BagsOf<T>& bags, int64_t low, int64_t high,
+                        T* scratch) {
+  constexpr int64_t kAhead = 24;
+  int first = 1 << 30, last = 0;
+  for (int p = 0; p < bags.num_parts; ++p) {
+    first = bags.parts[p].start < first ? bags.parts[p].start : first;
+    last = bags.parts[p].end > last ? bags.parts[p].end : last;
+  }
+  if (first >= last) return;
+  const bool direct = bags.num_parts == 1 && !bags.divisor && !bags.weights;
+  const int64_t end = bags.offsets[bags.num_bags];
+  int64_t i = bags.offsets[0];
+  for (int64_t bag = 0; bag < bags.num_bags; ++bag) {
+    bool ready = false;
+    for (const int64_t stop = bags.offsets[bag + 1]; i < stop; ++i) {
+      const int64_t at = (rows.index ? rows.index[i] : i) * rows.stride;
+      if (rows.index && i + kAhead < end && rows.index[i + kAhead] >= 0) {
+        T* p = rows.data + rows.index[i + kAhead] * rows.stride + first;
+        __builtin_prefetch(p, 1);
+        __builtin_prefetch(p + (last - first) - 1, 1);
+      }
+      if (at < 0 || at + first >= high || at + last <= low) continue;
+      if (direct) {
+        add_within(rows.data, at + first, part_address(bags.parts[0], bag), last - first, low, high);
+        continue;
+      }
+      if (!ready || bags.weights)
+        bag_gradient(bags, bag, bags.weights ? bags.weights + i : nullptr, first, last, scratch);
+      ready = true;
+      add_within(rows.data, at + first, scratch + first, last - first, low, high);
+    }
+  }
+}
+
+// ---- whole rows
+
+template <int Bytes>
+static void gather_fixed(const char* source, const int64_t* index, int64_t n, int64_t stride, char* out) {
+  constexpr int64_t kAhead = 32;
+  for (int64_t i = 0; i < n; ++i, out += Bytes) {
+    if (i + kAhead < n) {
+      const char* p = source + index[i + kAhead] * stride;
+      for (int b = 0; b < Bytes; b += 64) __builtin_prefetch(p + b);
+      __builtin_prefetch(p + Bytes - 1);
+    }
+    __builtin_memcpy(out, source + index[i] * stride, Bytes);
+  }
+}
+
+// Copies `width` bytes from `index[i] * stride` to row i of out.
+static void gather(const char* source, const int64_t* index, int64_t n, int64_t stride, int64_t width,
+                   char* out) {
+  constexpr int64_t kAhead = 16;
+  switch (width) {
+    case 4: return gather_fixed<4>(source, index, n, stride, out);
+    case 8: return gather_fixed<8>(source, index, n, stride, out);
+    case 16: return gather_fixed<16>(source, index, n, stride, out);
+    case 32: return gather_fixed<32>(source, index, n, stride, out);
+    case 64: return gather_fixed<64>(source, index, n, stride, out);
+    case 128: return gather_fixed<128>(source, index, n, stride, out);
+    case 256: return gather_fixed<256>(source, index, n, stride, out);
+    default: break;
+  }
+  for (int64_t i = 0; i < n; ++i, out += width) {
+    if (i + kAhead < n) {
+      const char* p = source + index[i + kAhead] * stride;
+      for (int64_t b = 0; b < width; b += 64) __builtin_prefetch(p + b);
+    }
+    __builtin_memcpy(out, source + index[i] * stride, static_cast<size_t>(width));
+  }
+}
+
+// Adds row i to the `width` elements from index[i] * stride on, those within [low, high).
+template <class T>
+static void scatter(const T* rows, const int64_t* index, int64_t n, int64_t stride, int64_t width,
+                    int64_t low, int64_t high, T* out) {
+  constexpr int64_t kAhead = 16;
+  for (int64_t i = 0; i < n; ++i, rows += width) {
+    if (i + kAhead < n) {
+      const T* p = out + index[i + kAhead] * stride;
+      __builtin_prefetch(p, 1);
+      if (width > 1) __builtin_prefetch(p + width - 1, 1);
+    }
+    add_within(out, index[i] * stride, rows, width, low, high);
+  }
 }

@@ -16,20 +16,50 @@ inline uint64_t murmur_finalizer(uint64_t x) {
   return x;
 }
 
-// Owners are 0 .. owners - 1, moved up by `first`. `block` is used by continuous alone.
-inline void route(const int64_t* ids, int64_t n, RouteMode mode, uint64_t owners, uint64_t block,
-                  int32_t first, int32_t* out) {
-  for (int64_t i = 0; i < n; ++i) {
-    const uint64_t u = static_cast<uint64_t>(ids[i]);
-    uint64_t owner;
-    if (mode == RouteMode::hash_roundrobin)
-      owner = murmur_finalizer(u) % owners;
-    else if (mode == RouteMode::continuous && u < block * owners)
-      owner = u / block;
-    else
-      owner = u % owners;
-    out[i] = static_cast<int32_t>(owner) + first;
+// Remainders by a divisor that is the same for many numbers: a multiplication instead of a
+// division, exact for every 64-bit number (Granlund and Montgomery's method for n = 64).
+class Divider {
+ public:
+  explicit Divider(uint64_t d) : divisor_(d) {
+    while (shift_ < 63 && (uint64_t{1} << shift_) < d) ++shift_;  // ceil(log2 d)
+    const unsigned __int128 two64 = static_cast<unsigned __int128>(1) << 64;
+    const unsigned __int128 power = static_cast<unsigned __int128>(1) << shift_;
+    magic_ = static_cast<uint64_t>(two64 * (power - d) / d + 1);
   }
+  uint64_t quotient(uint64_t x) const {
+    if (shift_ == 0) return x;
+    const uint64_t t = static_cast<uint64_t>((static_cast<unsigned __int128>(magic_) * x) >> 64);
+    return (t + ((x - t) >> 1)) >> (shift_ - 1);
+  }
+  uint64_t remainder(uint64_t x) const { return x - quotient(x) * divisor_; }
+
+ private:
+  uint64_t divisor_, magic_;
+  int shift_ = 0;
+};
+
+// Owners are 0 .. owners - 1, moved up by `first`. `block` is used by continuous alone.
+struct Route {
+  RouteMode mode;
+  Divider owners, block;
+  uint64_t covered;  // ids below lie in a block
+  int32_t first;
+
+  Route(RouteMode mode, uint64_t owners, uint64_t block, int32_t first)
+      : mode(mode), owners(owners), block(block ? block : 1),
+        covered(mode == RouteMode::continuous ? block * owners : 0), first(first) {}
+
+  int32_t owner(int64_t id) const {
+    const uint64_t u = static_cast<uint64_t>(id);
+    const uint64_t o = u < covered ? block.quotient(u)
+                                   : owners.remainder(mode == RouteMode::hash_roundrobin
+                                                          ? murmur_finalizer(u) : u);
+    return static_cast<int32_t>(o) + first;
+  }
+};
+
+inline void route(const int64_t* ids, int64_t n, const Route& rule, int32_t* out) {
+  for (int64_t i = 0; i < n; ++i) out[i] = rule.owner(ids[i]);
 }
 
 }  // namespace megalith

@@ -1,4 +1,4 @@
-// Eight floats at a time, on every CPU: compilers lower Vec8 to what the target has.
+// Eight numbers at a time, on every CPU: compilers lower Vec8 to what the target has.
 // Included inside an anonymous namespace of one instruction set.
 
 // GCC takes a function that only prefetches for one without effect and drops calls of it;
@@ -10,6 +10,23 @@ typedef float Vec8Unaligned __attribute__((vector_size(32), aligned(4)));
 
 static inline Vec8 load8(const float* p) { return *reinterpret_cast<const Vec8Unaligned*>(p); }
 static inline void store8(float* p, Vec8 v) { *reinterpret_cast<Vec8Unaligned*>(p) = v; }
+
+typedef double Double8 __attribute__((vector_size(64)));
+typedef double Double8Unaligned __attribute__((vector_size(64), aligned(8)));
+
+static inline Double8 load8(const double* p) { return *reinterpret_cast<const Double8Unaligned*>(p); }
+static inline void store8(double* p, Double8 v) { *reinterpret_cast<Double8Unaligned*>(p) = v; }
+
+template <class T>
+struct Eight;
+template <>
+struct Eight<float> {
+  typedef Vec8 type;
+};
+template <>
+struct Eight<double> {
+  typedef Double8 type;
+};
 
 static inline float root(float x) { return __builtin_sqrtf(x); }
 static inline Vec8 root(Vec8 x) {

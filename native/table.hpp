@@ -14,6 +14,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "bags.hpp"
 #include "index.hpp"
 #include "kernels.hpp"
 #include "optimizers.hpp"
@@ -99,17 +100,9 @@ class Table {
     Lease lease;
     rows = current_rows(rows, epoch, ids, n, *lease, threads);
     const TableView table = view();
-    // Every task takes its share of each feature's output rows, features in order, so that
-    // features added into one output never meet in different threads.
-    const int64_t tasks = threads <= 1 ? 1 : std::min<int64_t>(4 * threads, 1 + n / kReadGrain);
-    ThreadPool::get().run(tasks, threads, [&](int64_t task, int) {
+    pool_features(bags, n, threads, [&](const BagsView& b, int64_t first, int64_t last) {
       std::vector<float> scratch(static_cast<size_t>(dim_));
-      for (const BagsView& b : bags) {
-        const int64_t inner = b.num_parts ? b.parts[0].inner : 1;
-        const int64_t groups = b.num_bags / inner;
-        kernels_->pool(table, rows, ids, b, groups * task / tasks * inner,
-                       groups * (task + 1) / tasks * inner, scratch.data());
-      }
+      kernels_->pool(table, rows, ids, b, first, last, scratch.data());
     });
   }
 

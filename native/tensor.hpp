@@ -55,13 +55,14 @@ constexpr uint8_t kInt = 0, kFloat = 2;
 
 }  // namespace dlpack
 
-enum class Kind { int32, int64, float32 };
+enum class Kind { int32, int64, float32, float64, any };
 
 // A contiguous CPU tensor, borrowed for the length of a call.
 struct TensorView {
   void* data = nullptr;
   int ndim = 0;
   int64_t shape[4] = {};
+  int64_t item_bytes = 0;
 
   template <class T>
   T* as() const {
@@ -106,13 +107,32 @@ inline const dlpack::ExchangeApi* exchange_api(PyObject* object) {
   return api;
 }
 
-inline const char* kind_name(Kind kind) {
-  return kind == Kind::int32 ? "int32" : kind == Kind::int64 ? "int64" : "float32";
+struct KindFacts {
+  const char* name;
+  uint8_t code, bits;
+};
+
+inline KindFacts facts(Kind kind) {
+  switch (kind) {
+    case Kind::int32: return {"int32", dlpack::kInt, 32};
+    case Kind::int64: return {"int64", dlpack::kInt, 64};
+    case Kind::float32: return {"float32", dlpack::kFloat, 32};
+    case Kind::float64: return {"float64", dlpack::kFloat, 64};
+    default: return {"", 0, 0};
+  }
 }
 
+template <class T>
+constexpr Kind kind_of();
+template <>
+constexpr Kind kind_of<float>() { return Kind::float32; }
+template <>
+constexpr Kind kind_of<double>() { return Kind::float64; }
+
 [[noreturn]] inline void refuse(const char* name, Kind kind) {
+  const char* type = facts(kind).name;
   throw nb::type_error(
-      (std::string(name) + ": expected a contiguous " + kind_name(kind) + " tensor on the CPU")
+      (std::string(name) + ": expected a contiguous " + type + (*type ? " " : "") + "tensor on the CPU")
           .c_str());
 }
 
@@ -125,9 +145,9 @@ inline nb::str text_of(nb::object object) {
 inline TensorView borrow_by_attributes(nb::handle object, Kind kind, const char* name) {
   if (!nb::hasattr(object, "data_ptr")) refuse(name, kind);
   const nb::str dtype = text_of(object.attr("dtype")), device = text_of(object.attr("device"));
-  const std::string wanted = std::string("torch.") + kind_name(kind);
+  const std::string wanted = std::string("torch.") + facts(kind).name;
   const nb::object contiguous = object.attr("is_contiguous")();
-  if (wanted != dtype.c_str() || std::strncmp(device.c_str(), "cpu", 3) != 0 ||
+  if ((kind != Kind::any && wanted != dtype.c_str()) || std::strncmp(device.c_str(), "cpu", 3) != 0 ||
       !PyObject_IsTrue(contiguous.ptr()))
     refuse(name, kind);
   TensorView view;
@@ -136,6 +156,7 @@ inline TensorView borrow_by_attributes(nb::handle object, Kind kind, const char*
     view.shape[view.ndim++] = nb::cast<int64_t>(size);
   }
   view.data = reinterpret_cast<void*>(nb::cast<uintptr_t>(object.attr("data_ptr")()));
+  view.item_bytes = nb::cast<int64_t>(object.attr("element_size")());
   if (!view.data && view.numel() > 0) refuse(name, kind);
   return view;
 }
@@ -149,12 +170,11 @@ inline TensorView borrow(nb::handle object, Kind kind, const char* name) {
     PyErr_Clear();
     refuse(name, kind);
   }
-  const uint8_t code = kind == Kind::float32 ? dlpack::kFloat : dlpack::kInt;
-  const uint8_t bits = kind == Kind::int64 ? 64 : 32;
-  if (t.device.type != dlpack::kCpu || t.dtype.code != code || t.dtype.bits != bits ||
-      t.dtype.lanes != 1 || t.ndim > 4)
-    refuse(name, kind);
+  const KindFacts wanted = facts(kind);
+  const bool fits = kind == Kind::any || (t.dtype.code == wanted.code && t.dtype.bits == wanted.bits);
+  if (t.device.type != dlpack::kCpu || !fits || t.dtype.lanes != 1 || t.ndim > 4) refuse(name, kind);
   TensorView view;
+  view.item_bytes = t.dtype.bits / 8;
   view.ndim = t.ndim;
   for (int d = 0; d < t.ndim; ++d) view.shape[d] = t.shape[d];
   int64_t expected = 1;

@@ -124,6 +124,15 @@ inline void Table::place(const Update& u, const Reached& reached, const int32_t*
 }
 
 inline void Table::update(const Update& u, int threads) {
+  if (any_shared(u.bags)) {
+    const OwnRows<float> own(u.bags);
+    for (size_t k = 0; k < u.bags.size(); ++k)
+      if (u.bags[k].shared) fold_gradients(u.bags[k], own.views[k]);
+    Update folded = u;
+    folded.bags = own.views;
+    for (BagsView& b : folded.bags) b.shared = false;
+    return update(folded, threads);
+  }
   std::unique_lock<ForkSafeLock> hold(lock_);
   Lease lease;
   Scratch& scratch = *lease;

@@ -65,26 +65,43 @@ struct TableView {
 };
 
 // Where a slice of a feature's pooled rows goes: output row `bag / inner`, columns
-// from `column + (bag % inner) * (end - start)`. `data` is the output in a read
-// and the output's gradient in an update.
-struct PartView {
-  float* data;
+// from `column + (bag % inner) * step`. `data` is the output in a read
+// and the output's gradient in an update. A shared feature's rows stand for the whole
+// batch: the output repeats them `tiles` times.
+template <class T>
+struct PartOf {
+  T* data;
   int64_t stride;
   int64_t column;
   int32_t start;
   int32_t end;
   int32_t inner;
   bool accumulate;
+  int64_t step;
+  int64_t tiles;
 };
+using PartView = PartOf<float>;
 
 // The occurrences offsets[b] .. offsets[b + 1] - 1 form bag b.
-struct BagsView {
+template <class T>
+struct BagsOf {
   const int64_t* offsets;
   int64_t num_bags;
-  const float* weights;   // one per occurrence of the table, or null
-  const float* divisor;   // one per bag, or null
-  const PartView* parts;
+  const T* weights;   // one per occurrence of the table, or null
+  const T* divisor;   // one per bag, or null
+  const PartOf<T>* parts;
   int32_t num_parts;
+  bool shared;
+};
+using BagsView = BagsOf<float>;
+
+// Rows in one piece of memory: occurrence i reads from element index[i] * stride on, or zeros
+// where the index is negative. Without an index it reads row i.
+template <class T>
+struct FlatRows {
+  T* data;
+  const int64_t* index;
+  int64_t stride;
 };
 
 // One occurrence on its way to its row's gradient sum: `source` counts the bags of

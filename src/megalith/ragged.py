@@ -21,8 +21,8 @@ class Ragged:
     """Values in rows of their own lengths.
 
     values: [n, ...]. row_splits: int64 or int32 [batch + 1], from 0 to n, never descending.
-    weights: float [n] or None. Raises InputError if they do not fit (splits on a GPU are checked for
-    shape only, to avoid a synchronisation).
+    weights: float [n] or None. Raises InputError if they do not fit (splits on a GPU, and inside
+    torch.compile, are checked for shape only: ops check what they read).
     """
 
     __slots__ = ("row_splits", "values", "weights")
@@ -42,7 +42,7 @@ class Ragged:
             if tuple(weights.shape) != (values.shape[0],) or weights.device != values.device:
                 raise InputError(f"Ragged: weights must be [{values.shape[0]}] on {values.device}")
         row_splits = row_splits.to(torch.int64)
-        if row_splits.is_cpu:
+        if row_splits.is_cpu and not torch.compiler.is_compiling():
             _check_splits(row_splits, values.shape[0])
         self.values = values
         self.row_splits = row_splits

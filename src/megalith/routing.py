@@ -7,13 +7,15 @@ depends on other hash bits (native/hash.hpp).
 
 from __future__ import annotations
 
-from types import ModuleType
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megalith.bits import shift_right, signed, unsigned_divmod
 from megalith.errors import InputError
-from megalith.ops.bits import shift_right, signed, unsigned_divmod
+from megalith.library import define, native_module
 
 MODES = ("continuous", "roundrobin", "hash_roundrobin")
 
@@ -53,14 +55,19 @@ class Router:
     def owner(self, ids: Tensor) -> Tensor:
         """The owner of each id: int64 or int32 of any shape -> int32 of that shape, below num_shards."""
         ids = _check(ids)
-        native = _native_module() if ids.is_cpu else None
-        if native is None:
-            return self.owner_twin(ids)
-        flat = ids.contiguous().view(-1)
-        owners = torch.empty(flat.numel(), dtype=torch.int32)
-        block, first, threads = self.block_size or 0, int(self.skip_first), torch.get_num_threads()
-        native.route(flat, owners, MODES.index(self.mode), self._owners, block, first, threads)
-        return owners.view(ids.shape)
+        owners: Tensor = _route(ids, list(self.rule))
+        return owners
+
+    @property
+    def rule(self) -> tuple[int, int, int, int]:
+        """The form ops take: the mode's number, shards that own rows, block size, the first of them."""
+        return MODES.index(self.mode), self._owners, self.block_size or 0, int(self.skip_first)
+
+    @classmethod
+    def from_rule(cls, rule: Sequence[int]) -> Router:
+        """The router of a `rule`."""
+        mode, owners, block, first = rule
+        return cls(MODES[mode], owners + first, block_size=block or None, skip_first=bool(first))
 
     def owner_twin(self, ids: Tensor) -> Tensor:
         """`owner` in plain torch, on any device: what defines it."""
@@ -111,9 +118,17 @@ def _check(ids: Tensor) -> Tensor:
     return ids.to(torch.int64)
 
 
-def _native_module() -> ModuleType | None:
-    try:
-        from megalith import _native
-    except ImportError:
-        return None
-    return _native
+def _route_native(ids: Tensor, rule: Sequence[int]) -> Tensor:
+    native: Any = native_module()
+    flat = ids.contiguous().view(-1)
+    owners = torch.empty(flat.numel(), dtype=torch.int32)
+    native.route(flat, tuple(rule), owners, torch.get_num_threads())
+    return owners.view(ids.shape)
+
+
+_route = define(
+    "route(Tensor ids, int[] rule) -> Tensor",
+    native=_route_native,
+    twin=lambda ids, rule: Router.from_rule(rule).owner_twin(ids),
+    fake=lambda ids, rule: torch.empty_like(ids, dtype=torch.int32),
+)

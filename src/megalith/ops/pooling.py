@@ -26,8 +26,9 @@ class Part:
     """Columns `start:end` of a feature's pooled rows, and where they go.
 
     Bag `b` fills row `b // inner` of output number `output`, from column
-    `column + (b % inner) * (end - start)` on. `inner` is 1 except where a feature keeps its
-    first n rows side by side. `accumulate` adds to what earlier parts wrote there.
+    `column + (b % inner) * step` on. `inner` is 1 except where a feature keeps its
+    first n rows side by side, `step` columns apart (0: without gaps). `accumulate` adds to what
+    earlier parts wrote there.
     """
 
     output: int
@@ -36,6 +37,18 @@ class Part:
     end: int
     inner: int = 1
     accumulate: bool = False
+    step: int = 0
+
+    @property
+    def width(self) -> int:
+        """Columns of one bag."""
+        return self.end - self.start
+
+    @property
+    def columns(self) -> list[slice]:
+        """The output's columns that bags 0 to inner - 1 fill."""
+        starts = [self.column + k * (self.step or self.width) for k in range(self.inner)]
+        return [slice(start, start + self.width) for start in starts]
 
 
 @dataclass(frozen=True)
@@ -47,12 +60,14 @@ class Bags:
     parts: the outputs fed; all with the same `inner`.
     weights: float32 [occurrences of the table], each row is multiplied by its own.
     divisor: float32 [bags], each bag's sum is divided by its own (a mean's counts).
+    shared: the bags stand for the whole batch; the outputs' rows repeat theirs.
     """
 
     offsets: Tensor
     parts: tuple[Part, ...]
     weights: Tensor | None = None
     divisor: Tensor | None = None
+    shared: bool = False
 
     @property
     def num_bags(self) -> int:
@@ -62,9 +77,11 @@ class Bags:
     @cached_property
     def native(self) -> tuple[Any, ...]:
         """The form the native module takes."""
-        parts = tuple((p.output, p.column, p.start, p.end, p.inner, p.accumulate) for p in self.parts)
+        parts = tuple(
+            (p.output, p.column, p.start, p.end, p.inner, p.accumulate, p.step or p.width) for p in self.parts
+        )
         tensors = (self.offsets, self.weights, self.divisor)
-        return (*(t.contiguous() if isinstance(t, Tensor) else t for t in tensors), parts)
+        return (*(t.contiguous() if isinstance(t, Tensor) else t for t in tensors), self.shared, parts)
 
 
 @dataclass(frozen=True)
@@ -99,13 +116,8 @@ class Pooling:
     def _covered(self, tables: tuple[str, ...]) -> list[bool]:
         """Which outputs have every column written by some part of the tables."""
         if tables not in self._coverage:
-            written: list[list[tuple[int, int]]] = [[] for _ in self.outputs]
-            for part in (p for table in tables for bags in self.of(table) for p in bags.parts):
-                if not part.accumulate and 0 <= part.output < len(written):
-                    end = part.column + part.inner * (part.end - part.start)
-                    written[part.output].append((part.column, end))
-            widths = (width for _, width in self.outputs)
-            self._coverage[tables] = [_fills(w, n) for w, n in zip(written, widths, strict=True)]
+            bags = [bags for table in tables for bags in self.of(table)]
+            self._coverage[tables] = covered(bags, self.outputs)
         return self._coverage[tables]
 
     def of(self, table: str) -> tuple[Bags, ...]:
@@ -142,13 +154,34 @@ class Pooling:
             raise InputError(
                 f"table {table!r}: slice {part.start}:{part.end} lies outside rows of {dim} columns"
             )
-        if part.inner < 1 or part.inner != bags.parts[0].inner or bags.num_bags != part.inner * rows:
+        if part.inner < 1 or part.inner != bags.parts[0].inner or not _bags_fit(bags, part, rows):
             raise InputError(
                 f"table {table!r}: {bags.num_bags} bags do not fill {rows} output rows ({part.inner} each)"
             )
-        width = part.inner * (part.end - part.start)
-        if not 0 <= part.column <= columns - width:
+        if rows != self.outputs[bags.parts[0].output][0]:
+            raise InputError(f"table {table!r}: a feature's outputs must have the same number of rows")
+        if part.step and part.step < part.width:
+            raise InputError(f"table {table!r}: step {part.step} is below the width {part.width} of a part")
+        end = part.column + (part.inner - 1) * (part.step or part.width) + part.width
+        if part.column < 0 or end > columns:
             raise InputError(f"table {table!r}: columns outside output {part.output}")
+
+
+def covered(bags: Sequence[Bags], outputs: Sequence[tuple[int, int]]) -> list[bool]:
+    """Which outputs have every column written by some part of the bags."""
+    written: list[list[tuple[int, int]]] = [[] for _ in outputs]
+    for part in (p for b in bags for p in b.parts):
+        if not part.accumulate and 0 <= part.output < len(written):
+            written[part.output] += [(c.start, c.stop) for c in part.columns]
+    return [_fills(w, columns) for w, (_, columns) in zip(written, outputs, strict=True)]
+
+
+def _bags_fit(bags: Bags, part: Part, rows: int) -> bool:
+    """Whether the bags fill the output's rows, once or, if shared, a whole number of times."""
+    if not bags.shared:
+        return bags.num_bags == part.inner * rows
+    period, rest = divmod(bags.num_bags, part.inner)
+    return rest == 0 and period >= 1 and rows % period == 0
 
 
 def _check_vector(table: str, field: str, tensor: Tensor, dtype: torch.dtype, size: int | None) -> None:
@@ -182,7 +215,7 @@ def _fills(intervals: list[tuple[int, int]], width: int) -> bool:
 def pool(source: Tensor, bags: Sequence[Bags], outputs: Sequence[Tensor]) -> None:
     """Reduces rows into outputs: the twin of the native kernel.
 
-    source: float32 [occurrences, dim], one row per occurrence of the table.
+    source: float [occurrences, dim], one row per occurrence of the table.
     outputs: the tensors to fill, [rows, columns] each.
     """
     for feature in bags:
@@ -199,10 +232,12 @@ def pool(source: Tensor, bags: Sequence[Bags], outputs: Sequence[Tensor]) -> Non
         if feature.divisor is not None:
             sums = sums / feature.divisor[:, None]
         for part in feature.parts:
-            width = part.inner * (part.end - part.start)
-            block = sums[:, part.start : part.end].reshape(-1, width)
-            target = outputs[part.output][:, part.column : part.column + width]
-            target.copy_(target + block if part.accumulate else block)
+            block = sums[:, part.start : part.end].reshape(-1, part.inner, part.width)
+            if feature.shared:
+                block = block.repeat(outputs[part.output].shape[0] // block.shape[0], 1, 1)
+            for k, columns in enumerate(part.columns):
+                target = outputs[part.output][:, columns]
+                target.copy_(target + block[:, k] if part.accumulate else block[:, k])
 
 
 def unpool(
@@ -210,18 +245,21 @@ def unpool(
 ) -> tuple[Tensor, Tensor]:
     """The gradient of each occurrence, and which occurrences reached an output.
 
-    grads: one [rows, columns] per output. Returns float32 [occurrences, dim], bool [occurrences].
+    grads: one [rows, columns] per output. Returns float [occurrences, dim], bool [occurrences].
     """
-    result = torch.zeros(num_occurrences, dim)
-    reached = torch.zeros(num_occurrences, dtype=torch.bool)
+    like = grads[0] if grads else torch.empty(0)
+    result = like.new_zeros(num_occurrences, dim)
+    reached = torch.zeros(num_occurrences, dtype=torch.bool, device=result.device)
     for feature in bags:
         begin, end = int(feature.offsets[0]), int(feature.offsets[-1])
-        bag_of = torch.repeat_interleave(torch.arange(feature.num_bags), torch.diff(feature.offsets))
+        numbers = torch.arange(feature.num_bags, device=result.device)
+        bag_of = torch.repeat_interleave(numbers, torch.diff(feature.offsets))
         reached[begin:end] = True
         for part in feature.parts:
-            width = part.end - part.start
-            columns = slice(part.column, part.column + part.inner * width)
-            block = grads[part.output][:, columns].reshape(-1, width)
+            block = torch.stack([grads[part.output][:, columns] for columns in part.columns], 1)
+            if feature.shared:
+                block = _fold(block, feature.num_bags // part.inner)
+            block = block.reshape(-1, part.width)
             if feature.divisor is not None:
                 block = block / feature.divisor[:, None]
             rows = block[bag_of]
@@ -229,3 +267,11 @@ def unpool(
                 rows = rows * feature.weights[begin:end, None]
             result[begin:end, part.start : part.end] += rows
     return result, reached
+
+
+def _fold(grads: Tensor, period: int) -> Tensor:
+    """Sums rows that repeat the same `period` rows, in their order."""
+    total = torch.zeros_like(grads[:period]) if grads.shape[0] else grads.new_zeros(period, *grads.shape[1:])
+    for tile in grads.split(period):
+        total += tile
+    return total

@@ -196,7 +196,7 @@ class _Named:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if kind in (ValueError, TypeError):
+        if kind in (InputError, ValueError, TypeError):
             raise InputError(f"table {self.name!r}: {error}") from None
 
 

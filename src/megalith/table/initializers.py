@@ -14,8 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from megalith.bits import shift_right, signed
 from megalith.errors import InputError
-from megalith.ops.bits import shift_right, signed
 from megalith.table.schedules import FLOAT32_MAX
 
 _GOLDEN = 0x9E3779B97F4A7C15

@@ -1,0 +1,377 @@
+// The Python side of the ops: dedup and bucket, gather and scatter, pool and unpool.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "bags.hpp"
+#include "bind.hpp"
+#include "dedup.hpp"
+#include "moves.hpp"
+#include "strings.hpp"
+
+namespace megalith {
+namespace {
+
+int64_t* borrow_int64(handle tensor, const char* name, int64_t n) {
+  TensorView v = borrow(tensor, Kind::int64, name);
+  if (v.ndim != 1 || v.shape[0] != n)
+    throw std::invalid_argument(std::string(name) + ": expected length " + std::to_string(n));
+  return v.as<int64_t>();
+}
+
+// Splits that ascend from 0 to n.
+Ids borrow_splits(handle tensor, const char* name, int64_t n) {
+  TensorView v = borrow(tensor, Kind::int64, name);
+  require(v.ndim == 1 && v.shape[0] >= 1, "splits: expected [rows + 1]");
+  const int64_t* s = v.as<int64_t>();
+  const int64_t rows = v.shape[0] - 1;
+  bool good = s[0] == 0 && s[rows] == n;
+  for (int64_t r = 0; r < rows; ++r) good &= s[r] <= s[r + 1];
+  if (!good)
+    throw std::invalid_argument(std::string(name) + ": must ascend from 0 to " + std::to_string(n) +
+                                ", the number of values");
+  return {s, rows};
+}
+
+[[noreturn]] void refuse_index(const std::string& name, int64_t position, int64_t value,
+                               int64_t limit) {
+  throw std::invalid_argument(name + "[" + std::to_string(position) + "] = " + std::to_string(value) +
+                              " is out of range: expected 0 to " + std::to_string(limit - 1));
+}
+
+// Raises unless every index lies in [low, high).
+template <class Int>
+void check_range(const Int* index, int64_t n, int64_t low, int64_t high, const std::string& name) {
+  constexpr int64_t kBlock = 4096;
+  for (int64_t b = 0; b < n; b += kBlock) {
+    const int64_t end = std::min(n, b + kBlock);
+    Int least = std::numeric_limits<Int>::max(), most = std::numeric_limits<Int>::min();
+    for (int64_t i = b; i < end; ++i) {
+      least = index[i] < least ? index[i] : least;
+      most = index[i] > most ? index[i] : most;
+    }
+    if (least >= low && most < high) continue;
+    for (int64_t i = b; i < end; ++i)
+      if (index[i] < low || index[i] >= high) refuse_index(name, i, index[i], high);
+  }
+}
+
+// How many values of an index are legal: those whose `width` elements end within `size`.
+int64_t index_limit(int64_t size, int64_t stride, int64_t width) {
+  return size < width ? 0 : stride == 0 ? std::numeric_limits<int64_t>::max()
+                                        : (size - width) / stride + 1;
+}
+
+Route make_route(nb::handle rule) {
+  nb::tuple t = nb::cast<nb::tuple>(rule);
+  require(t.size() == 4, "route: bad rule");
+  const int64_t mode = nb::cast<int64_t>(t[0]), owners = nb::cast<int64_t>(t[1]);
+  const int64_t block = nb::cast<int64_t>(t[2]), first = nb::cast<int64_t>(t[3]);
+  require(mode >= 0 && mode <= 2 && owners >= 1 && owners < int64_t{1} << 31 && first >= 0 && first <= 1,
+          "route: bad mode or number of owners");
+  require(mode != 0 || (block >= 1 && block <= std::numeric_limits<int64_t>::max() / owners),
+          "route: bad block");
+  return Route(static_cast<RouteMode>(mode), static_cast<uint64_t>(owners),
+               static_cast<uint64_t>(block), static_cast<int32_t>(first));
+}
+
+// `rule` is (mode, owners, block, first) or an int32 owner per occurrence.
+Owners make_owners(nb::handle rule, int64_t n, int64_t shards, const std::string& name) {
+  if (nb::isinstance<nb::tuple>(rule)) {
+    const Route route = make_route(rule);
+    require(shards >= nb::cast<int64_t>(nb::cast<nb::tuple>(rule)[1]) + route.first, "route: too few shards");
+    return {route, nullptr};
+  }
+  const int32_t* given = borrow_rows(rule, n);
+  require(given != nullptr || n == 0, "owners: missing");
+  check_range(given, n, 0, shards, name);
+  return {Route(RouteMode::roundrobin, 1, 0, 0), given};
+}
+
+template <class T>
+void scatter_all(const FlatKernels<T>& kernels, nb::handle rows, nb::handle index, nb::handle strides,
+                 nb::handle out, const std::string& name, int threads) {
+  struct Piece {
+    const T* rows;
+    const int64_t* index;
+    int64_t n, stride, width;
+  };
+  TensorView o = borrow(out, kind_of<T>(), "out");
+  const int64_t size = o.numel();
+  std::vector<Piece> pieces;
+  int64_t total = 0;
+  for (size_t k = 0; k < nb::len(rows); ++k) {
+    TensorView r = borrow(rows[k], kind_of<T>(), "rows");
+    require(r.ndim == 2, "rows: expected two dimensions each");
+    Piece p{r.as<T>(), borrow_int64(index[k], name.c_str(), r.shape[0]), r.shape[0],
+            nb::cast<int64_t>(strides[k]), r.shape[1]};
+    require(p.stride >= 0, "strides: negative");
+    check_range(p.index, p.n, 0, index_limit(size, p.stride, p.width), name);
+    total += p.n;
+    pieces.push_back(p);
+  }
+  nb::gil_scoped_release release;
+  constexpr int64_t kGrain = 8192;
+  const int64_t tasks = threads <= 1 ? 1 : std::min<int64_t>(threads, 1 + total / kGrain);
+  // Each task owns a range of the output, so that sums do not depend on the number of threads.
+  ThreadPool::get().run(tasks, threads, [&](int64_t task, int) {
+    const int64_t low = size * task / tasks, high = size * (task + 1) / tasks;
+    for (const Piece& p : pieces)
+      kernels.scatter(p.rows, p.index, p.n, p.stride, p.width, low, high, o.as<T>());
+  });
+}
+
+// Rows of `dim` columns that bags read; raises if an index leads out of the memory.
+template <class T>
+FlatRows<T> flat_rows(nb::handle source, nb::handle index, int64_t stride, int dim,
+                      const std::string& name, int64_t* n, int64_t* size) {
+  TensorView s = borrow(source, kind_of<T>(), "source");
+  require(stride >= 0 && dim >= 0, "source: bad stride or dim");
+  *size = s.numel();
+  const int64_t limit = index_limit(*size, stride, dim);
+  if (index.is_none()) {
+    *n = limit;
+    require(stride > 0 && stride == dim, "source: rows without an index must follow each other");
+    return {s.as<T>(), nullptr, stride};
+  }
+  TensorView i = borrow(index, Kind::int64, name.c_str());
+  require(i.ndim == 1, "index: expected one dimension");
+  *n = i.shape[0];
+  check_range(i.as<int64_t>(), *n, -1, limit, name);
+  return {s.as<T>(), i.as<int64_t>(), stride};
+}
+
+template <class T>
+void pool(const FlatKernels<T>& kernels, nb::handle source, nb::handle index, int64_t stride, int dim,
+          nb::handle bags, nb::handle outputs, const std::string& name, int threads) {
+  int64_t n, size;
+  const FlatRows<T> rows = flat_rows<T>(source, index, stride, dim, name, &n, &size);
+  const BagsList<T> list(bags, outputs, n, dim);
+  nb::gil_scoped_release release;
+  pool_flat(kernels, rows, n, list.views, threads);
+}
+
+template <class T>
+void unpool(const FlatKernels<T>& kernels, nb::handle out, nb::handle index, int64_t stride, int dim,
+            nb::handle bags, nb::handle gradients, const std::string& name, int threads) {
+  int64_t n, size;
+  const FlatRows<T> rows = flat_rows<T>(out, index, stride, dim, name, &n, &size);
+  const BagsList<T> list(bags, gradients, n, dim);
+  nb::gil_scoped_release release;
+  unpool_flat(kernels, rows, n, size, dim, list.views, threads);
+}
+
+}  // namespace
+
+void bind_ops(nb::module_& m) {
+  m.def("route",
+        [](handle ids, handle rule, handle owners, int threads) {
+          const Ids i = borrow_ids(ids);
+          int32_t* out = const_cast<int32_t*>(borrow_rows(owners, i.n));
+          const Route r = make_route(rule);
+          nb::gil_scoped_release release;
+          constexpr int64_t kGrain = 1 << 15;
+          ThreadPool::get().run((i.n + kGrain - 1) / kGrain, threads, [&](int64_t t, int) {
+            const int64_t at = t * kGrain;
+            route(i.data + at, std::min(kGrain, i.n - at), r, out + at);
+          });
+        },
+        nb::arg("ids"), nb::arg("rule"), nb::arg("owners"), nb::arg("threads"));
+
+  m.def("dedup",
+        [](handle ids, handle splits, handle owners, int64_t shards, bool distinct, handle index,
+           handle first, handle unique, handle counts, handle widths, handle offsets,
+           const std::string& name, int threads) {
+          const Ids i = borrow_ids(ids);
+          const Ids s = borrow_splits(splits, "splits", i.n);
+          require(shards >= 1 && shards < int64_t{1} << 31, "shards: out of range");
+          const Owners o = make_owners(owners, i.n, shards, name);
+          const Deduped out{borrow_int64(index, "index", i.n), borrow_int64(first, "first", i.n),
+                            borrow_int64(unique, "unique", i.n),
+                            borrow_int64(counts, "counts", shards * s.n),
+                            offsets.is_none() ? nullptr : borrow_int64(offsets, "offsets", i.n),
+                            widths.is_none() ? nullptr : borrow_int64(widths, "widths", s.n)};
+          require(!out.offsets == !out.widths, "widths: missing");
+          nb::gil_scoped_release release;
+          return dedup(i.data, s.data, s.n, o, shards, distinct, out, threads);
+        },
+        nb::arg("ids"), nb::arg("splits"), nb::arg("owners"), nb::arg("shards"), nb::arg("distinct"),
+        nb::arg("index"), nb::arg("first"), nb::arg("unique"), nb::arg("counts"),
+        nb::arg("widths").none(), nb::arg("offsets").none(), nb::arg("name"), nb::arg("threads"));
+
+  m.def("match",
+        [](handle keys, handle queries, handle out, int threads) {
+          const Ids k = borrow_ids(keys), q = borrow_ids(queries);
+          int64_t* o = borrow_int64(out, "out", q.n);
+          nb::gil_scoped_release release;
+          match(k.data, k.n, q.data, q.n, o, threads);
+        });
+
+  m.def("bucketize",
+        [](handle ids, handle splits, handle owners, int64_t shards, handle lengths, handle place,
+           const std::string& name, int threads) {
+          TensorView p = borrow(place, Kind::int64, "place");
+          require(p.ndim == 1, "place: expected one dimension");
+          const int64_t n = p.shape[0];
+          const int64_t* i = ids.is_none() ? nullptr : borrow_int64(ids, "ids", n);
+          require(i != nullptr || !nb::isinstance<nb::tuple>(owners), "ids: missing");
+          const Ids s = borrow_splits(splits, "row_splits", n);
+          require(shards >= 1 && shards < int64_t{1} << 31, "shards: out of range");
+          const Owners o = make_owners(owners, n, shards, name);
+          int64_t* l = borrow_int64(lengths, "lengths", shards * s.n);
+          nb::gil_scoped_release release;
+          bucketize(i, s.data, s.n, o, shards, l, p.as<int64_t>(), threads);
+        },
+        nb::arg("ids").none(), nb::arg("splits"), nb::arg("owners"), nb::arg("shards"),
+        nb::arg("lengths"), nb::arg("place"), nb::arg("name"), nb::arg("threads"));
+
+  m.def("hash_strings",
+        [](nb::bytes data, handle offsets, uint64_t seed, handle out, int threads) {
+          TensorView o = borrow(out, Kind::int64, "out");
+          require(o.ndim == 1, "out: expected one dimension");
+          const int64_t n = o.shape[0];
+          const int64_t* at = borrow_int64(offsets, "offsets", n + 1);
+          bool good = at[0] >= 0 && at[n] <= static_cast<int64_t>(data.size());
+          for (int64_t i = 0; i < n; ++i) good &= at[i] <= at[i + 1];
+          require(good, "offsets: must ascend within the data");
+          const char* bytes = data.c_str();
+          nb::gil_scoped_release release;
+          constexpr int64_t kGrain = 1 << 13;
+          ThreadPool::get().run((n + kGrain - 1) / kGrain, threads, [&](int64_t t, int) {
+            const int64_t first = t * kGrain;
+            hash_strings(bytes, at + first, std::min(kGrain, n - first), seed, o.as<int64_t>() + first);
+          });
+        });
+
+  // Row i of out (the last dimension is a row) becomes the elements from index[i] * stride on.
+  m.def("gather",
+        [](handle source, handle index, int64_t stride, handle out, const std::string& name,
+           int threads) {
+          TensorView s = borrow(source, Kind::any, "source"), o = borrow(out, Kind::any, "out");
+          require(o.ndim == 2 && o.item_bytes == s.item_bytes && stride >= 0, "gather: bad out or stride");
+          const int64_t n = o.shape[0], width = o.shape[1];
+          const int64_t* i = borrow_int64(index, name.c_str(), n);
+          nb::gil_scoped_release release;
+          check_range(i, n, 0, index_limit(s.numel(), stride, width), name);
+          const Kernels* k = find_kernels(nullptr);
+          constexpr int64_t kGrain = 4096;
+          ThreadPool::get().run((n + kGrain - 1) / kGrain, threads, [&](int64_t t, int) {
+            const int64_t at = t * kGrain;
+            k->gather(s.as<char>(), i + at, std::min(kGrain, n - at), stride * s.item_bytes,
+                      width * s.item_bytes, o.as<char>() + at * width * s.item_bytes);
+          });
+        });
+
+  // The other direction without sums: row i of rows goes to row place[i] of out.
+  m.def("place",
+        [](handle rows, handle place, handle out, int threads) {
+          TensorView r = borrow(rows, Kind::any, "rows"), o = borrow(out, Kind::any, "out");
+          require(r.ndim == 2 && o.ndim == 2 && r.shape[1] == o.shape[1] && r.item_bytes == o.item_bytes,
+                  "place: bad out");
+          const int64_t n = r.shape[0], bytes = r.shape[1] * r.item_bytes;
+          const int64_t* p = borrow_int64(place, "place", n);
+          check_range(p, n, 0, o.shape[0], "place");
+          nb::gil_scoped_release release;
+          constexpr int64_t kGrain = 4096;
+          ThreadPool::get().run((n + kGrain - 1) / kGrain, threads, [&](int64_t t, int) {
+            for (int64_t i = t * kGrain; i < std::min(n, (t + 1) * kGrain); ++i)
+              std::memcpy(o.as<char>() + p[i] * bytes, r.as<char>() + i * bytes, static_cast<size_t>(bytes));
+          });
+        });
+
+  m.def("take_rows", [](handle values, handle splits, handle rows, handle out) {
+    TensorView v = borrow(values, Kind::any, "values"), o = borrow(out, Kind::any, "out");
+    require(v.ndim == 1 && o.ndim == 1 && v.item_bytes == o.item_bytes, "take: bad values or out");
+    const Ids s = borrow_splits(splits, "row_splits", v.shape[0]);
+    TensorView r = borrow(rows, Kind::int64, "rows");
+    require(r.ndim == 1, "rows: expected one dimension");
+    check_range(r.as<int64_t>(), r.shape[0], 0, s.n, "rows");
+    int64_t total = 0;
+    for (int64_t i = 0; i < r.shape[0]; ++i)
+      total += s.data[r.as<int64_t>()[i] + 1] - s.data[r.as<int64_t>()[i]];
+    require(total == o.shape[0], "take: bad out");
+    nb::gil_scoped_release release;
+    take_rows(v.as<char>(), v.item_bytes, s.data, r.as<int64_t>(), r.shape[0], o.as<char>());
+  });
+
+  m.def("move_runs",
+        [](handle source, handle from, handle to, handle widths, handle out, const std::string& name) {
+          TensorView s = borrow(source, Kind::any, "source");
+          const Kind kind = s.item_bytes == 8 ? Kind::float64 : Kind::float32;
+          borrow(source, kind, "source");
+          TensorView o = borrow(out, kind, "out"), w = borrow(widths, Kind::int64, "widths");
+          require(w.ndim == 1, "widths: expected one dimension");
+          const int64_t n = w.shape[0];
+          const int64_t *f = borrow_int64(from, "from", n), *t = borrow_int64(to, "to", n);
+          const int64_t* wide = w.as<int64_t>();
+          for (int64_t i = 0; i < n; ++i) {
+            require(wide[i] >= 0, "widths: negative");
+            if (f[i] < 0 || wide[i] > s.numel() || f[i] > s.numel() - wide[i])
+              refuse_index(name, i, f[i], s.numel() - wide[i] + 1);
+            if (t[i] < 0 || wide[i] > o.numel() || t[i] > o.numel() - wide[i])
+              refuse_index(name, i, t[i], o.numel() - wide[i] + 1);
+          }
+          nb::gil_scoped_release release;
+          if (kind == Kind::float64)
+            move_runs(s.as<double>(), f, t, wide, n, o.as<double>());
+          else
+            move_runs(s.as<float>(), f, t, wide, n, o.as<float>());
+        });
+
+  // The first occurrence that leads out of its list, or -1.
+  m.def("locate", [](handle packed, handle bases, handle ends, handle widths, handle out) {
+    TensorView b = borrow(bases, Kind::int64, "bases"), e = borrow(ends, Kind::int64, "ends");
+    TensorView o = borrow(out, Kind::int64, "out");
+    require(b.ndim == 1 && b.shape[0] >= 1 && e.ndim == 1 && o.ndim == 1, "locate: bad arguments");
+    const int64_t n = o.shape[0], features = e.shape[0];
+    const int64_t* p = borrow_int64(packed, "packed", n);
+    const int64_t* w = borrow_int64(widths, "widths", features);
+    const int64_t* end = e.as<int64_t>();
+    int64_t before = 0;
+    for (int64_t f = 0; f < features; before = end[f++])
+      require(end[f] >= before && end[f] <= n, "feature_offset: must ascend within the occurrences");
+    nb::gil_scoped_release release;
+    return locate(p, b.as<int64_t>(), b.shape[0] - 1, end, w, features, o.as<int64_t>());
+  });
+
+  m.def("scatter",
+        [](nb::list rows, nb::list index, nb::list strides, handle out, const std::string& name,
+           int threads) {
+          require(nb::len(rows) == nb::len(index) && nb::len(rows) == nb::len(strides),
+                  "scatter: lists of different lengths");
+          const Kernels* k = find_kernels(nullptr);
+          if (borrow(out, Kind::any, "out").item_bytes == 8)
+            scatter_all(k->flat64, rows, index, strides, out, name, threads);
+          else
+            scatter_all(k->flat32, rows, index, strides, out, name, threads);
+        });
+
+  m.def("pool",
+        [](handle source, handle index, int64_t stride, int dim, handle bags, handle outputs,
+           const std::string& name, int threads) {
+          const Kernels* k = find_kernels(nullptr);
+          if (borrow(source, Kind::any, "source").item_bytes == 8)
+            pool(k->flat64, source, index, stride, dim, bags, outputs, name, threads);
+          else
+            pool(k->flat32, source, index, stride, dim, bags, outputs, name, threads);
+        },
+        nb::arg("source"), nb::arg("index").none(), nb::arg("stride"), nb::arg("dim"), nb::arg("bags"),
+        nb::arg("outputs"), nb::arg("name"), nb::arg("threads"));
+
+  m.def("unpool",
+        [](handle out, handle index, int64_t stride, int dim, handle bags, handle gradients,
+           const std::string& name, int threads) {
+          const Kernels* k = find_kernels(nullptr);
+          if (borrow(out, Kind::any, "out").item_bytes == 8)
+            unpool(k->flat64, out, index, stride, dim, bags, gradients, name, threads);
+          else
+            unpool(k->flat32, out, index, stride, dim, bags, gradients, name, threads);
+        },
+        nb::arg("out"), nb::arg("index").none(), nb::arg("stride"), nb::arg("dim"), nb::arg("bags"),
+        nb::arg("gradients"), nb::arg("name"), nb::arg("threads"));
+}
+
+}  // namespace megalith

@@ -1,0 +1,393 @@
+"""Distinct ids, the shards that own them, and the way each occurrence finds its own.
+
+`dedup` is what travels to other shards: every id once. `bucketize` keeps every occurrence. `match` finds
+ids in a list of ids, `split_rows` parts rows by a number each. The number of threads changes no result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalith.errors import InputError
+from megalith.library import define, native_module, new_size
+from megalith.ops import checks
+from megalith.ops.rows import _gather
+from megalith.ragged import Ragged
+from megalith.routing import Router
+
+Rule = Sequence[int]  # of a Router: see Router.rule; empty where owners are given
+
+
+class Deduped(NamedTuple):
+    """Distinct ids by shard, then list, then first occurrence."""
+
+    ids: Tensor
+    """int64 [u]: the distinct ids."""
+    first: Tensor
+    """int64 [u]: the position of each one's first occurrence."""
+    counts: Tensor
+    """int64 [shards, lists]: distinct ids of each."""
+    inverse: Tensor
+    """int64 [n]: each occurrence's place among the distinct ids."""
+    offsets: Tensor | None
+    """int64 [n]: where each occurrence's row begins, if widths were given."""
+
+
+class Bucketized(NamedTuple):
+    """A column's values by shard, then row, then input order."""
+
+    lengths: Tensor
+    """int64 [shards * rows]: values of each row in each shard."""
+    indices: Tensor
+    """The values, [n], in the type they came in."""
+    weights: Tensor | None
+    """Their weights, if there were any."""
+    permute: Tensor
+    """int64 [n]: where each input value went, so that `indices[permute]` is the input."""
+
+
+def dedup(
+    ids: Tensor,
+    splits: Tensor | None = None,
+    router: Router | None = None,
+    *,
+    owners: Tensor | None = None,
+    num_shards: int | None = None,
+    distinct: bool = True,
+    widths: Sequence[int] | None = None,
+    name: str = "owners",
+) -> Deduped:
+    """Distinct ids of each list, ordered by the shard that owns them.
+
+    ids: int64 or int32 [n]. splits: int64 [lists + 1] cuts ids into lists (default: one list); ids are
+    compared within a list. Owners come from the router, or from `owners` int32 [n] below `num_shards` (an
+    id's first occurrence decides), or all ids go to shard 0. distinct=False counts every occurrence as an id.
+    widths: elements of a row of each list, for `offsets` into the distinct ids' rows laid end to end.
+    """
+    ids = checks.whole(ids, "ids")
+    lists = _one_list(ids) if splits is None else checks.whole(splits, "splits")
+    rule, shards = _rule(router, num_shards)
+    if owners is not None:
+        if router is not None:
+            raise InputError("give a router or owners, not both")
+        owners = checks.whole(owners, name, (ids.shape[0],)).to(torch.int32)
+        rule = []
+    if widths is not None and len(widths) != lists.shape[0] - 1:
+        raise InputError(f"widths: {len(widths)} for {lists.shape[0] - 1} lists")
+    sizes = list(widths or [])
+    unique, first, counts, index, offsets = _dedup(ids, lists, owners, rule, shards, distinct, sizes, name)
+    counts = counts.view(shards, lists.shape[0] - 1)
+    return Deduped(unique, first, counts, index, None if widths is None else offsets)
+
+
+def bucketize(ragged: Ragged, router: Router, weights: Tensor | None = None) -> Bucketized:
+    """Parts a column by the shard that owns each id, rows and their order kept.
+
+    weights: [n], default the column's own. The result's `lengths` are shard-major.
+    """
+    if not isinstance(ragged, Ragged):
+        raise InputError(f"ragged must be a Ragged, got {checks.kind(ragged)}")
+    values = ragged.values
+    ids = checks.whole(values, "ragged.values")
+    weights = ragged.weights if weights is None else weights
+    if weights is not None:
+        weights = checks.floats(weights, "weights", (ids.shape[0],))
+    rule, shards = _rule(router, None)
+    lengths, place = _bucketize(ids, ragged.row_splits, None, rule, shards, "owners")
+    placed = None if weights is None else _placed(weights, place)
+    return Bucketized(lengths, _placed(values, place), placed, place)
+
+
+def match(keys: Tensor, queries: Tensor, *, name: str = "queries", missing_ok: bool = False) -> Tensor:
+    """The position of each query's first occurrence among the keys: int64 in the shape of the queries.
+
+    Raises InputError naming the first query that is not there, unless missing_ok: then its position is -1.
+    """
+    keys = checks.whole(keys, "keys")
+    shape = queries.shape if isinstance(queries, Tensor) else ()
+    flat = checks.whole(queries, name, (None,) * len(shape)).reshape(-1)
+    found: Tensor = _match(keys, flat, name, missing_ok)
+    return found.view(shape)
+
+
+def split_rows(rows: Tensor, indices: Tensor, num_splits: int, *, name: str = "indices") -> list[Tensor]:
+    """Row i goes to output `indices[i]`, order kept: [n, ...] -> num_splits x [k, ...]. Differentiable."""
+    if not isinstance(rows, Tensor) or rows.dim() < 1:
+        raise InputError("rows must be a tensor of at least one dimension")
+    num_splits = checks.positive(num_splits, "num_splits")
+    owners = checks.whole(indices, name, (rows.shape[0],)).to(torch.int32)
+    lengths, place = _bucketize(None, _one_list(rows), owners, [], num_splits, name)
+    if torch.is_grad_enabled() and rows.requires_grad:
+        return list(_Split.apply(rows, place, lengths))
+    return list(_split(rows, place, lengths))
+
+
+def place_rows(rows: Tensor, place: Tensor) -> Tensor:
+    """Row i goes to row place[i]: [n, ...] by a permutation int64 [n]. Differentiable."""
+    return _placed(rows, checks.whole(place, "place", (rows.shape[0],)))
+
+
+def _one_list(values: Tensor) -> Tensor:
+    return torch.arange(2, device=values.device) * values.shape[0]
+
+
+def _rule(router: Router | None, num_shards: int | None) -> tuple[list[int], int]:
+    if router is None:
+        shards = 1 if num_shards is None else checks.positive(num_shards, "num_shards")
+        return list(Router("roundrobin", 1).rule), shards
+    if not isinstance(router, Router):
+        raise InputError(f"router must be a Router, got {checks.kind(router)}")
+    return list(router.rule), router.num_shards
+
+
+# ---- dedup
+
+
+def _dedup_native(
+    ids: Tensor,
+    splits: Tensor,
+    owners: Tensor | None,
+    rule: Rule,
+    shards: int,
+    distinct: bool,
+    widths: list[int],
+    name: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    native: Any = native_module()
+    n = ids.shape[0]
+    index, first, unique = (torch.empty(n, dtype=torch.int64) for _ in range(3))
+    counts = torch.empty(shards * (splits.shape[0] - 1), dtype=torch.int64)
+    by = tuple(rule) if owners is None else owners.contiguous()
+    ids, splits = ids.contiguous(), splits.contiguous()
+    threads = torch.get_num_threads()
+    offsets = torch.empty(n if widths else 0, dtype=torch.int64)
+    sizes = (torch.tensor(widths), offsets) if widths else (None, None)
+    u = native.dedup(ids, splits, by, shards, distinct, index, first, unique, counts, *sizes, name, threads)
+    return unique[:u], first[:u], counts, index, offsets
+
+
+def _dedup_twin(
+    ids: Tensor,
+    splits: Tensor,
+    owners: Tensor | None,
+    rule: Rule,
+    shards: int,
+    distinct: bool,
+    widths: list[int],
+    name: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    owners = _owners_twin(ids, owners, rule, shards, name)
+    n, lists = ids.shape[0], splits.shape[0] - 1
+    list_of = torch.repeat_interleave(torch.arange(lists, device=ids.device), torch.diff(splits))
+    position = torch.arange(n, device=ids.device)
+    first_of = position.clone()  # of each occurrence: the first one of its id in its list
+    if distinct:
+        for begin, end in zip(splits[:-1].tolist(), splits[1:].tolist(), strict=True):
+            unique, inverse = torch.unique(ids[begin:end], return_inverse=True)
+            first = torch.full_like(unique, n).scatter_reduce(0, inverse, position[begin:end], "amin")
+            first_of[begin:end] = first[inverse]
+    first = position[first_of == position]
+    bucket = owners[first].to(torch.int64) * lists + list_of[first]
+    order = torch.argsort(bucket, stable=True)
+    first = first[order]
+    number = torch.empty_like(position)
+    number[first] = torch.arange(first.numel(), device=ids.device)
+    counts = torch.bincount(bucket, minlength=shards * lists)
+    index = number[first_of]
+    if not widths:
+        return ids[first], first, counts, index, index[:0].clone()
+    sizes = torch.tensor(widths, device=ids.device)[list_of[first]]
+    return ids[first], first, counts, index, (torch.cumsum(sizes, 0) - sizes)[index]
+
+
+def _owners_twin(ids: Tensor | None, owners: Tensor | None, rule: Rule, shards: int, name: str) -> Tensor:
+    if owners is None:
+        assert ids is not None
+        return Router.from_rule(rule).owner_twin(ids)
+    checks.index_range(owners, 0, shards, name)
+    return owners
+
+
+def _dedup_fake(
+    ids: Tensor, splits: Tensor, owners: Any, rule: Any, shards: int, distinct: bool, widths: Any, name: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    u, n = new_size(), ids.shape[0]
+    counts = ids.new_empty(shards * (splits.shape[0] - 1))
+    return ids.new_empty(u), ids.new_empty(u), counts, ids.new_empty(n), ids.new_empty(n if widths else 0)
+
+
+_dedup = define(
+    "dedup(Tensor ids, Tensor splits, Tensor? owners, int[] rule, int shards, bool distinct, int[] widths,"
+    " str name) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    native=_dedup_native,
+    twin=_dedup_twin,
+    fake=_dedup_fake,
+)
+
+# ---- match
+
+
+def _match_native(keys: Tensor, queries: Tensor, name: str, missing_ok: bool) -> Tensor:
+    native: Any = native_module()
+    found = torch.empty(queries.shape[0], dtype=torch.int64)
+    native.match(keys.contiguous(), queries.contiguous(), found, torch.get_num_threads())
+    return _all_found(found, queries, name, missing_ok)
+
+
+def _match_twin(keys: Tensor, queries: Tensor, name: str, missing_ok: bool) -> Tensor:
+    if keys.numel() == 0:
+        return _all_found(torch.full_like(queries, -1), queries, name, missing_ok)
+    ordered, order = torch.sort(keys, stable=True)  # of equal keys the first comes first
+    at = torch.searchsorted(ordered, queries).clamp(max=keys.numel() - 1)
+    found = torch.where(ordered[at] == queries, order[at], -1)
+    return _all_found(found, queries, name, missing_ok)
+
+
+def _all_found(found: Tensor, queries: Tensor, name: str, missing_ok: bool) -> Tensor:
+    if not missing_ok and bool((found < 0).any()):
+        at = int((found < 0).nonzero()[0])
+        raise InputError(f"{name}: id {int(queries[at])} (number {at}) is not among the known ids")
+    return found
+
+
+_match = define(
+    "match(Tensor keys, Tensor queries, str name, bool missing_ok) -> Tensor",
+    native=_match_native,
+    twin=_match_twin,
+    fake=lambda keys, queries, name, missing_ok: torch.empty_like(queries),
+)
+
+# ---- bucketize
+
+
+def _bucketize_native(
+    ids: Tensor | None, splits: Tensor, owners: Tensor | None, rule: Rule, shards: int, name: str
+) -> tuple[Tensor, Tensor]:
+    native: Any = native_module()
+    values = ids if owners is None else owners
+    assert values is not None
+    lengths = torch.empty(shards * (splits.shape[0] - 1), dtype=torch.int64)
+    place = torch.empty(values.shape[0], dtype=torch.int64)
+    by = tuple(rule) if owners is None else owners.contiguous()
+    ids = None if ids is None else ids.contiguous()
+    native.bucketize(ids, splits.contiguous(), by, shards, lengths, place, name, torch.get_num_threads())
+    return lengths, place
+
+
+def _bucketize_twin(
+    ids: Tensor | None, splits: Tensor, owners: Tensor | None, rule: Rule, shards: int, name: str
+) -> tuple[Tensor, Tensor]:
+    owners = _owners_twin(ids, owners, rule, shards, name).to(torch.int64)
+    rows = splits.shape[0] - 1
+    row_of = torch.repeat_interleave(torch.arange(rows, device=owners.device), torch.diff(splits))
+    lengths = torch.bincount(owners * rows + row_of, minlength=shards * rows)
+    return lengths, _inverse(torch.argsort(owners, stable=True))
+
+
+def _inverse(permutation: Tensor) -> Tensor:
+    inverse = torch.empty_like(permutation)
+    inverse[permutation] = torch.arange(permutation.numel(), device=permutation.device)
+    return inverse
+
+
+def _bucketize_fake(
+    ids: Tensor | None, splits: Tensor, owners: Tensor | None, rule: Any, shards: int, name: str
+) -> tuple[Tensor, Tensor]:
+    values = ids if owners is None else owners
+    assert values is not None
+    return splits.new_empty(shards * (splits.shape[0] - 1)), splits.new_empty(values.shape[0])
+
+
+_bucketize = define(
+    "bucketize(Tensor? ids, Tensor splits, Tensor? owners, int[] rule, int shards, str name)"
+    " -> (Tensor, Tensor)",
+    native=_bucketize_native,
+    twin=_bucketize_twin,
+    fake=_bucketize_fake,
+)
+
+# ---- rows that move as a whole
+
+
+def _matrix(rows: Tensor) -> Tensor:
+    """[n, ...] -> [n, width]."""
+    return rows.reshape(rows.shape[0], -1) if rows.numel() else rows.new_empty(rows.shape[0], 0)
+
+
+def _place_native(rows: Tensor, place: Tensor) -> Tensor:
+    native: Any = native_module()
+    source = _matrix(rows).contiguous()
+    out = torch.empty_like(source)
+    native.place(source, place.contiguous(), out, torch.get_num_threads())
+    return out.view(rows.shape)
+
+
+def _place_twin(rows: Tensor, place: Tensor) -> Tensor:
+    out = torch.empty_like(rows)
+    out[place] = rows
+    return out
+
+
+_place = define(
+    "place(Tensor rows, Tensor place) -> Tensor",
+    native=_place_native,
+    twin=_place_twin,
+    fake=lambda rows, place: torch.empty_like(rows, memory_format=torch.contiguous_format),
+)
+
+
+def _split_any(rows: Tensor, place: Tensor, lengths: Tensor) -> list[Tensor]:
+    order = _place(torch.arange(rows.shape[0], device=rows.device), place)
+    width = _matrix(rows).shape[1]
+    pieces = order.split(lengths.tolist())
+    if width == 0:
+        return [rows.new_empty(p.shape[0], *rows.shape[1:]) for p in pieces]
+    flat = rows.reshape(-1)
+    copies = _gather(flat, list(pieces), [width] * len(pieces), [width] * len(pieces), "indices")
+    return [c.view(c.shape[0], *rows.shape[1:]) for c in copies]
+
+
+_split = define(
+    "split(Tensor rows, Tensor place, Tensor lengths) -> Tensor[]",
+    native=_split_any,
+    twin=_split_any,
+    fake=lambda rows, place, lengths: [
+        rows.new_empty(new_size(), *rows.shape[1:]) for _ in range(lengths.shape[0])
+    ],
+)
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, place: Tensor, lengths: Tensor) -> Any:
+        ctx.save_for_backward(place)
+        return tuple(_split(rows, place, lengths))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (place,) = ctx.saved_tensors
+        return torch.cat(grads).index_select(0, place), None, None
+
+
+class _Placed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, place: Tensor) -> Any:
+        ctx.save_for_backward(place)
+        return _place(rows, place)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (place,) = ctx.saved_tensors
+        return grad.index_select(0, place), None
+
+
+def _placed(rows: Tensor, place: Tensor) -> Tensor:
+    if torch.is_grad_enabled() and rows.requires_grad:
+        out: Tensor = _Placed.apply(rows, place)
+        return out
+    result: Tensor = _place(rows, place)
+    return result

@@ -1,0 +1,84 @@
+"""Checks that ops share: every message names the argument and says what was expected."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.errors import InputError
+
+_INTEGERS = (torch.int64, torch.int32)
+
+
+def whole(tensor: Any, name: str, shape: Sequence[int | None] = (None,)) -> Tensor:
+    """An int64 tensor of this shape (None: any size) from an int64 or int32 one."""
+    if not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGERS:
+        raise InputError(f"{name} must be an int64 or int32 tensor, got {kind(tensor)}")
+    return _shaped(tensor, name, shape).to(torch.int64)
+
+
+def floats(tensor: Any, name: str, shape: Sequence[int | None]) -> Tensor:
+    """A float tensor of this shape (None: any size)."""
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        raise InputError(f"{name} must be a float tensor, got {kind(tensor)}")
+    return _shaped(tensor, name, shape)
+
+
+def tensors(items: Any, name: str) -> list[Any]:
+    """A list from a list or tuple."""
+    if not isinstance(items, list | tuple):
+        raise InputError(f"{name} must be a list, got {kind(items)}")
+    return list(items)
+
+
+def same_length(**lists: Sequence[Any]) -> None:
+    """Raises unless the lists have one length."""
+    lengths = {name: len(items) for name, items in lists.items()}
+    if len(set(lengths.values())) > 1:
+        told = ", ".join(f"{name} has {n}" for name, n in lengths.items())
+        raise InputError(f"lists of different lengths: {told}")
+
+
+def positive(value: Any, name: str, least: int = 1) -> int:
+    """A whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt) or value < least:
+        raise InputError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    return value  # type: ignore[return-value]
+
+
+def require(condition: Tensor, message: str) -> None:
+    """Raises InputError unless every element of the condition is true.
+
+    Inside torch.compile the check stays in the graph and raises RuntimeError with the same message.
+    """
+    if torch.compiler.is_compiling():
+        torch._assert_async(condition.all(), message)
+    elif not bool(condition.all()):
+        raise InputError(message)
+
+
+def index_range(index: Tensor, low: int, high: int, name: str) -> None:
+    """Raises InputError unless every index lies in low:high."""
+    bad = ((index < low) | (index >= high)).flatten()
+    if bool(bad.any()):
+        position = int(bad.nonzero()[0])
+        value = int(index.flatten()[position])
+        raise InputError(f"{name}[{position}] = {value} is out of range: expected 0 to {high - 1}")
+
+
+def kind(x: Any) -> str:
+    """What a message calls a wrong argument."""
+    return str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
+
+
+def _shaped(tensor: Tensor, name: str, shape: Sequence[int | None]) -> Tensor:
+    fits = tensor.dim() == len(shape) and all(
+        want is None or size == want for size, want in zip(tensor.shape, shape, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join("?" if want is None else str(want) for want in shape)
+        raise InputError(f"{name} must have the shape [{wanted}], got {list(tensor.shape)}")
+    return tensor

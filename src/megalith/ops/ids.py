@@ -1,0 +1,283 @@
+"""Ids: strings to 64-bit ids, and ids with a slot inside them.
+
+`hash_strings` gives an id to any string, the same in every process and version: xxHash64 of its
+UTF-8 bytes. `fid` puts a slot (a feature's number) into an id's high bits, so that features sharing a table
+do not collide; the layout is Monolith's second one: bit 63 zero, 15 bits of slot, 48 bits of id.
+
+Ids are not looked up here, and nothing remembers which string an id came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from operator import index
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megalith.bits import signed
+from megalith.errors import InputError
+from megalith.routing import mix
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+Strings = Sequence[str] | Sequence[bytes] | Sequence[str | bytes] | NDArray[Any]
+
+NUM_SLOTS = 2**15
+SLOT_SHIFT = 48
+ID_MASK = 2**SLOT_SHIFT - 1
+
+_WORD = 2**64 - 1
+_PRIMES = (
+    0x9E3779B185EBCA87,
+    0xC2B2AE3D27D4EB4F,
+    0x165667B19E3779F9,
+    0x85EBCA77C2B2AE63,
+    0x27D4EB2F165667C5,
+)
+
+
+# ---- strings
+
+
+def hash_strings(strings: Strings, *, seed: int = 0) -> Tensor:
+    """An id for each string: xxHash64 of its UTF-8 bytes, as int64.
+
+    strings: a list or tuple of str or bytes, giving [n], or a numpy array of them, giving its shape.
+    A str and its UTF-8 bytes hash alike. Ids may be negative; among n different strings, two share an id
+    with a probability of about n^2 / 2^65.
+    Raises InputError for a single string, and for an item that is not a string, naming its position.
+    """
+    items, shape = _items(strings)
+    data, offsets = _join(items)
+    return _hash(data, offsets, _check_seed(seed)).view(shape)
+
+
+def hash_strings_twin(strings: Strings, *, seed: int = 0) -> Tensor:
+    """`hash_strings` in plain Python: what defines it."""
+    items, shape = _items(strings)
+    seed = _check_seed(seed)
+    hashes = [signed(_xxhash64(_encode(item, i), seed)) for i, item in enumerate(items)]
+    return torch.tensor(hashes, dtype=torch.int64).view(shape)
+
+
+def hash_bytes(data: Buffer, offsets: Tensor, *, seed: int = 0) -> Tensor:
+    """`hash_strings` of strings that already lie in one buffer, as in an Arrow array.
+
+    data: bytes, or a contiguous buffer, of which the used part is copied. offsets: int64 or int32 [n + 1];
+    string i is `data[offsets[i]:offsets[i + 1]]`, and the first need not be 0. Returns int64 [n].
+    Raises InputError if the offsets descend or leave the data.
+    """
+    try:
+        view = memoryview(data)
+        view = view.cast("B") if view.nbytes else memoryview(b"")
+    except TypeError:
+        kind = type(data).__name__
+        raise InputError(f"hash_bytes: data must be bytes or a contiguous buffer, got {kind}") from None
+    if not isinstance(offsets, Tensor) or offsets.dtype not in (torch.int64, torch.int32):
+        raise InputError("hash_bytes: offsets must be an int64 or int32 tensor")
+    if offsets.dim() != 1 or offsets.numel() < 1 or not offsets.is_cpu:
+        shape, device = list(offsets.shape), offsets.device
+        raise InputError(f"hash_bytes: offsets must be [n + 1] on the CPU, got {shape} on {device}")
+    offsets = offsets.to(torch.int64).contiguous()
+    first, last = int(offsets[0]), int(offsets[-1])
+    if first < 0 or last > len(view) or bool((offsets[1:] < offsets[:-1]).any()):
+        raise InputError(f"hash_bytes: offsets must never descend, within 0 .. {len(view)}, the data's size")
+    if isinstance(data, bytes):
+        return _hash(data, offsets, _check_seed(seed))
+    return _hash(bytes(view[first:last]), offsets - first, _check_seed(seed))
+
+
+# ---- slots
+
+
+@overload
+def fid(slot: int, id: int) -> int: ...
+@overload
+def fid(slot: Tensor, id: int | Tensor) -> Tensor: ...
+@overload
+def fid(slot: int, id: Tensor) -> Tensor: ...
+def fid(slot: int | Tensor, id: int | Tensor) -> int | Tensor:
+    """The id with its slot in the high bits: `slot << 48 | id`.
+
+    slot, id: ints, or int64 or int32 tensors, which broadcast; an int of two ints, else an int64 tensor.
+    An id of 0 .. 2^48 - 1 keeps its bits. Any other (negative, or from `hash_strings`) is mixed and cut to
+    48 bits, which folds ids together: among n such ids of a slot, two become one with a probability of about
+    n^2 / 2^49. Fids of Monolith's first layout are not ids in this sense: see `fid_v1_to_v2`.
+    Raises InputError for a slot outside 0 .. 32767; a slot tensor on a GPU is waited for.
+    """
+    slot, id = _check_whole(slot, "fid", "slot"), _check_whole(id, "fid", "id")
+    if isinstance(slot, Tensor) and isinstance(id, Tensor):
+        _check_together(slot, id)
+    _check_slot(slot)
+    if isinstance(id, Tensor):
+        id = torch.where((id >= 0) & (id <= ID_MASK), id, mix(id) & ID_MASK)
+    elif not 0 <= id <= ID_MASK:
+        id = int(mix(torch.tensor(signed(id & _WORD)))) & ID_MASK
+    joined: int | Tensor = slot << SLOT_SHIFT | id
+    return joined
+
+
+@overload
+def fid_v1_to_v2(fid: int) -> int: ...
+@overload
+def fid_v1_to_v2(fid: Tensor) -> Tensor: ...
+def fid_v1_to_v2(fid: int | Tensor) -> int | Tensor:
+    """A fid of Monolith's first layout (10 bits of slot, 54 of id) in the second, as Monolith converts it.
+
+    The slot stays, the id loses its high 6 bits. fid: an int, or an int64 or int32 tensor.
+    """
+    fid = _check_whole(fid, "fid_v1_to_v2", "fid")
+    converted: int | Tensor = (fid >> 54 & 0x3FF) << SLOT_SHIFT | fid & ID_MASK
+    return converted
+
+
+@overload
+def slot_of(fid: int) -> int: ...
+@overload
+def slot_of(fid: Tensor) -> Tensor: ...
+def slot_of(fid: int | Tensor) -> int | Tensor:
+    """The slot inside a fid; bit 63 is not looked at. fid: an int, or an int64 or int32 tensor."""
+    slot: int | Tensor = _check_whole(fid, "slot_of", "fid") >> SLOT_SHIFT & (NUM_SLOTS - 1)
+    return slot
+
+
+# ---- inside
+
+
+def _items(strings: Strings) -> tuple[Sequence[Any], tuple[int, ...]]:
+    if isinstance(strings, str | bytes):
+        raise InputError("hash_strings: strings is a single string; give a list of one: [string]")
+    if isinstance(strings, np.ndarray):
+        if strings.size and strings.dtype.kind not in "USOT":
+            raise InputError(f"hash_strings: strings must be an array of str or bytes, got {strings.dtype}")
+        return strings.ravel().tolist(), strings.shape
+    if not isinstance(strings, list | tuple):
+        kind = type(strings).__name__
+        raise InputError(f"hash_strings: strings must be a list, a tuple or a numpy array, got {kind}")
+    return strings, (len(strings),)
+
+
+def _encode(item: object, position: int) -> bytes:
+    if isinstance(item, bytes):
+        return item
+    if not isinstance(item, str):
+        kind = type(item).__name__
+        raise InputError(f"hash_strings: strings[{position}] must be a str or bytes, got {kind}: {item!r}")
+    try:
+        return item.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"hash_strings: strings[{position}] has no UTF-8 form: {item!r}") from None
+
+
+def _join(items: Sequence[Any]) -> tuple[bytes, Tensor]:
+    """All strings in one buffer, and where each begins, [n + 1]."""
+    parts: Sequence[Any] = items
+    try:
+        data = "".join(items).encode("ascii")  # then a string has as many bytes as characters
+    except (TypeError, UnicodeEncodeError):
+        parts = [_encode(item, i) for i, item in enumerate(items)]
+        data = b"".join(parts)
+    offsets = np.zeros(len(parts) + 1, np.int64)
+    np.cumsum(np.fromiter(map(len, parts), np.int64, len(parts)), out=offsets[1:])
+    return data, torch.from_numpy(offsets)
+
+
+def _hash(data: bytes, offsets: Tensor, seed: int) -> Tensor:
+    native = _native_hash_strings()
+    if native is None:
+        hashes = [signed(_xxhash64(data[a:b], seed)) for a, b in pairwise(offsets.tolist())]
+        return torch.tensor(hashes, dtype=torch.int64)
+    out = torch.empty(offsets.numel() - 1, dtype=torch.int64)
+    native(data, offsets, seed, out, torch.get_num_threads())
+    return out
+
+
+def _native_hash_strings() -> Callable[[bytes, Tensor, int, Tensor, int], None] | None:
+    try:
+        from megalith import _native
+    except ImportError:
+        return None
+    return getattr(_native, "hash_strings", None)
+
+
+def _xxhash64(data: bytes, seed: int) -> int:
+    p1, p2, p3, p4, p5 = _PRIMES
+    words = np.frombuffer(data, "<u8", len(data) // 8).tolist()
+    striped = len(data) // 32 * 4
+    value = seed + p5
+    if striped:
+        lanes = [seed + p1 + p2, seed + p2, seed, seed - p1]
+        for i, word in enumerate(words[:striped]):
+            lanes[i % 4] = _absorb(lanes[i % 4], word)
+        value = sum(_rotate(lane, bits) for lane, bits in zip(lanes, (1, 7, 12, 18), strict=True))
+        for lane in lanes:
+            value = (value ^ _absorb(0, lane)) * p1 + p4 & _WORD
+    value = value + len(data) & _WORD
+    for word in words[striped:]:
+        value = _rotate(value ^ _absorb(0, word), 27) * p1 + p4 & _WORD
+    rest = data[len(words) * 8 :]
+    if len(rest) >= 4:
+        word, rest = int.from_bytes(rest[:4], "little"), rest[4:]
+        value = _rotate(value ^ word * p1 & _WORD, 23) * p2 + p3 & _WORD
+    for byte in rest:
+        value = _rotate(value ^ byte * p5 & _WORD, 11) * p1 & _WORD
+    value = (value ^ value >> 33) * p2 & _WORD
+    value = (value ^ value >> 29) * p3 & _WORD
+    return value ^ value >> 32
+
+
+def _absorb(lane: int, word: int) -> int:
+    return _rotate(lane + word * _PRIMES[1] & _WORD, 31) * _PRIMES[0] & _WORD
+
+
+def _rotate(x: int, bits: int) -> int:
+    return (x << bits | x >> (64 - bits)) & _WORD
+
+
+def _check_seed(seed: int) -> int:
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= _WORD:
+        raise InputError(f"hash_strings: seed must be an int of 0 .. 2^64 - 1, got {seed!r}")
+    return seed
+
+
+def _check_whole(x: int | Tensor, function: str, name: str) -> int | Tensor:
+    if isinstance(x, Tensor):
+        if x.dtype not in (torch.int64, torch.int32):
+            raise InputError(f"{function}: {name} must be an int64 or int32 tensor, got {x.dtype}")
+        return x.to(torch.int64)
+    try:
+        number = None if isinstance(x, bool) else index(x)
+    except TypeError:
+        number = None
+    if number is None:
+        kind = type(x).__name__
+        raise InputError(f"{function}: {name} must be an int or an int64 or int32 tensor, got {kind}")
+    if not -(2**63) <= number <= _WORD:
+        raise InputError(f"{function}: {name} must fit in 64 bits, got {number}")
+    return number
+
+
+def _check_slot(slot: int | Tensor) -> None:
+    if isinstance(slot, Tensor):
+        wrong = slot[(slot < 0) | (slot >= NUM_SLOTS)]
+        bad = wrong[:1].tolist()
+    else:
+        bad = [] if 0 <= slot < NUM_SLOTS else [slot]
+    if bad:
+        raise InputError(f"fid: slot must be within 0 .. {NUM_SLOTS - 1}, got {bad[0]}")
+
+
+def _check_together(slot: Tensor, id: Tensor) -> None:
+    if slot.device != id.device:
+        raise InputError(f"fid: slot is on {slot.device}, id on {id.device}; move one of them")
+    try:
+        np.broadcast_shapes(slot.shape, id.shape)
+    except ValueError:
+        shapes = f"slot {list(slot.shape)} and id {list(id.shape)}"
+        raise InputError(f"fid: {shapes} do not broadcast") from None

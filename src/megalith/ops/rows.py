@@ -1,0 +1,196 @@
+"""Gather rows by index, and scatter them back: each is the gradient of the other.
+
+Both address memory as elements: row i of a piece lies at `index[i] * stride`, `width` elements long. A
+matrix [m, d] has stride and width d; rows of many widths in one flat buffer have stride 1. Sums run in
+the order of the index, whatever the number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.errors import InputError
+from megalith.library import define, native_module
+from megalith.ops import checks
+
+Sizes = Sequence[int]
+
+# ---- what users call
+
+
+def gather(rows: Tensor, index: Tensor, *, name: str = "index") -> Tensor:
+    """Row `index[...]` of a matrix for each index: [m, d], int [...] -> [..., d]. Differentiable.
+
+    Raises InputError, naming the argument `name`, for an index outside 0 to m - 1.
+    """
+    dim = rows.shape[1] if rows.dim() == 2 else 0
+    if rows.dim() != 2:
+        raise InputError(f"rows must have the shape [m, d], got {list(rows.shape)}")
+    flat = checks.whole(index, name, (None,) * index.dim()).reshape(-1)
+    if dim == 0:
+        return rows.new_empty(*index.shape, 0)
+    (out,) = gather_pieces(rows, [flat], [dim], strides=[dim], name=name)
+    return out.view(*index.shape, dim)
+
+
+def scatter_sum(rows: Tensor, index: Tensor, num_rows: int, *, name: str = "index") -> Tensor:
+    """Sums rows that share an index: [n, d], int [n] -> [num_rows, d]. Differentiable.
+
+    Rows nobody points at are zero. Raises InputError for an index outside 0 to num_rows - 1.
+    """
+    rows = checks.floats(rows, "rows", (None, None))
+    index = checks.whole(index, name, (rows.shape[0],))
+    dim = rows.shape[1]
+    if dim == 0:
+        return rows.new_zeros(num_rows, 0)
+    flat = scatter_pieces([rows], [index], num_rows * dim, strides=[dim], name=name)
+    return flat.view(num_rows, dim)
+
+
+def gather_pieces(
+    source: Tensor,
+    indices: Sequence[Tensor],
+    widths: Sizes,
+    *,
+    strides: Sizes | None = None,
+    name: str = "index",
+) -> list[Tensor]:
+    """Rows of several widths out of one buffer: piece k is [len(indices[k]), widths[k]]. Differentiable.
+
+    indices: int64 vectors. strides: elements an index counts (default 1 each).
+    """
+    strides = [1] * len(widths) if strides is None else strides
+    source = source.reshape(-1)
+    if torch.is_grad_enabled() and source.requires_grad:
+        return list(_Gather.apply(source, tuple(strides), tuple(widths), name, *indices))
+    return list(_gather(source, list(indices), list(strides), list(widths), name))
+
+
+def scatter_pieces(
+    pieces: Sequence[Tensor],
+    indices: Sequence[Tensor],
+    size: int,
+    *,
+    strides: Sizes | None = None,
+    name: str = "index",
+) -> Tensor:
+    """Adds rows of several widths into one buffer of zeros: the gradient of `gather_pieces`."""
+    strides = [1] * len(pieces) if strides is None else strides
+    if not pieces:
+        return torch.zeros(size)
+    if torch.is_grad_enabled() and any(p.requires_grad for p in pieces):
+        out: Tensor = _Scatter.apply(len(pieces), tuple(strides), size, name, *pieces, *indices)
+        return out
+    result: Tensor = _scatter(list(pieces), list(indices), list(strides), size, name)
+    return result
+
+
+# ---- the ops
+
+
+def _gather_native(
+    source: Tensor, indices: list[Tensor], strides: list[int], widths: list[int], name: str
+) -> list[Tensor]:
+    source = source.contiguous()
+    outputs = [source.new_empty(i.shape[0], width) for i, width in zip(indices, widths, strict=True)]
+    threads = torch.get_num_threads()
+    native: Any = native_module()
+    for index, stride, out in zip(indices, strides, outputs, strict=True):
+        native.gather(source, index.contiguous(), stride, out, name, threads)
+    return outputs
+
+
+def _gather_twin(
+    source: Tensor, indices: list[Tensor], strides: list[int], widths: list[int], name: str
+) -> list[Tensor]:
+    return [
+        source[_elements(index, stride, width, source.numel(), name)]
+        for index, stride, width in zip(indices, strides, widths, strict=True)
+    ]
+
+
+def _scatter_native(
+    pieces: list[Tensor], indices: list[Tensor], strides: list[int], size: int, name: str
+) -> Tensor:
+    dtype = pieces[0].dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    out = torch.zeros(size, dtype=wide)
+    rows = [p.to(wide).contiguous() for p in pieces]
+    at = [i.contiguous() for i in indices]
+    native: Any = native_module()
+    native.scatter(rows, at, strides, out, name, torch.get_num_threads())
+    return out.to(dtype)
+
+
+def _scatter_twin(
+    pieces: list[Tensor], indices: list[Tensor], strides: list[int], size: int, name: str
+) -> Tensor:
+    dtype = pieces[0].dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    out = torch.zeros(size, dtype=wide, device=pieces[0].device)
+    for piece, index, stride in zip(pieces, indices, strides, strict=True):
+        at = _elements(index, stride, piece.shape[1], size, name)
+        out.index_add_(0, at.flatten(), piece.to(wide).flatten())
+    return out.to(dtype)
+
+
+def _elements(index: Tensor, stride: int, width: int, size: int, name: str) -> Tensor:
+    """The elements [n, width] that rows at this index cover."""
+    checks.index_range(index, 0, index_limit(size, stride, width), name)
+    return (index * stride)[:, None] + torch.arange(width, device=index.device)
+
+
+def index_limit(size: int, stride: int, width: int) -> int:
+    """The number of legal indices: those whose rows end within the buffer."""
+    if size < width:
+        return 0
+    return (size - width) // stride + 1 if stride else 2**63 - 1
+
+
+_gather = define(
+    "gather(Tensor source, Tensor[] indices, SymInt[] strides, SymInt[] widths, str name) -> Tensor[]",
+    native=_gather_native,
+    twin=_gather_twin,
+    fake=lambda source, indices, strides, widths, name: [
+        source.new_empty(i.shape[0], w) for i, w in zip(indices, widths, strict=True)
+    ],
+)
+_scatter = define(
+    "scatter(Tensor[] pieces, Tensor[] indices, SymInt[] strides, SymInt size, str name) -> Tensor",
+    native=_scatter_native,
+    twin=_scatter_twin,
+    fake=lambda pieces, indices, strides, size, name: pieces[0].new_empty(size),
+)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, strides: Sizes, widths: Sizes, name: str, *indices: Tensor) -> Any:
+        ctx.save_for_backward(*indices)
+        ctx.size, ctx.strides, ctx.name = source.shape[0], strides, name
+        return tuple(_gather(source, list(indices), list(strides), list(widths), name))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        indices = ctx.saved_tensors
+        total = scatter_pieces(grads, indices, ctx.size, strides=ctx.strides, name=ctx.name)
+        return total, None, None, None, *[None] * len(indices)
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, count: int, strides: Sizes, size: int, name: str, *tensors: Tensor) -> Any:
+        pieces, indices = tensors[:count], tensors[count:]
+        ctx.save_for_backward(*indices)
+        ctx.widths, ctx.strides, ctx.name = [p.shape[1] for p in pieces], strides, name
+        return _scatter(list(pieces), list(indices), list(strides), size, name)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        indices = ctx.saved_tensors
+        pieces = gather_pieces(grad, indices, ctx.widths, strides=ctx.strides, name=ctx.name)
+        return None, None, None, None, *pieces, *[None] * len(indices)
