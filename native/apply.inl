@@ -160,6 +160,13 @@ static void apply(const ApplyView& view, const Entry* entries, const float* weig
     float* gradient = scratch.sums + u * dim;
     if (scale != 1.0f)
       for (int i = 0; i < dim; ++i) gradient[i] = gradient[i] * scale;
+    if (view.gradient.clip_norm > 0.0f) {
+      const float norm = root(sum_of_squares(gradient, gradient, 0.0f, dim));
+      if (norm > view.gradient.clip_norm) {
+        const float shrink = view.gradient.clip_norm / norm;
+        for (int i = 0; i < dim; ++i) gradient[i] = gradient[i] * shrink;
+      }
+    }
     float* weights_here = weights_at(table.rows, row);
     float* state = state_at(table.rows, row);
     if (only) {

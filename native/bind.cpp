@@ -148,7 +148,8 @@ NB_MODULE(_native, m) {
            nb::arg("outputs"), nb::arg("threads"))
       .def("update",
            [](Table& t, handle rows, int64_t epoch, handle ids, handle gradients, handle bags,
-              const std::vector<float>& learning_rates, uint32_t time, float scale, int threads) {
+              const std::vector<float>& learning_rates, uint32_t time, float scale, float clip_norm,
+              int threads) {
              const Ids i = borrow_ids(ids);
              Update u;
              u.rows = borrow_rows(rows, i.n);
@@ -168,11 +169,12 @@ NB_MODULE(_native, m) {
              u.learning_rates = learning_rates.data();
              u.time = time;
              u.scale = scale;
+             u.clip_norm = clip_norm;
              nb::gil_scoped_release release;
              t.update(u, threads);
            },
            nb::arg("rows").none(), nb::arg("epoch"), nb::arg("ids"), nb::arg("gradients"),
-           nb::arg("bags").none(), nb::arg("learning_rates"), nb::arg("time"), nb::arg("scale"),
+           nb::arg("bags").none(), nb::arg("learning_rates"), nb::arg("time"), nb::arg("scale"), nb::arg("clip_norm"),
            nb::arg("threads"))
       .def("assign",
            [](Table& t, handle ids, handle values, bool add, uint32_t time, int threads) {

@@ -19,6 +19,7 @@ struct GradientView {
   int32_t num_bags_views;
   const int64_t* bag_base;  // first global bag of each view, num_bags_views + 1 long
   float scale;
+  float clip_norm;  // longest a row's gradient may be after scaling; 0: any
 };
 
 struct ApplyView {

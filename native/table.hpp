@@ -41,6 +41,7 @@ struct Update {
   const float* flat = nullptr;  // [n, dim], when bags is empty
   std::vector<BagsView> bags;
   float scale = 1.0f;
+  float clip_norm = 0.0f;  // 0: none
   const float* learning_rates = nullptr;
   uint32_t time = 0;
 };

@@ -154,7 +154,8 @@ inline void Table::update(const Update& u, int threads) {
   ApplyView apply;
   apply.table = view();
   apply.gradient = {u.flat, u.bags.empty() ? nullptr : u.bags.data(),
-                    static_cast<int32_t>(u.bags.size()), reached.bag_base.data(), u.scale};
+                    static_cast<int32_t>(u.bags.size()), reached.bag_base.data(), u.scale,
+                    u.clip_norm};
   apply.learning_rates = u.learning_rates;
   apply.time = u.time;
   apply.touch = tracked_;

@@ -12,9 +12,64 @@ def kernels() -> str: ...
 def set_huge_pages(on: bool) -> None: ...
 def set_exchange_api(on: bool) -> None: ...
 def check_tensors(ids: Tensor, values: Tensor) -> None: ...
-def route(
-    ids: Tensor, owners: Tensor, mode: int, num_owners: int, block: int, first: int, threads: int
+def route(ids: Tensor, rule: tuple[int, ...], owners: Tensor, threads: int) -> None: ...
+def dedup(
+    ids: Tensor,
+    splits: Tensor,
+    owners: Tensor | tuple[int, ...],
+    shards: int,
+    distinct: bool,
+    index: Tensor,
+    first: Tensor,
+    unique: Tensor,
+    counts: Tensor,
+    widths: Tensor | None,
+    offsets: Tensor | None,
+    name: str,
+    threads: int,
+) -> int: ...
+def match(keys: Tensor, queries: Tensor, out: Tensor, threads: int, /) -> None: ...
+def bucketize(
+    ids: Tensor | None,
+    splits: Tensor,
+    owners: Tensor | tuple[int, ...],
+    shards: int,
+    lengths: Tensor,
+    place: Tensor,
+    name: str,
+    threads: int,
 ) -> None: ...
+def gather(source: Tensor, index: Tensor, stride: int, out: Tensor, name: str, threads: int, /) -> None: ...
+def place(rows: Tensor, place: Tensor, out: Tensor, threads: int, /) -> None: ...
+def scatter(
+    rows: list[Tensor], index: list[Tensor], strides: list[int], out: Tensor, name: str, threads: int, /
+) -> None: ...
+def take_rows(values: Tensor, splits: Tensor, rows: Tensor, out: Tensor, /) -> None: ...
+def move_runs(
+    source: Tensor, begin: Tensor, to: Tensor, widths: Tensor, out: Tensor, name: str, /
+) -> None: ...
+def locate(packed: Tensor, bases: Tensor, ends: Tensor, widths: Tensor, out: Tensor, /) -> int: ...
+def pool(
+    source: Tensor,
+    index: Tensor | None,
+    stride: int,
+    dim: int,
+    bags: Sequence[tuple[object, ...]],
+    outputs: Sequence[Tensor],
+    name: str,
+    threads: int,
+) -> None: ...
+def unpool(
+    out: Tensor,
+    index: Tensor | None,
+    stride: int,
+    dim: int,
+    bags: Sequence[tuple[object, ...]],
+    gradients: Sequence[Tensor],
+    name: str,
+    threads: int,
+) -> None: ...
+def hash_strings(data: bytes, offsets: Tensor, seed: int, out: Tensor, threads: int, /) -> None: ...
 def all_finite(tensor: Tensor, threads: int) -> bool: ...
 
 class Table:
@@ -56,6 +111,7 @@ class Table:
         learning_rates: Sequence[float],
         time: int,
         scale: float,
+        clip_norm: float,
         threads: int,
     ) -> None: ...
     def assign(self, ids: Tensor, values: Tensor, add: bool, time: int, threads: int, /) -> None: ...

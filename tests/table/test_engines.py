@@ -201,13 +201,16 @@ class Engines(RuleBasedStateMachine):
         time=times,
         with_epoch=st.booleans(),
         scale=st.sampled_from([1.0, 0.5, -2.0, 0.0]),
+        clip_norm=st.sampled_from([None, 0.5, 100.0]),
     )
-    def update_found(self, seed: int, step: int, time: int, with_epoch: bool, scale: float) -> None:
+    def update_found(
+        self, seed: int, step: int, time: int, with_epoch: bool, scale: float, clip_norm: float | None
+    ) -> None:
         f = self.found
         grads = dyadic(seed, f.ids.numel(), self.dim)
         for t, rows, epoch in zip(self.tables, f.rows, f.epochs, strict=True):
             known = epoch if with_epoch else None
-            t.update(rows, f.ids, grads, step=step, time=time, scale=scale, epoch=known)
+            t.update(rows, f.ids, grads, step=step, time=time, scale=scale, clip_norm=clip_norm, epoch=known)
         self.trained.update(f.ids.tolist())
 
     @rule(data=st.data(), seed=seeds, step=steps, time=times, with_rows=st.booleans())
@@ -256,7 +259,7 @@ class Engines(RuleBasedStateMachine):
         self.find(ids)
         self.remove(removed)
         self.assign(created, seed, time=1)
-        self.update_found(seed, step=1, time=2, with_epoch=with_epoch, scale=1.0)
+        self.update_found(seed, step=1, time=2, with_epoch=with_epoch, scale=1.0, clip_norm=None)
 
     @rule(n=st.integers(0, 200))
     def reserve(self, n: int) -> None:

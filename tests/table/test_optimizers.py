@@ -407,3 +407,18 @@ def test_adams_betas_are_two_numbers_below_one(betas: Any) -> None:
 def test_momentum_is_below_one() -> None:
     with pytest.raises(InputError, match="Momentum: momentum"):
         Momentum(momentum=1.0)
+
+
+def test_clip_norm_shortens_each_distinct_row_after_summing_and_scaling(engine: str) -> None:
+    table = sgd_table(engine, 2)
+    ids = torch.tensor([1, 2, 1])
+    grads = torch.tensor([[3.0, 0.0], [0.3, 0.4], [0.0, 4.0]])
+
+    table.update(None, ids, grads, step=0, scale=2.0, clip_norm=5.0)
+
+    # Row 1: 2 * (3, 4) is 10 long and becomes (3, 4); row 2: 2 * (0.3, 0.4) is short enough.
+    expected = torch.tensor([[-3.0, -4.0], [-0.6, -0.8]])
+    torch.testing.assert_close(table.lookup(torch.tensor([1, 2])), expected)
+    for wrong in (0.0, -1.0, float("nan"), float("inf"), "1"):
+        with pytest.raises(InputError, match="clip_norm"):
+            table.update(None, ids, grads, step=0, clip_norm=wrong)  # type: ignore[arg-type]

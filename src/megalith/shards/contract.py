@@ -117,12 +117,14 @@ class Shards(ABC):
         step: int,
         time: float | None = None,
         scale: float = 1.0,
+        clip_norm: float | None = None,
         pooling: Pooling | None = None,
     ) -> None:
         """One optimizer step per distinct id, summed over everything given.
 
         grads: float32 [n, dim] per table, or with `pooling` one gradient per output. A table of the
-        look-up without gradients is left alone. Nothing is written if any input is wrong.
+        look-up without gradients is left alone. scale, clip_norm: of each distinct id's summed gradient, as
+        in `Table.update`. Nothing is written if any input is wrong.
         """
 
     @abstractmethod

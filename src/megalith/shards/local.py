@@ -60,6 +60,7 @@ class LocalShards(Shards):
         step: int,
         time: float | None = None,
         scale: float = 1.0,
+        clip_norm: float | None = None,
         pooling: Pooling | None = None,
     ) -> None:
         """See `Shards.apply_gradients`."""
@@ -70,7 +71,7 @@ class LocalShards(Shards):
         lookup.check_unchanged()
         checked = self._check_gradients(lookup, grads, pooling)
         when = self._check_time(time)
-        steps = {name: self.local[name].check_step(step, when, scale) for name in checked}
+        steps = {name: self.local[name].check_step(step, when, scale, clip_norm) for name in checked}
         lookup.use()
         for name, gradients in checked.items():
             rows, epoch = lookup.found[name]

@@ -82,7 +82,7 @@ class Checks:
                 raise InputError(f"table {self.name!r}: {field} hold NaN or Inf")
         return checked
 
-    def check_step(self, step: int, time: float | None, scale: float) -> Step:
+    def check_step(self, step: int, time: float | None, scale: float, clip_norm: float | None = None) -> Step:
         """What an update at this step needs besides gradients, or an error that says what is wrong."""
         if not self.config.trainable:
             raise UsageError(f"table {self.name!r} is not trainable (TableConfig(trainable=False))")
@@ -90,11 +90,15 @@ class Checks:
             raise InputError(f"table {self.name!r}: step must be a whole number >= 0, got {step!r}")
         if not (isinstance(scale, int | float) and abs(scale) <= FLOAT32_MAX):
             raise InputError(f"table {self.name!r}: scale must be finite, got {scale!r}")
+        if clip_norm is not None and not (
+            isinstance(clip_norm, int | float) and 0 < clip_norm <= FLOAT32_MAX
+        ):
+            raise InputError(f"table {self.name!r}: clip_norm must be positive and finite, got {clip_norm!r}")
         try:
             rates = [segment.optimizer.rate(step) for segment in self.config.segments]
         except InputError as error:
             raise InputError(f"table {self.name!r}: {error}") from None
-        return Step(rates, self.check_time(time), float(scale))
+        return Step(rates, self.check_time(time), float(scale), float(clip_norm or 0.0))
 
     def _rows(self, rows: Tensor, ids: Tensor) -> Tensor:
         if not isinstance(rows, Tensor) or rows.dtype != torch.int32 or rows.shape != ids.shape:

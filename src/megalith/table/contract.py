@@ -94,20 +94,23 @@ class Table(Checks):
         step: int,
         time: float | None = None,
         scale: float = 1.0,
+        clip_norm: float | None = None,
         epoch: int | None = None,
     ) -> None:
         """One optimizer step per distinct id on its summed gradient; creates missing rows.
 
         grads: float32 [n, dim], or with `pooling` one gradient per output. rows, epoch: as in
         `read`; without rows they are found. step: learning rates are evaluated from it. time: seconds,
-        becomes the rows' last-update time (None: now). scale: multiplies each summed gradient.
+        becomes the rows' last-update time (None: now). scale: multiplies each summed gradient; clip_norm then
+        shortens it to this L2 norm over the whole row.
         Raises InputError before anything is written if an argument is wrong or a gradient not finite;
         a sum of finite gradients that overflows is not caught.
         """
         ids = self.check_ids(ids)
         rows = None if rows is None else self._rows(rows, ids)
         checked = self.check_grads(ids, grads, pooling)
-        self._update(rows, epoch, ids, checked, pooling, self.check_step(step, time, scale))
+        checked_step = self.check_step(step, time, scale, clip_norm)
+        self._update(rows, epoch, ids, checked, pooling, checked_step)
 
     def find_with_epoch(self, ids: Tensor) -> tuple[Tensor, int]:
         """`find`, and the epoch its row numbers belong to."""

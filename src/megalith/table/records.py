@@ -28,11 +28,12 @@ class Chunk:
 
 
 class Step(NamedTuple):
-    """An update's rates (one per segment), time in seconds and scale, checked."""
+    """An update's rates (one per segment), time in seconds, scale and clip_norm (0: none), checked."""
 
     rates: list[float]
     time: int
     scale: float
+    clip_norm: float
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from megalith.ops.pooling import Pooling, pool, unpool
 from megalith.table.config import TableConfig
 from megalith.table.contract import Table
 from megalith.table.initializers import initial_rows, table_key
+from megalith.table.optimizers.rowwise_adagrad import sum_of_squares
 from megalith.table.records import Chunk, MemoryUse, Step, TableStats
 
 
@@ -174,7 +175,7 @@ class ReferenceTable(Table):
             sums = torch.zeros(distinct.numel(), self.dim)
             for occurrence, row in enumerate(where.tolist()):  # the order of the input
                 sums[row] += flat[occurrence]
-            sums = sums * step.scale
+            sums = clip_rows(sums * step.scale, step.clip_norm)
             found = self._find_or_create(distinct)
             start = 0
             for number, (segment, rate) in enumerate(zip(self.config.segments, step.rates, strict=True)):
@@ -269,3 +270,11 @@ def _first_occurrences(ids: Tensor) -> tuple[Tensor, Tensor]:
     order: dict[int, int] = {}
     where = [order.setdefault(id, len(order)) for id in ids.tolist()]
     return torch.tensor(list(order), dtype=torch.int64), torch.tensor(where, dtype=torch.int64)
+
+
+def clip_rows(grads: Tensor, clip_norm: float) -> Tensor:
+    """Rows shortened to this L2 norm (0: left as they are)."""
+    if not clip_norm:
+        return grads
+    norms = sum_of_squares(grads).sqrt()[:, None]
+    return torch.where(norms > clip_norm, grads * (clip_norm / norms), grads)

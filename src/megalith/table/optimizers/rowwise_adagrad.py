@@ -43,12 +43,12 @@ class RowWiseAdagrad(Optimizer):
     def step(self, weights: Tensor, state: Mapping[str, Tensor], grads: Tensor, lr: float) -> None:
         """One step in place."""
         grads = grads + self.weight_decay * weights
-        mean = _sum_of_squares(grads) / float(grads.shape[1])
+        mean = sum_of_squares(grads) / float(grads.shape[1])
         state["sum"].copy_(state["sum"] + mean[:, None])
         weights.copy_(weights - lr * grads / (state["sum"].sqrt() + self.eps))
 
 
-def _sum_of_squares(x: Tensor) -> Tensor:
+def sum_of_squares(x: Tensor) -> Tensor:
     """[n, dim] -> [n], in the order every engine uses: eight lanes, then a tree over the lanes."""
     columns = -(-x.shape[1] // 8) * 8
     padded = torch.nn.functional.pad(x, (0, columns - x.shape[1]))
