@@ -63,6 +63,7 @@ nb::bytes as_bytes(const std::vector<int64_t>& ids) {
 }  // namespace
 
 NB_MODULE(_native, m) {
+  nb::set_leak_warnings(false);  // tables that live until the interpreter ends are no mistake
   nb::object errors = nb::module_::import_("megalith.errors");
   static nb::handle table_full = nb::object(errors.attr("TableFullError")).release();
   static nb::handle bad_input = nb::object(errors.attr("InputError")).release();

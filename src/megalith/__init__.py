@@ -1,5 +1,17 @@
 """Megalith: recommender models whose embedding tables grow with the data."""
 
+from megalith.nn import (
+    Combiner,
+    EmbeddingCollection,
+    Feature,
+    FirstN,
+    Layout,
+    Mean,
+    Slice,
+    Sqrtn,
+    Sum,
+)
+from megalith.ops.ids import fid, hash_strings
 from megalith.ops.pooling import Pooling
 from megalith.ragged import Ragged
 from megalith.routing import Router
@@ -32,8 +44,14 @@ __all__ = [
     "SGD",
     "Adagrad",
     "Adam",
+    "Combiner",
     "Constant",
+    "EmbeddingCollection",
+    "Feature",
+    "FirstN",
+    "Layout",
     "LocalShards",
+    "Mean",
     "Momentum",
     "Normal",
     "Ones",
@@ -44,10 +62,15 @@ __all__ = [
     "Router",
     "RowWiseAdagrad",
     "Segment",
+    "Slice",
+    "Sqrtn",
+    "Sum",
     "Table",
     "TableConfig",
     "TruncatedNormal",
     "Uniform",
     "Warmup",
     "Zeros",
+    "fid",
+    "hash_strings",
 ]

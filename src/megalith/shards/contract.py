@@ -94,6 +94,8 @@ class Shards(ABC):
 
     configs: Mapping[str, TableConfig]
     local: Mapping[str, Table]
+    world_size: int = 1
+    rank: int = 0
 
     # ---- a batch
 

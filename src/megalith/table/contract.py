@@ -197,6 +197,11 @@ class Table(Checks):
         self.check_rows(ids, rows)
         self._assign(ids, plain(rows), add, self.check_time(time))
 
+    def empty_chunk(self) -> Chunk:
+        """A chunk of no rows, in this table's shape."""
+        empty = torch.empty(0, dtype=torch.int64)
+        return self._chunk(empty, torch.empty(0, self.config.row_floats), empty)
+
     def _chunk(self, ids: Tensor, raw: Tensor, time: Tensor) -> Chunk:
         """A Chunk from stored rows, float32 [n, row_floats]."""
         state = {c.key: raw[:, c.start : c.end] for c in self.config.state_columns}

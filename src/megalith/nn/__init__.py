@@ -1,0 +1,19 @@
+"""What a model is built of: features, combiners, layouts, the collection."""
+
+from megalith.nn.collection import EmbeddingCollection
+from megalith.nn.combiners import Combiner, FirstN, Mean, ReduceMean, ReduceSum, Sqrtn, Sum
+from megalith.nn.features import Feature, Layout, Slice
+
+__all__ = [
+    "Combiner",
+    "EmbeddingCollection",
+    "Feature",
+    "FirstN",
+    "Layout",
+    "Mean",
+    "ReduceMean",
+    "ReduceSum",
+    "Slice",
+    "Sqrtn",
+    "Sum",
+]

@@ -1,0 +1,296 @@
+"""EmbeddingCollection: the module a user holds. Features in, tensors out, sparse updates on the way back.
+
+It compiles its features once (`Plan`), looks ids up through a `Shards`, and turns output gradients into one
+optimizer step per distinct id. Rows live in the shards' tables; there is no nn.Parameter here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from megalith.errors import InputError, UnknownNameError, UsageError
+from megalith.nn.features import Feature, Layout
+from megalith.nn.plan import Batch, Plan
+from megalith.nn.state import rows_of, set_rows
+from megalith.ops.pooling import Bags, Pooling
+from megalith.ragged import Ragged
+from megalith.shards import LocalShards, Lookup, Shards
+from megalith.table import TableConfig
+
+UPDATES = ("backward", "step")
+REDUCTIONS = ("mean", "sum")
+
+
+class Pending:
+    """One forward on its way to an update."""
+
+    def __init__(self, lookup: Lookup, batch: Batch, step: int, time: float | None) -> None:
+        self.lookup = lookup
+        self.batch = batch
+        self.step = step
+        self.time = time
+        self.grads: list[Tensor] | None = None
+
+
+class EmbeddingCollection(nn.Module):
+    """Embeddings of many features, in tables that grow with the data.
+
+    tables: a list of TableConfig, or a Shards (which brings its engine and seed). features: a list of
+    Feature. layouts: a list of Layout; then the result holds the layouts instead of the features. update:
+    "backward" applies each forward's gradients in its backward; "step" keeps them until `step()` applies all
+    as one step per id (gradient accumulation, GradScaler, joint clipping). reduction: over ranks.
+    clip_value: bounds output gradients; clip_norm: bounds each distinct row's summed gradient. engine,
+    seed: as for `Table`.
+
+    In eval mode, and without gradients, nothing is ever written.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TableConfig] | Shards,
+        features: Sequence[Feature],
+        *,
+        layouts: Sequence[Layout] | None = None,
+        update: str = "backward",
+        reduction: str = "mean",
+        clip_value: float | None = None,
+        clip_norm: float | None = None,
+        engine: str | None = None,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value, known in (("update", update, UPDATES), ("reduction", reduction, REDUCTIONS)):
+            if value not in known:
+                raise InputError(f"EmbeddingCollection: {name} must be one of {known}, got {value!r}")
+        for name, bound in (("clip_value", clip_value), ("clip_norm", clip_norm)):
+            if bound is not None and not (isinstance(bound, int | float) and 0 < bound < float("inf")):
+                raise InputError(f"EmbeddingCollection: {name} must be positive and finite, got {bound!r}")
+        if isinstance(tables, Shards):
+            if engine is not None or seed is not None:
+                raise InputError(
+                    "EmbeddingCollection: shards bring their engine and seed; do not give them too"
+                )
+            self.shards = tables
+        else:
+            self.shards = LocalShards(tables, engine=engine or "cpu", seed=seed or 0)
+        self.update = update
+        self.reduction = reduction
+        self.clip_value = clip_value
+        self.clip_norm = clip_norm
+        self.global_step = 0
+        self._plan = Plan(features, layouts, self.shards.configs)
+        self._pending: list[Pending] = []
+        # What connects outputs to the graph; it never has a gradient of its own.
+        self._anchor = torch.zeros((), requires_grad=True)
+
+    @property
+    def features(self) -> list[Feature]:
+        """The features in declared order."""
+        return list(self._plan.features.values())
+
+    # ---- forward
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, batch: Any, *, time: float | None = None) -> dict[str, Any]:
+        """Embeddings by feature (or layout) name, float32 on the device of the ids.
+
+        batch: a mapping of feature names to Ragged columns, or to tensors ([batch]: an id each;
+        [batch, length]: padded with the feature's `pad`), or anything shaped like a KeyedJaggedTensor. Other
+        keys are left alone. time: seconds, becomes the last-update time of the rows this forward trains
+        (None: the clock).
+        """
+        compiled = self._plan.batch(self._columns(batch))
+        lookup = self.shards.lookup(compiled.ids)
+        if self.training and torch.is_grad_enabled():
+            pending = Pending(lookup, compiled, self.global_step, time)
+            outputs = _Pool.apply(self._anchor, self, pending)
+        else:
+            outputs = lookup.pool(compiled.pooling)
+        if compiled.device.type != "cpu":
+            outputs = [o.to(compiled.device) for o in outputs]
+        return self._plan.assemble(compiled, outputs)
+
+    def _columns(self, batch: Any) -> dict[str, Ragged]:
+        if not isinstance(batch, Mapping):
+            if not all(callable(getattr(batch, name, None)) for name in ("keys", "values", "lengths")):
+                raise InputError(
+                    "EmbeddingCollection: a batch is a mapping of columns, or has keys(), values() and "
+                    f"lengths() like a KeyedJaggedTensor; got {type(batch).__name__}"
+                )
+            batch = Ragged.from_keyed(batch)
+        columns = {}
+        for name, feature in self._plan.features.items():
+            if name not in batch:
+                known = ", ".join(map(repr, batch)) or "nothing"
+                raise UnknownNameError(f"feature {name!r} is not in the batch (it holds {known})")
+            columns[name] = _column(feature, batch[name])
+        return columns
+
+    # ---- updates
+
+    def _collect(self, pending: Pending, grads: Sequence[Tensor]) -> None:
+        """Takes a forward's output gradients; applies them in mode "backward"."""
+        if pending.grads is not None:
+            raise UsageError(
+                "this forward has been through backward before; run forward again for another update"
+            )
+        pending.grads = [g.to("cpu", torch.float32) for g in grads]
+        if self.clip_value is not None:
+            pending.grads = [g.clamp(-self.clip_value, self.clip_value) for g in pending.grads]
+        if self.update == "backward":
+            self._update_rows([pending], 1.0)
+        else:
+            self._pending.append(pending)
+
+    def step(self, *, scale: float = 1.0) -> None:
+        """Applies all gradients collected since the last step as one optimizer step per distinct id.
+
+        scale: multiplies each summed gradient, for instance 1 / GradScaler.get_scale(). Only for
+        update="step"; without a backward before it, it does nothing.
+        """
+        if self.update != "step":
+            raise UsageError('step() is for EmbeddingCollection(update="step"); this one updates in backward')
+        pending, self._pending = self._pending, []
+        if pending:
+            self._update_rows(pending, scale)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients that `step` would apply."""
+        super().zero_grad(set_to_none)
+        self._pending.clear()
+
+    def grads_finite(self) -> bool:
+        """Whether all collected gradients are finite; if not, call zero_grad() and not step()."""
+        return all(bool(torch.isfinite(g).all()) for p in self._pending for g in p.grads or ())
+
+    def grad_norm(self) -> Tensor:
+        """The L2 norm of all collected output gradients, to clip dense and sparse gradients jointly."""
+        squares = [g.square().sum() for p in self._pending for g in p.grads or ()]
+        return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+
+    def _update_rows(self, pending: Sequence[Pending], scale: float) -> None:
+        if self.reduction == "mean":
+            scale = scale / self.shards.world_size
+        # One forward brings its step; several take the step of the update.
+        first = pending[0]
+        step = first.step if len(pending) == 1 else self.global_step
+        lookup: Any = first.lookup if len(pending) == 1 else _joined_ids(pending)
+        times = [p.time for p in pending if p.time is not None]
+        self.shards.apply_gradients(
+            lookup,
+            [g for p in pending for g in p.grads or ()],
+            step=step,
+            time=max(times) if times else None,
+            scale=scale,
+            clip_norm=self.clip_norm,
+            pooling=self._trained(_joined_pooling([p.batch for p in pending])),
+        )
+        self.global_step += 1
+
+    def _trained(self, pooling: Pooling) -> Pooling:
+        """The part of a pooling that updates reach: tables that are trainable."""
+        if all(config.trainable for config in self.shards.configs.values()):
+            return pooling
+        configs = self.shards.configs
+        return Pooling(pooling.outputs, {t: b for t, b in pooling.bags.items() if configs[t].trainable})
+
+    # ---- state
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """This rank's rows, for `state_dict`."""
+        return {
+            "global_step": self.global_step,
+            "world_size": self.shards.world_size,
+            "rank": self.shards.rank,
+            "tables": {name: rows_of(table) for name, table in self.shards.local.items()},
+        }
+
+    def set_extra_state(self, state: Any) -> None:
+        """Takes what `get_extra_state` gave, at the same world size and rank."""
+        here, there = (self.shards.world_size, self.shards.rank), (state["world_size"], state["rank"])
+        if here != there:
+            raise UsageError(
+                f"this state_dict holds the rows of rank {there[1]} of {there[0]}, this is rank {here[1]} of "
+                f"{here[0]}: use checkpoint.save and checkpoint.load, which move rows to their owners"
+            )
+        set_rows(self.shards.local, state["tables"])
+        self.global_step = int(state["global_step"])
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise UsageError(
+            "an EmbeddingCollection cannot be copied: use checkpoint.save and checkpoint.load, or state_dict"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "an EmbeddingCollection cannot be pickled: use checkpoint.save and checkpoint.load, or state_dict"
+        )
+
+    def extra_repr(self) -> str:
+        """Features and tables."""
+        tables = ", ".join(f"{name} ({config.dim})" for name, config in self.shards.configs.items())
+        return f"features={list(self._plan.features)}, tables={tables}, update={self.update!r}"
+
+
+class _Pool(torch.autograd.Function):
+    """Reads outputs; hands their gradients to the collection."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, collection: EmbeddingCollection, pending: Pending) -> Any:
+        ctx.collection, ctx.pending = collection, pending
+        return tuple(pending.lookup.pool(pending.batch.pooling))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.collection._collect(ctx.pending, grads)
+        return None, None, None
+
+
+def _column(feature: Feature, value: Any) -> Ragged:
+    if isinstance(value, Ragged):
+        column = value
+    elif isinstance(value, Tensor) and value.is_nested:
+        column = Ragged.from_nested(value)
+    elif isinstance(value, Tensor) and value.dim() == 1:
+        column = Ragged(value, torch.arange(value.shape[0] + 1, device=value.device))
+    elif isinstance(value, Tensor) and value.dim() == 2:
+        column = Ragged.from_padded(value, pad=feature.pad)
+    else:
+        shape = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise InputError(
+            f"feature {feature.name!r}: expected a Ragged or a tensor [batch] or [batch, length]; got {shape}"
+        )
+    if column.values.dtype not in (torch.int64, torch.int32) or column.values.dim() != 1:
+        raise InputError(
+            f"feature {feature.name!r}: ids must be int64 or int32 [n], got {column.values.dtype} "
+            f"{list(column.values.shape)} (strings become ids by megalith.hash_strings)"
+        )
+    return column
+
+
+def _joined_ids(pending: Sequence[Pending]) -> dict[str, Tensor]:
+    tables = pending[0].batch.ids
+    return {table: torch.cat([p.lookup.ids[table] for p in pending]) for table in tables}
+
+
+def _joined_pooling(batches: Sequence[Batch]) -> Pooling:
+    """Several batches as one: outputs side by side, occurrences one after the other."""
+    if len(batches) == 1:
+        return batches[0].pooling
+    outputs: list[tuple[int, int]] = []
+    bags: dict[str, list[Bags]] = {}
+    begin = dict.fromkeys(batches[0].ids, 0)
+    total = {t: sum(b.ids[t].numel() for b in batches) for t in begin}
+    for batch in batches:
+        for table, own in batch.pooling.bags.items():
+            moved = (b.moved(len(outputs), begin[table], total[table]) for b in own)
+            bags.setdefault(table, []).extend(moved)
+        for table, ids in batch.ids.items():
+            begin[table] += ids.numel()
+        outputs += batch.pooling.outputs
+    return Pooling(tuple(outputs), {table: tuple(own) for table, own in bags.items()})
