@@ -30,3 +30,7 @@ class TableFullError(MegalithError, ValueError):
 
 class NativeMissingError(MegalithError, ImportError):
     """The native module was never built."""
+
+
+class CheckpointError(MegalithError, ValueError):
+    """A checkpoint that is missing, incomplete, damaged, or of another model."""
