@@ -1,4 +1,4 @@
-# make demo   install, train and evaluate a small model, show the result
+# make demo   install, train a model on MovieLens, evaluate it, write a report
 # make test   install what tests need, then lint, native tests under sanitizers, Python tests
 # make bench  side-by-side speed against other libraries    make soak  slow tests
 # make lint   ruff and mypy                                 make docs  the documentation as pages
@@ -12,7 +12,8 @@ NATIVE := CMakeLists.txt $(wildcard native/*.* native/optimizers/*)
 .PHONY: demo test test-python test-native lint bench soak docs clean
 
 demo: $(VENV)/installed
-	$(BIN)/python examples/quickstart.py
+	$(BIN)/megalith train --data movielens --run runs/demo --start-over --fallback \
+	  --comparison benchmarks/results/quality.json
 
 test: lint test-native test-python
 
@@ -67,8 +68,11 @@ $(VENV)/installed: $(VENV)/build-tools pyproject.toml $(NATIVE)
 	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e .
 	@touch $@
 
+# The report is looked at in a real browser.
 $(VENV)/dev: $(VENV)/installed
-	$(BIN)/pip install -q -c constraints.txt pytest hypothesis ruff mypy
+	$(BIN)/pip install -q -c constraints.txt pytest hypothesis ruff mypy pyarrow tensorboard
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null \
+	  || (apt-get update && apt-get install -y --no-install-recommends chromium fonts-dejavu-core)
 	@touch $@
 
 $(VENV)/bench: $(VENV)/installed benchmarks/requirements.txt

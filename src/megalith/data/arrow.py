@@ -1,0 +1,239 @@
+"""Arrow arrays to tensors: ids, numbers and seconds out of columns of whatever type a file has.
+
+Each function returns what it read and the rows it could not read; what happens to those is the
+reader's business. pyarrow is imported on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megalith.data.schema import FLOAT32_MAX, FeatureColumn
+from megalith.errors import MegalithError
+from megalith.ops.ids import fid, hash_bytes
+from megalith.ragged import Ragged
+
+Mask = NDArray[np.bool_]
+_WHOLE = re.compile(r"[+-]?[0-9]{1,20}")
+
+
+class MissingDependencyError(MegalithError, ImportError):
+    """A package that only some installations have."""
+
+
+def arrow(module: str = "pyarrow") -> Any:
+    """pyarrow, or a module of it; raises MissingDependencyError if it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{module} is needed to read this file: pip install megalith[data]"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Rows whose value in a column cannot be used. rows: bool [n]. what: follows the value in a message."""
+
+    rows: Mask
+    column: str
+    reason: str
+    what: str
+
+
+def numbers(array: Any, column: str) -> tuple[NDArray[np.float64], Mask, list[Fault]]:
+    """Numbers as float64 [n] with NaN where missing, which are missing, and what could not be read."""
+    pa, pc = arrow(), arrow("pyarrow.compute")
+    array = _plain(array)
+    missing = np.asarray(array.is_null())
+    faults = []
+    if _is_text(array.type):
+        try:
+            array = pc.cast(_as_text(array), pa.float64())
+        except pa.ArrowInvalid:
+            values = [_float(x) for x in _as_text(array).cast(pa.binary()).to_pylist()]
+            bad = np.array([x is None for x in values], bool) & ~missing
+            faults.append(Fault(bad, column, "wrong type", "is not a number"))
+            array = pa.array([math.nan if x is None else x for x in values], pa.float64())
+    else:
+        array = pc.cast(array, pa.float64(), safe=False)
+    out = np.array(array.to_numpy(zero_copy_only=False), np.float64)
+    out[missing] = np.nan
+    infinite = (np.abs(out) > FLOAT32_MAX) | (np.isnan(out) & ~missing)
+    for fault in faults:
+        infinite &= ~fault.rows
+    if infinite.any():
+        faults.append(Fault(infinite, column, "not finite", "is not a finite number"))
+    return out, missing, faults
+
+
+def seconds(array: Any, column: str) -> tuple[NDArray[np.int64], list[Fault]]:
+    """Times in whole seconds, int64 [n]."""
+    pa, pc = arrow(), arrow("pyarrow.compute")
+    if pa.types.is_timestamp(array.type) or pa.types.is_date(array.type):
+        array = pc.cast(pc.cast(array, pa.timestamp("s"), safe=False), pa.int64())
+    values, missing, faults = numbers(array, column)
+    if missing.any():
+        faults.append(Fault(missing, column, "no time", "is missing, but is the time"))
+    late = np.abs(values) > 2.0**53
+    if late.any():
+        faults.append(Fault(late, column, "not finite", "is no time in seconds"))
+    return np.nan_to_num(np.where(late, 0.0, values)).astype(np.int64), faults
+
+
+def ids(array: Any, feature: FeatureColumn) -> tuple[Ragged, list[Fault]]:
+    """Ids of one column, a Ragged of n rows; a missing value is an empty row, one in a list left out."""
+    pa, pc = arrow(), arrow("pyarrow.compute")
+    array = _plain(array)
+    if feature.separator is not None and _is_text(array.type):
+        array = pc.split_pattern(array, feature.separator)
+    if _is_list(array.type):
+        lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy().astype(np.int64)
+        array = _plain(array.flatten())
+    else:
+        lengths = np.ones(len(array), np.int64)
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    if feature.separator is not None and _is_text(array.type):  # "a||b" and "" hold no id in between
+        array = pc.if_else(pc.equal(pc.binary_length(array), 0), pa.scalar(None, array.type), array)
+    if array.null_count:
+        rows = rows[np.asarray(array.is_valid())]
+        array = array.drop_null()
+    values, unread = _values(array, feature)
+    faults = []
+    if unread is not None:
+        bad = np.zeros(len(lengths), bool)
+        bad[rows[unread]] = True
+        faults.append(Fault(bad, feature.column, "wrong type", "is not a whole number of 64 bits"))
+    if feature.slot is not None:
+        values = fid(feature.slot, values)
+    counts = np.bincount(rows, minlength=len(lengths))
+    return Ragged.from_lengths(values, torch.from_numpy(counts)), faults
+
+
+def why_not_ids(kind: Any) -> str | None:
+    """Why a column of this Arrow type cannot hold ids, or None if it can."""
+    types = arrow().types
+    kind = _inner(kind)
+    if _is_list(kind):
+        kind = _inner(kind.value_type)
+    if types.is_integer(kind) or types.is_boolean(kind) or types.is_null(kind):
+        return None
+    if not _is_text(kind):
+        return f"holds {kind}; ids are whole numbers or text"
+    return None
+
+
+def why_not_numbers(kind: Any, *, time: bool = False) -> str | None:
+    """Why a column of this Arrow type cannot hold numbers (or times), or None if it can."""
+    types = arrow().types
+    kind = _inner(kind)
+    known = (types.is_integer, types.is_floating, types.is_boolean, types.is_decimal, types.is_null)
+    if any(is_known(kind) for is_known in known) or _is_text(kind):
+        return None
+    if time and (types.is_timestamp(kind) or types.is_date(kind)):
+        return None
+    return f"holds {kind}, not {'times' if time else 'numbers'}"
+
+
+# ---- the types of a column
+
+
+def _is_list(kind: Any) -> bool:
+    types = arrow().types
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
+
+
+def _is_text(kind: Any) -> bool:
+    types = arrow().types
+    return bool(
+        types.is_string(kind)
+        or types.is_large_string(kind)
+        or types.is_binary(kind)
+        or types.is_large_binary(kind)
+        or types.is_string_view(kind)
+        or types.is_binary_view(kind)
+    )
+
+
+def _inner(kind: Any) -> Any:
+    return kind.value_type if arrow().types.is_dictionary(kind) else kind
+
+
+def _plain(array: Any) -> Any:
+    """The array without dictionary, view or fixed-size encodings."""
+    types = arrow().types
+    if types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if types.is_string_view(array.type) or types.is_binary_view(array.type):
+        array = array.cast(arrow().large_binary())
+    return array
+
+
+def _as_text(array: Any) -> Any:
+    """Binary looked at as text, whether or not it is UTF-8."""
+    pa = arrow()
+    if pa.types.is_binary(array.type):
+        return array.view(pa.string())
+    return array.view(pa.large_string()) if pa.types.is_large_binary(array.type) else array
+
+
+# ---- single values
+
+
+def _values(array: Any, feature: FeatureColumn) -> tuple[Tensor, Mask | None]:
+    """int64 [n] of an array without nulls, and which of them could not be read."""
+    pa, pc = arrow(), arrow("pyarrow.compute")
+    if pa.types.is_null(array.type):
+        return torch.empty(0, dtype=torch.int64), None
+    if not _is_text(array.type):
+        if feature.hash:
+            return _hashed(pc.cast(array, pa.string())), None
+        if pa.types.is_uint64(array.type):
+            return torch.from_numpy(array.to_numpy().view(np.int64).copy()), None
+        whole = pc.cast(array, pa.int64())
+        return torch.from_numpy(whole.to_numpy(zero_copy_only=False).astype(np.int64)), None
+    if feature.hash is not False:
+        return _hashed(array), None
+    try:
+        return torch.from_numpy(pc.cast(_as_text(array), pa.int64()).to_numpy().copy()), None
+    except pa.ArrowInvalid:
+        whole = [_whole(x) for x in _as_text(array).cast(pa.binary()).to_pylist()]
+        unread = np.array([x is None for x in whole], bool)
+        return torch.tensor([x or 0 for x in whole], dtype=torch.int64), unread if unread.any() else None
+
+
+def _hashed(array: Any) -> Tensor:
+    if len(array) == 0:
+        return torch.empty(0, dtype=torch.int64)
+    types = arrow().types
+    _, offsets, data = array.buffers()
+    large = types.is_large_string(array.type) or types.is_large_binary(array.type)
+    width = np.dtype(np.int64 if large else np.int32)
+    splits = np.frombuffer(offsets, width, len(array) + 1, array.offset * width.itemsize).astype(np.int64)
+    used = b"" if data is None else data.slice(int(splits[0]), int(splits[-1] - splits[0]))
+    return hash_bytes(used, torch.from_numpy(splits - splits[0]))
+
+
+def _float(text: bytes | None) -> float | None:
+    try:
+        return None if text is None or b"_" in text else float(text)
+    except ValueError:
+        return None
+
+
+def _whole(text: bytes) -> int | None:
+    """The int64 with the bits of a whole number of 64 bits, signed or not."""
+    plain = text.decode("latin-1").strip(" \t")
+    value = int(plain) if _WHOLE.fullmatch(plain) else None
+    if value is None or not -(2**63) <= value < 2**64:
+        return None
+    return value - 2**64 if value >= 2**63 else value

@@ -1,0 +1,318 @@
+"""CSV and TSV files, Criteo's among them, streamed block by block.
+
+A block is about `block_bytes` of whole lines, and begins where the last one ended, so that a position is the
+offset of a block and a line in it. Each rank takes whole files where there are enough of them, else its part
+of the lines of every block. A row is a line: quoted line ends are not supported. Lines are counted from 1,
+the header included.
+"""
+
+from __future__ import annotations
+
+import csv as plain
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalith.data.arrow import arrow
+from megalith.data.batch import Position
+from megalith.data.columns import Chunk, ColumnReader
+from megalith.data.files import Paths, open_bytes
+from megalith.data.reader import OnError, check_file, whole
+from megalith.data.schema import DenseColumn, Normalise, Schema
+from megalith.errors import InputError
+
+BLOCK_BYTES = 4 << 20
+MAX_LINE_BYTES = 64 << 20
+CRITEO_INTS = tuple(f"I{i}" for i in range(1, 14))
+CRITEO_CATEGORIES = tuple(f"C{i}" for i in range(1, 27))
+
+
+class _Block(NamedTuple):
+    """Whole lines of a file. offset: of the first byte. line: the number of the first line."""
+
+    data: bytes
+    offset: int
+    line: int
+
+
+class CsvReader(ColumnReader):
+    """Batches out of CSV or TSV files (.gz accepted), a directory of them or a pattern.
+
+    columns: the names, for files without a header; else the first line names them.
+    delimiter: one character; None takes a tab for files named .tsv or .txt (or .tsv.gz ...), else a comma.
+    quote: the quoting character, or None if fields are never quoted. An empty field is a missing value.
+    Raises InputError if a column is missing, and at a bad line; with on_error="skip" those are counted
+    instead (a column that the first file lacks always raises).
+    """
+
+    suffixes = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz")
+    row_word = "line"
+
+    def __init__(
+        self,
+        paths: Paths,
+        schema: Schema,
+        *,
+        batch_size: int,
+        columns: Sequence[str] | None = None,
+        delimiter: str | None = None,
+        quote: str | None = '"',
+        drop_last: bool = False,
+        on_error: OnError = "raise",
+        block_bytes: int = BLOCK_BYTES,
+    ) -> None:
+        super().__init__(paths, schema, batch_size=batch_size, drop_last=drop_last, on_error=on_error)
+        for name, value in (("delimiter", delimiter), ("quote", quote)):
+            if value is not None and (len(value) != 1 or not value.isascii() or value in "\r\n"):
+                raise InputError(f"reader: {name} must be one ASCII character, got {value!r}")
+        if block_bytes < 1:
+            raise InputError(f"reader: block_bytes must be at least 1, got {block_bytes}")
+        if columns is not None and len(set(columns)) < len(columns):
+            raise InputError("reader: columns must be names of their own")
+        self.columns = None if columns is None else list(columns)
+        self.delimiter = delimiter
+        self.quote = quote
+        self.block_bytes = block_bytes
+        first = self.files[0]
+        try:
+            with open_bytes(first) as file:
+                wrong = self._missing(self._header(first, file)[0], first)
+        except (EOFError, OSError) as error:
+            raise InputError(f"{first}: cannot be read: {error}") from error
+        if wrong is not None:
+            raise InputError(wrong[1])
+
+    # ---- positions
+
+    def _own(self) -> list[Path]:
+        return self.files[self.rank :: self.world_size] if self._by_file else self.files
+
+    @property
+    def _by_file(self) -> bool:
+        return len(self.files) >= self.world_size
+
+    def _start(self) -> Position:
+        return self._position(0, 0, 0, 0)
+
+    def _position(self, file: int, offset: int, line: int, done: int) -> Position:
+        """done: how many lines of this shard's part of the block are behind; line: of the block's first."""
+        own = self._own()
+        return {"file": file, "offset": offset, "line": line, "done": done, "name": own[file].name}
+
+    def _check(self, position: Position) -> None:
+        check_file(position, "file", self._own())
+        for key in ("offset", "line", "done"):
+            whole(position, key)
+
+    # ---- blocks
+
+    def _chunks(self, position: Position) -> Iterator[Chunk]:
+        for i, path in enumerate(self._own()):
+            if i < position["file"]:
+                continue
+            at = position if i == position["file"] else self._position(i, 0, 0, 0)
+            try:
+                yield from self._file(i, path, at)
+            except (EOFError, OSError) as error:  # a damaged .gz, or a disk that fails
+                self._bad("unreadable file", f"{path}: cannot be read to its end: {error}")
+
+    def _file(self, index: int, path: Path, at: Position) -> Iterator[Chunk]:
+        with open_bytes(path) as file:
+            names, begin = self._header(path, file)
+            wrong = self._missing(names, path)
+            if wrong is not None:
+                shares = (self._share(block.data.count(b"\n")) for block in self._blocks(path, file, begin))
+                self._bad(*wrong, sum(stop - start for start, stop in shares))
+                return
+            if at["offset"] > begin.offset:
+                begin = _Block(b"", at["offset"], at["line"])
+                file.seek(begin.offset)
+            done = at["done"]
+            for block in self._blocks(path, file, begin):
+                chunk = self._parse(index, path, names, block, done)
+                if chunk is not None:
+                    yield chunk
+                done = 0
+
+    def _header(self, path: Path, file: BinaryIO) -> tuple[list[str], _Block]:
+        """The columns' names, and the empty block before the first row; the file is left there."""
+        begin = 3 if file.read(3) == b"\xef\xbb\xbf" else 0
+        file.seek(begin)
+        if self.columns is not None:
+            return self.columns, _Block(b"", begin, 1)
+        head = file.readline(MAX_LINE_BYTES)
+        fields = self._fields(head.rstrip(b"\r\n"), self._delimiter(path))
+        if fields is None:
+            raise InputError(f"{path}: line 1 should name the columns, but has an open quote or is no text")
+        names = [field.decode("utf-8", "replace") for field in fields]
+        if len(set(names)) < len(names):
+            doubled = next(name for name in names if names.count(name) > 1)
+            raise InputError(f"{path}: line 1 names column {doubled!r} more than once")
+        return names, _Block(b"", begin + len(head), 2)
+
+    def _delimiter(self, path: Path) -> str:
+        if self.delimiter is not None:
+            return self.delimiter
+        return "\t" if path.name.removesuffix(".gz").endswith((".tsv", ".txt")) else ","
+
+    def _missing(self, names: list[str], path: Path) -> tuple[str, str] | None:
+        return self._columns_fault({name: arrow().binary() for name in names}, path)
+
+    def _blocks(self, path: Path, file: BinaryIO, begin: _Block) -> Iterator[_Block]:
+        """The file's blocks from here on; each depends on its offset alone, and ends with a line end."""
+        data, offset, line, wanted = b"", begin.offset, begin.line, self.block_bytes
+        while True:
+            data += file.read(wanted - len(data))
+            if len(data) < wanted:
+                if data:
+                    yield _Block(data if data.endswith(b"\n") else data + b"\n", offset, line)
+                return
+            end = data.rfind(b"\n") + 1
+            if end == 0:
+                if wanted > MAX_LINE_BYTES:
+                    raise InputError(f"{path}: line {line} has more than {MAX_LINE_BYTES} bytes; is it text?")
+                wanted += self.block_bytes
+                continue
+            yield _Block(data[:end], offset, line)
+            offset, line, data = offset + end, line + data.count(b"\n", 0, end), data[end:]
+            wanted = self.block_bytes
+
+    # ---- lines
+
+    def _share(self, size: int) -> tuple[int, int]:
+        """Which of a block's lines are this shard's."""
+        if self._by_file:
+            return 0, size
+        return size * self.rank // self.world_size, size * (self.rank + 1) // self.world_size
+
+    def _parse(self, index: int, path: Path, names: list[str], block: _Block, done: int) -> Chunk | None:
+        """This shard's part of a block, less its first `done` lines, as a table; None if nothing is left."""
+        data, size = block.data, block.data.count(b"\n")
+        start, stop = self._share(size)
+        low = min(start + done, stop)
+        if low > 0 or stop < size:
+            ends = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n")) + 1
+            data = data[ends[low - 1] if low else 0 : ends[stop - 1] if stop else 0]
+        numbers = block.line + np.arange(low, stop)
+        table, numbers = self._table(path, names, data, numbers)
+        if not len(numbers):
+            return None
+        base = block.line + start
+
+        def after(number: int) -> Position:
+            return self._position(index, block.offset, block.line, number - base + 1)
+
+        return Chunk(path, table, numbers, after)
+
+    def _table(
+        self, path: Path, names: list[str], data: bytes, numbers: NDArray[np.int64]
+    ) -> tuple[Any, NDArray[np.int64]]:
+        """Lines as a record batch of bytes, and their numbers; bad and blank lines are left out."""
+        stray = b"\r" in data and data.count(b"\r") != data.count(b"\r\n")
+        if data and not stray:
+            try:
+                table = self._all_lines(path, names, data)
+            except arrow().ArrowInvalid:
+                table = ()
+            if len(table) == len(numbers):
+                return table, numbers
+        return self._line_by_line(path, names, data, numbers)
+
+    def _all_lines(self, path: Path, names: list[str], data: bytes) -> Any:
+        """What Arrow makes of good lines; of others it may raise, or give another number of rows."""
+        pa, csv = arrow(), arrow("pyarrow.csv")
+        wanted = self.schema.columns
+        table = csv.read_csv(
+            pa.BufferReader(data),
+            csv.ReadOptions(column_names=names, use_threads=False, block_size=len(data) + 1),
+            csv.ParseOptions(
+                delimiter=self._delimiter(path), quote_char=False if self.quote is None else self.quote
+            ),
+            csv.ConvertOptions(
+                column_types={name: pa.binary() for name in wanted},
+                include_columns=wanted,
+                null_values=[""],
+                strings_can_be_null=True,
+                check_utf8=False,
+            ),
+        )
+        batches = table.combine_chunks().to_batches()
+        return batches[0] if batches else ()
+
+    def _line_by_line(
+        self, path: Path, names: list[str], data: bytes, numbers: NDArray[np.int64]
+    ) -> tuple[Any, NDArray[np.int64]]:
+        """The same, slower, telling good lines from bad ones."""
+        pa, wanted = arrow(), self.schema.columns
+        places = [names.index(name) for name in wanted]
+        rows: list[list[bytes | None]] = []
+        kept: list[int] = []
+        for number, line in zip(numbers.tolist(), data.split(b"\n"), strict=False):
+            line = line.removesuffix(b"\r")
+            if not line:
+                continue
+            fields = self._fields(line, self._delimiter(path))
+            if fields is None:
+                self._bad("unreadable line", f"{path}: line {number} has an open quote or a stray line end")
+            elif len(fields) != len(names):
+                found = f"{path}: line {number} has {len(fields)} columns, not {len(names)}"
+                self._bad("wrong number of columns", found)
+            else:
+                rows.append([fields[i] or None for i in places])
+                kept.append(number)
+        columns = zip(*rows, strict=True) if rows else [[] for _ in wanted]
+        arrays = [pa.array(list(column), pa.binary()) for column in columns]
+        return pa.RecordBatch.from_arrays(arrays, wanted), np.array(kept, np.int64)
+
+    def _fields(self, line: bytes, delimiter: str) -> list[bytes] | None:
+        """The fields of a line; None if it is not a line of its own."""
+        if b"\r" in line:
+            return None
+        if self.quote is None or self.quote.encode() not in line:
+            return line.split(delimiter.encode())
+        reader = plain.reader([line.decode("latin-1"), ""], delimiter=delimiter, quotechar=self.quote)
+        try:
+            fields = next(reader)
+        except plain.Error:
+            return None
+        return [field.encode("latin-1") for field in fields] if reader.line_num == 1 else None
+
+
+class CriteoReader(CsvReader):
+    """Batches out of Criteo's click logs: tab-separated label, 13 whole numbers, 26 hexadecimal categories.
+
+    Any of them but the label may be missing. Features are named C1 .. C26; dense is [B, 13] of I1 .. I13.
+    normalise: of the whole numbers; "standard" needs `reader.schema = reader.fit()`.
+    labelled: False for files without the label's column. Raises as CsvReader does.
+    """
+
+    def __init__(
+        self,
+        paths: Paths,
+        *,
+        batch_size: int,
+        normalise: Normalise = "log1p",
+        labelled: bool = True,
+        drop_last: bool = False,
+        on_error: OnError = "raise",
+        block_bytes: int = BLOCK_BYTES,
+    ) -> None:
+        schema = Schema(
+            label="label" if labelled else None,
+            features={name: name for name in CRITEO_CATEGORIES},
+            dense=[DenseColumn(name, normalise) for name in CRITEO_INTS],
+        )
+        super().__init__(
+            paths,
+            schema,
+            batch_size=batch_size,
+            columns=[*(["label"] if labelled else []), *CRITEO_INTS, *CRITEO_CATEGORIES],
+            delimiter="\t",
+            quote=None,
+            drop_last=drop_last,
+            on_error=on_error,
+            block_bytes=block_bytes,
+        )

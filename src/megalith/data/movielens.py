@@ -1,0 +1,250 @@
+"""MovieLens: ratings as samples, sorted by time, with what is known of user and movie.
+
+Two layouts are read, and the same data gives the same samples from either: GroupLens' own (`ratings.dat`,
+`users.dat`, `movies.dat`, fields divided by `::`) and RecBole's (`*.inter`, `*.user`, `*.item`, tabs). A
+movie's id is its title, since RecBole's files have no other. Where files come from is in `fetch.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megalith.data.batch import Samples, select_rows
+from megalith.data.fetch import default_cache, fetch_movielens
+from megalith.errors import InputError
+from megalith.ops.ids import hash_strings
+from megalith.ragged import Ragged
+
+LIKED = 4.0
+_YEAR = re.compile(r"\((\d{4})\)$")
+
+
+class Splits(NamedTuple):
+    """Samples divided by time: no sample of a part is older than one of the part before."""
+
+    train: Samples
+    valid: Samples
+    test: Samples
+
+
+@dataclass(frozen=True, eq=False)
+class MovieLens:
+    """MovieLens in memory.
+
+    samples: sorted by time; the label is 1 for a rating of 4 or more. Features: user, movie, genres (many),
+    year, gender, age, occupation, zip, and history if asked for; ids are hashes of their text.
+    ratings: float32 [n], 1 to 5. titles: a movie's id -> its title.
+    """
+
+    samples: Samples
+    ratings: Tensor
+    titles: dict[int, str]
+    num_users: int
+    num_movies: int
+
+    def split(self, train: float = 0.8, valid: float = 0.1) -> Splits:
+        """Train, valid and test (what is left) by time; samples of one second stay together."""
+        if not (0 < train < 1 and 0 <= valid < 1 and train + valid <= 1):
+            raise InputError(f"split: shares must be above 0 and 1 in all, got {train} and {valid}")
+        times = self.samples.times
+        assert times is not None
+        n = len(times)
+        cuts = [0]
+        for share in (train, train + valid):
+            at = min(int(n * share), n - 1)
+            end = n if share >= 1 else int(torch.searchsorted(times, times[at]))
+            cuts.append(max(cuts[-1], end))
+        parts = [self.samples[a:b] for a, b in zip(cuts, [*cuts[1:], n], strict=True)]
+        return Splits(*parts)
+
+
+def load_movielens(cache_dir: str | os.PathLike[str] | None = None, *, history: int = 0) -> MovieLens:
+    """MovieLens-1M, fetched on first use into cache_dir (default: the user's cache).
+
+    history: as in `read_movielens`. Raises DataUnavailableError if it cannot be fetched.
+    """
+    cache = default_cache() if cache_dir is None else Path(cache_dir)
+    return read_movielens(fetch_movielens(cache), history=history)
+
+
+def read_movielens(directory: str | os.PathLike[str], *, history: int = 0) -> MovieLens:
+    """MovieLens out of a directory in either layout.
+
+    history: adds the feature `history`, the movies the user rated last, at most so many, oldest first; only
+    those rated in an earlier second. Raises InputError, naming file, line and column, at a bad line.
+    """
+    if history < 0:
+        raise InputError(f"movielens: history must be 0 or above, got {history}")
+    layout = _layout(Path(directory))
+    users = {row[0]: row for _, row in _rows(layout.users)}
+    movies = {row[0]: row for _, row in _rows(layout.movies)}
+    ratings = _ratings(layout.ratings, users, movies)
+    names = ("user", "gender", "age", "occupation", "zip")
+    user_ids = {name: _hashed(users, i) for i, name in enumerate(names)}
+    movie_ids = _hashed(movies, 1)
+    order = torch.from_numpy(
+        np.lexsort((movie_ids[ratings.movie], user_ids["user"][ratings.user], ratings.time))
+    )
+    user, movie, times, stars = (column[order] for column in ratings)
+    features = {"user": _single(user_ids["user"][user]), "movie": _single(movie_ids[movie])}
+    features["genres"] = select_rows(_many(row[2].split("|") for row in movies.values()), movie)
+    features["year"] = select_rows(_many(_YEAR.findall(row[1]) for row in movies.values()), movie)
+    features |= {name: _single(ids[user]) for name, ids in user_ids.items() if name != "user"}
+    if history:
+        features["history"] = _history(user, movie_ids[movie], times, history)
+    samples = Samples(features, (stars >= LIKED).float(), times=times)
+    titles = {int(id): row[1] for id, row in zip(movie_ids, movies.values(), strict=True)}
+    return MovieLens(samples, stars, titles, len(np.unique(user)), len(np.unique(movie)))
+
+
+# ---- the two layouts
+
+
+class _File(NamedTuple):
+    """A file of lines. columns: which fields of a line make a row, in the order this module wants them."""
+
+    path: Path
+    encoding: str
+    separator: str
+    first_line: int
+    width: int
+    columns: tuple[int, ...]
+
+
+class _Layout(NamedTuple):
+    """Rows of ratings: user, movie, rating, time; users: user, gender, age, occupation, zip; movies: movie,
+    title, genres divided by |."""
+
+    ratings: _File
+    users: _File
+    movies: _File
+
+
+def _layout(directory: Path) -> _Layout:
+    """The files of a directory, whichever layout it has."""
+    if (directory / "ratings.dat").exists():
+        return _Layout(
+            _File(directory / "ratings.dat", "latin-1", "::", 1, 4, (0, 1, 2, 3)),
+            _File(directory / "users.dat", "latin-1", "::", 1, 5, (0, 1, 2, 3, 4)),
+            _File(directory / "movies.dat", "latin-1", "::", 1, 3, (0, 1, 2)),
+        )
+    found = sorted(directory.glob("*.inter"))
+    if not found:
+        raise InputError(f"{directory}: neither ratings.dat nor a .inter file is there; is it MovieLens?")
+    return _Layout(
+        _atomic(found[0], ("user_id", "item_id", "rating", "timestamp")),
+        _atomic(found[0].with_suffix(".user"), ("user_id", "gender", "age", "occupation", "zip_code")),
+        _atomic(found[0].with_suffix(".item"), ("item_id", "item_id", "genre")),
+    )
+
+
+def _atomic(path: Path, names: tuple[str, ...]) -> _File:
+    """One of RecBole's files, whose first line names and types the columns: "user_id:token"."""
+    header = next(_lines(path, "utf-8"), "")
+    have = [field.partition(":")[0] for field in header.split("\t")]
+    for name in names:
+        if name not in have:
+            raise InputError(f"{path}: line 1: column {name!r} is missing; it has {', '.join(have)}")
+    return _File(path, "utf-8", "\t", 2, len(have), tuple(have.index(name) for name in names))
+
+
+def _lines(path: Path, encoding: str) -> Iterator[str]:
+    try:
+        with path.open(encoding=encoding, newline="\n") as file:
+            for line in file:
+                yield line.rstrip("\r\n")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: is not {encoding}: {error}") from error
+
+
+def _rows(file: _File) -> Iterator[tuple[int, list[str]]]:
+    """Each line's number and wanted fields; users without RecBole's prefix, genres divided by |."""
+    for number, line in enumerate(_lines(file.path, file.encoding), 1):
+        if number < file.first_line or not line:
+            continue
+        fields = line.split(file.separator)
+        if len(fields) != file.width:
+            raise InputError(f"{file.path}: line {number} has {len(fields)} fields, not {file.width}")
+        row = [fields[i] for i in file.columns]
+        if file.encoding == "utf-8":
+            row[0] = row[0].removeprefix("1m_")
+            if len(row) == 3:
+                row[2] = row[2].replace(" ", "|")
+        yield number, row
+
+
+class _Ratings(NamedTuple):
+    """user, movie: its number in its file, int64 [n]. time: int64 [n], seconds. rating: float32 [n]."""
+
+    user: Tensor
+    movie: Tensor
+    time: Tensor
+    rating: Tensor
+
+
+def _ratings(file: _File, users: dict[str, list[str]], movies: dict[str, list[str]]) -> _Ratings:
+    user_number = {key: i for i, key in enumerate(users)}
+    movie_number = {key: i for i, key in enumerate(movies)}
+    columns = array("q"), array("q"), array("q"), array("d")
+    for line, (user, movie, rating, time) in _rows(file):
+        try:
+            columns[0].append(user_number[user])
+            columns[1].append(movie_number[movie])
+            columns[2].append(int(float(time)))
+            columns[3].append(float(rating))
+        except KeyError as error:
+            raise InputError(f"{file.path}: line {line}: {error} is in no file of users and movies") from None
+        except (ValueError, OverflowError):
+            raise InputError(f"{file.path}: line {line}: {rating!r} or {time!r} is no number") from None
+    whole = [torch.from_numpy(np.frombuffer(column, np.int64).copy()) for column in columns[:3]]
+    stars = torch.from_numpy(np.frombuffer(columns[3]).astype(np.float32))
+    return _Ratings(user=whole[0], movie=whole[1], time=whole[2], rating=stars)
+
+
+# ---- columns
+
+
+def _hashed(rows: dict[str, list[str]], column: int) -> Tensor:
+    return hash_strings([row[column] for row in rows.values()])
+
+
+def _single(ids: Tensor) -> Ragged:
+    return Ragged(ids, torch.arange(len(ids) + 1))
+
+
+def _many(rows: Iterable[list[str]]) -> Ragged:
+    lists = [[text for text in row if text] for row in rows]
+    return Ragged.from_lengths(
+        hash_strings([text for row in lists for text in row]), torch.tensor([len(row) for row in lists])
+    )
+
+
+def _history(user: Tensor, movie: Tensor, times: Tensor, most: int) -> Ragged:
+    """The last movies of each user before each sample, oldest first; samples are sorted by time."""
+    by_user = torch.argsort(user, stable=True)
+    users, moments = user[by_user], times[by_user]
+    place = torch.arange(len(user))
+    new_user = torch.ones(len(user), dtype=torch.bool)
+    new_user[1:] = users[1:] != users[:-1]
+    new_second = new_user.clone()
+    new_second[1:] |= moments[1:] != moments[:-1]
+    first = torch.where(new_user, place, 0).cummax(0).values
+    end = torch.where(new_second, place, 0).cummax(0).values
+    start = torch.maximum(first, end - most)
+    # Row i of what follows belongs to sample by_user[i]; the samples' order is restored at the end.
+    lengths = end - start
+    shift = torch.repeat_interleave(start - lengths.cumsum(0) + lengths, lengths)
+    values = movie[by_user][torch.arange(len(shift)) + shift]
+    return select_rows(Ragged.from_lengths(values, lengths), torch.argsort(by_user))

@@ -1,0 +1,144 @@
+"""Parquet: streams rows out of Parquet files.
+
+Files are read a row group at a time and never as a whole. A shard is every world_size-th row group;
+where there are fewer row groups than ranks, each rank takes its part of every row group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from megalith.data.arrow import arrow
+from megalith.data.batch import Position
+from megalith.data.columns import Chunk, ColumnReader
+from megalith.data.files import Paths
+from megalith.data.reader import OnError, check_file, whole
+from megalith.data.schema import Schema
+from megalith.errors import InputError
+
+CHUNK_ROWS = 32_768
+
+
+class _Group(NamedTuple):
+    """Rows start .. stop of a row group; or a file that cannot be read, with reason and message."""
+
+    file: Path
+    group: int
+    first: int
+    """The number in the file of the group's first row."""
+    start: int
+    stop: int
+    fault: tuple[str, str] | None = None
+
+
+class ParquetReader(ColumnReader):
+    """Batches out of Parquet files, a directory of them or a pattern.
+
+    Columns of lists become rows of many ids, text is hashed, a null is an empty row. Rows are counted from 0.
+    Raises InputError if a file is no Parquet, lacks a column or has one of another type, and at a bad row;
+    with on_error="skip" those are counted instead (a column that the first file lacks always raises).
+    """
+
+    suffixes = (".parquet", ".pq")
+
+    def __init__(
+        self,
+        paths: Paths,
+        schema: Schema,
+        *,
+        batch_size: int,
+        drop_last: bool = False,
+        on_error: OnError = "raise",
+    ) -> None:
+        super().__init__(paths, schema, batch_size=batch_size, drop_last=drop_last, on_error=on_error)
+        self._groups = [group for file in self.files for group in self._look(file)]
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows this shard has, bad ones included."""
+        return sum(group.stop - group.start for group in self._own())
+
+    def _look(self, file: Path) -> Iterator[_Group]:
+        """The row groups of a file as its footer lists them."""
+        try:
+            with arrow("pyarrow.parquet").ParquetFile(file) as opened:
+                kinds = {field.name: field.type for field in opened.schema_arrow}
+                meta = opened.metadata
+                sizes = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
+        except (arrow().ArrowException, OSError) as error:
+            fault = "unreadable file", f"{file}: cannot be read as Parquet: {error}"
+            yield self._faulty(file, fault, 1)
+            return
+        wrong = self._columns_fault(kinds, file)
+        if wrong is not None:
+            yield self._faulty(file, wrong, sum(sizes))
+            return
+        first = 0
+        for i, size in enumerate(sizes):
+            yield _Group(file, i, first, 0, size)
+            first += size
+
+    def _faulty(self, file: Path, fault: tuple[str, str], rows: int) -> _Group:
+        if self.on_error == "raise" or (file == self.files[0] and fault[0] != "unreadable file"):
+            raise InputError(fault[1])
+        return _Group(file, -1, 0, 0, rows, fault)
+
+    def _own(self) -> list[_Group]:
+        rank, ranks = self.rank, self.world_size
+        if len(self._groups) >= ranks:
+            return self._groups[rank::ranks]
+        parts = []
+        for group in self._groups:
+            size = group.stop
+            parts.append(group._replace(start=size * rank // ranks, stop=size * (rank + 1) // ranks))
+        return parts
+
+    def _start(self) -> Position:
+        own = self._own()
+        return {"group": 0, "row": 0, "name": own[0].file.name if own else ""}
+
+    def _check(self, position: Position) -> None:
+        own = self._own()
+        check_file(position, "group", [group.file for group in own])
+        for group in own[position["group"] : position["group"] + 1]:
+            whole(position, "row", group.stop - group.start)
+
+    def _chunks(self, position: Position) -> Iterator[Chunk]:
+        done = position["row"]
+        for i, group in enumerate(self._own()):
+            if i < position["group"]:
+                continue
+            if group.fault is not None:
+                self._bad(*group.fault, group.stop - group.start)
+            else:
+                yield from self._read(i, group, done)
+            done = 0
+
+    def _read(self, index: int, group: _Group, done: int) -> Iterator[Chunk]:
+        at, begin = 0, group.start + done
+        rows = -(-CHUNK_ROWS // self.batch_size) * self.batch_size  # batches seldom straddle two chunks
+        base = group.first + group.start
+
+        def after(number: int) -> Position:
+            return {"group": index, "row": number - base + 1, "name": group.file.name}
+
+        try:
+            with arrow("pyarrow.parquet").ParquetFile(group.file) as opened:
+                columns = self.schema.columns
+                for table in opened.iter_batches(batch_size=rows, row_groups=[group.group], columns=columns):
+                    end = at + len(table)
+                    low, high = max(at, begin), min(end, group.stop)
+                    if low < high:
+                        numbers = group.first + np.arange(low, high)
+                        yield Chunk(group.file, table.slice(low - at, high - low), numbers, after)
+                    at = end
+                    if at >= group.stop:
+                        break
+        except (arrow().ArrowException, OSError) as error:
+            lost = group.stop - max(at, begin)
+            where = f"{group.file}: row {group.first + max(at, begin)}"
+            self._bad("unreadable file", f"{where}: cannot be read from here on: {error}", lost)

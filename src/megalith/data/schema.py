@@ -1,0 +1,208 @@
+"""Schema: which columns of a file become features, dense values, label, weight and time.
+
+It is plain data with a JSON form, so that the schema a model was trained with (fitted means
+included) is the one evaluation and prediction read their files with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megalith.errors import InputError, UsageError
+from megalith.ops.ids import NUM_SLOTS
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+Normalise = Literal["none", "log1p", "standard"]
+
+
+@dataclass(frozen=True)
+class FeatureColumn:
+    """A column of ids: one a row, or a list of them; a missing value is an empty row.
+
+    Raises InputError if a field makes no sense.
+    """
+
+    column: str
+    """Its name in the file."""
+    slot: int | None = None
+    """0 .. 32767: ids become `fid(slot, id)`, so that features sharing a table do not collide."""
+    hash: bool | None = None
+    """None hashes text and takes whole numbers as they are (all of a CSV file is text); True hashes the
+    text of whole numbers too; False takes whole numbers only, and reads them from the text of a CSV file."""
+    separator: str | None = None
+    """Divides one text into several ids: "a|b" with "|"."""
+
+    def __post_init__(self) -> None:
+        _name("feature", self.column)
+        if self.slot is not None and not (isinstance(self.slot, int) and 0 <= self.slot < NUM_SLOTS):
+            most = NUM_SLOTS - 1
+            raise InputError(f"schema: slot of column {self.column!r} must be 0 .. {most}, got {self.slot!r}")
+        if self.hash not in (None, True, False):
+            raise InputError(f"schema: hash of column {self.column!r} must be True, False or None")
+        if self.separator is not None and (not isinstance(self.separator, str) or not self.separator):
+            raise InputError(f"schema: separator of column {self.column!r} must be text of some length")
+
+
+@dataclass(frozen=True)
+class DenseColumn:
+    """A column of numbers; a missing one becomes 0 after normalising.
+
+    Raises InputError if a field makes no sense.
+    """
+
+    column: str
+    """Its name in the file."""
+    normalise: Normalise = "none"
+    """"log1p": sign(x) * log(1 + |x|). "standard": (x - mean) / std."""
+    mean: float | None = None
+    """For "standard": given, or fitted by `reader.fit()`."""
+    std: float | None = None
+    """For "standard": above 0."""
+
+    def __post_init__(self) -> None:
+        _name("dense", self.column)
+        if self.normalise not in get_args(Normalise):
+            known = ", ".join(get_args(Normalise))
+            raise InputError(f"schema: normalise of column {self.column!r} must be one of {known}")
+        if (self.mean is None) != (self.std is None):
+            raise InputError(f"schema: column {self.column!r} needs both mean and std, or neither")
+        if self.mean is not None and self.std is not None:
+            if self.normalise != "standard":
+                raise InputError(f'schema: mean and std of column {self.column!r} need normalise="standard"')
+            if not (math.isfinite(self.mean) and math.isfinite(self.std) and self.std > 0):
+                raise InputError(f"schema: column {self.column!r} needs a finite mean and a std above 0")
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether nothing is left to be fitted."""
+        return self.normalise != "standard" or self.mean is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schema:
+    """What to read from a file, and as what; a plain column name stands for a column with the defaults.
+
+    Raises InputError if a field makes no sense.
+    """
+
+    features: Mapping[str, str | FeatureColumn]
+    """Feature name -> column of ids."""
+    label: str | None
+    """The label's column; None reads data without labels (they come out as NaN)."""
+    dense: Sequence[str | DenseColumn] = ()
+    """Columns of `Batch.dense`, in this order."""
+    weight: str | None = None
+    """Column of row weights, none below 0."""
+    time: str | None = None
+    """Column of event times: seconds, or timestamps."""
+    feature_columns: dict[str, FeatureColumn] = field(init=False, repr=False, compare=False)
+    """`features` with every column spelled out."""
+    dense_columns: tuple[DenseColumn, ...] = field(init=False, repr=False, compare=False)
+    """`dense` with every column spelled out."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.features, Mapping) or not all(isinstance(x, str) for x in self.features):
+            raise InputError("schema: features must map names to columns")
+        if isinstance(self.dense, str):
+            raise InputError(f"schema: dense must be a list of columns, got the text {self.dense!r}")
+        for what in ("label", "weight", "time"):
+            if getattr(self, what) is not None:
+                _name(what, getattr(self, what))
+        features = {
+            name: column if isinstance(column, FeatureColumn) else FeatureColumn(column)
+            for name, column in self.features.items()
+        }
+        dense = tuple(x if isinstance(x, DenseColumn) else DenseColumn(x) for x in self.dense)
+        object.__setattr__(self, "feature_columns", features)
+        object.__setattr__(self, "dense_columns", dense)
+        if not features and not dense:
+            raise InputError("schema: neither features nor dense columns are named")
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of all columns to read, each once."""
+        names = [self.label, self.weight, self.time]
+        names += [x.column for x in self.dense_columns] + [x.column for x in self.feature_columns.values()]
+        return list(dict.fromkeys(name for name in names if name is not None))
+
+    # ---- normalising
+
+    def normalise(self, raw: NDArray[np.float64]) -> Tensor:
+        """Dense values ready for a model, float32 [n, k], from [n, k] where NaN means missing.
+
+        Raises UsageError if a standard column was never fitted.
+        """
+        out = np.empty(raw.shape, np.float32)
+        for i, column in enumerate(self.dense_columns):
+            x = raw[:, i]
+            if column.normalise == "log1p":
+                x = np.sign(x) * np.log1p(np.abs(x))
+            elif column.normalise == "standard":
+                if column.mean is None or column.std is None:
+                    raise UsageError(
+                        f"schema: column {column.column!r} has no mean and std yet; "
+                        "give them, or use `reader.schema = reader.fit()`"
+                    )
+                x = (x - column.mean) / column.std
+            out[:, i] = np.clip(np.where(np.isnan(x), 0.0, x), -FLOAT32_MAX, FLOAT32_MAX)
+        return torch.from_numpy(out)
+
+    def fitted(self, raw: NDArray[np.float64]) -> Schema:
+        """This schema with mean and std of raw dense values [n, k] where they were not given."""
+        columns = []
+        for i, column in enumerate(self.dense_columns):
+            if not column.is_fitted:
+                x = raw[:, i][~np.isnan(raw[:, i])]
+                if x.size == 0:
+                    raise InputError(f"schema: column {column.column!r} has no value to fit")
+                mean, std = float(x.mean()), float(x.std())
+                column = replace(column, mean=mean, std=std if std > 0 else 1.0)
+            columns.append(column)
+        return replace(self, dense=columns)
+
+    # ---- JSON
+
+    def to_dict(self) -> dict[str, Any]:
+        """A form that JSON can hold."""
+        return {
+            "label": self.label,
+            "features": {name: _slim(column) for name, column in self.feature_columns.items()},
+            "dense": [_slim(column) for column in self.dense_columns],
+            "weight": self.weight,
+            "time": self.time,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Schema:
+        """The schema `to_dict` wrote; columns may also be plain names."""
+        try:
+            fields = dict(data)
+            features = {name: _column(FeatureColumn, x) for name, x in fields.pop("features").items()}
+            dense = [_column(DenseColumn, x) for x in fields.pop("dense", ())]
+            return cls(features=features, dense=dense, label=fields.pop("label"), **fields)
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(f"schema: not the JSON form of a schema: {error}") from None
+
+
+def _name(what: str, name: Any) -> None:
+    if not isinstance(name, str) or not name:
+        raise InputError(f"schema: {what} must name a column, got {name!r}")
+
+
+def _slim(column: FeatureColumn | DenseColumn) -> Any:
+    given = {key: value for key, value in asdict(column).items() if value not in (None, "none")}
+    return given if len(given) > 1 else column.column
+
+
+def _column(kind: Any, data: Any) -> Any:
+    return kind(data) if isinstance(data, str) else kind(**data)

@@ -1,0 +1,321 @@
+"""CsvReader and CriteoReader: fields, blocks, shards, resuming, and lines that are bad."""
+
+from __future__ import annotations
+
+import gzip
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalith.data import CriteoReader, CsvReader, DenseColumn, FeatureColumn, Schema
+from megalith.errors import InputError
+from megalith.ops.ids import hash_strings
+
+from .support import check_resume, check_shards, labels_of, rows_of
+
+SCHEMA = Schema(label="y", features={"f": "c"}, dense=["d"])
+
+
+def write(path: Path, text: str | bytes) -> Path:
+    data = text.encode() if isinstance(text, str) else text
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def hashes(*texts: str) -> list[int]:
+    return hash_strings(list(texts)).tolist()
+
+
+def numbered(n: int, first: int = 0) -> str:
+    """Rows with label i, text "id i" (every third missing) and dense i / 2."""
+    lines = [f"{i},{'' if i % 3 == 0 else f'id {i}'},{i / 2}" for i in range(first, first + n)]
+    return "y,c,d\n" + "\n".join(lines) + "\n"
+
+
+# ---- what a good file gives
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz"])
+def test_fields_become_columns(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name, 'd,unused,c,y\n1.5,x,abc,1\n,"x,y",,0\n-2e1,,"a ""b"", c",1\n')
+    (batch,) = CsvReader(path, SCHEMA, batch_size=10)
+    abc, quoted = hashes("abc", 'a "b", c')
+    assert batch.labels.tolist() == [1.0, 0.0, 1.0]
+    assert batch.features["f"].to_lists() == [[abc], [], [quoted]]
+    assert batch.dense.tolist() == [[1.5], [0.0], [-20.0]]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "y,c,d\n1,a,2\n0,b,3\n",
+        "y,c,d\n1,a,2\n0,b,3",
+        "y,c,d\r\n1,a,2\r\n0,b,3\r\n",
+        "\ufeffy,c,d\n1,a,2\n0,b,3\n",
+        "y,c,d\n\n1,a,2\n\n\n0,b,3\n\n",
+        "y,c,d\r\n1,a,2\r\n\r\n0,b,3\r\n\r\n",
+        '"y","c","d"\n"1","a","2"\n"0","b","3"\n',
+    ],
+)
+def test_line_ends_marks_and_blank_lines_do_not_matter(tmp_path: Path, text: str) -> None:
+    a, b = hashes("a", "b")
+    rows = rows_of(CsvReader(write(tmp_path / "a.csv", text), SCHEMA, batch_size=10))
+    assert rows == [(1.0, (2.0,), None, (("f", (a,)),)), (0.0, (3.0,), None, (("f", (b,)),))]
+
+
+def test_a_file_of_no_rows(tmp_path: Path) -> None:
+    for text in ("y,c,d", "y,c,d\n", "y,c,d\n\n"):
+        assert list(CsvReader(write(tmp_path / "a.csv", text), SCHEMA, batch_size=2)) == []
+
+
+def test_delimiters_names_and_options(tmp_path: Path) -> None:
+    tsv = write(tmp_path / "a.tsv", "y\tc\td\n1\ta,b\t2\n")
+    assert labels_of(CsvReader(tsv, SCHEMA, batch_size=2)) == [1.0]
+    bare = write(tmp_path / "b.csv", "1;7|8;0.5\n0;9;\n")
+    schema = Schema(label="y", features={"f": FeatureColumn("c", hash=False, separator="|")}, dense=["d"])
+    (batch,) = CsvReader(bare, schema, batch_size=2, columns=["y", "c", "d"], delimiter=";")
+    assert batch.features["f"].to_lists() == [[7, 8], [9]]
+    raw = write(tmp_path / "c.csv", 'y,c,d\n1,"a,2\n')
+    (batch,) = CsvReader(raw, SCHEMA, batch_size=2, quote=None)
+    assert batch.features["f"].to_lists() == [hashes('"a')]
+
+
+def test_text_that_is_not_utf8_is_hashed_by_its_bytes(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", b"y,c,d\n1,\xff\xfe,2\n")
+    (batch,) = CsvReader(path, SCHEMA, batch_size=2)
+    assert batch.features["f"].to_lists() == [hash_strings([b"\xff\xfe"]).tolist()]
+
+
+def test_numbers_alike_in_parquet_and_csv_have_one_id_if_hashed(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", "y,c,d\n1,123,2\n")
+    (batch,) = CsvReader(path, SCHEMA, batch_size=2)
+    assert batch.features["f"].to_lists() == [hashes("123")]
+
+
+FIELDS = st.text(st.characters(codec="utf-8", exclude_characters="\r\n\x00"), max_size=5)
+
+
+@given(fields=st.lists(FIELDS, min_size=1, max_size=20), block=st.integers(1, 40))
+def test_any_quoted_text_in_blocks_of_any_size(
+    tmp_path_factory: pytest.TempPathFactory, fields: list[str], block: int
+) -> None:
+    quoted = ['"' + field.replace('"', '""') + '"' for field in fields]
+    text = "y,c\n" + "".join(f"{i},{field}\n" for i, field in enumerate(quoted))
+    path = write(tmp_path_factory.mktemp("any") / "a.csv", text)
+    schema = Schema(label="y", features={"f": "c"})
+    batches = list(CsvReader(path, schema, batch_size=3, block_bytes=block))
+    assert labels_of(batches) == list(range(len(fields)))
+    ids = [row for batch in batches for row in batch.features["f"].to_lists()]
+    assert ids == [hashes(field) if field else [] for field in fields]
+
+
+# ---- positions and shards
+
+
+@pytest.mark.parametrize("block_bytes", [1, 64, 1 << 20])
+@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz"])
+def test_resume(tmp_path: Path, name: str, block_bytes: int) -> None:
+    one = write(tmp_path / name, numbered(23))
+    two = write(tmp_path / f"z{name}", numbered(9, 23))
+    check_resume(lambda: CsvReader([one, two], SCHEMA, batch_size=4, block_bytes=block_bytes))
+
+
+@pytest.mark.parametrize("block_bytes", [1, 64, 1 << 20])
+def test_shards_of_lines_and_of_files(tmp_path: Path, block_bytes: int) -> None:
+    for i in range(3):
+        write(tmp_path / f"{i}.csv", numbered(15, 15 * i))
+    one = tmp_path / "0.csv"
+    check_shards(lambda: CsvReader(one, SCHEMA, batch_size=2, block_bytes=block_bytes), (1, 2, 3, 40))
+    check_shards(lambda: CsvReader(tmp_path, SCHEMA, batch_size=2, block_bytes=block_bytes), (1, 2, 3, 5))
+    by_file = [CsvReader(tmp_path, SCHEMA, batch_size=100).shard(rank, 3) for rank in range(3)]
+    assert [labels_of(reader) for reader in by_file] == [list(range(15 * i, 15 * i + 15)) for i in range(3)]
+
+
+def test_lines_of_one_file_are_divided_evenly(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", numbered(40))
+    shards = [CsvReader(path, SCHEMA, batch_size=100).shard(rank, 4) for rank in range(4)]
+    assert [len(labels_of(shard)) for shard in shards] == [10, 10, 10, 10]
+
+
+def test_resume_and_shards_with_skipped_lines(tmp_path: Path) -> None:
+    lines = numbered(30).splitlines()
+    for i in (1, 2, 9, 17, 29, 30):
+        lines[i] = "bad" if i % 2 else f"x,{i},1"
+    path = write(tmp_path / "a.csv", "\n".join(lines))
+
+    def make() -> CsvReader:
+        return CsvReader(path, SCHEMA, batch_size=4, on_error="skip", block_bytes=50)
+
+    reader = make()
+    assert len(labels_of(reader)) == 24
+    assert reader.skipped == {"wrong number of columns": 4, "wrong type": 2}
+    check_resume(make)
+    check_shards(make)
+
+
+def test_a_position_of_other_files_is_refused(tmp_path: Path) -> None:
+    reader = CsvReader(write(tmp_path / "a.csv", numbered(9)), SCHEMA, batch_size=4)
+    position = next(iter(reader)).position
+    other = CsvReader(write(tmp_path / "b.csv", numbered(9)), SCHEMA, batch_size=4)
+    with pytest.raises(InputError, match=r"position is in file 'a.csv', where now is 'b.csv'"):
+        other.seek(position)
+
+
+# ---- bad lines
+
+
+BAD_LINES: list[tuple[str, str, str]] = [
+    ("1,a", "wrong number of columns", r"a.csv: line 3 has 2 columns, not 3; mend it, or pass on_error="),
+    ("1,a,2,3", "wrong number of columns", r"line 3 has 4 columns, not 3"),
+    ("abc,a,2", "wrong type", r"line 3, column 'y': 'abc' is not a number"),
+    ("nan,a,2", "no label", r"line 3, column 'y': 'nan' is no label"),
+    (",a,2", "no label", r"line 3, column 'y': None is no label"),
+    ("inf,a,2", "not finite", r"line 3, column 'y': 'inf' is not a finite number"),
+    ("1,a,1e999", "not finite", r"line 3, column 'd': '1e999' is not a finite number"),
+    ("1,a,1e39", "not finite", r"line 3, column 'd': '1e39' is not a finite number"),
+    ("1,a,1_0", "wrong type", r"line 3, column 'd': '1_0' is not a number"),
+    ('1,"a,2', "unreadable line", r"line 3 has an open quote or a stray line end"),
+    ("1,a\r,2", "unreadable line", r"line 3 has an open quote or a stray line end"),
+    ("\ufffd,\ufffd", "wrong number of columns", r"line 3 has 2 columns"),
+]
+
+
+@pytest.mark.parametrize(("line", "reason", "message"), BAD_LINES)
+@pytest.mark.parametrize("block_bytes", [1, 1 << 20])
+def test_bad_lines_are_named_or_skipped(
+    tmp_path: Path, line: str, reason: str, message: str, block_bytes: int
+) -> None:
+    text = f"y,c,d\n0,a,0.5\n{line}\n2,b,1.5\n".encode()
+    path = write(tmp_path / "a.csv", text.replace("\ufffd".encode(), b"\xff"))
+    with pytest.raises(InputError, match=message):
+        list(CsvReader(path, SCHEMA, batch_size=2, block_bytes=block_bytes))
+    reader = CsvReader(path, SCHEMA, batch_size=2, on_error="skip", block_bytes=block_bytes)
+    assert labels_of(reader) == [0.0, 2.0]
+    assert reader.skipped == {reason: 1}
+
+
+def test_spaces_around_numbers_are_accepted(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", "y,c,d\n 1 ,a, 2.5\n")
+    (batch,) = CsvReader(path, SCHEMA, batch_size=2)
+    assert batch.labels.tolist() == [1.0]
+    assert batch.dense.tolist() == [[2.5]]
+
+
+def test_missing_columns(tmp_path: Path) -> None:
+    good = write(tmp_path / "a.csv", numbered(2))
+    lacking = write(tmp_path / "b.csv", "y,other,d\n1,2,3\n1,2,3\n1,2,3\n")
+    with pytest.raises(InputError, match=r"b.csv: column 'c' is missing; the file has y, other, d"):
+        list(CsvReader([good, lacking], SCHEMA, batch_size=2))
+    reader = CsvReader([good, lacking], SCHEMA, batch_size=2, on_error="skip")
+    assert labels_of(reader) == [0.0, 1.0]
+    assert reader.skipped == {"missing column": 3}
+    with pytest.raises(InputError, match="column 'c' is missing"):
+        CsvReader([lacking, good], SCHEMA, batch_size=2, on_error="skip")
+    doubled = write(tmp_path / "c.csv", "y,c,d,c\n")
+    with pytest.raises(InputError, match=r"c.csv: line 1 names column 'c' more than once"):
+        CsvReader(doubled, SCHEMA, batch_size=2)
+    with pytest.raises(InputError, match="column 'y' is missing"):
+        CsvReader(write(tmp_path / "d.csv", ""), SCHEMA, batch_size=2)
+
+
+def test_a_cut_off_gz_file(tmp_path: Path) -> None:
+    whole = gzip.compress(numbered(3000).encode())
+    path = tmp_path / "a.csv.gz"
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(InputError, match=r"a.csv.gz: cannot be read to its end"):
+        list(CsvReader(path, SCHEMA, batch_size=100, block_bytes=1000))
+    after = write(tmp_path / "b.csv", numbered(5, 7000))
+    reader = CsvReader([path, after], SCHEMA, batch_size=100, block_bytes=1000, on_error="skip")
+    labels = labels_of(reader)
+    assert labels[-5:] == [7000.0, 7001.0, 7002.0, 7003.0, 7004.0]
+    assert 100 < len(labels) < 3005
+    assert reader.skipped == {"unreadable file": 1}
+
+
+def test_arguments_out_of_range(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", numbered(2))
+    arguments: list[dict[str, Any]] = [{"delimiter": "::"}, {"quote": "\n"}, {"block_bytes": 0}]
+    arguments += [{"columns": ["y", "c", "c"]}]
+    for argument in arguments:
+        with pytest.raises(InputError, match=next(iter(argument))):
+            CsvReader(path, SCHEMA, batch_size=2, **argument)
+    with pytest.raises(InputError, match="on_error"):
+        CsvReader(path, SCHEMA, batch_size=2, on_error="ignore")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz"])
+def test_files_whose_header_is_none(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(b'"y,c,d\n1,2,3\n')
+    with pytest.raises(InputError, match=r"line 1 should name the columns|gz: cannot be read"):
+        CsvReader(path, SCHEMA, batch_size=2)
+
+
+def test_a_line_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megalith.data.csv.MAX_LINE_BYTES", 1000)
+    path = write(tmp_path / "a.csv", "y,c,d\n" + "x" * 5000)
+    with pytest.raises(InputError, match="line 2 has more than 1000 bytes"):
+        list(CsvReader(path, SCHEMA, batch_size=2, block_bytes=100))
+
+
+@given(data=st.binary(max_size=300), block=st.sampled_from([7, 1 << 20]))
+def test_any_bytes_give_rows_or_an_input_error(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes, block: int
+) -> None:
+    path = write(tmp_path_factory.mktemp("fuzz") / "a.csv", b"y,c,d\n1,a,2\n" + data)
+    try:
+        strict = labels_of(CsvReader(path, SCHEMA, batch_size=2, block_bytes=block))
+    except InputError:
+        strict = None
+    reader = CsvReader(path, SCHEMA, batch_size=2, block_bytes=block, on_error="skip")
+    lenient = labels_of(reader)
+    assert (strict is None) == (sum(reader.skipped.values()) > 0)
+    if strict is not None:
+        assert strict == lenient
+
+
+# ---- Criteo
+
+
+def criteo_line(label: int, ints: list[str], categories: list[str]) -> str:
+    return "\t".join([str(label), *ints, *categories])
+
+
+def test_criteo(tmp_path: Path) -> None:
+    full = criteo_line(1, [str(i) for i in range(13)], [f"{i:08x}" for i in range(26)])
+    sparse = criteo_line(0, ["-2", *[""] * 12], [""] * 25 + ["68fd1e64"])
+    path = write(tmp_path / "day_0.gz", f"{full}\n{sparse}\n")
+    (batch,) = CriteoReader(path, batch_size=4)
+    assert batch.labels.tolist() == [1.0, 0.0]
+    assert list(batch.features) == [f"C{i}" for i in range(1, 27)]
+    assert batch.features["C1"].to_lists() == [hashes("00000000"), []]
+    assert batch.features["C26"].to_lists() == [hashes("00000019"), hashes("68fd1e64")]
+    assert batch.dense.shape == (2, 13)
+    assert batch.dense[0].tolist() == pytest.approx([math.log1p(i) for i in range(13)])
+    assert batch.dense[1].tolist() == pytest.approx([-math.log(3)] + [0.0] * 12)
+
+
+def test_criteo_without_labels_and_with_fitted_numbers(tmp_path: Path) -> None:
+    rows = [criteo_line(0, [str(i)] * 13, ["a"] * 26).split("\t", 1)[1] for i in (1, 3)]
+    path = write(tmp_path / "test.txt", "\n".join(rows))
+    reader = CriteoReader(path, batch_size=4, labelled=False, normalise="standard")
+    reader.schema = reader.fit()
+    assert reader.schema.dense_columns[0] == DenseColumn("I1", "standard", mean=2.0, std=1.0)
+    (batch,) = reader
+    assert batch.dense[:, 0].tolist() == [-1.0, 1.0]
+    assert all(math.isnan(label) for label in batch.labels.tolist())
+
+
+def test_criteo_shards_and_bad_lines(tmp_path: Path) -> None:
+    lines = [criteo_line(i, [str(i)] * 13, [f"{i:x}"] * 26) for i in range(20)]
+    path = write(tmp_path / "train.txt", "\n".join(lines))
+    check_shards(lambda: CriteoReader(path, batch_size=3, block_bytes=600))
+    check_resume(lambda: CriteoReader(path, batch_size=3, block_bytes=600))
+    lines[4] = lines[4].replace("\t", " ", 1)
+    write(path, "\n".join(lines))
+    with pytest.raises(InputError, match=r"train.txt: line 5 has 39 columns, not 40"):
+        list(CriteoReader(path, batch_size=3))

@@ -1,0 +1,386 @@
+"""ParquetReader: types, nulls, many files, shards, resuming, and files that are not what they should be."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalith.data import DenseColumn, FeatureColumn, ParquetReader, Schema
+from megalith.errors import InputError
+from megalith.ops.ids import fid, hash_strings
+
+from .support import check_resume, check_shards, labels_of, rows_of
+
+SCHEMA = Schema(label="y", features={"f": "c"})
+
+
+def write(path: Path, columns: dict[str, Any], *, group: int = 1_000_000) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), path, row_group_size=group)
+    return path
+
+
+def ids_of(path: Path, feature: str | FeatureColumn = "c") -> list[list[int]]:
+    schema = Schema(label=None, features={"f": feature})
+    (batch,) = ParquetReader(path, schema, batch_size=100)
+    return batch.features["f"].to_lists()
+
+
+def hashes(*texts: str) -> list[int]:
+    return hash_strings(list(texts)).tolist()
+
+
+# ---- columns of ids
+
+
+@pytest.mark.parametrize("kind", [pa.int64(), pa.int32(), pa.int8(), pa.uint32(), pa.uint64()])
+def test_whole_numbers_are_ids_as_they_are(tmp_path: Path, kind: Any) -> None:
+    path = write(tmp_path / "a.parquet", {"c": pa.array([1, None, 100], kind)})
+    assert ids_of(path) == [[1], [], [100]]
+
+
+def test_unsigned_ids_keep_their_bits_and_booleans_are_0_and_1(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", {"c": pa.array([2**64 - 1, 2**63], pa.uint64())})
+    assert ids_of(path) == [[-1], [-(2**63)]]
+    path = write(tmp_path / "b.parquet", {"c": pa.array([True, False, None])})
+    assert ids_of(path) == [[1], [0], []]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pa.string(), pa.large_string(), pa.binary(), pa.large_binary(), pa.dictionary(pa.int32(), pa.string())],
+)
+def test_text_is_hashed_whatever_type_it_has(tmp_path: Path, kind: Any) -> None:
+    texts = pa.array(["a", None, "", "ü", "a"]).cast(pa.string())
+    array = texts.dictionary_encode() if pa.types.is_dictionary(kind) else texts.cast(kind)
+    a, empty, umlaut = hashes("a", "", "ü")
+    path = write(tmp_path / "a.parquet", {"c": array})
+    assert ids_of(path) == [[a], [], [empty], [umlaut], [a]]
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.int64()), pa.large_list(pa.int32()), pa.list_(pa.int16())])
+def test_lists_are_rows_of_many_ids(tmp_path: Path, kind: Any) -> None:
+    path = write(tmp_path / "a.parquet", {"c": pa.array([[1, 2], None, [], [3, None, 4], [None]], kind)})
+    assert ids_of(path) == [[1, 2], [], [], [3, 4], []]
+
+
+def test_lists_of_text_and_of_a_fixed_size(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", {"c": pa.array([["x", "y"], ["x"]])})
+    x, y = hashes("x", "y")
+    assert ids_of(path) == [[x, y], [x]]
+    path = write(tmp_path / "b.parquet", {"c": pa.array([[1, 2], None, [5, 6]], pa.list_(pa.int64(), 2))})
+    assert ids_of(path) == [[1, 2], [], [5, 6]]
+    path = write(tmp_path / "c.parquet", {"c": pa.nulls(2)})
+    assert ids_of(path) == [[], []]
+
+
+def test_options_of_a_feature(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", {"c": [7, -1], "t": ["a|b||a", ""]})
+    assert ids_of(path, FeatureColumn("c", hash=True)) == [hashes("7"), hashes("-1")]
+    assert ids_of(path, FeatureColumn("c", slot=3)) == [[fid(3, 7)], [fid(3, -1)]]
+    a, b = hashes("a", "b")
+    assert ids_of(path, FeatureColumn("t", separator="|")) == [[a, b, a], []]
+    assert ids_of(path, FeatureColumn("t", separator="|", slot=1)) == [[fid(1, a), fid(1, b), fid(1, a)], []]
+    path = write(tmp_path / "b.parquet", {"c": ["12", " 18446744073709551615 ", None]})
+    assert ids_of(path, FeatureColumn("c", hash=False)) == [[12], [-1], []]
+
+
+@given(
+    rows=st.lists(st.none() | st.lists(st.none() | st.text(max_size=4), max_size=4), min_size=1, max_size=30)
+)
+def test_any_lists_of_text_come_out_as_hash_strings_says(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[list[str | None] | None]
+) -> None:
+    path = tmp_path_factory.mktemp("any") / "a.parquet"
+    write(path, {"c": pa.array(rows, pa.list_(pa.string()))}, group=7)
+    expected = [hashes(*(text for text in row or [] if text is not None)) for row in rows]
+    schema = Schema(label=None, features={"f": "c"})
+    batches = list(ParquetReader(path, schema, batch_size=4))
+    assert [row for batch in batches for row in batch.features["f"].to_lists()] == expected
+
+
+# ---- labels, dense columns, weights, times
+
+
+def test_all_columns_together(tmp_path: Path) -> None:
+    moment = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
+    columns = {
+        "y": pa.array([1, 0], pa.int8()),
+        "c": [5, 6],
+        "d": pa.array([1.5, None]),
+        "e": pa.array([math.e - 1, 0.0], pa.float32()),
+        "w": pa.array([2, 0]),
+        "t": pa.array([moment, moment + datetime.timedelta(milliseconds=2500)], pa.timestamp("ms", "UTC")),
+    }
+    schema = Schema(
+        label="y", features={"f": "c"}, dense=["d", DenseColumn("e", "log1p")], weight="w", time="t"
+    )
+    (batch,) = ParquetReader(write(tmp_path / "a.parquet", columns), schema, batch_size=8)
+    assert len(batch) == 2
+    assert batch.labels.tolist() == [1.0, 0.0]
+    assert batch.dense.tolist() == [pytest.approx([1.5, 1.0]), [0.0, 0.0]]
+    assert batch.weights.tolist() == [2.0, 0.0]
+    assert batch.time == int(moment.timestamp()) + 2
+
+
+@pytest.mark.parametrize(
+    ("array", "seconds"),
+    [
+        (pa.array([1, 2], pa.date32()), 2 * 86_400),
+        (pa.array([1.9, 7.9]), 7),
+        (pa.array(["5", "6"]), 6),
+        (pa.array([10**18, 2 * 10**18], pa.timestamp("ns")), 2 * 10**9),
+    ],
+)
+def test_times_of_other_types(tmp_path: Path, array: Any, seconds: int) -> None:
+    path = write(tmp_path / "a.parquet", {"c": [1, 2], "t": array})
+    (batch,) = ParquetReader(path, Schema(label=None, features={"f": "c"}, time="t"), batch_size=8)
+    assert batch.time == seconds
+
+
+def test_data_without_labels_has_nan_for_them(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", {"c": [1]})
+    (batch,) = ParquetReader(path, Schema(label=None, features={"f": "c"}), batch_size=8)
+    assert math.isnan(batch.labels.item())
+
+
+def test_fitting_reads_the_first_rows_only(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", {"y": [0.0] * 6, "d": [1.0, 3.0, None, 1.0, 3.0, 1e9]}, group=2)
+    schema = Schema(label="y", features={}, dense=[DenseColumn("d", "standard")])
+    reader = ParquetReader(path, schema, batch_size=3)
+    reader.schema = reader.fit(rows=5)
+    (column,) = reader.schema.dense_columns
+    assert (column.mean, column.std) == (2.0, 1.0)
+    first = next(iter(reader))
+    assert first.dense.tolist() == [[-1.0], [1.0], [0.0]]
+    assert reader.fit() is reader.schema
+
+
+def test_every_rank_fits_the_same_and_bad_values_do_not_count(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", {"y": [0.0] * 4, "d": [1.0, 3.0, math.inf, math.nan]}, group=1)
+    schema = Schema(label="y", features={}, dense=[DenseColumn("d", "standard")])
+    for rank in range(3):
+        reader = ParquetReader(path, schema, batch_size=3, on_error="skip").shard(rank, 3)
+        assert reader.fit().dense_columns[0] == DenseColumn("d", "standard", mean=2.0, std=1.0)
+        assert reader.skipped == {}
+
+
+# ---- files, positions, shards
+
+
+def many(tmp_path: Path, *, files: int = 3, rows: int = 11, group: int = 4) -> Path:
+    for i in range(files):
+        numbers = list(range(i * rows, (i + 1) * rows))
+        lists = [[n] * (n % 3) for n in numbers]
+        columns = {"y": [float(n) for n in numbers], "c": lists, "t": [n // 2 for n in numbers]}
+        write(tmp_path / "many" / f"part-{i}.parquet", columns, group=group)
+    return tmp_path / "many"
+
+
+TIMED = Schema(label="y", features={"f": "c"}, time="t")
+
+
+def test_files_directories_and_patterns(tmp_path: Path) -> None:
+    folder = many(tmp_path)
+    (folder / "notes.txt").write_text("no data")
+    (folder / ".hidden.parquet").write_text("no data")
+    (folder / "_temporary").mkdir()
+    (folder / "_temporary" / "a.parquet").write_text("no data")
+    everything = [float(n) for n in range(33)]
+    for paths in (
+        folder,
+        str(folder),
+        folder / "part-*.parquet",
+        sorted(folder.glob("part*")),
+        str(folder) + "/*-?.p*",
+    ):
+        assert labels_of(ParquetReader(paths, TIMED, batch_size=5)) == everything
+    two = [folder / "part-2.parquet", folder / "part-0.parquet"]
+    assert labels_of(ParquetReader(two, TIMED, batch_size=5)) == everything[22:] + everything[:11]
+    assert ParquetReader(folder, TIMED, batch_size=5).num_rows == 33
+    with pytest.raises(InputError, match=r"nothing.parquet: no such file"):
+        ParquetReader(tmp_path / "nothing.parquet", TIMED, batch_size=5)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 5, 32])
+def test_resume(tmp_path: Path, batch_size: int) -> None:
+    folder = many(tmp_path)
+    check_resume(lambda: ParquetReader(folder, TIMED, batch_size=batch_size))
+
+
+def test_resume_within_large_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megalith.data.parquet.CHUNK_ROWS", 6)
+    folder = many(tmp_path, files=1, rows=50, group=50)
+    check_resume(lambda: ParquetReader(folder, TIMED, batch_size=4))
+
+
+@pytest.mark.parametrize("group", [1, 4, 100])
+def test_shards(tmp_path: Path, group: int) -> None:
+    folder = many(tmp_path, group=group)
+    check_shards(lambda: ParquetReader(folder, TIMED, batch_size=4), (1, 2, 3, 4, 10, 50))
+    sizes = [ParquetReader(folder, TIMED, batch_size=4).shard(rank, 4).num_rows for rank in range(4)]
+    assert sum(sizes) == 33
+
+
+def test_few_row_groups_are_divided_evenly(tmp_path: Path) -> None:
+    folder = many(tmp_path, files=1, rows=40, group=100)
+    shards = [ParquetReader(folder, TIMED, batch_size=100).shard(rank, 4) for rank in range(4)]
+    assert [labels_of(shard) for shard in shards] == [list(range(i, i + 10)) for i in (0, 10, 20, 30)]
+
+
+def test_a_position_of_other_files_is_refused(tmp_path: Path) -> None:
+    folder = many(tmp_path)
+    position = list(ParquetReader(folder, TIMED, batch_size=5))[2].position
+    (folder / "part-1.parquet").rename(folder / "renamed.parquet")
+    reader = ParquetReader(folder, TIMED, batch_size=5)
+    with pytest.raises(
+        InputError, match=r"position is in file 'part-1.parquet', where now is 'part-2.parquet'"
+    ):
+        reader.seek(position)
+    with pytest.raises(InputError, match="'row' of the position is 99"):
+        reader.seek({"group": 0, "row": 99, "name": "part-0.parquet", "shard": [0, 1]})
+
+
+# ---- bad rows and files
+
+
+BAD_ROWS = [
+    ("y", [1.0, math.nan, 2.0], "no label", r"a.parquet: row 1, column 'y': nan is no label; .*on_error="),
+    ("y", [1.0, None, 2.0], "no label", r"row 1, column 'y': None is no label"),
+    ("y", [1.0, math.inf, 2.0], "not finite", r"row 1, column 'y': inf is not a finite number"),
+    ("y", ["1", "yes", "2"], "wrong type", r"row 1, column 'y': 'yes' is not a number"),
+    ("d", [1.0, math.nan, 2.0], "not finite", r"row 1, column 'd': nan is not a finite number"),
+    ("d", [1.0, -math.inf, 2.0], "not finite", r"row 1, column 'd': -inf is not"),
+    ("w", [1.0, -0.5, 2.0], "no weight", r"row 1, column 'w': -0.5 is no weight"),
+    ("w", [1.0, None, 2.0], "no weight", r"row 1, column 'w': None is no weight"),
+    ("t", [1, None, 2], "no time", r"row 1, column 't': None is missing"),
+    ("t", [1, 2**60, 2], "not finite", r"row 1, column 't': 1152921504606846976 is no time"),
+    ("c", ["1", "2.5", "3"], "wrong type", r"row 1, column 'c': '2.5' is not a whole number"),
+    ("c", ["1", "18446744073709551616", "3"], "wrong type", r"column 'c'"),
+]
+
+
+@pytest.mark.parametrize(("column", "values", "reason", "message"), BAD_ROWS)
+def test_bad_rows_are_named_or_skipped(
+    tmp_path: Path, column: str, values: list[Any], reason: str, message: str
+) -> None:
+    good = {"y": [0.0, 1.0, 2.0], "d": [0.5, 1.5, 2.5], "w": [1.0] * 3, "t": [1, 2, 3], "c": ["1", "2", "3"]}
+    schema = Schema(
+        label="y", features={"f": FeatureColumn("c", hash=False)}, dense=["d"], weight="w", time="t"
+    )
+    path = write(tmp_path / "a.parquet", {**good, column: values})
+    with pytest.raises(InputError, match=message):
+        list(ParquetReader(path, schema, batch_size=2))
+    reader = ParquetReader(path, schema, batch_size=2, on_error="skip")
+    assert [ids for *_, ids in rows_of(reader)] == [(("f", (1,)),), (("f", (3,)),)]
+    assert reader.skipped == {reason: 1}
+
+
+def test_a_bad_row_is_counted_once_and_named_by_its_place_in_the_file(tmp_path: Path) -> None:
+    labels: list[Any] = [float(i) for i in range(20)]
+    labels[13] = None
+    path = write(
+        tmp_path / "a.parquet", {"y": labels, "d": [math.inf if i == 13 else 0.0 for i in range(20)]}, group=6
+    )
+    schema = Schema(label="y", features={}, dense=["d"])
+    with pytest.raises(InputError, match=r"row 13, column 'y'"):
+        list(ParquetReader(path, schema, batch_size=4))
+    reader = ParquetReader(path, schema, batch_size=4, on_error="skip")
+    assert [len(batch) for batch in reader] == [4, 4, 4, 4, 3]
+    assert reader.skipped == {"no label": 1}
+
+
+def test_resume_and_shards_with_skipped_rows(tmp_path: Path) -> None:
+    labels = [None if i % 3 == 0 else float(i) for i in range(40)]
+    path = write(tmp_path / "a.parquet", {"y": pa.array(labels), "c": list(range(40))}, group=7)
+    check_resume(lambda: ParquetReader(path, SCHEMA, batch_size=5, on_error="skip"))
+    check_shards(lambda: ParquetReader(path, SCHEMA, batch_size=5, on_error="skip"))
+
+
+def test_a_chunk_of_bad_rows_only(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", {"y": pa.array([None] * 6 + [1.0]), "c": list(range(7))}, group=3)
+    reader = ParquetReader(path, SCHEMA, batch_size=2, on_error="skip")
+    assert labels_of(reader) == [1.0]
+    assert reader.skipped == {"no label": 6}
+
+
+def test_missing_columns_and_wrong_types(tmp_path: Path) -> None:
+    good = write(tmp_path / "a.parquet", {"y": [0.0], "c": [1]})
+    lacking = write(tmp_path / "b.parquet", {"y": [0.0, 1.0], "other": [1, 2]})
+    wrong = write(tmp_path / "c.parquet", {"y": [0.0] * 3, "c": [0.5] * 3})
+    with pytest.raises(InputError, match=r"b.parquet: column 'c' is missing; the file has y, other"):
+        ParquetReader([good, lacking], SCHEMA, batch_size=2)
+    with pytest.raises(
+        InputError, match=r"c.parquet: column 'c' holds double; ids are whole numbers or text"
+    ):
+        ParquetReader([good, wrong], SCHEMA, batch_size=2)
+    reader = ParquetReader([good, lacking, wrong], SCHEMA, batch_size=2, on_error="skip")
+    assert labels_of(reader) == [0.0]
+    assert reader.skipped == {"missing column": 2, "wrong type": 3}
+    with pytest.raises(InputError, match="column 'c' is missing"):
+        ParquetReader([lacking, good], SCHEMA, batch_size=2, on_error="skip")
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (pa.struct([("a", pa.int64())]), [{"a": 1}]),
+        (pa.list_(pa.list_(pa.int64())), [[[1]]]),
+        (pa.date32(), [1]),
+    ],
+)
+def test_columns_that_hold_no_ids(tmp_path: Path, kind: Any, values: list[Any]) -> None:
+    path = write(tmp_path / "a.parquet", {"y": [0.0], "c": pa.array(values, kind)})
+    with pytest.raises(InputError, match="column 'c' holds"):
+        ParquetReader(path, SCHEMA, batch_size=2)
+    with pytest.raises(InputError, match=r"column 'c' holds .*, not numbers"):
+        ParquetReader(path, Schema(label="y", features={}, dense=["c"]), batch_size=2)
+
+
+def test_files_that_are_cut_off_or_no_parquet(tmp_path: Path) -> None:
+    whole = write(
+        tmp_path / "a.parquet", {"y": [float(i) for i in range(1000)], "c": list(range(1000))}, group=100
+    )
+    cut = tmp_path / "b.parquet"
+    cut.write_bytes(whole.read_bytes()[:-100])
+    empty = tmp_path / "c.parquet"
+    empty.write_bytes(b"")
+    for bad in (cut, empty):
+        with pytest.raises(InputError, match=rf"{bad.name}: cannot be read as Parquet"):
+            ParquetReader([whole, bad], SCHEMA, batch_size=64)
+    reader = ParquetReader([empty, whole, cut], SCHEMA, batch_size=64, on_error="skip")
+    assert labels_of(reader) == [float(i) for i in range(1000)]
+    assert reader.skipped == {"unreadable file": 2}
+
+
+def test_a_damaged_page_costs_its_row_group(tmp_path: Path) -> None:
+    columns = {"y": [float(i) for i in range(300)], "c": [f"text {i}" for i in range(300)]}
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table(columns), path, row_group_size=100, compression="gzip", use_dictionary=False)
+    data = bytearray(path.read_bytes())
+    start = pq.ParquetFile(path).metadata.row_group(1).column(0).data_page_offset
+    data[start : start + 60] = b"\xff" * 60
+    path.write_bytes(data)
+    with pytest.raises(InputError, match=r"a.parquet: row 100: cannot be read from here on"):
+        list(ParquetReader(path, SCHEMA, batch_size=64))
+    reader = ParquetReader(path, SCHEMA, batch_size=64, on_error="skip")
+    assert labels_of(reader) == [float(i) for i in (*range(100), *range(200, 300))]
+    assert reader.skipped == {"unreadable file": 100}
+    check_resume(lambda: ParquetReader(path, SCHEMA, batch_size=64, on_error="skip"))
+
+
+def test_without_pyarrow_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.parquet", {"y": [0.0], "c": [1]})
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
+    with pytest.raises(ImportError, match=r"pip install megalith\[data\]"):
+        ParquetReader(path, SCHEMA, batch_size=2)

@@ -1,0 +1,98 @@
+"""Schema: what it refuses, how it normalises, its JSON form."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megalith.data import DenseColumn, FeatureColumn, Schema
+from megalith.errors import InputError, UsageError
+
+FULL = Schema(
+    label="click",
+    features={"user": "uid", "item": FeatureColumn("iid", slot=7, hash=True, separator="|")},
+    dense=["age", DenseColumn("price", "log1p"), DenseColumn("x", "standard", mean=1.5, std=2.0)],
+    weight="w",
+    time="ts",
+)
+
+
+def test_json_and_back() -> None:
+    again = Schema.from_dict(json.loads(json.dumps(FULL.to_dict())))
+    assert again == Schema(
+        label="click",
+        features=FULL.feature_columns,
+        dense=list(FULL.dense_columns),
+        weight="w",
+        time="ts",
+    )
+    assert again.to_dict() == FULL.to_dict()
+    assert FULL.to_dict()["features"] == {
+        "user": "uid",
+        "item": {"column": "iid", "slot": 7, "hash": True, "separator": "|"},
+    }
+
+
+def test_slot_zero_and_hash_false_survive_json() -> None:
+    schema = Schema(label=None, features={"f": FeatureColumn("c", slot=0, hash=False)})
+    assert Schema.from_dict(schema.to_dict()).feature_columns["f"] == FeatureColumn("c", slot=0, hash=False)
+
+
+def test_columns_are_named_once_in_a_fixed_order() -> None:
+    assert FULL.columns == ["click", "w", "ts", "age", "price", "x", "uid", "iid"]
+    assert Schema(label=None, features={"a": "x", "b": "x"}, dense=["x"]).columns == ["x"]
+
+
+def test_normalising() -> None:
+    raw = np.array([[3.0, -3.0, 5.5], [np.nan, np.nan, np.nan]])
+    log = math.log(4)
+    assert FULL.normalise(raw).tolist() == [pytest.approx([3.0, -log, 2.0]), [0.0, 0.0, 0.0]]
+
+
+def test_fitting_leaves_given_numbers_and_missing_values_alone() -> None:
+    schema = Schema(
+        label=None,
+        features={},
+        dense=[DenseColumn("a", "standard"), DenseColumn("b", "standard", mean=0.0, std=1.0), "c"],
+    )
+    with pytest.raises(UsageError, match=r"column 'a' has no mean and std yet.*reader.fit"):
+        schema.normalise(np.zeros((1, 3)))
+    raw = np.array([[1.0, 5.0, 9.0], [3.0, 5.0, 9.0], [np.nan, 5.0, 9.0]])
+    a, b, c = schema.fitted(raw).dense_columns
+    assert (a.mean, a.std) == (2.0, 1.0)
+    assert (b.mean, b.std) == (0.0, 1.0)
+    assert c == DenseColumn("c")
+    constant = schema.fitted(np.full((2, 3), 4.0)).dense_columns[0]
+    assert (constant.mean, constant.std) == (4.0, 1.0)
+    with pytest.raises(InputError, match="column 'a' has no value to fit"):
+        schema.fitted(np.full((2, 3), np.nan))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Schema(label="y", features={}), "neither features nor dense columns"),
+        (lambda: Schema(label="", features={"a": "a"}), "label must name a column, got ''"),
+        (lambda: Schema(label="y", features=["a"]), "features must map names to columns"),
+        (lambda: Schema(label="y", features={"a": 3}), "feature must name a column, got 3"),
+        (lambda: Schema(label="y", features={}, dense="abc"), "dense must be a list of columns"),
+        (lambda: FeatureColumn("c", slot=32768), r"slot of column 'c' must be 0 \.\. 32767, got 32768"),
+        (lambda: FeatureColumn("c", separator=""), "separator of column 'c'"),
+        (lambda: FeatureColumn("c", hash=2), "hash of column 'c'"),
+        (lambda: DenseColumn("c", "cube"), "must be one of none, log1p, standard"),
+        (lambda: DenseColumn("c", "standard", mean=1.0), "needs both mean and std"),
+        (lambda: DenseColumn("c", "standard", mean=1.0, std=0.0), "a std above 0"),
+        (lambda: DenseColumn("c", "log1p", mean=1.0, std=1.0), 'need normalise="standard"'),
+        (lambda: Schema.from_dict({"features": {"a": "a"}}), "not the JSON form of a schema: 'label'"),
+        (lambda: Schema.from_dict({"label": "y", "features": {"a": {"x": 1}}}), "not the JSON form"),
+        (lambda: Schema.from_dict({"label": "y", "features": {"a": "a"}, "more": 1}), "not the JSON form"),
+        (lambda: Schema.from_dict([]), "not the JSON form"),
+    ],
+)
+def test_what_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make()
