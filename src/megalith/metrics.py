@@ -1,0 +1,181 @@
+"""Metrics: how well scores order and predict labels. AUC, log loss, calibration; torch only.
+
+Labels are 0 or 1. Where only the order of scores matters they may be logits or probabilities. Sums are
+float64, on the CPU. What is undefined (no row of one class, no row at all) is NaN; wrong input raises
+InputError.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megalith.errors import InputError
+
+_BFLOATS = 2**16
+
+
+def auc(scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> float:
+    """The chance that a random positive scores above a random negative, ties counted half.
+
+    It is the Mann-Whitney statistic divided by the number of pairs, exactly. scores: float [n], not NaN.
+    labels: [n], 0 or 1. weights: [n], 0 or above. NaN when a class is missing.
+    """
+    return _exact(*_checked(scores, labels, weights))
+
+
+class AUC:
+    """`auc` over any number of batches, exact: it keeps all scores and labels."""
+
+    def __init__(self) -> None:
+        self._chunks: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def update(self, scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
+        """Takes a batch; arguments are those of `auc`."""
+        self._chunks.append(_checked(scores, labels, weights))
+
+    def compute(self) -> float:
+        """The AUC of everything taken so far."""
+        if not self._chunks:
+            return math.nan
+        return _exact(*(torch.cat(column) for column in zip(*self._chunks, strict=True)))
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self._chunks.clear()
+
+
+class BinnedAUC:
+    """The AUC of scores rounded to bfloat16, in bounded memory (1 MB): for progress bars.
+
+    Rounding keeps the order of scores and makes ties of those that differ by less than 0.8 %.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def update(self, scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
+        """Takes a batch; arguments are those of `auc`."""
+        scores, labels, weights = _checked(scores, labels, weights)
+        # Read as whole numbers, floats of one sign are in order; negative ones are turned round below zero.
+        bits = scores.to(torch.bfloat16).view(torch.int16).long()
+        order = torch.where(bits >= 0, bits, -(bits + _BFLOATS // 2)) + _BFLOATS // 2
+        positive, negative = _by_class(order, labels, weights, _BFLOATS)
+        self._positive += positive
+        self._negative += negative
+
+    def compute(self) -> float:
+        """The AUC of everything taken so far."""
+        return _area(self._positive, self._negative)
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self._positive = torch.zeros(_BFLOATS, dtype=torch.float64)
+        self._negative = torch.zeros(_BFLOATS, dtype=torch.float64)
+
+
+def log_loss(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> float:
+    """The mean of -log(predicted chance of the label), natural logarithm; NaN of no rows.
+
+    logits: float [n]. labels: [n], 0 or 1. weights: [n], 0 or above.
+    """
+    logits, labels, weights = _checked(logits, labels, weights)
+    wrong = torch.where(labels, -logits, logits).double()
+    losses = torch.logaddexp(wrong, torch.zeros_like(wrong))
+    return _ratio(losses @ weights, weights.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class CalibrationBins:
+    """Predictions and labels by bins of the predicted probability, float64 [bins] each; NaN where empty.
+
+    predicted, observed: means of the bin. weight: rows in it, or the sum of their weights.
+    ratio: mean predicted by mean observed of all rows; above 1 the model promises too much.
+    """
+
+    predicted: Tensor
+    observed: Tensor
+    weight: Tensor
+    ratio: float
+
+
+class Calibration:
+    """What was predicted against what came, over any number of batches, in bins of equal width."""
+
+    def __init__(self, num_bins: int = 20) -> None:
+        if isinstance(num_bins, bool) or not isinstance(num_bins, int) or num_bins < 1:
+            raise InputError(f"Calibration: num_bins must be at least 1, got {num_bins!r}")
+        self.num_bins = num_bins
+        self.reset()
+
+    def update(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
+        """Takes a batch; arguments are those of `log_loss`."""
+        logits, labels, weights = _checked(logits, labels, weights)
+        predicted = logits.double().sigmoid()
+        bins = (predicted * self.num_bins).long().clamp(max=self.num_bins - 1)
+        for row, values in enumerate((predicted * weights, labels * weights, weights)):
+            self._sums[row].index_add_(0, bins, values)
+
+    def compute(self) -> CalibrationBins:
+        """The bins of everything taken so far."""
+        predicted, observed, weight = self._sums
+        ratio = _ratio(predicted.sum(), observed.sum())
+        return CalibrationBins(predicted / weight, observed / weight, weight.clone(), ratio)
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self._sums = torch.zeros(3, self.num_bins, dtype=torch.float64)
+
+
+# ---- shared steps
+
+
+def _checked(scores: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Own copies: scores float32 or float64 [n], labels bool [n], weights float64 [n], on the CPU."""
+    shape = list(scores.shape)
+    if scores.dim() != 1 or not scores.is_floating_point():
+        raise InputError(f"metrics: scores must be float [n], got {scores.dtype} {shape}")
+    if list(labels.shape) != shape:
+        raise InputError(f"metrics: there are {shape[0]} scores, but labels are {list(labels.shape)}")
+    scores, labels = scores.detach().cpu(), labels.detach().cpu()
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32), copy=True)
+    if bool(scores.isnan().any()):
+        raise InputError("metrics: scores hold NaN")
+    positive = labels == 1
+    if not bool((positive | (labels == 0)).all()):
+        raise InputError("metrics: labels must be 0 or 1")
+    if weights is None:
+        return scores, positive, torch.ones(1, dtype=torch.float64).expand(shape)
+    if list(weights.shape) != shape:
+        raise InputError(f"metrics: there are {shape[0]} scores, but weights are {list(weights.shape)}")
+    weights = weights.detach().cpu().to(torch.float64, copy=True)
+    if not bool((weights.isfinite() & (weights >= 0)).all()):
+        raise InputError("metrics: weights must be finite and not below 0")
+    return scores, positive, weights
+
+
+def _exact(scores: Tensor, labels: Tensor, weights: Tensor) -> float:
+    order = scores.argsort()
+    _, group = torch.unique_consecutive(scores[order], return_inverse=True)
+    groups = int(group[-1]) + 1 if len(group) else 0
+    return _area(*_by_class(group, labels[order], weights[order], groups))
+
+
+def _by_class(group: Tensor, labels: Tensor, weights: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """The weight of positives and of negatives in each group, float64 [groups]."""
+    positive = torch.bincount(group, weights * labels, minlength=groups)
+    negative = torch.bincount(group, weights * ~labels, minlength=groups)
+    return positive, negative
+
+
+def _area(positive: Tensor, negative: Tensor) -> float:
+    """The AUC of groups in ascending order of score."""
+    below = negative.cumsum(0) - negative / 2
+    return _ratio(positive @ below, positive.sum() * negative.sum())
+
+
+def _ratio(value: Tensor, by: Tensor) -> float:
+    return float(value / by) if by else math.nan

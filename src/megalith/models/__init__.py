@@ -1,0 +1,37 @@
+"""Example models: small, complete, and used by the commands, examples and benchmarks.
+
+Each is an EmbeddingCollection and a dense part: `model(features, dense=None, time=None)` gives logits [B].
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from megalith.errors import UnknownNameError
+from megalith.models.base import Model, forward_batch
+from megalith.models.config import EmbeddingConfig
+from megalith.models.dcnv2 import DCNv2
+from megalith.models.deepfm import DeepFM
+from megalith.models.din import DIN
+from megalith.models.dlrm import DLRM
+
+MODELS: dict[str, Callable[..., Model]] = {"deepfm": DeepFM, "dlrm": DLRM, "dcnv2": DCNv2, "din": DIN}
+"""The models by the names the command line knows."""
+
+__all__ = [
+    "DIN",
+    "DLRM",
+    "MODELS",
+    "DCNv2",
+    "DeepFM",
+    "EmbeddingConfig",
+    "Model",
+    "build_model",
+    "forward_batch",
+]
+
+
+def build_model(name: str, embeddings: EmbeddingConfig, **options: Any) -> Model:
+    """The model of that name; options are its class's. Raises UnknownNameError, naming the known ones."""
+    if name not in MODELS:
+        raise UnknownNameError(f"unknown model {name!r} (known: {', '.join(map(repr, MODELS))})")
+    return MODELS[name](embeddings, **options)

@@ -1,0 +1,104 @@
+"""EmbeddingConfig: what a model looks up, and how its tables are made.
+
+Plain data with its checks, shared by all models. A model says which segments its rows have and which
+tensors it wants of them; `collection` makes the EmbeddingCollection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+
+from megalith.errors import InputError, UnknownNameError
+from megalith.nn import Combiner, EmbeddingCollection, Feature, FirstN, Layout, Mean
+from megalith.shards import Shards
+from megalith.table import Adagrad, Initializer, Optimizer, Segment, TableConfig, Uniform
+
+MakeShards = Callable[[list[TableConfig]], Shards]
+
+
+@dataclass(frozen=True)
+class EmbeddingConfig:
+    """The embeddings of a model. Raises InputError or UnknownNameError if a field makes no sense."""
+
+    features: Sequence[str] | Mapping[str, Combiner]
+    """Names of features, each pooled by Mean(), or names and combiners."""
+    _: KW_ONLY
+    dim: int = 16
+    """How wide an embedding is."""
+    optimizer: Optimizer = field(default_factory=lambda: Adagrad(0.05))
+    """Of all tables."""
+    initializer: Initializer = field(default_factory=Uniform)
+    """Of all embeddings."""
+    tables: Mapping[str, str] = field(default_factory=dict)
+    """Feature -> table. A feature that is not named has a table of its own, which is called as it is."""
+    update: str = "backward"
+    """When tables are updated, "backward" or "step": as for EmbeddingCollection."""
+    shards: Shards | MakeShards | None = None
+    """Shards that hold the tables, or what makes them of a list of TableConfigs; None: the collection's."""
+    engine: str | None = None
+    """As for EmbeddingCollection; not with shards."""
+    seed: int | None = None
+    """Of the initial rows, as for EmbeddingCollection; not with shards. Dense weights obey torch's seed."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.features, str) or not self.features:
+            raise InputError(f"EmbeddingConfig: features must be a list of names, got {self.features!r}")
+        if len(self.combiners) < len(self.features):
+            raise InputError(f"EmbeddingConfig: names of features must differ, got {self.features!r}")
+        for name, combiner in self.combiners.items():
+            if not isinstance(combiner, Combiner) or isinstance(combiner, FirstN):
+                raise InputError(
+                    f"feature {name!r}: combiner must be Sum(), Mean() or Sqrtn(), got {combiner!r}"
+                )
+        for name in self.tables:
+            if name not in self.combiners:
+                known = ", ".join(map(repr, self.combiners))
+                raise UnknownNameError(f"tables: unknown feature {name!r} (known: {known})")
+        self.segment()
+
+    @property
+    def combiners(self) -> dict[str, Combiner]:
+        """The combiner of each feature, in declared order."""
+        if isinstance(self.features, Mapping):
+            return dict(self.features)
+        return {name: Mean() for name in self.features}
+
+    def table(self, feature: str) -> str:
+        """The name of a feature's table."""
+        return self.tables.get(feature, feature)
+
+    def segment(self) -> Segment:
+        """The embedding's part of a row."""
+        return Segment(self.dim, optimizer=self.optimizer, initializer=self.initializer)
+
+    def collection(
+        self,
+        layouts: Sequence[Layout],
+        *,
+        segments: Sequence[Segment] | None = None,
+        more: Sequence[Feature] = (),
+    ) -> EmbeddingCollection:
+        """The collection of these features and `more`, whose rows have these segments (None: `segment`)."""
+        features = [Feature(name, self.table(name), combiner) for name, combiner in self.combiners.items()]
+        features += more
+        row = [self.segment()] if segments is None else segments
+        configs = [TableConfig(name, segments=row) for name in dict.fromkeys(f.table for f in features)]
+        tables: Sequence[TableConfig] | Shards = configs
+        if self.shards is not None:
+            tables = self.shards if isinstance(self.shards, Shards) else self.shards(configs)
+            _check_rows(tables, configs)
+        return EmbeddingCollection(
+            tables, features, layouts=layouts, update=self.update, engine=self.engine, seed=self.seed
+        )
+
+
+def _check_rows(shards: Shards, configs: Sequence[TableConfig]) -> None:
+    for config in configs:
+        shards.check_name(config.name)
+        held = [segment.dim for segment in shards.configs[config.name].segments]
+        needed = [segment.dim for segment in config.segments]
+        if held != needed:
+            raise InputError(
+                f"shards: table {config.name!r} has segments of {held}, the model needs {needed}"
+            )

@@ -1,0 +1,54 @@
+"""DeepFM: a factorisation machine and an MLP over the same embeddings (Guo et al. 2017).
+
+A row is [weight, factors]: one look-up gives the first-order terms and the factors of all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from megalith.models.base import Model, join, mlp
+from megalith.models.config import EmbeddingConfig
+from megalith.nn import Layout, Slice
+from megalith.table import Optimizer, Segment, Zeros
+
+
+class DeepFM(Model):
+    """logit = weights of the ids + products of all pairs of factors + MLP(factors, dense) + weights of dense.
+
+    hidden: widths of the MLP's layers. dropout: behind each of them. weight_optimizer: of the first-order
+    weights; None takes the embeddings'.
+    """
+
+    def __init__(
+        self,
+        embeddings: EmbeddingConfig,
+        *,
+        num_dense: int = 0,
+        hidden: Sequence[int] = (64, 32),
+        dropout: float = 0.0,
+        weight_optimizer: Optimizer | None = None,
+    ) -> None:
+        super().__init__(num_dense=num_dense)
+        names, dim = list(embeddings.combiners), embeddings.dim
+        weight = Segment(1, optimizer=weight_optimizer or embeddings.optimizer, initializer=Zeros())
+        self.embeddings = embeddings.collection(
+            [
+                Layout("bias", [Slice(name, 0, 1) for name in names], kind="add"),
+                Layout("factors", [Slice(name, 1, 1 + dim) for name in names], kind="stack"),
+            ],
+            segments=[weight, embeddings.segment()],
+        )
+        self.deep = mlp([len(names) * dim + num_dense, *hidden, 1], dropout=dropout)
+        self.linear = nn.Linear(num_dense, 1, bias=False) if num_dense else None
+
+    def score(self, rows: dict[str, Tensor], dense: Tensor | None) -> Tensor:
+        """rows: bias [B, 1], factors [B, features, dim]."""
+        factors = rows["factors"]
+        pairs = (factors.sum(1).square() - factors.square().sum(1)).sum(1, keepdim=True) / 2
+        logits: Tensor = rows["bias"] + pairs + self.deep(join(factors.flatten(1), dense))
+        if self.linear is not None:
+            logits = logits + self.linear(dense)
+        return logits.squeeze(1)

@@ -1,0 +1,56 @@
+"""DLRM: dot products of all pairs of embeddings, between two MLPs (Naumov et al. 2019)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megalith.models.base import Model, mlp
+from megalith.models.config import EmbeddingConfig
+from megalith.nn import Layout, Slice
+
+
+class DLRM(Model):
+    """A bottom MLP makes one more embedding of the dense values; a top MLP reads it and all dot products.
+
+    bottom, top: widths of the MLPs' hidden layers. dropout: behind each of them. Without dense values a
+    learnt vector takes the place of the bottom's output.
+    """
+
+    def __init__(
+        self,
+        embeddings: EmbeddingConfig,
+        *,
+        num_dense: int = 0,
+        bottom: Sequence[int] = (64,),
+        top: Sequence[int] = (64, 32),
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__(num_dense=num_dense)
+        names, dim = list(embeddings.combiners), embeddings.dim
+        self.embeddings = embeddings.collection(
+            [Layout("rows", [Slice(name, 0, dim) for name in names], kind="stack")]
+        )
+        self.bottom = mlp([num_dense, *bottom, dim], dropout=dropout, last=False) if num_dense else None
+        self.vector = nn.Parameter(torch.randn(dim) / dim**0.5) if not num_dense else None
+        count = len(names) + 1
+        self.top = mlp([dim + count * (count - 1) // 2, *top, 1], dropout=dropout)
+
+    def score(self, rows: dict[str, Tensor], dense: Tensor | None) -> Tensor:
+        """rows: rows [B, features, dim]."""
+        embedded = rows["rows"]
+        first = self._first(embedded.shape[0], dense)
+        vectors = torch.cat([first[:, None], embedded], 1)
+        above = torch.triu_indices(vectors.shape[1], vectors.shape[1], offset=1, device=vectors.device)
+        pairs = (vectors @ vectors.transpose(1, 2))[:, above[0], above[1]]
+        logits: Tensor = self.top(torch.cat([first, pairs], 1))
+        return logits.squeeze(1)
+
+    def _first(self, size: int, dense: Tensor | None) -> Tensor:
+        if self.vector is not None:
+            return self.vector.expand(size, -1)
+        assert self.bottom is not None
+        out: Tensor = self.bottom(dense)
+        return out

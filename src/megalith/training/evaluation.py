@@ -1,0 +1,68 @@
+"""evaluate: a model's AUC, log loss and calibration over a reader's samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megalith.data import Reader
+from megalith.errors import InputError
+from megalith.metrics import AUC, Calibration
+from megalith.models import forward_batch
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How good a model is. calibration: bins of {predicted, observed, count}."""
+
+    samples: int
+    auc: float
+    log_loss: float
+    calibration: list[dict[str, float]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """A form that JSON can hold: NaN becomes None."""
+        numbers = {"auc": self.auc, "log_loss": self.log_loss}
+        finite = {name: x if math.isfinite(x) else None for name, x in numbers.items()}
+        return {"samples": self.samples, **finite, "calibration": self.calibration}
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, reader: Reader, on_batch: Callable[[int], None] | None = None) -> Evaluation:
+    """Reads all of the reader's samples once; nothing is written. on_batch: called with samples so far.
+
+    Raises InputError if a sample has no label.
+    """
+    was_training = model.training
+    model.eval()
+    auc, calibration = AUC(), Calibration()
+    total, weight, samples = 0.0, 0.0, 0
+    try:
+        for batch in reader:
+            if bool(batch.labels.isnan().any()):
+                raise InputError("evaluate: these data have no labels; name the label's column in the schema")
+            logits = forward_batch(model, batch)
+            losses = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels, reduction="none")
+            own = torch.ones_like(losses) if batch.weights is None else batch.weights
+            total += float((losses.double() * own).sum())
+            weight += float(own.double().sum())
+            auc.update(logits, batch.labels, batch.weights)
+            calibration.update(logits, batch.labels, batch.weights)
+            samples += len(batch)
+            if on_batch is not None:
+                on_batch(samples)
+    finally:
+        model.train(was_training)
+    return Evaluation(samples, auc.compute(), total / weight if weight else math.nan, _bins(calibration))
+
+
+def _bins(calibration: Calibration) -> list[dict[str, float]]:
+    bins = calibration.compute()
+    columns: list[Tensor] = [bins.predicted, bins.observed, bins.weight]
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    return [{"predicted": p, "observed": o, "count": n} for p, o, n in rows if n > 0]

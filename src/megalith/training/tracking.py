@@ -1,0 +1,101 @@
+"""What a run writes beside its checkpoint: metrics.jsonl, TensorBoard scalars, how often ids come up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.ragged import Ragged
+
+SAMPLED_IDS = 1_000_000
+
+
+class Log:
+    """metrics.jsonl: an object a line, appended; lines of later steps than `keep_steps` are dropped first."""
+
+    def __init__(self, path: Path, *, keep_steps: int) -> None:
+        self.path = path
+        kept = [line for line in read_log(path) if line["step"] <= keep_steps] if keep_steps else []
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Adds a line."""
+        with open(self.path, "a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The lines of a log; a last line that was cut off is left out."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+class ScalarWriter:
+    """The numbers of each record as TensorBoard scalars, where tensorboard is installed."""
+
+    def __init__(self, directory: Path, first_step: int) -> None:
+        self._writer: Any = None
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            return
+        self._writer = SummaryWriter(str(directory), purge_step=first_step or None)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Adds the record's numbers at its step."""
+        if self._writer is None:
+            return
+        rows = {f"rows/{table}": n for table, n in record["rows"].items()}
+        speed = record["samples"] / record["seconds"] if record["seconds"] else None
+        scalars = {
+            "loss": record["loss"],
+            "auc": record["auc"],
+            "memory": record["memory"],
+            "samples/s": speed,
+        }
+        for name, value in {**scalars, **rows}.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        """Writes what is left."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class Frequencies:
+    """How often ids come up, from the first million of each feature."""
+
+    def __init__(self) -> None:
+        self._ids: dict[str, list[Tensor]] = {}
+        self._room: dict[str, int] = {}
+
+    def update(self, features: Mapping[str, Ragged]) -> None:
+        """Takes the ids of a batch."""
+        for name, column in features.items():
+            room = self._room.setdefault(name, SAMPLED_IDS)
+            if room > 0:
+                taken = column.values[:room].clone()
+                self._ids.setdefault(name, []).append(taken)
+                self._room[name] = room - taken.numel()
+
+    def write(self, path: Path) -> None:
+        """{feature: [[occurrences, number of ids], ...]} as JSON."""
+        result = {}
+        for name, pieces in self._ids.items():
+            counts = torch.unique(torch.cat(pieces), return_counts=True)[1]
+            times, ids = torch.unique(counts, return_counts=True)
+            result[name] = [list(pair) for pair in zip(times.tolist(), ids.tolist(), strict=True)]
+        path.write_text(json.dumps(result))

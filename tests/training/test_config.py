@@ -1,0 +1,78 @@
+"""RunConfig: TOML and flags, and what is said about wrong ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalith import Adam
+from megalith.errors import InputError, UnknownNameError
+from megalith.training import RunConfig
+
+TOML = """
+[data]
+kind = "parquet"
+path = "clicks/*.parquet"
+batch_size = 64
+[data.schema]
+label = "click"
+features = { user = "user_id", item = { column = "item_id", slot = 3 } }
+
+[model]
+name = "dlrm"
+dim = 4
+tables = { user = "people" }
+options = { bottom = [8] }
+
+[train]
+table_optimizer = "adam"
+table_lr = 1
+"""
+
+
+def test_a_file_says_what_flags_do_not(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(TOML)
+    config = RunConfig.from_toml(tmp_path / "run.toml").changed(train_epochs=3, model_dim=8, data_path=None)
+
+    assert config.data.kind == "parquet"
+    assert config.data.path == "clicks/*.parquet"
+    assert config.data.schema["features"]["item"] == {"column": "item_id", "slot": 3}
+    assert (config.model.name, config.model.dim, config.model.tables) == ("dlrm", 8, {"user": "people"})
+    assert config.train.epochs == 3
+    assert config.table_optimizer == Adam(1.0)
+    assert RunConfig.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "words"),
+    [
+        ({"trane": {}}, UnknownNameError, r"\[trane\].*known: data, model, train"),
+        ({"train": {"epoch": 1}}, UnknownNameError, r"train\.epoch.*known: epochs"),
+        ({"train": {"epochs": "2"}}, InputError, r"train\.epochs must be int"),
+        ({"train": {"epochs": True}}, InputError, r"train\.epochs must be int"),
+        ({"train": {"epochs": 0}}, InputError, "at least 1"),
+        ({"train": {"lr": "fast"}}, InputError, r"train\.lr must be float"),
+        ({"train": {"max_steps": 1.5}}, InputError, r"train\.max_steps must be int or nothing"),
+        ({"train": {"table_optimizer": "adamw"}}, InputError, r"table_optimizer must be one of adagrad"),
+        ({"data": {"kind": "tsv"}}, InputError, r"data\.kind must be one of movielens"),
+        ({"data": {"on_error": "ignore"}}, InputError, "raise, skip"),
+        ({"data": []}, InputError, r"\[data\] must be a section"),
+        ({"model": {"features": "user"}}, InputError, r"model\.features must be list"),
+    ],
+)
+def test_wrong_keys_and_values_are_named(data: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        RunConfig.from_dict(data)
+
+
+def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"none\.toml cannot be read"):
+        RunConfig.from_toml(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("[data")
+    with pytest.raises(InputError, match=r"bad\.toml is no TOML"):
+        RunConfig.from_toml(tmp_path / "bad.toml")
+    (tmp_path / "typo.toml").write_text("[data]\nkindd = 1")
+    with pytest.raises(UnknownNameError, match=r"typo\.toml: config: unknown key data\.kindd"):
+        RunConfig.from_toml(tmp_path / "typo.toml")

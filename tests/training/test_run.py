@@ -1,0 +1,167 @@
+"""Runs: what they leave behind, how they stop and go on, what wrong data say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith import checkpoint
+from megalith.data import MemoryReader, Samples
+from megalith.errors import CheckpointError, InputError, MegalithError, UsageError
+from megalith.ragged import Ragged
+from megalith.training import Run, RunConfig, Watcher, evaluate, load_trained, open_reader
+
+pytestmark = pytest.mark.usefixtures("restore_threads")
+
+
+def config(**changes: Any) -> RunConfig:
+    base = RunConfig.from_dict(
+        {
+            "data": {"kind": "teacher", "batch_size": 64, "options": {"num_batches": 12}},
+            "model": {"dim": 4, "options": {"hidden": [8]}},
+            "train": {"log_every": 4, "threads": 1, "epochs": 2},
+        }
+    )
+    return base.changed(**changes)
+
+
+def everything(run: Run) -> dict[str, Tensor]:
+    state = {k: v for k, v in run.model.state_dict().items() if isinstance(v, Tensor)}
+    for name, table in run.model.embeddings.shards.local.items():
+        (chunk,) = table.scan(10**6)
+        order = torch.argsort(chunk.ids)
+        state |= {f"{name}.ids": chunk.ids[order], f"{name}.rows": chunk.rows[order]}
+        state |= {f"{name}.{k}": v[order] for k, v in chunk.state.items()}
+    return state
+
+
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert [key for key in a if not torch.equal(a[key], b[key])] == []
+
+
+def test_a_run_leaves_its_config_metrics_checkpoint_and_evaluation(tmp_path: Path) -> None:
+    run = Run(config(), tmp_path / "run")
+    run.train()
+    result = run.evaluate()
+
+    assert result is not None
+    assert 0.5 < result.auc < 1
+    assert json.loads((run.directory / "evaluation.json").read_text())["samples"] == 64
+    lines = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [4, 8, 12, 16, 20, 24]
+    assert lines[-1]["samples"] == 24 * 64
+    assert lines[-1]["rows"]["user"] == len(run.model.embeddings.shards.local["user"])
+    assert lines[-1]["memory"] > 0
+    counts = json.loads((run.directory / "frequencies.json").read_text())["context"]
+    assert sum(times * ids for times, ids in counts) == 24 * 64
+    assert RunConfig.from_dict(json.loads((run.directory / "config.json").read_text())) == run.config
+    assert list((run.directory / "tensorboard").iterdir())
+
+
+@pytest.mark.parametrize("stop_at", [3, 8, 12, 17])
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_by_bit(tmp_path: Path, stop_at: int) -> None:
+    whole = Run(config(), tmp_path / "whole")
+    whole.train()
+
+    class Stop(Watcher):
+        def batch(self, step: int, samples: int, loss: float) -> None:
+            if step == stop_at:
+                first.stop()
+
+    first = Run(config(), tmp_path / "parts")
+    first.train(Stop())
+    assert first.step == stop_at
+    torch.rand(100)  # whatever the process drew in between
+    second = Run.resume(tmp_path / "parts")
+    second.train()
+
+    assert second.step == whole.step == 24
+    assert_same(everything(second), everything(whole))
+    log = [json.loads(line)["step"] for line in (tmp_path / "parts/metrics.jsonl").read_text().splitlines()]
+    assert log == [4, 8, 12, 16, 20, 24]
+
+
+def test_saving_on_the_way_changes_nothing(tmp_path: Path) -> None:
+    plain, saving = Run(config(), tmp_path / "a"), Run(config(train_save_every=5), tmp_path / "b")
+    plain.train()
+    saving.train()
+    assert_same(everything(plain), everything(saving))
+
+
+def test_epochs_may_grow_when_a_run_is_resumed_and_the_model_may_not(tmp_path: Path) -> None:
+    Run(config(train_epochs=1), tmp_path).train()
+    run = Run.resume(tmp_path, {"epochs": 2})
+    run.train()
+    assert run.step == 24
+    with pytest.raises(InputError, match=r"train\.lr cannot change"):
+        Run.resume(tmp_path, {"lr": 1.0})
+
+
+def test_a_directory_with_a_run_is_not_overwritten_by_accident(tmp_path: Path) -> None:
+    Run(config(train_max_steps=1), tmp_path).train()
+    with pytest.raises(UsageError, match=r"--resume.*--start-over"):
+        Run(config(), tmp_path)
+    Run(config(train_max_steps=1), tmp_path, start_over=True).train()
+
+
+def test_a_trained_model_evaluates_the_same_in_another_process(tmp_path: Path) -> None:
+    run = Run(config(), tmp_path)
+    run.train()
+    before = run.evaluate()
+    model, loaded = load_trained(tmp_path)
+    again = evaluate(model, Run(loaded, tmp_path / "other").source.test)  # type: ignore[arg-type]
+    assert again == before
+
+
+def test_what_is_no_run_is_said(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        load_trained(tmp_path)
+    run = Run(config(train_max_steps=1), tmp_path)
+    checkpoint.save(run.model, tmp_path / "plain")
+    with pytest.raises(CheckpointError, match="megalith train"):
+        load_trained(tmp_path / "plain")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data_kind": "parquet"}, r"data\.path must name"),
+        ({"data_kind": "csv", "data_path": "x.csv"}, r"\[data.schema\]"),
+        ({"data_options": {"num_batch": 3}}, r"data\.options.*num_batch"),
+        ({"model_options": {"hiden": [1]}}, r"model\.options.*hiden"),
+        ({"model_features": ["user", "shoe"]}, "no 'shoe'"),
+        ({"model_name": "gpt"}, "unknown model 'gpt'"),
+    ],
+)
+def test_wrong_configs_are_named(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(MegalithError, match=words):
+        Run(config(**changes), tmp_path)
+
+
+def test_evaluation_counts_weights_and_refuses_data_without_labels() -> None:
+    class Ones(torch.nn.Module):
+        def forward(self, features: Any, dense: Any = None, time: Any = None) -> Tensor:
+            return features["x"].values.float()
+
+    column = Ragged.from_lists([[0], [2], [2]])
+    weighted = Samples({"x": column}, torch.tensor([1.0, 0.0, 1.0]), weights=torch.tensor([1.0, 3.0, 0.0]))
+    result = evaluate(Ones(), MemoryReader(weighted, batch_size=2))
+    expected = (0.6931472 + 3 * 2.1269280) / 4  # log 2, and log(1 + e^2)
+    assert result.log_loss == pytest.approx(expected)
+    assert result.samples == 3
+    assert result.auc == 0.0
+
+    without = Samples({"x": column}, torch.full((3,), float("nan")))
+    with pytest.raises(InputError, match="no labels"):
+        evaluate(Ones(), MemoryReader(without, batch_size=2))
+
+
+def test_made_up_data_have_no_file_to_read() -> None:
+    with pytest.raises(InputError, match="not read from a file"):
+        open_reader(config().data, Path("x.parquet"))
