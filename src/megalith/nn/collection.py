@@ -6,10 +6,12 @@ optimizer step per distinct id. Rows live in the shards' tables; there is no nn.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalith.errors import InputError, UnknownNameError, UsageError
@@ -19,6 +21,7 @@ from megalith.nn.state import rows_of, set_rows
 from megalith.ops.pooling import Bags, Pooling
 from megalith.ragged import Ragged
 from megalith.shards import LocalShards, Lookup, Shards
+from megalith.shards.contract import version
 from megalith.table import TableConfig
 
 UPDATES = ("backward", "step")
@@ -34,6 +37,17 @@ class Pending:
         self.step = step
         self.time = time
         self.grads: list[Tensor] | None = None
+        self._versions = {name: version(c.row_splits) for name, c in batch.columns.items()}
+
+    def check_unchanged(self) -> None:
+        """Raises UsageError if ids or row_splits were written to since forward."""
+        self.lookup.check_unchanged()
+        for name, column in self.batch.columns.items():
+            if column.row_splits.is_cpu and version(column.row_splits) != self._versions[name]:
+                raise UsageError(
+                    f"feature {name!r}: its row_splits were changed in place after forward; keep them until "
+                    "the update"
+                )
 
 
 class EmbeddingCollection(nn.Module):
@@ -76,7 +90,7 @@ class EmbeddingCollection(nn.Module):
                 )
             self.shards = tables
         else:
-            self.shards = LocalShards(tables, engine=engine or "cpu", seed=seed or 0)
+            self.shards = _local_shards(tables, "cpu" if engine is None else engine, seed or 0)
         self.update = update
         self.reduction = reduction
         self.clip_value = clip_value
@@ -85,7 +99,7 @@ class EmbeddingCollection(nn.Module):
         self._plan = Plan(features, layouts, self.shards.configs)
         self._pending: list[Pending] = []
         # What connects outputs to the graph; it never has a gradient of its own.
-        self._anchor = torch.zeros((), requires_grad=True)
+        self._anchor = torch.zeros((), device="cpu", requires_grad=True)
 
     @property
     def features(self) -> list[Feature]:
@@ -138,25 +152,33 @@ class EmbeddingCollection(nn.Module):
             raise UsageError(
                 "this forward has been through backward before; run forward again for another update"
             )
-        pending.grads = [g.to("cpu", torch.float32) for g in grads]
-        if self.clip_value is not None:
-            pending.grads = [g.clamp(-self.clip_value, self.clip_value) for g in pending.grads]
-        if self.update == "backward":
-            self._update_rows([pending], 1.0)
-        else:
+        # What waits for step() is copied: its memory may belong to some parameter's .grad as well.
+        waits = self.update == "step"
+        pending.grads = [g.to("cpu", torch.float32, copy=waits) for g in grads]
+        if waits:
             self._pending.append(pending)
+        else:
+            self._update_rows([pending], 1.0)
 
     def step(self, *, scale: float = 1.0) -> None:
         """Applies all gradients collected since the last step as one optimizer step per distinct id.
 
-        scale: multiplies each summed gradient, for instance 1 / GradScaler.get_scale(). Only for
-        update="step"; without a backward before it, it does nothing.
+        scale: multiplies the gradients before they are clipped, for instance 1 / GradScaler.get_scale(). Only
+        for update="step"; without a backward before it, it does nothing. Where it raises InputError or
+        UsageError nothing was written, and the gradients stay until `zero_grad`.
         """
         if self.update != "step":
             raise UsageError('step() is for EmbeddingCollection(update="step"); this one updates in backward')
+        if not (isinstance(scale, int | float) and math.isfinite(scale)):
+            raise InputError(f"EmbeddingCollection: scale must be finite, got {scale!r}")
         pending, self._pending = self._pending, []
-        if pending:
+        if not pending:
+            return
+        try:
             self._update_rows(pending, scale)
+        except (InputError, UsageError):
+            self._pending = pending
+            raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients that `step` would apply."""
@@ -165,7 +187,7 @@ class EmbeddingCollection(nn.Module):
 
     def grads_finite(self) -> bool:
         """Whether all collected gradients are finite; if not, call zero_grad() and not step()."""
-        return all(bool(torch.isfinite(g).all()) for p in self._pending for g in p.grads or ())
+        return _finite([g for p in self._pending for g in p.grads or ()])
 
     def grad_norm(self) -> Tensor:
         """The L2 norm of all collected output gradients, to clip dense and sparse gradients jointly."""
@@ -173,6 +195,9 @@ class EmbeddingCollection(nn.Module):
         return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
 
     def _update_rows(self, pending: Sequence[Pending], scale: float) -> None:
+        for each in pending:
+            each.check_unchanged()
+        grads = self._clipped([g for p in pending for g in p.grads or ()], scale)
         if self.reduction == "mean":
             scale = scale / self.shards.world_size
         # One forward brings its step; several take the step of the update.
@@ -182,7 +207,7 @@ class EmbeddingCollection(nn.Module):
         times = [p.time for p in pending if p.time is not None]
         self.shards.apply_gradients(
             lookup,
-            [g for p in pending for g in p.grads or ()],
+            grads,
             step=step,
             time=max(times) if times else None,
             scale=scale,
@@ -190,6 +215,15 @@ class EmbeddingCollection(nn.Module):
             pooling=self._trained(_joined_pooling([p.batch for p in pending])),
         )
         self.global_step += 1
+
+    def _clipped(self, grads: list[Tensor], scale: float) -> list[Tensor]:
+        """Output gradients that, multiplied by scale, keep within clip_value."""
+        if self.clip_value is None or scale == 0:
+            return grads
+        if not _finite(grads):
+            raise InputError("EmbeddingCollection: output gradients hold NaN or Inf")
+        bound = self.clip_value / abs(scale)
+        return [g.clamp(-bound, bound) for g in grads]
 
     def _trained(self, pooling: Pooling) -> Pooling:
         """The part of a pooling that updates reach: tables that are trainable."""
@@ -251,10 +285,27 @@ class _Pool(torch.autograd.Function):
         return None, None, None
 
 
+def _local_shards(tables: Any, engine: str, seed: int) -> LocalShards:
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise UsageError(
+            f"EmbeddingCollection: there are {dist.get_world_size()} ranks, and tables spread over ranks are "
+            "not supported yet; pass LocalShards(tables) for tables that each rank trains by itself"
+        )
+    if not isinstance(tables, list | tuple):
+        raise InputError(f"tables must be a list of TableConfig, or Shards, got {tables!r}")
+    return LocalShards(tables, engine=engine, seed=seed)
+
+
+def _finite(grads: Sequence[Tensor]) -> bool:
+    return all(bool(torch.isfinite(g).all()) for g in grads)
+
+
 def _column(feature: Feature, value: Any) -> Ragged:
     if isinstance(value, Ragged):
         column = value
     elif isinstance(value, Tensor) and value.is_nested:
+        if value.layout != torch.jagged:
+            raise InputError(f"feature {feature.name!r}: a nested tensor must have the layout torch.jagged")
         column = Ragged.from_nested(value)
     elif isinstance(value, Tensor) and value.dim() == 1:
         column = Ragged(value, torch.arange(value.shape[0] + 1, device=value.device))
@@ -269,6 +320,11 @@ def _column(feature: Feature, value: Any) -> Ragged:
         raise InputError(
             f"feature {feature.name!r}: ids must be int64 or int32 [n], got {column.values.dtype} "
             f"{list(column.values.shape)} (strings become ids by megalith.hash_strings)"
+        )
+    if column.weights is not None and column.weights.requires_grad and feature.combiner is not None:
+        raise UsageError(
+            f"feature {feature.name!r}: weights take no gradient here: detach them, or use combiner=None and "
+            "multiply the rows"
         )
     return column
 

@@ -31,8 +31,8 @@ class Combiner:
         """Where each bag begins, int64 [rows * inner + 1], of a column that is cut."""
         return column.row_splits
 
-    def divisor(self, column: Ragged) -> Tensor | None:
-        """What each bag's sum is divided by, float32 [rows], None for 1."""
+    def divisor(self, column: Ragged, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        """What each bag's sum is divided by, [rows], None for 1."""
         return None
 
     def output_shape(self, dim: int) -> tuple[int, ...]:
@@ -45,7 +45,8 @@ class Combiner:
             raise InputError(f"rows must be [{ragged.values.shape[0]}, dim], got {list(rows.shape)}")
         batch, dim = ragged.row_splits.shape[0] - 1, rows.shape[1]
         index, offsets, weights = self._occurrences(ragged)
-        bags = Bags(offsets, (Part(0, 0, 0, dim, self.inner),), weights, self.divisor(ragged))
+        divisor = self.divisor(ragged, torch.promote_types(rows.dtype, torch.float32))
+        bags = Bags(offsets, (Part(0, 0, 0, dim, self.inner),), weights, divisor)
         (out,) = pool_rows(rows, index, [bags], [(batch, self.inner * dim)], name="ragged")
         return out.view(batch, *self.output_shape(dim))
 
@@ -60,7 +61,7 @@ class Combiner:
         return hash((type(self), *vars(self).items()))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(map(str, vars(self).values()))})"
+        return f"{type(self).__name__}()"
 
 
 class Sum(Combiner):
@@ -73,13 +74,12 @@ class Mean(Combiner):
     Where weights add up to 0 it is sum(w x).
     """
 
-    def divisor(self, column: Ragged) -> Tensor:
+    def divisor(self, column: Ragged, dtype: torch.dtype = torch.float32) -> Tensor:
         """The number of values, or the sum of their weights."""
         if column.weights is None:
-            return column.lengths().clamp(min=1).to(torch.float32)
-        return _nonzero(
-            segment_sum(column.weights.detach()[:, None].to(torch.float32), column.row_splits)[:, 0]
-        )
+            return column.lengths().clamp(min=1).to(dtype)
+        weights = column.weights.detach()[:, None].to(dtype)
+        return _nonzero(segment_sum(weights, column.row_splits)[:, 0])
 
 
 class Sqrtn(Combiner):
@@ -88,11 +88,11 @@ class Sqrtn(Combiner):
     Not `ops.reduce_sqrtn`, Monolith's name for the L2 norm of each column.
     """
 
-    def divisor(self, column: Ragged) -> Tensor:
+    def divisor(self, column: Ragged, dtype: torch.dtype = torch.float32) -> Tensor:
         """The root of the number of values, or of the sum of their squared weights."""
         if column.weights is None:
-            return column.lengths().clamp(min=1).to(torch.float32).sqrt()
-        squares = column.weights.detach()[:, None].to(torch.float32).square()
+            return column.lengths().clamp(min=1).to(dtype).sqrt()
+        squares = column.weights.detach()[:, None].to(dtype).square()
         return _nonzero(segment_sum(squares, column.row_splits)[:, 0].sqrt())
 
 
@@ -105,7 +105,12 @@ class FirstN(Combiner):
     def __init__(self, n: int) -> None:
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise InputError(f"FirstN: n must be a whole number of at least 1, got {n!r}")
-        self.n = n
+        self._places = (None,) * n  # torch.compile takes a length for known, a number for a symbol
+
+    @property
+    def n(self) -> int:
+        """How many rows stay."""
+        return len(self._places)
 
     @property
     def inner(self) -> int:  # type: ignore[override]
@@ -132,6 +137,9 @@ class FirstN(Combiner):
     def output_shape(self, dim: int) -> tuple[int, ...]:
         """n rows."""
         return (self.n, dim)
+
+    def __repr__(self) -> str:
+        return f"FirstN({self.n})"
 
     def _occurrences(self, ragged: Ragged) -> tuple[Tensor, Tensor, Tensor | None]:
         splits = ragged.row_splits

@@ -38,6 +38,10 @@ class Feature:
                 f"feature {self.name!r}: combiner must be Sum(), Mean(), Sqrtn(), FirstN(n) or None, "
                 f"got {self.combiner!r}"
             )
+        if not isinstance(self.shared, bool):
+            raise InputError(f"feature {self.name!r}: shared must be True or False, got {self.shared!r}")
+        if isinstance(self.pad, bool) or not isinstance(self.pad, int):
+            raise InputError(f"feature {self.name!r}: pad must be a whole number, got {self.pad!r}")
         if self.shared and self.combiner is None:
             raise InputError(f"feature {self.name!r}: a shared feature needs a combiner")
 
@@ -51,6 +55,8 @@ class Slice:
     end: int
 
     def __post_init__(self) -> None:
+        if not isinstance(self.feature, str):
+            raise InputError(f"Slice: feature must be the name of a feature, got {self.feature!r}")
         if not (isinstance(self.start, int) and isinstance(self.end, int) and 0 <= self.start < self.end):
             raise InputError(f"Slice of {self.feature!r}: {self.start}:{self.end} is no range of columns")
 
@@ -80,7 +86,9 @@ class Layout:
             raise InputError(
                 f"layout {self.name!r}: kind must be one of {', '.join(KINDS)}, got {self.kind!r}"
             )
-        slices = tuple(self.slices)
-        if not slices or not all(isinstance(s, Slice) for s in slices):
-            raise InputError(f"layout {self.name!r}: slices must be a list of at least one Slice")
-        object.__setattr__(self, "slices", slices)
+        good = isinstance(self.slices, list | tuple) and all(isinstance(s, Slice) for s in self.slices)
+        if not good or not self.slices:
+            raise InputError(
+                f"layout {self.name!r}: slices must be a list of at least one Slice, got {self.slices!r}"
+            )
+        object.__setattr__(self, "slices", tuple(self.slices))

@@ -80,6 +80,8 @@ class Plan:
         self.outputs.append(Output(feature.name, shape, rows_of))
 
     def _add_layouts(self, layouts: Sequence[Layout]) -> None:
+        if not isinstance(layouts, list | tuple) or not all(isinstance(each, Layout) for each in layouts):
+            raise InputError(f"layouts must be a list of Layout, got {layouts!r}")
         names = [layout.name for layout in layouts]
         for name in names:
             if names.count(name) > 1:
@@ -147,7 +149,7 @@ class Plan:
     def batch(self, columns: Mapping[str, Ragged]) -> Batch:
         """The ids of each table, features in declared order, and how their rows are pooled."""
         size = self._batch_size(columns)
-        device = next(iter(columns.values())).values.device
+        device = _device(columns)
         rows = [size] * len(self.outputs)
         ids: dict[str, Tensor] = {}
         bags: dict[str, tuple[Bags, ...]] = {}
@@ -159,7 +161,7 @@ class Plan:
                 column = columns[feature.name].to("cpu") if device.type != "cpu" else columns[feature.name]
                 offsets = column.row_splits
                 if feature.combiner is None:
-                    offsets = torch.arange(column.values.shape[0] + 1)
+                    offsets = torch.arange(column.values.shape[0] + 1, device="cpu")
                     rows[self._parts[feature.name][0].output] = column.values.shape[0]
                 else:
                     column = feature.combiner.cut(column)
@@ -208,6 +210,8 @@ class Plan:
 
 
 def _by_name(features: Sequence[Feature], configs: Mapping[str, TableConfig]) -> dict[str, Feature]:
+    if not isinstance(features, list | tuple):
+        raise InputError(f"features must be a list of Feature, got {features!r}")
     by_name: dict[str, Feature] = {}
     for feature in features:
         if not isinstance(feature, Feature):
@@ -225,11 +229,24 @@ def _by_name(features: Sequence[Feature], configs: Mapping[str, TableConfig]) ->
     return by_name
 
 
+def _device(columns: Mapping[str, Ragged]) -> torch.device:
+    """Where the batch is. Raises InputError if that is in two places."""
+    (first, column), *others = columns.items()
+    for name, other in others:
+        if other.device != column.device:
+            raise InputError(
+                f"feature {name!r} is on {other.device}, feature {first!r} on {column.device}: "
+                "move the batch to one device"
+            )
+    return column.device
+
+
 def _weights(columns: Sequence[Ragged]) -> Tensor | None:
     """The weights of all columns of a table, 1 where a column has none; None if no column has any."""
     if all(column.weights is None for column in columns):
         return None
     pieces = [
-        torch.ones(c.values.shape[0]) if c.weights is None else c.weights.to(torch.float32) for c in columns
+        torch.ones(c.values.shape[0], device="cpu") if c.weights is None else c.weights.to(torch.float32)
+        for c in columns
     ]
     return torch.cat(pieces)

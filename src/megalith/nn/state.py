@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megalith.errors import InputError
 from megalith.table import Chunk, Table
+from megalith.table.records import MAX_TIME
 
 
 def rows_of(table: Table) -> dict[str, Any]:
@@ -27,14 +28,38 @@ def rows_of(table: Table) -> dict[str, Any]:
 
 
 def set_rows(tables: Mapping[str, Table], saved: Mapping[str, Mapping[str, Any]]) -> None:
-    """Replaces all rows of all tables. Raises InputError unless the tables are the same."""
+    """Replaces all rows of all tables.
+
+    Raises InputError, before anything is written, unless tables, dims and optimizers are the same.
+    """
     if set(saved) != set(tables):
         raise InputError(f"state_dict holds tables {sorted(saved)}, this collection has {sorted(tables)}")
+    chunks = {name: _chunk(table, saved[name]) for name, table in tables.items()}
     for name, table in tables.items():
-        rows: Tensor = saved[name]["rows"]
-        if rows.dim() != 2 or rows.shape[1] != table.dim:
-            raise InputError(f"table {name!r}: rows of {list(rows.shape)} do not fit dim {table.dim}")
-    for name, table in tables.items():
-        own = saved[name]
         table.clear()
-        table.restore(Chunk(own["ids"], own["rows"], own["state"], own["time"]))
+        table.restore(chunks[name])
+
+
+def _chunk(table: Table, saved: Mapping[str, Any]) -> Chunk:
+    """What `rows_of` gave, on the CPU, if it fits the table."""
+    shapes = {"rows": table.dim} | {c.key: c.end - c.start for c in table.config.state_columns}
+    state: Mapping[str, Tensor] = saved["state"]
+    if set(state) != shapes.keys() - {"rows"}:
+        raise InputError(
+            f"table {table.name!r}: state_dict holds optimizer state {sorted(state)}, this table keeps "
+            f"{sorted(shapes.keys() - {'rows'})}: the optimizers differ"
+        )
+    ids, time = saved["ids"].cpu(), saved["time"].cpu()
+    n = ids.numel()
+    for name, columns in shapes.items():
+        piece = saved["rows"] if name == "rows" else state[name]
+        if tuple(piece.shape) != (n, columns) or piece.dtype != torch.float32:
+            raise InputError(
+                f"table {table.name!r}: state_dict holds {name} of {piece.dtype} {list(piece.shape)}, "
+                f"this table has float32 [{n}, {columns}]"
+            )
+    good = time.dtype == torch.int64 and tuple(time.shape) == (n,)
+    if not good or (n and not 0 <= int(time.min()) <= int(time.max()) <= MAX_TIME):
+        raise InputError(f"table {table.name!r}: state_dict holds times that are not {n} numbers of seconds")
+    table.check_ids(ids)
+    return Chunk(ids, saved["rows"].cpu(), {key: piece.cpu() for key, piece in state.items()}, time)

@@ -280,7 +280,7 @@ def unpool(
 
 def _fold(grads: Tensor, period: int) -> Tensor:
     """Sums rows that repeat the same `period` rows, in their order."""
-    total = torch.zeros_like(grads[:period]) if grads.shape[0] else grads.new_zeros(period, *grads.shape[1:])
-    for tile in grads.split(period):
-        total += tile
+    total = grads.new_zeros(period, *grads.shape[1:])
+    for first in range(0, grads.shape[0], period):
+        total += grads[first : first + period]
     return total

@@ -40,6 +40,16 @@ class Lookup(ABC):
     def __init__(self, ids: Mapping[str, Tensor]) -> None:
         self.ids = ids
         self.used = False
+        self._versions = {name: version(x) for name, x in ids.items()}
+
+    def check_unchanged(self) -> None:
+        """Raises UsageError if an ids tensor was written to since the look-up."""
+        for name, ids in self.ids.items():
+            if version(ids) != self._versions[name]:
+                raise UsageError(
+                    f"table {name!r}: its ids were changed in place after the look-up; "
+                    "keep them until the update, or look a copy up"
+                )
 
     @abstractmethod
     def wait(self) -> None:
@@ -228,6 +238,11 @@ def check_configs(configs: Sequence[TableConfig]) -> dict[str, TableConfig]:
             raise InputError(f"two tables are named {config.name!r}: names must differ")
         by_name[config.name] = config
     return by_name
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor was written to in place (0 where torch does not count)."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def missing_status(ids: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from megalith.errors import InputError, UsageError
+from megalith.errors import InputError
 from megalith.ops.pooling import Pooling
 from megalith.shards.contract import (
     Ids,
@@ -285,16 +285,6 @@ class LocalLookup(Lookup):
         self.tables = tables
         self.found = {name: tables[name].find_with_epoch(x) for name, x in ids.items()}
         self.pooled: Pooling | None = None
-        self._versions = {name: _version(x) for name, x in ids.items()}
-
-    def check_unchanged(self) -> None:
-        """Raises UsageError if an ids tensor was written to since the look-up."""
-        for name, ids in self.ids.items():
-            if _version(ids) != self._versions[name]:
-                raise UsageError(
-                    f"table {name!r}: its ids were changed in place after the look-up; "
-                    "keep them until the update, or look a copy up"
-                )
 
     def wait(self) -> None:
         """Local rows are there at once."""
@@ -322,7 +312,3 @@ class LocalLookup(Lookup):
                 raise InputError(f"table {name!r}: pooled, but it was not looked up")
         for name, ids in self.ids.items():
             pooling.check(name, ids.numel(), self.tables[name].dim)
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,71 @@
+"""Runs a function as several ranks: a process each, gloo over loopback, one thread, a hard time limit."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SECONDS = 120
+
+
+def run_ranks(work: Callable[..., Any], *args: Any, world_size: int = 2) -> list[Any]:
+    """What `work(*args)` returns on each rank, by rank. `work` is a function at the top of a module."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        started = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe(duplex=False)
+            arguments = (theirs, os.path.join(folder, "store"), rank, world_size, work, args)
+            process = context.Process(target=_rank, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            started.append((process, ours))
+        try:
+            outcomes = [_receive(rank, pipe) for rank, (_, pipe) in enumerate(started)]
+        finally:
+            for process, _ in started:
+                process.join(5)
+                process.kill()
+    errors = [said for good, said in outcomes if not good]
+    assert not errors, "\n".join(errors)
+    return [result for _, result in outcomes]
+
+
+def _receive(rank: int, pipe: Connection) -> tuple[bool, Any]:
+    try:
+        if pipe.poll(SECONDS):
+            outcome: tuple[bool, Any] = pickle.loads(pipe.recv_bytes())
+            return outcome
+        return False, f"rank {rank}: no answer within {SECONDS} s"
+    except EOFError:
+        return False, f"rank {rank}: ended without an answer"
+
+
+def _rank(pipe: Connection, store: str, rank: int, world_size: int, work: Any, args: Any) -> None:
+    signal.alarm(SECONDS)  # whatever it hangs in
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=SECONDS),
+        )
+        result = work(*args)
+        pipe.send_bytes(pickle.dumps((True, result)))  # by value: the process is gone when it is read
+        dist.destroy_process_group()
+    except BaseException:
+        pipe.send_bytes(pickle.dumps((False, f"rank {rank}:\n{traceback.format_exc()}")))
