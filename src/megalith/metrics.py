@@ -63,18 +63,15 @@ class BinnedAUC:
         # Read as whole numbers, floats of one sign are in order; negative ones are turned round below zero.
         bits = scores.to(torch.bfloat16).view(torch.int16).long()
         order = torch.where(bits >= 0, bits, -(bits + _BFLOATS // 2)) + _BFLOATS // 2
-        positive, negative = _by_class(order, labels, weights, _BFLOATS)
-        self._positive += positive
-        self._negative += negative
+        _add_by_class(self._sums, order, labels, weights)
 
     def compute(self) -> float:
         """The AUC of everything taken so far."""
-        return _area(self._positive, self._negative)
+        return _area(self._sums)
 
     def reset(self) -> None:
         """Forgets everything."""
-        self._positive = torch.zeros(_BFLOATS, dtype=torch.float64)
-        self._negative = torch.zeros(_BFLOATS, dtype=torch.float64)
+        self._sums = torch.zeros(2, _BFLOATS, dtype=torch.float64)
 
 
 def log_loss(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> float:
@@ -160,19 +157,20 @@ def _checked(scores: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Te
 def _exact(scores: Tensor, labels: Tensor, weights: Tensor) -> float:
     order = scores.argsort()
     _, group = torch.unique_consecutive(scores[order], return_inverse=True)
-    groups = int(group[-1]) + 1 if len(group) else 0
-    return _area(*_by_class(group, labels[order], weights[order], groups))
+    sums = torch.zeros(2, int(group[-1]) + 1 if len(group) else 0, dtype=torch.float64)
+    _add_by_class(sums, group, labels[order], weights[order])
+    return _area(sums)
 
 
-def _by_class(group: Tensor, labels: Tensor, weights: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """The weight of positives and of negatives in each group, float64 [groups]."""
-    positive = torch.bincount(group, weights * labels, minlength=groups)
-    negative = torch.bincount(group, weights * ~labels, minlength=groups)
-    return positive, negative
+def _add_by_class(sums: Tensor, group: Tensor, labels: Tensor, weights: Tensor) -> None:
+    """Adds the weights of positives, and of negatives, in each group to sums, float64 [2, groups]."""
+    sums[0].index_add_(0, group, weights * labels)
+    sums[1].index_add_(0, group, weights * ~labels)
 
 
-def _area(positive: Tensor, negative: Tensor) -> float:
-    """The AUC of groups in ascending order of score."""
+def _area(sums: Tensor) -> float:
+    """The AUC of positives and negatives in groups of ascending score, [2, groups]."""
+    positive, negative = sums
     below = negative.cumsum(0) - negative / 2
     return _ratio(positive @ below, positive.sum() * negative.sum())
 

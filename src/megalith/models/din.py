@@ -26,8 +26,8 @@ class DIN(Model):
     the config's features. max_length: how many items of a history are looked at, from its beginning.
     hidden, attention: widths of the MLPs' hidden layers. dropout: behind each of the first's.
 
-    Weights are a softmax over the real places, as in the authors' code (in the paper they are not brought
-    to a sum of 1). An empty history gives zeros.
+    Unlike the paper's, the weights are a softmax over the real places, so that long histories do not weigh
+    more than short ones. An empty history gives zeros.
     """
 
     def __init__(

@@ -1,0 +1,90 @@
+"""EmbeddingConfig: features to tables, shards of one's own, and what is refused."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from megalith import Adagrad, FirstN, LocalShards, Mean, Ragged, Segment, Sum, TableConfig, Zeros
+from megalith.errors import InputError, UnknownNameError
+from megalith.models import DCNv2, DeepFM, EmbeddingConfig
+
+
+def test_a_list_of_names_means_a_table_each_and_the_mean() -> None:
+    model = DCNv2(EmbeddingConfig(["user", "tags"], dim=3))
+    found = [(f.name, f.table, f.combiner) for f in model.embeddings.features]
+    assert found == [("user", "user", Mean()), ("tags", "tags", Mean())]
+    assert {name: config.dim for name, config in model.embeddings.shards.configs.items()} == {
+        "user": 3,
+        "tags": 3,
+    }
+
+
+def test_combiners_and_tables_by_feature() -> None:
+    config = EmbeddingConfig({"item": Sum(), "similar": Mean()}, tables={"similar": "item"})
+    model = DCNv2(config)
+    found = [(f.name, f.table, f.combiner) for f in model.embeddings.features]
+    assert found == [("item", "item", Sum()), ("similar", "item", Mean())]
+    assert list(model.embeddings.shards.configs) == ["item"]
+
+
+def test_a_shared_table_has_one_row_for_both_features() -> None:
+    model = DeepFM(EmbeddingConfig(["a", "b"], tables={"a": "ids", "b": "ids"}))
+    ids = torch.tensor([5, 6])
+    model({"a": ids, "b": ids + 1}).sum().backward()
+    assert model.embeddings.shards.stats()["ids"].rows == 3
+
+
+def test_shards_may_be_made_or_given() -> None:
+    made = DeepFM(EmbeddingConfig(["a"], dim=2, shards=partial(LocalShards, engine="reference", seed=7)))
+    assert made.embeddings.shards.local["a"].engine == "reference"
+    row = [Segment(1, optimizer=Adagrad(), initializer=Zeros()), Segment(2, optimizer=Adagrad())]
+    shards = LocalShards(
+        [TableConfig("a", segments=row), TableConfig("other", dim=1, optimizer=Adagrad())], seed=7
+    )
+    given = DeepFM(EmbeddingConfig(["a"], dim=2, shards=shards))
+    assert given.embeddings.shards is shards
+    ids = {"a": Ragged.from_lists([[1], [2]])}
+    assert torch.equal(given.embeddings(ids)["factors"], made.embeddings(ids)["factors"])
+
+
+def test_shards_must_have_the_models_rows() -> None:
+    shards = LocalShards([TableConfig("a", dim=3, optimizer=Adagrad())])
+    with pytest.raises(InputError, match=r"table 'a' has segments of \[3\], the model needs \[1, 2\]"):
+        DeepFM(EmbeddingConfig(["a"], dim=2, shards=shards))
+    with pytest.raises(UnknownNameError, match=r"unknown table 'b' \(known: 'a'"):
+        DCNv2(EmbeddingConfig(["b"], dim=3, shards=shards))
+    with pytest.raises(InputError, match="shards bring their engine and seed"):
+        DCNv2(EmbeddingConfig(["a"], dim=3, shards=shards, seed=1))
+
+
+def test_the_seed_is_that_of_the_initial_rows() -> None:
+    ids = {"a": torch.tensor([1, 2, 3])}
+    one, same, other = (DeepFM(EmbeddingConfig(["a"], seed=seed)).embeddings(ids) for seed in (1, 1, 2))
+    assert torch.equal(one["factors"], same["factors"])
+    assert not torch.equal(one["factors"], other["factors"])
+
+
+@pytest.mark.parametrize(
+    ("features", "options", "message"),
+    [
+        ("user", {}, "features must be a list of names, got 'user'"),
+        ([], {}, "features must be a list of names"),
+        (["a", "a"], {}, "names of features must differ"),
+        (
+            {"a": FirstN(3)},
+            {},
+            r"feature 'a': combiner must be Sum\(\), Mean\(\) or Sqrtn\(\), got FirstN\(3\)",
+        ),
+        ({"a": None}, {}, "feature 'a': combiner must be"),
+        (["a"], {"tables": {"b": "t"}}, "tables: unknown feature 'b'"),
+        (["a"], {"dim": 0}, "dim must be a positive integer"),
+        (["a"], {"optimizer": "adam"}, "optimizer must be an Optimizer"),
+    ],
+)
+def test_what_is_refused(features: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((InputError, UnknownNameError), match=message):
+        EmbeddingConfig(features, **options)

@@ -1,0 +1,230 @@
+"""What holds for every model: shapes, both parts learn, any form of batch, compile, the update modes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith import Ragged
+from megalith.data import Batch
+from megalith.errors import InputError, UnknownNameError
+from megalith.models import MODELS, build_model, forward_batch
+
+from .support import embeddings, known_ids, loss_of, make, teacher, train
+
+every_model = pytest.mark.parametrize("name", MODELS)
+
+
+@every_model
+@pytest.mark.parametrize("num_dense", [0, 3])
+def test_one_logit_for_each_example(name: str, num_dense: int) -> None:
+    model = make(name, num_dense=num_dense)
+    for size in (1, 7):
+        logits = forward_batch(model, teacher(size, num_dense=num_dense).batch(0))
+        assert logits.shape == (size,)
+        assert logits.dtype == torch.float32
+        assert bool(logits.isfinite().all())
+
+
+@every_model
+def test_an_empty_batch_has_no_logits(name: str) -> None:
+    nothing = Ragged.from_lists([])
+    features = dict.fromkeys(("user", "item", "tags", "context"), nothing)
+    assert make(name)(features).shape == (0,)
+
+
+@every_model
+@pytest.mark.parametrize("num_dense", [0, 3])
+def test_training_lowers_the_loss(name: str, num_dense: int) -> None:
+    reader = teacher(num_dense=num_dense, num_batches=80)
+    losses = torch.tensor(train(make(name, num_dense=num_dense), reader))
+    assert losses[-20:].mean() < losses[:5].mean() - 0.03
+
+
+@every_model
+def test_gradients_reach_both_parts(name: str) -> None:
+    model, batch = make(name, num_dense=3), teacher(num_dense=3).batch(0)
+    shards = model.embeddings.shards
+    ids = {f.name: {f.table: batch.features[f.name].values.unique()} for f in model.embeddings.features}
+    before = {feature: dict(shards.lookup(own).rows) for feature, own in ids.items()}
+    loss_of(model, batch).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert bool(parameter.grad.any()), name
+    for feature, own in ids.items():
+        for table, rows in shards.lookup(own).rows.items():
+            assert bool((rows != before[feature][table]).any(1).all()), feature
+
+
+@every_model
+def test_features_come_in_any_order_and_form(name: str) -> None:
+    model, batch = make(name).eval(), teacher(9).batch(0)
+    expected = forward_batch(model, batch)
+    turned = dict(reversed(batch.features.items())) | {"unknown": torch.zeros(2)}
+    assert torch.equal(model(turned), expected)
+    assert torch.equal(model(Keyed(batch)), expected)
+    plain: dict[str, Tensor] = {
+        feature: column.to_padded(pad=-1) if feature == "tags" else column.values
+        for feature, column in batch.features.items()
+    }
+    assert torch.equal(model(plain), expected)
+    tags = batch.features["tags"]
+    nested = torch.nested.nested_tensor_from_jagged(tags.values, tags.row_splits)
+    assert torch.equal(model({**batch.features, "tags": nested}), expected)
+
+
+class Keyed:
+    """Shaped like a KeyedJaggedTensor."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._columns = batch.features
+
+    def keys(self) -> list[str]:
+        return list(self._columns)
+
+    def values(self) -> Tensor:
+        return torch.cat([column.values for column in self._columns.values()])
+
+    def lengths(self) -> Tensor:
+        return torch.cat([column.lengths() for column in self._columns.values()])
+
+
+@every_model
+def test_a_missing_feature_is_named(name: str) -> None:
+    features = dict(teacher(4).batch(0).features)
+    for missing in ("item", "tags"):
+        with pytest.raises(UnknownNameError, match=f"feature '{missing}' is not in the batch"):
+            make(name)({k: v for k, v in features.items() if k != missing})
+
+
+@every_model
+def test_dense_values_must_fit(name: str) -> None:
+    batch = teacher(4, num_dense=3).batch(0)
+    assert make(name)(batch.features, dense=batch.dense).shape == (4,)  # a model without leaves them alone
+    model = make(name, num_dense=2)
+    for dense, got in ((None, "none"), (batch.dense, r"\[4, 3\]"), (torch.zeros(3, 2), r"\[3, 2\]")):
+        with pytest.raises(InputError, match=rf"dense must be \[4, 2\], got {got}"):
+            model(batch.features, dense=dense)
+
+
+@every_model
+def test_evaluation_writes_nothing(name: str) -> None:
+    model = make(name, dropout=0.5).eval()
+    batch = teacher(8).batch(0)
+    assert torch.equal(forward_batch(model, batch), forward_batch(model, batch))
+    loss_of(model, batch).backward()
+    assert not any(known_ids(model).values())
+
+
+@every_model
+def test_time_becomes_the_rows_time(name: str) -> None:
+    model = make(name)
+    loss_of(model, teacher(8, start_time=1234).batch(0)).backward()
+    (chunk,) = model.embeddings.shards.scan("user")
+    assert set(chunk.time.tolist()) == {1234}
+
+
+@every_model
+def test_the_compiled_dense_part_trains_alike(name: str) -> None:
+    reader = teacher(16, num_dense=2)
+    batches = [reader.batch(0), teacher(24, num_dense=2).batch(1), reader.batch(2)]
+    plain, compiled = make(name, num_dense=2), make(name, num_dense=2)
+    compiled.compile(backend="aot_eager", fullgraph=True, dynamic=True)
+    assert train(compiled, batches) == pytest.approx(train(plain, batches), rel=1e-5)
+    assert known_ids(compiled) == known_ids(plain)
+    assert set(compiled.state_dict()) == set(plain.state_dict())
+
+
+@every_model
+def test_the_whole_model_compiles_around_the_lookup(name: str) -> None:
+    batch = teacher(16).batch(0)
+    model = make(name)
+    whole: Any = torch.compile(model, backend="eager")
+    torch.testing.assert_close(whole(batch.features), model(batch.features))
+    whole(batch.features).sum().backward()
+    assert known_ids(model)["user"] == set(batch.features["user"].values.tolist())
+
+
+def test_the_default_compiler_gives_the_same_logits() -> None:
+    model, batch = make("deepfm"), teacher(16).batch(0)
+    expected = forward_batch(model, batch)
+    model.compile()
+    torch.testing.assert_close(forward_batch(model, batch), expected)
+
+
+@every_model
+def test_autocast_trains(name: str) -> None:
+    model, batch = make(name, num_dense=2), teacher(16, num_dense=2).batch(0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = loss_of(model, batch)
+    loss.backward()
+    assert bool(loss.isfinite())
+    assert known_ids(model)["user"]
+
+
+@every_model
+def test_two_halves_and_one_step_are_one_batch(name: str) -> None:
+    whole, halves = (make(name, config={"update": "step"}) for _ in range(2))
+    batch = teacher(16).batch(0)
+    loss_of(whole, batch).backward()
+    whole.embeddings.step()
+    for rows in (slice(0, 8), slice(8, 16)):
+        part = Batch({n: c[rows] for n, c in batch.features.items()}, batch.labels[rows])
+        (loss_of(halves, part) / 2).backward()
+    halves.embeddings.step()
+    whole.eval()
+    halves.eval()
+    torch.testing.assert_close(forward_batch(halves, batch), forward_batch(whole, batch))
+    for one, other in zip(whole.parameters(), halves.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+@every_model
+def test_zero_grad_drops_both_parts(name: str) -> None:
+    model = make(name, config={"update": "step"})
+    loss_of(model, teacher(8).batch(0)).backward()
+    model.zero_grad()
+    model.embeddings.step()
+    assert not any(known_ids(model).values())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@every_model
+def test_a_state_dict_carries_the_model(name: str) -> None:
+    trained, fresh = make(name), make(name)
+    train(trained, teacher(32, num_batches=3))
+    batch = teacher(32).batch(1)
+    expected = forward_batch(trained.eval(), batch)
+    assert not torch.equal(forward_batch(fresh.eval(), batch), expected)
+    fresh.load_state_dict(trained.state_dict())
+    assert torch.equal(forward_batch(fresh, batch), expected)
+
+
+@every_model
+def test_engines_train_alike(name: str) -> None:
+    losses = [
+        train(make(name, config={"engine": engine}), teacher(16, num_batches=5))
+        for engine in ("reference", "cpu")
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_an_unknown_model_is_named() -> None:
+    with pytest.raises(
+        UnknownNameError, match=r"unknown model 'dcn' \(known: 'deepfm', 'dlrm', 'dcnv2', 'din'\)"
+    ):
+        build_model("dcn", embeddings())
+
+
+@pytest.mark.parametrize("num_dense", [-1, 1.5, True])
+def test_num_dense_must_be_a_count(num_dense: Any) -> None:
+    with pytest.raises(InputError, match="DLRM: num_dense must be 0 or above"):
+        make("dlrm", num_dense=num_dense)
+
+
+def test_dcnv2_needs_cross_layers() -> None:
+    with pytest.raises(InputError, match="num_cross and rank must be at least 1, got 0 and 32"):
+        make("dcnv2", num_cross=0)
