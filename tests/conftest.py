@@ -14,6 +14,10 @@ settings.register_profile("desk", deadline=None, print_blob=True)
 settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "desk")
 
+# One thread each: small tensors gain nothing from more, and tests that share a machine lose much. Tests about
+# threads ask for them.
+torch.set_num_threads(1)
+
 
 @pytest.fixture(params=["reference", "cpu"])
 def engine(request: pytest.FixtureRequest) -> str:
