@@ -175,8 +175,8 @@ def main(arguments: Sequence[str]) -> None:
         "title": "A row of its own for every id: DeepFM on MovieLens-1M",
         "date": date.today().isoformat(),
         "rows": table,
-        "note": "Same model, data and order; `make bench` computes it. Memory counts weights, optimizer state "
-        "and, for megalith, the index.",
+        "note": "Same model, data and order; `make bench` computes it. Memory counts weights, optimizer "
+        "state and, for megalith, the index.",
     }
     if options.output or not options.quick:
         write_result(options.output or result_path("quality"), content)

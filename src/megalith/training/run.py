@@ -150,8 +150,8 @@ class Run:
         loss = losses.mean() if batch.weights is None else (losses * batch.weights).mean()
         if not bool(loss.isfinite()):
             raise InputError(
-                f"the loss of step {self.step} is {float(loss)}: check the labels and dense columns of the data, "
-                "or lower the learning rates"
+                f"the loss of step {self.step} is {float(loss)}: check the labels and dense columns of the "
+                "data, or lower the learning rates"
             )
         loss.backward()
         self.optimizer.step()

@@ -1,0 +1,14 @@
+"""`python -m megalith`."""
+
+from __future__ import annotations
+
+
+def main() -> None:
+    """Runs the command line."""
+    from megalith.cli.main import app
+
+    app()
+
+
+if __name__ == "__main__":
+    main()

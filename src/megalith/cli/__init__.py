@@ -1,0 +1,1 @@
+"""The commands, one thin file each. `main.app` is all of them."""

@@ -1,0 +1,43 @@
+"""megalith eval: how good a trained model is on other data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from megalith.cli.console import bar, console, told
+from megalith.errors import InputError
+from megalith.training import evaluate as evaluate_model
+from megalith.training import load_trained, open_reader, open_source
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="A run's directory, or a checkpoint of one.")],
+    path: Annotated[
+        Path | None, typer.Argument(help="Data with labels; left out: what the run held back.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Evaluate a trained model: AUC, log loss, calibration. Nothing is written.
+
+    Example: megalith eval runs/mine clicks-of-today.parquet
+    """
+    with told():
+        model, config = load_trained(run)
+        reader = open_source(config).test if path is None else open_reader(config.data, path)
+        if reader is None:
+            raise InputError(f"{run} held no data back: name data to evaluate on")
+        with bar("evaluating", reader.num_rows) as on_batch:
+            result = evaluate_model(model, reader, on_batch)
+    if as_json:
+        console.print_json(json.dumps(result.to_dict()))
+        return
+    table = Table("predicted", "observed", "samples", title="calibration")
+    for each in result.calibration:
+        table.add_row(f"{each['predicted']:.3f}", f"{each['observed']:.3f}", f"{each['count']:,.0f}")
+    console.print(f"{result.samples:,} samples   AUC {result.auc:.4f}   log loss {result.log_loss:.4f}")
+    console.print(table)

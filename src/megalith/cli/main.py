@@ -1,0 +1,49 @@
+"""The command line: `megalith COMMAND` or `python -m megalith COMMAND`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from megalith import __version__
+from megalith.cli.evaluate import evaluate
+from megalith.cli.plan import plan
+from megalith.cli.predict import predict
+from megalith.cli.report import report
+from megalith.cli.table import table
+from megalith.cli.train import train
+
+app = typer.Typer(
+    name="megalith",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Recommender models whose embedding tables grow with the data.",
+    epilog="Example: megalith train --data movielens --run runs/demo",
+)
+
+for command, name in (
+    (train, "train"),
+    (evaluate, "eval"),
+    (predict, "predict"),
+    (report, "report"),
+    (table, "table"),
+    (plan, "plan"),
+):
+    app.command(name=name)(command)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"megalith {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Recommender models whose embedding tables grow with the data."""

@@ -1,0 +1,172 @@
+"""megalith plan: what each routing mode would do to the ids of a source."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megalith.cli.console import told
+from megalith.cli.output import console
+from megalith.planning import Forecast, Load, ModeForecast, forecast
+from megalith.sampling import Sample, read_sample
+from megalith.units import show_bytes
+
+_MAX_LISTED = 16
+_ID_BYTES, _WEIGHT_BYTES = 8, 4
+
+
+def plan(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="A checkpoint; a Parquet, CSV or TSV file or a directory of them; or a text file with "
+            "an id or a text a line.",
+            show_default=False,
+        ),
+    ],
+    ranks: Annotated[int, typer.Option(min=1, help="How many ranks share the rows.", show_default=False)],
+    column: Annotated[
+        str | None, typer.Option("--column", "--feature", help="The column of ids, of a data file.")
+    ] = None,
+    table: Annotated[str | None, typer.Option(help="The table, of a checkpoint.")] = None,
+    block_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of mode continuous; as the ids need it if not given."),
+    ] = None,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Ids of a batch: each travels once per batch.")
+    ] = 8192,
+    sample: Annotated[int, typer.Option(min=1, help="How many ids to look at.")] = 1_000_000,
+    dim: Annotated[int | None, typer.Option(min=1, help="Of a row, to show bytes.")] = None,
+    hash: Annotated[bool, typer.Option("--hash", help="Hash the text of whole numbers, too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Shows rows and traffic per rank under each routing mode, warns of skew and names the cure.
+
+    Rows are distinct ids; traffic is occurrences; sent is what travels, as an id goes once per batch.
+    Imbalance is (max - min) / mean.
+
+    \b
+    Example:
+      megalith plan clicks.parquet --column user_id --ranks 8
+      megalith plan runs/demo/checkpoint --table user --ranks 4 --dim 16
+      megalith plan ids.txt --ranks 8 --block-size 100000
+    """
+    with told():
+        found = read_sample(source, size=sample, column=column, table=table, hash=hash or None)
+        result = forecast(
+            found.ids,
+            ranks=ranks,
+            counts=found.counts,
+            distinct=found.distinct,
+            block_size=block_size,
+            batch_size=None if found.distinct or found.counts is not None else batch_size,
+        )
+    if as_json:
+        typer.echo(json.dumps(_as_dict(found, result), indent=1))
+    else:
+        _print(console(), found, result, dim)
+
+
+def _print(out: Console, found: Sample, result: Forecast, dim: int | None) -> None:
+    seen = f"{result.num_distinct:,} distinct ids"
+    if result.occurrences is not None:
+        seen += f" in {result.occurrences:,} occurrences"
+    ranks = "1 rank" if result.ranks == 1 else f"{result.ranks:,} ranks"
+    out.print(Text(f"{found.source}: {seen}, over {ranks}"))
+    out.print(_summary(result, dim))
+    if result.ranks <= _MAX_LISTED:
+        out.print(_per_rank(result))
+    if result.hottest and result.hottest[0].occurrences > 1:
+        listed = ", ".join(f"{hot.id} ({hot.share:.2%})" for hot in result.hottest[:5])
+        share = sum(hot.share for hot in result.hottest)
+        out.print(
+            Text(f"hottest ids: {listed}; the first {len(result.hottest)} have {share:.1%} of the traffic")
+        )
+    for advice in result.advice:
+        style = "bold yellow" if advice.is_warning else "bold"
+        out.print(Text.assemble(("warning: " if advice.is_warning else "note: ", style), advice.text))
+    how = "the default"
+    if result.recommended != "roundrobin":
+        how = f'TableConfig(..., dist_type="{result.recommended}"); load(..., reroute=True) moves saved rows'
+    out.print(Text.assemble(("use: ", "bold green"), f"{result.recommended} ({how})"))
+
+
+def _summary(result: Forecast, dim: int | None) -> Table:
+    grid = Table(title="max/mean and imbalance by mode", title_justify="left", title_style="bold")
+    for name in ("mode / block size", "of", "mean a rank", "least", "most", "max/mean", "imbalance"):
+        grid.add_column(name, justify="left" if name in ("mode / block size", "of") else "right")
+    if dim is not None:
+        grid.add_column("most, bytes", justify="right")
+    for forecasted in result.modes.values():
+        name = forecasted.mode
+        if forecasted.block_size is not None:
+            name += f" / {forecasted.block_size:,}"
+        for what, load in _loads(forecasted):
+            cells = [name if what == "rows" else "", what, *_numbers(load)]
+            if dim is not None:
+                cells.append(_bytes(what, load, dim))
+            grid.add_row(*cells)
+        grid.add_section()
+    return grid
+
+
+def _per_rank(result: Forecast) -> Table:
+    grid = Table(title="rows per rank (and traffic)", title_justify="left", title_style="bold")
+    grid.add_column("rank", justify="right")
+    for mode in result.modes:
+        grid.add_column(mode, justify="right")
+    for rank in range(result.ranks):
+        cells = []
+        for forecasted in result.modes.values():
+            traffic = "" if forecasted.traffic is None else f" ({forecasted.traffic.per_rank[rank]:,})"
+            cells.append(f"{forecasted.rows.per_rank[rank]:,}{traffic}")
+        grid.add_row(str(rank), *cells)
+    return grid
+
+
+def _loads(forecasted: ModeForecast) -> list[tuple[str, Load]]:
+    named = [("rows", forecasted.rows), ("traffic", forecasted.traffic), ("sent", forecasted.sent)]
+    return [(what, load) for what, load in named if load is not None]
+
+
+def _numbers(load: Load) -> list[str]:
+    least, most = min(load.per_rank), max(load.per_rank)
+    return [f"{load.mean:,.0f}", f"{least:,}", f"{most:,}", f"{load.peak:.2f}", f"{load.imbalance:.2f}"]
+
+
+def _bytes(what: str, load: Load, dim: int) -> str:
+    """Weights of the rows; for what travels, ids there and rows back."""
+    each = dim * _WEIGHT_BYTES + (0 if what == "rows" else _ID_BYTES)
+    return "" if what == "traffic" else show_bytes(max(load.per_rank) * each)
+
+
+def _as_dict(found: Sample, result: Forecast) -> dict[str, Any]:
+    modes = {
+        mode: {
+            "block_size": forecasted.block_size,
+            **{
+                what: {"per_rank": load.per_rank, "imbalance": load.imbalance, "max_by_mean": load.peak}
+                for what, load in _loads(forecasted)
+            },
+        }
+        for mode, forecasted in result.modes.items()
+    }
+    return {
+        "source": found.source,
+        "ranks": result.ranks,
+        "num_distinct": result.num_distinct,
+        "occurrences": result.occurrences,
+        "batch_size": result.batch_size,
+        "modes": modes,
+        "hottest": [hot._asdict() for hot in result.hottest],
+        "advice": [asdict(advice) for advice in result.advice],
+        "recommended": result.recommended,
+    }

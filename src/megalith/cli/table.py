@@ -1,0 +1,272 @@
+"""megalith table: look into a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megalith import inspection
+from megalith.bits import signed
+from megalith.checkpoint import Manifest, read_manifest
+from megalith.checkpoint.manifest import Routing, TableEntry
+from megalith.cli.console import told
+from megalith.cli.output import bar_table, console, progress
+from megalith.errors import InputError, UnknownNameError
+from megalith.inspection import Ages, Norms, Row, TableSummary
+from megalith.ops.ids import hash_strings
+from megalith.units import YEAR, show_bytes, show_number, show_span, show_time
+
+
+def table(
+    checkpoint: Annotated[Path, typer.Argument(help="The directory of a checkpoint.", show_default=False)],
+    name: Annotated[str | None, typer.Option("--table", help="Look inside this table.")] = None,
+    collection: Annotated[
+        str | None, typer.Option(help="The collection it is in, where several have such a table.")
+    ] = None,
+    top: Annotated[
+        int | None, typer.Option(min=0, help="How many ids of the largest rows to show; 10 if not given.")
+    ] = None,
+    id: Annotated[str | None, typer.Option("--id", help="Show what is stored of this id.")] = None,
+    string: Annotated[str | None, typer.Option(help="Show what is stored of this text's id.")] = None,
+    now: Annotated[
+        str,
+        typer.Option(help='Ages count back from here: "clock", "newest" (row of the table), or seconds.'),
+    ] = "clock",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Shows what a checkpoint holds: tables, norms, ages, the largest rows, or all of one id.
+
+    Exits with 1 if the checkpoint is damaged, or if the id asked for has no row.
+
+    \b
+    Example:
+      megalith table runs/demo/checkpoint
+      megalith table runs/demo/checkpoint --table user --top 5
+      megalith table runs/demo/checkpoint --table user --id 4711
+      megalith table runs/demo/checkpoint --table genre --string Comedy
+    """
+    with told():
+        manifest = read_manifest(checkpoint)
+        if id is not None or string is not None:
+            _show_row(checkpoint, manifest, name, collection, _wanted(id, string), now, as_json)
+        elif (name, collection, top) != (None, None, None):
+            _show_table(checkpoint, manifest, name, collection, 10 if top is None else top, now, as_json)
+        else:
+            _show_all(manifest, as_json)
+
+
+# ---- the three views
+
+
+def _show_all(manifest: Manifest, as_json: bool) -> None:
+    tables = inspection.summarize(manifest)
+    if as_json:
+        about = {"id": manifest.id, "created": manifest.created, "megalith": manifest.megalith}
+        return _print_json({**about, "tables": [asdict(t) for t in tables]})
+    out = console()
+    rows, size = sum(t.rows for t in tables), sum(file.bytes for file in manifest.files())
+    out.print(
+        Text(f"checkpoint {manifest.id} of {manifest.created}: {rows:,} rows, {show_bytes(size)} on disk")
+    )
+    grid = Table()
+    with_collections = any(t.collection for t in tables)
+    if with_collections:
+        grid.add_column("collection")
+    for column in ("table", "rows", "on disk", "dim", "segments", "routing", "step"):
+        grid.add_column(column, justify="right" if column in ("rows", "on disk", "dim", "step") else "left")
+    for t in tables:
+        cells = [t.name, f"{t.rows:,}", show_bytes(t.bytes), str(t.dim), _segments(t), _routing(t.routing)]
+        cells = [*([t.collection] if with_collections else []), *cells, f"{t.global_step:,}"]
+        grid.add_row(*(Text(cell) for cell in cells))
+    out.print(grid)
+    out.print("Look inside one with --table NAME.")
+
+
+def _show_table(
+    root: Path,
+    manifest: Manifest,
+    name: str | None,
+    collection: str | None,
+    top: int,
+    now: str,
+    as_json: bool,
+) -> None:
+    summary, entry = inspection.find_table(manifest, name, collection)
+    with progress(f"reading {summary.name}", entry.rows) as advance:
+        norms = inspection.measure_norms(root, entry, top=top, on_rows=advance)
+    ages = inspection.measure_ages(root, entry, now=_now(now, root, entry))
+    if as_json:
+        return _print_json({**asdict(summary), "norms": _norms(norms), "ages": _ages(ages)})
+    out = console()
+    _print_summary(out, summary)
+    if not norms.rows:
+        return out.print("It has no rows.")
+    _print_norms(out, norms)
+    _print_ages(out, ages, now)
+
+
+def _show_row(
+    root: Path,
+    manifest: Manifest,
+    name: str | None,
+    collection: str | None,
+    wanted: int,
+    now: str,
+    as_json: bool,
+) -> None:
+    summary, entry = inspection.find_table(manifest, name, collection)
+    with progress(f"searching {summary.name}", entry.rows) as advance:
+        row = inspection.find_row(root, entry, wanted, on_rows=advance)
+    if row is None:
+        raise UnknownNameError(
+            f"table {summary.name!r} has no row of id {wanted}; it has {entry.rows:,} rows of other ids"
+        )
+    if as_json:
+        return _print_json({"collection": summary.collection, "table": summary.name, **asdict(row)})
+    _print_row(console(), summary, row, _now(now, root, entry))
+
+
+# ---- arguments
+
+
+def _wanted(id: str | None, string: str | None) -> int:
+    if id is not None and string is not None:
+        raise InputError("give --id or --string, not both")
+    if string is not None:
+        return int(hash_strings([string])[0])
+    assert id is not None
+    try:
+        value = int(id, 0)
+    except ValueError:
+        raise InputError(f"--id must be a whole number, got {id!r}; texts go to --string") from None
+    if not -(2**63) <= value < 2**64:
+        raise InputError(f"--id must fit in 64 bits, got {id}")
+    return signed(value)
+
+
+def _now(now: str, root: Path, entry: TableEntry) -> int:
+    if now == "clock":
+        return int(time.time())
+    if now == "newest":
+        return inspection.newest_time(root, entry) or 0
+    if not now.isdecimal() or len(now) > 18:
+        raise InputError(f'--now must be "clock", "newest" or seconds since 1970, got {now!r}')
+    return int(now)
+
+
+# ---- text
+
+
+def _segments(t: TableSummary) -> str:
+    return " + ".join(f"{s.dim} {s.optimizer}" for s in t.segments)
+
+
+def _routing(routing: Routing) -> str:
+    shards = f"{routing.num_shards} shard" + ("s" if routing.num_shards != 1 else "")
+    block = f", blocks of {routing.block_size:,}" if routing.block_size else ""
+    return f"{routing.dist_type}, {shards}{block}" + (", first left empty" if routing.skip_first else "")
+
+
+def _print_summary(out: Console, t: TableSummary) -> None:
+    grid = Table.grid(padding=(0, 2))
+    where = f" of collection {t.collection}" if t.collection else ""
+    out.print(Text.assemble((f"table {t.name}", "bold"), where))
+    grid.add_row("rows", f"{t.rows:,}")
+    per_row = f", {show_bytes(t.bytes / t.rows)} a row" if t.rows else ""
+    files = "1 file" if t.num_files == 1 else f"{t.num_files:,} files"
+    grid.add_row("on disk", f"{show_bytes(t.bytes)} in {files}{per_row}")
+    for number, s in enumerate(t.segments):
+        text = f"dim {s.dim}, {s.precision}, {s.settings}, {s.initializer}"
+        grid.add_row(f"segment {number}", Text(text))
+    grid.add_row("routing", Text(_routing(t.routing)))
+    grid.add_row("step", f"{t.global_step:,}")
+    out.print(grid)
+
+
+def _print_norms(out: Console, norms: Norms) -> None:
+    if norms.num_nonfinite:
+        out.print(f"\n[bold red]{norms.num_nonfinite:,} rows hold a NaN or an infinity[/]")
+    if norms.minimum is None or norms.median is None or norms.maximum is None:
+        return
+    spread = f"min {norms.minimum:.4g}, median {norms.median:.4g}, max {norms.maximum:.4g}"
+    zeros = f", {norms.num_zero:,} rows of zeros" if norms.num_zero else ""
+    edges = norms.histogram.edges
+    labels = [f"{a:.4g} to {b:.4g}" for a, b in pairwise(edges)]
+    out.print()
+    bins = list(zip(labels, norms.histogram.counts, strict=True))
+    out.print(bar_table(f"norms: {spread}{zeros}", "norm", bins))
+    if not norms.top:
+        return
+    grid = Table(title="largest rows", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    grid.add_column("id", justify="right")
+    grid.add_column("norm", justify="right")
+    for row in norms.top:
+        grid.add_row(str(row.id), f"{row.norm:.6g}")
+    out.print()
+    out.print(grid)
+
+
+def _print_ages(out: Console, ages: Ages, now: str) -> None:
+    if ages.newest is None or ages.oldest is None or ages.median is None:
+        return
+    out.print()
+    out.print(bar_table(f"age of rows: median {show_span(ages.median)}", "last updated", ages.bins))
+    out.print(f"from {show_time(ages.oldest)} to {show_time(ages.newest)}, seen from {show_time(ages.now)}")
+    if now == "clock" and ages.now - ages.newest > YEAR:
+        out.print("The times are those of the data: --now newest counts back from the newest row.")
+
+
+def _print_row(out: Console, t: TableSummary, row: Row, now: int) -> None:
+    out.print(Text.assemble((f"id {row.id}", "bold"), f" of table {t.name}"))
+    grid = Table.grid(padding=(0, 2))
+    begin = 0
+    for number, s in enumerate(t.segments):
+        part = row.weights[begin : begin + s.dim]
+        grid.add_row("weights" if len(t.segments) == 1 else f"weights {number}", _numbers(part))
+        begin += s.dim
+    for key, values in row.state.items():
+        grid.add_row(Text(f"state {key}"), _numbers(values))
+    grid.add_row("norm", f"{row.norm:.6g}")
+    age = now - row.time
+    ago = f"{show_span(age)} ago" if age >= 0 else f"{show_span(-age)} ahead"
+    grid.add_row("last update", f"{show_time(row.time)} ({ago})")
+    if row.count is not None:
+        grid.add_row("updates", show_number(row.count))
+    out.print(grid)
+
+
+def _numbers(values: list[float]) -> str:
+    return " ".join(f"{value:.6g}" for value in values)
+
+
+# ---- JSON
+
+
+def _print_json(data: Any) -> None:
+    typer.echo(json.dumps(_finite(data), indent=1, allow_nan=False))
+
+
+def _finite(data: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not abs(data) < float("inf") else data
+
+
+def _norms(norms: Norms) -> dict[str, Any]:
+    return {**asdict(norms), "top": [row._asdict() for row in norms.top]}
+
+
+def _ages(ages: Ages) -> dict[str, Any]:
+    return {**asdict(ages), "bins": [{"age": label, "rows": count} for label, count in ages.bins]}

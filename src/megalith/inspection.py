@@ -1,0 +1,398 @@
+"""Looking into a checkpoint without a model: what its tables hold, how large and how old their rows are.
+
+Files are read one after the other, so memory stays at one file (64 MiB as `save` writes them) however
+large the table is. Nothing is printed here and nothing is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megalith.checkpoint import files
+from megalith.checkpoint.manifest import Manifest, Piece, Routing, TableEntry
+from megalith.errors import CheckpointError, UnknownNameError
+from megalith.units import DAY, HOUR, MINUTE, MONTH, WEEK, YEAR
+
+OnRows = Callable[[int], None]
+
+AGE_LIMITS = (
+    (10, "under 10 seconds"),
+    (MINUTE, "10 to 60 seconds"),
+    (10 * MINUTE, "1 to 10 minutes"),
+    (HOUR, "10 to 60 minutes"),
+    (6 * HOUR, "1 to 6 hours"),
+    (DAY, "6 to 24 hours"),
+    (WEEK, "1 to 7 days"),
+    (MONTH, "7 to 30 days"),
+    (3 * MONTH, "1 to 3 months"),
+    (YEAR, "3 to 12 months"),
+    (3 * YEAR, "1 to 3 years"),
+)
+OLDEST_LABEL, FUTURE_LABEL = "over 3 years", "in the future"
+
+_NUM_BINS = 12
+_LOG_RATIO = 20
+_DROPPED_BITS = 11
+_FLOAT32_MAX = np.finfo(np.float32).max
+
+
+@dataclass(frozen=True)
+class SegmentSummary:
+    """A segment as its manifest describes it."""
+
+    dim: int
+    precision: str
+    optimizer: str
+    settings: str
+    initializer: str
+
+
+@dataclass(frozen=True)
+class TableSummary:
+    """A table as its manifest describes it. bytes: of its files on disk."""
+
+    collection: str
+    name: str
+    rows: int
+    bytes: int
+    dim: int
+    num_files: int
+    global_step: int
+    segments: list[SegmentSummary]
+    routing: Routing
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """counts[i] values lie from edges[i] to edges[i + 1]."""
+
+    edges: list[float]
+    counts: list[int]
+
+
+class TopRow(NamedTuple):
+    """An id and the norm of its weights."""
+
+    id: int
+    norm: float
+
+
+@dataclass(frozen=True)
+class Norms:
+    """L2 norms of the rows of a table; the numbers are None if it has no finite row.
+
+    The median is right to 0.02 %. num_zero: rows of zeros. num_nonfinite: rows with a NaN or an infinity,
+    which count nowhere else. top: the largest, the smaller id first among equals.
+    """
+
+    rows: int
+    minimum: float | None
+    median: float | None
+    maximum: float | None
+    num_zero: int
+    num_nonfinite: int
+    histogram: Histogram
+    top: list[TopRow]
+
+
+@dataclass(frozen=True)
+class Ages:
+    """How long ago the rows of a table were last updated, counted in seconds back from `now`.
+
+    oldest, newest: times in seconds; median: an age. bins: (label, rows), from young to old, from the first
+    that holds a row to the last. None and no bins if the table is empty.
+    """
+
+    now: int
+    rows: int
+    newest: int | None
+    oldest: int | None
+    median: float | None
+    bins: list[tuple[str, int]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """All that is stored of an id. state: by "segment number/name". count: updates, where a policy counts."""
+
+    id: int
+    weights: list[float]
+    norm: float
+    state: dict[str, list[float]]
+    time: int
+    count: int | None
+
+
+def summarize(manifest: Manifest) -> list[TableSummary]:
+    """Every table of a checkpoint, in the manifest's order."""
+    return [
+        TableSummary(
+            collection=path,
+            name=name,
+            rows=entry.rows,
+            bytes=sum(piece.file.bytes for piece in entry.pieces),
+            dim=entry.dim,
+            num_files=len(entry.pieces),
+            global_step=collection.global_step,
+            segments=[_segment(segment) for segment in entry.segments],
+            routing=entry.routing,
+        )
+        for path, collection in manifest.collections.items()
+        for name, entry in collection.tables.items()
+    ]
+
+
+def find_table(
+    manifest: Manifest, name: str | None = None, collection: str | None = None
+) -> tuple[TableSummary, TableEntry]:
+    """The one table with this name, in this collection if given; without a name, the only one.
+
+    Raises UnknownNameError naming what there is if none fits, or several do.
+    """
+    if collection is not None and collection not in manifest.collections:
+        known = ", ".join(map(repr, manifest.collections)) or "none"
+        raise UnknownNameError(f"no collection {collection!r} (known: {known})")
+    tables = [t for t in summarize(manifest) if collection in (None, t.collection)]
+    fits = [t for t in tables if name in (None, t.name)]
+    if len(fits) == 1:
+        (found,) = fits
+        return found, manifest.collections[found.collection].tables[found.name]
+    if not fits:
+        known = ", ".join(dict.fromkeys(t.name for t in tables)) or "none"
+        raise UnknownNameError(f"no table {name!r} (known: {known})" if name else "there is no table")
+    if len({t.name for t in fits}) > 1:
+        known = ", ".join(dict.fromkeys(t.name for t in fits))
+        raise UnknownNameError(f"there are several tables, name one (known: {known})")
+    known = ", ".join(repr(t.collection) for t in fits)
+    raise UnknownNameError(f"table {fits[0].name!r} is in several collections, name one (known: {known})")
+
+
+def measure_norms(root: Path, entry: TableEntry, *, top: int = 10, on_rows: OnRows | None = None) -> Norms:
+    """The norms of all rows. Files are read whole and checked; raises CheckpointError if one is damaged.
+
+    on_rows: called with the number of rows read so far.
+    """
+    spread = _Spread()
+    best: list[TopRow] = []
+    rows = nonfinite = 0
+    for piece, tensors in _read(root, entry, ("ids", "rows"), check=True):
+        norms = torch.linalg.vector_norm(tensors["rows"], dim=1, dtype=torch.float64).numpy()
+        ids = tensors["ids"].numpy()
+        good = np.isfinite(norms)
+        nonfinite += int(len(norms) - good.sum())
+        spread.add(norms[good])
+        best = _largest(best, ids[good], norms[good], top)
+        rows += piece.rows
+        if on_rows is not None:
+            on_rows(rows)
+    return Norms(
+        rows=rows,
+        minimum=spread.minimum,
+        median=spread.median(),
+        maximum=spread.maximum,
+        num_zero=spread.num_zero,
+        num_nonfinite=nonfinite,
+        histogram=spread.histogram(),
+        top=best,
+    )
+
+
+def newest_time(root: Path, entry: TableEntry) -> int | None:
+    """The last update of any row, in seconds; None if there is no row."""
+    latest = [int(tensors["time"].max()) for piece, tensors in _read(root, entry, ("time",)) if piece.rows]
+    return max(latest, default=None)
+
+
+def measure_ages(root: Path, entry: TableEntry, *, now: int) -> Ages:
+    """The ages of all rows at `now`, in seconds. Only the rows' times are read."""
+    limits = np.array([0, *(limit for limit, _ in AGE_LIMITS)], np.int64)
+    counts = np.zeros(len(limits) + 1, np.int64)
+    spread = _Spread()
+    newest: list[int] = []
+    oldest: list[int] = []
+    for piece, tensors in _read(root, entry, ("time",)):
+        if piece.rows:
+            ages = now - tensors["time"].numpy()
+            counts += np.bincount(np.searchsorted(limits, ages, side="right"), minlength=len(counts))
+            spread.add(np.maximum(ages, 0).astype(np.float64))
+            newest.append(now - int(ages.min()))
+            oldest.append(now - int(ages.max()))
+    labels = [FUTURE_LABEL, *(label for _, label in AGE_LIMITS), OLDEST_LABEL]
+    held = np.flatnonzero(counts)
+    shown = range(held[0], held[-1] + 1) if len(held) else range(0)
+    return Ages(
+        now=now,
+        rows=int(counts.sum()),
+        newest=max(newest, default=None),
+        oldest=min(oldest, default=None),
+        median=spread.median(),
+        bins=[(labels[i], int(counts[i])) for i in shown],
+    )
+
+
+def find_row(root: Path, entry: TableEntry, id: int, *, on_rows: OnRows | None = None) -> Row | None:
+    """What is stored of an id, or None. Only ids are read until it is found; its file is then checked."""
+    done = 0
+    for piece, tensors in _read(root, entry, ("ids",)):
+        at = torch.nonzero(tensors["ids"] == id)
+        if len(at):
+            return _row(root, entry, piece, int(at[0]))
+        done += piece.rows
+        if on_rows is not None:
+            on_rows(done)
+    return None
+
+
+def read_ids(root: Path, entry: TableEntry) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """The ids of a table, file by file: int64 [n], and how often each was updated if that was counted."""
+    for piece, tensors in _read(root, entry, ("ids",), optional=("count",)):
+        if piece.rows:
+            yield tensors["ids"], tensors.get("count")
+
+
+# ---- files
+
+
+def _read(
+    root: Path,
+    entry: TableEntry,
+    names: Sequence[str],
+    *,
+    optional: Sequence[str] = (),
+    check: bool = False,
+) -> Iterator[tuple[Piece, dict[str, Tensor]]]:
+    """Some tensors of each file, their shapes as the manifest says."""
+    for piece in entry.pieces:
+        if check:
+            files.verify(root, piece.file)
+        file = files.TensorFile(root, piece.file)
+        held = set(file.keys())
+        missing = sorted(set(names) - held)
+        if missing:
+            raise CheckpointError(f"{file.path} lacks {', '.join(missing)}")
+        tensors = {name: file.get(name) for name in (*names, *optional) if name in held}
+        for name, tensor in tensors.items():
+            _check_shape(file.path, name, tensor, piece.rows, entry.dim)
+        yield piece, tensors
+
+
+def _check_shape(path: Path, name: str, tensor: Tensor, rows: int, dim: int) -> None:
+    wanted = [rows, dim] if name == "rows" else [rows]
+    if list(tensor.shape) != wanted:
+        raise CheckpointError(f"{path} holds {name} {list(tensor.shape)}, its manifest says {wanted}")
+    whole = name != "rows"
+    if whole != (tensor.dtype == torch.int64) or not (whole or tensor.is_floating_point()):
+        raise CheckpointError(f"{path} holds {name} of {tensor.dtype}")
+
+
+def _row(root: Path, entry: TableEntry, piece: Piece, at: int) -> Row:
+    files.verify(root, piece.file)
+    ((_, tensors),) = _read(
+        root, replace(entry, pieces=[piece]), ("ids", "rows", "time"), optional=("count",)
+    )
+    file = files.TensorFile(root, piece.file)
+    keys = [key.removeprefix("state/") for key in sorted(file.keys()) if key.startswith("state/")]
+    state = {key: file.get(f"state/{key}") for key in keys}
+    for key, tensor in state.items():
+        if tensor.dim() != 2 or tensor.shape[0] != piece.rows:
+            raise CheckpointError(f"{file.path} holds state/{key} {list(tensor.shape)}")
+    weights = tensors["rows"][at].double()
+    return Row(
+        id=int(tensors["ids"][at]),
+        weights=weights.tolist(),
+        norm=float(torch.linalg.vector_norm(weights)),
+        state={key: tensor[at].double().tolist() for key, tensor in state.items()},
+        time=int(tensors["time"][at]),
+        count=int(tensors["count"][at]) if "count" in tensors else None,
+    )
+
+
+def _segment(segment: dict[str, object]) -> SegmentSummary:
+    optimizer = segment["optimizer"]
+    assert isinstance(optimizer, dict)  # the manifest's reader checked it
+    return SegmentSummary(
+        dim=int(str(segment["dim"])),
+        precision=str(segment.get("precision", "float32")),
+        optimizer=str(optimizer["name"]),
+        settings=str(optimizer.get("settings", optimizer["name"])),
+        initializer=str(segment.get("initializer", "")),
+    )
+
+
+# ---- numbers
+
+
+def _largest(
+    best: list[TopRow], ids: NDArray[np.int64], norms: NDArray[np.float64], top: int
+) -> list[TopRow]:
+    if len(ids) > top > 0:
+        limit = np.partition(norms, len(norms) - top)[len(norms) - top]
+        ids, norms = ids[norms >= limit], norms[norms >= limit]
+        order = np.lexsort((ids, -norms))[:top]
+        ids, norms = ids[order], norms[order]
+    rows = [TopRow(i, n) for i, n in zip(ids.tolist(), norms.tolist(), strict=True)] if top else []
+    return sorted([*best, *rows], key=lambda row: (-row.norm, row.id))[:top]
+
+
+class _Spread:
+    """The distribution of numbers from 0 up, in 8 MB whatever their number.
+
+    Numbers fall into bins by the high bits of their float32 form, 0.025 % wide.
+    """
+
+    def __init__(self) -> None:
+        self._counts = np.zeros(1 << (31 - _DROPPED_BITS), np.int64)
+        self.minimum: float | None = None
+        self.maximum: float | None = None
+        self.num_zero = 0
+
+    def add(self, values: NDArray[np.float64]) -> None:
+        if not len(values):
+            return
+        low, high = float(values.min()), float(values.max())
+        self.minimum = low if self.minimum is None else min(low, self.minimum)
+        self.maximum = high if self.maximum is None else max(high, self.maximum)
+        self.num_zero += int((values == 0).sum())
+        bits = np.minimum(values, _FLOAT32_MAX).astype(np.float32).view(np.uint32)
+        np.add.at(self._counts, bits >> _DROPPED_BITS, 1)
+
+    def median(self) -> float | None:
+        values, counts = self._held()
+        if not len(values):
+            return None
+        return float(values[np.searchsorted(counts.cumsum(), (counts.sum() + 1) // 2)])
+
+    def histogram(self) -> Histogram:
+        """Up to 12 bins of equal width; of equal ratio when the largest number is far above the median."""
+        values, counts = self._held()
+        middle = self.median()
+        if self.minimum is None or self.maximum is None or middle is None:
+            return Histogram([], [])
+        if self.minimum == self.maximum:
+            return Histogram([self.minimum, self.maximum], [int(counts.sum())])
+        if self.maximum > _LOG_RATIO * middle:
+            least = self.minimum or values[values > 0].min(initial=self.maximum / 1000)
+            edges = np.geomspace(max(least, self.maximum * 1e-12), self.maximum, _NUM_BINS + 1)
+            edges[0], edges[-1] = self.minimum, self.maximum
+        else:
+            edges = np.linspace(self.minimum, self.maximum, _NUM_BINS + 1)
+        bins = np.clip(np.searchsorted(edges, values, side="right") - 1, 0, _NUM_BINS - 1)
+        return Histogram(edges.tolist(), np.bincount(bins, counts, _NUM_BINS).astype(np.int64).tolist())
+
+    def _held(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """The middle of every bin that holds something, and how much."""
+        held = np.flatnonzero(self._counts)
+        middle = (held.astype(np.uint32) << _DROPPED_BITS) | (1 << (_DROPPED_BITS - 1))
+        values = middle.view(np.float32).astype(np.float64)
+        if self.minimum is not None:
+            values = np.clip(values, self.minimum, self.maximum)
+        values[held == 0] = 0.0
+        return values, self._counts[held]

@@ -1,0 +1,308 @@
+"""What routing would do to ids: rows and traffic per rank under each mode, and what to do about skew.
+
+Pure analysis of a sample of ids. Where the sample comes from is `sampling.py`'s business.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megalith.errors import InputError
+from megalith.routing import Router
+
+SKEWED = 1.25
+"""A rank with more than this many times its even share is worth a word."""
+
+MAX_RANKS = 65_536
+_TOP = 10
+_NOISE = 5.0
+
+Kind = Literal["pattern", "hot ids", "block size", "continuous", "small sample"]
+
+
+@dataclass(frozen=True)
+class Load:
+    """How much of something each rank gets."""
+
+    per_rank: list[int]
+
+    @property
+    def mean(self) -> float:
+        """The even share."""
+        return sum(self.per_rank) / len(self.per_rank)
+
+    @property
+    def imbalance(self) -> float:
+        """(max - min) / mean; 0 is even."""
+        return (max(self.per_rank) - min(self.per_rank)) / self.mean if self.mean else 0.0
+
+    @property
+    def peak(self) -> float:
+        """max / mean; 1 is even, the number of ranks is all on one."""
+        return max(self.per_rank) / self.mean if self.mean else 1.0
+
+
+@dataclass(frozen=True)
+class ModeForecast:
+    """What one routing mode does.
+
+    rows: distinct ids. traffic: occurrences, None where they are not known. sent: what travels, each id once
+    per batch, None without a batch size.
+    """
+
+    mode: str
+    block_size: int | None
+    rows: Load
+    traffic: Load | None
+    sent: Load | None
+
+
+class HotId(NamedTuple):
+    """An id and its part of all occurrences."""
+
+    id: int
+    occurrences: int
+    share: float
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A thing to know about the ids, and what to do. is_warning: skew; else a remark."""
+
+    kind: Kind
+    text: str
+    is_warning: bool = True
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Rows and traffic of a sample under each mode. occurrences: None where only distinct ids are known."""
+
+    ranks: int
+    num_distinct: int
+    occurrences: int | None
+    batch_size: int | None
+    modes: dict[str, ModeForecast]
+    hottest: list[HotId]
+    advice: list[Advice]
+    recommended: str
+
+
+def forecast(
+    ids: Tensor,
+    *,
+    ranks: int,
+    counts: Tensor | None = None,
+    distinct: bool = False,
+    block_size: int | None = None,
+    batch_size: int | None = None,
+) -> Forecast:
+    """What each routing mode would do to a sample of ids.
+
+    ids: int64 [n], in the order of the data. counts: int64 [n], how often each comes up, if not once.
+    distinct: ids are rows of a table, and nothing is known of how often they come up. block_size: of mode
+    "continuous"; None: ceil((largest id + 1) / ranks). batch_size: occurrences of a batch, to count what
+    travels, as an id is sent once per batch; not with counts. Raises InputError for what makes no sense.
+    """
+    _check(ids, ranks, counts, batch_size)
+    unique, inverse = torch.unique(ids, return_inverse=True)
+    weights = torch.ones_like(ids) if counts is None else counts
+    per_id = torch.zeros_like(unique).index_add_(0, inverse, weights)
+    per_id = per_id if not distinct else torch.ones_like(unique)
+    batches = None if batch_size is None or distinct else _times_sent(inverse, len(unique), batch_size)
+    fitted = fitting_block(unique, ranks)
+
+    def under(router: Router) -> ModeForecast:
+        owner = router.owner(unique)
+        return ModeForecast(
+            router.mode,
+            router.block_size,
+            _load(owner, torch.ones_like(unique), ranks),
+            None if distinct else _load(owner, per_id, ranks),
+            None if batches is None else _load(owner, batches, ranks),
+        )
+
+    modes = {
+        mode: under(Router(mode, ranks, block_size=(block_size or fitted) if mode == "continuous" else None))
+        for mode in ("roundrobin", "hash_roundrobin", "continuous")
+    }
+    hottest = [] if distinct else _hottest(unique, per_id)
+    facts = _Facts(unique, ranks, modes, hottest, batch_size, block_size)
+    fixed = under(Router("continuous", ranks, block_size=fitted))
+    pattern = _pattern(facts)
+    recommended = "hash_roundrobin" if pattern else "roundrobin"
+    return Forecast(
+        ranks=ranks,
+        num_distinct=len(unique),
+        occurrences=None if distinct else int(weights.sum()),
+        batch_size=batch_size,
+        modes=modes,
+        hottest=hottest,
+        advice=[*_small(facts), *pattern, *_hot(facts), *_blocks(facts, fixed, recommended)],
+        recommended=recommended,
+    )
+
+
+def fitting_block(unique: Tensor, ranks: int) -> int:
+    """The block size with which "continuous" covers all ids from 0 to the largest."""
+    largest = max(int(unique.max()), 0)
+    return min(-(-(largest + 1) // ranks), (2**63 - 1) // ranks)
+
+
+# ---- counting
+
+
+def _check(ids: Tensor, ranks: int, counts: Tensor | None, batch_size: int | None) -> None:
+    if ids.dtype != torch.int64 or ids.dim() != 1 or not len(ids):
+        raise InputError(f"plan: ids must be int64 [n], n at least 1, got {ids.dtype} {list(ids.shape)}")
+    if not 1 <= ranks <= MAX_RANKS:
+        raise InputError(f"plan: ranks must be within 1 .. {MAX_RANKS}, got {ranks}")
+    if counts is not None and (counts.shape != ids.shape or int(counts.min()) < 0):
+        raise InputError("plan: counts must be one per id, not below 0")
+    if batch_size is not None and (batch_size < 1 or counts is not None):
+        raise InputError("plan: batch_size must be at least 1, and needs ids in the order of the data")
+
+
+def _load(owner: Tensor, weights: Tensor, ranks: int) -> Load:
+    total = torch.zeros(ranks, dtype=torch.int64).index_add_(0, owner.long(), weights)
+    return Load(total.tolist())
+
+
+def _times_sent(inverse: Tensor, num_distinct: int, batch_size: int) -> Tensor:
+    """In how many batches each distinct id comes up, int64 [num_distinct]."""
+    batch = torch.arange(len(inverse)) // batch_size
+    once = torch.unique(batch * num_distinct + inverse)
+    return torch.bincount(once % num_distinct, minlength=num_distinct)
+
+
+def _hottest(unique: Tensor, per_id: Tensor) -> list[HotId]:
+    total = int(per_id.sum())
+    order = torch.sort(per_id, descending=True, stable=True).indices[:_TOP].tolist()
+    return [HotId(int(unique[i]), int(per_id[i]), int(per_id[i]) / total) for i in order if total]
+
+
+# ---- advice
+
+
+@dataclass(frozen=True)
+class _Facts:
+    unique: Tensor
+    ranks: int
+    modes: dict[str, ModeForecast]
+    hottest: list[HotId]
+    batch_size: int | None
+    block_size: int | None
+
+    @property
+    def limit(self) -> float:
+        """The largest peak that chance explains: ids thrown at random are not even either."""
+        return max(SKEWED, 1 + _NOISE * math.sqrt(self.ranks / len(self.unique)))
+
+    @property
+    def fair(self) -> float:
+        return 1 / self.ranks
+
+    def is_skewed(self, load: Load) -> bool:
+        return self.ranks > 1 and load.peak > self.limit
+
+
+def _small(facts: _Facts) -> list[Advice]:
+    if facts.ranks == 1 or len(facts.unique) >= 100 * facts.ranks:
+        return []
+    text = (
+        f"{len(facts.unique):,} distinct ids are few for {facts.ranks:,} ranks: "
+        "differences may be chance; take a larger sample"
+    )
+    return [Advice("small sample", text, is_warning=False)]
+
+
+def _pattern(facts: _Facts) -> list[Advice]:
+    """Ids that fall on few ranks, which hashing cures."""
+    plain, hashed = facts.modes["roundrobin"], facts.modes["hash_roundrobin"]
+    if facts.is_skewed(plain.rows) and not facts.is_skewed(hashed.rows):
+        what, before, after = "rows", plain.rows, hashed.rows
+    elif (
+        plain.traffic is not None
+        and hashed.traffic is not None
+        and facts.is_skewed(plain.traffic)
+        and not facts.is_skewed(hashed.traffic)
+        and facts.hottest[0].share < facts.fair / 4  # else it is one id, and where it falls is luck
+    ):
+        what, before, after = "traffic", plain.traffic, hashed.traffic
+    else:
+        return []
+    text = (
+        f"the ids follow a pattern{_stride(facts.unique, facts.ranks)}: under roundrobin "
+        f"{_busiest(before, what)}; use hash_roundrobin, where {_busiest(after, what)}"
+    )
+    return [Advice("pattern", text)]
+
+
+def _hot(facts: _Facts) -> list[Advice]:
+    """Ids so frequent that their owner has too much of the traffic under every mode."""
+    hashed = facts.modes["hash_roundrobin"]
+    if hashed.traffic is None or not facts.is_skewed(hashed.traffic) or facts.is_skewed(hashed.rows):
+        return []
+    named = [hot for hot in facts.hottest if hot.share >= facts.fair / 4][:3] or facts.hottest[:1]
+    names = ", ".join(f"{hot.id} ({hot.share:.1%} of the traffic)" for hot in named)
+    text = (
+        f"hot id{'' if len(named) == 1 else 's'} {names}; an even share is {facts.fair:.1%} a rank. "
+        f"Hashing does not help, as an id has one owner: {_busiest(hashed.traffic, 'traffic')}."
+    )
+    if hashed.sent is None:
+        cure = "An id travels once per batch, which softens it; else cache the hottest rows on every rank"
+        return [Advice("hot ids", f"{text} {cure}")]
+    after = f"{text} Each id travels once per batch: in batches of {facts.batch_size:,} max/mean is "
+    if facts.is_skewed(hashed.sent):
+        cure = "use larger batches, or cache the hottest rows on every rank"
+        return [Advice("hot ids", f"{after}still {hashed.sent.peak:.2f}; {cure}")]
+    return [Advice("hot ids", f"{after}{hashed.sent.peak:.2f}, nothing need be done", is_warning=False)]
+
+
+def _blocks(facts: _Facts, fixed: ModeForecast, recommended: str) -> list[Advice]:
+    """A block size that does not fit, or ids for which none would."""
+    now, hashed = facts.modes["continuous"], facts.modes["hash_roundrobin"]
+    asked = facts.block_size is not None
+    low, high = int(facts.unique.min()), int(facts.unique.max())
+    if facts.is_skewed(now.rows) and asked and not facts.is_skewed(fixed.rows):
+        text = (
+            f"continuous with block size {facts.block_size:,} does not fit ids up to {high:,}: "
+            f"{_busiest(now.rows, 'rows')}; use --block-size {fixed.block_size}, "
+            f"where {_busiest(fixed.rows, 'rows')}"
+        )
+        return [Advice("block size", text)]
+    if facts.is_skewed(now.rows):
+        text = (
+            f"continuous does not suit these ids ({low} .. {high}), whatever the block size: they do not "
+            f"fill 0 .. n evenly, {_busiest(now.rows, 'rows')}; use {recommended}"
+        )
+        return [Advice("continuous", text, is_warning=asked)]
+    for what, load, other in (("sent ids", now.sent, hashed.sent), ("traffic", now.traffic, hashed.traffic)):
+        if load and other and facts.is_skewed(load) and load.peak > SKEWED * other.peak:
+            text = (
+                f"continuous does not suit these ids: frequent ones lie side by side, "
+                f"{_busiest(load, what)}; use {recommended}"
+            )
+            return [Advice("continuous", text, is_warning=asked)]
+    return []
+
+
+def _busiest(load: Load, what: str) -> str:
+    top = max(load.per_rank)
+    share = top / max(sum(load.per_rank), 1)
+    return f"rank {load.per_rank.index(top)} has {share:.0%} of the {what} (max/mean {load.peak:.2f})"
+
+
+def _stride(unique: Tensor, ranks: int) -> str:
+    """ " (all are 0 mod 8)" if a common step of the ids shares a factor with the number of ranks."""
+    values = np.sort(unique.numpy().view(np.uint64))
+    step = int(np.gcd.reduce(np.diff(values))) if len(values) > 1 else 0
+    if math.gcd(step, ranks) > 1:
+        return f" (all are {int(values[0]) % step} mod {step})"
+    return ""

@@ -1,0 +1,190 @@
+"""megalith table: what it prints of a checkpoint, and what it says when asked for what is not there."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from rich.console import Console
+from torch import nn
+from typer.testing import CliRunner, Result
+
+from megalith import (
+    FTRL,
+    SGD,
+    Adagrad,
+    Adam,
+    EmbeddingCollection,
+    Feature,
+    Segment,
+    TableConfig,
+    checkpoint,
+    hash_strings,
+)
+from megalith.cli import output
+from megalith.cli.table import table
+
+app = typer.Typer()
+app.command()(table)
+
+OLD = 1_000_000_000
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """Tables "user" (five rows, of the year 2001), "item" (two segments, one row) and "empty"."""
+    tables = [
+        TableConfig("user", dim=2, optimizer=Adagrad(0.1)),
+        TableConfig("item", segments=[Segment(1, optimizer=FTRL(0.1)), Segment(2, optimizer=Adam(0.1))]),
+        TableConfig("empty", dim=1, optimizer=SGD(0.1)),
+    ]
+    features = [Feature("u", "user"), Feature("i", "item"), Feature("e", "empty")]
+    collection = EmbeddingCollection(tables, features)
+    ids = torch.tensor([1, 2, -3, int(hash_strings(["Comedy"])[0]), -1])
+    rows = torch.tensor([[3.0, 4.0], [0.3, 0.4], [0.6, 0.8], [1.5, 2.0], [0.0, 1.0]])
+    for i in range(len(ids)):
+        collection.shards.local["user"].assign(ids[i : i + 1], rows[i : i + 1], time=OLD - 3600 * i)
+    collection.shards.local["item"].apply_gradients(torch.tensor([7]), torch.ones(1, 3), step=0, time=OLD)
+    checkpoint.save(collection, tmp_path / "c")
+    return tmp_path / "c"
+
+
+def run(root: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(app, [str(root), *arguments])
+
+
+def words(result: Result) -> str:
+    assert result.exit_code == 0, result.output
+    return re.sub(r"\s+", " ", result.output)
+
+
+def test_all_tables(saved: Path) -> None:
+    said = words(run(saved))
+    assert "6 rows" in said
+    assert re.search(r"user │ 5 │ [\d,.]+ (bytes|KiB) │ 2 │ 2 adagrad │ roundrobin, 1 shard │ 0", said)
+    assert "1 ftrl + 2 adam" in said
+    assert "--table NAME" in said
+    assert "collection" not in said
+
+
+def test_collections_are_shown_where_tables_have_them(tmp_path: Path) -> None:
+    def part() -> EmbeddingCollection:
+        return EmbeddingCollection([TableConfig("t", dim=1, optimizer=SGD(1.0))], [Feature("f", "t")])
+
+    both = nn.ModuleDict({"left": part(), "right": part()})
+    checkpoint.save(both, tmp_path)
+    said = words(run(tmp_path))
+    assert "collection" in said
+    assert "left" in said
+    result = run(tmp_path, "--table", "t")
+    assert result.exit_code == 1
+    assert "name one (known: 'left', 'right')" in result.stderr
+    assert "table t of collection right" in words(run(tmp_path, "--table", "t", "--collection", "right"))
+
+
+def test_one_table(saved: Path) -> None:
+    said = words(run(saved, "--table", "user", "--top", "2"))
+    assert "Adagrad(lr=0.1" in said
+    assert "min 0.5, median 1, max 5" in said
+    assert "largest rows id norm 1 5 " in said
+    assert said.count("over 3 years 5 █") == 1
+    assert "from 2001-09-08 21:46:40 UTC to 2001-09-09 01:46:40 UTC" in said
+    assert "--now newest counts back" in said
+
+
+def test_ages_count_from_the_moment_asked_for(saved: Path) -> None:
+    newest = words(run(saved, "--table", "user", "--now", "newest"))
+    assert "under 10 seconds 1 █" in newest
+    assert "1 to 6 hours 4 █" in newest
+    assert "counts back" not in newest
+    assert "1 to 7 days 5 █" in words(run(saved, "--table", "user", "--now", str(OLD + 5 * 86_400)))
+    result = run(saved, "--table", "user", "--now", "yesterday")
+    assert result.exit_code == 1
+    assert '"clock", "newest" or seconds' in result.stderr
+
+
+def test_a_table_without_rows(saved: Path) -> None:
+    assert "It has no rows." in words(run(saved, "--table", "empty"))
+    data = json.loads(run(saved, "--table", "empty", "--json").stdout)
+    assert (data["norms"]["median"], data["ages"]["bins"]) == (None, [])
+
+
+@pytest.mark.parametrize("id", ["-1", str(2**64 - 1), "0xffffffffffffffff"])
+def test_one_id_signed_or_not(saved: Path, id: str) -> None:
+    said = words(run(saved, "--table", "user", "--id", id, "--now", "newest"))
+    assert "id -1 of table user" in said
+    assert "weights 0 1 " in said
+    assert "state 0/sum 0 0" in said
+    assert "2001-09-08 21:46:40 UTC (4 hours ago)" in said
+
+
+def test_a_row_of_two_segments_shows_their_parts(saved: Path) -> None:
+    said = words(run(saved, "--table", "item", "--id", "7"))
+    assert re.search(r"weights 0 \S+ weights 1 \S+ \S+ state 0/sum", said)
+    assert "state 1/count 1 " in said
+
+
+def test_a_text_is_hashed(saved: Path) -> None:
+    assert "weights 1.5 2 " in words(run(saved, "--table", "user", "--string", "Comedy"))
+
+
+def test_json_is_all_of_it(saved: Path) -> None:
+    everything = json.loads(run(saved, "--json").stdout)
+    assert [(t["name"], t["rows"]) for t in everything["tables"]] == [("user", 5), ("item", 1), ("empty", 0)]
+    one = json.loads(run(saved, "--table", "user", "--top", "1", "--now", "newest", "--json").stdout)
+    assert one["norms"]["top"] == [{"id": 1, "norm": 5.0}]
+    assert one["ages"]["bins"][0] == {"age": "under 10 seconds", "rows": 1}
+    row = json.loads(run(saved, "--table", "user", "--id", "1", "--json").stdout)
+    assert (row["weights"], row["time"], row["norm"]) == ([3.0, 4.0], OLD, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--table", "users"], "no table 'users' (known: user, item, empty)"),
+        (["--id", "1"], "several tables, name one (known: user, item, empty)"),
+        (["--top", "3"], "several tables, name one"),
+        (["--collection", "x"], "no collection 'x'"),
+        (["--table", "user", "--id", "99"], "table 'user' has no row of id 99; it has 5 rows"),
+        (["--table", "user", "--id", "Comedy"], "texts go to --string"),
+        (["--table", "user", "--id", str(2**64)], "64 bits"),
+        (["--table", "user", "--id", "1", "--string", "x"], "not both"),
+    ],
+)
+def test_wrong_questions_get_an_answer_and_exit_code_1(
+    saved: Path, arguments: list[str], message: str
+) -> None:
+    result = run(saved, *arguments)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+
+
+def test_a_directory_that_is_no_checkpoint(tmp_path: Path) -> None:
+    result = run(tmp_path)
+    assert result.exit_code == 1
+    assert "no complete checkpoint" in result.stderr
+
+
+def test_a_bar_shows_when_it_takes_long(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Console(file=io.StringIO(), force_terminal=True)
+    monkeypatch.setattr(output, "console", lambda stderr: screen)
+    run(saved, "--table", "user")
+    assert screen.file.getvalue() == ""  # type: ignore[attr-defined]
+    monkeypatch.setattr(output, "PATIENCE", -1.0)
+    run(saved, "--table", "user")
+    assert "reading user" in screen.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_where_nobody_looks_there_is_no_bar(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "PATIENCE", -1.0)
+    assert run(saved, "--table", "user").stderr == ""
+
+
+def test_help_shows_examples(saved: Path) -> None:
+    assert "megalith table runs/demo/checkpoint --table user --top 5" in words(run(saved, "--help"))

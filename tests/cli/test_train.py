@@ -1,0 +1,183 @@
+"""train, eval, predict: from a file on disk to a file of probabilities, with Ctrl-C on the way."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from megalith.cli.main import app
+from megalith.data import TeacherReader
+
+pytestmark = pytest.mark.usefixtures("restore_threads")
+COMMANDS = ("train", "eval", "predict", "report", "table", "plan")
+
+
+def megalith(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def write_clicks(path: Path, first: int, batches: int) -> None:
+    reader = TeacherReader(batch_size=64)
+    rows = [reader.batch(first + i) for i in range(batches)]
+    columns = {name: [r for b in rows for r in b.features[name].to_lists()] for name in rows[0].features}
+    labels = torch.cat([b.labels for b in rows]).tolist()
+    parquet.write_table(pa.table({"click": labels, **columns}), path)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    write_clicks(tmp_path / "train.parquet", 0, 20)
+    write_clicks(tmp_path / "test.parquet", 20, 3)
+    path = tmp_path / "run.toml"
+    path.write_text(
+        f"""
+[data]
+kind = "parquet"
+path = "{tmp_path}/train.parquet"
+test_path = "{tmp_path}/test.parquet"
+batch_size = 64
+schema = {{ label = "click", features = {{ user = "user", item = "item", tags = "tags" }} }}
+[model]
+dim = 4
+options = {{ hidden = [8] }}
+[train]
+threads = 1
+log_every = 5
+"""
+    )
+    return path
+
+
+def test_help_shows_an_example_for_every_command() -> None:
+    for command in COMMANDS:
+        result = megalith(command, "--help")
+        assert result.exit_code == 0
+        assert f"Example: megalith {command}" in re.sub(r"\s+", " ", result.output)
+    assert megalith("--version").output.startswith("megalith 0.")
+
+
+def test_train_eval_predict(tmp_path: Path, config: Path) -> None:
+    run = tmp_path / "run"
+    trained = megalith("train", "--config", config, "--run", run)
+    assert trained.exit_code == 0, trained.output
+    assert re.search(r"AUC +0\.\d{4}", trained.output)
+    assert re.search(r"log loss +0\.\d{4}", trained.output)
+    assert (run / "report.html").exists()
+
+    held_back = json.loads(megalith("eval", run, "--json").output)
+    assert held_back["samples"] == 3 * 64
+    on_file = json.loads(megalith("eval", run, tmp_path / "test.parquet", "--json").output)
+    assert on_file == held_back == json.loads((run / "evaluation.json").read_text())
+    assert "calibration" in megalith("eval", run).output
+
+    for out in (tmp_path / "scores.parquet", tmp_path / "scores.csv"):
+        assert megalith("predict", run, tmp_path / "test.parquet", out).exit_code == 0
+    scores = parquet.read_table(tmp_path / "scores.parquet")["probability"].to_pylist()
+    with open(tmp_path / "scores.csv") as file:
+        written = [float(row["probability"]) for row in csv.DictReader(file)]
+    assert scores == pytest.approx(written, rel=1e-7)
+    assert len(scores) == 3 * 64
+    mean = sum(b["predicted"] * b["count"] for b in held_back["calibration"]) / len(scores)
+    assert sum(scores) / len(scores) == pytest.approx(mean, rel=1e-5)
+
+
+def test_predict_needs_no_label(tmp_path: Path, config: Path) -> None:
+    megalith("train", "--config", config, "--run", tmp_path / "run", "--max-steps", 2)
+    table = parquet.read_table(tmp_path / "test.parquet").drop_columns(["click"])
+    parquet.write_table(table, tmp_path / "new.parquet")
+    result = megalith("predict", tmp_path / "run", tmp_path / "new.parquet", tmp_path / "out.csv")
+    assert "192 probabilities" in result.output
+    assert "click" in _error(megalith("eval", tmp_path / "run", tmp_path / "new.parquet"))
+
+
+def test_resume_goes_on_and_flags_that_would_change_the_model_are_refused(
+    tmp_path: Path, config: Path
+) -> None:
+    run = tmp_path / "run"
+    megalith("train", "--config", config, "--run", run, "--max-steps", 7)
+    resumed = megalith("train", "--run", run, "--resume", "--max-steps", 1000)
+    assert resumed.exit_code == 0, resumed.output
+    whole = tmp_path / "whole"
+    megalith("train", "--config", config, "--run", whole)
+    assert (run / "evaluation.json").read_text() == (whole / "evaluation.json").read_text()
+
+    for flags in (("--dim", 8), ("--config", config), ("--lr", 0.1)):
+        assert "resumed" in _error(megalith("train", "--run", run, "--resume", *flags))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("train", "--config", "none.toml"), "none.toml cannot be read"),
+        (("train", "--data", "nope"), "data.kind must be one of"),
+        (("train", "--data", "csv", "--path", "none.csv"), "none.csv"),
+        (("eval", "nowhere"), "no complete checkpoint"),
+        (("predict", "nowhere", "in.parquet", "out.txt"), "out.txt: write to a file named .csv or .parquet"),
+    ],
+)
+def test_wrong_input_is_one_line_that_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = megalith(*arguments)
+    assert words in _error(result)
+    assert "Traceback" not in result.output
+
+
+def test_a_bad_row_is_named_or_skipped_and_counted(tmp_path: Path) -> None:
+    (tmp_path / "c.csv").write_text("click,user\n1,ann\nmaybe,bob\n0,cid\n")
+    config = tmp_path / "c.toml"
+    config.write_text('[data]\nkind = "csv"\nschema = { label = "click", features = { user = "user" } }\n')
+    flags = ("--config", config, "--path", tmp_path / "c.csv", "--run", tmp_path / "run", "--threads", 1)
+    error = _error(megalith("train", *flags))
+    assert "c.csv" in error
+    assert "line 3" in error
+    result = megalith("train", *flags, "--on-error", "skip")
+    assert result.exit_code == 0, result.output
+    assert "skipped 1 rows" in result.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_saves_and_the_run_goes_on(tmp_path: Path, number: int) -> None:
+    run = tmp_path / "run"
+    config = tmp_path / "run.toml"
+    config.write_text(
+        '[data]\nkind = "teacher"\nbatch_size = 32\noptions = { num_batches = 100000 }\n'
+        "[train]\nlog_every = 1\nthreads = 1\n"
+    )
+    command = [sys.executable, "-m", "megalith", "train", "--config", str(config), "--run", str(run)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    log = run / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (log.exists() and log.read_text().count("\n") >= 3):
+        assert process.poll() is None, process.stdout.read() if process.stdout else ""
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(process.pid, number)
+    output, _ = process.communicate(timeout=60)
+
+    assert process.returncode == 130, output
+    assert "stopped after step" in output
+    step = json.loads((run / "checkpoint/manifest.json").read_text())["progress"]["step"]
+    resumed = megalith("train", "--run", run, "--resume", "--max-steps", step + 2)
+    assert resumed.exit_code == 0, resumed.output
+
+
+def _error(result: Result) -> str:
+    assert result.exit_code == 1, result.output
+    text: str = result.stderr
+    assert text.startswith("error:"), result.output
+    return text
