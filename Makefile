@@ -37,6 +37,9 @@ lint: $(VENV)/dev
 
 bench: $(VENV)/bench
 	$(BIN)/python benchmarks/table_cpu.py
+	$(BIN)/python benchmarks/ops_cpu.py
+	$(BIN)/python benchmarks/train_cpu.py
+	$(BIN)/python benchmarks/quality.py
 
 soak: $(VENV)/dev
 	$(BIN)/python -m pytest -m soak
