@@ -124,7 +124,7 @@ inline void unpool_flat(const FlatKernels<T>& kernels, const FlatRows<T>& rows, 
     if (bags[k].shared) fold_gradients(bags[k], own.views[k]);
   const int64_t tasks = threads <= 1 ? 1 : std::min<int64_t>(threads, 1 + n / kGrain);
   ThreadPool::get().run(tasks, threads, [&](int64_t task, int) {
-    std::vector<T> scratch(static_cast<size_t>(dim));
+    std::vector<T> scratch(static_cast<size_t>(kGradientBags * dim));
     for (const BagsOf<T>& b : own.views)
       kernels.unpool(rows, b, size * task / tasks, size * (task + 1) / tasks, scratch.data());
   });

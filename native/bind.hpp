@@ -46,11 +46,7 @@ struct BagsList {
   std::vector<std::vector<PartOf<T>>> parts;
 
   BagsList(nb::handle bags, nb::handle outputs, int64_t n, int dim) {
-    std::vector<TensorView> out;
-    for (handle o : outputs) {
-      out.push_back(borrow(o, kind_of<T>(), "outputs"));
-      require(out.back().ndim == 2, "outputs: expected two dimensions each");
-    }
+    const std::vector<TensorView> out = borrow_outputs(outputs);
     int64_t end = 0;
     for (handle item : bags) {
       nb::tuple bag = nb::cast<nb::tuple>(item);
@@ -60,10 +56,10 @@ struct BagsList {
       BagsOf<T> view{};
       view.offsets = offsets.as<int64_t>();
       view.num_bags = offsets.shape[0] - 1;
-      for (int64_t b = 0; b <= view.num_bags; ++b) {
-        require(view.offsets[b] >= end, "offsets: must ascend from feature to feature");
-        end = view.offsets[b];
-      }
+      bool ascend = view.offsets[0] >= end;
+      for (int64_t b = 0; b < view.num_bags; ++b) ascend &= view.offsets[b] <= view.offsets[b + 1];
+      require(ascend, "offsets: must ascend from feature to feature");
+      end = view.offsets[view.num_bags];
       require(end <= n, "offsets: beyond the number of ids");
       view.weights = vector_or_null(bag[1], "weights", n);
       view.divisor = vector_or_null(bag[2], "divisor", view.num_bags);
@@ -73,17 +69,32 @@ struct BagsList {
       require(!view.divisor || finite(view.divisor, view.num_bags), "divisor: NaN or Inf");
       for (int64_t b = 0; view.divisor && b < view.num_bags; ++b)
         require(view.divisor[b] != T(0), "divisor: zero");
-      parts.emplace_back();
-      for (handle p : bag[4]) parts.back().push_back(part(nb::cast<nb::tuple>(p), out, view, dim));
-      for (const PartOf<T>& p : parts.back())
-        require(p.inner == parts.back()[0].inner && p.tiles == parts.back()[0].tiles,
-                "pooling: parts of a feature differ in inner or in rows");
+      parts.push_back(read_parts(bag[4], out, view, dim));
       views.push_back(view);
     }
     for (size_t k = 0; k < views.size(); ++k) {
       views[k].parts = parts[k].data();
       views[k].num_parts = static_cast<int32_t>(parts[k].size());
     }
+  }
+
+  static std::vector<TensorView> borrow_outputs(nb::handle outputs) {
+    std::vector<TensorView> out;
+    for (handle o : outputs) {
+      out.push_back(borrow(o, kind_of<T>(), "outputs"));
+      require(out.back().ndim == 2, "outputs: expected two dimensions each");
+    }
+    return out;
+  }
+
+  static std::vector<PartOf<T>> read_parts(nb::handle parts, const std::vector<TensorView>& out,
+                                           const BagsOf<T>& bags, int dim) {
+    std::vector<PartOf<T>> found;
+    for (handle p : parts) found.push_back(part(nb::cast<nb::tuple>(p), out, bags, dim));
+    for (const PartOf<T>& p : found)
+      require(p.inner == found[0].inner && p.tiles == found[0].tiles,
+              "pooling: parts of a feature differ in inner or in rows");
+    return found;
   }
 
  private:

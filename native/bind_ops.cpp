@@ -4,11 +4,15 @@
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
+#include <functional>
 #include <limits>
+#include <optional>
 
 #include "bags.hpp"
 #include "bind.hpp"
 #include "dedup.hpp"
+#include "layout.hpp"
+#include "memory.hpp"
 #include "moves.hpp"
 #include "strings.hpp"
 
@@ -22,8 +26,9 @@ int64_t* borrow_int64(handle tensor, const char* name, int64_t n) {
   return v.as<int64_t>();
 }
 
-// Splits that ascend from 0 to n.
-Ids borrow_splits(handle tensor, const char* name, int64_t n) {
+// Splits that ascend from 0 to n. `told` is what an error says of them.
+Ids borrow_splits(handle tensor, const char* name, int64_t n, const char* told = ": must ascend from 0 to ",
+                  const char* what = ", the number of values") {
   TensorView v = borrow(tensor, Kind::int64, name);
   require(v.ndim == 1 && v.shape[0] >= 1, "splits: expected [rows + 1]");
   const int64_t* s = v.as<int64_t>();
@@ -31,8 +36,7 @@ Ids borrow_splits(handle tensor, const char* name, int64_t n) {
   bool good = s[0] == 0 && s[rows] == n;
   for (int64_t r = 0; r < rows; ++r) good &= s[r] <= s[r + 1];
   if (!good)
-    throw std::invalid_argument(std::string(name) + ": must ascend from 0 to " + std::to_string(n) +
-                                ", the number of values");
+    throw std::invalid_argument(std::string(name) + told + std::to_string(n) + what);
   return {s, rows};
 }
 
@@ -42,11 +46,12 @@ Ids borrow_splits(handle tensor, const char* name, int64_t n) {
                               " is out of range: expected 0 to " + std::to_string(limit - 1));
 }
 
-// Raises unless every index lies in [low, high).
+// Raises unless every index from number `begin` on lies in [low, high).
 template <class Int>
-void check_range(const Int* index, int64_t n, int64_t low, int64_t high, const std::string& name) {
+void check_range(const Int* index, int64_t n, int64_t low, int64_t high, const std::string& name,
+                 int64_t begin = 0) {
   constexpr int64_t kBlock = 4096;
-  for (int64_t b = 0; b < n; b += kBlock) {
+  for (int64_t b = begin; b < n; b += kBlock) {
     const int64_t end = std::min(n, b + kBlock);
     Int least = std::numeric_limits<Int>::max(), most = std::numeric_limits<Int>::min();
     for (int64_t i = b; i < end; ++i) {
@@ -124,24 +129,37 @@ void scatter_all(const FlatKernels<T>& kernels, nb::handle rows, nb::handle inde
   });
 }
 
-// Rows of `dim` columns that bags read; raises if an index leads out of the memory.
+// Rows of up to `dim` columns that bags read; raises if an index leads out of the memory.
 template <class T>
 FlatRows<T> flat_rows(nb::handle source, nb::handle index, int64_t stride, int dim,
                       const std::string& name, int64_t* n, int64_t* size) {
   TensorView s = borrow(source, kind_of<T>(), "source");
   require(stride >= 0 && dim >= 0, "source: bad stride or dim");
   *size = s.numel();
-  const int64_t limit = index_limit(*size, stride, dim);
   if (index.is_none()) {
-    *n = limit;
+    *n = index_limit(*size, stride, dim);
     require(stride > 0 && stride == dim, "source: rows without an index must follow each other");
     return {s.as<T>(), nullptr, stride};
   }
   TensorView i = borrow(index, Kind::int64, name.c_str());
   require(i.ndim == 1, "index: expected one dimension");
   *n = i.shape[0];
-  check_range(i.as<int64_t>(), *n, -1, limit, name);
+  check_range(i.as<int64_t>(), *n, -1, index_limit(*size, stride, 1), name);
   return {s.as<T>(), i.as<int64_t>(), stride};
+}
+
+// Raises unless the rows of each feature reach as far as its parts do. Rows of a flat buffer have
+// any width, so its last ones may be too narrow for some features.
+template <class T>
+void check_reach(const FlatRows<T>& rows, int64_t size, const std::vector<BagsOf<T>>& bags,
+                 const std::string& name) {
+  for (const BagsOf<T>& b : bags) {
+    int64_t reach = 1;
+    for (int p = 0; p < b.num_parts; ++p) reach = std::max<int64_t>(reach, b.parts[p].end);
+    const int64_t limit = index_limit(size, rows.stride, reach);
+    if (rows.index && limit < index_limit(size, rows.stride, 1))
+      check_range(rows.index, b.offsets[b.num_bags], -1, limit, name, b.offsets[0]);
+  }
 }
 
 template <class T>
@@ -150,6 +168,7 @@ void pool(const FlatKernels<T>& kernels, nb::handle source, nb::handle index, in
   int64_t n, size;
   const FlatRows<T> rows = flat_rows<T>(source, index, stride, dim, name, &n, &size);
   const BagsList<T> list(bags, outputs, n, dim);
+  check_reach(rows, size, list.views, name);
   nb::gil_scoped_release release;
   pool_flat(kernels, rows, n, list.views, threads);
 }
@@ -160,13 +179,113 @@ void unpool(const FlatKernels<T>& kernels, nb::handle out, nb::handle index, int
   int64_t n, size;
   const FlatRows<T> rows = flat_rows<T>(out, index, stride, dim, name, &n, &size);
   const BagsList<T> list(bags, gradients, n, dim);
+  check_reach(rows, size, list.views, name);
   nb::gil_scoped_release release;
   unpool_flat(kernels, rows, n, size, dim, list.views, threads);
+}
+
+// A layout op's features, each (first_row, rows, width, keep, mean, shared, parts).
+std::vector<LayoutFeature> layout_features(nb::handle features, const Ids& offsets) {
+  std::vector<LayoutFeature> found;
+  for (handle item : features) {
+    nb::tuple t = nb::cast<nb::tuple>(item);
+    require(t.size() == 7, "layout: bad feature");
+    const auto number = [&](size_t k) { return nb::cast<int64_t>(t[k]); };
+    const LayoutFeature f{number(0), number(1), number(2), number(3), number(4) != 0, number(5) != 0};
+    require(f.rows >= 0 && f.width >= 1 && f.keep >= 0 && f.first_row >= 0 &&
+                f.first_row <= offsets.n - f.rows,
+            "layout: bad feature");
+    found.push_back(f);
+  }
+  return found;
+}
+
+// The bags of a batch in Monolith's encoding, with their parts; raises if an offset leads out of its list.
+template <class T>
+class Layout {
+ public:
+  Layout(nb::handle packed, nb::handle row_offsets, nb::handle features, nb::handle outputs,
+         const int64_t* begins, const int64_t* ends, int64_t lists, int threads) {
+    TensorView p = borrow(packed, Kind::int64, "fid_offset");
+    require(p.ndim == 1, "fid_offset: expected one dimension");
+    const Ids offsets = borrow_splits(row_offsets, "feature_offset", p.shape[0], " must ascend from 0 to ",
+                                      ", the length of fid_offset");
+    const std::vector<LayoutFeature> facts = layout_features(features, offsets);
+    {
+      nb::gil_scoped_release release;
+      bags_.emplace(p.as<int64_t>(), offsets.data, facts, begins, ends, lists, threads);
+    }
+    if (bags_->first_bad >= 0) {
+      const int64_t value = p.as<int64_t>()[bags_->first_bad];
+      throw std::invalid_argument("fid_offset[" + std::to_string(bags_->first_bad) +
+                                  "] leads out of the embeddings: list " + std::to_string(value >> 32) +
+                                  ", element " + std::to_string(value & 0xffffffff));
+    }
+    const std::vector<TensorView> out = BagsList<T>::borrow_outputs(outputs);
+    for (handle item : features) {
+      const size_t k = parts_.size();
+      widest = std::max(widest, static_cast<int>(facts[k].width));
+      parts_.push_back(BagsList<T>::read_parts(nb::cast<nb::tuple>(item)[6], out, bags_->views[k],
+                                               static_cast<int>(facts[k].width)));
+      bags_->views[k].parts = parts_.back().data();
+      bags_->views[k].num_parts = static_cast<int32_t>(parts_.back().size());
+    }
+  }
+
+  const LayoutBags<T>& bags() const { return *bags_; }
+  int widest = 0;
+
+ private:
+  std::optional<LayoutBags<T>> bags_;
+  std::vector<std::vector<PartOf<T>>> parts_;
+};
+
+template <class T>
+void layout(const FlatKernels<T>& kernels, nb::handle lists, nb::handle packed, nb::handle row_offsets,
+            nb::handle features, nb::handle outputs, int threads) {
+  // All lists are addressed from the lowest.
+  std::vector<TensorView> rows;
+  for (handle list : lists) rows.push_back(borrow(list, kind_of<T>(), "embeddings_list"));
+  T* lowest = nullptr;
+  for (const TensorView& r : rows)
+    if (r.numel() && (!lowest || std::less<T*>()(r.as<T>(), lowest))) lowest = r.as<T>();
+  std::vector<int64_t> begins, ends;
+  for (const TensorView& r : rows) {
+    const int64_t bytes = r.numel() ? r.as<char>() - reinterpret_cast<char*>(lowest) : 0;
+    require(bytes % int64_t{sizeof(T)} == 0, "embeddings_list: memory is not aligned");
+    begins.push_back(bytes / int64_t{sizeof(T)});
+    ends.push_back(begins.back() + r.numel());
+  }
+  const Layout<T> all(packed, row_offsets, features, outputs, begins.data(), ends.data(),
+                      static_cast<int64_t>(rows.size()), threads);
+  const LayoutBags<T>& bags = all.bags();
+  nb::gil_scoped_release release;
+  pool_flat(kernels, FlatRows<T>{lowest, bags.index, 1}, bags.occurrences, bags.views, threads);
+}
+
+template <class T>
+void layout_gradient(const FlatKernels<T>& kernels, nb::handle out, nb::handle bases, nb::handle packed,
+                     nb::handle row_offsets, nb::handle features, nb::handle gradients, int threads) {
+  TensorView o = borrow(out, kind_of<T>(), "out"), b = borrow(bases, Kind::int64, "bases");
+  require(b.ndim == 1 && b.shape[0] >= 1, "bases: expected [lists + 1]");
+  const int64_t* begins = b.as<int64_t>();
+  borrow_splits(bases, "bases", o.numel());
+  const Layout<T> all(packed, row_offsets, features, gradients, begins, begins + 1, b.shape[0] - 1,
+                      threads);
+  const LayoutBags<T>& bags = all.bags();
+  nb::gil_scoped_release release;
+  unpool_flat(kernels, FlatRows<T>{o.as<T>(), bags.index, 1}, bags.occurrences, o.numel(), all.widest,
+              bags.views, threads);
 }
 
 }  // namespace
 
 void bind_ops(nb::module_& m) {
+  m.def("prefer_huge_pages", [](handle tensor) {
+    TensorView v = borrow(tensor, Kind::any, "tensor");
+    prefer_huge_pages(v.data, static_cast<size_t>(v.numel() * v.item_bytes));
+  });
+
   m.def("route",
         [](handle ids, handle rule, handle owners, int threads) {
           const Ids i = borrow_ids(ids);
@@ -194,7 +313,7 @@ void bind_ops(nb::module_& m) {
                             borrow_int64(counts, "counts", shards * s.n),
                             offsets.is_none() ? nullptr : borrow_int64(offsets, "offsets", i.n),
                             widths.is_none() ? nullptr : borrow_int64(widths, "widths", s.n)};
-          require(!out.offsets == !out.widths, "widths: missing");
+          require(offsets.is_none() == widths.is_none(), "widths: missing");
           nb::gil_scoped_release release;
           return dedup(i.data, s.data, s.n, o, shards, distinct, out, threads);
         },
@@ -217,7 +336,7 @@ void bind_ops(nb::module_& m) {
           require(p.ndim == 1, "place: expected one dimension");
           const int64_t n = p.shape[0];
           const int64_t* i = ids.is_none() ? nullptr : borrow_int64(ids, "ids", n);
-          require(i != nullptr || !nb::isinstance<nb::tuple>(owners), "ids: missing");
+          require(!ids.is_none() || !nb::isinstance<nb::tuple>(owners), "ids: missing");
           const Ids s = borrow_splits(splits, "row_splits", n);
           require(shards >= 1 && shards < int64_t{1} << 31, "shards: out of range");
           const Owners o = make_owners(owners, n, shards, name);
@@ -277,7 +396,7 @@ void bind_ops(nb::module_& m) {
           nb::gil_scoped_release release;
           constexpr int64_t kGrain = 4096;
           ThreadPool::get().run((n + kGrain - 1) / kGrain, threads, [&](int64_t t, int) {
-            for (int64_t i = t * kGrain; i < std::min(n, (t + 1) * kGrain); ++i)
+            for (int64_t i = t * kGrain; bytes && i < std::min(n, (t + 1) * kGrain); ++i)
               std::memcpy(o.as<char>() + p[i] * bytes, r.as<char>() + i * bytes, static_cast<size_t>(bytes));
           });
         });
@@ -335,6 +454,24 @@ void bind_ops(nb::module_& m) {
       require(end[f] >= before && end[f] <= n, "feature_offset: must ascend within the occurrences");
     nb::gil_scoped_release release;
     return locate(p, b.as<int64_t>(), b.shape[0] - 1, end, w, features, o.as<int64_t>());
+  });
+
+  m.def("layout", [](handle lists, handle packed, handle offsets, handle features, handle outputs,
+                     bool wide, int threads) {
+    const Kernels* k = find_kernels(nullptr);
+    if (wide)
+      layout(k->flat64, lists, packed, offsets, features, outputs, threads);
+    else
+      layout(k->flat32, lists, packed, offsets, features, outputs, threads);
+  });
+
+  m.def("layout_gradient", [](handle out, handle bases, handle packed, handle offsets, handle features,
+                              handle gradients, int threads) {
+    const Kernels* k = find_kernels(nullptr);
+    if (borrow(out, Kind::any, "out").item_bytes == 8)
+      layout_gradient(k->flat64, out, bases, packed, offsets, features, gradients, threads);
+    else
+      layout_gradient(k->flat32, out, bases, packed, offsets, features, gradients, threads);
   });
 
   m.def("scatter",

@@ -39,6 +39,8 @@ struct ApplyScratch {
   float* occurrence;  // [dim]
 };
 
+constexpr int64_t kGradientBags = 16;  // rows of scratch that `unpool` needs
+
 // Kernels on rows in one piece of memory, for one type of number.
 template <class T>
 struct FlatKernels {

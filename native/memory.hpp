@@ -20,6 +20,19 @@ inline std::atomic<bool>& use_huge_pages() {
   return on;
 }
 
+// Asks for huge pages under memory that is about to be written for the first time; only whole ones
+// inside the range.
+inline void prefer_huge_pages(void* data, size_t bytes) {
+#if defined(__linux__)
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(data);
+  const uintptr_t from = (begin + kHugePage - 1) / kHugePage * kHugePage;
+  const uintptr_t to = (begin + bytes) / kHugePage * kHugePage;
+  if (from < to && use_huge_pages()) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
+#else
+  (void)data, (void)bytes;
+#endif
+}
+
 // Owns a zeroed, page-aligned mapping; pages take memory when first written.
 class Block {
  public:

@@ -30,6 +30,7 @@ static void read(const TableView& table, const int32_t* rows, const int64_t* ids
 
 struct TableSource {
   typedef float Element;
+  static constexpr bool kPlain = false;
   const TableView& table;
   const int32_t* rows;
   const int64_t* ids;
@@ -44,11 +45,13 @@ struct TableSource {
     return scratch;
   }
   bool rows_fill_lines() const { return table.rows.stride % 64 == 0; }
+  bool scattered() const { return true; }
 };
 
 template <class T>
 struct FlatSource {
   typedef T Element;
+  static constexpr bool kPlain = true;
   FlatRows<T> rows;
 
   const T* stored(int64_t i) const {
@@ -58,6 +61,7 @@ struct FlatSource {
   }
   const T* missing(int64_t) const { return nullptr; }
   bool rows_fill_lines() const { return false; }
+  bool scattered() const { return rows.index != nullptr; }
 };
 
 template <class T>
@@ -109,49 +113,131 @@ static inline void pool_tail(const Source& source, const BagsOf<T>& bags, const 
   }
 }
 
-// One part, a whole number of vectors wide: the common case. Addresses are computed once, when
-// their lines are requested, and kept in a ring until their turn.
+// The columns [first, last) that a feature's parts read.
+template <class T>
+static inline void columns_read(const BagsOf<T>& bags, int* first, int* last) {
+  *first = 1 << 30, *last = 0;
+  for (int p = 0; p < bags.num_parts; ++p) {
+    *first = bags.parts[p].start < *first ? bags.parts[p].start : *first;
+    *last = bags.parts[p].end > *last ? bags.parts[p].end : *last;
+  }
+}
+
+// Hands the pooled columns of bags [first_bag, last_bag) to their parts. A bag's row begins with
+// column `first`, the next bag's lies `step` further.
+template <class T>
+static void hand_out(const BagsOf<T>& bags, int64_t first_bag, int64_t last_bag, const T* rows,
+                     int64_t step, int first) {
+  for (int p = 0; p < bags.num_parts; ++p) {
+    const PartOf<T> part = bags.parts[p];
+    const T* from = rows + part.start - first;
+    const int n = part.end - part.start;
+    for (int64_t bag = first_bag; bag < last_bag; ++bag, from += step) {
+      T* out = part_address(part, bag);
+      int c = 0;
+      if (part.accumulate) {
+        for (; c + 8 <= n; c += 8) store8(out + c, load8(out + c) + load8(from + c));
+        for (; c < n; ++c) out[c] = out[c] + from[c];
+      } else {
+        for (; c + 8 <= n; c += 8) store8(out + c, load8(from + c));
+        for (; c < n; ++c) out[c] = from[c];
+      }
+    }
+  }
+}
+
+// The common case: all parts together read 8 * (Vectors - 1) + 1 to 8 * Vectors columns, at least 8. The
+// last vector may overlap the one before it. Addresses are computed once, when their lines are
+// requested, and kept in a ring until their turn. Several bags are pooled before they are handed to
+// their parts: a load waits long for a store it overlaps only in part.
 template <int Vectors, bool Weighted, class Source, class T>
-static void pool_ahead(const Source& source, const BagsOf<T>& bags, int64_t first_bag,
-                       int64_t last_bag) {
-  constexpr int64_t kRing = 64, kLine = 64 / sizeof(T);
+static void pool_ahead(const Source& source, const BagsOf<T>& bags, int first, int width,
+                       int64_t first_bag, int64_t last_bag) {
+  constexpr int64_t kRing = 64, kLine = 64 / sizeof(T), kBags = 16;
   static_assert(kReadAhead < kRing, "an address must outlive its wait");
   const PartOf<T> part = bags.parts[0];
+  T pooled[kBags * 8 * Vectors];
+  const bool direct = bags.num_parts == 1 && width == 8 * Vectors;
+  const int tail = width - 8;  // where the last vector begins
   const int64_t* offsets = bags.offsets;
   const int64_t end = offsets[last_bag];
-  const bool straddles = !source.rows_fill_lines() || part.start % kLine != 0;
+  const bool straddles = !source.rows_fill_lines() || first % kLine != 0;
+  const int64_t lines = straddles ? (width + kLine - 2) / kLine : (width + kLine - 1) / kLine;
   const T* ring[kRing];
   int64_t i = offsets[first_bag], next = i;
   auto request = [&] {
     const T* p = source.stored(next);
     if (__builtin_expect(p != nullptr, 1)) {
-      p += part.start;
-      for (int64_t c = 0; c < 8 * Vectors; c += kLine) __builtin_prefetch(p + c);
-      if (straddles) __builtin_prefetch(p + 8 * Vectors - 1);
+      p += first;
+      for (int64_t k = 0; k < lines; ++k) __builtin_prefetch(p + k * kLine);
+      if (straddles) __builtin_prefetch(p + width - 1);
     }
-    ring[next % kRing] = p;
+    if (!Source::kPlain) ring[next % kRing] = p;
     ++next;
   };
   while (next < end && next < i + kReadAhead) request();
   for (int64_t bag = first_bag; bag < last_bag; ++bag) {
+    if (bag + kBags < last_bag)
+      for (int k = 0; k < bags.num_parts; ++k) __builtin_prefetch(part_address(bags.parts[k], bag + kBags), 1);
     typename Eight<T>::type sums[Vectors] = {};
     for (const int64_t stop = offsets[bag + 1]; i < stop; ++i) {
       if (next < end) request();
-      const T* p = ring[i % kRing];
+      const T* p = Source::kPlain ? source.stored(i) : ring[i % kRing];
+      if (Source::kPlain && __builtin_expect(p != nullptr, 1)) p += first;
       if (__builtin_expect(!p, 0)) {
         p = source.missing(i);
         if (!p) continue;
-        p += part.start;
+        p += first;
       }
       if (Weighted) {
         const T w = bags.weights[i];
-        for (int v = 0; v < Vectors; ++v) sums[v] = sums[v] + load8(p + 8 * v) * w;
+        for (int v = 0; v < Vectors - 1; ++v) sums[v] = sums[v] + load8(p + 8 * v) * w;
+        sums[Vectors - 1] = sums[Vectors - 1] + load8(p + tail) * w;
       } else {
-        for (int v = 0; v < Vectors; ++v) sums[v] = sums[v] + load8(p + 8 * v);
+        for (int v = 0; v < Vectors - 1; ++v) sums[v] = sums[v] + load8(p + 8 * v);
+        sums[Vectors - 1] = sums[Vectors - 1] + load8(p + tail);
       }
     }
-    T* out = part_address(part, bag);
-    for (int v = 0; v < Vectors; ++v) finish(bags, part, bag, sums[v], out + 8 * v);
+    if (direct) {
+      T* out = part_address(part, bag);
+      for (int v = 0; v < Vectors; ++v) finish(bags, part, bag, sums[v], out + 8 * v);
+      continue;
+    }
+    if (bags.divisor)
+      for (int v = 0; v < Vectors; ++v) sums[v] = sums[v] / bags.divisor[bag];
+    const int64_t slot = (bag - first_bag) % kBags;
+    T* row = pooled + slot * 8 * Vectors;
+    for (int v = 0; v < Vectors - 1; ++v) store8(row + 8 * v, sums[v]);
+    store8(row + tail, sums[Vectors - 1]);
+    if (slot == kBags - 1 || bag + 1 == last_bag)
+      hand_out(bags, bag - slot, bag + 1, pooled, 8 * Vectors, first);
+  }
+}
+
+// One column.
+template <bool Weighted, class Source, class T>
+static void pool_column(const Source& source, const BagsOf<T>& bags, int column, int64_t first_bag,
+                        int64_t last_bag) {
+  const bool scattered = source.scattered();
+  const int64_t* offsets = bags.offsets;
+  const int64_t end = offsets[last_bag];
+  int64_t i = offsets[first_bag];
+  for (int64_t bag = first_bag; bag < last_bag; ++bag) {
+    T sum = T(0);
+    for (const int64_t stop = offsets[bag + 1]; i < stop; ++i) {
+      if (scattered && i + kReadAhead < end) {
+        const T* later = source.stored(i + kReadAhead);
+        if (later) __builtin_prefetch(later + column);
+      }
+      const T* p = source.stored(i);
+      if (__builtin_expect(!p, 0) && !(p = source.missing(i))) continue;
+      sum = sum + (Weighted ? p[column] * bags.weights[i] : p[column]);
+    }
+    if (bags.divisor) sum = sum / bags.divisor[bag];
+    for (int k = 0; k < bags.num_parts; ++k) {
+      T* out = part_address(bags.parts[k], bag);
+      *out = bags.parts[k].accumulate ? *out + sum : sum;
+    }
   }
 }
 
@@ -159,11 +245,8 @@ static void pool_ahead(const Source& source, const BagsOf<T>& bags, int64_t firs
 template <class Source, class T>
 static void pool_any(const Source& source, const BagsOf<T>& bags, int64_t first_bag, int64_t last_bag) {
   constexpr int kLine = 64 / sizeof(T);
-  int first = 1 << 30, last = 0;
-  for (int p = 0; p < bags.num_parts; ++p) {
-    first = bags.parts[p].start < first ? bags.parts[p].start : first;
-    last = bags.parts[p].end > last ? bags.parts[p].end : last;
-  }
+  int first, last;
+  columns_read(bags, &first, &last);
   if (first >= last) return;
   int64_t ahead = bags.offsets[first_bag];
   const int64_t end = bags.offsets[last_bag];
@@ -201,12 +284,19 @@ static void pool_any(const Source& source, const BagsOf<T>& bags, int64_t first_
 template <bool Weighted, class Source, class T>
 static void pool_weighted(const Source& source, const BagsOf<T>& bags, int64_t first_bag,
                           int64_t last_bag) {
-  const int columns = bags.num_parts == 1 ? bags.parts[0].end - bags.parts[0].start : 0;
-  switch (columns) {
-    case 8: return pool_ahead<1, Weighted>(source, bags, first_bag, last_bag);
-    case 16: return pool_ahead<2, Weighted>(source, bags, first_bag, last_bag);
-    case 32: return pool_ahead<4, Weighted>(source, bags, first_bag, last_bag);
-    case 64: return pool_ahead<8, Weighted>(source, bags, first_bag, last_bag);
+  int first, last;
+  columns_read(bags, &first, &last);
+  const int width = last - first;
+  if (width == 1) return pool_column<Weighted>(source, bags, first, first_bag, last_bag);
+  switch (width < 8 ? 0 : (width + 7) / 8) {
+    case 1: return pool_ahead<1, Weighted>(source, bags, first, width, first_bag, last_bag);
+    case 2: return pool_ahead<2, Weighted>(source, bags, first, width, first_bag, last_bag);
+    case 3: return pool_ahead<3, Weighted>(source, bags, first, width, first_bag, last_bag);
+    case 4: return pool_ahead<4, Weighted>(source, bags, first, width, first_bag, last_bag);
+    case 5: return pool_ahead<5, Weighted>(source, bags, first, width, first_bag, last_bag);
+    case 6: return pool_ahead<6, Weighted>(source, bags, first, width, first_bag, last_bag);
+    case 7: return pool_ahead<7, Weighted>(source, bags, first, width, first_bag, last_bag);
+    case 8: return pool_ahead<8, Weighted>(source, bags, first, width, first_bag, last_bag);
     default: return pool_any(source, bags, first_bag, last_bag);
   }
 }
@@ -264,39 +354,73 @@ static inline void add_within(T* memory, int64_t at, const T* x, int64_t n, int6
   if (from < to) add_to(memory + from, x + (from - at), to - from);
 }
 
+// The gradients of bags [first_bag, last_bag), each `width` columns from column `first` on.
+template <class T>
+static void bag_gradients(const BagsOf<T>& bags, int64_t first_bag, int64_t last_bag, int first,
+                          int width, T* out) {
+  for (int64_t c = 0; c < (last_bag - first_bag) * width; ++c) out[c] = T(0);
+  for (int p = 0; p < bags.num_parts; ++p) {
+    const PartOf<T> part = bags.parts[p];
+    const int n = part.end - part.start;
+    T* to = out + part.start - first;
+    for (int64_t bag = first_bag; bag < last_bag; ++bag, to += width) {
+      const T* g = part_address(part, bag);
+      if (!bags.divisor) {
+        add_to(to, g, n);
+        continue;
+      }
+      const T d = bags.divisor[bag];
+      int c = 0;
+      for (; c + 8 <= n; c += 8) store8(to + c, load8(to + c) + load8(g + c) / d);
+      for (; c < n; ++c) to[c] = to[c] + g[c] / d;
+    }
+  }
+}
+
 // Adds each occurrence's gradient to its row, occurrences in order; elements outside
-// [low, high) belong to somebody else. `scratch` is as wide as a row.
+// [low, high) belong to somebody else. `scratch` holds kGradientBags rows.
 template <class T>
 static void unpool_flat(const FlatRows<T>& rows, const BagsOf<T>& bags, int64_t low, int64_t high,
                         T* scratch) {
   constexpr int64_t kAhead = 24;
-  int first = 1 << 30, last = 0;
-  for (int p = 0; p < bags.num_parts; ++p) {
-    first = bags.parts[p].start < first ? bags.parts[p].start : first;
-    last = bags.parts[p].end > last ? bags.parts[p].end : last;
-  }
+  int first, last;
+  columns_read(bags, &first, &last);
   if (first >= last) return;
+  const int width = last - first;
   const bool direct = bags.num_parts == 1 && !bags.divisor && !bags.weights;
   const int64_t end = bags.offsets[bags.num_bags];
+  const auto at = [&](int64_t i) { return (rows.index ? rows.index[i] : i) * rows.stride; };
+  const auto mine = [&](int64_t row) { return row >= 0 && row + first < high && row + last > low; };
   int64_t i = bags.offsets[0];
-  for (int64_t bag = 0; bag < bags.num_bags; ++bag) {
-    bool ready = false;
-    for (const int64_t stop = bags.offsets[bag + 1]; i < stop; ++i) {
-      const int64_t at = (rows.index ? rows.index[i] : i) * rows.stride;
-      if (rows.index && i + kAhead < end && rows.index[i + kAhead] >= 0) {
-        T* p = rows.data + rows.index[i + kAhead] * rows.stride + first;
-        __builtin_prefetch(p, 1);
-        __builtin_prefetch(p + (last - first) - 1, 1);
+  for (int64_t bag = 0; bag < bags.num_bags;) {
+    const int64_t begin = bag;
+    const int64_t stop_bag = begin + kGradientBags < bags.num_bags ? begin + kGradientBags : bags.num_bags;
+    for (int64_t b = stop_bag; b < stop_bag + kGradientBags && b < bags.num_bags; ++b)
+      for (int p = 0; p < bags.num_parts; ++p) __builtin_prefetch(part_address(bags.parts[p], b));
+    bool any = false;
+    for (int64_t k = i; k < bags.offsets[stop_bag]; ++k) any |= mine(at(k));
+    if (!any) {
+      i = bags.offsets[bag = stop_bag];
+      continue;
+    }
+    if (!direct && !bags.weights) bag_gradients(bags, begin, stop_bag, first, width, scratch);
+    for (; bag < stop_bag; ++bag) {
+      const T* gradient = direct ? part_address(bags.parts[0], bag) : scratch + (bag - begin) * width;
+      for (const int64_t stop = bags.offsets[bag + 1]; i < stop; ++i) {
+        if (rows.index && i + kAhead < end && rows.index[i + kAhead] >= 0) {
+          T* p = rows.data + rows.index[i + kAhead] * rows.stride + first;
+          __builtin_prefetch(p, 1);
+          __builtin_prefetch(p + width - 1, 1);
+        }
+        const int64_t row = at(i);
+        if (!mine(row)) continue;
+        if (bags.weights) {
+          bag_gradient(bags, bag, bags.weights + i, first, last, scratch);
+          add_within(rows.data, row + first, scratch + first, width, low, high);
+        } else {
+          add_within(rows.data, row + first, gradient, width, low, high);
+        }
       }
-      if (at < 0 || at + first >= high || at + last <= low) continue;
-      if (direct) {
-        add_within(rows.data, at + first, part_address(bags.parts[0], bag), last - first, low, high);
-        continue;
-      }
-      if (!ready || bags.weights)
-        bag_gradient(bags, bag, bags.weights ? bags.weights + i : nullptr, first, last, scratch);
-      ready = true;
-      add_within(rows.data, at + first, scratch + first, last - first, low, high);
     }
   }
 }
@@ -321,6 +445,7 @@ static void gather(const char* source, const int64_t* index, int64_t n, int64_t 
                    char* out) {
   constexpr int64_t kAhead = 16;
   switch (width) {
+    case 0: return;
     case 4: return gather_fixed<4>(source, index, n, stride, out);
     case 8: return gather_fixed<8>(source, index, n, stride, out);
     case 16: return gather_fixed<16>(source, index, n, stride, out);

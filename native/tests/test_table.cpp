@@ -1,5 +1,6 @@
 // The table's calls: results by hand, portable against AVX2 bit by bit, one thread against four.
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <map>
@@ -82,10 +83,10 @@ Rows1 program(const std::vector<SegmentPlan>& segments, const char* kernels, int
     for (float& g : gradient) g = static_cast<float>(random.below(2000) - 1000) * 1e-3f;
     for (float& w : weights) w = static_cast<float>(random.below(100)) * 1e-2f;
     const bool weighted = step % 2;
-    PartView read{out.data(), dim, 0, 0, dim, 1, false}, back = read;
+    PartView read{out.data(), dim, 0, 0, dim, 1, false, dim, 1}, back = read;
     back.data = gradient.data();
     BagsView bag{offsets.data(), bags, weighted ? weights.data() : nullptr,
-                 step % 3 ? divisor.data() : nullptr, &read, 1};
+                 step % 3 ? divisor.data() : nullptr, &read, 1, false};
     std::vector<int32_t> rows(static_cast<size_t>(n));
     const int64_t epoch = table.find(ids.data(), n, rows.data(), threads);
     table.pool(rows.data(), epoch, ids.data(), n, {bag}, threads);
@@ -118,6 +119,7 @@ void kernels_and_threads_agree() {
       const Rows1 rows = program(segments, "portable", 1, &out);
       for (const auto& [id, row] : rows)
         for (float x : row) CHECK(std::isfinite(x));
+      CHECK(std::count(out.begin(), out.end(), 0.0f) < static_cast<int64_t>(out.size()) / 2);
       for (int threads : {1, 4}) {
         other.clear();
         CHECK(same_bits(rows, program(segments, "", threads, &other)));

@@ -69,6 +69,27 @@ def unpool(
     name: str,
     threads: int,
 ) -> None: ...
+def layout(
+    lists: list[Tensor],
+    packed: Tensor,
+    offsets: Tensor,
+    features: Sequence[tuple[object, ...]],
+    outputs: Sequence[Tensor],
+    wide: bool,
+    threads: int,
+    /,
+) -> None: ...
+def layout_gradient(
+    out: Tensor,
+    bases: Tensor,
+    packed: Tensor,
+    offsets: Tensor,
+    features: Sequence[tuple[object, ...]],
+    gradients: Sequence[Tensor],
+    threads: int,
+    /,
+) -> None: ...
+def prefer_huge_pages(tensor: Tensor, /) -> None: ...
 def hash_strings(data: bytes, offsets: Tensor, seed: int, out: Tensor, threads: int, /) -> None: ...
 def all_finite(tensor: Tensor, threads: int) -> bool: ...
 

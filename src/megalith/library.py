@@ -7,13 +7,17 @@ the callers' business: an autograd.Function around an op costs a tenth of a regi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _LIBRARY = torch.library.Library("megalith", "DEF")
+
+_LARGE = 8 << 20
+"""Bytes from which a first write in pages of 4 KiB costs more than the rest of most ops."""
 
 
 def native_module() -> ModuleType | None:
@@ -23,6 +27,15 @@ def native_module() -> ModuleType | None:
     except ImportError:
         return None
     return _native
+
+
+def fresh(*shape: int, dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
+    """CPU memory for a result of native code, on huge pages where it is large; zeros, or not written yet."""
+    out = torch.empty(shape, dtype=dtype, device="cpu")
+    native = native_module()
+    if native is not None and out.nbytes >= _LARGE:
+        native.prefer_huge_pages(out)
+    return out.zero_() if zero else out
 
 
 def define(
@@ -37,6 +50,13 @@ def define(
     torch.library.register_fake(f"megalith::{name}", fake, lib=_LIBRARY)
     call: Callable[..., Any] = getattr(torch.ops.megalith, name).default
     return call
+
+
+def apart(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Arguments for an autograd.Function: inside torch.compile it takes no tensor twice."""
+    if not torch.compiler.is_compiling():
+        return list(tensors)
+    return [t.clone() if any(t is other for other in tensors[:k]) else t for k, t in enumerate(tensors)]
 
 
 def new_size() -> Any:

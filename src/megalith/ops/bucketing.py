@@ -74,11 +74,15 @@ def dedup(
     if owners is not None:
         if router is not None:
             raise InputError("give a router or owners, not both")
-        owners = checks.whole(owners, name, (ids.shape[0],)).to(torch.int32)
+        owners = checks.integers(owners, name, (ids.shape[0],))
         rule = []
-    if widths is not None and len(widths) != lists.shape[0] - 1:
-        raise InputError(f"widths: {len(widths)} for {lists.shape[0] - 1} lists")
-    sizes = list(widths or [])
+    elif router is not None and num_shards not in (None, shards):
+        raise InputError(f"num_shards is {num_shards}, the router has {shards}")
+    if lists.shape[0] < 1:
+        raise InputError("splits must have the shape [lists + 1], got [0]")
+    sizes = [] if widths is None else checks.sizes(widths, "widths", 0)
+    if widths is not None and len(sizes) != lists.shape[0] - 1:
+        raise InputError(f"widths: {len(sizes)} for {lists.shape[0] - 1} lists")
     unique, first, counts, index, offsets = _dedup(ids, lists, owners, rule, shards, distinct, sizes, name)
     counts = counts.view(shards, lists.shape[0] - 1)
     return Deduped(unique, first, counts, index, None if widths is None else offsets)
@@ -96,7 +100,9 @@ def bucketize(ragged: Ragged, router: Router, weights: Tensor | None = None) -> 
     weights = ragged.weights if weights is None else weights
     if weights is not None:
         weights = checks.floats(weights, "weights", (ids.shape[0],))
-    rule, shards = _rule(router, None)
+    if not isinstance(router, Router):
+        raise InputError(f"router must be a Router, got {checks.kind(router)}")
+    rule, shards = list(router.rule), router.num_shards
     lengths, place = _bucketize(ids, ragged.row_splits, None, rule, shards, "owners")
     placed = None if weights is None else _placed(weights, place)
     return Bucketized(lengths, _placed(values, place), placed, place)
@@ -108,18 +114,16 @@ def match(keys: Tensor, queries: Tensor, *, name: str = "queries", missing_ok: b
     Raises InputError naming the first query that is not there, unless missing_ok: then its position is -1.
     """
     keys = checks.whole(keys, "keys")
-    shape = queries.shape if isinstance(queries, Tensor) else ()
-    flat = checks.whole(queries, name, (None,) * len(shape)).reshape(-1)
+    flat = checks.whole(queries, name, None).reshape(-1)
     found: Tensor = _match(keys, flat, name, missing_ok)
-    return found.view(shape)
+    return found.view(queries.shape)
 
 
 def split_rows(rows: Tensor, indices: Tensor, num_splits: int, *, name: str = "indices") -> list[Tensor]:
     """Row i goes to output `indices[i]`, order kept: [n, ...] -> num_splits x [k, ...]. Differentiable."""
-    if not isinstance(rows, Tensor) or rows.dim() < 1:
-        raise InputError("rows must be a tensor of at least one dimension")
+    rows = _rows(rows)
     num_splits = checks.positive(num_splits, "num_splits")
-    owners = checks.whole(indices, name, (rows.shape[0],)).to(torch.int32)
+    owners = checks.integers(indices, name, (rows.shape[0],))
     lengths, place = _bucketize(None, _one_list(rows), owners, [], num_splits, name)
     if torch.is_grad_enabled() and rows.requires_grad:
         return list(_Split.apply(rows, place, lengths))
@@ -128,7 +132,18 @@ def split_rows(rows: Tensor, indices: Tensor, num_splits: int, *, name: str = "i
 
 def place_rows(rows: Tensor, place: Tensor) -> Tensor:
     """Row i goes to row place[i]: [n, ...] by a permutation int64 [n]. Differentiable."""
-    return _placed(rows, checks.whole(place, "place", (rows.shape[0],)))
+    rows = _rows(rows)
+    n = rows.shape[0]
+    place = checks.whole(place, "place", (n,))
+    taken = torch.zeros_like(place, dtype=torch.bool).index_fill(0, place.clamp(0, max(n - 1, 0)), True)
+    checks.require(taken & (place >= 0) & (place < n), "place must hold the number of every row once")
+    return _placed(rows, place)
+
+
+def _rows(rows: Tensor) -> Tensor:
+    if checks.tensor(rows, "rows", None).dim() < 1:
+        raise InputError("rows must be a tensor of at least one dimension")
+    return rows
 
 
 def _one_list(values: Tensor) -> Tensor:
@@ -161,7 +176,7 @@ def _dedup_native(
     n = ids.shape[0]
     index, first, unique = (torch.empty(n, dtype=torch.int64) for _ in range(3))
     counts = torch.empty(shards * (splits.shape[0] - 1), dtype=torch.int64)
-    by = tuple(rule) if owners is None else owners.contiguous()
+    by = tuple(rule) if owners is None else _narrow(owners, shards, name)
     ids, splits = ids.contiguous(), splits.contiguous()
     threads = torch.get_num_threads()
     offsets = torch.empty(n if widths else 0, dtype=torch.int64)
@@ -182,6 +197,7 @@ def _dedup_twin(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     owners = _owners_twin(ids, owners, rule, shards, name)
     n, lists = ids.shape[0], splits.shape[0] - 1
+    splits = checks.splits(splits, "splits", n)
     list_of = torch.repeat_interleave(torch.arange(lists, device=ids.device), torch.diff(splits))
     position = torch.arange(n, device=ids.device)
     first_of = position.clone()  # of each occurrence: the first one of its id in its list
@@ -202,6 +218,13 @@ def _dedup_twin(
         return ids[first], first, counts, index, index[:0].clone()
     sizes = torch.tensor(widths, device=ids.device)[list_of[first]]
     return ids[first], first, counts, index, (torch.cumsum(sizes, 0) - sizes)[index]
+
+
+def _narrow(owners: Tensor, shards: int, name: str) -> Tensor:
+    """Given owners in the type that native code takes and checks."""
+    if owners.dtype == torch.int64:
+        checks.index_range(owners, 0, shards, name)
+    return owners.to(torch.int32).contiguous()
 
 
 def _owners_twin(ids: Tensor | None, owners: Tensor | None, rule: Rule, shards: int, name: str) -> Tensor:
@@ -242,7 +265,7 @@ def _match_twin(keys: Tensor, queries: Tensor, name: str, missing_ok: bool) -> T
     if keys.numel() == 0:
         return _all_found(torch.full_like(queries, -1), queries, name, missing_ok)
     ordered, order = torch.sort(keys, stable=True)  # of equal keys the first comes first
-    at = torch.searchsorted(ordered, queries).clamp(max=keys.numel() - 1)
+    at = torch.searchsorted(ordered, queries.contiguous()).clamp(max=keys.numel() - 1)
     found = torch.where(ordered[at] == queries, order[at], -1)
     return _all_found(found, queries, name, missing_ok)
 
@@ -272,7 +295,7 @@ def _bucketize_native(
     assert values is not None
     lengths = torch.empty(shards * (splits.shape[0] - 1), dtype=torch.int64)
     place = torch.empty(values.shape[0], dtype=torch.int64)
-    by = tuple(rule) if owners is None else owners.contiguous()
+    by = tuple(rule) if owners is None else _narrow(owners, shards, name)
     ids = None if ids is None else ids.contiguous()
     native.bucketize(ids, splits.contiguous(), by, shards, lengths, place, name, torch.get_num_threads())
     return lengths, place
@@ -283,6 +306,7 @@ def _bucketize_twin(
 ) -> tuple[Tensor, Tensor]:
     owners = _owners_twin(ids, owners, rule, shards, name).to(torch.int64)
     rows = splits.shape[0] - 1
+    splits = checks.splits(splits, "row_splits", owners.shape[0])
     row_of = torch.repeat_interleave(torch.arange(rows, device=owners.device), torch.diff(splits))
     lengths = torch.bincount(owners * rows + row_of, minlength=shards * rows)
     return lengths, _inverse(torch.argsort(owners, stable=True))

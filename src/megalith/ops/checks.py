@@ -13,18 +13,40 @@ from megalith.errors import InputError
 _INTEGERS = (torch.int64, torch.int32)
 
 
-def whole(tensor: Any, name: str, shape: Sequence[int | None] = (None,)) -> Tensor:
-    """An int64 tensor of this shape (None: any size) from an int64 or int32 one."""
+def integers(tensor: Any, name: str, shape: Sequence[int | None] | None = (None,)) -> Tensor:
+    """An int64 or int32 tensor of this shape (None in it: any size; None: any shape)."""
     if not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGERS:
         raise InputError(f"{name} must be an int64 or int32 tensor, got {kind(tensor)}")
-    return _shaped(tensor, name, shape).to(torch.int64)
+    return _shaped(tensor, name, shape)
 
 
-def floats(tensor: Any, name: str, shape: Sequence[int | None]) -> Tensor:
-    """A float tensor of this shape (None: any size)."""
+def whole(tensor: Any, name: str, shape: Sequence[int | None] | None = (None,)) -> Tensor:
+    """An int64 tensor of this shape from an int64 or int32 one."""
+    return integers(tensor, name, shape).to(torch.int64)
+
+
+def splits(tensor: Any, name: str, size: int) -> Tensor:
+    """int64 [rows + 1] that ascend from 0 to `size`."""
+    cuts = whole(tensor, name)
+    if cuts.shape[0] < 1:
+        raise InputError(f"{name} must have the shape [rows + 1], got [0]")
+    good = (cuts[0] == 0) & (cuts[-1] == size) & (cuts[1:] >= cuts[:-1]).all()
+    require(good, f"{name} must ascend from 0 to the number of values")
+    return cuts
+
+
+def floats(tensor: Any, name: str, shape: Sequence[int | None] | None) -> Tensor:
+    """A float tensor of this shape (None in it: any size; None: any shape)."""
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         raise InputError(f"{name} must be a float tensor, got {kind(tensor)}")
     return _shaped(tensor, name, shape)
+
+
+def tensor(x: Any, name: str, shape: Sequence[int | None] | None) -> Tensor:
+    """A tensor of any type and this shape (None in it: any size; None: any shape)."""
+    if not isinstance(x, Tensor):
+        raise InputError(f"{name} must be a tensor, got {kind(x)}")
+    return _shaped(x, name, shape)
 
 
 def tensors(items: Any, name: str) -> list[Any]:
@@ -49,6 +71,11 @@ def positive(value: Any, name: str, least: int = 1) -> int:
     return value  # type: ignore[return-value]
 
 
+def sizes(items: Any, name: str, least: int = 1) -> list[int]:
+    """A list of whole numbers of at least `least` from a list or tuple."""
+    return [positive(item, f"{name}[{i}]", least) for i, item in enumerate(tensors(items, name))]
+
+
 def require(condition: Tensor, message: str) -> None:
     """Raises InputError unless every element of the condition is true.
 
@@ -62,9 +89,11 @@ def require(condition: Tensor, message: str) -> None:
 
 def index_range(index: Tensor, low: int, high: int, name: str) -> None:
     """Raises InputError unless every index lies in low:high."""
-    bad = ((index < low) | (index >= high)).flatten()
-    if bool(bad.any()):
-        position = int(bad.nonzero()[0])
+    if index.numel() == 0:
+        return
+    least, most = torch.aminmax(index)
+    if int(least) < low or int(most) >= high:
+        position = int(((index < low) | (index >= high)).flatten().nonzero()[0])
         value = int(index.flatten()[position])
         raise InputError(f"{name}[{position}] = {value} is out of range: expected 0 to {high - 1}")
 
@@ -74,7 +103,11 @@ def kind(x: Any) -> str:
     return str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
 
 
-def _shaped(tensor: Tensor, name: str, shape: Sequence[int | None]) -> Tensor:
+def _shaped(tensor: Tensor, name: str, shape: Sequence[int | None] | None) -> Tensor:
+    if tensor.layout != torch.strided:
+        raise InputError(f"{name} must be a dense tensor, got {tensor.layout}")
+    if shape is None:
+        return tensor
     fits = tensor.dim() == len(shape) and all(
         want is None or size == want for size, want in zip(tensor.shape, shape, strict=True)
     )

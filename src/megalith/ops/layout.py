@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError
-from megalith.library import define, new_size
+from megalith.library import apart, define, fresh, native_module, new_size
 from megalith.ops import checks
 from megalith.ops.bucketing import _dedup
 from megalith.ops.feature_configs import FeatureConfigs, OutType, PoolingType
 from megalith.ops.moves import locate
 from megalith.ops.pool_rows import _pool, _unpool, arguments
-from megalith.ops.pooling import Bags, Part
+from megalith.ops.pooling import Bags, Part, covered
 from megalith.ragged import Ragged
 from megalith.routing import Router
 
@@ -74,18 +74,23 @@ def sharding_sparse_fids(
     unique: an id travels once per feature and server. shared: features with one row for the whole batch.
     batch_size: needed when every feature is shared.
     """
-    feature_cfgs.validate()
+    if not isinstance(feature_cfgs, FeatureConfigs) or not isinstance(columns, Mapping):
+        got = f"{checks.kind(columns)} and {checks.kind(feature_cfgs)}"
+        raise InputError(f"columns must be a dict and feature_cfgs FeatureConfigs, got {got}")
     router = ps_num
     if not isinstance(router, Router):
         router = Router("roundrobin", max(1, checks.positive(ps_num, "ps_num", least=0)))
     names = list(feature_cfgs.feature_names)
+    if not names:
+        raise InputError("feature_cfgs has no features")
+    for name in names:
+        if name in columns and not isinstance(columns[name], Ragged):
+            raise InputError(f"columns[{name!r}] must be a Ragged, got {checks.kind(columns[name])}")
     device = next((columns[n].values.device for n in names if n in columns), torch.device("cpu"))
     taken = [columns[n] if n in columns else _empty_row(device) for n in names]
     one_row = [n in shared or n not in columns for n in names]
-    batch = batch_size
+    batch = None if batch_size is None else checks.positive(batch_size, "batch_size", least=0)
     for name, column, alone in zip(names, taken, one_row, strict=True):
-        if not isinstance(column, Ragged):
-            raise InputError(f"columns[{name!r}] must be a Ragged, got {checks.kind(column)}")
         rows = column.row_splits.shape[0] - 1
         batch = rows if batch is None and not alone else batch
         if rows != (1 if alone else batch):
@@ -238,6 +243,10 @@ class _Plan:
     """Of each output, the batch first."""
     order: tuple[int, ...]
     """Features as the pooling lists them: those that FIRSTN keeps come last."""
+    native_parts: tuple[Any, ...]
+    """Of each feature, in the native module's form."""
+    covered: tuple[bool, ...]
+    """Of each output: whether parts write all of it."""
 
 
 @lru_cache(maxsize=64)
@@ -265,6 +274,8 @@ def _plan(encoded: str) -> _Plan:
             elif kind == OutType.STACK:
                 column += inner * cut.width
         shapes += given
+    flat = [(-1, _columns(shape)) for shape in shapes]
+    bags = [Bags(torch.zeros(1), tuple(p)) for p in parts]
     return _Plan(
         tables=tuple(tables.index(f.table) for f in features),
         num_tables=len(tables),
@@ -274,6 +285,8 @@ def _plan(encoded: str) -> _Plan:
         parts=tuple(tuple(p) for p in parts),
         shapes=tuple(shapes),
         order=tuple(sorted(range(len(names)), key=lambda f: (bool(firsts[f]), f))),
+        native_parts=tuple(b.native[-1] for b in bags),
+        covered=tuple(covered(bags, flat)),
     )
 
 
@@ -293,19 +306,19 @@ def fused_embedding_to_layout(
 ) -> list[Tensor]:
     """Assembles rows into layouts: a tensor for each shape of each layout, layouts sorted by name.
 
-    embeddings_list: the rows of each list of `sharding_sparse_fids`, flat or [k, dim], of one float type. The
-    other tensors are that function's. Differentiable in the embeddings. parallel_flag and fid_list_row_split are
-    accepted and not needed; versions other than 3 and 5, which encode alike, are refused. Raises InputError
-    for offsets that lead out of a list or do not fit the config.
+    embeddings_list: the rows of each list of `sharding_sparse_fids`, flat or [k, dim], of one float type.
+    The other tensors are that function's. Differentiable in the embeddings. parallel_flag and
+    fid_list_row_split are accepted and not needed; versions other than 3 and 5, which encode alike, are
+    refused. Raises InputError for offsets that lead out of a list or do not fit the config.
     """
-    source, arguments = _layout_arguments(
+    lists, encoding = _layout_arguments(
         embeddings_list, fid_offset, feature_offset, nfl_offset, batch_size, feature_cfgs, ps_num
     )
     _check_variant(variant_type, version)
-    if torch.is_grad_enabled() and source.requires_grad:
-        outputs = list(_ToLayout.apply(source, *arguments))
+    if torch.is_grad_enabled() and any(rows.requires_grad for rows in lists):
+        outputs = list(_ToLayout.apply(*encoding, *apart(lists)))
     else:
-        outputs = _layout(source, *arguments)
+        outputs = _layout(lists, *encoding)
     return [o.to(embeddings_list[0].dtype) for o in outputs]
 
 
@@ -325,24 +338,18 @@ def fused_embedding_to_layout_grad(
     parallel_flag: int = 0,
     version: int = 5,
 ) -> list[Tensor]:
-    """The gradient of each of the embeddings, in their shapes. The scale multiplies layout gradients first."""
+    """The gradient of each of the embeddings, in their shapes. The scale multiplies the layouts' first."""
     with torch.no_grad():
-        source, arguments = _layout_arguments(
+        lists, encoding = _layout_arguments(
             embeddings_list, fid_offset, feature_offset, nfl_offset, batch_size, feature_cfgs, ps_num
         )
     _check_variant(variant_type, version)
-    shapes = _plan(feature_cfgs.encoded).shapes
     grads = checks.tensors(layout_tensors_grad, "layout_tensors_grad")
-    if len(grads) != len(shapes):
-        raise InputError(f"layout_tensors_grad has {len(grads)} tensors, the layouts have {len(shapes)}")
-    batch = arguments[4]
-    wide = [
-        checks.floats(g, f"layout_tensors_grad[{i}]", (batch, *shape[1:])).to(source.dtype)
-        for i, (g, shape) in enumerate(zip(grads, shapes, strict=True))
-    ]
+    dtype = lists[0].dtype
+    wide = [checks.floats(g, f"layout_tensors_grad[{i}]", None).to(dtype) for i, g in enumerate(grads)]
     if layout_tensors_grad_scale is not None:
         wide = [g * layout_tensors_grad_scale for g in wide]
-    flat = _layout_grad(wide, source.shape[0], *arguments)
+    flat = _layout_grad(wide, [rows.shape[0] for rows in lists], *encoding)
     pieces = flat.split([e.numel() for e in embeddings_list])
     return [p.view(e.shape).to(e.dtype) for p, e in zip(pieces, embeddings_list, strict=True)]
 
@@ -364,8 +371,8 @@ def _layout_arguments(
     batch_size: int | Tensor,
     feature_cfgs: FeatureConfigs,
     ps_num: int | Router,
-) -> tuple[Tensor, tuple[Any, ...]]:
-    """The joined rows and what `layout` takes beside them."""
+) -> tuple[list[Tensor], tuple[Any, ...]]:
+    """The rows of each list, flat, and what `layout` takes beside them."""
     if not isinstance(feature_cfgs, FeatureConfigs):
         raise InputError(f"feature_cfgs must be FeatureConfigs, got {checks.kind(feature_cfgs)}")
     lists = checks.tensors(embeddings_list, "embeddings_list")
@@ -373,21 +380,21 @@ def _layout_arguments(
     wanted = len(feature_cfgs.table_names) * max(1, servers)
     if len(lists) != wanted:
         raise InputError(f"embeddings_list has {len(lists)} tensors, tables times servers are {wanted}")
+    if not lists:
+        raise InputError("feature_cfgs has no features")
     for i, rows in enumerate(lists):
-        checks.floats(rows, f"embeddings_list[{i}]", (None,) * rows.dim())
+        checks.floats(rows, f"embeddings_list[{i}]", None)
         if rows.dtype != lists[0].dtype:
             raise InputError(f"embeddings_list[{i}] is {rows.dtype}, embeddings_list[0] {lists[0].dtype}")
     dtype = torch.promote_types(lists[0].dtype, torch.float32)
-    source = torch.cat([rows.reshape(-1) for rows in lists]).to(dtype)
-    if isinstance(batch_size, Tensor):
+    if isinstance(batch_size, Tensor) and batch_size.numel() == 1:
         batch_size = int(batch_size)
-    features = len(feature_cfgs.feature_names)
-    return source, (
-        [rows.numel() for rows in lists],
+    batch = checks.positive(batch_size, "batch_size", least=0)
+    return [rows.reshape(-1).to(dtype) for rows in lists], (
         _unsigned(fid_offset, "fid_offset", (None,)),
         checks.whole(feature_offset, "feature_offset"),
-        _unsigned(nfl_offset, "nfl_offset", (features + 1,)),
-        checks.positive(batch_size, "batch_size", least=0),
+        _unsigned(nfl_offset, "nfl_offset", (len(feature_cfgs.feature_names) + 1,)),
+        batch,
         feature_cfgs.encoded,
     )
 
@@ -397,6 +404,26 @@ def _unsigned(tensor: Tensor, name: str, shape: tuple[int | None, ...]) -> Tenso
     if isinstance(tensor, Tensor) and tensor.dtype in (torch.uint32, torch.uint64):
         tensor = tensor.to(torch.int64)
     return checks.whole(tensor, name, shape)
+
+
+def _rows_of(plan: _Plan, feature_offset: Tensor, nfl_offset: Tensor, batch: int) -> tuple[Any, ...]:
+    """Where each feature's rows begin in feature_offset, and which features are shared."""
+    for shape in plan.shapes:
+        if shape[0] not in (-1, batch):
+            raise InputError(f"batch_size is {batch}, a layout declares the shape {list(shape)}")
+    numbers = nfl_offset.tolist()
+    starts = [n & (SHARED - 1) for n in numbers]
+    shared = [bool(n & SHARED) for n in numbers]
+    starts[-1] -= 1
+    total = feature_offset.shape[0] - 1
+    if starts[0] != 0 or starts[-1] != total:
+        raise InputError(f"nfl_offset must lead from 0 to the {total + 1} entries of feature_offset")
+    for f in range(len(plan.dims)):
+        rows = 1 if shared[f] else batch
+        if starts[f + 1] - starts[f] != rows:
+            found = starts[f + 1] - starts[f]
+            raise InputError(f"nfl_offset gives feature number {f} {found} rows, expected {rows}")
+    return starts, shared
 
 
 def _pooling(
@@ -410,18 +437,8 @@ def _pooling(
 ) -> tuple[Any, ...]:
     """What the encoding says, as arguments of the ops `pool` and `unpool`."""
     plan = _plan(encoded)
-    device = fid_offset.device
-    starts = [n & (SHARED - 1) for n in nfl_offset.tolist()]
-    shared = [bool(n & SHARED) for n in nfl_offset.tolist()]
-    starts[-1] -= 1
-    n, total = fid_offset.shape[0], feature_offset.shape[0] - 1
-    if starts[0] != 0 or starts[-1] != total:
-        raise InputError(f"nfl_offset must lead from 0 to the {total + 1} entries of feature_offset")
-    for f in range(len(plan.dims)):
-        rows = 1 if shared[f] else batch
-        if starts[f + 1] - starts[f] != rows:
-            found = starts[f + 1] - starts[f]
-            raise InputError(f"nfl_offset gives feature number {f} {found} rows, expected {rows}")
+    starts, shared = _rows_of(plan, feature_offset, nfl_offset, batch)
+    device, n = fid_offset.device, fid_offset.shape[0]
     steps = torch.diff(feature_offset)
     if int(feature_offset[0]) != 0 or int(feature_offset[-1]) != n or bool((steps < 0).any()):
         raise InputError(f"feature_offset must ascend from 0 to {n}, the length of fid_offset")
@@ -454,9 +471,19 @@ def _first_rows(index: Tensor, offsets: Tensor, first: int) -> Tensor:
     return found.flatten()
 
 
-def _layout_any(
-    source: Tensor,
-    sizes: list[int],
+def _native_features(plan: _Plan, feature_offset: Tensor, nfl_offset: Tensor, batch: int) -> list[Any]:
+    """The features as native code takes them."""
+    starts, shared = _rows_of(plan, feature_offset, nfl_offset, batch)
+    rows = [1 if s else batch for s in shared]
+    return list(
+        zip(
+            starts, rows, plan.dims, plan.firsts, plan.means, shared, plan.native_parts, strict=False
+        )  # starts have an end
+    )
+
+
+def _layout_native(
+    lists: list[Tensor],
     fid_offset: Tensor,
     feature_offset: Tensor,
     nfl_offset: Tensor,
@@ -464,15 +491,43 @@ def _layout_any(
     encoded: str,
 ) -> list[Tensor]:
     plan = _plan(encoded)
-    pooling = _pooling(sizes, fid_offset, feature_offset, nfl_offset, batch, encoded, source.dtype)
-    columns = [_columns(shape) for shape in plan.shapes]
-    outputs = _pool(source, *pooling, [batch] * len(columns), columns, "fid_offset")
+    features = _native_features(plan, feature_offset, nfl_offset, batch)
+    dtype = lists[0].dtype
+    outputs = [
+        fresh(batch, _columns(shape), dtype=dtype, zero=not whole)
+        for shape, whole in zip(plan.shapes, plan.covered, strict=True)
+    ]
+    native: Any = native_module()
+    native.layout(
+        [rows.contiguous() for rows in lists],
+        fid_offset.contiguous(),
+        feature_offset.contiguous(),
+        features,
+        outputs,
+        dtype == torch.float64,
+        torch.get_num_threads(),
+    )
     return [o.view(batch, *shape[1:]) for o, shape in zip(outputs, plan.shapes, strict=True)]
 
 
-def _layout_grad_any(
+def _layout_twin(
+    lists: list[Tensor],
+    fid_offset: Tensor,
+    feature_offset: Tensor,
+    nfl_offset: Tensor,
+    batch: int,
+    encoded: str,
+) -> list[Tensor]:
+    plan = _plan(encoded)
+    sizes = [rows.shape[0] for rows in lists]
+    pooling = _pooling(sizes, fid_offset, feature_offset, nfl_offset, batch, encoded, lists[0].dtype)
+    columns = [_columns(shape) for shape in plan.shapes]
+    outputs = _pool(torch.cat(lists), *pooling, [batch] * len(columns), columns, "fid_offset")
+    return [o.view(batch, *shape[1:]) for o, shape in zip(outputs, plan.shapes, strict=True)]
+
+
+def _layout_grad_native(
     grads: list[Tensor],
-    size: int,
     sizes: list[int],
     fid_offset: Tensor,
     feature_offset: Tensor,
@@ -480,10 +535,46 @@ def _layout_grad_any(
     batch: int,
     encoded: str,
 ) -> Tensor:
+    plan = _plan(encoded)
+    _check_grads(grads, plan, batch)
+    dtype = grads[0].dtype if grads else torch.float32
+    out = fresh(sum(sizes), dtype=dtype, zero=True)
+    native: Any = native_module()
+    native.layout_gradient(
+        out,
+        torch.tensor([0, *sizes]).cumsum(0),
+        fid_offset.contiguous(),
+        feature_offset.contiguous(),
+        _native_features(plan, feature_offset, nfl_offset, batch),
+        [g.reshape(batch, _columns(g.shape)).contiguous() for g in grads],
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def _layout_grad_twin(
+    grads: list[Tensor],
+    sizes: list[int],
+    fid_offset: Tensor,
+    feature_offset: Tensor,
+    nfl_offset: Tensor,
+    batch: int,
+    encoded: str,
+) -> Tensor:
+    _check_grads(grads, _plan(encoded), batch)
+    if not grads:
+        return torch.zeros(sum(sizes))
     pooling = _pooling(sizes, fid_offset, feature_offset, nfl_offset, batch, encoded, grads[0].dtype)
     flat = [g.reshape(batch, _columns(g.shape)) for g in grads]
-    result: Tensor = _unpool(flat, *pooling, size, "fid_offset")
+    result: Tensor = _unpool(flat, *pooling, sum(sizes), "fid_offset")
     return result
+
+
+def _check_grads(grads: list[Tensor], plan: _Plan, batch: int) -> None:
+    if len(grads) != len(plan.shapes):
+        raise InputError(f"layout_tensors_grad has {len(grads)} tensors, the layouts have {len(plan.shapes)}")
+    for i, (grad, shape) in enumerate(zip(grads, plan.shapes, strict=True)):
+        checks.floats(grad, f"layout_tensors_grad[{i}]", (batch, *shape[1:]))
 
 
 def _columns(shape: Sequence[int]) -> int:
@@ -493,36 +584,40 @@ def _columns(shape: Sequence[int]) -> int:
     return columns
 
 
-_ENCODING = (
-    "SymInt[] sizes, Tensor fid_offset, Tensor feature_offset, Tensor nfl_offset, SymInt batch, str encoded"
-)
+_ENCODING = "Tensor fid_offset, Tensor feature_offset, Tensor nfl_offset, SymInt batch, str encoded"
 _layout = define(
-    f"layout(Tensor source, {_ENCODING}) -> Tensor[]",
-    native=_layout_any,
-    twin=_layout_any,
-    fake=lambda source, *encoding: [
-        source.new_empty(encoding[4], *shape[1:]) for shape in _plan(encoding[5]).shapes
+    f"layout(Tensor[] lists, {_ENCODING}) -> Tensor[]",
+    native=_layout_native,
+    twin=_layout_twin,
+    fake=lambda lists, *encoding: [
+        lists[0].new_empty(encoding[3], *shape[1:]) for shape in _plan(encoding[4]).shapes
     ],
 )
 _layout_grad = define(
-    f"layout_grad(Tensor[] grads, SymInt size, {_ENCODING}) -> Tensor",
-    native=_layout_grad_any,
-    twin=_layout_grad_any,
-    fake=lambda grads, size, *encoding: grads[0].new_empty(size),
+    f"layout_grad(Tensor[] grads, SymInt[] sizes, {_ENCODING}) -> Tensor",
+    native=_layout_grad_native,
+    twin=_layout_grad_twin,
+    fake=lambda grads, sizes, *encoding: grads[0].new_empty(sum(sizes)) if grads else torch.empty(sum(sizes)),
 )
 
 
 class _ToLayout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, source: Tensor, sizes: Any, fid_offset: Tensor, *rest: Any) -> Any:
-        feature_offset, nfl_offset, batch, encoded = rest
+    def forward(
+        ctx: Any,
+        fid_offset: Tensor,
+        feature_offset: Tensor,
+        nfl_offset: Tensor,
+        batch: int,
+        encoded: str,
+        *lists: Tensor,
+    ) -> Any:
         ctx.save_for_backward(fid_offset, feature_offset, nfl_offset)
-        ctx.size, ctx.sizes, ctx.batch, ctx.encoded = source.shape[0], sizes, batch, encoded
-        return tuple(_layout(source, sizes, fid_offset, *rest))
+        ctx.sizes, ctx.batch, ctx.encoded = [rows.shape[0] for rows in lists], batch, encoded
+        return tuple(_layout(list(lists), fid_offset, feature_offset, nfl_offset, batch, encoded))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        tensors = ctx.saved_tensors
-        flat = _layout_grad(list(grads), ctx.size, ctx.sizes, *tensors, ctx.batch, ctx.encoded)
-        return flat, None, None, None, None, None, None
+        flat = _layout_grad(list(grads), ctx.sizes, *ctx.saved_tensors, ctx.batch, ctx.encoded)
+        return None, None, None, None, None, *flat.split(ctx.sizes)

@@ -26,7 +26,7 @@ from megalith.ops.layout import (
     fused_embedding_to_layout_grad,
     sharding_sparse_fids,
 )
-from megalith.ops.moves import move_runs, take
+from megalith.ops.moves import moved, take
 from megalith.ops.pool_rows import pool_rows
 from megalith.ops.pooling import Bags, Part
 from megalith.ops.rows import gather, gather_pieces, scatter_pieces, scatter_sum
@@ -106,12 +106,9 @@ def reorder_by_indices(input: Tensor, shard_ids: Tensor, num_of_shards: int) -> 
     input: int [n], or float [n, d] whose first column is the id. shard_ids: int [n]; an id's first
     occurrence decides. Returns the distinct ids (rows) and int32 [num_of_shards] how many each shard has.
     """
-    if (
-        not isinstance(input, Tensor)
-        or input.dim() not in (1, 2)
-        or (input.dim() == 2 and input.shape[1] < 1)
-    ):
-        raise InputError("input must be a tensor [n] or [n, d]")
+    checks.tensor(input, "input", None)
+    if input.dim() not in (1, 2) or (input.dim() == 2 and input.shape[1] < 1) or input.is_complex():
+        raise InputError(f"input must be numbers [n] or [n, d], got {input.dtype} {list(input.shape)}")
     column = input if input.dim() == 1 else input[:, 0]
     num_of_shards = checks.positive(num_of_shards, "num_of_shards")
     ids = dedup(_as_ids(column), owners=shard_ids, num_shards=num_of_shards, name="shard_ids")
@@ -154,7 +151,7 @@ def fused_reorder_by_indices(
     roundrobin. dim_sizes: the row size of each input.
     """
     inputs = [checks.whole(ids, f"inputs[{m}]") for m, ids in enumerate(checks.tensors(inputs, "inputs"))]
-    dims = [checks.positive(d, f"dim_sizes[{m}]") for m, d in enumerate(dim_sizes)]
+    dims = checks.sizes(dim_sizes, "dim_sizes")
     checks.same_length(inputs=inputs, dim_sizes=dims)
     if not inputs:
         raise InputError("inputs is empty; give at least one id tensor")
@@ -253,8 +250,11 @@ def fill_with_offset_map(
     """
     if not isinstance(value_buffer, SharedBuffer):
         raise InputError(f"value_buffer must be a SharedBuffer, got {checks.kind(value_buffer)}")
+    if value_buffer.finalized:
+        raise UsageError("this buffer was finalized before; fill it first")
     value = checks.floats(value, "value", (None,))
     source, target, widths = _runs(pos, value_offset_map, dims)
+    checks.require(target + widths <= value_buffer.size, "value_offset_map leads out of value_buffer")
     needed = (pos.lengths() * _dims(dims, pos, "pos")).sum()
     checks.require(needed <= value.shape[0], "value is too short for pos and dims")
     value_buffer.fills.append((value, source, target, widths))
@@ -268,13 +268,14 @@ def fill_with_offset_map_gradient(
     grad = checks.floats(grad, "grad", (None,))
     source, target, widths = _runs(pos, value_offset_map, dims)
     size = int((pos.lengths() * _dims(dims, pos, "pos")).sum())
-    return move_runs(grad, target, source, widths, size, name="value_offset_map")
+    return moved(grad, target, source, widths, size, "value_offset_map")
 
 
 def finalize_shared_tensor(
     handles: Sequence[SharedBuffer], dtype: torch.dtype = torch.float32, shape: Sequence[int] = (-1,)
 ) -> Tensor:
     """The buffer of the first handle as a tensor, zero where nobody filled it. A buffer is finalized once."""
+    handles = checks.tensors(handles, "handles")
     for number, handle in enumerate(handles):
         if not isinstance(handle, SharedBuffer) or handle is not handles[0]:
             raise InputError(f"handles[{number}] is not the buffer of handles[0]")
@@ -288,15 +289,17 @@ def finalize_shared_tensor(
     buffer.finalized = True
     out = torch.zeros(buffer.size, dtype=dtype)
     for value, source, target, widths in buffer.fills:
-        out = out.to(value.device) + move_runs(value, source, target, widths, buffer.size, name="value").to(
-            dtype
-        )
-    return out.view(*shape)
+        filled = moved(value, source, target, widths, buffer.size, "value")
+        out = out.to(value.device) + filled.to(dtype)
+    try:
+        return out.view(*shape)
+    except RuntimeError:
+        raise InputError(f"shape {tuple(shape)} does not hold the buffer of {buffer.size} elements") from None
 
 
 def _dims(dims: Sequence[int], column: Ragged, name: str) -> Tensor:
     """int64 [rows]: the size of a value for each row of the column."""
-    sizes = [checks.positive(d, f"dims[{i}]") for i, d in enumerate(list(dims))]
+    sizes = checks.sizes(dims, "dims")
     rows = column.row_splits.shape[0] - 1
     if len(sizes) != rows:
         raise InputError(f"dims has {len(sizes)} sizes for {rows} rows of {name}")
@@ -362,7 +365,7 @@ def gather_embeddings_by_input(
 def gather_embeddings_by_ids_gradient_back_prop(ids: Tensor, grads: Tensor, index_mapping: Tensor) -> Tensor:
     """Sums gradient rows by place: [..., d], int [...] -> [m, d], a row for each of the m ids."""
     ids = checks.whole(ids, "ids")
-    index = checks.whole(index_mapping, "index_mapping", (None,) * index_mapping.dim()).reshape(-1)
+    index = checks.whole(index_mapping, "index_mapping", None).reshape(-1)
     rows = _matrix(grads, "grads", index.shape[0])
     return scatter_sum(rows, index, ids.shape[0], name="index_mapping")
 
@@ -386,7 +389,7 @@ def fused_gather_embeddings_by_input_gradient(
     """Sums gradient rows into a flat buffer [fused_size], times `scale`."""
     size = _number(fused_size, "fused_size")
     offsets, dims = _offsets(fused_embedding_offsets, embedding_dims)
-    checks.same_length(grads=grads, fused_embedding_offsets=offsets)
+    checks.same_length(grads=checks.tensors(grads, "grads"), fused_embedding_offsets=offsets)
     rows = [checks.floats(g, f"grads[{m}]", (offsets[m].shape[0], dims[m])) for m, g in enumerate(grads)]
     total = scatter_pieces(rows, offsets, size, name="fused_embedding_offsets")
     return total if scale == 1 else total * scale
@@ -395,7 +398,7 @@ def fused_gather_embeddings_by_input_gradient(
 def _offsets(offsets: Sequence[Tensor], dims: Sequence[int]) -> tuple[list[Tensor], list[int]]:
     name = "fused_embedding_offsets"
     checked = [checks.whole(o, f"{name}[{m}]") for m, o in enumerate(checks.tensors(offsets, name))]
-    sizes = [checks.positive(d, f"embedding_dims[{m}]") for m, d in enumerate(dims)]
+    sizes = checks.sizes(dims, "embedding_dims")
     checks.same_length(fused_embedding_offsets=checked, embedding_dims=sizes)
     return checked, sizes
 
@@ -406,16 +409,17 @@ def _join(ids: Sequence[Tensor], embeddings: Sequence[Tensor]) -> tuple[Tensor, 
     checks.same_length(ids=pieces, embeddings=rows)
     if not pieces:
         raise InputError("ids is empty; give at least one tensor")
+    dim = checks.floats(rows[0], "embeddings[0]", (None, None)).shape[1]
     for i, (piece, block) in enumerate(zip(pieces, rows, strict=True)):
-        checks.floats(block, f"embeddings[{i}]", (piece.shape[0], rows[0].shape[-1]))
+        checks.floats(block, f"embeddings[{i}]", (piece.shape[0], dim))
     return torch.cat(pieces), torch.cat(rows)
 
 
 def _matrix(grads: Tensor, name: str, rows: int) -> Tensor:
-    if not isinstance(grads, Tensor) or grads.dim() < 1 or grads.shape[:-1].numel() != rows:
-        shape = list(grads.shape) if isinstance(grads, Tensor) else checks.kind(grads)
-        raise InputError(f"{name} must have one row for each of the {rows} ids, got {shape}")
-    return checks.floats(grads, name, (None,) * grads.dim()).reshape(rows, grads.shape[-1])
+    checks.floats(grads, name, None)
+    if grads.dim() < 1 or grads.shape[:-1].numel() != rows:
+        raise InputError(f"{name} must have one row for each of the {rows} ids, got {list(grads.shape)}")
+    return grads.reshape(rows, grads.shape[-1])
 
 
 def _number(value: int | Tensor, name: str) -> int:
@@ -439,10 +443,9 @@ def reduce_sum(id_indices: Tensor, id_values: Tensor, id_length: int | Tensor) -
 def reduce_mean(id_indices: Tensor, id_values: Tensor, id_length: int | Tensor) -> Tensor:
     """The mean of the rows of each batch row; 0 where a batch row has none."""
     index, values, size = _segments(id_indices, id_values, id_length)
-    total = scatter_sum(values, index, size, name="id_indices")
-    counts = torch.zeros(size, dtype=total.dtype, device=total.device)
-    counts = counts.index_add(0, index, torch.ones_like(index, dtype=total.dtype))
-    return total / counts.clamp(min=1)[:, None]
+    total = scatter_sum(_wide(values), index, size, name="id_indices")
+    counts = scatter_sum(torch.ones_like(index, dtype=total.dtype)[:, None], index, size, name="id_indices")
+    return (total / counts.clamp(min=1)).to(values.dtype)
 
 
 def reduce_sqrtn(id_indices: Tensor, id_values: Tensor, id_length: int | Tensor) -> Tensor:
@@ -451,22 +454,25 @@ def reduce_sqrtn(id_indices: Tensor, id_values: Tensor, id_length: int | Tensor)
     Not the combiner `Sqrtn`, which is sum / sqrt(n): the name is Monolith's.
     """
     index, values, size = _segments(id_indices, id_values, id_length)
-    squares = scatter_sum(values * values, index, size, name="id_indices")
-    some = squares > 0
-    return torch.where(some, torch.where(some, squares, 1).sqrt(), 0)
+    wide = _wide(values)
+    squares = scatter_sum(wide * wide, index, size, name="id_indices")
+    none = squares == 0
+    return torch.where(none, 0, torch.where(none, 1, squares).sqrt()).to(values.dtype)
 
 
 def fused_sorted_segment_sum(
     indices: Sequence[Tensor], values: Sequence[Tensor], shapes: Sequence[Sequence[int]]
 ) -> list[Tensor]:
     """Several segment sums: int [n] (sorted or not), [n, d] -> the shape (segments, d) of each."""
+    lists = [checks.tensors(x, n) for x, n in ((indices, "indices"), (values, "values"), (shapes, "shapes"))]
     checks.same_length(indices=indices, values=values, shapes=shapes)
     results = []
-    for i, (index, rows, shape) in enumerate(zip(indices, values, shapes, strict=True)):
-        if len(shape) != 2:
-            raise InputError(f"shapes[{i}] must be (segments, columns), got {tuple(shape)}")
-        index, rows, size = _segments(index, rows, int(shape[0]), names=(f"indices[{i}]", f"values[{i}]"))
-        checks.floats(rows, f"values[{i}]", (None, int(shape[1])))
+    for i, (index, rows, shape) in enumerate(zip(*lists, strict=True)):
+        if not isinstance(shape, list | tuple) or len(shape) != 2:
+            raise InputError(f"shapes[{i}] must be (segments, columns), got {shape!r}")
+        segments, columns = (checks.positive(size, f"shapes[{i}]", least=0) for size in shape)
+        index, rows, size = _segments(index, rows, segments, names=(f"indices[{i}]", f"values[{i}]"))
+        checks.floats(rows, f"values[{i}]", (None, columns))
         results.append(scatter_sum(rows, index, size, name=f"indices[{i}]"))
     return results
 
@@ -476,7 +482,7 @@ def fused_reduce_sum_and_split(
 ) -> list[Tensor]:
     """The sum of each batch row, cut into columns: a [id_length, dim] for each of split_dims."""
     index, values, size = _segments(id_indices, id_values, id_length)
-    dims = [checks.positive(d, f"split_dims[{i}]") for i, d in enumerate(split_dims)]
+    dims = checks.sizes(split_dims, "split_dims")
     if sum(dims) != values.shape[1]:
         raise InputError(f"split_dims add up to {sum(dims)}, id_values have {values.shape[1]} columns")
     return list(scatter_sum(values, index, size, name="id_indices").split(dims, dim=1))
@@ -487,15 +493,17 @@ def fused_reduce_and_split(
 ) -> list[Tensor]:
     """Sums each row of several columns and cuts the sums: a [batch, dim] for each slice, in order.
 
-    splits: row_splits [batch + 1] of each, embeddings: [n, width] of each, slice_dims: sizes adding up to width.
+    splits: row_splits [batch + 1] of each, embeddings: [n, width] of each, slice_dims: sizes that add up to
+    the width.
     """
+    for each, name in ((splits, "splits"), (embeddings, "embeddings"), (slice_dims, "slice_dims")):
+        checks.tensors(each, name)
     checks.same_length(splits=splits, embeddings=embeddings, slice_dims=slice_dims)
     results: list[Tensor] = []
     for k, (cuts, rows, sizes) in enumerate(zip(splits, embeddings, slice_dims, strict=True)):
-        offsets = checks.whole(cuts, f"splits[{k}]")
-        dims = [checks.positive(d, f"slice_dims[{k}][{i}]") for i, d in enumerate(sizes)]
+        dims = checks.sizes(sizes, f"slice_dims[{k}]")
         rows = checks.floats(rows, f"embeddings[{k}]", (None, sum(dims)))
-        checks.require(offsets[-1] == rows.shape[0], f"splits[{k}] do not end at the rows of embeddings[{k}]")
+        offsets = checks.splits(cuts, f"splits[{k}]", rows.shape[0])
         starts = _running(dims)
         parts = tuple(Part(i, 0, starts[i], starts[i + 1]) for i in range(len(dims)))
         batch = offsets.shape[0] - 1
@@ -505,6 +513,11 @@ def fused_reduce_and_split(
 
 
 fused_reduce_and_split_gpu = fused_reduce_and_split
+
+
+def _wide(values: Tensor) -> Tensor:
+    """Float32 for smaller types, whose sums of counts and squares would overflow."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _segments(
@@ -565,7 +578,7 @@ def _same_type(inputs: Sequence[Tensor]) -> list[Tensor]:
     if not tensors:
         raise InputError("inputs is empty; give at least one tensor")
     for i, t in enumerate(tensors):
-        checks.floats(t, f"inputs[{i}]", (None,) * t.dim())
+        checks.floats(t, f"inputs[{i}]", None)
         if t.dtype != tensors[0].dtype:
             raise InputError(f"inputs[{i}] is {t.dtype}, inputs[0] is {tensors[0].dtype}: give one type")
     return tensors

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError
-from megalith.library import define, native_module, new_size
+from megalith.library import apart, define, native_module, new_size
 from megalith.ops import checks
 from megalith.ragged import Ragged
 
@@ -18,9 +18,17 @@ def take(ragged: Ragged, rows: Tensor) -> Ragged:
     if not isinstance(ragged, Ragged):
         raise InputError(f"ragged must be a Ragged, got {checks.kind(ragged)}")
     rows = checks.whole(rows, "rows")
-    values, splits = _take(ragged.values, ragged.row_splits, rows)
-    weights = None if ragged.weights is None else _take(ragged.weights, ragged.row_splits, rows)[0]
+    values, splits = _taken(ragged.values, ragged.row_splits, rows)
+    weights = None if ragged.weights is None else _taken(ragged.weights, ragged.row_splits, rows)[0]
     return Ragged(values, splits, weights)
+
+
+def _taken(values: Tensor, splits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    if not torch.is_grad_enabled() or not values.requires_grad:
+        taken: tuple[Tensor, Tensor] = _take(values, splits, rows)
+        return taken
+    index, new_splits = _take(torch.arange(values.shape[0], device=values.device), splits, rows)
+    return values.index_select(0, index), new_splits
 
 
 def move_runs(
@@ -29,9 +37,19 @@ def move_runs(
     """Adds chunks of a flat buffer into one of zeros: out[target:+width] += values[source:+width].
 
     values: float [m]. source, target, widths: int64 [k]. Returns [size]. Differentiable in values.
+    Raises InputError, naming the argument `name`, for a chunk that leaves either buffer.
     """
+    values = checks.floats(values, "values", (None,))
+    widths = checks.whole(widths, "widths")
+    source = checks.whole(source, "source", (widths.shape[0],))
+    target = checks.whole(target, "target", (widths.shape[0],))
+    return moved(values, source, target, widths, checks.positive(size, "size", least=0), name)
+
+
+def moved(values: Tensor, source: Tensor, target: Tensor, widths: Tensor, size: int, name: str) -> Tensor:
+    """`move_runs` of arguments that need no check."""
     if torch.is_grad_enabled() and values.requires_grad:
-        out: Tensor = _MoveRuns.apply(values, source, target, widths, size, name)
+        out: Tensor = _MoveRuns.apply(values, *apart([source, target, widths]), size, name)
         return out
     result: Tensor = _move(values, source, target, widths, size, name)
     return result
@@ -63,6 +81,7 @@ def _take_native(values: Tensor, splits: Tensor, rows: Tensor) -> tuple[Tensor, 
 
 
 def _take_twin(values: Tensor, splits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    splits = checks.splits(splits, "row_splits", values.shape[0])
     checks.index_range(rows, 0, splits.shape[0] - 1, "rows")
     new_splits = _taken_splits(splits, rows)
     shift = splits[:-1][rows] - new_splits[:-1]
@@ -104,11 +123,13 @@ def _move_twin(
     values: Tensor, source: Tensor, target: Tensor, widths: Tensor, size: int, name: str
 ) -> Tensor:
     wide = torch.promote_types(values.dtype, torch.float32)
+    m = values.shape[0]
+    checks.index_range(widths, 0, min(m, size) + 1, "widths")
+    inside = (source >= 0) & (source <= m - widths) & (target >= 0) & (target <= size - widths)
+    checks.require(inside, f"{name}: a chunk is out of range")
     begin = torch.cumsum(widths, 0) - widths
     within = torch.arange(int(widths.sum()), device=values.device) - torch.repeat_interleave(begin, widths)
     at, to = (torch.repeat_interleave(x, widths) + within for x in (source, target))
-    checks.index_range(at, 0, values.shape[0], name)
-    checks.index_range(to, 0, size, name)
     out = torch.zeros(size, dtype=wide, device=values.device)
     return out.index_add_(0, to, values.to(wide)[at]).to(values.dtype)
 
@@ -131,7 +152,7 @@ class _MoveRuns(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         source, target, widths = ctx.saved_tensors
-        back = move_runs(grad, target, source, widths, ctx.size, name=ctx.name)
+        back = moved(grad, target, source, widths, ctx.size, ctx.name)
         return back, None, None, None, None, None
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from megalith.errors import InputError, UsageError
 from megalith.library import define, native_module
 from megalith.ops import checks
-from megalith.ops.pooling import Bags, Part, covered, pool, unpool
+from megalith.ops.pooling import Bags, Part, Pooling, covered, pool, unpool
 from megalith.ops.rows import index_limit
 
 
@@ -32,19 +32,20 @@ def pool_rows(
 
     source: float [m, dim], and index int64 [n] the row of each occurrence (-1: a row of zeros; None:
     occurrence i is row i). Or source a flat buffer with `dim` given: then the index counts elements, and rows
-    may have any width up to `dim`. bags: as a table's in a `Pooling`, features in the order of the occurrences;
-    weights and divisors of any float type. Raises InputError for an index out of range or bags that do not fit.
+    may have any width up to `dim`. bags: as a table's in a `Pooling`, features in the order of the
+    occurrences; weights and divisors of any float type. Raises InputError for an index out of range or bags
+    that do not fit.
     """
-    if not isinstance(source, Tensor) or not source.is_floating_point():
-        raise InputError(f"source must be a float tensor, got {checks.kind(source)}")
+    source = checks.floats(source, "source", None)
     flat = dim is not None
     if source.dim() != (1 if flat else 2):
         raise InputError("source must be [m, dim], or one dimension when dim is given")
-    width = source.shape[1] if dim is None else dim
+    width = source.shape[1] if dim is None else checks.positive(dim, "dim", least=0)
     dtype = torch.promote_types(source.dtype, torch.float32)
     index = None if index is None else checks.whole(index, name)
-    args = (index, 1 if flat else width, width, *arguments(bags, dtype))
-    rows, columns = [r for r, _ in outputs], [c for _, c in outputs]
+    args = (index, 1 if flat else width, width, *arguments(_checked(bags), dtype))
+    shapes = [checks.sizes(shape, f"outputs[{k}]", 0) for k, shape in enumerate(outputs)]
+    rows, columns = [r for r, _ in shapes], [c for _, c in shapes]
     wide = source.reshape(-1).to(dtype)
     if torch.is_grad_enabled() and wide.requires_grad:
         results = list(_PoolRows.apply(wide, args, rows, columns, name))
@@ -56,12 +57,25 @@ def pool_rows(
 def segment_sum(values: Tensor, splits: Tensor) -> Tensor:
     """The sum of each segment's rows: [n, d], int64 [segments + 1] -> [segments, d]. Differentiable."""
     values = checks.floats(values, "values", (None, None))
-    splits = checks.whole(splits, "splits")
+    splits = checks.splits(splits, "splits", values.shape[0])
     dim = values.shape[1]
     if dim == 0:
-        return values.new_zeros(splits.shape[0] - 1, 0)
+        return values.reshape(-1).view(splits.shape[0] - 1, 0)
     bags = Bags(splits, (Part(0, 0, 0, dim),))
     return pool_rows(values, None, [bags], [(splits.shape[0] - 1, dim)], name="values")[0]
+
+
+def _checked(bags: Sequence[Bags]) -> list[Bags]:
+    """The bags, their tensors of the right types and shapes; what they hold is the op's to check."""
+    for number, each in enumerate(checks.tensors(bags, "bags")):
+        if not isinstance(each, Bags):
+            raise InputError(f"bags[{number}] must be Bags, got {checks.kind(each)}")
+        offsets = checks.integers(each.offsets, f"bags[{number}].offsets")
+        if each.weights is not None:
+            checks.floats(each.weights, f"bags[{number}].weights", (None,))
+        if each.divisor is not None:
+            checks.floats(each.divisor, f"bags[{number}].divisor", (offsets.shape[0] - 1,))
+    return list(bags)
 
 
 def arguments(bags: Sequence[Bags], dtype: torch.dtype) -> tuple[Any, ...]:
@@ -72,7 +86,7 @@ def arguments(bags: Sequence[Bags], dtype: torch.dtype) -> tuple[Any, ...]:
     if weights is not None and weights.requires_grad:
         raise UsageError("weights take no gradient here: multiply the rows instead")
     return (
-        [b.offsets for b in bags],
+        [b.offsets.to(torch.int64) for b in bags],
         [_divisor(b, dtype) for b in bags],
         [int(b.weights is not None) for b in bags],
         None if weights is None else weights.to(dtype),
@@ -129,11 +143,11 @@ def _pool_native(source: Tensor, index: Any, stride: int, dim: int, *plan: Any) 
 def _pool_twin(source: Tensor, index: Any, stride: int, dim: int, *plan: Any) -> list[Tensor]:
     *described, rows, columns, name = plan
     outputs = [source.new_zeros(r, c) for r, c in zip(rows, columns, strict=True)]
-    elements, present = _row_elements(source.shape[0], index, stride, dim, name)
-    rows_of = torch.where(present[:, None], source[elements], 0) if elements.numel() else None
-    if rows_of is None:
-        rows_of = source.new_zeros(present.numel(), dim)
-    pool(rows_of, _bags(*described), outputs)
+    bags = _bags(*described)
+    index = _index_twin(source, index, stride, dim, name)
+    _check_twin(bags, list(zip(rows, columns, strict=True)), index, source.shape[0], stride, dim, name)
+    padded = torch.nn.functional.pad(source, (0, dim))  # the last rows of a flat buffer may be narrower
+    pool(torch.where(index[:, None] >= 0, padded[_elements(index, stride, dim)], 0), bags, outputs)
     return outputs
 
 
@@ -150,20 +164,46 @@ def _unpool_native(grads: list[Tensor], index: Any, stride: int, dim: int, *plan
 
 def _unpool_twin(grads: list[Tensor], index: Any, stride: int, dim: int, *plan: Any) -> Tensor:
     *described, size, name = plan
-    elements, present = _row_elements(size, index, stride, dim, name)
-    result, reached = unpool(grads, _bags(*described), present.numel(), dim)
-    keep = present & reached
-    out = grads[0].new_zeros(size)
-    return out.index_add_(0, elements[keep].flatten(), result[keep].flatten())
+    bags = _bags(*described)
+    out = grads[0].new_zeros(size + dim)
+    index = _index_twin(out[:size], index, stride, dim, name)
+    _check_twin(bags, [tuple(g.shape) for g in grads], index, size, stride, dim, name)
+    bags = [b for b in bags if b.parts and grads[b.parts[0].output].shape[0]]  # an empty batch tells nothing
+    result, reached = unpool(grads, bags, index.shape[0], dim)
+    keep = (index >= 0) & reached
+    out.index_add_(0, _elements(index[keep], stride, dim).flatten(), result[keep].flatten())
+    return out[:size].clone()
 
 
-def _row_elements(size: int, index: Any, stride: int, dim: int, name: str) -> tuple[Tensor, Tensor]:
-    """The elements [n, dim] of each occurrence's row, and which are there (others stand at the first row)."""
-    limit = index_limit(size, stride, dim)
-    index = torch.arange(limit) if index is None else index
-    checks.index_range(index, -1, limit, name)
-    start = (index.clamp(min=0) * stride)[:, None]
-    return start + torch.arange(dim, device=index.device), index >= 0
+def _index_twin(source: Tensor, index: Tensor | None, stride: int, dim: int, name: str) -> Tensor:
+    """The index, or where there is none that of every row."""
+    if index is None:
+        return torch.arange(index_limit(source.shape[0], stride, dim), device=source.device)
+    checks.index_range(index, -1, index_limit(source.shape[0], stride, 1), name)
+    return index
+
+
+def _elements(index: Tensor, stride: int, dim: int) -> Tensor:
+    """The elements [n, dim] of each occurrence's row; -1 counts as the first."""
+    return (index.clamp(min=0) * stride)[:, None] + torch.arange(dim, device=index.device)
+
+
+def _check_twin(
+    bags: list[Bags], shapes: Any, index: Tensor, size: int, stride: int, dim: int, name: str
+) -> None:
+    """Raises InputError unless bags fit the occurrences, and rows reach as far as their parts do."""
+    plain = tuple(Bags(b.offsets.cpu(), b.parts, shared=b.shared) for b in bags)
+    Pooling(tuple(shapes), {name: plain}).check(name, index.shape[0], dim)
+    for b in bags:
+        own = slice(int(b.offsets[0]), int(b.offsets[-1]))
+        reach = max((p.end for p in b.parts), default=0)
+        checks.index_range(index[own], -1, index_limit(size, stride, reach), name)
+        if b.weights is not None:
+            weights = checks.floats(b.weights, "weights", (index.shape[0],))
+            checks.require(torch.isfinite(weights[own]), "weights: NaN or Inf")
+        if b.divisor is not None:
+            checks.require(torch.isfinite(b.divisor), "divisor: NaN or Inf")
+            checks.require(b.divisor != 0, "divisor: zero")
 
 
 _PLAN = (

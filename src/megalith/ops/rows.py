@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.errors import InputError
-from megalith.library import define, native_module
+from megalith.library import apart, define, native_module
 from megalith.ops import checks
 
 Sizes = Sequence[int]
@@ -27,13 +26,13 @@ def gather(rows: Tensor, index: Tensor, *, name: str = "index") -> Tensor:
 
     Raises InputError, naming the argument `name`, for an index outside 0 to m - 1.
     """
-    dim = rows.shape[1] if rows.dim() == 2 else 0
-    if rows.dim() != 2:
-        raise InputError(f"rows must have the shape [m, d], got {list(rows.shape)}")
-    flat = checks.whole(index, name, (None,) * index.dim()).reshape(-1)
+    rows = checks.tensor(rows, "rows", (None, None))
+    flat = checks.whole(index, name, None).reshape(-1)
+    dim = rows.shape[1]
     if dim == 0:
-        return rows.new_empty(*index.shape, 0)
-    (out,) = gather_pieces(rows, [flat], [dim], strides=[dim], name=name)
+        checks.require((flat >= 0) & (flat < rows.shape[0]), f"{name} is out of range")
+        return rows.reshape(-1).view(*index.shape, 0)
+    (out,) = _gathered(rows.reshape(-1), [flat], [dim], [dim], name)
     return out.view(*index.shape, dim)
 
 
@@ -44,11 +43,12 @@ def scatter_sum(rows: Tensor, index: Tensor, num_rows: int, *, name: str = "inde
     """
     rows = checks.floats(rows, "rows", (None, None))
     index = checks.whole(index, name, (rows.shape[0],))
+    num_rows = checks.positive(num_rows, "num_rows", least=0)
     dim = rows.shape[1]
     if dim == 0:
-        return rows.new_zeros(num_rows, 0)
-    flat = scatter_pieces([rows], [index], num_rows * dim, strides=[dim], name=name)
-    return flat.view(num_rows, dim)
+        checks.require((index >= 0) & (index < num_rows), f"{name} is out of range")
+        return rows.reshape(-1).view(num_rows, 0)
+    return _scattered([rows], [index], num_rows * dim, [dim], name).view(num_rows, dim)
 
 
 def gather_pieces(
@@ -61,13 +61,16 @@ def gather_pieces(
 ) -> list[Tensor]:
     """Rows of several widths out of one buffer: piece k is [len(indices[k]), widths[k]]. Differentiable.
 
-    indices: int64 vectors. strides: elements an index counts (default 1 each).
+    indices: int64 or int32 vectors. strides: elements an index counts (default 1 each).
+    Raises InputError, naming the argument `name`, for a row that ends beyond the buffer.
     """
-    strides = [1] * len(widths) if strides is None else strides
-    source = source.reshape(-1)
-    if torch.is_grad_enabled() and source.requires_grad:
-        return list(_Gather.apply(source, tuple(strides), tuple(widths), name, *indices))
-    return list(_gather(source, list(indices), list(strides), list(widths), name))
+    indices = checks.tensors(indices, "indices")
+    strides = [1] * len(indices) if strides is None else strides
+    source = checks.tensor(source, "source", None).reshape(-1)
+    indices = [checks.whole(index, name) for index in indices]
+    widths, strides = checks.sizes(widths, "widths", 0), checks.sizes(strides, "strides", 0)
+    checks.same_length(indices=indices, widths=widths, strides=strides)
+    return _gathered(source, indices, widths, strides, name)
 
 
 def scatter_pieces(
@@ -79,11 +82,31 @@ def scatter_pieces(
     name: str = "index",
 ) -> Tensor:
     """Adds rows of several widths into one buffer of zeros: the gradient of `gather_pieces`."""
+    pieces, indices = checks.tensors(pieces, "pieces"), checks.tensors(indices, "indices")
     strides = [1] * len(pieces) if strides is None else strides
+    strides = checks.sizes(strides, "strides", 0)
+    checks.same_length(pieces=pieces, indices=indices, strides=strides)
+    pieces = [checks.floats(piece, f"pieces[{k}]", (None, None)) for k, piece in enumerate(pieces)]
+    indices = [checks.whole(i, name, (p.shape[0],)) for i, p in zip(indices, pieces, strict=True)]
+    return _scattered(pieces, indices, checks.positive(size, "size", least=0), strides, name)
+
+
+def _gathered(
+    source: Tensor, indices: Sequence[Tensor], widths: Sizes, strides: Sizes, name: str
+) -> list[Tensor]:
+    if torch.is_grad_enabled() and source.requires_grad:
+        return list(_Gather.apply(source, tuple(strides), tuple(widths), name, *apart(indices)))
+    return list(_gather(source, list(indices), list(strides), list(widths), name))
+
+
+def _scattered(
+    pieces: Sequence[Tensor], indices: Sequence[Tensor], size: int, strides: Sizes, name: str
+) -> Tensor:
     if not pieces:
         return torch.zeros(size)
     if torch.is_grad_enabled() and any(p.requires_grad for p in pieces):
-        out: Tensor = _Scatter.apply(len(pieces), tuple(strides), size, name, *pieces, *indices)
+        tensors = apart([*pieces, *indices])
+        out: Tensor = _Scatter.apply(len(pieces), tuple(strides), size, name, *tensors)
         return out
     result: Tensor = _scatter(list(pieces), list(indices), list(strides), size, name)
     return result
@@ -177,7 +200,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         indices = ctx.saved_tensors
-        total = scatter_pieces(grads, indices, ctx.size, strides=ctx.strides, name=ctx.name)
+        total = _scattered(grads, indices, ctx.size, ctx.strides, ctx.name)
         return total, None, None, None, *[None] * len(indices)
 
 
@@ -192,5 +215,5 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         indices = ctx.saved_tensors
-        pieces = gather_pieces(grad, indices, ctx.widths, strides=ctx.strides, name=ctx.name)
+        pieces = _gathered(grad, indices, ctx.widths, ctx.strides, ctx.name)
         return None, None, None, None, *pieces, *[None] * len(indices)

@@ -1,0 +1,360 @@
+"""Wrong inputs of ops: an InputError that names the argument, never a crash, never a silent result."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith import Ragged, Router, ops
+from megalith.errors import InputError, MegalithError
+from megalith.ops import (
+    Bags,
+    Part,
+)
+
+Case = tuple[Callable[[], Any], str]
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+I3, F32, ROUND = ints(0, 1, 2), torch.ones(3, 2), Router("roundrobin", 2)
+EMPTY = ints()
+COLUMN = Ragged(I3, ints(0, 1, 3))
+SPARSE = torch.eye(3).to_sparse_coo()
+
+
+def bag(*offsets: int, part: Part = Part(0, 0, 0, 2), **options: Any) -> list[Bags]:  # noqa: B008
+    return [Bags(ints(*offsets), (part,), **options)]
+
+
+def pooled(bags: Any, outputs: Any = ((1, 2),), source: Any = F32, index: Any = I3, **options: Any) -> Any:
+    return ops.pool_rows(source, index, bags, list(outputs), **options)
+
+
+ROWS: dict[str, Case] = {
+    "gather beyond": (lambda: ops.gather(F32, ints(0, 3)), r"index\[1\] = 3 .* 0 to 2"),
+    "gather below": (lambda: ops.gather(F32, ints(-1)), r"index\[0\] = -1"),
+    "gather lowest": (lambda: ops.gather(F32, ints(-(2**63))), r"index\[0\]"),
+    "gather overflowing": (lambda: ops.gather(F32, ints(2**62)), r"index\[0\]"),
+    "gather named": (lambda: ops.gather(F32, ints(9), name="who"), r"who\[0\] = 9"),
+    "gather of nothing": (lambda: ops.gather(F32[:0], ints(0)), r"index\[0\] = 0"),
+    "gather of no columns": (lambda: ops.gather(F32[:, :0], ints(3)), "index is out of range"),
+    "gather with grad": (lambda: ops.gather(F32.clone().requires_grad_(), ints(3)), r"index\[0\] = 3"),
+    "gather floats": (lambda: ops.gather(F32, torch.ones(1)), "index must be an int64 or int32"),
+    "gather bools": (lambda: ops.gather(F32, torch.ones(1).bool()), "index must be an int64"),
+    "gather list": (lambda: ops.gather(F32, [0]), "index must be"),  # type: ignore[arg-type]
+    "gather from a list": (lambda: ops.gather([[1.0]], I3), "rows must be a tensor"),  # type: ignore[arg-type]
+    "gather from a vector": (lambda: ops.gather(torch.ones(3), I3), r"rows must have the shape \[\?, \?\]"),
+    "gather from sparse": (lambda: ops.gather(SPARSE, I3), "rows must be a dense tensor"),
+    "scatter beyond": (lambda: ops.scatter_sum(F32, I3, 2), r"index\[2\] = 2"),
+    "scatter few": (lambda: ops.scatter_sum(F32, ints(0, 1), 2), r"index must have the shape \[3\]"),
+    "scatter ints": (lambda: ops.scatter_sum(F32.long(), I3, 3), "rows must be a float tensor"),
+    "scatter into less than none": (lambda: ops.scatter_sum(F32, I3, -1), "num_rows"),
+    "scatter into a half": (lambda: ops.scatter_sum(F32, I3, 2.5), "num_rows"),  # type: ignore[arg-type]
+    "scatter no columns": (lambda: ops.scatter_sum(F32[:, :0], I3, 2), "index is out of range"),
+    "pieces beyond": (lambda: ops.gather_pieces(torch.ones(4), [ints(3)], [2]), r"index\[0\] = 3 .* 0 to 2"),
+    "pieces short": (lambda: ops.gather_pieces(torch.ones(1), [ints(0)], [2]), r"index\[0\] = 0"),
+    "pieces unequal": (lambda: ops.gather_pieces(torch.ones(4), [ints(0)], [2, 1]), "indices has 1, widths"),
+    "pieces negative": (lambda: ops.gather_pieces(torch.ones(4), [ints(0)], [-1]), r"widths\[0\]"),
+    "strides negative": (lambda: ops.gather_pieces(torch.ones(4), [ints(0)], [1], strides=[-1]), "strides"),
+    "indices no list": (lambda: ops.gather_pieces(torch.ones(4), I3, [1]), "indices must be a list"),  # type: ignore[arg-type]
+    "scatter pieces beyond": (lambda: ops.scatter_pieces([F32], [I3], 3), r"index\[2\] = 2 .* 0 to 1"),
+    "scatter pieces unequal": (lambda: ops.scatter_pieces([F32], [], 3), "pieces has 1, indices"),
+    "scatter pieces vector": (lambda: ops.scatter_pieces([F32[0]], [I3], 3), r"pieces\[0\] must have"),
+    "scatter pieces size": (lambda: ops.scatter_pieces([F32], [I3], -3), "size must be"),
+}
+
+BUCKETS: dict[str, Case] = {
+    "dedup floats": (lambda: ops.dedup(F32[:, 0]), "ids must be"),
+    "dedup matrix": (lambda: ops.dedup(I3.view(1, 3)), "ids must have the shape"),
+    "dedup short splits": (lambda: ops.dedup(I3, ints(0, 2)), "splits: must ascend from 0 to 3"),
+    "dedup long splits": (lambda: ops.dedup(I3, ints(0, 4)), "splits: must ascend"),
+    "dedup late splits": (lambda: ops.dedup(I3, ints(1, 3)), "splits: must ascend"),
+    "dedup falling splits": (lambda: ops.dedup(I3, ints(0, 2, 1, 3)), "splits: must ascend"),
+    "dedup no splits": (lambda: ops.dedup(I3, EMPTY), r"splits must have the shape \[lists \+ 1\]"),
+    "dedup owner beyond": (lambda: ops.dedup(I3, owners=I3, num_shards=2), r"owners\[2\] = 2 .* 0 to 1"),
+    "dedup owner below": (lambda: ops.dedup(I3, owners=I3 - 1, num_shards=2), r"owners\[0\] = -1"),
+    "dedup owner wraps": (
+        lambda: ops.dedup(I3, owners=I3 * 2**32, num_shards=2),
+        r"owners\[1\] = 4294967296",
+    ),
+    "dedup few owners": (lambda: ops.dedup(I3, owners=I3[:2]), r"owners must have the shape \[3\]"),
+    "dedup twofold": (lambda: ops.dedup(I3, None, ROUND, owners=I3), "not both"),
+    "dedup other shards": (lambda: ops.dedup(I3, None, ROUND, num_shards=3), "num_shards is 3"),
+    "dedup no router": (lambda: ops.dedup(I3, None, 2), "router must be a Router"),  # type: ignore[arg-type]
+    "dedup no shards": (lambda: ops.dedup(I3, owners=I3, num_shards=0), "num_shards must be"),
+    "dedup few widths": (lambda: ops.dedup(I3, widths=[1, 2]), "widths: 2 for 1 lists"),
+    "dedup bad widths": (lambda: ops.dedup(I3, widths=[-1]), r"widths\[0\]"),
+    "match unknown": (lambda: ops.match(I3, ints(0, 7)), r"queries: id 7 \(number 1\)"),
+    "match in nothing": (lambda: ops.match(EMPTY, ints(7)), "queries: id 7"),
+    "match floats": (lambda: ops.match(I3, F32), "queries must be"),
+    "match list": (lambda: ops.match(I3, [1]), "queries must be"),  # type: ignore[arg-type]
+    "bucketize tensor": (lambda: ops.bucketize(I3, ROUND), "ragged must be a Ragged"),  # type: ignore[arg-type]
+    "bucketize floats": (lambda: ops.bucketize(Ragged(F32[:, 0], ints(0, 3)), ROUND), "ragged.values"),
+    "bucketize number": (lambda: ops.bucketize(COLUMN, 2), "router must be a Router"),  # type: ignore[arg-type]
+    "bucketize few weights": (lambda: ops.bucketize(COLUMN, ROUND, torch.ones(2)), "weights must have"),
+    "bucketize int weights": (lambda: ops.bucketize(COLUMN, ROUND, I3), "weights must be a float"),
+    "split beyond": (lambda: ops.split_rows(F32, I3, 2), r"indices\[2\] = 2"),
+    "split wraps": (lambda: ops.split_rows(F32, I3 + 2**32, 3), r"indices\[0\] = 4294967296"),
+    "split below": (lambda: ops.split_rows(F32, -I3, 3), r"indices\[1\] = -1"),
+    "split few": (lambda: ops.split_rows(F32, I3[:2], 3), r"indices must have the shape \[3\]"),
+    "split into none": (lambda: ops.split_rows(F32, I3, 0), "num_splits must be"),
+    "split a number": (lambda: ops.split_rows(torch.tensor(1.0), I3, 3), "rows must be"),
+    "place twice": (lambda: ops.place_rows(F32, ints(0, 0, 1)), "place must hold the number of every row"),
+    "place beyond": (lambda: ops.place_rows(F32, ints(0, 1, 3)), "place must hold"),
+    "place below": (lambda: ops.place_rows(F32, ints(0, 1, -1)), "place must hold"),
+    "place few": (lambda: ops.place_rows(F32, ints(0, 1)), "place must have the shape"),
+    "take beyond": (lambda: ops.take(COLUMN, ints(2)), r"rows\[0\] = 2 .* 0 to 1"),
+    "take below": (lambda: ops.take(COLUMN, ints(0, -1)), r"rows\[1\] = -1"),
+    "take from a tensor": (lambda: ops.take(I3, I3), "ragged must be a Ragged"),  # type: ignore[arg-type]
+    "take floats": (lambda: ops.take(COLUMN, F32), "rows must be"),
+    "move from beyond": (lambda: ops.move_runs(F32[:, 0], ints(2), ints(0), ints(2), 9), r"source\[0\] = 2"),
+    "move to beyond": (lambda: ops.move_runs(F32[:, 0], ints(0), ints(2), ints(2), 3), r"source\[0\] = 2"),
+    "move from below": (lambda: ops.move_runs(F32[:, 0], ints(-1), ints(2), ints(1), 3), r"source\[0\] = -1"),
+    "move less than none": (lambda: ops.move_runs(F32[:, 0], ints(0), ints(0), ints(-1), 3), "widths"),
+    "move too much": (lambda: ops.move_runs(F32[:, 0], ints(0), ints(0), ints(2**62), 3), r"source\[0\]"),
+    "move unequal": (lambda: ops.move_runs(F32[:, 0], ints(0), I3, ints(1), 3), "target must have the shape"),
+    "move ints": (lambda: ops.move_runs(I3, ints(0), ints(0), ints(1), 3), "values must be a float"),
+    "move floats": (lambda: ops.move_runs(F32[:, 0], F32[0], ints(0), ints(1), 3), "source must be"),
+    "move into less than none": (lambda: ops.move_runs(F32[:, 0], EMPTY, EMPTY, EMPTY, -1), "size"),
+}
+
+NAN = torch.tensor([1.0, float("nan"), 1.0])
+POOLS: dict[str, Case] = {
+    "pool beyond": (lambda: pooled(bag(0, 3), index=ints(0, 1, 3)), r"index\[2\] = 3"),
+    "pool below": (lambda: pooled(bag(0, 3), index=ints(0, -2, 0)), r"index\[1\] = -2"),
+    "pool beyond a flat end": (
+        lambda: pooled(bag(0, 3), source=torch.ones(4), index=ints(0, 3, 2), dim=2),
+        r"index\[1\] = 3 .* 0 to 2",
+    ),
+    "pool floats": (lambda: pooled(bag(0, 3), index=F32[:, 0]), "index must be"),
+    "pool ints": (lambda: pooled(bag(0, 3), source=F32.long()), "source must be a float"),
+    "pool a vector": (lambda: pooled(bag(0, 3), source=F32[:, 0]), r"source must be \[m, dim\]"),
+    "pool a flat matrix": (lambda: pooled(bag(0, 3), dim=2), "source must be"),
+    "pool past the index": (lambda: pooled(bag(0, 4)), "offsets: beyond the number of ids"),
+    "pool falling": (lambda: pooled(bag(2, 1), ((1, 2),)), "offsets: must ascend"),
+    "pool features back": (lambda: pooled(bag(0, 2) + bag(1, 3)), "offsets: must ascend"),
+    "pool no offsets": (lambda: pooled(bag(), ((0, 2),)), "offsets: expected"),
+    "pool float offsets": (lambda: pooled([Bags(F32[0], ())]), r"bags\[0\].offsets must be"),
+    "pool no bags": (lambda: pooled([I3]), r"bags\[0\] must be Bags"),
+    "pool no list": (lambda: pooled(bag(0, 3)[0]), "bags must be a list"),
+    "pool bad shape": (lambda: pooled(bag(0, 3), ((1, -2),)), r"outputs\[0\]\[1\]"),
+    "pool other rows": (lambda: pooled(bag(0, 3), ((2, 2),)), "rows and the bags differ"),
+    "pool other output": (lambda: pooled(bag(0, 3, part=Part(1, 0, 0, 2))), "no such output"),
+    "pool wide part": (lambda: pooled(bag(0, 3, part=Part(0, 0, 0, 3))), "slice lies outside the row"),
+    "pool late part": (lambda: pooled(bag(0, 3, part=Part(0, 1, 0, 2))), "columns outside the output"),
+    "pool step": (lambda: pooled(bag(0, 1, 3, part=Part(0, 0, 0, 2, 2, step=1)), ((1, 9),)), "bad step"),
+    "pool inner": (lambda: pooled(bag(0, 3, part=Part(0, 0, 0, 1, 2))), "bags do not fill output rows"),
+    "pool shared rows": (lambda: pooled(bag(0, 1, 3, shared=True), ((3, 2),)), "rows and the bags differ"),
+    "pool few weights": (lambda: pooled(bag(0, 3, weights=torch.ones(2))), "weights: expected length 3"),
+    "pool nan weights": (lambda: pooled(bag(0, 3, weights=NAN)), "weights: NaN or Inf"),
+    "pool int weights": (lambda: pooled(bag(0, 3, weights=I3)), r"bags\[0\].weights must be a float"),
+    "pool two weights": (
+        lambda: pooled(bag(0, 1, weights=torch.ones(3)) + bag(1, 3, weights=torch.ones(3))),
+        "weights: all features of a call share one tensor",
+    ),
+    "pool few divisors": (lambda: pooled(bag(0, 3, divisor=torch.ones(2))), r"bags\[0\].divisor must have"),
+    "pool zero divisor": (lambda: pooled(bag(0, 3, divisor=torch.zeros(1))), "divisor: zero"),
+    "pool nan divisor": (lambda: pooled(bag(0, 3, divisor=NAN[1:2])), "divisor: NaN or Inf"),
+    "segments short": (lambda: ops.segment_sum(F32, ints(0, 2)), "splits must ascend from 0"),
+    "segments late": (lambda: ops.segment_sum(F32, ints(1, 3)), "splits must ascend from 0"),
+    "segments falling": (lambda: ops.segment_sum(F32, ints(0, 2, 1, 3)), "splits must ascend from 0"),
+    "segments none": (lambda: ops.segment_sum(F32, EMPTY), r"splits must have the shape \[rows \+ 1\]"),
+    "segments of ints": (lambda: ops.segment_sum(F32.long(), ints(0, 3)), "values must be a float"),
+}
+
+KEYS = ops.unique_key_with_value_and_offset(Ragged.from_lists([[5, 5], [6]]), [1, 2])
+POS = Ragged.from_lists([[0], [1]])
+
+
+def fill(pos: Any = POS, value: Any = F32[:, 0], where: Any = KEYS.value_offset, dims: Any = (1, 2)) -> Any:
+    return ops.fill_with_offset_map(pos, value, where, ops.SharedBuffer(4), dims)
+
+
+def mean(index: Any, values: Any = F32, length: Any = 3) -> Any:
+    return [reduce(index, values, length) for reduce in (ops.reduce_sum, ops.reduce_mean, ops.reduce_sqrtn)]
+
+
+MONOLITH: dict[str, Case] = {
+    "split_by_indices": (lambda: ops.split_by_indices(I3, F32, 2), r"indices\[2\] = 2"),
+    "ragged_split lengths": (lambda: ops.ragged_split_by_indices(I3[:2], COLUMN, 3), "indices must have"),
+    "ragged_split beyond": (lambda: ops.ragged_split_by_indices(I3, COLUMN, 2), r"indices\[2\] = 2"),
+    "ragged_split tensor": (lambda: ops.ragged_split_by_indices(I3, I3, 2), "num must be a Ragged"),  # type: ignore[arg-type]
+    "reorder beyond": (lambda: ops.reorder_by_indices(I3, I3, 2), r"shard_ids\[2\] = 2"),
+    "reorder few": (lambda: ops.reorder_by_indices(I3, I3[:1], 3), "shard_ids must have"),
+    "reorder cube": (lambda: ops.reorder_by_indices(torch.ones(1, 1, 1), I3[:1], 3), "input must be numbers"),
+    "reorder list": (lambda: ops.reorder_by_indices([1], I3, 3), "input must be a tensor"),  # type: ignore[arg-type]
+    "fused_reorder dims": (
+        lambda: ops.fused_reorder_by_indices([I3], 2, [2, 2]),
+        "inputs has 1, dim_sizes has 2",
+    ),
+    "fused_reorder zero": (lambda: ops.fused_reorder_by_indices([I3], 2, [0]), r"dim_sizes\[0\]"),
+    "fused_reorder none": (lambda: ops.fused_reorder_by_indices([], 2, []), "inputs is empty"),
+    "fused_reorder shards": (lambda: ops.fused_reorder_by_indices([I3], 0, [2]), "num_of_shards"),
+    "fused_reorder tensor": (lambda: ops.fused_reorder_by_indices(I3, 2, [2]), "inputs must be a list"),  # type: ignore[arg-type]
+    "fused_reorder floats": (
+        lambda: ops.fused_reorder_by_indices([I3, F32], 2, [2, 2]),
+        r"inputs\[1\] must be",
+    ),
+    "unique rows": (
+        lambda: ops.unique_key_with_value_and_offset(COLUMN, [1]),
+        "dims has 1 sizes for 2 rows of key",
+    ),
+    "unique zero": (lambda: ops.unique_key_with_value_and_offset(COLUMN, [1, 0]), r"dims\[1\]"),
+    "unique number": (lambda: ops.unique_key_with_value_and_offset(COLUMN, 1), "dims must be a list"),  # type: ignore[arg-type]
+    "fill short": (lambda: fill(value=torch.ones(2)), "value is too short"),
+    "fill unknown": (lambda: fill(Ragged.from_lists([[0], [2]])), "pos holds a number"),
+    "fill below": (lambda: fill(Ragged.from_lists([[0], [-1]])), "pos holds a number"),
+    "fill rows": (lambda: fill(dims=[1]), "dims has 1 sizes for 2 rows of pos"),
+    "fill ints": (lambda: fill(value=I3), "value must be a float"),
+    "fill other map": (lambda: fill(where=[[0]]), "value_offset_map an OffsetMap"),
+    "fill tensor": (lambda: fill(pos=I3), "pos must be a Ragged"),
+    "fill wide": (
+        lambda: fill(value=torch.ones(9), dims=[1, 4]),
+        "value_offset_map leads out of value_buffer",
+    ),
+    "fill no buffer": (
+        lambda: ops.fill_with_offset_map(POS, torch.ones(3), KEYS.value_offset, None, [1, 2]),  # type: ignore[arg-type]
+        "value_buffer must be",
+    ),
+    "fill gradient short": (
+        lambda: ops.fill_with_offset_map_gradient(POS, torch.ones(3), KEYS.value_offset, [1, 2]),
+        "value_offset_map",
+    ),
+    "finalize none": (lambda: ops.finalize_shared_tensor([]), "handles is empty"),
+    "finalize two": (
+        lambda: ops.finalize_shared_tensor([ops.SharedBuffer(1), ops.SharedBuffer(1)]),
+        r"handles\[1\] is not the buffer",
+    ),
+    "finalize shape": (lambda: ops.finalize_shared_tensor([ops.SharedBuffer(4)], shape=[3]), "shape"),
+    "map_id unknown": (lambda: ops.map_id_to_embedding([I3], [F32], ints(0, 9)), "input: id 9"),
+    "map_id lists": (lambda: ops.map_id_to_embedding([I3], [F32, F32], I3), "ids has 1, embeddings has 2"),
+    "map_id rows": (lambda: ops.map_id_to_embedding([I3], [F32[:2]], I3), r"embeddings\[0\] must have"),
+    "map_id dims": (lambda: ops.map_id_to_embedding([I3, I3], [F32, F32[:, :1]], I3), r"embeddings\[1\]"),
+    "map_id none": (lambda: ops.map_id_to_embedding([], [], I3), "ids is empty"),
+    "map_id number": (lambda: ops.map_id_to_embedding([I3], [torch.tensor(1.0)], I3), r"embeddings\[0\]"),
+    "map_id back unknown": (
+        lambda: ops.map_id_to_embedding_gradient_back_prop([I3], ints(9), F32[:1]),
+        "input: id 9",
+    ),
+    "map_id back rows": (
+        lambda: ops.map_id_to_embedding_gradient_back_prop([I3], I3, F32[:2]),
+        "grads must have one row for each of the 3 ids",
+    ),
+    "gather_by_input unknown": (lambda: ops.gather_embeddings_by_input(I3, F32, ints(5)), "input: id 5"),
+    "gather_by_input rows": (lambda: ops.gather_embeddings_by_input(I3, F32[:2], I3), "embeddings must have"),
+    "gather back beyond": (
+        lambda: ops.gather_embeddings_by_ids_gradient_back_prop(I3[:2], F32, I3),
+        r"index_mapping\[2\] = 2",
+    ),
+    "gather back list": (
+        lambda: ops.gather_embeddings_by_ids_gradient_back_prop(I3, F32, [0, 1, 2]),  # type: ignore[arg-type]
+        "index_mapping must be",
+    ),
+    "fused_gather beyond": (
+        lambda: ops.fused_gather_embeddings_by_input(torch.ones(4), [ints(0, 3)], [2]),
+        r"fused_embedding_offsets\[1\] = 3",
+    ),
+    "fused_gather dims": (
+        lambda: ops.fused_gather_embeddings_by_input(torch.ones(4), [ints(0)], [2, 2]),
+        "fused_embedding_offsets has 1, embedding_dims has 2",
+    ),
+    "fused_gather matrix": (lambda: ops.fused_gather_embeddings_by_input(F32, [I3], [2]), "fused_embeddings"),
+    "fused_gradient beyond": (
+        lambda: ops.fused_gather_embeddings_by_input_gradient(3, [F32], [I3], [2]),
+        r"fused_embedding_offsets\[2\] = 2",
+    ),
+    "fused_gradient grads": (
+        lambda: ops.fused_gather_embeddings_by_input_gradient(9, [], [I3], [2]),
+        "grads has 0",
+    ),
+    "fused_gradient shape": (
+        lambda: ops.fused_gather_embeddings_by_input_gradient(9, [F32], [I3], [3]),
+        r"grads\[0\] must have the shape \[3, 3\]",
+    ),
+    "fused_gradient size": (
+        lambda: ops.fused_gather_embeddings_by_input_gradient(I3, [F32], [I3], [2]),
+        "fused_size must be one whole number",
+    ),
+    "reduce beyond": (lambda: mean(ints(0, 1, 3)), r"id_indices\[2\] = 3"),
+    "reduce below": (lambda: mean(ints(0, 1, -1)), r"id_indices\[2\] = -1"),
+    "reduce few": (lambda: mean(I3[:2]), "id_indices must have the shape"),
+    "reduce pairs": (lambda: mean(I3.view(3, 1).repeat(1, 2)), "id_indices must have the shape"),
+    "reduce ints": (lambda: mean(I3, F32.long()), "id_values must be a float"),
+    "reduce length": (lambda: mean(I3, F32, -1), "id_length must be"),
+    "reduce lengths": (lambda: mean(I3, F32, I3), "id_length must be one whole number"),
+    "sorted_sum lists": (lambda: ops.fused_sorted_segment_sum([I3], [F32], []), "shapes has 0"),
+    "sorted_sum shape": (lambda: ops.fused_sorted_segment_sum([I3], [F32], [(3,)]), r"shapes\[0\] must be"),
+    "sorted_sum columns": (lambda: ops.fused_sorted_segment_sum([I3], [F32], [(3, 3)]), r"values\[0\]"),
+    "sorted_sum beyond": (
+        lambda: ops.fused_sorted_segment_sum([I3], [F32], [(2, 2)]),
+        r"indices\[0\]\[2\] = 2",
+    ),
+    "sum_and_split": (lambda: ops.fused_reduce_sum_and_split(I3, F32, 3, [1]), "split_dims add up to 1"),
+    "reduce_and_split short": (
+        lambda: ops.fused_reduce_and_split([ints(0, 2)], [F32], [[2]]),
+        r"splits\[0\] must ascend",
+    ),
+    "reduce_and_split falling": (
+        lambda: ops.fused_reduce_and_split([ints(0, 3, 1, 3)], [F32], [[2]]),
+        r"splits\[0\] must ascend",
+    ),
+    "reduce_and_split dims": (
+        lambda: ops.fused_reduce_and_split([ints(0, 3)], [F32], [[1]]),
+        r"embeddings\[0\] must have the shape \[\?, 1\]",
+    ),
+    "reduce_and_split lists": (
+        lambda: ops.fused_reduce_and_split([ints(0, 3)], [F32], []),
+        "slice_dims has 0",
+    ),
+    "merged sizes": (lambda: ops.normalize_merged_split(ints(0, 1), ints(3)), "row_split_size must add up"),
+    "merged starts": (lambda: ops.normalize_merged_split(ints(0, 1, 1, 2), ints(2, 2)), "begin at 0"),
+    "merged falling": (
+        lambda: ops.normalize_merged_split(ints(0, 2, 1), ints(3)),
+        "row_split must not descend",
+    ),
+    "merged none": (lambda: ops.normalize_merged_split(EMPTY, EMPTY), "row_split_size is empty"),
+    "aligned none": (lambda: ops.aligned_flat_concat([]), "inputs is empty"),
+    "aligned ints": (lambda: ops.aligned_flat_concat([F32, I3]), r"inputs\[1\] must be a float"),
+    "aligned types": (lambda: ops.aligned_flat_concat([F32, F32.double()]), r"inputs\[1\] is torch.float64"),
+    "aligned odd": (lambda: ops.aligned_flat_concat([F32], alignment=6), "alignment must be a multiple of 4"),
+    "aligned short": (
+        lambda: ops.aligned_flat_split([F32], torch.ones(6)),
+        r"flat must have the shape \[16\]",
+    ),
+}
+
+
+def check(call: Callable[[], Any], message: str, implementation: str) -> None:
+    with pytest.raises(MegalithError) as caught:
+        call()
+    assert isinstance(caught.value, InputError)
+    if implementation == "native":  # the twins' words may differ
+        assert re.search(message, str(caught.value)), str(caught.value)
+
+
+@pytest.mark.parametrize("case", ROWS.values(), ids=ROWS.keys())
+def test_gather_and_scatter(case: Case, implementation: str) -> None:
+    check(*case, implementation)
+
+
+@pytest.mark.parametrize("case", BUCKETS.values(), ids=BUCKETS.keys())
+def test_buckets_and_moves(case: Case, implementation: str) -> None:
+    check(*case, implementation)
+
+
+@pytest.mark.parametrize("case", POOLS.values(), ids=POOLS.keys())
+def test_pooling(case: Case, implementation: str) -> None:
+    check(*case, implementation)
+
+
+@pytest.mark.parametrize("case", MONOLITH.values(), ids=MONOLITH.keys())
+def test_monolith_names(case: Case, implementation: str) -> None:
+    check(*case, implementation)
