@@ -94,6 +94,10 @@ struct BagsList {
     for (const PartOf<T>& p : found)
       require(p.inner == found[0].inner && p.tiles == found[0].tiles,
               "pooling: parts of a feature differ in inner or in rows");
+    // Bags that follow each other without gaps need no division to find their place.
+    const auto linear = [](const PartOf<T>& p) { return p.stride == p.inner * p.step; };
+    if (std::all_of(found.begin(), found.end(), linear))
+      for (PartOf<T>& p : found) p.stride = p.step, p.inner = 1;
     return found;
   }
 

@@ -184,6 +184,31 @@ void unpool(const FlatKernels<T>& kernels, nb::handle out, nb::handle index, int
   unpool_flat(kernels, rows, n, size, dim, list.views, threads);
 }
 
+// Rows of a column [n, width], and the same side by side [rows of the splits, length, width].
+struct Padding {
+  TensorView rows, padded;
+  int64_t bytes, length;
+  Ids splits;
+
+  Padding(nb::handle rows_, nb::handle splits_, nb::handle padded_)
+      : rows(borrow(rows_, Kind::any, "rows")), padded(borrow(padded_, Kind::any, "padded")) {
+    require(rows.ndim == 2 && padded.ndim == 3 && rows.shape[1] == padded.shape[2] &&
+                rows.item_bytes == padded.item_bytes,
+            "pad: bad rows or padded");
+    splits = borrow_splits(splits_, "splits", rows.shape[0]);
+    require(splits.n == padded.shape[0], "pad: splits and padded differ in rows");
+    bytes = rows.shape[1] * rows.item_bytes, length = padded.shape[1];
+  }
+
+  template <class Some>
+  void run(int threads, Some&& some) const {
+    constexpr int64_t kGrain = 4096;
+    ThreadPool::get().run((splits.n + kGrain - 1) / kGrain, threads, [&](int64_t t, int) {
+      some(t * kGrain, std::min(splits.n, (t + 1) * kGrain));
+    });
+  }
+};
+
 // A layout op's features, each (first_row, rows, width, keep, mean, shared, parts).
 std::vector<LayoutFeature> layout_features(nb::handle features, const Ids& offsets) {
   std::vector<LayoutFeature> found;
@@ -396,24 +421,48 @@ void bind_ops(nb::module_& m) {
           nb::gil_scoped_release release;
           constexpr int64_t kGrain = 4096;
           ThreadPool::get().run((n + kGrain - 1) / kGrain, threads, [&](int64_t t, int) {
-            for (int64_t i = t * kGrain; bytes && i < std::min(n, (t + 1) * kGrain); ++i)
-              std::memcpy(o.as<char>() + p[i] * bytes, r.as<char>() + i * bytes, static_cast<size_t>(bytes));
+            const int64_t at = t * kGrain;
+            place_rows(r.as<char>() + at * bytes, p + at, std::min(kGrain, n - at), bytes, o.as<char>());
           });
         });
 
-  m.def("take_rows", [](handle values, handle splits, handle rows, handle out) {
-    TensorView v = borrow(values, Kind::any, "values"), o = borrow(out, Kind::any, "out");
-    require(v.ndim == 1 && o.ndim == 1 && v.item_bytes == o.item_bytes, "take: bad values or out");
-    const Ids s = borrow_splits(splits, "row_splits", v.shape[0]);
+  m.def("take_splits", [](handle splits, handle rows, int64_t values, handle new_splits) {
+    const Ids s = borrow_splits(splits, "row_splits", values);
     TensorView r = borrow(rows, Kind::int64, "rows");
     require(r.ndim == 1, "rows: expected one dimension");
     check_range(r.as<int64_t>(), r.shape[0], 0, s.n, "rows");
-    int64_t total = 0;
-    for (int64_t i = 0; i < r.shape[0]; ++i)
-      total += s.data[r.as<int64_t>()[i] + 1] - s.data[r.as<int64_t>()[i]];
-    require(total == o.shape[0], "take: bad out");
+    return take_splits(s.data, r.as<int64_t>(), r.shape[0],
+                       borrow_int64(new_splits, "new_splits", r.shape[0] + 1));
+  });
+
+  m.def("take_rows", [](handle values, handle splits, handle rows, handle new_splits, handle out) {
+    TensorView v = borrow(values, Kind::any, "values"), o = borrow(out, Kind::any, "out");
+    require(v.ndim == 1 && o.ndim == 1 && v.item_bytes == o.item_bytes, "take: bad values or out");
+    const Ids s = borrow_splits(splits, "row_splits", v.shape[0]);
+    const Ids to = borrow_splits(new_splits, "new_splits", o.shape[0]);
+    const int64_t* r = borrow_int64(rows, "rows", to.n);
+    check_range(r, to.n, 0, s.n, "rows");
+    const TakeRoom room{v.shape[0], to.data};
     nb::gil_scoped_release release;
-    take_rows(v.as<char>(), v.item_bytes, s.data, r.as<int64_t>(), r.shape[0], o.as<char>());
+    require(take_rows(v.as<char>(), v.item_bytes, s.data, r, to.n, o.as<char>(), &room),
+            "new_splits: not those of the rows");
+  });
+
+  // Rows [n, bytes] side by side, out [rows of splits, length, bytes], and back.
+  m.def("pad_rows", [](handle rows, handle splits, handle out, int threads) {
+    const Padding p(rows, splits, out);
+    nb::gil_scoped_release release;
+    p.run(threads, [&](int64_t first, int64_t last) {
+      pad_rows(p.rows.as<char>(), p.bytes, p.splits.data, first, last, p.length, p.padded.as<char>());
+    });
+  });
+
+  m.def("unpad_rows", [](handle padded, handle splits, handle out, int threads) {
+    const Padding p(out, splits, padded);
+    nb::gil_scoped_release release;
+    p.run(threads, [&](int64_t first, int64_t last) {
+      unpad_rows(p.padded.as<char>(), p.bytes, p.splits.data, first, last, p.length, p.rows.as<char>());
+    });
   });
 
   m.def("move_runs",

@@ -17,7 +17,7 @@ namespace megalith {
 // the thread's, so a thread has one at a time.
 class Distinct {
  public:
-  static constexpr int64_t kAhead = 12;
+  static constexpr int64_t kAhead = 32;
 
   // Room for n ids.
   explicit Distinct(int64_t n) {

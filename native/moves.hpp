@@ -1,19 +1,111 @@
 // Runs of elements that move as a whole: rows of a ragged column, chunks of a buffer, packed offsets.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
 namespace megalith {
 
-// The chosen rows one after the other; `out` has room for them.
-inline void take_rows(const char* values, int64_t item, const int64_t* splits, const int64_t* rows,
-                      int64_t n, char* out) {
+// Where each of the chosen rows begins when they lie one after the other: new_splits [n + 1]. Returns how
+// many values they have.
+inline int64_t take_splits(const int64_t* splits, const int64_t* rows, int64_t n, int64_t* new_splits) {
+  int64_t total = new_splits[0] = 0;
+  for (int64_t i = 0; i < n; ++i) new_splits[i + 1] = total += splits[rows[i] + 1] - splits[rows[i]];
+  return total;
+}
+
+// What `take_rows` knows of its memory beyond the rows: how many values there are, and the new splits.
+struct TakeRoom {
+  int64_t size;
+  const int64_t* new_splits;
+};
+
+template <class Item>
+inline bool take_items(const Item* values, const int64_t* splits, const int64_t* rows, int64_t n, Item* out,
+                       const TakeRoom* room) {
+  constexpr int64_t kAhead = 16, kShort = 8;
+  const int64_t* to = room ? room->new_splits : nullptr;
+  // Short rows are copied at full length while there is room behind them, in both buffers: the next row
+  // covers what was too much, and no branch depends on a length.
+  const int64_t last_from = room ? room->size - kShort : -1;
+  const Item* last_out = room && to[n] >= kShort ? out + to[n] - kShort : nullptr;
   for (int64_t i = 0; i < n; ++i) {
-    const int64_t begin = splits[rows[i]], bytes = (splits[rows[i] + 1] - begin) * item;
-    if (bytes) std::memcpy(out, values + begin * item, static_cast<size_t>(bytes));
-    out += bytes;
+    if (i + 2 * kAhead < n) __builtin_prefetch(splits + rows[i + 2 * kAhead]);
+    if (i + kAhead < n) __builtin_prefetch(values + splits[rows[i + kAhead]]);
+    const int64_t begin = splits[rows[i]], count = splits[rows[i] + 1] - begin;
+    if (to && to[i + 1] - to[i] != count) return false;
+    if (count <= kShort && begin <= last_from && last_out && out <= last_out)
+      std::memcpy(out, values + begin, kShort * sizeof(Item));
+    else if (count > 0)
+      std::memcpy(out, values + begin, static_cast<size_t>(count) * sizeof(Item));
+    out += count;
   }
+  return true;
+}
+
+// The chosen rows one after the other; `out` has room for them. Where the room is told it is faster, and
+// stops, returning false, at a row that has another length than the new splits say.
+inline bool take_rows(const char* values, int64_t item, const int64_t* splits, const int64_t* rows,
+                      int64_t n, char* out, const TakeRoom* room = nullptr) {
+  const auto as = [&](auto one) {
+    using Item = decltype(one);
+    return take_items(reinterpret_cast<const Item*>(values), splits, rows, n, reinterpret_cast<Item*>(out),
+                      room);
+  };
+  switch (item) {
+    case 8: return as(int64_t{});
+    case 4: return as(int32_t{});
+    case 2: return as(int16_t{});
+    case 1: return as(int8_t{});
+    default: break;
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t begin = splits[rows[i]], count = splits[rows[i] + 1] - begin;
+    if (room && room->new_splits[i + 1] - room->new_splits[i] != count) return false;
+    if (count) std::memcpy(out, values + begin * item, static_cast<size_t>(count * item));
+    out += count * item;
+  }
+  return true;
+}
+
+// Rows side by side: the first `length` rows of each split, rows of zeros where it has fewer.
+inline void pad_rows(const char* rows, int64_t bytes, const int64_t* splits, int64_t first, int64_t last,
+                     int64_t length, char* out) {
+  for (int64_t r = first; r < last; ++r) {
+    const int64_t count = std::min(splits[r + 1] - splits[r], length);
+    char* to = out + r * length * bytes;
+    if (count) std::memcpy(to, rows + splits[r] * bytes, static_cast<size_t>(count * bytes));
+    if (count < length) std::memset(to + count * bytes, 0, static_cast<size_t>((length - count) * bytes));
+  }
+}
+
+// The way back: rows beyond `length` become zeros.
+inline void unpad_rows(const char* padded, int64_t bytes, const int64_t* splits, int64_t first, int64_t last,
+                       int64_t length, char* out) {
+  for (int64_t r = first; r < last; ++r) {
+    const int64_t all = splits[r + 1] - splits[r], count = std::min(all, length);
+    char* to = out + splits[r] * bytes;
+    if (count) std::memcpy(to, padded + r * length * bytes, static_cast<size_t>(count * bytes));
+    if (count < all) std::memset(to + count * bytes, 0, static_cast<size_t>((all - count) * bytes));
+  }
+}
+
+template <int Bytes>
+inline void place_fixed(const char* rows, const int64_t* place, int64_t n, char* out) {
+  for (int64_t i = 0; i < n; ++i) std::memcpy(out + place[i] * Bytes, rows + i * Bytes, Bytes);
+}
+
+// Row i, of `bytes` bytes, becomes row place[i] of out.
+inline void place_rows(const char* rows, const int64_t* place, int64_t n, int64_t bytes, char* out) {
+  switch (bytes) {
+    case 0: return;
+    case 4: return place_fixed<4>(rows, place, n, out);
+    case 8: return place_fixed<8>(rows, place, n, out);
+    default: break;
+  }
+  for (int64_t i = 0; i < n; ++i)
+    std::memcpy(out + place[i] * bytes, rows + i * bytes, static_cast<size_t>(bytes));
 }
 
 // Adds `widths[i]` elements from `from[i]` of the source to those from `to[i]` of out, in order.

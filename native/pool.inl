@@ -46,6 +46,7 @@ struct TableSource {
   }
   bool rows_fill_lines() const { return table.rows.stride % 64 == 0; }
   bool scattered() const { return true; }
+  const float* run() const { return nullptr; }
 };
 
 template <class T>
@@ -62,6 +63,8 @@ struct FlatSource {
   const T* missing(int64_t) const { return nullptr; }
   bool rows_fill_lines() const { return false; }
   bool scattered() const { return rows.index != nullptr; }
+  // Rows of one column that follow each other, or null.
+  const T* run() const { return rows.index || rows.stride != 1 ? nullptr : rows.data; }
 };
 
 template <class T>
@@ -214,16 +217,34 @@ static void pool_ahead(const Source& source, const BagsOf<T>& bags, int first, i
   }
 }
 
+// The sum of x[0 .. n) in order, n at most 8; x has eight elements. Without a branch on n, which
+// nobody could predict.
+template <class T>
+static inline T sum_up_to_8(const T* x, int n) {
+  typedef typename Eight<T>::type Vec;
+  typedef typename Eight<T>::Mask Mask;
+  const Mask beyond = Mask{0, 1, 2, 3, 4, 5, 6, 7} - n;
+  const Vec kept = beyond < Mask{} ? load8(x) : Vec{};
+  T sum = T(0);
+  for (int lane = 0; lane < 8; ++lane) sum = sum + kept[lane];
+  return sum;
+}
+
 // One column.
 template <bool Weighted, class Source, class T>
 static void pool_column(const Source& source, const BagsOf<T>& bags, int column, int64_t first_bag,
                         int64_t last_bag) {
   const bool scattered = source.scattered();
+  const T* run = Weighted ? nullptr : source.run();
   const int64_t* offsets = bags.offsets;
   const int64_t end = offsets[last_bag];
   int64_t i = offsets[first_bag];
   for (int64_t bag = first_bag; bag < last_bag; ++bag) {
     T sum = T(0);
+    if (run && offsets[bag + 1] - i <= 8 && i + 8 <= end) {
+      sum = sum_up_to_8(run + i, static_cast<int>(offsets[bag + 1] - i));
+      i = offsets[bag + 1];
+    }
     for (const int64_t stop = offsets[bag + 1]; i < stop; ++i) {
       if (scattered && i + kReadAhead < end) {
         const T* later = source.stored(i + kReadAhead);

@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "memory.hpp"
 #include "views.hpp"
 
 namespace megalith {
@@ -19,6 +20,7 @@ class Buffer {
       capacity_ = 0;
       const int64_t wanted = n + n / 4;
       data_.reset(new T[static_cast<size_t>(wanted)]);
+      prefer_huge_pages(data_.get(), static_cast<size_t>(wanted) * sizeof(T));
       capacity_ = wanted;
     }
     return data_.get();

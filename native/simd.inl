@@ -22,10 +22,12 @@ struct Eight;
 template <>
 struct Eight<float> {
   typedef Vec8 type;
+  typedef int32_t Mask __attribute__((vector_size(32)));
 };
 template <>
 struct Eight<double> {
   typedef Double8 type;
+  typedef int64_t Mask __attribute__((vector_size(64)));
 };
 
 static inline float root(float x) { return __builtin_sqrtf(x); }

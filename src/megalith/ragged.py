@@ -51,6 +51,13 @@ class Ragged:
     # ---- other ways to make one
 
     @classmethod
+    def trusted(cls, values: Tensor, row_splits: Tensor, weights: Tensor | None = None) -> Ragged:
+        """From tensors that are known to fit; nothing is checked."""
+        made = object.__new__(cls)
+        made.values, made.row_splits, made.weights = values, row_splits, weights
+        return made
+
+    @classmethod
     def from_lists(
         cls,
         rows: Sequence[Sequence[Any]],
@@ -195,11 +202,12 @@ class Ragged:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Ragged:
         """The same on another device."""
-        moved = object.__new__(Ragged)
-        moved.values = self.values.to(device, non_blocking=non_blocking)
-        moved.row_splits = self.row_splits.to(device, non_blocking=non_blocking)
-        moved.weights = None if self.weights is None else self.weights.to(device, non_blocking=non_blocking)
-        return moved
+        weights = None if self.weights is None else self.weights.to(device, non_blocking=non_blocking)
+        return Ragged.trusted(
+            self.values.to(device, non_blocking=non_blocking),
+            self.row_splits.to(device, non_blocking=non_blocking),
+            weights,
+        )
 
     def pin_memory(self) -> Ragged:
         """The same in pinned memory; DataLoader calls it."""

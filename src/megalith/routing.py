@@ -34,13 +34,15 @@ class Router:
     ) -> None:
         if mode not in MODES:
             raise InputError(f"unknown routing mode {mode!r}; known modes: {', '.join(MODES)}")
-        owners = num_shards - int(skip_first)
-        if isinstance(num_shards, bool) or not isinstance(num_shards, int) or not 1 <= owners < 2**31:
+        whole = isinstance(num_shards, int) and not isinstance(num_shards, bool)
+        owners = num_shards - int(skip_first) if whole else 0
+        if not 1 <= owners < 2**31:
             raise InputError(f"Router: num_shards={num_shards!r} leaves no shard to own rows")
         if mode == "continuous":
             if block_size is None:
                 raise InputError("Router: mode 'continuous' needs block_size (rows per shard)")
-            if not isinstance(block_size, int) or block_size < 1 or block_size * owners >= 2**63:
+            whole = isinstance(block_size, int) and not isinstance(block_size, bool)
+            if not whole or block_size < 1 or block_size * owners >= 2**63:
                 raise InputError(
                     f"Router: block_size must be positive and below 2^63 in all, got {block_size!r}"
                 )

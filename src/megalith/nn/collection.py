@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -63,6 +63,10 @@ class EmbeddingCollection(nn.Module):
     In eval mode, and without gradients, nothing is ever written.
     """
 
+    # `_forward` where torch.compile leaves it alone. Made with the first collection and not at import, as it
+    # takes torch's compiler, which takes seconds to import.
+    _eagerly: ClassVar[Any] = None
+
     def __init__(
         self,
         tables: Sequence[TableConfig] | Shards,
@@ -77,6 +81,8 @@ class EmbeddingCollection(nn.Module):
         seed: int | None = None,
     ) -> None:
         super().__init__()
+        if EmbeddingCollection._eagerly is None:
+            EmbeddingCollection._eagerly = staticmethod(torch.compiler.disable(EmbeddingCollection._forward))
         for name, value, known in (("update", update, UPDATES), ("reduction", reduction, REDUCTIONS)):
             if value not in known:
                 raise InputError(f"EmbeddingCollection: {name} must be one of {known}, got {value!r}")
@@ -108,7 +114,6 @@ class EmbeddingCollection(nn.Module):
 
     # ---- forward
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, batch: Any, *, time: float | None = None) -> dict[str, Any]:
         """Embeddings by feature (or layout) name, float32 on the device of the ids.
 
@@ -117,6 +122,10 @@ class EmbeddingCollection(nn.Module):
         keys are left alone. time: seconds, becomes the last-update time of the rows this forward trains
         (None: the clock).
         """
+        outputs: dict[str, Any] = self._eagerly(self, batch, time)
+        return outputs
+
+    def _forward(self, batch: Any, time: float | None) -> dict[str, Any]:
         compiled = self._plan.batch(self._columns(batch))
         lookup = self.shards.lookup(compiled.ids)
         if self.training and torch.is_grad_enabled():

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError
+from megalith.ops.moves import pad_rows
 from megalith.ops.pool_rows import pool_rows, segment_sum
 from megalith.ops.pooling import Bags, Part
 from megalith.ragged import Ragged
@@ -137,6 +138,12 @@ class FirstN(Combiner):
     def output_shape(self, dim: int) -> tuple[int, ...]:
         """n rows."""
         return (self.n, dim)
+
+    def combine(self, ragged: Ragged, rows: Tensor) -> Tensor:
+        """Rows [n, dim], one per value -> [batch, n, dim]. Differentiable."""
+        if ragged.weights is not None or rows.dim() != 2 or rows.shape[0] != ragged.values.shape[0]:
+            return super().combine(ragged, rows)
+        return pad_rows(rows, ragged.row_splits, self.n)
 
     def __repr__(self) -> str:
         return f"FirstN({self.n})"

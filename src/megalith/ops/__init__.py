@@ -12,7 +12,7 @@ from megalith.ops.feature_configs import (
 )
 from megalith.ops.ids import fid, fid_v1_to_v2, hash_bytes, hash_strings, slot_of
 from megalith.ops.monolith import *  # noqa: F403
-from megalith.ops.moves import move_runs, take
+from megalith.ops.moves import move_runs, pad_rows, take
 from megalith.ops.pool_rows import pool_rows, segment_sum
 from megalith.ops.pooling import Bags, Part, Pooling, pool, unpool
 from megalith.ops.rows import gather, gather_pieces, scatter_pieces, scatter_sum
@@ -40,6 +40,7 @@ __all__ = [
     "hash_strings",
     "match",
     "move_runs",
+    "pad_rows",
     "place_rows",
     "pool",
     "pool_rows",

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megalith.bits import signed
 from megalith.errors import InputError
+from megalith.ops.checks import require
 from megalith.routing import mix
 
 if TYPE_CHECKING:
@@ -264,13 +265,13 @@ def _check_whole(x: int | Tensor, function: str, name: str) -> int | Tensor:
 
 
 def _check_slot(slot: int | Tensor) -> None:
-    if isinstance(slot, Tensor):
-        wrong = slot[(slot < 0) | (slot >= NUM_SLOTS)]
-        bad = wrong[:1].tolist()
-    else:
-        bad = [] if 0 <= slot < NUM_SLOTS else [slot]
-    if bad:
-        raise InputError(f"fid: slot must be within 0 .. {NUM_SLOTS - 1}, got {bad[0]}")
+    told = f"fid: slot must be within 0 .. {NUM_SLOTS - 1}"
+    if isinstance(slot, Tensor) and torch.compiler.is_compiling():
+        require((slot >= 0) & (slot < NUM_SLOTS), told)
+        return
+    bad = slot[(slot < 0) | (slot >= NUM_SLOTS)][:1].tolist() if isinstance(slot, Tensor) else [slot]
+    if bad and not 0 <= bad[0] < NUM_SLOTS:
+        raise InputError(f"{told}, got {bad[0]}")
 
 
 def _check_together(slot: Tensor, id: Tensor) -> None:

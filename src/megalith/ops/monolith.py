@@ -116,8 +116,10 @@ def reorder_by_indices(input: Tensor, shard_ids: Tensor, num_of_shards: int) -> 
     ends = torch.cumsum(counts, 0)
     # Place j of a shard that covers start:end moves to start + end - 1 - j.
     mirror = torch.repeat_interleave(2 * ends - counts - 1, counts, output_size=ids.first.shape[0])
-    order = ids.first[mirror - torch.arange(ids.first.shape[0], device=mirror.device)]
-    return input.index_select(0, order), counts.to(torch.int32)
+    order = mirror - torch.arange(ids.first.shape[0], device=mirror.device)
+    if input.dtype == torch.int64 and input.dim() == 1:
+        return ids.ids.index_select(0, order), counts.to(torch.int32)
+    return input.index_select(0, ids.first.index_select(0, order)), counts.to(torch.int32)
 
 
 def _as_ids(column: Tensor) -> Tensor:

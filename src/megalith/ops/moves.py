@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError
-from megalith.library import apart, define, native_module, new_size
+from megalith.library import apart, define, fresh, native_module, new_size
 from megalith.ops import checks
 from megalith.ragged import Ragged
 
@@ -20,7 +20,7 @@ def take(ragged: Ragged, rows: Tensor) -> Ragged:
     rows = checks.whole(rows, "rows")
     values, splits = _taken(ragged.values, ragged.row_splits, rows)
     weights = None if ragged.weights is None else _taken(ragged.weights, ragged.row_splits, rows)[0]
-    return Ragged(values, splits, weights)
+    return Ragged.trusted(values, splits, weights)
 
 
 def _taken(values: Tensor, splits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -29,6 +29,23 @@ def _taken(values: Tensor, splits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor
         return taken
     index, new_splits = _take(torch.arange(values.shape[0], device=values.device), splits, rows)
     return values.index_select(0, index), new_splits
+
+
+def pad_rows(values: Tensor, splits: Tensor, length: int) -> Tensor:
+    """The first `length` values of each row of a column side by side: [n, ...] -> [rows, length, ...].
+
+    splits: int [rows + 1], from 0 to n. Zeros where a row has fewer. Differentiable.
+    """
+    values = checks.tensor(values, "values", None)
+    if values.dim() < 1:
+        raise InputError("values must have at least one dimension")
+    splits = checks.splits(splits, "splits", values.shape[0])
+    length = checks.positive(length, "length", least=0)
+    if torch.is_grad_enabled() and values.requires_grad:
+        out: Tensor = _Pad.apply(values, splits, length)
+        return out
+    padded: Tensor = _pad(values, splits, length)
+    return padded
 
 
 def move_runs(
@@ -72,27 +89,22 @@ def locate(packed: Tensor, bases: Tensor, ends: Tensor, widths: Tensor, name: st
 def _take_native(values: Tensor, splits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     if values.dim() > 1:
         return _take_twin(values, splits, rows)
-    checks.index_range(rows, 0, splits.shape[0] - 1, "rows")
-    new_splits = _taken_splits(splits, rows)
+    values, splits, rows = values.contiguous(), splits.contiguous(), rows.contiguous()
+    new_splits = splits.new_empty(rows.shape[0] + 1)
     native: Any = native_module()
-    out = values.new_empty(int(new_splits[-1]))
-    native.take_rows(values.contiguous(), splits.contiguous(), rows.contiguous(), out)
+    out = values.new_empty(native.take_splits(splits, rows, values.shape[0], new_splits))
+    native.take_rows(values, splits, rows, new_splits, out)
     return out, new_splits
 
 
 def _take_twin(values: Tensor, splits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     splits = checks.splits(splits, "row_splits", values.shape[0])
     checks.index_range(rows, 0, splits.shape[0] - 1, "rows")
-    new_splits = _taken_splits(splits, rows)
+    new_splits = splits.new_zeros(rows.shape[0] + 1)
+    torch.cumsum(torch.diff(splits)[rows], 0, out=new_splits[1:])
     shift = splits[:-1][rows] - new_splits[:-1]
     index = torch.arange(int(new_splits[-1]), device=values.device)
     return values[index + torch.repeat_interleave(shift, torch.diff(new_splits))], new_splits
-
-
-def _taken_splits(splits: Tensor, rows: Tensor) -> Tensor:
-    new = splits.new_zeros(rows.shape[0] + 1)
-    torch.cumsum(torch.diff(splits)[rows], 0, out=new[1:])
-    return new
 
 
 _take = define(
@@ -104,6 +116,89 @@ _take = define(
         splits.new_empty(rows.shape[0] + 1),
     ),
 )
+
+# ---- pad
+
+
+def _pad_native(values: Tensor, splits: Tensor, length: int) -> Tensor:
+    native: Any = native_module()
+    rows, width = splits.shape[0] - 1, values.shape[1:].numel()
+    out = fresh(rows, length, width, dtype=values.dtype)
+    flat = values.reshape(values.shape[0], width).contiguous()
+    native.pad_rows(flat, splits.contiguous(), out, torch.get_num_threads())
+    return out.view(rows, length, *values.shape[1:])
+
+
+def _pad_twin(values: Tensor, splits: Tensor, length: int) -> Tensor:
+    at, filled = _places(splits, length)
+    out = values.new_zeros(splits.shape[0] - 1, length, *values.shape[1:])
+    out[filled] = values[at[filled]]
+    return out
+
+
+def _unpad_native(padded: Tensor, splits: Tensor, size: int) -> Tensor:
+    native: Any = native_module()
+    rows, length, width = *padded.shape[:2], padded.shape[2:].numel()
+    out = fresh(size, width, dtype=padded.dtype)
+    block = padded.reshape(rows, length, width).contiguous()
+    native.unpad_rows(block, splits.contiguous(), out, torch.get_num_threads())
+    return out.view(size, *padded.shape[2:])
+
+
+def _unpad_twin(padded: Tensor, splits: Tensor, size: int) -> Tensor:
+    at, filled = _places(splits, padded.shape[1])
+    out = padded.new_zeros(size, *padded.shape[2:])
+    out[at[filled]] = padded[filled]
+    return out
+
+
+def _places(splits: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """The value at each place of a padded column, [rows, length], and which places have one."""
+    at = splits[:-1, None] + torch.arange(length, device=splits.device)
+    return at, at < splits[1:, None]
+
+
+_pad = define(
+    "pad(Tensor values, Tensor splits, SymInt length) -> Tensor",
+    native=_pad_native,
+    twin=_pad_twin,
+    fake=lambda values, splits, length: values.new_empty(splits.shape[0] - 1, length, *values.shape[1:]),
+)
+_unpad = define(
+    "unpad(Tensor padded, Tensor splits, SymInt size) -> Tensor",
+    native=_unpad_native,
+    twin=_unpad_twin,
+    fake=lambda padded, splits, size: padded.new_empty(size, *padded.shape[2:]),
+)
+
+
+class _Pad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, splits: Tensor, length: int) -> Any:
+        ctx.save_for_backward(splits)
+        ctx.size = values.shape[0]
+        return _pad(values, splits, length)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (splits,) = ctx.saved_tensors
+        if torch.is_grad_enabled() and grad.requires_grad:
+            return _Unpad.apply(grad, splits, ctx.size), None, None
+        return _unpad(grad, splits, ctx.size), None, None
+
+
+class _Unpad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, padded: Tensor, splits: Tensor, size: int) -> Any:
+        ctx.save_for_backward(splits)
+        ctx.length = padded.shape[1]
+        return _unpad(padded, splits, size)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (splits,) = ctx.saved_tensors
+        return pad_rows(grad, splits, ctx.length), None, None
+
 
 # ---- move
 

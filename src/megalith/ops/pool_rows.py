@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError, UsageError
-from megalith.library import define, native_module
+from megalith.library import define, fresh, native_module
 from megalith.ops import checks
 from megalith.ops.pooling import Bags, Part, Pooling, covered, pool, unpool
 from megalith.ops.rows import index_limit
@@ -131,7 +131,7 @@ def _pool_native(source: Tensor, index: Any, stride: int, dim: int, *plan: Any) 
     bags = _bags(*described)
     shapes = list(zip(rows, columns, strict=True))
     outputs = [
-        source.new_empty(shape) if whole else source.new_zeros(shape)
+        fresh(*shape, dtype=source.dtype, zero=not whole)
         for shape, whole in zip(shapes, covered(bags, shapes), strict=True)
     ]
     index = None if index is None else index.contiguous()
@@ -154,7 +154,7 @@ def _pool_twin(source: Tensor, index: Any, stride: int, dim: int, *plan: Any) ->
 def _unpool_native(grads: list[Tensor], index: Any, stride: int, dim: int, *plan: Any) -> Tensor:
     native: Any = native_module()
     *described, size, name = plan
-    out = grads[0].new_zeros(size)
+    out = fresh(size, dtype=grads[0].dtype, zero=True)
     index = None if index is None else index.contiguous()
     forms = [b.native for b in _bags(*described)]
     flat = [g.contiguous() for g in grads]
@@ -168,7 +168,6 @@ def _unpool_twin(grads: list[Tensor], index: Any, stride: int, dim: int, *plan: 
     out = grads[0].new_zeros(size + dim)
     index = _index_twin(out[:size], index, stride, dim, name)
     _check_twin(bags, [tuple(g.shape) for g in grads], index, size, stride, dim, name)
-    bags = [b for b in bags if b.parts and grads[b.parts[0].output].shape[0]]  # an empty batch tells nothing
     result, reached = unpool(grads, bags, index.shape[0], dim)
     keep = (index >= 0) & reached
     out.index_add_(0, _elements(index[keep], stride, dim).flatten(), result[keep].flatten())

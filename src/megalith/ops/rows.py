@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.library import apart, define, native_module
+from megalith.library import apart, define, fresh, native_module
 from megalith.ops import checks
 
 Sizes = Sequence[int]
@@ -119,7 +119,7 @@ def _gather_native(
     source: Tensor, indices: list[Tensor], strides: list[int], widths: list[int], name: str
 ) -> list[Tensor]:
     source = source.contiguous()
-    outputs = [source.new_empty(i.shape[0], width) for i, width in zip(indices, widths, strict=True)]
+    outputs = [fresh(i.shape[0], width, dtype=source.dtype) for i, width in zip(indices, widths, strict=True)]
     threads = torch.get_num_threads()
     native: Any = native_module()
     for index, stride, out in zip(indices, strides, outputs, strict=True):
@@ -141,7 +141,7 @@ def _scatter_native(
 ) -> Tensor:
     dtype = pieces[0].dtype
     wide = torch.promote_types(dtype, torch.float32)
-    out = torch.zeros(size, dtype=wide)
+    out = fresh(size, dtype=wide, zero=True)
     rows = [p.to(wide).contiguous() for p in pieces]
     at = [i.contiguous() for i in indices]
     native: Any = native_module()
