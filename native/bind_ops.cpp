@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
+#include <atomic>
 #include <functional>
 #include <limits>
 #include <optional>
@@ -435,18 +436,27 @@ void bind_ops(nb::module_& m) {
                        borrow_int64(new_splits, "new_splits", r.shape[0] + 1));
   });
 
-  m.def("take_rows", [](handle values, handle splits, handle rows, handle new_splits, handle out) {
-    TensorView v = borrow(values, Kind::any, "values"), o = borrow(out, Kind::any, "out");
-    require(v.ndim == 1 && o.ndim == 1 && v.item_bytes == o.item_bytes, "take: bad values or out");
-    const Ids s = borrow_splits(splits, "row_splits", v.shape[0]);
-    const Ids to = borrow_splits(new_splits, "new_splits", o.shape[0]);
-    const int64_t* r = borrow_int64(rows, "rows", to.n);
-    check_range(r, to.n, 0, s.n, "rows");
-    const TakeRoom room{v.shape[0], to.data};
-    nb::gil_scoped_release release;
-    require(take_rows(v.as<char>(), v.item_bytes, s.data, r, to.n, o.as<char>(), &room),
-            "new_splits: not those of the rows");
-  });
+  m.def("take_rows",
+        [](handle values, handle splits, handle rows, handle new_splits, handle out, int threads) {
+          TensorView v = borrow(values, Kind::any, "values"), o = borrow(out, Kind::any, "out");
+          require(v.ndim == 2 && o.ndim == 2 && v.shape[1] == o.shape[1] && v.item_bytes == o.item_bytes,
+                  "take: bad values or out");
+          const Ids s = borrow_splits(splits, "row_splits", v.shape[0]);
+          const Ids to = borrow_splits(new_splits, "new_splits", o.shape[0]);
+          const int64_t* r = borrow_int64(rows, "rows", to.n);
+          check_range(r, to.n, 0, s.n, "rows");
+          const int64_t item = v.shape[1] * v.item_bytes;
+          std::atomic<bool> good{true};
+          nb::gil_scoped_release release;
+          constexpr int64_t kGrain = 4096;
+          ThreadPool::get().run((to.n + kGrain - 1) / kGrain, threads, [&](int64_t t, int) {
+            const int64_t at = t * kGrain, n = std::min(kGrain, to.n - at);
+            const TakeRoom room{v.shape[0], to.data + at};
+            if (!take_rows(v.as<char>(), item, s.data, r + at, n, o.as<char>() + to.data[at] * item, &room))
+              good = false;
+          });
+          require(good, "new_splits: not those of the rows");
+        });
 
   // Rows [n, bytes] side by side, out [rows of splits, length, bytes], and back.
   m.def("pad_rows", [](handle rows, handle splits, handle out, int threads) {

@@ -29,7 +29,7 @@ inline bool take_items(const Item* values, const int64_t* splits, const int64_t*
   // Short rows are copied at full length while there is room behind them, in both buffers: the next row
   // covers what was too much, and no branch depends on a length.
   const int64_t last_from = room ? room->size - kShort : -1;
-  const Item* last_out = room && to[n] >= kShort ? out + to[n] - kShort : nullptr;
+  const Item* last_out = room && to[n] - to[0] >= kShort ? out + (to[n] - to[0] - kShort) : nullptr;
   for (int64_t i = 0; i < n; ++i) {
     if (i + 2 * kAhead < n) __builtin_prefetch(splits + rows[i + 2 * kAhead]);
     if (i + kAhead < n) __builtin_prefetch(values + splits[rows[i + kAhead]]);

@@ -132,6 +132,7 @@ MODELS: dict[str, Callable[[Tensor], Any]] = {
         ops.normalize_merged_split(torch.tensor([0, 2, 5, 0, 0, 3]), torch.tensor([3, 3])),
         r,
     ),
+    "pad_rows": lambda r: ops.pad_rows(r, COLUMN.row_splits, 2),
     "place_rows": lambda r: ops.place_rows(r, torch.tensor([4, 0, 1, 2, 3])),
     "pool_rows": lambda r: ops.pool_rows(r, INDEX, BAGS, [(2, 3), (2, 3)]),
     "ragged_split_by_indices": parts,
@@ -265,6 +266,7 @@ SAMPLES: dict[str, tuple[Any, ...]] = {
     "locate": (TO, torch.tensor([0, 5]), torch.tensor([3, 5]), torch.tensor([1, 2]), "packed"),
     "match": (IDS, IDS[:2], "queries", False),
     "move": (FLAT, TO, TO + 2, TO, 9, "source"),
+    "pad": (FLAT.view(5, 3), COLUMN.row_splits, 2),
     "place": (FLAT.view(5, 3), torch.tensor([4, 0, 1, 2, 3])),
     "pool": (FLAT, *PLAN, [2, 2], [3, 3], "index"),
     "route": (IDS, RULE),
@@ -272,6 +274,7 @@ SAMPLES: dict[str, tuple[Any, ...]] = {
     "shard_fids": ([IDS, IDS, IDS], [ONE, ONE, ONE], [0, 1, 0], RULE, 3, True, CFGS.encoded),
     "split": (FLAT.view(5, 3), torch.tensor([4, 0, 1, 2, 3]), torch.tensor([2, 0, 3])),
     "take": (IDS, COLUMN.row_splits, torch.tensor([2, 0])),
+    "unpad": (torch.ones(3, 2, 3), COLUMN.row_splits, 5),
     "unpool": ([torch.ones(2, 3), torch.ones(2, 3)], *PLAN, 15, "index"),
 }
 

@@ -13,8 +13,8 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from megalith import Ragged
 from megalith.errors import InputError
-from megalith.ops import move_runs, take
-from megalith.ops.moves import _locate_twin, _move_twin, _take_twin, locate
+from megalith.ops import move_runs, pad_rows, take
+from megalith.ops.moves import _locate_twin, _move_twin, _pad_twin, _take_twin, _unpad_twin, locate
 
 from .support import FLOATS, assert_same, id_tensors, randn, splits, strided
 
@@ -133,3 +133,49 @@ def test_packed_offsets_that_lead_out_of_their_list(find, pairs, position: int) 
 def test_occurrences_beyond_the_offsets(find, ends: tuple[int, int]) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(InputError, match="feature_offset"):
         find(packed((0, 0), (2, 2), (0, 4), (2, 0)), BASES, ints(*ends), WIDTHS, "fid_offset")
+
+
+# ---- pad
+
+
+def test_pad_rows_keeps_the_first_and_fills_with_zeros() -> None:
+    values = torch.arange(1.0, 6.0)[:, None].repeat(1, 2).requires_grad_()
+    padded = pad_rows(values, ints(0, 3, 3, 5), 2)
+    assert padded[..., 0].tolist() == [[1, 2], [0, 0], [4, 5]]
+    padded.backward(torch.arange(12.0).view(3, 2, 2))
+    assert values.grad is not None
+    assert values.grad.tolist() == [[0, 1], [2, 3], [0, 0], [8, 9], [10, 11]]
+
+
+@given(data=st.data(), length=st.integers(0, 5), dtype=st.sampled_from(FLOATS))
+def test_pad_rows_is_its_twin(data: st.DataObject, length: int, dtype: torch.dtype) -> None:
+    n = data.draw(st.integers(0, 12))
+    cuts = data.draw(splits(n))
+    width = data.draw(st.sampled_from([0, 1, 3]))
+    values = torch.arange(float(n * width)).view(n, width).to(dtype)
+    padded = pad_rows(values, cuts, length)
+    assert_same([padded], [_pad_twin(values, cuts, length)])
+    back = torch.ops.megalith.unpad(padded, cuts, n)
+    assert_same([back], [_unpad_twin(padded, cuts, n)])
+
+
+def test_pad_rows_passes_gradients_both_ways() -> None:
+    values = torch.rand(5, 2, dtype=torch.float64, requires_grad=True)
+    cuts = ints(0, 3, 3, 5)
+    assert gradcheck(lambda x: pad_rows(x, cuts, 2), values)
+    assert gradgradcheck(lambda x: pad_rows(x, cuts, 2), values)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((torch.ones(()), ints(0), 2), "values"),
+        ((torch.ones(3, 1), ints(0, 2), 2), "splits"),
+        ((torch.ones(3, 1), ints(0, 3, 2, 3), 2), "splits"),
+        ((torch.ones(3, 1), ints(1, 3), 2), "splits"),
+        ((torch.ones(3, 1), ints(0, 3), -1), "length"),
+    ],
+)
+def test_pad_rows_names_what_is_wrong(arguments: tuple[Tensor, Tensor, int], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        pad_rows(*arguments)

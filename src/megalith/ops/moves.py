@@ -87,14 +87,21 @@ def locate(packed: Tensor, bases: Tensor, ends: Tensor, widths: Tensor, name: st
 
 
 def _take_native(values: Tensor, splits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    if values.dim() > 1:
-        return _take_twin(values, splits, rows)
-    values, splits, rows = values.contiguous(), splits.contiguous(), rows.contiguous()
+    splits, rows = splits.contiguous(), rows.contiguous()
     new_splits = splits.new_empty(rows.shape[0] + 1)
     native: Any = native_module()
-    out = values.new_empty(native.take_splits(splits, rows, values.shape[0], new_splits))
-    native.take_rows(values, splits, rows, new_splits, out)
-    return out, new_splits
+    total = native.take_splits(splits, rows, values.shape[0], new_splits)
+    width = values.shape[1:].numel()
+    out = fresh(total, width, dtype=values.dtype)
+    native.take_rows(
+        values.reshape(values.shape[0], width).contiguous(),
+        splits,
+        rows,
+        new_splits,
+        out,
+        torch.get_num_threads(),
+    )
+    return out.view(total, *values.shape[1:]), new_splits
 
 
 def _take_twin(values: Tensor, splits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
