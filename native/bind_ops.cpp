@@ -27,18 +27,21 @@ int64_t* borrow_int64(handle tensor, const char* name, int64_t n) {
   return v.as<int64_t>();
 }
 
+bool ascends(const int64_t* splits, int64_t rows, int64_t end) {
+  bool good = splits[0] == 0 && splits[rows] == end;
+  for (int64_t r = 0; r < rows; ++r) good &= splits[r] <= splits[r + 1];
+  return good;
+}
+
 // Splits that ascend from 0 to n. `told` is what an error says of them.
 Ids borrow_splits(handle tensor, const char* name, int64_t n, const char* told = ": must ascend from 0 to ",
                   const char* what = ", the number of values") {
   TensorView v = borrow(tensor, Kind::int64, name);
   require(v.ndim == 1 && v.shape[0] >= 1, "splits: expected [rows + 1]");
-  const int64_t* s = v.as<int64_t>();
-  const int64_t rows = v.shape[0] - 1;
-  bool good = s[0] == 0 && s[rows] == n;
-  for (int64_t r = 0; r < rows; ++r) good &= s[r] <= s[r + 1];
-  if (!good)
+  const Ids splits{v.as<int64_t>(), v.shape[0] - 1};
+  if (!ascends(splits.data, splits.n, n))
     throw std::invalid_argument(std::string(name) + told + std::to_string(n) + what);
-  return {s, rows};
+  return splits;
 }
 
 [[noreturn]] void refuse_index(const std::string& name, int64_t position, int64_t value,
@@ -426,6 +429,12 @@ void bind_ops(nb::module_& m) {
             place_rows(r.as<char>() + at * bytes, p + at, std::min(kGrain, n - at), bytes, o.as<char>());
           });
         });
+
+  m.def("ascends", [](handle splits, int64_t end) {
+    TensorView v = borrow(splits, Kind::int64, "splits");
+    require(v.ndim == 1 && v.shape[0] >= 1, "splits: expected [rows + 1]");
+    return ascends(v.as<int64_t>(), v.shape[0] - 1, end);
+  });
 
   m.def("take_splits", [](handle splits, handle rows, int64_t values, handle new_splits) {
     const Ids s = borrow_splits(splits, "row_splits", values);

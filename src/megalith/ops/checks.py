@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError
+from megalith.library import native_module
 
 _INTEGERS = (torch.int64, torch.int32)
 
@@ -30,8 +31,12 @@ def splits(tensor: Any, name: str, size: int) -> Tensor:
     cuts = whole(tensor, name)
     if cuts.shape[0] < 1:
         raise InputError(f"{name} must have the shape [rows + 1], got [0]")
-    good = (cuts[0] == 0) & (cuts[-1] == size) & (cuts[1:] >= cuts[:-1]).all()
-    require(good, f"{name} must ascend from 0 to the number of values")
+    message = f"{name} must ascend from 0 to the number of values"
+    native = native_module() if cuts.is_cpu and not torch.compiler.is_compiling() else None
+    if native is None:
+        require((cuts[0] == 0) & (cuts[-1] == size) & (cuts[1:] >= cuts[:-1]).all(), message)
+    elif not native.ascends(cuts.contiguous(), size):
+        raise InputError(message)
     return cuts
 
 

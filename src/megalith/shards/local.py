@@ -296,8 +296,8 @@ class LocalLookup(Lookup):
         return gathered
 
     def pool(self, pooling: Pooling) -> list[Tensor]:
-        """Reads each table's rows straight into the outputs."""
-        self.check(pooling)
+        """Reads each table's rows straight into the outputs; each table checks its part."""
+        self.check_tables(pooling)
         outputs = pooling.new_outputs()
         for name in filter(pooling.of, pooling.bags):
             rows, epoch = self.found[name]
@@ -305,10 +305,14 @@ class LocalLookup(Lookup):
         self.pooled = pooling
         return outputs
 
-    def check(self, pooling: Pooling) -> None:
-        """Raises InputError unless the pooling fits what was looked up."""
+    def check_tables(self, pooling: Pooling) -> None:
+        """Raises InputError if a table is pooled that was not looked up."""
         for name in pooling.bags:
             if pooling.of(name) and name not in self.ids:
                 raise InputError(f"table {name!r}: pooled, but it was not looked up")
+
+    def check(self, pooling: Pooling) -> None:
+        """Raises InputError unless the pooling fits what was looked up."""
+        self.check_tables(pooling)
         for name, ids in self.ids.items():
             pooling.check(name, ids.numel(), self.tables[name].dim)
