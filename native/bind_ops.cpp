@@ -472,7 +472,8 @@ void bind_ops(nb::module_& m) {
     const Padding p(rows, splits, out);
     nb::gil_scoped_release release;
     p.run(threads, [&](int64_t first, int64_t last) {
-      pad_rows(p.rows.as<char>(), p.bytes, p.splits.data, first, last, p.length, p.padded.as<char>());
+      pad_rows(p.rows.as<char>(), p.bytes, p.splits.data, first, last, p.length, p.padded.as<char>(),
+               p.padded.numel() * p.padded.item_bytes);
     });
   });
 
@@ -480,7 +481,8 @@ void bind_ops(nb::module_& m) {
     const Padding p(out, splits, padded);
     nb::gil_scoped_release release;
     p.run(threads, [&](int64_t first, int64_t last) {
-      unpad_rows(p.padded.as<char>(), p.bytes, p.splits.data, first, last, p.length, p.rows.as<char>());
+      unpad_rows(p.padded.as<char>(), p.bytes, p.splits.data, first, last, p.length, p.rows.as<char>(),
+                 p.rows.numel() * p.rows.item_bytes);
     });
   });
 

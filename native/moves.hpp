@@ -5,6 +5,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 namespace megalith {
 
 // Where each of the chosen rows begins when they lie one after the other: new_splits [n + 1]. Returns how
@@ -32,7 +36,11 @@ inline bool take_items(const Item* values, const int64_t* splits, const int64_t*
   const Item* last_out = room && to[n] - to[0] >= kShort ? out + (to[n] - to[0] - kShort) : nullptr;
   for (int64_t i = 0; i < n; ++i) {
     if (i + 2 * kAhead < n) __builtin_prefetch(splits + rows[i + 2 * kAhead]);
-    if (i + kAhead < n) __builtin_prefetch(values + splits[rows[i + kAhead]]);
+    if (i + kAhead < n) {
+      const Item* later = values + splits[rows[i + kAhead]];
+      __builtin_prefetch(later);
+      __builtin_prefetch(later + kShort - 1);
+    }
     const int64_t begin = splits[rows[i]], count = splits[rows[i] + 1] - begin;
     if (to && to[i + 1] - to[i] != count) return false;
     if (count <= kShort && begin <= last_from && last_out && out <= last_out)
@@ -69,25 +77,79 @@ inline bool take_rows(const char* values, int64_t item, const int64_t* splits, c
   return true;
 }
 
-// Rows side by side: the first `length` rows of each split, rows of zeros where it has fewer.
+// Writes memory from front to back. What is too large for any cache goes past it: lines that are
+// written whole need not be read first.
+class Writer {
+ public:
+  Writer(char* out, int64_t total, int64_t unit) : out_(out) {
+#if defined(__SSE2__)
+    past_ = total >= kLarge && unit % 16 == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0;
+#else
+    (void)total, (void)unit;
+#endif
+  }
+  ~Writer() {
+#if defined(__SSE2__)
+    if (past_) _mm_sfence();
+#endif
+  }
+  Writer(const Writer&) = delete;
+  Writer& operator=(const Writer&) = delete;
+
+  void copy(const char* from, int64_t bytes) {
+#if defined(__SSE2__)
+    if (past_) {
+      for (int64_t b = 0; b < bytes; b += 16)
+        stream(b, _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + b)));
+      out_ += bytes;
+      return;
+    }
+#endif
+    if (bytes) std::memcpy(out_, from, static_cast<size_t>(bytes));
+    out_ += bytes;
+  }
+
+  void zeros(int64_t bytes) {
+#if defined(__SSE2__)
+    if (past_) {
+      for (int64_t b = 0; b < bytes; b += 16) stream(b, _mm_setzero_si128());
+      out_ += bytes;
+      return;
+    }
+#endif
+    if (bytes) std::memset(out_, 0, static_cast<size_t>(bytes));
+    out_ += bytes;
+  }
+
+ private:
+  static constexpr int64_t kLarge = int64_t{16} << 20;
+#if defined(__SSE2__)
+  void stream(int64_t at, __m128i x) { _mm_stream_si128(reinterpret_cast<__m128i*>(out_ + at), x); }
+  bool past_ = false;
+#endif
+  char* out_;
+};
+
+// Rows side by side: the first `length` rows of each split, rows of zeros where it has fewer. `total` is
+// the size of all of out.
 inline void pad_rows(const char* rows, int64_t bytes, const int64_t* splits, int64_t first, int64_t last,
-                     int64_t length, char* out) {
+                     int64_t length, char* out, int64_t total = 0) {
+  Writer to(out + first * length * bytes, total, bytes);
   for (int64_t r = first; r < last; ++r) {
     const int64_t count = std::min(splits[r + 1] - splits[r], length);
-    char* to = out + r * length * bytes;
-    if (count) std::memcpy(to, rows + splits[r] * bytes, static_cast<size_t>(count * bytes));
-    if (count < length) std::memset(to + count * bytes, 0, static_cast<size_t>((length - count) * bytes));
+    to.copy(rows + splits[r] * bytes, count * bytes);
+    to.zeros((length - count) * bytes);
   }
 }
 
 // The way back: rows beyond `length` become zeros.
 inline void unpad_rows(const char* padded, int64_t bytes, const int64_t* splits, int64_t first, int64_t last,
-                       int64_t length, char* out) {
+                       int64_t length, char* out, int64_t total = 0) {
+  Writer to(out + splits[first] * bytes, total, bytes);
   for (int64_t r = first; r < last; ++r) {
     const int64_t all = splits[r + 1] - splits[r], count = std::min(all, length);
-    char* to = out + splits[r] * bytes;
-    if (count) std::memcpy(to, padded + r * length * bytes, static_cast<size_t>(count * bytes));
-    if (count < all) std::memset(to + count * bytes, 0, static_cast<size_t>((all - count) * bytes));
+    to.copy(padded + r * length * bytes, count * bytes);
+    to.zeros((all - count) * bytes);
   }
 }
 

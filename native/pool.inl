@@ -181,7 +181,8 @@ static void pool_ahead(const Source& source, const BagsOf<T>& bags, int first, i
   while (next < end && next < i + kReadAhead) request();
   for (int64_t bag = first_bag; bag < last_bag; ++bag) {
     if (bag + kBags < last_bag)
-      for (int k = 0; k < bags.num_parts; ++k) __builtin_prefetch(part_address(bags.parts[k], bag + kBags), 1);
+      for (int k = 0; k < bags.num_parts; ++k)
+        __builtin_prefetch(part_address(bags.parts[k], bag + kBags), 1);
     typename Eight<T>::type sums[Vectors] = {};
     for (const int64_t stop = offsets[bag + 1]; i < stop; ++i) {
       if (next < end) request();
@@ -236,6 +237,8 @@ static void pool_column(const Source& source, const BagsOf<T>& bags, int column,
                         int64_t last_bag) {
   const bool scattered = source.scattered();
   const T* run = Weighted ? nullptr : source.run();
+  const PartOf<T> part = bags.parts[0];
+  const bool alone = bags.num_parts == 1 && part.inner == 1 && !part.accumulate && !bags.divisor;
   const int64_t* offsets = bags.offsets;
   const int64_t end = offsets[last_bag];
   int64_t i = offsets[first_bag];
@@ -244,6 +247,10 @@ static void pool_column(const Source& source, const BagsOf<T>& bags, int column,
     if (run && offsets[bag + 1] - i <= 8 && i + 8 <= end) {
       sum = sum_up_to_8(run + i, static_cast<int>(offsets[bag + 1] - i));
       i = offsets[bag + 1];
+      if (alone) {
+        part.data[bag * part.stride + part.column] = sum;
+        continue;
+      }
     }
     for (const int64_t stop = offsets[bag + 1]; i < stop; ++i) {
       if (scattered && i + kReadAhead < end) {
