@@ -2,7 +2,7 @@
 
 An op has an implementation in native code for CPU tensors, a twin in plain torch for every other
 device (and for the CPU where the native module is not built), and a fake that tells shapes. Gradients are
-the callers' business: an autograd.Function around an op costs a tenth of a registered formula.
+the callers' business: an autograd.Function around an op costs a fraction of a registered formula.
 """
 
 from __future__ import annotations
