@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from megalith import FTRL, SGD, Adam, EmbeddingCollection, Feature, Segment, TableConfig, checkpoint
+from megalith import FTRL, SGD, Adagrad, Adam, EmbeddingCollection, Feature, Segment, TableConfig, checkpoint
 from megalith.checkpoint import files, read_manifest, writer
 from megalith.checkpoint.manifest import Manifest, TableEntry
 from megalith.errors import CheckpointError, UnknownNameError
@@ -214,3 +214,12 @@ def test_a_spread_counts_everything_and_knows_the_median(values: list[float], cu
     assert histogram.edges == sorted(histogram.edges)
     middle = sorted(values)[(len(values) - 1) // 2]
     assert spread.median() == pytest.approx(middle, rel=2e-4, abs=1e-40)
+
+
+def test_memory_counts_weights_state_ids_and_times(tmp_path: Path) -> None:
+    configs = [TableConfig("t", dim=3, optimizer=Adagrad(0.1))]
+    model = EmbeddingCollection(configs, [Feature("f", "t")])
+    model.shards.assign({"t": (torch.arange(5), torch.ones(5, 3))})
+    checkpoint.save(model, tmp_path)
+    (table,) = summarize(read_manifest(tmp_path))
+    assert table.memory == 5 * (4 * (3 + 3) + 8 + 4)

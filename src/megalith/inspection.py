@@ -57,12 +57,17 @@ class SegmentSummary:
 
 @dataclass(frozen=True)
 class TableSummary:
-    """A table as its manifest describes it. bytes: of its files on disk."""
+    """A table as its manifest describes it.
+
+    bytes: of its files on disk. memory: of weights, optimizer state, ids and times once loaded; an engine's
+    index comes on top.
+    """
 
     collection: str
     name: str
     rows: int
     bytes: int
+    memory: int
     dim: int
     num_files: int
     global_step: int
@@ -131,6 +136,12 @@ class Row:
     count: int | None
 
 
+def _row_bytes(entry: TableEntry) -> int:
+    """Weights and state as float32, the id, the time of the last update (4 bytes)."""
+    states = [state for segment in entry.segments for state in segment.get("state", ())]
+    return 4 * (entry.dim + sum(int(state["size"]) for state in states)) + 8 + 4
+
+
 def summarize(manifest: Manifest) -> list[TableSummary]:
     """Every table of a checkpoint, in the manifest's order."""
     return [
@@ -139,6 +150,7 @@ def summarize(manifest: Manifest) -> list[TableSummary]:
             name=name,
             rows=entry.rows,
             bytes=sum(piece.file.bytes for piece in entry.pieces),
+            memory=entry.rows * _row_bytes(entry),
             dim=entry.dim,
             num_files=len(entry.pieces),
             global_step=collection.global_step,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,7 @@ def test_fast_and_twin_agree(strings: list[str | bytes], seed: int) -> None:
 
 
 def test_without_native_code_the_twins_hash_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ids_module, "_native_hash_strings", lambda: None)
+    monkeypatch.setattr(ids_module, "native_module", lambda: None)
     assert unsigned(hash_strings(list(WORDS))) == list(WORDS.values())
     assert hash_strings([]).shape == (0,)
 
@@ -93,7 +94,7 @@ def test_native_code_is_given_one_buffer(monkeypatch: pytest.MonkeyPatch) -> Non
         calls.append((data, offsets.tolist(), seed, threads))
         out.fill_(7)
 
-    monkeypatch.setattr(ids_module, "_native_hash_strings", lambda: native)
+    monkeypatch.setattr(ids_module, "native_module", lambda: SimpleNamespace(hash_strings=native))
     assert hash_strings(["a", "", "é"], seed=5).tolist() == [7, 7, 7]
     assert calls == [("aé".encode(), [0, 1, 1, 3], 5, torch.get_num_threads())]
 

@@ -184,6 +184,7 @@ def _print_summary(out: Console, t: TableSummary) -> None:
     per_row = f", {show_bytes(t.bytes / t.rows)} a row" if t.rows else ""
     files = "1 file" if t.num_files == 1 else f"{t.num_files:,} files"
     grid.add_row("on disk", f"{show_bytes(t.bytes)} in {files}{per_row}")
+    grid.add_row("in memory", f"{show_bytes(t.memory)} and the index")
     for number, s in enumerate(t.segments):
         text = f"dim {s.dim}, {s.precision}, {s.settings}, {s.initializer}"
         grid.add_row(f"segment {number}", Text(text))

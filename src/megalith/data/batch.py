@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError
+from megalith.ops import take
 from megalith.ragged import Ragged
 
 Position = dict[str, Any]
@@ -91,7 +92,7 @@ class Samples:
     def select(self, rows: Tensor) -> Samples:
         """The rows with these numbers, int64 [m], in this order."""
         return Samples(
-            {name: select_rows(ragged, rows) for name, ragged in self.features.items()},
+            {name: take(ragged, rows) for name, ragged in self.features.items()},
             self.labels[rows],
             *(None if x is None else x[rows] for x in (self.dense, self.weights, self.times)),
         )
@@ -117,14 +118,3 @@ class Samples:
 def _concat(columns: list[Tensor | None]) -> Tensor | None:
     present = [column for column in columns if column is not None]
     return torch.cat(present) if present else None
-
-
-def select_rows(ragged: Ragged, rows: Tensor) -> Ragged:
-    """The rows of a Ragged with these numbers, int64 [m], in this order."""
-    lengths = ragged.lengths()[rows]
-    ends = lengths.cumsum(0)
-    total = int(ends[-1]) if len(ends) else 0
-    shift = torch.repeat_interleave(ragged.row_splits[rows] - ends + lengths, lengths, output_size=total)
-    index = torch.arange(total) + shift
-    weights = None if ragged.weights is None else ragged.weights[index]
-    return Ragged.from_lengths(ragged.values[index], lengths, weights)

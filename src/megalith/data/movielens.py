@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megalith.data.batch import Samples, select_rows
+from megalith.data.batch import Samples
 from megalith.data.fetch import default_cache, fetch_movielens
 from megalith.errors import InputError
-from megalith.ops.ids import hash_strings
+from megalith.ops import hash_strings, take
 from megalith.ragged import Ragged
 
 LIKED = 4.0
@@ -97,8 +97,8 @@ def read_movielens(directory: str | os.PathLike[str], *, history: int = 0) -> Mo
     )
     user, movie, times, stars = (column[order] for column in ratings)
     features = {"user": _single(user_ids["user"][user]), "movie": _single(movie_ids[movie])}
-    features["genres"] = select_rows(_many(row[2].split("|") for row in movies.values()), movie)
-    features["year"] = select_rows(_many(_YEAR.findall(row[1]) for row in movies.values()), movie)
+    features["genres"] = take(_many(row[2].split("|") for row in movies.values()), movie)
+    features["year"] = take(_many(_YEAR.findall(row[1]) for row in movies.values()), movie)
     features |= {name: _single(ids[user]) for name, ids in user_ids.items() if name != "user"}
     if history:
         features["history"] = _history(user, movie_ids[movie], times, history)
@@ -247,4 +247,4 @@ def _history(user: Tensor, movie: Tensor, times: Tensor, most: int) -> Ragged:
     lengths = end - start
     shift = torch.repeat_interleave(start - lengths.cumsum(0) + lengths, lengths)
     values = movie[by_user][torch.arange(len(shift)) + shift]
-    return select_rows(Ragged.from_lengths(values, lengths), torch.argsort(by_user))
+    return take(Ragged.from_lengths(values, lengths), torch.argsort(by_user))

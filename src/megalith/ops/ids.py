@@ -9,7 +9,7 @@ Ids are not looked up here, and nothing remembers which string an id came from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from operator import index
 from typing import TYPE_CHECKING, Any, overload
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megalith.bits import signed
 from megalith.errors import InputError
+from megalith.library import native_module
 from megalith.ops.checks import require
 from megalith.routing import mix
 
@@ -190,21 +191,13 @@ def _join(items: Sequence[Any]) -> tuple[bytes, Tensor]:
 
 
 def _hash(data: bytes, offsets: Tensor, seed: int) -> Tensor:
-    native = _native_hash_strings()
+    native = native_module()
     if native is None:
         hashes = [signed(_xxhash64(data[a:b], seed)) for a, b in pairwise(offsets.tolist())]
         return torch.tensor(hashes, dtype=torch.int64)
     out = torch.empty(offsets.numel() - 1, dtype=torch.int64)
-    native(data, offsets, seed, out, torch.get_num_threads())
+    native.hash_strings(data, offsets, seed, out, torch.get_num_threads())
     return out
-
-
-def _native_hash_strings() -> Callable[[bytes, Tensor, int, Tensor, int], None] | None:
-    try:
-        from megalith import _native
-    except ImportError:
-        return None
-    return getattr(_native, "hash_strings", None)
 
 
 def _xxhash64(data: bytes, seed: int) -> int:
