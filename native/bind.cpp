@@ -56,6 +56,26 @@ float* borrow_matrix(handle tensor, const char* name, int64_t rows, int64_t colu
   return v.as<float>();
 }
 
+// Tensors float32 [n, width], one after the other the floats of a stored row.
+std::vector<Column> borrow_columns(nb::sequence tensors, int64_t n, int row_floats) {
+  std::vector<Column> columns;
+  int32_t at = 0;
+  for (handle tensor : tensors) {
+    TensorView v = borrow(tensor, Kind::float32, "columns");
+    require(v.ndim == 2 && v.shape[0] == n, "columns: expected a row per id");
+    columns.push_back({v.as<float>(), at, static_cast<int32_t>(v.shape[1])});
+    at += columns.back().width;
+  }
+  require(at == row_floats, "columns: not as wide as a stored row");
+  return columns;
+}
+
+int64_t* borrow_times(handle times, int64_t n) {
+  TensorView when = borrow(times, Kind::int64, "times");
+  require(when.ndim == 1 && when.shape[0] == n, "times: expected one per id");
+  return when.as<int64_t>();
+}
+
 nb::bytes as_bytes(const std::vector<int64_t>& ids) {
   return nb::bytes(ids.data(), ids.size() * sizeof(int64_t));
 }
@@ -198,28 +218,46 @@ NB_MODULE(_native, m) {
              return t.remove(i.data, i.n);
            })
       .def("restore",
-           [](Table& t, handle ids, handle raw, handle times, int threads) {
+           [](Table& t, handle ids, nb::sequence columns, handle times, int threads) {
              const Ids i = borrow_ids(ids);
-             const float* r = borrow_matrix(raw, "raw", i.n, t.row_floats());
-             TensorView when = borrow(times, Kind::int64, "times");
-             require(when.ndim == 1 && when.shape[0] == i.n, "times: expected one per id");
+             const std::vector<Column> c = borrow_columns(columns, i.n, t.row_floats());
+             const int64_t* when = borrow_times(times, i.n);
              nb::gil_scoped_release release;
-             t.restore(i.data, i.n, r, when.as<int64_t>(), threads);
+             t.restore(i.data, i.n, c, when, threads);
            })
       .def("scan",
-           [](const Table& t, int64_t start, handle ids, handle raw, handle times) {
+           [](const Table& t, int64_t start, handle ids, nb::sequence columns, handle times) {
              const Ids i = borrow_ids(ids);
-             float* r = borrow_matrix(raw, "raw", i.n, t.row_floats());
-             TensorView when = borrow(times, Kind::int64, "times");
-             require(when.ndim == 1 && when.shape[0] == i.n, "times: expected one per id");
+             const std::vector<Column> c = borrow_columns(columns, i.n, t.row_floats());
+             int64_t* when = borrow_times(times, i.n);
              require(start >= 0, "start: negative");
              Table::ScanResult result;
              {
                nb::gil_scoped_release release;
-               result = t.scan(start, i.n, const_cast<int64_t*>(i.data), r, when.as<int64_t>());
+               result = t.scan(start, i.n, const_cast<int64_t*>(i.data), c, when);
              }
              return std::make_pair(result.count, result.next);
            })
+      .def("begin_snapshot",
+           [](Table& t, int consumer, bool touched_only, int64_t room) {
+             require(consumer < Table::kMaxConsumers && room > 0, "begin_snapshot: bad consumer or room");
+             std::vector<int64_t> removed;
+             int64_t rows;
+             {
+               nb::gil_scoped_release release;
+               rows = t.begin_snapshot(consumer, touched_only, room, removed);
+             }
+             return nb::make_tuple(rows, as_bytes(removed));
+           })
+      .def("read_snapshot",
+           [](Table& t, handle ids, nb::sequence columns, handle times) {
+             const Ids i = borrow_ids(ids);
+             const std::vector<Column> c = borrow_columns(columns, i.n, t.row_floats());
+             int64_t* when = borrow_times(times, i.n);
+             nb::gil_scoped_release release;
+             return t.read_snapshot(i.n, const_cast<int64_t*>(i.data), c, when);
+           })
+      .def("end_snapshot", &Table::end_snapshot, nb::call_guard<nb::gil_scoped_release>())
       .def("clear", &Table::clear, nb::call_guard<nb::gil_scoped_release>())
       .def("reserve", &Table::reserve, nb::call_guard<nb::gil_scoped_release>())
       .def("track", &Table::track, nb::call_guard<nb::gil_scoped_release>())

@@ -21,6 +21,13 @@
 
 namespace megalith {
 
+// Floats of stored rows that lie together in memory: [n, width], from float `first` of a row on.
+struct Column {
+  float* data;
+  int32_t first;
+  int32_t width;
+};
+
 struct TableFull : std::length_error {
   using std::length_error::length_error;
 };
@@ -108,9 +115,14 @@ class Rows {
     std::memcpy(raw, weights(row), weight_bytes_);
     std::memcpy(raw + weight_bytes_ / 4, state(row), state_bytes_);
   }
-  void copy_in(int32_t row, const float* raw) {
-    std::memcpy(weights(row), raw, weight_bytes_);
-    std::memcpy(state(row), raw + weight_bytes_ / 4, state_bytes_);
+  // A row's floats to and from place `at` of columns, each within weights or within state.
+  void copy_out(int32_t row, const std::vector<Column>& columns, int64_t at) const {
+    for (const Column& c : columns)
+      std::memcpy(c.data + at * c.width, floats_from(row, c.first), static_cast<size_t>(c.width) * 4);
+  }
+  void copy_in(int32_t row, const std::vector<Column>& columns, int64_t at) {
+    for (const Column& c : columns)
+      std::memcpy(floats_from(row, c.first), c.data + at * c.width, static_cast<size_t>(c.width) * 4);
   }
   int64_t& id_of(int32_t row) const { return ids_[row >> shift_][row & mask()]; }
   uint32_t& time_of(int32_t row) const {
@@ -152,6 +164,10 @@ class Rows {
   }
 
  private:
+  float* floats_from(int32_t row, int32_t first) const {
+    const int32_t weights_floats = static_cast<int32_t>(weight_bytes_ / 4);
+    return first < weights_floats ? weights(row) + first : state(row) + (first - weights_floats);
+  }
   uint32_t timed_state() const { return state_bytes_ + static_cast<uint32_t>(sizeof(uint32_t)); }
   uint32_t stride() const { return together_ ? weight_bytes_ + timed_state() : weight_bytes_; }
   uint32_t state_stride() const { return together_ ? weight_bytes_ + timed_state() : timed_state(); }

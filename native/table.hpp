@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <shared_mutex>
 #include <stdexcept>
@@ -20,6 +21,7 @@
 #include "optimizers.hpp"
 #include "rows.hpp"
 #include "scratch.hpp"
+#include "snapshot.hpp"
 #include "threads.hpp"
 
 namespace megalith {
@@ -118,6 +120,7 @@ class Table {
               int threads) {
     std::unique_lock<ForkSafeLock> hold(lock_);
     Lease lease;
+    keep_for_snapshot(ids, n, *lease, threads, hold);
     const int32_t* rows = find_or_create(ids, n, *lease, threads);
     for (int64_t i = 0; i < n; ++i) {
       float* w = rows_.weights(rows[i]);
@@ -131,6 +134,7 @@ class Table {
   void reinitialize(const int64_t* ids, int64_t n, uint32_t time, int32_t* status, int threads) {
     std::unique_lock<ForkSafeLock> hold(lock_);
     Lease lease;
+    keep_for_snapshot(ids, n, *lease, threads, hold);
     int32_t* before = lease->rows.get(n);
     find_rows(ids, n, before, threads);
     std::unordered_set<int64_t> created;
@@ -143,6 +147,10 @@ class Table {
 
   int64_t remove(const int64_t* ids, int64_t n) {
     std::unique_lock<ForkSafeLock> hold(lock_);
+    {
+      Lease lease;
+      keep_for_snapshot(ids, n, *lease, 1, hold);
+    }
     rows_.prepare_give_back(std::min(n, index_.size()));
     prepare_removed(std::min(n, index_.size()));
     ++epoch_;
@@ -158,14 +166,14 @@ class Table {
   }
 
   // Whole rows, optimizer state included, as scan() gave them.
-  void restore(const int64_t* ids, int64_t n, const float* raw, const int64_t* times,
+  void restore(const int64_t* ids, int64_t n, const std::vector<Column>& columns, const int64_t* times,
                int threads) {
     std::unique_lock<ForkSafeLock> hold(lock_);
     Lease lease;
+    keep_for_snapshot(ids, n, *lease, threads, hold);
     const int32_t* rows = find_or_create(ids, n, *lease, threads);
-    const size_t floats = static_cast<size_t>(row_floats());
     for (int64_t i = 0; i < n; ++i) {
-      rows_.copy_in(rows[i], raw + static_cast<size_t>(i) * floats);
+      rows_.copy_in(rows[i], columns, i);
       written(rows[i], static_cast<uint32_t>(times[i]));
     }
     ++epoch_;
@@ -173,6 +181,7 @@ class Table {
 
   void clear() {
     std::unique_lock<ForkSafeLock> hold(lock_);
+    while (snapshot() && !snapshot_->finished()) wait_for_reader(hold);
     prepare_removed(index_.size());
     if (tracked_)
       for (int64_t r = 0; r < rows_.high(); ++r)
@@ -195,19 +204,62 @@ class Table {
     int64_t count;
     int64_t next;  // where to go on; -1 at the end
   };
-  ScanResult scan(int64_t start, int64_t limit, int64_t* ids, float* raw, int64_t* times) const {
+  ScanResult scan(int64_t start, int64_t limit, int64_t* ids, const std::vector<Column>& columns,
+                  int64_t* times) const {
     std::shared_lock<ForkSafeLock> hold(lock_);
-    const size_t floats = static_cast<size_t>(row_floats());
     int64_t count = 0, r = start;
     for (; r < rows_.high() && count < limit; ++r) {
       const int32_t row = static_cast<int32_t>(r);
       if (!rows_.live(row)) continue;
       ids[count] = rows_.id_of(row);
       times[count] = rows_.time_of(row);
-      rows_.copy_out(row, raw + static_cast<size_t>(count) * floats);
+      rows_.copy_out(row, columns, count);
       ++count;
     }
     return {count, r < rows_.high() ? r : -1};
+  }
+
+  // ---- the table as it is now, read while it changes; see snapshot.hpp
+
+  // Of all rows, or of those touched for a consumer, whose touched rows it drains; consumer -1: of nobody's.
+  // Returns the number of rows. `room`: rows that may be set aside before writers wait.
+  int64_t begin_snapshot(int consumer, bool touched_only, int64_t room, std::vector<int64_t>& removed) {
+    std::unique_lock<ForkSafeLock> hold(lock_);
+    if (snapshot()) throw std::invalid_argument("a snapshot of table '" + options_.name + "' is being read");
+    uint8_t bit = 0;
+    std::vector<int64_t> gone;
+    if (consumer >= 0) {
+      bit = static_cast<uint8_t>(1u << consumer);
+      if (!(tracked_ & bit)) throw std::invalid_argument("no such consumer");
+      keep_distinct(removed_[consumer]);
+      for (int64_t id : removed_[consumer])
+        if (index_.find(id) < 0) gone.push_back(id);
+    }
+    removed = gone;
+    snapshot_ = std::make_shared<Snapshot>(rows_, bit, touched_only, std::move(gone), room);
+    snapshot_consumer_ = consumer;
+    if (consumer >= 0) removed_[consumer].clear();
+    return snapshot_->size();
+  }
+
+  int64_t read_snapshot(int64_t limit, int64_t* ids, const std::vector<Column>& columns, int64_t* times) {
+    std::shared_lock<ForkSafeLock> hold(lock_);
+    if (!snapshot_) throw std::invalid_argument("table '" + options_.name + "' has no snapshot");
+    return snapshot_->read(rows_, limit, ids, columns, times);
+  }
+
+  // Ends it; `give_back`: its touched rows belong to the consumer again. Returns the seconds that writers waited.
+  double end_snapshot(bool give_back) {
+    std::unique_lock<ForkSafeLock> hold(lock_);
+    if (!snapshot()) return 0;
+    const std::shared_ptr<Snapshot> ended = std::move(snapshot_);
+    const int c = snapshot_consumer_;
+    ended->wake();
+    if (give_back && c >= 0 && (tracked_ & (1u << c))) {
+      ended->give_back(rows_);
+      removed_[c].insert(removed_[c].end(), ended->removed().begin(), ended->removed().end());
+    }
+    return ended->waited();
   }
 
   // ---- touched rows
@@ -268,6 +320,7 @@ class Table {
     std::shared_lock<ForkSafeLock> hold(lock_);
     size_t side = rows_.side_bytes();
     for (const auto& r : removed_) side += r.capacity() * sizeof(int64_t);
+    if (snapshot_) side += snapshot_->bytes();
     return {index_.bytes(), rows_.row_bytes(), side};
   }
 
@@ -427,6 +480,28 @@ class Table {
     return found;
   }
 
+  // The snapshot under way, if its reader is in this process.
+  Snapshot* snapshot() {
+    if (snapshot_ && snapshot_->abandoned()) new std::shared_ptr<Snapshot>(std::move(snapshot_));  // kept, unused
+    return snapshot_.get();
+  }
+
+  void wait_for_reader(std::unique_lock<ForkSafeLock>& hold) {
+    const std::shared_ptr<Snapshot> waiting = snapshot_;
+    waiting->wait(hold);
+  }
+
+  // Before the rows of these ids change.
+  void keep_for_snapshot(const int64_t* ids, int64_t n, Scratch& scratch, int threads,
+                         std::unique_lock<ForkSafeLock>& hold) {
+    while (snapshot()) {
+      int32_t* rows = scratch.rows.get(n);
+      find_rows(ids, n, rows, threads);
+      if (snapshot_->set_aside(rows_, rows, n)) return;
+      wait_for_reader(hold);
+    }
+  }
+
   void written(int32_t row, uint32_t time) {
     rows_.time_of(row) = time;
     if (tracked_) rows_.flag(row) |= tracked_;
@@ -471,6 +546,8 @@ class Table {
   int64_t epoch_ = 0;
   uint8_t tracked_ = 0;
   std::vector<int64_t> removed_[kMaxConsumers];
+  std::shared_ptr<Snapshot> snapshot_;
+  int snapshot_consumer_ = -1;
 };
 
 }  // namespace megalith

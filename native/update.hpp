@@ -138,6 +138,10 @@ inline void Table::update(const Update& u, int threads) {
   Scratch& scratch = *lease;
   const Reached reached(u);
   const int32_t* rows = current_rows(u.rows, u.epoch, u.ids, u.n, scratch, threads);
+  while (snapshot() && !snapshot_->set_aside(rows_, rows, u.n)) {
+    wait_for_reader(hold);
+    rows = current_rows(u.rows, u.epoch, u.ids, u.n, scratch, threads);
+  }
   int64_t missing = 0, created = 0;
   if (rows != u.rows) {  // the caller's are all there; these may have gaps
     int32_t* mine = scratch.rows.get(u.n);

@@ -42,15 +42,18 @@ using Rows1 = std::map<int64_t, std::vector<float>>;
 
 Rows1 contents(const Table& table) {
   Rows1 rows;
-  const size_t floats = static_cast<size_t>(table.row_floats());
+  const int dim = table.dim(), rest = table.row_floats() - dim;
   std::vector<int64_t> ids(7), times(7);
-  std::vector<float> raw(7 * floats);
+  std::vector<float> weights(7 * static_cast<size_t>(dim)), state(7 * static_cast<size_t>(rest));
+  std::vector<Column> columns{{weights.data(), 0, dim}};
+  if (rest) columns.push_back({state.data(), dim, rest});
   for (int64_t at = 0; at >= 0;) {
-    const auto result = table.scan(at, 7, ids.data(), raw.data(), times.data());
-    for (int64_t i = 0; i < result.count; ++i)
-      rows[ids[static_cast<size_t>(i)]] =
-          std::vector<float>(raw.begin() + i * static_cast<int64_t>(floats),
-                             raw.begin() + (i + 1) * static_cast<int64_t>(floats));
+    const auto result = table.scan(at, 7, ids.data(), columns, times.data());
+    for (int64_t i = 0; i < result.count; ++i) {
+      std::vector<float>& row = rows[ids[static_cast<size_t>(i)]];
+      row.assign(weights.begin() + i * dim, weights.begin() + (i + 1) * dim);
+      row.insert(row.end(), state.begin() + i * rest, state.begin() + (i + 1) * rest);
+    }
     at = result.next;
   }
   return rows;

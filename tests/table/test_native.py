@@ -183,7 +183,15 @@ def test_the_native_layer_checks_shapes_itself() -> None:
     with pytest.raises(ValueError, match="learning_rates"):
         table.update(None, -1, GOOD_IDS, GOOD_VALUES, None, [1.0, 1.0], 0, 1.0, 0.0, 1)
     with pytest.raises(ValueError, match="times"):
-        table.restore(GOOD_IDS, GOOD_VALUES, ints(1), 1)
+        table.restore(GOOD_IDS, [GOOD_VALUES], ints(1), 1)
+    with pytest.raises(ValueError, match="columns: expected a row per id"):
+        table.restore(GOOD_IDS, [GOOD_VALUES[:1]], GOOD_IDS, 1)
+    with pytest.raises(ValueError, match="columns: not as wide"):
+        table.restore(GOOD_IDS, [GOOD_VALUES, GOOD_VALUES], GOOD_IDS, 1)
+    with pytest.raises(ValueError, match="has no snapshot"):
+        table.read_snapshot(GOOD_IDS.clone(), [GOOD_VALUES.clone()], GOOD_IDS.clone())
+    with pytest.raises(ValueError, match="no such consumer"):
+        table.begin_snapshot(3, True, 1)
     assert len(table) == 0
 
 
@@ -324,7 +332,7 @@ def test_native_calls_let_other_python_threads_run(call: str) -> None:
         "pool": lambda: native.pool(None, -1, ids, bags, [values], 1),
         "update": lambda: native.update(None, -1, ids, values, None, [0.1], 0, 1.0, 0.0, 1),
         "assign": lambda: native.assign(ids, values, False, 0, 1),
-        "scan": lambda: native.scan(0, times, values, times),
+        "scan": lambda: native.scan(0, times, [values], times),
         "all_finite": lambda: _native.all_finite(values, 1),
     }
     ready, go, ran = threading.Event(), threading.Event(), threading.Event()

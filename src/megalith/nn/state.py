@@ -17,7 +17,7 @@ def rows_of(table: Table) -> dict[str, Any]:
     """All rows of a table: ids, weights, optimizer state, last-update times."""
     chunks = list(table.scan())
     if not chunks:
-        chunks = [table.empty_chunk()]
+        chunks = [table.new_chunk(0)]
     keys = chunks[0].state
     return {
         "ids": torch.cat([c.ids for c in chunks]),

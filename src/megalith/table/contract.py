@@ -21,8 +21,10 @@ from megalith.ops.pooling import Pooling
 from megalith.table.checks import Checks, plain
 from megalith.table.config import TableConfig
 from megalith.table.records import MAX_CONSUMERS, MAX_TIME, Chunk, MemoryUse, Step, TableStats
+from megalith.table.snapshot import Snapshot
 
 DEFAULT_CHUNK = 65536
+SNAPSHOT_BYTES = 64 << 20
 
 
 class Table(Checks):
@@ -179,33 +181,48 @@ class Table(Checks):
             raise InputError(
                 f"table {self.name!r}: chunk has state {sorted(chunk.state)}, expected {sorted(known)}"
             )
-        pieces = [chunk.rows.detach()]
+        columns = [plain(chunk.rows)]
         for column in self.config.state_columns:
             piece = chunk.state[column.key]
             self._check_matrix(f"state {column.key}", piece, n, column.end - column.start)
-            pieces.append(piece.detach())
+            columns.append(plain(piece))
         times = chunk.time
         if not isinstance(times, Tensor) or times.dtype != torch.int64 or tuple(times.shape) != (n,):
             raise InputError(f"table {self.name!r}: time must be int64 [{n}]")
         self._check_place("time", times)
         if n and not 0 <= int(times.min()) <= int(times.max()) <= MAX_TIME:
             raise InputError(f"table {self.name!r}: time must be between 0 and {MAX_TIME}")
-        self._restore(ids, torch.cat(pieces, dim=1), times.contiguous())
+        self._restore(ids, columns, times.contiguous())
+
+    def snapshot(
+        self, *, consumer: str | None = None, touched_only: bool = False, buffer_bytes: int = SNAPSHOT_BYTES
+    ) -> Snapshot:
+        """The table as it is now, to be read while others go on writing. One at a time.
+
+        consumer: drains its touched rows; with touched_only the snapshot holds just those. buffer_bytes: of
+        rows set aside because they change before they were read; when it is full, writers wait.
+        """
+        row_bytes = 4 * self.config.row_floats + 12
+        room = max(1, buffer_bytes // row_bytes)
+        with self._consumers_lock:
+            if touched_only and consumer is None:
+                raise InputError(f"table {self.name!r}: a snapshot of touched rows needs a consumer")
+            number = -1 if consumer is None else self.check_consumer(consumer)
+            return Snapshot(self, *self._begin_snapshot(number, touched_only, room))
 
     def _write(self, ids: Tensor, rows: Tensor, *, add: bool, time: float | None) -> None:
         ids = self.check_ids(ids)
         self.check_rows(ids, rows)
         self._assign(ids, plain(rows), add, self.check_time(time))
 
-    def empty_chunk(self) -> Chunk:
-        """A chunk of no rows, in this table's shape."""
-        empty = torch.empty(0, dtype=torch.int64)
-        return self._chunk(empty, torch.empty(0, self.config.row_floats), empty)
-
-    def _chunk(self, ids: Tensor, raw: Tensor, time: Tensor) -> Chunk:
-        """A Chunk from stored rows, float32 [n, row_floats]."""
-        state = {c.key: raw[:, c.start : c.end] for c in self.config.state_columns}
-        return Chunk(ids, raw[:, : self.dim], state, time)
+    def new_chunk(self, n: int) -> Chunk:
+        """A chunk of n rows in this table's shape, not filled."""
+        return Chunk(
+            torch.empty(n, dtype=torch.int64),
+            torch.empty(n, self.dim),
+            {c.key: torch.empty(n, c.end - c.start) for c in self.config.state_columns},
+            torch.empty(n, dtype=torch.int64),
+        )
 
     # ---- touched rows
 
@@ -328,7 +345,19 @@ class Table(Checks):
     def _remove(self, ids: Tensor) -> int:
         raise NotImplementedError
 
-    def _restore(self, ids: Tensor, raw: Tensor, times: Tensor) -> None:
+    def _restore(self, ids: Tensor, columns: list[Tensor], times: Tensor) -> None:
+        """columns: weights, then the config's state columns."""
+        raise NotImplementedError
+
+    def _begin_snapshot(self, consumer: int, touched_only: bool, room: int) -> tuple[int, Tensor]:
+        """Rows it holds, and ids removed. consumer: -1 for none. room: rows that may be set aside."""
+        raise NotImplementedError
+
+    def _read_snapshot(self, chunk: Chunk) -> int:
+        raise NotImplementedError
+
+    def _end_snapshot(self, give_back: bool) -> float:
+        """Seconds that writers waited."""
         raise NotImplementedError
 
     def _scan(self, chunk_size: int) -> Iterator[Chunk]:

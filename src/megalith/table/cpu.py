@@ -147,19 +147,26 @@ class CpuTable(Table):
     def _remove(self, ids: Tensor) -> int:
         return self._native.remove(ids)
 
-    def _restore(self, ids: Tensor, raw: Tensor, times: Tensor) -> None:
-        self._native.restore(ids, raw, times, torch.get_num_threads())
+    def _restore(self, ids: Tensor, columns: list[Tensor], times: Tensor) -> None:
+        self._native.restore(ids, columns, times, torch.get_num_threads())
 
     def _scan(self, chunk_size: int) -> Iterator[Chunk]:
         at = 0
         while at >= 0:
-            size = min(chunk_size, max(1, len(self)))
-            ids = torch.empty(size, dtype=torch.int64)
-            raw = torch.empty(size, self.config.row_floats)
-            time = torch.empty(size, dtype=torch.int64)
-            n, at = self._native.scan(at, ids, raw, time)
+            chunk = self.new_chunk(min(chunk_size, max(1, len(self))))
+            n, at = self._native.scan(at, chunk.ids, chunk.columns(), chunk.time)
             if n:
-                yield self._chunk(ids[:n], raw[:n], time[:n])
+                yield chunk.part(0, n)
+
+    def _begin_snapshot(self, consumer: int, touched_only: bool, room: int) -> tuple[int, Tensor]:
+        rows, removed = self._native.begin_snapshot(consumer, touched_only, room)
+        return rows, _ids_from(removed)
+
+    def _read_snapshot(self, chunk: Chunk) -> int:
+        return self._native.read_snapshot(chunk.ids, chunk.columns(), chunk.time)
+
+    def _end_snapshot(self, give_back: bool) -> float:
+        return self._native.end_snapshot(give_back)
 
     def _track(self, consumer: int) -> None:
         self._native.track(consumer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,6 +25,27 @@ class Chunk:
     state: Mapping[str, Tensor]
     time: Tensor
     count: Tensor | None = None
+
+    def part(self, start: int, end: int) -> Chunk:
+        """Some of its rows, in the same memory."""
+        return self._each(lambda column: column[start:end])
+
+    def select(self, which: Tensor) -> Chunk:
+        """The rows of these numbers (int64) or flags (bool), copied."""
+        return self._each(lambda column: column[which])
+
+    def columns(self) -> list[Tensor]:
+        """Weights, then state: the floats of a stored row."""
+        return [self.rows, *self.state.values()]
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Chunk:
+        return Chunk(
+            change(self.ids),
+            change(self.rows),
+            {key: change(column) for key, column in self.state.items()},
+            change(self.time),
+            None if self.count is None else change(self.count),
+        )
 
 
 class Step(NamedTuple):

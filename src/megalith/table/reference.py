@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megalith.errors import InputError
 from megalith.ops.pooling import Pooling, pool, unpool
 from megalith.table.config import TableConfig
 from megalith.table.contract import Table
@@ -33,6 +35,7 @@ class ReferenceTable(Table):
         self._epoch = 0
         self._touched: dict[int, dict[int, None]] = {}  # consumer -> ids, in order
         self._removed: dict[int, dict[int, None]] = {}
+        self._snapshot: _Copy | None = None
         self._empty()
 
     def _empty(self) -> None:
@@ -218,9 +221,10 @@ class ReferenceTable(Table):
             self._epoch += 1
             return len(gone)
 
-    def _restore(self, ids: Tensor, raw: Tensor, times: Tensor) -> None:
+    def _restore(self, ids: Tensor, columns: list[Tensor], times: Tensor) -> None:
         with self._lock:
             found = self._find_or_create(ids)
+            raw = torch.cat(columns, dim=1)
             for row, values, time in zip(found.tolist(), raw, times.tolist(), strict=True):
                 self._data[row] = values
                 self._time[row] = time
@@ -235,9 +239,45 @@ class ReferenceTable(Table):
                 if not live:
                     return
                 at = live[-1] + 1
-                rows = torch.tensor(live)
-                chunk = self._chunk(self._ids_of[rows], self._data[rows], self._time[rows])
+                chunk = self._chunk(torch.tensor(live))
             yield chunk
+
+    def _chunk(self, rows: Tensor) -> Chunk:
+        raw = self._data[rows]
+        state = {c.key: raw[:, c.start : c.end].contiguous() for c in self.config.state_columns}
+        return Chunk(self._ids_of[rows], raw[:, : self.dim].contiguous(), state, self._time[rows])
+
+    def _begin_snapshot(self, consumer: int, touched_only: bool, room: int) -> tuple[int, Tensor]:
+        """Copies the rows at once."""
+        with self._lock:
+            if self._snapshot is not None:
+                raise InputError(f"a snapshot of table {self.name!r} is being read")
+            drained = (torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
+            if consumer >= 0:
+                drained = self._drain(consumer)
+            ids = drained[0].tolist() if touched_only else list(self._row_of)
+            chunk = self._chunk(torch.tensor([self._row_of[id] for id in ids], dtype=torch.int64))
+            self._snapshot = _Copy(chunk, consumer, drained)
+            return len(ids), drained[1]
+
+    def _read_snapshot(self, chunk: Chunk) -> int:
+        copy = self._snapshot
+        assert copy is not None
+        n = min(chunk.ids.numel(), copy.rows.ids.numel() - copy.at)
+        part = copy.rows.part(copy.at, copy.at + n)
+        chunk.ids[:n], chunk.time[:n] = part.ids, part.time
+        for target, column in zip(chunk.columns(), part.columns(), strict=True):
+            target[:n] = column
+        copy.at += n
+        return n
+
+    def _end_snapshot(self, give_back: bool) -> float:
+        with self._lock:
+            copy, self._snapshot = self._snapshot, None
+            if copy is not None and give_back and copy.consumer in self._touched:
+                for ids in copy.drained:
+                    self._mark(copy.consumer, ids)
+        return 0.0
 
     def _is_live(self, row: int) -> bool:
         return self._row_of.get(int(self._ids_of[row])) == row
@@ -263,6 +303,16 @@ class ReferenceTable(Table):
             for id in ids.tolist():
                 kept = self._touched if id in self._row_of else self._removed
                 kept[consumer][id] = None
+
+
+@dataclass
+class _Copy:
+    """The rows of a snapshot, how far they were read, and what was drained for it."""
+
+    rows: Chunk
+    consumer: int
+    drained: tuple[Tensor, Tensor]
+    at: int = 0
 
 
 def _first_occurrences(ids: Tensor) -> tuple[Tensor, Tensor]:

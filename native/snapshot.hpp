@@ -1,0 +1,144 @@
+// A table as it was at one moment, read in pieces while training goes on.
+//
+// A row that is about to change is first set aside, unless it was read already. The rows set aside are
+// bounded: when there is no more room, the call that writes waits until the reader has taken some.
+// Guarded by the table's lock: writers hold it alone, the one reader shares it with look-ups.
+#pragma once
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+#include "rows.hpp"
+
+namespace megalith {
+
+class Snapshot {
+ public:
+  // Of all rows in use, or of those flagged with `bit` alone. Takes the flags away.
+  Snapshot(const Rows& rows, uint8_t bit, bool touched_only, std::vector<int64_t> removed, int64_t room)
+      : bit_(bit), room_(room), high_(rows.high()), owner_(getpid()), removed_(std::move(removed)) {
+    const size_t words = static_cast<size_t>((high_ + 63) / 64);
+    done_.assign(words, 0);
+    if (bit) flagged_.assign(words, 0);
+    for (int64_t r = 0; r < high_; ++r) {
+      const int32_t row = static_cast<int32_t>(r);
+      const bool flagged = bit && (rows.flag(row) & bit);
+      const bool member = touched_only ? flagged : rows.live(row);
+      if (flagged) flagged_[word(row)] |= mask(row);
+      if (!member) done_[word(row)] |= mask(row);
+      size_ += member;
+    }
+    // All memory now: later on a writer stands still for it. Pages are taken as they fill.
+    const size_t most = static_cast<size_t>(std::min(room_, size_));
+    ids_.reserve(most), times_.reserve(most), raw_.reserve(most * (rows.row_size() / 4));
+    if (!bit) return;
+    for (int64_t r = 0; r < high_; ++r) rows.flag(static_cast<int32_t>(r)) &= static_cast<uint8_t>(~bit);
+  }
+
+  int64_t size() const { return size_; }
+  const std::vector<int64_t>& removed() const { return removed_; }
+  bool finished() const { return cursor_ >= high_ && ids_.empty(); }
+  // A child of fork() has the rows but not the reader.
+  bool abandoned() const { return owner_ != getpid(); }
+  double waited() const { return waited_; }
+  size_t bytes() const {
+    return (done_.capacity() + flagged_.capacity() + ids_.capacity() + removed_.capacity()) * 8 +
+           (times_.capacity() + raw_.capacity()) * 4;
+  }
+
+  // Before rows change. False: no room; wait, find the rows again, and repeat.
+  bool set_aside(const Rows& rows, const int32_t* which, int64_t n) {
+    if (cursor_ >= high_) return true;
+    const size_t floats = rows.row_size() / 4;
+    for (int64_t i = 0; i < n; ++i) {
+      const int32_t row = which[i];
+      if (row < cursor_ || row >= high_ || (done_[word(row)] & mask(row))) continue;
+      if (static_cast<int64_t>(ids_.size()) >= room_) return false;
+      const size_t at = ids_.size();
+      raw_.resize((at + 1) * floats);
+      times_.push_back(rows.time_of(row));
+      ids_.push_back(rows.id_of(row));
+      rows.copy_out(row, raw_.data() + at * floats);
+      done_[word(row)] |= mask(row);
+    }
+    return true;
+  }
+
+  // Lets go of the lock until the reader has been here.
+  template <class Lock>
+  void wait(Lock& hold) {
+    const auto start = std::chrono::steady_clock::now();
+    changed_.wait(hold);
+    waited_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  }
+  void wake() { changed_.notify_all(); }
+
+  // The next rows, at most `limit`; 0 at the end. Rows set aside come first.
+  int64_t read(const Rows& rows, int64_t limit, int64_t* ids, const std::vector<Column>& columns,
+               int64_t* times) {
+    std::lock_guard<std::mutex> turn(reading_);
+    int64_t count = take_aside(rows, limit, ids, columns, times);
+    for (; cursor_ < high_ && count < limit; ++cursor_) {
+      const int32_t row = static_cast<int32_t>(cursor_);
+      if (done_[word(row)] & mask(row)) continue;
+      ids[count] = rows.id_of(row);
+      times[count] = rows.time_of(row);
+      rows.copy_out(row, columns, count);
+      ++count;
+    }
+    wake();
+    return count;
+  }
+
+  // Flags again what was flagged when it was taken, where a row is still in use.
+  void give_back(const Rows& rows) const {
+    for (int64_t r = 0; bit_ && r < high_; ++r) {
+      const int32_t row = static_cast<int32_t>(r);
+      if ((flagged_[word(row)] & mask(row)) && rows.live(row)) rows.flag(row) |= bit_;
+    }
+  }
+
+ private:
+  static size_t word(int32_t row) { return static_cast<size_t>(row) >> 6; }
+  static uint64_t mask(int32_t row) { return uint64_t{1} << (row & 63); }
+
+  int64_t take_aside(const Rows& rows, int64_t limit, int64_t* ids, const std::vector<Column>& columns,
+                     int64_t* times) {
+    const size_t floats = rows.row_size() / 4;
+    int64_t count = 0;
+    while (!ids_.empty() && count < limit) {
+      const float* raw = raw_.data() + (ids_.size() - 1) * floats;
+      ids[count] = ids_.back();
+      times[count] = times_.back();
+      for (const Column& c : columns)
+        std::memcpy(c.data + count * c.width, raw + c.first, static_cast<size_t>(c.width) * 4);
+      ids_.pop_back();
+      times_.pop_back();
+      raw_.resize(ids_.size() * floats);
+      ++count;
+    }
+    return count;
+  }
+
+  const uint8_t bit_;
+  const int64_t room_, high_;
+  const pid_t owner_;
+  int64_t cursor_ = 0, size_ = 0;
+  std::vector<uint64_t> done_;     // read, set aside, or not part of it
+  std::vector<uint64_t> flagged_;  // touched when it was taken
+  std::vector<int64_t> removed_;
+  std::vector<int64_t> ids_;  // the rows set aside
+  std::vector<uint32_t> times_;
+  std::vector<float> raw_;
+  std::mutex reading_;
+  std::condition_variable_any changed_;
+  double waited_ = 0;
+};
+
+}  // namespace megalith

@@ -1,0 +1,158 @@
+"""Snapshots: what was there when they were taken, whatever is written meanwhile."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalith import Adagrad, Adam, Segment, Table, TableConfig
+from megalith.errors import InputError, UsageError
+from megalith.table import Chunk
+from tests.table.support import EXTREME_IDS, ints
+
+CONFIG = TableConfig("t", segments=[Segment(2, optimizer=Adam(0.1)), Segment(1, optimizer=Adagrad(0.1))])
+
+
+def contents(chunks: list[Chunk]) -> dict[int, list[float]]:
+    rows: dict[int, list[float]] = {}
+    for chunk in chunks:
+        wide = torch.cat([*chunk.columns(), chunk.time[:, None].float()], 1)
+        for id, row in zip(chunk.ids.tolist(), wide.tolist(), strict=True):
+            assert id not in rows
+            rows[id] = row
+    return rows
+
+
+def filled(engine: str, n: int = 300) -> Table:
+    table = Table(CONFIG, engine=engine)
+    ids = torch.cat([torch.arange(100, 100 + n), ints(*EXTREME_IDS)])
+    table.apply_gradients(ids, torch.randn(ids.numel(), 3), step=0, time=50)
+    return table
+
+
+def spoil(table: Table) -> None:
+    ids = torch.arange(100, 250)
+    table.apply_gradients(ids, torch.ones(150, 3), step=1, time=60)
+    table.remove(torch.arange(120, 140))
+    table.assign(torch.arange(110, 130), torch.zeros(20, 3), time=70)
+    table.reinitialize(ints(200, 201, 9999), time=80)
+    table.assign_add(torch.arange(-50, -10), torch.ones(40, 3), time=90)
+
+
+@pytest.mark.parametrize("engine", ["cpu", "reference"])
+def test_a_snapshot_holds_what_was_there(engine: str) -> None:
+    table = filled(engine)
+    before = contents(list(table.scan()))
+    with table.snapshot() as snapshot:
+        assert snapshot.rows == len(before)
+        first = table.new_chunk(33)
+        count = snapshot.read(first)
+        spoil(table)
+        rest = list(snapshot.chunks(70))
+    assert contents([first.part(0, count), *rest]) == before
+    assert contents(list(table.scan())) != before
+
+
+@pytest.mark.parametrize("engine", ["cpu", "reference"])
+def test_a_snapshot_of_touched_rows_drains_them_and_gives_them_back(engine: str) -> None:
+    table = filled(engine)
+    table.track("delta")
+    table.assign(ints(-1, 150), torch.ones(2, 3), time=9)
+    table.remove(ints(151, 152, 8888))
+
+    with pytest.raises(ZeroDivisionError), table.snapshot(consumer="delta", touched_only=True) as snapshot:
+        raise ZeroDivisionError
+    snapshot = table.snapshot(consumer="delta", touched_only=True)
+    table.assign(ints(-1, 0), torch.zeros(2, 3), time=10)
+    rows = contents(list(snapshot.chunks(1)))
+    snapshot.close()
+
+    assert {id: row[:3] for id, row in rows.items()} == {-1: [1, 1, 1], 150: [1, 1, 1]}
+    assert sorted(snapshot.removed.tolist()) == [151, 152]
+    updated, removed = table.drain_touched("delta")
+    assert sorted(updated.tolist()) == [-1, 0]
+    assert removed.tolist() == []
+
+
+def test_a_full_snapshot_drains_a_consumer_too() -> None:
+    table = filled("cpu")
+    table.track("delta")
+    table.assign(ints(1), torch.ones(1, 3))
+    with table.snapshot(consumer="delta") as snapshot:
+        assert snapshot.rows == len(table)
+        table.assign(ints(2), torch.ones(1, 3))
+    assert table.drain_touched("delta")[0].tolist() == [2]
+
+
+def test_writers_wait_while_there_is_no_room() -> None:
+    table = filled("cpu", 5000)
+    before = contents(list(table.scan()))
+    snapshot = table.snapshot(buffer_bytes=1)
+    writer = threading.Thread(target=spoil, args=(table,))
+    writer.start()
+    rows = contents(list(snapshot.chunks(64)))
+    snapshot.close()
+    writer.join(60)
+    assert not writer.is_alive()
+    assert rows == before
+
+
+def test_one_snapshot_at_a_time_and_none_after_close() -> None:
+    for engine in ("cpu", "reference"):
+        table = filled(engine, 5)
+        snapshot = table.snapshot()
+        with pytest.raises(InputError, match="snapshot of table 't' is being read"):
+            table.snapshot()
+        snapshot.close()
+        snapshot.close()
+        with pytest.raises(UsageError, match="closed"):
+            snapshot.read(table.new_chunk(1))
+    with pytest.raises(InputError, match="needs a consumer"):
+        table.snapshot(touched_only=True)
+
+
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["train", "assign", "remove", "reinitialize", "read"]),
+        st.lists(st.integers(0, 30), min_size=1, max_size=12),
+    ),
+    max_size=12,
+)
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=30), ACTIONS, ACTIONS)
+def test_any_writes_leave_a_snapshot_alone(
+    first: list[int],
+    before: list[tuple[str, list[int]]],
+    after: list[tuple[str, list[int]]],
+) -> None:
+    table = Table(CONFIG)
+    table.assign(ints(*first), torch.rand(len(first), 3), time=1)
+    chunks: list[Chunk] = []
+
+    def run(actions: list[tuple[str, list[int]]]) -> None:
+        for what, ids in actions:
+            if what == "train":
+                table.apply_gradients(ints(*ids), torch.rand(len(ids), 3), step=2, time=2)
+            elif what == "assign":
+                table.assign(ints(*ids), torch.rand(len(ids), 3), time=3)
+            elif what == "remove":
+                table.remove(ints(*ids))
+            elif what == "reinitialize":
+                table.reinitialize(ints(*ids), time=4)
+            elif chunks:
+                chunk = table.new_chunk(len(ids))
+                chunks.append(chunk.part(0, snapshot.read(chunk)))
+
+    run(before)
+    expected = contents(list(table.scan()))
+    snapshot = table.snapshot()
+    chunks.append(table.new_chunk(0))
+    run(after)
+    chunks += snapshot.chunks(7)
+    snapshot.close()
+    assert contents(chunks) == expected
