@@ -126,6 +126,7 @@ NB_MODULE(_native, m) {
         nb::arg("tensor"), nb::arg("threads"));
 
   bind_ops(m);
+  bind_files(m);
 
   nb::class_<Table>(m, "Table")
       .def("__init__",
@@ -257,6 +258,7 @@ NB_MODULE(_native, m) {
              nb::gil_scoped_release release;
              return t.read_snapshot(i.n, const_cast<int64_t*>(i.data), c, when);
            })
+      .def("snapshot_pressure", &Table::snapshot_pressure, nb::call_guard<nb::gil_scoped_release>())
       .def("end_snapshot", &Table::end_snapshot, nb::call_guard<nb::gil_scoped_release>())
       .def("clear", &Table::clear, nb::call_guard<nb::gil_scoped_release>())
       .def("reserve", &Table::reserve, nb::call_guard<nb::gil_scoped_release>())

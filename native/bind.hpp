@@ -152,7 +152,8 @@ struct BagsList {
   }
 };
 
-// The functions of ops/ (bind_ops.cpp).
+// The functions of ops/ (bind_ops.cpp), and of other systems' files (bind_files.cpp).
 void bind_ops(nb::module_& m);
+void bind_files(nb::module_& m);
 
 }  // namespace megalith

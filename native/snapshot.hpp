@@ -47,6 +47,8 @@ class Snapshot {
   // A child of fork() has the rows but not the reader.
   bool abandoned() const { return owner_ != getpid(); }
   double waited() const { return waited_; }
+  // How full the room for rows set aside is, 0 to 1.
+  double pressure() const { return static_cast<double>(ids_.size()) / static_cast<double>(room_); }
   size_t bytes() const {
     return (done_.capacity() + flagged_.capacity() + ids_.capacity() + removed_.capacity()) * 8 +
            (times_.capacity() + raw_.capacity()) * 4;

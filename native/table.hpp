@@ -248,6 +248,11 @@ class Table {
     return snapshot_->read(rows_, limit, ids, columns, times);
   }
 
+  double snapshot_pressure() const {
+    std::shared_lock<ForkSafeLock> hold(lock_);
+    return snapshot_ ? snapshot_->pressure() : 0.0;
+  }
+
   // Ends it; `give_back`: its touched rows belong to the consumer again. Returns the seconds that writers waited.
   double end_snapshot(bool give_back) {
     std::unique_lock<ForkSafeLock> hold(lock_);

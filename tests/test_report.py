@@ -256,7 +256,7 @@ def test_odd_records_are_left_out(run: Path) -> None:
 def test_a_damaged_checkpoint_is_named(run: Path) -> None:
     piece = next((run / "checkpoint").rglob("0-*.safetensors"))
     piece.write_bytes(b"x" * 100)
-    assert "no safetensors file" in section(write_report(run).read_text(), "Age of rows")
+    assert "its manifest says" in section(write_report(run).read_text(), "Age of rows")
 
 
 def test_many_tables_and_features_are_cut_and_counted(tmp_path: Path) -> None:

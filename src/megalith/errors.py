@@ -34,3 +34,27 @@ class NativeMissingError(MegalithError, ImportError):
 
 class CheckpointError(MegalithError, ValueError):
     """A checkpoint that is missing, incomplete, damaged, or of another model."""
+
+
+class MissingDependencyError(MegalithError, ImportError):
+    """A package that only some installations have."""
+
+
+class BudgetError(MegalithError, ValueError):
+    """A memory budget that one unit of the work does not fit into. Nothing was written."""
+
+
+class StoreError(MegalithError, OSError):
+    """An object store that does not answer, refuses, or holds something else than was asked for."""
+
+
+class ArtifactError(MegalithError, ValueError):
+    """A gather artifact that is missing, incomplete, damaged, or leads to other weights."""
+
+
+class RankTimeoutError(MegalithError, TimeoutError):
+    """Other ranks did not come to an exchange within its timeout."""
+
+
+class RankFailedError(MegalithError, RuntimeError):
+    """Another rank met an error, which its own log tells; this one cannot go on without it."""

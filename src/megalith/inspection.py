@@ -7,7 +7,7 @@ large the table is. Nothing is printed here and nothing is changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,9 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megalith.checkpoint import files
-from megalith.checkpoint.manifest import Manifest, Piece, Routing, TableEntry
-from megalith.errors import CheckpointError, UnknownNameError
+from megalith.checkpoint.manifest import Manifest, Routing, TableEntry, full_name
+from megalith.checkpoint.rows import latest_rows
+from megalith.checkpoint.store import open_store, verify
+from megalith.errors import UnknownNameError
+from megalith.table import Chunk
 from megalith.units import DAY, HOUR, MINUTE, MONTH, WEEK, YEAR
 
 OnRows = Callable[[int], None]
@@ -138,35 +140,42 @@ class Row:
 
 def _row_bytes(entry: TableEntry) -> int:
     """Weights and state as float32, the id, the time of the last update (4 bytes)."""
-    states = [state for segment in entry.segments for state in segment.get("state", ())]
-    return 4 * (entry.dim + sum(int(state["size"]) for state in states)) + 8 + 4
+    return 4 * (entry.dim + sum(entry.state_sizes.values())) + 8 + 4
 
 
 def summarize(manifest: Manifest) -> list[TableSummary]:
-    """Every table of a checkpoint, in the manifest's order."""
+    """Every table of a checkpoint with its deltas, in the manifest's order."""
+    tables = manifest.tables()
     return [
-        TableSummary(
-            collection=path,
-            name=name,
-            rows=entry.rows,
-            bytes=sum(piece.file.bytes for piece in entry.pieces),
-            memory=entry.rows * _row_bytes(entry),
-            dim=entry.dim,
-            num_files=len(entry.pieces),
-            global_step=collection.global_step,
-            segments=[_segment(segment) for segment in entry.segments],
-            routing=entry.routing,
-        )
+        _summary(path, name, tables[full_name(path, name)], manifest.latest.collections[path].global_step)
         for path, collection in manifest.collections.items()
-        for name, entry in collection.tables.items()
+        for name in collection.tables
     ]
+
+
+def _summary(path: str, name: str, entries: list[TableEntry], step: int) -> TableSummary:
+    files = [piece.file for entry in entries for piece in (*entry.pieces, *entry.removed)]
+    latest = entries[-1]
+    return TableSummary(
+        collection=path,
+        name=name,
+        rows=latest.live,
+        bytes=sum(file.bytes for file in files),
+        memory=latest.live * _row_bytes(latest),
+        dim=latest.dim,
+        num_files=len(files),
+        global_step=step,
+        segments=[_segment(segment) for segment in latest.segments],
+        routing=latest.routing,
+    )
 
 
 def find_table(
     manifest: Manifest, name: str | None = None, collection: str | None = None
-) -> tuple[TableSummary, TableEntry]:
+) -> tuple[TableSummary, list[TableEntry]]:
     """The one table with this name, in this collection if given; without a name, the only one.
 
+    Its entries are those of the base and of each delta.
     Raises UnknownNameError naming what there is if none fits, or several do.
     """
     if collection is not None and collection not in manifest.collections:
@@ -176,7 +185,7 @@ def find_table(
     fits = [t for t in tables if name in (None, t.name)]
     if len(fits) == 1:
         (found,) = fits
-        return found, manifest.collections[found.collection].tables[found.name]
+        return found, manifest.tables()[full_name(found.collection, found.name)]
     if not fits:
         known = ", ".join(dict.fromkeys(t.name for t in tables)) or "none"
         raise UnknownNameError(f"no table {name!r} (known: {known})" if name else "there is no table")
@@ -187,22 +196,24 @@ def find_table(
     raise UnknownNameError(f"table {fits[0].name!r} is in several collections, name one (known: {known})")
 
 
-def measure_norms(root: Path, entry: TableEntry, *, top: int = 10, on_rows: OnRows | None = None) -> Norms:
-    """The norms of all rows. Files are read whole and checked; raises CheckpointError if one is damaged.
+def measure_norms(
+    root: Path, entries: Sequence[TableEntry], *, top: int = 10, on_rows: OnRows | None = None
+) -> Norms:
+    """The norms of all rows. Files are checked; raises CheckpointError if one is damaged.
 
     on_rows: called with the number of rows read so far.
     """
     spread = _Spread()
     best: list[TopRow] = []
     rows = nonfinite = 0
-    for piece, tensors in _read(root, entry, ("ids", "rows"), check=True):
-        norms = torch.linalg.vector_norm(tensors["rows"], dim=1, dtype=torch.float64).numpy()
-        ids = tensors["ids"].numpy()
+    for chunk in _read(root, entries):
+        norms = torch.linalg.vector_norm(chunk.rows, dim=1, dtype=torch.float64).numpy()
+        ids = chunk.ids.numpy()
         good = np.isfinite(norms)
         nonfinite += int(len(norms) - good.sum())
         spread.add(norms[good])
         best = _largest(best, ids[good], norms[good], top)
-        rows += piece.rows
+        rows += len(ids)
         if on_rows is not None:
             on_rows(rows)
     return Norms(
@@ -217,22 +228,22 @@ def measure_norms(root: Path, entry: TableEntry, *, top: int = 10, on_rows: OnRo
     )
 
 
-def newest_time(root: Path, entry: TableEntry) -> int | None:
+def newest_time(root: Path, entries: Sequence[TableEntry]) -> int | None:
     """The last update of any row, in seconds; None if there is no row."""
-    latest = [int(tensors["time"].max()) for piece, tensors in _read(root, entry, ("time",)) if piece.rows]
+    latest = [int(chunk.time.max()) for chunk in _read(root, entries) if chunk.ids.numel()]
     return max(latest, default=None)
 
 
-def measure_ages(root: Path, entry: TableEntry, *, now: int) -> Ages:
-    """The ages of all rows at `now`, in seconds. Only the rows' times are read."""
+def measure_ages(root: Path, entries: Sequence[TableEntry], *, now: int) -> Ages:
+    """The ages of all rows at `now`, in seconds."""
     limits = np.array([0, *(limit for limit, _ in AGE_LIMITS)], np.int64)
     counts = np.zeros(len(limits) + 1, np.int64)
     spread = _Spread()
     newest: list[int] = []
     oldest: list[int] = []
-    for piece, tensors in _read(root, entry, ("time",)):
-        if piece.rows:
-            ages = now - tensors["time"].numpy()
+    for chunk in _read(root, entries):
+        if chunk.ids.numel():
+            ages = now - chunk.time.numpy()
             counts += np.bincount(np.searchsorted(limits, ages, side="right"), minlength=len(counts))
             spread.add(np.maximum(ages, 0).astype(np.float64))
             newest.append(now - int(ages.min()))
@@ -250,80 +261,49 @@ def measure_ages(root: Path, entry: TableEntry, *, now: int) -> Ages:
     )
 
 
-def find_row(root: Path, entry: TableEntry, id: int, *, on_rows: OnRows | None = None) -> Row | None:
-    """What is stored of an id, or None. Only ids are read until it is found; its file is then checked."""
+def find_row(
+    root: Path, entries: Sequence[TableEntry], id: int, *, on_rows: OnRows | None = None
+) -> Row | None:
+    """What is stored of an id, or None. Files are checked."""
     done = 0
-    for piece, tensors in _read(root, entry, ("ids",)):
-        at = torch.nonzero(tensors["ids"] == id)
+    for chunk in _read(root, entries):
+        at = torch.nonzero(chunk.ids == id)
         if len(at):
-            return _row(root, entry, piece, int(at[0]))
-        done += piece.rows
+            return _row(chunk, int(at[0]))
+        done += chunk.ids.numel()
         if on_rows is not None:
             on_rows(done)
     return None
 
 
-def read_ids(root: Path, entry: TableEntry) -> Iterator[tuple[Tensor, Tensor | None]]:
+def read_ids(root: Path, entries: Sequence[TableEntry]) -> Iterator[tuple[Tensor, Tensor | None]]:
     """The ids of a table, file by file: int64 [n], and how often each was updated if that was counted."""
-    for piece, tensors in _read(root, entry, ("ids",), optional=("count",)):
-        if piece.rows:
-            yield tensors["ids"], tensors.get("count")
+    for chunk in _read(root, entries):
+        if chunk.ids.numel():
+            yield chunk.ids, chunk.count
 
 
 # ---- files
 
 
-def _read(
-    root: Path,
-    entry: TableEntry,
-    names: Sequence[str],
-    *,
-    optional: Sequence[str] = (),
-    check: bool = False,
-) -> Iterator[tuple[Piece, dict[str, Tensor]]]:
-    """Some tensors of each file, their shapes as the manifest says."""
-    for piece in entry.pieces:
-        if check:
-            files.verify(root, piece.file)
-        file = files.TensorFile(root, piece.file)
-        held = set(file.keys())
-        missing = sorted(set(names) - held)
-        if missing:
-            raise CheckpointError(f"{file.path} lacks {', '.join(missing)}")
-        tensors = {name: file.get(name) for name in (*names, *optional) if name in held}
-        for name, tensor in tensors.items():
-            _check_shape(file.path, name, tensor, piece.rows, entry.dim)
-        yield piece, tensors
+def _read(root: Path, entries: Sequence[TableEntry]) -> Iterator[Chunk]:
+    """Every row once, out of files that are as the manifest says."""
+    store = open_store(root)
+    for entry in entries:
+        for piece in (*entry.pieces, *entry.removed):
+            verify(store, piece.file)
+    return latest_rows(store, entries)
 
 
-def _check_shape(path: Path, name: str, tensor: Tensor, rows: int, dim: int) -> None:
-    wanted = [rows, dim] if name == "rows" else [rows]
-    if list(tensor.shape) != wanted:
-        raise CheckpointError(f"{path} holds {name} {list(tensor.shape)}, its manifest says {wanted}")
-    whole = name != "rows"
-    if whole != (tensor.dtype == torch.int64) or not (whole or tensor.is_floating_point()):
-        raise CheckpointError(f"{path} holds {name} of {tensor.dtype}")
-
-
-def _row(root: Path, entry: TableEntry, piece: Piece, at: int) -> Row:
-    files.verify(root, piece.file)
-    ((_, tensors),) = _read(
-        root, replace(entry, pieces=[piece]), ("ids", "rows", "time"), optional=("count",)
-    )
-    file = files.TensorFile(root, piece.file)
-    keys = [key.removeprefix("state/") for key in sorted(file.keys()) if key.startswith("state/")]
-    state = {key: file.get(f"state/{key}") for key in keys}
-    for key, tensor in state.items():
-        if tensor.dim() != 2 or tensor.shape[0] != piece.rows:
-            raise CheckpointError(f"{file.path} holds state/{key} {list(tensor.shape)}")
-    weights = tensors["rows"][at].double()
+def _row(chunk: Chunk, at: int) -> Row:
+    weights = chunk.rows[at].double()
     return Row(
-        id=int(tensors["ids"][at]),
+        id=int(chunk.ids[at]),
         weights=weights.tolist(),
         norm=float(torch.linalg.vector_norm(weights)),
-        state={key: tensor[at].double().tolist() for key, tensor in state.items()},
-        time=int(tensors["time"][at]),
-        count=int(tensors["count"][at]) if "count" in tensors else None,
+        state={key: column[at].double().tolist() for key, column in sorted(chunk.state.items())},
+        time=int(chunk.time[at]),
+        count=None if chunk.count is None else int(chunk.count[at]),
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from megalith import charts, inspection
 from megalith.charts import Axis, Series, bar_chart, line_chart, scatter_chart, thin
 from megalith.checkpoint import read_manifest
+from megalith.checkpoint.manifest import full_name
 from megalith.errors import MegalithError
 from megalith.units import byte_unit, show_bytes, show_number, show_span, show_time
 
@@ -284,17 +285,17 @@ def _ages(run: _Run) -> str:
         manifest = read_manifest(root)
         found = []
         for summary in inspection.summarize(manifest):
-            entry = manifest.collections[summary.collection].tables[summary.name]
-            newest = inspection.newest_time(root, entry)
+            entries = manifest.tables()[full_name(summary.collection, summary.name)]
+            newest = inspection.newest_time(root, entries)
             if newest is not None:
-                found.append((summary, newest, entry))
+                found.append((summary, newest, entries))
         if not found:
             raise _Absent("the checkpoint has no rows")
         found.sort(key=lambda item: -item[0].rows)
         now = max(newest for _, newest, _ in found)
         cards = [
-            _age_card(summary.name, inspection.measure_ages(root, entry, now=now))
-            for summary, _, entry in found[:MAX_AGE_CHARTS]
+            _age_card(summary.name, inspection.measure_ages(root, entries, now=now))
+            for summary, _, entries in found[:MAX_AGE_CHARTS]
         ]
     except MegalithError as error:
         raise _Absent(f"the checkpoint cannot be read: {error}") from None

@@ -16,13 +16,14 @@ from megalith.checkpoint import read_manifest
 from megalith.checkpoint.manifest import NAME
 from megalith.data.arrow import arrow
 from megalith.data.csv import CsvReader
-from megalith.data.files import list_files, open_bytes
+from megalith.data.files import list_files
 from megalith.data.parquet import ParquetReader
 from megalith.data.reader import Reader
 from megalith.data.schema import FeatureColumn, Schema
 from megalith.errors import InputError
 from megalith.inspection import find_table, read_ids
 from megalith.ops.ids import hash_strings
+from megalith.streams import open_bytes
 
 MAX_LINE = 1 << 20
 _ROWS = 65_536
@@ -78,21 +79,21 @@ def read_sample(
 
 
 def _from_checkpoint(root: Path, size: int, table: str | None) -> Sample:
-    summary, entry = find_table(read_manifest(root), table)
-    if not entry.rows:
+    summary, entries = find_table(read_manifest(root), table)
+    if not summary.rows:
         raise InputError(f"{root}: table {summary.name!r} has no rows")
     ids, counts = [], []
     generator = torch.Generator().manual_seed(0)
-    for found, count in read_ids(root, entry):
+    for found, count in read_ids(root, entries):
         # Drawn at random: every n-th row of ids that count up would be a pattern of our own making.
-        part = -(-size * len(found) // entry.rows)
+        part = -(-size * len(found) // summary.rows)
         chosen = torch.randperm(len(found), generator=generator)[:part]
         ids.append(found[chosen])
         if count is not None:
             counts.append(count[chosen])
     known = torch.cat(counts) if len(counts) == len(ids) else None
     every = torch.cat(ids)
-    text = f"{len(every):,} of {entry.rows:,} rows of table {summary.name}"
+    text = f"{len(every):,} of {summary.rows:,} rows of table {summary.name}"
     return Sample(every, known, known is None, text)
 
 

@@ -23,7 +23,8 @@ from megalith import (
     TableConfig,
     checkpoint,
 )
-from megalith.checkpoint import files, writer
+from megalith.checkpoint import pen
+from megalith.checkpoint.store import LocalStore
 from megalith.errors import CheckpointError, InputError, UsageError
 
 IDS = [-(2**63), -1, 0, 7, 2**63 - 1]
@@ -113,7 +114,7 @@ def test_a_loaded_model_is_the_saved_one_and_goes_on_with_the_same_bits(tmp_path
 def test_tables_larger_than_a_piece_are_cut_into_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "PIECE_BYTES", 100)
+    monkeypatch.setattr(pen, "PIECE_BYTES", 100)
     collection = EmbeddingCollection([TableConfig("t", dim=2, optimizer=SGD(1.0))], [Feature("f", "t")])
     ids = torch.arange(50)
     collection.shards.assign({"t": (ids, torch.rand(50, 2))})
@@ -139,16 +140,16 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_it(
     before = everything(model)
     train(model, torch.optim.SGD(model.parameters(), 0.1), 1)
     calls = iter(range(100))
-    real = files.write_bytes
+    real = LocalStore.write
 
-    def failing(root: Path, name: str, data: bytes) -> Any:
+    def failing(self: LocalStore, name: str, parts: Any) -> Any:
         if next(calls) == fails_at:
-            (root / name).parent.mkdir(parents=True, exist_ok=True)
-            (root / (name + ".tmp")).write_bytes(data[: len(data) // 2])
+            (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.root / (name + ".tmp")).write_bytes(b"half")
             raise OSError("disk full")
-        return real(root, name, data)
+        return real(self, name, parts)
 
-    monkeypatch.setattr(files, "write_bytes", failing)
+    monkeypatch.setattr(LocalStore, "write", failing)
     with pytest.raises(OSError, match="disk full"):
         checkpoint.save(model, tmp_path)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from megalith.errors import CheckpointError
@@ -31,7 +30,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Piece:
-    """A file of a table's rows, of one shard."""
+    """A file of a table's rows, or of ids, of one shard."""
 
     file: FileEntry
     shard: int
@@ -50,12 +49,17 @@ class Routing:
 
 @dataclass(frozen=True)
 class TableEntry:
-    """A table: what its rows are made of, how they were spread, and the files that hold them."""
+    """A table: what its rows are made of, how they were spread, and the files that hold them.
+
+    live: rows of the whole table then. removed: of a delta, files of ids that are gone.
+    """
 
     segments: list[dict[str, Any]]
     seed: int
     routing: Routing
     pieces: list[Piece]
+    live: int = 0
+    removed: list[Piece] = field(default_factory=list)
 
     @property
     def rows(self) -> int:
@@ -67,6 +71,15 @@ class TableEntry:
         """Weights of a row."""
         return sum(int(segment["dim"]) for segment in self.segments)
 
+    @property
+    def state_sizes(self) -> dict[str, int]:
+        """Floats of each piece of optimizer state, by "segment number/name"."""
+        return {
+            f"{number}/{state['name']}": int(state["size"])
+            for number, segment in enumerate(self.segments)
+            for state in segment.get("state", ())
+        }
+
 
 @dataclass(frozen=True)
 class CollectionEntry:
@@ -76,13 +89,12 @@ class CollectionEntry:
     tables: dict[str, TableEntry]
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """All of a checkpoint."""
+@dataclass(frozen=True, kw_only=True)
+class Save:
+    """What one call saved: all rows (the base), or those changed since the save before (a delta)."""
 
     id: str
     created: str
-    megalith: str
     collections: dict[str, CollectionEntry]
     dense: FileEntry | None = None
     optimizer: dict[str, Any] | None = None
@@ -91,10 +103,55 @@ class Manifest:
 
     def files(self) -> list[FileEntry]:
         """Every file it names."""
-        pieces = [
-            piece.file for c in self.collections.values() for t in c.tables.values() for piece in t.pieces
-        ]
+        tables = [table for c in self.collections.values() for table in c.tables.values()]
+        pieces = [piece.file for table in tables for piece in (*table.pieces, *table.removed)]
         return [*pieces, *(f for f in (self.dense, self.optimizer_tensors) if f is not None)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delta(Save):
+    """What changed since the save whose id is `previous`."""
+
+    previous: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest(Save):
+    """All of a checkpoint: its base, and the deltas behind it in order."""
+
+    megalith: str
+    deltas: list[Delta] = field(default_factory=list)
+
+    @property
+    def saves(self) -> list[Save]:
+        """The base and its deltas."""
+        return [self, *self.deltas]
+
+    @property
+    def latest(self) -> Save:
+        """The last of them: its dense weights, optimizer, progress and steps are the checkpoint's."""
+        return self.saves[-1]
+
+    @property
+    def tip(self) -> str:
+        """The id of the latest save, which the next delta must name."""
+        return self.latest.id
+
+    def all_files(self) -> list[FileEntry]:
+        """Every file of the base and the deltas."""
+        return [file for save in self.saves for file in save.files()]
+
+    def tables(self) -> dict[str, list[TableEntry]]:
+        """Each table by "collection.table": its entry in the base and in the deltas."""
+        return {
+            full_name(path, name): [
+                save.collections[path].tables[name]
+                for save in self.saves
+                if path in save.collections and name in save.collections[path].tables
+            ]
+            for path, collection in self.collections.items()
+            for name in collection.tables
+        }
 
     def to_json(self) -> str:
         """The file's text."""
@@ -105,7 +162,7 @@ class Manifest:
         """Reads the text. Raises CheckpointError naming the field that is missing or wrong."""
         try:
             data = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{where} is no JSON: {error}") from None
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise CheckpointError(f"{where} is no manifest of a Megalith checkpoint")
@@ -114,33 +171,39 @@ class Manifest:
                 f"{where} has version {data.get('version')!r}; this Megalith reads {VERSION}"
             )
         read = _Reader(where)
-        return cls(
-            id=read.text(data, "id"),
-            created=read.text(data, "created"),
+        manifest = cls(
+            **_save(read, data),
             megalith=read.text(data, "megalith"),
-            collections={
-                name: _collection(read.inside(f"collections.{name}"), each)
-                for name, each in read.mapping(data, "collections").items()
-            },
-            dense=_file(read, data, "dense"),
-            optimizer=read.mapping(data, "optimizer", optional=True),
-            optimizer_tensors=_file(read, data, "optimizer_tensors"),
-            progress=read.mapping(data, "progress", optional=True) or {},
+            deltas=[
+                _delta(read.inside(f"deltas[{number}]"), each)
+                for number, each in enumerate(read.listing(data, "deltas") if "deltas" in data else [])
+            ],
         )
+        _check_chain(manifest, where)
+        return manifest
 
 
-def read_manifest(root: Path) -> Manifest:
-    """The manifest of a checkpoint directory. Raises CheckpointError if there is none or it is wrong."""
-    path = root / NAME
-    try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise CheckpointError(f"{path} is larger than a manifest can be")
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise CheckpointError(f"{root} holds no complete checkpoint: it has no {NAME}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
-    return Manifest.from_json(text, str(path))
+def full_name(collection: str, table: str) -> str:
+    """A table's name in the whole model."""
+    return f"{collection}.{table}".lstrip(".")
+
+
+def _check_chain(manifest: Manifest, where: str) -> None:
+    before: Save = manifest
+    for delta in manifest.deltas:
+        if delta.previous != before.id:
+            raise CheckpointError(
+                f"{where}: there is a gap in the chain: delta {delta.id} was made on top of "
+                f"{delta.previous}, but {before.id} comes before it"
+            )
+        if [(c, list(e.tables)) for c, e in delta.collections.items()] != [
+            (c, list(e.tables)) for c, e in manifest.collections.items()
+        ]:
+            raise CheckpointError(f"{where}: delta {delta.id} has other tables than the base")
+        before = delta
+    ids = [save.id for save in manifest.saves]
+    if len(set(ids)) != len(ids):
+        raise CheckpointError(f"{where}: two saves have one id")
 
 
 def describe(config: TableConfig) -> list[dict[str, Any]]:
@@ -157,6 +220,26 @@ def describe(config: TableConfig) -> list[dict[str, Any]]:
     ]
 
 
+def _save(read: _Reader, data: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "id": read.text(data, "id"),
+        "created": read.text(data, "created"),
+        "collections": {
+            name: _collection(read.inside(f"collections.{name}"), each)
+            for name, each in read.mapping(data, "collections").items()
+        },
+        "dense": _file(read, data, "dense"),
+        "optimizer": read.mapping(data, "optimizer", optional=True),
+        "optimizer_tensors": _file(read, data, "optimizer_tensors"),
+        "progress": read.mapping(data, "progress", optional=True) or {},
+    }
+
+
+def _delta(read: _Reader, data: Any) -> Delta:
+    data = read.as_mapping(data)
+    return Delta(**_save(read, data), previous=read.text(data, "previous"))
+
+
 def _collection(read: _Reader, data: Any) -> CollectionEntry:
     tables = read.mapping(read.as_mapping(data), "tables")
     return CollectionEntry(
@@ -167,26 +250,49 @@ def _collection(read: _Reader, data: Any) -> CollectionEntry:
 
 def _table(read: _Reader, data: Any) -> TableEntry:
     data = read.as_mapping(data)
-    routing = read.mapping(data, "routing", optional=True) or {}
     segments = read.listing(data, "segments")
+    if not segments:
+        raise read.wrong("segments", "must not be empty")
     for number, segment in enumerate(segments):
-        inside = read.inside(f"segments[{number}]")
-        inside.number(inside.as_mapping(segment), "dim", least=1)
-        inside.text(inside.mapping(segment, "optimizer"), "name")
+        _check_segment(read.inside(f"segments[{number}]"), segment)
+    pieces = _pieces(read, data, "pieces")
     return TableEntry(
         segments=segments,
         seed=read.number(data, "seed", least=-(2**63)),
-        routing=Routing(
-            dist_type=str(routing.get("dist_type", "roundrobin")),
-            num_shards=read.number(routing, "num_shards", least=1) if "num_shards" in routing else 1,
-            block_size=read.number(routing, "block_size", least=1) if routing.get("block_size") else None,
-            skip_first=bool(routing.get("skip_first", False)),
-        ),
-        pieces=[
-            _piece(read.inside(f"pieces[{number}]"), each)
-            for number, each in enumerate(read.listing(data, "pieces"))
-        ],
+        routing=_routing(read.inside("routing"), read.mapping(data, "routing", optional=True) or {}),
+        pieces=pieces,
+        live=read.number(data, "live") if "live" in data else sum(piece.rows for piece in pieces),
+        removed=_pieces(read, data, "removed") if "removed" in data else [],
     )
+
+
+def _check_segment(read: _Reader, segment: Any) -> None:
+    read.number(read.as_mapping(segment), "dim", least=1)
+    read.text(read.mapping(segment, "optimizer"), "name")
+    for number, state in enumerate(read.listing(segment, "state") if "state" in segment else []):
+        inside = read.inside(f"state[{number}]")
+        inside.text(inside.as_mapping(state), "name")
+        inside.number(state, "size", least=1)
+
+
+def _routing(read: _Reader, routing: dict[str, Any]) -> Routing:
+    return Routing(
+        dist_type=read.text(routing, "dist_type") if "dist_type" in routing else "roundrobin",
+        num_shards=read.number(routing, "num_shards", least=1) if "num_shards" in routing else 1,
+        block_size=read.number(routing, "block_size", least=1) if routing.get("block_size") else None,
+        skip_first=bool(routing.get("skip_first", False)),
+    )
+
+
+def read_pieces(data: Mapping[str, Any], key: str, where: str) -> list[Piece]:
+    """The pieces in a part of a manifest. Raises CheckpointError naming the field that is wrong."""
+    return _pieces(_Reader(where), data, key)
+
+
+def _pieces(read: _Reader, data: Mapping[str, Any], key: str) -> list[Piece]:
+    return [
+        _piece(read.inside(f"{key}[{number}]"), each) for number, each in enumerate(read.listing(data, key))
+    ]
 
 
 def _piece(read: _Reader, data: Any) -> Piece:
@@ -237,6 +343,8 @@ class _Reader:
         value = int(self._typed(data, key, int, "a whole number"))
         if value < least:
             raise self.wrong(key, f"must be at least {least}")
+        if value >= 2**63:
+            raise self.wrong(key, "is too large")
         return value
 
     def listing(self, data: Mapping[str, Any], key: str) -> list[Any]:

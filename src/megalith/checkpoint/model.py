@@ -32,18 +32,27 @@ def dense_state(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def load_dense(model: nn.Module, saved: dict[str, Tensor]) -> None:
-    """Copies dense weights into the model. Raises CheckpointError naming what does not fit."""
+def load_dense(
+    model: nn.Module, saved: dict[str, Tensor], allow_missing: bool = False
+) -> tuple[list[str], list[str]]:
+    """Copies dense weights into the model. Raises CheckpointError naming what does not fit.
+
+    With allow_missing, returns the names of the model's that were left alone and of those not used.
+    """
     state = dense_state(model)
     missing, extra = sorted(set(state) - set(saved)), sorted(set(saved) - set(state))
-    if missing or extra:
+    if (missing or extra) and not allow_missing:
         raise CheckpointError(
             f"dense weights do not fit this model: the checkpoint lacks {missing}, the model lacks {extra}"
         )
-    for name, tensor in state.items():
-        if tensor.shape != saved[name].shape:
-            raise CheckpointError(
-                f"dense weight {name!r} is {list(saved[name].shape)} when saved, {list(tensor.shape)} here"
-            )
-    for name, tensor in state.items():
-        tensor.data.copy_(saved[name])
+    unfit = []
+    for name in sorted(set(state) & set(saved)):
+        there, here = saved[name].shape, state[name].shape
+        if there == here:
+            continue
+        if not allow_missing:
+            raise CheckpointError(f"dense weight {name!r} is {list(there)} when saved, {list(here)} here")
+        unfit.append(name)
+    for name in set(state) & set(saved) - set(unfit):
+        state[name].data.copy_(saved[name])
+    return missing + unfit, extra

@@ -1,141 +1,240 @@
-"""load: a checkpoint back into a model, everything verified before anything is overwritten."""
+"""load: a checkpoint into a model, whatever the number of ranks on either side.
+
+All files are verified before a table is cleared. Rows are then read piece by piece, base first and deltas
+in order; with many ranks each keeps the rows it owns, by the routing of the model, not of the checkpoint.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from os import PathLike
 from typing import Any
 
 import torch
 from torch import nn
 
-from megalith.checkpoint import files
-from megalith.checkpoint.manifest import CollectionEntry, Manifest, Piece, TableEntry, describe, read_manifest
+from megalith.checkpoint.chain import agree, ranks_of, set_tip, start_over
+from megalith.checkpoint.fit import Fit, Match, fit
+from megalith.checkpoint.manifest import FileEntry, Manifest, Piece, TableEntry
 from megalith.checkpoint.model import collections_of, load_dense
+from megalith.checkpoint.rows import read_chunk, read_manifest, read_removed, read_tensors
+from megalith.checkpoint.store import Store, open_store
 from megalith.checkpoint.tree import unpack
-from megalith.errors import CheckpointError, InputError
+from megalith.errors import CheckpointError
 from megalith.nn import EmbeddingCollection
-from megalith.table import Chunk, Table
+from megalith.shards.ranks import Ranks
+from megalith.table import Chunk
+
+
+@dataclass(frozen=True)
+class TableReport:
+    """Rows of a table, all ranks together. read: in the files, deltas included. kept: now in the table.
+    refused: of the rows it had when it was saved, how many are not there now."""
+
+    read: int
+    kept: int
+    refused: int
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a load did: the manifest, rows per table, and the caller's progress."""
+    """What a load did. missing: tables and dense weights of the model that were left as they were; extra: of
+    the checkpoint, that the model has no place for. progress: the caller's, as saved."""
 
     manifest: Manifest
-    rows: dict[str, int]
+    tables: dict[str, TableReport]
+    missing: list[str]
+    extra: list[str]
     progress: dict[str, Any]
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """Rows now in each table that was loaded."""
+        return {name: report.kept for name, report in self.tables.items()}
 
 
 def load(
     model: nn.Module,
-    path: str | Path,
+    path: str | PathLike[str],
     *,
     optimizer: torch.optim.Optimizer | None = None,
     reroute: bool = False,
+    rename: Mapping[str, str] | None = None,
+    drop_optimizer_state: bool | Collection[str] = False,
+    allow_missing: bool = False,
+    deltas: bool = True,
     on_rows: Callable[[int], None] | None = None,
 ) -> LoadReport:
     """Loads what `save` wrote: rows of all collections, dense weights, and the optimizer's state if given.
 
-    Hyper-parameters may differ, optimizer classes, segments and dims may not. A routing mode other than the
-    one saved raises, unless reroute=True. Files are checked against the manifest before any table is cleared;
-    raises CheckpointError naming file and problem. on_rows: called with the number of rows read so far.
+    Hyper-parameters, engine and number of ranks may differ; optimizer classes, segments and dims may not, and
+    the error says which does. A routing mode other than the one saved raises, unless reroute=True. A table
+    that the checkpoint lacks keeps what it has, one the model lacks is left out; both are named in the report
+    and warned of. rename: {name in the checkpoint: name here}, of tables ("collection.table") and dense
+    weights. drop_optimizer_state: True, or the tables whose optimizer state starts anew. allow_missing:
+    tables and dense weights that do not fit are left as they are, and named, instead of raising.
+    deltas: tables remember what changes from now on, for `save_delta` to this path. on_rows: called with the
+    number of rows read so far.
+
+    Files are checked against the manifest before any table is cleared; raises CheckpointError naming file and
+    problem.
     """
-    root = Path(path)
-    manifest = read_manifest(root)
+    store = open_store(path)
     collections = collections_of(model)
-    _check_collections(root, manifest, collections, reroute)
-    for file in manifest.files():
-        files.verify(root, file)
-    rows: dict[str, int] = {}
+    ranks = ranks_of(collections)
+    rename = rename or {}
+    text = agree(ranks, lambda: read_manifest(store).to_json() if ranks.rank == 0 else "")
+    manifest = Manifest.from_json(ranks.broadcast(text), store.where)
+    found = agree(
+        ranks,
+        lambda: fit(
+            manifest,
+            collections,
+            where=store.where,
+            reroute=reroute,
+            rename=rename,
+            drop_optimizer_state=drop_optimizer_state,
+            allow_missing=allow_missing,
+        ),
+    )
+    needed = _needed(manifest, found)
+    with _verified(store, ranks, needed) as near:
+        tables = agree(ranks, lambda: _load_tables(near, found, ranks, on_rows))
+        dense_missing, dense_extra = agree(
+            ranks, lambda: _load_rest(near, manifest, model, optimizer, rename, allow_missing)
+        )
+    _set_steps(manifest, collections)
+    for collection in collections.values():
+        collection.zero_grad()
+        if deltas:
+            start_over(collection.shards)
+    if deltas and not found.missing and not found.extra and not rename:
+        set_tip(collections.values(), store, manifest.tip)
+    report = LoadReport(
+        manifest,
+        _all_ranks(ranks, found, tables),
+        found.missing + dense_missing,
+        found.extra + dense_extra,
+        dict(manifest.latest.progress),
+    )
+    _warn(store, report)
+    return report
+
+
+def _needed(manifest: Manifest, found: Fit) -> list[FileEntry]:
+    """The files a load reads."""
+    latest = manifest.latest
+    files = [
+        piece.file
+        for match in found.matches
+        for entry in match.entries
+        for piece in (*entry.pieces, *entry.removed)
+    ]
+    return [*files, *(f for f in (latest.dense, latest.optimizer_tensors) if f is not None)]
+
+
+@contextmanager
+def _verified(store: Store, ranks: Ranks, files: list[FileEntry]) -> Iterator[Store]:
+    """The files, verified; of files that lie near each rank checks a share, and all agree."""
+    with ExitStack() as stack:
+        share = files[ranks.rank :: ranks.size] if store.is_near else files
+        near = agree(ranks, lambda: stack.enter_context(store.nearby(share)))
+        yield near
+
+
+def _load_tables(
+    store: Store, found: Fit, ranks: Ranks, on_rows: Callable[[int], None] | None
+) -> dict[str, int]:
     done = 0
-    for name, collection in collections.items():
-        saved = manifest.collections[name]
-        for table_name, entry in saved.tables.items():
-            table = collection.shards.local[table_name]
-            table.clear()
-            table.reserve(entry.rows)
-            for piece in entry.pieces:
-                table.restore(read_piece(root, piece, table))
+    for match in found.matches:
+        table = match.table
+        table.clear()
+        if ranks.size == 1:
+            table.reserve(match.entries[-1].live)
+        for entry in match.entries:
+            for piece in _relevant(entry, match):
+                _restore(match, read_chunk(store, piece, entry))
                 done += piece.rows
                 if on_rows is not None:
                     on_rows(done)
-            rows[f"{name}.{table_name}".lstrip(".")] = entry.rows
-        collection.zero_grad()
-        collection.global_step = saved.global_step
-    if manifest.dense is not None:
-        load_dense(model, files.TensorFile(root, manifest.dense).all())
-    if optimizer is not None:
-        optimizer.load_state_dict(_optimizer_state(root, manifest))
-    return LoadReport(manifest, rows, dict(manifest.progress))
+            for piece in entry.removed:
+                table.remove(read_removed(store, piece))
+    return {match.name: len(match.table) for match in found.matches}
 
 
-def read_piece(root: Path, piece: Piece, table: Table) -> Chunk:
-    """The rows of one file, in the shape of this table."""
-    file = files.TensorFile(root, piece.file)
-    names = {"ids", "rows", "time", *(f"state/{c.key}" for c in table.config.state_columns)}
-    missing = sorted(names - set(file.keys()))
-    if missing:
-        raise CheckpointError(f"{file.path} lacks {', '.join(missing)}")
-    chunk = Chunk(
-        ids=file.get("ids"),
-        rows=file.get("rows"),
-        state={c.key: file.get(f"state/{c.key}") for c in table.config.state_columns},
-        time=file.get("time"),
+def _relevant(entry: TableEntry, match: Match) -> list[Piece]:
+    """The files that may hold rows of this rank: its own where rows lie as they would be spread here."""
+    router = match.shards.router(match.local)
+    saved = entry.routing
+    if router is None:
+        return entry.pieces
+    same = (saved.dist_type, saved.num_shards, saved.block_size, saved.skip_first) == (
+        router.mode,
+        router.num_shards,
+        router.block_size,
+        router.skip_first,
     )
-    if chunk.ids.shape != (piece.rows,):
-        raise CheckpointError(
-            f"{file.path} holds ids {list(chunk.ids.shape)}, its manifest says {piece.rows}"
-        )
-    return chunk
+    return [piece for piece in entry.pieces if not same or piece.shard == match.shards.rank]
 
 
-def _check_collections(
-    root: Path, manifest: Manifest, collections: dict[str, EmbeddingCollection], reroute: bool
-) -> None:
-    if set(manifest.collections) != set(collections):
-        raise CheckpointError(
-            f"{root} holds collections {sorted(manifest.collections)}, the model has {sorted(collections)}"
-        )
-    for name, collection in collections.items():
-        _check_tables(root, manifest.collections[name], collection, reroute)
+def _restore(match: Match, chunk: Chunk) -> None:
+    router = match.shards.router(match.local)
+    if router is not None:
+        chunk = chunk.select(router.owner(chunk.ids) == match.shards.rank)
+    if match.fresh:
+        n = chunk.ids.numel()
+        state = {c.key: torch.full((n, c.end - c.start), c.initial) for c in match.table.config.state_columns}
+        chunk = Chunk(chunk.ids, chunk.rows, state, chunk.time, chunk.count)
+    match.table.restore(chunk)
 
 
-def _check_tables(root: Path, saved: CollectionEntry, collection: EmbeddingCollection, reroute: bool) -> None:
-    here = collection.shards.local
-    if set(saved.tables) != set(here):
-        raise CheckpointError(f"{root} holds tables {sorted(saved.tables)}, the model has {sorted(here)}")
-    for name, entry in saved.tables.items():
-        _check_table(root, name, entry, here[name], reroute)
+def _load_rest(
+    store: Store,
+    manifest: Manifest,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    rename: Mapping[str, str],
+    allow_missing: bool,
+) -> tuple[list[str], list[str]]:
+    latest = manifest.latest
+    saved = {} if latest.dense is None else read_tensors(store, latest.dense)
+    saved = {rename.get(name, name): tensor for name, tensor in saved.items()}
+    left = load_dense(model, saved, allow_missing)
+    if optimizer is not None:
+        if latest.optimizer is None:
+            raise CheckpointError(f"{store.where} holds no optimizer state; load without optimizer=")
+        tensors = {} if latest.optimizer_tensors is None else read_tensors(store, latest.optimizer_tensors)
+        optimizer.load_state_dict(unpack(latest.optimizer, tensors))
+    return left
 
 
-def _check_table(root: Path, name: str, entry: TableEntry, table: Table, reroute: bool) -> None:
-    wanted = describe(table.config)
-    if len(wanted) != len(entry.segments):
-        raise CheckpointError(
-            f"{root}: table {name!r} has {len(entry.segments)} segments, here {len(wanted)}"
-        )
-    for number, (old, new) in enumerate(zip(entry.segments, wanted, strict=True)):
-        where = f"{root}: table {name!r}, segment {number}"
-        if old["dim"] != new["dim"]:
-            raise CheckpointError(f"{where} has dim {old['dim']}, here {new['dim']}")
-        if old["optimizer"]["name"] != new["optimizer"]["name"]:
-            raise CheckpointError(
-                f"{where} was trained with {old['optimizer']['name']}, here it is {new['optimizer']['name']}"
-            )
-    mode = table.config.dist_type or entry.routing.dist_type
-    if mode != entry.routing.dist_type and not reroute:
-        raise InputError(
-            f"Input dist_type mismatch: table {name!r} was saved with {entry.routing.dist_type!r}, here it "
-            f"is {mode!r}; load with reroute=True to move every row to its new owner"
-        )
+def _set_steps(manifest: Manifest, collections: Mapping[str, EmbeddingCollection]) -> None:
+    saved = manifest.latest.collections
+    for path, collection in collections.items():
+        if path in saved:
+            collection.global_step = saved[path].global_step
+        elif len(saved) == len(collections) == 1:
+            collection.global_step = next(iter(saved.values())).global_step
 
 
-def _optimizer_state(root: Path, manifest: Manifest) -> Any:
-    if manifest.optimizer is None:
-        raise CheckpointError(f"{root} holds no optimizer state; load without optimizer=")
-    tensors = {}
-    if manifest.optimizer_tensors is not None:
-        tensors = files.TensorFile(root, manifest.optimizer_tensors).all()
-    return unpack(manifest.optimizer, tensors)
+def _all_ranks(ranks: Ranks, found: Fit, kept: dict[str, int]) -> dict[str, TableReport]:
+    everywhere = ranks.gather(kept)
+    reports = {}
+    for match in found.matches:
+        total = sum(part[match.name] for part in everywhere)
+        read = sum(entry.rows for entry in match.entries)
+        reports[match.name] = TableReport(read, total, max(0, match.entries[-1].live - total))
+    return reports
+
+
+def _warn(store: Store, report: LoadReport) -> None:
+    for problem, names in (
+        ("has nothing for", report.missing),
+        ("holds what the model has no place for:", report.extra),
+        ("holds rows twice, of table", [n for n, table in report.tables.items() if table.refused]),
+    ):
+        if names:
+            warnings.warn(f"{store.where} {problem} {', '.join(map(repr, names))}", stacklevel=3)

@@ -100,10 +100,10 @@ def _show_table(
     now: str,
     as_json: bool,
 ) -> None:
-    summary, entry = inspection.find_table(manifest, name, collection)
-    with progress(f"reading {summary.name}", entry.rows) as advance:
-        norms = inspection.measure_norms(root, entry, top=top, on_rows=advance)
-    ages = inspection.measure_ages(root, entry, now=_now(now, root, entry))
+    summary, entries = inspection.find_table(manifest, name, collection)
+    with progress(f"reading {summary.name}", summary.rows) as advance:
+        norms = inspection.measure_norms(root, entries, top=top, on_rows=advance)
+    ages = inspection.measure_ages(root, entries, now=_now(now, root, entries))
     if as_json:
         return _print_json({**asdict(summary), "norms": _norms(norms), "ages": _ages(ages)})
     out = console()
@@ -123,16 +123,16 @@ def _show_row(
     now: str,
     as_json: bool,
 ) -> None:
-    summary, entry = inspection.find_table(manifest, name, collection)
-    with progress(f"searching {summary.name}", entry.rows) as advance:
-        row = inspection.find_row(root, entry, wanted, on_rows=advance)
+    summary, entries = inspection.find_table(manifest, name, collection)
+    with progress(f"searching {summary.name}", summary.rows) as advance:
+        row = inspection.find_row(root, entries, wanted, on_rows=advance)
     if row is None:
         raise UnknownNameError(
-            f"table {summary.name!r} has no row of id {wanted}; it has {entry.rows:,} rows of other ids"
+            f"table {summary.name!r} has no row of id {wanted}; it has {summary.rows:,} rows of other ids"
         )
     if as_json:
         return _print_json({"collection": summary.collection, "table": summary.name, **asdict(row)})
-    _print_row(console(), summary, row, _now(now, root, entry))
+    _print_row(console(), summary, row, _now(now, root, entries))
 
 
 # ---- arguments
@@ -153,11 +153,11 @@ def _wanted(id: str | None, string: str | None) -> int:
     return signed(value)
 
 
-def _now(now: str, root: Path, entry: TableEntry) -> int:
+def _now(now: str, root: Path, entries: list[TableEntry]) -> int:
     if now == "clock":
         return int(time.time())
     if now == "newest":
-        return inspection.newest_time(root, entry) or 0
+        return inspection.newest_time(root, entries) or 0
     if not now.isdecimal() or len(now) > 18:
         raise InputError(f'--now must be "clock", "newest" or seconds since 1970, got {now!r}')
     return int(now)

@@ -18,16 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megalith.data.schema import FLOAT32_MAX, FeatureColumn
-from megalith.errors import MegalithError
+from megalith.errors import MissingDependencyError
 from megalith.ops.ids import fid, hash_bytes
 from megalith.ragged import Ragged
 
 Mask = NDArray[np.bool_]
 _WHOLE = re.compile(r"[+-]?[0-9]{1,20}")
-
-
-class MissingDependencyError(MegalithError, ImportError):
-    """A package that only some installations have."""
 
 
 def arrow(module: str = "pyarrow") -> Any:

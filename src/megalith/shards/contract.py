@@ -18,6 +18,8 @@ from torch import Tensor
 
 from megalith.errors import InputError, UnknownNameError, UsageError
 from megalith.ops.pooling import Pooling
+from megalith.routing import Router
+from megalith.shards.ranks import Ranks
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
 
 Ids = Mapping[str, Tensor]
@@ -104,8 +106,22 @@ class Shards(ABC):
 
     configs: Mapping[str, TableConfig]
     local: Mapping[str, Table]
-    world_size: int = 1
-    rank: int = 0
+    ranks: Ranks = Ranks()
+
+    @property
+    def world_size(self) -> int:
+        """How many processes hold a part of the tables."""
+        return self.ranks.size
+
+    @property
+    def rank(self) -> int:
+        """Which of them this is."""
+        return self.ranks.rank
+
+    def router(self, table: str) -> Router | None:
+        """How a table's ids are spread over ranks; None where this process holds them all."""
+        self.check_name(table)
+        return None
 
     # ---- a batch
 

@@ -356,6 +356,10 @@ class Table(Checks):
     def _read_snapshot(self, chunk: Chunk) -> int:
         raise NotImplementedError
 
+    def _snapshot_pressure(self) -> float:
+        """How full the room for rows set aside is, 0 to 1."""
+        raise NotImplementedError
+
     def _end_snapshot(self, give_back: bool) -> float:
         """Seconds that writers waited."""
         raise NotImplementedError

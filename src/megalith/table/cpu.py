@@ -165,6 +165,9 @@ class CpuTable(Table):
     def _read_snapshot(self, chunk: Chunk) -> int:
         return self._native.read_snapshot(chunk.ids, chunk.columns(), chunk.time)
 
+    def _snapshot_pressure(self) -> float:
+        return self._native.snapshot_pressure()
+
     def _end_snapshot(self, give_back: bool) -> float:
         return self._native.end_snapshot(give_back)
 

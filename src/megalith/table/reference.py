@@ -271,6 +271,9 @@ class ReferenceTable(Table):
         copy.at += n
         return n
 
+    def _snapshot_pressure(self) -> float:
+        return 0.0
+
     def _end_snapshot(self, give_back: bool) -> float:
         with self._lock:
             copy, self._snapshot = self._snapshot, None

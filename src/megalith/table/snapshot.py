@@ -50,6 +50,11 @@ class Snapshot:
             filled += count
         return filled
 
+    @property
+    def pressure(self) -> float:
+        """How full the room for rows set aside is: 0 to 1, where writers wait."""
+        return self.table._snapshot_pressure()
+
     def chunks(self, chunk_size: int) -> Iterator[Chunk]:
         """The rows in chunks of their own memory."""
         while True:

@@ -1,0 +1,220 @@
+// Other systems' files: crc32c, Snappy and EntryDumps, against known values and against damage. Every buffer
+// ends where its bytes end, so that the sanitizer sees a read or a write beyond it.
+
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "check.hpp"
+#include "crc32c.hpp"
+#include "entries.hpp"
+#include "snappy.hpp"
+
+using namespace megalith;
+
+namespace {
+
+using Bytes = std::vector<uint8_t>;
+
+std::unique_ptr<uint8_t[]> exact(const Bytes& bytes) {
+  std::unique_ptr<uint8_t[]> copy(new uint8_t[bytes.size()]);
+  if (!bytes.empty()) std::memcpy(copy.get(), bytes.data(), bytes.size());
+  return copy;
+}
+
+void append(Bytes& to, const Bytes& bytes) { to.insert(to.end(), bytes.begin(), bytes.end()); }
+
+// ---- crc32c
+
+void known_checksums() {  // RFC 3720, B.4
+  Bytes bytes(32, 0);
+  CHECK(crc32c(bytes.data(), 0) == 0);
+  CHECK(crc32c(bytes.data(), 32) == 0x8a9136aau);
+  bytes.assign(32, 0xff);
+  CHECK(crc32c(bytes.data(), 32) == 0x62a8ab43u);
+  for (int i = 0; i < 32; ++i) bytes[static_cast<size_t>(i)] = static_cast<uint8_t>(i);
+  CHECK(crc32c(bytes.data(), 32) == 0x46dd794eu);
+  CHECK(crc32c("123456789", 9) == 0xe3069283u);
+}
+
+// ---- Snappy
+
+struct Unpacked {
+  snappy::Result result;
+  std::string bytes;
+};
+
+Unpacked unpack(const Bytes& packed) {
+  const auto in = exact(packed);
+  uint64_t length = 0;
+  size_t at = 0;
+  snappy::Result result = snappy::read_length(in.get(), packed.size(), length, at);
+  if (result != snappy::Result::good || length > 1 << 20) return {result, ""};
+  const std::unique_ptr<uint8_t[]> out(new uint8_t[length]);
+  result = snappy::unpack(in.get(), packed.size(), at, out.get(), length);
+  const bool good = result == snappy::Result::good;
+  return {result, good ? std::string(reinterpret_cast<char*>(out.get()), length) : ""};
+}
+
+Bytes bytes_of(const std::string& text) { return Bytes(text.begin(), text.end()); }
+
+void snappy_elements() {
+  CHECK(unpack({0}).bytes.empty() && unpack({0}).result == snappy::Result::good);
+  Bytes literal = {3, 2 << 2};
+  append(literal, bytes_of("abc"));
+  CHECK(unpack(literal).bytes == "abc");
+  Bytes repeated = {10, 2 << 2};  // abc, then seven bytes from three back: a copy over itself
+  append(repeated, bytes_of("abc"));
+  append(repeated, {(7 - 4) << 2 | 1, 3});
+  CHECK(unpack(repeated).bytes == "abcabcabca");
+  Bytes far = {6, 2 << 2};
+  append(far, bytes_of("abc"));
+  append(far, {(3 - 1) << 2 | 2, 3, 0});
+  CHECK(unpack(far).bytes == "abcabc");
+  far.back() = 1;
+  CHECK(unpack(far).result == snappy::Result::bad_copy);
+  Bytes wide = {6, 60 << 2, 2};  // the literal's length in a byte of its own
+  append(wide, bytes_of("abc"));
+  append(wide, {(3 - 1) << 2 | 3, 3, 0, 0, 0});
+  CHECK(unpack(wide).bytes == "abcabc");
+}
+
+void snappy_damage() {
+  CHECK(unpack({}).result == snappy::Result::no_length);
+  CHECK(unpack({0xff, 0xff, 0xff, 0xff, 0xff, 0}).result == snappy::Result::no_length);
+  CHECK(unpack({1}).result == snappy::Result::too_short);
+  CHECK(unpack({1, 0}).result == snappy::Result::cut_off);
+  CHECK(unpack({0, 0, 'a'}).result == snappy::Result::too_long);
+  CHECK(unpack({4, 1, 0}).result == snappy::Result::bad_copy);
+  CHECK(unpack({4, 63 << 2, 0xff, 0xff, 0xff, 0xff}).result == snappy::Result::cut_off);
+  Random random{1};
+  for (int round = 0; round < 20000; ++round) {
+    Bytes noise(static_cast<size_t>(random.below(40)));
+    for (uint8_t& byte : noise) byte = static_cast<uint8_t>(random.next());
+    if (!noise.empty()) noise[0] = static_cast<uint8_t>(random.below(64));
+    unpack(noise);
+  }
+}
+
+// ---- entries
+
+Bytes message(uint8_t field, const Bytes& inside) {
+  Bytes out = {static_cast<uint8_t>(field << 3 | 2), static_cast<uint8_t>(inside.size())};
+  append(out, inside);
+  return out;
+}
+
+Bytes number(uint8_t field, float value) {
+  Bytes out(5, static_cast<uint8_t>(field << 3 | 5));
+  std::memcpy(out.data() + 1, &value, 4);
+  return out;
+}
+
+// id, two weights, Adagrad's two sums, a time: as Monolith writes it, floats one by one.
+Bytes entry(int64_t id, float weight, float sum) {
+  Bytes out(9, 1 << 3 | 1);
+  std::memcpy(out.data() + 1, &id, 8);
+  append(out, number(2, weight));
+  append(out, number(2, weight + 1));
+  Bytes sums = number(1, sum);
+  append(sums, number(1, sum + 1));
+  append(out, message(3, message(1, message(1, sums))));
+  append(out, {4 << 3, 0xe8, 7});
+  return out;
+}
+
+Bytes record(const Bytes& inside) {
+  Bytes out(12);
+  const uint64_t length = inside.size();
+  std::memcpy(out.data(), &length, 8);
+  uint32_t crc = masked_crc32c(out.data(), 8);
+  std::memcpy(out.data() + 8, &crc, 4);
+  append(out, inside);
+  crc = masked_crc32c(inside.data(), inside.size());
+  out.resize(out.size() + 4);
+  std::memcpy(out.data() + out.size() - 4, &crc, 4);
+  return out;
+}
+
+EntryLayout adagrad() { return {2, 4, true, true, {{1, false, {{1, 2, 2}}}}}; }
+
+struct Rows {
+  EntriesRead read;
+  int64_t ids[3] = {}, times[3] = {};
+  float rows[12] = {};
+};
+
+Rows read(const Bytes& bytes, const EntryLayout& layout, int64_t limit = 3) {
+  const auto in = exact(bytes);
+  Rows out;
+  out.read = read_entries(in.get(), static_cast<int64_t>(bytes.size()), limit, 1000, &layout, out.ids, out.rows,
+                          out.times);
+  return out;
+}
+
+void entries_into_rows() {
+  Bytes file = record(entry(-5, 1, 10));
+  append(file, record(entry(7, 3, 30)));
+  Rows got = read(file, adagrad());
+  CHECK(got.read.rows == 2 && got.read.end == EntriesEnd::more);
+  CHECK(got.read.used == static_cast<int64_t>(file.size()));
+  CHECK(got.ids[0] == -5 && got.ids[1] == 7 && got.times[0] == 1000);
+  const float expected[] = {1, 2, 10, 11, 3, 4, 30, 31};
+  CHECK(std::memcmp(got.rows, expected, sizeof expected) == 0);
+  got = read(file, adagrad(), 1);
+  CHECK(got.read.rows == 1 && got.read.end == EntriesEnd::full);
+}
+
+void other_shapes_are_refused() {
+  const Bytes file = record(entry(1, 1, 1));
+  EntryLayout layout = adagrad();
+  layout.segments[0].kind = 3;
+  CHECK(read(file, layout).read.end == EntriesEnd::bad);
+  layout.reads_state = false;
+  CHECK(read(file, layout).read.end == EntriesEnd::more);
+  layout = adagrad();
+  layout.dim = 1;
+  CHECK(read(file, layout).read.end == EntriesEnd::bad);
+  layout = adagrad();
+  layout.segments.push_back({2, true, {}});
+  CHECK(read(file, layout).read.end == EntriesEnd::bad);
+}
+
+void entries_cut_off_and_damaged() {
+  const Bytes file = record(entry(1, 1, 1));
+  for (size_t cut = 0; cut < file.size(); ++cut) {
+    const Rows got = read(Bytes(file.begin(), file.begin() + static_cast<long>(cut)), adagrad());
+    CHECK(got.read.rows == 0 && got.read.used == 0 && got.read.end == EntriesEnd::more);
+  }
+  for (size_t bit = 0; bit < file.size() * 8; ++bit) {
+    Bytes damaged = file;
+    damaged[bit / 8] ^= static_cast<uint8_t>(1 << bit % 8);
+    CHECK(read(damaged, adagrad()).read.end == EntriesEnd::bad);
+  }
+  // With checksums that fit, whatever the message says.
+  Random random{2};
+  const Bytes inside = entry(1, 1, 1);
+  for (int round = 0; round < 20000; ++round) {
+    Bytes damaged = inside;
+    for (int64_t flips = 1 + random.below(4); flips > 0; --flips)
+      damaged[static_cast<size_t>(random.below(static_cast<int64_t>(inside.size())))] =
+          static_cast<uint8_t>(random.next());
+    damaged.resize(static_cast<size_t>(random.below(static_cast<int64_t>(inside.size()) + 1)));
+    read(record(damaged), adagrad());
+  }
+}
+
+}  // namespace
+
+int main() {
+  known_checksums();
+  snappy_elements();
+  snappy_damage();
+  entries_into_rows();
+  other_shapes_are_refused();
+  entries_cut_off_and_damaged();
+  std::puts("files ok");
+}
