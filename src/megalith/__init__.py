@@ -7,6 +7,7 @@ from megalith.nn import (
     FirstN,
     Layout,
     Mean,
+    MicroBatches,
     ReduceMean,
     ReduceSum,
     Slice,
@@ -17,7 +18,7 @@ from megalith.ops.ids import fid, hash_strings
 from megalith.ops.pooling import Pooling
 from megalith.ragged import Ragged
 from megalith.routing import Router
-from megalith.shards import LocalShards
+from megalith.shards import LocalShards, SyncShards
 from megalith.table import (
     FTRL,
     SGD,
@@ -54,6 +55,7 @@ __all__ = [
     "Layout",
     "LocalShards",
     "Mean",
+    "MicroBatches",
     "Momentum",
     "Normal",
     "Ones",
@@ -69,6 +71,7 @@ __all__ = [
     "Slice",
     "Sqrtn",
     "Sum",
+    "SyncShards",
     "Table",
     "TableConfig",
     "TruncatedNormal",

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from megalith.data import MonolithReader
 from megalith.data.messages import example, example_batch, instance
 from megalith.data.monolith import Kind
-from megalith.data.records import Framing, write_records
 from megalith.errors import InputError
 from megalith.ops.ids import fid_v1_to_v2, hash_strings
 from megalith.protowire import Writer
+from megalith.records import Framing, write_records
 
 from .support import check_resume, check_shards, labels_of
 

@@ -47,6 +47,14 @@ def through_a_file(state: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
+def inside(state: Any) -> Any:
+    """What a collection saved: under its rank's name, in a tuple."""
+    (key,) = state["_extra_state"]
+    assert key.startswith("rank 0 of 1 (")
+    (saved,) = state["_extra_state"][key]
+    return saved
+
+
 def same(actual: EmbeddingCollection, expected: EmbeddingCollection) -> None:
     assert actual.global_step == expected.global_step
     for name, table in expected.shards.local.items():
@@ -86,10 +94,10 @@ def test_it_is_part_of_a_models_state_dict() -> None:
 
 def test_a_state_is_a_copy() -> None:
     made = trained(two_tables("cpu"))
-    state = made.state_dict()
-    rows = state["_extra_state"]["tables"]["user"]["rows"].clone()
+    state = inside(made.state_dict())
+    rows = state["tables"]["user"]["rows"].clone()
     trained(made)
-    assert torch.equal(state["_extra_state"]["tables"]["user"]["rows"], rows)
+    assert torch.equal(state["tables"]["user"]["rows"], rows)
 
 
 def test_an_empty_collection_has_a_state_too(engine: str) -> None:
@@ -104,7 +112,7 @@ def test_an_empty_collection_has_a_state_too(engine: str) -> None:
 def test_another_world_size_is_refused(key: str, there: str) -> None:
     made = trained(two_tables("cpu"))
     state = made.state_dict()
-    state["_extra_state"][key] = 2
+    inside(state)[key] = 2
     with pytest.raises(UsageError, match=f"{there}, this is rank 0 of 1: use checkpoint.save and"):
         made.load_state_dict(state)
 
@@ -158,7 +166,7 @@ def float_ids(state: dict[str, Any]) -> None:
 def test_a_state_that_does_not_fit_changes_nothing(spoil: Callable[[Any], None], said: str) -> None:
     made = trained(two_tables("cpu"))
     state = made.state_dict()
-    spoil(state["_extra_state"])
+    spoil(inside(state))
     trained(made)
     expected = {name: whole(table) for name, table in made.shards.local.items()}
 
@@ -168,6 +176,20 @@ def test_a_state_that_does_not_fit_changes_nothing(spoil: Callable[[Any], None],
     for name, table in made.shards.local.items():
         assert_same_tables(whole(table), expected[name])
     assert made.global_step == 6
+
+
+@pytest.mark.parametrize("saved", [None, {}, {"rank 0 of 1": {}}, [1]])
+def test_something_else_is_refused(saved: Any) -> None:
+    with pytest.raises((InputError, UsageError), match="this state_dict holds"):
+        two_tables("cpu").load_state_dict({"_extra_state": saved})
+
+
+def test_the_states_of_several_ranks_in_one_are_refused() -> None:
+    made = two_tables("cpu")
+    state = made.state_dict()
+    (saved,) = state["_extra_state"].values()
+    with pytest.raises(UsageError, match=r"holds \['rank 0 of 2', 'rank 1 of 2'\], not .*checkpoint.load"):
+        made.load_state_dict({"_extra_state": {"rank 0 of 2": saved, "rank 1 of 2": saved}})
 
 
 def test_a_strict_load_misses_the_rows() -> None:

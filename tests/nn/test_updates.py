@@ -24,7 +24,7 @@ from megalith import (
     TableConfig,
 )
 from megalith.errors import InputError, UsageError
-from tests.table.support import assert_same_bits, dyadic, whole
+from tests.table.support import assert_close, assert_same_bits, dyadic, whole
 
 from .support import assign, collection, column, contents, floats, ints, times, zeros
 
@@ -156,7 +156,7 @@ def test_two_forwards_and_one_step_are_one_joined_batch(
     weights = [[0.5 + k for k, _ in enumerate(row)] for row in ids] if weighted else None
     joined = {"a": column(*ids, weights=weights), "b": column(*reversed(ids))}
     parts = [{name: c[s] for name, c in joined.items()} for s in (slice(0, cut), slice(cut, 6))]
-    # Two features of two tables: the order of every sum is the same, so the bits are.
+    # Each forward is summed by itself first, so the order of a sum may differ.
     features = [Feature("a", "t", combiner), Feature("b", "u", combiner)]
     twice, once = (adagrad(update, *features, engine=engine) for update in ("step", "backward"))
     shape = (6, *combiner.output_shape(3))
@@ -170,8 +170,8 @@ def test_two_forwards_and_one_step_are_one_joined_batch(
     for table in ("t", "u"):
         expected, actual = (whole(each.shards.local[table]) for each in (once, twice))
         assert actual.ids.tolist() == expected.ids.tolist()
-        assert_same_bits(actual.rows, expected.rows)
-        assert_same_bits(actual.state["0/sum"], expected.state["0/sum"])
+        assert_close(actual.rows, expected.rows)
+        assert_close(actual.state["0/sum"], expected.state["0/sum"])
 
 
 def test_micro_batches_of_several_features_of_one_table(engine: str) -> None:

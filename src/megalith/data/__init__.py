@@ -3,9 +3,9 @@
 Reading Parquet and CSV needs pyarrow: `pip install megalith[data]`.
 """
 
-from megalith.data.arrow import MissingDependencyError
 from megalith.data.batch import Batch, Position, Samples
 from megalith.data.csv import CriteoReader, CsvReader
+from megalith.data.even import EvenLoader, even
 from megalith.data.fetch import DataUnavailableError
 from megalith.data.monolith import MonolithReader
 from megalith.data.movielens import MovieLens, load_movielens, read_movielens
@@ -13,6 +13,7 @@ from megalith.data.parquet import ParquetReader
 from megalith.data.reader import MemoryReader, Reader
 from megalith.data.schema import DenseColumn, FeatureColumn, Schema
 from megalith.data.teacher import TeacherBatch, TeacherFeature, TeacherReader
+from megalith.errors import MissingDependencyError
 
 __all__ = [
     "Batch",
@@ -20,6 +21,7 @@ __all__ = [
     "CsvReader",
     "DataUnavailableError",
     "DenseColumn",
+    "EvenLoader",
     "FeatureColumn",
     "MemoryReader",
     "MissingDependencyError",
@@ -33,6 +35,7 @@ __all__ = [
     "TeacherBatch",
     "TeacherFeature",
     "TeacherReader",
+    "even",
     "load_movielens",
     "read_movielens",
 ]

@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from megalith.data.arrow import arrow
 from megalith.data.batch import Position
 from megalith.data.columns import Chunk, ColumnReader
-from megalith.data.files import Paths, open_bytes
+from megalith.data.files import Paths
 from megalith.data.reader import OnError, check_file, whole
 from megalith.data.schema import DenseColumn, Normalise, Schema
 from megalith.errors import InputError
+from megalith.streams import open_bytes
 
 BLOCK_BYTES = 4 << 20
 MAX_LINE_BYTES = 64 << 20

@@ -1,13 +1,11 @@
-"""Files: from what a user names to a list of files, and to their bytes."""
+"""Files: from what a user names to a list of files."""
 
 from __future__ import annotations
 
 import glob
-import gzip
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, cast
 
 from megalith.errors import InputError
 
@@ -38,13 +36,6 @@ def list_files(paths: Paths, suffixes: Sequence[str]) -> list[Path]:
     if not files:
         raise InputError("reader: no files are named")
     return files
-
-
-def open_bytes(path: Path) -> BinaryIO:
-    """A file's bytes, unpacked if its name ends in .gz."""
-    if path.suffix == ".gz":
-        return cast(BinaryIO, gzip.open(path, "rb"))
-    return path.open("rb")
 
 
 def _is_hidden(path: Path) -> bool:

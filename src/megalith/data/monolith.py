@@ -19,10 +19,10 @@ from megalith.data.batch import Position, Samples
 from megalith.data.files import Paths, list_files
 from megalith.data.messages import Row, Value, example, example_batch, instance
 from megalith.data.reader import OnError, Part, Reader, check_file, whole
-from megalith.data.records import HEADERS, MAX_RECORD_BYTES, Framing, Record, RecordFile
 from megalith.errors import InputError
 from megalith.ops.ids import hash_strings
 from megalith.ragged import Ragged
+from megalith.records import HEADERS, MAX_RECORD_BYTES, Framing, Record, RecordFile
 
 Kind = Literal["example", "example_batch", "instance"]
 _PARSE: dict[str, Callable[[bytes, int, Collection[str]], list[Row]]] = {

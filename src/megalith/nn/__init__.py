@@ -3,6 +3,7 @@
 from megalith.nn.collection import EmbeddingCollection
 from megalith.nn.combiners import Combiner, FirstN, Mean, ReduceMean, ReduceSum, Sqrtn, Sum
 from megalith.nn.features import Feature, Layout, Slice
+from megalith.nn.micro import MicroBatches
 
 __all__ = [
     "Combiner",
@@ -11,6 +12,7 @@ __all__ = [
     "FirstN",
     "Layout",
     "Mean",
+    "MicroBatches",
     "ReduceMean",
     "ReduceSum",
     "Slice",

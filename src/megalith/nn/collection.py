@@ -7,21 +7,23 @@ optimizer step per distinct id. Rows live in the shards' tables; there is no nn.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalith.errors import InputError, UnknownNameError, UsageError
+from megalith.errors import InputError, UsageError
+from megalith.nn.batches import BatchPreparer, ReadyBatch
 from megalith.nn.features import Feature, Layout
 from megalith.nn.plan import Batch, Plan
-from megalith.nn.state import rows_of, set_rows
-from megalith.ops.pooling import Bags, Pooling
-from megalith.ragged import Ragged
-from megalith.shards import LocalShards, Lookup, Shards
+from megalith.nn.state import packed, rows_of, set_rows, unpacked
+from megalith.ops.pooling import Pooling
+from megalith.shards import LocalShards, Lookup, Shards, SyncShards
 from megalith.shards.contract import version
+from megalith.shards.joined import sum_gradients
+from megalith.shards.sums import Part, total
 from megalith.table import TableConfig
 
 UPDATES = ("backward", "step")
@@ -96,7 +98,7 @@ class EmbeddingCollection(nn.Module):
                 )
             self.shards = tables
         else:
-            self.shards = _local_shards(tables, "cpu" if engine is None else engine, seed or 0)
+            self.shards = _shards(tables, "cpu" if engine is None else engine, seed or 0)
         self.update = update
         self.reduction = reduction
         self.clip_value = clip_value
@@ -126,8 +128,9 @@ class EmbeddingCollection(nn.Module):
         return outputs
 
     def _forward(self, batch: Any, time: float | None) -> dict[str, Any]:
-        compiled = self._plan.batch(self._columns(batch))
-        lookup = self.shards.lookup(compiled.ids)
+        ready = self._ready(batch)
+        compiled = ready.batch
+        lookup = self.shards.lookup(ready.ids)
         if self.training and torch.is_grad_enabled():
             pending = Pending(lookup, compiled, self.global_step, time)
             outputs = _Pool.apply(self._anchor, self, pending)
@@ -137,21 +140,25 @@ class EmbeddingCollection(nn.Module):
             outputs = [o.to(compiled.device) for o in outputs]
         return self._plan.assemble(compiled, outputs)
 
-    def _columns(self, batch: Any) -> dict[str, Ragged]:
-        if not isinstance(batch, Mapping):
-            if not all(callable(getattr(batch, name, None)) for name in ("keys", "values", "lengths")):
-                raise InputError(
-                    "EmbeddingCollection: a batch is a mapping of columns, or has keys(), values() and "
-                    f"lengths() like a KeyedJaggedTensor; got {type(batch).__name__}"
-                )
-            batch = Ragged.from_keyed(batch)
-        columns = {}
-        for name, feature in self._plan.features.items():
-            if name not in batch:
-                known = ", ".join(map(repr, batch)) or "nothing"
-                raise UnknownNameError(f"feature {name!r} is not in the batch (it holds {known})")
-            columns[name] = _column(feature, batch[name])
-        return columns
+    def _ready(self, batch: Any) -> ReadyBatch:
+        if isinstance(batch, ReadyBatch):
+            return batch
+        try:
+            return self.prepare(batch)
+        except Exception as error:
+            self.shards.abort(error)  # or the other ranks would wait for this one
+            raise
+
+    def prepare(self, batch: Any) -> ReadyBatch:
+        """The part of forward that needs no table; forward takes its result, with the same bits.
+
+        For data workers: in a forked process call this, to another kind of process send `preparer()`.
+        """
+        return self.preparer()(batch)
+
+    def preparer(self) -> BatchPreparer:
+        """`prepare` as an object that can be pickled."""
+        return BatchPreparer(self._plan, self.shards.preparer, self.shards.world_size > 1)
 
     # ---- updates
 
@@ -209,21 +216,43 @@ class EmbeddingCollection(nn.Module):
         grads = self._clipped([g for p in pending for g in p.grads or ()], scale)
         if self.reduction == "mean":
             scale = scale / self.shards.world_size
-        # One forward brings its step; several take the step of the update.
         first = pending[0]
-        step = first.step if len(pending) == 1 else self.global_step
-        lookup: Any = first.lookup if len(pending) == 1 else _joined_ids(pending)
+        lookup: Any = first.lookup
+        gradients: Any = grads
+        pooling: Pooling | None = self._trained(first.batch.pooling)
+        if len(pending) > 1:
+            sums = self._tree(pending, grads)
+            lookup = {table: part.ids for table, part in sums.items()}
+            gradients = {table: part.grads for table, part in sums.items()}
+            pooling = None
         times = [p.time for p in pending if p.time is not None]
         self.shards.apply_gradients(
             lookup,
-            grads,
-            step=step,
+            gradients,
+            # One forward brings its step; several take the step of the update.
+            step=first.step if len(pending) == 1 else self.global_step,
             time=max(times) if times else None,
             scale=scale,
             clip_norm=self.clip_norm,
-            pooling=self._trained(_joined_pooling([p.batch for p in pending])),
+            pooling=pooling,
         )
         self.global_step += 1
+
+    def _tree(self, pending: Sequence[Pending], grads: Sequence[Tensor]) -> dict[str, Part]:
+        """Gradients of several forwards summed per distinct id; forwards by a binary tree in their order."""
+        try:
+            if not _finite(grads):
+                raise InputError("EmbeddingCollection: output gradients hold NaN or Inf")
+            sums, at = [], 0
+            for each in pending:
+                pooling = self._trained(each.batch.pooling)
+                own = grads[at : at + len(pooling.outputs)]
+                at += len(own)
+                sums.append(sum_gradients(self.shards.configs, each.lookup.ids, pooling, own))
+        except Exception as error:
+            self.shards.abort(error, "apply_gradients")  # or the other ranks would wait for this one
+            raise
+        return {table: total([each[table] for each in sums]) for table in sums[0]}
 
     def _clipped(self, grads: list[Tensor], scale: float) -> list[Tensor]:
         """Output gradients that, multiplied by scale, keep within clip_value."""
@@ -245,22 +274,25 @@ class EmbeddingCollection(nn.Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """This rank's rows, for `state_dict`."""
-        return {
-            "global_step": self.global_step,
-            "world_size": self.shards.world_size,
-            "rank": self.shards.rank,
-            "tables": {name: rows_of(table) for name, table in self.shards.local.items()},
-        }
+        return packed(
+            {
+                "global_step": self.global_step,
+                "world_size": self.shards.world_size,
+                "rank": self.shards.rank,
+                "tables": {name: rows_of(table) for name, table in self.shards.local.items()},
+            }
+        )
 
     def set_extra_state(self, state: Any) -> None:
         """Takes what `get_extra_state` gave, at the same world size and rank."""
+        state = unpacked(state)
         here, there = (self.shards.world_size, self.shards.rank), (state["world_size"], state["rank"])
         if here != there:
             raise UsageError(
                 f"this state_dict holds the rows of rank {there[1]} of {there[0]}, this is rank {here[1]} of "
                 f"{here[0]}: use checkpoint.save and checkpoint.load, which move rows to their owners"
             )
-        set_rows(self.shards.local, state["tables"])
+        set_rows(self.shards, state["tables"])
         self.global_step = int(state["global_step"])
 
     def __deepcopy__(self, memo: object) -> NoReturn:
@@ -294,68 +326,13 @@ class _Pool(torch.autograd.Function):
         return None, None, None
 
 
-def _local_shards(tables: Any, engine: str, seed: int) -> LocalShards:
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise UsageError(
-            f"EmbeddingCollection: there are {dist.get_world_size()} ranks, and tables spread over ranks are "
-            "not supported yet; pass LocalShards(tables) for tables that each rank trains by itself"
-        )
+def _shards(tables: Any, engine: str, seed: int) -> Shards:
     if not isinstance(tables, list | tuple):
         raise InputError(f"tables must be a list of TableConfig, or Shards, got {tables!r}")
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return SyncShards(tables, engine=engine, seed=seed)
     return LocalShards(tables, engine=engine, seed=seed)
 
 
 def _finite(grads: Sequence[Tensor]) -> bool:
     return all(bool(torch.isfinite(g).all()) for g in grads)
-
-
-def _column(feature: Feature, value: Any) -> Ragged:
-    if isinstance(value, Ragged):
-        column = value
-    elif isinstance(value, Tensor) and value.is_nested:
-        if value.layout != torch.jagged:
-            raise InputError(f"feature {feature.name!r}: a nested tensor must have the layout torch.jagged")
-        column = Ragged.from_nested(value)
-    elif isinstance(value, Tensor) and value.dim() == 1:
-        column = Ragged(value, torch.arange(value.shape[0] + 1, device=value.device))
-    elif isinstance(value, Tensor) and value.dim() == 2:
-        column = Ragged.from_padded(value, pad=feature.pad)
-    else:
-        shape = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise InputError(
-            f"feature {feature.name!r}: expected a Ragged or a tensor [batch] or [batch, length]; got {shape}"
-        )
-    if column.values.dtype not in (torch.int64, torch.int32) or column.values.dim() != 1:
-        raise InputError(
-            f"feature {feature.name!r}: ids must be int64 or int32 [n], got {column.values.dtype} "
-            f"{list(column.values.shape)} (strings become ids by megalith.hash_strings)"
-        )
-    if column.weights is not None and column.weights.requires_grad and feature.combiner is not None:
-        raise UsageError(
-            f"feature {feature.name!r}: weights take no gradient here: detach them, or use combiner=None and "
-            "multiply the rows"
-        )
-    return column
-
-
-def _joined_ids(pending: Sequence[Pending]) -> dict[str, Tensor]:
-    tables = pending[0].batch.ids
-    return {table: torch.cat([p.lookup.ids[table] for p in pending]) for table in tables}
-
-
-def _joined_pooling(batches: Sequence[Batch]) -> Pooling:
-    """Several batches as one: outputs side by side, occurrences one after the other."""
-    if len(batches) == 1:
-        return batches[0].pooling
-    outputs: list[tuple[int, int]] = []
-    bags: dict[str, list[Bags]] = {}
-    begin = dict.fromkeys(batches[0].ids, 0)
-    total = {t: sum(b.ids[t].numel() for b in batches) for t in begin}
-    for batch in batches:
-        for table, own in batch.pooling.bags.items():
-            moved = (b.moved(len(outputs), begin[table], total[table]) for b in own)
-            bags.setdefault(table, []).extend(moved)
-        for table, ids in batch.ids.items():
-            begin[table] += ids.numel()
-        outputs += batch.pooling.outputs
-    return Pooling(tuple(outputs), {table: tuple(own) for table, own in bags.items()})

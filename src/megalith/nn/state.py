@@ -1,4 +1,9 @@
-"""A collection's rows as a state_dict carries them: plain tensors by table."""
+"""A collection's rows as a state_dict carries them: plain tensors by table, under the name of their rank.
+
+torch.distributed.checkpoint (DCP) opens every mapping it meets and writes each leaf once for all ranks, by
+its path; a tensor it loads into one of the same size only. Hence the rank in the path, and the tuple: that is
+a leaf of any content.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,36 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megalith.errors import InputError
+from megalith.errors import InputError, UsageError
+from megalith.shards import Shards
 from megalith.table import Chunk, Table
 from megalith.table.records import MAX_TIME
+
+
+def packed(state: dict[str, Any]) -> dict[str, tuple[dict[str, Any]]]:
+    """A process's state in the form for `state_dict`."""
+    return {_key(): (state,)}
+
+
+def unpacked(saved: Any) -> Any:
+    """What `packed` was given: this process's state, or the only one there is."""
+    if isinstance(saved, Mapping):
+        for found in (saved.get(_key()), *(saved.values() if len(saved) == 1 else ())):
+            if isinstance(found, tuple) and len(found) == 1:
+                return found[0]
+        if saved:
+            raise UsageError(f"this state_dict holds {sorted(saved)}, not {_key()!r}")
+    raise InputError(f"this state_dict holds no rows of an EmbeddingCollection, but a {type(saved).__name__}")
+
+
+def _key() -> str:
+    """Where a process's state stands. DCP says it where it is missing, so it tells what to do then."""
+    ranks = dist.is_available() and dist.is_initialized()
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if ranks else (0, 1)
+    return f"rank {rank} of {world_size} (at another world size: checkpoint.save and checkpoint.load)"
 
 
 def rows_of(table: Table) -> dict[str, Any]:
@@ -27,14 +57,23 @@ def rows_of(table: Table) -> dict[str, Any]:
     }
 
 
-def set_rows(tables: Mapping[str, Table], saved: Mapping[str, Mapping[str, Any]]) -> None:
-    """Replaces all rows of all tables.
+def set_rows(shards: Shards, saved: Mapping[str, Mapping[str, Any]]) -> None:
+    """Replaces all rows of this process's tables.
 
-    Raises InputError, before anything is written, unless tables, dims and optimizers are the same.
+    Raises InputError, before anything is written, unless tables, dims and optimizers are the same, and
+    UsageError if rows were routed otherwise.
     """
+    tables = shards.local
     if set(saved) != set(tables):
         raise InputError(f"state_dict holds tables {sorted(saved)}, this collection has {sorted(tables)}")
     chunks = {name: _chunk(table, saved[name]) for name, table in tables.items()}
+    for name, chunk in chunks.items():
+        router = shards.router(name)
+        if router is not None and bool((router.owner(chunk.ids) != shards.rank).any()):
+            raise UsageError(
+                f"table {name!r}: this state_dict holds rows that {router} gives to other ranks than "
+                f"{shards.rank}: use checkpoint.save, and checkpoint.load with reroute=True"
+            )
     for name, table in tables.items():
         table.clear()
         table.restore(chunks[name])

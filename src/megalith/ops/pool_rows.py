@@ -54,6 +54,23 @@ def pool_rows(
     return [r.to(source.dtype) for r in results]
 
 
+def pool_flat(
+    source: Tensor, index: Tensor, bags: Sequence[Bags], outputs: Sequence[tuple[int, int]], dim: int
+) -> list[Tensor]:
+    """`pool_rows` from a flat float32 buffer, without gradients, of what was checked before."""
+    rows, columns = [r for r, _ in outputs], [c for _, c in outputs]
+    pooled: list[Tensor] = _pool(
+        source, index, 1, dim, *arguments(bags, torch.float32), rows, columns, "index"
+    )
+    return pooled
+
+
+def unpool_flat(grads: Sequence[Tensor], index: Tensor, bags: Sequence[Bags], size: int, dim: int) -> Tensor:
+    """The gradient of `pool_flat`: float32 [size], sums in the order of the occurrences."""
+    summed: Tensor = _unpool(list(grads), index, 1, dim, *arguments(bags, torch.float32), size, "index")
+    return summed
+
+
 def segment_sum(values: Tensor, splits: Tensor) -> Tensor:
     """The sum of each segment's rows: [n, d], int64 [segments + 1] -> [segments, d]. Differentiable."""
     values = checks.floats(values, "values", (None, None))

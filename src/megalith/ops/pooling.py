@@ -11,7 +11,7 @@ It does not know tables, engines or modules.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -73,15 +73,6 @@ class Bags:
     def num_bags(self) -> int:
         """Number of bags."""
         return self.offsets.numel() - 1
-
-    def moved(self, output: int, occurrence: int, occurrences: int) -> Bags:
-        """The same bags behind other outputs and occurrences of a larger pooling."""
-        parts = tuple(replace(p, output=p.output + output) for p in self.parts)
-        weights = self.weights
-        if weights is not None:
-            rest = occurrences - occurrence - weights.numel()
-            weights = torch.nn.functional.pad(weights, (occurrence, rest), value=1.0)
-        return replace(self, offsets=self.offsets + occurrence, parts=parts, weights=weights)
 
     @cached_property
     def native(self) -> tuple[Any, ...]:

@@ -3,5 +3,15 @@
 from megalith.shards.contract import Lookup, Prepared, Shards
 from megalith.shards.fused import FusedLookup
 from megalith.shards.local import LocalLookup, LocalShards
+from megalith.shards.sync import SyncLookup, SyncShards
 
-__all__ = ["FusedLookup", "LocalLookup", "LocalShards", "Lookup", "Prepared", "Shards"]
+__all__ = [
+    "FusedLookup",
+    "LocalLookup",
+    "LocalShards",
+    "Lookup",
+    "Prepared",
+    "Shards",
+    "SyncLookup",
+    "SyncShards",
+]

@@ -10,7 +10,7 @@ Not here: features, combiners, modules. Shards see ids per table and, at most, a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +52,10 @@ class Lookup(ABC):
                     f"table {name!r}: its ids were changed in place after the look-up; "
                     "keep them until the update, or look a copy up"
                 )
+
+    def fetch(self) -> None:
+        """Starts bringing the rows as they are now, where they have a way to come; `wait` waits for them."""
+        return
 
     @abstractmethod
     def wait(self) -> None:
@@ -124,6 +128,15 @@ class Shards(ABC):
         return None
 
     # ---- a batch
+
+    @property
+    @abstractmethod
+    def preparer(self) -> Callable[..., Prepared]:
+        """`prepare` as an object that can be pickled and sent to a data worker."""
+
+    def abort(self, error: Exception, call: str = "lookup") -> None:
+        """Tells other ranks, if there are any, that this one cannot make this call because of an error."""
+        return
 
     @abstractmethod
     def prepare(self, ids: Ids, *, missing_ok: bool = False) -> Prepared:

@@ -20,6 +20,7 @@ from megalith.shards.contract import (
 )
 from megalith.shards.fused import FusedLookup, fused_blocks, gather_blocks, scatter_blocks
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
+from megalith.table.checks import Checks
 
 
 class LocalShards(Shards):
@@ -39,6 +40,11 @@ class LocalShards(Shards):
         return f"LocalShards({tables})"
 
     # ---- a batch
+
+    @property
+    def preparer(self) -> LocalPreparer:
+        """See `Shards.preparer`."""
+        return LocalPreparer(self.configs)
 
     def prepare(self, ids: Ids, *, missing_ok: bool = False) -> Prepared:
         """Checks ids; a local look-up needs nothing else ahead."""
@@ -275,6 +281,17 @@ class LocalShards(Shards):
     def memory(self) -> dict[str, MemoryUse]:
         """See `Shards.memory`."""
         return {name: table.memory() for name, table in self.local.items()}
+
+
+class LocalPreparer:
+    """Checks ids: what `LocalShards.prepare` does, without the tables."""
+
+    def __init__(self, configs: Mapping[str, TableConfig]) -> None:
+        self._checks = {name: Checks(config) for name, config in configs.items()}
+
+    def __call__(self, ids: Ids) -> Prepared:
+        """ids: int64 or int32 [n] by table."""
+        return Prepared({name: self._checks[name].check_ids(x) for name, x in ids.items()})
 
 
 class LocalLookup(Lookup):

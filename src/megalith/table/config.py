@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from megalith.errors import InputError
+from megalith.routing import MODES
 from megalith.table.initializers import Initializer, Uniform
 from megalith.table.optimizers import Optimizer, State
 
@@ -116,6 +117,8 @@ class TableConfig:
             raise InputError(f"{where}: eviction policies are not supported yet, got {eviction!r}")
         if missing not in MISSING:
             raise InputError(f"{where}: missing must be one of {', '.join(MISSING)}, got {missing!r}")
+        if dist_type is not None and dist_type not in MODES:
+            raise InputError(f"{where}: dist_type must be one of {', '.join(MODES)}, got {dist_type!r}")
         for attribute, value in (
             ("name", name),
             ("segments", segments),

@@ -118,6 +118,10 @@ class Table(Checks):
         """`find`, and the epoch its row numbers belong to."""
         return self._find(self.check_ids(ids))
 
+    def read_into(self, rows: Tensor, epoch: int, ids: Tensor, out: Tensor) -> None:
+        """`read` without checks, into float32 [n, dim], for callers that have what `find_with_epoch` gave."""
+        self._read(rows, epoch, ids, out)
+
     def update_checked(
         self,
         rows: Tensor | None,
@@ -312,7 +316,7 @@ class Table(Checks):
         """Rows and the epoch they belong to."""
         raise NotImplementedError
 
-    def _read(self, rows: Tensor | None, epoch: int | None, ids: Tensor) -> Tensor:
+    def _read(self, rows: Tensor | None, epoch: int | None, ids: Tensor, out: Tensor | None = None) -> Tensor:
         raise NotImplementedError
 
     def _pool(
@@ -349,8 +353,9 @@ class Table(Checks):
         """columns: weights, then the config's state columns."""
         raise NotImplementedError
 
-    def _begin_snapshot(self, consumer: int, touched_only: bool, room: int) -> tuple[int, Tensor]:
-        """Rows it holds, and ids removed. consumer: -1 for none. room: rows that may be set aside."""
+    def _begin_snapshot(self, consumer: int, touched_only: bool, room: int) -> tuple[int, int, Tensor]:
+        """Rows it holds, rows of the whole table, and ids removed. consumer: -1 for none. room: rows that may
+        be set aside."""
         raise NotImplementedError
 
     def _read_snapshot(self, chunk: Chunk) -> int:

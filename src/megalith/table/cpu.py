@@ -104,8 +104,8 @@ class CpuTable(Table):
         epoch = self._native.find(ids, rows, torch.get_num_threads())
         return rows, epoch
 
-    def _read(self, rows: Tensor | None, epoch: int | None, ids: Tensor) -> Tensor:
-        out = torch.empty(ids.numel(), self.dim)
+    def _read(self, rows: Tensor | None, epoch: int | None, ids: Tensor, out: Tensor | None = None) -> Tensor:
+        out = torch.empty(ids.numel(), self.dim) if out is None else out
         self._native.read(rows, _epoch(epoch), ids, out, torch.get_num_threads())
         return out
 
@@ -158,9 +158,9 @@ class CpuTable(Table):
             if n:
                 yield chunk.part(0, n)
 
-    def _begin_snapshot(self, consumer: int, touched_only: bool, room: int) -> tuple[int, Tensor]:
-        rows, removed = self._native.begin_snapshot(consumer, touched_only, room)
-        return rows, _ids_from(removed)
+    def _begin_snapshot(self, consumer: int, touched_only: bool, room: int) -> tuple[int, int, Tensor]:
+        rows, live, removed = self._native.begin_snapshot(consumer, touched_only, room)
+        return rows, live, _ids_from(removed)
 
     def _read_snapshot(self, chunk: Chunk) -> int:
         return self._native.read_snapshot(chunk.ids, chunk.columns(), chunk.time)

@@ -135,11 +135,11 @@ class ReferenceTable(Table):
             rows = self._find(ids)[0]
         return rows.to(torch.int64)
 
-    def _read(self, rows: Tensor | None, epoch: int | None, ids: Tensor) -> Tensor:
+    def _read(self, rows: Tensor | None, epoch: int | None, ids: Tensor, out: Tensor | None = None) -> Tensor:
         with self._lock:
             rows = self._current(rows, epoch, ids)
             found = rows >= 0
-            out = torch.zeros(ids.numel(), self.dim)
+            out = torch.zeros(ids.numel(), self.dim) if out is None else out.zero_()
             out[found] = self._data[rows[found], : self.dim]
             if self.config.missing == "initial":
                 out[~found] = self._initial(ids[~found])
@@ -247,7 +247,7 @@ class ReferenceTable(Table):
         state = {c.key: raw[:, c.start : c.end].contiguous() for c in self.config.state_columns}
         return Chunk(self._ids_of[rows], raw[:, : self.dim].contiguous(), state, self._time[rows])
 
-    def _begin_snapshot(self, consumer: int, touched_only: bool, room: int) -> tuple[int, Tensor]:
+    def _begin_snapshot(self, consumer: int, touched_only: bool, room: int) -> tuple[int, int, Tensor]:
         """Copies the rows at once."""
         with self._lock:
             if self._snapshot is not None:
@@ -258,7 +258,7 @@ class ReferenceTable(Table):
             ids = drained[0].tolist() if touched_only else list(self._row_of)
             chunk = self._chunk(torch.tensor([self._row_of[id] for id in ids], dtype=torch.int64))
             self._snapshot = _Copy(chunk, consumer, drained)
-            return len(ids), drained[1]
+            return len(ids), len(self._row_of), drained[1]
 
     def _read_snapshot(self, chunk: Chunk) -> int:
         copy = self._snapshot

@@ -26,13 +26,14 @@ STEP_ROWS = 4096
 class Snapshot:
     """What `Table.snapshot` gives.
 
-    rows: how many it holds. removed: ids removed since the consumer's last drain, int64. waited: seconds
-    writers stood still for the reader, known after `close`.
+    rows: how many it holds. live: how many the table had then. removed: ids removed since the consumer's last
+    drain, int64. waited: seconds writers stood still for the reader, known after `close`.
     """
 
-    def __init__(self, table: Table, rows: int, removed: Tensor) -> None:
+    def __init__(self, table: Table, rows: int, live: int, removed: Tensor) -> None:
         self.table = table
         self.rows = rows
+        self.live = live
         self.removed = removed
         self.waited = 0.0
         self._open = True

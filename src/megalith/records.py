@@ -3,7 +3,7 @@
 Two framings, both little-endian:
   "length"    uint64 length, then the message. Monolith may put a header before each length; see HEADERS.
   "tfrecord"  uint64 length, masked crc32c of it, the message, masked crc32c of that.
-What the messages say is in `monolith.py`. Lengths are not believed beyond `max_bytes`.
+What the messages say is their readers' business. Lengths are not believed beyond `max_bytes`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import BinaryIO, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megalith.data.files import open_bytes
 from megalith.errors import InputError
+from megalith.library import native_module
+from megalith.streams import open_bytes
 
 Framing = Literal["length", "tfrecord"]
 MAX_RECORD_BYTES = 64 << 20
@@ -170,6 +171,12 @@ def masked_crc32c(data: bytes) -> int:
 
 def crc32c(data: bytes) -> int:
     """The Castagnoli CRC of some bytes."""
+    native = native_module()
+    return crc32c_twin(data) if native is None else native.crc32c(data)
+
+
+def crc32c_twin(data: bytes) -> int:
+    """`crc32c` in numpy."""
     effect, places = _crc_tables()
     values = np.frombuffer(data, np.uint8)
     crc, at = 0xFFFFFFFF, len(values) % _CRC_BLOCK

@@ -1,0 +1,121 @@
+"""Wire: rows and gradients as bytes, exact or smaller.
+
+Rows of several tables lie in blocks, peer by peer and table by table. "float32" is exact; "float16" and
+"bfloat16" are rounded, and what is too large becomes the largest number; "int8" keeps a scale per row and a
+byte per number.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megalith.errors import InputError
+
+ROW_WIRES = ("float32", "float16", "bfloat16", "int8")
+GRAD_WIRES = ("float32", "float16", "bfloat16")
+
+
+class Wire(ABC):
+    """How floats travel. counts: int64 [peers, tables], rows of each block; dims: floats of a row, by
+    table."""
+
+    @abstractmethod
+    def sizes(self, counts: Tensor, dims: Sequence[int]) -> list[int]:
+        """Bytes per peer."""
+
+    @abstractmethod
+    def encode(self, flat: Tensor, counts: Tensor, dims: Sequence[int]) -> Tensor:
+        """float32, all blocks one behind the other -> uint8."""
+
+    @abstractmethod
+    def decode(self, data: Tensor, counts: Tensor, dims: Sequence[int]) -> Tensor:
+        """uint8 -> float32."""
+
+
+def make_wire(name: str) -> Wire:
+    """The wire of a precision."""
+    if name == "int8":
+        return _Int8()
+    return _Floats({"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[name])
+
+
+def check_wire(wire: str | dict[str, str]) -> tuple[str, str]:
+    """The precisions of rows and gradients. Raises InputError naming what is unknown."""
+    given = {"rows": wire, "grads": wire if wire != "int8" else "float32"} if isinstance(wire, str) else wire
+    rows, grads = given.get("rows", "float32"), given.get("grads", "float32")
+    if set(given) - {"rows", "grads"} or rows not in ROW_WIRES or grads not in GRAD_WIRES:
+        raise InputError(
+            f"wire must be one precision, or {{'rows': ..., 'grads': ...}}; rows: {', '.join(ROW_WIRES)}; "
+            f"grads: {', '.join(GRAD_WIRES)}; got {wire!r}"
+        )
+    return rows, grads
+
+
+class _Floats(Wire):
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def sizes(self, counts: Tensor, dims: Sequence[int]) -> list[int]:
+        """See `Wire.sizes`."""
+        floats = counts @ torch.tensor(dims, dtype=torch.int64)
+        return [int(n) for n in (floats * self._dtype.itemsize).tolist()]
+
+    def encode(self, flat: Tensor, counts: Tensor, dims: Sequence[int]) -> Tensor:
+        """See `Wire.encode`."""
+        if self._dtype == torch.float32:
+            return flat.view(torch.uint8)
+        limit = torch.finfo(self._dtype).max
+        return flat.clamp(-limit, limit).to(self._dtype).view(torch.uint8)
+
+    def decode(self, data: Tensor, counts: Tensor, dims: Sequence[int]) -> Tensor:
+        """See `Wire.decode`."""
+        return data.view(self._dtype).to(torch.float32)
+
+
+class _Int8(Wire):
+    """Per peer: a float32 scale for each row, then a byte for each number, filled up to 8 bytes."""
+
+    def sizes(self, counts: Tensor, dims: Sequence[int]) -> list[int]:
+        """See `Wire.sizes`."""
+        sizes = (counts * (torch.tensor(dims, dtype=torch.int64) + 4)).sum(1)
+        return [-(-int(n) // 8) * 8 for n in sizes.tolist()]
+
+    def encode(self, flat: Tensor, counts: Tensor, dims: Sequence[int]) -> Tensor:
+        """See `Wire.encode`."""
+        data = torch.zeros(sum(self.sizes(counts, dims)), dtype=torch.uint8)
+        begin = 0
+        for scales, codes, n, dim in self._blocks(data, counts, dims):
+            rows = flat[begin : begin + n * dim].view(n, dim)
+            begin += n * dim
+            scale = rows.abs().amax(1) / 127
+            scales.copy_(scale)
+            codes.copy_((rows / scale.clamp(min=1e-38)[:, None]).round().clamp(-127, 127).to(torch.int8))
+        return data
+
+    def decode(self, data: Tensor, counts: Tensor, dims: Sequence[int]) -> Tensor:
+        """See `Wire.decode`."""
+        pieces = [
+            (codes.to(torch.float32) * scales[:, None]).view(-1)
+            for scales, codes, _, _ in self._blocks(data, counts, dims)
+        ]
+        return torch.cat(pieces) if pieces else torch.empty(0)
+
+    def _blocks(
+        self, data: Tensor, counts: Tensor, dims: Sequence[int]
+    ) -> list[tuple[Tensor, Tensor, int, int]]:
+        """Scales and codes of every block, views of the data."""
+        blocks = []
+        at = 0
+        for peer, size in zip(counts.tolist(), self.sizes(counts, dims), strict=True):
+            scale_at, code_at = at, at + 4 * sum(peer)
+            for n, dim in zip(peer, dims, strict=True):
+                scales = data[scale_at : scale_at + 4 * n].view(torch.float32)
+                codes = data[code_at : code_at + n * dim].view(torch.int8).view(n, dim)
+                blocks.append((scales, codes, n, dim))
+                scale_at, code_at = scale_at + 4 * n, code_at + n * dim
+            at += size
+        return blocks

@@ -1,0 +1,223 @@
+"""megalith bench comm: what exchanges move, real processes measured, what is printed and drawn of it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner, Result
+
+from megalith.cli.main import app
+from megalith.errors import InputError, RankFailedError, UnknownNameError
+from megalith.shards.comm_bench import PATTERNS, CommSettings
+from megalith.shards.comm_ranks import measure_local
+
+from ..distributed.ranks import run_ranks
+
+LIMIT = 120
+QUICK = ("--sizes", "1KiB,64K", "--seconds", "0.02", "--max-calls", "5")
+LAUNCHERS = re.compile(
+    "RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|OMPI_.*|SLURM_.*|MASTER_.*|TORCHELASTIC_.*"
+)
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if LAUNCHERS.fullmatch(name)]:
+        monkeypatch.delenv(name)
+
+
+def bench(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["bench", "comm", *arguments])
+
+
+def run(*command: str) -> str:
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# ---- the exchanges
+
+
+def exchanged(sizes: list[int]) -> dict[str, list[dict[str, Any]]]:
+    """What each pattern received, and the bytes it counts, by size."""
+    settings = CommSettings(dim=4, pieces=3)
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name, make in PATTERNS.items():
+        for size in sizes:
+            exchange = make(size, settings, None)
+            exchange.call()
+            values, counts = exchange.call().flatten().unique(return_counts=True)
+            received = dict(zip(values.tolist(), counts.tolist(), strict=True))
+            dtype = str(exchange.call().dtype)
+            seen = {"received": received, "size": exchange.size, "sent": exchange.sent, "dtype": dtype}
+            found.setdefault(name, []).append(seen)
+    return found
+
+
+def test_every_rank_gets_from_every_rank_what_the_pattern_says() -> None:
+    ranks = 3
+    results = run_ranks(exchanged, [7200], world_size=ranks)
+    for rank, found in enumerate(results):
+        ((even,), (rows,), (ids,), (uneven,)) = (found[name] for name in ("even", "rows", "ids", "uneven"))
+        assert even["received"] == dict.fromkeys(range(ranks), 600)
+        assert (even["size"], even["sent"]) == (7200, 4800)
+        assert rows["received"] == dict.fromkeys(range(ranks), 600)
+        assert ids["received"] == dict.fromkeys(range(ranks), 300)
+        assert (ids["dtype"], ids["size"], ids["sent"]) == ("torch.int64", 7200, 4800)
+        own = [982, 491, 327][rank]  # 1800 elements by 1 : 1/2 : 1/3
+        assert uneven["received"] == dict.fromkeys(range(ranks), own)
+        assert uneven["sent"] == 4 * (1800 - own)
+        assert found["all_reduce"][0]["size"] == found["all_reduce"][0]["sent"] == 7200
+
+
+def test_a_byte_is_rounded_up_to_an_element() -> None:
+    for found in run_ranks(exchanged, [1]):
+        assert {name: seen[0]["size"] for name, seen in found.items()} == {
+            "all_reduce": 4,
+            "even": 4,
+            "uneven": 4,
+            "ids": 8,
+            "rows": 16,
+        }
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"patterns": ("gossip",)}, UnknownNameError, "unknown pattern 'gossip' (known: all_reduce, even,"),
+        ({"sizes": ()}, InputError, "sizes must not be empty"),
+        ({"sizes": (1 << 40,)}, InputError, "sizes must be within"),
+        ({"seconds": 0.0}, InputError, "seconds must be above 0"),
+        ({"budget": float("nan")}, InputError, "budget must be above 0"),
+    ],
+)
+def test_settings_that_make_no_sense_are_named(changes: Any, error: type, said: str) -> None:
+    with pytest.raises(error) as caught:
+        CommSettings(**changes)
+    assert said in str(caught.value)
+
+
+# ---- by itself
+
+
+def test_by_itself_it_measures_two_local_ranks_as_json_and_draws_them(tmp_path: Path) -> None:
+    page = tmp_path / "comm.html"
+    found = json.loads(
+        run(sys.executable, "-m", "megalith", "bench", "comm", *QUICK, "--json", "--plot", str(page))
+    )
+    assert found["ranks"] == 2
+    assert found["left_out"] == 0
+    assert found["machine"]["torch"] == torch.__version__
+    assert [(r["pattern"], r["size"]) for r in found["results"]] == [
+        (pattern, size) for pattern in PATTERNS for size in (1024, 65536)
+    ]
+    for result in found["results"]:
+        assert 3 <= result["calls"] <= 5
+        assert 0 < result["best"] <= result["latency"]
+        part = 1 if result["pattern"] == "all_reduce" else 0.5  # of two ranks each keeps half, on average
+        assert result["goodput"] == pytest.approx(result["size"] * part / result["latency"], rel=0.01)
+    drawn = page.read_text()
+    assert drawn.count("<svg") == 2
+    assert drawn.count("<circle") == 2 * len(found["results"])
+    assert not re.search("NaN|undefined|<script", drawn)
+
+
+def test_the_table_names_patterns_and_sizes() -> None:
+    result = bench(*QUICK, "--pattern", "rows", "--pattern", "ids", "--ranks", "3", "--dim", "8")
+    assert result.exit_code == 0, result.output
+    assert "3 ranks, gloo" in result.output
+    said = [line for line in result.output.splitlines() if "KiB" in line]
+    assert len(said) == 4
+    assert "all-to-all, rows" in said[0]
+    assert "64.0 KiB" in said[1]
+    assert "all-to-all, ids" in said[2]
+
+
+def test_what_the_budget_does_not_allow_is_left_out_and_said() -> None:
+    result = bench(*QUICK, "--budget", "1e-9")
+    assert result.exit_code == 0, result.output
+    assert "left out: 10 of 10, as --budget was spent" in result.output
+
+
+def test_a_rank_that_dies_ends_the_measurement_with_an_error() -> None:
+    stream = measure_local(CommSettings(sizes=(1024,) * 1000, seconds=0.01), 2)
+    next(stream)
+    multiprocessing.active_children()[0].kill()
+    with pytest.raises(RankFailedError, match=r"rank [01] (ended|failed)"):
+        list(stream)
+    assert multiprocessing.active_children() == []
+
+
+def test_whoever_stops_listening_leaves_no_process_behind() -> None:
+    stream = measure_local(CommSettings(sizes=(1024,) * 1000, seconds=0.01), 2)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert multiprocessing.active_children() == []
+
+
+# ---- under a launcher
+
+
+def test_under_torchrun_the_ranks_are_its_own_and_one_of_them_prints() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    said = run(*command, "-m", "megalith", "bench", "comm", *QUICK, "--pattern", "even", "--json")
+    found = json.loads(said)
+    assert found["ranks"] == 2
+    assert [result["pattern"] for result in found["results"]] == ["even", "even"]
+
+
+@pytest.mark.parametrize(
+    ("environ", "flags", "said"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "1"}, [], "torchrun started 1 rank(s), but at least two are needed"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, ["--ranks", "4"], "torchrun started 2 rank(s), but 4 are needed"),
+        (
+            {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"},
+            [],
+            "OpenMPI started 2 ranks, but MASTER_ADDR is not set",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::megalith.shards.environment.LaunchWarning")
+def test_a_launcher_that_does_not_suit_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], flags: list[str], said: str
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    result = bench(*flags)
+    assert result.exit_code == 1
+    assert said in re.sub(r"\s+", " ", result.output)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--sizes", "1KiB,much"], "--sizes: 'much' is no number of bytes such as 512, 64KiB or 1M"),
+        (["--sizes", "0"], "sizes must be within 1 .."),
+        (["--pattern", "gossip"], "unknown pattern 'gossip'"),
+        (["--plot", "/no/such/place.html"], "--plot: /no/such is no directory"),
+    ],
+)
+def test_wrong_flags_are_one_line_and_exit_code_1(flags: list[str], said: str) -> None:
+    result = bench(*flags)
+    assert result.exit_code == 1
+    assert said in re.sub(r"\s+", " ", result.output)
+
+
+def test_help_shows_examples() -> None:
+    result = bench("--help")
+    assert result.exit_code == 0
+    assert "torchrun --nproc-per-node 2 -m megalith bench comm --json" in result.output

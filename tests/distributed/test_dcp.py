@@ -1,0 +1,145 @@
+"""torch.distributed.checkpoint at two ranks: each gets its own rows back; other world sizes are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megalith import Adagrad, EmbeddingCollection, Feature, LocalShards, TableConfig
+from megalith.errors import UsageError
+from megalith.shards import SyncShards
+from tests.table.support import whole
+
+from .ranks import run_ranks
+
+ROWS = 10
+Rows = dict[str, Any]
+
+
+def new_model(spread: bool = False) -> nn.ModuleDict:
+    """A table of its own for each rank, or one that is spread over the ranks."""
+    torch.manual_seed(0)
+    kind = SyncShards if spread else LocalShards
+    shards = kind([TableConfig("t", dim=4, optimizer=Adagrad(0.5))])
+    embeddings = EmbeddingCollection(shards, [Feature("a", "t")])
+    return nn.ModuleDict({"embeddings": embeddings, "head": nn.Linear(4, 1)})
+
+
+def trained(rank: int, spread: bool = False) -> nn.ModuleDict:
+    """Rank r brings ids from 10 r on, r more of them than rank 0; with tables of their own, r more steps."""
+    model = new_model(spread)
+    ids = torch.arange(ROWS * rank, ROWS * (rank + 1) + rank)
+    for step in range(2 if spread else 1 + rank):
+        model["embeddings"]({"a": ids}, time=100 + step)["a"].square().sum().backward()
+    with torch.no_grad():
+        model["head"].weight.fill_(7.0)
+    return model
+
+
+def contents(model: nn.ModuleDict) -> Rows:
+    embeddings = model["embeddings"]
+    assert isinstance(embeddings, EmbeddingCollection)
+    chunk = whole(embeddings.shards.local["t"])
+    return {
+        "step": embeddings.global_step,
+        "ids": chunk.ids.tolist(),
+        "rows": chunk.rows.tolist(),
+        "sum": chunk.state["0/sum"].tolist(),
+        "time": chunk.time.tolist(),
+        "weight": plain(model["head"].weight),
+    }
+
+
+def plain(weight: Any) -> list[Any]:
+    assert isinstance(weight, Tensor)
+    return list(weight.tolist())
+
+
+def load(model: nn.ModuleDict, path: Path) -> str:
+    try:
+        dcp.load({"model": model}, checkpoint_id=path)
+    except CheckpointException as error:
+        return str(error)
+    return "it loaded"
+
+
+def there_and_back(path: Path, spread: bool) -> tuple[Rows, Rows]:
+    model, fresh = trained(dist.get_rank(), spread), new_model(spread)
+    dcp.save({"model": model}, checkpoint_id=path)
+    dcp.load({"model": fresh}, checkpoint_id=path)
+    return contents(model), contents(fresh)
+
+
+def on_a_rank(shared: Path, alone: Path) -> dict[str, Any]:
+    own, spread = (there_and_back(shared / str(s), s) for s in (False, True))
+    other = new_model()
+    told = load(other, alone)
+    rows = len(contents(other)["ids"])
+    return {"own": own, "spread": spread, "told": told, "rows": rows, "rerouted": rerouted(shared / "True")}
+
+
+def rerouted(path: Path) -> str:
+    """What is said where rows were routed otherwise."""
+    shards = SyncShards([TableConfig("t", dim=4, optimizer=Adagrad(0.5))], router="hash_roundrobin")
+    embeddings = EmbeddingCollection(shards, [Feature("a", "t")])
+    model = nn.ModuleDict({"embeddings": embeddings, "head": nn.Linear(4, 1)})
+    try:
+        dcp.load({"model": model}, checkpoint_id=path)
+    except UsageError as error:
+        return str(error)
+    return "it loaded"
+
+
+Outcome = tuple[list[dict[str, Any]], Path]
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    shared, alone = tmp_path_factory.mktemp("shared"), tmp_path_factory.mktemp("alone")
+    dcp.save({"model": trained(0)}, checkpoint_id=alone, no_dist=True)
+    return run_ranks(on_a_rank, shared, alone), shared
+
+
+def test_each_rank_gets_its_own_rows_back(outcome: Outcome) -> None:
+    for rank, results in enumerate(outcome[0]):
+        saved, loaded = results["own"]
+        assert loaded == saved
+        assert loaded["ids"] == list(range(ROWS * rank, ROWS * (rank + 1) + rank))
+        assert loaded["step"] == 1 + rank
+        assert set(loaded["time"]) == {100 + rank}
+        assert loaded["weight"] == [[7.0] * 4]
+
+
+def test_rows_of_a_table_spread_over_ranks(outcome: Outcome) -> None:
+    for rank, results in enumerate(outcome[0]):
+        saved, loaded = results["spread"]
+        assert loaded == saved
+        assert loaded["ids"] == list(range(rank, 2 * ROWS + 1, 2))
+        assert loaded["step"] == 2
+
+
+def test_rows_that_were_routed_otherwise_are_refused(outcome: Outcome) -> None:
+    for results in outcome[0]:
+        assert "Router('hash_roundrobin', 2) gives to other ranks" in results["rerouted"]
+        assert "checkpoint.load with reroute=True" in results["rerouted"]
+
+
+def test_one_ranks_checkpoint_at_two_ranks_names_checkpoint_load(outcome: Outcome) -> None:
+    for results in outcome[0]:
+        expected = "rank 1 of 2 (at another world size: checkpoint.save and checkpoint.load)"
+        assert expected in results["told"]
+        assert results["rows"] == 0
+
+
+def test_two_ranks_checkpoint_in_one_process_names_checkpoint_load(outcome: Outcome) -> None:
+    model = new_model()
+    told = load(model, outcome[1] / "False")
+    assert "rank 0 of 1 (at another world size: checkpoint.save and checkpoint.load)" in told
+    assert contents(model)["ids"] == []

@@ -1,0 +1,127 @@
+"""A real torchrun: what configure says on each of its ranks, and dense weights that become rank 0's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megalith.errors import InputError
+from megalith.shards.environment import broadcast_dense, configure
+
+from .launched import Model
+from .ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 120
+
+
+@pytest.fixture(scope="module")
+def torchrun(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two ranks found out."""
+    folder = tmp_path_factory.mktemp("launch")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "tests.distributed.launched", str(folder)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_each_rank_knows_its_place(torchrun: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(torchrun):
+        assert found["rank"] == [rank, 2, rank, 2]
+        assert found["group"] == [rank, 2]
+        assert found["launcher"] == "torchrun"
+        assert found["again"]
+        assert found["environ is as it was"]
+
+
+def test_each_rank_has_a_directory_below_that_of_the_launch(torchrun: list[dict[str, Any]]) -> None:
+    first, second = (Path(found["run_dir"]) for found in torchrun)
+    assert first.parent == second.parent
+    assert first.parent.parent == Path("run")
+    assert (first.name, second.name) == ("index-0000", "index-0001")
+
+
+def test_dense_weights_become_those_of_rank_0_unless_told_not_to(torchrun: list[dict[str, Any]]) -> None:
+    expected = Model(7).lists()
+    for rank, found in enumerate(torchrun):
+        assert found["model"] == expected
+        assert found["skipped"] == Model(rank + 7).lists()
+    other = Model(8).lists()
+    assert [name for name in expected if other[name] == expected[name] and name != "empty"] == [
+        "norm.weight",
+        "norm.bias",
+        "norm.running_mean",
+        "norm.running_var",
+    ]
+
+
+# ---- without a launcher
+
+
+def told(work: Any) -> str:
+    try:
+        work()
+    except InputError as error:
+        return str(error)
+    return "no error"
+
+
+def bad_models() -> tuple[str, str, list[float], str]:
+    rank = dist.get_rank()
+    model = nn.Linear(2, 2 + rank % 2)
+    nn.init.constant_(model.weight, rank)
+    shapes = told(lambda: broadcast_dense(model))
+    lazy = told(lambda: broadcast_dense(nn.LazyLinear(2) if rank == 1 else nn.Linear(2, 2)))
+    return shapes, lazy, model.weight.unique().tolist(), told(lambda: configure("runs", environ={}))
+
+
+def subgroup() -> list[float]:
+    """Ranks 1 and 2 of 3; the first of the group is rank 1."""
+    rank = dist.get_rank()
+    group = dist.new_group([1, 2])
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, rank)
+    if rank > 0:
+        broadcast_dense(model, group)
+    return model.weight.flatten().tolist()
+
+
+@pytest.fixture(scope="module")
+def without_launcher() -> list[tuple[str, str, list[float], str]]:
+    return run_ranks(bad_models)
+
+
+def test_models_that_differ_raise_on_every_rank_and_nothing_is_written(without_launcher: list[Any]) -> None:
+    for rank, (shapes, lazy, weights, _) in enumerate(without_launcher):
+        assert "of ranks [1] are not those of rank 0" in shapes
+        assert "no shape yet on ranks [1]" in lazy
+        assert ("(here: weight, bias)" in lazy) == (rank == 1)
+        assert weights == [rank]
+
+
+def test_a_process_group_that_the_variables_do_not_know_is_an_error(without_launcher: list[Any]) -> None:
+    for rank, (*_, said) in enumerate(without_launcher):
+        assert f"has rank {rank} of 2, but the variables of no launcher say rank 0 of 1" in said
+
+
+def test_a_subgroup_gets_the_weights_of_its_first_rank() -> None:
+    assert run_ranks(subgroup, world_size=3) == [[0.0], [1.0], [1.0]]
+
+
+def test_without_a_process_group_it_says_what_to_do() -> None:
+    assert not torch.distributed.is_initialized()
+    with pytest.raises(InputError, match="call init_process_group first"):
+        broadcast_dense(nn.Linear(1, 1))
