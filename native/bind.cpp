@@ -127,6 +127,7 @@ NB_MODULE(_native, m) {
 
   bind_ops(m);
   bind_files(m);
+  bind_mailbox(m);
 
   nb::class_<Table>(m, "Table")
       .def("__init__",
@@ -243,12 +244,13 @@ NB_MODULE(_native, m) {
            [](Table& t, int consumer, bool touched_only, int64_t room) {
              require(consumer < Table::kMaxConsumers && room > 0, "begin_snapshot: bad consumer or room");
              std::vector<int64_t> removed;
-             int64_t rows;
+             int64_t rows, live;
              {
                nb::gil_scoped_release release;
                rows = t.begin_snapshot(consumer, touched_only, room, removed);
+               live = t.snapshot_live();
              }
-             return nb::make_tuple(rows, as_bytes(removed));
+             return nb::make_tuple(rows, live, as_bytes(removed));
            })
       .def("read_snapshot",
            [](Table& t, handle ids, nb::sequence columns, handle times) {

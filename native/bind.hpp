@@ -152,8 +152,10 @@ struct BagsList {
   }
 };
 
-// The functions of ops/ (bind_ops.cpp), and of other systems' files (bind_files.cpp).
+// The functions of ops/ (bind_ops.cpp), of other systems' files (bind_files.cpp), and of exchanges between
+// processes (bind_mailbox.cpp).
 void bind_ops(nb::module_& m);
 void bind_files(nb::module_& m);
+void bind_mailbox(nb::module_& m);
 
 }  // namespace megalith

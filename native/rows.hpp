@@ -130,6 +130,22 @@ class Rows {
   }
   uint8_t& flag(int32_t row) const { return flags_[row >> shift_][row & mask()]; }
 
+  // 64 rows at a time: a bit each for those in use, for those flagged with `bit`. Rows not yet given have none.
+  uint64_t live_of(size_t word) const {
+    const int32_t row = static_cast<int32_t>(word * 64);
+    return live_[row >> shift_][(row & mask()) >> 6];
+  }
+  uint64_t flagged_of(size_t word, uint8_t bit) const {
+    const uint8_t* flags = &flag(static_cast<int32_t>(word * 64));
+    uint64_t bits = 0;
+    for (int i = 0; i < 64; ++i) bits |= uint64_t{(flags[i] & bit) != 0} << i;
+    return bits;
+  }
+  void clear_flags(size_t word, uint8_t bit) const {
+    uint8_t* flags = &flag(static_cast<int32_t>(word * 64));
+    for (int i = 0; i < 64; ++i) flags[i] &= static_cast<uint8_t>(~bit);
+  }
+
   void start_tracking() {
     if (tracking_) return;
     std::vector<Block> blocks;

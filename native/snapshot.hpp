@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bitset>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -22,26 +23,31 @@ class Snapshot {
  public:
   // Of all rows in use, or of those flagged with `bit` alone. Takes the flags away.
   Snapshot(const Rows& rows, uint8_t bit, bool touched_only, std::vector<int64_t> removed, int64_t room)
-      : bit_(bit), room_(room), high_(rows.high()), owner_(getpid()), removed_(std::move(removed)) {
+      : bit_(bit),
+        room_(room),
+        high_(rows.high()),
+        live_(rows.used()),
+        owner_(getpid()),
+        removed_(std::move(removed)) {
     const size_t words = static_cast<size_t>((high_ + 63) / 64);
-    done_.assign(words, 0);
-    if (bit) flagged_.assign(words, 0);
-    for (int64_t r = 0; r < high_; ++r) {
-      const int32_t row = static_cast<int32_t>(r);
-      const bool flagged = bit && (rows.flag(row) & bit);
-      const bool member = touched_only ? flagged : rows.live(row);
-      if (flagged) flagged_[word(row)] |= mask(row);
-      if (!member) done_[word(row)] |= mask(row);
-      size_ += member;
+    done_.resize(words);
+    if (bit) flagged_.resize(words);
+    for (size_t w = 0; w < words; ++w) {
+      const uint64_t live = rows.live_of(w), flagged = bit ? rows.flagged_of(w, bit) : 0;
+      const uint64_t members = touched_only ? flagged : live;
+      if (bit) flagged_[w] = flagged;
+      done_[w] = ~members;
+      size_ += static_cast<int64_t>(std::bitset<64>(members).count());
     }
     // All memory now: later on a writer stands still for it. Pages are taken as they fill.
     const size_t most = static_cast<size_t>(std::min(room_, size_));
     ids_.reserve(most), times_.reserve(most), raw_.reserve(most * (rows.row_size() / 4));
     if (!bit) return;
-    for (int64_t r = 0; r < high_; ++r) rows.flag(static_cast<int32_t>(r)) &= static_cast<uint8_t>(~bit);
+    for (size_t w = 0; w < words; ++w) rows.clear_flags(w, bit);
   }
 
   int64_t size() const { return size_; }
+  int64_t live() const { return live_; }  // rows of the whole table when it was taken
   const std::vector<int64_t>& removed() const { return removed_; }
   bool finished() const { return cursor_ >= high_ && ids_.empty(); }
   // A child of fork() has the rows but not the reader.
@@ -129,7 +135,7 @@ class Snapshot {
   }
 
   const uint8_t bit_;
-  const int64_t room_, high_;
+  const int64_t room_, high_, live_;
   const pid_t owner_;
   int64_t cursor_ = 0, size_ = 0;
   std::vector<uint64_t> done_;     // read, set aside, or not part of it

@@ -171,11 +171,16 @@ class Table {
     std::unique_lock<ForkSafeLock> hold(lock_);
     Lease lease;
     keep_for_snapshot(ids, n, *lease, threads, hold);
-    const int32_t* rows = find_or_create(ids, n, *lease, threads);
-    for (int64_t i = 0; i < n; ++i) {
-      rows_.copy_in(rows[i], columns, i);
-      written(rows[i], static_cast<uint32_t>(times[i]));
-    }
+    const int64_t before = index_.size();
+    const int32_t* rows = find_or_create(ids, n, *lease, threads, /*initialize=*/false);
+    // Ids that are all new are all different: then the order of writing has no meaning.
+    const int64_t grain = index_.size() - before == n ? kReadGrain : std::max<int64_t>(n, 1);
+    for_ranges(n, grain, threads, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i) {
+        rows_.copy_in(rows[i], columns, i);
+        written(rows[i], static_cast<uint32_t>(times[i]));
+      }
+    });
     ++epoch_;
   }
 
@@ -246,6 +251,11 @@ class Table {
     std::shared_lock<ForkSafeLock> hold(lock_);
     if (!snapshot_) throw std::invalid_argument("table '" + options_.name + "' has no snapshot");
     return snapshot_->read(rows_, limit, ids, columns, times);
+  }
+
+  int64_t snapshot_live() const {
+    std::shared_lock<ForkSafeLock> hold(lock_);
+    return snapshot_ ? snapshot_->live() : 0;
   }
 
   double snapshot_pressure() const {
@@ -416,7 +426,8 @@ class Table {
     return lowest >= 0 && highest < rows_.high();
   }
 
-  const int32_t* find_or_create(const int64_t* ids, int64_t n, Scratch& scratch, int threads) {
+  const int32_t* find_or_create(const int64_t* ids, int64_t n, Scratch& scratch, int threads,
+                                bool initialize = true) {
     int32_t* rows = scratch.rows.get(n);
     find_rows(ids, n, rows, threads);
     int32_t* missing = scratch.missing.get(n);
@@ -424,7 +435,7 @@ class Table {
     for (int64_t i = 0; i < n; ++i)
       if (rows[i] < 0) missing[count++] = static_cast<int32_t>(i);
     const int64_t created = prepare_missing(ids, rows, count, scratch);
-    create_missing(rows, count, created, scratch, threads);
+    create_missing(rows, count, created, scratch, threads, initialize);
     return rows;
   }
 
@@ -442,8 +453,9 @@ class Table {
     return created;
   }
 
-  // The half that cannot fail: inserts and initializes them.
-  void create_missing(int32_t* rows, int64_t count, int64_t created, Scratch& scratch, int threads) {
+  // The half that cannot fail: inserts them and, unless the caller fills whole rows, initializes them.
+  void create_missing(int32_t* rows, int64_t count, int64_t created, Scratch& scratch, int threads,
+                      bool initialize = true) {
     if (count == 0) return;
     const int32_t* missing = scratch.missing.get(count);
     const int64_t* ids = scratch.fresh_ids.get(count);
@@ -456,6 +468,7 @@ class Table {
       index_.insert(ids[k], fresh[k]);
     }
     for (int64_t m = 0; m < count; ++m) rows[missing[m]] = fresh[rows[missing[m]]];
+    if (!initialize) return;
     const TableView table = view();
     for_ranges(created, 1024, threads, [&](int64_t first, int64_t last) {
       kernels_->initialize(table, fresh + first, ids + first, last - first);

@@ -51,11 +51,11 @@ struct ExchangeApi {
 };
 
 constexpr int32_t kCpu = 1;
-constexpr uint8_t kInt = 0, kFloat = 2;
+constexpr uint8_t kInt = 0, kUInt = 1, kFloat = 2;
 
 }  // namespace dlpack
 
-enum class Kind { int32, int64, float32, float64, any };
+enum class Kind { uint8, int32, int64, float32, float64, any };
 
 // A contiguous CPU tensor, borrowed for the length of a call.
 struct TensorView {
@@ -114,6 +114,7 @@ struct KindFacts {
 
 inline KindFacts facts(Kind kind) {
   switch (kind) {
+    case Kind::uint8: return {"uint8", dlpack::kUInt, 8};
     case Kind::int32: return {"int32", dlpack::kInt, 32};
     case Kind::int64: return {"int64", dlpack::kInt, 64};
     case Kind::float32: return {"float32", dlpack::kFloat, 32};

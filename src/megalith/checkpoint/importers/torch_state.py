@@ -1,0 +1,140 @@
+"""import_torch: tables out of the weights of nn.Embedding and nn.EmbeddingBag; a row's id is its index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.checkpoint.importers.rows import (
+    Import,
+    ImportReport,
+    OnError,
+    Piece,
+    optimizer_of,
+    pieces_of,
+    spread_state,
+)
+from megalith.errors import InputError
+from megalith.nn import EmbeddingCollection
+from megalith.table import TableConfig
+
+_STATE: dict[str, dict[str, str]] = {
+    "sgd": {},
+    "adagrad": {"sum": "sum"},
+    "adam": {"m": "exp_avg", "v": "exp_avg_sq", "count": "step"},
+}
+"""What our optimizers keep, and torch.optim's names for it."""
+
+
+def import_torch(
+    collection: EmbeddingCollection,
+    state_dict: Mapping[str, Any],
+    tables: Mapping[str, str],
+    *,
+    optimizer_state: Mapping[str, Mapping[str, Any]] | None = None,
+    time: float | None = None,
+    on_error: OnError = "raise",
+) -> ImportReport:
+    """Fills tables with the rows of embedding weights; row i becomes the row of id i.
+
+    state_dict: of a model, as `torch.load(path, weights_only=True, mmap=True)` gives it. tables: our table ->
+    the weight's key, [rows, dim] of any float type. optimizer_state: our table -> what torch.optim.Adagrad,
+    Adam or SparseAdam keeps for that weight, `optimizer.state[weight]`; without it state starts fresh.
+    time, on_error: see `Import`. Raises InputError, before anything is written, if a key is missing or a
+    weight or its state does not fit the table.
+    """
+    into = Import(collection, tables, time=time, on_error=on_error)
+    if not isinstance(state_dict, Mapping):
+        raise InputError(
+            f"import_torch: state_dict must map names to tensors, got {type(state_dict).__name__}"
+        )
+    given = optimizer_state or {}
+    if extra := sorted(set(given) - set(tables)):
+        raise InputError(f"import_torch: optimizer_state is given for {extra}, which tables does not name")
+    weights, states = {}, {}
+    for name, key in tables.items():
+        config = into.configs[name]
+        weights[name] = _weight(config, state_dict, key)
+        if name in given:
+            states[name] = _state(config, weights[name].shape[0], given[name])
+        elif config.state_columns:
+            into.left_out[f"{name}: optimizer state"] = "optimizer_state was not given, so it starts fresh"
+
+    def walk() -> Iterator[Piece]:
+        for name, weight in weights.items():
+            config = into.configs[name]
+            for part in pieces_of(weight.shape[0], config.row_floats):
+                n = part.stop - part.start
+                yield Piece(
+                    name,
+                    f"state_dict[{tables[name]!r}]",
+                    torch.arange(part.start, part.stop),
+                    _plain(weight[part]),
+                    spread_state(config, _part(states[name], part, n)) if name in states else {},
+                    torch.full((n,), into.time),
+                )
+
+    return into.run(walk)
+
+
+def _weight(config: TableConfig, state_dict: Mapping[str, Any], key: str) -> Tensor:
+    if key not in state_dict:
+        known = ", ".join(repr(k) for k, v in state_dict.items() if isinstance(v, Tensor) and v.dim() == 2)
+        raise InputError(
+            f"table {config.name!r}: the state_dict has no {key!r} (matrices in it: {known or 'none'})"
+        )
+    weight = state_dict[key]
+    where = f"table {config.name!r}: state_dict[{key!r}]"
+    if not isinstance(weight, Tensor) or type(weight) not in (Tensor, torch.nn.Parameter):
+        raise InputError(
+            f"{where} is a {type(weight).__name__}, not a plain tensor (of a DTensor: full_tensor())"
+        )
+    if weight.layout != torch.strided or weight.is_meta or not weight.is_floating_point():
+        raise InputError(
+            f"{where} must hold dense floats, got {weight.dtype}, {weight.layout}, on {weight.device}"
+        )
+    if weight.dim() != 2 or weight.shape[1] != config.dim:
+        raise InputError(f"{where} is {list(weight.shape)}, the table needs [rows, {config.dim}]")
+    return weight
+
+
+def _state(config: TableConfig, rows: int, given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """By our names: float [rows, dim] each, or one number for all rows, []."""
+    where = f"table {config.name!r}: optimizer_state"
+    wanted: dict[str, str] = {}
+    for segment in config.segments:
+        if segment.optimizer.name not in _STATE:
+            raise InputError(
+                f"{where}: torch.optim keeps nothing that {optimizer_of(config)} could go on with"
+            )
+        wanted |= _STATE[segment.optimizer.name]
+    if missing := sorted(set(wanted.values()) - set(given)):
+        raise InputError(
+            f"{where} holds {sorted(given)} and lacks {missing}, which {optimizer_of(config)} needs: is it "
+            "the same optimizer?"
+        )
+    extra = sorted(k for k in set(given) - {"step", *wanted.values()} if given[k] is not None)
+    if extra:
+        raise InputError(f"{where} holds {extra}, for which {optimizer_of(config)} has no place")
+    state = {}
+    for ours, theirs in wanted.items():
+        value = torch.as_tensor(given[theirs])
+        shape = () if theirs == "step" else (rows, config.dim)
+        if value.shape != shape or value.layout != torch.strided or value.is_meta:
+            raise InputError(f"{where}: {theirs!r} is {list(value.shape)}, expected {list(shape)}")
+        state[ours] = value
+    return state
+
+
+def _part(state: Mapping[str, Tensor], part: slice, n: int) -> dict[str, Tensor]:
+    return {
+        name: _plain(value[part]) if value.dim() else torch.full((n, 1), float(value))
+        for name, value in state.items()
+    }
+
+
+def _plain(values: Tensor) -> Tensor:
+    return values.detach().to("cpu", torch.float32).contiguous()
