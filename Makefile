@@ -18,7 +18,7 @@ demo: $(VENV)/installed
 test: lint test-native test-python
 
 test-python: $(VENV)/dev
-	$(BIN)/python -m pytest -m "not soak"
+	$(BIN)/python -m pytest -m "not soak" -n 2 --dist loadfile
 
 # The native core on its own, once for memory and undefined behaviour, once for data races.
 test-native: build/address,undefined/tested build/thread/tested
@@ -39,6 +39,7 @@ bench: $(VENV)/bench
 	$(BIN)/python benchmarks/table_cpu.py
 	$(BIN)/python benchmarks/ops_cpu.py
 	$(BIN)/python benchmarks/train_cpu.py
+	$(BIN)/python benchmarks/checkpoint_cpu.py
 	$(BIN)/python benchmarks/quality.py
 
 soak: $(VENV)/dev
@@ -73,7 +74,7 @@ $(VENV)/installed: $(VENV)/build-tools pyproject.toml $(NATIVE)
 
 # The report is looked at in a real browser.
 $(VENV)/dev: $(VENV)/installed
-	$(BIN)/pip install -q -c constraints.txt pytest hypothesis ruff mypy pyarrow tensorboard
+	$(BIN)/pip install -q -c constraints.txt pytest pytest-xdist hypothesis ruff mypy pyarrow tensorboard obstore
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null \
 	  || (apt-get update && apt-get install -y --no-install-recommends chromium fonts-dejavu-core)
 	@touch $@

@@ -58,3 +58,7 @@ class RankTimeoutError(MegalithError, TimeoutError):
 
 class RankFailedError(MegalithError, RuntimeError):
     """Another rank met an error, which its own log tells; this one cannot go on without it."""
+
+
+class DiscoveryError(MegalithError, ConnectionError):
+    """A discovery that does not answer, refuses, or does not know enough servers in time."""

@@ -1,0 +1,114 @@
+"""Tensors to chunks and back, and the cosine transform of a chunk.
+
+Chunks are numbered band by band: all chunks across the first lines, then the next. A range of chunks is at
+most three rectangles of the matrix, so an update can work on a range without the rest. The inverse
+transform adds in a fixed order, one product at a time: the same chunk gives the same bits whatever chunks
+stand beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalith.errors import InputError
+from megalith.gather.schema import ParameterSpec
+
+
+class Rectangle(NamedTuple):
+    """Chunks `start` to `stop` of a range: bands `top` to `bottom`, chunks `left` to `right` of each."""
+
+    start: int
+    stop: int
+    top: int
+    bottom: int
+    left: int
+    right: int
+
+
+def to_chunks(tensor: Tensor, spec: ParameterSpec) -> Tensor:
+    """A tensor of the spec's shape as float32 [rows, size]; padding is zero."""
+    if tuple(tensor.shape) != spec.shape:
+        raise InputError(f"{spec.name!r} has shape {tuple(tensor.shape)}, its schema says {spec.shape}")
+    (down, across), (height, width) = spec.bands, spec.chunk
+    lines, columns = spec.matrix
+    whole = tensor.detach().reshape(lines, columns)
+    if (lines, columns) != (down * height, across * width):
+        padded = whole.new_zeros(down * height, across * width)
+        padded[:lines, :columns] = whole
+        whole = padded
+    tiles = whole.view(down, height, across, width).permute(0, 2, 1, 3)
+    return tiles.to(torch.float32).reshape(spec.rows, spec.size)
+
+
+def from_chunks(chunks: Tensor, spec: ParameterSpec) -> Tensor:
+    """Chunks [rows, size] as a tensor of the spec's shape; padding is dropped."""
+    (down, across), (lines, columns) = spec.bands, spec.matrix
+    whole = Rectangle(0, spec.rows, 0, down, 0, across)
+    return lay_out(chunks, spec, whole)[:lines, :columns].reshape(spec.shape)
+
+
+def rectangles(spec: ParameterSpec, start: int, stop: int) -> Iterator[Rectangle]:
+    """The rectangles that chunks start to stop are made of, in order; numbers count from `start`."""
+    across = spec.bands[1]
+    at = start
+    while at < stop:
+        band, left = divmod(at, across)
+        if left == 0 and stop - at >= across:
+            bottom, right = stop // across, across
+        else:
+            bottom, right = band + 1, min(across, left + stop - at)
+        count = (bottom - band) * (right - left)
+        yield Rectangle(at - start, at - start + count, band, bottom, left, right)
+        at += count
+
+
+def lay_out(chunks: Tensor, spec: ParameterSpec, place: Rectangle) -> Tensor:
+    """The chunks of a rectangle [n, size] as lines and columns, padding included."""
+    height, width = spec.chunk
+    down, across = place.bottom - place.top, place.right - place.left
+    return chunks.view(down, across, height, width).permute(0, 2, 1, 3).reshape(down * height, across * width)
+
+
+def window(matrix: Tensor, spec: ParameterSpec, place: Rectangle) -> Tensor:
+    """The part of a matrix that a rectangle covers, in the same memory; smaller at the border."""
+    height, width = spec.chunk
+    return matrix[place.top * height : place.bottom * height, place.left * width : place.right * width]
+
+
+def forward_dct(chunks: Tensor, spec: ParameterSpec) -> Tensor:
+    """The orthonormal cosine transform (DCT-II, both sides) of each chunk: [n, size] to [n, size]."""
+    height, width = spec.chunk
+    down, across = _basis(height, chunks.device), _basis(width, chunks.device)
+    return (down @ chunks.view(-1, height, width) @ across.T).reshape(chunks.shape)
+
+
+def inverse_dct(chunks: Tensor, spec: ParameterSpec) -> Tensor:
+    """The inverse of `forward_dct`. Memory: twice that of its argument, which is kept."""
+    height, width = spec.chunk
+    tile = chunks.view(-1, height, width)
+    out = torch.zeros_like(tile)
+    for line, row in enumerate(_basis(height, chunks.device)):
+        out += tile[:, line : line + 1, :] * row[:, None]
+    tile, out = out, torch.zeros_like(tile)
+    for column, row in enumerate(_basis(width, chunks.device)):
+        out += tile[:, :, column : column + 1] * row
+    return out.view(chunks.shape)
+
+
+@lru_cache(maxsize=256)
+def _basis(side: int, device: torch.device) -> Tensor:
+    """The rows of the orthonormal transform of `side` values: float32 [side, side]."""
+    rows = [
+        [
+            math.sqrt((1 if k == 0 else 2) / side) * math.cos(math.pi * (2 * j + 1) * k / (2 * side))
+            for j in range(side)
+        ]
+        for k in range(side)
+    ]
+    return torch.tensor(rows, dtype=torch.float64).to(torch.float32).to(device)

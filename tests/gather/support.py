@@ -1,0 +1,110 @@
+"""Small models, peers and payloads for the tests of gather."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.gather.body import MemoryBody
+from megalith.gather.compress import Compressed, compress
+from megalith.gather.fetch import Fetched, Record
+from megalith.gather.ledger import Ledger
+from megalith.gather.merge import GatherResult, merge
+from megalith.gather.partial import make_partial
+from megalith.gather.payload import Label, Payload
+from megalith.gather.plan import Plan
+from megalith.gather.schema import Schema
+from megalith.gather.status import Status
+from megalith.gather.validate import Checked, validate
+
+RUN = "run-a"
+WINDOW = 3
+SHAPES = {"linear.weight": (16, 24), "linear.bias": (16,), "odd": (7, 5), "scalar": ()}
+
+
+def weights(seed: int = 0, shapes: dict[str, tuple[int, ...]] | None = None) -> dict[str, Tensor]:
+    make = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=make)
+        for name, shape in (SHAPES if shapes is None else shapes).items()
+    }
+
+
+def small_schema(*, chunk: int = 8, keep: int = 6, bins: int = 4, dct: bool = False, **tables: int) -> Schema:
+    return Schema.of(weights(), chunk=chunk, keep=keep, bins=bins, dct=dct, tables=tables)
+
+
+def table_rows(seed: int, dim: int, count: int = 12, most: int = 40) -> tuple[Tensor, Tensor]:
+    make = torch.Generator().manual_seed(seed)
+    ids = torch.randperm(most, generator=make)[:count].sort().values - most // 2
+    return ids, torch.randn(count, dim, generator=make)
+
+
+def peer_update(schema: Schema, seed: int, scale: float = 1.0) -> Compressed:
+    shapes = {spec.name: spec.shape for spec in schema.parameters}
+    update = {name: tensor * scale for name, tensor in weights(seed + 1000, shapes).items()}
+    tables = {t.name: table_rows(seed, t.dim) for t in schema.tables}
+    return compress(update, schema, tables=tables)
+
+
+@lru_cache(maxsize=512)
+def peer_bytes(
+    schema: Schema, uid: int, *, seed: int | None = None, window: int = WINDOW, run: str = RUN
+) -> bytes:
+    label = Label(run, window, uid, global_step=100 + uid)
+    return peer_update(schema, uid if seed is None else seed).to_bytes(label)
+
+
+def opened(data: bytes) -> Payload:
+    return Payload.open(MemoryBody(data))
+
+
+def forged(schema: Schema, uid: int, number: int = 0, **parts: Tensor) -> bytes:
+    """A payload whose digests fit, with some parts of one parameter (or table: ids, rows) exchanged."""
+    made = peer_update(schema, uid)
+    tables = {"ids", "rows"} & set(parts)
+    if tables:
+        name = schema.tables[number].name
+        ids, rows = made.tables[name]
+        made.tables[name] = (parts.get("ids", ids), parts.get("rows", rows))
+    else:
+        packed = list(made.parameters)
+        packed[number] = replace(packed[number], **parts)
+        made = replace(made, parameters=tuple(packed))
+    return made.to_bytes(Label(RUN, WINDOW, uid, global_step=100 + uid))
+
+
+def checked(data: bytes, schema: Schema, uid: int, *, work_bytes: int = 1 << 22, **other: Any) -> Checked:
+    """`validate` with a large budget."""
+    expected = {"run": RUN, "window": WINDOW, "uid": uid, "max_value": 1e6, **other}
+    ledger = Ledger(1 << 30, "test")
+    return validate(MemoryBody(data), schema, ledger=ledger, work_bytes=work_bytes, **expected)
+
+
+def gathered(
+    schema: Schema, payloads: Mapping[int, bytes], *, reserve: Sequence[int] = (), **plan: Any
+) -> GatherResult:
+    """The result of a window in which these payloads were accepted, without a store."""
+    settings = {"run": RUN, "window": WINDOW, "schema": schema.digest, "memory_budget": 64 << 20, **plan}
+    primary = tuple(uid for uid in payloads if uid not in reserve)
+    made = Plan(primary=primary, reserve=tuple(reserve), **settings)
+    fetched = []
+    for uid, data in payloads.items():
+        found = checked(data, schema, uid)
+        record = Record(
+            uid,
+            "reserve" if uid in reserve else "primary",
+            Status.OK,
+            bytes=len(data),
+            last_modified=datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=uid),
+            digest=found.header.digest,
+            global_step=found.header.label.global_step,
+        )
+        fetched.append(Fetched(record, found, opened(data)))
+    return merge([make_partial(made, schema, payloads, fetched)])

@@ -1,0 +1,416 @@
+"""Artifacts: the same bytes for any number of ranks, and the same weights for who catches up; publishing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.errors import ArtifactError, BudgetError, StoreError
+from megalith.gather import window as window_module
+from megalith.gather.artifact import (
+    artifact_payload_key,
+    catch_up,
+    load_artifact,
+    manifest_key,
+    read_artifact_manifest,
+    write_manifest,
+    write_payloads,
+)
+from megalith.gather.compress import ErrorFeedback, compress, decompress
+from megalith.gather.decision import SkipReason, decide
+from megalith.gather.faultserver import FaultServer, ServerFault
+from megalith.gather.fetch import FetchOptions
+from megalith.gather.manifest import Manifest, make_manifest
+from megalith.gather.merge import merge
+from megalith.gather.overlap import find_overlap
+from megalith.gather.payload import Label
+from megalith.gather.plan import Plan, payload_key
+from megalith.gather.publish import peek, publish
+from megalith.gather.schema import Schema
+from megalith.gather.settings import OverlapConfig, UpdateConfig
+from megalith.gather.status import Fault, Status
+from megalith.gather.store import Store, local_store, memory_store, s3_store, wait
+from megalith.gather.update import OuterUpdate
+from megalith.gather.window import run_window
+from tests.gather.support import RUN, WINDOW, peer_bytes, peer_update, small_schema, weights
+from tests.gather.world import World
+
+pytest.importorskip("obstore")
+LIMIT = 20.0
+SCHEMA = small_schema(users=3)
+
+
+def content(store: Store, key: str) -> bytes:
+    pieces: list[bytes] = []
+    wait(store.get(key, lambda piece: pieces.append(bytes(piece)), timeout=LIMIT))
+    return b"".join(pieces)
+
+
+def everything(store: Store) -> dict[str, bytes]:
+    return {info.key: content(store, info.key) for info in wait(store.list("", timeout=LIMIT))}
+
+
+def taker() -> tuple[dict[int, Tensor], Any]:
+    """A table of rows, and what adds to it."""
+    table: dict[int, Tensor] = {}
+
+    def take(name: str, ids: Tensor, rows: Tensor) -> None:
+        for key, row in zip(ids.tolist(), rows, strict=True):
+            table[key] = table.get(key, torch.zeros_like(row)) + row
+
+    return table, take
+
+
+# ---- publishing
+
+
+def test_a_published_payload_is_where_plans_look(tmp_path: Path) -> None:
+    store = local_store(tmp_path)
+    label = Label(RUN, WINDOW, 7, global_step=107)
+    done = publish(store, peer_update(SCHEMA, 7), label)
+    assert done.key == payload_key(RUN, WINDOW, 7)
+    assert done.written
+    assert content(store, done.key) == peer_bytes(SCHEMA, 7)
+    header = peek(store, done.key)
+    assert (header.digest, header.label, header.size) == (done.digest, label, done.bytes)
+    assert header.schema == SCHEMA
+
+
+def test_publishing_again_is_done_already_but_another_payload_is_not(tmp_path: Path) -> None:
+    store = memory_store()
+    label = Label(RUN, WINDOW, 7)
+    first = publish(store, peer_update(SCHEMA, 7), label)
+    again = publish(store, peer_update(SCHEMA, 7), label, directory=tmp_path)
+    assert (first.written, again.written, first.digest) == (True, False, again.digest)
+    with pytest.raises(StoreError, match="holds another payload"):
+        publish(store, peer_update(SCHEMA, 8), label)
+    assert publish(store, peer_update(SCHEMA, 8), label, overwrite=True).written
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_publishing_is_tried_again_and_ends_with_an_error() -> None:
+    with FaultServer() as server:
+        store = s3_store(server.bucket, endpoint=server.endpoint)
+        label = Label(RUN, WINDOW, 7)
+        server.fail(payload_key(RUN, WINDOW, 7), ServerFault("status", "PUT", times=2))
+        assert publish(store, peer_update(SCHEMA, 7), label).written
+        server.fail("k", ServerFault("status", "PUT", times=1000))
+        with pytest.raises(StoreError, match="uid 7, window 3: not published"):
+            publish(store, peer_update(SCHEMA, 7), label, key="k", deadline=0.5)
+
+
+def test_a_failed_publication_goes_back_into_the_feedback() -> None:
+    schema, feedback = small_schema(), ErrorFeedback()
+    compressed = compress(weights(1), schema, feedback=feedback)
+    left = {name: t.clone() for name, t in feedback.left.items()}
+    feedback.give_back(compressed)
+    for name, sent in decompress(compressed).items():
+        assert torch.equal(feedback.left[name], left[name] + sent)
+
+
+def test_peek_refuses_what_is_no_payload() -> None:
+    store = memory_store()
+    good = peer_bytes(SCHEMA, 7)
+    for data in (b"", b"x" * 63, b"x" * 100, good + b"x", good[:-1]):
+        wait(store.put("k", data, timeout=LIMIT))
+        with pytest.raises(Fault) as caught:
+            peek(store, "k")
+        assert caught.value.status is Status.CORRUPT
+    with pytest.raises(Fault, match="NOT_FOUND"):
+        peek(store, "none")
+
+
+# ---- windows
+
+
+class Run:
+    """Several windows of one run: peers publish, one process gathers, artifacts are kept."""
+
+    def __init__(self, *, schema: Schema = SCHEMA, **plan: Any) -> None:
+        self.schema, self.plan_fields = schema, plan
+        self.peers, self.artifacts = memory_store(), memory_store()
+        self.weights, self.update = weights(), OuterUpdate(schema)
+        self.table, self.take = taker()
+
+    def plan(
+        self, window: int, primary: tuple[int, ...] = (1, 2, 3), reserve: tuple[int, ...] = (8, 9)
+    ) -> Plan:
+        return Plan(
+            run=RUN,
+            window=window,
+            schema=self.schema.digest,
+            primary=primary,
+            reserve=reserve,
+            deadline=0.2,
+            **self.plan_fields,
+        )
+
+    def peer(self, window: int, uid: int, seed: int) -> None:
+        publish(self.peers, peer_update(self.schema, seed), Label(RUN, window, uid))
+
+    def step(self, plan: Plan) -> Any:
+        return run_window(
+            plan,
+            self.weights,
+            self.update,
+            {"default": self.peers},
+            artifacts=self.artifacts,
+            apply_rows=self.take,
+        )
+
+
+def three_windows(**plan: Any) -> Run:
+    run = Run(**plan)
+    for window, uids in ((1, (1, 2, 3)), (2, ()), (3, (2, 3, 8))):
+        for uid in uids:
+            run.peer(window, uid, seed=10 * window + uid)
+        run.step(run.plan(window))
+    return run
+
+
+@pytest.fixture(scope="module")
+def kept() -> Run:
+    """A run that no test changes."""
+    return three_windows()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "nesterov"])
+def test_who_catches_up_has_the_same_weights(optimizer: Any) -> None:
+    run = three_windows(update=UpdateConfig(optimizer=optimizer, lr=0.5))
+    late, update, (table, take) = weights(), OuterUpdate(SCHEMA), taker()
+    done = catch_up(run.artifacts, late, update, run=RUN, windows=[1, 2, 3], apply_rows=take)
+    assert (done.applied, done.skipped, done.missing) == ((1, 3), (2,), ())
+    assert update.outer_step == run.update.outer_step == 2
+    for name, tensor in run.weights.items():
+        assert torch.equal(late[name], tensor)
+    assert table.keys() == run.table.keys()
+    assert all(torch.equal(table[key], row) for key, row in run.table.items())
+    assert update.fingerprint(late).hash == run.update.fingerprint(run.weights).hash
+
+
+def test_a_copying_peer_is_left_out_here_and_when_catching_up() -> None:
+    run = Run(overlap=OverlapConfig(exclude="mega"))
+    for uid, seed in ((1, 1), (2, 2), (3, 1)):
+        run.peer(1, uid, seed)
+    report = run.step(run.plan(1))
+    assert report.update.excluded in ((1,), (3,))
+    late, update, (_, take) = weights(), OuterUpdate(SCHEMA), taker()
+    catch_up(run.artifacts, late, update, run=RUN, windows=[1], apply_rows=take)
+    assert all(torch.equal(late[name], run.weights[name]) for name in late)
+
+
+def test_a_skipped_window_changes_nothing_and_is_recorded() -> None:
+    run = Run(min_peers=2)
+    run.peer(1, 1, 1)
+    report = run.step(run.plan(1))
+    assert (report.decision.reason, report.update) == (SkipReason.BELOW_MIN_PEERS, None)
+    assert all(torch.equal(tensor, weights()[name]) for name, tensor in run.weights.items())
+    assert run.update.outer_step == 0
+    manifest = read_artifact_manifest(run.artifacts, RUN, 1)
+    assert manifest is not None
+    assert (manifest.uids, manifest.reason, manifest.outer_step) == ((1,), SkipReason.BELOW_MIN_PEERS, 0)
+    assert dict(manifest.skipped) == dict.fromkeys((2, 3, 8, 9), Status.NOT_FOUND)
+    assert manifest.weights == manifest.weights_before
+
+
+def test_a_budget_too_small_for_the_update_skips(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*given: Any) -> None:
+        raise BudgetError("too small")
+
+    monkeypatch.setattr(window_module, "check_update_budget", refuse)
+    run = Run()
+    run.peer(1, 1, 1)
+    report = run.step(run.plan(1))
+    assert report.decision.reason is SkipReason.BUDGET_TOO_SMALL
+    assert all(torch.equal(tensor, weights()[name]) for name, tensor in run.weights.items())
+
+
+# ---- bytes
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with FaultServer() as server:
+        yield World(server)
+
+
+def test_an_artifact_has_the_same_bytes_for_any_number_of_ranks(world: World) -> None:
+    world.add({1: "good", 2: "good", 3: "corrupt", 4: "copy:1", 5: "good", 9: "good"})
+    plan = world.plan([1, 2, 3, 4, 5], [9])
+    written = []
+    for world_size in (1, 2, 4):
+        store, partials = memory_store(), world.partials(plan, world_size)
+        for partial in partials:
+            write_payloads(store, partial)
+        result = merge(partials)
+        tensors, update = weights(), OuterUpdate(world.schema)
+        before = update.fingerprint(tensors).hash
+        overlap = find_overlap(result)
+        update.apply(tensors, result)
+        manifest = make_manifest(
+            result,
+            decide(result),
+            gram=overlap.gram,
+            outer_step=1,
+            weights_before=before,
+            after=update.fingerprint(tensors),
+        )
+        write_manifest(store, manifest)
+        written.append(everything(store))
+        result.close()
+    assert written[0] == written[1] == written[2]
+    keys = [artifact_payload_key(RUN, WINDOW, uid) for uid in (1, 2, 4, 5, 9)]
+    assert sorted(written[0]) == sorted([*keys, manifest_key(RUN, WINDOW)])
+    assert written[0][keys[0]] == peer_bytes(world.schema, 1)
+
+
+def test_spooled_payloads_are_written_from_their_files(world: World, tmp_path: Path) -> None:
+    world.add({1: "good"})
+    (partial,) = world.partials(
+        world.plan([1]), 1, options=FetchOptions(spool_directory=tmp_path, spool_from=1)
+    )
+    store = memory_store()
+    write_payloads(store, partial, [1, 77])
+    assert everything(store) == {artifact_payload_key(RUN, WINDOW, 1): peer_bytes(world.schema, 1)}
+    partial.close()
+
+
+def test_a_manifest_comes_back(kept: Run) -> None:
+    run = kept
+    for window in (1, 2, 3):
+        manifest = read_artifact_manifest(run.artifacts, RUN, window)
+        assert manifest is not None
+        text = manifest.to_bytes()
+        assert Manifest.from_bytes(text, "x") == manifest
+        assert content(run.artifacts, manifest_key(RUN, window)) == text
+    assert manifest.uids == (2, 3, 8)
+    assert read_artifact_manifest(run.artifacts, RUN, 4) is None
+
+
+# ---- damage
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("format", "x"),
+        ("version", 2),
+        ("plan", {}),
+        ("schema", {"parameters": [], "tables": []}),
+        ("entries", [{}]),
+        ("entries", []),
+        ("skipped", [[1, "FINE"]]),
+        ("skipped", [1]),
+        ("excluded", [77]),
+        ("gram", [[1]]),
+        ("gram", [[-1, 0, 0]] * 3),
+        ("reason", "WHY"),
+        ("outer_step", -1),
+        ("weights", "x"),
+        ("fingerprint", []),
+    ],
+)
+def test_damaged_manifests_are_refused(kept: Run, field: str, value: Any) -> None:
+    data = json.loads(content(kept.artifacts, manifest_key(RUN, 1))) | {field: value}
+    with pytest.raises(ArtifactError):
+        Manifest.from_bytes(json.dumps(data).encode(), "x")
+
+
+def test_uids_out_of_order_are_refused(kept: Run) -> None:
+    data = json.loads(content(kept.artifacts, manifest_key(RUN, 1)))
+    data["entries"].reverse()
+    with pytest.raises(ArtifactError, match="canonical order"):
+        Manifest.from_bytes(json.dumps(data).encode(), "x")
+
+
+def test_a_manifest_of_another_window_is_refused(kept: Run) -> None:
+    store = memory_store()
+    wait(store.put(manifest_key(RUN, 2), content(kept.artifacts, manifest_key(RUN, 1)), timeout=LIMIT))
+    with pytest.raises(ArtifactError, match="is of run 'run-a', window 1"):
+        read_artifact_manifest(store, RUN, 2)
+
+
+def replay(
+    run: Run, tensors: dict[str, Tensor] | None = None, update: OuterUpdate | None = None, **more: Any
+) -> None:
+    settings = {"run": RUN, "windows": [1], "apply_rows": taker()[1], **more}
+    given = weights() if tensors is None else tensors
+    before = {name: tensor.clone() for name, tensor in given.items()}
+    with pytest.raises(ArtifactError) as caught:
+        catch_up(run.artifacts, given, update or OuterUpdate(SCHEMA), **settings)
+    if "led to other weights" not in str(caught.value):
+        assert all(torch.equal(given[name], tensor) for name, tensor in before.items())
+    raise caught.value
+
+
+def test_catching_up_refuses_what_does_not_fit() -> None:
+    run = three_windows()
+    with pytest.raises(ArtifactError, match="no artifact of window 7"):
+        replay(run, windows=[7])
+    with pytest.raises(ArtifactError, match="not those that window 1 started from"):
+        replay(run, weights(5))
+    ahead = OuterUpdate(SCHEMA)
+    ahead.outer_step = 4
+    with pytest.raises(ArtifactError, match="window 1 is outer step 1"):
+        replay(run, update=ahead)
+    key = artifact_payload_key(RUN, 1, 2)
+    good = content(run.artifacts, key)
+    wait(run.artifacts.put(key, good[:-1] + b"x", timeout=LIMIT))
+    with pytest.raises(ArtifactError, match="payload of uid 2: table 'users', rows: the digest does not fit"):
+        replay(run)
+    other = peer_update(SCHEMA, 99).to_bytes(Label(RUN, 1, 2))
+    wait(run.artifacts.put(key, other, timeout=LIMIT))
+    with pytest.raises(ArtifactError, match="not those of the manifest"):
+        replay(run)
+
+
+def test_a_wrong_outcome_is_noticed() -> None:
+    run = three_windows()
+    key = manifest_key(RUN, 1)
+    data = json.loads(content(run.artifacts, key)) | {"weights": "0" * 64}
+    wait(run.artifacts.put(key, json.dumps(data).encode(), timeout=LIMIT))
+    with pytest.raises(ArtifactError, match="led to other weights"):
+        replay(run)
+
+
+def test_missing_windows_can_be_passed_over(kept: Run) -> None:
+    run = kept
+    done = catch_up(
+        run.artifacts,
+        weights(),
+        OuterUpdate(SCHEMA),
+        run=RUN,
+        windows=[1, 9],
+        apply_rows=taker()[1],
+        missing_ok=True,
+    )
+    assert done.missing == (9,)
+
+
+def test_an_artifact_is_a_result_like_any_other(kept: Run) -> None:
+    run = kept
+    manifest = read_artifact_manifest(run.artifacts, RUN, 1)
+    assert manifest is not None
+    result = load_artifact(run.artifacts, manifest)
+    assert result.uids == manifest.uids
+    assert find_overlap(result).gram.tolist() == [list(row) for row in manifest.gram]
+    result.close()
+
+
+def test_a_store_that_fails_is_named(kept: Run) -> None:
+    run = kept
+    with FaultServer() as server:
+        store = s3_store(server.bucket, endpoint=server.endpoint)
+        server.fail(manifest_key(RUN, 1), ServerFault("status", "*", times=1000))
+        manifest = read_artifact_manifest(run.artifacts, RUN, 1)
+        assert manifest is not None
+        with pytest.raises(ArtifactError, match="cannot be written"):
+            write_manifest(store, manifest, deadline=0.3)
+        with pytest.raises(ArtifactError, match="cannot be read"):
+            read_artifact_manifest(store, RUN, 1, deadline=0.3)

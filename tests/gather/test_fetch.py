@@ -1,0 +1,376 @@
+"""Fetching: one status per peer, one download per peer, within time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalith.errors import BudgetError, InputError
+from megalith.gather import fetch as fetch_module
+from megalith.gather.body import FileBody, MemoryBody, SpoolWriter
+from megalith.gather.faultserver import FaultServer
+from megalith.gather.fetch import Fetched, Fetcher, FetchOptions, least_budget
+from megalith.gather.gatherer import gather
+from megalith.gather.plan import Location, Plan, payload_key
+from megalith.gather.schema import Schema
+from megalith.gather.status import Status
+from megalith.gather.store import wait
+from tests.gather.support import RUN, WINDOW, peer_bytes, small_schema
+from tests.gather.virtual import START, ScriptedStore, run
+from tests.gather.world import CLOSES, EXPECTED, OPENS, World, spool_options
+
+pytest.importorskip("obstore")
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with FaultServer() as server:
+        yield World(server)
+
+
+def key(uid: int) -> str:
+    return payload_key(RUN, WINDOW, uid)
+
+
+def test_a_good_peer_is_ok(world: World) -> None:
+    world.add({5: "good"})
+    result = gather(world.plan([5]), world.schema, world.stores)
+    record = result.records[5]
+    data = peer_bytes(world.schema, 5)
+    assert (record.status, record.tier, record.tries, record.detail) == (Status.OK, "primary", 1, "")
+    assert record.bytes == len(data)
+    assert record.digest == data[32:64].hex()
+    assert record.global_step == 105
+    assert record.last_modified == OPENS + timedelta(seconds=5)
+    assert record.etag is not None
+    assert [request.method for request in world.server.log] == ["HEAD", "GET"]
+
+
+@pytest.mark.parametrize("kind", EXPECTED)
+def test_each_kind_of_peer_has_its_status(world: World, kind: str) -> None:
+    world.add({5: kind})
+    result = gather(world.plan([5]), world.schema, world.stores, options=world.options)
+    assert result.records[5].status is EXPECTED[kind]
+    assert (5 in result.uids) == (EXPECTED[kind] is Status.OK)
+    assert bool(result.records[5].detail) == (EXPECTED[kind] is not Status.OK)
+    assert world.server.downloads().get(key(5), 0) <= 1
+
+
+def test_one_bad_peer_never_affects_another(world: World) -> None:
+    kinds = dict(enumerate(EXPECTED))
+    good = {100 + i: "good" for i in range(4)}
+    world.add({**kinds, **good})
+    alone = gather(world.plan(list(good)), world.schema, world.stores)
+    together = gather(world.plan([*kinds, *good]), world.schema, world.stores, options=world.options)
+    assert {uid: together.records[uid].status for uid in kinds} == {
+        uid: EXPECTED[kind] for uid, kind in kinds.items()
+    }
+    for uid in good:
+        assert together.records[uid].digest == alone.records[uid].digest
+        assert together.norms[uid] == alone.norms[uid]
+
+
+def test_reserves_take_the_place_of_those_that_failed(world: World) -> None:
+    world.add({1: "good", 2: "missing", 3: "corrupt", 10: "missing", 11: "good", 12: "good", 13: "good"})
+    result = gather(world.plan([1, 2, 3], [10, 11, 12, 13]), world.schema, world.stores)
+    assert result.uids == (1, 11)
+    assert result.skipped_uids == (2, 3, 10)
+    assert {r.key for r in world.server.log} == {key(uid) for uid in (1, 2, 3, 10, 11)}
+    again = gather(world.plan([1, 2, 3], [10, 11, 12, 13], backfill_rounds=3), world.schema, world.stores)
+    assert again.uids == (1, 11, 12)
+    assert key(13) not in {r.key for r in world.server.log}
+
+
+def test_nobody_is_downloaded_twice(world: World) -> None:
+    world.add(dict(enumerate(["good", "flaky", "cut", "replaced", "index", "corrupt"])))
+    gather(world.plan([0, 1, 2, 3, 4, 5, 0, 3], [1, 2]), world.schema, world.stores)
+    assert world.server.downloads() == {key(uid): 1 for uid in range(6)}
+
+
+def test_both_ends_of_the_window_belong_to_it(world: World) -> None:
+    for uid, when in enumerate([OPENS, CLOSES]):
+        world.server.put(key(uid), peer_bytes(world.schema, uid), when)
+    assert gather(world.plan([0, 1]), world.schema, world.stores).uids == (0, 1)
+
+
+def test_early_and_late_are_not_downloaded(world: World) -> None:
+    world.add({1: "early", 2: "late", 3: "large", 4: "short"})
+    gather(world.plan([1, 2, 3, 4]), world.schema, world.stores)
+    assert {request.method for request in world.server.log} == {"HEAD"}
+
+
+def test_an_object_larger_than_any_payload_of_the_model_is_not_downloaded(world: World) -> None:
+    world.add({1: "large"})
+    result = gather(world.plan([1], max_object_bytes=1 << 30), world.schema, world.stores)
+    assert result.records[1].status is Status.TOO_LARGE
+    assert {request.method for request in world.server.log} == {"HEAD"}
+
+
+def test_places_and_stores_are_the_plans(world: World) -> None:
+    world.server.put("elsewhere/x", peer_bytes(world.schema, 1), OPENS)
+    plan = world.plan([1], locations={1: Location("elsewhere/x", "second")})
+    with pytest.raises(InputError, match="names store 'second'"):
+        gather(plan, world.schema, world.stores)
+    assert gather(plan, world.schema, {"second": world.stores["default"]}).uids == (1,)
+
+
+def test_a_plan_for_another_model_is_refused(world: World) -> None:
+    with pytest.raises(InputError, match="the plan is for schema"):
+        gather(world.plan([1]), small_schema(keep=2), world.stores)
+
+
+# ---- spool and memory
+
+
+def test_large_bodies_go_to_the_spool_and_leave_no_trace(world: World, tmp_path: Path) -> None:
+    world.add({1: "good", 2: "corrupt", 3: "cut", 4: "changing", 5: "stall"})
+    result = gather(world.plan([1, 2, 3, 4, 5]), world.schema, world.stores, options=spool_options(tmp_path))
+    assert result.uids == (1, 3)
+    assert all(isinstance(payload.body, FileBody) for payload in result.payloads.values())
+    assert len(list(tmp_path.iterdir())) == 2
+    result.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_small_bodies_stay_in_memory_as_far_as_the_budget_goes(world: World, tmp_path: Path) -> None:
+    world.add(dict.fromkeys(range(3), "good"))
+    size = len(peer_bytes(world.schema, 0))
+    options = FetchOptions(spool_directory=tmp_path)
+    kept = gather(world.plan([0, 1, 2]), world.schema, world.stores, options=options)
+    assert all(isinstance(payload.body, MemoryBody) for payload in kept.payloads.values())
+    few = world.plan([0, 1, 2], range(1000, 4000))
+    assert few.memory_budget // 2 // 3003 > size
+    tight = replace(few, memory_budget=least_budget(world.schema))
+    assert tight.memory_budget // 2 // 3003 < size
+    spooled = gather(tight, world.schema, world.stores, options=options)
+    assert all(isinstance(payload.body, FileBody) for payload in spooled.payloads.values())
+
+
+def test_a_full_spool_is_our_fault(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.add({1: "good", 2: "good"})
+    real = SpoolWriter.write
+    seen: list[Path] = []
+
+    def write(self: SpoolWriter, data: Any) -> None:
+        seen.append(self.path)
+        if self.path == seen[0]:
+            raise OSError(28, "No space left on device")
+        real(self, data)
+
+    monkeypatch.setattr(SpoolWriter, "write", write)
+    result = gather(
+        world.plan([1, 2]), world.schema, world.stores, options=spool_options(tmp_path, in_flight=1)
+    )
+    assert [result.records[uid].status for uid in (1, 2)] == [Status.LOCAL_ERROR, Status.OK]
+    assert "No space left" in result.records[1].detail
+    assert len(list(tmp_path.iterdir())) == 1
+    result.close()
+
+
+def test_an_error_of_ours_stays_with_one_peer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.add({1: "good", 2: "good"})
+    real = fetch_module.validate
+
+    def validate(*given: Any, **named: Any) -> Any:
+        if named["uid"] == 1:
+            raise ZeroDivisionError("a bug")
+        return real(*given, **named)
+
+    monkeypatch.setattr(fetch_module, "validate", validate)
+    result = gather(world.plan([1, 2]), world.schema, world.stores)
+    assert result.uids == (2,)
+    assert result.records[1].status is Status.LOCAL_ERROR
+    assert result.records[1].detail == "ZeroDivisionError: a bug"
+
+
+def test_a_budget_too_small_is_refused_before_any_request(world: World) -> None:
+    plan = world.plan([1], memory_budget=least_budget(world.schema) - 1)
+    with pytest.raises(BudgetError, match="raise memory_budget"):
+        gather(plan, world.schema, world.stores)
+    assert world.server.log == []
+
+
+@pytest.mark.parametrize("spooled", [True, False])
+def test_memory_does_not_grow_with_peers(world: World, tmp_path: Path, spooled: bool) -> None:
+    world.add(dict.fromkeys(range(128), "good"))
+    budget = 2 * least_budget(world.schema)
+    options = spool_options(tmp_path) if spooled else FetchOptions(spool_directory=tmp_path)
+    peaks = []
+    for count in (8, 32, 128):
+        plan = world.plan(range(count), memory_budget=budget)
+        fetcher = Fetcher(plan, world.schema, world.stores, options=options)
+        results = wait(fetcher.fetch(plan.primary, "primary"))
+        assert all(each.record.status is Status.OK for each in results)
+        peaks.append(fetcher.ledger.peak)
+        for each in results:
+            assert each.payload is not None
+            each.payload.close()
+        assert fetcher.ledger.used == 0
+    assert max(peaks) <= budget
+    if spooled:
+        # downloads and checks that happen to run at once differ; their most does not
+        assert max(peaks) <= budget // 2
+
+
+# ---- baseline objects
+
+
+def test_baseline_objects_are_taken_if_the_plan_says_so(world: World, tmp_path: Path) -> None:
+    from tests.gather import test_baseline
+
+    world.schema = test_baseline.SCHEMA
+    world.server.put(key(9), test_baseline.DATA, OPENS)
+    refused = gather(world.plan([9]), world.schema, world.stores)
+    assert refused.records[9].status in (Status.CORRUPT, Status.TOO_LARGE)
+    for options in (FetchOptions(spool_directory=tmp_path), spool_options(tmp_path)):
+        taken = gather(world.plan([9], accept_baseline=True), world.schema, world.stores, options=options)
+        assert taken.uids == (9,)
+        _, data = test_baseline.converted(test_baseline.DATA, run=RUN)
+        assert taken.records[9].digest == data[32:64].hex()
+        taken.close()
+        assert list(tmp_path.iterdir()) == []
+
+
+# ---- time, on a clock of our own
+
+
+SCHEMA = Schema.of({"w": torch.zeros(8, 8)}, chunk=8, keep=8)
+
+
+def scripted(count: int = 1) -> ScriptedStore:
+    store = ScriptedStore()
+    store.objects = {key(uid): peer_bytes(SCHEMA, uid) for uid in range(count)}
+    return store
+
+
+def fetched(
+    store: ScriptedStore, count: int = 1, *, options: FetchOptions | None = None, **more: Any
+) -> list[Fetched]:
+    settings: dict[str, Any] = {"deadline": 90.0, "memory_budget": 64 << 20, **more}
+    plan = Plan(run=RUN, window=WINDOW, schema=SCHEMA.digest, primary=tuple(range(count)), **settings)
+    fetcher = Fetcher(plan, SCHEMA, {"default": store}, options=options)
+    return run(fetcher.fetch(plan.primary, "primary"))
+
+
+def test_a_missing_object_is_waited_for_until_the_deadline() -> None:
+    store = ScriptedStore()
+    (one,) = fetched(store)
+    assert one.record.status is Status.NOT_FOUND
+    assert 80 < one.record.seconds <= 90
+    assert one.record.tries == len(store.log)
+    gaps = [b[0] - a[0] for a, b in zip(store.log, store.log[1:], strict=False)]
+    assert all(gap <= 7.5 for gap in gaps)
+
+
+def test_an_object_that_appears_is_taken() -> None:
+    store = scripted()
+    store.script[key(0)] = [(0.0, Status.NOT_FOUND)] * 5
+    (one,) = fetched(store)
+    assert (one.record.status, one.record.tries) == (Status.OK, 6)
+
+
+def test_after_the_window_and_its_grace_there_is_one_last_try() -> None:
+    store = ScriptedStore()
+    (one,) = fetched(
+        store, time_max=START, grace=3.0, options=FetchOptions(now=lambda: START + timedelta(seconds=3.1))
+    )
+    assert (one.record.status, one.record.tries) == (Status.NOT_FOUND, 2)
+    (two,) = fetched(
+        ScriptedStore(),
+        time_max=START,
+        grace=3.0,
+        options=FetchOptions(now=lambda: START + timedelta(seconds=3)),
+    )
+    assert two.record.tries > 2
+
+
+def test_a_silent_store_is_a_timeout_at_the_deadline() -> None:
+    store = scripted()
+    store.delay = 1e9
+    (one,) = fetched(store, deadline=70.0)
+    assert one.record.status is Status.TIMEOUT
+    assert one.record.seconds <= 70.0
+    assert one.record.tries == 3  # 30 s each, and what was left
+
+
+def test_a_slow_download_has_time_by_its_size() -> None:
+    store = scripted()
+    store.script[key(0)] = [(0.0, None), (29.0, None)]
+    assert fetched(store)[0].record.status is Status.OK
+    store = scripted()
+    store.script[key(0)] = [(0.0, None), (40.0, None)]
+    (one,) = fetched(store)
+    assert (one.record.status, one.record.tries) == (Status.OK, 2)
+    store.script[key(0)] = [(0.0, None), (40.0, None)]
+    assert fetched(store, options=FetchOptions(slowest=1.0))[0].record.tries == 1
+
+
+def test_stuck_peers_do_not_keep_others_waiting_for_ever() -> None:
+    store = scripted(6)
+    for uid in (0, 1):
+        store.script[key(uid)] = [(1e9, None)] * 99
+    results = fetched(store, 6, options=FetchOptions(in_flight=2))
+    assert [each.record.status for each in results] == [Status.TIMEOUT] * 2 + [Status.OK] * 4
+
+
+def test_downloads_at_once_are_limited() -> None:
+    store = scripted(20)
+    store.delay = 1.0
+    results = fetched(store, 20, options=FetchOptions(in_flight=3))
+    assert all(each.record.status is Status.OK for each in results)
+    assert store.most_open == 3
+    store = scripted(20)
+    store.delay = 1.0
+    fetched(store, 20, memory_budget=8 << 20)
+    assert store.most_open == 2  # a quarter of the budget is two streams
+
+
+def test_a_turn_after_the_deadline_is_no_try() -> None:
+    store = scripted(3)
+    store.delay = 2.0
+    results = fetched(store, 3, deadline=3.0, options=FetchOptions(in_flight=1))
+    assert [each.record.status for each in results] == [Status.TIMEOUT] * 3
+    assert [each.record.tries for each in results] == [1, 0, 0]
+
+
+class Longer(ScriptedStore):
+    """Sends more than it announced."""
+
+    async def get(self, key: str, sink: Any, *, etag: str | None = None, timeout: float) -> Any:
+        info = await super().get(key, sink, etag=etag, timeout=timeout)
+        sink(memoryview(bytes(100)))
+        return info
+
+
+class Other(ScriptedStore):
+    """Has no etags, and another object at each request."""
+
+    def _info(self, key: str) -> Any:
+        self.objects[key] = self.objects[key] + b"x"
+        return replace(super()._info(key), etag=None, size=len(self.objects[key]) - 1)
+
+
+@pytest.mark.parametrize("kind", [Longer, Other])
+def test_an_object_that_is_not_what_was_announced_has_changed(kind: type[ScriptedStore]) -> None:
+    store = kind()
+    store.objects = scripted().objects
+    (one,) = fetched(store)
+    assert (one.record.status, one.record.tries, one.record.bytes) == (Status.CHANGED, 2, 0)
+
+
+def test_wrong_options_name_the_field() -> None:
+    with pytest.raises(InputError, match="in_flight must be above 0"):
+        FetchOptions(in_flight=0)
+
+
+def test_spool_writers_delete_what_they_discard(tmp_path: Path) -> None:
+    spool = SpoolWriter(tmp_path)
+    spool.write(b"abc")
+    spool.discard()
+    assert list(tmp_path.iterdir()) == []

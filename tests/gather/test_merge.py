@@ -1,0 +1,390 @@
+"""Merging: one result for any number of ranks, whatever went wrong; and what is decided from it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalith.errors import InputError, UnknownNameError
+from megalith.gather.decision import Decision, SkipReason, decide
+from megalith.gather.faultserver import FaultServer
+from megalith.gather.fetch import Fetched, Record
+from megalith.gather.fingerprint import fingerprint
+from megalith.gather.merge import GatherResult, as_result, merge
+from megalith.gather.metrics import lines, metrics, norm_medians, to_penalise
+from megalith.gather.overlap import excluded_uids, find_overlap
+from megalith.gather.packing import unpack_codes
+from megalith.gather.partial import Partial, make_partial
+from megalith.gather.plan import Plan, payload_key
+from megalith.gather.settings import OverlapConfig, UpdateConfig
+from megalith.gather.status import Status
+from megalith.gather.update import OuterUpdate
+from tests.gather import naive
+from tests.gather.support import RUN, WINDOW, checked, gathered, opened, peer_bytes, small_schema, weights
+from tests.gather.world import EXPECTED, World
+
+pytest.importorskip("obstore")
+SCHEMA = small_schema()
+
+
+# ---- scenarios: the same for 1, 2 and 4 ranks
+
+
+def scenarios() -> dict[str, tuple[dict[int, str], list[int], list[int], dict[str, Any]]]:
+    """By name: kind of each peer, primaries, reserves, more of the plan."""
+    good = dict.fromkeys(range(1, 9), "good")
+    found: dict[str, tuple[dict[int, str], list[int], list[int], dict[str, Any]]] = {
+        "all good": (good, list(good), [], {}),
+        "copy inside a rank": ({**good, 5: "copy:1"}, list(good), [], {}),
+        "copy across ranks": ({**good, 6: "copy:1"}, list(good), [], {}),
+        "copy left out": ({**good, 6: "copy:1"}, list(good), [], {"overlap": OverlapConfig(exclude="high")}),
+        "a whole rank's peers bad": ({**good, 1: "missing", 5: "corrupt"}, list(good), [], {}),
+        "all bad": (dict.fromkeys(good, "corrupt"), list(good), [], {}),
+        "repeated and in both lists": (good, [3, 1, 3, 2, 1], [2, 1, 7, 7, 8], {}),
+        "more ranks than peers": ({1: "good", 2: "good"}, [2, 1], [], {}),
+        "nobody": ({}, [], [], {}),
+        "nobody but reserves": ({9: "good"}, [], [9], {}),
+        "reserves fill in": (
+            {**good, 2: "missing", 3: "late", 20: "good", 21: "good", 22: "good"},
+            list(good),
+            [22, 20, 21],
+            {},
+        ),
+        "reserves run out": ({**good, 2: "missing", 3: "late", 20: "good"}, list(good), [20], {}),
+        "all reserves bad": ({**good, 2: "missing", 20: "corrupt", 21: "good"}, list(good), [20, 21], {}),
+        "two rounds of reserves": (
+            {**good, 2: "missing", 3: "early", 20: "corrupt", 21: "good", 22: "good"},
+            list(good),
+            [20, 21, 22],
+            {"backfill_rounds": 3},
+        ),
+        "robust": (good, list(good), [], {"update": UpdateConfig(rule="median", lr=0.5)}),
+    }
+    for kind in EXPECTED:
+        if kind not in ("good", "missing", "corrupt"):
+            found[f"one {kind}"] = ({**good, 4: kind}, list(good), [], {})
+    draw = random.Random(7)
+    for seed in range(4):
+        kinds = {u: draw.choice(["good"] * 6 + ["missing", "corrupt", "index", "late"]) for u in range(14)}
+        found[f"mixed {seed}"] = (kinds, list(range(9)), list(range(9, 14)), {"backfill_rounds": 2})
+    return found
+
+
+SCENARIOS = scenarios()
+
+
+def outcome(result: GatherResult) -> dict[str, Any]:
+    """Everything a window leads to."""
+    overlap = find_overlap(result)
+    left_out = excluded_uids(overlap, result.plan.overlap)
+    tensors, decision = weights(), decide(result, excluded=left_out)
+    if decision.go:
+        OuterUpdate(result.schema).apply(tensors, result, exclude=left_out)
+    return {
+        "uids": result.uids,
+        "skipped": {uid: result.records[uid].status for uid in result.skipped_uids},
+        "rates": (result.success_rate, result.primary_success_rate, result.reserve_used),
+        "intended": result.intended,
+        "actual": result.actual,
+        "global_steps": result.global_steps,
+        "duplicates": result.duplicate_uids,
+        "download_bytes": result.download_bytes,
+        "norms": {uid: result.norms[uid] for uid in result.uids},
+        "gram": overlap.gram.tolist(),
+        "pairs": overlap.pairs,
+        "levels": overlap.levels,
+        "excluded": left_out,
+        "decision": decision,
+        "fingerprint": result.fingerprint,
+        "weights": fingerprint(tensors).hash,
+    }
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_number_of_ranks_comes_to_the_same(name: str) -> None:
+    kinds, primary, reserve, more = SCENARIOS[name]
+    outcomes = []
+    for world_size in (1, 2, 4):
+        with FaultServer() as server:
+            world = World(server)
+            world.add(kinds)
+            plan = world.plan(primary, reserve, **more)
+            partials = world.partials(plan, world_size)
+            assert len(partials) == world_size
+            result = merge(partials)
+            outcomes.append(outcome(result))
+            downloads = server.downloads()
+            assert all(count == 1 for count in downloads.values())
+            assert set(downloads) <= {payload_key(RUN, WINDOW, uid) for uid in result.records}
+            asked = {request.key for request in server.log}
+            assert asked == {payload_key(RUN, WINDOW, uid) for uid in result.records}
+            result.close()
+    assert outcomes[1] == outcomes[0]
+    assert outcomes[2] == outcomes[0]
+    first = outcomes[0]
+    attempted = {**first["skipped"], **dict.fromkeys(first["uids"], Status.OK)}
+    for uid, status in attempted.items():
+        assert status is EXPECTED.get(kinds[uid], Status.OK)
+
+
+def test_there_are_enough_scenarios() -> None:
+    assert len(SCENARIOS) >= 30
+
+
+# ---- merging
+
+
+def part(
+    plan: Plan, uids: dict[int, Status], *, rank: int = 0, world_size: int = 2, seed: int | None = None
+) -> Partial:
+    fetched = []
+    for uid, status in uids.items():
+        tier: Any = "primary" if uid in plan.primary else "reserve"
+        if status is Status.OK:
+            data = peer_bytes(SCHEMA, uid, seed=seed)
+            found = checked(data, SCHEMA, uid)
+            record = Record(uid, tier, status, bytes=len(data), digest=found.header.digest, global_step=uid)
+            fetched.append(Fetched(record, found, opened(data)))
+        else:
+            fetched.append(Fetched(Record(uid, tier, status, "why")))
+    return make_partial(plan, SCHEMA, uids, fetched, rank=rank, world_size=world_size, seconds=rank + 1.0)
+
+
+def plan(primary: Any, reserve: Any = (), **more: Any) -> Plan:
+    return Plan(
+        run=RUN, window=WINDOW, schema=SCHEMA.digest, primary=tuple(primary), reserve=tuple(reserve), **more
+    )
+
+
+OK = Status.OK
+
+
+def test_a_rank_without_valid_peers_still_counts_its_skipped() -> None:
+    made = plan([1, 2, 3])
+    empty = part(made, {2: Status.NOT_FOUND}, rank=1)
+    assert (empty.uids, empty.skipped_uids, empty.success_rate_part) == ((), (2,), 0.0)
+    nothing = part(made, {}, rank=2)
+    assert (nothing.uids, nothing.skipped_uids, nothing.success_rate_part) == ((), (), None)
+    result = merge([part(made, {1: OK, 3: OK}), empty, nothing])
+    assert (result.uids, result.skipped_uids) == ((1, 3), (2,))
+    assert result.success_rate == 2 / 3
+    assert result.time == 3.0
+    assert result.global_steps == (1, 3)
+
+
+def test_canonical_order_is_primaries_then_reserves() -> None:
+    made = plan([9, 4], [2, 7, 1])
+    result = merge([part(made, {9: OK, 7: OK}, rank=1), part(made, {4: OK, 2: OK})])
+    assert result.uids == result.actual == (4, 9, 2, 7)
+    assert result.intended == (9, 4)
+    assert result.reserve_used == 2
+    assert (result.success_rate, result.primary_success_rate) == (2.0, 1.0)
+
+
+@given(st.permutations(range(4)))
+def test_the_order_of_partials_does_not_matter(order: list[int]) -> None:
+    made = plan([1, 2, 3, 4], [5])
+    parts = [
+        part(made, {u: OK if u != 3 else Status.CORRUPT}, rank=u - 1, world_size=4) for u in (1, 2, 3, 4)
+    ]
+    assert merge([parts[i] for i in order]).fingerprint == merge(parts).fingerprint
+
+
+def test_a_uid_twice_counts_once_and_is_reported() -> None:
+    made = plan([1, 2])
+    result = merge([part(made, {1: OK}), part(made, {1: Status.TIMEOUT, 2: OK}, rank=1)])
+    assert (result.uids, result.duplicate_uids) == ((1, 2), (1,))
+    assert result.records[1].status is OK
+
+
+def test_two_versions_of_one_payload_drop_the_peer() -> None:
+    made = plan([1, 2])
+    result = merge([part(made, {1: OK}), part(made, {1: OK, 2: OK}, rank=1, seed=5)])
+    assert (result.uids, result.skipped_uids, result.conflicts) == ((2,), (1,), (1,))
+    assert result.records[1].status is Status.DIGEST_CONFLICT
+    assert to_penalise(result) == ()
+
+
+def test_a_lost_ranks_uids_are_taken_from_the_next_attempt() -> None:
+    made = plan([1, 2, 3])
+    lost = make_partial(made, SCHEMA, [2, 3], [], rank=1, world_size=2, error="killed")
+    assert {record.status for record in lost.records.values()} == {Status.RANK_LOST}
+    again = part(made.next_attempt(), {2: OK, 3: Status.NOT_FOUND}, rank=0)
+    result = merge([part(made, {1: OK}), lost, again])
+    assert (result.uids, result.skipped_uids, result.duplicate_uids) == ((1, 2), (3,), ())
+    assert result.plan.attempt == 1
+    assert result.fingerprint == merge([part(made, {1: OK, 2: OK, 3: Status.NOT_FOUND})]).fingerprint
+
+
+def test_partials_of_different_plans_do_not_merge() -> None:
+    with pytest.raises(InputError, match="rank 0 gathered by another plan"):
+        merge([part(plan([1]), {1: OK}), part(plan([1], deadline=1.0), {}, rank=1)])
+    with pytest.raises(InputError, match="nothing to merge"):
+        merge([])
+
+
+# ---- the control part
+
+
+def test_a_partial_travels_without_its_payloads() -> None:
+    made = plan([1, 2, 3])
+    sent = part(made, {1: OK, 2: Status.INVALID_INDEX, 3: OK}, rank=1)
+    got = Partial.from_bytes(sent.to_bytes(), made, SCHEMA)
+    assert got.payloads == {}
+    assert got.to_bytes() == sent.to_bytes()
+    assert (got.uids, got.skipped_uids, got.download_bytes) == ((1, 3), (2,), sent.download_bytes)
+    assert merge([got]).fingerprint == merge([sent]).fingerprint
+    assert torch.equal(got.lookups[1], sent.lookups[1])
+    with pytest.raises(InputError, match="is not in this process"):
+        OuterUpdate(SCHEMA).apply(weights(), got)
+
+
+def test_records_keep_every_field_on_the_way() -> None:
+    made = plan([1])
+    record = Record(
+        1,
+        "primary",
+        Status.TIMEOUT,
+        "slow",
+        5,
+        3,
+        datetime(2026, 1, 1, 2, tzinfo=UTC),
+        "e",
+        "a" * 64,
+        9,
+        0.25,
+    )
+    sent = make_partial(made, SCHEMA, [1], [Fetched(record)])
+    assert Partial.from_bytes(sent.to_bytes(), made, SCHEMA).records == {1: record}
+
+
+@given(st.data())
+def test_damaged_control_parts_are_refused_or_read(data: st.DataObject) -> None:
+    made = plan([1, 2])
+    text = part(made, {1: OK, 2: Status.CORRUPT}).to_bytes()
+    at = data.draw(st.integers(0, len(text) - 1))
+    damaged = text[:at] + bytes([data.draw(st.integers(0, 255))]) + text[at + 1 :]
+    with suppress(InputError):  # and nothing else; some damage leads to another partial
+        Partial.from_bytes(damaged, made, SCHEMA)
+
+
+def test_a_partial_of_another_plan_is_refused() -> None:
+    with pytest.raises(InputError, match="field plan must be"):
+        Partial.from_bytes(part(plan([1]), {1: OK}).to_bytes(), plan([2]), SCHEMA)
+
+
+# ---- consumers
+
+
+def test_consumers_take_an_aggregate_or_partials() -> None:
+    made = plan([1, 2, 3])
+    parts = [part(made, {1: OK, 3: OK}), part(made, {2: OK}, rank=1)]
+    whole = merge(parts)
+    results = []
+    for given_ in (whole, parts, merge([part(made, {1: OK, 2: OK, 3: OK})])):
+        tensors = weights()
+        OuterUpdate(SCHEMA).apply(tensors, given_)
+        results.append(
+            (
+                fingerprint(tensors).hash,
+                find_overlap(given_).pairs,
+                norm_medians(given_),
+                {k: v for k, v in metrics(given_).items() if k != "gather/seconds"},
+                lines(given_),
+            )
+        )
+    assert results[0] == results[1] == results[2]
+    assert as_result(parts[1]).uids == (2,)
+
+
+def test_state_dict_has_the_keys_consumers_know() -> None:
+    data = {uid: peer_bytes(SCHEMA, uid) for uid in (4, 2)}
+    state = gathered(SCHEMA, data).state_dict
+    assert set(state) == {
+        s.name + part for s in SCHEMA.parameters for part in ("idxs", "vals", "quant_params")
+    }
+    spec = SCHEMA.parameters[0]
+    for number, uid in enumerate((2, 4)):
+        p = naive.read(data[uid]).parameters[spec.name]
+        codes = state[spec.name + "vals"][number]
+        assert codes.shape == (*spec.bands, spec.keep)
+        assert codes.view(-1, spec.keep).tolist() == p.codes
+        shift, scale, offset, lookup, dtype = getattr(state, spec.name + "quant_params")[number]
+        assert (float(shift), scale, offset, dtype) == (0.0, 1.0, 2, torch.float32)
+        assert lookup.tolist() == p.lookup.tolist()
+        packed = opened(data[uid]).indices(0, 0, spec.rows)
+        assert torch.equal(state[spec.name + "idxs"][number], packed.flatten())
+    assert [tuple(each.shape) for each in state["linear.biasvals"]] == [(2, 6), (2, 6)]
+    assert len(state["linear.biasvals"][:1]) == 1
+    assert unpack_codes(opened(data[2]).codes(1, 0, 2), 6, 2).shape == (2, 6)
+    with pytest.raises(UnknownNameError, match="unknown key"):
+        state["nothing"]
+    with pytest.raises(AttributeError):
+        state.nothing  # noqa: B018
+
+
+def test_metrics_are_numbers_by_name() -> None:
+    made = plan([1, 2, 3], [8])
+    result = merge([part(made, {1: OK, 2: Status.CORRUPT, 3: Status.TIMEOUT, 8: OK})])
+    found = metrics(result, scores={1: 4.0, 2: 2.0, 8: 1.0}, overlap=find_overlap(result))
+    assert found["gather/success_rate"] == pytest.approx(200 / 3)
+    assert found["gather/primary_success_rate"] == pytest.approx(100 / 3)
+    assert found["gather/reserve_used"] == 1
+    assert (found["gather/intended_mean"], found["gather/actual_mean"]) == (2.0, 2.5)
+    assert found["gather/status/CORRUPT"] == found["gather/status/TIMEOUT"] == 1
+    assert found["overlap/pairs_checked"] == 1
+    assert found["gather/min_median_norm"] <= found["gather/max_median_norm"]
+    assert to_penalise(result) == (2,)
+    assert "uid=2 tier=primary status=CORRUPT bytes=0 tries=0 detail='why'" in lines(result)[1]
+
+
+# ---- the decision
+
+
+def decided(uids: dict[int, Status], *, min_peers: int = 1, **options: Any) -> Decision:
+    return decide(part(plan([1, 2, 3], min_peers=min_peers), uids), **options)
+
+
+def test_decisions() -> None:
+    assert decided({1: OK}).go
+    assert decided({1: Status.CORRUPT}).reason is SkipReason.NO_PEERS
+    assert decided({1: OK}, min_peers=2).reason is SkipReason.BELOW_MIN_PEERS
+    assert decided({1: OK}, excluded=[1]).reason is SkipReason.NO_PEERS
+    assert decided({1: OK}, refuse=SkipReason.OPERATOR).reason is SkipReason.OPERATOR
+    made = plan([1])
+    conflict = [part(made, {1: OK}), part(made, {1: OK}, rank=1, seed=9)]
+    assert decide(conflict).reason is SkipReason.DIGEST_CONFLICT
+
+
+def test_a_decision_travels_as_numbers() -> None:
+    for decision in (decided({1: OK, 2: Status.CORRUPT}), decided({})):
+        assert Decision.from_numbers(decision.to_numbers()) == decision
+    assert decided({1: OK, 2: Status.CORRUPT}).to_numbers()[:5] == [1, 0, 1, 1, 0]
+    with pytest.raises(InputError, match="cannot be go=1"):
+        Decision.from_numbers([1, 2, 0, 0, 0, 0])
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with FaultServer() as server:
+        yield World(server)
+
+
+def test_a_skip_changes_nothing(world: World) -> None:
+    world.add(dict.fromkeys([1, 2], "corrupt"))
+    result = merge(world.partials(world.plan([1, 2]), 2))
+    assert not decide(result).go
+    update = OuterUpdate(SCHEMA)
+    with pytest.raises(InputError, match="no peer to update with"):
+        update.apply(weights(), result)
+    assert update.outer_step == 0
+    assert replace(result, uids=()).state_dict["oddidxs"][:] == []

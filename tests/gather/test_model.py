@@ -1,0 +1,124 @@
+"""Gather with a real model: dense weights and embedding rows of peers that train on their own."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megalith import SGD, EmbeddingCollection, Feature, TableConfig
+from megalith.gather import (
+    FetchOptions,
+    Label,
+    OuterUpdate,
+    Plan,
+    Schema,
+    UpdateConfig,
+    compress,
+    memory_store,
+    publish,
+    run_window,
+)
+from megalith.gather.fetch import Fetcher
+from tests.gather.support import RUN, WINDOW, peer_bytes, small_schema
+from tests.gather.virtual import ScriptedStore
+
+pytest.importorskip("obstore")
+
+
+class Model(nn.Module):
+    """Rows of users and a line on top."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tables = [TableConfig("users", dim=4, optimizer=SGD(0.1))]
+        self.embeddings = EmbeddingCollection(tables, [Feature("user", "users")], seed=3)
+        self.dense = nn.Linear(4, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.dense(self.embeddings({"user": ids})["user"])
+        return out
+
+
+def rows(model: Model, ids: Tensor) -> Tensor:
+    return model.embeddings.shards.lookup({"users": ids}).rows["users"].clone()
+
+
+def test_dense_weights_and_rows_of_peers_meet() -> None:
+    torch.manual_seed(0)
+    shared = Model()
+    schema = Schema.of(shared, keep=64, bins=256, tables={"users": 4})
+    assert [spec.name for spec in schema.parameters] == ["dense.weight", "dense.bias"]
+    start = {name: p.detach().clone() for name, p in shared.named_parameters()}
+    store, changes = memory_store(), {}
+    for uid, ids in ((1, torch.tensor([7, 8])), (2, torch.tensor([8, 9]))):
+        peer = Model()
+        peer.load_state_dict(start, strict=False)
+        before = rows(peer, ids)
+        optimizer = torch.optim.SGD(peer.dense.parameters(), 0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (peer(ids) - uid).square().sum().backward()
+            optimizer.step()
+        update = {name: start[name] - p.detach() for name, p in peer.named_parameters()}
+        changes[uid] = dict(zip(ids.tolist(), before - rows(peer, ids), strict=True))
+        compressed = compress(update, schema, tables={"users": (ids, before - rows(peer, ids))})
+        publish(store, compressed, Label(RUN, WINDOW, uid))
+    plan = Plan(
+        run=RUN,
+        window=WINDOW,
+        schema=schema.digest,
+        primary=(1, 2),
+        update=UpdateConfig(clip="none", lr=0.5),
+    )
+    ids = torch.tensor([7, 8, 9])
+    initial = rows(shared, ids)
+    users = shared.embeddings.shards.local["users"]
+    run_window(
+        plan,
+        shared,
+        OuterUpdate(schema),
+        {"default": store},
+        apply_rows=lambda name, found, change: users.assign_add(found, change),
+    )
+    mean = torch.stack([changes[1][7], (changes[1][8] + changes[2][8]) / 2, changes[2][9]])
+    torch.testing.assert_close(rows(shared, ids), initial - 0.5 * mean)
+    assert not torch.equal(shared.dense.weight, start["dense.weight"])
+    assert len(users) == 3
+
+
+def test_empty_parameters_are_no_trouble() -> None:
+    weights = {"none": torch.zeros(0, 4), "some": torch.ones(4, 4)}
+    schema = Schema.of(weights, keep=4)
+    store = memory_store()
+    publish(store, compress(weights, schema), Label(RUN, WINDOW, 1))
+    plan = Plan(run=RUN, window=WINDOW, schema=schema.digest, primary=(1,))
+    report = run_window(plan, weights, OuterUpdate(schema), {"default": store})
+    assert report.decision.go
+    assert weights["some"].sum() == 12.0
+
+
+def test_cancelling_leaves_no_files(tmp_path: Path) -> None:
+    schema = small_schema()
+    store = ScriptedStore()
+    plan = Plan(run=RUN, window=WINDOW, schema=schema.digest, primary=(1, 2))
+    for uid in plan.primary:
+        store.objects[plan.location(uid).key] = peer_bytes(schema, uid)
+    store.script[plan.location(2).key] = [(0.0, None), (1e3, None)]
+    options = FetchOptions(spool_directory=tmp_path, spool_from=1, request_timeout=1e6)
+    fetcher = Fetcher(plan, schema, {"default": store}, options=options)
+
+    async def cancelled() -> None:
+        task = asyncio.ensure_future(fetcher.fetch(plan.primary, "primary"))
+        while len(store.log) < 4:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(asyncio.wait_for(cancelled(), 60))
+    assert list(tmp_path.iterdir()) == []
+    assert fetcher.ledger.used == 0

@@ -1,0 +1,116 @@
+"""Conformance: the same store code against an S3 server that is not ours (moto's, where it is installed)."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from megalith.gather import (
+    FetchOptions,
+    Label,
+    OuterUpdate,
+    Plan,
+    Status,
+    Store,
+    catch_up,
+    peek,
+    publish,
+    run_window,
+    s3_store,
+)
+from megalith.gather.status import Fault
+from megalith.gather.store import UPLOAD_PART_BYTES, wait
+from tests.gather.support import RUN, peer_update, small_schema, weights
+
+pytest.importorskip("obstore")
+SERVER = shutil.which("moto_server")
+LIMIT = 60.0
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[Store]:
+    if SERVER is None:
+        pytest.skip("moto_server is not on the path: pip install 'moto[server,s3]'")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    endpoint = f"http://127.0.0.1:{port}"
+    process = subprocess.Popen(
+        [SERVER, "-H", "127.0.0.1", "-p", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        make_bucket(endpoint, process)
+        yield s3_store("gather", endpoint=endpoint, access_key_id="key", secret_access_key="secret")
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+def make_bucket(endpoint: str, process: subprocess.Popen[bytes]) -> None:
+    """Creates the bucket as soon as the server answers."""
+    request = urllib.request.Request(f"{endpoint}/gather", method="PUT")
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        try:
+            urllib.request.urlopen(request, timeout=5).close()
+            return
+        except (urllib.error.URLError, OSError):
+            with suppress(subprocess.TimeoutExpired):
+                raise RuntimeError(f"moto_server ended with {process.wait(0.05)}") from None
+    raise RuntimeError("moto_server did not start")
+
+
+def read(store: Store, key: str, etag: str | None = None) -> bytes:
+    pieces: list[bytes] = []
+    wait(store.get(key, lambda piece: pieces.append(bytes(piece)), etag=etag, timeout=LIMIT))
+    return b"".join(pieces)
+
+
+def status_of(work: object) -> Status:
+    with pytest.raises(Fault) as caught:
+        wait(work)  # type: ignore[arg-type]
+    return caught.value.status
+
+
+def test_the_five_verbs(store: Store, tmp_path: Path) -> None:
+    data = random.Random(1).randbytes(100_000)
+    assert wait(store.put("a/b", data, timeout=LIMIT))
+    info = wait(store.head("a/b", timeout=LIMIT))
+    assert (info.size, read(store, "a/b", info.etag)) == (len(data), data)
+    assert wait(store.get_range("a/b", 7, 9, etag=info.etag, timeout=LIMIT)) == data[7:16]
+    assert not wait(store.put("a/b", b"x", create=True, timeout=LIMIT))
+    assert wait(store.put("a/b", b"y", timeout=LIMIT))
+    assert status_of(store.get("a/b", lambda piece: None, etag=info.etag, timeout=LIMIT)) is Status.CHANGED
+    assert status_of(store.head("a/none", timeout=LIMIT)) is Status.NOT_FOUND
+    large = random.Random(2).randbytes(2 * UPLOAD_PART_BYTES + 5)
+    (tmp_path / "large").write_bytes(large)
+    assert wait(store.put("a/large", tmp_path / "large", create=True, timeout=LIMIT))
+    assert read(store, "a/large") == large
+    assert [each.key for each in wait(store.list("a", timeout=LIMIT))] == ["a/b", "a/large"]
+
+
+def test_a_window_and_catching_up(store: Store) -> None:
+    schema = small_schema()
+    for uid in (1, 2, 3):
+        done = publish(store, peer_update(schema, uid), Label(RUN, 5, uid))
+        assert peek(store, done.key).digest == done.digest
+    plan = Plan(run=RUN, window=5, schema=schema.digest, primary=(1, 2, 3, 4), deadline=2.0)
+    tensors, update = weights(), OuterUpdate(schema)
+    report = run_window(
+        plan, tensors, update, {"default": store}, artifacts=store, options=FetchOptions(spool_from=1)
+    )
+    assert report.result.uids == (1, 2, 3)
+    assert report.result.records[4].status is Status.NOT_FOUND
+    late, other = weights(), OuterUpdate(schema)
+    catch_up(store, late, other, run=RUN, windows=[5])
+    assert other.fingerprint(late).hash == update.fingerprint(tensors).hash

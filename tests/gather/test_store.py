@@ -1,0 +1,271 @@
+"""Stores: the five verbs on every kind, time limits, and which status a fault of the server becomes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalith.errors import InputError, MissingDependencyError, StoreError
+from megalith.gather.faultserver import FaultServer, ServerFault, seeded_faults
+from megalith.gather.status import OUR_FAULTS, PEER_FAULTS, Fault, Status
+from megalith.gather.store import (
+    UPLOAD_PART_BYTES,
+    Store,
+    backoff,
+    local_store,
+    memory_store,
+    open_store,
+    persist,
+    s3_store,
+    wait,
+)
+
+pytest.importorskip("obstore")
+LIMIT = 20.0
+DATA = bytes(range(256)) * 20
+
+
+@pytest.fixture
+def server() -> Iterator[FaultServer]:
+    with FaultServer() as running:
+        yield running
+
+
+@pytest.fixture(params=["memory", "local", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    if request.param == "s3":
+        with FaultServer() as running:
+            yield s3_store(running.bucket, endpoint=running.endpoint)
+    else:
+        yield memory_store() if request.param == "memory" else local_store(tmp_path / "new" / "store")
+
+
+def status_of(work: Any) -> Status:
+    with pytest.raises(Fault) as caught:
+        wait(work)
+    return caught.value.status
+
+
+def got(store: Store, key: str, **options: Any) -> bytes:
+    pieces: list[bytes] = []
+    wait(store.get(key, lambda piece: pieces.append(bytes(piece)), timeout=LIMIT, **options))
+    return b"".join(pieces)
+
+
+def test_objects_come_back(store: Store) -> None:
+    assert wait(store.put("a/b/c.bin", DATA, timeout=LIMIT))
+    info = wait(store.head("a/b/c.bin", timeout=LIMIT))
+    assert (info.key, info.size) == ("a/b/c.bin", len(DATA))
+    assert info.last_modified.tzinfo is UTC
+    assert got(store, "a/b/c.bin") == DATA
+    assert got(store, "a/b/c.bin", etag=info.etag) == DATA
+    assert wait(store.get_range("a/b/c.bin", 5, 7, timeout=LIMIT)) == DATA[5:12]
+    assert wait(store.put("a/b/c.bin", b"new", timeout=LIMIT))
+    assert got(store, "a/b/c.bin") == b"new"
+
+
+def test_a_missing_object_is_not_found(store: Store) -> None:
+    assert status_of(store.head("a/none", timeout=LIMIT)) is Status.NOT_FOUND
+    assert status_of(store.get("a/none", lambda piece: None, timeout=LIMIT)) is Status.NOT_FOUND
+    assert status_of(store.get_range("a/none", 0, 1, timeout=LIMIT)) is Status.NOT_FOUND
+
+
+def test_a_replaced_object_is_changed(store: Store) -> None:
+    wait(store.put("k", DATA, timeout=LIMIT))
+    old = wait(store.head("k", timeout=LIMIT)).etag
+    wait(store.put("k", DATA[:-1], timeout=LIMIT))
+    assert status_of(store.get("k", lambda piece: None, etag=old, timeout=LIMIT)) is Status.CHANGED
+    assert status_of(store.get_range("k", 0, 4, etag=old, timeout=LIMIT)) is Status.CHANGED
+
+
+def test_a_range_past_the_end_is_no_range(store: Store) -> None:
+    wait(store.put("k", b"0123456789", timeout=LIMIT))
+    assert status_of(store.get_range("k", 5, 10, timeout=LIMIT)) is Status.STORE_ERROR
+
+
+def test_create_writes_once(store: Store) -> None:
+    assert wait(store.put("k", b"first", create=True, timeout=LIMIT))
+    assert not wait(store.put("k", b"second", create=True, timeout=LIMIT))
+    assert got(store, "k") == b"first"
+
+
+def test_a_file_is_uploaded_in_parts(store: Store, tmp_path: Path) -> None:
+    data = random.Random(0).randbytes(2 * UPLOAD_PART_BYTES + 17)
+    path = tmp_path / "large"
+    path.write_bytes(data)
+    assert wait(store.put("large", path, create=True, timeout=60))
+    assert got(store, "large") == data
+    assert not wait(store.put("large", path, create=True, timeout=60))
+
+
+def test_list_goes_by_path_parts(store: Store) -> None:
+    for key in ("p/2", "p/1", "p/q/3", "pp/4"):
+        wait(store.put(key, key.encode(), timeout=LIMIT))
+    found = wait(store.list("p", timeout=LIMIT))
+    assert [(each.key, each.size) for each in found] == [("p/1", 3), ("p/2", 3), ("p/q/3", 5)]
+    assert wait(store.list("none", timeout=LIMIT)) == []
+
+
+def test_keys_that_are_no_paths_are_refused(store: Store) -> None:
+    with pytest.raises(StoreError, match=r"head of '\.\./x'"):
+        wait(store.head("../x", timeout=LIMIT))
+
+
+# ---- faults
+
+
+@pytest.mark.parametrize(
+    ("fault", "status"),
+    [
+        (ServerFault("status", code=500), Status.STORE_ERROR),
+        (ServerFault("status", code=503), Status.STORE_ERROR),
+        (ServerFault("status", code=429), Status.STORE_ERROR),
+        (ServerFault("status", code=401), Status.STORE_ERROR),
+        (ServerFault("status", code=403), Status.STORE_ERROR),
+        (ServerFault("status", code=404), Status.NOT_FOUND),
+        (ServerFault("status", code=412), Status.CHANGED),
+        (ServerFault("reset"), Status.STORE_ERROR),
+        (ServerFault("truncate"), Status.STORE_ERROR),
+    ],
+    ids=lambda value: str(value),
+)
+def test_faults_have_a_status(server: FaultServer, fault: ServerFault, status: Status) -> None:
+    store = s3_store(server.bucket, endpoint=server.endpoint)
+    server.put("k", DATA)
+    server.fail("k", fault)
+    assert status_of(store.get("k", lambda piece: None, timeout=LIMIT)) is status
+    assert got(store, "k") == DATA
+    assert [r.method for r in server.log] == ["GET", "GET"]
+    assert server.downloads() == {"k": 1}
+
+
+def test_silence_is_a_timeout(server: FaultServer) -> None:
+    store = s3_store(server.bucket, endpoint=server.endpoint)
+    server.put("k", DATA)
+    server.fail("k", ServerFault("stall", "*", times=2))
+    assert status_of(store.head("k", timeout=0.05)) is Status.TIMEOUT
+    assert status_of(store.get("k", lambda piece: None, timeout=0.05)) is Status.TIMEOUT
+
+
+def test_a_slow_body_is_a_timeout() -> None:
+    with FaultServer(bytes_per_second=1000) as server:
+        store = s3_store(server.bucket, endpoint=server.endpoint)
+        server.put("k", bytes(100_000))
+        assert status_of(store.get("k", lambda piece: None, timeout=0.2)) is Status.TIMEOUT
+
+
+def test_nobody_listening_is_a_store_error() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        store = s3_store("gather", endpoint=f"http://127.0.0.1:{taken.getsockname()[1]}")
+        assert status_of(store.head("k", timeout=LIMIT)) is Status.STORE_ERROR
+
+
+def test_errors_of_the_sink_pass_through() -> None:
+    store = memory_store()
+    wait(store.put("k", DATA, timeout=LIMIT))
+
+    def full(piece: memoryview) -> None:
+        raise OSError(28, "no space left on device")
+
+    with pytest.raises(OSError, match="no space"):
+        wait(store.get("k", full, timeout=LIMIT))
+
+
+def test_persist_repeats_what_another_try_may_cure(server: FaultServer) -> None:
+    store = s3_store(server.bucket, endpoint=server.endpoint)
+    server.put("k", DATA)
+    server.fail("k", ServerFault("status", "HEAD", times=2), ServerFault("reset", "HEAD"))
+    info = wait(persist(lambda limit: store.head("k", timeout=limit), deadline=30, rng=random.Random(1)))
+    assert info.size == len(DATA)
+    assert [r.status for r in server.log] == [503, 503, 0, 200]
+    missing = persist(lambda limit: store.head("none", timeout=limit), deadline=30)
+    assert status_of(missing) is Status.NOT_FOUND
+
+
+def test_persist_ends_at_its_deadline(server: FaultServer) -> None:
+    store = s3_store(server.bucket, endpoint=server.endpoint)
+    server.fail("k", ServerFault("status", "HEAD", times=10_000))
+    late = persist(lambda limit: store.head("k", timeout=limit), deadline=0.3, rng=random.Random(1))
+    assert status_of(late) is Status.STORE_ERROR
+    assert 1 <= len(server.log) <= 5
+
+
+def test_pauses_grow_and_are_jittered() -> None:
+    pauses = list(islice(backoff(random.Random(3), first=1.0, most=8.0), 6))
+    for pause, base in zip(pauses, [1, 2, 4, 8, 8, 8], strict=True):
+        assert 0.5 * base <= pause <= 1.5 * base
+    assert pauses == list(islice(backoff(random.Random(3), first=1.0, most=8.0), 6))
+
+
+def test_wait_works_inside_a_running_loop() -> None:
+    async def inner() -> int:
+        return 7
+
+    async def outer() -> int:
+        return wait(inner())
+
+    assert asyncio.run(outer()) == 7
+
+
+def test_urls(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}/s")
+    wait(store.put("a/b", b"x", timeout=LIMIT))
+    assert (tmp_path / "s" / "a" / "b").read_bytes() == b"x"
+    assert wait(open_store("memory://").list("", timeout=LIMIT)) == []
+    for url in ("http://x", "s3://", "nothing"):
+        with pytest.raises(InputError, match="is no store"):
+            open_store(url)
+    with pytest.raises(InputError, match="go together"):
+        s3_store("bucket", access_key_id="a")
+
+
+def test_prefix_of_a_bucket(server: FaultServer) -> None:
+    store = open_store(f"s3://{server.bucket}/peers/7", endpoint=server.endpoint)
+    wait(store.put("x", b"1", timeout=LIMIT))
+    assert [request.key for request in server.log] == ["peers/7/x"]
+    assert wait(store.head("x", timeout=LIMIT)).size == 1
+
+
+def test_statuses_blame_one_side_only() -> None:
+    assert not OUR_FAULTS & PEER_FAULTS
+    assert OUR_FAULTS | PEER_FAULTS | {Status.OK} == set(Status)
+
+
+def test_seeded_faults_depend_on_seed_and_uid_alone() -> None:
+    rates = {"missing": 0.2, "corrupt": 0.1}
+    some = seeded_faults(5, range(200), rates)
+    assert some == {u: f for u, f in seeded_faults(5, range(400), rates).items() if u < 200}
+    assert 20 < sum(f == "missing" for f in some.values()) < 60
+    assert 5 < sum(f == "corrupt" for f in some.values()) < 40
+    assert some != seeded_faults(6, range(200), rates)
+
+
+def test_without_obstore_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install megalith\[remote\]"):
+        memory_store()
+
+
+def test_importing_gather_needs_no_obstore() -> None:
+    code = "import sys; sys.modules['obstore'] = None; import megalith.gather; print('fine')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "fine\n", done.stderr
+
+
+def test_times_of_objects_can_be_set(server: FaultServer) -> None:
+    store = s3_store(server.bucket, endpoint=server.endpoint)
+    server.put("k", DATA, datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC))
+    assert wait(store.head("k", timeout=LIMIT)).last_modified == datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)

@@ -1,0 +1,414 @@
+"""The outer update: bit for bit the reference, for any blocks and any split, within its budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from megalith.errors import BudgetError, InputError, UsageError
+from megalith.gather.budget import check_update_budget, row_bytes, rows_per_block
+from megalith.gather.fingerprint import fingerprint
+from megalith.gather.merge import GatherResult
+from megalith.gather.payload import Payload
+from megalith.gather.reduce import PeerRows, clip_factors, medians, reduce_rows
+from megalith.gather.schema import Schema
+from megalith.gather.settings import UpdateConfig
+from megalith.gather.update import OuterUpdate
+from tests.gather import naive
+from tests.gather.support import forged, gathered, peer_bytes, small_schema, weights
+
+SCHEMA = small_schema()
+SEEDS = (3, 1, 8, 6, 2)
+
+
+def window(
+    schema: Schema = SCHEMA, seeds: Sequence[int] = SEEDS, **plan: Any
+) -> tuple[GatherResult, list[naive.NaivePayload]]:
+    data = {uid: peer_bytes(schema, uid, seed=uid) for uid in seeds}
+    result = gathered(schema, data, **plan)
+    return result, [naive.read(data[uid]) for uid in result.uids]
+
+
+def stepped(
+    result: GatherResult, start: dict[str, Tensor] | None = None, **options: Any
+) -> dict[str, Tensor]:
+    tensors = {name: t.clone() for name, t in (start or weights()).items()}
+    OuterUpdate(result.schema).apply(tensors, result, **options)
+    return tensors
+
+
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+# ---- against the reference
+
+
+@pytest.mark.parametrize("mean", ["contributors", "peers"])
+@pytest.mark.parametrize("rule", ["mean", "trimmed", "median"])
+@pytest.mark.parametrize("clip", ["median", "none"])
+def test_weights_are_the_references(mean: Any, rule: Any, clip: Any) -> None:
+    config = UpdateConfig(lr=0.3, mean=mean, rule=rule, clip=clip, trim=0.2)
+    result, read = window(update=config)
+    found = stepped(result)
+    for name, before in weights().items():
+        gradient = naive.aggregate(
+            read, name, clip=clip == "median", rule=rule, mean=mean, trim=Fraction("0.2")
+        )
+        expected = before.numpy() - gradient * np.float32(0.3)
+        assert np.array_equal(found[name].numpy(), expected), name
+
+
+def test_a_transformed_model_is_close_to_the_reference() -> None:
+    schema = small_schema(dct=True)
+    result, read = window(schema)
+    found = stepped(result)
+    for name, before in weights().items():
+        expected = before - torch.from_numpy(np.asarray(naive.aggregate(read, name)))
+        torch.testing.assert_close(found[name], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_sign_and_nesterov() -> None:
+    result, read = window(update=UpdateConfig(optimizer="sign", lr=0.25))
+    found = stepped(result)
+    name = "linear.weight"
+    gradient = naive.aggregate(read, name)
+    assert np.array_equal(found[name].numpy(), weights()[name].numpy() - np.sign(gradient) * np.float32(0.25))
+
+    result, _ = window(update=UpdateConfig(optimizer="nesterov", lr=0.7, momentum=0.9))
+    tensors, update = weights(), OuterUpdate(SCHEMA)
+    twin = nn.Parameter(weights()[name].clone())
+    optimizer = torch.optim.SGD([twin], lr=0.7, momentum=0.9, nesterov=True)
+    for _ in range(3):
+        update.apply(tensors, result)
+        twin.grad = torch.from_numpy(gradient.copy())
+        optimizer.step()
+    torch.testing.assert_close(tensors[name], twin.detach(), rtol=1e-6, atol=1e-6)
+    assert update.outer_step == 3
+
+
+def test_median_norm_clips_the_loud() -> None:
+    data = {uid: peer_bytes(SCHEMA, uid, seed=uid) for uid in (1, 2, 3)}
+    loud = forged(SCHEMA, 4, lookup=torch.tensor([-900.0, 900.0, 5.0, 6.0]))
+    result = gathered(SCHEMA, {**data, 4: loud})
+    norms = result.norm_table()
+    assert float(norms[3, 0]) > 100 * float(norms[:3, 0].max())
+    factors = clip_factors(norms, UpdateConfig())
+    middle = sorted(norms[:, 0].tolist())[1]
+    assert medians(norms)[0] == middle
+    for norm, factor in zip(norms[:, 0].tolist(), factors[:, 0].tolist(), strict=True):
+        assert factor == float(np.float32(min(1.0, middle / (norm + 1e-8))))
+    assert stepped(result)["linear.weight"].abs().max() < 20
+
+
+def test_excluded_peers_count_for_nothing() -> None:
+    result, _ = window()
+    without, _ = window(seeds=[uid for uid in SEEDS if uid != 8])
+    assert_same(stepped(result, exclude=[8]), stepped(without))
+    report = OuterUpdate(SCHEMA).apply(weights(), result, exclude=[8, 77])
+    assert (report.uids, report.excluded) == ((1, 2, 3, 6), (8,))
+
+
+def test_one_peer_alone_is_applied_as_it_is() -> None:
+    result, read = window(seeds=[4])
+    found = stepped(result)
+    for name, before in weights().items():
+        assert np.array_equal(
+            found[name].numpy(), before.numpy() - naive.aggregate(read, name, clip=False)
+        ), name
+
+
+# ---- blocks and splits
+
+
+CONFIGS = [
+    UpdateConfig(lr=0.3),
+    UpdateConfig(optimizer="nesterov", mean="peers"),
+    UpdateConfig(rule="trimmed", trim=0.25),
+    UpdateConfig(rule="median"),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.optimizer}-{c.rule}")
+@pytest.mark.parametrize("dct", [False, True])
+def test_budgets_change_nothing(config: UpdateConfig, dct: bool) -> None:
+    schema = small_schema(dct=dct)
+    whole = stepped(window(schema, update=config)[0])
+    least = max(row_bytes(spec, config, len(SEEDS)) for spec in schema.parameters) + 16 * len(SEEDS)
+    for budget in (least, least + 777, 3 * least):
+        result, _ = window(schema, update=config, memory_budget=budget)
+        tensors = weights()
+        report = OuterUpdate(schema).apply(tensors, result)
+        assert_same(tensors, whole)
+        assert report.peak_bytes <= budget
+
+
+def split_step(result: GatherResult, tensors: dict[str, Tensor], world_size: int, rows: int) -> None:
+    """The update as many ranks do it: each computes the tiles of its part of a block, all apply all tiles."""
+    config, schema = result.plan.update, result.schema
+    ranks = [OuterUpdate(schema) for _ in range(world_size)]
+    copies = [{name: t.clone() for name, t in tensors.items()} for _ in ranks]
+    factors = clip_factors(result.norm_table(), config)
+    for rank, copy in zip(ranks, copies, strict=True):
+        rank.prepare(copy, config)
+    for number, spec in enumerate(schema.parameters):
+        for start in range(0, spec.rows, rows):
+            stop = min(start + rows, spec.rows)
+            cuts = [start + (stop - start) * r // world_size for r in range(world_size + 1)]
+            for first, last in pairwise(cuts):
+                peers = [
+                    peer_rows(result.payloads[u], number, first, last, factors[i, number])
+                    for i, u in enumerate(result.uids)
+                ]
+                tile = reduce_rows(spec, last - first, peers, len(peers), config)
+                for rank, copy in zip(ranks, copies, strict=True):
+                    rank.step_tile(copy[spec.name], number, first, tile, config)
+    for copy in copies:
+        assert_same(copy, copies[0])
+    tensors.update(copies[0])
+
+
+def peer_rows(payload: Payload, number: int, start: int, stop: int, factor: Tensor) -> PeerRows:
+    lookup = payload.lookup(number) * factor
+    return PeerRows(payload.indices(number, start, stop), payload.codes(number, start, stop), lookup)
+
+
+@given(st.integers(1, 5), st.integers(1, 9), st.sampled_from(CONFIGS), st.booleans())
+@settings(max_examples=40)
+def test_any_split_over_ranks_gives_the_same_bits(
+    world_size: int, rows: int, config: UpdateConfig, dct: bool
+) -> None:
+    result, _ = window(small_schema(dct=dct), update=config)
+    whole, parts = stepped(result), weights()
+    split_step(result, parts, world_size, rows)
+    assert_same(parts, whole)
+    assert fingerprint(parts).hash == fingerprint(whole).hash
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.optimizer}-{c.rule}")
+def test_threads_change_nothing(config: UpdateConfig, restore_threads: None) -> None:
+    schema = Schema.of({"w": torch.zeros(512, 512)}, dct=True)
+    data = {uid: peer_bytes(schema, uid) for uid in range(5)}
+    found = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        result = gathered(schema, data, update=config)
+        found.append((stepped(result, {"w": torch.ones(512, 512)}), result.norms))
+    for tensors, norms in found[1:]:
+        assert_same(tensors, found[0][0])
+        assert norms == found[0][1]
+
+
+def test_low_precision_weights_are_stepped_in_float32() -> None:
+    result, _ = window(update=UpdateConfig(lr=0.1))
+    start = {name: t.to(torch.bfloat16) for name, t in weights().items()}
+    found = stepped(result, start)
+    exact = stepped(result, {name: t.float() for name, t in start.items()})
+    for name, tensor in found.items():
+        assert tensor.dtype is torch.bfloat16
+        assert torch.equal(tensor, exact[name].to(torch.bfloat16))
+
+
+def test_a_module_is_stepped_in_place() -> None:
+    model = nn.Linear(24, 16)
+    schema = Schema.of(model, chunk=8, keep=6)
+    result = gathered(schema, {1: peer_bytes(schema, 1)})
+    before = model.weight.detach().clone()
+    OuterUpdate(schema).apply(model, result)
+    assert not torch.equal(model.weight, before)
+    assert model.weight.requires_grad
+
+
+# ---- tables
+
+
+TABLES = small_schema(users=3, items=1)
+
+
+def rows_of(result: GatherResult, **options: Any) -> dict[str, dict[int, np.ndarray]]:
+    taken: dict[str, dict[int, np.ndarray]] = {"users": {}, "items": {}}
+
+    def take(table: str, ids: Tensor, rows: Tensor) -> None:
+        assert ids.tolist() == sorted(set(ids.tolist()))
+        assert not set(ids.tolist()) & set(taken[table])
+        assert not taken[table] or ids[0] > max(taken[table])
+        taken[table] |= dict(zip(ids.tolist(), rows.numpy(), strict=True))
+
+    stepped(result, apply_rows=take, **options)
+    return taken
+
+
+@pytest.mark.parametrize("mean", ["contributors", "peers"])
+def test_table_rows_are_the_references(mean: Any) -> None:
+    result, read = window(TABLES, update=UpdateConfig(lr=0.5, mean=mean))
+    taken = rows_of(result)
+    for name in ("users", "items"):
+        expected = naive.aggregate_table(read, name, mean=mean)
+        assert sorted(taken[name]) == list(expected)
+        for key, row in expected.items():
+            np.testing.assert_array_equal(taken[name][key], row * np.float32(-0.5))
+
+
+@pytest.mark.parametrize("rule", ["mean", "median"])
+def test_budgets_do_not_change_table_rows(rule: Any) -> None:
+    config = UpdateConfig(rule=rule)
+    whole = rows_of(window(TABLES, update=config)[0])
+    least = max(row_bytes(spec, config, len(SEEDS)) for spec in TABLES.parameters) + 16 * len(SEEDS)
+    small = rows_of(window(TABLES, update=config, memory_budget=least)[0])
+    for name, rows in whole.items():
+        assert rows.keys() == small[name].keys()
+        assert all(np.array_equal(row, small[name][key]) for key, row in rows.items())
+
+
+def test_table_rows_need_a_taker() -> None:
+    result, _ = window(TABLES)
+    before = weights()
+    tensors = weights()
+    with pytest.raises(InputError, match="rows of table 'users': give apply_rows"):
+        OuterUpdate(TABLES).apply(tensors, result)
+    assert_same(tensors, before)
+
+
+# ---- refusals and torn steps
+
+
+def test_refusals_leave_everything_as_it_was() -> None:
+    result, _ = window()
+    update, tensors = OuterUpdate(SCHEMA), weights()
+    transposed = {**tensors, "odd": torch.zeros(5, 7)}
+    strided = {**tensors, "odd": torch.zeros(5, 7).T}
+    cases: list[tuple[str, Any, GatherResult]] = [
+        ("'odd' of the schema was not given", {k: v for k, v in tensors.items() if k != "odd"}, result),
+        ("its schema says floating point", transposed, result),
+        ("is not contiguous", strided, result),
+        ("no peer to update with", tensors, gathered(SCHEMA, {})),
+        ("of another schema", tensors, window(small_schema(keep=4))[0]),
+    ]
+    for message, given_, gathered_ in cases:
+        with pytest.raises(InputError, match=message):
+            update.apply(given_, gathered_)
+    with pytest.raises(BudgetError, match="raise memory_budget"):
+        update.apply(tensors, window(memory_budget=100)[0])
+    assert_same(tensors, weights())
+    assert update.outer_step == 0
+    assert update.momentum == {}
+
+
+class Broken(Exception):
+    pass
+
+
+def broken(result: GatherResult, monkeypatch: pytest.MonkeyPatch) -> GatherResult:
+    """The same result; reading codes of the last parameter fails."""
+    last = len(result.schema.parameters) - 1
+    real = Payload.codes
+
+    def codes(self: Payload, number: int, start: int, stop: int) -> Tensor:
+        if number == last:
+            raise Broken("disk gone")
+        return real(self, number, start, stop)
+
+    monkeypatch.setattr(Payload, "codes", codes)
+    return result
+
+
+@pytest.mark.parametrize("policy", ["host", "disk"])
+def test_a_step_that_breaks_off_is_undone(
+    policy: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    result, _ = window(update=UpdateConfig(optimizer="nesterov"))
+    update, tensors = OuterUpdate(SCHEMA), weights()
+    update.apply(tensors, result)
+    before = {name: t.clone() for name, t in tensors.items()}
+    momentum = {name: t.clone() for name, t in update.momentum.items()}
+    broken(result, monkeypatch)
+    with pytest.raises(Broken):
+        update.apply(tensors, result, snapshot=policy, snapshot_directory=tmp_path / "s")
+    assert_same(tensors, before)
+    assert_same(update.momentum, momentum)
+    assert update.outer_step == 1
+    assert policy == "host" or list((tmp_path / "s").iterdir()) == []
+
+
+def test_a_torn_step_without_a_snapshot_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = broken(window()[0], monkeypatch)
+    update = OuterUpdate(SCHEMA)
+    with pytest.raises(UsageError, match="weights may be torn: reload a checkpoint"):
+        update.apply(weights(), result)
+    assert update.outer_step == 0
+
+
+def test_state_can_be_saved() -> None:
+    result, _ = window(update=UpdateConfig(optimizer="nesterov"))
+    a, tensors = OuterUpdate(SCHEMA), weights()
+    a.apply(tensors, result)
+    b, others = OuterUpdate(SCHEMA), {name: t.clone() for name, t in tensors.items()}
+    b.load_state_dict(a.state_dict())
+    a.apply(tensors, result)
+    b.apply(others, result)
+    assert_same(tensors, others)
+    assert b.outer_step == 2
+    with pytest.raises(InputError, match="momentum of 'odd' has shape"):
+        b.load_state_dict({"outer_step": 1, "momentum": {"odd": torch.zeros(2)}})
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("rule", ["mean", "median"])
+def test_peak_is_set_by_the_budget_not_by_peers(rule: Any) -> None:
+    schema = Schema.of({"w": torch.zeros(256, 64)}, chunk=16, keep=16)
+    config = UpdateConfig(rule=rule)
+    budget = 128 * 16 * 80 + 2 * row_bytes(schema.parameters[0], config, 128)
+    blocks = {}
+    for peers in (8, 32, 128):
+        data = {uid: peer_bytes(schema, uid, seed=uid % 8) for uid in range(peers)}
+        result = gathered(schema, data, update=config, memory_budget=budget)
+        report = OuterUpdate(schema).apply({"w": torch.zeros(256, 64)}, result)
+        assert report.peak_bytes <= budget
+        blocks[peers] = rows_per_block(schema.parameters[0], config, peers, budget)
+    assert blocks[8] >= blocks[32] >= blocks[128] >= 1
+
+
+def test_even_thousands_of_peers_need_little() -> None:
+    spec = Schema.of({"w": torch.zeros(64, 64)}).parameters[0]
+    assert row_bytes(spec, UpdateConfig(), 5000, world_size=4) < 2 << 20
+    check_update_budget(Schema((spec,)), UpdateConfig(), 5000, 4 << 20, world_size=4)
+    with pytest.raises(BudgetError):
+        check_update_budget(Schema((spec,)), UpdateConfig(), 5000, 1 << 16)
+
+
+def test_fingerprints_tell_weights_apart() -> None:
+    base = weights()
+    moved = {**base, "odd": base["odd"] + 1e-7}
+    other = {**base, "odd": base["odd"].to(torch.float64)}
+    prints = [fingerprint(each) for each in (base, moved, other)]
+    assert len({p.hash for p in prints}) == 3
+    assert fingerprint(dict(reversed(base.items()))) == prints[0]
+    each = prints[0].parameters["odd"]
+    assert each.norm == pytest.approx(float(base["odd"].double().norm()))
+    assert each.mean == pytest.approx(float(base["odd"].double().mean()))
+    assert prints[0].norm == pytest.approx(
+        float(torch.cat([t.flatten() for t in base.values()]).double().norm())
+    )
+    bad = fingerprint({"x": torch.tensor([float("nan")])})
+    assert bad.to_json()["parameters"]["x"][0] is None
+
+
+def test_medians_take_the_lower_of_two() -> None:
+    norms = torch.tensor([[4.0], [1.0], [3.0], [2.0]], dtype=torch.float64)
+    assert medians(norms).tolist() == [2.0]
+    assert clip_factors(norms, replace(UpdateConfig(), clip="none")).tolist() == [[1.0]] * 4
