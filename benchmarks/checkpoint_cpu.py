@@ -149,52 +149,70 @@ def run(options: argparse.Namespace, folder: Path, arguments: Sequence[str]) -> 
     say(f"filling a table of {options.rows:,} rows")
     model = make_model()
     fill(model, options.rows)
-    table = model.shards.local["t"]
-    whole = next(iter(table.scan(len(table))))
-    tensors = {"ids": whole.ids, "rows": whole.rows, "time": whole.time, **whole.state}
-    data = [memoryview(t.reshape(-1).view(torch.uint8).numpy()) for t in tensors.values()]
-    size = sum(len(part) for part in data)
-    times: dict[str, list[float]] = {}
-    extra = {"save": 0, "load": 0}
+    bench = Bench(model)
     for number in range(options.rounds + 1):
         say(f"round {number} of {options.rounds}")
         here = folder / str(number)
         here.mkdir()
-        writes: dict[str, Callable[[], object]] = {
-            "save": lambda: checkpoint.save(model, here / "ours"),
-            "raw write": lambda: raw_write(here / "raw", data),
-            "torch.save": lambda: torch_save(here / "torch", tensors),
-        }
-        found = {}
-        for name in _rotated(list(writes), number):
-            os.sync()
-            if name == "save":
-                with Peak() as peak:
-                    found[name] = timed(writes[name])
-                extra["save"] = max(extra["save"], peak.extra)
-            else:
-                found[name] = timed(writes[name])
-        for name in _rotated(["load", "raw read", "torch.load", "insert"], number):
-            if name == "load":
-                other = make_model()
-                with Peak() as peak:
-                    found[name] = load_into(other, here / "ours")
-                extra["load"] = max(extra["load"], peak.extra - peak.kept)
-                del other
-            elif name == "insert":
-                found[name] = insert(whole)
-            elif name == "raw read":
-                found[name] = timed(lambda: raw_read(here / "raw"))
-            else:
-                found[name] = timed(lambda: torch.load(here / "torch", weights_only=True))
-            gc.collect()
+        found = {name: bench.time(name, here) for name in _rotated(list(WRITES), number)}
+        found |= {name: bench.time(name, here) for name in _rotated(list(READS), number)}
         shutil.rmtree(here)
         if number:  # the first is not counted
             for name, seconds in found.items():
-                times.setdefault(name, []).append(seconds)
-    del data, tensors, whole
+                bench.times.setdefault(name, []).append(seconds)
+    size = sum(len(part) for part in bench.data)
+    memory = model.shards.local["t"].memory().total
+    times, extra = bench.times, bench.extra
+    del bench
     pauses = [measure_pause(model, options.rows, folder / "async") for _ in range(3)]
-    report(times, extra, pauses, size, table.memory().total, options, arguments)
+    report(times, extra, pauses, size, memory, options, arguments)
+
+
+WRITES = ("save", "raw write", "torch.save")
+READS = ("load", "raw read", "torch.load", "insert")
+
+
+class Bench:
+    """The same rows in all the forms they are written from."""
+
+    def __init__(self, model: EmbeddingCollection) -> None:
+        self.model = model
+        table = model.shards.local["t"]
+        self.whole = next(iter(table.scan(len(table))))
+        self.tensors = {
+            "ids": self.whole.ids,
+            "rows": self.whole.rows,
+            "time": self.whole.time,
+            **self.whole.state,
+        }
+        self.data = [memoryview(t.reshape(-1).view(torch.uint8).numpy()) for t in self.tensors.values()]
+        self.times: dict[str, list[float]] = {}
+        self.extra = {"save": 0, "load": 0}
+
+    def time(self, name: str, here: Path) -> float:
+        """Seconds of one way to write or read in this folder."""
+        gc.collect()
+        os.sync()
+        if name == "save":
+            with Peak() as peak:
+                seconds = timed(lambda: checkpoint.save(self.model, here / "ours"))
+            self.extra["save"] = max(self.extra["save"], peak.extra)
+            return seconds
+        if name == "load":
+            other = make_model()
+            with Peak() as peak:
+                seconds = load_into(other, here / "ours")
+            self.extra["load"] = max(self.extra["load"], peak.extra - peak.kept)
+            return seconds
+        if name == "raw write":
+            return timed(lambda: raw_write(here / "raw", self.data))
+        if name == "torch.save":
+            return timed(lambda: torch_save(here / "torch", self.tensors))
+        if name == "raw read":
+            return timed(lambda: raw_read(here / "raw"))
+        if name == "torch.load":
+            return timed(lambda: torch.load(here / "torch", weights_only=True))
+        return insert(self.whole)
 
 
 def load_into(model: EmbeddingCollection, path: Path) -> float:

@@ -1,6 +1,6 @@
 """Looking into a checkpoint without a model: what its tables hold, how large and how old their rows are.
 
-Files are read one after the other, so memory stays at one file (64 MiB as `save` writes them) however
+Files are read one after the other, so memory stays at one file (32 MiB as `save` writes them) however
 large the table is. Nothing is printed here and nothing is changed.
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import re
@@ -16,8 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from megalith.cli import output
 from megalith.cli.main import app
 from megalith.data import TeacherReader
 
@@ -114,14 +117,46 @@ def test_resume_goes_on_and_flags_that_would_change_the_model_are_refused(
     megalith("train", "--config", config, "--run", whole)
     assert (run / "evaluation.json").read_text() == (whole / "evaluation.json").read_text()
 
-    for flags in (("--dim", 8), ("--config", config), ("--lr", 0.1)):
+    for flags in (("--dim", 8), ("--lr", 0.1)):
         assert "resumed" in _error(megalith("train", "--run", run, "--resume", *flags))
+
+
+def test_checkpoints_are_saved_on_the_way_and_kept(tmp_path: Path, config: Path) -> None:
+    run = tmp_path / "run"
+    flags = ("--save-every", 5, "--save-async", "--keep-last", 2, "--keep-every", 10)
+    result = megalith("train", "--config", config, "--run", run, "--max-steps", 17, *flags)
+    assert result.exit_code == 0, result.output
+    kept = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert kept == ["step-000000000010", "step-000000000015", "step-000000000017"]
+
+    earlier = megalith("eval", run / "checkpoints" / kept[0], "--json")
+    assert json.loads(earlier.output)["samples"] == 3 * 64
+    resumed = megalith(
+        "train", "--run", run, "--resume", "--max-steps", 18, "--no-save-async", "--keep-last", 1
+    )
+    assert resumed.exit_code == 0, resumed.output
+    kept = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert kept == ["step-000000000010", "step-000000000018"]
+
+
+def test_a_bar_shows_while_saving_if_that_takes_long(
+    tmp_path: Path, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = Console(file=io.StringIO(), force_terminal=True, width=200)
+    monkeypatch.setattr("megalith.cli.train.console", lambda: screen)
+    flags = ("--config", config, "--max-steps", 1)
+    megalith("train", "--run", tmp_path / "a", *flags)
+    assert not re.search(r" saving .* rows", screen.file.getvalue())  # type: ignore[attr-defined]
+    monkeypatch.setattr(output, "PATIENCE", -1.0)
+    megalith("train", "--run", tmp_path / "b", *flags)
+    assert re.search(r" saving .* rows", screen.file.getvalue())  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("train", "--config", "none.toml"), "none.toml cannot be read"),
+        (("train", "--keep-last", "0"), "train.keep_last must be at least 1"),
         (("train", "--data", "nope"), "data.kind must be one of"),
         (("train", "--data", "csv", "--path", "none.csv"), "none.csv"),
         (("eval", "nowhere"), "no complete checkpoint"),

@@ -1,21 +1,33 @@
 """Checkpoints: safetensors files and a JSON manifest, in a directory or an object store."""
 
+from megalith.checkpoint.compare import Difference, diff
+from megalith.checkpoint.exporter import export
+from megalith.checkpoint.listing import Found, find_checkpoints
 from megalith.checkpoint.manifest import Manifest
 from megalith.checkpoint.reader import LoadReport, TableReport, load
+from megalith.checkpoint.remote import RemoteStore
 from megalith.checkpoint.rewrite import compact, reshard
 from megalith.checkpoint.rng import rng_state, set_rng_state
 from megalith.checkpoint.rotation import Rotation
 from megalith.checkpoint.rows import read_manifest
+from megalith.checkpoint.verification import Verification, verify
 from megalith.checkpoint.writer import SaveHandle, async_save, save, save_delta
 
 __all__ = [
+    "Difference",
+    "Found",
     "LoadReport",
     "Manifest",
+    "RemoteStore",
     "Rotation",
     "SaveHandle",
     "TableReport",
+    "Verification",
     "async_save",
     "compact",
+    "diff",
+    "export",
+    "find_checkpoints",
     "load",
     "read_manifest",
     "reshard",
@@ -23,4 +35,5 @@ __all__ = [
     "save",
     "save_delta",
     "set_rng_state",
+    "verify",
 ]

@@ -29,12 +29,37 @@ class Tip:
 
 
 _tips: WeakKeyDictionary[EmbeddingCollection, Tip] = WeakKeyDictionary()
+_under_way: WeakKeyDictionary[EmbeddingCollection, object] = WeakKeyDictionary()
+
+
+def check_idle(collections: Mapping[str, EmbeddingCollection]) -> None:
+    """Raises UsageError if a save of one of them is under way."""
+    for path, collection in collections.items():
+        if collection in _under_way:
+            raise UsageError(f"a save of collection {path!r} is under way: wait() for its handle first")
+
+
+def set_busy(collection: EmbeddingCollection, job: object) -> None:
+    """A save of a collection begins."""
+    _under_way[collection] = job
+
+
+def set_idle(collection: EmbeddingCollection, job: object) -> None:
+    """That save has ended, well or not."""
+    if _under_way.get(collection) is job:
+        del _under_way[collection]
 
 
 def set_tip(collections: Iterable[EmbeddingCollection], store: Store, id: str) -> None:
     """Remembers the save a model's rows now equal."""
     for collection in collections:
         _tips[collection] = Tip(store.address, id)
+
+
+def forget_tip(collections: Iterable[EmbeddingCollection]) -> None:
+    """The model's rows now equal no save: a delta has nothing to go on top of."""
+    for collection in collections:
+        _tips.pop(collection, None)
 
 
 def check_tip(collections: Iterable[EmbeddingCollection], store: Store, manifest: Manifest) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from megalith.checkpoint.manifest import Manifest, TableEntry, describe, full_name
+from megalith.checkpoint.model import tables_of
 from megalith.errors import CheckpointError, InputError
 from megalith.nn import EmbeddingCollection
 from megalith.shards import Shards
@@ -32,6 +33,11 @@ class Fit:
     missing: list[str]
     extra: list[str]
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether the model's rows will be the checkpoint's, all of them and nothing else."""
+        return not self.missing and not self.extra and not any(match.fresh for match in self.matches)
+
 
 def fit(
     manifest: Manifest,
@@ -45,34 +51,27 @@ def fit(
 ) -> Fit:
     """Matches tables by name. Raises CheckpointError naming the table, and what of it differs."""
     saved = manifest.tables()
-    for old in rename:
-        if old not in saved and old not in _dense_names(rename):
-            raise InputError(f"rename: {where} holds no {old!r}; it holds {', '.join(sorted(saved))}")
     renamed = {rename.get(name, name): entries for name, entries in saved.items()}
     if len(renamed) != len(saved):
         raise InputError(f"rename: two tables of {where} would have one name")
     matches, missing, used = [], [], set()
-    for path, collection in collections.items():
-        for local, table in collection.shards.local.items():
-            name = full_name(path, local)
-            if name not in renamed:
-                missing.append(name)
-                continue
-            used.add(name)
-            entries = renamed[name]
-            fresh = (
-                drop_optimizer_state
-                if isinstance(drop_optimizer_state, bool)
-                else name in drop_optimizer_state
-            )
-            problem = _differs(entries, table, fresh)
-            if problem and allow_missing:
-                missing.append(name)
-                continue
-            if problem:
-                raise CheckpointError(f"{where}: table {name!r}{problem}")
-            _check_routing(name, entries[-1], collection.shards, local, reroute)
-            matches.append(Match(name, table, collection.shards, local, entries, fresh))
+    for path, local, shards in tables_of(collections):
+        name, table = full_name(path, local), shards.local[local]
+        if name not in renamed:
+            missing.append(name)
+            continue
+        used.add(name)
+        entries = renamed[name]
+        drop = drop_optimizer_state
+        fresh = drop if isinstance(drop, bool) else name in drop
+        problem = _differs(entries, table, fresh)
+        if problem and allow_missing:
+            missing.append(name)
+            continue
+        if problem:
+            raise CheckpointError(f"{where}: table {name!r}{problem}")
+        _check_routing(name, entries[-1], shards, local, reroute)
+        matches.append(Match(name, table, shards, local, entries, fresh))
     if not isinstance(drop_optimizer_state, bool):
         unknown = sorted(set(drop_optimizer_state) - used)
         if unknown:
@@ -80,10 +79,6 @@ def fit(
                 f"drop_optimizer_state: no table {unknown[0]!r} is loaded (loaded: {sorted(used)})"
             )
     return Fit(matches, missing, sorted(set(renamed) - used))
-
-
-def _dense_names(rename: Mapping[str, str]) -> set[str]:
-    return {name for name in rename if "." in name}
 
 
 def _differs(entries: list[TableEntry], table: Table, fresh: bool) -> str:

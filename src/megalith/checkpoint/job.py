@@ -13,18 +13,28 @@ from __future__ import annotations
 import json
 import time as clock
 import uuid
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from os import PathLike
 from pathlib import PurePosixPath
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from megalith.checkpoint.chain import CONSUMER, agree, check_tip, ranks_of, set_tip
+from megalith.checkpoint.chain import (
+    CONSUMER,
+    agree,
+    check_idle,
+    check_tip,
+    ranks_of,
+    set_busy,
+    set_idle,
+    set_tip,
+)
 from megalith.checkpoint.manifest import (
     NAME,
     CollectionEntry,
@@ -37,13 +47,13 @@ from megalith.checkpoint.manifest import (
     full_name,
     read_pieces,
 )
-from megalith.checkpoint.model import collections_of, dense_state
+from megalith.checkpoint.model import collections_of, dense_state, tables_of
+from megalith.checkpoint.parse import parse_json
 from megalith.checkpoint.pen import Pen
-from megalith.checkpoint.rows import read_manifest, write_tensors
+from megalith.checkpoint.rows import MAX_MANIFEST, read_manifest, write_tensors
 from megalith.checkpoint.store import Store, open_store
 from megalith.checkpoint.tree import pack
 from megalith.errors import CheckpointError, InputError, UsageError
-from megalith.nn import EmbeddingCollection
 from megalith.shards import Shards
 from megalith.table.snapshot import Snapshot
 
@@ -74,14 +84,10 @@ class _Frozen:
     collection: str
     name: str
     snapshot: Snapshot
-    live: int
     folder: str
     pieces: list[Piece] = field(default_factory=list)
     removed: list[Piece] = field(default_factory=list)
     files: int = 0
-
-
-_under_way: WeakKeyDictionary[EmbeddingCollection, Job] = WeakKeyDictionary()
 
 
 class Job:
@@ -111,12 +117,14 @@ class Job:
         options = self._options
         if options.precision not in PRECISIONS:
             raise InputError(f"precision must be one of {', '.join(PRECISIONS)}, got {options.precision!r}")
-        for path, collection in self._collections.items():
-            if collection in _under_way:
-                raise UsageError(f"a save of collection {path!r} is under way: wait() for its handle first")
+        check_idle(self._collections)
+        names = [full_name(path, name) for path, name, _ in tables_of(self._collections)]
+        if len(set(names)) != len(names):
+            raise UsageError(f"two tables of this model have one name: {', '.join(sorted(names))}")
         try:
-            json.dumps(options.progress or {}, allow_nan=False)
-        except (TypeError, ValueError) as error:
+            # A copy, too: the caller may go on changing what is inside.
+            self._progress: Any = parse_json(json.dumps(options.progress or {}, allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as error:
             raise InputError(f"progress must be JSON-able: {error}") from None
         # Copies: tied weights would share memory, and training goes on.
         self._dense = {name: t.detach().clone() for name, t in dense_state(model).items()}
@@ -133,20 +141,17 @@ class Job:
             collection.shards.flush()
             if self._options.track:
                 collection.shards.track(CONSUMER)
-            _under_way[collection] = self
-        tables = [
-            (path, name, table, f"{self._folder}/tables/{c}-{i}")
-            for c, (path, collection) in enumerate(self._collections.items())
-            for i, (name, table) in enumerate(collection.shards.local.items())
-        ]
-        sizes = [max(1, table.memory().rows) for _, _, table, _ in tables]
-        for (path, name, table, folder), size in zip(tables, sizes, strict=True):
-            snapshot = table.snapshot(
+            set_busy(collection, self)
+        tables = tables_of(self._collections)
+        sizes = [max(1, shards.local[name].memory().rows) for _, name, shards in tables]
+        for number, (path, name, shards) in enumerate(tables):
+            snapshot = shards.local[name].snapshot(
                 consumer=CONSUMER if self._options.track else None,
                 touched_only=self._options.delta,
-                buffer_bytes=max(1 << 20, BUFFER_BYTES * size // sum(sizes)),
+                buffer_bytes=max(1 << 20, BUFFER_BYTES * sizes[number] // sum(sizes)),
             )
-            self._tables.append(_Frozen(path, name, snapshot, len(table), folder))
+            place = f"{list(self._collections).index(path)}-{list(shards.local).index(name)}"
+            self._tables.append(_Frozen(path, name, snapshot, f"{self._folder}/tables/{place}"))
 
     # ---- writing
 
@@ -169,8 +174,7 @@ class Job:
             frozen.snapshot.close(give_back=give_back)
         self.waited = sum(frozen.snapshot.waited for frozen in self._tables)
         for collection in self._collections.values():
-            if _under_way.get(collection) is self:
-                del _under_way[collection]
+            set_idle(collection, self)
 
     def _write_tables(self) -> None:
         shard = self._ranks.rank
@@ -193,6 +197,8 @@ class Job:
         finally:
             pen.close()
         for frozen in self._tables:
+            frozen.pieces.sort(key=lambda piece: piece.file.path)
+            assert sum(piece.rows for piece in frozen.pieces) == frozen.snapshot.rows, frozen.name
             ids = frozen.snapshot.removed
             if self._options.delta and ids.numel():
                 file = write_tensors(self.store, f"{frozen.folder}/{shard}-removed.safetensors", {"ids": ids})
@@ -208,7 +214,7 @@ class Job:
             "dense": self._tensor_file("dense", self._dense),
             "optimizer": self._structure,
             "optimizer_tensors": self._tensor_file("optimizer", self._tensors),
-            "progress": dict(self._options.progress or {}),
+            "progress": self._progress,
         }
         if self._before is None:
             manifest = Manifest(**common, megalith=_version())
@@ -218,7 +224,8 @@ class Job:
             manifest = replace(self._before, deltas=[*self._before.deltas, delta])
         commit(self.store, manifest)
         if self._ranks.size > 1:
-            self.store.remove(f"{self._folder}/ranks")
+            with suppress(OSError):  # nobody reads them any more
+                self.store.remove(f"{self._folder}/ranks")
         return manifest
 
     def _tensor_file(self, name: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -247,7 +254,7 @@ class Job:
             full_name(frozen.collection, frozen.name): {
                 "pieces": [asdict(piece) for piece in frozen.pieces],
                 "removed": [asdict(piece) for piece in frozen.removed],
-                "live": frozen.live,
+                "live": frozen.snapshot.live,
             }
             for frozen in self._tables
         }
@@ -272,10 +279,7 @@ class Job:
             failed = _read_json(self.store, f"{self._folder}/failed.json")
             if failed is not None:
                 raise CheckpointError(f"rank 0: {failed['error']}")
-            if _read_json(self.store, NAME) is None:
-                return None
-            manifest = read_manifest(self.store)
-            return manifest if manifest.tip == self._id else None
+            return read_manifest(self.store) if self._is_committed() else None
 
         found: Manifest = self._await(look, "rank 0 to write the manifest")
         return found
@@ -294,13 +298,21 @@ class Job:
         """Tells the other ranks; alone, leaves nothing behind."""
         try:
             if self._ranks.size == 1:
-                self.store.remove(self._folder)
+                if not self._is_committed():
+                    self.store.remove(self._folder)
             else:
                 own = self._note_name(self._ranks.rank)
                 name = own if self._ranks.rank else f"{self._folder}/failed.json"
                 self._write_json(name, {"error": f"{type(error).__name__}: {error}"})
         except Exception:
             return  # what went wrong first is what counts; the others time out
+
+    def _is_committed(self) -> bool:
+        """Whether the manifest names this save: it may have been replaced before something went wrong."""
+        try:
+            return self._id.encode() in self.store.read_whole(NAME, MAX_MANIFEST)
+        except FileNotFoundError:
+            return False
 
     def _write_json(self, name: str, data: dict[str, Any]) -> None:
         self.store.write(name, [json.dumps(data).encode()])
@@ -310,9 +322,13 @@ def commit(store: Store, manifest: Manifest) -> None:
     """Makes a manifest the checkpoint, and deletes what it does not name."""
     store.write(NAME, [manifest.to_json().encode()])
     named = {PurePosixPath(file.path).parts[0] for file in manifest.all_files()}
-    for folder in store.folders():
-        if folder.startswith(DATA) and folder not in named:
-            store.remove(folder)
+    try:
+        for folder in store.folders():
+            if folder.startswith(DATA) and folder not in named:
+                store.remove(folder)
+    except OSError as error:
+        # The checkpoint is complete; the next save deletes what is left.
+        warnings.warn(f"{store.where}: old files could not be deleted: {error}", stacklevel=2)
 
 
 def _routing(shards: Shards, table: str) -> Routing:
@@ -325,7 +341,7 @@ def _routing(shards: Shards, table: str) -> Routing:
 def _read_json(store: Store, name: str) -> Any:
     """A small JSON file, or None if it is not there."""
     try:
-        return json.loads(store.read(name, store.size(name)).numpy().tobytes())
+        return json.loads(store.read_whole(name, MAX_MANIFEST))
     except FileNotFoundError:
         return None
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import PurePosixPath
 from typing import Any
 
-from megalith.errors import CheckpointError
+from megalith.checkpoint.parse import parse_json
+from megalith.errors import CheckpointError, InputError
+from megalith.routing import MODES, Router
 from megalith.table import TableConfig
 
 FORMAT = "megalith-checkpoint"
 VERSION = 1
 NAME = "manifest.json"
-_MAX_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,12 @@ class Routing:
     num_shards: int = 1
     block_size: int | None = None
     skip_first: bool = False
+
+    def router(self) -> Router | None:
+        """What spread them so; None where one shard had them all."""
+        if self.num_shards == 1:
+            return None
+        return Router(self.dist_type, self.num_shards, block_size=self.block_size, skip_first=self.skip_first)
 
 
 @dataclass(frozen=True)
@@ -161,8 +169,8 @@ class Manifest(Save):
     def from_json(cls, text: str, where: str) -> Manifest:
         """Reads the text. Raises CheckpointError naming the field that is missing or wrong."""
         try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            data = parse_json(text)
+        except ValueError as error:
             raise CheckpointError(f"{where} is no JSON: {error}") from None
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise CheckpointError(f"{where} is no manifest of a Megalith checkpoint")
@@ -180,6 +188,7 @@ class Manifest(Save):
             ],
         )
         _check_chain(manifest, where)
+        _check_tables(manifest, where)
         return manifest
 
 
@@ -204,6 +213,29 @@ def _check_chain(manifest: Manifest, where: str) -> None:
     ids = [save.id for save in manifest.saves]
     if len(set(ids)) != len(ids):
         raise CheckpointError(f"{where}: two saves have one id")
+    paths = [file.path for file in manifest.all_files()]
+    if len(set(paths)) != len(paths):
+        raise CheckpointError(f"{where}: a file is named twice")
+
+
+def _check_tables(manifest: Manifest, where: str) -> None:
+    """What entries of one table, taken together, must keep to."""
+    tables = manifest.tables()
+    if len(tables) != sum(len(collection.tables) for collection in manifest.collections.values()):
+        raise CheckpointError(f"{where}: two tables have one name")
+    for name, entries in tables.items():
+        rows = 0
+        for save, entry in zip(manifest.saves, entries, strict=True):
+            rows += entry.rows
+            if entry.live > rows:
+                raise CheckpointError(
+                    f"{where}: save {save.id} says that table {name!r} has {entry.live} ids, its files hold "
+                    f"{rows}"
+                )
+            if entry.dim != entries[0].dim or entry.state_sizes != entries[0].state_sizes:
+                raise CheckpointError(
+                    f"{where}: delta {save.id} has other segments of table {name!r} than the base"
+                )
 
 
 def describe(config: TableConfig) -> list[dict[str, Any]]:
@@ -256,10 +288,13 @@ def _table(read: _Reader, data: Any) -> TableEntry:
     for number, segment in enumerate(segments):
         _check_segment(read.inside(f"segments[{number}]"), segment)
     pieces = _pieces(read, data, "pieces")
+    routing = _routing(read.inside("routing"), read.mapping(data, "routing", optional=True) or {})
+    if routing.num_shards > 1 and any(piece.shard >= routing.num_shards for piece in pieces):
+        raise read.wrong("pieces", f"must be of shards below {routing.num_shards}")
     return TableEntry(
         segments=segments,
         seed=read.number(data, "seed", least=-(2**63)),
-        routing=_routing(read.inside("routing"), read.mapping(data, "routing", optional=True) or {}),
+        routing=routing,
         pieces=pieces,
         live=read.number(data, "live") if "live" in data else sum(piece.rows for piece in pieces),
         removed=_pieces(read, data, "removed") if "removed" in data else [],
@@ -275,13 +310,23 @@ def _check_segment(read: _Reader, segment: Any) -> None:
         inside.number(state, "size", least=1)
 
 
-def _routing(read: _Reader, routing: dict[str, Any]) -> Routing:
-    return Routing(
-        dist_type=read.text(routing, "dist_type") if "dist_type" in routing else "roundrobin",
-        num_shards=read.number(routing, "num_shards", least=1) if "num_shards" in routing else 1,
-        block_size=read.number(routing, "block_size", least=1) if routing.get("block_size") else None,
-        skip_first=bool(routing.get("skip_first", False)),
+def _routing(read: _Reader, data: dict[str, Any]) -> Routing:
+    skip_first = data.get("skip_first", False)
+    if not isinstance(skip_first, bool):
+        raise read.wrong("skip_first", "must be true or false")
+    routing = Routing(
+        dist_type=read.text(data, "dist_type") if "dist_type" in data else "roundrobin",
+        num_shards=read.number(data, "num_shards", least=1) if "num_shards" in data else 1,
+        block_size=read.number(data, "block_size", least=1) if data.get("block_size") is not None else None,
+        skip_first=skip_first,
     )
+    if routing.dist_type not in MODES:
+        raise read.wrong("dist_type", f"must be one of {', '.join(MODES)}, not {routing.dist_type!r}")
+    try:
+        routing.router()
+    except InputError as error:
+        raise read.wrong("num_shards", f"makes no sense: {error}") from None
+    return routing
 
 
 def read_pieces(data: Mapping[str, Any], key: str, where: str) -> list[Piece]:
@@ -309,7 +354,22 @@ def _file(read: _Reader, data: Mapping[str, Any], key: str) -> FileEntry | None:
         return None
     inside = read.inside(key)
     path, sum_ = inside.text(entry, "path"), inside.text(entry, "checksum")
+    if not _is_below(path):
+        raise inside.wrong("path", f"{path!r} leads out of the checkpoint")
     return FileEntry(path=path, bytes=inside.number(entry, "bytes"), checksum=sum_)
+
+
+def _is_below(path: str) -> bool:
+    """Whether a path is a plain way down: neither absolute nor with "..", and spelled as we spell it."""
+    parts = PurePosixPath(path)
+    return (
+        str(parts) == path
+        and parts.parts != ()
+        and not parts.is_absolute()
+        and ".." not in parts.parts
+        and "\\" not in path
+        and path.isprintable()
+    )
 
 
 class _Reader:
@@ -317,7 +377,8 @@ class _Reader:
 
     def __init__(self, where: str, field: str = "") -> None:
         self._where = where
-        self._field = field
+        # Names come from the file; half of a surrogate pair could not even be printed.
+        self._field = field.encode(errors="backslashreplace").decode()
 
     def inside(self, name: str) -> _Reader:
         return _Reader(self._where, f"{self._field}{name}.")

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from megalith.errors import CheckpointError, UsageError
 from megalith.nn import EmbeddingCollection
+from megalith.shards import Shards
 
 
 def collections_of(model: nn.Module) -> dict[str, EmbeddingCollection]:
     """The collections of a model by module path ("" if the model is one)."""
     return {name: m for name, m in model.named_modules() if isinstance(m, EmbeddingCollection)}
+
+
+def tables_of(collections: Mapping[str, EmbeddingCollection]) -> list[tuple[str, str, Shards]]:
+    """The tables of this rank: collection path, name, and shards; those that collections share come once."""
+    found: list[tuple[str, str, Shards]] = []
+    seen: set[int] = set()
+    for path, collection in collections.items():
+        if id(collection.shards) not in seen:
+            seen.add(id(collection.shards))
+            found += [(path, name, collection.shards) for name in collection.shards.local]
+    return found
 
 
 def dense_state(model: nn.Module) -> dict[str, Tensor]:
@@ -32,12 +46,25 @@ def dense_state(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def load_dense(
-    model: nn.Module, saved: dict[str, Tensor], allow_missing: bool = False
-) -> tuple[list[str], list[str]]:
-    """Copies dense weights into the model. Raises CheckpointError naming what does not fit.
+@dataclass(frozen=True)
+class DenseFit:
+    """Pairs of a model's tensor and a saved one that fit. missing: the model's that were not saved or do not
+    fit; extra: saved ones without a place."""
 
-    With allow_missing, returns the names of the model's that were left alone and of those not used.
+    pairs: list[tuple[Tensor, Tensor]]
+    missing: list[str]
+    extra: list[str]
+
+    def copy(self) -> None:
+        """Copies the saved ones into the model."""
+        for here, there in self.pairs:
+            here.data.copy_(there)
+
+
+def fit_dense(model: nn.Module, saved: Mapping[str, Tensor], allow_missing: bool = False) -> DenseFit:
+    """Matches saved dense weights with a model's, by name; copies nothing.
+
+    Raises CheckpointError naming what does not fit, unless allow_missing.
     """
     state = dense_state(model)
     missing, extra = sorted(set(state) - set(saved)), sorted(set(saved) - set(state))
@@ -45,14 +72,13 @@ def load_dense(
         raise CheckpointError(
             f"dense weights do not fit this model: the checkpoint lacks {missing}, the model lacks {extra}"
         )
-    unfit = []
+    pairs = []
     for name in sorted(set(state) & set(saved)):
         there, here = saved[name].shape, state[name].shape
         if there == here:
-            continue
-        if not allow_missing:
+            pairs.append((state[name], saved[name]))
+        elif allow_missing:
+            missing.append(name)
+        else:
             raise CheckpointError(f"dense weight {name!r} is {list(there)} when saved, {list(here)} here")
-        unfit.append(name)
-    for name in set(state) & set(saved) - set(unfit):
-        state[name].data.copy_(saved[name])
-    return missing + unfit, extra
+    return DenseFit(pairs, missing, extra)

@@ -1,4 +1,4 @@
-"""Pen: writes a snapshot's rows to files, one buffer being filled while the other is being written."""
+"""Pen: writes a snapshot's rows to files, one buffer being filled while others are being written."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from megalith.checkpoint.store import Store
 from megalith.table import Chunk, Table
 from megalith.table.snapshot import Snapshot
 
-PIECE_BYTES = 64 << 20
-"""Of a file of rows; two such buffers are all the memory a pen takes."""
+PIECE_BYTES = 32 << 20
+"""Of a file of rows."""
+BUFFERS = 3
+"""One is being filled, one copied to the system, one on its way to the disk: all the memory a pen takes."""
 
 
 class Pen:
@@ -22,10 +24,11 @@ class Pen:
 
     def __init__(self, store: Store, shard: int, precision: torch.dtype) -> None:
         self._store, self._shard, self._precision = store, shard, precision
-        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
-        self._busy: list[Future[None] | None] = [None, None]
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * BUFFERS
+        self._busy: list[Future[None] | None] = [None] * BUFFERS
         self._turn = 0
-        self._thread = ThreadPoolExecutor(1, "megalith pen")
+        self._failed = False
+        self._threads = ThreadPoolExecutor(BUFFERS - 1, "megalith pen")
 
     def write(self, snapshot: Snapshot, name: str, pieces: list[Piece]) -> int:
         """Reads up to a file's rows of a snapshot and sends them off under this name; 0 at its end.
@@ -36,8 +39,8 @@ class Pen:
         count = snapshot.read(chunk)
         if count:
             rows = chunk.part(0, count)
-            self._busy[self._turn] = self._thread.submit(self._put, rows, name, pieces)
-            self._turn = 1 - self._turn
+            self._busy[self._turn] = self._threads.submit(self._put, rows, name, pieces)
+            self._turn = (self._turn + 1) % BUFFERS
         return count
 
     def close(self) -> None:
@@ -47,10 +50,16 @@ class Pen:
                 if busy is not None:
                     busy.result()
         finally:
-            self._thread.shutdown()
+            self._threads.shutdown()
 
     def _put(self, chunk: Chunk, name: str, pieces: list[Piece]) -> None:
-        pieces.append(write_chunk(self._store, name, chunk, self._shard, self._precision))
+        if self._failed:  # a store that is away would keep us waiting again
+            return
+        try:
+            pieces.append(write_chunk(self._store, name, chunk, self._shard, self._precision))
+        except BaseException:
+            self._failed = True
+            raise
 
     def _blank(self, table: Table, rows: int) -> Chunk:
         """A chunk in the buffer whose turn it is, when that is free."""

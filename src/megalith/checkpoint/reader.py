@@ -1,7 +1,8 @@
 """load: a checkpoint into a model, whatever the number of ranks on either side.
 
-All files are verified before a table is cleared. Rows are then read piece by piece, base first and deltas
-in order; with many ranks each keeps the rows it owns, by the routing of the model, not of the checkpoint.
+All files are verified, and what they hold is compared with manifest and model, before anything is written.
+Rows are then read piece by piece, base first and deltas in order; with many ranks each keeps the rows it
+owns, by the routing of the model, not of the checkpoint.
 """
 
 from __future__ import annotations
@@ -10,23 +11,33 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from typing import Any
 
 import torch
 from torch import nn
 
-from megalith.checkpoint.chain import agree, ranks_of, set_tip, start_over
+from megalith.checkpoint.chain import agree, check_idle, forget_tip, ranks_of, set_tip, start_over
 from megalith.checkpoint.fit import Fit, Match, fit
 from megalith.checkpoint.manifest import FileEntry, Manifest, Piece, TableEntry
-from megalith.checkpoint.model import collections_of, load_dense
-from megalith.checkpoint.rows import read_chunk, read_manifest, read_removed, read_tensors
+from megalith.checkpoint.model import DenseFit, collections_of, fit_dense
+from megalith.checkpoint.rows import (
+    check_piece,
+    check_removed,
+    read_chunk,
+    read_manifest,
+    read_removed,
+    read_tensors,
+)
 from megalith.checkpoint.store import Store, open_store
 from megalith.checkpoint.tree import unpack
-from megalith.errors import CheckpointError
+from megalith.errors import CheckpointError, InputError
 from megalith.nn import EmbeddingCollection
 from megalith.shards.ranks import Ranks
 from megalith.table import Chunk
+
+_Check = Callable[[Store], None]
 
 
 @dataclass(frozen=True)
@@ -58,7 +69,7 @@ class LoadReport:
 
 def load(
     model: nn.Module,
-    path: str | PathLike[str],
+    path: str | PathLike[str] | Store,
     *,
     optimizer: torch.optim.Optimizer | None = None,
     reroute: bool = False,
@@ -80,12 +91,13 @@ def load(
     number of rows read so far.
 
     Files are checked against the manifest before any table is cleared; raises CheckpointError naming file and
-    problem.
+    problem, and UsageError while a save of the model is under way.
     """
     store = open_store(path)
     collections = collections_of(model)
     ranks = ranks_of(collections)
     rename = rename or {}
+    agree(ranks, lambda: check_idle(collections))
     text = agree(ranks, lambda: read_manifest(store).to_json() if ranks.rank == 0 else "")
     manifest = Manifest.from_json(ranks.broadcast(text), store.where)
     found = agree(
@@ -100,49 +112,57 @@ def load(
             allow_missing=allow_missing,
         ),
     )
-    needed = _needed(manifest, found)
-    with _verified(store, ranks, needed) as near:
+    with _verified(store, ranks, _needed(manifest, found, store)) as near:
+        dense = agree(ranks, lambda: _fit_rest(near, manifest, model, optimizer, rename, allow_missing))
+        dense.copy()
         tables = agree(ranks, lambda: _load_tables(near, found, ranks, on_rows))
-        dense_missing, dense_extra = agree(
-            ranks, lambda: _load_rest(near, manifest, model, optimizer, rename, allow_missing)
-        )
     _set_steps(manifest, collections)
     for collection in collections.values():
         collection.zero_grad()
         if deltas:
             start_over(collection.shards)
-    if deltas and not found.missing and not found.extra and not rename:
+    if deltas:
+        forget_tip(collections.values())
+    if deltas and found.is_exact and not rename:
         set_tip(collections.values(), store, manifest.tip)
     report = LoadReport(
         manifest,
         _all_ranks(ranks, found, tables),
-        found.missing + dense_missing,
-        found.extra + dense_extra,
+        found.missing + dense.missing,
+        found.extra + dense.extra,
         dict(manifest.latest.progress),
     )
     _warn(store, report)
     return report
 
 
-def _needed(manifest: Manifest, found: Fit) -> list[FileEntry]:
-    """The files a load reads."""
-    latest = manifest.latest
-    files = [
-        piece.file
-        for match in found.matches
-        for entry in match.entries
-        for piece in (*entry.pieces, *entry.removed)
-    ]
-    return [*files, *(f for f in (latest.dense, latest.optimizer_tensors) if f is not None)]
+def _needed(manifest: Manifest, found: Fit, store: Store) -> dict[FileEntry, _Check]:
+    """The files a load reads, and how each is checked. Of a store that is far, this rank's alone."""
+    checks: dict[FileEntry, _Check] = {}
+    for match in found.matches:
+        for entry in match.entries:
+            for piece in entry.pieces if store.is_near else _relevant(entry, match):
+                checks[piece.file] = partial(check_piece, piece=piece, entry=entry)
+            for piece in entry.removed:
+                checks[piece.file] = partial(check_removed, piece=piece)
+    rest = (manifest.latest.dense, manifest.latest.optimizer_tensors)
+    return checks | {file: lambda near: None for file in rest if file is not None}
 
 
 @contextmanager
-def _verified(store: Store, ranks: Ranks, files: list[FileEntry]) -> Iterator[Store]:
+def _verified(store: Store, ranks: Ranks, needed: dict[FileEntry, _Check]) -> Iterator[Store]:
     """The files, verified; of files that lie near each rank checks a share, and all agree."""
+    files = list(needed)
+    share = files[ranks.rank :: ranks.size] if store.is_near else files
     with ExitStack() as stack:
-        share = files[ranks.rank :: ranks.size] if store.is_near else files
-        near = agree(ranks, lambda: stack.enter_context(store.nearby(share)))
-        yield near
+
+        def verify() -> Store:
+            near = stack.enter_context(store.nearby(share))
+            for file in share:
+                needed[file](near)
+            return near
+
+        yield agree(ranks, verify)
 
 
 def _load_tables(
@@ -191,24 +211,37 @@ def _restore(match: Match, chunk: Chunk) -> None:
     match.table.restore(chunk)
 
 
-def _load_rest(
+def _fit_rest(
     store: Store,
     manifest: Manifest,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     rename: Mapping[str, str],
     allow_missing: bool,
-) -> tuple[list[str], list[str]]:
+) -> DenseFit:
+    """Reads what is not rows. Dense weights are only matched yet; the optimizer takes its state or raises."""
     latest = manifest.latest
     saved = {} if latest.dense is None else read_tensors(store, latest.dense)
-    saved = {rename.get(name, name): tensor for name, tensor in saved.items()}
-    left = load_dense(model, saved, allow_missing)
+    unknown = sorted(set(rename) - set(saved) - set(manifest.tables()))
+    if unknown:
+        known = ", ".join(sorted([*manifest.tables(), *saved]))
+        raise InputError(f"rename: {store.where} holds no {unknown[0]!r}; it holds {known}")
+    renamed = {rename.get(name, name): tensor for name, tensor in saved.items()}
+    if len(renamed) != len(saved):
+        raise InputError(f"rename: two dense weights of {store.where} would have one name")
+    dense = fit_dense(model, renamed, allow_missing)
     if optimizer is not None:
         if latest.optimizer is None:
             raise CheckpointError(f"{store.where} holds no optimizer state; load without optimizer=")
         tensors = {} if latest.optimizer_tensors is None else read_tensors(store, latest.optimizer_tensors)
-        optimizer.load_state_dict(unpack(latest.optimizer, tensors))
-    return left
+        state = unpack(latest.optimizer, tensors)
+        try:
+            optimizer.load_state_dict(state)
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{store.where}: its optimizer state does not fit this optimizer: {error!r}"
+            ) from None
+    return dense
 
 
 def _set_steps(manifest: Manifest, collections: Mapping[str, EmbeddingCollection]) -> None:

@@ -33,7 +33,7 @@ from megalith.table import Chunk
 OnRows = Callable[[int], None]
 
 
-def compact(path: str | PathLike[str], *, on_rows: OnRows | None = None) -> Manifest:
+def compact(path: str | PathLike[str] | Store, *, on_rows: OnRows | None = None) -> Manifest:
     """Merges a checkpoint's deltas into its base, in place; a model may go on adding deltas.
 
     Raises CheckpointError if the checkpoint changes meanwhile, and then leaves it as it is.
@@ -53,8 +53,8 @@ def compact(path: str | PathLike[str], *, on_rows: OnRows | None = None) -> Mani
 
 
 def reshard(
-    path: str | PathLike[str],
-    to: str | PathLike[str],
+    path: str | PathLike[str] | Store,
+    to: str | PathLike[str] | Store,
     *,
     num_shards: int,
     dist_type: str | None = None,
@@ -167,7 +167,7 @@ class _Shelf:
         return replace(self._like, routing=routing, pieces=self._pieces, live=live, removed=[])
 
     def _split(self, chunk: Chunk) -> Iterator[tuple[int, Chunk]]:
-        router = self._router or _router_of(self._like.routing)
+        router = self._router or self._like.routing.router()
         if router is None or router.num_shards == 1:
             yield 0, chunk
             return
@@ -182,17 +182,6 @@ class _Shelf:
             self._pieces.append(write_chunk(self._store, name, joined, shard, torch.float32))
             box.files += 1
             box.chunks, box.rows = [], 0
-
-
-def _router_of(routing: Routing) -> Router | None:
-    if routing.num_shards == 1:
-        return None
-    return Router(
-        routing.dist_type,
-        routing.num_shards,
-        block_size=routing.block_size,
-        skip_first=routing.skip_first,
-    )
 
 
 def _join(chunks: list[Chunk]) -> Chunk:

@@ -25,5 +25,5 @@ def set_rng_state(state: dict[str, Any]) -> None:
         version, numbers, gauss = state["python"]
         torch.set_rng_state(torch.frombuffer(raw, dtype=torch.uint8))
         random.setstate((version, tuple(numbers), gauss))
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise CheckpointError(f"no state of random number generators: {error}") from None

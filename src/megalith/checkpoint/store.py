@@ -1,4 +1,4 @@
-"""Store: where the files of a checkpoint lie. A local directory, or an object store behind the same calls.
+"""Store: where the files of a checkpoint lie. A local directory here, an object store in `remote`.
 
 A file is written whole or not at all: locally under a temporary name, flushed to the disk and renamed; an
 object store does that by itself. Names are relative, with "/" between their parts.
@@ -6,22 +6,23 @@ object store does that by itself. Names are relative, with "/" between their par
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import stat
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from pathlib import Path, PurePosixPath
-from tempfile import TemporaryDirectory
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalith.checkpoint.manifest import FileEntry
-from megalith.errors import CheckpointError, MissingDependencyError
+from megalith.errors import CheckpointError
 
 _BLOCK = 1 << 22
 _THREADS = 4
@@ -33,6 +34,8 @@ def open_store(path: str | os.PathLike[str] | Store) -> Store:
         return path
     text = os.fspath(path)
     if "://" in text and not text.startswith("file://"):
+        from megalith.checkpoint.remote import RemoteStore
+
         return RemoteStore(text)
     return LocalStore(Path(text.removeprefix("file://")))
 
@@ -54,8 +57,19 @@ class Store(ABC):
         """Bytes of a file. Raises FileNotFoundError."""
 
     @abstractmethod
-    def read(self, name: str, size: int) -> Tensor:
-        """The first `size` bytes of a file, uint8. Raises OSError if there are fewer."""
+    def read(self, name: str, size: int, start: int = 0) -> Tensor:
+        """`size` bytes of a file from `start` on, uint8. Raises OSError if there are fewer."""
+
+    @abstractmethod
+    def read_whole(self, name: str, limit: int) -> bytes:
+        """All of a small file, one version of it whoever replaces it meanwhile.
+
+        Raises FileNotFoundError, and OSError if it has more than `limit` bytes.
+        """
+
+    @abstractmethod
+    def inside(self, folder: str) -> Store:
+        """The store of a folder of this one."""
 
     @abstractmethod
     def folders(self) -> list[str]:
@@ -69,7 +83,7 @@ class Store(ABC):
     def nearby(self, entries: Iterable[FileEntry]) -> Iterator[Store]:
         """A store with these files, verified, that is cheap to read more than once."""
         entries = list(entries)
-        _each(lambda entry: verify(self, entry), entries)
+        each(lambda entry: verify(self, entry), entries)
         yield self
 
 
@@ -84,10 +98,12 @@ class LocalStore(Store):
     def write(self, name: str, parts: Sequence[Any]) -> FileEntry:
         """See `Store.write`: temporary name, fsync, rename."""
         target = self.root / name
-        target.parent.mkdir(parents=True, exist_ok=True)
+        _make_directory(target.parent)
         temporary = target.with_name(target.name + ".tmp")
+        # A new file: what lies there may be a link to somewhere else.
+        temporary.unlink(missing_ok=True)
         size, crc = 0, 0
-        with open(temporary, "wb", buffering=0) as file:
+        with open(temporary, "xb", buffering=0) as file:
             for part in parts:
                 view = memoryview(part).cast("B")
                 crc = zlib.crc32(view, crc)
@@ -97,23 +113,36 @@ class LocalStore(Store):
             os.fsync(file.fileno())
         os.replace(temporary, target)
         _sync_directory(target.parent)
-        return FileEntry(path=name, bytes=size, checksum=_text(crc))
+        return FileEntry(path=name, bytes=size, checksum=checksum(crc))
 
     def size(self, name: str) -> int:
         """See `Store.size`."""
-        return (self.root / name).stat().st_size
+        return _file_size((self.root / name).stat())
 
-    def read(self, name: str, size: int) -> Tensor:
+    def read(self, name: str, size: int, start: int = 0) -> Tensor:
         """See `Store.read`."""
         data = torch.empty(size, dtype=torch.uint8)
         view = view_of(data)
         with open(self.root / name, "rb", buffering=0) as file:
+            file.seek(start)
             while view:
                 count = file.readinto(view)
                 if not count:
                     raise OSError(f"the file ends {len(view)} bytes early")
                 view = view[count:]
         return data
+
+    def read_whole(self, name: str, limit: int) -> bytes:
+        """See `Store.read_whole`."""
+        self.size(name)  # opening a pipe would wait for its writer
+        with open(self.root / name, "rb") as file:
+            if _file_size(os.fstat(file.fileno())) > limit:
+                raise OSError(f"it has more than {limit} bytes")
+            return file.read(limit)
+
+    def inside(self, folder: str) -> LocalStore:
+        """See `Store.inside`."""
+        return LocalStore(self.root / folder)
 
     def folders(self) -> list[str]:
         """See `Store.folders`."""
@@ -130,79 +159,10 @@ class LocalStore(Store):
             path.unlink(missing_ok=True)
 
 
-class RemoteStore(Store):
-    """A prefix of an object store, by obstore (the extra `remote`), with credentials where it finds them."""
-
-    is_near = False
-
-    def __init__(self, url: str, **options: Any) -> None:
-        try:
-            import obstore
-            from obstore.store import from_url
-        except ImportError:
-            raise MissingDependencyError(
-                f"{url}: object stores need obstore: pip install 'megalith[remote]'"
-            ) from None
-        self.where = self.address = url.rstrip("/")
-        self._obstore: Any = obstore
-        try:
-            self._store: Any = from_url(url, **options)
-        except Exception as error:  # obstore's own error types
-            raise CheckpointError(f"{url} is no address of an object store: {error}") from None
-
-    def write(self, name: str, parts: Sequence[Any]) -> FileEntry:
-        """See `Store.write`."""
-        data = b"".join(memoryview(part).cast("B") for part in parts)
-        self._obstore.put(self._store, name, data)
-        return FileEntry(path=name, bytes=len(data), checksum=_text(zlib.crc32(data)))
-
-    def size(self, name: str) -> int:
-        """See `Store.size`."""
-        return int(self._obstore.head(self._store, name)["size"])
-
-    def read(self, name: str, size: int) -> Tensor:
-        """See `Store.read`."""
-        if not size:
-            return torch.empty(0, dtype=torch.uint8)
-        data = bytearray(self._obstore.get_range(self._store, name, start=0, length=size))
-        if len(data) != size:
-            raise OSError(f"the object ends {size - len(data)} bytes early")
-        return torch.frombuffer(data, dtype=torch.uint8)
-
-    def folders(self) -> list[str]:
-        """See `Store.folders`."""
-        found = self._obstore.list_with_delimiter(self._store)["common_prefixes"]
-        return sorted(PurePosixPath(str(prefix)).name for prefix in found)
-
-    def remove(self, name: str) -> None:
-        """See `Store.remove`."""
-        names = [entry["path"] for page in self._obstore.list(self._store, prefix=name) for entry in page]
-        if names:
-            self._obstore.delete(self._store, names)
-        else:
-            with suppress(FileNotFoundError):
-                self._obstore.delete(self._store, name)
-
-    @contextmanager
-    def nearby(self, entries: Iterable[FileEntry]) -> Iterator[Store]:
-        """Fetches each file once, into a temporary directory."""
-        entries = list(entries)
-        with TemporaryDirectory(prefix="megalith-") as folder:
-            local = LocalStore(Path(folder))
-            _each(lambda entry: self._fetch(entry, local), entries)
-            yield local
-
-    def _fetch(self, entry: FileEntry, local: LocalStore) -> None:
-        data = read_verified(self, entry)
-        target = local.root / checked_name(self, entry)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(view_of(data))
-
-
 def read_verified(store: Store, entry: FileEntry) -> Tensor:
     """A file's bytes, uint8. Raises CheckpointError unless its length and checksum are those of its entry."""
     _check_size(store, entry)
-    data = _read(store, entry)
+    data = read_file(store, entry)
     _check_sum(store, entry, zlib.crc32(view_of(data)))
     return data
 
@@ -226,50 +186,39 @@ def verify(store: Store, entry: FileEntry) -> None:
 
 def read_file(store: Store, entry: FileEntry) -> Tensor:
     """A file's bytes, uint8, of the length its entry states; the checksum is not computed again."""
-    checked_name(store, entry)
-    return _read(store, entry)
+    return read_part(store, entry, entry.bytes)
 
 
-def checked_name(store: Store, entry: FileEntry) -> str:
-    """An entry's path, which never leads out of the checkpoint."""
-    path = PurePosixPath(entry.path)
-    bad = (
-        path.is_absolute() or ".." in path.parts or not path.parts or "\\" in entry.path or "\0" in entry.path
-    )
-    if bad:
-        raise CheckpointError(f"{store.where}: file path {entry.path!r} leads out of the checkpoint")
-    return entry.path
+def read_part(store: Store, entry: FileEntry, size: int, start: int = 0) -> Tensor:
+    """Some bytes of a file, uint8. Raises CheckpointError if they cannot be read."""
+    try:
+        return store.read(entry.path, size, start)
+    except OSError as error:
+        raise _unreadable(store, entry, error) from None
 
 
 def _check_size(store: Store, entry: FileEntry) -> None:
-    name = checked_name(store, entry)
     try:
-        size = store.size(name)
+        size = store.size(entry.path)
     except OSError as error:
         raise _unreadable(store, entry, error) from None
     if size != entry.bytes:
-        raise CheckpointError(f"{store.where}/{name} has {size} bytes, its manifest says {entry.bytes}")
+        raise CheckpointError(f"{store.where}/{entry.path} has {size} bytes, its manifest says {entry.bytes}")
 
 
 def _check_sum(store: Store, entry: FileEntry, crc: int) -> None:
-    if _text(crc) != entry.checksum:
+    if checksum(crc) != entry.checksum:
         raise CheckpointError(
-            f"{store.where}/{entry.path} is damaged: its checksum is {_text(crc)}, not {entry.checksum}"
+            f"{store.where}/{entry.path} is damaged: its checksum is {checksum(crc)}, not {entry.checksum}"
         )
-
-
-def _read(store: Store, entry: FileEntry) -> Tensor:
-    try:
-        return store.read(entry.path, entry.bytes)
-    except OSError as error:
-        raise _unreadable(store, entry, error) from None
 
 
 def _unreadable(store: Store, entry: FileEntry, error: OSError) -> CheckpointError:
     return CheckpointError(f"{store.where}/{entry.path} cannot be read: {error.strerror or error}")
 
 
-def _each(work: Any, entries: list[FileEntry]) -> None:
+def each(work: Callable[[FileEntry], None], entries: list[FileEntry]) -> None:
+    """Some work on every file, a few at a time."""
     with ThreadPoolExecutor(_THREADS) as pool:
         for _ in pool.map(work, entries):
             pass
@@ -281,8 +230,24 @@ def view_of(data: Tensor) -> memoryview:
     return memoryview(array)
 
 
-def _text(crc: int) -> str:
+def checksum(crc: int) -> str:
+    """A file's crc32 as a manifest has it."""
     return f"crc32:{crc:08x}"
+
+
+def _file_size(found: os.stat_result) -> int:
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file")  # a pipe or a device may never end
+    return found.st_size
+
+
+def _make_directory(directory: Path) -> None:
+    """Makes a directory that lasts, and those above it."""
+    if directory.is_dir():
+        return
+    _make_directory(directory.parent)
+    directory.mkdir(exist_ok=True)
+    _sync_directory(directory.parent)
 
 
 def _sync_directory(directory: Path) -> None:

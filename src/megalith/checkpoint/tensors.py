@@ -6,17 +6,21 @@ Eight bytes of length, that many bytes of JSON, then the tensors' bytes one behi
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeGuard
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from megalith.checkpoint.parse import parse_json
 from megalith.errors import CheckpointError, InputError
 
 MAX_HEADER = 100 << 20
+_MAX_BYTES = 1 << 40
+_MAX_DIMS = 64
 _TYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -32,14 +36,26 @@ _TYPES = {
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
+@dataclass(frozen=True)
+class Place:
+    """A tensor of a file: its type and shape, and the bytes of the file that hold it."""
+
+    dtype: torch.dtype
+    shape: list[int]
+    begin: int
+    end: int
+
+
 def encode(tensors: Mapping[str, Tensor]) -> list[Any]:
     """The buffers of a file that holds these tensors. Raises InputError for a type it cannot hold."""
     header: dict[str, Any] = {}
     buffers: list[Any] = []
     at = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
-        if tensor.dtype not in _NAMES:
-            raise InputError(f"{name!r} is {tensor.dtype}, which a checkpoint cannot hold")
+        if tensor.dtype not in _NAMES or tensor.dim() > _MAX_DIMS:
+            raise InputError(
+                f"{name!r} is {tensor.dtype} of {tensor.dim()} dimensions, which a checkpoint cannot hold"
+            )
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         offsets = [at, at + data.nbytes]
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
@@ -52,66 +68,77 @@ def encode(tensors: Mapping[str, Tensor]) -> list[Any]:
 
 def decode(data: Tensor, where: str) -> dict[str, Tensor]:
     """The tensors of a file's bytes (uint8), in the same memory. Raises CheckpointError if they are none."""
-    header, start = _header(data, where)
-    body = data[start:]
+    size = data.numel()
+    start = header_end(data[:8], size, where)
     tensors: dict[str, Tensor] = {}
-    spans = []
-    for name, info in header.items():
-        if name == "__metadata__":
-            continue
-        begin, end, dtype, shape = _entry(name, info, where)
-        if end > body.numel():
-            raise CheckpointError(f"{where}: tensor {name!r} ends behind the file's end")
-        piece = body[begin:end]
-        if piece.storage_offset() % dtype.itemsize:
+    for name, place in places(data[:start], size, where).items():
+        piece = data[place.begin : place.end]
+        if piece.storage_offset() % place.dtype.itemsize:
             piece = piece.clone()
-        tensors[name] = piece.view(dtype).view(shape)
-        spans.append((begin, end))
-    at = 0
-    for begin, end in sorted(spans):
-        if begin != at:
-            raise CheckpointError(f"{where}: the tensors do not lie one behind the other")
-        at = end
-    if at != body.numel():
-        raise CheckpointError(f"{where}: {body.numel() - at} bytes belong to no tensor")
+        tensors[name] = piece.view(place.dtype).view(place.shape)
     return tensors
 
 
-def _header(data: Tensor, where: str) -> tuple[dict[str, Any], int]:
-    if data.numel() < 8:
-        raise CheckpointError(f"{where} is no safetensors file: it has {data.numel()} bytes")
-    (length,) = struct.unpack("<Q", data[:8].numpy().tobytes())
-    if length > min(MAX_HEADER, data.numel() - 8):
-        raise CheckpointError(f"{where} is no safetensors file: its header has {length} bytes")
+def header_end(head: Tensor, size: int, where: str) -> int:
+    """Where the tensors begin in a file of `size` bytes. head: its first eight bytes, uint8."""
+    if head.numel() < 8:
+        raise CheckpointError(f"{where} is no safetensors file: it has {size} bytes")
+    (length,) = struct.unpack("<Q", head.numpy().tobytes())
+    if length > min(MAX_HEADER, size - 8):
+        raise CheckpointError(f"{where} is no safetensors file: its header would have {length} bytes")
+    return 8 + int(length)
+
+
+def places(head: Tensor, size: int, where: str) -> dict[str, Place]:
+    """Where each tensor lies in a file of `size` bytes. head: the bytes up to `header_end`, uint8.
+
+    Raises CheckpointError unless the tensors fill the rest of the file, one behind the other.
+    """
     try:
-        header = json.loads(data[8 : 8 + length].numpy().tobytes())
-    except (ValueError, RecursionError) as error:
+        header = parse_json(head[8:].numpy().tobytes())
+    except ValueError as error:
         raise CheckpointError(f"{where} is no safetensors file: its header is no JSON ({error})") from None
     if not isinstance(header, dict):
         raise CheckpointError(f"{where} is no safetensors file: its header is no object")
-    return header, 8 + length
+    metadata = header.get("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise CheckpointError(f"{where} is no safetensors file: its metadata are no texts")
+    start = head.numel()
+    found = {
+        name: _place(name, info, start, where) for name, info in header.items() if name != "__metadata__"
+    }
+    at = start
+    for name, place in sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if place.begin != at:
+            raise CheckpointError(
+                f"{where}: tensor {name!r} begins at byte {place.begin}, where {at} is the next one's place"
+            )
+        at = place.end
+    if at > size:
+        raise CheckpointError(f"{where}: its tensors end at byte {at}, behind its end at {size}")
+    if at < size:
+        raise CheckpointError(f"{where}: {size - at} bytes belong to no tensor")
+    return found
 
 
-def _entry(name: str, info: Any, where: str) -> tuple[int, int, torch.dtype, list[int]]:
-    problem = CheckpointError(f"{where}: the header's entry of tensor {name!r} is wrong: {str(info)[:200]}")
-    if not isinstance(info, dict):
-        raise problem
-    dtype, shape, offsets = info.get("dtype"), info.get("shape"), info.get("data_offsets")
-    if (
-        not isinstance(dtype, str)
-        or dtype not in _TYPES
-        or not isinstance(offsets, list)
-        or len(offsets) != 2
-    ):
-        raise problem
-    if not isinstance(shape, list) or len(shape) > 8 or not all(_is_size(n) for n in [*shape, *offsets]):
-        raise problem
-    begin, end = offsets
-    # Python's own numbers: a product of sizes cannot wrap around.
-    if begin > end or end - begin != int(np.prod([1, *shape], dtype=object)) * _TYPES[dtype].itemsize:
-        raise problem
-    return begin, end, _TYPES[dtype], shape
+def _place(name: str, info: Any, start: int, where: str) -> Place:
+    if isinstance(info, dict):
+        dtype, shape, offsets = info.get("dtype"), info.get("shape"), info.get("data_offsets")
+        if isinstance(dtype, str) and dtype in _TYPES and _are_sizes(shape) and _are_sizes(offsets):
+            bytes = math.prod(shape) * _TYPES[dtype].itemsize  # Python's numbers do not wrap around
+            if len(offsets) == 2 and offsets[1] - offsets[0] == bytes and _fits_memory(shape):
+                return Place(_TYPES[dtype], shape, start + offsets[0], start + offsets[1])
+    raise CheckpointError(f"{where}: the header's entry of tensor {name!r} is wrong: {str(info)[:200]!r}")
 
 
-def _is_size(number: Any) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 2**40
+def _are_sizes(numbers: Any) -> TypeGuard[list[int]]:
+    return (
+        isinstance(numbers, list)
+        and len(numbers) <= _MAX_DIMS
+        and all(type(n) is int and 0 <= n < _MAX_BYTES for n in numbers)
+    )
+
+
+def _fits_memory(shape: list[int]) -> bool:
+    """Whether torch can make strides of it; a dimension of 0 does not excuse the others."""
+    return math.prod(n for n in shape if n) < _MAX_BYTES

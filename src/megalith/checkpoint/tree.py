@@ -36,10 +36,17 @@ def unpack(data: Any, tensors: Mapping[str, Tensor]) -> Any:
     if kind == "tuple" and isinstance(value, list):
         return tuple(unpack(x, tensors) for x in value)
     if kind == "float" and isinstance(value, str):
-        return float.fromhex(value)
+        return _float(value)
     if kind == "dict" and isinstance(value, list) and all(isinstance(p, list) and len(p) == 2 for p in value):
         return {_key(k): unpack(v, tensors) for k, v in value}
     raise CheckpointError(f"optimizer state: {kind!r} has no meaning")
+
+
+def _float(text: str) -> float:
+    try:
+        return float.fromhex(text)
+    except (ValueError, OverflowError):
+        raise CheckpointError(f"optimizer state: {text!r} is no float") from None
 
 
 def _key(key: Any) -> Any:

@@ -13,13 +13,14 @@ from torch import nn
 
 from megalith.checkpoint.job import Job, SaveOptions
 from megalith.checkpoint.manifest import Manifest
+from megalith.checkpoint.store import Store
 
 TIMEOUT = 1800.0
 
 
 def save(
     model: nn.Module,
-    path: str | PathLike[str],
+    path: str | PathLike[str] | Store,
     *,
     optimizer: torch.optim.Optimizer | None = None,
     progress: dict[str, Any] | None = None,
@@ -36,7 +37,7 @@ def save(
     "bfloat16" lose digits. deltas: tables remember what changes from now on, for `save_delta` to this path;
     False leaves an earlier chain as it is. on_rows: called with the number of rows written so far.
     timeout: seconds to wait for other ranks.
-    Memory beyond the tables: two pieces of 64 MiB, and up to 64 MiB of rows that change meanwhile.
+    Memory beyond the tables: three pieces of 32 MiB, and up to 64 MiB of rows that change meanwhile.
     """
     return Job(
         model,
@@ -55,7 +56,7 @@ def save(
 
 def save_delta(
     model: nn.Module,
-    path: str | PathLike[str],
+    path: str | PathLike[str] | Store,
     *,
     optimizer: torch.optim.Optimizer | None = None,
     progress: dict[str, Any] | None = None,
@@ -85,7 +86,7 @@ def save_delta(
 
 def async_save(
     model: nn.Module,
-    path: str | PathLike[str],
+    path: str | PathLike[str] | Store,
     *,
     delta: bool = False,
     optimizer: torch.optim.Optimizer | None = None,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
-from megalith.cli.console import bar, console, told
+from megalith.cli.console import told
+from megalith.cli.output import console, print_json, progress
 from megalith.errors import InputError
 from megalith.training import evaluate as evaluate_model
 from megalith.training import load_trained, open_reader, open_source
@@ -31,13 +31,13 @@ def evaluate(
         reader = open_source(config).test if path is None else open_reader(config.data, path)
         if reader is None:
             raise InputError(f"{run} held no data back: name data to evaluate on")
-        with bar("evaluating", reader.num_rows) as on_batch:
+        with progress("evaluating", reader.num_rows) as on_batch:
             result = evaluate_model(model, reader, on_batch)
     if as_json:
-        console.print_json(json.dumps(result.to_dict()))
-        return
+        return print_json(result.to_dict())
     table = Table("predicted", "observed", "samples", title="calibration")
     for each in result.calibration:
         table.add_row(f"{each['predicted']:.3f}", f"{each['observed']:.3f}", f"{each['count']:,.0f}")
-    console.print(f"{result.samples:,} samples   AUC {result.auc:.4f}   log loss {result.log_loss:.4f}")
-    console.print(table)
+    out = console()
+    out.print(f"{result.samples:,} samples   AUC {result.auc:.4f}   log loss {result.log_loss:.4f}")
+    out.print(table)

@@ -7,12 +7,13 @@ from typing import Annotated
 import typer
 
 from megalith import __version__
+from megalith.cli import bench, checkpoint
 from megalith.cli.evaluate import evaluate
 from megalith.cli.plan import plan
 from megalith.cli.predict import predict
 from megalith.cli.report import report
 from megalith.cli.table import table
-from megalith.cli.train import train
+from megalith.cli.train import TrainCommand, train
 
 app = typer.Typer(
     name="megalith",
@@ -23,8 +24,8 @@ app = typer.Typer(
     epilog="Example: megalith train --data movielens --run runs/demo",
 )
 
+app.command(name="train", cls=TrainCommand)(train)
 for command, name in (
-    (train, "train"),
     (evaluate, "eval"),
     (predict, "predict"),
     (report, "report"),
@@ -32,6 +33,8 @@ for command, name in (
     (plan, "plan"),
 ):
     app.command(name=name)(command)
+app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(bench.app, name="bench")
 
 
 def _version(wanted: bool) -> None:

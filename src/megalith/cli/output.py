@@ -1,17 +1,22 @@
-"""Output of commands that inspect: tables for terminals and pipes, progress of what takes long."""
+"""Output of commands: a console for terminals and pipes, tables, JSON, progress of what takes long."""
 
 from __future__ import annotations
 
+import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from megalith.checkpoint.manifest import Routing
 from megalith.units import show_number
 
 PATIENCE = 2.0
@@ -28,8 +33,8 @@ def console(*, stderr: bool = False) -> Console:
 
 
 @contextmanager
-def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Gives a function to call with the amount done.
+def progress(label: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """Gives a function to call with the amount done; total: None where nobody knows.
 
     A bar shows on stderr once two seconds have passed, if that is a terminal.
     """
@@ -41,12 +46,18 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
 
     def advance(done: int) -> None:
         bar.update(task, completed=done)
-        if not bar.live.is_started and time.monotonic() - begin > PATIENCE:
+        if time.monotonic() - begin > PATIENCE:
             bar.start()
 
+    # What is long in coming shows, too.
+    alarm = threading.Timer(PATIENCE, bar.start)
+    alarm.daemon = True
+    alarm.start()
     try:
         yield advance
     finally:
+        alarm.cancel()
+        alarm.join()
         if bar.live.is_started:
             bar.stop()
 
@@ -62,3 +73,23 @@ def bar_table(title: str, what: str, bins: Sequence[tuple[str, int]]) -> Table:
         width = max(1, round(_BAR_WIDTH * count / most)) if count else 0
         table.add_row(Text(label), show_number(count), Text("█" * width, style="cyan"))
     return table
+
+
+def show_routing(routing: Routing) -> str:
+    """How rows are spread, in a few words."""
+    shards = f"{routing.num_shards} shard" + ("s" if routing.num_shards != 1 else "")
+    block = f", blocks of {routing.block_size:,}" if routing.block_size else ""
+    return f"{routing.dist_type}, {shards}{block}" + (", first left empty" if routing.skip_first else "")
+
+
+def print_json(data: Any) -> None:
+    """JSON on stdout; it has no NaN and no infinity: they become null."""
+    typer.echo(json.dumps(_finite(data), indent=1, allow_nan=False))
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not abs(data) < float("inf") else data

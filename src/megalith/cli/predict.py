@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from megalith.cli.console import bar, console, told
+from megalith.cli.console import told
+from megalith.cli.output import console, progress
 from megalith.data import Reader
 from megalith.data.arrow import arrow
 from megalith.errors import InputError
@@ -37,12 +38,12 @@ def predict(
         reader = open_reader(config.data, path, labelled=False)
         if reader.on_error != "raise":
             reader.on_error = "raise"  # a row left out would shift all after it
-        with bar("predicting", reader.num_rows) as on_batch:
+        with progress("predicting", reader.num_rows) as on_batch:
             scores = torch.cat([torch.empty(0), *_scores(model, reader, on_batch)])
         temporary = out.with_name(out.name + ".tmp")
         _write(temporary, out.suffix, scores.tolist())
         os.replace(temporary, out)
-    console.print(f"{scores.numel():,} probabilities in {out}", highlight=False)
+    console().print(f"{scores.numel():,} probabilities in {out}", markup=False, soft_wrap=True)
 
 
 @torch.no_grad()

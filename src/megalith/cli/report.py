@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from megalith.cli.console import console, told
+from megalith.cli.console import told
+from megalith.cli.output import console
 from megalith.report import write_report
 
 
@@ -21,4 +22,4 @@ def report(
     Example: megalith report runs/demo
     """
     with told():
-        console.print(f"{write_report(run, out, comparison=comparison)}", highlight=False)
+        console().print(f"{write_report(run, out, comparison=comparison)}", markup=False, soft_wrap=True)

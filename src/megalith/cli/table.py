@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import asdict
 from itertools import pairwise
@@ -17,9 +16,9 @@ from rich.text import Text
 from megalith import inspection
 from megalith.bits import signed
 from megalith.checkpoint import Manifest, read_manifest
-from megalith.checkpoint.manifest import Routing, TableEntry
+from megalith.checkpoint.manifest import TableEntry
 from megalith.cli.console import told
-from megalith.cli.output import bar_table, console, progress
+from megalith.cli.output import bar_table, console, print_json, progress, show_routing
 from megalith.errors import InputError, UnknownNameError
 from megalith.inspection import Ages, Norms, Row, TableSummary
 from megalith.ops.ids import hash_strings
@@ -71,9 +70,9 @@ def _show_all(manifest: Manifest, as_json: bool) -> None:
     tables = inspection.summarize(manifest)
     if as_json:
         about = {"id": manifest.id, "created": manifest.created, "megalith": manifest.megalith}
-        return _print_json({**about, "tables": [asdict(t) for t in tables]})
+        return print_json({**about, "tables": [asdict(t) for t in tables]})
     out = console()
-    rows, size = sum(t.rows for t in tables), sum(file.bytes for file in manifest.files())
+    rows, size = sum(t.rows for t in tables), sum(file.bytes for file in manifest.all_files())
     out.print(
         Text(f"checkpoint {manifest.id} of {manifest.created}: {rows:,} rows, {show_bytes(size)} on disk")
     )
@@ -84,7 +83,14 @@ def _show_all(manifest: Manifest, as_json: bool) -> None:
     for column in ("table", "rows", "on disk", "dim", "segments", "routing", "step"):
         grid.add_column(column, justify="right" if column in ("rows", "on disk", "dim", "step") else "left")
     for t in tables:
-        cells = [t.name, f"{t.rows:,}", show_bytes(t.bytes), str(t.dim), _segments(t), _routing(t.routing)]
+        cells = [
+            t.name,
+            f"{t.rows:,}",
+            show_bytes(t.bytes),
+            str(t.dim),
+            _segments(t),
+            show_routing(t.routing),
+        ]
         cells = [*([t.collection] if with_collections else []), *cells, f"{t.global_step:,}"]
         grid.add_row(*(Text(cell) for cell in cells))
     out.print(grid)
@@ -105,7 +111,7 @@ def _show_table(
         norms = inspection.measure_norms(root, entries, top=top, on_rows=advance)
     ages = inspection.measure_ages(root, entries, now=_now(now, root, entries))
     if as_json:
-        return _print_json({**asdict(summary), "norms": _norms(norms), "ages": _ages(ages)})
+        return print_json({**asdict(summary), "norms": _norms(norms), "ages": _ages(ages)})
     out = console()
     _print_summary(out, summary)
     if not norms.rows:
@@ -131,7 +137,7 @@ def _show_row(
             f"table {summary.name!r} has no row of id {wanted}; it has {summary.rows:,} rows of other ids"
         )
     if as_json:
-        return _print_json({"collection": summary.collection, "table": summary.name, **asdict(row)})
+        return print_json({"collection": summary.collection, "table": summary.name, **asdict(row)})
     _print_row(console(), summary, row, _now(now, root, entries))
 
 
@@ -170,12 +176,6 @@ def _segments(t: TableSummary) -> str:
     return " + ".join(f"{s.dim} {s.optimizer}" for s in t.segments)
 
 
-def _routing(routing: Routing) -> str:
-    shards = f"{routing.num_shards} shard" + ("s" if routing.num_shards != 1 else "")
-    block = f", blocks of {routing.block_size:,}" if routing.block_size else ""
-    return f"{routing.dist_type}, {shards}{block}" + (", first left empty" if routing.skip_first else "")
-
-
 def _print_summary(out: Console, t: TableSummary) -> None:
     grid = Table.grid(padding=(0, 2))
     where = f" of collection {t.collection}" if t.collection else ""
@@ -188,7 +188,7 @@ def _print_summary(out: Console, t: TableSummary) -> None:
     for number, s in enumerate(t.segments):
         text = f"dim {s.dim}, {s.precision}, {s.settings}, {s.initializer}"
         grid.add_row(f"segment {number}", Text(text))
-    grid.add_row("routing", Text(_routing(t.routing)))
+    grid.add_row("routing", Text(show_routing(t.routing)))
     grid.add_row("step", f"{t.global_step:,}")
     out.print(grid)
 
@@ -250,19 +250,6 @@ def _numbers(values: list[float]) -> str:
 
 
 # ---- JSON
-
-
-def _print_json(data: Any) -> None:
-    typer.echo(json.dumps(_finite(data), indent=1, allow_nan=False))
-
-
-def _finite(data: Any) -> Any:
-    """JSON has no NaN and no infinity: they become null."""
-    if isinstance(data, dict):
-        return {key: _finite(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_finite(value) for value in data]
-    return None if isinstance(data, float) and not abs(data) < float("inf") else data
 
 
 def _norms(norms: Norms) -> dict[str, Any]:

@@ -1,0 +1,380 @@
+"""diff: what differs between two checkpoints, without a model.
+
+Files are read one after the other. Of each row its id, a hash of its content and its place are kept; both
+sides are sorted by id and laid side by side. Rows whose hashes differ are read again, some at a time, for how
+much their weights differ. Memory: about 60 bytes for each row of the two tables at hand, 256 MiB for rows
+that differ, one file, and the dense weights of both sides.
+
+Reading again costs little where rows lie in about the same order on both sides, as they do in checkpoints of
+one run. Where they do not, each 256 MiB of weights that differ may cost a pass over the other side's table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.checkpoint.manifest import FileEntry, Manifest, Piece, TableEntry
+from megalith.checkpoint.rows import read_chunk, read_manifest, read_removed, read_tensors
+from megalith.checkpoint.store import Store, open_store
+from megalith.checkpoint.tree import unpack
+from megalith.routing import mix
+from megalith.table import Chunk
+
+BATCH_BYTES = 256 << 20
+"""Weights of rows that differ, of both sides, held at a time."""
+_HASHED_AT_ONCE = 1 << 19
+_INDEX_BYTES = 64
+_MAX_NESTING = 16
+
+OnRows = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A value of either side; None where a side has none."""
+
+    before: Any
+    after: Any
+
+
+@dataclass(frozen=True)
+class LargestChange:
+    """The weight that differs most. amount: infinite where one side is NaN or infinite."""
+
+    id: int
+    column: int
+    before: float
+    after: float
+    amount: float
+
+
+@dataclass(frozen=True)
+class TableDifference:
+    """A table that both checkpoints have.
+
+    before, after: its rows. added, removed: rows of ids that one side lacks. changed: rows whose weights,
+    optimizer state, time or count differ; weights: of these, rows whose weights do. Where the optimizers keep
+    other state that is left out; where dims differ, rows are not looked into. settings: dims, optimizers,
+    routing and seed that differ.
+    """
+
+    before: int
+    after: int
+    added: int
+    removed: int
+    changed: int
+    weights: int
+    largest: LargestChange | None
+    settings: dict[str, Change]
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.added or self.removed or self.changed or self.settings)
+
+
+@dataclass(frozen=True)
+class DenseDifference:
+    """A dense weight. shapes: of either side. largest: by how much a value differs, if shapes do not."""
+
+    shapes: Change
+    largest: float | None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What differs between two checkpoints.
+
+    only_before, only_after: tables that one side lacks. optimizer: whether the dense optimizer's state
+    differs. steps: by collection. progress: what the caller saved, by "key.key"; a run's config is there.
+    """
+
+    tables: dict[str, TableDifference]
+    only_before: list[str]
+    only_after: list[str]
+    dense: dict[str, DenseDifference]
+    optimizer: bool
+    steps: dict[str, Change]
+    progress: dict[str, Change]
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs."""
+        rest = self.only_before or self.only_after or self.dense or self.steps or self.progress
+        return not (rest or self.optimizer) and all(table.same for table in self.tables.values())
+
+
+def diff(
+    before: str | PathLike[str], after: str | PathLike[str], *, on_rows: OnRows | None = None
+) -> Difference:
+    """What differs between two checkpoints, deltas applied. Raises CheckpointError if one is damaged.
+
+    on_rows: called with the number of rows read so far, of both sides together. Files of an object store are
+    fetched once, into a temporary directory.
+    """
+    stores = open_store(before), open_store(after)
+    old, new = read_manifest(stores[0]), read_manifest(stores[1])
+    old_tables, new_tables = old.tables(), new.tables()
+    count = _Count(on_rows)
+    with ExitStack() as stack:
+        left, right = (
+            stack.enter_context(store.nearby(_needed(manifest)))
+            for store, manifest in zip(stores, (old, new), strict=True)
+        )
+        return Difference(
+            tables={
+                name: _compare_table(left, entries, right, new_tables[name], count)
+                for name, entries in old_tables.items()
+                if name in new_tables
+            },
+            only_before=sorted(set(old_tables) - set(new_tables)),
+            only_after=sorted(set(new_tables) - set(old_tables)),
+            dense=_compare_dense(_read(left, old.latest.dense), _read(right, new.latest.dense)),
+            optimizer=not _equal(_optimizer(left, old), _optimizer(right, new)),
+            steps=_changes(_steps(old), _steps(new)),
+            progress=_changes(_flat(old.latest.progress), _flat(new.latest.progress)),
+        )
+
+
+def _needed(manifest: Manifest) -> list[FileEntry]:
+    tables = [entry for entries in manifest.tables().values() for entry in entries]
+    pieces = [piece.file for entry in tables for piece in (*entry.pieces, *entry.removed)]
+    latest = manifest.latest
+    return [*pieces, *(file for file in (latest.dense, latest.optimizer_tensors) if file is not None)]
+
+
+# ---- tables
+
+
+class _Count:
+    """Rows read so far."""
+
+    def __init__(self, on_rows: OnRows | None) -> None:
+        self._on_rows = on_rows
+        self._rows = 0
+
+    def add(self, rows: int) -> None:
+        self._rows += rows
+        if self._on_rows is not None:
+            self._on_rows(self._rows)
+
+
+class _Index:
+    """The rows of a table as its saves leave it: ids (sorted), a hash of each row, and its place.
+
+    A row's place is its number among the rows of all files in order. ids, hashes, places: int64 [n].
+    """
+
+    def __init__(self, store: Store, entries: list[TableEntry], *, state: bool, count: _Count) -> None:
+        self._store = store
+        self.dim = entries[-1].dim
+        self._pieces: list[tuple[Piece, TableEntry]] = []
+        self._starts: list[int] = []
+        ids, hashes, places = [], [], []
+        rows = removed = 0
+        for entry in entries:
+            for piece in entry.pieces:
+                chunk = read_chunk(store, piece, entry)
+                ids.append(chunk.ids.clone())
+                hashes.append(_hash(chunk, state))
+                places.append(torch.arange(rows, rows + piece.rows))
+                self._pieces.append((piece, entry))
+                self._starts.append(rows)
+                rows += piece.rows
+                count.add(piece.rows)
+            for piece in entry.removed:
+                ids.append(read_removed(store, piece).clone())
+                hashes.append(torch.zeros(piece.rows, dtype=torch.int64))
+                places.append(torch.full((piece.rows,), -1))
+                removed += piece.rows
+        # A stable sort: of an id's rows the last is that of the newest save, and -1 if that removed it.
+        self.ids, order = _join(ids).sort(stable=True)
+        last = torch.ones(self.ids.numel(), dtype=torch.bool)
+        last[:-1] = self.ids[1:] != self.ids[:-1]
+        self.ids, order = self.ids[last], order[last]
+        self.places = _join(places)[order]
+        self.hashes = _join(hashes)[order]
+        if removed:
+            kept = self.places >= 0
+            self.ids, self.places, self.hashes = self.ids[kept], self.places[kept], self.hashes[kept]
+
+    def weights(self, places: Tensor) -> Tensor:
+        """The weights of the rows at some places, read again: int64 [n] -> float32 [n, dim]."""
+        found = torch.empty(places.numel(), self.dim)
+        numbers = torch.searchsorted(torch.tensor(self._starts), places, right=True) - 1
+        for number in torch.unique(numbers).tolist():
+            piece, entry = self._pieces[number]
+            inside = numbers == number
+            found[inside] = read_chunk(self._store, piece, entry).rows[places[inside] - self._starts[number]]
+        return found
+
+
+def _join(parts: list[Tensor]) -> Tensor:
+    """The parts as one, int64; they are let go."""
+    whole = torch.cat([torch.empty(0, dtype=torch.int64), *parts])
+    parts.clear()
+    return whole
+
+
+def _compare_table(
+    left: Store, before: list[TableEntry], right: Store, after: list[TableEntry], count: _Count
+) -> TableDifference:
+    old, new = before[-1], after[-1]
+    state = old.state_sizes == new.state_sizes
+    a = _Index(left, before, state=state, count=count)
+    b = _Index(right, after, state=state, count=count)
+    at = torch.searchsorted(b.ids, a.ids).clamp(max=max(0, b.ids.numel() - 1))
+    common = b.ids[at] == a.ids if b.ids.numel() else torch.zeros(a.ids.numel(), dtype=torch.bool)
+    shared = int(common.sum())
+    changed = common.nonzero()[:, 0]
+    if old.dim == new.dim:
+        changed = changed[a.hashes[changed] != b.hashes[at[changed]]]
+        weights, largest = _look_closer(a, changed, b, at[changed])
+    else:
+        changed, weights, largest = changed[:0], 0, None
+    return TableDifference(
+        before=a.ids.numel(),
+        after=b.ids.numel(),
+        added=b.ids.numel() - shared,
+        removed=a.ids.numel() - shared,
+        changed=changed.numel(),
+        weights=weights,
+        largest=largest,
+        settings=_changes(_settings(old), _settings(new)),
+    )
+
+
+def _look_closer(a: _Index, rows_a: Tensor, b: _Index, rows_b: Tensor) -> tuple[int, LargestChange | None]:
+    """Of rows that differ, side by side: how many differ in their weights, and the weight that does most."""
+    if not rows_a.numel():
+        return 0, None
+    order = torch.argsort(a.places[rows_a])
+    size = max(1, BATCH_BYTES // (16 * a.dim + _INDEX_BYTES))
+    differing, largest = 0, None
+    for part in order.split(size):
+        before, after = a.weights(a.places[rows_a[part]]), b.weights(b.places[rows_b[part]])
+        differs = before.view(torch.int32) != after.view(torch.int32)
+        differing += int(differs.any(1).sum())
+        # Equal infinities would differ by NaN; every other NaN is a change without bounds.
+        amounts = (
+            (before - after).abs().nan_to_num_(nan=torch.inf, posinf=torch.inf).masked_fill_(~differs, 0)
+        )
+        at = int(amounts.argmax())
+        row, column = divmod(at, amounts.shape[1])
+        amount = float(amounts[row, column])
+        if amount > (0.0 if largest is None else largest.amount):
+            largest = LargestChange(
+                id=int(a.ids[rows_a[part[row]]]),
+                column=column,
+                before=float(before[row, column]),
+                after=float(after[row, column]),
+                amount=amount,
+            )
+    return differing, largest
+
+
+def _hash(chunk: Chunk, state: bool) -> Tensor:
+    """A hash of each row's content, int64 [n]: two contents share one by a chance of 2^-64."""
+    parts = [chunk.rows, *(chunk.state[key] for key in sorted(chunk.state) if state)]
+    whole = [chunk.time] if chunk.count is None else [chunk.time, chunk.count]
+    total = torch.zeros(chunk.ids.numel(), dtype=torch.int64)
+    column = 0
+    for values in [*(part.contiguous().view(torch.int32) for part in parts), *(t[:, None] for t in whole)]:
+        width = values.shape[1]
+        salt = mix(torch.arange(column + 1, column + 1 + width))
+        step = max(1, _HASHED_AT_ONCE // width)
+        for start in range(0, total.numel(), step):
+            total[start : start + step] += mix(values[start : start + step].long() + salt).sum(1)
+        column += width
+    return total
+
+
+def _settings(entry: TableEntry) -> dict[str, Any]:
+    segments = {
+        f"segment {number} {key}": value
+        for number, segment in enumerate(entry.segments)
+        for key, value in {
+            "dim": segment["dim"],
+            "precision": segment.get("precision"),
+            "optimizer": segment["optimizer"].get("settings", segment["optimizer"]["name"]),
+            "initializer": segment.get("initializer"),
+        }.items()
+    }
+    routing = entry.routing
+    return segments | {
+        "seed": entry.seed,
+        "dist_type": routing.dist_type,
+        "shards": routing.num_shards,
+        "block_size": routing.block_size,
+        "skip_first": routing.skip_first,
+    }
+
+
+# ---- the rest
+
+
+def _read(store: Store, file: FileEntry | None) -> dict[str, Tensor]:
+    return {} if file is None else read_tensors(store, file)
+
+
+def _compare_dense(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, DenseDifference]:
+    found = {}
+    for name in sorted({*before, *after}):
+        old, new = before.get(name), after.get(name)
+        if old is not None and new is not None and _equal(old, new):
+            continue
+        largest = None
+        if old is not None and new is not None and old.shape == new.shape:
+            amounts = (old.double() - new.double()).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+            largest = float(amounts.masked_fill(old == new, 0).max()) if old.numel() else 0.0
+        shapes = Change(*(None if side is None else list(side.shape) for side in (old, new)))
+        found[name] = DenseDifference(shapes, largest)
+    return found
+
+
+def _optimizer(store: Store, manifest: Manifest) -> Any:
+    latest = manifest.latest
+    return unpack(latest.optimizer, _read(store, latest.optimizer_tensors))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether nested data are the same, tensors bit by bit."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        alike = a.dtype == b.dtype and a.shape == b.shape
+        return alike and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return type(a) is type(b) and bool(a == b)
+
+
+def _steps(manifest: Manifest) -> dict[str, Any]:
+    return {path: collection.global_step for path, collection in manifest.latest.collections.items()}
+
+
+def _flat(data: Any, name: str = "", depth: int = 0) -> dict[str, Any]:
+    """Nested objects as one, by "key.key"."""
+    if not isinstance(data, dict) or not data or depth == _MAX_NESTING:
+        return {name: data} if name else {}
+    return {
+        key: value
+        for inner, part in data.items()
+        for key, value in _flat(part, f"{name}.{inner}".lstrip("."), depth + 1).items()
+    }
+
+
+def _changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Change]:
+    names = [*before, *(name for name in after if name not in before)]
+    return {
+        name: Change(before.get(name), after.get(name))
+        for name in names
+        if not _equal(before.get(name), after.get(name))
+    }

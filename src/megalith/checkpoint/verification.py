@@ -1,0 +1,195 @@
+"""verify: all that is wrong with a checkpoint, without a model.
+
+Every file is read twice, once for its checksum. Memory: 16 bytes a row of the table at hand, more where it
+has deltas, and four files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from os import PathLike
+
+import torch
+from torch import Tensor
+
+from megalith.checkpoint.manifest import FileEntry, Manifest, Piece, Save, TableEntry
+from megalith.checkpoint.rows import contains, read_chunk, read_manifest, read_removed, read_tensors
+from megalith.checkpoint.store import Store, open_store
+from megalith.checkpoint.tree import unpack
+from megalith.errors import CheckpointError
+
+_THREADS = 4
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was looked at, and all that is wrong with it: a sentence each, none if all is well."""
+
+    files: int = 0
+    bytes: int = 0
+    rows: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def verify(path: str | PathLike[str], *, on_bytes: Callable[[int], None] | None = None) -> Verification:
+    """Reads a whole checkpoint and says everything that is wrong with it.
+
+    Looked at: manifest and chain; length, checksum and content of every file; rows of each table against the
+    manifest; ids that a save has twice, or both saves and removes; rows on another shard than the recorded
+    routing says. on_bytes: called with the number of bytes read so far.
+    """
+    store = open_store(path)
+    try:
+        manifest = read_manifest(store)
+    except CheckpointError as error:
+        return Verification(problems=[str(error)])
+    return _Check(store, manifest, on_bytes).run()
+
+
+class _Check:
+    """One verification under way."""
+
+    def __init__(self, store: Store, manifest: Manifest, on_bytes: Callable[[int], None] | None) -> None:
+        self._store, self._manifest, self._on_bytes = store, manifest, on_bytes
+        self._problems: list[str] = []
+        self._files = self._bytes = self._rows = 0
+
+    def run(self) -> Verification:
+        for name, entries in self._manifest.tables().items():
+            self._table(name, entries)
+        for save in self._manifest.saves:
+            self._dense(save)
+        return Verification(self._files, self._bytes, self._rows, self._problems)
+
+    def _wrong(self, problem: str) -> None:
+        self._problems.append(problem)
+
+    # ---- tables
+
+    def _table(self, name: str, entries: list[TableEntry]) -> None:
+        alive = torch.empty(0, dtype=torch.int64)
+        complete = True
+        for save, entry in zip(self._manifest.saves, entries, strict=True):
+            where = f"{self._store.where}: table {name!r}, save {save.id}"
+            saved = self._ids(entry.pieces, _Rows(self._store, entry))
+            removed = self._ids(entry.removed, _Removed(self._store))
+            complete &= saved is not None and removed is not None
+            if saved is None or removed is None:
+                continue
+            self._rows += saved.numel()
+            saved, removed = self._distinct(where, saved), torch.unique(removed)
+            alive = torch.unique(torch.cat([alive, saved])) if alive.numel() else saved
+            if removed.numel():
+                both = contains(removed, saved)
+                if bool(both.any()):
+                    self._wrong(f"{where}: {_ids(saved[both])} both saved and removed")
+                alive = alive[~contains(removed, alive)]
+            if complete and alive.numel() != entry.live:
+                self._wrong(f"{where}: it has {alive.numel():,} rows, its manifest says {entry.live:,}")
+
+    def _ids(self, pieces: list[Piece], read: Callable[[Piece], _Read]) -> Tensor | None:
+        """The ids of some files, or None if one of them cannot be read."""
+        found: list[Tensor | None] = []
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for piece, part in zip(pieces, pool.map(read, pieces), strict=True):
+                self._problems += part.problems
+                found.append(part.ids)
+                self._done(piece.file)
+        ids = [part for part in found if part is not None]
+        if len(ids) < len(found):
+            return None
+        return torch.cat(ids) if ids else torch.empty(0, dtype=torch.int64)
+
+    def _distinct(self, where: str, ids: Tensor) -> Tensor:
+        """The ids sorted, each once. Sorts in place."""
+        ids.numpy().sort()
+        again = ids[1:] == ids[:-1]
+        if not bool(again.any()):
+            return ids
+        self._wrong(f"{where}: {_ids(torch.unique(ids[1:][again]))} in it more than once")
+        distinct: Tensor = torch.unique_consecutive(ids)
+        return distinct
+
+    def _done(self, file: FileEntry) -> None:
+        self._files += 1
+        self._bytes += file.bytes
+        if self._on_bytes is not None:
+            self._on_bytes(self._bytes)
+
+    # ---- the rest
+
+    def _dense(self, save: Save) -> None:
+        self._tensors(save.dense)
+        tensors = self._tensors(save.optimizer_tensors)
+        if save.optimizer is not None and tensors is not None:
+            try:
+                unpack(save.optimizer, tensors)
+            except (CheckpointError, ValueError) as error:
+                self._wrong(f"{self._store.where}: save {save.id}: {error}")
+
+    def _tensors(self, file: FileEntry | None) -> dict[str, Tensor] | None:
+        if file is None:
+            return {}
+        tensors = None
+        try:
+            with self._store.nearby([file]) as near:
+                tensors = read_tensors(near, file)
+        except CheckpointError as error:
+            self._wrong(str(error))
+        self._done(file)
+        return tensors
+
+
+@dataclass(frozen=True)
+class _Read:
+    """The ids of a file, if it can be read, and what is wrong with it."""
+
+    ids: Tensor | None
+    problems: list[str]
+
+
+class _Rows:
+    """Reads a file of rows."""
+
+    def __init__(self, store: Store, entry: TableEntry) -> None:
+        self._store, self._entry, self._router = store, entry, entry.routing.router()
+
+    def __call__(self, piece: Piece) -> _Read:
+        try:
+            with self._store.nearby([piece.file]) as near:
+                ids = read_chunk(near, piece, self._entry).ids.clone()  # lets go of the rest of the file
+        except CheckpointError as error:
+            return _Read(None, [str(error)])
+        if self._router is None:
+            astray = ids[: ids.numel() if piece.shard else 0]
+        else:
+            astray = ids[self._router.owner(ids) != piece.shard]
+        if not astray.numel():
+            return _Read(ids, [])
+        rule = self._router or "that of a single shard"
+        place = f"{self._store.where}/{piece.file.path}"
+        return _Read(ids, [f"{place}: {_ids(astray)} on shard {piece.shard}, against the routing, {rule}"])
+
+
+class _Removed:
+    """Reads a file of removed ids."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __call__(self, piece: Piece) -> _Read:
+        try:
+            with self._store.nearby([piece.file]) as near:
+                return _Read(read_removed(near, piece).clone(), [])
+        except CheckpointError as error:
+            return _Read(None, [str(error)])
+
+
+def _ids(ids: Tensor) -> str:
+    """ "ids 7, 8, 9 and 4 more are" """
+    first = ", ".join(map(str, ids[:3].tolist()))
+    if ids.numel() == 1:
+        return f"id {first} is"
+    return f"ids {first}" + (f" and {ids.numel() - 3:,} more" if ids.numel() > 3 else "") + " are"

@@ -1,0 +1,383 @@
+"""Checkpoints that are none: each with a word of the error it must give.
+
+A recipe takes a good checkpoint (a base and two deltas, dense weights, an optimizer) and spoils it. What it
+changes in a file comes with the right length and checksum, unless these are what is wrong.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+
+from megalith import checkpoint
+from tests.checkpoint.support import Model, rewrite, train
+
+Data = dict[str, Any]
+
+
+class Spoiled:
+    """A checkpoint about to be spoiled. m: its manifest's data, written at the end unless taken away."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        for name, content in good().items():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_bytes(content)
+        self.m: Data | None = json.loads(good()["manifest.json"])
+
+    def finish(self) -> None:
+        if self.m is not None:
+            self.text(json.dumps(self.m))
+
+    def text(self, text: str | bytes) -> None:
+        """The manifest's text, whatever it is."""
+        (self.root / "manifest.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+        self.m = None
+
+    @property
+    def top(self) -> Data:
+        assert self.m is not None
+        return self.m
+
+    def delta(self, number: int) -> Data:
+        found: Data = self.top["deltas"][number]
+        return found
+
+    def table(self, save: Data | None = None) -> Data:
+        found: Data = (save or self.top)["collections"]["embeddings"]["tables"]["user"]
+        return found
+
+    @property
+    def piece(self) -> Data:
+        found: Data = self.table()["pieces"][0]
+        return found
+
+    @property
+    def file(self) -> Data:
+        found: Data = self.piece["file"]
+        return found
+
+    @property
+    def path(self) -> Path:
+        return self.root / self.file["path"]
+
+    def replace(self, content: Callable[[], object] | bytes) -> None:
+        """Something else where the first file of rows was."""
+        self.path.unlink()
+        if isinstance(content, bytes):
+            rewrite(self.root, self.file, content)
+        else:
+            content()
+
+    def tensors(self, change: Callable[[dict[str, torch.Tensor]], object], entry: Data | None = None) -> None:
+        """Changes the tensors of a file of rows."""
+        entry = entry or self.file
+        found = load((self.root / entry["path"]).read_bytes())
+        change(found)
+        rewrite(self.root, entry, save(found))
+
+
+@functools.cache
+def good() -> dict[str, bytes]:
+    """The files of a good checkpoint."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        model = Model()
+        train(model, 1)
+        optimizer = new_optimizer(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        checkpoint.save(model, root, optimizer=optimizer, progress={"at": 1})
+        for seed in (3, 6):
+            train(model, seed)
+            checkpoint.save_delta(model, root, optimizer=optimizer)
+        return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+
+
+def new_optimizer(model: Model) -> torch.optim.Optimizer:
+    optimizer = torch.optim.Adam(model.dense.parameters(), 0.01)
+    for parameter in model.dense.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    return optimizer
+
+
+def state(s: Spoiled) -> Any:
+    """The optimizer's state of the latest save, as the manifest has it."""
+    return s.delta(1)["optimizer"]
+
+
+def other_base(s: Spoiled) -> None:
+    s.top["id"] = "0123456789ab"
+
+
+def flip(s: Spoiled, at: int) -> None:
+    data = bytearray(s.path.read_bytes())
+    data[at] ^= 1
+    s.path.write_bytes(data)
+
+
+def two_shards(s: Spoiled) -> None:
+    """Rows of both shards in a file that claims to be the second's."""
+    s.table()["routing"]["num_shards"] = 2
+    s.piece["shard"] = 1
+
+
+def same_names(s: Spoiled) -> None:
+    """Table "user" of collection "embeddings", and table "embeddings.user" of the model itself."""
+    for each in (s.top, *s.top["deltas"]):
+        entry = {**copy.deepcopy(s.table(each)), "pieces": [], "removed": [], "live": 0}
+        each["collections"][""] = {"global_step": 0, "tables": {"embeddings.user": entry}}
+
+
+def no_manifest(s: Spoiled) -> None:
+    s.m = None
+    (s.root / "manifest.json").unlink()
+
+
+def huge_manifest(s: Spoiled) -> None:
+    s.m = None
+    os.truncate(s.root / "manifest.json", 300 << 20)  # a hole: no such bytes are on the disk
+
+
+def both(s: Spoiled, change: Callable[[Data], object]) -> None:
+    """Changes a table's entry in base and deltas alike."""
+    for each in (s.top, *s.top["deltas"]):
+        change(s.table(each))
+
+
+Recipe = Callable[[Spoiled], object]
+
+MANIFESTS: dict[str, tuple[Recipe, str]] = {
+    "no manifest": (no_manifest, "no complete checkpoint"),
+    "empty": (lambda s: s.text(""), "no JSON"),
+    "cut off": (lambda s: s.text(json.dumps(s.top)[:-20]), "no JSON"),
+    "not UTF-8": (lambda s: s.text(b'{"format": "\xff"}'), "manifest.json cannot be read"),
+    "UTF-16": (lambda s: s.text(json.dumps(s.top).encode("utf-16")), "manifest.json cannot be read"),
+    "with a byte order mark": (lambda s: s.text("\ufeff" + json.dumps(s.top)), "no JSON"),
+    "NaN": (lambda s: s.top.update(progress={"loss": float("nan")}), "NaN is no number"),
+    "infinity": (lambda s: s.top.update(progress={"loss": float("-inf")}), "-Infinity is no number"),
+    "a key twice": (lambda s: s.text(json.dumps(s.top)[:-1] + ', "id": "x"}'), "key twice"),
+    "nested too deep to read": (lambda s: s.text("[" * 100_000 + "]" * 100_000), "nested"),
+    "nested deep": (lambda s: s.top.update(progress={"x": json.loads("[" * 120 + "]" * 120)}), "nested"),
+    "a number of 5000 digits": (lambda s: s.text('{"version": ' + "9" * 5000 + "}"), "no JSON"),
+    "300 MB": (huge_manifest, "manifest.json cannot be read: it has more than"),
+    "a list": (lambda s: s.text("[]"), "no manifest"),
+    "another format": (lambda s: s.top.update(format="tfrecord"), "no manifest"),
+    "a later version": (lambda s: s.top.update(version=2), "has version 2; this Megalith reads 1"),
+    "no version": (lambda s: s.top.pop("version"), "has version None"),
+    "no id": (lambda s: s.top.pop("id"), "field id is missing"),
+    "id as a number": (lambda s: s.top.update(id=7), "field id must be a text"),
+    "no collections": (lambda s: s.top.pop("collections"), "field collections is missing"),
+    "collections as a list": (lambda s: s.top.update(collections=[]), "field collections must be an object"),
+    "progress as a list": (lambda s: s.top.update(progress=[1]), "field progress must be an object"),
+    "deltas as an object": (lambda s: s.top.update(deltas={}), "field deltas must be a list"),
+    "a delta that is a text": (lambda s: s.top.update(deltas=["x"]), r"field deltas\[0\] must be an object"),
+    "step below zero": (
+        lambda s: s.top["collections"]["embeddings"].update(global_step=-1),
+        "global_step must be at least 0",
+    ),
+    "step of 2^63": (
+        lambda s: s.top["collections"]["embeddings"].update(global_step=2**63),
+        "global_step is too large",
+    ),
+    "a name of half a character": (
+        lambda s: s.top["collections"].update({"\ud800": {"tables": 1}}),
+        r"collections.\\ud800.tables must be an object",
+    ),
+    "no segments": (lambda s: s.table().update(segments=[]), "segments must not be empty"),
+    "a segment that is a number": (
+        lambda s: s.table().update(segments=[3]),
+        r"\[0\] must be an object",
+    ),
+    "dim zero": (lambda s: s.table()["segments"][0].update(dim=0), "dim must be at least 1"),
+    "dim of another model": (lambda s: both(s, lambda t: t["segments"][0].update(dim=4)), "dim 4, here 3"),
+    "dim of 2^62": (lambda s: both(s, lambda t: t["segments"][0].update(dim=2**62)), f"dim {2**62}, here 3"),
+    "another optimizer": (
+        lambda s: both(s, lambda t: t["segments"][0]["optimizer"].update(name="adam")),
+        "trained with adam, here it is adagrad",
+    ),
+    "state of size zero": (
+        lambda s: s.table()["segments"][0]["state"][0].update(size=0),
+        r"state\[0\].size must be at least 1",
+    ),
+    "state of another name": (
+        lambda s: both(s, lambda t: t["segments"][0]["state"][0].update(name="mean")),
+        "other state",
+    ),
+    "seed as a float": (lambda s: s.table().update(seed=0.5), "seed must be a whole number"),
+    "seed below all": (lambda s: s.table().update(seed=-(2**63) - 1), "seed must be at least"),
+    "two tables of one name": (same_names, "two tables have one name"),
+    "more rows than files hold": (lambda s: s.table().update(live=10**9), "has 1000000000 ids, its files"),
+    "2^62 rows in a delta": (lambda s: s.table(s.delta(1)).update(live=2**62), "ids, its files hold"),
+    "unknown routing": (lambda s: s.table()["routing"].update(dist_type="sideways"), "not 'sideways'"),
+    "no shards": (lambda s: s.table()["routing"].update(num_shards=0), "num_shards must be at least 1"),
+    "2^40 shards": (lambda s: s.table()["routing"].update(num_shards=2**40), "num_shards makes no sense"),
+    "continuous without blocks": (
+        lambda s: s.table()["routing"].update(dist_type="continuous", num_shards=3),
+        "needs block_size",
+    ),
+    "skip_first as a text": (
+        lambda s: s.table()["routing"].update(skip_first="no"),
+        "must be true or",
+    ),
+    "a shard too many": (
+        lambda s: (s.table()["routing"].update(num_shards=2), s.piece.update(shard=2)),
+        "must be of shards below 2",
+    ),
+    "rows of other shards": (two_shards, "holds rows of other shards than 1"),
+}
+
+FILES: dict[str, tuple[Recipe, str]] = {
+    "missing": (lambda s: s.path.unlink(), "cannot be read: No such file"),
+    "cut off": (lambda s: s.path.write_bytes(s.path.read_bytes()[:-1]), "bytes, its manifest says"),
+    "grown": (lambda s: s.path.write_bytes(s.path.read_bytes() + b"x"), "bytes, its manifest says"),
+    "empty": (lambda s: s.path.write_bytes(b""), "has 0 bytes, its manifest says"),
+    "a bit of its header flipped": (lambda s: flip(s, 9), "is damaged"),
+    "its last bit flipped": (lambda s: flip(s, -1), "is damaged"),
+    "the bytes of another": (
+        lambda s: s.path.write_bytes(bytes(len(s.path.read_bytes()))),
+        "is damaged",
+    ),
+    "another checksum": (lambda s: s.file.update(checksum="crc32:00000000"), "not crc32:00000000"),
+    "checksum of another kind": (lambda s: s.file.update(checksum="md5:x"), "not md5:x"),
+    "no checksum": (lambda s: s.file.pop("checksum"), "file.checksum is missing"),
+    "bytes below zero": (lambda s: s.file.update(bytes=-1), "file.bytes must be at least 0"),
+    "bytes of 2^62": (lambda s: s.file.update(bytes=2**62), f"its manifest says {2**62}"),
+    "bytes as a float": (lambda s: s.file.update(bytes=100.0), "file.bytes must be a whole number"),
+    "bytes as true": (lambda s: s.file.update(bytes=True), "file.bytes must be a whole number"),
+    "a way up": (lambda s: s.file.update(path="../../etc/passwd"), "leads out"),
+    "a way down and up": (lambda s: s.file.update(path="data-x/../../etc/passwd"), "leads out"),
+    "absolute": (lambda s: s.file.update(path="/etc/passwd"), "leads out"),
+    "backslashes": (lambda s: s.file.update(path="..\\..\\etc\\passwd"), "leads out"),
+    "a NUL": (lambda s: s.file.update(path="data-x/a\0b"), "leads out"),
+    "a line break": (lambda s: s.file.update(path="data-x/a\nb"), "leads out"),
+    "half a character": (lambda s: s.file.update(path="data-x/\ud800"), "leads out"),
+    "no path": (lambda s: s.file.update(path=""), "leads out"),
+    "the directory itself": (lambda s: s.file.update(path="."), "leads out"),
+    "slashes in a row": (lambda s: s.file.update(path=s.file["path"].replace("/", "//")), "leads out"),
+    "a path of 5000 letters": (
+        lambda s: s.file.update(path="x" * 5000),
+        "File name too long",
+    ),
+    "a directory": (lambda s: s.replace(s.path.mkdir), "no regular file"),
+    "a pipe": (lambda s: s.replace(lambda: os.mkfifo(s.path)), "no regular file"),
+    "a link to nowhere": (lambda s: s.replace(lambda: s.path.symlink_to("nowhere")), "No such file"),
+    "a link to itself": (lambda s: s.replace(lambda: s.path.symlink_to(s.path)), "symbolic links"),
+    "a link to what never ends": (
+        lambda s: (s.replace(lambda: s.path.symlink_to("/dev/zero")), s.file.update(bytes=0)),
+        "no regular file",
+    ),
+    "named twice": (lambda s: s.table()["pieces"].append(s.piece), "a file is named twice"),
+    "no rows stated": (lambda s: s.piece.pop("rows"), "rows is missing"),
+    "rows below zero": (lambda s: s.piece.update(rows=-1), "rows must be at least 0"),
+    "a row too many": (lambda s: s.piece.update(rows=s.piece["rows"] + 1), "holds ids"),
+    "2^62 rows": (lambda s: s.piece.update(rows=2**62), "holds ids"),
+    "no ids": (lambda s: s.tensors(lambda t: t.pop("ids")), "lacks ids"),
+    "no state": (lambda s: s.tensors(lambda t: t.pop("state/0/sum")), "lacks state/0/sum"),
+    "ids of another type": (
+        lambda s: s.tensors(lambda t: t.update(ids=t["ids"].int())),
+        "ids of torch",
+    ),
+    "rows of another type": (
+        lambda s: s.tensors(lambda t: t.update(rows=t["rows"].double())),
+        "rows of torch.float64",
+    ),
+    "rows of another dim": (
+        lambda s: s.tensors(lambda t: t.update(rows=t["rows"][:, :2].contiguous())),
+        r"holds rows \[\d+, 2\]",
+    ),
+    "one row missing": (lambda s: s.tensors(lambda t: t.update(rows=t["rows"][1:].clone())), "holds rows"),
+    "counts of another length": (
+        lambda s: s.tensors(lambda t: t.update(count=torch.ones(1, dtype=torch.int64))),
+        r"holds count \[1\]",
+    ),
+    "time below zero": (lambda s: s.tensors(lambda t: t["time"].fill_(-1)), "no seconds"),
+    "time beyond 2106": (lambda s: s.tensors(lambda t: t["time"].fill_(2**32)), "no seconds"),
+}
+
+CHAINS: dict[str, tuple[Recipe, str]] = {
+    "a delta missing": (lambda s: s.top["deltas"].pop(0), "gap in the chain"),
+    "deltas swapped": (lambda s: s.top["deltas"].reverse(), "gap in the chain"),
+    "a delta twice": (lambda s: s.top["deltas"].append(s.delta(1)), "gap in the chain"),
+    "of another base": (other_base, "gap in the chain"),
+    "a circle": (
+        lambda s: (s.delta(0).update(id=s.top["id"]), s.delta(1).update(previous=s.top["id"])),
+        "two saves have one id",
+    ),
+    "no word of what came before": (lambda s: s.delta(0).pop("previous"), r"deltas\[0\].previous is missing"),
+    "a delta without a table": (
+        lambda s: s.delta(0)["collections"]["embeddings"]["tables"].pop("user"),
+        "other tables than the base",
+    ),
+    "a delta with a table more": (
+        lambda s: s.delta(0)["collections"]["embeddings"]["tables"].update(new=s.table()),
+        "other tables than the base|named twice",
+    ),
+    "a delta of another dim": (
+        lambda s: s.table(s.delta(1))["segments"][0].update(dim=4),
+        "other segments of table 'embeddings.user'",
+    ),
+    "a delta of another optimizer": (
+        lambda s: s.table(s.delta(1))["segments"][0]["state"][0].update(size=7),
+        "other segments of table 'embeddings.user'",
+    ),
+    "removed ids of another type": (
+        lambda s: s.tensors(
+            lambda t: t.update(ids=t["ids"].float()), s.table(s.delta(0))["removed"][0]["file"]
+        ),
+        "does not hold",
+    ),
+    "fewer removed ids": (
+        lambda s: s.table(s.delta(0))["removed"][0].update(rows=99),
+        "does not hold 99 ids",
+    ),
+    "removed ids missing": (
+        lambda s: (s.root / s.table(s.delta(0))["removed"][0]["file"]["path"]).unlink(),
+        "cannot be read",
+    ),
+    "a delta's rows cut off": (
+        lambda s: os.truncate(s.root / s.table(s.delta(1))["pieces"][0]["file"]["path"], 40),
+        "has 40 bytes",
+    ),
+}
+
+DENSE: dict[str, tuple[Recipe, str]] = {
+    "a weight of another shape": (
+        lambda s: s.tensors(lambda t: t.update({"dense.bias": torch.ones(2)}), s.delta(1)["dense"]),
+        r"'dense.bias' is \[2\] when saved, \[1\] here",
+    ),
+    "a weight missing": (
+        lambda s: s.tensors(lambda t: t.pop("dense.bias"), s.delta(1)["dense"]),
+        r"lacks \['dense.bias'\]",
+    ),
+    "a weight too many": (
+        lambda s: s.tensors(lambda t: t.update({"x": torch.ones(2)}), s.delta(1)["dense"]),
+        r"the model lacks \['x'\]",
+    ),
+    "no dense weights": (lambda s: s.delta(1).update(dense=None), "lacks"),
+    "no optimizer": (lambda s: s.delta(1).update(optimizer=None), "no optimizer state"),
+    "no tensors of the optimizer": (lambda s: s.delta(1).update(optimizer_tensors=None), "is missing"),
+    "optimizer state of two kinds": (lambda s: state(s).update(tuple=[]), "object of 2 fields"),
+    "optimizer state of no kind": (lambda s: s.delta(1).update(optimizer={"pickle": "x"}), "no meaning"),
+    "optimizer state that is none": (
+        lambda s: s.delta(1).update(optimizer={"float": "0x1p0"}),
+        "does not fit",
+    ),
+    "a float that is none": (lambda s: s.delta(1).update(optimizer={"float": "nonsense"}), "no float"),
+    "a float too large": (lambda s: s.delta(1).update(optimizer={"float": "0x1p99999"}), "no float"),
+    "a key that is a list": (lambda s: s.delta(1).update(optimizer={"dict": [[[1], 2]]}), "no key"),
+    "a pair of three": (lambda s: s.delta(1).update(optimizer={"dict": [[1, 2, 3]]}), "no meaning"),
+    "an optimizer of other weights": (
+        lambda s: s.delta(1).update(optimizer={"dict": [["state", {"dict": []}], ["param_groups", []]]}),
+        "does not fit this optimizer",
+    ),
+}

@@ -1,0 +1,93 @@
+"""Safetensors files that are none: each with a word of the error it must give.
+
+A recipe is the bytes of a file. All of them come with the right length and checksum, so the damage reaches
+the parser.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+ZERO_32 = {"dtype": "F32", "shape": [2, 4], "data_offsets": [0, 32]}
+
+
+def raw(header: Any, body: bytes = bytes(32), length: int | None = None) -> bytes:
+    """A file of a header (JSON-able data, or bytes as they are) and a body."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + body
+
+
+def one(**change: Any) -> bytes:
+    """A file of one tensor, with something about its entry changed; None takes a field away."""
+    entry = {key: value for key, value in {**ZERO_32, **change}.items() if value is not None}
+    return raw({"x": entry})
+
+
+def two(first: list[int], second: list[int], body: int = 32) -> bytes:
+    """A file of two float32 vectors that lie at these offsets."""
+
+    def entry(begin: int, end: int) -> dict[str, Any]:
+        return {"dtype": "F32", "shape": [(end - begin) // 4], "data_offsets": [begin, end]}
+
+    return raw({"x": entry(*first), "y": entry(*second)}, bytes(body))
+
+
+HEADERS: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "it has 0 bytes"),
+    "seven bytes": (bytes(7), "it has 7 bytes"),
+    "length of nothing": (raw(b"", b""), "no JSON"),
+    "length behind the end": (raw({}, b"", length=100), "header would have 100 bytes"),
+    "length of 2^63": (raw({}, length=2**63), "header would have"),
+    "length of 2^64 - 1": (raw({}, length=2**64 - 1), "header would have"),
+    "no JSON": (raw(b"x" * 16), "no JSON"),
+    "half a JSON": (raw(b'{"x": {"dtype": "F32"'), "no JSON"),
+    "two JSONs": (raw(b"{} {}", b""), "no JSON"),
+    "not UTF-8": (raw(b'{"\xff": 1}'), "no JSON"),
+    "UTF-16": (raw("{}".encode("utf-16"), b""), "no JSON"),
+    "a list": (raw([], b""), "no object"),
+    "a number": (raw(7, b""), "no object"),
+    "NaN": (raw(b'{"__metadata__": NaN}', b""), "NaN"),
+    "a key twice": (
+        raw(b'{"x":' + json.dumps(ZERO_32).encode() + b',"x":' + json.dumps(ZERO_32).encode() + b"}"),
+        "key twice",
+    ),
+    "nested too deep to read": (raw(b"[" * 100_000 + b"]" * 100_000, b""), "nested"),
+    "nested deep": (raw({"x": json.loads("[" * 150 + "]" * 150)}), "nested"),
+    "metadata of numbers": (raw({"__metadata__": {"a": 1}}, b""), "metadata"),
+    "metadata as a list": (raw({"__metadata__": []}, b""), "metadata"),
+    "an entry that is no object": (raw({"x": [1]}), "'x' is wrong"),
+    "no dtype": (one(dtype=None), "'x' is wrong"),
+    "no shape": (one(shape=None), "'x' is wrong"),
+    "no offsets": (one(data_offsets=None), "'x' is wrong"),
+    "unknown dtype": (one(dtype="F31"), "'x' is wrong"),
+    "dtype as a list": (one(dtype=["F32"]), "'x' is wrong"),
+    "three offsets": (one(data_offsets=[0, 32, 32]), "'x' is wrong"),
+    "one offset": (one(data_offsets=[32]), "'x' is wrong"),
+    "negative offset": (one(data_offsets=[-32, 0]), "'x' is wrong"),
+    "offsets backwards": (one(data_offsets=[32, 0]), "'x' is wrong"),
+    "offsets of 2^70": (one(data_offsets=[2**70, 2**70 + 32]), "'x' is wrong"),
+    "offsets that wrap around": (one(data_offsets=[2**64 - 16, 2**64 + 16]), "'x' is wrong"),
+    "offsets as floats": (one(data_offsets=[0.0, 32.0]), "'x' is wrong"),
+    "offsets as texts": (one(data_offsets=["0", "32"]), "'x' is wrong"),
+    "offsets true and false": (one(shape=[], dtype="U8", data_offsets=[False, True]), "'x' is wrong"),
+    "another dtype than bytes": (one(dtype="F64"), "'x' is wrong"),
+    "another shape than bytes": (one(shape=[2, 5]), "'x' is wrong"),
+    "negative shape": (one(shape=[-2, -4]), "'x' is wrong"),
+    "shape as a number": (one(shape=8), "'x' is wrong"),
+    "shape whose product wraps to 8": (one(shape=[2**32, 2**32, 8]), "'x' is wrong"),
+    "shape whose product wraps to 0": (one(shape=[2**33, 2**33], data_offsets=[0, 0]), "'x' is wrong"),
+    "no rows of endless length": (
+        raw({"x": {"dtype": "F32", "shape": [0, 2**39, 2**39], "data_offsets": [0, 0]}}, b""),
+        "'x' is wrong",
+    ),
+    "sixty-five dimensions": (one(shape=[2, 4] + [1] * 63), "'x' is wrong"),
+    "overlap": (two([0, 20], [16, 32]), "'y' begins at byte"),
+    "the same place twice": (two([0, 32], [0, 32]), "'y' begins at byte"),
+    "a gap": (two([0, 12], [16, 32]), "'y' begins at byte"),
+    "a gap in front": (two([4, 16], [16, 32]), "'x' begins at byte"),
+    "bytes of nobody at the end": (two([0, 12], [12, 28]), "4 bytes belong to no tensor"),
+    "a tensor behind the end": (two([0, 16], [16, 36]), "behind its end"),
+    "no tensors, but bytes": (raw({}), "32 bytes belong to no tensor"),
+}

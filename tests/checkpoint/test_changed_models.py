@@ -1,0 +1,297 @@
+"""Loading into a model that is not quite the one saved: what is mapped, left out, named, or refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megalith import (
+    Adagrad,
+    Adam,
+    EmbeddingCollection,
+    Feature,
+    LocalShards,
+    Segment,
+    TableConfig,
+    checkpoint,
+)
+from megalith.errors import CheckpointError, InputError, UsageError
+from tests.checkpoint.memory import MemoryStore
+from tests.table.support import assert_same_tables, ints, whole
+
+
+class Net(nn.Module):
+    """Tables by name, and dense layers by name."""
+
+    def __init__(self, tables: list[TableConfig], **layers: nn.Module) -> None:
+        super().__init__()
+        self.emb = EmbeddingCollection(tables, [Feature(f"f{i}", t.name) for i, t in enumerate(tables)])
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def fill(self, seed: int = 1) -> Net:
+        generator = torch.Generator().manual_seed(seed)
+        for table in self.emb.shards.local.values():
+            grads = torch.rand(3, table.dim, generator=generator)
+            table.apply_gradients(ints(1, -1, 2**40), grads, step=0, time=9)
+        return self
+
+
+def table(name: str = "t", **options: Any) -> TableConfig:
+    return TableConfig(name, **({"dim": 2, "optimizer": Adagrad(0.1)} | options))
+
+
+def saved(*tables: TableConfig, **layers: nn.Module) -> tuple[MemoryStore, Net]:
+    store, net = MemoryStore(), Net(list(tables), **layers).fill()
+    checkpoint.save(net, store)
+    return store, net
+
+
+def rows(net: Net, name: str) -> Any:
+    return whole(net.emb.shards.local[name])
+
+
+def test_a_table_the_checkpoint_lacks_keeps_what_it_has_and_is_named() -> None:
+    store, net = saved(table("a"))
+    other = Net([table("a"), table("b")]).fill(2)
+    before = rows(other, "b")
+    with pytest.warns(UserWarning, match=r"has nothing for 'emb\.b'"):
+        report = checkpoint.load(other, store)
+    assert report.missing == ["emb.b"]
+    assert report.extra == []
+    assert report.rows == {"emb.a": 3}
+    assert_same_tables(rows(other, "a"), rows(net, "a"))
+    assert_same_tables(rows(other, "b"), before)
+
+
+def test_a_table_the_model_lacks_is_left_out_and_named() -> None:
+    store, net = saved(table("a"), table("b"))
+    other = Net([table("a")])
+    with pytest.warns(UserWarning, match=r"no place for: 'emb\.b'"):
+        report = checkpoint.load(other, store)
+    assert (report.missing, report.extra) == ([], ["emb.b"])
+    assert_same_tables(rows(other, "a"), rows(net, "a"))
+
+
+def test_a_damaged_file_that_is_not_needed_does_no_harm() -> None:
+    store, net = saved(table("a"), table("b"))
+    manifest = checkpoint.read_manifest(store)
+    store.files[manifest.tables()["emb.b"][0].pieces[0].file.path] = b"x"
+    other = Net([table("a")])
+    with pytest.warns(UserWarning, match="no place for"):
+        checkpoint.load(other, store)
+    assert_same_tables(rows(other, "a"), rows(net, "a"))
+
+
+def test_names_may_be_mapped() -> None:
+    store, net = saved(table("old"), head=nn.Linear(2, 1))
+    other = Net([table("new")], top=nn.Linear(2, 1))
+    rename = {"emb.old": "emb.new", "head.weight": "top.weight", "head.bias": "top.bias"}
+    report = checkpoint.load(other, store, rename=rename)
+    assert report.rows == {"emb.new": 3}
+    assert (report.missing, report.extra) == ([], [])
+    assert_same_tables(rows(other, "new"), rows(net, "old"))
+    assert torch.equal(other.top.weight, net.head.weight)  # type: ignore[union-attr]
+
+
+def test_names_may_be_exchanged() -> None:
+    store, net = saved(table("a"), table("b"))
+    other = Net([table("a"), table("b")])
+    checkpoint.load(other, store, rename={"emb.a": "emb.b", "emb.b": "emb.a"})
+    assert_same_tables(rows(other, "a"), rows(net, "b"))
+    assert_same_tables(rows(other, "b"), rows(net, "a"))
+
+
+@pytest.mark.parametrize(
+    ("rename", "words"),
+    [
+        ({"emb.x": "emb.a"}, r"holds no 'emb\.x'; it holds emb\.a, emb\.b, head\.bias, head\.weight"),
+        ({"emb.a": "emb.b"}, "two tables of .* would have one name"),
+        ({"head.weight": "head.bias"}, "two dense weights of .* would have one name"),
+    ],
+)
+def test_a_mapping_that_makes_no_sense_is_refused(rename: dict[str, str], words: str) -> None:
+    store, _ = saved(table("a"), table("b"), head=nn.Linear(2, 1))
+    other = Net([table("a"), table("b")], head=nn.Linear(2, 1)).fill(2)
+    before = rows(other, "a")
+    with pytest.raises(InputError, match=words):
+        checkpoint.load(other, store, rename=rename)
+    assert_same_tables(rows(other, "a"), before)
+
+
+CHANGES = {
+    "dim": ({"dim": 3}, "segment 0 has dim 2, here 3"),
+    "optimizer": ({"optimizer": Adam(0.1)}, "trained with adagrad, here it is adam"),
+    "segments": (
+        {"dim": None, "optimizer": None, "segments": [Segment(1, optimizer=Adagrad(0.1))] * 2},
+        "has 1 segments, here 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_changed_table_is_refused_by_name_or_left_out_if_that_is_allowed(what: str) -> None:
+    options, words = CHANGES[what]
+    store, net = saved(table("a"), table("b"))
+    other = Net([table("a", **options), table("b")]).fill(2)
+    before = rows(other, "a")
+    with pytest.raises(CheckpointError, match=rf"table 'emb\.a'.*{words}"):
+        checkpoint.load(other, store)
+    assert_same_tables(rows(other, "a"), before)
+
+    with pytest.warns(UserWarning, match=r"has nothing for 'emb\.a'"):
+        report = checkpoint.load(other, store, allow_missing=True)
+    assert report.missing == ["emb.a"]
+    assert_same_tables(rows(other, "a"), before)
+    assert_same_tables(rows(other, "b"), rows(net, "b"))
+
+
+def test_weights_may_come_without_their_optimizer_state() -> None:
+    store, net = saved(table("a"), table("b"))
+    other = Net([table("a", optimizer=Adam(0.5)), table("b")])
+    checkpoint.load(other, store, drop_optimizer_state=["emb.a"])
+    assert torch.equal(rows(other, "a").rows, rows(net, "a").rows)
+    fresh = Net([table("a", optimizer=Adam(0.5))])
+    fresh.emb.shards.local["a"].assign(ints(1, -1, 2**40), torch.zeros(3, 2))
+    assert_same_states(rows(other, "a").state, rows(fresh, "a").state)
+    assert_same_tables(rows(other, "b"), rows(net, "b"))
+
+    checkpoint.load(other, store, drop_optimizer_state=True)
+    assert rows(other, "b").state["0/sum"].count_nonzero() == 0
+    with pytest.raises(InputError, match=r"no table 'emb\.x' is loaded"):
+        checkpoint.load(other, store, drop_optimizer_state=["emb.a", "emb.x"])
+
+
+def assert_same_states(a: Any, b: Any) -> None:
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_dense_weights_that_do_not_fit_are_left_alone_if_that_is_allowed() -> None:
+    store, net = saved(table("a"), head=nn.Linear(2, 1), gone=nn.Linear(1, 1))
+    other = Net([table("a")], head=nn.Linear(2, 1, bias=False), new=nn.Linear(1, 1))
+    with pytest.raises(CheckpointError, match=r"lacks \['new\.bias', 'new\.weight'\]"):
+        checkpoint.load(other, store)
+    with (
+        pytest.warns(UserWarning, match="has nothing for 'new.bias', 'new.weight'"),
+        pytest.warns(UserWarning, match="no place for: 'gone.bias', 'gone.weight', 'head.bias'"),
+    ):
+        report = checkpoint.load(other, store, allow_missing=True)
+    assert report.missing == ["new.bias", "new.weight"]
+    assert report.extra == ["gone.bias", "gone.weight", "head.bias"]
+    assert torch.equal(other.head.weight, net.head.weight)  # type: ignore[union-attr]
+
+
+def test_an_optimizer_that_was_not_saved_is_not_loaded() -> None:
+    store, _ = saved(table("a"), head=nn.Linear(2, 1))
+    other = Net([table("a")], head=nn.Linear(2, 1)).fill(2)
+    before = rows(other, "a")
+    with pytest.raises(CheckpointError, match="no optimizer state; load without"):
+        checkpoint.load(other, store, optimizer=torch.optim.SGD(other.parameters(), 0.1))
+    assert_same_tables(rows(other, "a"), before)
+
+
+def test_rates_and_a_trainable_flag_may_change_and_nothing_is_said() -> None:
+    store, net = saved(table("a"))
+    other = Net([table("a", optimizer=Adagrad(0.7, eps=1e-3), trainable=False, missing="zeros")])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint.load(other, store)
+    assert_same_tables(rows(other, "a"), rows(net, "a"))
+
+
+def test_the_step_comes_back_to_the_collection_it_belongs_to() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = Net([table("t")]), Net([table("t")])
+
+    model, store = Two(), MemoryStore()
+    model.a.emb.global_step, model.b.emb.global_step = 7, 9
+    model.a.fill(1)
+    model.b.fill(2)
+    checkpoint.save(model, store)
+    other = Two()
+    checkpoint.load(other, store)
+    assert (other.a.emb.global_step, other.b.emb.global_step) == (7, 9)
+    assert_same_tables(rows(other.b, "t"), rows(model.b, "t"))
+
+
+def test_tables_that_two_collections_share_are_saved_once() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            shards = LocalShards([table("t")])
+            self.a = EmbeddingCollection(shards, [Feature("f", "t")])
+            self.b = EmbeddingCollection(shards, [Feature("g", "t")])
+
+    model, store = Shared(), MemoryStore()
+    model.a.shards.assign({"t": (ints(1, 2), torch.ones(2, 2))})
+    model.b.global_step = 4
+    checkpoint.save(model, store)
+    model.b.shards.assign({"t": (ints(3), torch.ones(1, 2))})
+    checkpoint.save_delta(model, store)
+    other = Shared()
+    report = checkpoint.load(other, store)
+    assert report.rows == {"a.t": 3}
+    assert report.missing == []
+    assert other.b.global_step == 4
+    assert_same_tables(whole(other.b.shards.local["t"]), whole(model.b.shards.local["t"]))
+
+
+def test_progress_that_would_not_come_back_is_refused() -> None:
+    deep: Any = []
+    for _ in range(120):
+        deep = [deep]
+    for progress in ({1: "a", "1": "b"}, {"x": deep}, {"x": {1, 2}}, {"x": float("inf")}):
+        with pytest.raises(InputError, match="progress must be JSON-able"):
+            checkpoint.save(Net([table()]), MemoryStore(), progress=progress)
+
+
+def test_two_tables_of_one_name_are_refused() -> None:
+    net = Net([table("x.t")])
+    net.emb.add_module("x", Net([table("t")]).emb)
+    with pytest.raises(UsageError, match=r"one name: emb\.x\.t, emb\.x\.t"):
+        checkpoint.save(net, MemoryStore())
+
+
+def test_generators_come_back_and_nonsense_is_refused() -> None:
+    torch.manual_seed(3)
+    random.seed(3)
+    state = checkpoint.rng_state()
+    drawn = torch.rand(2).tolist(), random.random()
+    checkpoint.set_rng_state(state)
+    assert (torch.rand(2).tolist(), random.random()) == drawn
+    for wrong in (
+        {},
+        {"torch": "!", "python": []},
+        {"torch": state["torch"], "python": [3, [10**30] * 625, None]},
+        {"torch": "AAAA", "python": state["python"]},
+        {"torch": 7, "python": state["python"]},
+    ):
+        with pytest.raises(CheckpointError, match="random number generators"):
+            checkpoint.set_rng_state(wrong)
+
+
+def test_a_row_twice_is_kept_once_and_said() -> None:
+    store, _ = saved(table("a"))
+    manifest = json.loads(store.files["manifest.json"])
+    entry = manifest["collections"]["emb"]["tables"]["a"]
+    again = copy.deepcopy(entry["pieces"][0])
+    again["file"]["path"] = "data-again/x.safetensors"
+    store.files["data-again/x.safetensors"] = store.files[entry["pieces"][0]["file"]["path"]]
+    entry["pieces"].append(again)
+    entry["live"] = 6
+    store.files["manifest.json"] = json.dumps(manifest).encode()
+
+    with pytest.warns(UserWarning, match=r"holds rows twice, of table 'emb\.a'"):
+        report = checkpoint.load(Net([table("a")]), store)
+
+    assert report.tables["emb.a"] == checkpoint.TableReport(read=6, kept=3, refused=3)

@@ -1,0 +1,390 @@
+"""Deltas: what they go on top of, when they are refused, and saves beside training."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalith import SGD, EmbeddingCollection, Feature, TableConfig, Zeros, checkpoint
+from megalith.checkpoint import job, pen
+from megalith.checkpoint.manifest import NAME, FileEntry
+from megalith.checkpoint.store import LocalStore
+from megalith.errors import CheckpointError, UsageError
+from tests.checkpoint.memory import MemoryStore
+from tests.checkpoint.support import IDS, Model, assert_same, state_of, train
+from tests.table.support import ints
+
+
+def loaded(store: MemoryStore | Path, **options: Any) -> Model:
+    model = Model(seed=8)
+    checkpoint.load(model, store, **options)
+    return model
+
+
+def test_a_delta_holds_what_changed_and_what_is_gone() -> None:
+    store = MemoryStore()
+    model = Model()
+    model.table("user").assign(IDS, torch.zeros(IDS.numel(), 3), time=5)
+    checkpoint.save(model, store)
+    model.table("user").assign(ints(-1, 7), torch.ones(2, 3), time=6)
+    model.table("user").remove(ints(100, 101, 8888))
+    model.table("user").assign(ints(101), torch.ones(1, 3), time=7)
+
+    manifest = checkpoint.save_delta(model, store, progress={"step": 2})
+
+    _, delta = manifest.tables()["embeddings.user"]
+    assert delta.rows == 3  # -1, 7 and 101
+    assert sum(piece.rows for piece in delta.removed) == 1  # 100
+    assert delta.live == IDS.numel()
+    report = checkpoint.load(Model(), store)
+    assert report.tables["embeddings.user"].read == IDS.numel() + 3
+    assert report.tables["embeddings.user"].kept == IDS.numel()
+    assert report.progress == {"step": 2}
+    assert_same(state_of(loaded(store)), state_of(model))
+
+
+def test_a_delta_of_nothing_is_one() -> None:
+    store = MemoryStore()
+    model = Model()
+    train(model, 1)
+    checkpoint.save(model, store)
+    manifest = checkpoint.save_delta(model, store)
+    assert [entry.rows for entry in manifest.tables()["embeddings.user"]][1:] == [0]
+    assert_same(state_of(loaded(store)), state_of(model))
+
+
+# ---- refusals
+
+
+def test_a_delta_needs_a_base() -> None:
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        checkpoint.save_delta(Model(), MemoryStore())
+    store = MemoryStore()
+    checkpoint.save(Model(), store)
+    with pytest.raises(UsageError, match="last saved or loaded, which is none"):
+        checkpoint.save_delta(Model(), store)
+
+
+def test_a_delta_goes_where_the_model_last_saved_or_loaded() -> None:
+    a, b = MemoryStore(where="a"), MemoryStore(where="b")
+    model = Model()
+    checkpoint.save(model, a)
+    checkpoint.save(model, b)
+    with pytest.raises(UsageError, match="which is b, not a"):
+        checkpoint.save_delta(model, a)
+    checkpoint.load(model, a)
+    with pytest.raises(UsageError, match="which is a, not b"):
+        checkpoint.save_delta(model, b)
+    checkpoint.save_delta(model, a)
+
+
+@pytest.mark.parametrize("how", ["save", "delta"])
+def test_a_delta_on_what_somebody_else_changed_is_refused(how: str) -> None:
+    store = MemoryStore()
+    model = Model()
+    checkpoint.save(model, store)
+    other = loaded(store)
+    train(other, 1)
+    (checkpoint.save if how == "save" else checkpoint.save_delta)(other, store)
+    train(model, 2)
+
+    with pytest.raises(CheckpointError, match="was changed since this model saved or loaded it"):
+        checkpoint.save_delta(model, store)
+
+    assert_same(state_of(loaded(store)), state_of(other))
+    checkpoint.save(model, store)
+    assert_same(state_of(loaded(store)), state_of(model))
+
+
+def test_a_delta_while_somebody_else_saves_is_refused_at_its_end() -> None:
+    store = MemoryStore()
+    model = Model()
+    checkpoint.save(model, store)
+    other = loaded(store)
+    train(model, 1)
+    train(other, 2)
+
+    class Overtaken(MemoryStore):
+        def write(self, name: str, parts: Any) -> FileEntry:
+            if name.endswith("dense.safetensors"):
+                checkpoint.save_delta(other, store)
+            return super().write(name, parts)
+
+    with pytest.raises(CheckpointError, match="was changed"):
+        checkpoint.save_delta(model, Overtaken(store.files))
+    assert_same(state_of(loaded(store)), state_of(other))
+
+
+def test_compaction_does_not_stand_in_the_way_of_the_next_delta() -> None:
+    store = MemoryStore()
+    model = Model()
+    for seed in range(3):
+        train(model, seed)
+        (checkpoint.save_delta if seed else checkpoint.save)(model, store)
+    checkpoint.compact(store)
+    train(model, 3)
+    checkpoint.save_delta(model, store)
+    assert_same(state_of(loaded(store)), state_of(model))
+
+
+def test_a_checkpoint_that_grows_while_it_is_compacted_stays_as_it_is() -> None:
+    store = MemoryStore()
+    model = Model()
+    train(model, 1)
+    checkpoint.save(model, store)
+    checkpoint.save_delta(model, store)
+
+    def add(rows: int) -> None:
+        if len(checkpoint.read_manifest(store).deltas) == 1:
+            train(model, 2)
+            checkpoint.save_delta(model, store)
+
+    with pytest.raises(CheckpointError, match="compact it again"):
+        checkpoint.compact(store, on_rows=add)
+    assert len(store.folders()) == 3
+    assert_same(state_of(loaded(store)), state_of(model))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"drop_optimizer_state": True}, {"drop_optimizer_state": ["embeddings.user"]}],
+    ids=["of all", "of one"],
+)
+def test_after_a_load_without_optimizer_state_a_delta_has_no_base(options: dict[str, Any]) -> None:
+    store = MemoryStore()
+    checkpoint.save(Model(), store)
+    model = Model()
+    checkpoint.save(model, store)
+    checkpoint.load(model, store, **options)
+    with pytest.raises(UsageError, match="which is none"):
+        checkpoint.save_delta(model, store)
+
+
+def test_after_a_load_of_some_tables_a_delta_has_no_base() -> None:
+    """The rows are neither those of the last save nor those of the checkpoint."""
+    a, b = MemoryStore(where="a"), MemoryStore(where="b")
+    config = TableConfig("t", dim=1, optimizer=SGD(1.0))
+    checkpoint.save(EmbeddingCollection([config], [Feature("f", "t")]), b)
+    model = EmbeddingCollection(
+        [config, TableConfig("new", dim=1, optimizer=SGD(1.0))], [Feature("f", "t"), Feature("g", "new")]
+    )
+    checkpoint.save(model, a)
+    with pytest.warns(UserWarning, match="has nothing for 'new'"):
+        checkpoint.load(model, b)
+    for store in (a, b):
+        with pytest.raises(UsageError, match="which is none"):
+            checkpoint.save_delta(model, store)
+
+
+def test_deltas_false_leaves_the_chain() -> None:
+    chain, aside = MemoryStore(where="chain"), MemoryStore(where="aside")
+    model = Model()
+    train(model, 1)
+    checkpoint.save(model, chain)
+    train(model, 2)
+    checkpoint.save(model, aside, deltas=False)
+    train(model, 3)
+    checkpoint.save_delta(model, chain)
+    assert_same(state_of(loaded(chain)), state_of(model))
+
+    checkpoint.load(model, aside, deltas=False)
+    checkpoint.save_delta(model, chain)
+    assert_same(state_of(loaded(chain)), state_of(model))
+    assert_same(state_of(loaded(chain)), state_of(loaded(aside)))
+
+
+# ---- saves that fail
+
+
+@pytest.mark.parametrize("word", ["tables/", "removed", "dense", NAME])
+def test_rows_of_a_save_that_failed_count_as_changed_again(word: str, monkeypatch: Any) -> None:
+    store = MemoryStore()
+    model = Model()
+    train(model, 1)
+    checkpoint.save(model, store)
+    train(model, 3)  # changes and removes
+    before = dict(store.files)
+    real = MemoryStore.write
+
+    def failing(self: MemoryStore, name: str, parts: Any) -> FileEntry:
+        if word in name:
+            raise OSError("disk full")
+        return real(self, name, parts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryStore, "write", failing)
+        with pytest.raises(OSError, match="disk full"):
+            checkpoint.save_delta(model, store)
+
+    assert store.files == before
+    train(model, 4)
+    checkpoint.save_delta(model, store)
+    assert_same(state_of(loaded(store)), state_of(model))
+
+
+@pytest.mark.parametrize("kind", [OSError, KeyboardInterrupt])
+def test_what_goes_wrong_after_the_manifest_does_not_undo_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+) -> None:
+    model = Model()
+    train(model, 1)
+    checkpoint.save(model, tmp_path)
+    train(model, 2)
+
+    def failing(self: LocalStore, name: str) -> None:
+        raise kind("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "remove", failing)
+        if kind is OSError:
+            with pytest.warns(UserWarning, match="old files could not be deleted"):
+                checkpoint.save(model, tmp_path)
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                checkpoint.save(model, tmp_path)
+
+    assert_same(state_of(loaded(tmp_path)), state_of(model))
+    checkpoint.save(model, tmp_path)
+    assert len(list(tmp_path.glob("data-*"))) == 1
+
+
+def test_a_manifest_that_lands_though_its_write_fails_is_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An object store may do what it was asked and lose the answer."""
+    model = Model()
+    train(model, 1)
+    checkpoint.save(model, tmp_path)
+    train(model, 2)
+    real = LocalStore.write
+
+    def lossy(self: LocalStore, name: str, parts: Any) -> FileEntry:
+        entry = real(self, name, parts)
+        if name == NAME:
+            raise OSError("no answer")
+        return entry
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "write", lossy)
+        with pytest.raises(OSError, match="no answer"):
+            checkpoint.save(model, tmp_path)
+    assert_same(state_of(loaded(tmp_path)), state_of(model))
+
+
+# ---- saves beside other things
+
+
+class SlowStore(MemoryStore):
+    """Writes nothing until it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+
+    def write(self, name: str, parts: Any) -> FileEntry:
+        assert self.go.wait(60)
+        return super().write(name, parts)
+
+
+def test_one_save_at_a_time_and_no_load_beside_it() -> None:
+    store, good = SlowStore(), MemoryStore(where="good")
+    model = Model()
+    train(model, 1)
+    checkpoint.save(model, good)
+    saved = state_of(model)
+    handle = checkpoint.async_save(model, store)
+    calls: list[Callable[..., object]] = [
+        checkpoint.save,
+        checkpoint.save_delta,
+        checkpoint.async_save,
+        checkpoint.load,
+    ]
+    for call in calls:
+        with pytest.raises(UsageError, match=r"under way: wait\(\) for its handle"):
+            call(model, good)
+    assert not handle.done()
+    with pytest.raises(TimeoutError):
+        handle.wait(0.01)
+    train(model, 2)
+    store.go.set()
+    handle.wait(60)
+    assert_same(state_of(loaded(store)), saved)
+    checkpoint.save_delta(model, store)
+    assert_same(state_of(loaded(store)), state_of(model))
+
+
+def test_an_async_save_that_fails_says_so_to_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    model = Model()
+    train(model, 1)
+    checkpoint.save(model, store)
+    train(model, 2)
+
+    def failing(self: MemoryStore, name: str, parts: Any) -> FileEntry:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryStore, "write", failing)
+        handle = checkpoint.async_save(model, store, delta=True)
+        with pytest.raises(OSError, match="disk full"):
+            handle.wait(60)
+    checkpoint.save_delta(model, store)
+    assert_same(state_of(loaded(store)), state_of(model))
+
+
+def counting(rows: int) -> EmbeddingCollection:
+    config = TableConfig("t", dim=4, optimizer=SGD(1.0), initializer=Zeros())
+    model = EmbeddingCollection([config], [Feature("f", "t")])
+    model.shards.assign({"t": (torch.arange(rows), torch.zeros(rows, 4))})
+    return model
+
+
+def test_a_save_beside_training_is_the_table_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread adds one to all rows, over and over: a save must find the same number in each."""
+    rows = 30_000  # more than may be set aside: training has to wait for the writer at times
+    monkeypatch.setattr(job, "BUFFER_BYTES", 1 << 20)
+    monkeypatch.setattr(pen, "PIECE_BYTES", 1 << 16)
+    model = counting(rows)
+    table = model.shards.local["t"]
+    ids, minus_one = torch.arange(rows), torch.full((rows, 4), -1.0)
+    stop = threading.Event()
+
+    def count() -> None:
+        step = 0
+        while not stop.is_set():
+            table.apply_gradients(ids, minus_one, step=step)
+            table.assign(ints(10**9 + step), torch.zeros(1, 4))  # and new rows come and go
+            table.remove(ints(10**9 + step - 1))
+            step += 1
+
+    thread = threading.Thread(target=count, daemon=True)
+    thread.start()
+    store = MemoryStore()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for delta in (False, True, True):
+                first = float(table.lookup(ids[:1])[0, 0])
+                handle = checkpoint.async_save(model, store, delta=delta)
+                last = float(table.lookup(ids[:1])[0, 0])
+                handle.wait(60)
+                other = counting(1)
+                report = checkpoint.load(other, store)
+                assert report.tables["t"].refused == 0
+                found = other.shards.local["t"].lookup(ids)
+                assert bool((found == found[0, 0]).all()), "rows of different moments"
+                assert first <= float(found[0, 0]) <= last
+    finally:
+        stop.set()
+        thread.join(60)
+    checkpoint.save_delta(model, store)
+    other = counting(1)
+    checkpoint.load(other, store)
+    assert torch.equal(other.shards.local["t"].lookup(ids), table.lookup(ids))
+    assert len(other.shards.local["t"]) == len(table)

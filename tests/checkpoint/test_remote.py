@@ -1,0 +1,323 @@
+"""Checkpoints in an object store: the same calls, against a real S3 server and obstore's own stores."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+import threading
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalith import checkpoint
+from megalith.checkpoint import pen
+from megalith.checkpoint import remote as remote_module
+from megalith.checkpoint.manifest import NAME
+from megalith.checkpoint.remote import RemoteStore
+from megalith.checkpoint.store import LocalStore, open_store
+from megalith.errors import CheckpointError, MissingDependencyError, StoreError
+from tests.checkpoint.support import Model, assert_same, state_of, train
+
+pytest.importorskip("obstore")
+moto = pytest.importorskip("moto.server")
+KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """An S3 server on loopback with one bucket."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    running = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    host, port = running.get_host_and_port()
+    address = f"http://{host}:{port}"
+    urllib.request.urlopen(urllib.request.Request(f"{address}/bucket", method="PUT"), timeout=30)
+    yield address
+    running.stop()
+
+
+@pytest.fixture
+def s3(server: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An address in that bucket; the server is known by environment variables."""
+    for name, value in {**KEYS, "AWS_ENDPOINT_URL": server, "AWS_ALLOW_HTTP": "true"}.items():
+        monkeypatch.setenv(name, value)
+    return f"s3://bucket/runs/{uuid.uuid4().hex}"
+
+
+@pytest.fixture(params=["s3", "memory"])
+def store(request: pytest.FixtureRequest) -> RemoteStore:
+    """A store of each kind."""
+    return RemoteStore(request.getfixturevalue("s3") if request.param == "s3" else "memory:///")
+
+
+def loaded(place: Any) -> Model:
+    model = Model(seed=8)
+    checkpoint.load(model, place)
+    return model
+
+
+def test_a_whole_life(store: RemoteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pen, "PIECE_BYTES", 1000)
+    model = Model()
+    train(model, 1)
+    checkpoint.save(model, store, progress={"step": 1})
+    assert_same(state_of(loaded(store)), state_of(model))
+    for seed in (2, 3):
+        train(model, seed)
+        checkpoint.save_delta(model, store)
+        assert_same(state_of(loaded(store)), state_of(model))
+    train(model, 4)
+    checkpoint.async_save(model, store, delta=True).wait(60)
+    assert len(store.folders()) == 4
+
+    checkpoint.compact(store)
+    assert len(store.folders()) == 1
+    assert_same(state_of(loaded(store)), state_of(model))
+    train(model, 5)
+    checkpoint.save_delta(model, store)
+
+    checkpoint.reshard(store, tmp_path / "here", num_shards=3)
+    assert_same(state_of(loaded(tmp_path / "here")), state_of(model))
+    back = store.inside("back")
+    checkpoint.reshard(tmp_path / "here", back, num_shards=2, dist_type="hash_roundrobin")
+    assert_same(state_of(loaded(back)), state_of(model))
+    checkpoint.save(model, store)
+    assert store.folders() == ["back", *(name for name in store.folders() if name.startswith("data-"))]
+    assert len(store.folders()) == 2
+
+
+def test_a_rotation(store: RemoteStore) -> None:
+    rotation = checkpoint.Rotation(store, keep_last=2, keep_every=4)
+    model = Model()
+    assert rotation.latest() is None
+    for step in range(7):
+        train(model, step)
+        (rotation.async_save(model, step).wait(60) if step % 2 else rotation.save(model, step))
+    assert rotation.steps() == [0, 4, 5, 6]
+    assert rotation.latest() == f"{store.where}/step-000000000006"
+    assert_same(state_of(loaded(store.inside("step-000000000006"))), state_of(model))
+
+
+def test_an_address_is_enough(s3: str) -> None:
+    model = Model()
+    train(model, 1)
+    checkpoint.save(model, s3)
+    assert_same(state_of(loaded(s3 + "/")), state_of(model))
+    train(model, 2)
+    checkpoint.save_delta(model, s3)
+    assert len(checkpoint.read_manifest(s3).deltas) == 1
+    rotation = checkpoint.Rotation(s3 + "/run")
+    rotation.save(model, 3)
+    assert_same(state_of(loaded(rotation.latest())), state_of(model))
+
+
+def test_options_come_before_the_environment(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*KEYS, "AWS_ENDPOINT_URL", "AWS_ALLOW_HTTP"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    config = {
+        "endpoint": server,
+        "region": "us-east-1",
+        "access_key_id": "test",
+        "secret_access_key": "test",
+    }
+    store = RemoteStore("s3://bucket/options", config=config, client_options={"allow_http": True})
+    model = Model()
+    checkpoint.save(model, store)
+    assert_same(state_of(loaded(store)), state_of(model))
+
+
+def test_each_file_is_fetched_once(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    train(model, 1)
+    manifest = checkpoint.save(model, s3)
+    reads: list[str] = []
+    real = RemoteStore.read
+
+    def counted(self: RemoteStore, name: str, size: int, start: int = 0) -> Any:
+        reads.append(name)
+        return real(self, name, size, start)
+
+    monkeypatch.setattr(RemoteStore, "read", counted)
+    loaded(s3)
+    assert sorted(reads) == sorted(file.path for file in manifest.all_files())
+
+
+# ---- what goes wrong
+
+
+def test_what_is_not_there_is_said(store: RemoteStore) -> None:
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+        checkpoint.load(Model(), store)
+    with pytest.raises(FileNotFoundError):
+        store.size("x")
+    with pytest.raises(FileNotFoundError):
+        store.read("x", 1)
+    store.remove("x")
+    assert store.folders() == []
+
+
+def test_damage_is_found_before_a_table_is_cleared_and_named_by_its_address(store: RemoteStore) -> None:
+    model = Model()
+    train(model, 1)
+    manifest = checkpoint.save(model, store)
+    file = manifest.tables()["embeddings.item"][0].pieces[0].file
+    other = Model(seed=3)
+    train(other, 2)
+    before = state_of(other)
+    content = bytes(store.read(file.path, file.bytes).numpy())
+    for spoiled, words in (
+        (content[:-1], "bytes, its manifest says"),
+        (content[:-1] + b"x", "is damaged"),
+        (None, "cannot be read: there is no such object"),
+    ):
+        store.remove(file.path)
+        if spoiled is not None:
+            store.write(file.path, [spoiled])
+        with pytest.raises(CheckpointError, match=words) as caught:
+            checkpoint.load(other, store)
+        assert f"{store.where}/{file.path}" in str(caught.value)
+        assert_same(state_of(other), before)
+
+
+def test_a_prefix_is_not_a_part_of_a_name(store: RemoteStore) -> None:
+    for name in ("data-a/x", "data-ab/x", "data-a/y/z", "data-a.json"):
+        store.write(name, [b"1"])
+    store.remove("data-a")
+    assert store.folders() == ["data-ab"]
+    assert store.size("data-a.json") == 1
+    store.remove("data-a.json")
+    with pytest.raises(FileNotFoundError):
+        store.size("data-a.json")
+
+
+def test_reading_behind_the_end_is_an_error(store: RemoteStore) -> None:
+    store.write("x", [b"abc", b"", b"def"])
+    assert bytes(store.read("x", 2, 3).numpy()) == b"de"
+    assert store.read("x", 0).numel() == 0
+    for size, start in ((7, 0), (1, 6)):
+        with pytest.raises(OSError, match=r"."):
+            store.read("x", size, start)
+    with pytest.raises(StoreError, match="more than 5 bytes"):
+        store.read_whole("x", 5)
+
+
+@pytest.fixture
+def nobody(monkeypatch: pytest.MonkeyPatch) -> str:
+    """An address where no server is; given up at once."""
+    monkeypatch.setattr(remote_module, "RETRY_SECONDS", 0.2)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{free.getsockname()[1]}"
+    for name, value in {**KEYS, "AWS_ENDPOINT_URL": address, "AWS_ALLOW_HTTP": "true"}.items():
+        monkeypatch.setenv(name, value)
+    return "s3://bucket/nobody"
+
+
+def test_a_server_that_is_away_is_given_up(nobody: str) -> None:
+    with pytest.raises(StoreError, match=r"s3://bucket/nobody: writing .* failed"):
+        checkpoint.save(Model(), nobody)
+    with pytest.raises(CheckpointError, match=f"{nobody}/manifest.json cannot be read"):
+        checkpoint.load(Model(), nobody)
+
+
+def test_a_server_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_module, "RETRY_SECONDS", 0.2)
+    monkeypatch.setattr(remote_module, "READ_SECONDS", 0.2)
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    taken: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+
+        def take() -> None:
+            try:
+                while True:
+                    taken.append(silent.accept()[0])
+            except OSError:
+                return
+
+        thread = threading.Thread(target=take, daemon=True)
+        thread.start()
+        store = RemoteStore(
+            "s3://bucket/silent",
+            config={"endpoint": f"http://127.0.0.1:{silent.getsockname()[1]}"},
+            client_options={"allow_http": True},
+        )
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            checkpoint.load(Model(), store)
+        silent.shutdown(socket.SHUT_RDWR)
+    thread.join(30)
+    for each in taken:
+        each.close()
+
+
+def test_a_save_that_cannot_be_finished_leaves_the_old_one(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    train(model, 1)
+    checkpoint.save(model, s3)
+    before = state_of(model)
+    train(model, 2)
+    real = RemoteStore.write
+
+    def failing(self: RemoteStore, name: str, parts: Any) -> Any:
+        if name == NAME:
+            raise StoreError("no answer")
+        return real(self, name, parts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteStore, "write", failing)
+        with pytest.raises(StoreError, match="no answer"):
+            checkpoint.save(model, s3)
+    assert_same(state_of(loaded(s3)), before)
+    assert len(open_store(s3).folders()) == 1
+    checkpoint.save_delta(model, s3)
+    assert_same(state_of(loaded(s3)), state_of(model))
+
+
+class Busy(BaseHTTPRequestHandler):
+    """Has no time for the first requests, and then nothing to give."""
+
+    left = 2
+
+    def do_GET(self) -> None:
+        self.send_response(404 if Busy.left <= 0 else 503)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+        Busy.left -= 1
+
+    def log_message(self, *_: object) -> None:
+        return
+
+
+def test_a_request_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Busy) as busy:
+        threading.Thread(target=busy.serve_forever, daemon=True).start()
+        store = RemoteStore(
+            "s3://bucket/busy",
+            config={"endpoint": f"http://127.0.0.1:{busy.server_port}"},
+            client_options={"allow_http": True},
+        )
+        with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+            checkpoint.load(Model(), store)
+        busy.shutdown()
+    assert Busy.left == -1
+
+
+def test_addresses_that_are_none_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="no address of an object store"):
+        checkpoint.load(Model(), "nonsense://x")
+    assert isinstance(open_store("file:///tmp"), LocalStore)
+
+
+def test_without_obstore_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'megalith\[remote\]'"):
+        checkpoint.load(Model(), "s3://bucket/x")

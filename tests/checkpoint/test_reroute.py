@@ -1,0 +1,346 @@
+"""Rows move to their owners: no mix of routing modes and world sizes loses a row or has one twice.
+
+All ranks live in one process (`logical_ranks`); the files lie in memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith import checkpoint
+from megalith.checkpoint.manifest import FileEntry
+from megalith.errors import CheckpointError, InputError
+from megalith.routing import MODES, Router
+from tests.checkpoint.logical_ranks import RankModel, new_models, on_all, outcomes_on_all
+from tests.checkpoint.memory import MemoryStore
+from tests.table.support import EXTREME_IDS, ints, whole
+
+IDS = torch.unique(
+    torch.cat(
+        [
+            ints(*EXTREME_IDS),
+            torch.arange(-5, 30),
+            torch.randint(-(2**63), 2**63 - 1, (40,), generator=torch.Generator().manual_seed(1)),
+        ]
+    )
+)
+Rows = dict[int, list[float]]
+
+
+def routers(skip_first: bool = False) -> list[Router]:
+    """All three modes with one to five shards."""
+    return [
+        Router(
+            mode,
+            num_shards,
+            block_size=7 if mode == "continuous" else None,
+            skip_first=skip_first and num_shards > 1,
+        )
+        for mode in MODES
+        for num_shards in range(1, 6)
+    ]
+
+
+def train(models: Sequence[RankModel], ids: Tensor, seed: int) -> None:
+    """One step on these ids: the same rows whoever owns them."""
+    for model in models:
+        own = model.own(ids)
+        # A gradient by id, so that it does not depend on how ids are spread.
+        grads = torch.stack([torch.sin(own.double() * (seed + 1)), torch.cos(own.double() + seed)], 1).float()
+        model.table.apply_gradients(own, grads, step=seed, time=100 + seed)
+        model.weight.data.fill_(seed)
+
+
+def rows_of(models: Sequence[RankModel]) -> Rows:
+    """All ranks' rows. Each lies with its owner, and with nobody else."""
+    rows: Rows = {}
+    for model in models:
+        chunk = whole(model.table)
+        assert bool((model.router.owner(chunk.ids) == model.ranks.rank).all())
+        wide = torch.cat([*chunk.columns(), chunk.time[:, None].float()], 1)
+        for id, row in zip(chunk.ids.tolist(), wide.tolist(), strict=True):
+            assert id not in rows
+            rows[id] = row
+    return rows
+
+
+def save(models: Sequence[RankModel], store: MemoryStore, **options: Any) -> None:
+    on_all(models, lambda model: checkpoint.save(model, store, **options))
+
+
+def save_delta(models: Sequence[RankModel], store: MemoryStore) -> None:
+    on_all(models, lambda model: checkpoint.save_delta(model, store))
+
+
+def load(router: Router, store: MemoryStore, **options: Any) -> list[RankModel]:
+    """New ranks that load; some rows of theirs must go."""
+    models = new_models(router)
+    train(models, IDS + 1000, 9)
+    reports = on_all(models, lambda model: checkpoint.load(model, store, **options))
+    for report in reports:
+        assert report.tables == reports[0].tables, "all ranks know all"
+    return models
+
+
+@functools.cache
+def saved(router: Router) -> tuple[MemoryStore, Rows]:
+    """A checkpoint of ranks spread so, and its rows."""
+    store = MemoryStore()
+    models = new_models(router)
+    train(models, IDS, 1)
+    save(models, store)
+    return store, rows_of(models)
+
+
+@functools.cache
+def saved_with_deltas(router: Router) -> tuple[MemoryStore, Rows]:
+    """A checkpoint with two deltas: rows changed, removed, removed and made again, new."""
+    store = MemoryStore()
+    models = new_models(router)
+    train(models, IDS, 1)
+    save(models, store)
+    for model in models:
+        model.table.remove(model.own(IDS[::4]))
+    train(models, IDS[1::3], 2)
+    save_delta(models, store)
+    train(models, IDS[::8], 3)
+    for model in models:
+        model.table.remove(model.own(IDS[5::9]))
+    train(models, torch.arange(500, 520), 4)
+    save_delta(models, store)
+    return store, rows_of(models)
+
+
+@pytest.mark.parametrize("there", routers(), ids=repr)
+def test_rows_go_from_any_routing_to_any_other(there: Router) -> None:
+    store, rows = saved(there)
+    assert len(rows) == IDS.numel()
+    for here in routers():
+        models = load(here, store, reroute=True)
+        assert rows_of(models) == rows
+        assert {model.weight.tolist()[0] for model in models} == {1.0}
+
+
+@pytest.mark.parametrize("there", routers(skip_first=True)[::2], ids=repr)
+def test_so_they_do_with_deltas_and_a_first_shard_left_empty(there: Router) -> None:
+    store, rows = saved_with_deltas(there)
+    for here in routers(skip_first=there.num_shards % 2 == 0)[::3]:
+        assert rows_of(load(here, store, reroute=True)) == rows
+
+
+@pytest.mark.parametrize("there", routers()[1::4], ids=repr)
+def test_a_chain_may_go_on_with_another_routing(there: Router) -> None:
+    store = saved_with_deltas(there)[0].copy()
+    for here in (Router("continuous", 2, block_size=3), Router("hash_roundrobin", 3)):
+        models = load(here, store, reroute=True)
+        train(models, IDS[2::5], 5)
+        for model in models:
+            model.table.remove(model.own(IDS[3::7]))
+        save_delta(models, store)
+        rows = rows_of(models)
+    for last in (here, there, Router("roundrobin", 1)):
+        assert rows_of(load(last, store, reroute=True)) == rows
+    checkpoint.compact(store)
+    assert len(checkpoint.read_manifest(store).saves) == 1
+    assert rows_of(load(there, store, reroute=True)) == rows
+
+
+@pytest.mark.parametrize("router", routers()[::2], ids=repr)
+def test_resharded_rows_lie_as_ranks_would_have_saved_them(router: Router) -> None:
+    store, rows = saved_with_deltas(Router("roundrobin", 3))
+    target = MemoryStore(where="target")
+    checkpoint.reshard(
+        store, target, num_shards=router.num_shards, dist_type=router.mode, block_size=router.block_size
+    )
+    assert rows_of(load(router, target)) == rows
+
+
+def test_another_mode_is_refused_unless_asked_for() -> None:
+    store, rows = saved(Router("roundrobin", 2))
+    models = new_models(Router("hash_roundrobin", 3))
+    train(models, IDS, 9)
+    before = rows_of(models)
+    for error in outcomes_on_all(models, lambda model: checkpoint.load(model, store)):
+        assert isinstance(error, InputError)
+        assert str(error).startswith("Input dist_type mismatch")
+        assert "'roundrobin'" in str(error)
+        assert "'hash_roundrobin'" in str(error)
+    assert rows_of(models) == before
+    assert rows_of(load(Router("roundrobin", 5, skip_first=True), store)) == rows
+
+
+class FarStore(MemoryStore):
+    """One that pays for each byte it reads."""
+
+    is_near = False
+
+
+@pytest.mark.parametrize("kind", [MemoryStore, FarStore])
+@pytest.mark.parametrize("mode", ["roundrobin", "continuous"])
+def test_ranks_read_their_own_files_alone_where_rows_lie_as_wanted(
+    kind: type[MemoryStore], mode: str
+) -> None:
+    router = Router(mode, 4, block_size=7 if mode == "continuous" else None)
+    saved_store, rows = saved_with_deltas(router)
+    models = new_models(router)
+    stores = [kind(saved_store.files) for _ in models]
+    on_all(models, lambda model: checkpoint.load(model, stores[model.ranks.rank]))
+
+    assert rows_of(models) == rows
+    manifest = checkpoint.read_manifest(saved_store)
+    pieces = [piece for entry in manifest.tables()["embeddings.t"] for piece in entry.pieces]
+    for rank, store in enumerate(stores):
+        own = {piece.file.path for piece in pieces if piece.shard == rank}
+        others = {piece.file.path for piece in pieces} - own
+        assert own <= set(store.reads)
+        if kind is FarStore:
+            assert not others & set(store.reads)
+        else:  # a share of all files is verified by each, once, and its header looked at
+            assert len(others & set(store.reads)) < len(others)
+
+
+def test_a_rank_without_rows_takes_part() -> None:
+    router = Router("continuous", 4, block_size=1 << 40)  # all small ids are the first rank's
+    models = new_models(router)
+    train(models, torch.arange(10), 1)
+    store = MemoryStore()
+    save(models, store)
+    assert len(rows_of(load(router, store))) == 10
+
+
+def test_async_saves_and_rotations_of_many_ranks(tmp_path: Any) -> None:
+    rotation = checkpoint.Rotation(tmp_path, keep_last=1)
+    models = new_models(Router("roundrobin", 3))
+    for step in range(3):
+        train(models, IDS, step)
+        rows = rows_of(models)
+        handles = on_all(models, lambda model, step=step: rotation.async_save(model, step))  # type: ignore[misc]
+        train(models, IDS, step + 10)
+        for handle in handles:
+            handle.wait(60)
+    assert rotation.steps() == [2]
+    assert rows_of(load(Router("roundrobin", 2), rotation.latest())) == rows  # type: ignore[arg-type]
+
+
+# ---- ranks that fail
+
+
+class FailingStore(MemoryStore):
+    """Fails to write a name that holds some word."""
+
+    def __init__(self, files: dict[str, bytes], word: str) -> None:
+        super().__init__(files)
+        self.word = word
+
+    def write(self, name: str, parts: Any) -> FileEntry:
+        if self.word in name:
+            raise OSError("disk full")
+        return super().write(name, parts)
+
+
+@pytest.mark.parametrize(
+    ("rank", "word"), [(0, "tables/"), (1, "tables/"), (2, "ranks/"), (0, "manifest"), (0, "dense")]
+)
+@pytest.mark.parametrize("delta", [False, True])
+def test_one_rank_that_fails_makes_all_fail_and_leaves_the_old_checkpoint(
+    rank: int, word: str, delta: bool
+) -> None:
+    router = Router("roundrobin", 3)
+    models = new_models(router)
+    store = MemoryStore()
+    train(models, IDS, 1)
+    save(models, store)
+    before = rows_of(models)
+    train(models, IDS[::2], 2)
+    for model in models:
+        model.table.remove(model.own(IDS[1::4]))
+    work = checkpoint.save_delta if delta else checkpoint.save
+
+    def failing(model: RankModel) -> Any:
+        mine = FailingStore(store.files, word) if model.ranks.rank == rank else store
+        return work(model, mine, timeout=0.5 if word == "ranks/" else 30)
+
+    outcomes = outcomes_on_all(models, failing)
+
+    assert all(isinstance(outcome, OSError | CheckpointError) for outcome in outcomes)
+    assert "disk full" in str(outcomes[rank])
+    if word != "ranks/":  # there even the news cannot be written
+        assert all("disk full" in str(outcome) for outcome in outcomes)
+    assert rows_of(load(router, store)) == before
+    save_delta(models, store)  # what changed was not forgotten
+    assert rows_of(load(router, store)) == rows_of(models)
+    save(models, store)
+    assert len(store.folders()) == 1, "nothing of the failed save is left"
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    router = Router("roundrobin", 3)
+    models = new_models(router)
+    store = MemoryStore()
+    train(models, IDS, 1)
+    others_gave_up = threading.Event()
+
+    class Sleeping(MemoryStore):
+        def write(self, name: str, parts: Any) -> FileEntry:
+            others_gave_up.wait(60)
+            return super().write(name, parts)
+
+    def save_late(model: RankModel) -> Any:
+        if model.ranks.rank == 2:
+            return checkpoint.save(model, Sleeping(store.files))
+        try:
+            return checkpoint.save(model, store, timeout=0.2 if model.ranks.rank == 0 else 30)
+        finally:
+            if model.ranks.rank == 0:
+                others_gave_up.set()
+
+    outcomes = outcomes_on_all(models, save_late)
+
+    words = "rank 0 waited 0.2 s for rank 2 to write its rows"
+    assert all(isinstance(outcome, CheckpointError) and words in str(outcome) for outcome in outcomes)
+    save(models, store)
+    assert rows_of(load(router, store)) == rows_of(models)
+
+
+def test_a_wrong_argument_of_one_rank_is_an_error_of_all() -> None:
+    models = new_models(Router("roundrobin", 3))
+    outcomes = outcomes_on_all(
+        models,
+        lambda model: checkpoint.save(
+            model, MemoryStore(), precision="float8" if model.ranks.rank == 1 else "float32"
+        ),
+    )
+    assert all("float8" in str(outcome) for outcome in outcomes)
+    save(models, MemoryStore())
+
+
+@pytest.mark.parametrize("missing", ["rows", "dense"])
+def test_a_file_that_one_rank_cannot_read_is_an_error_of_all_before_a_table_is_cleared(missing: str) -> None:
+    router = Router("roundrobin", 3)
+    store, _ = saved(router)
+    manifest = checkpoint.read_manifest(store)
+    gone = (
+        manifest.tables()["embeddings.t"][0].pieces[1].file.path if missing == "rows" else manifest.dense.path  # type: ignore[union-attr]
+    )
+    models = new_models(router)
+    train(models, IDS, 7)
+    before = rows_of(models)
+
+    def load_some(model: RankModel) -> Any:
+        mine = store.copy()
+        if model.ranks.rank == 1:
+            del mine.files[gone]
+        return checkpoint.load(model, mine)
+
+    outcomes = outcomes_on_all(models, load_some)
+
+    failed = [isinstance(outcome, CheckpointError) for outcome in outcomes]
+    assert failed == [True] * 3
+    assert rows_of(models) == before

@@ -1,0 +1,183 @@
+"""megalith train under torchrun: a rank that is killed and restarted, signals, flags about ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from megalith import checkpoint
+from megalith.cli.main import app
+from megalith.errors import CheckpointError
+from megalith.training import RunConfig
+
+pytestmark = pytest.mark.usefixtures("restore_threads")
+LIMIT = 150
+
+
+def megalith(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        '[data]\nkind = "teacher"\nbatch_size = 13\noptions = { num_batches = 50 }\n'
+        "[model]\ndim = 2\noptions = { hidden = [4] }\n"
+        "[train]\nmax_steps = 120\nepochs = 10000\nmicro_batches = 2\nsave_every = 5\nthreads = 1\n"
+        "timeout = 8.0\n"
+    )
+    return path
+
+
+@contextmanager
+def torchrun(output: Path, *arguments: object, restarts: int = 0) -> Iterator[subprocess.Popen[bytes]]:
+    """Two ranks of `megalith train`; what they print goes to a file. Killed at the end if they still run."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", str(restarts), "-m", "megalith", "train", *map(str, arguments)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    with output.open("wb") as file:
+        process = subprocess.Popen(command, env=environ, stdout=file, stderr=file)
+        try:
+            yield process
+        finally:
+            for pid in [*ranks_of(process), process.pid]:
+                if process.poll() is None:
+                    os.kill(pid, signal.SIGKILL)
+            process.wait(LIMIT)
+
+
+def ranks_of(launcher: subprocess.Popen[bytes]) -> list[int]:
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+    return [int(pid) for pid in children.read_text().split()] if children.exists() else []
+
+
+def wait_for(what: Callable[[], bool], process: subprocess.Popen[bytes], output: Path) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not what():
+        assert process.poll() is None, output.read_text()
+        assert time.monotonic() < deadline, output.read_text()
+        time.sleep(0.02)
+
+
+def step(run: Path) -> int:
+    try:
+        saved: int = checkpoint.read_manifest(run / "checkpoint").progress["step"]
+        return saved
+    except CheckpointError:
+        return 0
+
+
+def test_a_killed_rank_is_restarted_and_the_run_ends_as_if_nothing_had_happened(
+    tmp_path: Path, config: Path
+) -> None:
+    run, output = tmp_path / "run", tmp_path / "said"
+    arguments = ("--config", config, "--run-dir", run, "--resume")  # starts, and goes on when restarted
+    with torchrun(output, *arguments, restarts=1) as launcher:
+        wait_for(lambda: step(run) >= 5, launcher, output)
+        ranks = ranks_of(launcher)
+        assert len(ranks) == 2
+        before = step(run)
+        os.kill(ranks[1], signal.SIGKILL)
+        assert launcher.wait(LIMIT) == 0, output.read_text()
+    assert before < 120
+    assert step(run) == 120
+    assert len(re.findall("deepfm on made-up clicks.*, 2 ranks", output.read_text())) == 2  # rank 0 of each
+
+    alone = megalith("train", "--config", config, "--run", tmp_path / "alone")
+    assert alone.exit_code == 0, alone.output
+    found = checkpoint.diff(run / "checkpoint", tmp_path / "alone/checkpoint")
+    assert [table.changed for table in found.tables.values()] == [0, 0, 0, 0]
+    assert (found.dense, found.optimizer) == ({}, False)
+    assert (run / "report.html").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_launcher_stops_all_ranks_at_one_step_and_saves(
+    tmp_path: Path, config: Path, number: int
+) -> None:
+    run, output = tmp_path / "run", tmp_path / "said"
+    flags = ("--config", config, "--run-dir", run, "--max-steps", 100000, "--save-every", 100000)
+    with torchrun(output, *flags, "--log-every", 1, "--comm-metrics=user") as launcher:
+        log = run / "metrics.jsonl"
+        wait_for(lambda: log.exists() and log.read_text().count("\n") >= 3, launcher, output)
+        os.kill(launcher.pid, number)
+        launcher.wait(LIMIT)
+    said = re.findall(r"stopped after step ([\d,]+)", output.read_text())
+    assert len(said) == 1, output.read_text()
+    stopped = step(run)
+    assert stopped == int(said[0].replace(",", "")) >= 3
+    on_one_rank = megalith("train", "--run", run, "--resume", "--max-steps", stopped + 2)
+    assert on_one_rank.exit_code == 0, on_one_rank.output
+    assert "nothing travels" in on_one_rank.output  # the run's --comm-metrics, which one rank has no use for
+
+
+def test_resume_with_a_config_starts_or_goes_on_and_names_what_cannot_change(
+    tmp_path: Path, config: Path
+) -> None:
+    run = tmp_path / "run"
+    flags = ("train", "--run", run, "--config", config, "--resume")
+    assert megalith(*flags, "--max-steps", 3).exit_code == 0
+    assert step(run) == 3
+    assert megalith(*flags, "--max-steps", 4).exit_code == 0
+    assert step(run) == 4
+    error = megalith(*flags, "--dim", 3).stderr
+    assert "model.dim is 2 in the run that is resumed and 3 now" in error
+    error = megalith(*flags, "--dist-type", "hash_roundrobin").stderr
+    assert "train.dist_type is 'roundrobin' in the run that is resumed" in error
+    nowhere = megalith("train", "--run", tmp_path / "none", "--resume")
+    assert "no complete checkpoint" in nowhere.stderr  # without a config there is nothing to start
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--dist-type", "continuous"), "continuous needs train.block_size (--block-size)"),
+        (("--block-size", 10), "no other mode has one; got roundrobin and 10"),
+        (("--dist-type", "modulo"), "train.dist_type must be one of continuous, roundrobin, hash_roundrobin"),
+        (("--micro-batches", 3), "train.micro_batches must be a power of two, got 3"),
+        (("--wire", "int4"), "train.wire: wire must be one precision"),
+        (("--wire", "rows=int8,grads=int8"), "grads: float32, float16, bfloat16"),
+        (("--timeout", 0), "train.timeout must be above 0"),
+    ],
+)
+def test_wrong_flags_are_told(tmp_path: Path, config: Path, flags: tuple[object, ...], words: str) -> None:
+    result = megalith("train", "--config", config, "--run", tmp_path / "run", *flags)
+    assert result.exit_code == 1
+    assert words in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "tables"),
+    [(("--comm-metrics",), None), (("--comm-metrics=user,item",), ["user", "item"])],
+)
+def test_comm_metrics_may_name_tables(
+    tmp_path: Path, config: Path, flags: tuple[str, ...], tables: list[str] | None
+) -> None:
+    result = megalith("train", "--config", config, "--run", tmp_path / "run", "--max-steps", 1, *flags)
+    assert result.exit_code == 0, result.output
+    saved = checkpoint.read_manifest(tmp_path / "run/checkpoint").progress["config"]
+    assert saved["train"]["comm_metrics"] is not None
+    assert RunConfig.from_dict(saved).measured_tables == tables
+
+
+def test_ranks_without_a_meeting_point_are_told_what_to_set(
+    tmp_path: Path, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    result = megalith("train", "--config", config, "--run", tmp_path / "run")
+    assert "OpenMPI started 2 ranks, but MASTER_ADDR is not set" in " ".join(result.stderr.split())
