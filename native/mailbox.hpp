@@ -62,10 +62,10 @@ constexpr uint64_t kLine = 64;  // bytes of a cache line
 static_assert(kHalfBytes > 2 * kLine * kMaxRanks, "slices begin on a line");
 constexpr uint32_t kBefore = static_cast<uint32_t>(-100);  // the counter's wrap is met early, not after weeks
 constexpr std::chrono::milliseconds kSlice{100};           // of sleep between looks at clock and signals
-// How long to look for a peer before sleeping. Waking takes tens of microseconds; but where ranks share
-// CPUs, the peer may need this one.
-constexpr std::chrono::microseconds kSpinApart{50};
-constexpr std::chrono::nanoseconds kSpinShared{300};
+// Before sleeping, from which waking takes tens of microseconds on an idle CPU: how long to look for a peer,
+// and how long to look while others, perhaps that peer, may have the CPU.
+constexpr std::chrono::nanoseconds kSpin{300};
+constexpr std::chrono::microseconds kYield{50};
 
 struct Header {
   uint64_t magic;
@@ -101,11 +101,6 @@ inline void relax() {
 #elif defined(__aarch64__)
   asm volatile("yield");
 #endif
-}
-
-inline int usable_cpus() {
-  cpu_set_t cpus;
-  return sched_getaffinity(0, sizeof cpus, &cpus) == 0 ? CPU_COUNT(&cpus) : 1;
 }
 
 class File {
@@ -167,7 +162,6 @@ class Mailbox {
       throw std::invalid_argument("mailbox: rank " + std::to_string(rank) + " of " + std::to_string(size) +
                                   ": expected 0 <= rank < size <= " + std::to_string(mailbox::kMaxRanks));
     rank_ = static_cast<int>(rank), size_ = static_cast<int>(size);
-    spin_ = size_ <= mailbox::usable_cpus() ? Clock::duration(mailbox::kSpinApart) : mailbox::kSpinShared;
     const mailbox::File file(path, O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW);
     linked_ = true;
     try {
@@ -414,11 +408,13 @@ class Mailbox {
   template <class Interrupted>
   std::vector<int> receive(uint64_t& rounds, Clock::time_point deadline, Interrupted& interrupted) {
     auto waiting = incoming_.end();  // the end of those not yet taken
+    bool over = false;               // then a last look: this process may have slept longer than it asked for
     while (waiting != incoming_.begin()) {
       const auto before = waiting;
       waiting = std::partition(incoming_.begin(), before, [&](Incoming& in) { return !take(in, rounds); });
       if (waiting != before) continue;
-      if (!await(incoming_[0].rank, deadline) && (Clock::now() >= deadline || interrupted())) break;
+      if (over) break;
+      if (!await(incoming_[0].rank, deadline)) over = Clock::now() >= deadline || interrupted();
     }
     std::vector<int> missing;
     for (auto in = incoming_.begin(); in != waiting; ++in) missing.push_back(in->rank);
@@ -451,12 +447,13 @@ class Mailbox {
   bool await(int rank, Clock::time_point deadline) {
     const std::atomic<uint32_t>& published = header_of(rank).published;
     const uint32_t seen = number_ - 1;
-    Clock::time_point now = Clock::now();
-    for (const Clock::time_point end = now + spin_; now < end; now = Clock::now())
-      for (int i = 0; i < 8; ++i) {
-        if (published.load(std::memory_order_relaxed) != seen) return true;
-        mailbox::relax();
-      }
+    const Clock::time_point start = Clock::now();
+    Clock::time_point now = start;
+    for (; now < start + mailbox::kYield; now = Clock::now()) {
+      if (published.load(std::memory_order_relaxed) != seen) return true;
+      if (now < start + mailbox::kSpin) mailbox::relax();
+      else sched_yield();
+    }
     const int64_t left = std::chrono::duration_cast<std::chrono::nanoseconds>(
         std::min<Clock::duration>(deadline - now, mailbox::kSlice)).count();
     if (left <= 0) return false;
@@ -472,7 +469,6 @@ class Mailbox {
   const std::string path_;
   const pid_t pid_;
   int rank_ = 0, size_ = 0;
-  Clock::duration spin_{};
   mailbox::Outbox own_;
   std::vector<mailbox::Outbox> peers_;
   std::vector<Outgoing> outgoing_;  // of the exchange under way, by rank

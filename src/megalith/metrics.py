@@ -52,6 +52,7 @@ class BinnedAUC:
     """The AUC of scores rounded to bfloat16, in bounded memory (1 MB): for progress bars.
 
     Rounding keeps the order of scores and makes ties of those that differ by less than 0.8 %.
+    sums: weights of positives and of negatives by score, float64 [2, scores]; those of several ranks add up.
     """
 
     def __init__(self) -> None:
@@ -63,15 +64,15 @@ class BinnedAUC:
         # Read as whole numbers, floats of one sign are in order; negative ones are turned round below zero.
         bits = scores.to(torch.bfloat16).view(torch.int16).long()
         order = torch.where(bits >= 0, bits, -(bits + _BFLOATS // 2)) + _BFLOATS // 2
-        _add_by_class(self._sums, order, labels, weights)
+        _add_by_class(self.sums, order, labels, weights)
 
     def compute(self) -> float:
         """The AUC of everything taken so far."""
-        return _area(self._sums)
+        return _area(self.sums)
 
     def reset(self) -> None:
         """Forgets everything."""
-        self._sums = torch.zeros(2, _BFLOATS, dtype=torch.float64)
+        self.sums = torch.zeros(2, _BFLOATS, dtype=torch.float64)
 
 
 def log_loss(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> float:

@@ -94,6 +94,118 @@ def test_saving_on_the_way_changes_nothing(tmp_path: Path) -> None:
     assert_same(everything(plain), everything(saving))
 
 
+def kept(run: Path) -> list[int]:
+    return checkpoint.Rotation(run / "checkpoints").steps()
+
+
+@pytest.mark.parametrize("stop_at", [5, 7, 17])
+def test_saving_while_training_goes_on_changes_nothing(tmp_path: Path, stop_at: int) -> None:
+    whole = Run(config(), tmp_path / "whole")
+    whole.train()
+
+    class Stop(Watcher):
+        def batch(self, step: int, samples: int, loss: float) -> None:
+            if step == stop_at:
+                first.stop()
+
+    first = Run(config(train_save_every=1, train_save_async=True, train_keep_last=100), tmp_path / "parts")
+    first.train(Stop())
+    assert kept(first.directory) == list(range(1, stop_at + 1))
+    second = Run.resume(tmp_path / "parts")
+    second.train()
+
+    assert_same(everything(second), everything(whole))
+
+
+def test_a_checkpoint_saved_while_training_goes_on_is_of_its_step(tmp_path: Path) -> None:
+    run = Run(config(train_save_every=5, train_save_async=True, train_keep_last=2), tmp_path / "a")
+    run.train()
+    there = Run(config(train_max_steps=20), tmp_path / "b")
+    there.train()
+    saved, expected = (
+        tmp_path / "a" / "checkpoints" / "step-000000000020",
+        tmp_path / "b" / "checkpoint",
+    )
+    found = checkpoint.diff(saved, expected)
+    assert all(table.weights == table.added == table.removed == 0 for table in found.tables.values())
+    assert (found.dense, found.optimizer, found.steps) == ({}, False, {})
+    assert set(found.progress) <= {"seconds", *(f"config.train.{k}" for k in run.config.to_dict()["train"])}
+
+
+def test_earlier_checkpoints_are_kept_by_the_rules(tmp_path: Path) -> None:
+    run = Run(config(train_save_every=2, train_keep_last=2, train_keep_every=8), tmp_path)
+    run.train()
+    assert kept(tmp_path) == [8, 16, 22, 24]
+    for step in (8, 16, 22, 24):
+        assert checkpoint.verify(tmp_path / f"checkpoints/step-{step:012}").problems == []
+    model, _ = load_trained(tmp_path / "checkpoints/step-000000000008")
+    assert model.embeddings.global_step == 8
+
+    newest = checkpoint.read_manifest(tmp_path / "checkpoint")
+    assert newest == checkpoint.read_manifest(tmp_path / "checkpoints/step-000000000024")
+    for file in newest.all_files():  # one file, two names
+        assert (tmp_path / "checkpoint" / file.path).stat().st_nlink == 2
+
+
+def test_keep_every_alone_keeps_the_newest_too(tmp_path: Path) -> None:
+    Run(config(train_save_every=5, train_keep_every=10), tmp_path).train()
+    assert kept(tmp_path) == [10, 20, 24]
+
+
+def test_without_hard_links_checkpoints_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("no links here")
+
+    monkeypatch.setattr("os.link", refuse)
+    Run(config(train_save_every=12, train_keep_last=2), tmp_path).train()
+    assert kept(tmp_path) == [12, 24]
+    assert checkpoint.verify(tmp_path / "checkpoints/step-000000000012").problems == []
+
+
+def test_nothing_is_kept_unless_asked_for(tmp_path: Path) -> None:
+    Run(config(train_save_every=5), tmp_path).train()
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_run_that_is_started_over_drops_what_the_old_one_kept(tmp_path: Path) -> None:
+    Run(config(train_save_every=8, train_keep_last=9), tmp_path).train()
+    Run(config(train_max_steps=3, train_keep_last=9), tmp_path, start_over=True).train()
+    assert kept(tmp_path) == [3]
+
+
+def test_a_watcher_is_told_how_a_save_gets_on(tmp_path: Path) -> None:
+    said: list[tuple[str, int]] = []
+
+    class Note(Watcher):
+        def saving(self, rows: int) -> None:
+            said.append(("saving", rows))
+
+        def wrote(self, rows: int) -> None:
+            said.append(("wrote", rows))
+
+        def saved(self) -> None:
+            said.append(("saved", 0))
+
+    run = Run(config(train_max_steps=2), tmp_path)
+    run.train(Note())
+    rows = sum(len(table) for table in run.model.embeddings.shards.local.values())
+    assert said[0] == ("saving", rows)
+    assert said[-2:] == [("wrote", rows), ("saved", 0)]
+
+
+def test_a_save_that_fails_while_training_goes_on_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(config(train_save_every=5, train_save_async=True), tmp_path)
+
+    def full(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("megalith.checkpoint.store.LocalStore.write", full)
+    with pytest.raises(OSError, match="disk full"):
+        run.train()
+
+
 def test_epochs_may_grow_when_a_run_is_resumed_and_the_model_may_not(tmp_path: Path) -> None:
     Run(config(train_epochs=1), tmp_path).train()
     run = Run.resume(tmp_path, {"epochs": 2})

@@ -48,6 +48,10 @@ class Batch:
         """The same in pinned memory; DataLoader calls it."""
         return self._moved(lambda x: x.pin_memory())
 
+    def part(self, start: int, end: int) -> Self:
+        """Rows start to end, maybe none, in the same memory; time and position stay those of the batch."""
+        return self._moved(lambda x: x[start:end])
+
     def _moved(self, move: Any) -> Self:
         moved: dict[str, Any] = {"features": {name: move(ragged) for name, ragged in self.features.items()}}
         for each in fields(self):

@@ -40,6 +40,8 @@ class EmbeddingConfig:
     """As for EmbeddingCollection; not with shards."""
     seed: int | None = None
     """Of the initial rows, as for EmbeddingCollection; not with shards. Dense weights obey torch's seed."""
+    dist_type: str | None = None
+    """How rows are spread over ranks, as for TableConfig."""
 
     def __post_init__(self) -> None:
         if isinstance(self.features, str) or not self.features:
@@ -83,7 +85,8 @@ class EmbeddingConfig:
         features = [Feature(name, self.table(name), combiner) for name, combiner in self.combiners.items()]
         features += more
         row = [self.segment()] if segments is None else segments
-        configs = [TableConfig(name, segments=row) for name in dict.fromkeys(f.table for f in features)]
+        names = dict.fromkeys(feature.table for feature in features)
+        configs = [TableConfig(name, segments=row, dist_type=self.dist_type) for name in names]
         tables: Sequence[TableConfig] | Shards = configs
         if self.shards is not None:
             tables = self.shards if isinstance(self.shards, Shards) else self.shards(configs)

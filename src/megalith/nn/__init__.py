@@ -4,6 +4,7 @@ from megalith.nn.collection import EmbeddingCollection
 from megalith.nn.combiners import Combiner, FirstN, Mean, ReduceMean, ReduceSum, Sqrtn, Sum
 from megalith.nn.features import Feature, Layout, Slice
 from megalith.nn.micro import MicroBatches
+from megalith.nn.pipeline import Pipeline
 
 __all__ = [
     "Combiner",
@@ -13,6 +14,7 @@ __all__ = [
     "Layout",
     "Mean",
     "MicroBatches",
+    "Pipeline",
     "ReduceMean",
     "ReduceSum",
     "Slice",

@@ -6,9 +6,10 @@ None of it needs a table or another rank, so a data worker can do it ahead.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from megalith.errors import InputError, UnknownNameError, UsageError
 from megalith.nn.features import Feature
 from megalith.nn.plan import Batch, Plan
 from megalith.ragged import Ragged
-from megalith.shards import Prepared
+from megalith.shards import Lookup, Prepared
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,44 @@ class ReadyBatch:
 
     batch: Batch
     ids: Prepared
+
+
+class Started(NamedTuple):
+    """A batch compiled, and its look-up under way."""
+
+    ready: ReadyBatch
+    lookup: Lookup
+
+
+class StartedBatch(Mapping[str, Any]):
+    """A batch whose look-ups are under way: what `EmbeddingCollection.start` gives, and `Pipeline`.
+
+    It reads like the columns it was made of. A collection takes its look-up with its first forward; another
+    forward of the same batch looks up again.
+    """
+
+    def __init__(self, columns: Any, started: Mapping[Any, Started]) -> None:
+        self.columns = columns
+        self._started: dict[Any, Started] = dict(started)
+
+    def take(self, collection: object) -> Started | None:
+        """What was started for a collection and not taken before."""
+        return self._started.pop(collection, None)
+
+    @cached_property
+    def _named(self) -> Mapping[str, Any]:
+        if isinstance(self.columns, ReadyBatch):
+            return self.columns.batch.columns
+        return self.columns if isinstance(self.columns, Mapping) else Ragged.from_keyed(self.columns)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._named[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._named)
+
+    def __len__(self) -> int:
+        return len(self._named)
 
 
 class BatchPreparer:

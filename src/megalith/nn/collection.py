@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalith.errors import InputError, UsageError
-from megalith.nn.batches import BatchPreparer, ReadyBatch
+from megalith.errors import InputError, RankFailedError, UsageError
+from megalith.nn.batches import BatchPreparer, ReadyBatch, Started, StartedBatch
 from megalith.nn.features import Feature, Layout
 from megalith.nn.plan import Batch, Plan
 from megalith.nn.state import packed, rows_of, set_rows, unpacked
@@ -121,16 +121,16 @@ class EmbeddingCollection(nn.Module):
 
         batch: a mapping of feature names to Ragged columns, or to tensors ([batch]: an id each;
         [batch, length]: padded with the feature's `pad`), or anything shaped like a KeyedJaggedTensor. Other
-        keys are left alone. time: seconds, becomes the last-update time of the rows this forward trains
-        (None: the clock).
+        keys are left alone. What `prepare` and `start` give is taken as well. time: seconds, becomes the
+        last-update time of the rows this forward trains (None: the clock).
         """
         outputs: dict[str, Any] = self._eagerly(self, batch, time)
         return outputs
 
     def _forward(self, batch: Any, time: float | None) -> dict[str, Any]:
-        ready = self._ready(batch)
+        started = batch.take(self) if isinstance(batch, StartedBatch) else None
+        ready, lookup = started or self._started(batch)
         compiled = ready.batch
-        lookup = self.shards.lookup(ready.ids)
         if self.training and torch.is_grad_enabled():
             pending = Pending(lookup, compiled, self.global_step, time)
             outputs = _Pool.apply(self._anchor, self, pending)
@@ -140,21 +140,29 @@ class EmbeddingCollection(nn.Module):
             outputs = [o.to(compiled.device) for o in outputs]
         return self._plan.assemble(compiled, outputs)
 
-    def _ready(self, batch: Any) -> ReadyBatch:
-        if isinstance(batch, ReadyBatch):
-            return batch
+    def start(self, batch: Any) -> StartedBatch:
+        """Sends a batch's ids off ahead of its forward, which takes the result instead of the batch.
+
+        Rows are read by the forward, as they are then. Over ranks it is a collective call, like forward.
+        """
+        return StartedBatch(batch, {self: self._started(batch)})
+
+    def _started(self, batch: Any) -> Started:
         try:
-            return self.prepare(batch)
+            ready = self.prepare(batch)
         except Exception as error:
             self.shards.abort(error)  # or the other ranks would wait for this one
             raise
+        return Started(ready, self.shards.lookup(ready.ids))
 
     def prepare(self, batch: Any) -> ReadyBatch:
         """The part of forward that needs no table; forward takes its result, with the same bits.
 
         For data workers: in a forked process call this, to another kind of process send `preparer()`.
         """
-        return self.preparer()(batch)
+        if isinstance(batch, StartedBatch):
+            batch = batch.columns
+        return batch if isinstance(batch, ReadyBatch) else self.preparer()(batch)
 
     def preparer(self) -> BatchPreparer:
         """`prepare` as an object that can be pickled."""
@@ -180,8 +188,8 @@ class EmbeddingCollection(nn.Module):
         """Applies all gradients collected since the last step as one optimizer step per distinct id.
 
         scale: multiplies the gradients before they are clipped, for instance 1 / GradScaler.get_scale(). Only
-        for update="step"; without a backward before it, it does nothing. Where it raises InputError or
-        UsageError nothing was written, and the gradients stay until `zero_grad`.
+        for update="step"; without a backward before it, it does nothing. Where it raises InputError,
+        UsageError or RankFailedError nothing was written, and the gradients stay until `zero_grad`.
         """
         if self.update != "step":
             raise UsageError('step() is for EmbeddingCollection(update="step"); this one updates in backward')
@@ -192,7 +200,7 @@ class EmbeddingCollection(nn.Module):
             return
         try:
             self._update_rows(pending, scale)
-        except (InputError, UsageError):
+        except (InputError, UsageError, RankFailedError):
             self._pending = pending
             raise
 
@@ -210,21 +218,35 @@ class EmbeddingCollection(nn.Module):
         squares = [g.square().sum() for p in self._pending for g in p.grads or ()]
         return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
 
+    def give_up(self, lookup: Lookup, error: Exception) -> None:
+        """Tells other ranks, which may wait for the update of a forward, that it will not come here.
+
+        Says nothing in eval mode, and where several forwards wait for one `step()`.
+        """
+        if self.training and all(each.lookup is lookup for each in self._pending):
+            lookup.give_up(error)
+
     def _update_rows(self, pending: Sequence[Pending], scale: float) -> None:
-        for each in pending:
-            each.check_unchanged()
-        grads = self._clipped([g for p in pending for g in p.grads or ()], scale)
-        if self.reduction == "mean":
-            scale = scale / self.shards.world_size
         first = pending[0]
+        if self.reduction == "mean":
+            scale = scale / self.shards.world_size  # before clipping, which then is the same on any number
         lookup: Any = first.lookup
-        gradients: Any = grads
         pooling: Pooling | None = self._trained(first.batch.pooling)
-        if len(pending) > 1:
-            sums = self._tree(pending, grads)
-            lookup = {table: part.ids for table, part in sums.items()}
-            gradients = {table: part.grads for table, part in sums.items()}
-            pooling = None
+        try:
+            for each in pending:
+                each.check_unchanged()
+            gradients: Any = self._clipped([g for p in pending for g in p.grads or ()], scale)
+            if len(pending) > 1:
+                sums = self._tree(pending, gradients)
+                lookup = {table: part.ids for table, part in sums.items()}
+                gradients = {table: part.grads for table, part in sums.items()}
+                pooling = None
+        except Exception as error:  # the other ranks wait for this one: where, depends on what was pending
+            if len(pending) > 1:
+                self.shards.abort(error, "apply_gradients")
+            else:
+                first.lookup.give_up(error)
+            raise
         times = [p.time for p in pending if p.time is not None]
         self.shards.apply_gradients(
             lookup,
@@ -240,18 +262,14 @@ class EmbeddingCollection(nn.Module):
 
     def _tree(self, pending: Sequence[Pending], grads: Sequence[Tensor]) -> dict[str, Part]:
         """Gradients of several forwards summed per distinct id; forwards by a binary tree in their order."""
-        try:
-            if not _finite(grads):
-                raise InputError("EmbeddingCollection: output gradients hold NaN or Inf")
-            sums, at = [], 0
-            for each in pending:
-                pooling = self._trained(each.batch.pooling)
-                own = grads[at : at + len(pooling.outputs)]
-                at += len(own)
-                sums.append(sum_gradients(self.shards.configs, each.lookup.ids, pooling, own))
-        except Exception as error:
-            self.shards.abort(error, "apply_gradients")  # or the other ranks would wait for this one
-            raise
+        if not _finite(grads):
+            raise InputError("EmbeddingCollection: output gradients hold NaN or Inf")
+        sums, at = [], 0
+        for each in pending:
+            pooling = self._trained(each.batch.pooling)
+            own = grads[at : at + len(pooling.outputs)]
+            at += len(own)
+            sums.append(sum_gradients(self.shards.configs, each.lookup.ids, pooling, own))
         return {table: total([each[table] for each in sums]) for table in sums[0]}
 
     def _clipped(self, grads: list[Tensor], scale: float) -> list[Tensor]:
@@ -274,6 +292,7 @@ class EmbeddingCollection(nn.Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """This rank's rows, for `state_dict`."""
+        self.shards.flush()
         return packed(
             {
                 "global_step": self.global_step,

@@ -126,17 +126,22 @@ class Pooling:
 
     def check(self, table: str, num_occurrences: int, dim: int) -> None:
         """Raises InputError unless the table's bags fit its occurrences, its rows and the outputs."""
+        self.check_ends(table, num_occurrences, dim)
+        for bags in self.of(table):
+            if bool((torch.diff(bags.offsets) < 0).any()):
+                raise _descends(table, num_occurrences)
+
+    def check_ends(self, table: str, num_occurrences: int, dim: int) -> list[tuple[int, int]]:
+        """`check` without a look at offsets between the first and the last; these two, of each feature."""
+        found = []
         end = 0
         for bags in self.of(table):
-            offsets = bags.offsets
-            _check_vector(table, "offsets", offsets, torch.int64, None)
-            steps = torch.diff(offsets, prepend=offsets.new_tensor([end]))
-            end = int(offsets[-1])
-            if bool((steps < 0).any()) or end > num_occurrences:
-                raise InputError(
-                    f"table {table!r}: offsets must ascend from feature to feature within "
-                    f"{num_occurrences} occurrences"
-                )
+            _check_vector(table, "offsets", bags.offsets, torch.int64, None)
+            first, last = int(bags.offsets[0]), int(bags.offsets[-1])
+            if not end <= first <= last <= num_occurrences:
+                raise _descends(table, num_occurrences)
+            found.append((first, last))
+            end = last
             if bags.weights is not None:
                 _check_vector(table, "weights", bags.weights, torch.float32, num_occurrences)
             if bags.divisor is not None:
@@ -145,6 +150,7 @@ class Pooling:
                     raise InputError(f"table {table!r}: divisor holds a zero")
             for part in bags.parts:
                 self._check_part(table, part, bags, dim)
+        return found
 
     def _check_part(self, table: str, part: Part, bags: Bags, dim: int) -> None:
         if not 0 <= part.output < len(self.outputs):
@@ -174,6 +180,12 @@ def covered(bags: Sequence[Bags], outputs: Sequence[tuple[int, int]]) -> list[bo
         if not part.accumulate and 0 <= part.output < len(written):
             written[part.output] += [(c.start, c.stop) for c in part.columns]
     return [_fills(w, columns) for w, (_, columns) in zip(written, outputs, strict=True)]
+
+
+def _descends(table: str, num_occurrences: int) -> InputError:
+    return InputError(
+        f"table {table!r}: offsets must ascend from feature to feature within {num_occurrences} occurrences"
+    )
 
 
 def _bags_fit(bags: Bags, part: Part, rows: int) -> bool:

@@ -53,8 +53,19 @@ class Lookup(ABC):
                     "keep them until the update, or look a copy up"
                 )
 
+    def wait_ids(self) -> None:
+        """Returns when the ids have reached those who hold their rows; raises what went wrong on the way."""
+        return
+
     def fetch(self) -> None:
         """Starts bringing the rows as they are now, where they have a way to come; `wait` waits for them."""
+        return
+
+    def give_up(self, error: Exception) -> None:
+        """Tells other ranks that wait for this look-up's gradients that none will come, because of an error.
+
+        Does nothing where there is nobody to tell, or they know.
+        """
         return
 
     @abstractmethod
@@ -111,6 +122,8 @@ class Shards(ABC):
     configs: Mapping[str, TableConfig]
     local: Mapping[str, Table]
     ranks: Ranks = Ranks()
+    push: bool = False
+    """Whether `apply_gradients` may return while gradients travel; where they do not, it says nothing."""
 
     @property
     def world_size(self) -> int:
@@ -170,7 +183,7 @@ class Shards(ABC):
 
     @abstractmethod
     def flush(self) -> None:
-        """Waits for updates under way and raises their errors."""
+        """Waits for everything under way, updates and look-ups, and raises the errors of updates."""
 
     # ---- rows
 

@@ -16,7 +16,7 @@ import threading
 import time as clock
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -82,6 +82,10 @@ class Exchange(Ranks):
             return work()
         return self.submit(work).result()
 
+    def settle(self) -> None:
+        """Returns when everything submitted before is done, well or not."""
+        wait([self.submit(lambda: None)])
+
     def _work(self) -> None:
         while True:
             work, future = self._tasks.get()
@@ -90,7 +94,7 @@ class Exchange(Ranks):
                     raise UsageError(f"an exchange has failed before: {self._broken}")
                 future.set_result(work())
             except BaseException as error:
-                if isinstance(error, RankTimeoutError | RankFailedError):
+                if isinstance(error, RankTimeoutError):  # what other ranks are at is not known any more
                     self._broken = self._broken or error
                 future.set_exception(error)
             del work, future  # what they hold may be large
@@ -111,7 +115,13 @@ class Exchange(Ranks):
         received = torch.empty(sum(recv_sizes), dtype=torch.uint8)
         began = clock.perf_counter()
         if self._box is not None:
-            missing = self._box.exchange(send, list(send_sizes), received, list(recv_sizes), self.timeout)
+            try:
+                missing = self._box.exchange(send, list(send_sizes), received, list(recv_sizes), self.timeout)
+            except InputError as error:  # the box takes no exchange after that
+                self._broken = RankFailedError(
+                    f"{what}: {error}; all ranks must make the same calls in the same order"
+                )
+                raise self._broken from None
             if missing:
                 raise RankTimeoutError(self._missing(what, missing))
         else:
@@ -178,5 +188,7 @@ def _group_of(group: Any) -> Any:
     if hasattr(group, "get_group"):  # a DeviceMesh
         if group.ndim != 1:
             raise InputError(f"a device mesh must have one dimension here, got {group.ndim}: take a sub-mesh")
-        return group.get_group()
+        group = group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise UsageError("tables over ranks: this process is not in the group it was given")
     return group

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from megalith.table import TableConfig
 class Joined:
     """A pooling of several tables as one. tables: those it reads. reached: the occurrences some bag holds.
 
-    Raises InputError if a table is pooled that was not looked up, or bags do not fit.
+    Raises InputError if a table is pooled that was not looked up, or bags do not fit; `pool` and `unpool` if
+    offsets do not ascend.
     """
 
     def __init__(self, pooling: Pooling, prepared: SyncPrepared, dims: Mapping[str, int]) -> None:
@@ -28,24 +29,23 @@ class Joined:
         for name in self.tables:
             if name not in prepared.ids:
                 raise InputError(f"table {name!r}: pooled, but it was not looked up")
-            pooling.check(name, prepared.ids[name].numel(), dims[name])
-        self._outputs = pooling.outputs
-        self._dim = max((dims[name] for name in self.tables), default=1)
-        offsets = prepared.deduped.offsets
-        assert offsets is not None
+        self._pooling = pooling
+        self._dims = {name: dims[name] for name in self.tables}
+        self._sizes = {name: prepared.ids[name].numel() for name in self.tables}
         slices = [prepared.occurrences(name) for name in self.tables]
-        self._index = torch.cat([offsets[s] for s in slices]) if slices else offsets[:0]
+        self._index = _index(prepared, slices)
         self._bags: list[Bags] = []
         self.reached: list[tuple[int, int]] = []
         begin = 0
-        weights = _weights(pooling, self.tables, [s.stop - s.start for s in slices])
+        weights = _weights(pooling, self.tables, list(self._sizes.values()))
         for name, where in zip(self.tables, slices, strict=True):
-            for bags in pooling.of(name):
-                first, last = int(bags.offsets[0]), int(bags.offsets[-1])
+            ends = pooling.check_ends(name, self._sizes[name], dims[name])
+            for bags, (first, last) in zip(pooling.of(name), ends, strict=True):
                 self.reached.append((where.start + first, where.start + last))
                 own = None if bags.weights is None else weights
-                self._bags.append(replace(bags, offsets=bags.offsets + begin, weights=own))
-            begin += where.stop - where.start
+                offsets = bags.offsets + begin if begin else bags.offsets
+                self._bags.append(Bags(offsets, bags.parts, own, bags.divisor, bags.shared))
+            begin += self._sizes[name]
 
     def mask(self, prepared: SyncPrepared) -> Tensor | None:
         """Which distinct ids some bag holds, bool [u]; None if all."""
@@ -53,14 +53,42 @@ class Joined:
 
     def pool(self, source: Tensor) -> list[Tensor]:
         """The outputs, from rows laid out as the distinct ids are."""
-        return pool_flat(source, self._index, self._bags, self._outputs, self._dim)
+        try:
+            return pool_flat(source, self._index, self._bags, self._pooling.outputs, self._dim)
+        except InputError:
+            self._name_table()
+            raise
 
     def unpool(self, grads: Sequence[Tensor], size: int) -> Tensor:
         """Output gradients -> the sum for every distinct id, in the order of its occurrences; float32
         [size]."""
         if not self._bags:
             return torch.zeros(size)
-        return unpool_flat(grads, self._index, self._bags, size, self._dim)
+        try:
+            return unpool_flat(grads, self._index, self._bags, size, self._dim)
+        except InputError:
+            self._name_table()
+            raise
+
+    @property
+    def _dim(self) -> int:
+        return max(self._dims.values(), default=1)
+
+    def _name_table(self) -> None:
+        """Raises InputError for the table whose bags do not fit: the op, which found it, knows no tables."""
+        for name, dim in self._dims.items():
+            self._pooling.check(name, self._sizes[name], dim)
+
+
+def _index(prepared: SyncPrepared, slices: Sequence[slice]) -> Tensor:
+    """Where the rows of these occurrences begin."""
+    offsets = prepared.deduped.offsets
+    assert offsets is not None
+    if not slices:
+        return offsets[:0]
+    if all(a.stop == b.start for a, b in pairwise(slices)):
+        return offsets[slices[0].start : slices[-1].stop]
+    return torch.cat([offsets[where] for where in slices])
 
 
 def reached_mask(prepared: SyncPrepared, reached: Sequence[tuple[int, int]]) -> Tensor | None:

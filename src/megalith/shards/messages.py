@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from megalith.table import Table
 
 CALLS = ("lookup", "apply_gradients", "assign", "assign_add", "reinitialize", "remove")
 _FAILED, _DONE = 1, 2
-_HEAD = 3  # call, number, flags
+_HEAD = 4  # call, number, flags, time
 _PUSH_WORDS = 6  # number, flags, step, time, scale, clip_norm
 _NO_TIME = -1
 
@@ -32,13 +32,15 @@ _NO_TIME = -1
 class Asked:
     """What the ranks want of this one: ids by source, then table.
 
-    counts: int64 [ranks, tables]. done: ranks that have run out of data. ids: per table, sources one behind
-    the other. found: per table row numbers and epoch, once rows were read.
+    counts: int64 [ranks, tables]. done: ranks that have run out of data. time: the latest that a rank gives
+    for what is written. ids: per table, sources one behind the other. found: per table row numbers and epoch,
+    once rows were read.
     """
 
     number: int
     counts: Tensor
     done: list[int]
+    time: int | None
     ids: dict[str, Tensor]
     found: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
 
@@ -55,25 +57,54 @@ class Push:
     clip_norm: float | None
 
 
+class Recorder(Protocol):
+    """Is told what travels, in the exchange's thread. Counts: int64 [ranks, tables], this rank's included."""
+
+    def asked(self, call: str, prepared: SyncPrepared, counts: Tensor) -> None:
+        """A call began: what this rank asks for, and how many ids the ranks ask of it."""
+
+    def travelled(self, out: Tensor, into: Tensor, row_bytes: Sequence[int]) -> None:
+        """Ids, rows or gradients went out and came in; bytes of one, by table."""
+
+    def waited(self, exchange: str, seconds: float) -> None:
+        """How long an exchange (sizes, ids, rows, gradients) took, waiting for other ranks included."""
+
+    def read(self, asked: Asked) -> None:
+        """Rows were found and read; `asked.found` says where."""
+
+    def created(self, table: str, rows: int) -> None:
+        """An update made new rows."""
+
+
 class Messages:
-    """The exchanges of one SyncShards. recorder: is told what travels, if set (see `metrics`)."""
+    """The exchanges of one SyncShards. recorder: is told what travels, if set."""
 
     def __init__(self, exchange: Exchange, tables: Mapping[str, Table], wire: tuple[str, str]) -> None:
         self._exchange = exchange
         self._tables = tables
         self._names = list(tables)
         self._dims = [table.dim for table in tables.values()]
+        self._widths = torch.tensor(self._dims, dtype=torch.int64)
         self._rows_wire, self._grads_wire = make_wire(wire[0]), make_wire(wire[1])
         self._calls = 0
-        self.recorder: Any = None
+        self.done: list[int] = []
+        """Ranks that had run out of data at the last call."""
+        self.recorder: Recorder | None = None
 
     def floats(self, counts: Tensor) -> Tensor:
         """Floats of rows, int64 [ranks], of so many ids [ranks, tables]."""
-        return counts @ torch.tensor(self._dims, dtype=torch.int64)
+        return counts @ self._widths
 
     # ---- sizes and ids
 
-    def ask(self, call: str, prepared: SyncPrepared | None, error: Exception | None, done: bool) -> Asked:
+    def ask(
+        self,
+        call: str,
+        prepared: SyncPrepared | None,
+        error: Exception | None = None,
+        done: bool = False,
+        time: float | None = None,
+    ) -> Asked:
         """Sizes, then ids. Raises on every rank if one brings an error, or makes another call."""
         size, tables = self._exchange.size, len(self._names)
         self._calls += 1
@@ -81,6 +112,7 @@ class Messages:
         head[:, 0] = CALLS.index(call)
         head[:, 1] = self._calls
         head[:, 2] = (_FAILED if error is not None else 0) | (_DONE if done else 0)
+        head[:, 3] = _seconds(time)
         if prepared is not None:
             head[:, _HEAD:] = prepared.deduped.counts
         width = head.shape[1] * 8
@@ -89,6 +121,8 @@ class Messages:
         heads = got.view(torch.int64).view(size, -1)
         self._note("sizes")
         self._check_heads(heads, call, error)
+        if error is not None:
+            raise error
         assert prepared is not None
         counts = heads[:, _HEAD:]
         ids = self._send(prepared.deduped.ids, prepared.deduped.counts, counts, self._what(call, "ids"))
@@ -97,8 +131,9 @@ class Messages:
         by_table = {name: _join(blocks[t]) for t, name in enumerate(self._names)}
         if self.recorder is not None:
             self.recorder.asked(call, prepared, counts)
-        gone = [rank for rank, flags in enumerate(heads[:, 2].tolist()) if flags & _DONE]
-        return Asked(self._calls, counts, gone, by_table)
+            self.recorder.travelled(prepared.deduped.counts, counts, [8] * tables)
+        self.done = [rank for rank, flags in enumerate(heads[:, 2].tolist()) if flags & _DONE]
+        return Asked(self._calls, counts, self.done, _latest(heads[:, 3].tolist()), by_table)
 
     def _check_heads(self, heads: Tensor, call: str, error: Exception | None) -> None:
         kinds, numbers, flags = heads[:, 0].tolist(), heads[:, 1].tolist(), heads[:, 2].tolist()
@@ -130,31 +165,28 @@ class Messages:
         """Reads what others asked for; the rows asked for here, float32, flat."""
         counts, dims = asked.counts, self._dims
         flat = torch.empty(int(self.floats(counts).sum()))
-        starts = _float_starts(counts, dims)
-        for t, name in enumerate(self._names):
+        blocks = _blocks(flat, counts * self._widths)
+        for (name, table), sizes, into in zip(self._tables.items(), counts.t().tolist(), blocks, strict=True):
             ids = asked.ids[name]
             if not ids.numel():
                 continue
-            table = self._tables[name]
             rows, epoch = asked.found[name] = table.find_with_epoch(ids)
-            at = 0
-            for source, n in enumerate(counts[:, t].tolist()):
-                if n:
-                    begin = starts[source][t]
-                    out = flat[begin : begin + n * dims[t]].view(n, dims[t])
-                    table.read_into(rows[at : at + n], epoch, ids[at : at + n], out)
-                    at += n
+            blocks_of = (ids.split_with_sizes(sizes), rows.split_with_sizes(sizes))
+            for out, own, where in zip(into, *blocks_of, strict=True):
+                if own.numel():
+                    table.read_into(where, epoch, own, out.view(-1, table.dim))
         mine = prepared.deduped.counts
         wire = self._rows_wire
         data = self._exchange.all_to_all(
             wire.encode(flat, counts, dims),
             wire.sizes(counts, dims),
             wire.sizes(mine, dims),
-            self._what("lookup", "rows"),
+            self._what("lookup", "rows", asked.number),
         )
         self._note("rows")
         if self.recorder is not None:
             self.recorder.read(asked)
+            self.recorder.travelled(counts, mine, [wire.row_bytes(dim) for dim in dims])
         return wire.decode(data, mine, dims)
 
     # ---- gradients
@@ -166,71 +198,50 @@ class Messages:
         head = _push_head(asked.number, push, error)
         data = self._pack(head, push, mine, sizes[0])
         step = "" if push is None else f" of step {push.step}"
-        got = self._exchange.all_to_all(data, *sizes, self._what("apply_gradients", f"gradients{step}"))
+        what = self._what("apply_gradients", f"gradients{step}", asked.number)
+        got = self._exchange.all_to_all(data, *sizes, what)
         self._note("gradients")
-        parts = got.split(sizes[1])
-        heads = torch.stack([part[: _PUSH_WORDS * 8].view(torch.int64) for part in parts])
-        time = self._check_push(heads, head, error)
+        parts = got.split_with_sizes(sizes[1])
+        heads = [part[: _PUSH_WORDS * 8].view(torch.int64).tolist() for part in parts]
+        time = self._check_push(heads, head.tolist(), error)
         if push is None:
             return
-        masks, grads = zip(
-            *(self._unpack(part, theirs[s : s + 1]) for s, part in enumerate(parts)), strict=True
-        )
-        flat_masks = None if all(m is None for m in masks) else masks
+        if self.recorder is not None:
+            self.recorder.travelled(mine, theirs, [self._grads_wire.row_bytes(dim) for dim in self._dims])
+        received = [self._unpack(part, counts) for part, counts in zip(parts, theirs, strict=True)]
         for t, name in enumerate(self._names):
-            self._update(t, name, asked, grads, flat_masks, push, time)
+            if asked.ids[name].numel():
+                self._update(name, asked, [of_source[t] for of_source in received], push, time)
 
     def _update(
         self,
-        t: int,
         name: str,
         asked: Asked,
-        grads: Sequence[Tensor],
-        masks: Sequence[Tensor | None] | None,
+        received: Sequence[tuple[Tensor | None, Tensor]],
         push: Push,
         time: float | None,
     ) -> None:
-        ids = asked.ids[name]
-        if not ids.numel():
-            return
-        table, dim = self._tables[name], self._dims[t]
-        parts, whole = [], True
-        at = 0
-        for source, n in enumerate(asked.counts[:, t].tolist()):
-            before = asked.counts[source, :t]
-            first = int(self.floats_before(before))
-            values = grads[source][first : first + n * dim].view(n, dim)
-            part = Part(ids[at : at + n], values)
-            at += n
-            mask = None if masks is None else masks[source]
-            if mask is not None:
-                skip = int(before.sum())
-                own = mask[skip : skip + n]
-                if not bool(own.all()):
-                    part, whole = Part(part.ids[own], values[own]), False
-            if part.ids.numel():
-                parts.append(part)
-            elif n:
-                whole = False
-        if not parts:
-            return
-        before_rows = len(table)
-        step = table.check_step(push.step, time, push.scale, push.clip_norm)
-        sources = int((asked.counts[:, t] > 0).sum())
-        if whole and sources <= 2:
+        """received: by source, which ids take part (None: all) and their floats."""
+        table, ids = self._tables[name], asked.ids[name]
+        masked = any(mask is not None and not bool(mask.all()) for mask, _ in received)
+        grads = [floats.view(-1, table.dim) for _, floats in received]
+        rows: Tensor | None = None
+        epoch: int | None = None
+        if not masked and sum(g.numel() > 0 for g in grads) <= 2:
+            summed = _join(grads)
             rows, epoch = asked.found.get(name, (None, None))
-            summed = parts[0].grads if len(parts) == 1 else torch.cat([part.grads for part in parts])
-            table.update_checked(rows, ids, [summed.contiguous()], None, step, epoch=epoch)
         else:
-            both = halves(parts)
-            joined = torch.cat([part.ids for part in both]), torch.cat([part.grads for part in both])
-            table.update_checked(None, joined[0], [joined[1]], None, step, epoch=None)
+            sources = zip(ids.split_with_sizes([len(g) for g in grads]), grads, received, strict=True)
+            # Empty parts too: a part's place in the tree of sums must not shift.
+            both = halves([Part(i, g) if m is None else Part(i[m], g[m]) for i, g, (m, _) in sources])
+            ids, summed = torch.cat([part.ids for part in both]), torch.cat([part.grads for part in both])
+            if not ids.numel():
+                return
+        before = 0 if self.recorder is None else len(table)
+        step = table.check_step(push.step, time, push.scale, push.clip_norm)
+        table.update_checked(rows, ids, [summed], None, step, epoch=epoch)
         if self.recorder is not None:
-            self.recorder.created(name, len(table) - before_rows)
-
-    def floats_before(self, counts: Tensor) -> int:
-        """Floats of the first tables' rows."""
-        return sum(n * dim for n, dim in zip(counts.tolist(), self._dims, strict=False))
+            self.recorder.created(name, len(table) - before)
 
     def _push_sizes(self, counts: Tensor) -> list[int]:
         """Bytes per peer: header, a bit per id, values."""
@@ -239,7 +250,7 @@ class Messages:
         return [_PUSH_WORDS * 8 + b + _pad(v) for b, v in zip(bits, values, strict=True)]
 
     def _pack(self, head: Tensor, push: Push | None, counts: Tensor, sizes: list[int]) -> Tensor:
-        data = torch.zeros(sum(sizes), dtype=torch.uint8)
+        data = torch.empty(sum(sizes), dtype=torch.uint8)
         head_bytes = head.view(torch.uint8)
         begin = first_id = first_float = 0
         floats = self.floats(counts).tolist()
@@ -259,54 +270,57 @@ class Messages:
             begin, first_id, first_float = begin + size, first_id + ids, first_float + floats[peer]
         return data
 
-    def _unpack(self, part: Tensor, counts: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Which ids take part (None: all), and their values."""
-        ids = int(counts.sum())
+    def _unpack(self, part: Tensor, counts: Tensor) -> list[tuple[Tensor | None, Tensor]]:
+        """By table, which ids take part (None: all) and their floats; of a source with these counts."""
+        sizes = counts.tolist()
+        ids, one = sum(sizes), counts[None]
         bits = part[_PUSH_WORDS * 8 :][: _pad(-(-ids // 8))]
-        (size,) = self._grads_wire.sizes(counts, self._dims)
+        (size,) = self._grads_wire.sizes(one, self._dims)
         values = part[_PUSH_WORDS * 8 + bits.numel() :][:size]
-        mask = None if bool((bits == 255).all()) else _unpack_bits(bits, ids)
-        return mask, self._grads_wire.decode(values, counts, self._dims)
+        flat = self._grads_wire.decode(values, one, self._dims)
+        floats = flat.split_with_sizes([n * dim for n, dim in zip(sizes, self._dims, strict=True)])
+        if bool((bits == 255).all()):
+            return [(None, each) for each in floats]
+        return list(zip(_unpack_bits(bits, ids).split_with_sizes(sizes), floats, strict=True))
 
-    def _check_push(self, heads: Tensor, mine: Tensor, error: Exception | None) -> float | None:
+    def _check_push(self, heads: list[list[int]], mine: list[int], error: Exception | None) -> float | None:
         """The latest time given. Raises on every rank if one brings an error or other numbers."""
-        flags = heads[:, 1].tolist()
+        flags = [head[1] for head in heads]
         if any(flags):
             self._fail([bool(flag) for flag in flags], "apply_gradients", error)
             return None
-        if not bool((heads[:, [0, 2, 4, 5]] == mine[[0, 2, 4, 5]]).all()):
-            steps = heads[:, 2].tolist()
+        if any(head[i] != mine[i] for head in heads for i in (0, 2, 4, 5)):
             raise UsageError(
                 "apply_gradients: step, scale and clip_norm must be alike on all ranks, and gradients belong "
-                f"to the same look-up (steps by rank: {steps})"
+                f"to the same look-up (steps by rank: {[head[2] for head in heads]})"
             )
-        latest = int(heads[:, 3].max())
-        return None if latest == _NO_TIME else latest
+        return _latest([head[3] for head in heads])
 
     # ---- other writes
 
     def write(self, call: str, prepared: SyncPrepared, flat: Tensor, time: float | None) -> None:
         """assign and assign_add: ids, then values; sources in rank order."""
-        asked = self.ask(call, prepared, None, False)
+        asked = self.ask(call, prepared, time=time)
         out, into = self.floats(prepared.deduped.counts), self.floats(asked.counts)
         sizes = (out * 4).tolist(), (into * 4).tolist()
         values = self._exchange.all_to_all(_bytes(flat), *sizes, self._what(call, "rows")).view(torch.float32)
-        starts = _float_starts(asked.counts, self._dims)
-        for t, (name, dim) in enumerate(zip(self._names, self._dims, strict=True)):
-            counts = asked.counts[:, t].tolist()
-            blocks = [values[starts[s][t] :][: n * dim].view(n, dim) for s, n in enumerate(counts)]
+        self._note("rows")
+        if self.recorder is not None:
+            row_bytes = [4 * dim for dim in self._dims]
+            self.recorder.travelled(prepared.deduped.counts, asked.counts, row_bytes)
+        blocks = _blocks(values, asked.counts * self._widths)
+        for (name, table), own in zip(self._tables.items(), blocks, strict=True):
             if asked.ids[name].numel():
-                table = self._tables[name]
-                getattr(table, call)(asked.ids[name], torch.cat(blocks), time=time)
+                getattr(table, call)(asked.ids[name], _join(own).view(-1, table.dim), time=asked.time)
 
     def reinitialize(self, prepared: SyncPrepared, time: float | None) -> Tensor:
         """The status of each id sent, int32, in the order they were sent."""
-        asked = self.ask("reinitialize", prepared, None, False)
+        asked = self.ask("reinitialize", prepared, time=time)
         status = torch.empty(int(asked.counts.sum()), dtype=torch.int32)
         blocks = _blocks(status, asked.counts)
         for t, name in enumerate(self._names):
             if asked.ids[name].numel():
-                found = self._tables[name].reinitialize(asked.ids[name], time=time)
+                found = self._tables[name].reinitialize(asked.ids[name], time=asked.time)
                 for block, part in zip(blocks[t], found.split([b.numel() for b in blocks[t]]), strict=True):
                     block.copy_(part)
         out, into = asked.counts.sum(1) * 4, prepared.deduped.counts.sum(1) * 4
@@ -315,14 +329,14 @@ class Messages:
 
     def remove(self, prepared: SyncPrepared) -> dict[str, int]:
         """How many of the ids asked of this rank had a row."""
-        asked = self.ask("remove", prepared, None, False)
+        asked = self.ask("remove", prepared)
         return {name: self._tables[name].remove(ids) for name, ids in asked.ids.items() if ids.numel()}
 
     # ---- small things
 
-    def _what(self, call: str, exchange: str) -> str:
+    def _what(self, call: str, exchange: str, number: int | None = None) -> str:
         names = ", ".join(self._names[:8]) + (", ..." if len(self._names) > 8 else "")
-        return f"SyncShards.{call} number {self._calls}, exchange of {exchange} (tables {names})"
+        return f"SyncShards.{call} number {number or self._calls}, exchange of {exchange} (tables {names})"
 
     def _note(self, exchange: str) -> None:
         if self.recorder is not None:
@@ -336,10 +350,19 @@ def _push_head(number: int, push: Push | None, error: Exception | None) -> Tenso
     head[3] = _NO_TIME
     if push is not None:
         head[2] = push.step
-        head[3] = _NO_TIME if push.time is None else int(push.time)
+        head[3] = _seconds(push.time)
         numbers = torch.tensor([push.scale, push.clip_norm or 0.0], dtype=torch.float64)
         head[4:6] = numbers.view(torch.int64)
     return head
+
+
+def _seconds(time: float | None) -> int:
+    return _NO_TIME if time is None else int(time)
+
+
+def _latest(times: Sequence[int]) -> int | None:
+    latest = max(times)
+    return None if latest == _NO_TIME else latest
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -369,11 +392,3 @@ def _blocks(flat: Tensor, counts: Tensor) -> list[list[Tensor]]:
 def _join(blocks: list[Tensor]) -> Tensor:
     full = [block for block in blocks if block.numel()]
     return full[0] if len(full) == 1 else torch.cat(full) if full else blocks[0]
-
-
-def _float_starts(counts: Tensor, dims: Sequence[int]) -> list[list[int]]:
-    """Where the floats of each block begin, [ranks][tables]."""
-    floats = counts * torch.tensor(dims, dtype=torch.int64)
-    ends = floats.reshape(-1).cumsum(0).view(counts.shape)
-    starts: list[list[int]] = (ends - floats).tolist()
-    return starts

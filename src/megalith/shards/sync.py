@@ -8,6 +8,7 @@ them with empty tensors. What goes over the wire is in `messages.py`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from types import MappingProxyType
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.errors import InputError
+from megalith.errors import InputError, RankFailedError
 from megalith.ops import gather_pieces, scatter_pieces
 from megalith.ops.pooling import Pooling
 from megalith.routing import Router
@@ -24,10 +25,14 @@ from megalith.shards.contract import Ids, Lookup, Prepared, Rows, Shards, missin
 from megalith.shards.exchange import Exchange
 from megalith.shards.joined import Joined, reached_mask
 from megalith.shards.local import LocalShards
-from megalith.shards.messages import Asked, Messages, Push
+from megalith.shards.messages import Asked, Messages, Push, Recorder
 from megalith.shards.prepare import Preparer, SyncPrepared, make_routers
 from megalith.shards.wire import check_wire
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
+from megalith.table.checks import plain
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+"""Where an object lies, as its repr tells: no two ranks agree on that."""
 
 
 class SyncShards(Shards):
@@ -57,13 +62,18 @@ class SyncShards(Shards):
         transport: str = "auto",
         push: bool = False,
     ) -> None:
-        self._own = LocalShards(configs, engine=engine, seed=seed)
-        self.configs = self._own.configs
-        self.local: Mapping[str, Table] = self._own.local
-        self.wire = check_wire(wire)
         self.exchange = Exchange(group, timeout=timeout, transport=transport)
         self.ranks = self.exchange
-        self.routers = MappingProxyType(make_routers(self.configs, router, self.exchange.size))
+        try:
+            self._own = LocalShards(configs, engine=engine, seed=seed)
+            self.wire = check_wire(wire)
+            routers = make_routers(self._own.configs, router, self.exchange.size)
+        except Exception as error:
+            self.exchange.gather(f"{type(error).__name__}: {error}")  # the others wait in _check_alike
+            raise
+        self.configs = self._own.configs
+        self.local: Mapping[str, Table] = self._own.local
+        self.routers = MappingProxyType(routers)
         self.push = push
         self.out_of_data = False
         """Set it when this rank has run out of data: the other ranks learn it with the next look-up."""
@@ -73,8 +83,11 @@ class SyncShards(Shards):
         self._check_alike(seed)
 
     def _check_alike(self, seed: int) -> None:
-        mine = (repr(dict(self.configs)), repr(dict(self.routers)), seed, self.wire)
+        described = _ADDRESS.sub("", repr(dict(self.configs)))
+        mine = (described, repr(dict(self.routers)), seed, self.wire)
         for rank, theirs in enumerate(self.exchange.gather(mine)):
+            if isinstance(theirs, str):
+                raise RankFailedError(f"SyncShards: rank {rank} could not be made: {theirs}")
             if theirs != mine:
                 raise InputError(
                     f"SyncShards: rank {rank} has other tables, routers, seed or wire than rank "
@@ -89,6 +102,23 @@ class SyncShards(Shards):
         """How a table's ids are spread over ranks."""
         self.check_name(table)
         return self.routers[table]
+
+    @property
+    def ranks_done(self) -> list[int]:
+        """The ranks whose `out_of_data` was set when they made the last call; the same on all."""
+        return self._messages.done
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Is told what travels, if set: see `CommMetrics`."""
+        return self._messages.recorder
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        def change() -> None:
+            self._messages.recorder = recorder
+
+        self.exchange.run(change)  # between calls, never in the midst of one
 
     # ---- a batch
 
@@ -140,7 +170,7 @@ class SyncShards(Shards):
         try:
             push = self._summed(lookup, grads, pooling, step, time, scale, clip_norm)
         except Exception as error:
-            self._push_failure(lookup, error)
+            lookup.refuse(error)
             raise
         prepared = lookup.prepared
         sent = self.exchange.submit(lambda: self._messages.push(asked.result(), prepared, push, None))
@@ -149,11 +179,6 @@ class SyncShards(Shards):
         self._pushed.append(sent)
         if len(self._pushed) > 1:  # one step behind, not more
             self._pushed.pop(0).result()
-
-    def _push_failure(self, lookup: SyncLookup, error: Exception) -> None:
-        """Takes part in the exchange of gradients to say that this rank has none."""
-        prepared, asked = lookup.prepared, lookup.asked
-        self.exchange.run(lambda: self._messages.push(asked.result(), prepared, None, error))
 
     def _summed(
         self,
@@ -197,13 +222,15 @@ class SyncShards(Shards):
                 checked = self.local[names[0]].check_grads(lookup.ids[names[0]], checked, pooling)
             flat = joined.unpool(checked, size)
             reached = joined.reached
-        for name in names:
+        trainable = (name for name, config in self.configs.items() if config.trainable)
+        for name in names or list(trainable)[:1]:  # a rank without gradients sends these numbers too
             self.local[name].check_step(step, time, scale, clip_norm)
         lookup.use()
         return Push(flat, reached_mask(prepared, reached), step, time, float(scale), clip_norm)
 
     def flush(self) -> None:
-        """Waits for gradients that were pushed and raises their errors."""
+        """Waits for all exchanges under way and raises the errors of gradients that were pushed."""
+        self.exchange.settle()
         pushed, self._pushed = self._pushed, []
         for sent in pushed:
             sent.result()
@@ -211,7 +238,7 @@ class SyncShards(Shards):
     # ---- rows
 
     def assign(self, rows: Rows, *, time: float | None = None) -> None:
-        """See `Shards.assign`; where ranks name one id, the highest rank's stays."""
+        """See `Shards.assign`; where ranks name one id, the highest rank's stays. Of times, the latest."""
         self._write("assign", rows, time)
 
     def assign_add(self, rows: Rows, *, time: float | None = None) -> None:
@@ -224,10 +251,10 @@ class SyncShards(Shards):
                 self.check_name(name)
                 table = self.local[name]
                 table.check_rows(table.check_ids(ids), values)
-                table.check_time(time)
+            self._check_time(time)
             prepared = self.preparer({name: ids for name, (ids, _) in rows.items()}, distinct=False)
             assert prepared.deduped.offsets is not None
-            pieces = [values.detach().contiguous() for _, values in rows.values()]
+            pieces = [plain(values) for _, values in rows.values()]
             offsets = [prepared.deduped.offsets[prepared.occurrences(name)] for name in rows]
             size = int(self._messages.floats(prepared.deduped.counts).sum())
             flat = scatter_pieces(pieces, offsets, size)
@@ -242,8 +269,7 @@ class SyncShards(Shards):
         """See `Shards.reinitialize`; ids that several ranks name are created by the lowest."""
         try:
             prepared = self.preparer(ids, missing_ok=missing_ok, distinct=False)
-            if self.local:
-                next(iter(self.local.values())).check_time(time)
+            self._check_time(time)
         except Exception as error:
             self.abort(error, "reinitialize")
             raise
@@ -253,6 +279,10 @@ class SyncShards(Shards):
             name: found[prepared.occurrences(name)] if name in prepared.ids else missing_status(column)
             for name, column in ids.items()
         }
+
+    def _check_time(self, time: float | None) -> None:
+        for table in self.local.values():
+            table.check_time(time)
 
     def remove(self, ids: Ids) -> dict[str, int]:
         """See `Shards.remove`: how many had a row, on all ranks together."""
@@ -331,6 +361,22 @@ class SyncLookup(Lookup):
         self.asked: Future[Asked] = shards.exchange.submit(lambda: messages.ask(call, prepared, None, done))
         self._rows: Future[Tensor] | None = None
         self._joined: tuple[Pooling, Joined] | None = None
+        self._given_up = False
+
+    def wait_ids(self) -> None:
+        """See `Lookup.wait_ids`."""
+        self.asked.result()
+
+    def give_up(self, error: Exception) -> None:
+        """See `Lookup.give_up`."""
+        if not (self.used or self._given_up or self.asked.exception()):
+            self.refuse(error)
+
+    def refuse(self, error: Exception) -> None:
+        """Takes part in the exchange of gradients to say that this rank has none."""
+        self._given_up = True
+        asked, prepared, messages = self.asked, self.prepared, self.shards._messages
+        self.shards.exchange.run(lambda: messages.push(asked.result(), prepared, None, error))
 
     def fetch(self) -> None:
         """Starts bringing the rows as they are now; `wait` returns when they are there."""

@@ -1,14 +1,15 @@
 """Wire: rows and gradients as bytes, exact or smaller.
 
 Rows of several tables lie in blocks, peer by peer and table by table. "float32" is exact; "float16" and
-"bfloat16" are rounded, and what is too large becomes the largest number; "int8" keeps a scale per row and a
-byte per number.
+"bfloat16" are rounded, and what is too large becomes the largest number; "int8" keeps the largest of each
+row and a byte per number.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,10 @@ GRAD_WIRES = ("float32", "float16", "bfloat16")
 class Wire(ABC):
     """How floats travel. counts: int64 [peers, tables], rows of each block; dims: floats of a row, by
     table."""
+
+    @abstractmethod
+    def row_bytes(self, dim: int) -> int:
+        """Bytes of one row, without what fills blocks up."""
 
     @abstractmethod
     def sizes(self, counts: Tensor, dims: Sequence[int]) -> list[int]:
@@ -45,9 +50,12 @@ def make_wire(name: str) -> Wire:
 
 def check_wire(wire: str | dict[str, str]) -> tuple[str, str]:
     """The precisions of rows and gradients. Raises InputError naming what is unknown."""
-    given = {"rows": wire, "grads": wire if wire != "int8" else "float32"} if isinstance(wire, str) else wire
-    rows, grads = given.get("rows", "float32"), given.get("grads", "float32")
-    if set(given) - {"rows", "grads"} or rows not in ROW_WIRES or grads not in GRAD_WIRES:
+    given: Any = wire
+    if isinstance(wire, str):
+        given = {"rows": wire, "grads": "float32" if wire == "int8" else wire}
+    known = isinstance(given, dict) and set(given) <= {"rows", "grads"}
+    rows, grads = (given.get("rows", "float32"), given.get("grads", "float32")) if known else ("", "")
+    if rows not in ROW_WIRES or grads not in GRAD_WIRES:
         raise InputError(
             f"wire must be one precision, or {{'rows': ..., 'grads': ...}}; rows: {', '.join(ROW_WIRES)}; "
             f"grads: {', '.join(GRAD_WIRES)}; got {wire!r}"
@@ -58,6 +66,10 @@ def check_wire(wire: str | dict[str, str]) -> tuple[str, str]:
 class _Floats(Wire):
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
+
+    def row_bytes(self, dim: int) -> int:
+        """See `Wire.row_bytes`."""
+        return dim * self._dtype.itemsize
 
     def sizes(self, counts: Tensor, dims: Sequence[int]) -> list[int]:
         """See `Wire.sizes`."""
@@ -77,11 +89,16 @@ class _Floats(Wire):
 
 
 class _Int8(Wire):
-    """Per peer: a float32 scale for each row, then a byte for each number, filled up to 8 bytes."""
+    """Per peer: the float32 size of each row's largest number, then a byte for each number in 127ths of it,
+    filled up to 8 bytes."""
+
+    def row_bytes(self, dim: int) -> int:
+        """See `Wire.row_bytes`."""
+        return dim + 4
 
     def sizes(self, counts: Tensor, dims: Sequence[int]) -> list[int]:
         """See `Wire.sizes`."""
-        sizes = (counts * (torch.tensor(dims, dtype=torch.int64) + 4)).sum(1)
+        sizes = counts @ torch.tensor([self.row_bytes(dim) for dim in dims], dtype=torch.int64)
         return [-(-int(n) // 8) * 8 for n in sizes.tolist()]
 
     def encode(self, flat: Tensor, counts: Tensor, dims: Sequence[int]) -> Tensor:
@@ -91,15 +108,15 @@ class _Int8(Wire):
         for scales, codes, n, dim in self._blocks(data, counts, dims):
             rows = flat[begin : begin + n * dim].view(n, dim)
             begin += n * dim
-            scale = rows.abs().amax(1) / 127
-            scales.copy_(scale)
-            codes.copy_((rows / scale.clamp(min=1e-38)[:, None]).round().clamp(-127, 127).to(torch.int8))
+            largest = rows.abs().amax(1)
+            scales.copy_(largest)
+            codes.copy_((rows / largest.clamp(min=1e-38)[:, None] * 127).round().to(torch.int8))
         return data
 
     def decode(self, data: Tensor, counts: Tensor, dims: Sequence[int]) -> Tensor:
         """See `Wire.decode`."""
         pieces = [
-            (codes.to(torch.float32) * scales[:, None]).view(-1)
+            (codes.to(torch.float32) / 127 * scales[:, None]).view(-1)
             for scales, codes, _, _ in self._blocks(data, counts, dims)
         ]
         return torch.cat(pieces) if pieces else torch.empty(0)

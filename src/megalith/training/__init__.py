@@ -2,7 +2,8 @@
 
 from megalith.training.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from megalith.training.evaluation import Evaluation, evaluate
-from megalith.training.run import Run, Watcher, load_trained
+from megalith.training.model import load_trained
+from megalith.training.run import Run, Watcher
 from megalith.training.source import Source, open_reader, open_source
 
 __all__ = [

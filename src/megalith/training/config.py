@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from megalith.errors import InputError, UnknownNameError
+from megalith.routing import MODES
+from megalith.shards.wire import check_wire
 from megalith.table import FTRL, SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
 
 KINDS = ("movielens", "teacher", "parquet", "csv", "criteo", "monolith")
@@ -22,6 +24,23 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
     "rowwise_adagrad": RowWiseAdagrad,
     "sgd": SGD,
 }
+
+MAY_CHANGE = (
+    "epochs",
+    "max_steps",
+    "threads",
+    "log_every",
+    "save_every",
+    "save_async",
+    "keep_last",
+    "keep_every",
+    "micro_batches",
+    "block_size",
+    "wire",
+    "comm_metrics",
+    "timeout",
+)
+"""Keys of [train] that a resumed run may set anew."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +103,25 @@ class TrainConfig:
     """Batches between lines of metrics.jsonl."""
     save_every: int | None = None
     """Batches between checkpoints; None: at the end and on Ctrl-C."""
+    save_async: bool = False
+    """Go on training while a checkpoint is being written; the last save is waited for."""
+    keep_last: int | None = None
+    """Keep so many of the newest checkpoints in checkpoints/; None, and no keep_every: only the newest."""
+    keep_every: int | None = None
+    """Keep the checkpoints of steps that this divides, too."""
+    micro_batches: int | None = None
+    """Micro-batches of a step on all ranks, a power of two: same bits on any number of ranks that divides it;
+    None: one a rank."""
+    dist_type: str = "roundrobin"
+    """How rows are spread over ranks: continuous, roundrobin or hash_roundrobin."""
+    block_size: int | None = None
+    """For continuous: ids of a block, which one rank has."""
+    wire: str = "float32"
+    """Precision between ranks: float32, float16, bfloat16, int8 (rows alone), or rows=int8,grads=float16."""
+    comm_metrics: str | None = None
+    """Measure what travels: * for all tables, or names with commas between them."""
+    timeout: float = 600.0
+    """Seconds that ranks wait for each other."""
 
 
 @dataclass(frozen=True)
@@ -98,14 +136,49 @@ class RunConfig:
         _one_of("data.kind", self.data.kind, KINDS)
         _one_of("data.on_error", self.data.on_error, ("raise", "skip"))
         _one_of("train.table_optimizer", self.train.table_optimizer, tuple(OPTIMIZERS))
-        for name in ("epochs", "log_every"):
-            if getattr(self.train, name) < 1:
-                raise InputError(f"train.{name} must be at least 1, got {getattr(self.train, name)}")
+        for name in ("epochs", "log_every", "save_every", "keep_last", "keep_every"):
+            value = getattr(self.train, name)
+            if value is not None and value < 1:
+                raise InputError(f"train.{name} must be at least 1, got {value}")
+        self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        """What concerns many ranks; checked for one too, which may be resumed on many."""
+        train = self.train
+        _one_of("train.dist_type", train.dist_type, MODES)
+        if (train.dist_type == "continuous") != (train.block_size is not None):
+            raise InputError(
+                "config: train.dist_type = continuous needs train.block_size (--block-size), the ids of a "
+                f"block, and no other mode has one; got {train.dist_type} and {train.block_size}"
+            )
+        for name in ("block_size", "timeout"):
+            value = getattr(train, name)
+            if value is not None and not value > 0:
+                raise InputError(f"config: train.{name} must be above 0, got {value}")
+        micro = train.micro_batches
+        if micro is not None and (micro < 1 or micro & (micro - 1)):
+            raise InputError(f"config: train.micro_batches must be a power of two, got {micro}")
+        try:
+            check_wire(self.wire)
+        except InputError as error:
+            raise InputError(f"config: train.wire: {error}") from None
 
     @property
     def table_optimizer(self) -> Optimizer:
         """The optimizer of all tables."""
         return OPTIMIZERS[self.train.table_optimizer](self.train.table_lr)
+
+    @property
+    def wire(self) -> str | dict[str, str]:
+        """As SyncShards takes it."""
+        pairs = [part.partition("=") for part in self.train.wire.split(",")]
+        return {key.strip(): value.strip() for key, _, value in pairs} if pairs[0][1] else self.train.wire
+
+    @property
+    def measured_tables(self) -> list[str] | None:
+        """The tables that train.comm_metrics names; None: all."""
+        named = self.train.comm_metrics
+        return None if named in (None, "*") else [name.strip() for name in named.split(",")]
 
     def to_dict(self) -> dict[str, Any]:
         """A form that JSON can hold."""
@@ -141,6 +214,35 @@ class RunConfig:
                 parts[section][name] = value
         merged = {name: {**asdict(getattr(self, name)), **new} for name, new in parts.items()}
         return RunConfig.from_dict(merged)
+
+    def resumed(self, changes: Mapping[str, Any]) -> RunConfig:
+        """With keys of [train] set anew, some of MAY_CHANGE; others raise InputError."""
+        for key in changes:
+            if key not in MAY_CHANGE:
+                raise InputError(
+                    f"train.{key} cannot change when a run is resumed; may: {', '.join(MAY_CHANGE)}"
+                )
+        own = self.to_dict()
+        return RunConfig.from_dict({**own, "train": {**own["train"], **changes}})
+
+    def changes_to(self, wanted: RunConfig) -> dict[str, Any]:
+        """What `resumed` needs to make this run's config the wanted one, the fitted schema excepted.
+
+        Raises InputError naming a key that differs and cannot change.
+        """
+        changes = {}
+        here, there = self.to_dict(), wanted.to_dict()
+        for section, values in there.items():
+            for key, value in values.items():
+                if value == here[section][key] or (section, key) == ("data", "schema"):
+                    continue
+                if section != "train" or key not in MAY_CHANGE:
+                    raise InputError(
+                        f"{section}.{key} is {here[section][key]!r} in the run that is resumed and "
+                        f"{value!r} now: it cannot change; start over, or choose another directory"
+                    )
+                changes[key] = value
+        return changes
 
 
 def _section(name: str, kind: Any, data: Any) -> Any:

@@ -14,6 +14,7 @@ from megalith.data import Reader
 from megalith.errors import InputError
 from megalith.metrics import AUC, Calibration
 from megalith.models import forward_batch
+from megalith.training.ranks import RunRanks
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,17 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, reader: Reader, on_batch: Callable[[int], None] | None = None) -> Evaluation:
+def evaluate(
+    model: nn.Module,
+    reader: Reader,
+    on_batch: Callable[[int], None] | None = None,
+    *,
+    ranks: RunRanks | None = None,
+) -> Evaluation:
     """Reads all of the reader's samples once; nothing is written. on_batch: called with samples so far.
 
-    Raises InputError if a sample has no label.
+    ranks: each of them reads all samples, computes its part of every batch, and has the whole result. Raises
+    InputError if a sample has no label.
     """
     was_training = model.training
     model.eval()
@@ -46,7 +54,10 @@ def evaluate(model: nn.Module, reader: Reader, on_batch: Callable[[int], None] |
         for batch in reader:
             if bool(batch.labels.isnan().any()):
                 raise InputError("evaluate: these data have no labels; name the label's column in the schema")
-            logits = forward_batch(model, batch)
+            own_part = batch if ranks is None else ranks.part(batch)
+            logits = forward_batch(model, own_part)
+            if ranks is not None:
+                logits = ranks.join(logits, len(batch))
             losses = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels, reduction="none")
             own = torch.ones_like(losses) if batch.weights is None else batch.weights
             total += float((losses.double() * own).sum())

@@ -2,34 +2,38 @@
 
     config.json  metrics.jsonl  evaluation.json  frequencies.json  checkpoint/  tensorboard/  report.html
 
-A run that is stopped and resumed computes what an uninterrupted one would, bit by bit, on one rank.
+checkpoint/ is the newest; where the config asks for more, checkpoints/ keeps earlier ones (`kept.py`).
+A run that is stopped and resumed computes what an uninterrupted one would, bit by bit: on one rank, and with
+a fixed number of micro-batches on any number of ranks. All ranks make the same calls; see `ranks.py`.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import shutil
 import time as clock
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from megalith import checkpoint
 from megalith.data import Batch
-from megalith.errors import CheckpointError, InputError, UsageError
+from megalith.errors import InputError, UsageError
 from megalith.metrics import BinnedAUC
-from megalith.models import EmbeddingConfig, Model, build_model, forward_batch
+from megalith.shards import CommMetrics, CommReport, SyncShards
+from megalith.shards.dense import broadcast_dense
 from megalith.training.config import RunConfig
 from megalith.training.evaluation import Evaluation, evaluate
-from megalith.training.source import Source, open_source
+from megalith.training.kept import FOLDER as KEPT
+from megalith.training.kept import Kept
+from megalith.training.model import CHECKPOINT, config_of, model_for, updates_in_step
+from megalith.training.ranks import RunRanks
+from megalith.training.source import open_source
+from megalith.training.steps import PartBatches, Scored, Steps, WholeBatches
 from megalith.training.tracking import Frequencies, Log, ScalarWriter
-
-CHECKPOINT = "checkpoint"
-MAY_CHANGE = ("epochs", "max_steps", "threads", "log_every", "save_every")
-"""Keys of [train] that a resumed run may set anew."""
 
 
 class Watcher:
@@ -41,63 +45,96 @@ class Watcher:
     def logged(self, record: Mapping[str, Any]) -> None:
         """After every line of metrics.jsonl."""
 
-    def saving(self) -> None:
-        """Before a checkpoint."""
+    def communicated(self, report: CommReport) -> None:
+        """With every such line, where train.comm_metrics asks for it."""
+
+    def saving(self, rows: int) -> None:
+        """Before a checkpoint of so many rows."""
+
+    def wrote(self, rows: int) -> None:
+        """While one is being written: rows so far. From another thread where saves are asynchronous."""
+
+    def saved(self) -> None:
+        """When it is complete. From that thread, too."""
 
 
 class Run:
     """A model, its data and where it stands.
 
     directory: made if it is not there; a run that is there must be resumed or started over (`Run.resume`,
-    start_over=True). Raises UsageError otherwise.
+    start_over=True). Raises UsageError otherwise. Where a process group has several ranks, the run is spread
+    over them: all make the same calls with the same arguments, and reach the same directory.
     """
 
     def __init__(self, config: RunConfig, directory: str | Path, *, start_over: bool = False) -> None:
         self.directory = Path(directory)
-        if (self.directory / CHECKPOINT / "manifest.json").exists() and not start_over:
+        self.ranks = RunRanks(config.train.timeout)
+        self.ranks.first(lambda: None if start_over else self._check_free())
+        self._open(config)
+        self.ranks.first(self._begin)
+
+    def _check_free(self) -> None:
+        there = (self.directory / CHECKPOINT / "manifest.json", self.directory / KEPT)
+        if any(path.exists() for path in there):
             raise UsageError(
                 f"{self.directory} holds a run already: resume it (--resume), start over (--start-over), "
                 "or choose another directory"
             )
-        self._open(config)
+
+    def _begin(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / "config.json").write_text(json.dumps(self.config.to_dict(), indent=1))
         self.log = Log(self.directory / "metrics.jsonl", keep_steps=0)
+        shutil.rmtree(self.directory / KEPT, ignore_errors=True)  # of the run that is started over
 
     @classmethod
     def resume(cls, directory: str | Path, changes: Mapping[str, Any] | None = None) -> Run:
-        """Goes on from a run's checkpoint. changes: keys of [train] to set anew, some of MAY_CHANGE."""
+        """Goes on from a run's checkpoint, on any number of ranks.
+
+        changes: keys of [train] to set anew; see `RunConfig.resumed`.
+        """
         self = cls.__new__(cls)
         self.directory = Path(directory)
         manifest = checkpoint.read_manifest(self.directory / CHECKPOINT)
-        config = config_of(manifest, self.directory)
-        for key in changes or {}:
-            if key not in MAY_CHANGE:
-                raise InputError(
-                    f"train.{key} cannot change when a run is resumed; may: {', '.join(MAY_CHANGE)}"
-                )
-        self._open(config.changed(**{f"train_{k}": v for k, v in (changes or {}).items()}))
+        config = config_of(manifest, self.directory).resumed(changes or {})
+        self.ranks = RunRanks(config.train.timeout)
+        self._open(config)
         report = checkpoint.load(self.model, self.directory / CHECKPOINT, optimizer=self.optimizer)
         saved = report.progress
         self.step, self.epoch, self.samples = saved["step"], saved["epoch"], saved["samples"]
         self.seconds = saved["seconds"]
         self.source.train.seek(saved["position"])
         checkpoint.set_rng_state(saved["rng"])
-        self.log = Log(self.directory / "metrics.jsonl", keep_steps=self.step)
+        if self.ranks.is_first:
+            self.log = Log(self.directory / "metrics.jsonl", keep_steps=self.step)
         return self
 
     def _open(self, config: RunConfig) -> None:
         if config.train.threads is not None:
             torch.set_num_threads(config.train.threads)
         torch.manual_seed(config.train.seed)
-        self.source = open_source(config)
+        self.source = self.ranks.in_turn(lambda: open_source(config))
         self.config = config.changed(data_schema=self.source.config.schema)
-        self.model = make_model(self.config, self.source)
+        self.model = model_for(self.config, self.source.features, self.source.num_dense)
+        if self.ranks.size > 1:
+            broadcast_dense(self.model, self.ranks.group)
         self.optimizer = torch.optim.Adam(self.model.parameters(), config.train.lr)
+        self._steps = self._make_steps()
         self.step = self.epoch = self.samples = 0
         self.seconds = 0.0
-        self.stopped = False
+        self.stop_asked = False
         self.frequencies = Frequencies()
+        self._comm: CommMetrics | None = None
+        shards = self.model.embeddings.shards
+        if config.train.comm_metrics is not None and isinstance(shards, SyncShards):
+            self._comm = CommMetrics(shards, tables=config.measured_tables)
+        self._kept = Kept.of(self.config.train, self.directory)
+        self._save: checkpoint.SaveHandle | None = None
+
+    def _make_steps(self) -> Steps:
+        if not updates_in_step(self.config):
+            return WholeBatches(self.model, self.optimizer)
+        return PartBatches(self.model, self.optimizer, self.ranks, self.config.train.micro_batches)
 
     # ---- training
 
@@ -106,7 +143,7 @@ class Run:
         watcher = watcher or Watcher()
         self.model.train()
         window = _Window()
-        scalars = ScalarWriter(self.directory / "tensorboard", self.step)
+        scalars = ScalarWriter(self.directory / "tensorboard", self.step) if self.ranks.is_first else None
         started = clock.perf_counter() - self.seconds
         while not self._done():
             for batch in self.source.train:
@@ -114,22 +151,18 @@ class Run:
                 self.seconds = clock.perf_counter() - started
                 watcher.batch(self.step, self.samples, loss)
                 if self.step % self.config.train.log_every == 0:
-                    record = self._record(window)
-                    self.log.write(record)
-                    scalars.write(record)
-                    watcher.logged(record)
+                    self._tell(window, scalars, watcher)
                     window = _Window()
                 if self.config.train.save_every and self.step % self.config.train.save_every == 0:
-                    watcher.saving()
-                    self.save()
+                    self.save(watcher, wait=not self.config.train.save_async)
                 if self._done():
                     break
             else:
                 self.epoch += 1
-        watcher.saving()
-        self.save()
-        self.frequencies.write(self.directory / "frequencies.json")
-        scalars.close()
+        self.save(watcher)
+        if scalars is not None:
+            self.frequencies.write(self.directory / "frequencies.json")
+            scalars.close()
 
     def _done(self) -> bool:
         limit = self.config.train.max_steps
@@ -140,31 +173,52 @@ class Run:
         )
 
     def stop(self) -> None:
-        """Ends training after the batch under way."""
-        self.stopped = True
+        """Ends training after the batch under way; of many ranks, all after the one behind it."""
+        self.stop_asked = True
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the run was told to end early: the same on every rank, at the same step."""
+        shards = self.model.embeddings.shards
+        return bool(shards.ranks_done) if isinstance(shards, SyncShards) else self.stop_asked
 
     def _train_batch(self, batch: Batch, window: _Window) -> float:
-        self.optimizer.zero_grad()
-        logits = forward_batch(self.model, batch)
-        losses = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels, reduction="none")
-        loss = losses.mean() if batch.weights is None else (losses * batch.weights).mean()
-        if not bool(loss.isfinite()):
-            raise InputError(
-                f"the loss of step {self.step} is {float(loss)}: check the labels and dense columns of the "
-                "data, or lower the learning rates"
-            )
-        loss.backward()
-        self.optimizer.step()
+        shards = self.model.embeddings.shards
+        if isinstance(shards, SyncShards):
+            shards.out_of_data = self.stop_asked  # the look-ups of this step tell the others
+        try:
+            loss, scored = self._steps.take(batch)
+        except InputError as error:
+            raise InputError(f"step {self.step}: {error}") from error
         self.step += 1
         self.samples += len(batch)
-        self.frequencies.update(batch.features)
-        value = float(loss.detach())
-        window.add(logits.detach(), batch, value)
-        return value
+        if self.ranks.is_first:
+            self.frequencies.update(batch.features)
+        window.add(scored, loss, len(batch))
+        return loss
+
+    def _tell(self, window: _Window, scalars: ScalarWriter | None, watcher: Watcher) -> None:
+        record = self._record(window)
+        report = None if self._comm is None else self._comm.collect(self.step)
+        if scalars is None:
+            return
+        self.log.write(record)
+        scalars.write(record)
+        watcher.logged(record)
+        if report is not None:
+            scalars.add(report.scalars(), self.step)
+            watcher.communicated(report)
+
+    def rows(self) -> dict[str, int]:
+        """Rows of each table, on all ranks together. A collective call."""
+        own = {name: stats.rows for name, stats in self.model.embeddings.shards.stats().items()}
+        everywhere = self.ranks.gather(own)
+        return {name: sum(rows[name] for rows in everywhere) for name in own}
 
     def _record(self, window: _Window) -> dict[str, Any]:
-        shards = self.model.embeddings.shards
+        self.ranks.sum_on_first(window.auc.sums)
         auc = window.auc.compute()
+        memory = sum(use.total for use in self.model.embeddings.shards.memory().values())
         return {
             "kind": "train",
             "step": self.step,
@@ -172,15 +226,42 @@ class Run:
             "seconds": round(self.seconds, 3),
             "loss": window.total / max(1, window.samples),
             "auc": None if math.isnan(auc) else auc,
-            "rows": {name: stats.rows for name, stats in shards.stats().items()},
-            "memory": sum(use.total for use in shards.memory().values()),
+            "rows": self.rows(),
+            "memory": sum(self.ranks.gather(memory)),
         }
 
     # ---- saving, evaluating
 
-    def save(self) -> None:
-        """Writes the run's checkpoint."""
-        progress = {
+    def save(self, watcher: Watcher | None = None, *, wait: bool = True) -> None:
+        """Writes the run's checkpoint; with wait=False while training goes on, after an earlier one's end."""
+        self._finish_save()
+        watcher = watcher or Watcher()
+        step = self.step
+
+        def then() -> None:
+            if self._kept is not None and self.ranks.is_first:
+                self._kept.add(self.directory / CHECKPOINT, step)
+            watcher.saved()
+
+        watcher.saving(sum(stats.rows for stats in self.model.embeddings.shards.stats().values()))
+        self._save = checkpoint.async_save(
+            self.model,
+            self.directory / CHECKPOINT,
+            optimizer=self.optimizer,
+            progress=self._progress(),
+            on_rows=watcher.wrote,
+            then=then,
+        )
+        if wait:
+            self._finish_save()
+
+    def _finish_save(self) -> None:
+        save, self._save = self._save, None
+        if save is not None:
+            save.wait()
+
+    def _progress(self) -> dict[str, Any]:
+        return {
             "config": self.config.to_dict(),
             "step": self.step,
             "epoch": self.epoch,
@@ -191,14 +272,14 @@ class Run:
             "num_dense": self.source.num_dense,
             "rng": checkpoint.rng_state(),
         }
-        checkpoint.save(self.model, self.directory / CHECKPOINT, optimizer=self.optimizer, progress=progress)
 
     def evaluate(self, on_batch: Any = None) -> Evaluation | None:
         """Evaluates on the held-back data, if there are any, and keeps the result in evaluation.json."""
         if self.source.test is None:
             return None
-        result = evaluate(self.model, self.source.test, on_batch)
-        (self.directory / "evaluation.json").write_text(json.dumps(result.to_dict(), indent=1))
+        result = evaluate(self.model, self.source.test, on_batch, ranks=self.ranks)
+        if self.ranks.is_first:
+            (self.directory / "evaluation.json").write_text(json.dumps(result.to_dict(), indent=1))
         return result
 
 
@@ -210,58 +291,8 @@ class _Window:
         self.total = 0.0
         self.samples = 0
 
-    def add(self, logits: Tensor, batch: Batch, loss: float) -> None:
-        self.auc.update(logits, batch.labels, batch.weights)
-        self.total += loss * len(batch)
-        self.samples += len(batch)
-
-
-def make_model(config: RunConfig, source: Source) -> Model:
-    """The model of a config for these data."""
-    return model_for(config, source.features, source.num_dense)
-
-
-def model_for(config: RunConfig, available: list[str], num_dense: int) -> Model:
-    """The model of a config for data with these features. Raises InputError naming a feature there is not."""
-    options = dict(config.model.options)
-    names = config.model.features or available
-    if config.model.name == "din":
-        options = {"history": "history", **options}
-        names = [name for name in names if name != options["history"]]
-        if config.data.kind == "movielens":
-            options = {"target": "movie", **options}
-    for name in names:
-        if name not in available:
-            raise InputError(
-                f"config: model.features: the data have no {name!r} (they have {', '.join(available)})"
-            )
-    embeddings = EmbeddingConfig(
-        names,
-        dim=config.model.dim,
-        optimizer=config.table_optimizer,
-        tables=config.model.tables,
-        engine=config.train.engine,
-        seed=config.train.seed,
-    )
-    try:
-        return build_model(config.model.name, embeddings, num_dense=num_dense, **options)
-    except TypeError as error:
-        raise InputError(f"config: model.options: {error}") from None
-
-
-def config_of(manifest: checkpoint.Manifest, where: Path) -> RunConfig:
-    """The config a checkpoint was trained with. Raises CheckpointError if it was not made by a run."""
-    if "config" not in manifest.progress:
-        raise CheckpointError(f"{where} was not saved by `megalith train`: it holds no config")
-    return RunConfig.from_dict(manifest.progress["config"])
-
-
-def load_trained(path: str | Path) -> tuple[Model, RunConfig]:
-    """The model of a run's directory, or of its checkpoint, ready to evaluate and predict."""
-    root = Path(path)
-    root = root / CHECKPOINT if (root / CHECKPOINT / "manifest.json").exists() else root
-    manifest = checkpoint.read_manifest(root)
-    config = config_of(manifest, root)
-    model = model_for(config, manifest.progress["features"], manifest.progress["num_dense"])
-    checkpoint.load(model, root)
-    return model.eval(), config
+    def add(self, scored: list[Scored], loss: float, samples: int) -> None:
+        for batch, logits in scored:
+            self.auc.update(logits, batch.labels, batch.weights)
+        self.total += loss * samples
+        self.samples += samples

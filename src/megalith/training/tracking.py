@@ -65,9 +65,15 @@ class ScalarWriter:
             "memory": record["memory"],
             "samples/s": speed,
         }
-        for name, value in {**scalars, **rows}.items():
+        self.add({**scalars, **rows}, record["step"])
+
+    def add(self, scalars: Mapping[str, float | None], step: int) -> None:
+        """Adds numbers by name; None is left out."""
+        if self._writer is None:
+            return
+        for name, value in scalars.items():
             if value is not None:
-                self._writer.add_scalar(name, value, record["step"])
+                self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Writes what is left."""

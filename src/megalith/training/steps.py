@@ -1,0 +1,93 @@
+"""Steps: one update of a model from one batch, whole or in micro-batches over ranks.
+
+Either way the loss is the mean over the whole batch, and nothing is updated if it is not finite.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megalith.data import Batch
+from megalith.errors import InputError
+from megalith.models import forward_batch
+from megalith.nn import MicroBatches
+from megalith.training.ranks import RunRanks, part_of
+
+
+class Scored(NamedTuple):
+    """Rows this rank computed, and their logits [rows]."""
+
+    batch: Batch
+    logits: Tensor
+
+
+class Steps(ABC):
+    """Takes batches, one optimizer step each."""
+
+    @abstractmethod
+    def take(self, batch: Batch) -> tuple[float, list[Scored]]:
+        """The loss of the whole batch, and what this rank computed. Raises InputError if it is not finite."""
+
+
+class WholeBatches(Steps):
+    """One process, a batch at a time; the model's tables are updated in backward."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model = model
+        self._optimizer = optimizer
+
+    def take(self, batch: Batch) -> tuple[float, list[Scored]]:
+        """See `Steps.take`."""
+        self._optimizer.zero_grad()
+        logits = forward_batch(self._model, batch)
+        loss = _losses(logits, batch).mean()
+        if not bool(loss.isfinite()):
+            raise InputError(
+                f"the loss is {float(loss)}: check the labels and dense columns of the data, or lower the "
+                "learning rates"
+            )
+        loss.backward()
+        self._optimizer.step()
+        return float(loss.detach()), [Scored(batch, logits.detach())]
+
+
+class PartBatches(Steps):
+    """Every rank takes its rows of each batch; the model's tables are updated in `step`.
+
+    num: micro-batches of a step, all ranks together, as for MicroBatches; None: one a rank.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: RunRanks, num: int | None
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._micro = MicroBatches(model, num or ranks.size, group=ranks.group, timeout=ranks.timeout)
+
+    def take(self, batch: Batch) -> tuple[float, list[Scored]]:
+        """See `Steps.take`."""
+        scored: list[Scored] = []
+        self._micro.step(self._loss(batch, index, scored) for index in self._micro.mine)
+        self._optimizer.step()
+        return self._micro.loss, scored
+
+    def _loss(self, batch: Batch, index: int, scored: list[Scored]) -> Callable[[], Tensor]:
+        def compute() -> Tensor:
+            part = part_of(batch, index, self._micro.num)
+            logits = forward_batch(self._model, part)
+            scored.append(Scored(part, logits.detach()))
+            # The mean over micro-batches of this is the mean over rows, also where parts differ in size.
+            return _losses(logits, part).sum() * (self._micro.num / len(batch))
+
+        return compute
+
+
+def _losses(logits: Tensor, batch: Batch) -> Tensor:
+    """The loss of every row."""
+    losses = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels, reduction="none")
+    return losses if batch.weights is None else losses * batch.weights

@@ -1,0 +1,374 @@
+"""Pipeline over ranks: exact, or stale by one step; the order of exchanges; errors; leaving early."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megalith import (
+    SGD,
+    Adagrad,
+    EmbeddingCollection,
+    Feature,
+    Mean,
+    Pipeline,
+    Ragged,
+    Sum,
+    SyncShards,
+    TableConfig,
+    checkpoint,
+)
+from megalith.data import Batch
+from megalith.errors import MegalithError, RankFailedError
+
+from .ranks import run_ranks
+
+BATCHES, BATCH = 6, 8
+PIPELINES: dict[str, dict[str, Any]] = {
+    "ids": {"mode": "ids"},
+    "ids, push": {"mode": "ids", "push": True},
+    "rows": {"mode": "rows"},
+    "rows, push": {"mode": "rows", "push": True},
+}
+
+
+# ---- what is trained: two tables and a dense layer, ids that many batches share
+
+
+class Model(nn.Module):
+    def __init__(self, update: str = "backward", **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        tables = [TableConfig(name, dim=4, optimizer=Adagrad(0.3)) for name in ("t", "u")]
+        self.embeddings = EmbeddingCollection(
+            SyncShards(tables, timeout=20, **options),
+            [Feature("a", "t", Mean()), Feature("b", "u", Sum())],
+            update=update,
+        )
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, features: Any) -> Tensor:
+        found = self.embeddings(features)
+        logits: Tensor = self.head(torch.cat([found["a"], found["b"]], 1))[:, 0]
+        return logits
+
+    @property
+    def shards(self) -> SyncShards:
+        assert isinstance(self.embeddings.shards, SyncShards)
+        return self.embeddings.shards
+
+
+def batches(count: int = BATCHES) -> list[Batch]:
+    """This rank's part of each batch; the ranks' parts differ in size."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    made = []
+    for number in range(count):
+        generator = torch.Generator().manual_seed(number)
+        ids = torch.randint(12, (BATCH, 3), generator=generator)
+        labels = torch.randint(2, (BATCH,), generator=generator).float()
+        cut = BATCH if ranks == 1 else 3 + number % 3
+        own = slice(0, cut) if rank == 0 else slice(cut, BATCH)
+        column = Ragged.from_padded(ids[own], pad=-1)
+        made.append(Batch({"a": column, "b": column}, labels[own]))
+    return made
+
+
+def train(model: Model, loader: Iterable[Any], save: str | None = None) -> None:
+    """save: where to save the model after the third step."""
+    dense: nn.Module = DistributedDataParallel(model) if dist.get_world_size() > 1 else model
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.5)
+    for number, batch in enumerate(loader):
+        optimizer.zero_grad()
+        nn.functional.binary_cross_entropy_with_logits(dense(batch.features), batch.labels).backward()
+        if model.embeddings.update == "step":
+            model.embeddings.step()
+        optimizer.step()
+        if save is not None and number == 2:
+            checkpoint.save(model, save)
+
+
+def state(model: Model) -> dict[str, list[Any]]:
+    """Every bit of rows and dense weights."""
+    model.shards.flush()
+    rows = model.shards.lookup({name: torch.arange(12) for name in ("t", "u")}).rows
+    tensors = {**rows, **dict(model.head.named_parameters())}
+    return {name: x.detach().contiguous().view(torch.int32).tolist() for name, x in tensors.items()}
+
+
+def told(work: Callable[..., object], *args: Any) -> tuple[str, str] | None:
+    try:
+        work(*args)
+    except (MegalithError, ZeroDivisionError) as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+# ---- exact
+
+
+def trained(folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for transport in ("gloo", "auto"):
+        for update in ("backward", "step"):
+            plain = Model(update, transport=transport)
+            train(plain, batches())
+            found[f"{transport} {update}"] = [state(plain)]
+            for name in ("ids", "ids, push"):
+                model = Model(update, transport=transport)
+                train(model, Pipeline(model, batches(), **PIPELINES[name]))
+                found[f"{transport} {update}"].append(state(model))
+                assert model.shards.push is False
+    found["saved"] = saved(folder)
+    return found
+
+
+def saved(folder: str) -> list[Any]:
+    """The state after the third step, by a checkpoint made in the loop."""
+    found = []
+    for name in ("plain", "ids, push"):
+        model = Model()
+        path = f"{folder}/{dist.get_world_size()} {name}"
+        loader = batches() if name == "plain" else Pipeline(model, batches(), **PIPELINES[name])
+        train(model, loader, save=path)
+        other = Model()
+        checkpoint.load(other, path)
+        found.append(state(other))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ids_ahead_and_pushed_gradients_change_no_bit(ranks: int, tmp_path: Path) -> None:
+    results = run_ranks(trained, str(tmp_path), world_size=ranks)
+    for found in results:
+        for case, (plain, *piped) in found.items():
+            assert all(each == plain for each in piped), case
+    assert all(found == results[0] for found in results)
+
+
+# ---- stale by one step
+
+
+def losses_and_rows(pipeline: str | None) -> tuple[list[float], Tensor]:
+    """A model without dense weights: the prediction is the sum of an id's row."""
+    shards = SyncShards([TableConfig("t", dim=2, optimizer=SGD(0.2))])
+    collection = EmbeddingCollection(shards, [Feature("a", "t")], reduction="sum")
+    loader: Iterable[Any] = squares()
+    loader = loader if pipeline is None else Pipeline(collection, loader, **PIPELINES[pipeline])
+    losses = []
+    for features, wanted in loader:
+        loss = (collection(features)["a"].sum(1) - wanted).square().sum()
+        loss.backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total.item())
+    return losses, shards.lookup({"t": torch.arange(4)}).rows["t"]
+
+
+def squares() -> list[tuple[dict[str, Tensor], Tensor]]:
+    """The rank's half of batches of four ids out of four, some of them twice."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    own = slice(rank * 4 // ranks, (rank + 1) * 4 // ranks)
+    return [({"a": ids[own]}, wanted[own]) for ids, wanted in joined_squares()]
+
+
+def joined_squares() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    return [
+        (torch.randint(4, (4,), generator=generator), torch.randn(4, generator=generator)) for _ in range(7)
+    ]
+
+
+def simulated(late: int) -> tuple[list[float], Tensor]:
+    """The same in plain torch, with rows as they were `late` updates before."""
+    table = EmbeddingCollection([TableConfig("t", dim=2, optimizer=SGD(0.2))], [Feature("a", "t")]).shards
+    rows = table.lookup({"t": torch.arange(4)}).rows["t"].clone()
+    history = [rows.clone()]
+    losses = []
+    for number, (ids, wanted) in enumerate(joined_squares()):
+        seen = history[max(0, number - late)]
+        errors = seen[ids].sum(1) - wanted
+        losses.append(errors.square().sum().item())
+        rows.index_add_(0, ids, -0.2 * (2 * errors)[:, None].expand(-1, 2))
+        history.append(rows.clone())
+    return losses, rows
+
+
+def stale() -> dict[str, tuple[list[float], Tensor]]:
+    return {str(name): losses_and_rows(name) for name in (None, *PIPELINES)}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rows_ahead_miss_exactly_the_update_before(ranks: int) -> None:
+    exact, late = simulated(0), simulated(1)
+    assert not torch.allclose(exact[1], late[1], atol=1e-3)
+    for found in run_ranks(stale, world_size=ranks):
+        for name, (losses, rows) in found.items():
+            expected = late if "rows" in name else exact
+            torch.testing.assert_close(losses, expected[0], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(rows, expected[1], rtol=1e-5, atol=1e-6)
+
+
+# ---- when exchanges happen
+
+
+def order() -> dict[str, list[str]]:
+    """What the exchange's thread does in a loop of three batches."""
+    found = {}
+    for name in ("plain", *PIPELINES):
+        model, log = Model(), []
+        messages: Any = model.shards._messages
+        numbers = dict.fromkeys(("ask", "send_rows", "push"), 0)
+
+        def logged(verb: str, work: Any, log: list[str] = log, numbers: dict[str, int] = numbers) -> Any:
+            def call(*args: Any) -> Any:
+                log.append(f"{verb} {numbers[verb]}")
+                numbers[verb] += 1
+                return work(*args)
+
+            return call
+
+        for verb in numbers:
+            setattr(messages, verb, logged(verb, getattr(messages, verb)))
+        calls = model.shards.exchange.calls
+        train(model, batches(3) if name == "plain" else Pipeline(model, batches(3), **PIPELINES[name]))
+        assert model.shards.exchange.calls - calls == 3 * 4
+        found[name] = [each.replace("send_rows", "rows") for each in log]
+    return found
+
+
+def test_ids_or_rows_of_the_next_batch_travel_before_gradients() -> None:
+    for found in run_ranks(order):
+        plain = ["ask 0", "rows 0", "push 0", "ask 1", "rows 1", "push 1", "ask 2", "rows 2", "push 2"]
+        ids = ["ask 0", "rows 0", "ask 1", "push 0", "rows 1", "ask 2", "push 1", "rows 2", "push 2"]
+        rows = ["ask 0", "rows 0", "ask 1", "rows 1", "push 0", "ask 2", "rows 2", "push 1", "push 2"]
+        expected = {"plain": plain, "ids": ids, "ids, push": ids, "rows": rows, "rows, push": rows}
+        assert found == expected
+
+
+# ---- trouble
+
+
+class Broken(Iterable[Batch]):
+    """Batches, then an error."""
+
+    def __init__(self, good: int) -> None:
+        self.good = good
+
+    def __iter__(self) -> Iterator[Batch]:
+        yield from batches(self.good)
+        raise ZeroDivisionError("the disk is gone")
+
+
+def with_bad_ids(number: int) -> list[Batch]:
+    made = batches()
+    made[number] = Batch({"a": torch.zeros(2), "b": torch.zeros(2)}, made[number].labels)  # type: ignore[dict-item]
+    return made
+
+
+def failing(number: int, when: str) -> Callable[[Model, Iterable[Any]], None]:
+    """A loop that fails on rank 1 in batch `number`."""
+
+    def loop(model: Model, loader: Iterable[Any]) -> None:
+        for at, batch in enumerate(loader):
+            bad = at == number and dist.get_rank() == 1
+            if bad and when == "before forward":
+                raise ZeroDivisionError(when)
+            loss = model(batch.features).sum()
+            if bad and when == "before backward":
+                raise ZeroDivisionError(when)
+            if bad and when == "NaN":
+                loss = loss * float("nan")
+            loss.backward()
+            if bad and when == "after the update":
+                raise ZeroDivisionError(when)
+
+    return loop
+
+
+def evaluating(model: Model, loader: Iterable[Any]) -> None:
+    model.eval()
+    with torch.no_grad():
+        for at, batch in enumerate(loader):
+            model(batch.features)
+            if at == 1 and dist.get_rank() == 1:
+                raise ZeroDivisionError("in evaluation")
+
+
+def troubles() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    bad = dist.get_rank() == 1
+    for name, options in PIPELINES.items():
+        cases: dict[str, tuple[Any, Any]] = {
+            "loader": (train, Broken(2) if bad else batches()),
+            "first batch": (train, Broken(0) if bad else batches()),
+            "ids": (train, with_bad_ids(2) if bad else batches()),
+            "evaluation": (evaluating, batches()),
+        }
+        for when in ("before forward", "before backward", "NaN", "after the update"):
+            cases[when] = (failing(2, when), batches())
+        for case, (loop, loader) in cases.items():
+            model = Model()
+            error = told(loop, model, Pipeline(model, loader, **options))
+            told(model.shards.flush)
+            found[f"{name}: {case}"] = (error, model.embeddings.global_step, usable(model))
+    return found
+
+
+def usable(model: Model) -> bool:
+    """Whether ranks still understand each other."""
+    return model.shards.lookup({"t": torch.arange(3)}).rows["t"].shape == (3, 4)
+
+
+def test_an_error_on_one_rank_ends_the_loop_of_all_and_leaves_them_in_step() -> None:
+    first, second = run_ranks(troubles)
+    for case, (error, steps, works) in second.items():
+        kind = "InputError" if case.endswith((": ids", ": NaN")) else "ZeroDivisionError"
+        assert error is not None, case
+        assert error[0] == kind, case
+        assert works, case
+        other, other_steps, other_works = first[case]
+        assert other is not None, case
+        assert other[0] == RankFailedError.__name__, (case, other)
+        assert "rank 1 failed" in other[1], (case, other)
+        assert other_works, case
+        expected = {"loader": 2, "first batch": 0, "ids": 2, "evaluation": 0, "after the update": 3}
+        wanted = expected.get(case.partition(": ")[2], 2)
+        assert steps == wanted, case
+        # A rank that was pushing learns of it one step later.
+        assert other_steps in ((wanted, wanted + 1) if "push" in case else (wanted,)), case
+
+
+# ---- leaving early, short loaders
+
+
+def leaving() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, options in PIPELINES.items():
+        model, plain = Model(), Model()
+        for each, loader in ((plain, batches(3)), (model, batches())):
+            loop = loader if each is plain else Pipeline(each, loader, **options)
+            for at, batch in enumerate(loop):
+                each(batch.features).sum().backward()
+                if at == 2:
+                    break
+        assert model.shards.push is False
+        lengths = [len(list(Pipeline(model, batches(n), **options))) for n in (0, 1, 2)]
+        train(model, Pipeline(model, batches(2), **options))
+        train(plain, batches(2) if "rows" not in name else Pipeline(plain, batches(2), mode="rows"))
+        found[name] = (lengths, state(model), state(plain))
+    return found
+
+
+def test_leaving_on_all_ranks_leaves_the_tables_as_the_loop_without_it() -> None:
+    for found in run_ranks(leaving):
+        for name, (lengths, piped, plain) in found.items():
+            assert lengths == [0, 1, 2]
+            if "rows" not in name:
+                assert piped == plain, name

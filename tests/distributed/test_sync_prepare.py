@@ -1,0 +1,115 @@
+"""Batches prepared in data workers, forked and spawned, train the same bits as those prepared on the rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+from megalith import (
+    Adagrad,
+    EmbeddingCollection,
+    Feature,
+    FirstN,
+    Mean,
+    Ragged,
+    Router,
+    SyncShards,
+    TableConfig,
+)
+from megalith.shards.prepare import SyncPrepared
+from tests.table.support import assert_same_bits, assert_same_tables, ints, whole
+
+from .ranks import run_ranks
+
+BATCHES = 4
+TABLES = [TableConfig("a", dim=4, optimizer=Adagrad(0.1)), TableConfig("b", dim=3, optimizer=Adagrad(0.2))]
+FEATURES = [Feature("x", "a", Mean()), Feature("y", "a", FirstN(2)), Feature("z", "b")]
+
+
+def columns(rank: int, number: int) -> dict[str, Ragged]:
+    generator = torch.Generator().manual_seed(10 * number + rank)
+    made = {}
+    for feature in FEATURES:
+        lengths = torch.randint(0, 5, (6,), generator=generator)
+        ids = torch.randint(0, 15, (int(lengths.sum()),), generator=generator)
+        weights = torch.rand(len(ids), generator=generator)
+        made[feature.name] = Ragged.from_lengths(
+            ids, lengths, weights=weights if feature.name == "x" else None
+        )
+    return made
+
+
+class Prepared(Dataset[Any]):
+    """A rank's batches, prepared wherever they are read."""
+
+    def __init__(self, rank: int, prepare: Callable[[Any], Any]) -> None:
+        self._rank = rank
+        self._prepare = prepare
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __getitem__(self, number: int) -> tuple[Any, bool]:
+        in_worker = torch.utils.data.get_worker_info() is not None
+        return self._prepare(columns(self._rank, number)), in_worker
+
+
+def new_collection() -> EmbeddingCollection:
+    routers = {"a": Router("continuous", 2, block_size=5), "b": "hash_roundrobin"}
+    return EmbeddingCollection(SyncShards(TABLES, router=routers, timeout=60.0), FEATURES)
+
+
+def train(collection: EmbeddingCollection, batch: Any) -> torch.Tensor:
+    rows = collection(batch, time=5)
+    outputs = torch.cat([rows[f.name].flatten(1) for f in FEATURES], 1)
+    outputs.square().sum().backward()
+    return outputs.detach()
+
+
+def in_workers() -> dict[str, bool]:
+    """Rank 0 has a spawned worker, rank 1 a forked one."""
+    rank = dist.get_rank()
+    plain, prepared = new_collection(), new_collection()
+    way = "fork" if rank else "spawn"
+    data = Prepared(rank, prepared.prepare if rank else prepared.preparer())
+    loader: DataLoader[Any] = DataLoader(
+        data, batch_size=None, num_workers=1, multiprocessing_context=way, timeout=100
+    )
+    all_in_worker = True
+    for number, (ready, in_worker) in enumerate(loader):
+        all_in_worker &= in_worker
+        assert_same_bits(train(prepared, ready), train(plain, columns(rank, number)))
+    for name in ("a", "b"):
+        assert_same_tables(whole(prepared.shards.local[name]), whole(plain.shards.local[name]))
+    return {"all in the worker": all_in_worker, "trained": len(plain.shards.local["a"]) > 0}
+
+
+def test_a_data_worker_prepares_the_same_bits() -> None:
+    assert run_ranks(in_workers) == [{"all in the worker": True, "trained": True}] * 2
+
+
+def of_shards() -> list[bool]:
+    """ids -> prepared -> rows; the same as straight from ids, and used for one update like them."""
+    shards = SyncShards(TABLES, timeout=60.0)
+    ids = {"b": ints(4, 4, -1), "a": ints(*range(dist.get_rank(), 8))}
+    prepared = shards.prepare(ids)
+    first, second = shards.lookup(prepared), shards.lookup(ids)
+    first.wait()
+    second.wait()
+    same = [torch.equal(first.rows[name], second.rows[name]) for name in ids]
+    grads = {name: torch.ones(len(x), shards.configs[name].dim) for name, x in ids.items()}
+    before = first.rows["a"].clone()
+    shards.apply_gradients(shards.lookup(prepared), grads, step=0)
+    shards.apply_gradients(prepared, grads, step=1)  # type: ignore[arg-type]
+    changed = bool((shards.lookup(ids).rows["a"] < before).all())
+    return [isinstance(prepared, SyncPrepared), *same, changed]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_prepared_ids_look_up_what_ids_do(size: int) -> None:
+    assert run_ranks(of_shards, world_size=size) == [[True] * 4] * size

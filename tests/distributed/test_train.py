@@ -1,0 +1,271 @@
+"""Runs over ranks: the same bits on any number, ranks that die, stop or bring bad rows, who writes what."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megalith import checkpoint
+from megalith.data import MemoryReader, Samples
+from megalith.errors import MegalithError
+from megalith.ragged import Ragged
+from megalith.shards import CommReport
+from megalith.training import Run, RunConfig, Watcher, load_trained
+
+from .ranks import run_ranks
+
+pytestmark = pytest.mark.usefixtures("restore_threads")
+STEPS = 12
+MODES = [("roundrobin", None), ("hash_roundrobin", None), ("continuous", 1 << 61)]
+
+
+def config(**changes: Any) -> RunConfig:
+    base = RunConfig.from_dict(
+        {
+            "data": {"kind": "teacher", "batch_size": 61, "options": {"num_batches": STEPS // 2}},
+            "model": {"dim": 4, "options": {"hidden": [8]}},
+            "train": {"log_every": 4, "threads": 1, "epochs": 2, "timeout": 60.0},
+        }
+    )
+    return base.changed(**changes)
+
+
+def assert_same(a: Path, b: Path) -> None:
+    """Rows, optimizer state, times and dense weights, bit by bit."""
+    found = checkpoint.diff(a / "checkpoint", b / "checkpoint")
+    assert (found.only_before, found.only_after, found.dense, found.steps) == ([], [], {}, {})
+    assert not found.optimizer
+    for name, table in found.tables.items():
+        assert (table.added, table.removed, table.changed) == (0, 0, 0), name
+        assert table.before > 0
+
+
+def log(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run: Path) -> list[tuple[int, float]]:
+    return [(line["step"], line["loss"]) for line in log(run)]
+
+
+# ---- what ranks do
+
+
+def train(settings: RunConfig, folder: Path) -> float:
+    run = Run(settings, folder)
+    run.train()
+    result = run.evaluate()
+    assert result is not None
+    return result.log_loss
+
+
+def resume(folder: Path) -> int:
+    run = Run.resume(folder)
+    run.train()
+    return run.step
+
+
+class At(Watcher):
+    """Does something after a step."""
+
+    def __init__(self, step: int, work: Any) -> None:
+        self.step, self.work = step, work
+
+    def batch(self, step: int, samples: int, loss: float) -> None:
+        if step == self.step:
+            self.work()
+
+
+def killed(settings: RunConfig, folder: Path) -> str:
+    """Rank 1 dies after step 7, in the midst of a run that saves every 3."""
+    run = Run(settings, folder)
+    die = At(7, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    try:
+        run.train(die if dist.get_rank() == 1 else None)
+    except MegalithError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def stopped(settings: RunConfig, folder: Path) -> tuple[int, bool]:
+    """Rank 1 is told to stop after step 5."""
+    run = Run(settings, folder)
+    run.train(At(5, run.stop) if dist.get_rank() == 1 else None)
+    return run.step, run.stopped
+
+
+def bad_label(settings: RunConfig, folder: Path) -> tuple[str, int]:
+    """The last row of the third batch has no label: the others' rows are good."""
+    run = Run(settings, folder)
+    labels = torch.ones(24)
+    labels[23] = float("nan")
+    ids = torch.arange(24)
+    features = {name: Ragged(ids, torch.arange(25)) for name in run.source.features}
+    run.source = replace(run.source, train=MemoryReader(Samples(features, labels), batch_size=8))
+    try:
+        run.train()
+    except MegalithError as error:
+        return f"{type(error).__name__}: {error}", sum(run.rows().values())
+    return "no error", 0
+
+
+def measured(settings: RunConfig, folder: Path) -> list[tuple[int, list[str], tuple[float, ...]]]:
+    reports: list[CommReport] = []
+
+    class Keep(Watcher):
+        def communicated(self, report: CommReport) -> None:
+            reports.append(report)
+
+    Run(settings, folder).train(Keep())
+    return [(r.lookups, list(r.tables), r.tables["user"]["ids"].by_rank) for r in reports]
+
+
+def refused(settings: RunConfig, folder: Path) -> str:
+    try:
+        Run(settings, folder)
+    except MegalithError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+# ---- tests
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One process, four micro-batches, uninterrupted."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    train(config(train_micro_batches=4), folder)
+    return folder
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_four_micro_batches_give_the_same_bits_on_any_number_of_ranks(
+    tmp_path: Path, whole: Path, ranks: int
+) -> None:
+    found = run_ranks(train, config(train_micro_batches=4), tmp_path / "run", world_size=ranks)
+
+    assert_same(tmp_path / "run", whole)
+    assert losses(tmp_path / "run") == losses(whole)
+    assert [line["rows"] for line in log(tmp_path / "run")] == [line["rows"] for line in log(whole)]
+    assert [line["auc"] for line in log(tmp_path / "run")] == [line["auc"] for line in log(whole)]
+    expected = json.loads((whole / "evaluation.json").read_text())["log_loss"]
+    assert found == pytest.approx([expected] * ranks, rel=1e-5)
+
+
+def test_a_run_that_lost_a_rank_goes_on_with_the_same_bits_on_any_number(tmp_path: Path, whole: Path) -> None:
+    settings = config(train_micro_batches=4, train_save_every=3, train_timeout=8.0)
+    said, _ = run_ranks(killed, settings, tmp_path / "run", lost=[1])
+    assert said.startswith("RankTimeoutError: ")
+    assert "waited for rank 1, which did not come within 8 s" in said
+    assert checkpoint.read_manifest(tmp_path / "run/checkpoint").progress["step"] == 6
+
+    for ranks in (1, 2, 4):
+        again = tmp_path / f"on {ranks}"
+        shutil.copytree(tmp_path / "run", again)
+        steps = [resume(again)] if ranks == 1 else run_ranks(resume, again, world_size=ranks)
+        assert steps == [STEPS] * ranks
+        assert_same(again, whole)
+        assert losses(again)[-1] == losses(whole)[-1]
+
+
+@pytest.mark.parametrize(("batch_size", "ranks"), [(64, 2), (3, 4)])
+def test_without_micro_batches_each_rank_has_one_and_the_loss_is_that_of_the_whole_batch(
+    tmp_path: Path, batch_size: int, ranks: int
+) -> None:
+    settings = config(data_batch_size=batch_size)  # of 3 rows, one of 4 ranks gets none
+    alone, spread = tmp_path / "alone", tmp_path / "spread"
+    train(settings, alone)
+    run_ranks(train, settings, spread, world_size=ranks)
+
+    assert [loss for _, loss in losses(spread)] == pytest.approx([x for _, x in losses(alone)], rel=1e-5)
+    (here, _), (there, _) = load_trained(spread), load_trained(alone)
+    for name, weight in there.state_dict().items():
+        if isinstance(weight, torch.Tensor):
+            torch.testing.assert_close(here.state_dict()[name], weight, rtol=1e-4, atol=1e-6)
+    for name, table in there.embeddings.shards.local.items():
+        (chunk,) = table.scan(10**6)
+        rows = here.embeddings.shards.local[name].lookup(chunk.ids)
+        torch.testing.assert_close(rows, chunk.rows, rtol=1e-4, atol=1e-5)
+        assert len(here.embeddings.shards.local[name]) == len(table)
+
+
+def test_a_rank_that_is_told_to_stop_stops_all_at_one_step(tmp_path: Path, whole: Path) -> None:
+    found = run_ranks(stopped, config(train_micro_batches=4), tmp_path / "run")
+    assert found == [(6, True), (6, True)]  # the look-ups of step 6 told rank 0
+    assert resume(tmp_path / "run") == STEPS
+    assert_same(tmp_path / "run", whole)
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_raises_on_all(tmp_path: Path) -> None:
+    first, second = run_ranks(bad_label, config(train_epochs=1), tmp_path / "run")
+    assert first == second
+    assert first[0].startswith("InputError: step 2: the loss of all micro-batches together is nan")
+    assert first[1] == 4 * 16  # the rows of two good batches
+
+
+def test_rank_0_alone_writes_and_counts_all(tmp_path: Path) -> None:
+    settings = config(train_comm_metrics="user,tags", train_keep_last=2, train_save_every=5)
+    first, second = run_ranks(measured, settings, tmp_path / "run")
+    assert second == []
+    assert [(lookups, tables) for lookups, tables, _ in first] == [(4, ["user", "tags"])] * 3
+    assert [ids for *_, ids in first] == [(4 * 30, 4 * 31)] * 3  # 61 rows: 30 and 31
+
+    lines = log(tmp_path / "run")
+    assert [line["step"] for line in lines] == [4, 8, 12]
+    assert lines[-1]["samples"] == STEPS * 61
+    counts = json.loads((tmp_path / "run/frequencies.json").read_text())["context"]
+    assert sum(times * ids for times, ids in counts) == STEPS * 61
+    assert len(list((tmp_path / "run/tensorboard").iterdir())) == 1
+    assert checkpoint.Rotation(tmp_path / "run/checkpoints").steps() == [10, 12]
+    saved = checkpoint.read_manifest(tmp_path / "run/checkpoint")
+    assert lines[-1]["rows"] == {
+        name.removeprefix("embeddings."): entries[-1].live for name, entries in saved.tables().items()
+    }
+
+
+def test_comm_metrics_reach_tensorboard(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run_ranks(measured, config(train_comm_metrics="*", train_epochs=1), tmp_path / "run")
+    events = accumulator.EventAccumulator(str(tmp_path / "run/tensorboard"))
+    events.Reload()
+    tags = events.Tags()["scalars"]
+    assert {"loss", "comm/lookups", "comm/user/bytes_sent/rank1", "comm_wait/rows/max"} <= set(tags)
+    assert [(e.step, e.value) for e in events.Scalars("comm/item/ids/max")] == [(4, 4 * 31)]
+
+
+@pytest.mark.parametrize(("mode", "block_size"), MODES)
+def test_the_routing_mode_reaches_the_tables_and_the_checkpoint(
+    tmp_path: Path, whole: Path, mode: str, block_size: int | None
+) -> None:
+    settings = config(train_dist_type=mode, train_block_size=block_size, train_micro_batches=4)
+    run_ranks(train, settings, tmp_path / "run")
+
+    assert_same(tmp_path / "run", whole)  # where rows lie is not what they are
+    entry = checkpoint.read_manifest(tmp_path / "run/checkpoint").tables()["embeddings.user"][-1]
+    assert (entry.routing.dist_type, entry.routing.num_shards) == (mode, 2)
+    assert entry.routing.block_size == block_size
+    assert {piece.shard for piece in entry.pieces} == {0, 1}
+    model, _ = load_trained(tmp_path / "run")
+    assert model.embeddings.shards.configs["user"].dist_type == mode
+
+
+def test_a_directory_with_a_run_is_refused_by_all_ranks(tmp_path: Path, whole: Path) -> None:
+    first, second = run_ranks(refused, config(), whole)
+    assert first.startswith("UsageError: ")
+    assert "holds a run already" in first
+    assert second == f"RankFailedError: rank 0: {first.removeprefix('UsageError: ')}"
+
+
+def test_wrong_numbers_of_micro_batches_are_told_on_every_rank(tmp_path: Path) -> None:
+    found = run_ranks(refused, config(train_micro_batches=2), tmp_path / "run", world_size=4)
+    assert all("a power of two that 4 ranks divide, got 2" in said for said in found)

@@ -1,0 +1,319 @@
+"""Exchanges through shared memory: real processes on one host, hard time limits, ranks that die or lie."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import stat
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.errors import InputError, UsageError
+
+if sys.platform != "linux":
+    pytest.skip("mailboxes need Linux", allow_module_level=True)
+
+from megalith._native import Mailbox
+
+SECONDS = 120
+LONG = 100.0
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """In shared memory where there is some, as in use."""
+    shared = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shared if os.access(shared, os.W_OK) else None) as name:
+        yield Path(name)
+        assert not list(Path(name).iterdir()), "a mailbox was left behind"
+
+
+def run(folder: Path, size: int, work: Callable[..., Any], *args: Any, killed: int = -1) -> list[Any]:
+    """What `work(box, rank, size, *args)` returns in each of `size` processes; None for the killed one."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "megalith"])
+    barrier = context.Barrier(size, timeout=SECONDS)
+    started = []
+    for rank in range(size):
+        ours, theirs = context.Pipe(duplex=False)
+        arguments = (theirs, barrier, folder, rank, size, work, args)
+        process = context.Process(target=_rank, args=arguments, daemon=True)
+        process.start()
+        theirs.close()
+        started.append((process, ours))
+    results = []
+    try:
+        for rank, (_, pipe) in enumerate(started):
+            assert pipe.poll(SECONDS), f"rank {rank}: no answer within {SECONDS} s"
+            if rank == killed:
+                with pytest.raises(EOFError):
+                    pipe.recv_bytes()
+                results.append(None)
+                continue
+            good, result = pickle.loads(pipe.recv_bytes())
+            assert good, result
+            results.append(result)
+    finally:
+        for process, _ in started:
+            process.join(5)
+            process.kill()
+    return results
+
+
+def _rank(pipe: Connection, barrier: Any, folder: Path, rank: int, size: int, work: Any, args: Any) -> None:
+    signal.alarm(SECONDS)  # whatever it hangs in
+    torch.set_num_threads(1)
+    try:
+        box = Mailbox(str(folder / str(rank)), rank, size)
+        barrier.wait()
+        box.connect([str(folder / str(r)) for r in range(size)])
+        barrier.wait()
+        box.unlink()
+        result = work(box, rank, size, *args)
+        box.close()
+        pipe.send_bytes(pickle.dumps((True, result)))
+    except BaseException:
+        pipe.send_bytes(pickle.dumps((False, f"rank {rank}:\n{traceback.format_exc()}")))
+
+
+def part(exchange: int, sender: int, receiver: int, largest: int) -> Tensor:
+    """What `sender` sends to `receiver`: any rank can work it out."""
+    generator = torch.Generator().manual_seed(exchange * 10_000 + sender * 100 + receiver)
+    bound = [1, 100, largest][int(torch.randint(3, (), generator=generator))]
+    size = int(torch.randint(bound, (), generator=generator))
+    return torch.randint(256, (size,), generator=generator, dtype=torch.uint8)
+
+
+def nothing() -> Tensor:
+    return torch.empty(0, dtype=torch.uint8)
+
+
+def exchange_parts(box: Mailbox, rank: int, size: int, exchanges: int, largest: int) -> None:
+    for k in range(exchanges):
+        out = [part(k, rank, r, largest) for r in range(size)]
+        expected = [part(k, r, rank, largest) for r in range(size)]
+        recv = torch.empty(sum(map(len, expected)), dtype=torch.uint8)
+        missing = box.exchange(torch.cat(out), [*map(len, out)], recv, [*map(len, expected)], LONG)
+        assert missing == []
+        assert torch.equal(recv, torch.cat(expected))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_part_arrives_where_it_belongs(folder: Path, size: int) -> None:
+    run(folder, size, exchange_parts, 150, 5_000)
+
+
+def test_parts_of_any_size_arrive_through_files_that_do_not_grow(folder: Path) -> None:
+    run(folder, 3, exchange_parts, 4, 9_000_000)
+
+
+def leave_first(box: Mailbox, rank: int, size: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert box.exchange(nothing(), [0, 0], nothing(), [0, 0], 0.2) == [1]
+    with pytest.raises(UsageError, match="make new ones on all ranks"):
+        box.exchange(nothing(), [0, 0], nothing(), [0, 0], 0.2)
+
+
+def test_a_rank_that_died_is_named_and_the_box_is_broken(folder: Path) -> None:
+    run(folder, 2, leave_first, killed=1)
+
+
+def expect_too_much(box: Mailbox, rank: int, size: int) -> None:
+    send = torch.zeros(7, dtype=torch.uint8)
+    recv = torch.zeros(9, dtype=torch.uint8)
+    if rank == 0:
+        assert box.exchange(send, [0, 7], nothing(), [0, 0], LONG) == []
+        return
+    with pytest.raises(InputError, match="rank 0 sent 7 bytes to rank 1, which expected 9"):
+        box.exchange(nothing(), [0, 0], recv, [9, 0], LONG)
+    with pytest.raises(UsageError):
+        box.exchange(nothing(), [0, 0], recv, [9, 0], LONG)
+
+
+def test_a_size_other_than_announced_names_the_rank_and_both_sizes(folder: Path) -> None:
+    run(folder, 2, expect_too_much)
+
+
+class Signalled(Exception):
+    pass
+
+
+def be_interrupted(box: Mailbox, rank: int, size: int) -> None:
+    if rank == 1:
+        return
+
+    def handler(*_: object) -> None:
+        raise Signalled
+
+    signal.signal(signal.SIGUSR1, handler)
+    timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1))
+
+    def wait() -> None:
+        timer.start()  # runs while the exchange waits, which therefore does not hold the GIL
+        box.exchange(nothing(), [0, 0], nothing(), [0, 0], LONG)
+
+    with pytest.raises(Signalled):
+        wait()
+
+
+def test_a_signal_ends_a_long_wait(folder: Path) -> None:
+    run(folder, 2, be_interrupted)
+
+
+def send_over_4_gib(box: Mailbox, rank: int, size: int) -> None:
+    n = 4 * 2**30 + 12_345
+    none: list[int] = [0, 0]
+    if rank == 0:
+        send = torch.zeros(n, dtype=torch.uint8)  # takes no memory until it is written
+        send[[0, 2**32 - 1, 2**32, n - 1]] = torch.tensor([1, 2, 3, 4], dtype=torch.uint8)
+        assert box.exchange(send, [0, n], nothing(), none, LONG) == []
+        return
+    recv = torch.empty(n, dtype=torch.uint8)
+    assert box.exchange(nothing(), none, recv, [n, 0], LONG) == []
+    assert recv[[0, 2**32 - 1, 2**32, n - 1]].tolist() == [1, 2, 3, 4]
+    assert int(recv.count_nonzero()) == 4
+
+
+@pytest.mark.soak
+def test_a_part_over_4_gib_arrives(folder: Path) -> None:
+    run(folder, 2, send_over_4_gib)
+
+
+# ---- one process
+
+
+def pair(folder: Path) -> tuple[Mailbox, Mailbox, list[str]]:
+    paths = [str(folder / "a"), str(folder / "b")]
+    return Mailbox(paths[0], 0, 2), Mailbox(paths[1], 1, 2), paths
+
+
+def test_a_file_is_exclusive_private_and_gone_with_its_box(folder: Path) -> None:
+    path = folder / "a"
+    box = Mailbox(str(path), 0, 1)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with pytest.raises(FileExistsError, match=str(path)):
+        Mailbox(str(path), 0, 1)
+    box.connect([str(path)])
+    box.unlink()
+    assert not path.exists()
+    kept = Mailbox(str(path), 0, 1)
+    box.close()
+    assert path.exists()
+    del kept
+    assert not path.exists()
+
+
+def test_a_folder_that_does_not_exist_is_named(folder: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere/a"):
+        Mailbox(str(folder / "nowhere" / "a"), 0, 1)
+
+
+@pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (0, 0)])
+def test_a_rank_outside_the_size_is_refused(folder: Path, rank: int, size: int) -> None:
+    with pytest.raises(InputError, match=f"rank {rank} of {size}"):
+        Mailbox(str(folder / "a"), rank, size)
+
+
+def test_one_rank_gets_its_own_part(folder: Path) -> None:
+    box = Mailbox(str(folder / "a"), 0, 1)
+    box.connect([str(folder / "a")])
+    recv = torch.zeros(3, dtype=torch.uint8)
+    assert box.exchange(torch.tensor([1, 2, 3], dtype=torch.uint8), [3], recv, [3], 0) == []
+    assert recv.tolist() == [1, 2, 3]
+
+
+def test_bad_arguments_are_told_and_change_nothing(folder: Path) -> None:
+    box = Mailbox(str(folder / "a"), 0, 1)
+    send, recv = torch.arange(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
+    with pytest.raises(UsageError, match=r"connect\(\) comes first"):
+        box.exchange(send, [4], recv, [4], 1)
+    box.connect([str(folder / "a")])
+    with pytest.raises(TypeError, match="send: expected a contiguous uint8 tensor on the CPU"):
+        box.exchange(send.int(), [4], recv, [4], 1)
+    with pytest.raises(TypeError, match="recv: expected a contiguous uint8 tensor on the CPU"):
+        box.exchange(send, [4], torch.zeros(8, dtype=torch.uint8)[::2], [4], 1)
+    with pytest.raises(InputError, match=r"send_sizes: .* add up to the 4 bytes of send"):
+        box.exchange(send, [3], recv, [4], 1)
+    with pytest.raises(InputError, match=r"recv_sizes: .* add up to the 4 bytes of recv"):
+        box.exchange(send, [4], recv, [2**62], 1)
+    with pytest.raises(InputError, match="recv_sizes: expected one a rank, 1, got 2"):
+        box.exchange(send, [4], recv, [4, 0], 1)
+    with pytest.raises(InputError, match="recv: shares memory with send"):
+        box.exchange(send, [4], send, [4], 1)
+    with pytest.raises(InputError, match="timeout"):
+        box.exchange(send, [4], recv, [4], -1)
+    assert recv.tolist() == [0, 0, 0, 0]
+    assert box.exchange(send, [4], recv, [4], 1) == []
+    box.close()
+    with pytest.raises(UsageError, match="closed"):
+        box.exchange(send, [4], recv, [4], 1)
+
+
+@pytest.mark.parametrize("damage", ["empty", "text", "longer", "swapped", "folder", "more ranks"])
+def test_a_path_that_is_not_the_ranks_mailbox_is_named(folder: Path, damage: str) -> None:
+    box, other, paths = pair(folder)
+    wrong = folder / "wrong"
+    size = Path(paths[1]).stat().st_size
+    if damage == "empty":
+        wrong.touch()
+    elif damage == "text":
+        wrong.write_bytes(b"x" * size)
+    elif damage == "longer":
+        wrong.write_bytes(Path(paths[1]).read_bytes() + b"x")
+    elif damage == "swapped":
+        wrong.write_bytes(Path(paths[0]).read_bytes())
+    elif damage == "folder":
+        wrong.mkdir()
+    else:
+        third = Mailbox(str(wrong), 1, 3)
+    with pytest.raises(InputError, match=f"{wrong} of rank 1"):
+        box.connect([paths[0], str(wrong)])
+    if damage == "more ranks":
+        third.close()
+    elif damage == "folder":
+        wrong.rmdir()
+    else:
+        wrong.unlink()
+    box.connect(paths)  # nothing was changed by the attempt
+    other.close()
+    box.close()
+
+
+def test_a_path_that_is_missing_is_named(folder: Path) -> None:
+    box, other, paths = pair(folder)
+    other.close()
+    with pytest.raises(FileNotFoundError, match=paths[1]):
+        box.connect(paths)
+    with pytest.raises(InputError, match="paths: expected one a rank, 2, got 1"):
+        box.connect(paths[:1])
+    box.close()
+
+
+def test_a_forked_child_is_refused_and_leaves_the_file_alone(folder: Path) -> None:
+    box = Mailbox(str(folder / "a"), 0, 1)
+    box.connect([str(folder / "a")])
+    child = os.fork()
+    if child == 0:
+        signal.alarm(SECONDS)
+        try:
+            box.exchange(nothing(), [0], nothing(), [0], 0)
+        except UsageError as error:
+            os._exit(0 if "forked" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (folder / "a").exists()
+    assert box.exchange(nothing(), [0], nothing(), [0], 0) == []
+    box.close()
