@@ -74,7 +74,8 @@ $(VENV)/installed: $(VENV)/build-tools pyproject.toml $(NATIVE)
 
 # The report is looked at in a real browser.
 $(VENV)/dev: $(VENV)/installed
-	$(BIN)/pip install -q -c constraints.txt pytest pytest-xdist hypothesis ruff mypy pyarrow tensorboard obstore
+	$(BIN)/pip install -q -c constraints.txt pytest pytest-xdist hypothesis ruff mypy pyarrow tensorboard obstore \
+	  'moto[s3]' flask flask-cors
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null \
 	  || (apt-get update && apt-get install -y --no-install-recommends chromium fonts-dejavu-core)
 	@touch $@

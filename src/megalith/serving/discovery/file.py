@@ -1,0 +1,202 @@
+"""FileDiscovery: servers listed in a file that people or programs rewrite while it is watched.
+
+JSON, or TOML of the same shape: {"services": {"movies:entry": ["host:port", {"address": "host:port",
+"replica_id": 0, "idc": "a", "cluster": "b"}]}}. Whoever rewrites it should write another file and rename it;
+a file that is there only in part does no harm either, since what cannot be read changes nothing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import threading
+import time
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from megalith.errors import DiscoveryError, InputError, UsageError
+from megalith.serving.discovery.contract import Discovery, Replica, Replicas, log, replica_of
+from megalith.serving.discovery.records import SavedModel
+
+MAX_BYTES = 4 * 2**20
+"""The longest file that is read."""
+LOCK_SECONDS = 5.0
+"""How long another writer is waited for."""
+
+
+class FileDiscovery(Discovery):
+    """The servers a file lists; no file yet is no servers.
+
+    `replicas` reads the file; `start` begins to look every `interval` seconds for those who watch. `register`
+    rewrites a JSON file, under a lock beside it; `stop` takes back what was registered here, but a process
+    that is killed leaves its entries behind. Raises InputError unless the interval is 0.01 to 60 seconds.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, interval: float = 1.0) -> None:
+        super().__init__()
+        if not 0.01 <= interval <= 60:
+            raise InputError(f"interval must be 0.01 to 60 seconds, got {interval}")
+        self.path = Path(path)
+        self._interval = interval
+        self._lock = threading.RLock()
+        self._last: bytes | None = None
+        self._problem: str | None = None
+        self._listed: dict[str, list[Replica]] = {}
+        self._mine: set[tuple[str, str]] = set()
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, timeout: float = 15.0) -> None:
+        """Begins to look for changes; raises InputError if the file is there and cannot be read."""
+        if self._stopping.is_set():
+            raise UsageError(f"{self.path}: a stopped discovery is not started again: make another")
+        if self._thread is None:
+            data = self._read()
+            if data is not None:
+                parse(data, self.path)
+            self.refresh()
+            self._thread = threading.Thread(target=self._look, name=f"watch {self.path}", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """See `SyncBackend.stop`."""
+        self._stopping.set()
+        for service, address in sorted(self._mine):
+            try:
+                self.unregister(service, address)
+            except (DiscoveryError, InputError) as error:
+                log.warning("%s is still listed: %s", address, error)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def register(self, service: str, replica: Replica) -> None:
+        """See `Discovery.register`; raises UsageError for TOML, which is only read."""
+        name = str(SavedModel.parse(service))
+        entry = {key: value for key, value in vars(replica).items() if value not in (None, -1)}
+        with self._rewriting() as services:
+            others = [server for server in services.get(name, []) if _address(server) != replica.address]
+            services[name] = [*others, entry]
+        self._mine.add((name, replica.address))
+        self.refresh()
+
+    def unregister(self, service: str, address: str) -> None:
+        """See `Discovery.unregister`."""
+        with self._rewriting() as services:
+            others = [server for server in services.get(service, []) if _address(server) != address]
+            if service in services:
+                services[service] = others
+        self._mine.discard((service, address))
+        self.refresh()
+
+    def replicas(self, service: str) -> Replicas:
+        """See `Discovery.replicas`."""
+        SavedModel.parse(service)
+        self.refresh()
+        return self._board.get(service)
+
+    def refresh(self) -> None:
+        """Reads the file now; what cannot be read is logged once, and changes nothing."""
+        with self._lock:
+            try:
+                data = self._read()
+                if data is None or data == self._last:
+                    return
+                self._last = data
+                listed = parse(data, self.path)
+            except (InputError, DiscoveryError) as error:
+                if str(error) != self._problem:
+                    self._problem = str(error)
+                    log.warning("%s; going on with what it said before", error)
+                return
+            self._problem = None
+            for service in {*self._listed, *listed}:
+                self._board.set(service, listed.get(service, ()))
+            self._listed = listed
+
+    def _look(self) -> None:
+        while not self._stopping.wait(self._interval):
+            self.refresh()
+
+    def _read(self) -> bytes | None:
+        try:
+            with self.path.open("rb") as file:
+                data = file.read(MAX_BYTES + 1)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise DiscoveryError(f"{self.path}: cannot be read: {error.strerror}") from None
+        if len(data) > MAX_BYTES:
+            raise InputError(f"{self.path}: more than {MAX_BYTES} bytes")
+        return data
+
+    @contextmanager
+    def _rewriting(self) -> Iterator[dict[str, list[Any]]]:
+        """The services of the file, to be changed; written back if they were."""
+        if self.path.suffix == ".toml":
+            raise UsageError(f"{self.path}: TOML is only read; let servers register in a .json file")
+        with self._lock, self._locked():
+            data = self._read()
+            if data is not None:
+                parse(data, self.path)
+            document = {"services": {}} if data is None else json.loads(data)
+            before = json.dumps(document)
+            yield document["services"]
+            if json.dumps(document) == before:
+                return
+            part = self.path.with_name(f".{self.path.name}.{os.getpid()}.part")
+            try:
+                part.write_text(json.dumps(document, indent=2) + "\n")
+                part.replace(self.path)
+            except OSError as error:
+                raise DiscoveryError(f"{self.path}: cannot be written: {error.strerror}") from None
+            finally:
+                part.unlink(missing_ok=True)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        beside = self.path.with_name(f".{self.path.name}.lock")
+        deadline = time.monotonic() + LOCK_SECONDS
+        try:
+            file = beside.open("a")
+        except OSError as error:
+            raise DiscoveryError(f"{beside}: cannot be written: {error.strerror}") from None
+        with file:
+            while True:
+                with suppress(BlockingIOError):
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                if time.monotonic() > deadline:
+                    raise DiscoveryError(f"{beside}: another process holds it for {LOCK_SECONDS:g} s now")
+                time.sleep(0.01)
+            yield
+
+
+def parse(data: bytes, path: Path) -> dict[str, list[Replica]]:
+    """The replicas of each service; raises InputError, naming the file and the place in it."""
+    try:
+        text = data.decode()
+        found = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: cannot be read: {str(error)[:200]}") from None
+    services = found.get("services") if isinstance(found, dict) else None
+    if not isinstance(services, dict):
+        raise InputError(f'{path}: must be a table that holds "services", a table of lists')
+    listed: dict[str, list[Replica]] = {}
+    for service, servers in services.items():
+        where = f"{path}: {service[:100]!r}"
+        try:
+            SavedModel.parse(service)
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
+        if not isinstance(servers, list):
+            raise InputError(f"{where} must be a list of servers")
+        listed[service] = [replica_of(server, where) for server in servers]
+    return listed
+
+
+def _address(server: Any) -> object:
+    return server.get("address") if isinstance(server, dict) else server

@@ -1,0 +1,175 @@
+"""ReplicaWatcher: the replicas of each task of a service, as ReplicaMeta nodes in ZooKeeper say.
+
+Replicas that are not AVAILABLE are not given out, nor those without an address that can be called. Nodes
+that cannot be read are left out and logged.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from megalith.errors import InputError
+from megalith.serving.discovery.contract import SyncBackend, SyncTargets, log
+from megalith.serving.discovery.records import AddressFamily, ReplicaMeta, ServerType, TargetExtraInfo
+from megalith.serving.discovery.zk_session import Reader, ZooKeeperSession
+
+_TASK = re.compile(r"(?P<server_type>[a-z]+):(?P<task>[0-9]{1,9})")
+_REPLICA = re.compile(r"-?[0-9]{1,18}")
+_PLACE = re.compile(r"(?P<idc>[^:]+):(?P<cluster>[^:]+)")
+_SUB_GRAPH = re.compile(r"ps_(?P<task>[0-9]{1,9})")
+
+
+@dataclass(frozen=True)
+class _Found:
+    """An AVAILABLE replica. task: for example "ps:1"."""
+
+    server_type: str
+    task: int
+    replica_id: int
+    address: str
+    idc: str | None
+    cluster: str | None
+
+
+class ReplicaWatcher:
+    """The replicas below a node, kept up to date until `stop`.
+
+    dc_aware: whether a level idc:cluster is between the service and its tasks. use_archon: give out archon
+    addresses. address_family: which addresses to prefer. Asking needs no connection: while ZooKeeper is away
+    the answers are those of before.
+    """
+
+    def __init__(
+        self,
+        session: ZooKeeperSession,
+        prefix: str,
+        *,
+        dc_aware: bool = False,
+        use_archon: bool = False,
+        address_family: AddressFamily = "ipv4",
+    ) -> None:
+        self._dc_aware = dc_aware
+        self._use_archon = use_archon
+        self._family: AddressFamily = address_family
+        self._prefix = prefix
+        self._found: tuple[_Found, ...] = ()
+        self._session = session
+        self._view = session.view(prefix, self._read, self._changed)
+        session.wait(self._view)
+
+    def stop(self) -> None:
+        """Ends it, at once; afterwards there are no replicas."""
+        self._session.drop(self._view)
+        self._found = ()
+
+    def get_replicas(
+        self, server_type: ServerType, task: int, idc: str | None = None, cluster: str | None = None
+    ) -> list[str]:
+        """The addresses of a task's replicas, by replica id; idc and cluster: only those there."""
+        return list(self.get_replicas_with_extra_info(server_type, task, idc, cluster))
+
+    def get_replica(
+        self,
+        server_type: ServerType,
+        task: int,
+        replica: int,
+        idc: str | None = None,
+        cluster: str | None = None,
+    ) -> list[str]:
+        """The addresses of one replica: none, one, or one for each place that has it."""
+        found = self.get_replicas_with_extra_info(server_type, task, idc, cluster)
+        return [address for address, info in found.items() if info.replica_id == replica]
+
+    def get_all_replicas(
+        self, server_type: ServerType, idc: str | None = None, cluster: str | None = None
+    ) -> dict[str, list[str]]:
+        """The addresses of every task of a type, by "ps:1"; if dc_aware by "idc:cluster/ps:1"."""
+        result: dict[str, list[str]] = {}
+        for each in self._matching(server_type, None, idc, cluster):
+            place = f"{each.idc}:{each.cluster}/" if self._dc_aware else ""
+            result.setdefault(f"{place}{each.server_type}:{each.task}", []).append(each.address)
+        return result
+
+    def get_replicas_with_extra_info(
+        self, server_type: ServerType, task: int, idc: str | None = None, cluster: str | None = None
+    ) -> dict[str, TargetExtraInfo]:
+        """The addresses of a task's replicas, and where each runs."""
+        found = self._matching(server_type, task, idc, cluster)
+        return {each.address: TargetExtraInfo(each.idc, each.cluster, each.replica_id) for each in found}
+
+    def to_sync_wrapper(self) -> SyncBackend:
+        """The same as parameter sync sees it: "ps_1" is task 1 of type ps, called by that name."""
+        return _SyncWrapper(self)
+
+    def _matching(
+        self, server_type: str, task: int | None, idc: str | None, cluster: str | None
+    ) -> list[_Found]:
+        return [
+            each
+            for each in self._found
+            if each.server_type == server_type
+            and task in (None, each.task)
+            and idc in (None, each.idc)
+            and cluster in (None, each.cluster)
+        ]
+
+    def _changed(self, found: tuple[_Found, ...]) -> None:
+        self._found = found
+
+    def _read(self, reader: Reader) -> tuple[_Found, ...]:
+        places: dict[str, tuple[str | None, str | None]] = {self._prefix: (None, None)}
+        if self._dc_aware:
+            places = {}
+            for name in reader.children(self._prefix):
+                place = _PLACE.fullmatch(name)
+                if place:
+                    places[f"{self._prefix}/{name}"] = (place["idc"], place["cluster"])
+        found: list[_Found] = []
+        for path, (idc, cluster) in places.items():
+            for name in reader.children(path):
+                task = _TASK.fullmatch(name)
+                if task is None:
+                    log.warning("%s/%s is no task: type:number is", path, name)
+                    continue
+                for replica_id, address in self._read_task(reader, f"{path}/{name}"):
+                    found.append(
+                        _Found(task["server_type"], int(task["task"]), replica_id, address, idc, cluster)
+                    )
+        found.sort(key=lambda each: (each.server_type, each.task, each.replica_id, each.address))
+        return tuple(found)
+
+    def _read_task(self, reader: Reader, path: str) -> list[tuple[int, str]]:
+        names = [name for name in reader.children(path) if _REPLICA.fullmatch(name)]
+        usable: list[tuple[int, str]] = []
+        for place, data in reader.data([f"{path}/{name}" for name in names]).items():
+            try:
+                meta = ReplicaMeta.from_json(data, where=place)
+            except InputError as error:
+                log.warning("%s", error)
+                continue
+            address = meta.get_address(self._use_archon, self._family)
+            if meta.is_available and address is not None:
+                usable.append((int(place.rpartition("/")[2]), address))
+        return usable
+
+
+class _SyncWrapper(SyncBackend):
+    """A ReplicaWatcher as the target list of parameter sync."""
+
+    def __init__(self, watcher: ReplicaWatcher) -> None:
+        self._watcher = watcher
+
+    def subscribe_model(self, model_name: str) -> None:
+        """Nothing to do: a watcher is of one service."""
+
+    def get_sync_targets(self, sub_graph: str) -> SyncTargets:
+        """("ps_1", its replicas with extra info); raises InputError for other parts than those of type ps."""
+        part = _SUB_GRAPH.fullmatch(sub_graph)
+        if part is None:
+            raise InputError(f"sub graph {sub_graph!r} must be ps_0, ps_1 and so on")
+        return sub_graph, self._watcher.get_replicas_with_extra_info("ps", int(part["task"]))
+
+    def stop(self) -> None:
+        """Stops the watcher."""
+        self._watcher.stop()

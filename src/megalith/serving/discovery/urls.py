@@ -1,0 +1,41 @@
+"""Discoveries by address, as commands take them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megalith.errors import InputError
+from megalith.serving.discovery.contract import Discovery
+from megalith.serving.discovery.file import FileDiscovery
+from megalith.serving.discovery.static import StaticDiscovery
+from megalith.serving.discovery.zookeeper import open_zookeeper
+
+
+def _open_static(rest: str, **options: Any) -> StaticDiscovery:
+    return StaticDiscovery([address.strip() for address in rest.split(",") if address.strip()], **options)
+
+
+def _open_file(rest: str, **options: Any) -> FileDiscovery:
+    path = rest.removeprefix("//")
+    if not path:
+        raise InputError("file: must be file:path")
+    return FileDiscovery(path, **options)
+
+
+_SCHEMES: dict[str, Callable[..., Discovery]] = {
+    "static": _open_static,
+    "file": _open_file,
+    "zk": open_zookeeper,
+}
+
+
+def open_discovery(url: str, **options: Any) -> Discovery:
+    """A discovery from "static:host:port,...", "file:path" or "zk://host:port,host:port/root".
+
+    options: more arguments of its class. It is not started. Raises InputError for other addresses.
+    """
+    scheme, colon, rest = url.partition(":")
+    if not colon or scheme not in _SCHEMES:
+        raise InputError(f"discovery {url!r} must begin with one of {', '.join(f'{s}:' for s in _SCHEMES)}")
+    return _SCHEMES[scheme](rest, **options)

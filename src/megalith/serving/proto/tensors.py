@@ -1,0 +1,205 @@
+"""Tensors as TensorFlow's TensorProto, and back.
+
+Written as `tensor_content`. Read from there or from the typed field of the dtype, by TensorFlow's rules: too
+few typed values are filled up with the last, none at all is zeros. Protos are hostile until read: whatever
+is in one, the result is a tensor within `max_bytes` or an InputError that names it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megalith.errors import InputError
+from megalith.serving.proto.limits import (
+    BITS,
+    MAX_BYTES,
+    MAX_RANK,
+    POINTER_BYTES,
+    bytes_of_tensor,
+    checked_shape,
+    in_range,
+    tensor_of_bits,
+    tensor_of_bytes,
+)
+from megalith.serving.proto.schema import Message
+from megalith.serving.proto.tensorflow import DataType, TensorInfo, TensorProto
+
+Strings = NDArray[np.object_]
+"""An array of bytes objects."""
+
+DTYPES: dict[torch.dtype, DataType] = {
+    torch.float32: DataType.DT_FLOAT,
+    torch.float64: DataType.DT_DOUBLE,
+    torch.float16: DataType.DT_HALF,
+    torch.bfloat16: DataType.DT_BFLOAT16,
+    torch.int8: DataType.DT_INT8,
+    torch.int16: DataType.DT_INT16,
+    torch.int32: DataType.DT_INT32,
+    torch.int64: DataType.DT_INT64,
+    torch.uint8: DataType.DT_UINT8,
+    torch.uint16: DataType.DT_UINT16,
+    torch.uint32: DataType.DT_UINT32,
+    torch.uint64: DataType.DT_UINT64,
+    torch.bool: DataType.DT_BOOL,
+}
+_TORCH = {number: dtype for dtype, number in DTYPES.items()}
+_FIELDS = {
+    DataType.DT_FLOAT: "float_val",
+    DataType.DT_DOUBLE: "double_val",
+    DataType.DT_HALF: "half_val",
+    DataType.DT_BFLOAT16: "half_val",
+    DataType.DT_INT8: "int_val",
+    DataType.DT_INT16: "int_val",
+    DataType.DT_INT32: "int_val",
+    DataType.DT_INT64: "int64_val",
+    DataType.DT_UINT8: "int_val",
+    DataType.DT_UINT16: "int_val",
+    DataType.DT_UINT32: "uint32_val",
+    DataType.DT_UINT64: "uint64_val",
+    DataType.DT_BOOL: "bool_val",
+    DataType.DT_STRING: "string_val",
+}
+
+
+def to_tensor_proto(tensor: Tensor) -> Message:
+    """A tensor of any device as a TensorProto; raises InputError for dtypes that TensorFlow does not have."""
+    content = bytes_of_tensor(tensor, "tensor")
+    proto = TensorProto(dtype=DTYPES[tensor.dtype], tensor_content=content)
+    _set_shape(proto, tensor.shape)
+    return proto
+
+
+def from_tensor_proto(proto: Message, *, name: str = "tensor", max_bytes: int = MAX_BYTES) -> Tensor:
+    """The tensor of a TensorProto, in memory of its own.
+
+    name: what errors call it. max_bytes: the most it may take.
+    Raises InputError for strings (see `strings_from_tensor_proto`), unknown dtypes and whatever does not fit.
+    """
+    number = proto.dtype
+    if number not in _TORCH:
+        hint = "; read it with strings_from_tensor_proto" if number == DataType.DT_STRING else ""
+        raise InputError(f"{name}: dtype {_dtype_name(number)} cannot be a tensor{hint}")
+    dtype = _TORCH[DataType(number)]
+    shape = _shape(proto, dtype.itemsize, max_bytes, name)
+    field = _only_field(proto, name)
+    if field == "tensor_content":
+        return tensor_of_bytes(proto.tensor_content, dtype, shape, name)
+    values = getattr(proto, field)
+    bits = BITS[dtype]
+    if field in ("int_val", "half_val"):
+        given = in_range(np.fromiter(values, np.int32, len(values)), bits, name)
+    else:
+        given = np.fromiter(values, bits, len(values))
+    return tensor_of_bits(_filled(given, math.prod(shape), name), dtype, shape)
+
+
+def from_tensor_protos(
+    protos: Mapping[str, Message], *, max_bytes: int = MAX_BYTES
+) -> dict[str, Tensor | Strings]:
+    """The inputs of a request by name; strings as arrays of bytes objects.
+
+    max_bytes: the most they may take together. Raises InputError as `from_tensor_proto` does.
+    """
+    left = max_bytes
+    read: dict[str, Tensor | Strings] = {}
+    for name in sorted(protos):
+        proto, shown = protos[name], f"input {name[:100]!r}"
+        if proto.dtype == DataType.DT_STRING:
+            strings = strings_from_tensor_proto(proto, name=shown, max_bytes=left)
+            left -= strings.size * POINTER_BYTES
+            read[name] = strings
+        else:
+            tensor = from_tensor_proto(proto, name=shown, max_bytes=left)
+            left -= tensor.numel() * tensor.element_size()
+            read[name] = tensor
+    return read
+
+
+def strings_to_tensor_proto(strings: Strings | Sequence[bytes]) -> Message:
+    """Bytes objects, of any shape or a plain list of them, as a TensorProto of DT_STRING."""
+    array = np.asarray(strings, dtype=object)
+    flat = array.reshape(-1).tolist()
+    for value in flat:
+        if not isinstance(value, bytes):
+            raise InputError(f"strings must be bytes, got {type(value).__name__}; encode them first")
+    proto = TensorProto(dtype=DataType.DT_STRING, string_val=flat)
+    _set_shape(proto, array.shape)
+    return proto
+
+
+def strings_from_tensor_proto(proto: Message, *, name: str = "tensor", max_bytes: int = MAX_BYTES) -> Strings:
+    """The bytes objects of a TensorProto of DT_STRING; max_bytes counts 8 for each, beside the message.
+
+    Raises InputError for other dtypes and whatever does not fit.
+    """
+    if proto.dtype != DataType.DT_STRING:
+        raise InputError(f"{name}: dtype {_dtype_name(proto.dtype)} is not DT_STRING")
+    shape = _shape(proto, POINTER_BYTES, max_bytes, name)
+    if _only_field(proto, name) == "tensor_content":
+        raise InputError(f"{name}: strings must be in string_val, not in tensor_content")
+    given = np.empty(len(proto.string_val), dtype=object)
+    given[:] = list(proto.string_val)
+    count = math.prod(shape)
+    if count and not len(given):
+        return np.full(shape, b"", dtype=object)
+    return _filled(given, count, name).reshape(shape)
+
+
+def tensor_info(name: str, dtype: torch.dtype, shape: Iterable[int | None]) -> Message:
+    """How a signature describes a tensor; None and -1 are sizes that vary."""
+    if dtype not in DTYPES:
+        raise InputError(f"{name}: {dtype} is no dtype of TensorFlow's")
+    info = TensorInfo(name=name, dtype=DTYPES[dtype])
+    info.tensor_shape.SetInParent()
+    for size in shape:
+        info.tensor_shape.dim.add(size=-1 if size is None else size)
+    return info
+
+
+def _set_shape(proto: Message, shape: Sequence[int]) -> None:
+    proto.tensor_shape.SetInParent()  # a scalar has a shape too: the empty one
+    for size in shape:
+        proto.tensor_shape.dim.add(size=size)
+
+
+def _shape(proto: Message, item_bytes: int, max_bytes: int, name: str) -> tuple[int, ...]:
+    if proto.tensor_shape.unknown_rank:
+        raise InputError(f"{name}: its shape is unknown; a tensor that is sent must have one")
+    sizes = [dim.size for dim in proto.tensor_shape.dim[: MAX_RANK + 1]]
+    return checked_shape(sizes, item_bytes, max_bytes, name)
+
+
+def _only_field(proto: Message, name: str) -> str:
+    """The field the values are in; raises InputError if there are others too."""
+    expected = _FIELDS[DataType(proto.dtype)]
+    filled = [field.name for field, _ in proto.ListFields() if field.name.endswith(("_val", "_content"))]
+    if any(field not in (expected, "tensor_content") for field in filled) or len(filled) > 1:
+        raise InputError(
+            f"{name}: {_dtype_name(proto.dtype)} belongs into tensor_content or {expected}, "
+            f"and only one of them; found {', '.join(filled)}"
+        )
+    return filled[0] if filled else expected
+
+
+def _filled(given: NDArray[Any], count: int, name: str) -> NDArray[Any]:
+    """The values, the last one repeated up to `count`."""
+    if len(given) > count:
+        raise InputError(f"{name}: {len(given)} values for a shape of {count}")
+    if len(given) == count:
+        return given
+    out = np.zeros(count, given.dtype)
+    out[: len(given)] = given
+    if len(given):
+        out[len(given) :] = given[-1]
+    return out
+
+
+def _dtype_name(number: int) -> str:
+    return DataType(number).name if number in DataType._value2member_map_ else str(number)
