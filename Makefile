@@ -72,12 +72,14 @@ $(VENV)/installed: $(VENV)/build-tools pyproject.toml $(NATIVE)
 	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e .
 	@touch $@
 
-# The report is looked at in a real browser.
+# The report is looked at in a real browser, discovery tried with a real ZooKeeper.
 $(VENV)/dev: $(VENV)/installed
 	$(BIN)/pip install -q -c constraints.txt pytest pytest-xdist hypothesis ruff mypy pyarrow tensorboard obstore \
-	  'moto[s3]' flask flask-cors
+	  'moto[s3]' flask flask-cors protobuf kazoo
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null \
 	  || (apt-get update && apt-get install -y --no-install-recommends chromium fonts-dejavu-core)
+	@test -e /usr/share/java/zookeeper.jar && command -v java >/dev/null \
+	  || (apt-get update && apt-get install -y --no-install-recommends zookeeper default-jre-headless)
 	@touch $@
 
 $(VENV)/bench: $(VENV)/installed benchmarks/requirements.txt

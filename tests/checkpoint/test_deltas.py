@@ -280,6 +280,57 @@ def test_a_manifest_that_lands_though_its_write_fails_is_the_checkpoint(
 # ---- saves beside other things
 
 
+@pytest.mark.parametrize("how", ["save", "compact"])
+@pytest.mark.parametrize("while_it", ["verifies", "loads rows"])
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(how: str, while_it: str) -> None:
+    store = MemoryStore()
+    trainer = Model()
+    train(trainer, 1)
+    checkpoint.save(trainer, store)
+    checkpoint.save_delta(trainer, store)
+    model, replaced = Model(seed=8), []
+
+    def replace() -> None:
+        if not replaced:
+            replaced.append(True)
+            train(trainer, 2)
+            checkpoint.save(trainer, store) if how == "save" else checkpoint.compact(store)
+
+    class Watched(MemoryStore):
+        def size(self, name: str) -> int:
+            if while_it == "verifies":
+                replace()
+            return super().size(name)
+
+    checkpoint.load(
+        model,
+        Watched(store.files),
+        on_rows=lambda rows: replace() if while_it == "loads rows" else None,
+    )
+
+    assert replaced
+    again = Model(seed=9)
+    checkpoint.load(again, store)
+    assert_same(state_of(model), state_of(again))
+
+
+def test_a_checkpoint_that_is_replaced_all_the_time_is_given_up() -> None:
+    store = MemoryStore()
+    trainer = Model()
+    checkpoint.save(trainer, store)
+
+    class Restless(MemoryStore):
+        def size(self, name: str) -> int:
+            checkpoint.save(trainer, store)
+            return super().size(name)
+
+    model = Model()
+    before = state_of(model)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        checkpoint.load(model, Restless(store.files))
+    assert_same(state_of(model), before)
+
+
 class SlowStore(MemoryStore):
     """Writes nothing until it is told to."""
 

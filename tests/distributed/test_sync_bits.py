@@ -80,7 +80,8 @@ class Model(nn.Module):
     def loss(self, columns: dict[str, Ragged], labels: Tensor) -> Tensor:
         rows = self.embeddings(columns)
         joined = torch.cat([rows[f.name].flatten(1) for f in FEATURES], 1)
-        return (self.head(joined)[:, 0] - labels).square().mean()
+        loss: Tensor = (self.head(joined)[:, 0] - labels).square().mean()
+        return loss
 
 
 def train(shards: Any, threads: int = 1, **options: Any) -> dict[str, Any]:
@@ -102,7 +103,7 @@ def train(shards: Any, threads: int = 1, **options: Any) -> dict[str, Any]:
     }
 
 
-CLIPPED = {"clip_value": 0.002, "clip_norm": 0.05}
+CLIPPED: dict[str, Any] = {"clip_value": 0.002, "clip_norm": 0.05}
 
 
 def on_a_rank() -> dict[str, dict[str, Any]]:

@@ -56,7 +56,7 @@ class Model(nn.Module):
         column = Ragged(ids, torch.arange(len(ids) + 1))
         out = self.embeddings({"x": column, "y": column}, time=100 + step)
         # Numbers that add up exactly in any order; the dense part sees no data, so it is the same everywhere.
-        sum((x * (ids % 5 + 1)[:, None] / 4).sum() for x in out.values()).backward()  # type: ignore[union-attr]
+        sum((x * (ids % 5 + 1)[:, None] / 4).sum() for x in out.values()).backward()
         self.optimizer.zero_grad()
         self.head.weight.square().sum().backward()
         self.optimizer.step()
@@ -140,7 +140,7 @@ def load_all(folder: Path) -> list[dict[str, Any]]:
             if not path.name.startswith(f"{mode}-"):
                 model.train_on(share(ints(3)), 0)
                 before = model.rows
-                refused = told(lambda model=model, path=path: checkpoint.load(model, path))  # type: ignore[misc]
+                refused = told(lambda model=model, path=path: checkpoint.load(model, path))
                 assert_same(model.rows, before)
             report = checkpoint.load(model, path, optimizer=model.optimizer, reroute=True)
             placed = [router(mode, dist.get_world_size()).owner(x[0]) for x in model.rows.values()]
@@ -268,7 +268,7 @@ def test_deltas_and_asynchronous_saves_load_on_any_number_of_ranks(tmp_path: Pat
     alone = Model(LocalShards(TABLES))
     checkpoint.load(alone, tmp_path / "chain")
     assert_same(alone.rows, delta)
-    added = []
+    added: list[Rows] = []
     for size in (4, 1):  # each goes on where the one before ended
         found = run_ranks(load_chain, tmp_path, world_size=size)
         assert_same(together([rank["chain"] for rank in found]), added[-1] if added else delta)
@@ -310,7 +310,7 @@ def continued(path: Path, steps: range, load: bool, save: bool) -> dict[str, Any
 def refused_states(states: list[Any]) -> list[tuple[str, str] | None]:
     """The states of 2 ranks, loaded on another number of them."""
     model = bits.Model(SyncShards(bits.TABLES, timeout=60.0))
-    return [told(lambda state=state: model.embeddings.load_state_dict(state)) for state in states]  # type: ignore[misc]
+    return [told(lambda state=state: model.embeddings.load_state_dict(state)) for state in states]
 
 
 def test_training_continues_on_another_number_of_ranks_with_the_same_bits(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ class Case:
         per_table = {table.name: draw.choice(routers) for table in self.tables}
         return SyncShards(
             self.tables,
-            router=draw.choice([draw.choice(routers), per_table]),
+            router=draw.choice(routers) if draw.random() < 0.5 else per_table,
             engine=draw.choice(["cpu", "cpu", "reference"]),
             seed=self.seed,
             transport=draw.choice(["gloo", "auto"]),
@@ -232,73 +232,92 @@ def train_collections(case: Case) -> list[str]:
 CALLS = ["lookup", "push", "push", "push ids", "assign", "assign_add", "reinitialize", "remove"]
 
 
-def call_shards(case: Case) -> list[str]:
-    """Calls in any order, each rank with its ids; a table may be absent on some ranks, or have no ids."""
+@dataclass
+class Given:
+    """What the ranks bring to a call, by table: ids and values of all in rank order, where this rank's are,
+    which are pushed where gradients are, and the tables this rank looks up but has no gradients for."""
+
+    ids: dict[str, Tensor] = field(default_factory=dict)
+    values: dict[str, Tensor] = field(default_factory=dict)
+    mine: dict[str, slice] = field(default_factory=dict)
+    pushed: dict[str, Tensor] = field(default_factory=dict)
+    silent: set[str] = field(default_factory=set)
+
+    @property
+    def own(self) -> dict[str, Tensor]:
+        return {name: self.ids[name][where] for name, where in self.mine.items()}
+
+    @property
+    def own_values(self) -> dict[str, Tensor]:
+        return {name: self.values[name][where] for name, where in self.mine.items()}
+
+
+def draw_call(case: Case) -> Given:
+    """A table may be absent on some ranks, have no ids there, or no gradients."""
     draw, rank = case.random, dist.get_rank()
+    pairs = [(table.name, r) for table in case.tables for r in range(case.ranks)]
+    lacking, silent = set(draw.choices(pairs, k=2)), set(draw.choices(pairs, k=2))
+    given = Given()
+    for table in case.tables:
+        name = table.name
+        lists = [[] if (name, r) in lacking else case.ids(6) for r in range(case.ranks)]
+        sizes = [len(ids) for ids in lists]
+        begin = sum(sizes[:rank])
+        given.ids[name] = torch.tensor(list(chain(*lists)), dtype=torch.int64)
+        given.values[name] = case.floats(sum(sizes), table.dim)
+        flags = [(name, r) not in silent for r in range(case.ranks)]
+        given.pushed[name] = torch.repeat_interleave(torch.tensor(flags), torch.tensor(sizes))
+        if (name, rank) not in lacking:
+            given.mine[name] = slice(begin, begin + sizes[rank])
+        if not flags[rank]:
+            given.silent.add(name)
+    return given
+
+
+def call_shards(case: Case) -> list[str]:
+    """Calls in any order, each rank with its ids."""
+    draw = case.random
     spread, alone = case.spread(), case.alone()
     problems = []
     for number in range(8):
-        call = draw.choice(CALLS)
-        asked: dict[str, list[list[int]]] = {
-            table.name: [case.ids(6) for _ in range(case.ranks)] for table in case.tables
-        }
-        lacking = {(draw.choice(case.tables).name, draw.randrange(case.ranks)) for _ in range(2)}
-        own: dict[str, Tensor] = {}
-        joined: dict[str, Tensor] = {}
-        values: dict[str, tuple[Tensor, slice]] = {}
-        for table in case.tables:
-            lists = [[] if (table.name, r) in lacking else x for r, x in enumerate(asked[table.name])]
-            sizes = [len(ids) for ids in lists]
-            begin = sum(sizes[:rank])
-            joined[table.name] = torch.tensor(list(chain(*lists)), dtype=torch.int64)
-            mine = slice(begin, begin + sizes[rank])
-            values[table.name] = case.floats(sum(sizes), table.dim), mine
-            if (table.name, rank) not in lacking:
-                own[table.name] = joined[table.name][mine]
-        numbers = {"step": number, "time": 50.0 + number}
+        call, given = draw.choice(CALLS), draw_call(case)
+        numbers: dict[str, Any] = {"step": number, "time": 50.0 + number}
         numbers |= {"scale": draw.choice([1.0, 0.25]), "clip_norm": draw.choice([None, 0.5])}
-        for problem in make_call(call, spread, alone, own, joined, values, numbers):
-            problems.append(f"call {number}, {call}: {problem}")
-        problems += [f"call {number}, {call}: {said}" for said in differing_rows(spread, alone)]
+        said = [*make_call(call, spread, alone, given, numbers), *differing_rows(spread, alone)]
+        problems += [f"call {number}, {call}: {each}" for each in said]
     return problems
 
 
 def make_call(
-    call: str,
-    spread: SyncShards,
-    alone: LocalShards,
-    own: dict[str, Tensor],
-    joined: dict[str, Tensor],
-    values: dict[str, tuple[Tensor, slice]],
-    numbers: dict[str, Any],
+    call: str, spread: SyncShards, alone: LocalShards, given: Given, numbers: dict[str, Any]
 ) -> Iterator[str]:
     """One call, of this rank's ids and of all together; what differs in their results."""
-    all_values = {name: x for name, (x, _) in values.items()}
-    parts = {name: x[where] for name, (x, where) in values.items() if name in own}
+    time = numbers["time"]
     if call == "lookup":
-        lookup = spread.lookup(own)
+        lookup = spread.lookup(given.own)
         lookup.wait()  # rows travel with the first use; a rank without ids uses none
-        got, expected = lookup.rows, alone.lookup(joined).rows
-        if not all(close(got[name], expected[name][values[name][1]]) for name in own):
+        expected = alone.lookup(given.ids).rows
+        if not all(close(lookup.rows[name], expected[name][where]) for name, where in given.mine.items()):
             yield "other rows"
     elif call == "push":
-        spread.apply_gradients(spread.lookup(own), parts, **numbers)
-        alone.apply_gradients(alone.lookup(joined), all_values, **numbers)
+        grads = {name: x for name, x in given.own_values.items() if name not in given.silent}
+        spread.apply_gradients(spread.lookup(given.own), grads, **numbers)
+        ids, values = ({n: x[given.pushed[n]] for n, x in all_.items()} for all_ in (given.ids, given.values))
+        alone.apply_gradients(ids, values, **numbers)
     elif call == "push ids":
-        spread.apply_gradients(own, parts, **numbers)
-        alone.apply_gradients(joined, all_values, **numbers)
+        spread.apply_gradients(given.own, given.own_values, **numbers)
+        alone.apply_gradients(given.ids, given.values, **numbers)
     elif call in ("assign", "assign_add"):
-        rows = {name: (own[name], parts[name]) for name in own}
-        getattr(spread, call)(rows, time=numbers["time"])
-        getattr(alone, call)({n: (joined[n], all_values[n]) for n in joined}, time=numbers["time"])
+        own, own_values = given.own, given.own_values
+        getattr(spread, call)({name: (own[name], own_values[name]) for name in own}, time=time)
+        getattr(alone, call)({name: (x, given.values[name]) for name, x in given.ids.items()}, time=time)
     elif call == "reinitialize":
-        status = spread.reinitialize(own, time=numbers["time"])
-        wanted = alone.reinitialize(joined, time=numbers["time"])
-        if not all(torch.equal(status[name], wanted[name][values[name][1]]) for name in own):
+        status, wanted = spread.reinitialize(given.own, time=time), alone.reinitialize(given.ids, time=time)
+        if not all(torch.equal(status[name], wanted[name][where]) for name, where in given.mine.items()):
             yield "another status"
     else:
-        removed, wanted_removed = spread.remove(own), alone.remove(joined)
-        if any(removed[name] != wanted_removed[name] for name in own):
+        removed, all_removed = spread.remove(given.own), alone.remove(given.ids)
+        if any(removed[name] != all_removed[name] for name in given.mine):
             yield "another number of removed rows"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -126,6 +128,23 @@ def test_a_step_takes_four_exchanges_whatever_the_number_of_tables(transport: st
                 assert calls == ({"all_to_all_single": number} if used == "gloo" else {})
 
 
+def dropped() -> tuple[int, int]:
+    """Exchange threads that run while two SyncShards exist, and when one of them is gone."""
+    kept = SyncShards([TableConfig("t", dim=1, optimizer=SGD(1.0))], timeout=60.0)
+    other = SyncShards([TableConfig("t", dim=1, optimizer=SGD(1.0))], timeout=60.0)
+    other.lookup({"t": ints(1)}).wait()
+    threads = [thread for thread in threading.enumerate() if thread.name == "megalith exchange"]
+    del other
+    gc.collect()
+    threads[1].join(60)
+    kept.lookup({"t": ints(1)}).wait()
+    return len(threads), sum(thread.is_alive() for thread in threads)
+
+
+def test_the_thread_of_shards_that_are_gone_ends() -> None:
+    assert run_ranks(dropped) == [(2, 1), (2, 1)]
+
+
 def running_out() -> list[list[int]]:
     """Rank r has data for r look-ups; what each look-up tells of the ranks that have none left."""
     shards = SyncShards([TableConfig("t", dim=1, optimizer=SGD(1.0))], timeout=60.0)
@@ -144,14 +163,8 @@ def test_every_rank_knows_who_has_run_out_of_data() -> None:
 
 # ---- wires
 
-WIRES = [
-    "float32",
-    "float16",
-    "bfloat16",
-    "int8",
-    {"rows": "int8", "grads": "bfloat16"},
-    {"grads": "float16"},
-]
+WIRES: list[str | dict[str, str]] = ["float32", "float16", "bfloat16", "int8"]
+WIRES += [{"rows": "int8", "grads": "bfloat16"}, {"grads": "float16"}]
 DIMS = {"a": 3, "b": 8}
 
 

@@ -53,9 +53,11 @@ def told(work: Callable[[], object]) -> Said:
     return None
 
 
-def store() -> dist.Store:
+def store() -> Any:
     """Where ranks of a test tell each other how far they are, past the exchanges."""
-    return dist.group.WORLD.get_group_store()
+    group = dist.group.WORLD
+    assert group is not None
+    return group.get_group_store()
 
 
 # ---- bad input on rank 1
@@ -303,6 +305,7 @@ def differing() -> dict[str, Said]:
         "one router": {"router": {"a": Router("continuous", 2, block_size=9)}},
         "seed": {"seed": 1},
         "wire": {"wire": {"rows": "float16"}},
+        "transport": {"transport": "gloo"},
         "bad router": {"router": "modulo"},
         "bad wire": {"wire": "float8"},
         "bad table": {"configs": [TABLES[0], TABLES[0]]},
@@ -322,6 +325,8 @@ def test_ranks_made_with_other_arguments_raise_on_all() -> None:
             assert said is not None, name
             assert said[0] == "InputError"
             assert f"rank {1 - rank} has other tables, routers, seed or wire than rank {rank}" in said[1]
+    for said in (first["transport"], second["transport"]):
+        assert said == ("InputError", "transport must be the same on all ranks, got auto, gloo")
     for name, text in (("bad router", "'modulo'"), ("bad wire", "'float8'"), ("bad table", "two tables")):
         own, other = second[name], first[name]
         assert own is not None
@@ -379,10 +384,10 @@ def test_ranks_at_different_exchanges_are_told_so() -> None:
     first, second = run_ranks(other_exchange)
     if first is None:
         pytest.skip("no shared memory here")
-    assert first[0] == second[0] == "RankFailedError"  # type: ignore[index]
+    assert first[0] == second[0] == "RankFailedError"
     assert "SyncShards.apply_gradients number 1, exchange of gradients of step 4 (tables a, b)" in first[1]
-    assert "SyncShards.lookup number 2, exchange of sizes (tables a, b)" in second[1]  # type: ignore[index]
-    for _, said in (first, second):  # type: ignore[misc]
+    assert "SyncShards.lookup number 2, exchange of sizes (tables a, b)" in second[1]
+    for _, said in (first, second):
         assert "all ranks must make the same calls in the same order" in said
 
 

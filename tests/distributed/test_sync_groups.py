@@ -136,7 +136,7 @@ def groups() -> list[dict[str, Any]]:
     return run_ranks(in_groups, world_size=4)
 
 
-MEMBERS = {
+MEMBERS: dict[str, list[tuple[int, ...]]] = {
     "group, gloo": [(0, 2), (1, 3)],
     "group, auto": [(0, 2), (1, 3)],
     "mesh, inner": [(0, 1), (2, 3)],

@@ -60,7 +60,7 @@ class Prepared(Dataset[Any]):
 
 
 def new_collection() -> EmbeddingCollection:
-    routers = {"a": Router("continuous", 2, block_size=5), "b": "hash_roundrobin"}
+    routers: dict[str, str | Router] = {"a": Router("continuous", 2, block_size=5), "b": "hash_roundrobin"}
     return EmbeddingCollection(SyncShards(TABLES, router=routers, timeout=60.0), FEATURES)
 
 

@@ -66,7 +66,8 @@ def written(shards: SyncShards) -> dict[str, Any]:
 
 def walked(shards: SyncShards) -> dict[str, Any]:
     """What scan, restore, clear and reserve do with this rank's part."""
-    rank, found = dist.get_rank(), {}
+    rank = dist.get_rank()
+    found: dict[str, Any] = {}
     shards.clear()
     ids = torch.arange(100)
     lookup = shards.lookup({"b": ids})
@@ -92,7 +93,8 @@ def walked(shards: SyncShards) -> dict[str, Any]:
 
 
 def touched(shards: SyncShards) -> dict[str, Any]:
-    rank, found = dist.get_rank(), {}
+    rank = dist.get_rank()
+    found: dict[str, Any] = {}
     shards.clear()
     shards.track("one")
     shards.track("other")

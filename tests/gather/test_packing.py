@@ -9,13 +9,15 @@ from hypothesis import strategies as st
 
 from megalith.errors import InputError
 from megalith.gather.chunks import (
+    Area,
+    covered,
     forward_dct,
     from_chunks,
     inverse_dct,
     lay_out,
     rectangles,
     to_chunks,
-    window,
+    within,
 )
 from megalith.gather.packing import (
     pack_codes,
@@ -136,7 +138,7 @@ def test_a_range_of_chunks_is_made_of_rectangles(
     places = list(rectangles(spec, start, stop))
     assert len(places) <= 3
     for place in places:
-        part = window(out, spec, place)
+        part = within(out, covered(spec, place, Area(0, *spec.matrix[:1], 0, *spec.matrix[1:])), 0, 0)
         part.copy_(lay_out(chunks[place.start : place.stop], spec, place)[: part.shape[0], : part.shape[1]])
     whole = torch.full((spec.rows, spec.size), float("nan"))
     whole[start:stop] = chunks

@@ -236,6 +236,8 @@ def test_a_preparer_can_be_sent_to_another_process_and_gives_the_same() -> None:
     ids = {"b": ints(5, 1, 5), "a": ints(*EXTREME_IDS)}
     here, there = preparer(ids), pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(preparer))(ids)))
     for a, b in zip(here.deduped, there.deduped, strict=True):
+        assert a is not None
+        assert b is not None
         assert torch.equal(a, b)
     assert (here.begin, here.total) == (there.begin, there.total)
 
@@ -272,7 +274,7 @@ def test_a_router_for_every_table() -> None:
         ({"z": "roundrobin"}, "unknown table 'z'"),
     ):
         with pytest.raises((InputError, UnknownNameError), match=said):
-            make_routers(own, given_router, 4)  # type: ignore[arg-type]
+            make_routers(own, given_router, 4)
 
 
 # ---- joined poolings

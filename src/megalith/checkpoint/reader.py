@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
@@ -20,9 +20,10 @@ from torch import nn
 
 from megalith.checkpoint.chain import agree, check_idle, forget_tip, ranks_of, set_tip, start_over
 from megalith.checkpoint.fit import Fit, Match, fit
-from megalith.checkpoint.manifest import FileEntry, Manifest, Piece, TableEntry
+from megalith.checkpoint.manifest import NAME, FileEntry, Manifest, Piece, TableEntry
 from megalith.checkpoint.model import DenseFit, collections_of, fit_dense
 from megalith.checkpoint.rows import (
+    MAX_MANIFEST,
     check_piece,
     check_removed,
     read_chunk,
@@ -32,11 +33,12 @@ from megalith.checkpoint.rows import (
 )
 from megalith.checkpoint.store import Store, open_store
 from megalith.checkpoint.tree import unpack
-from megalith.errors import CheckpointError, InputError
+from megalith.errors import CheckpointError, InputError, RankFailedError, RankTimeoutError
 from megalith.nn import EmbeddingCollection
 from megalith.shards.ranks import Ranks
 from megalith.table import Chunk
 
+_TRIES = 5
 _Check = Callable[[Store], None]
 
 
@@ -67,6 +69,19 @@ class LoadReport:
         return {name: report.kept for name, report in self.tables.items()}
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What `load` was asked for; see there."""
+
+    optimizer: torch.optim.Optimizer | None
+    reroute: bool
+    rename: Mapping[str, str]
+    drop_optimizer_state: bool | Collection[str]
+    allow_missing: bool
+    deltas: bool
+    on_rows: Callable[[int], None] | None
+
+
 def load(
     model: nn.Module,
     path: str | PathLike[str] | Store,
@@ -91,12 +106,43 @@ def load(
     number of rows read so far.
 
     Files are checked against the manifest before any table is cleared; raises CheckpointError naming file and
-    problem, and UsageError while a save of the model is under way.
+    problem, and UsageError while a save of the model is under way. A checkpoint that is replaced while it is
+    read is read again.
     """
     store = open_store(path)
+    ranks = ranks_of(collections_of(model))
+    asked = _Asked(
+        optimizer=optimizer,
+        reroute=reroute,
+        rename=rename or {},
+        drop_optimizer_state=drop_optimizer_state,
+        allow_missing=allow_missing,
+        deltas=deltas,
+        on_rows=on_rows,
+    )
+    for _ in range(_TRIES - 1):
+        before = _manifest_bytes(store, ranks)
+        try:
+            return _load(model, store, ranks, asked)
+        except (RankFailedError, RankTimeoutError):
+            raise
+        except Exception:  # raised on every rank, see `agree`
+            if _manifest_bytes(store, ranks) == before:
+                raise
+    return _load(model, store, ranks, asked)
+
+
+def _manifest_bytes(store: Store, ranks: Ranks) -> bytes:
+    """The manifest as rank 0 finds it; nothing if it cannot be read."""
+    found = b""
+    if ranks.rank == 0:
+        with suppress(OSError):
+            found = store.read_whole(NAME, MAX_MANIFEST)
+    return bytes(ranks.broadcast(found))
+
+
+def _load(model: nn.Module, store: Store, ranks: Ranks, asked: _Asked) -> LoadReport:
     collections = collections_of(model)
-    ranks = ranks_of(collections)
-    rename = rename or {}
     agree(ranks, lambda: check_idle(collections))
     text = agree(ranks, lambda: read_manifest(store).to_json() if ranks.rank == 0 else "")
     manifest = Manifest.from_json(ranks.broadcast(text), store.where)
@@ -106,24 +152,24 @@ def load(
             manifest,
             collections,
             where=store.where,
-            reroute=reroute,
-            rename=rename,
-            drop_optimizer_state=drop_optimizer_state,
-            allow_missing=allow_missing,
+            reroute=asked.reroute,
+            rename=asked.rename,
+            drop_optimizer_state=asked.drop_optimizer_state,
+            allow_missing=asked.allow_missing,
         ),
     )
     with _verified(store, ranks, _needed(manifest, found, store)) as near:
-        dense = agree(ranks, lambda: _fit_rest(near, manifest, model, optimizer, rename, allow_missing))
-        dense.copy()
-        tables = agree(ranks, lambda: _load_tables(near, found, ranks, on_rows))
+        dense = agree(ranks, lambda: _fit_rest(near, manifest, model, asked))
+        tables = agree(ranks, lambda: _load_tables(near, found, ranks, asked.on_rows))
+    dense.copy()
     _set_steps(manifest, collections)
     for collection in collections.values():
         collection.zero_grad()
-        if deltas:
+        if asked.deltas:
             start_over(collection.shards)
-    if deltas:
+    if asked.deltas:
         forget_tip(collections.values())
-    if deltas and found.is_exact and not rename:
+    if asked.deltas and found.is_exact and not asked.rename:
         set_tip(collections.values(), store, manifest.tip)
     report = LoadReport(
         manifest,
@@ -211,16 +257,9 @@ def _restore(match: Match, chunk: Chunk) -> None:
     match.table.restore(chunk)
 
 
-def _fit_rest(
-    store: Store,
-    manifest: Manifest,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    rename: Mapping[str, str],
-    allow_missing: bool,
-) -> DenseFit:
+def _fit_rest(store: Store, manifest: Manifest, model: nn.Module, asked: _Asked) -> DenseFit:
     """Reads what is not rows. Dense weights are only matched yet; the optimizer takes its state or raises."""
-    latest = manifest.latest
+    latest, rename, optimizer = manifest.latest, asked.rename, asked.optimizer
     saved = {} if latest.dense is None else read_tensors(store, latest.dense)
     unknown = sorted(set(rename) - set(saved) - set(manifest.tables()))
     if unknown:
@@ -229,7 +268,7 @@ def _fit_rest(
     renamed = {rename.get(name, name): tensor for name, tensor in saved.items()}
     if len(renamed) != len(saved):
         raise InputError(f"rename: two dense weights of {store.where} would have one name")
-    dense = fit_dense(model, renamed, allow_missing)
+    dense = fit_dense(model, renamed, asked.allow_missing)
     if optimizer is not None:
         if latest.optimizer is None:
             raise CheckpointError(f"{store.where} holds no optimizer state; load without optimizer=")

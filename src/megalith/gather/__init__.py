@@ -3,8 +3,8 @@ together.
 
 Peers `compress` and `publish`. A `Plan` says whom to fetch; `gather` (or a `Gatherer` per rank and `merge`)
 fetches and checks; `find_overlap` finds copies; `OuterUpdate` steps the weights within a memory budget;
-artifacts let others `catch_up`. `run_window` is all of it in one process. Stores need obstore: `pip install
-megalith[remote]`.
+artifacts let others `catch_up`. `run_window` is all of it, in one process or on `Ranks` that share the work.
+Stores need obstore: `pip install megalith[remote]`.
 """
 
 from megalith.gather.artifact import CatchUp, catch_up, load_artifact, read_artifact_manifest
@@ -13,6 +13,7 @@ from megalith.gather.decision import Decision, SkipReason, decide
 from megalith.gather.fetch import FetchOptions, Record
 from megalith.gather.fingerprint import Fingerprint, fingerprint
 from megalith.gather.gatherer import Gatherer, gather
+from megalith.gather.joint import WindowReport
 from megalith.gather.manifest import Manifest
 from megalith.gather.merge import GatherResult, merge
 from megalith.gather.metrics import lines, metrics, norm_medians, to_penalise
@@ -22,12 +23,13 @@ from megalith.gather.partition import backfill, partition, redeal
 from megalith.gather.payload import Header, Label, Payload
 from megalith.gather.plan import Location, Plan, payload_key
 from megalith.gather.publish import Published, peek, publish
+from megalith.gather.ranks import Ranks
 from megalith.gather.schema import ParameterSpec, Schema, TableSpec
 from megalith.gather.settings import OverlapConfig, UpdateConfig
 from megalith.gather.status import OUR_FAULTS, PEER_FAULTS, Fault, Status
 from megalith.gather.store import Store, local_store, memory_store, open_store, s3_store
 from megalith.gather.update import OuterUpdate, UpdateReport
-from megalith.gather.window import WindowReport, run_window
+from megalith.gather.window import run_window
 
 __all__ = [
     "OUR_FAULTS",
@@ -53,6 +55,7 @@ __all__ = [
     "Payload",
     "Plan",
     "Published",
+    "Ranks",
     "Record",
     "Schema",
     "SkipReason",

@@ -31,6 +31,15 @@ class Rectangle(NamedTuple):
     right: int
 
 
+class Area(NamedTuple):
+    """Lines `top` to `bottom` and columns `left` to `right` of a matrix."""
+
+    top: int
+    bottom: int
+    left: int
+    right: int
+
+
 def to_chunks(tensor: Tensor, spec: ParameterSpec) -> Tensor:
     """A tensor of the spec's shape as float32 [rows, size]; padding is zero."""
     if tuple(tensor.shape) != spec.shape:
@@ -75,10 +84,20 @@ def lay_out(chunks: Tensor, spec: ParameterSpec, place: Rectangle) -> Tensor:
     return chunks.view(down, across, height, width).permute(0, 2, 1, 3).reshape(down * height, across * width)
 
 
-def window(matrix: Tensor, spec: ParameterSpec, place: Rectangle) -> Tensor:
-    """The part of a matrix that a rectangle covers, in the same memory; smaller at the border."""
+def covered(spec: ParameterSpec, place: Rectangle, held: Area) -> Area:
+    """What a rectangle covers of an area; padding is left out."""
     height, width = spec.chunk
-    return matrix[place.top * height : place.bottom * height, place.left * width : place.right * width]
+    return Area(
+        max(place.top * height, held.top),
+        min(place.bottom * height, held.bottom),
+        max(place.left * width, held.left),
+        min(place.right * width, held.right),
+    )
+
+
+def within(matrix: Tensor, area: Area, top: int, left: int) -> Tensor:
+    """The part of a matrix, whose first line and column are `top` and `left`, that an area covers."""
+    return matrix[area.top - top : area.bottom - top, area.left - left : area.right - left]
 
 
 def forward_dct(chunks: Tensor, spec: ParameterSpec) -> Tensor:

@@ -30,6 +30,7 @@ from megalith.gather.validate import Checked, least_work_bytes, validate
 from megalith.units import show_bytes
 
 Tier = Literal["primary", "reserve"]
+TIERS: tuple[Tier, ...] = ("primary", "reserve")
 
 STREAM_BYTES = 4 * PIECE_BYTES
 """Memory of one download: a piece on its way in, one handed over, and what the client keeps."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from megalith.gather.fetch import Fetched, Fetcher, FetchOptions
+from megalith.gather.fetch import TIERS, Fetched, Fetcher, FetchOptions
 from megalith.gather.merge import GatherResult, merge
 from megalith.gather.partial import Partial, make_partial, tier_of
 from megalith.gather.partition import backfill, partition
@@ -20,7 +20,10 @@ from megalith.gather.store import Store, wait
 
 
 class Gatherer:
-    """Fetches for one rank. Faults become statuses; only wrong arguments raise."""
+    """Fetches for one rank. Faults become statuses; only wrong arguments raise.
+
+    slots: how many bodies it may have to keep; an equal share of the plan's uids unless given.
+    """
 
     def __init__(
         self,
@@ -30,14 +33,15 @@ class Gatherer:
         *,
         rank: int = 0,
         world_size: int = 1,
+        slots: int | None = None,
         options: FetchOptions | None = None,
     ) -> None:
         self._plan = plan
         self._schema = schema
         self._rank = rank
         self._world_size = world_size
-        slots = -(-len(plan.primary) // world_size) + -(-len(plan.reserve) // world_size)
-        self._fetcher = Fetcher(plan, schema, stores, slots=slots, options=options)
+        share = -(-len(plan.primary) // world_size) + -(-len(plan.reserve) // world_size)
+        self._fetcher = Fetcher(plan, schema, stores, slots=slots or share, options=options)
         self._assigned: list[int] = []
         self._fetched: list[Fetched] = []
         self._start = time.monotonic()
@@ -56,10 +60,15 @@ class Gatherer:
         """Fetches these uids and returns what became of every uid so far. A uid is fetched once."""
         fresh = [uid for uid in uids if uid not in set(self._assigned)]
         self._assigned += fresh
-        if fresh:
-            tier = tier_of(self._plan, fresh[0])
-            self._fetched += wait(self._fetcher.fetch(fresh, tier))
+        for tier in TIERS:
+            if chosen := [uid for uid in fresh if tier_of(self._plan, uid) == tier]:
+                self._fetched += wait(self._fetcher.fetch(chosen, tier))
         return self.statuses
+
+    def go_on(self, plan: Plan, world_size: int) -> None:
+        """Goes on under the plan of another attempt, after a rank was lost."""
+        self._plan = plan
+        self._world_size = world_size
 
     def partial(self, error: str | None = None) -> Partial:
         """This rank's result; uids without a status, after an error, are RANK_LOST."""

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from megalith.errors import InputError, UsageError
 from megalith.gather.budget import check_update_budget, lookup_bytes, row_bytes, rows_per_block
-from megalith.gather.chunks import lay_out, rectangles, window
+from megalith.gather.chunks import Area, covered, lay_out, rectangles, within
 from megalith.gather.fingerprint import Fingerprint, fingerprint
 from megalith.gather.ledger import Ledger
 from megalith.gather.merge import Gathered, GatherResult, as_result
@@ -27,6 +27,8 @@ from megalith.gather.schema import Schema
 from megalith.gather.settings import UpdateConfig
 from megalith.gather.snapshot import Policy, Snapshot
 from megalith.gather.tables import reduce_table
+
+T = TypeVar("T")
 
 ApplyRows = Callable[[str, Tensor, Tensor], None]
 """Takes a table's name, ids int64 [n] ascending and what to add to their rows, float32 [n, dim]."""
@@ -74,7 +76,7 @@ class OuterUpdate:
         """
         result = as_result(gathered)
         config = result.plan.update
-        tensors = self._checked(parameters)
+        tensors = self.checked(parameters)
         uids = tuple(uid for uid in result.uids if uid not in set(exclude))
         payloads = self._payloads(result, uids, apply_rows)
         norms = result.norm_table(uids)
@@ -82,7 +84,7 @@ class OuterUpdate:
         ledger = Ledger(result.plan.memory_budget, "the update")
         check_update_budget(self.schema, config, len(uids), ledger.budget)
         self.prepare(tensors, config)
-        saved = Snapshot({**tensors, **_prefixed(self.momentum)}, snapshot, snapshot_directory)
+        saved = Snapshot({**tensors, **momentum_names(self.momentum)}, snapshot, snapshot_directory)
         try:
             with torch.no_grad():
                 for number, spec in enumerate(self.schema.parameters):
@@ -91,7 +93,7 @@ class OuterUpdate:
                     column = factors[:, len(self.schema.parameters) + number]
                     for ids, rows in reduce_table(payloads, number, column, config, ledger):
                         assert apply_rows is not None
-                        apply_rows(table.name, ids, _table_step(rows, config))
+                        apply_rows(table.name, ids, table_step(rows, config))
         except BaseException as error:
             saved.restore()
             if saved.can_restore or not isinstance(error, Exception):
@@ -121,19 +123,33 @@ class OuterUpdate:
 
     @torch.no_grad()
     def step_tile(
-        self, parameter: Tensor, number: int, start: int, tile: Tensor, config: UpdateConfig
+        self,
+        parameter: Tensor,
+        number: int,
+        start: int,
+        tile: Tensor,
+        config: UpdateConfig,
+        held: Area | None = None,
     ) -> None:
-        """Steps the weights that rows `start` and on of a parameter cover, with their tile [rows, size]."""
+        """Steps the weights that rows `start` and on of a parameter cover, with their tile [rows, size].
+
+        held: what `parameter` is of the whole, if it is a part; weights outside of it are left to others.
+        """
         spec = self.schema.parameters[number]
-        matrix = parameter.view(spec.matrix)
+        area = Area(0, spec.matrix[0], 0, spec.matrix[1]) if held is None else held
+        shape = area.bottom - area.top, area.right - area.left
+        height, width = spec.chunk
         for place in rectangles(spec, start, start + tile.shape[0]):
-            weights = window(matrix, spec, place)
+            here = covered(spec, place, area)
+            if here.top >= here.bottom or here.left >= here.right:
+                continue
+            weights = within(parameter.view(shape), here, area.top, area.left)
             gradient = lay_out(tile[place.start : place.stop], spec, place)
-            gradient = gradient[: weights.shape[0], : weights.shape[1]]
+            gradient = within(gradient, here, place.top * height, place.left * width)
             if config.optimizer == "sign":
                 gradient = gradient.sign()
             elif config.optimizer == "nesterov":
-                momentum = window(self.momentum[spec.name].view(spec.matrix), spec, place)
+                momentum = within(self.momentum[spec.name].view(shape), here, area.top, area.left)
                 momentum.mul_(config.momentum).add_(gradient)
                 gradient = (momentum * config.momentum).add_(gradient)
             # Multiplied, then subtracted: fused, the two would round once here and twice there.
@@ -141,7 +157,7 @@ class OuterUpdate:
 
     def fingerprint(self, parameters: nn.Module | Mapping[str, Tensor]) -> Fingerprint:
         """Of the schema's weights and, where there is one, the momentum: what the next step starts from."""
-        return fingerprint({**self._checked(parameters), **_prefixed(self.momentum)})
+        return fingerprint({**self.checked(parameters), **momentum_names(self.momentum)})
 
     def state_dict(self) -> dict[str, Any]:
         """Step counter and momentum."""
@@ -185,7 +201,8 @@ class OuterUpdate:
                     tile = reduce_rows(spec, stop - start, peers, count, config)
                     self.step_tile(parameter, number, start, tile, config)
 
-    def _checked(self, parameters: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def checked(self, parameters: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The schema's parameters by name, detached. Raises InputError if one is missing or misshapen."""
         given = dict(parameters.named_parameters() if isinstance(parameters, nn.Module) else parameters)
         for spec in self.schema.parameters:
             tensor = given.get(spec.name)
@@ -214,10 +231,11 @@ class OuterUpdate:
         return chosen
 
 
-def _table_step(rows: Tensor, config: UpdateConfig) -> Tensor:
+def table_step(rows: Tensor, config: UpdateConfig) -> Tensor:
     """What is added to rows of a table. Momentum is for parameters only."""
     return (rows.sign() if config.optimizer == "sign" else rows) * -config.lr
 
 
-def _prefixed(momentum: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def momentum_names(momentum: Mapping[str, T]) -> dict[str, T]:
+    """Momentum by the names that fingerprints and snapshots have for it."""
     return {f"momentum of {name}": tensor for name, tensor in momentum.items()}

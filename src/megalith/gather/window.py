@@ -1,4 +1,5 @@
-"""A whole window in one process: gather, look for copies, decide, publish, update, commit.
+"""A whole window, in this process or with other ranks: gather, look for copies, decide, publish, update,
+commit.
 
 The order is that of many ranks: everything that can refuse does so before a weight changes, and the
 manifest comes last.
@@ -7,63 +8,78 @@ manifest comes last.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor, nn
 
-from megalith.errors import BudgetError
+from megalith.errors import BudgetError, InputError
 from megalith.gather.artifact import write_manifest, write_payloads
 from megalith.gather.budget import check_update_budget
-from megalith.gather.decision import Decision, SkipReason, decide
+from megalith.gather.decision import SkipReason, decide
 from megalith.gather.fetch import FetchOptions
-from megalith.gather.fingerprint import Fingerprint
 from megalith.gather.gatherer import gather
+from megalith.gather.joint import JointWindow, WindowReport
 from megalith.gather.manifest import make_manifest
 from megalith.gather.merge import GatherResult
 from megalith.gather.overlap import Overlap, excluded_uids, find_overlap
 from megalith.gather.plan import Plan
+from megalith.gather.ranks import Ranks
 from megalith.gather.snapshot import Policy
 from megalith.gather.store import Store
-from megalith.gather.update import ApplyRows, OuterUpdate, UpdateReport
-
-
-@dataclass(frozen=True)
-class WindowReport:
-    """What a window came to. overlap: None if the budget was too small; update: None if skipped."""
-
-    result: GatherResult
-    overlap: Overlap | None
-    decision: Decision
-    update: UpdateReport | None
-    fingerprint: Fingerprint | None
+from megalith.gather.update import ApplyRows, OuterUpdate
 
 
 def run_window(
-    plan: Plan,
+    plan: Plan | None,
     parameters: nn.Module | Mapping[str, Tensor],
     update: OuterUpdate,
     stores: Mapping[str, Store],
     *,
+    ranks: Ranks | None = None,
     artifacts: Store | None = None,
     apply_rows: ApplyRows | None = None,
     options: FetchOptions | None = None,
     snapshot: Policy = "none",
     snapshot_directory: Path | None = None,
+    skip: bool = False,
 ) -> WindowReport:
     """Gathers a window and steps the weights, in place; a skipped window leaves them and the counter as
     they are.
 
-    stores: by the names the plan uses. artifacts: where the window is published for those who come late.
-    The result's payloads are closed when it returns. Raises InputError or BudgetError before any request,
-    ArtifactError if the artifact cannot be written, and what `OuterUpdate.apply` raises.
+    stores: by the names the plan uses. ranks: those who share the work and call this too; the plan may then
+    be None on all but the first, and every rank calls apply_rows with all rows. artifacts: where the window
+    is published for those who come late. skip: gather and tell, but leave the weights; the first rank's word
+    counts. The result's payloads are closed when it returns.
+
+    Raises InputError or BudgetError before any request, ArtifactError if the artifact cannot be written, and
+    what `OuterUpdate.apply` raises; with ranks, RankFailedError for an error of another rank and
+    RankTimeoutError if too few are left.
     """
+    if ranks is not None:
+        joint = JointWindow(
+            plan,
+            parameters,
+            update,
+            stores,
+            ranks,
+            artifacts=artifacts,
+            apply_rows=apply_rows,
+            options=options,
+            snapshot=snapshot,
+            snapshot_directory=snapshot_directory,
+            skip=skip,
+        )
+        return joint.run()
+    if plan is None:
+        raise InputError("a plan is needed")
     result = gather(plan, update.schema, stores, options=options)
     try:
         overlap, refuse = _overlap(result)
         left_out = () if overlap is None else excluded_uids(overlap, plan.overlap)
         if refuse is SkipReason.GO and not _fits(result, len(result.uids) - len(left_out)):
             refuse = SkipReason.BUDGET_TOO_SMALL
+        if skip:
+            refuse = SkipReason.OPERATOR
         decision = decide(result, excluded=left_out, refuse=refuse)
         before = update.fingerprint(parameters).hash if artifacts is not None else None
         if artifacts is not None:

@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time as clock
 import uuid
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -59,9 +60,15 @@ class Exchange(Ranks):
         self._number = 0
         self._broken: MegalithError | None = None
         self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="megalith exchange", daemon=True)
+        self._thread = threading.Thread(
+            target=_work, args=(self._tasks,), name="megalith exchange", daemon=True
+        )
         self._thread.start()
+        weakref.finalize(self, self._tasks.put, None)  # ends the thread
         self._box: Any = None
+        wanted = self.gather(transport)
+        if set(wanted) != {transport}:
+            raise InputError(f"transport must be the same on all ranks, got {', '.join(map(str, wanted))}")
         if self.size > 1 and transport != "gloo":
             self._box = self.submit(self._open_box).result()
             if self._box is None and transport == "shared_memory":
@@ -73,7 +80,7 @@ class Exchange(Ranks):
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Runs some work in the thread, after everything submitted before."""
         future: Future[T] = Future()
-        self._tasks.put((work, future))
+        self._tasks.put((lambda: self._attempt(work), future))
         return future
 
     def run(self, work: Callable[[], T]) -> T:
@@ -86,18 +93,14 @@ class Exchange(Ranks):
         """Returns when everything submitted before is done, well or not."""
         wait([self.submit(lambda: None)])
 
-    def _work(self) -> None:
-        while True:
-            work, future = self._tasks.get()
-            try:
-                if self._broken is not None:
-                    raise UsageError(f"an exchange has failed before: {self._broken}")
-                future.set_result(work())
-            except BaseException as error:
-                if isinstance(error, RankTimeoutError):  # what other ranks are at is not known any more
-                    self._broken = self._broken or error
-                future.set_exception(error)
-            del work, future  # what they hold may be large
+    def _attempt(self, work: Callable[[], T]) -> T:
+        if self._broken is not None:
+            raise UsageError(f"an exchange has failed before: {self._broken}")
+        try:
+            return work()
+        except RankTimeoutError as error:  # what other ranks are at is not known any more
+            self._broken = self._broken or error
+            raise
 
     # ---- collectives; in the thread
 
@@ -179,6 +182,17 @@ class Exchange(Ranks):
         finally:
             if box is not None:
                 box.unlink()
+
+
+def _work(tasks: queue.SimpleQueue[Any]) -> None:
+    """The thread. It must not hold the exchange, which ends it when nobody else does."""
+    while (task := tasks.get()) is not None:
+        work, future = task
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+        del task, work, future  # what they hold may be large
 
 
 def _group_of(group: Any) -> Any:

@@ -250,25 +250,20 @@ class Messages:
         return [_PUSH_WORDS * 8 + b + _pad(v) for b, v in zip(bits, values, strict=True)]
 
     def _pack(self, head: Tensor, push: Push | None, counts: Tensor, sizes: list[int]) -> Tensor:
-        data = torch.empty(sum(sizes), dtype=torch.uint8)
-        head_bytes = head.view(torch.uint8)
-        begin = first_id = first_float = 0
-        floats = self.floats(counts).tolist()
-        for peer, (size, ids) in enumerate(zip(sizes, counts.sum(1).tolist(), strict=True)):
-            part = data[begin : begin + size]
-            part[: head_bytes.numel()] = head_bytes
-            if push is not None:
-                bits = part[head_bytes.numel() :][: _pad(-(-ids // 8))]
-                if push.mask is None:
-                    bits.fill_(255)
-                else:
-                    packed = _pack_bits(push.mask[first_id : first_id + ids])
-                    bits[: packed.numel()] = packed
-                own = push.flat[first_float : first_float + floats[peer]]
-                values = self._grads_wire.encode(own, counts[peer : peer + 1], self._dims)
-                part[head_bytes.numel() + bits.numel() :][: values.numel()] = values
-            begin, first_id, first_float = begin + size, first_id + ids, first_float + floats[peer]
-        return data
+        """A part for each peer, of these sizes; without a push, of which only the header counts."""
+        if push is None:
+            parts = [torch.nn.functional.pad(head, (0, size // 8 - _PUSH_WORDS)) for size in sizes]
+            return torch.cat(parts).view(torch.uint8)
+        ids = counts.sum(1).tolist()
+        flats = push.flat.split_with_sizes(self.floats(counts).tolist())
+        masks = [None] * len(ids) if push.mask is None else push.mask.split_with_sizes(ids)
+        pieces: list[Tensor] = []
+        for own, n, mask, flat, size in zip(counts, ids, masks, flats, sizes, strict=True):
+            bits = _bits(n, mask)
+            values = self._grads_wire.encode(flat, own[None], self._dims)
+            filler = size - _PUSH_WORDS * 8 - bits.numel() - values.numel()
+            pieces += [head.view(torch.uint8), bits, values, torch.zeros(filler, dtype=torch.uint8)]
+        return torch.cat(pieces)
 
     def _unpack(self, part: Tensor, counts: Tensor) -> list[tuple[Tensor | None, Tensor]]:
         """By table, which ids take part (None: all) and their floats; of a source with these counts."""
@@ -373,8 +368,11 @@ def _pad(size: int) -> int:
     return -(-size // 8) * 8
 
 
-def _pack_bits(mask: Tensor) -> Tensor:
-    padded = torch.nn.functional.pad(mask.to(torch.uint8), (0, -mask.numel() % 8)).view(-1, 8)
+def _bits(n: int, mask: Tensor | None) -> Tensor:
+    """A bit for each of n ids, filled up to 8 bytes: those in the mask, or all."""
+    if mask is None:
+        return torch.full((_pad(-(-n // 8)),), 255, dtype=torch.uint8)
+    padded = torch.nn.functional.pad(mask.to(torch.uint8), (0, -n % 64)).view(-1, 8)
     return (padded << torch.arange(8, dtype=torch.uint8)).sum(1).to(torch.uint8)
 
 

@@ -66,9 +66,10 @@ def test_a_malformed_checkpoint_is_refused_before_anything_is_written(tmp_path: 
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if not name.startswith(NEEDS_MODEL)])
-def test_a_malformed_checkpoint_is_not_rewritten(tmp_path: Path, name: str) -> None:
+def test_a_malformed_checkpoint_is_found_out_and_not_rewritten(tmp_path: Path, name: str) -> None:
     spoil(tmp_path / "from", ALL[name][0])
     before = sorted((tmp_path / "from").rglob("*"))
+    assert checkpoint.verify(tmp_path / "from").problems
     with pytest.raises(CheckpointError):
         checkpoint.compact(tmp_path / "from")
     with pytest.raises(CheckpointError):

@@ -54,12 +54,14 @@ class ReplicaWatcher:
         self._family: AddressFamily = address_family
         self._prefix = prefix
         self._found: tuple[_Found, ...] = ()
+        self._is_stopped = False
         self._session = session
         self._view = session.view(prefix, self._read, self._changed)
         session.wait(self._view)
 
     def stop(self) -> None:
         """Ends it, at once; afterwards there are no replicas."""
+        self._is_stopped = True
         self._session.drop(self._view)
         self._found = ()
 
@@ -115,7 +117,8 @@ class ReplicaWatcher:
         ]
 
     def _changed(self, found: tuple[_Found, ...]) -> None:
-        self._found = found
+        if not self._is_stopped:
+            self._found = found
 
     def _read(self, reader: Reader) -> tuple[_Found, ...]:
         places: dict[str, tuple[str | None, str | None]] = {self._prefix: (None, None)}

@@ -13,7 +13,10 @@ from megalith.serving.discovery.zookeeper import open_zookeeper
 
 
 def _open_static(rest: str, **options: Any) -> StaticDiscovery:
-    return StaticDiscovery([address.strip() for address in rest.split(",") if address.strip()], **options)
+    addresses = [address.strip() for address in rest.split(",") if address.strip()]
+    if not addresses:
+        raise InputError("static: must be static:host:port,host:port")
+    return StaticDiscovery(addresses, **options)
 
 
 def _open_file(rest: str, **options: Any) -> FileDiscovery:

@@ -37,7 +37,7 @@ class Away(DiscoveryError):
     """ZooKeeper cannot be reached now; the thread will try again."""
 
 
-class _Task:
+class Task:
     """Something the thread has to do, again whenever it is `touched`. name: a path."""
 
     def __init__(self, name: str, wake: threading.Event) -> None:
@@ -53,7 +53,7 @@ class _Task:
         self._wake.set()
 
 
-class Held(_Task):
+class Held(Task):
     """An ephemeral node that this session keeps in ZooKeeper."""
 
     def __init__(self, path: str, value: bytes, wake: threading.Event) -> None:
@@ -65,7 +65,7 @@ class Held(_Task):
         """Session, version and value as we wrote them last."""
 
 
-class View(_Task, Generic[T]):
+class View(Task, Generic[T]):
     """A value computed from nodes, and computed again whenever one of them changes."""
 
     def __init__(
@@ -146,7 +146,7 @@ class ZooKeeperSession:
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._held: dict[str, Held] = {}
-        self._released: dict[str, threading.Event] = {}
+        self._released: dict[str, Task] = {}
         self._views: list[View[Any]] = []
         self._sessions: set[int] = set()
         self._away_since: float | None = None
@@ -192,11 +192,10 @@ class ZooKeeperSession:
 
     # ---- nodes of our own
 
-    def hold(self, path: str, value: bytes) -> None:
+    def hold(self, path: str, value: bytes) -> Task:
         """Keeps an ephemeral node with this value, through lost sessions, until `release` or `stop`.
 
-        Returns when it is there, or at once if ZooKeeper is away, and then writes it as soon as it is back.
-        Of two sessions that hold one path the later has it. Raises DiscoveryError if ZooKeeper refuses.
+        Of two sessions that hold one path the later has it. Returns at once; see `wait`.
         """
         with self._lock:
             held = self._held.get(path)
@@ -205,19 +204,38 @@ class ZooKeeperSession:
             held.value, held.is_due = value, True
             held.settled.clear()
             self._released.pop(path, None)
-        self._wait(held.settled)
-        if held.problem:
-            with self._lock:
-                self._held.pop(path, None)
-            raise DiscoveryError(f"ZooKeeper {self.hosts}: {held.problem}")
+        self._wake.set()
+        return held
 
-    def release(self, path: str) -> None:
-        """Takes a held node away again; returns as `hold` does."""
+    def release(self, path: str) -> Task:
+        """Takes a held node away again. Returns at once; see `wait`."""
+        gone = Task(path, self._wake)
         with self._lock:
             if self._held.pop(path, None) is None:
-                return
-            gone = self._released[path] = threading.Event()
-        self._wait(gone)
+                gone.settled.set()
+            else:
+                self._released[path] = gone
+        self._wake.set()
+        return gone
+
+    def wait(self, *tasks: Task) -> None:
+        """Returns when nodes are written or gone and views were computed once; at once if ZooKeeper is away.
+
+        What is not done by then is done as soon as ZooKeeper is back. Raises DiscoveryError if it refuses to
+        write a node, which is then no longer held.
+        """
+        # The thread cannot wait for itself.
+        if self.is_connected and threading.current_thread() is not self._thread:
+            deadline = time.monotonic() + self._request_seconds
+            for task in tasks:
+                task.settled.wait(max(0.0, deadline - time.monotonic()))
+        refused = [task for task in tasks if isinstance(task, Held) and task.problem]
+        if refused:
+            with self._lock:
+                for task in refused:
+                    if self._held.get(task.name) is task:
+                        del self._held[task.name]
+            raise DiscoveryError(f"ZooKeeper {self.hosts}: {refused[0].problem}")
 
     # ---- views
 
@@ -228,10 +246,6 @@ class ZooKeeperSession:
             self._views.append(view)
         self._wake.set()
         return view
-
-    def wait(self, view: View[Any]) -> None:
-        """Returns when a view was computed once, or at once if ZooKeeper is away."""
-        self._wait(view.settled)
 
     def drop(self, view: View[Any]) -> None:
         """Ends a view."""
@@ -350,10 +364,10 @@ class ZooKeeperSession:
 
     def _settle(self) -> None:
         with self._lock:
-            released = list(self._released.items())
+            released = list(self._released.values())
             tasks: list[Held | View[Any]] = [*self._held.values(), *self._views]
-        for path, gone in released:
-            self._delete(path, gone)
+        for gone in released:
+            self._delete(gone)
         failed = None
         for task in tasks:
             if not task.is_due:
@@ -401,17 +415,17 @@ class ZooKeeperSession:
         held.is_taken, held.problem = True, None
         held.settled.set()
 
-    def _delete(self, path: str, gone: threading.Event) -> None:
+    def _delete(self, gone: Task) -> None:
         try:
-            stat = self._request("exists", path)
+            stat = self._request("exists", gone.name)
             if stat is not None and stat.ephemeralOwner in self._sessions:
-                self._request("delete", path)
+                self._request("delete", gone.name)
         except kazoo("exceptions").NoNodeError:
             pass
         with self._lock:
-            if self._released.get(path) is gone:
-                del self._released[path]
-        gone.set()
+            if self._released.get(gone.name) is gone:
+                del self._released[gone.name]
+        gone.settled.set()
 
     def _compute(self, view: View[Any]) -> None:
         value = view.read(Reader(self, view.touched))
@@ -420,12 +434,6 @@ class ZooKeeperSession:
             view.value = value
             call_back(view.on_change, value, view.name)
         view.settled.set()
-
-    def _wait(self, settled: threading.Event) -> None:
-        self._wake.set()
-        # The thread cannot wait for itself.
-        if self.is_connected and threading.current_thread() is not self._thread:
-            settled.wait(self._request_seconds)
 
     def _everything_is_due(self) -> None:
         with self._lock:

@@ -31,7 +31,7 @@ from megalith.serving.discovery.records import (
     check_name,
 )
 from megalith.serving.discovery.replica_watcher import ReplicaWatcher
-from megalith.serving.discovery.zk_session import Reader, View, ZooKeeperSession
+from megalith.serving.discovery.zk_session import Reader, Task, View, ZooKeeperSession
 
 Layout = list[tuple[SavedModel, SavedModelDeployConfig]]
 Bindings = dict[str, list[tuple[Container, ContainerServiceInfo]]]
@@ -80,25 +80,26 @@ class ZooKeeperDiscovery(Discovery):
     def register(self, service: str, replica: Replica) -> None:
         """See `Discovery.register`; while ZooKeeper is away it is kept, and said when it is back."""
         saved_model = SavedModel.parse(service)
+        info = ContainerServiceInfo(grpc=replica.address, idc=replica.idc)
         with self._lock:
             container = self._container_of(replica)
-            models = self._available.get(container, set()) | {saved_model}
-        self.report_service_info(container, ContainerServiceInfo(grpc=replica.address, idc=replica.idc))
-        self.sync_available_saved_models(container, models)
+            said = self._session.hold(self._container_path(container), info.to_json())
+            bound = self._bind(container, self._available.get(container, set()) | {saved_model})
+        self._session.wait(said, *bound)
 
     def unregister(self, service: str, address: str) -> None:
         """See `Discovery.unregister`."""
         saved_model = SavedModel.parse(service)
         with self._lock:
             container = self._containers.get(address)
-            left = self._available.get(container, set()) - {saved_model} if container else set()
-        if container is None:
-            return
-        self.sync_available_saved_models(container, left)
-        if not left:
-            self._session.release(self._container_path(container))
-            with self._lock:
-                self._containers.pop(address, None)
+            if container is None:
+                return
+            left = self._available.get(container, set()) - {saved_model}
+            tasks = self._bind(container, left)
+            if not left:
+                del self._containers[address]
+                tasks.append(self._session.release(self._container_path(container)))
+        self._session.wait(*tasks)
 
     def replicas(self, service: str) -> Replicas:
         """See `Discovery.replicas`."""
@@ -115,17 +116,13 @@ class ZooKeeperDiscovery(Discovery):
 
     def report_service_info(self, container: Container, service_info: ContainerServiceInfo) -> None:
         """Says where a container listens, for as long as this session lasts."""
-        self._session.hold(self._container_path(container), service_info.to_json())
+        self._session.wait(self._session.hold(self._container_path(container), service_info.to_json()))
 
     def sync_available_saved_models(self, container: Container, saved_models: Set[SavedModel]) -> None:
         """Says what a container serves now: bindings of these, and no others of its."""
         with self._lock:
-            before = self._available.get(container, set())
-            self._available[container] = set(saved_models)
-        for saved_model in sorted(saved_models - before):
-            self._session.hold(self._binding_path(container, saved_model), b"")
-        for saved_model in sorted(before - saved_models):
-            self._session.release(self._binding_path(container, saved_model))
+            tasks = self._bind(container, saved_models)
+        self._session.wait(*tasks)
 
     def get_service_info(self, container: Container) -> ContainerServiceInfo | None:
         """Where a container listens; None if it is not there or what it says cannot be read."""
@@ -183,13 +180,14 @@ class ZooKeeperDiscovery(Discovery):
         self, meta: ReplicaMeta, *, idc: str | None = None, cluster: str | None = None
     ) -> None:
         """Says that a replica of a task is there and in which state; again replaces what was said."""
-        self._session.hold(meta.get_path(self.root, idc=idc, cluster=cluster), meta.to_json())
+        path = meta.get_path(self.root, idc=idc, cluster=cluster)
+        self._session.wait(self._session.hold(path, meta.to_json()))
 
     def unregister_replica(
         self, meta: ReplicaMeta, *, idc: str | None = None, cluster: str | None = None
     ) -> None:
         """Takes back what `register_replica` said."""
-        self._session.release(meta.get_path(self.root, idc=idc, cluster=cluster))
+        self._session.wait(self._session.release(meta.get_path(self.root, idc=idc, cluster=cluster)))
 
     def watch_replicas(
         self,
@@ -206,6 +204,18 @@ class ZooKeeperDiscovery(Discovery):
         )
 
     # ---- inside
+
+    def _bind(self, container: Container, saved_models: Set[SavedModel]) -> list[Task]:
+        """Begins to write the bindings of a container, and to delete those it had before; under the lock."""
+        before = self._available.get(container, set())
+        self._available[container] = set(saved_models)
+        tasks = [
+            self._session.hold(self._binding_path(container, saved_model), b"")
+            for saved_model in sorted(saved_models)
+        ]
+        for saved_model in sorted(before - saved_models):
+            tasks.append(self._session.release(self._binding_path(container, saved_model)))
+        return tasks
 
     def _watch_bindings(self, model: str) -> None:
         path = f"/{self.root}/binding/{model}"

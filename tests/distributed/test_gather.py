@@ -1,0 +1,77 @@
+"""A window on one, two and four ranks: the same result, findings, weights and artifact, with each object
+downloaded once."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalith.gather.faultserver import FaultServer
+from tests.gather.scenarios import SCENARIOS, play_all, world_of
+
+from .ranks import run_ranks
+
+Found = dict[int, tuple[list[Any], list[dict[str, int]], Path]]
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """By number of ranks: what each rank says, the servers' counts of downloads, the artifacts."""
+    found = {}
+    for size in (1, 2, 4):
+        folder = tmp_path_factory.mktemp(f"ranks-{size}")
+        with ExitStack() as stack:
+            servers = [stack.enter_context(FaultServer()) for _ in SCENARIOS]
+            for scenario, server in zip(SCENARIOS, servers, strict=True):
+                world_of(scenario, server).add(dict(scenario.peers))
+            said = run_ranks(play_all, [s.endpoint for s in servers], str(folder), world_size=size)
+            found[size] = (said, [server.downloads() for server in servers], folder)
+    return found
+
+
+def test_there_are_more_than_twenty_scenarios_and_they_differ(played: Found) -> None:
+    ((alone, _),) = played[1][0]
+    assert len(SCENARIOS) > 20
+    reasons = {each["reason"] for each in alone}
+    assert reasons >= {"GO", "NO_PEERS", "BELOW_MIN_PEERS", "OPERATOR"}
+    assert len({each["weights"] for each in alone}) > 10
+
+
+@pytest.mark.parametrize("number", range(len(SCENARIOS)), ids=[s.name for s in SCENARIOS])
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_rank_comes_to_what_one_rank_comes_to(played: Found, size: int, number: int) -> None:
+    ((alone, _),) = played[1][0]
+    for said, _ in played[size][0]:
+        assert said[number] == alone[number]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_an_object_is_downloaded_once_and_unused_reserves_never(played: Found, size: int) -> None:
+    said, downloads, _ = played[size]
+    for number, (scenario, counts) in enumerate(zip(SCENARIOS, downloads, strict=True)):
+        attempted = {record["uid"] for record in said[0][0][number]["result"]["records"]}
+        twice = {uid for uid, kind in scenario.peers.items() if kind in ("replaced", "changing")}
+        for key, count in counts.items():
+            uid = int(key.rpartition("/")[2].removesuffix(".gather"))
+            assert uid in attempted, scenario.name
+            assert count == 1 or uid in twice, (scenario.name, uid, count)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_all_ranks_take_part_in_the_same_exchanges(played: Found, size: int) -> None:
+    logs = [log for _, log in played[size][0]]
+    assert logs[0]
+    assert all(log == logs[0] for log in logs)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_artifacts_have_the_same_bytes(played: Found, size: int) -> None:
+    one, many = (
+        {p.relative_to(f): p.read_bytes() for p in f.rglob("*") if p.is_file()}
+        for f in (played[1][2], played[size][2])
+    )
+    assert sorted(one) == sorted(many)
+    assert [path for path in one if one[path] != many[path]] == []

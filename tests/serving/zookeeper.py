@@ -1,0 +1,171 @@
+"""A real ZooKeeper on loopback for tests, and a cable to it that can be cut."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kazoo.client import KazooClient  # type: ignore[import-untyped]
+from kazoo.handlers.threading import KazooTimeoutError  # type: ignore[import-untyped]
+
+JARS = Path("/usr/share/java")
+READY_SECONDS = 30.0
+CONFIG = """\
+dataDir={data}
+clientPort={port}
+clientPortAddress=127.0.0.1
+admin.enableServer=false
+tickTime=500
+minSessionTimeout=1000
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class ZooKeeper:
+    """One server with a folder of its own. kill and start may alternate; the port stays."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def hosts(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Returns when it serves; the port opens before that."""
+        data = self.folder / "data"
+        data.mkdir(parents=True, exist_ok=True)
+        config = self.folder / "zoo.cfg"
+        config.write_text(CONFIG.format(data=data, port=self.port))
+        jars = ":".join(map(str, (self.folder, JARS / "zookeeper.jar", JARS / "slf4j-nop.jar")))
+        main = "org.apache.zookeeper.server.quorum.QuorumPeerMain"
+        command = ["java", "-Xmx128m", "-XX:+UseSerialGC", "-cp", jars, main, str(config)]
+        with (self.folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self.folder)
+        client = KazooClient(self.hosts, connection_retry={"max_tries": -1, "delay": 0.05, "max_delay": 0.2})
+        try:
+            client.start(READY_SECONDS)
+        except KazooTimeoutError:
+            pytest.fail(f"ZooKeeper did not come up:\n{(self.folder / 'log').read_text()[-2000:]}")
+        finally:
+            client.stop()
+            client.close()
+
+    def kill(self) -> None:
+        """As if the machine had lost power."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(10)
+            self._process = None
+
+    def empty(self) -> None:
+        """Forgets everything; only while it is not running."""
+        shutil.rmtree(self.folder / "data")
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Connections stay open, but nothing is answered."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
+
+    @contextlib.contextmanager
+    def client(self) -> Iterator[Any]:
+        """A plain kazoo client, to look and to meddle."""
+        client = KazooClient(self.hosts, connection_retry={"max_tries": -1, "delay": 0.05, "max_delay": 0.2})
+        client.start(READY_SECONDS)
+        try:
+            yield client
+        finally:
+            client.stop()
+            client.close()
+
+
+class Cable:
+    """A port that leads to another, until it is cut; what was connected then is disconnected."""
+
+    def __init__(self, port: int) -> None:
+        self._to = port
+        self._lock = threading.Lock()
+        self._open: list[socket.socket] = []
+        self._is_cut = False
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def hosts(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def cut(self) -> None:
+        with self._lock:
+            self._is_cut = True
+            for end in self._open:
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+            self._open.clear()
+
+    def mend(self) -> None:
+        with self._lock:
+            self._is_cut = False
+
+    def close(self) -> None:
+        self.cut()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                with self._lock:
+                    if self._is_cut:
+                        near.close()
+                        continue
+                    try:
+                        far = socket.create_connection(("127.0.0.1", self._to), timeout=5)
+                    except OSError:
+                        near.close()
+                        continue
+                    far.settimeout(None)
+                    self._open += [near, far]
+                for source, sink in ((near, far), (far, near)):
+                    threading.Thread(target=self._pump, args=(source, sink), daemon=True).start()
+
+    @staticmethod
+    def _pump(source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                sink.sendall(data)
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture(scope="session")
+def zookeeper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ZooKeeper]:
+    """A running server, shared by all tests of a session; each test works below a root of its own."""
+    if shutil.which("java") is None or not (JARS / "zookeeper.jar").exists():
+        pytest.fail("these tests need ZooKeeper: apt-get install -y --no-install-recommends zookeeper")
+    server = ZooKeeper(tmp_path_factory.mktemp("zookeeper"))
+    server.start()
+    yield server
+    server.kill()
