@@ -39,6 +39,7 @@ bench: $(VENV)/bench
 	$(BIN)/python benchmarks/table_cpu.py
 	$(BIN)/python benchmarks/ops_cpu.py
 	$(BIN)/python benchmarks/train_cpu.py
+	$(BIN)/python benchmarks/sync_cpu.py
 	$(BIN)/python benchmarks/checkpoint_cpu.py
 	$(BIN)/python benchmarks/quality.py
 

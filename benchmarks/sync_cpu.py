@@ -2,11 +2,12 @@
 
     python benchmarks/sync_cpu.py [--quick] [--rounds N] [--output PATH]
 
-Two processes with one thread each, gloo over loopback. First the four exchanges of a step, with tables that
-do nothing, against bare all_to_all_single of the same bytes. Then whole steps (`sync_variants.py`): variants
-take turns round by round, each on a few batches; a time is that of the slower rank, a ratio the median of the
-rounds' ratios. The variants' losses are compared first. On loopback an exchange keeps the CPU busy and leaves
-little to overlap, so pipelines are also shown on a wire whose time is slept. A full run saves
+Two processes with one thread each, gloo over loopback. First the four exchanges of a step against bare
+all_to_all_single of the same bytes: our calls alone, and all that is done with messages before tables get
+them (the tables here do nothing). Then whole steps (`sync_variants.py`): variants take turns round by round,
+each on a few batches; a time is that of the slower rank, a ratio the median of the rounds' ratios. The
+variants' losses are compared first. On loopback an exchange keeps the CPU busy and leaves little to overlap,
+so pipelines are also shown on a wire whose time is slept. A full run takes some minutes and saves
 results/sync_cpu-DATE.json.
 """
 
@@ -67,9 +68,10 @@ from megalith.shards.prepare import Preparer, SyncPrepared
 
 PACKAGES = ("megalith", "torch", "torchrec", "fbgemm_gpu-cpu", "numpy")
 RANKS = 2
-LATENCY, BANDWIDTH = 0.5e-3, 1.25e9  # of the slow wire: seconds, bytes a second (10 Gbit/s)
+LATENCY, BANDWIDTH = 1e-3, 2.5e9 / 8  # of the slow wire: seconds, bytes a second
 SECONDS = 1800
-OURS, TORCHREC, SPARSE, ALONE = (
+BARE, OURS, TORCHREC, SPARSE, ALONE = (
+    "bare all_to_all_single",
     "megalith",
     "torchrec row-wise",
     "DDP, sparse EmbeddingBags",
@@ -87,8 +89,8 @@ class Settings:
     """Ids of each table."""
     batch: int = 4096
     """Examples of a rank's batch."""
-    rounds: int = 15
-    steps: int = 4
+    rounds: int = 11
+    steps: int = 8
     """Batches a variant trains on in a round."""
 
 
@@ -139,7 +141,7 @@ class Idle:
 
 
 class Exchanges:
-    """The four exchanges of a step for given batches; and the same bytes by bare collectives."""
+    """The four exchanges of a step: by messages, by our calls alone, by bare collectives."""
 
     def __init__(self, transport: str, batches: Sequence[Batch]) -> None:
         self._exchange = Exchange(transport=transport)
@@ -152,49 +154,68 @@ class Exchanges:
         columns = [dict(zip(TABLES, (c.values for c in b.features.values()), strict=True)) for b in batches]
         self._prepared = [prepare(ids) for ids in columns]
         self._flat = [torch.randn(p.deduped.ids.numel() * DIM) for p in self._prepared]
+        self._noted = [self._note(number) for number in range(len(batches))]
 
-    def step(self, number: int) -> None:
-        at = number % len(self._prepared)
-        prepared, flat = self._prepared[at], self._flat[at]
-        self._exchange.run(lambda: self._all_four(prepared, flat))
-
-    def _all_four(self, prepared: SyncPrepared, flat: Tensor) -> None:
-        asked = self._messages.ask("lookup", prepared, None, False)
-        self._messages.send_rows(asked, prepared)
-        self._messages.push(asked, prepared, Push(flat, None, 0, None, 1.0, None), None)
-
-    def bare(self) -> Callable[[int], None]:
-        """Bare all_to_all_single calls with the sizes of each batch's exchanges, buffers made beforehand."""
-        noted: list[list[tuple[Tensor, Tensor, list[int], list[int]]]] = []
+    def _note(self, number: int) -> list[Noted]:
+        """Makes a batch's exchanges once, and keeps what was sent."""
+        noted: list[Noted] = []
         call = self._exchange.all_to_all
 
         def note(send: Tensor, out: Sequence[int], into: Sequence[int], what: str) -> Tensor:
-            noted[-1].append((torch.empty(sum(into), dtype=torch.uint8), send.clone(), list(into), list(out)))
+            noted.append(Noted(send.clone(), list(out), list(into)))
             return call(send, out, into, what)
 
         self._exchange.all_to_all = note  # type: ignore[method-assign]
-        for number in range(len(self._prepared)):
-            noted.append([])
-            self.step(number)
+        self.messages(number)
         self._exchange.all_to_all = call  # type: ignore[method-assign]
+        return noted
 
-        def bare(number: int) -> None:
-            for received, send, into, out in noted[number % len(noted)]:
-                dist.all_to_all_single(received, send, into, out)
+    @property
+    def megabytes(self) -> float:
+        return sum(each.send.nbytes for four in self._noted for each in four) / len(self._noted) / 1e6
 
-        self.sent = [sum(sum(out) for *_, out in four) / 1e6 for four in noted]
-        return bare
+    def messages(self, number: int) -> None:
+        """All that is done for them: packing, checking, cutting apart, handing over to tables."""
+        at = number % len(self._prepared)
+        self._exchange.run(lambda: self._all_four(self._prepared[at], self._flat[at]))
+
+    def _all_four(self, prepared: SyncPrepared, flat: Tensor) -> None:
+        asked = self._messages.ask("lookup", prepared)
+        self._messages.send_rows(asked, prepared)
+        self._messages.push(asked, prepared, Push(flat, None, 0, None, 1.0, None), None)
+
+    def calls(self, number: int) -> None:
+        def work() -> None:
+            for each in self._noted[number % len(self._noted)]:
+                self._exchange.all_to_all(each.send, each.out, each.into, "benchmark")
+
+        self._exchange.run(work)
+
+    def bare(self, number: int) -> None:
+        for each in self._noted[number % len(self._noted)]:
+            dist.all_to_all_single(each.received, each.send, each.into, each.out)
+
+
+class Noted:
+    """One exchange: what a rank sends, in parts of `out` bytes, and room for what it receives."""
+
+    def __init__(self, send: Tensor, out: list[int], into: list[int]) -> None:
+        self.send, self.out, self.into = send, out, into
+        self.received = torch.empty(sum(into), dtype=torch.uint8)
 
 
 def exchanges(settings: Settings) -> dict[str, Any]:
-    batches = [batch_of(settings, i, dist.get_rank()) for i in range(6)]
-    gloo, shared = Exchanges("gloo", batches), Exchanges("auto", batches)
-    bare = gloo.bare()
-    times = interleave(
-        {"bare all_to_all_single": bare, "megalith, gloo": gloo.step, "megalith, shared memory": shared.step},
-        10 * settings.rounds,
-    )
-    return {"seconds": times.seconds, "megabytes": sum(gloo.sent) / len(gloo.sent)}
+    """By size: that of the steps below, and larger batches."""
+    found = {}
+    for size in (settings.batch, 4 * settings.batch):
+        larger = replace(settings, batch=size)
+        batches = [batch_of(larger, i, dist.get_rank()) for i in range(6)]
+        gloo, shared = Exchanges("gloo", batches), Exchanges("auto", batches)
+        variants = {BARE: gloo.bare, "calls, gloo": gloo.calls, "messages, gloo": gloo.messages}
+        variants |= {"calls, shared memory": shared.calls, "messages, shared memory": shared.messages}
+        times = interleave(variants, 4 * settings.rounds)
+        found[f"{gloo.megabytes:.1f} MB a rank"] = times.seconds
+    return found
 
 
 # ---- whole steps
@@ -340,22 +361,20 @@ def rank_main(rank: int, store: str, settings: Settings, pipe: Connection) -> No
 
 
 def report_exchanges(found: dict[str, Any]) -> tuple[dict[str, Any], list[Bar]]:
-    times = Timings(found["seconds"])
-    bare, gloo, shared = times.seconds
-    title = f"The four exchanges of a step, {found['megabytes']:.1f} MB a rank"
-    rows = [(n, f"{times.median(n) * 1e3:.2f}", str(times.ratio(n, bare))) for n in times.seconds]
-    print_table(title, ("variant", "ms", "time / bare"), rows)
-    section = {
-        "megabytes": found["megabytes"],
-        "variants": {
-            name: {"milliseconds": times.median(name) * 1e3, "ratio": times.ratio(name, bare)}
-            for name in times.seconds
-        },
-    }
-    return section, [
-        Bar("exchange time, gloo / bare", times.ratio(gloo, bare).median, 1.25, at_most=True),
-        Bar("exchange time, gloo / shared memory", times.ratio(gloo, shared).median),
-    ]
+    sections, bars = {}, []
+    for size, seconds in found.items():
+        times = Timings(seconds)
+        ratios = {name: times.ratio(name, BARE) for name in seconds}
+        rows = [(name, f"{times.median(name) * 1e3:.2f}", str(ratio)) for name, ratio in ratios.items()]
+        print_table(f"The four exchanges of a step, {size}", ("variant", "ms", "time / bare"), rows)
+        sections[size] = {
+            name: {"milliseconds": times.median(name) * 1e3, "ratio": ratio} for name, ratio in ratios.items()
+        }
+        for name in ("calls, gloo", "messages, gloo"):
+            bars.append(Bar(f"{name} / bare", ratios[name].median, 1.25, at_most=True, note=size))
+        between = times.ratio("messages, gloo", "messages, shared memory").median
+        bars.append(Bar("messages, gloo / shared memory", between, note=size))
+    return sections, bars
 
 
 def report_steps(found: dict[str, Any], settings: Settings) -> tuple[dict[str, Any], list[Bar]]:
@@ -396,10 +415,10 @@ def main(arguments: Sequence[str]) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="small tables, few rounds; nothing is saved")
-    parser.add_argument("--rounds", type=int, help="rounds of whole steps, default 15")
+    parser.add_argument("--rounds", type=int, help="rounds of whole steps, default 11")
     parser.add_argument("--output", type=Path, help="where to save the result")
     options = parser.parse_args(arguments)
-    settings = Settings(rows=20_000, batch=1024, rounds=3) if options.quick else Settings()
+    settings = Settings(rows=20_000, batch=1024, rounds=3, steps=4) if options.quick else Settings()
     if options.rounds:
         settings = replace(settings, rounds=options.rounds)
     here = machine()

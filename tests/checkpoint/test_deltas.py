@@ -151,6 +151,42 @@ def test_a_checkpoint_that_grows_while_it_is_compacted_stays_as_it_is() -> None:
     assert_same(state_of(loaded(store)), state_of(model))
 
 
+def test_a_checkpoint_that_is_compacted_while_a_delta_is_written_gets_it_all_the_same() -> None:
+    store = MemoryStore()
+    model = Model()
+    for seed in range(3):
+        train(model, seed)
+        (checkpoint.save_delta if seed else checkpoint.save)(model, store)
+    train(model, 3)
+
+    class Compacted(MemoryStore):
+        def write(self, name: str, parts: Any) -> FileEntry:
+            if name.endswith("dense.safetensors"):  # rows are written, the manifest is not
+                checkpoint.compact(store)
+            return super().write(name, parts)
+
+    manifest = checkpoint.save_delta(model, Compacted(store.files))
+    assert len(manifest.saves) == 2
+    assert_same(state_of(loaded(store)), state_of(model))
+
+
+def test_a_save_whose_files_another_save_deleted_fails_and_does_no_harm() -> None:
+    store = MemoryStore()
+    model, other = Model(), Model(seed=6)
+    train(model, 1)
+    train(other, 2)
+
+    class Overtaken(MemoryStore):
+        def write(self, name: str, parts: Any) -> FileEntry:
+            if name.endswith("dense.safetensors"):
+                checkpoint.save(other, store)
+            return super().write(name, parts)
+
+    with pytest.raises(CheckpointError, match="another save ended meanwhile"):
+        checkpoint.save(model, Overtaken(store.files))
+    assert_same(state_of(loaded(store)), state_of(other))
+
+
 @pytest.mark.parametrize(
     "options",
     [{"drop_optimizer_state": True}, {"drop_optimizer_state": ["embeddings.user"]}],

@@ -172,7 +172,7 @@ def test_damage_is_refused_or_does_no_harm(kind: str, data: st.DataObject) -> No
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", DAMAGE)
-@settings(max_examples=2000)
+@settings(max_examples=1000)
 @given(data=st.data())
 def test_much_damage_is_refused_or_does_no_harm(kind: str, data: st.DataObject) -> None:
     read_in_all_ways(DAMAGE[kind](data))

@@ -270,4 +270,4 @@ class TestChains(Chains.TestCase):  # type: ignore[misc, name-defined]
 
 @pytest.mark.soak
 class TestManyChains(Chains.TestCase):  # type: ignore[misc, name-defined]
-    settings = settings(max_examples=2000, stateful_step_count=50)
+    settings = settings(max_examples=300, stateful_step_count=50)

@@ -190,8 +190,8 @@ def test_ctrl_c_saves_and_the_run_goes_on(tmp_path: Path, number: int) -> None:
     run = tmp_path / "run"
     config = tmp_path / "run.toml"
     config.write_text(
-        '[data]\nkind = "teacher"\nbatch_size = 32\noptions = { num_batches = 100000 }\n'
-        "[train]\nlog_every = 1\nthreads = 1\n"
+        '[data]\nkind = "teacher"\nbatch_size = 32\noptions = { num_batches = 50 }\n'
+        "[train]\nepochs = 100000\nlog_every = 1\nthreads = 1\n"
     )
     command = [sys.executable, "-m", "megalith", "train", "--config", str(config), "--run", str(run)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import select
 import subprocess
 import sys
 import threading
@@ -32,6 +33,7 @@ from tests.serving.zookeeper import Cable, ZooKeeper, zookeeper
 
 __all__ = ["zookeeper"]
 LIMIT = 30.0
+IMPORT_SECONDS = 120.0
 AVAILABLE = ModelState.AVAILABLE
 Open = Callable[..., ZooKeeperDiscovery]
 
@@ -477,11 +479,14 @@ def test_a_killed_server_vanishes(zookeeper: ZooKeeper, root: str, opened: Open)
     code = (
         "import sys; from megalith.serving.discovery import Replica, ZooKeeperDiscovery\n"
         "discovery = ZooKeeperDiscovery(sys.argv[1], sys.argv[2], session_seconds=1.0)\n"
-        "discovery.start(); discovery.register('movies:entry', Replica('10.0.0.1:8500')); sys.stdin.read()\n"
+        "print('imported', flush=True); discovery.start()\n"
+        "discovery.register('movies:entry', Replica('10.0.0.1:8500')); sys.stdin.read()\n"
     )
     command = [sys.executable, "-c", code, zookeeper.hosts, root]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as server:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
         try:
+            assert server.stdout is not None
+            assert select.select([server.stdout], [], [], IMPORT_SECONDS)[0], "importing torch took too long"
             changes.until_addresses("10.0.0.1:8500")
         finally:
             server.kill()

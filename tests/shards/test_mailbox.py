@@ -53,7 +53,7 @@ def run(folder: Path, size: int, work: Callable[..., Any], *args: Any, killed: i
         process.start()
         theirs.close()
         started.append((process, ours))
-    results = []
+    results: list[Any] = []
     try:
         for rank, (_, pipe) in enumerate(started):
             assert pipe.poll(SECONDS), f"rank {rank}: no answer within {SECONDS} s"

@@ -100,7 +100,6 @@ class Job:
         self._collections = collections_of(model)
         self._ranks = ranks_of(self._collections)
         self._steps = {path: c.global_step for path, c in self._collections.items()}
-        self._before: Manifest | None = None
         self._tables: list[_Frozen] = []
         agree(self._ranks, lambda: self._check(model))
         self._id = str(self._ranks.broadcast(uuid.uuid4().hex[:12]))
@@ -133,8 +132,7 @@ class Job:
         if options.optimizer is not None:
             self._structure, self._tensors = pack(options.optimizer.state_dict())
         if options.delta and self._ranks.rank == 0:
-            self._before = read_manifest(self.store)
-            check_tip(self._collections.values(), self.store, self._before)
+            check_tip(self._collections.values(), self.store, read_manifest(self.store))
 
     def _freeze(self) -> None:
         for collection in self._collections.values():
@@ -216,17 +214,32 @@ class Job:
             "optimizer_tensors": self._tensor_file("optimizer", self._tensors),
             "progress": self._progress,
         }
-        if self._before is None:
-            manifest = Manifest(**common, megalith=_version())
+        if self._options.delta:
+            before = read_manifest(self.store)  # it may have been compacted since
+            check_tip(self._collections.values(), self.store, before)
+            delta = Delta(**common, previous=before.tip)
+            manifest = replace(before, deltas=[*before.deltas, delta])
         else:
-            check_tip(self._collections.values(), self.store, read_manifest(self.store))
-            delta = Delta(**common, previous=self._before.tip)
-            manifest = replace(self._before, deltas=[*self._before.deltas, delta])
+            manifest = Manifest(**common, megalith=_version())
+        self._check_files(notes)
         commit(self.store, manifest)
         if self._ranks.size > 1:
             with suppress(OSError):  # nobody reads them any more
                 self.store.remove(f"{self._folder}/ranks")
         return manifest
+
+    def _check_files(self, notes: list[dict[str, Any]]) -> None:
+        """Raises CheckpointError if another save has deleted what was written: all, so the first tells."""
+        for note in notes:
+            paths = [piece["file"]["path"] for part in note.values() for piece in part["pieces"]]
+            try:
+                for path in paths[:1]:
+                    self.store.size(path)
+            except FileNotFoundError:
+                raise CheckpointError(
+                    f"{self.store.where}: another save ended meanwhile and deleted this one's files; "
+                    "one at a time may write to a place"
+                ) from None
 
     def _tensor_file(self, name: str, tensors: dict[str, torch.Tensor]) -> Any:
         return write_tensors(self.store, f"{self._folder}/{name}.safetensors", tensors) if tensors else None
@@ -318,17 +331,25 @@ class Job:
         self.store.write(name, [json.dumps(data).encode()])
 
 
-def commit(store: Store, manifest: Manifest) -> None:
-    """Makes a manifest the checkpoint, and deletes what it does not name."""
+def commit(store: Store, manifest: Manifest, replaced: Manifest | None = None) -> None:
+    """Makes a manifest the checkpoint, and deletes what it does not name.
+
+    replaced: deletes only what this one named, so that a save under way keeps its files.
+    """
     store.write(NAME, [manifest.to_json().encode()])
-    named = {PurePosixPath(file.path).parts[0] for file in manifest.all_files()}
     try:
-        for folder in store.folders():
-            if folder.startswith(DATA) and folder not in named:
+        old = store.folders() if replaced is None else folders_of(replaced)
+        for folder in set(old) - folders_of(manifest):
+            if folder.startswith(DATA):
                 store.remove(folder)
     except OSError as error:
         # The checkpoint is complete; the next save deletes what is left.
         warnings.warn(f"{store.where}: old files could not be deleted: {error}", stacklevel=2)
+
+
+def folders_of(manifest: Manifest) -> set[str]:
+    """The folders that hold a checkpoint's files."""
+    return {PurePosixPath(file.path).parts[0] for file in manifest.all_files()}
 
 
 def _routing(shards: Shards, table: str) -> Routing:

@@ -258,7 +258,7 @@ def _save(read: _Reader, data: dict[str, Any]) -> dict[str, Any]:
         "created": read.text(data, "created"),
         "collections": {
             name: _collection(read.inside(f"collections.{name}"), each)
-            for name, each in read.mapping(data, "collections").items()
+            for name, each in read.named(data, "collections").items()
         },
         "dense": _file(read, data, "dense"),
         "optimizer": read.mapping(data, "optimizer", optional=True),
@@ -273,7 +273,7 @@ def _delta(read: _Reader, data: Any) -> Delta:
 
 
 def _collection(read: _Reader, data: Any) -> CollectionEntry:
-    tables = read.mapping(read.as_mapping(data), "tables")
+    tables = read.named(read.as_mapping(data), "tables")
     return CollectionEntry(
         global_step=read.number(data, "global_step"),
         tables={name: _table(read.inside(f"tables.{name}"), each) for name, each in tables.items()},
@@ -359,6 +359,11 @@ def _file(read: _Reader, data: Mapping[str, Any], key: str) -> FileEntry | None:
     return FileEntry(path=path, bytes=inside.number(entry, "bytes"), checksum=sum_)
 
 
+def _is_text(value: str) -> bool:
+    """Whether it can be printed; JSON can spell half of a character that takes two."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in value)
+
+
 def _is_below(path: str) -> bool:
     """Whether a path is a plain way down: neither absolute nor with "..", and spelled as we spell it."""
     parts = PurePosixPath(path)
@@ -377,8 +382,7 @@ class _Reader:
 
     def __init__(self, where: str, field: str = "") -> None:
         self._where = where
-        # Names come from the file; half of a surrogate pair could not even be printed.
-        self._field = field.encode(errors="backslashreplace").decode()
+        self._field = field
 
     def inside(self, name: str) -> _Reader:
         return _Reader(self._where, f"{self._field}{name}.")
@@ -398,7 +402,17 @@ class _Reader:
         return value
 
     def text(self, data: Mapping[str, Any], key: str) -> str:
-        return str(self._typed(data, key, str, "a text"))
+        value = str(self._typed(data, key, str, "a text"))
+        if not _is_text(value):
+            raise self.wrong(key, "must be a text")
+        return value
+
+    def named(self, data: Mapping[str, Any], key: str) -> Any:
+        """An object whose keys are names."""
+        value = self.mapping(data, key)
+        if not all(map(_is_text, value)):
+            raise self.wrong(key, "has a name that is no text")
+        return value
 
     def number(self, data: Mapping[str, Any], key: str, least: int = 0) -> int:
         value = int(self._typed(data, key, int, "a whole number"))

@@ -13,7 +13,7 @@ from os import PathLike
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.job import DATA, commit
+from megalith.checkpoint.job import DATA, commit, folders_of
 from megalith.checkpoint.manifest import (
     CollectionEntry,
     FileEntry,
@@ -42,14 +42,24 @@ def compact(path: str | PathLike[str] | Store, *, on_rows: OnRows | None = None)
     manifest = read_manifest(store)
     if not manifest.deltas:
         return manifest
-    merged = _rewrite(store, store, manifest, None, on_rows)
-    now = read_manifest(store)
-    if now.tip != manifest.tip:
-        for folder in {file.path.split("/")[0] for file in merged.all_files()}:
+    try:
+        merged = _rewrite(store, store, manifest, None, on_rows)
+    except (CheckpointError, OSError):
+        _check_unchanged(store, manifest)
+        raise
+    try:
+        _check_unchanged(store, manifest)
+    except CheckpointError:
+        for folder in folders_of(merged):
             store.remove(folder)
-        raise CheckpointError(f"{store.where} got a new save while it was compacted: compact it again")
-    commit(store, merged)
+        raise
+    commit(store, merged, replaced=manifest)
     return merged
+
+
+def _check_unchanged(store: Store, manifest: Manifest) -> None:
+    if read_manifest(store).tip != manifest.tip:
+        raise CheckpointError(f"{store.where} got a new save while it was compacted: compact it again")
 
 
 def reshard(

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from megalith import __version__
-from megalith.cli import bench, checkpoint
+from megalith.cli import bench, checkpoint, gather
 from megalith.cli.evaluate import evaluate
 from megalith.cli.plan import plan
 from megalith.cli.predict import predict
@@ -35,6 +35,7 @@ for command, name in (
     app.command(name=name)(command)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(bench.app, name="bench")
+app.add_typer(gather.app, name="gather")
 
 
 def _version(wanted: bool) -> None:

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch import Tensor, nn
 
 from megalith.errors import InputError
 from megalith.gather.chunks import Area
@@ -32,6 +31,11 @@ class Part:
 
 def part_of(name: str, tensor: Tensor, ranks: Ranks) -> Part:
     """What this rank holds. Raises InputError if the tensor is spread in a way that gather cannot follow."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return Part(tensor)
+    # Only those that shard pay for importing it, which takes about as long as torch itself.
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
     if not isinstance(tensor, DTensor):
         return Part(tensor)
     mesh, placements = tensor.device_mesh, tensor.placements

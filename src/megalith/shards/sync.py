@@ -49,6 +49,8 @@ class SyncShards(Shards):
     anything is written.
     """
 
+    wire: tuple[str, str]
+
     def __init__(
         self,
         configs: Sequence[TableConfig],
@@ -352,13 +354,16 @@ class SyncLookup(Lookup):
     this one, once known. source: the rows received, flat, in the order of the distinct ids.
     """
 
+    prepared: SyncPrepared
+    asked: Future[Asked]
+
     def __init__(self, shards: SyncShards, prepared: SyncPrepared, call: str) -> None:
         super().__init__(prepared.ids)
         self.shards = shards
         self.prepared = prepared
         done = shards.out_of_data
         messages = shards._messages
-        self.asked: Future[Asked] = shards.exchange.submit(lambda: messages.ask(call, prepared, None, done))
+        self.asked = shards.exchange.submit(lambda: messages.ask(call, prepared, None, done))
         self._rows: Future[Tensor] | None = None
         self._joined: tuple[Pooling, Joined] | None = None
         self._given_up = False

@@ -191,7 +191,15 @@ MANIFESTS: dict[str, tuple[Recipe, str]] = {
     ),
     "a name of half a character": (
         lambda s: s.top["collections"].update({"\ud800": {"tables": 1}}),
-        r"collections.\\ud800.tables must be an object",
+        "collections has a name that is no text",
+    ),
+    "a table of half a character": (
+        lambda s: s.top["collections"]["embeddings"]["tables"].update({"\udfff": s.table()}),
+        "tables has a name that is no text",
+    ),
+    "state of half a character": (
+        lambda s: both(s, lambda t: t["segments"][0]["state"][0].update(name="\ud800")),
+        r"state\[0\].name must be a text",
     ),
     "no segments": (lambda s: s.table().update(segments=[]), "segments must not be empty"),
     "a segment that is a number": (
@@ -260,7 +268,7 @@ FILES: dict[str, tuple[Recipe, str]] = {
     "backslashes": (lambda s: s.file.update(path="..\\..\\etc\\passwd"), "leads out"),
     "a NUL": (lambda s: s.file.update(path="data-x/a\0b"), "leads out"),
     "a line break": (lambda s: s.file.update(path="data-x/a\nb"), "leads out"),
-    "half a character": (lambda s: s.file.update(path="data-x/\ud800"), "leads out"),
+    "half a character": (lambda s: s.file.update(path="data-x/\ud800"), "path must be a text"),
     "no path": (lambda s: s.file.update(path=""), "leads out"),
     "the directory itself": (lambda s: s.file.update(path="."), "leads out"),
     "slashes in a row": (lambda s: s.file.update(path=s.file["path"].replace("/", "//")), "leads out"),

@@ -201,7 +201,7 @@ class ZooKeeperSession:
             held = self._held.get(path)
             if held is None:
                 held = self._held[path] = Held(path, value, self._wake)
-            held.value, held.is_due = value, True
+            held.value, held.is_due, held.problem = value, True, None
             held.settled.clear()
             self._released.pop(path, None)
         self._wake.set()

@@ -1,0 +1,83 @@
+"""Gather on one, two and four ranks: how the time falls when ranks share the downloads.
+
+    python benchmarks/gather_ranks.py [--quick] [--rounds N] [--output PATH]
+
+An object server on loopback answers after a fixed latency; each rank has a fixed number of downloads in
+flight, as a memory budget would have it. Ranks are processes. A time is that of fetching and checking on the
+slowest rank, the best of the rounds: what is slept is exact, all else is noise. A full run saves
+results/gather_ranks-DATE.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from harness import Bar, command_line, machine, print_bars, result_path, versions, write_result
+
+from megalith.gather.faultserver import FaultServer
+from megalith.gather.launcher import launch
+from megalith.gather.simulation import Simulation, write_job
+
+SIZES = (1, 2, 4)
+BARS = {2: 1.6, 4: 2.5}
+
+
+def seconds(simulation: Simulation, ranks: int) -> tuple[float, str]:
+    """The time of a window's gather, and the hash of the weights it led to."""
+    with tempfile.TemporaryDirectory() as name, FaultServer(latency=simulation.latency) as server:
+        simulation.fill(server)
+        job = write_job(Path(name), simulation, server.endpoint)
+        ended = launch([sys.executable, "-m", "megalith.gather.simulation", str(job)], ranks, timeout=300.0)
+        assert all(each.code == 0 for each in ended), ended
+        downloads = server.downloads()
+        assert set(downloads.values()) == {1}, "an object was downloaded twice"
+        window = json.loads((Path(name) / "window-0.json").read_text())
+        return window["metrics"]["gather/seconds"], (Path(name) / "weights").read_text()
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="few peers, one round; nothing is saved")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path, help="where to save the result")
+    options = parser.parse_args(arguments)
+    peers, rounds = (20, 1) if options.quick else (40, options.rounds)
+    simulation = Simulation(peers=peers, latency=0.5, in_flight=2, faults={}, deadline=240.0)
+    here = machine()
+    found: dict[int, list[float]] = {size: [] for size in SIZES}
+    hashes = set()
+    for _ in range(rounds):
+        for size in SIZES:
+            took, weights = seconds(simulation, size)
+            found[size].append(took)
+            hashes.add(weights)
+    assert len(hashes) == 1, "weights differ between numbers of ranks"
+    best = {size: min(times) for size, times in found.items()}
+    note = f"{peers} peers, {simulation.latency:g} s latency, {simulation.in_flight} in flight"
+    bars = [
+        Bar(f"time of one rank / of {size} ranks", best[1] / best[size], required=least, note=note)
+        for size, least in BARS.items()
+    ]
+    print_bars(bars)
+    content = {
+        "benchmark": "gather_ranks",
+        "command": command_line(arguments),
+        "machine": here,
+        "versions": versions(["torch", "obstore", "megalith"]),
+        "settings": asdict(simulation),
+        "seconds": {str(size): times for size, times in found.items()},
+        "bars": bars,
+    }
+    if options.output or not options.quick:
+        write_result(options.output or result_path("gather_ranks"), content)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,107 @@
+"""A launcher that keeps survivors alive: it starts ranks on this machine and lets the others go on when one
+dies.
+
+It holds the store that ranks meet at, so that no rank's death takes it away, and notes there who has ended,
+so that nobody waits for them. Other launchers end all ranks when one fails.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
+
+from megalith.errors import InputError
+from megalith.gather.ranks import lost_key
+
+_POLL = 0.05
+_ENDING = 5.0
+_ROOM = "/worker/attempt_0"
+"""Where torch's own rendezvous puts what ranks write into a store that a launcher holds."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank ended: 0 is well, negative is by a signal."""
+
+    rank: int
+    code: int
+
+
+def launch(
+    command: Sequence[str],
+    ranks: int,
+    *,
+    environment: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+    on_end: Callable[[Ended], None] = lambda ended: None,
+    on_wait: Callable[[], None] = lambda: None,
+) -> list[Ended]:
+    """Runs a command as so many ranks and waits for all of them; how each ended, by rank.
+
+    environment: beside this process's own. timeout: seconds after which all that still run are ended.
+    on_end: called when a rank has ended. on_wait: called again and again meanwhile. Ranks that still run when
+    this is left by an exception are ended, too.
+    """
+    if ranks < 1:
+        raise InputError(f"at least one rank is needed, got {ranks}")
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    notes = PrefixStore(_ROOM, server)
+    running: dict[int, subprocess.Popen[bytes]] = {}
+    done: dict[int, Ended] = {}
+    end = None if timeout is None else time.monotonic() + timeout
+    try:
+        for rank in range(ranks):
+            own = _environment(rank, ranks, server.port)
+            running[rank] = subprocess.Popen(command, env={**os.environ, **own, **(environment or {})})
+        while running:
+            for rank, process in list(running.items()):
+                code = process.poll()
+                if code is not None:
+                    del running[rank]
+                    done[rank] = Ended(rank, code)
+                    notes.set(lost_key(rank), str(code))
+                    on_end(done[rank])
+            on_wait()
+            if end is not None and time.monotonic() > end:
+                _end(running.values())
+                end = None
+            time.sleep(_POLL)
+    finally:
+        _end(running.values())
+    return [done[rank] for rank in sorted(done)]
+
+
+def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """What a rank needs to meet the others, under the names that torchrun uses."""
+    size = str(ranks)
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }
+
+
+def _end(processes: Iterable[subprocess.Popen[bytes]]) -> None:
+    listed = list(processes)
+    for process in listed:
+        process.terminate()
+    for process in listed:
+        try:
+            process.wait(_ENDING)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
