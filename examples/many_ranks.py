@@ -1,14 +1,13 @@
-"""One model over many ranks: tables spread over them, rows exchanged all to all, dense weights averaged by DDP.
+"""One model over many ranks: tables spread over them, rows exchanged all to all, dense weights averaged.
 
     torchrun --nproc-per-node 2 examples/many_ranks.py --dist-type hash_roundrobin
 
-User ids here are all multiples of 8, as ids often are that some other system handed out. "roundrobin" gives every
-one of them to rank 0; "hash_roundrobin" and "continuous" spread them. The last lines show who has how many rows.
-Without torchrun the script trains on one rank, with the same loop.
+User ids here are all multiples of 8, as ids often are that some other system handed out. "roundrobin" gives
+every one of them to rank 0; "hash_roundrobin" and "continuous" spread them. The last lines show who has how
+many rows. Without torchrun the script trains on one rank, with the same loop.
 """
 
 import argparse
-import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,7 +116,7 @@ def evaluate(model: nn.Module, setup: RankSetup, rows: int) -> float:
 def main(args: argparse.Namespace) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "no launcher", LaunchWarning)
-        setup = configure(args.run, merge_checkpoints=True, device="cpu")
+        setup = configure(args.run_dir, merge_checkpoints=True, device="cpu")
     join_ranks(setup, timeout=60)
     first = setup.rank == 0
     torch.manual_seed(0)
@@ -144,8 +143,5 @@ if __name__ == "__main__":
     parser.add_argument("--dist-type", choices=MODES, default="roundrobin", help="who owns an id")
     parser.add_argument("--batches", type=int, default=150, help="batches of a rank")
     parser.add_argument("--rows", type=int, default=512, help="rows of a batch")
-    parser.add_argument("--run", type=Path, help="where to save; a directory that all ranks reach")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments.run = arguments.run or Path(folder)
-        main(arguments)
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/many_ranks"), help="where to save")
+    main(parser.parse_args())

@@ -13,7 +13,6 @@
 
 #include <fcntl.h>
 #include <linux/futex.h>
-#include <sched.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -56,16 +55,17 @@ namespace mailbox {
 constexpr uint64_t kMagic = 0x6d656761626f7831;
 constexpr uint32_t kVersion = 1;
 constexpr int kMaxRanks = 4096;
-constexpr uint64_t kHalfBytes = 1 << 20;
+constexpr uint64_t kHalfBytes = 2 << 20;
 constexpr uint64_t kPageBytes = 4096;
 constexpr uint64_t kLine = 64;  // bytes of a cache line
 static_assert(kHalfBytes > 2 * kLine * kMaxRanks, "slices begin on a line");
 constexpr uint32_t kBefore = static_cast<uint32_t>(-100);  // the counter's wrap is met early, not after weeks
 constexpr std::chrono::milliseconds kSlice{100};           // of sleep between looks at clock and signals
-// Before sleeping, from which waking takes tens of microseconds on an idle CPU: how long to look for a peer,
-// and how long to look while others, perhaps that peer, may have the CPU.
-constexpr std::chrono::nanoseconds kSpin{300};
-constexpr std::chrono::microseconds kYield{50};
+// How long to look for a peer before sleeping. To be woken takes tens of microseconds on an idle machine; on
+// a busy one the peer may be waiting for this CPU. Giving it away without sleeping is no way out: other
+// processes keep it for milliseconds.
+constexpr std::chrono::nanoseconds kLeastSpin{300};
+constexpr std::chrono::microseconds kMostSpin{50};
 
 struct Header {
   uint64_t magic;
@@ -447,13 +447,14 @@ class Mailbox {
   bool await(int rank, Clock::time_point deadline) {
     const std::atomic<uint32_t>& published = header_of(rank).published;
     const uint32_t seen = number_ - 1;
-    const Clock::time_point start = Clock::now();
-    Clock::time_point now = start;
-    for (; now < start + mailbox::kYield; now = Clock::now()) {
-      if (published.load(std::memory_order_relaxed) != seen) return true;
-      if (now < start + mailbox::kSpin) mailbox::relax();
-      else sched_yield();
+    Clock::time_point now = Clock::now();
+    for (const Clock::time_point end = now + spin_; now < end; now = Clock::now()) {
+      mailbox::relax();
+      if (published.load(std::memory_order_relaxed) == seen) continue;
+      spin_ = std::min<Clock::duration>(2 * spin_, mailbox::kMostSpin);
+      return true;
     }
+    spin_ = std::max<Clock::duration>(spin_ / 4, mailbox::kLeastSpin);
     const int64_t left = std::chrono::duration_cast<std::chrono::nanoseconds>(
         std::min<Clock::duration>(deadline - now, mailbox::kSlice)).count();
     if (left <= 0) return false;
@@ -475,6 +476,7 @@ class Mailbox {
   std::vector<Incoming> incoming_;  // from others, in any order
   char* own_to_ = nullptr;
   uint32_t number_ = mailbox::kBefore;  // of the last round
+  Clock::duration spin_ = mailbox::kMostSpin;
   State state_ = State::made;
   bool linked_ = false;
   std::atomic<bool> busy_{false};
