@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch.distributed as dist
+
+from megalith import checkpoint
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def test_quickstart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    spec = importlib.util.spec_from_file_location("quickstart", EXAMPLES / "quickstart.py")
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    quickstart = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(quickstart)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_quickstart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quickstart = load("quickstart")
     quickstart.STEPS = 60
 
     quickstart.main(tmp_path)
@@ -25,3 +38,37 @@ def test_quickstart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert results[0] == results[1]  # before saving and after loading
     assert float(results[0].split()[1].rstrip(";")) > 0.6
     assert (tmp_path / "checkpoint" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("mode", ["continuous", "roundrobin", "hash_roundrobin"])
+def test_many_ranks(tmp_path: Path, mode: str) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(EXAMPLES / "many_ranks.py"), "--dist-type", mode, "--run-dir", str(tmp_path)]
+    command += ["--batches", "51", "--rows", "256"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=150, check=False)
+
+    assert done.returncode == 0, done.stderr
+    found = re.search(rf"{mode} on 2 ranks: AUC (0\.\d+)", done.stdout)
+    assert found is not None, done.stdout
+    assert float(found[1]) > 0.8
+    assert "step 50, table user" in done.stdout
+    rows = {
+        name: [int(n) for n in counts.split(", ")]
+        for name, counts in re.findall(r"table (\w+): rows by rank \[(.*)\]", done.stdout)
+    }
+    saved = checkpoint.read_manifest(tmp_path / "checkpoint").tables()["embeddings.user"][-1]
+    assert saved.routing.dist_type == mode
+    assert sum(rows["user"]) == saved.live > 1000
+    if mode == "roundrobin":  # multiples of 8 all go to rank 0
+        assert rows["user"][1] == 0
+    else:
+        assert min(rows["user"]) > 0.4 * saved.live
+
+
+def test_many_ranks_is_imported_and_explained_without_a_process_group() -> None:
+    load("many_ranks")
+    assert not dist.is_initialized()
+    command = [sys.executable, str(EXAMPLES / "many_ranks.py"), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "{continuous,roundrobin,hash_roundrobin}" in done.stdout

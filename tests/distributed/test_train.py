@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megalith import checkpoint
+from megalith import SyncShards, checkpoint
 from megalith.data import MemoryReader, Samples
 from megalith.errors import MegalithError
 from megalith.ragged import Ragged
@@ -137,6 +137,12 @@ def refused(settings: RunConfig, folder: Path) -> str:
     return "no error"
 
 
+def placed(settings: RunConfig, folder: Path) -> tuple[str, tuple[str, str], float]:
+    shards = Run(settings, folder).model.embeddings.shards
+    assert isinstance(shards, SyncShards)
+    return shards.local["user"].stats().engine, shards.wire, shards.exchange.timeout
+
+
 # ---- tests
 
 
@@ -214,7 +220,9 @@ def test_a_loss_that_is_not_finite_on_one_rank_raises_on_all(tmp_path: Path) -> 
 
 
 def test_rank_0_alone_writes_and_counts_all(tmp_path: Path) -> None:
-    settings = config(train_comm_metrics="user,tags", train_keep_last=2, train_save_every=5)
+    settings = config(
+        train_comm_metrics="user,tags", train_keep_last=2, train_save_every=5, train_save_async=True
+    )
     first, second = run_ranks(measured, settings, tmp_path / "run")
     assert second == []
     assert [(lookups, tables) for lookups, tables, _ in first] == [(4, ["user", "tags"])] * 3
@@ -257,6 +265,12 @@ def test_the_routing_mode_reaches_the_tables_and_the_checkpoint(
     assert {piece.shard for piece in entry.pieces} == {0, 1}
     model, _ = load_trained(tmp_path / "run")
     assert model.embeddings.shards.configs["user"].dist_type == mode
+
+
+def test_engine_wire_and_timeout_reach_the_tables(tmp_path: Path) -> None:
+    settings = config(train_engine="reference", train_wire="rows=int8,grads=bfloat16")
+    found = run_ranks(placed, settings, tmp_path / "run")
+    assert found == [("reference", ("int8", "bfloat16"), 60.0)] * 2
 
 
 def test_a_directory_with_a_run_is_refused_by_all_ranks(tmp_path: Path, whole: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import signal
 import socket
@@ -18,6 +19,7 @@ from kazoo.handlers.threading import KazooTimeoutError  # type: ignore[import-un
 
 JARS = Path("/usr/share/java")
 READY_SECONDS = 30.0
+LIFE_SECONDS = 900
 CONFIG = """\
 dataDir={data}
 clientPort={port}
@@ -55,9 +57,22 @@ class ZooKeeper:
         config.write_text(CONFIG.format(data=data, port=self.port))
         jars = ":".join(map(str, (self.folder, JARS / "zookeeper.jar", JARS / "slf4j-nop.jar")))
         main = "org.apache.zookeeper.server.quorum.QuorumPeerMain"
-        command = ["java", "-Xmx128m", "-XX:+UseSerialGC", "-cp", jars, main, str(config)]
+        # Ends by itself should the tests be killed before they can end it.
+        command = [
+            "timeout",
+            str(LIFE_SECONDS),
+            "java",
+            "-Xmx128m",
+            "-XX:+UseSerialGC",
+            "-cp",
+            jars,
+            main,
+            str(config),
+        ]
         with (self.folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self.folder)
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=log, cwd=self.folder, start_new_session=True
+            )
         client = KazooClient(self.hosts, connection_retry={"max_tries": -1, "delay": 0.05, "max_delay": 0.2})
         try:
             client.start(READY_SECONDS)
@@ -70,7 +85,7 @@ class ZooKeeper:
     def kill(self) -> None:
         """As if the machine had lost power."""
         if self._process is not None:
-            self._process.kill()
+            self._signal(signal.SIGKILL)
             self._process.wait(10)
             self._process = None
 
@@ -81,12 +96,11 @@ class ZooKeeper:
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
         """Connections stay open, but nothing is answered."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
         try:
             yield
         finally:
-            self._process.send_signal(signal.SIGCONT)
+            self._signal(signal.SIGCONT)
 
     @contextlib.contextmanager
     def client(self) -> Iterator[Any]:
@@ -98,6 +112,10 @@ class ZooKeeper:
         finally:
             client.stop()
             client.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        os.killpg(self._process.pid, number)
 
 
 class Cable:
@@ -160,9 +178,9 @@ class Cable:
                 end.shutdown(socket.SHUT_RDWR)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def zookeeper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ZooKeeper]:
-    """A running server, shared by all tests of a session; each test works below a root of its own."""
+    """A running server, shared by the tests of a file; each test works below a root of its own."""
     if shutil.which("java") is None or not (JARS / "zookeeper.jar").exists():
         pytest.fail("these tests need ZooKeeper: apt-get install -y --no-install-recommends zookeeper")
     server = ZooKeeper(tmp_path_factory.mktemp("zookeeper"))

@@ -57,7 +57,12 @@ def pool_rows(
 def pool_flat(
     source: Tensor, index: Tensor, bags: Sequence[Bags], outputs: Sequence[tuple[int, int]], dim: int
 ) -> list[Tensor]:
-    """`pool_rows` from a flat float32 buffer, without gradients, of what was checked before."""
+    """`pool_rows` from a flat float32 buffer, without gradients and torch.compile.
+
+    bags: offsets int64, weights (one tensor for all) and divisors float32.
+    """
+    if source.is_cpu and native_module() is not None:
+        return _pool_into(source, index, 1, dim, bags, outputs, "index")
     rows, columns = [r for r, _ in outputs], [c for _, c in outputs]
     pooled: list[Tensor] = _pool(
         source, index, 1, dim, *arguments(bags, torch.float32), rows, columns, "index"
@@ -67,6 +72,8 @@ def pool_flat(
 
 def unpool_flat(grads: Sequence[Tensor], index: Tensor, bags: Sequence[Bags], size: int, dim: int) -> Tensor:
     """The gradient of `pool_flat`: float32 [size], sums in the order of the occurrences."""
+    if index.is_cpu and native_module() is not None:
+        return _unpool_into(grads, index, 1, dim, bags, size, "index")
     summed: Tensor = _unpool(list(grads), index, 1, dim, *arguments(bags, torch.float32), size, "index")
     return summed
 
@@ -143,10 +150,22 @@ def _bags(
 
 
 def _pool_native(source: Tensor, index: Any, stride: int, dim: int, *plan: Any) -> list[Tensor]:
-    native: Any = native_module()
     *described, rows, columns, name = plan
-    bags = _bags(*described)
-    shapes = list(zip(rows, columns, strict=True))
+    return _pool_into(
+        source, index, stride, dim, _bags(*described), list(zip(rows, columns, strict=True)), name
+    )
+
+
+def _pool_into(
+    source: Tensor,
+    index: Tensor | None,
+    stride: int,
+    dim: int,
+    bags: Sequence[Bags],
+    shapes: Sequence[tuple[int, int]],
+    name: str,
+) -> list[Tensor]:
+    native: Any = native_module()
     outputs = [
         fresh(*shape, dtype=source.dtype, zero=not whole)
         for shape, whole in zip(shapes, covered(bags, shapes), strict=True)
@@ -169,11 +188,23 @@ def _pool_twin(source: Tensor, index: Any, stride: int, dim: int, *plan: Any) ->
 
 
 def _unpool_native(grads: list[Tensor], index: Any, stride: int, dim: int, *plan: Any) -> Tensor:
-    native: Any = native_module()
     *described, size, name = plan
+    return _unpool_into(grads, index, stride, dim, _bags(*described), size, name)
+
+
+def _unpool_into(
+    grads: Sequence[Tensor],
+    index: Tensor | None,
+    stride: int,
+    dim: int,
+    bags: Sequence[Bags],
+    size: int,
+    name: str,
+) -> Tensor:
+    native: Any = native_module()
     out = fresh(size, dtype=grads[0].dtype, zero=True)
     index = None if index is None else index.contiguous()
-    forms = [b.native for b in _bags(*described)]
+    forms = [b.native for b in bags]
     flat = [g.contiguous() for g in grads]
     native.unpool(out, index, stride, dim, forms, flat, name, torch.get_num_threads())
     return out
