@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from megalith import (
 )
 from megalith.data import Batch
 from megalith.errors import MegalithError, RankFailedError
+from megalith.nn import pipeline
 
 from .ranks import run_ranks
 
@@ -252,6 +254,43 @@ def test_ids_or_rows_of_the_next_batch_travel_before_gradients() -> None:
         assert found == expected
 
 
+# ---- several collections, of their own tables and of shared ones
+
+
+class Three(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        shared = SyncShards([TableConfig("t", dim=2, optimizer=SGD(0.1))], timeout=20)
+        own = SyncShards([TableConfig("u", dim=2, optimizer=SGD(0.1))], timeout=20)
+        self.parts = nn.ModuleList(
+            EmbeddingCollection(shards, [Feature(name, table)])
+            for name, table, shards in (("a", "t", shared), ("b", "t", shared), ("a", "u", own))
+        )
+
+    def rows(self) -> list[Any]:
+        return [
+            part.shards.lookup({t: torch.arange(12) for t in part.shards.configs}).rows for part in self.parts
+        ]
+
+
+def with_three() -> list[list[Any]]:
+    found = []
+    for options in (None, *PIPELINES.values()):
+        model = Three()
+        loop = batches() if options is None else Pipeline(model, batches(), **options)
+        for batch in loop:
+            outputs = [out for part in model.parts for out in part(batch.features).values()]
+            (torch.stack(outputs).sum(0) - 1).square().mean().backward()
+        found.append([{name: x.tolist() for name, x in rows.items()} for rows in model.rows()])
+    return found
+
+
+def test_all_collections_of_a_model_go_ahead() -> None:
+    for plain, ids, pushed, *stale in run_ranks(with_three):
+        assert ids == pushed == plain
+        assert stale[0] == stale[1] != plain
+
+
 # ---- trouble
 
 
@@ -302,6 +341,7 @@ def evaluating(model: Model, loader: Iterable[Any]) -> None:
 
 
 def troubles() -> dict[str, Any]:
+    pipeline.GRACE = timedelta(seconds=60)  # machines may be slow, and later calls must come after it
     found: dict[str, Any] = {}
     bad = dist.get_rank() == 1
     for name, options in PIPELINES.items():
@@ -349,6 +389,7 @@ def test_an_error_on_one_rank_ends_the_loop_of_all_and_leaves_them_in_step() -> 
 
 
 def leaving() -> dict[str, Any]:
+    pipeline.GRACE = timedelta(seconds=60)
     found: dict[str, Any] = {}
     for name, options in PIPELINES.items():
         model, plain = Model(), Model()

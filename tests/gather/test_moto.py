@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-import shutil
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -33,20 +33,20 @@ from megalith.gather.store import UPLOAD_PART_BYTES, wait
 from tests.gather.support import RUN, peer_update, small_schema, weights
 
 pytest.importorskip("obstore")
-SERVER = shutil.which("moto_server")
+pytest.importorskip("moto.server")
 LIMIT = 60.0
 
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[Store]:
-    if SERVER is None:
-        pytest.skip("moto_server is not on the path: pip install 'moto[server,s3]'")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     endpoint = f"http://127.0.0.1:{port}"
     process = subprocess.Popen(
-        [SERVER, "-H", "127.0.0.1", "-p", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     try:
         make_bucket(endpoint, process)
