@@ -87,7 +87,7 @@ def make_tables() -> list[TableConfig]:
 
 
 class Ours(Model):
-    """pipeline: arguments of a Pipeline, or None for a plain loop."""
+    """megalith, wherever the shards are."""
 
     def __init__(self, shards: Shards, weights: Weights) -> None:
         super().__init__()
