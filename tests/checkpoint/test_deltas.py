@@ -426,27 +426,27 @@ def test_an_async_save_that_fails_says_so_to_whoever_waits(monkeypatch: pytest.M
 
 
 def counting(rows: int) -> EmbeddingCollection:
-    config = TableConfig("t", dim=4, optimizer=SGD(1.0), initializer=Zeros())
+    config = TableConfig("t", dim=16, optimizer=SGD(1.0), initializer=Zeros())
     model = EmbeddingCollection([config], [Feature("f", "t")])
-    model.shards.assign({"t": (torch.arange(rows), torch.zeros(rows, 4))})
+    model.shards.assign({"t": (torch.arange(rows), torch.zeros(rows, 16))})
     return model
 
 
 def test_a_save_beside_training_is_the_table_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread adds one to all rows, over and over: a save must find the same number in each."""
-    rows = 30_000  # more than may be set aside: training has to wait for the writer at times
+    rows = 20_000  # more than may be set aside: training has to wait for the writer at times
     monkeypatch.setattr(job, "BUFFER_BYTES", 1 << 20)
     monkeypatch.setattr(pen, "PIECE_BYTES", 1 << 16)
     model = counting(rows)
     table = model.shards.local["t"]
-    ids, minus_one = torch.arange(rows), torch.full((rows, 4), -1.0)
+    ids, minus_one = torch.arange(rows), torch.full((rows, 16), -1.0)
     stop = threading.Event()
 
     def count() -> None:
         step = 0
-        while not stop.is_set():
+        while not stop.wait(0.001):
             table.apply_gradients(ids, minus_one, step=step)
-            table.assign(ints(10**9 + step), torch.zeros(1, 4))  # and new rows come and go
+            table.assign(ints(10**9 + step), torch.zeros(1, 16))  # and new rows come and go
             table.remove(ints(10**9 + step - 1))
             step += 1
 
