@@ -41,6 +41,7 @@ bench: $(VENV)/bench
 	$(BIN)/python benchmarks/train_cpu.py
 	$(BIN)/python benchmarks/sync_cpu.py
 	$(BIN)/python benchmarks/checkpoint_cpu.py
+	$(BIN)/python benchmarks/gather_ranks.py
 	$(BIN)/python benchmarks/quality.py
 
 soak: $(VENV)/dev
