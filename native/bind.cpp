@@ -127,6 +127,7 @@ NB_MODULE(_native, m) {
 
   bind_ops(m);
   bind_files(m);
+  bind_frozen(m);
   bind_mailbox(m);
 
   nb::class_<Table>(m, "Table")

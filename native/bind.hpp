@@ -152,10 +152,11 @@ struct BagsList {
   }
 };
 
-// The functions of ops/ (bind_ops.cpp), of other systems' files (bind_files.cpp), and of exchanges between
-// processes (bind_mailbox.cpp).
+// The functions of ops/ (bind_ops.cpp), of other systems' files (bind_files.cpp), of exported rows
+// (bind_frozen.cpp), and of exchanges between processes (bind_mailbox.cpp).
 void bind_ops(nb::module_& m);
 void bind_files(nb::module_& m);
+void bind_frozen(nb::module_& m);
 void bind_mailbox(nb::module_& m);
 
 }  // namespace megalith

@@ -20,3 +20,10 @@ def unsigned_divmod(x: Tensor, divisor: int) -> tuple[Tensor, Tensor]:
     quotient = shift_right(x, 1) // divisor * 2
     rest = x - quotient * divisor  # below twice the divisor, plus one
     return quotient + rest // divisor, rest % divisor
+
+
+def mix64(x: Tensor) -> Tensor:
+    """A bijection of 64 bits that leaves no pattern; the twin of native/hash.hpp's."""
+    x = (x ^ shift_right(x, 30)) * signed(0xBF58476D1CE4E5B9)
+    x = (x ^ shift_right(x, 27)) * signed(0x94D049BB133111EB)
+    return x ^ shift_right(x, 31)

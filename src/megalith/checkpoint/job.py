@@ -220,7 +220,7 @@ class Job:
             delta = Delta(**common, previous=before.tip)
             manifest = replace(before, deltas=[*before.deltas, delta])
         else:
-            manifest = Manifest(**common, megalith=_version())
+            manifest = Manifest(**common, megalith=megalith_version())
         self._check_files(notes)
         commit(self.store, manifest)
         if self._ranks.size > 1:
@@ -367,7 +367,8 @@ def _read_json(store: Store, name: str) -> Any:
         return None
 
 
-def _version() -> str:
+def megalith_version() -> str:
+    """The version files say they were written by."""
     from megalith import __version__
 
     return __version__

@@ -48,22 +48,31 @@ class Place:
 
 def encode(tensors: Mapping[str, Tensor]) -> list[Any]:
     """The buffers of a file that holds these tensors. Raises InputError for a type it cannot hold."""
+    header, placed = lay_out({name: (tensor.dtype, list(tensor.shape)) for name, tensor in tensors.items()})
+    flat = (tensors[name].detach().cpu().contiguous().reshape(-1) for name in placed)
+    return [header, *(each.view(torch.uint8).numpy() for each in flat)]
+
+
+def lay_out(forms: Mapping[str, tuple[torch.dtype, list[int]]]) -> tuple[bytes, dict[str, Place]]:
+    """The beginning of a file of such tensors, and where each lies in the file, in its order."""
     header: dict[str, Any] = {}
-    buffers: list[Any] = []
     at = 0
-    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
-        if tensor.dtype not in _NAMES or tensor.dim() > _MAX_DIMS:
+    for name, (dtype, shape) in sorted(forms.items(), key=lambda item: -item[1][0].itemsize):
+        if dtype not in _NAMES or len(shape) > _MAX_DIMS:
             raise InputError(
-                f"{name!r} is {tensor.dtype} of {tensor.dim()} dimensions, which a checkpoint cannot hold"
+                f"{name!r} is {dtype} of {len(shape)} dimensions, which a checkpoint cannot hold"
             )
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        offsets = [at, at + data.nbytes]
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
-        buffers.append(data)
-        at += data.nbytes
+        end = at + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [at, end]}
+        at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return [struct.pack("<Q", len(text)) + text, *buffers]
+    start = 8 + len(text)
+    placed = {
+        name: Place(_TYPES[entry["dtype"]], entry["shape"], *(start + at for at in entry["data_offsets"]))
+        for name, entry in header.items()
+    }
+    return struct.pack("<Q", len(text)) + text, placed
 
 
 def decode(data: Tensor, where: str) -> dict[str, Tensor]:

@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -15,15 +16,19 @@ from torch import Tensor, nn
 
 from megalith.errors import InputError
 from megalith.nn import EmbeddingCollection
+from megalith.nn.batches import column_of, real_places
+from megalith.ragged import Ragged
 
 
 class Model(nn.Module):
     """Features, and dense values if it has any, to one logit each.
 
     embeddings: the EmbeddingCollection. num_dense: how many dense values an example has, 0 for none.
+    masks: name -> FirstN feature, for models that must know which places of it are real.
     """
 
     embeddings: EmbeddingCollection
+    masks: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, *, num_dense: int = 0) -> None:
         super().__init__()
@@ -42,8 +47,14 @@ class Model(nn.Module):
         return self.score(rows, self._dense(dense, rows))
 
     def embed(self, features: Any, time: float | None) -> dict[str, Tensor]:
-        """What `score` needs of the features, each [B, ...]."""
-        return self.embeddings(features, time=time)  # type: ignore[no-any-return]
+        """What `score` needs of the features: the embeddings, and a mask bool [B, n] for each of `masks`."""
+        rows: dict[str, Tensor] = self.embeddings(features, time=time)
+        if self.masks:
+            columns = features if isinstance(features, Mapping) else Ragged.from_keyed(features)
+            known = {feature.name: feature for feature in self.embeddings.features}
+            for name, feature in self.masks.items():
+                rows[name] = real_places(known[feature], column_of(known[feature], columns[feature]))
+        return rows
 
     def score(self, rows: dict[str, Tensor], dense: Tensor | None) -> Tensor:
         """The dense part: what `embed` gave -> logits [B]."""

@@ -6,8 +6,7 @@ them are real.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from megalith.errors import InputError, UnknownNameError
 from megalith.models.base import Model, join, mlp
 from megalith.models.config import EmbeddingConfig
 from megalith.nn import Feature, FirstN, Layout, Slice
-from megalith.ragged import Ragged
 
 
 class DIN(Model):
@@ -49,10 +47,8 @@ class DIN(Model):
             raise UnknownNameError(f"DIN: target {target!r} is no feature (known: {known})")
         if history in names:
             raise InputError(f"DIN: history {history!r} is also among the features: leave it out there")
-        self.history = history
-        self.max_length = max_length
+        self.masks = {"mask": history}
         past = Feature(history, embeddings.table(target), FirstN(max_length))
-        self._pad = past.pad
         self.embeddings = embeddings.collection(
             [
                 Layout("rows", [Slice(name, 0, dim) for name in names]),
@@ -64,13 +60,6 @@ class DIN(Model):
         self.attention = mlp([4 * dim, *attention, 1])
         self.deep = mlp([(len(names) + 1) * dim + num_dense, *hidden, 1], dropout=dropout)
 
-    def embed(self, features: Any, time: float | None) -> dict[str, Tensor]:
-        """The embeddings, and which places of the history are real: mask [B, max_length]."""
-        rows = super().embed(features, time)
-        lengths = self._lengths(features)
-        rows["mask"] = torch.arange(self.max_length, device=lengths.device) < lengths[:, None]
-        return rows
-
     def score(self, rows: dict[str, Tensor], dense: Tensor | None) -> Tensor:
         """rows: rows [B, features * dim], target [B, dim], history [B, n, dim], mask [B, n]."""
         past, mask = rows["history"], rows["mask"]
@@ -81,14 +70,3 @@ class DIN(Model):
         interest = (weights[:, :, None] * past).sum(1)
         logits: Tensor = self.deep(join(torch.cat([rows["rows"], interest], 1), dense))
         return logits.squeeze(1)
-
-    def _lengths(self, features: Any) -> Tensor:
-        columns = features if isinstance(features, Mapping) else Ragged.from_keyed(features)
-        column: Ragged | Tensor = columns[self.history]
-        if isinstance(column, Ragged):
-            return column.lengths()
-        if column.is_nested:
-            return Ragged.from_nested(column).lengths()
-        if column.dim() == 1:
-            return torch.ones_like(column)
-        return (column != self._pad).sum(1)

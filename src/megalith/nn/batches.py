@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError, UnknownNameError, UsageError
+from megalith.nn.combiners import FirstN
 from megalith.nn.features import Feature
 from megalith.nn.plan import Batch, Plan
 from megalith.ragged import Ragged
@@ -95,7 +96,7 @@ class BatchPreparer:
         absent = []
         for name, feature in self._plan.features.items():
             if name in batch:
-                columns[name] = _column(feature, batch[name])
+                columns[name] = column_of(feature, batch[name])
                 continue
             known = ", ".join(map(repr, batch)) or "nothing"
             if not self._absent_ok:
@@ -109,7 +110,8 @@ class BatchPreparer:
         return columns
 
 
-def _column(feature: Feature, value: Any) -> Ragged:
+def column_of(feature: Feature, value: Any) -> Ragged:
+    """A feature's column of a batch, out of what users hold. Raises InputError if it is none."""
     if isinstance(value, Ragged):
         column = value
     elif isinstance(value, Tensor) and value.is_nested:
@@ -136,3 +138,11 @@ def _column(feature: Feature, value: Any) -> Ragged:
             "multiply the rows"
         )
     return column
+
+
+def real_places(feature: Feature, column: Ragged) -> Tensor:
+    """Which of the places of a FirstN feature hold a row, bool [B, n]."""
+    if not isinstance(feature.combiner, FirstN):
+        raise InputError(f"feature {feature.name!r}: only a FirstN feature has places")
+    lengths = column.lengths()
+    return torch.arange(feature.combiner.n, device=lengths.device) < lengths[:, None]

@@ -104,7 +104,7 @@ class EmbeddingCollection(nn.Module):
         self.clip_value = clip_value
         self.clip_norm = clip_norm
         self.global_step = 0
-        self._plan = Plan(features, layouts, self.shards.configs)
+        self.plan = Plan(features, layouts, self.shards.configs)
         self._pending: list[Pending] = []
         # What connects outputs to the graph; it never has a gradient of its own.
         self._anchor = torch.zeros((), device="cpu", requires_grad=True)
@@ -112,7 +112,7 @@ class EmbeddingCollection(nn.Module):
     @property
     def features(self) -> list[Feature]:
         """The features in declared order."""
-        return list(self._plan.features.values())
+        return list(self.plan.features.values())
 
     # ---- forward
 
@@ -138,7 +138,7 @@ class EmbeddingCollection(nn.Module):
             outputs = lookup.pool(compiled.pooling)
         if compiled.device.type != "cpu":
             outputs = [o.to(compiled.device) for o in outputs]
-        return self._plan.assemble(compiled, outputs)
+        return self.plan.assemble(compiled, outputs)
 
     def start(self, batch: Any) -> StartedBatch:
         """Sends a batch's ids off ahead of its forward, which takes the result instead of the batch.
@@ -166,7 +166,7 @@ class EmbeddingCollection(nn.Module):
 
     def preparer(self) -> BatchPreparer:
         """`prepare` as an object that can be pickled."""
-        return BatchPreparer(self._plan, self.shards.preparer, self.shards.world_size > 1)
+        return BatchPreparer(self.plan, self.shards.preparer, self.shards.world_size > 1)
 
     # ---- updates
 
@@ -327,7 +327,7 @@ class EmbeddingCollection(nn.Module):
     def extra_repr(self) -> str:
         """Features and tables."""
         tables = ", ".join(f"{name} ({config.dim})" for name, config in self.shards.configs.items())
-        return f"features={list(self._plan.features)}, tables={tables}, update={self.update!r}"
+        return f"features={list(self.plan.features)}, tables={tables}, update={self.update!r}"
 
 
 class _Pool(torch.autograd.Function):

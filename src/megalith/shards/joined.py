@@ -37,7 +37,7 @@ class Joined:
         self._bags: list[Bags] = []
         self.reached: list[tuple[int, int]] = []
         begin = 0
-        weights = _weights(pooling, self.tables, list(self._sizes.values()))
+        weights = joint_weights(pooling, self.tables, list(self._sizes.values()))
         for name, where in zip(self.tables, slices, strict=True):
             ends = pooling.check_ends(name, self._sizes[name], dims[name])
             for bags, (first, last) in zip(pooling.of(name), ends, strict=True):
@@ -131,7 +131,7 @@ def sum_gradients(
     return parts
 
 
-def _weights(pooling: Pooling, tables: Sequence[str], sizes: Sequence[int]) -> Tensor | None:
+def joint_weights(pooling: Pooling, tables: Sequence[str], sizes: Sequence[int]) -> Tensor | None:
     """One weight for every occurrence, if any bag has weights."""
     if not any(bags.weights is not None for name in tables for bags in pooling.of(name)):
         return None

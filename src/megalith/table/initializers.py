@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from megalith.bits import shift_right, signed
+from megalith.bits import mix64, signed
 from megalith.errors import InputError
 from megalith.table.schedules import FLOAT32_MAX
 
@@ -137,7 +137,7 @@ def initial_rows(key: int, ids: Tensor, segments: list[tuple[int, Initializer]])
 
     key: of `table_key`. ids: int64 [n]. segments: (dim, initializer) in row order.
     """
-    keys = _mix(ids ^ signed(key))[:, None]
+    keys = mix64(ids ^ signed(key))[:, None]
     pieces, start = [], 0
     for dim, initializer in segments:
         columns = torch.arange(start, start + dim, device=ids.device)
@@ -151,7 +151,7 @@ def _draw(keys: Tensor, columns: Tensor, initializer: Initializer) -> Tensor:
     a, b = (torch.tensor(x, dtype=torch.float32, device=keys.device) for x in initializer.params)
     if initializer.kind == Constant.kind:
         return a.expand(shape)
-    bits = _mix(keys + (columns // 2 + 1) * signed(_GOLDEN))
+    bits = mix64(keys + (columns // 2 + 1) * signed(_GOLDEN))
     halves = torch.where(columns % 2 == 1, bits >> 32, bits) & 0xFFFFFFFF
     draws = halves >> 8
     if initializer.kind == Uniform.kind:
@@ -161,12 +161,6 @@ def _draw(keys: Tensor, columns: Tensor, initializer: Initializer) -> Tensor:
         return a + b * (1.4142135 * _inverse_erf(x))
     z = 1.4142135 * _inverse_erf(x * 0.95449974)  # the mass within two deviations
     return a + b * z.clamp(-2.0, 2.0)
-
-
-def _mix(x: Tensor) -> Tensor:
-    x = (x ^ shift_right(x, 30)) * signed(0xBF58476D1CE4E5B9)
-    x = (x ^ shift_right(x, 27)) * signed(0x94D049BB133111EB)
-    return x ^ shift_right(x, 31)
 
 
 def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:

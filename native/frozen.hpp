@@ -1,0 +1,110 @@
+// Rows of a file that never change: ids in the order of their hash, rows beside them.
+//
+// `buckets` cuts the ids by the leading bits of the hash; a bucket holds a few ids, which are compared one
+// by one. All of it may lie in a mapped file: a look-up reads the pages it needs.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "hash.hpp"
+
+namespace megalith {
+
+enum class Stored : int { float32, float16, int8 };
+
+inline float half_to_float(uint16_t h) {
+  const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16;
+  uint32_t exponent = (h >> 10) & 0x1fu, fraction = h & 0x3ffu, bits;
+  if (exponent == 0x1f) {
+    bits = sign | 0x7f800000u | (fraction << 13);
+  } else if (exponent) {
+    bits = sign | ((exponent + 112) << 23) | (fraction << 13);
+  } else if (fraction) {  // below the least normal half, a normal float
+    exponent = 113;
+    while (!(fraction & 0x400u)) fraction <<= 1, --exponent;
+    bits = sign | (exponent << 23) | ((fraction & 0x3ffu) << 13);
+  } else {
+    bits = sign;
+  }
+  float out;
+  std::memcpy(&out, &bits, 4);
+  return out;
+}
+
+struct FrozenRows {
+  const int64_t* ids;
+  const int64_t* buckets;  // [2^bits + 1]
+  const void* rows;
+  const float* steps;  // int8: what 1 stands for, per column
+  int64_t dim;
+  int bits;
+  Stored stored;
+
+  uint64_t bucket(int64_t id) const { return bits ? slot_hash(id) >> (64 - bits) : 0; }
+
+  int64_t find_in(uint64_t bucket, int64_t id) const {
+    for (int64_t at = buckets[bucket], end = buckets[bucket + 1]; at < end; ++at)
+      if (ids[at] == id) return at;
+    return -1;
+  }
+
+  int64_t row_bytes() const { return dim * (stored == Stored::float32 ? 4 : stored == Stored::float16 ? 2 : 1); }
+
+  void decode(int64_t at, float* out) const {
+    const char* row = static_cast<const char*>(rows) + at * row_bytes();
+    if (stored == Stored::float32) {
+      std::memcpy(out, row, static_cast<size_t>(dim) * 4);
+    } else if (stored == Stored::float16) {
+      for (int64_t c = 0; c < dim; ++c) {
+        uint16_t half;
+        std::memcpy(&half, row + 2 * c, 2);
+        out[c] = half_to_float(half);
+      }
+    } else {
+      for (int64_t c = 0; c < dim; ++c) out[c] = static_cast<float>(static_cast<int8_t>(row[c])) * steps[c];
+    }
+  }
+
+  // Fills out[i] with the row of queries[i], zeros if there is none; where `skip` is not 0 it leaves it alone.
+  // Returns how many had none. The three passes over a block let its memory arrive together.
+  int64_t read(const int64_t* queries, int64_t n, const uint8_t* skip, float* out) const {
+    constexpr int64_t kBlock = 32;
+    uint64_t in[kBlock];
+    int64_t found[kBlock], missing = 0;
+    for (int64_t begin = 0; begin < n; begin += kBlock) {
+      const int64_t size = std::min(kBlock, n - begin);
+      for (int64_t i = 0; i < size; ++i) {
+        in[i] = bucket(queries[begin + i]);
+        __builtin_prefetch(buckets + in[i]);
+      }
+      for (int64_t i = 0; i < size; ++i) __builtin_prefetch(ids + buckets[in[i]]);
+      for (int64_t i = 0; i < size; ++i) {
+        found[i] = find_in(in[i], queries[begin + i]);
+        if (found[i] >= 0) __builtin_prefetch(static_cast<const char*>(rows) + found[i] * row_bytes());
+      }
+      for (int64_t i = 0; i < size; ++i) {
+        if (skip && skip[begin + i]) continue;
+        float* to = out + (begin + i) * dim;
+        if (found[i] >= 0) {
+          decode(found[i], to);
+        } else {
+          std::fill(to, to + dim, 0.0f);
+          ++missing;
+        }
+      }
+    }
+    return missing;
+  }
+};
+
+// Whether every bucket ascends within 0 .. n, so that no look-up leaves the ids.
+inline bool buckets_fit(const int64_t* buckets, int64_t count, int64_t n) {
+  if (buckets[0] != 0 || buckets[count - 1] != n) return false;
+  for (int64_t i = 1; i < count; ++i)
+    if (buckets[i] < buckets[i - 1]) return false;
+  return true;
+}
+
+}  // namespace megalith
