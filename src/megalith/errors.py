@@ -36,6 +36,10 @@ class CheckpointError(MegalithError, ValueError):
     """A checkpoint that is missing, incomplete, damaged, or of another model."""
 
 
+class ExportError(MegalithError, ValueError):
+    """An exported model is missing, incomplete, damaged, or does not fit."""
+
+
 class MissingDependencyError(MegalithError, ImportError):
     """A package that only some installations have."""
 
@@ -62,3 +66,19 @@ class RankFailedError(MegalithError, RuntimeError):
 
 class DiscoveryError(MegalithError, ConnectionError):
     """A discovery that does not answer, refuses, or does not know enough servers in time."""
+
+
+class RemoteError(MegalithError, ConnectionError):
+    """A server that does not answer in time, refuses, or answers with something else than was asked for.
+
+    code: the name of gRPC's status, such as "UNAVAILABLE". targets: the addresses tried, in order.
+    """
+
+    def __init__(self, message: str, *, code: str = "UNKNOWN", targets: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.code = code
+        self.targets = targets
+
+
+class SequenceError(MegalithError, RuntimeError):
+    """A pushed message that does not follow the last one: its publisher must ask where to go on."""

@@ -9,6 +9,7 @@ import typer
 from megalith import __version__
 from megalith.cli import bench, checkpoint, gather
 from megalith.cli.evaluate import evaluate
+from megalith.cli.export import export
 from megalith.cli.plan import plan
 from megalith.cli.predict import predict
 from megalith.cli.report import report
@@ -31,6 +32,7 @@ for command, name in (
     (report, "report"),
     (table, "table"),
     (plan, "plan"),
+    (export, "export"),
 ):
     app.command(name=name)(command)
 app.add_typer(checkpoint.app, name="checkpoint")

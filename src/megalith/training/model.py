@@ -8,6 +8,9 @@ from typing import Any
 import torch.distributed as dist
 
 from megalith import checkpoint
+from megalith.checkpoint.model import fit_dense
+from megalith.checkpoint.rows import read_tensors
+from megalith.checkpoint.store import open_store
 from megalith.errors import CheckpointError, InputError
 from megalith.models import EmbeddingConfig, Model, build_model
 from megalith.routing import Router
@@ -83,10 +86,21 @@ def config_of(manifest: checkpoint.Manifest, where: Path) -> RunConfig:
     return RunConfig.from_dict(manifest.progress["config"])
 
 
+def find_checkpoint(path: str | Path) -> Path:
+    """The checkpoint of a run's directory; another path is one itself."""
+    root = Path(path)
+    return root / CHECKPOINT if (root / CHECKPOINT / "manifest.json").exists() else root
+
+
+def load_dense(model: Model, root: Path, manifest: checkpoint.Manifest) -> None:
+    """The dense weights of a checkpoint into a model whose tables stay empty."""
+    store, entry = open_store(root), manifest.latest.dense
+    fit_dense(model, {} if entry is None else read_tensors(store, entry)).copy()
+
+
 def load_trained(path: str | Path) -> tuple[Model, RunConfig]:
     """The model of a run's directory, or of its checkpoint, ready to evaluate and predict."""
-    root = Path(path)
-    root = root / CHECKPOINT if (root / CHECKPOINT / "manifest.json").exists() else root
+    root = find_checkpoint(path)
     manifest = checkpoint.read_manifest(root)
     config = config_of(manifest, root)
     model = model_for(config, manifest.progress["features"], manifest.progress["num_dense"])

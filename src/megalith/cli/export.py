@@ -1,0 +1,55 @@
+"""megalith export: a checkpoint becomes a directory that `megalith serve` answers from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megalith.cli.console import told
+from megalith.cli.output import console, progress
+
+
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A run's directory, or a checkpoint of one.")],
+    out: Annotated[Path, typer.Argument(help="Where versions go: OUT/VERSION, or OUT/entry, OUT/ps_0 ...")],
+    name: Annotated[
+        str | None, typer.Option("--model-name", help="What requests call it; default: the kind of model.")
+    ] = None,
+    precision: Annotated[str, typer.Option(help="Of the rows: float32, float16 or int8.")] = "float32",
+    shards: Annotated[
+        int, typer.Option(min=0, help="Spread rows over so many ps parts; 0: one process holds everything.")
+    ] = 0,
+    version: Annotated[int | None, typer.Option(min=0, help="Default: the checkpoint's step.")] = None,
+    block_size: Annotated[
+        int | None, typer.Option(min=1, help="Ids of a part, for tables spread in blocks (continuous).")
+    ] = None,
+) -> None:
+    """Write a trained model in the form that servers map into memory.
+
+    Example: megalith export runs/mine exports/movies --precision float16
+    """
+    from megalith.training.exporting import count_rows, export_run
+
+    with told():
+        total = count_rows(checkpoint)
+        done = 0
+        with progress("exporting", total) as advance:
+
+            def on_rows(rows: int) -> None:
+                nonlocal done
+                done += rows
+                advance(done)
+
+            export_run(
+                checkpoint,
+                out,
+                name=name,
+                precision=precision,
+                num_shards=shards,
+                version=version,
+                block_size=block_size,
+                on_rows=on_rows,
+            )
+    console().print(f"{total:,} rows in {out}", markup=False, soft_wrap=True)

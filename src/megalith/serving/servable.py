@@ -1,0 +1,316 @@
+"""Servable: one exported version in memory. Features in, scores out; rows and weights may be written over.
+
+A standalone model holds its rows, a ps part holds rows and no model, an entry holds the model and fetches
+rows through what it is given.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.checkpoint.manifest import FileEntry
+from megalith.checkpoint.parse import parse_json
+from megalith.checkpoint.store import LocalStore, verify
+from megalith.errors import CheckpointError, ExportError, InputError, UnknownNameError, UsageError
+from megalith.nn.batches import column_of, real_places
+from megalith.nn.plan import Batch, Plan
+from megalith.ragged import Ragged
+from megalith.serving.frozen import FrozenRows
+from megalith.serving.gathering import Gathered
+from megalith.serving.overlay import GONE, THERE, Overlay, RowsByTable
+from megalith.serving.program import DenseProgram
+from megalith.serving.signature import ENTRY, Signature
+
+Fetch = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
+Tensors = Mapping[str, Tensor]
+_NOTHING: Tensors = MappingProxyType({})
+_MAX_EXAMPLES = 1 << 24
+
+
+@dataclass
+class Counters:
+    """Since the servable was made. Threads add to them under one lock."""
+
+    ids_looked_up: int = 0
+    ids_missing: int = 0
+
+
+class Servable:
+    """An exported version, or a part of one.
+
+    directory: of the version. fetch: for an entry, {table: int64 ids [n]} -> {table: float32 [n, dim]}.
+    verify_files: compare the checksums of all files first. Raises ExportError for a directory that is
+    incomplete or damaged. Threads may share it.
+    """
+
+    def __init__(
+        self, directory: str | Path, *, fetch: Fetch | None = None, verify_files: bool = True
+    ) -> None:
+        self.directory = Path(directory)
+        self.signature = Signature.read(self.directory)
+        self.counters = Counters()
+        self._counting = threading.Lock()
+        if (fetch is None) == (self.signature.part == ENTRY):
+            raise UsageError(
+                f"{self.directory}: an entry needs a fetch for its rows"
+                if fetch is None
+                else f"{self.directory} holds its own rows: fetch is for an entry"
+            )
+        self._fetch = fetch
+        self._verify(verify_files)
+        self._frozen = {} if fetch is not None else self._map_rows()
+        self._overlay = Overlay(self.signature.dims)
+        self._plan: Plan | None = None
+        self._program: DenseProgram | None = None
+        if self.signature.program is not None:
+            self._plan = self.signature.plan()
+            self._program = DenseProgram(self.directory / self.signature.program.path)
+
+    def _verify(self, checksums: bool) -> None:
+        store = LocalStore(self.directory)
+        tables = (table.file for table in self.signature.tables.values())
+        for entry in (*tables, self.signature.program, self.signature.examples):
+            if entry is None:
+                continue
+            try:
+                if checksums:
+                    verify(store, entry)
+                elif store.size(entry.path) != entry.bytes:
+                    raise ExportError(f"{self.directory / entry.path} has not {entry.bytes} bytes")
+            except (CheckpointError, OSError) as error:
+                raise ExportError(str(error)) from None
+
+    def _map_rows(self) -> dict[str, FrozenRows]:
+        frozen = {}
+        for name, table in self.signature.tables.items():
+            assert table.file is not None  # the signature was checked
+            try:
+                frozen[name] = FrozenRows(
+                    self.directory / table.file.path,
+                    dim=table.dim,
+                    precision=self.signature.precision,
+                    steps=torch.tensor(table.column_steps),
+                )
+            except CheckpointError as error:
+                raise ExportError(str(error)) from None
+            if len(frozen[name]) != table.rows:
+                raise ExportError(
+                    f"{self.directory / table.file.path} holds {len(frozen[name])} rows, not {table.rows}"
+                )
+        return frozen
+
+    # ---- answers
+
+    def predict(self, features: Mapping[str, Any], dense: Tensor | None = None) -> dict[str, Tensor]:
+        """{"logits": float32 [B], "probabilities": float32 [B]}.
+
+        features: Ragged columns or tensors by name, as an EmbeddingCollection takes them; all of them. dense:
+        float32 [B, num_dense]. Raises InputError, UnknownNameError, or UsageError for a ps part.
+        """
+        if self._plan is None or self._program is None:
+            raise UsageError(f"{self.signature.name} holds rows and no model: ask the entry for scores")
+        columns: dict[str, Ragged] = {}
+        for name, feature in self._plan.features.items():
+            if name not in features:
+                raise UnknownNameError(f"feature {name!r} is not in the request")
+            columns[name] = column_of(feature, features[name])
+        with torch.inference_mode():
+            batch = self._plan.batch(columns)
+            rows = self._embed(batch)
+            for name, of in self.signature.masks.items():
+                rows[name] = real_places(self._plan.features[of], columns[of])
+            logits = self._program(rows, self._dense(dense, batch.size)).float()
+            return {"logits": logits, "probabilities": torch.sigmoid(logits)}
+
+    def _embed(self, batch: Batch) -> dict[str, Any]:
+        assert self._plan is not None
+        gathered = Gathered(batch.ids, self.signature.dims)
+        if self._fetch is None:
+            overlay = self._overlay
+            for name, out in gathered.rows.items():
+                self._read(overlay, name, gathered.ids(name), out)
+        elif gathered.total:
+            fetched = self._fetch({name: gathered.ids(name) for name in batch.ids})
+            for name, out in gathered.rows.items():
+                out.copy_(fetched[name])
+        return self._plan.assemble(batch, gathered.pool(batch.pooling))
+
+    def _dense(self, dense: Tensor | None, size: int) -> Tensor | None:
+        width = self.signature.num_dense
+        if width == 0:
+            if dense is not None:
+                raise InputError("this model takes no dense values")
+            return None
+        if dense is None or tuple(dense.shape) != (size, width) or not dense.is_floating_point():
+            got = "none" if dense is None else f"{dense.dtype} {list(dense.shape)}"
+            raise InputError(f"{self.signature.dense_name} must be float32 {[size, width]}, got {got}")
+        return dense.to(torch.float32)
+
+    def lookup(self, table: str, ids: Tensor) -> Tensor:
+        """Rows float32 [n, dim] of int64 ids [n]; zeros for an id without one."""
+        self._check_table(table)
+        if self._fetch is not None:
+            raise UsageError(f"{self.signature.name} holds no rows: ask the ps parts")
+        if ids.dtype not in (torch.int64, torch.int32) or ids.dim() != 1:
+            raise InputError(f"table {table!r}: ids must be int64 [n], got {ids.dtype} {list(ids.shape)}")
+        out = torch.empty(ids.numel(), self.signature.tables[table].dim)
+        self._read(self._overlay, table, ids.to(torch.int64).contiguous(), out)
+        return out
+
+    def _read(self, overlay: Overlay, table: str, ids: Tensor, out: Tensor) -> None:
+        skip = None
+        if overlay.hides_base or overlay.rows_of(table):
+            rows, flags = overlay.read(table, ids)
+            out.copy_(rows)
+            missing = int((flags != THERE).sum())
+            skip = (flags != 0).to(torch.uint8)
+        if not overlay.hides_base:
+            missing = self._frozen[table].read(ids, out, skip)
+            if skip is not None:
+                missing += int((flags == GONE).sum())
+        with self._counting:
+            self.counters.ids_looked_up += ids.numel()
+            self.counters.ids_missing += missing
+
+    def warm_up(self) -> None:
+        """Answers the export's examples once, so that the first request does not wait for what is lazy."""
+        if self.signature.examples is None or self._program is None or self._fetch is not None:
+            return
+        for example in read_examples(self.directory / self.signature.examples.path):
+            self.predict(*example)
+
+    # ---- writes
+
+    @property
+    def overlay(self) -> Overlay:
+        """What was written since the export."""
+        return self._overlay
+
+    @property
+    def dense_names(self) -> dict[str, tuple[int, ...]]:
+        """The weights of the dense program and their shapes; none for a ps part."""
+        return {} if self._program is None else self._program.names
+
+    @property
+    def dense_weights(self) -> dict[str, Tensor]:
+        """The dense weights in use."""
+        return {} if self._program is None else self._program.weights
+
+    def check(self, rows: RowsByTable, removed: Tensors = _NOTHING, dense: Tensors = _NOTHING) -> None:
+        """Raises InputError or UnknownNameError unless `apply` can take these."""
+        for name, (ids, values) in rows.items():
+            self._check_ids(name, ids)
+            dim = self.signature.tables[name].dim
+            if values.dtype != torch.float32 or tuple(values.shape) != (ids.numel(), dim):
+                raise InputError(
+                    f"table {name!r}: rows must be float32 {[ids.numel(), dim]}, "
+                    f"got {values.dtype} {list(values.shape)}"
+                )
+            if not bool(torch.isfinite(values).all()):
+                raise InputError(f"table {name!r}: rows hold NaN or Inf")
+        for name, ids in removed.items():
+            self._check_ids(name, ids)
+        if dense:
+            if self._program is None:
+                raise InputError(f"{self.signature.name} has no dense weights")
+            self._program.check(dense)
+
+    def apply(self, rows: RowsByTable, removed: Tensors = _NOTHING, dense: Tensors = _NOTHING) -> None:
+        """Writes rows, removes ids, replaces dense weights; nothing if `check` raises."""
+        self.check(rows, removed, dense)
+        self._overlay.apply(rows, removed)
+        if dense and self._program is not None:
+            self._program.set(dense)
+
+    def reset(self) -> None:
+        """Back to the exported rows and weights."""
+        self._overlay = Overlay(self.signature.dims)
+        if self._program is not None:
+            self._program.reset()
+
+    def stage(self) -> Overlay:
+        """An empty overlay to fill and `adopt`: all rows there will be."""
+        return Overlay(self.signature.dims, hides_base=True)
+
+    def adopt(self, overlay: Overlay, dense: Mapping[str, Tensor] | None = None) -> None:
+        """Puts an overlay in the place of this one's, and dense weights with it.
+
+        Raises InputError if it is of other tables.
+        """
+        if overlay.dims != self.signature.dims:
+            raise InputError(f"{self.signature.name}: this overlay is of tables {overlay.dims}")
+        if dense:
+            self.check({}, {}, dense)
+        self._overlay = overlay
+        if dense and self._program is not None:
+            self._program.set(dense)
+
+    def _check_ids(self, table: str, ids: Tensor) -> None:
+        self._check_table(table)
+        if self._fetch is not None:
+            raise InputError(f"{self.signature.name} holds no rows: push them to the ps parts")
+        if ids.dtype != torch.int64 or ids.dim() != 1:
+            raise InputError(f"table {table!r}: ids must be int64 [n], got {ids.dtype} {list(ids.shape)}")
+        shard = self.signature.shard
+        if shard is None:
+            return
+        owners = self.signature.tables[table].router().owner(ids)
+        if bool((owners != shard).any()):
+            wrong = int(ids[owners != shard][0])
+            raise InputError(
+                f"table {table!r}: id {wrong} belongs to another part than {self.signature.part}"
+            )
+
+    def _check_table(self, table: str) -> None:
+        if table not in self.signature.tables:
+            known = ", ".join(map(repr, self.signature.tables))
+            raise UnknownNameError(f"unknown table {table!r} (known: {known})")
+
+    def close(self) -> None:
+        """Lets go of files and rows; the servable answers no more."""
+        self._frozen = {}
+        self._plan = self._program = None
+
+
+Example = tuple[dict[str, Ragged], Tensor | None]
+
+
+def read_examples(path: Path) -> list[Example]:
+    """The warm-up requests of an export. Raises ExportError if they are none."""
+    try:
+        if path.stat().st_size > _MAX_EXAMPLES:
+            raise ValueError("too long")
+        examples = []
+        for each in parse_json(path.read_text())["examples"]:
+            features = {name: Ragged.from_lists(lists) for name, lists in each["features"].items()}
+            dense = None if each["dense"] is None else torch.tensor(each["dense"], dtype=torch.float32)
+            examples.append((features, dense))
+        return examples
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise ExportError(f"{path} holds no examples: {error}") from None
+
+
+def write_examples(path: Path, examples: list[Example]) -> FileEntry:
+    """Writes warm-up requests."""
+    data = {
+        "examples": [
+            {
+                "features": {name: column.to_lists() for name, column in features.items()},
+                "dense": None if dense is None else dense.tolist(),
+            }
+            for features, dense in examples
+        ]
+    }
+    text = json.dumps(data, allow_nan=False).encode()
+    path.write_bytes(text)
+    return FileEntry(path.name, len(text), f"crc32:{zlib.crc32(text):08x}")
