@@ -26,7 +26,7 @@ from megalith.nn.batches import column_of, real_places
 from megalith.nn.plan import Batch, Plan
 from megalith.ragged import Ragged
 from megalith.serving.frozen import FrozenRows
-from megalith.serving.gathering import Gathered
+from megalith.serving.gathering import Gathering
 from megalith.serving.overlay import GONE, THERE, Overlay, RowsByTable
 from megalith.serving.program import DenseProgram
 from megalith.serving.signature import ENTRY, Signature
@@ -35,6 +35,8 @@ Fetch = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 Tensors = Mapping[str, Tensor]
 _NOTHING: Tensors = MappingProxyType({})
 _MAX_EXAMPLES = 1 << 24
+_MAX_COMPILED = 256
+"""Batch sizes for which the way from rows to the dense program is kept."""
 
 
 @dataclass
@@ -43,6 +45,15 @@ class Counters:
 
     ids_looked_up: int = 0
     ids_missing: int = 0
+
+
+@dataclass(frozen=True)
+class _Request:
+    """Features compiled: which ids of which table, and where their rows go."""
+
+    batch: Batch
+    gathering: Gathering
+    ids: dict[str, Tensor]
 
 
 class Servable:
@@ -72,6 +83,7 @@ class Servable:
         self._overlay = Overlay(self.signature.dims)
         self._plan: Plan | None = None
         self._program: DenseProgram | None = None
+        self._compiled: dict[int, _Request] = {}
         if self.signature.program is not None:
             self._plan = self.signature.plan()
             self._program = DenseProgram(self.directory / self.signature.program.path)
@@ -119,31 +131,62 @@ class Servable:
         """
         if self._plan is None or self._program is None:
             raise UsageError(f"{self.signature.name} holds rows and no model: ask the entry for scores")
-        columns: dict[str, Ragged] = {}
-        for name, feature in self._plan.features.items():
-            if name not in features:
-                raise UnknownNameError(f"feature {name!r} is not in the request")
-            columns[name] = column_of(feature, features[name])
+        missing = self._plan.features.keys() - features.keys()
+        if missing:
+            raise UnknownNameError(f"feature {min(missing)!r} is not in the request")
         with torch.inference_mode():
-            batch = self._plan.batch(columns)
-            rows = self._embed(batch)
+            request = self._singles(features) or self._columns(features)
+            rows = self._plan.assemble(request.batch, self._gather(request))
             for name, of in self.signature.masks.items():
-                rows[name] = real_places(self._plan.features[of], columns[of])
-            logits = self._program(rows, self._dense(dense, batch.size)).float()
+                rows[name] = real_places(self._plan.features[of], request.batch.columns[of])
+            logits = self._program(rows, self._dense(dense, request.batch.size)).float()
             return {"logits": logits, "probabilities": torch.sigmoid(logits)}
 
-    def _embed(self, batch: Batch) -> dict[str, Any]:
+    def _columns(self, features: Mapping[str, Any]) -> _Request:
+        """Any columns, compiled."""
         assert self._plan is not None
-        gathered = Gathered(batch.ids, self.signature.dims)
+        columns = {name: column_of(f, features[name]) for name, f in self._plan.features.items()}
+        batch = self._plan.batch(columns)
+        sizes = {table: ids.numel() for table, ids in batch.ids.items()}
+        ids = {table: ids.to(torch.int64).contiguous() for table, ids in batch.ids.items()}
+        return _Request(batch, Gathering(sizes, batch.pooling, self.signature.dims), ids)
+
+    def _singles(self, features: Mapping[str, Any]) -> _Request | None:
+        """Columns of one id a row, for which only the number of rows matters; None if there are others."""
+        assert self._plan is not None
+        size = None
+        for name, feature in self._plan.features.items():
+            ids = features[name]
+            if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.is_nested or ids.dim() != 1:
+                return None
+            size = ids.shape[0] if size is None else size
+            if ids.shape[0] != size or feature.shared or not ids.is_cpu:
+                return None
+        assert size is not None
+        compiled = self._compiled.get(size)
+        if compiled is None:
+            compiled = self._columns(
+                {name: torch.zeros(size, dtype=torch.int64) for name in self._plan.features}
+            )
+            if len(self._compiled) < _MAX_COMPILED:
+                self._compiled[size] = compiled
+        ids = {
+            table: torch.cat([features[f.name] for f in own]) if len(own) > 1 else features[own[0].name]
+            for table, own in self._plan.tables.items()
+        }
+        return _Request(compiled.batch, compiled.gathering, {t: each.contiguous() for t, each in ids.items()})
+
+    def _gather(self, request: _Request) -> list[Tensor]:
+        gathered = request.gathering.rows()
         if self._fetch is None:
             overlay = self._overlay
             for name, out in gathered.rows.items():
-                self._read(overlay, name, gathered.ids(name), out)
-        elif gathered.total:
-            fetched = self._fetch({name: gathered.ids(name) for name in batch.ids})
+                self._read(overlay, name, request.ids[name], out)
+        elif gathered.buffer.numel():
+            fetched = self._fetch(request.ids)
             for name, out in gathered.rows.items():
                 out.copy_(fetched[name])
-        return self._plan.assemble(batch, gathered.pool(batch.pooling))
+        return request.gathering.pool(gathered)
 
     def _dense(self, dense: Tensor | None, size: int) -> Tensor | None:
         width = self.signature.num_dense
