@@ -1,0 +1,311 @@
+"""Channels: connections to model servers, with the limits and credentials all clients share.
+
+A `Connection` is a channel to one address and the calls a client makes over it: TF Serving's Predict,
+GetModelMetadata and GetModelStatus. Every call has a deadline, and every failure is a RemoteError. Which
+server to call, and what to do when one fails, is for the caller to say. Needs grpcio:
+`pip install megalith[serve]`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from megalith.errors import InputError, MissingDependencyError, RemoteError, UsageError
+from megalith.serving.discovery.addresses import check_address
+from megalith.serving.proto.limits import MAX_BYTES
+from megalith.serving.proto.schema import Message
+from megalith.serving.proto.tf_serving import (
+    GetModelMetadataResponse,
+    GetModelStatusResponse,
+    PredictResponse,
+)
+
+log = logging.getLogger("megalith.serving")
+
+Metadata = Sequence[tuple[str, str]]
+
+PREDICT = "/tensorflow.serving.PredictionService/Predict"
+GET_MODEL_METADATA = "/tensorflow.serving.PredictionService/GetModelMetadata"
+GET_MODEL_STATUS = "/tensorflow.serving.ModelService/GetModelStatus"
+
+MAX_MESSAGE_BYTES = MAX_BYTES + 2**20
+"""The largest message sent or received: the tensors of a request, and room for their names."""
+MAX_CONNECTIONS = 256
+MAX_WORKERS = 256
+"""Calls that one set of channels has under way beside those that block their callers."""
+MAX_DETAILS = 500
+"""How much of a server's error text is shown."""
+OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # A host that vanished is noticed, although only calls under way may ask: servers punish idle pings.
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # gRPC's own backoff reaches two minutes, which is long for a server that has been restarted.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 3_000),
+    # Addresses come from discovery, so a proxy named in the environment is not meant for them.
+    ("grpc.enable_http_proxy", 0),
+    # Otherwise a new connection inherits the backoff of a closed one to the same address.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+_LOOPBACK = re.compile(r"(localhost|127\.[0-9.]+|\[::1\]):[0-9]+", re.ASCII | re.IGNORECASE)
+
+
+def grpc_module() -> Any:
+    """The module grpc; raises MissingDependencyError if it is not installed."""
+    try:
+        return importlib.import_module("grpc")
+    except ImportError as error:
+        raise MissingDependencyError("serving needs grpcio: pip install megalith[serve]") from error
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What a client shows to servers, and what it asks of them. Secrets do not appear in its repr.
+
+    Certificates and the key are PEM. Any of them makes the connection TLS; so does `tls`, with the roots of
+    the system. Raises InputError for what is no token or no PEM, and for a certificate without its key.
+    """
+
+    token: str | None = field(default=None, repr=False)
+    """Sent as `authorization: Bearer ...`."""
+    root_certificates: bytes | None = field(default=None, repr=False)
+    """Who may vouch for a server."""
+    certificate: bytes | None = field(default=None, repr=False)
+    """The client's own, for servers that ask for one."""
+    key: bytes | None = field(default=None, repr=False)
+    tls: bool = False
+
+    def __post_init__(self) -> None:
+        if self.token is not None and not re.fullmatch(r"[\x21-\x7e]{1,4096}", str(self.token)):
+            raise InputError("credentials: a token is 1 to 4096 visible ASCII characters")
+        for name in ("root_certificates", "certificate", "key"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, bytes) or b"-----BEGIN " not in value):
+                raise InputError(f"credentials: {name} must be the bytes of a PEM file")
+        if (self.certificate is None) != (self.key is None):
+            raise InputError("credentials: certificate and key belong together; give both")
+
+    @classmethod
+    def from_files(
+        cls,
+        *,
+        token: str | Path | None = None,
+        root_certificates: str | Path | None = None,
+        certificate: str | Path | None = None,
+        key: str | Path | None = None,
+        tls: bool = False,
+    ) -> Credentials:
+        """The contents of files; white space around the token is left out. Raises InputError as above."""
+        secret = _read("token", token)
+        return cls(
+            token=None if secret is None else secret.decode("ascii", "replace").strip(),
+            root_certificates=_read("root_certificates", root_certificates),
+            certificate=_read("certificate", certificate),
+            key=_read("key", key),
+            tls=tls,
+        )
+
+    @property
+    def secure(self) -> bool:
+        """Whether connections are TLS."""
+        return self.tls or self.root_certificates is not None or self.certificate is not None
+
+
+class Call:
+    """A call under way."""
+
+    def __init__(self, future: Any, address: str) -> None:
+        self._future = future
+        self.address = address
+
+    def result(self) -> Message:
+        """Waits for the answer, at most until the call's deadline; raises RemoteError."""
+        with _failures(self.address):
+            return self._future.result()
+
+    def cancel(self) -> None:
+        """Gives up; `result` then raises RemoteError with the code CANCELLED."""
+        self._future.cancel()
+
+    def when_done(self, callback: Callable[[Call], object]) -> None:
+        """Calls back once the answer or the failure is there, in a thread of gRPC's; at once if it is."""
+        self._future.add_done_callback(lambda _: callback(self))
+
+
+class Connection:
+    """A channel to one server, and the calls over it. Threads may share one.
+
+    Nothing is sent before the first call. Requests are messages, or their bytes; `timeout` is in seconds.
+    """
+
+    def __init__(self, address: str, credentials: Credentials | None = None) -> None:
+        credentials = credentials or Credentials()
+        self.address = check_address(address)
+        token = credentials.token
+        self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+        if credentials.secure:
+            secrets = grpc_module().ssl_channel_credentials(
+                credentials.root_certificates, credentials.key, credentials.certificate
+            )
+            self.channel = grpc_module().secure_channel(self.address, secrets, options=OPTIONS)
+        else:
+            if token is not None and not _LOOPBACK.fullmatch(self.address):
+                log.warning("%s: the token travels unencrypted; use TLS", self.address)
+            self.channel = grpc_module().insecure_channel(self.address, options=OPTIONS)
+        self._predict = self._method(PREDICT, PredictResponse)
+        self._get_model_metadata = self._method(GET_MODEL_METADATA, GetModelMetadataResponse)
+        self._get_model_status = self._method(GET_MODEL_STATUS, GetModelStatusResponse)
+
+    def predict(self, request: Message | bytes, *, timeout: float, metadata: Metadata = ()) -> Message:
+        """The PredictResponse to a PredictRequest; raises RemoteError."""
+        return self._call(self._predict, request, timeout, metadata)
+
+    def start_predict(self, request: Message | bytes, *, timeout: float, metadata: Metadata = ()) -> Call:
+        """The same without waiting; the result raises what `predict` would."""
+        with _failures(self.address):
+            sent = (*self._metadata, *metadata)
+            future = self._predict.future(_to_bytes(request), timeout=timeout, metadata=sent)
+            return Call(future, self.address)
+
+    def get_model_metadata(self, request: Message | bytes, *, timeout: float) -> Message:
+        """The GetModelMetadataResponse; raises RemoteError."""
+        return self._call(self._get_model_metadata, request, timeout)
+
+    def get_model_status(self, request: Message | bytes, *, timeout: float) -> Message:
+        """The GetModelStatusResponse; raises RemoteError."""
+        return self._call(self._get_model_status, request, timeout)
+
+    def close(self) -> None:
+        """Ends it at once, calls under way included; closing again is harmless."""
+        self.channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _method(self, path: str, response: Any) -> Any:
+        return self.channel.unary_unary(path, response_deserializer=response.FromString)
+
+    def _call(
+        self, method: Any, request: Message | bytes, timeout: float, metadata: Metadata = ()
+    ) -> Message:
+        with _failures(self.address):
+            # Blocking calls of grpcio's are faster than its futures.
+            return method(_to_bytes(request), timeout=timeout, metadata=(*self._metadata, *metadata))
+
+
+def open_channel(address: str, credentials: Credentials | None = None) -> Connection:
+    """A connection to host:port; raises InputError if that is no address."""
+    return Connection(address, credentials)
+
+
+class Channels:
+    """Connections by address, opened when first asked for, and closed together. Threads may share one.
+
+    At most MAX_CONNECTIONS: the one unused for longest is closed to make room.
+    """
+
+    def __init__(self, credentials: Credentials | None = None) -> None:
+        self._credentials = credentials
+        self._lock = threading.Lock()
+        self._open: OrderedDict[str, Connection] = OrderedDict()
+        self._workers: ThreadPoolExecutor | None = None
+        self._closed = False
+
+    def get(self, address: str) -> Connection:
+        """The connection to an address; raises InputError if it is none, UsageError after `close`."""
+        with self._lock:
+            if self._closed:
+                raise UsageError("these channels are closed; open new ones")
+            connection = self._open.get(address)
+            if connection is None:
+                connection = self._open[address] = open_channel(address, self._credentials)
+            self._open.move_to_end(address)
+            oldest = self._open.popitem(last=False)[1] if len(self._open) > MAX_CONNECTIONS else None
+        if oldest is not None:
+            oldest.close()
+        return connection
+
+    def submit(self, work: Callable[[], object]) -> None:
+        """Runs a call in a thread that is kept: grpcio would start one for each of its own futures.
+
+        Raises UsageError after `close`.
+        """
+        with self._lock:
+            if self._closed:
+                raise UsageError("these channels are closed; open new ones")
+            if self._workers is None:
+                self._workers = ThreadPoolExecutor(MAX_WORKERS, thread_name_prefix="megalith-channels")
+            self._workers.submit(work)
+
+    def close(self) -> None:
+        """Closes all of them at once; closing again is harmless."""
+        with self._lock:
+            self._closed = True
+            connections = list(self._open.values())
+            self._open.clear()
+        for connection in connections:
+            connection.close()
+        if self._workers is not None:
+            self._workers.shutdown(wait=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@contextmanager
+def _failures(address: str) -> Iterator[None]:
+    """What grpcio raises, as a RemoteError."""
+    grpc = grpc_module()
+    try:
+        yield
+    except grpc.FutureCancelledError:
+        raise _error(address, "CANCELLED", "the call was cancelled") from None
+    except grpc.RpcError as error:
+        raise _error(address, error.code().name, error.details() or "") from None
+    except ValueError as error:
+        # grpcio's way to say that the channel is closed.
+        raise _error(address, "CANCELLED", str(error)) from None
+
+
+def _to_bytes(request: Message | bytes) -> bytes:
+    if isinstance(request, bytes):
+        return request
+    data: bytes = request.SerializeToString()
+    return data
+
+
+def _error(address: str, code: str, details: str) -> RemoteError:
+    return RemoteError(f"{address}: {code}: {details[:MAX_DETAILS]}", code=code, targets=(address,))
+
+
+def _read(name: str, path: str | Path | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise InputError(f"credentials: cannot read {name} from {path}: {error.strerror}") from None

@@ -1,0 +1,299 @@
+"""Channels: credentials, failures as RemoteErrors, limits, and connections shared by address."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import shutil
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.errors import InputError, MissingDependencyError, RemoteError, UsageError
+from megalith.serving import channels as channels_module
+from megalith.serving.channels import MAX_MESSAGE_BYTES, Call, Channels, Credentials, open_channel
+from megalith.serving.proto import (
+    GetModelMetadataRequest,
+    GetModelStatusRequest,
+    GetModelStatusResponse,
+    PredictRequest,
+)
+from tests.serving.certificates import Certificates, make_certificates
+from tests.serving.plain_server import LIMIT, Refused, Seen, plain_server
+
+
+def empty(seen: Seen) -> dict[str, Tensor]:
+    return {"y": torch.ones(1)}
+
+
+def ask(address: str, credentials: Credentials | None = None) -> Any:
+    with open_channel(address, credentials) as connection:
+        return connection.predict(PredictRequest(), timeout=LIMIT)
+
+
+# ---- credentials
+
+
+def test_a_token_travels_as_authorization() -> None:
+    with plain_server(empty) as server:
+        ask(server.address, Credentials(token="s3cret"))
+        ask(server.address)
+    assert server.seen[0].metadata["authorization"] == "Bearer s3cret"
+    assert "authorization" not in server.seen[1].metadata
+
+
+def test_secrets_stay_out_of_texts() -> None:
+    credentials = Credentials("s3cret", b"-----BEGIN A", b"-----BEGIN B", b"-----BEGIN C")
+    assert repr(credentials) == "Credentials(tls=False)"
+    assert credentials.secure
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"token": ""}, "a token is"),
+        ({"token": "a b"}, "a token is"),
+        ({"token": "a\n"}, "a token is"),
+        ({"token": "ü"}, "a token is"),
+        ({"token": "x" * 5000}, "a token is"),
+        ({"root_certificates": "-----BEGIN "}, "root_certificates must be the bytes of a PEM"),
+        ({"root_certificates": b"no"}, "root_certificates must be the bytes of a PEM"),
+        ({"certificate": b"-----BEGIN A"}, "certificate and key belong together"),
+        ({"key": b"-----BEGIN A"}, "certificate and key belong together"),
+    ],
+)
+def test_what_are_no_credentials(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Credentials(**settings)
+
+
+def test_credentials_from_files(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("  s3cret\n")
+    assert Credentials.from_files(token=token) == Credentials("s3cret")
+    assert Credentials.from_files() == Credentials()
+    with pytest.raises(InputError, match=r"cannot read key from .*nothing"):
+        Credentials.from_files(key=tmp_path / "nothing")
+
+
+def test_a_token_in_the_open_is_warned_of_except_on_loopback(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "megalith.serving"):
+        for address in ("localhost:1", "127.0.0.1:1", "[::1]:1"):
+            open_channel(address, Credentials(token="s3cret")).close()
+        assert caplog.messages == []
+        open_channel("10.0.0.1:1", Credentials(token="s3cret")).close()
+    assert caplog.messages == ["10.0.0.1:1: the token travels unencrypted; use TLS"]
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl")
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
+
+
+def test_tls(certificates: Certificates) -> None:
+    pair = (certificates.server_key.read_bytes(), certificates.server.read_bytes())
+    trusting = Credentials.from_files(root_certificates=certificates.authority)
+    with plain_server(empty, credentials=grpc.ssl_server_credentials([pair])) as server:
+        assert ask(server.address, trusting).outputs
+        for wrong in (Credentials(), Credentials(tls=True)):
+            with pytest.raises(RemoteError) as raised:
+                ask(server.address, wrong)
+            assert raised.value.code == "UNAVAILABLE"
+
+
+def test_mutual_tls(certificates: Certificates) -> None:
+    pair = (certificates.server_key.read_bytes(), certificates.server.read_bytes())
+    authority = certificates.authority.read_bytes()
+    asking = grpc.ssl_server_credentials([pair], authority, require_client_auth=True)
+    trusting: dict[str, Any] = {"root_certificates": certificates.authority}
+    shown: dict[str, Any] = {"certificate": certificates.client, "key": certificates.client_key}
+    with plain_server(empty, credentials=asking) as server:
+        assert ask(server.address, Credentials.from_files(**trusting, **shown)).outputs
+        with pytest.raises(RemoteError):
+            ask(server.address, Credentials.from_files(**trusting))
+
+
+# ---- calls
+
+
+def test_a_failure_is_a_remote_error() -> None:
+    def refuse(seen: Seen) -> dict[str, Tensor]:
+        raise Refused("PERMISSION_DENIED")
+
+    with plain_server(refuse) as server:
+        with pytest.raises(RemoteError) as raised:
+            ask(server.address)
+        assert raised.value.code == "PERMISSION_DENIED"
+        assert raised.value.targets == (server.address,)
+        assert str(raised.value) == f"{server.address}: PERMISSION_DENIED: the test says so"
+        assert isinstance(raised.value, ConnectionError)
+
+
+def test_a_server_that_is_not_there_is_unavailable() -> None:
+    with plain_server(empty) as server:
+        server.stop()
+        with pytest.raises(RemoteError) as raised:
+            ask(server.address)
+    assert raised.value.code == "UNAVAILABLE"
+
+
+def test_bytes_travel_as_they_are_and_metadata_beside_them() -> None:
+    request = PredictRequest()
+    request.model_spec.name = "movies"
+    with plain_server(empty) as server, open_channel(server.address) as connection:
+        metadata = [("megalith-sequence", "7")]
+        connection.predict(request.SerializeToString(), timeout=LIMIT, metadata=metadata)
+    assert server.seen[0].message == request
+    assert server.seen[0].metadata["megalith-sequence"] == "7"
+
+
+def test_calls_do_not_wait_for_each_other_and_can_be_cancelled() -> None:
+    def hang(seen: Seen) -> dict[str, Tensor]:
+        arrived.release()
+        server.released.wait(LIMIT)
+        return empty(seen)
+
+    arrived, done = threading.Semaphore(0), threading.Semaphore(0)
+    ended: list[Call] = []
+
+    def note(call: Call) -> None:
+        ended.append(call)
+        done.release()
+
+    with plain_server(hang) as server, open_channel(server.address) as connection:
+        calls = [connection.start_predict(PredictRequest(), timeout=LIMIT) for _ in range(3)]
+        for call in calls:
+            call.when_done(note)
+            assert arrived.acquire(timeout=LIMIT)
+        calls[1].cancel()
+        assert done.acquire(timeout=LIMIT)
+        assert ended == [calls[1]]
+        with pytest.raises(RemoteError) as raised:
+            calls[1].result()
+        assert raised.value.code == "CANCELLED"
+        server.released.set()
+        assert calls[0].result().outputs
+        assert calls[2].result().outputs
+
+
+def test_messages_of_several_megabytes_pass_and_larger_ones_are_refused() -> None:
+    def big(seen: Seen) -> dict[str, Tensor]:
+        return {"y": torch.zeros(8 * 2**20 // 4)}
+
+    with plain_server(big) as server, open_channel(server.address) as connection:
+        answer = connection.predict(b"", timeout=LIMIT)
+        assert len(answer.outputs["y"].tensor_content) == 8 * 2**20
+        with pytest.raises(RemoteError) as raised:
+            connection.predict(b"x" * (MAX_MESSAGE_BYTES + 1), timeout=LIMIT)
+        assert raised.value.code == "RESOURCE_EXHAUSTED"
+
+
+def test_metadata_and_status_have_their_calls() -> None:
+    status = GetModelStatusResponse()
+    status.model_version_status.add(version=3, state=30)
+
+    def answer(data: bytes, context: Any) -> bytes:
+        reply: bytes = status.SerializeToString()
+        return reply
+
+    running = grpc.server(ThreadPoolExecutor(2))
+    for service, method in (("ModelService", "GetModelStatus"), ("PredictionService", "GetModelMetadata")):
+        methods = {method: grpc.unary_unary_rpc_method_handler(answer)}
+        handler = grpc.method_handlers_generic_handler(f"tensorflow.serving.{service}", methods)
+        running.add_generic_rpc_handlers((handler,))
+    port = running.add_insecure_port("127.0.0.1:0")
+    running.start()
+    with open_channel(f"127.0.0.1:{port}") as connection:
+        assert connection.get_model_status(GetModelStatusRequest(), timeout=LIMIT) == status
+        connection.get_model_metadata(GetModelMetadataRequest(), timeout=LIMIT)
+        with pytest.raises(RemoteError) as raised:
+            connection.predict(b"", timeout=LIMIT)
+        assert raised.value.code == "UNIMPLEMENTED"
+    running.stop(None).wait(LIMIT)
+
+
+def test_a_closed_connection_fails_its_calls() -> None:
+    connection = open_channel("127.0.0.1:1")
+    connection.close()
+    connection.close()
+    for start in (connection.predict, connection.start_predict):
+        with pytest.raises(RemoteError) as raised:
+            start(PredictRequest(), timeout=LIMIT)
+        assert raised.value.code == "CANCELLED"
+
+
+def test_what_is_no_address_is_not_called() -> None:
+    with pytest.raises(InputError, match="is not an address"):
+        open_channel("unix:/tmp/x")
+
+
+# ---- connections by address
+
+
+def test_one_connection_for_an_address() -> None:
+    with Channels() as channels:
+        first = channels.get("127.0.0.1:1")
+        assert channels.get("127.0.0.1:1") is first
+        assert channels.get("127.0.0.1:2") is not first
+
+
+def test_channels_close_together() -> None:
+    channels = Channels()
+    connections = [channels.get(f"127.0.0.1:{port}") for port in (1, 2)]
+    channels.close()
+    channels.close()
+    with pytest.raises(UsageError, match="closed"):
+        channels.get("127.0.0.1:1")
+    for connection in connections:
+        with pytest.raises(RemoteError, match="closed"):
+            connection.predict(b"", timeout=LIMIT)
+
+
+def test_work_runs_in_threads_that_are_kept() -> None:
+    names: queue.SimpleQueue[str] = queue.SimpleQueue()
+    with Channels() as channels:
+        seen = set()
+        for _ in range(5):
+            channels.submit(lambda: names.put(threading.current_thread().name))
+            seen.add(names.get(timeout=LIMIT))
+        assert all(name.startswith("megalith-channels") for name in seen)
+    with pytest.raises(UsageError, match="closed"):
+        channels.submit(lambda: None)
+
+
+def test_the_connection_unused_for_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels_module, "MAX_CONNECTIONS", 2)
+    with Channels() as channels:
+        a, b = channels.get("127.0.0.1:1"), channels.get("127.0.0.1:2")
+        channels.get("127.0.0.1:1")
+        channels.get("127.0.0.1:3")
+        assert channels.get("127.0.0.1:1") is a
+        with pytest.raises(RemoteError, match="closed"):
+            b.predict(b"", timeout=LIMIT)
+
+
+def test_a_server_that_comes_back_is_found_again() -> None:
+    with plain_server(empty) as server, open_channel(server.address) as connection:
+        connection.predict(b"", timeout=LIMIT)
+        port = int(server.address.rpartition(":")[2])
+        server.stop()
+        with pytest.raises(RemoteError):
+            connection.predict(b"", timeout=LIMIT)
+        with plain_server(empty, port=port):
+            grpc.channel_ready_future(connection.channel).result(timeout=LIMIT)
+            assert connection.predict(b"", timeout=LIMIT).outputs
+
+
+def test_without_grpcio_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "grpc", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install megalith\[serve\]"):
+        open_channel("127.0.0.1:1")
