@@ -42,6 +42,8 @@ bench: $(VENV)/bench
 	$(BIN)/python benchmarks/sync_cpu.py
 	$(BIN)/python benchmarks/checkpoint_cpu.py
 	$(BIN)/python benchmarks/gather_ranks.py
+	$(BIN)/python benchmarks/serving.py
+	$(BIN)/python benchmarks/sync_interval.py
 	$(BIN)/python benchmarks/quality.py
 
 soak: $(VENV)/dev
@@ -77,7 +79,8 @@ $(VENV)/installed: $(VENV)/build-tools pyproject.toml $(NATIVE)
 # The report is looked at in a real browser, discovery tried with a real ZooKeeper.
 $(VENV)/dev: $(VENV)/installed
 	$(BIN)/pip install -q -c constraints.txt pytest pytest-xdist hypothesis ruff mypy pyarrow tensorboard obstore \
-	  'moto[s3]' flask flask-cors protobuf kazoo
+	  'moto[s3]' flask flask-cors protobuf kazoo \
+	  grpcio grpcio-health-checking grpcio-reflection prometheus-client
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null \
 	  || (apt-get update && apt-get install -y --no-install-recommends chromium fonts-dejavu-core)
 	@test -e /usr/share/java/zookeeper.jar && command -v java >/dev/null \

@@ -13,6 +13,7 @@ from megalith.cli.export import export
 from megalith.cli.plan import plan
 from megalith.cli.predict import predict
 from megalith.cli.report import report
+from megalith.cli.serve import serve
 from megalith.cli.table import table
 from megalith.cli.train import TrainCommand, train
 
@@ -33,6 +34,7 @@ for command, name in (
     (table, "table"),
     (plan, "plan"),
     (export, "export"),
+    (serve, "serve"),
 ):
     app.command(name=name)(command)
 app.add_typer(checkpoint.app, name="checkpoint")
