@@ -92,6 +92,11 @@ def require(condition: Tensor, message: str) -> None:
         raise InputError(message)
 
 
+def all_finite(values: Tensor) -> bool:
+    """Whether there is no NaN and no Inf; several times as fast as isfinite, since extremes show them."""
+    return not values.numel() or all(bool(torch.isfinite(x)) for x in torch.aminmax(values))
+
+
 def index_range(index: Tensor, low: int, high: int, name: str) -> None:
     """Raises InputError unless every index lies in low:high."""
     if index.numel() == 0:

@@ -55,14 +55,20 @@ def pool_rows(
 
 
 def pool_flat(
-    source: Tensor, index: Tensor, bags: Sequence[Bags], outputs: Sequence[tuple[int, int]], dim: int
+    source: Tensor,
+    index: Tensor,
+    bags: Sequence[Bags],
+    outputs: Sequence[tuple[int, int]],
+    dim: int,
+    whole: Sequence[bool] | None = None,
 ) -> list[Tensor]:
     """`pool_rows` from a flat float32 buffer, without gradients and torch.compile.
 
-    bags: offsets int64, weights (one tensor for all) and divisors float32.
+    bags: offsets int64, weights (one tensor for all) and divisors float32. whole: what `covered` says of
+    them, for callers that use them often.
     """
     if source.is_cpu and native_module() is not None:
-        return _pool_into(source, index, 1, dim, bags, outputs, "index")
+        return _pool_into(source, index, 1, dim, bags, outputs, "index", whole)
     rows, columns = [r for r, _ in outputs], [c for _, c in outputs]
     pooled: list[Tensor] = _pool(
         source, index, 1, dim, *arguments(bags, torch.float32), rows, columns, "index"
@@ -164,11 +170,13 @@ def _pool_into(
     bags: Sequence[Bags],
     shapes: Sequence[tuple[int, int]],
     name: str,
+    whole: Sequence[bool] | None = None,
 ) -> list[Tensor]:
     native: Any = native_module()
+    whole = covered(bags, shapes) if whole is None else whole
     outputs = [
-        fresh(*shape, dtype=source.dtype, zero=not whole)
-        for shape, whole in zip(shapes, covered(bags, shapes), strict=True)
+        fresh(*shape, dtype=source.dtype, zero=not filled)
+        for shape, filled in zip(shapes, whole, strict=True)
     ]
     index = None if index is None else index.contiguous()
     forms = [b.native for b in bags]

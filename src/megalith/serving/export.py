@@ -8,6 +8,7 @@ A version is written under another name and renamed when it is complete. docs/fo
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -25,14 +26,16 @@ from torch import Tensor, nn
 from megalith.checkpoint.job import megalith_version
 from megalith.checkpoint.manifest import FileEntry, Routing
 from megalith.checkpoint.store import checksum
-from megalith.errors import ExportError, InputError, UsageError
+from megalith.errors import ExportError, InputError, MegalithError, UsageError
 from megalith.nn import EmbeddingCollection
 from megalith.nn.plan import Plan
 from megalith.ragged import Ragged
 from megalith.serving import precision as precisions
+from megalith.serving.archive import write_archive
 from megalith.serving.frozen import FrozenWriter
 from megalith.serving.servable import Example, write_examples
 from megalith.serving.signature import (
+    DENSE,
     ENTRY,
     NAME,
     STANDALONE,
@@ -40,12 +43,14 @@ from megalith.serving.signature import (
     LayoutSpec,
     Signature,
     TableSpec,
+    check_name,
 )
 from megalith.table import TableConfig
 
 RowSource = Callable[[str], Iterator[tuple[Tensor, Tensor]]]
 """A table's rows in pieces: ids int64 [k], rows float32 [k, dim], an id once. It is called twice."""
 _EXAMPLE_SIZES = (1, 8)
+_MAX_FILE_NAME = 100
 
 
 class Exportable(Protocol):
@@ -87,14 +92,14 @@ def export(
     version: a whole number (None: the step). block_size: for tables of dist_type "continuous". rows: where
     rows come from (None: the model's tables). source: the checkpoint those are of. on_rows: told how many
     rows were written, piece by piece.
-    Raises ExportError if the version is there already, InputError for what cannot be exported.
+    Raises ExportError if the version is there already or cannot be written, InputError for what cannot be
+    exported. A call that fails leaves nothing behind.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"export: expected a model, got {type(model).__name__}")
+    collection = _collection(model)
+    check_name(name)
     precisions.dtype_of(precision)
     if num_shards < 0:
         raise InputError(f"export: num_shards must be 0 or above, got {num_shards}")
-    collection = model.embeddings
     if rows is None:
         rows = _live_rows(collection)
     source = source or Provenance(f"live-{uuid.uuid4().hex}", collection.global_step)
@@ -113,15 +118,46 @@ def export(
         layouts=_layouts(collection.plan),
         masks=dict(model.masks),
         num_dense=model.num_dense,
+        dense_name=_dense_name(collection),
     )
-    with _Drafts(Path(out), signature.version, num_shards) as drafts:
-        tables = {
-            table: _Tables(drafts, table, config, precision, num_shards, block_size).write(rows, on_rows)
-            for table, config in collection.shards.configs.items()
-        }
-        _write_parts(model, drafts, signature, tables)
-        drafts.publish()
+    try:
+        with _Drafts(Path(out), signature.version, num_shards) as drafts:
+            tables = {
+                table: _Tables(drafts, table, config, precision, num_shards, block_size).write(rows, on_rows)
+                for table, config in collection.shards.configs.items()
+            }
+            _write_parts(model, drafts, signature, tables)
+            drafts.publish()
+    except OSError as error:
+        if isinstance(error, MegalithError):
+            raise
+        raise ExportError(f"{out} cannot be written: {error}") from error
     return Path(out)
+
+
+def _collection(model: Any) -> EmbeddingCollection:
+    """The model's tables, if it is a model that `score` covers."""
+    lacking = [name for name in ("embeddings", "masks", "num_dense", "score") if not hasattr(model, name)]
+    if not isinstance(model, nn.Module) or lacking:
+        raise InputError(
+            f"export: expected a model, got {type(model).__name__}"
+            + (f" without {', '.join(lacking)}" if lacking else "")
+        )
+    collections = [each for each in model.modules() if isinstance(each, EmbeddingCollection)]
+    if len(collections) != 1 or collections[0] is not model.embeddings:
+        raise InputError(
+            f"export: {type(model).__name__} has {len(collections)} EmbeddingCollections; a model has one, "
+            "`embeddings`, and `score` reads no other"
+        )
+    return collections[0]
+
+
+def _dense_name(collection: EmbeddingCollection) -> str:
+    """What requests call the dense values: a name that no feature has."""
+    name = DENSE
+    while any(feature.name == name for feature in collection.features):
+        name += "_values"
+    return name
 
 
 def _write_parts(
@@ -204,13 +240,20 @@ class _Tables:
             for number, part in enumerate(self._parts)
         ]
         for piece, values in rows(self._table):
-            mine = None if self._router is None else self._router.owner(piece)
+            owner = None if self._router is None else self._router.owner(piece)
             for number, writer in enumerate(writers):
-                writer.add(values if mine is None else values[mine == number])
+                own = slice(None) if owner is None else owner == number
+                self._add(writer, piece[own], values[own])
             if on_rows is not None:
                 on_rows(piece.numel())
         specs = [replace(spec, rows=writer.rows, file=writer.close()) for writer in writers]
         return _Written(specs, ids[: max(_EXAMPLE_SIZES)].tolist())
+
+    def _add(self, writer: FrozenWriter, ids: Tensor, rows: Tensor) -> None:
+        try:
+            writer.add(ids, rows)
+        except InputError as error:
+            raise InputError(f"table {self._table!r}: {error}") from None
 
     def _first_pass(self, rows: RowSource, segments: list[int]) -> tuple[Tensor, list[float]]:
         """All ids, and the largest magnitude of each segment where the precision needs it."""
@@ -220,7 +263,8 @@ class _Tables:
             found.append(ids)
             if self._precision == "int8" and ids.numel():
                 parts = values.split(segments, 1)
-                largest = [max(a, float(part.abs().max())) for a, part in zip(largest, parts, strict=True)]
+                finite = (part.abs().nan_to_num(0.0, 0.0, 0.0).max() for part in parts)
+                largest = [max(a, float(b)) for a, b in zip(largest, finite, strict=True)]
         return torch.cat(found), largest
 
 
@@ -269,21 +313,22 @@ def export_program(model: Exportable, path: Path) -> FileEntry:
         name: [any_size] * len(each) if isinstance(each, list) else any_size for name, each in rows.items()
     }
     dynamic = (sizes, None if dense is None else any_size)
-    was_training = model.training
+    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             program = torch.export.export(_Score(model), (rows, dense), dynamic_shapes=dynamic)
-            torch.export.save(program, path)
-    except Exception as error:
+            data = write_archive(program)
+    except Exception as error:  # whatever torch raises for what it cannot trace
         raise InputError(
             f"{type(model).__name__}.score cannot be exported: it must be tensors in, tensors out, without "
             f"branches on values ({error})"
         ) from error
     finally:
-        model.train(was_training)
-    data = path.read_bytes()
+        for module in training:
+            module.training = True
+    path.write_bytes(data)
     return FileEntry(path.name, len(data), checksum(zlib.crc32(data)))
 
 
@@ -315,8 +360,8 @@ class _Drafts:
         self.parts = (
             [*(f"ps_{number}" for number in range(num_shards)), ENTRY] if num_shards else [STANDALONE]
         )
-        if isinstance(version, bool) or not isinstance(version, int) or version < 0:
-            raise InputError(f"export: version must be a whole number, got {version!r}")
+        if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 2**63:
+            raise InputError(f"export: version must be a whole number below 2^63, got {version!r}")
         self._mark = f".draft-{version}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
     def _base(self, part: str) -> Path:
@@ -333,8 +378,12 @@ class _Drafts:
                     f"{self._base(part) / str(self._version)} is there already: choose another version "
                     "(--version), or another directory"
                 )
-        for part in self.parts:
-            self.path(part).mkdir(parents=True)
+        try:
+            for part in self.parts:
+                self.path(part).mkdir(parents=True)
+        except OSError:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -344,16 +393,26 @@ class _Drafts:
     def write(self, part: str, signature: Signature) -> None:
         """Writes a part's signature, the last of its files, and makes them last."""
         path = self.path(part)
-        (path / NAME).write_text(signature.to_json())
+        text = signature.to_json()
+        # What a server could not read must not be published.
+        Signature.from_dict(json.loads(text), f"export: {NAME}")
+        (path / NAME).write_text(text)
         for each in path.iterdir():
             _sync(each)
         _sync(path)
 
     def publish(self) -> None:
-        """Gives all parts their names; the entry, which asks the others, last."""
-        for part in self.parts:
-            os.rename(self.path(part), self._base(part) / str(self._version))
-            _sync(self._base(part))
+        """Gives all parts their names, or none; the entry, which asks the others, last."""
+        done: list[str] = []
+        try:
+            for part in self.parts:
+                os.rename(self.path(part), self._base(part) / str(self._version))
+                done.append(part)
+                _sync(self._base(part))
+        except OSError:
+            for part in done:
+                os.rename(self._base(part) / str(self._version), self.path(part))
+            raise
 
 
 def _sync(path: Path) -> None:
@@ -367,4 +426,6 @@ def _sync(path: Path) -> None:
 def _plain(table: str) -> str:
     """A file name for a table, whatever its name holds."""
     plain = "".join(char if char.isascii() and (char.isalnum() or char in "-_") else "_" for char in table)
-    return plain if plain == table else f"{plain}-{zlib.crc32(table.encode()):08x}"
+    if plain == table and len(table) <= _MAX_FILE_NAME:
+        return plain
+    return f"{plain[:_MAX_FILE_NAME]}-{zlib.crc32(table.encode(errors='surrogatepass')):08x}"

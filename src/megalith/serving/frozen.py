@@ -6,7 +6,9 @@ of each leading k bits of the hash begin, `rows` [n, dim] beside the ids. docs/f
 
 from __future__ import annotations
 
+import mmap
 import os
+import warnings
 import zlib
 from pathlib import Path
 
@@ -39,8 +41,7 @@ class FrozenRows:
 
     def __init__(self, path: Path, *, dim: int, precision: str, steps: Tensor) -> None:
         self._path = path
-        data = _mapped(path, path.stat().st_size, shared=False)
-        tensors = tensors_of(data, str(path))
+        tensors = tensors_of(_mapped(path), str(path))
         forms = {name: (tensor.dtype, tensor.dim()) for name, tensor in tensors.items()}
         wanted = {"ids": (torch.int64, 1), "buckets": (torch.int64, 1)}
         wanted["rows"] = (precisions.dtype_of(precision), 2)
@@ -70,7 +71,7 @@ class FrozenRows:
     def read(self, ids: Tensor, out: Tensor, skip: Tensor | None = None) -> int:
         """Fills out, float32 [n, dim], with the rows of int64 ids [n], zeros for those without; how many.
 
-        skip: uint8 [n], not 0 where out is to be left alone.
+        All are contiguous. skip: uint8 [n], not 0 where out is to be left alone.
         """
         native = native_module()
         if native is None:
@@ -102,7 +103,8 @@ class FrozenRows:
 class FrozenWriter:
     """Writes the rows of these ids, int64 [n], an id once, to a new file. steps: as of `FrozenRows`.
 
-    Memory: 24 bytes a row, and the rows given at a time.
+    Room on the disk is taken first, where the system can: a full disk is an OSError here and no crash later.
+    Memory: 40 bytes a row at first, 8 while rows come in, and the rows given at a time.
     """
 
     def __init__(self, path: Path, ids: Tensor, *, dim: int, precision: str, steps: Tensor) -> None:
@@ -119,23 +121,30 @@ class FrozenWriter:
         )
         self._size = max(place.end for place in placed.values())
         with open(path, "xb") as file:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, self._size)
             file.write(header)
             file.truncate(self._size)
-        self._data = _mapped(path, self._size, shared=True)
+        self._data = torch.from_file(str(path), shared=True, size=self._size, dtype=torch.uint8)
         tensors = tensors_of(self._data, str(path))
         torch.index_select(ids, 0, order, out=tensors["ids"])
         tensors["buckets"].copy_(_buckets(hashes, bits))
-        self._rows = tensors["rows"]
+        self._ids, self._rows = tensors["ids"], tensors["rows"]
         self._places = torch.empty_like(order)
         self._places[order] = torch.arange(order.numel())
         self.rows = ids.numel()
         self._written = 0
 
-    def add(self, rows: Tensor) -> None:
-        """The next rows, float32 [k, dim], in the order of the ids."""
-        places = self._places[self._written : self._written + rows.shape[0]]
+    def add(self, ids: Tensor, rows: Tensor) -> None:
+        """The next rows, float32 [k, dim], and their ids, int64 [k], in the order they were announced.
+
+        Raises ExportError for other ids, InputError for values that cannot be stored.
+        """
+        places = self._places[self._written : self._written + ids.numel()]
+        if not torch.equal(self._ids[places], ids):
+            raise ExportError(f"{self._path}: the table changed while it was exported; save a checkpoint")
         self._rows[places] = precisions.encode(rows, self._precision, self._steps)
-        self._written += rows.shape[0]
+        self._written += ids.numel()
 
     def close(self) -> FileEntry:
         """Makes the file last. Raises ExportError if rows are missing."""
@@ -160,7 +169,13 @@ def _bits(buckets: int, path: Path) -> int:
     return bits
 
 
-def _mapped(path: Path, size: int, *, shared: bool) -> Tensor:
-    if size < 8:
-        raise ExportError(f"{path} is damaged: {size} bytes")
-    return torch.from_file(str(path), shared=shared, size=size, dtype=torch.uint8)
+def _mapped(path: Path) -> Tensor:
+    """A file's bytes, uint8, to be read only."""
+    try:
+        with open(path, "rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        raise ExportError(f"{path} cannot be mapped: {error}") from None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of memory that must not be written to
+        return torch.frombuffer(data, dtype=torch.uint8)

@@ -7,13 +7,12 @@ feature, use it again.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from megalith.ops.pool_rows import pool_flat
-from megalith.ops.pooling import Bags, Pooling
+from megalith.ops.pooling import Bags, Pooling, covered
 from megalith.shards.joined import joint_weights
 
 
@@ -24,31 +23,31 @@ class Gathering:
         self._outputs = pooling.outputs
         self._dim = max(dims[name] for name in sizes)
         self._shapes = {name: (n, dims[name]) for name, n in sizes.items()}
-        self._bounds = [0]
+        self._sizes = [n * dim for n, dim in self._shapes.values()]
         index = []
         weights = joint_weights(pooling, list(sizes), list(sizes.values()))
         self._bags: list[Bags] = []
-        begin = 0
+        begin = at = 0
         for name, (n, dim) in self._shapes.items():
-            at = self._bounds[-1]
-            self._bounds.append(at + n * dim)
             index.append(torch.arange(at, at + n * dim, dim))
             for each in pooling.of(name):
                 offsets = each.offsets + begin if begin else each.offsets
                 own = None if each.weights is None else weights
                 self._bags.append(Bags(offsets, each.parts, own, each.divisor, each.shared))
             begin += n
+            at += n * dim
         self._index = torch.cat(index)
+        self._covered = covered(self._bags, self._outputs)
 
     def rows(self) -> Gathered:
         """Room for the rows of a request."""
-        buffer = torch.empty(self._bounds[-1])
-        parts = zip(self._shapes.items(), pairwise(self._bounds), strict=True)
-        return Gathered(buffer, {name: buffer[a:b].view(shape) for (name, shape), (a, b) in parts})
+        buffer = torch.empty(sum(self._sizes))
+        parts = zip(self._shapes.items(), buffer.split(self._sizes), strict=True)
+        return Gathered(buffer, {name: part.view(shape) for (name, shape), part in parts})
 
     def pool(self, gathered: Gathered) -> list[Tensor]:
         """The pooling's outputs, read from the rows."""
-        return pool_flat(gathered.buffer, self._index, self._bags, self._outputs, self._dim)
+        return pool_flat(gathered.buffer, self._index, self._bags, self._outputs, self._dim, self._covered)
 
 
 class Gathered:

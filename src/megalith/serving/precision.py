@@ -34,8 +34,10 @@ def steps_for(largest: Sequence[float], precision: str) -> list[float]:
 def encode(rows: Tensor, precision: str, steps: Tensor) -> Tensor:
     """float32 rows [n, dim] as they are stored. steps: float32 [dim], for int8.
 
-    Raises InputError for values that float16 cannot hold.
+    Raises InputError for NaN and Inf, and for values that float16 cannot hold.
     """
+    if not bool(torch.isfinite(rows).all()):
+        raise InputError("a row holds NaN or Inf")
     if precision == "float32":
         return rows
     if precision == "float16":

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.export import ExportedProgram
 
 from megalith.errors import ExportError, InputError
+from megalith.serving.archive import check_archive, load_archive
 
 PREFIX = "model."
 """What torch.export puts before the names of the model's weights."""
@@ -24,27 +26,31 @@ PREFIX = "model."
 class DenseProgram:
     """Rows by name and dense values in, logits [B] out. Threads may share it.
 
-    path: an archive of torch.export. Raises ExportError if it is none.
+    path: an archive of torch.export. Raises ExportError if it is none, or one that does more than compute.
     """
 
     def __init__(self, path: Path) -> None:
         try:
+            data = path.read_bytes()
+            check_archive(data, str(path))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                program = torch.export.load(path)
-            self._copies = [_Copy(program.module()), _Copy(program.module())]
+                # Loaded twice: two modules of one program would share their weights.
+                programs = [load_archive(data) for _ in range(2)]
+                self._copies = [_Copy(program) for program in programs]
+        except ExportError:
+            raise
         except Exception as error:  # whatever torch raises for a damaged archive
             raise ExportError(f"{path} is no program of torch.export: {error}") from None
         self._front = 0
         self._writing = threading.Lock()
-        self._exported = {name: weight.clone() for name, weight in self._copies[0].weights.items()}
-        for weight in self._copies[1].weights.values():
-            weight.data = weight.data.clone()  # of its own, not the first copy's
+        self._same = self._copies[0].same
+        self._exported = {name: weight.detach().clone() for name, weight in self._copies[0].weights.items()}
         self._now = dict(self._exported)
 
     @property
     def names(self) -> dict[str, tuple[int, ...]]:
-        """The weights and their shapes."""
+        """The weights and their shapes; one that has several names by its first."""
         return {name: tuple(weight.shape) for name, weight in self._exported.items()}
 
     @property
@@ -59,15 +65,16 @@ class DenseProgram:
             with copy:
                 if copy is not self._copies[self._front]:
                     continue  # it went behind meanwhile, and may be about to change
-                logits: Tensor = copy.module(rows, dense)
+                # Without the hooks of a module's call, which check sizes for longer than all else takes.
+                logits: Tensor = copy.module.forward(rows, dense)
                 return logits
 
     def check(self, weights: Mapping[str, Tensor]) -> None:
         """Raises InputError unless these are weights of the program, finite and of their shapes."""
         for name, weight in weights.items():
-            if name not in self._exported:
+            if name not in self._same:
                 raise InputError(f"dense weight {name!r} is unknown (known: {', '.join(self._exported)})")
-            known = self._exported[name]
+            known = self._exported[self._same[name]]
             if weight.dtype != known.dtype or weight.shape != known.shape:
                 raise InputError(
                     f"dense weight {name!r} is {weight.dtype} {list(weight.shape)}, "
@@ -80,7 +87,7 @@ class DenseProgram:
         """Replaces weights, all at once; those not named stay."""
         self.check(weights)
         with self._writing:
-            self._now.update({name: weight.detach().clone() for name, weight in weights.items()})
+            self._now.update({self._same[name]: weight.detach().clone() for name, weight in weights.items()})
             back = self._copies[1 - self._front]
             back.wait_idle()
             with torch.no_grad():
@@ -94,12 +101,27 @@ class DenseProgram:
 
 
 class _Copy:
-    """A copy of the program, and how many run it."""
+    """A copy of the program, and how many run it.
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        named = [*module.named_parameters(), *module.named_buffers()]
-        self.weights = {name.removeprefix(PREFIX): weight for name, weight in named}
+    weights: its parameters and persistent buffers, each once. same: all their names, and the one in weights.
+    """
+
+    def __init__(self, program: ExportedProgram) -> None:
+        # Guards would be source code out of the archive; a Servable's batches are of one size.
+        self.module = program.module(check_guards=False)
+        constant = set(program.graph_signature.non_persistent_buffers)
+        self.weights: dict[str, Tensor] = {}
+        self.same: dict[str, str] = {}
+        first: dict[tuple[int, tuple[int, ...]], str] = {}
+        for full, weight in (*self.module.named_parameters(), *self.module.named_buffers()):
+            if full in constant:
+                continue
+            name = full.removeprefix(PREFIX)
+            # Modules that share a weight share its memory; an empty one has none.
+            place = (weight.data_ptr(), tuple(weight.shape))
+            self.same[name] = first.setdefault(place, name) if weight.numel() else name
+            if self.same[name] == name:
+                self.weights[name] = weight
         self._running = 0
         self._changed = threading.Condition()
 

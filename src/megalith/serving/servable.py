@@ -21,9 +21,17 @@ from torch import Tensor
 from megalith.checkpoint.manifest import FileEntry
 from megalith.checkpoint.parse import parse_json
 from megalith.checkpoint.store import LocalStore, verify
-from megalith.errors import CheckpointError, ExportError, InputError, UnknownNameError, UsageError
+from megalith.errors import (
+    CheckpointError,
+    ExportError,
+    InputError,
+    RemoteError,
+    UnknownNameError,
+    UsageError,
+)
 from megalith.nn.batches import column_of, real_places
 from megalith.nn.plan import Batch, Plan
+from megalith.ops.checks import all_finite
 from megalith.ragged import Ragged
 from megalith.serving.frozen import FrozenRows
 from megalith.serving.gathering import Gathering
@@ -36,7 +44,9 @@ Tensors = Mapping[str, Tensor]
 _NOTHING: Tensors = MappingProxyType({})
 _MAX_EXAMPLES = 1 << 24
 _MAX_COMPILED = 256
-"""Batch sizes for which the way from rows to the dense program is kept."""
+"""How many batch sizes the way from rows to the dense program is kept for,"""
+_MAX_COMPILED_SIZE = 1024
+"""none of them larger: what is kept grows with the size, and clients choose it."""
 
 
 @dataclass
@@ -70,6 +80,7 @@ class Servable:
         self.directory = Path(directory)
         self.signature = Signature.read(self.directory)
         self.counters = Counters()
+        self._closed = False
         self._counting = threading.Lock()
         if (fetch is None) == (self.signature.part == ENTRY):
             raise UsageError(
@@ -129,33 +140,35 @@ class Servable:
         features: Ragged columns or tensors by name, as an EmbeddingCollection takes them; all of them. dense:
         float32 [B, num_dense]. Raises InputError, UnknownNameError, or UsageError for a ps part.
         """
-        if self._plan is None or self._program is None:
+        plan, program, frozen = self._plan, self._program, self._frozen
+        self._check_open()  # what `close` takes away was taken before
+        if plan is None or program is None:
             raise UsageError(f"{self.signature.name} holds rows and no model: ask the entry for scores")
-        missing = self._plan.features.keys() - features.keys()
+        missing = plan.features.keys() - features.keys()
         if missing:
             raise UnknownNameError(f"feature {min(missing)!r} is not in the request")
         with torch.inference_mode():
-            request = self._singles(features) or self._columns(features)
-            rows = self._plan.assemble(request.batch, self._gather(request))
+            request = self._singles(plan, features) or self._columns(plan, features)
+            values = self._dense(dense, request.batch.size)
+            rows = plan.assemble(request.batch, self._gather(request, frozen))
             for name, of in self.signature.masks.items():
-                rows[name] = real_places(self._plan.features[of], request.batch.columns[of])
-            logits = self._program(rows, self._dense(dense, request.batch.size)).float()
+                places = real_places(plan.features[of], request.batch.columns[of])
+                rows[name] = places.expand(request.batch.size, -1)  # a shared feature has one row
+            logits = program(rows, values).float()
             return {"logits": logits, "probabilities": torch.sigmoid(logits)}
 
-    def _columns(self, features: Mapping[str, Any]) -> _Request:
+    def _columns(self, plan: Plan, features: Mapping[str, Any]) -> _Request:
         """Any columns, compiled."""
-        assert self._plan is not None
-        columns = {name: column_of(f, features[name]) for name, f in self._plan.features.items()}
-        batch = self._plan.batch(columns)
+        columns = {name: column_of(f, features[name]) for name, f in plan.features.items()}
+        batch = plan.batch(columns)
         sizes = {table: ids.numel() for table, ids in batch.ids.items()}
         ids = {table: ids.to(torch.int64).contiguous() for table, ids in batch.ids.items()}
         return _Request(batch, Gathering(sizes, batch.pooling, self.signature.dims), ids)
 
-    def _singles(self, features: Mapping[str, Any]) -> _Request | None:
+    def _singles(self, plan: Plan, features: Mapping[str, Any]) -> _Request | None:
         """Columns of one id a row, for which only the number of rows matters; None if there are others."""
-        assert self._plan is not None
         size = None
-        for name, feature in self._plan.features.items():
+        for name, feature in plan.features.items():
             ids = features[name]
             if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.is_nested or ids.dim() != 1:
                 return None
@@ -165,26 +178,30 @@ class Servable:
         assert size is not None
         compiled = self._compiled.get(size)
         if compiled is None:
-            compiled = self._columns(
-                {name: torch.zeros(size, dtype=torch.int64) for name in self._plan.features}
-            )
-            if len(self._compiled) < _MAX_COMPILED:
+            blank = torch.zeros(size, dtype=torch.int64)
+            compiled = self._columns(plan, dict.fromkeys(plan.features, blank))
+            if size <= _MAX_COMPILED_SIZE and len(self._compiled) < _MAX_COMPILED:
                 self._compiled[size] = compiled
         ids = {
             table: torch.cat([features[f.name] for f in own]) if len(own) > 1 else features[own[0].name]
-            for table, own in self._plan.tables.items()
+            for table, own in plan.tables.items()
         }
         return _Request(compiled.batch, compiled.gathering, {t: each.contiguous() for t, each in ids.items()})
 
-    def _gather(self, request: _Request) -> list[Tensor]:
+    def _gather(self, request: _Request, frozen: Mapping[str, FrozenRows]) -> list[Tensor]:
         gathered = request.gathering.rows()
         if self._fetch is None:
             overlay = self._overlay
             for name, out in gathered.rows.items():
-                self._read(overlay, name, request.ids[name], out)
+                self._read(overlay, frozen[name], name, request.ids[name], out)
         elif gathered.buffer.numel():
             fetched = self._fetch(request.ids)
             for name, out in gathered.rows.items():
+                if name not in fetched or fetched[name].shape != out.shape:
+                    raise RemoteError(
+                        f"{self.signature.name}: fetch gave no rows {list(out.shape)} of table {name!r}",
+                        code="INTERNAL",
+                    )
                 out.copy_(fetched[name])
         return request.gathering.pool(gathered)
 
@@ -200,17 +217,22 @@ class Servable:
         return dense.to(torch.float32)
 
     def lookup(self, table: str, ids: Tensor) -> Tensor:
-        """Rows float32 [n, dim] of int64 ids [n]; zeros for an id without one."""
+        """Rows float32 [n, dim] of int64 ids [n]; zeros for an id without one.
+
+        Raises UnknownNameError, InputError, or UsageError for an entry.
+        """
+        frozen = self._frozen
+        self._check_open()
         self._check_table(table)
         if self._fetch is not None:
             raise UsageError(f"{self.signature.name} holds no rows: ask the ps parts")
         if ids.dtype not in (torch.int64, torch.int32) or ids.dim() != 1:
             raise InputError(f"table {table!r}: ids must be int64 [n], got {ids.dtype} {list(ids.shape)}")
         out = torch.empty(ids.numel(), self.signature.tables[table].dim)
-        self._read(self._overlay, table, ids.to(torch.int64).contiguous(), out)
+        self._read(self._overlay, frozen[table], table, ids.to(torch.int64).contiguous(), out)
         return out
 
-    def _read(self, overlay: Overlay, table: str, ids: Tensor, out: Tensor) -> None:
+    def _read(self, overlay: Overlay, frozen: FrozenRows, table: str, ids: Tensor, out: Tensor) -> None:
         skip = None
         if overlay.hides_base or overlay.rows_of(table):
             rows, flags = overlay.read(table, ids)
@@ -218,7 +240,7 @@ class Servable:
             missing = int((flags != THERE).sum())
             skip = (flags != 0).to(torch.uint8)
         if not overlay.hides_base:
-            missing = self._frozen[table].read(ids, out, skip)
+            missing = frozen.read(ids, out, skip)
             if skip is not None:
                 missing += int((flags == GONE).sum())
         with self._counting:
@@ -259,7 +281,7 @@ class Servable:
                     f"table {name!r}: rows must be float32 {[ids.numel(), dim]}, "
                     f"got {values.dtype} {list(values.shape)}"
                 )
-            if not bool(torch.isfinite(values).all()):
+            if not all_finite(values):
                 raise InputError(f"table {name!r}: rows hold NaN or Inf")
         for name, ids in removed.items():
             self._check_ids(name, ids)
@@ -271,6 +293,10 @@ class Servable:
     def apply(self, rows: RowsByTable, removed: Tensors = _NOTHING, dense: Tensors = _NOTHING) -> None:
         """Writes rows, removes ids, replaces dense weights; nothing if `check` raises."""
         self.check(rows, removed, dense)
+        self.write(rows, removed, dense)
+
+    def write(self, rows: RowsByTable, removed: Tensors = _NOTHING, dense: Tensors = _NOTHING) -> None:
+        """`apply` for what `check` has let pass."""
         self._overlay.apply(rows, removed)
         if dense and self._program is not None:
             self._program.set(dense)
@@ -319,8 +345,13 @@ class Servable:
             known = ", ".join(map(repr, self.signature.tables))
             raise UnknownNameError(f"unknown table {table!r} (known: {known})")
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError(f"{self.signature.name} of {self.directory} is closed")
+
     def close(self) -> None:
-        """Lets go of files and rows; the servable answers no more."""
+        """It answers no more; files and rows are let go when calls under way have ended."""
+        self._closed = True
         self._frozen = {}
         self._plan = self._program = None
 
@@ -339,7 +370,7 @@ def read_examples(path: Path) -> list[Example]:
             dense = None if each["dense"] is None else torch.tensor(each["dense"], dtype=torch.float32)
             examples.append((features, dense))
         return examples
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise ExportError(f"{path} holds no examples: {error}") from None
 
 

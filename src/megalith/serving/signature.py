@@ -6,6 +6,7 @@ A JSON file, written last; its fields are those of docs/formats/export.md. Readi
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,10 +14,11 @@ from typing import Any
 
 from megalith.checkpoint.manifest import FileEntry, Routing
 from megalith.checkpoint.parse import parse_json
-from megalith.errors import ExportError, InputError, MegalithError
+from megalith.checkpoint.store import LocalStore
+from megalith.errors import ExportError, InputError
 from megalith.nn import Combiner, Feature, FirstN, Layout, Mean, Slice, Sqrtn, Sum
 from megalith.nn.plan import Plan
-from megalith.routing import Router
+from megalith.routing import MODES, Router
 from megalith.serving.precision import PRECISIONS
 from megalith.table import SGD, Segment, TableConfig
 
@@ -28,6 +30,7 @@ STANDALONE, ENTRY = "standalone", "entry"
 DENSE = "dense"
 """The name of the input that holds dense values."""
 OUTPUTS = ("logits", "probabilities")
+_MAX_TEXT = 4096
 _COMBINERS: dict[str, type[Combiner]] = {"sum": Sum, "mean": Mean, "sqrtn": Sqrtn}
 
 
@@ -186,16 +189,12 @@ class Signature:
         """The signature of an exported version. Raises ExportError if there is none or it is wrong."""
         path = directory / NAME
         try:
-            if path.stat().st_size > MAX_BYTES:
-                raise ExportError(f"{path} has more than {MAX_BYTES} bytes")
-            data = parse_json(path.read_text())
+            data = parse_json(LocalStore(directory).read_whole(NAME, MAX_BYTES))
         except FileNotFoundError:
             raise ExportError(f"{directory} holds no exported model: it has no {NAME}") from None
         except OSError as error:
-            raise ExportError(f"{path} cannot be read: {error.strerror}") from None
+            raise ExportError(f"{path} cannot be read: {error.strerror or error}") from None
         except ValueError as error:
-            if isinstance(error, MegalithError):
-                raise
             raise ExportError(f"{path} is no JSON: {error}") from None
         return cls.from_dict(data, str(path))
 
@@ -242,13 +241,11 @@ def _feature(data: Mapping[str, Any]) -> FeatureSpec:
     length = data["max_length"]
     if length is not None and not 1 <= _whole(length, "max_length") <= 1 << 20:
         raise ValueError(f"max_length is {length}")
-    if not isinstance(data["shared"], bool):
-        raise ValueError("shared must be true or false")
     pad = data["pad"]
     if isinstance(pad, bool) or not isinstance(pad, int) or not -(2**63) <= pad < 2**63:
         raise ValueError(f"pad is {pad!r}")
     texts = [_text(data[name], name) for name in ("name", "table", "combiner")]
-    return FeatureSpec(texts[0], texts[1], texts[2], data["shared"], pad, length)
+    return FeatureSpec(texts[0], texts[1], texts[2], _flag(data["shared"], "shared"), pad, length)
 
 
 def _layout(data: Mapping[str, Any]) -> LayoutSpec:
@@ -264,12 +261,12 @@ def _table(data: Mapping[str, Any]) -> TableSpec:
     block = routing["block_size"]
     table = TableSpec(
         segments=tuple(_whole(each, "segments") for each in data["segments"]),
-        steps=tuple(float(each) for each in data["steps"]),
+        steps=tuple(_number(each, "steps") for each in data["steps"]),
         routing=Routing(
             _text(routing["dist_type"], "dist_type"),
             _whole(routing["num_shards"], "num_shards"),
             None if block is None else _whole(block, "block_size"),
-            bool(routing["skip_first"]),
+            _flag(routing["skip_first"], "skip_first"),
         ),
         rows=_whole(data["rows"], "rows"),
         file=_file(data["file"]),
@@ -278,6 +275,8 @@ def _table(data: Mapping[str, Any]) -> TableSpec:
         raise ValueError("a table needs segments of 1 or more columns, and a step for each")
     if not all(0 < step < float("inf") for step in table.steps):
         raise ValueError("steps must be positive and finite")
+    if table.routing.dist_type not in MODES:
+        raise ValueError(f"dist_type {table.routing.dist_type!r} is none of {', '.join(MODES)}")
     table.router()
     return table
 
@@ -288,26 +287,43 @@ def _file(data: Any) -> FileEntry | None:
     entry = FileEntry(
         _text(data["path"], "path"), _whole(data["bytes"], "bytes"), _text(data["checksum"], "checksum")
     )
-    if "/" in entry.path or "\\" in entry.path or entry.path.startswith("."):
+    if any(char in "/\\" or not char.isprintable() for char in entry.path) or entry.path.startswith("."):
         raise ValueError(f"a file's path is a plain name, not {entry.path!r}")
     return entry
 
 
+def check_name(model: str) -> None:
+    """Raises InputError unless requests can call a model so."""
+    if not isinstance(model, str) or not 1 <= len(model) <= _MAX_TEXT:
+        raise InputError(f"a model's name is a text of 1 to {_MAX_TEXT} characters, not {repr(model)[:100]}")
+    if any(char in "/:" or not char.isprintable() for char in model):
+        raise InputError(f"model {model!r} must not hold '/', ':' or unprintable characters")
+
+
 def _check(signature: Signature) -> None:
+    check_name(signature.model)
     part = signature.part
-    if part not in (STANDALONE, ENTRY) and not (part.startswith("ps_") and part[3:].isdecimal()):
+    if part not in (STANDALONE, ENTRY) and not re.fullmatch(r"ps_(0|[1-9][0-9]{0,8})", part):
         raise ValueError(f"part {part!r} is none of standalone, entry, ps_0, ps_1 ...")
-    if any(char in "/:" or not char.isprintable() for char in signature.model):
-        raise ValueError(f"model {signature.model!r} must not hold '/', ':' or unprintable characters")
     if signature.precision not in PRECISIONS:
         raise ValueError(f"precision {signature.precision!r} is unknown")
-    if signature.shard is not None and signature.shard >= signature.sub_graph_num:
-        raise ValueError(f"part {part!r} of {signature.sub_graph_num}")
+    if (signature.sub_graph_num == 0) != (part == STANDALONE) or (signature.shard or 0) > max(
+        0, signature.sub_graph_num - 1
+    ):
+        raise ValueError(f"part {part!r} of {signature.sub_graph_num} ps parts")
     for name, table in signature.tables.items():
-        if table.file is None and part != ENTRY:
-            raise ValueError(f"table {name!r} has no file")
+        if (table.file is None) != (part == ENTRY):
+            raise ValueError(f"table {name!r} has {'no' if table.file is None else 'a'} file in {part!r}")
+        if table.routing.num_shards > max(1, signature.sub_graph_num):
+            raise ValueError(f"table {name!r} is spread over {table.routing.num_shards} parts")
+    if signature.predicts == (signature.shard is not None):
+        raise ValueError(f"part {part!r} has {'a' if signature.predicts else 'no'} program")
     if not signature.predicts:
         return
+    if signature.outputs != OUTPUTS:
+        raise ValueError(f"outputs are {', '.join(signature.outputs)}, not {', '.join(OUTPUTS)}")
+    if signature.num_dense and any(spec.name == signature.dense_name for spec in signature.features):
+        raise ValueError(f"a feature is called {signature.dense_name!r}, as are the dense values")
     plan = signature.plan()
     for name, feature in signature.masks.items():
         if feature not in plan.features or not isinstance(plan.features[feature].combiner, FirstN):
@@ -315,12 +331,24 @@ def _check(signature: Signature) -> None:
 
 
 def _text(value: Any, name: str) -> str:
-    if not isinstance(value, str) or not 1 <= len(value) <= 4096:
-        raise ValueError(f"{name} must be a string of 1 to 4096 characters, got {repr(value)[:100]}")
+    if not isinstance(value, str) or not 1 <= len(value) <= _MAX_TEXT:
+        raise ValueError(f"{name} must be a string of 1 to {_MAX_TEXT} characters, got {repr(value)[:100]}")
     return value
 
 
 def _whole(value: Any, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
         raise ValueError(f"{name} must be a whole number, got {repr(value)[:100]}")
+    return value
+
+
+def _number(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name} must be numbers, got {repr(value)[:100]}")
+    return float(value)
+
+
+def _flag(value: Any, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {repr(value)[:100]}")
     return value
