@@ -14,6 +14,7 @@ from megalith.charts import (
     WIDTH,
     Axis,
     Series,
+    as_file,
     bar_chart,
     line_chart,
     scatter_chart,
@@ -148,3 +149,15 @@ def test_long_lines_are_thinned_to_means() -> None:
     assert thin([(0, 1), (1, 3), (2, 5), (3, 7)], 2) == [(0.5, 2.0), (2.5, 6.0)]
     assert thin([(0, 1)], 2) == [(0, 1)]
     assert len(thin([(float(i), 0.0) for i in range(1001)], 300)) == 300
+
+
+def test_a_chart_as_a_file_stands_alone() -> None:
+    text = as_file(line_chart("loss", [Series("a", [(0, 1), (1, 2)])], X, Y))
+
+    root = ElementTree.fromstring(text)
+    assert root.tag == f"{SVG}svg"
+    style, title = root[0], root[1]
+    assert style.tag == f"{SVG}style"
+    assert "--c0:" in (style.text or "")
+    assert "prefers-color-scheme: dark" in (style.text or "")
+    assert title.text == "loss"

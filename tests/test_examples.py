@@ -40,6 +40,22 @@ def test_quickstart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (tmp_path / "checkpoint" / "manifest.json").exists()
 
 
+def test_online(capsys: pytest.CaptureFixture[str]) -> None:
+    online = load("online")
+    online.WARM_UP = 100
+
+    online.main(seconds=2.0)
+
+    head, *lines, last = capsys.readouterr().out.splitlines()
+    assert head.split("   ")[1:] == ["rows pushed", "staleness", "AUC served", "AUC frozen"]
+    cells = [line.replace(",", "").replace(" s ", " ").split() for line in lines]
+    assert int(cells[-1][0]) > 100
+    assert all(0.6 < float(value) < 0.9 for row in cells for value in row[-2:])
+    found = re.search(r"differ by (\S+) at most", last)
+    assert found is not None, last
+    assert float(found[1]) < 1e-4
+
+
 @pytest.mark.parametrize("mode", ["continuous", "roundrobin", "hash_roundrobin"])
 def test_many_ranks(tmp_path: Path, mode: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

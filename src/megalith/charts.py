@@ -333,6 +333,16 @@ def _svg(title: str, description: str, height: float, parts: Sequence[str]) -> s
     )
 
 
+def as_file(chart: str) -> str:
+    """A chart as the text of an SVG file, with its style and a ground that suits light and dark."""
+    ground = (
+        ".chart { background:#fff; } @media (prefers-color-scheme: dark) { .chart { background:#14171c; } }"
+    )
+    inside = f"<style>{STYLE}{ground}</style>"
+    opened, rest = chart.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).split(">", 1)
+    return f"{opened}>{inside}{rest}\n"
+
+
 def thin(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
     """At most `most` points: the means of neighbours, so that long runs stay small on the page."""
     if len(points) <= most:

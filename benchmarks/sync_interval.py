@@ -1,0 +1,352 @@
+"""How often should servers be synced? One model trains on a stream; replicas of it are synced every so often.
+
+    python benchmarks/sync_interval.py [--quick] [--seeds N] [--output PATH] [--plots FOLDER]
+    python benchmarks/sync_interval.py --draw RESULT [--plots FOLDER]
+
+The experiment of the Monolith paper, on made-up clicks. A batch stands for 5 seconds of a feed with 100 views
+a second. Four servers answer from one export, made after an hour of training: three get what was trained
+every 10 seconds, every minute and every 10 minutes of the stream, one gets nothing. For two hours each batch
+is scored by all of them, over gRPC, before the model trains on it. Pushes go through Publisher and
+ModelServer on loopback; the stream stands still until a push is acknowledged, so how fast the machine is does
+not matter.
+
+The feed: every 5 seconds a new item appears, and a fifth of the views go to recent items, the newest most of
+all; tastes change so that a weight is its opposite after 12 hours (15 degrees of a circle an hour). Two more
+feeds have one of the two alone. A full run saves results/sync_interval-DATE.json and the plots of the docs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import (
+    Bar,
+    command_line,
+    machine,
+    print_bars,
+    print_table,
+    result_path,
+    say,
+    versions,
+    write_result,
+)
+from torch import Tensor, nn
+
+from megalith import Adagrad
+from megalith.charts import Axis, Series, as_file, line_chart
+from megalith.data import Batch, TeacherFeature, TeacherReader
+from megalith.metrics import auc
+from megalith.models import DeepFM, EmbeddingConfig, forward_batch
+from megalith.serving.client import PredictClient
+from megalith.serving.export import Provenance, export
+from megalith.serving.publisher import Publisher
+from megalith.serving.server import ModelServer
+from megalith.units import HOUR, MINUTE
+
+PACKAGES = ("megalith", "torch", "numpy", "grpcio", "protobuf")
+PLOTS = Path(__file__).parent.parent / "docs" / "images"
+BATCH_SECONDS, DIM, LR, TABLE_LR = 5, 8, 0.002, 0.1
+INTERVALS: dict[str, int | None] = {"10 s": 10, "1 min": MINUTE, "10 min": 10 * MINUTE, "no sync": None}
+TRAINER = "trainer"
+"""The model in training itself: what a server without any delay would say."""
+WINDOW = 10 * MINUTE
+FOREVER = 1e9
+"""Seconds: publishers push when they are told."""
+START = "start"
+"""What the save is called that all servers start from."""
+
+
+@dataclass(frozen=True)
+class Feed:
+    """new_items: share of views that go to recent items. drift_hours: after which tastes are as they were."""
+
+    name: str
+    new_items: float
+    drift_hours: float | None
+
+
+FEEDS = [Feed("new items and drift", 0.2, 24), Feed("new items", 0.2, None), Feed("drift", 0.0, 24)]
+
+
+@dataclass(frozen=True)
+class Size:
+    batch: int = 512
+    warm_up: int = HOUR
+    measured: int = 2 * HOUR
+
+
+QUICK = Size(256, 5 * MINUTE, 20 * MINUTE)
+
+
+def reader_of(feed: Feed, size: Size, seed: int) -> TeacherReader:
+    drift = None if feed.drift_hours is None else feed.drift_hours * HOUR / BATCH_SECONDS
+    features = (
+        TeacherFeature(name="user", num_ids=5_000, exponent=1.05),
+        TeacherFeature(name="item", num_ids=2_000, exponent=1.1, new_per_batch=1, fresh=feed.new_items),
+        TeacherFeature(name="tags", num_ids=200, max_length=4),
+        TeacherFeature(name="context", num_ids=50),
+    )
+    return TeacherReader(
+        features,
+        batch_size=size.batch,
+        seed=seed,
+        drift_period=drift,
+        seconds_per_batch=BATCH_SECONDS,
+    )
+
+
+class Trainer:
+    """A DeepFM that trains a batch at a time."""
+
+    def __init__(self, names: Sequence[str], seed: int) -> None:
+        torch.manual_seed(seed)
+        config = EmbeddingConfig(names, dim=DIM, optimizer=Adagrad(TABLE_LR), seed=seed)
+        self.model = DeepFM(config, hidden=(32,))
+        self._optimizer = torch.optim.Adam(self.model.parameters(), LR)
+
+    def step(self, batch: Batch) -> None:
+        self._optimizer.zero_grad()
+        logits = forward_batch(self.model.train(), batch)
+        nn.functional.binary_cross_entropy_with_logits(logits, batch.labels).backward()
+        self._optimizer.step()
+
+    @torch.no_grad()
+    def score(self, batch: Batch) -> Tensor:
+        return forward_batch(self.model.eval(), batch)
+
+
+class Replica:
+    """A server of the export, a client that asks it, and a publisher that keeps it up to date.
+
+    seconds: of the stream between pushes; None for a server that gets none.
+    """
+
+    def __init__(self, directory: Path, model: nn.Module, seconds: int | None, stack: ExitStack) -> None:
+        self._seconds = seconds
+        server = ModelServer(directory, allow_writes=seconds is not None, poll_seconds=FOREVER)
+        stack.enter_context(server)
+        target = f"static:{server.address}"
+        self._client = stack.enter_context(PredictClient(target, "feed", "standalone", deadline_ms=60_000))
+        self._publisher: Publisher | None = None
+        if seconds is not None:
+            self._publisher = stack.enter_context(
+                Publisher(model, target, model_name="feed", interval=FOREVER, base=START, timeout=60.0)
+            )
+
+    def score(self, batch: Batch) -> Tensor:
+        return self._client.predict(batch.features, outputs=["logits"])["logits"]
+
+    def after(self, seconds: int) -> None:
+        """So much of the stream has gone by: pushes if it is time to."""
+        if self._publisher is None or self._seconds is None or seconds % self._seconds:
+            return
+        if not self._publisher.flush(timeout=120.0):
+            raise SystemExit(f"a push was not acknowledged: {self._publisher.report()}")
+
+    @property
+    def pushed(self) -> int:
+        """Rows."""
+        return 0 if self._publisher is None else sum(each.rows for each in self._publisher.report())
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """AUC of each replica over all of the measured time and over each window of it; rows pushed to it."""
+
+    seed: int
+    auc: dict[str, float]
+    windows: dict[str, list[float]]
+    rows_pushed: dict[str, int]
+
+
+def measure(feed: Feed, size: Size, seed: int) -> Outcome:
+    reader = reader_of(feed, size, seed)
+    trainer = Trainer([feature.name for feature in reader.features], seed)
+    warm_up = size.warm_up // BATCH_SECONDS
+    for i in range(warm_up):
+        trainer.step(reader.batch(i))
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        source = Provenance(START, trainer.model.embeddings.global_step)
+        export(trainer.model, directory, name="feed", version=1, source=source)
+        replicas = {
+            name: Replica(directory, trainer.model, seconds, stack) for name, seconds in INTERVALS.items()
+        }
+        scores: dict[str, list[Tensor]] = {name: [] for name in (TRAINER, *replicas)}
+        labels = []
+        for i in range(size.measured // BATCH_SECONDS):
+            batch = reader.batch(warm_up + i)
+            labels.append(batch.labels)
+            scores[TRAINER].append(trainer.score(batch))
+            for name, replica in replicas.items():
+                scores[name].append(replica.score(batch))
+            trainer.step(batch)
+            for replica in replicas.values():
+                replica.after((i + 1) * BATCH_SECONDS)
+        check_arrived(trainer, replicas, batch)
+        pushed = {name: replica.pushed for name, replica in replicas.items()}
+    window = WINDOW // BATCH_SECONDS
+    return Outcome(
+        seed,
+        {name: auc(torch.cat(own), torch.cat(labels)) for name, own in scores.items()},
+        {
+            name: [
+                auc(torch.cat(own[at : at + window]), torch.cat(labels[at : at + window]))
+                for at in range(0, len(labels), window)
+            ]
+            for name, own in scores.items()
+        },
+        pushed,
+    )
+
+
+def check_arrived(trainer: Trainer, replicas: Mapping[str, Replica], batch: Batch) -> None:
+    """At the end every interval is over: who was pushed to answers as the trainer does."""
+    expected = trainer.score(batch)
+    for name, replica in replicas.items():
+        equal = torch.allclose(replica.score(batch), expected, atol=1e-4)
+        if equal != (INTERVALS[name] is not None):
+            raise SystemExit(f"the replica synced by {name!r} answers {'as' if equal else 'unlike'} training")
+
+
+# ---- what came out
+
+
+def differences(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
+    """AUC lost from each interval to the next longer one, seed by seed."""
+    names = [*INTERVALS]
+    return {
+        f"AUC({short}) - AUC({long})": [each.auc[short] - each.auc[long] for each in outcomes]
+        for short, long in pairwise(names)
+    }
+
+
+def bars_of(feed: Feed, outcomes: Sequence[Outcome], required: float | None) -> list[Bar]:
+    bars = []
+    for name, lost in differences(outcomes).items():
+        spread = statistics.stdev(lost) if len(lost) > 1 else 0.0
+        note = f"{feed.name}; seeds: {len(lost)}, mean {statistics.mean(lost):.5f}, deviation {spread:.5f}"
+        bars.append(Bar(f"{name}, worst seed", min(lost), required, strict=True, note=note))
+    return bars
+
+
+def report(feed: Feed, outcomes: Sequence[Outcome]) -> None:
+    print_table(
+        f"AUC of replicas over the same views: {feed.name}",
+        ("synced every", "mean AUC", *(f"seed {each.seed}" for each in outcomes), "rows pushed"),
+        [
+            (
+                name,
+                f"{statistics.mean(each.auc[name] for each in outcomes):.4f}",
+                *(f"{each.auc[name]:.4f}" for each in outcomes),
+                f"{statistics.mean(each.rows_pushed.get(name, 0) for each in outcomes):,.0f}",
+            )
+            for name in (TRAINER, *INTERVALS)
+        ],
+    )
+
+
+def draw(result: Mapping[str, Any]) -> dict[str, str]:
+    """The plots of a saved result, SVG by file name: of the first feed, means over its seeds."""
+    outcomes = result["feeds"][0]["outcomes"]
+    hours = [(i + 1) * result["window_seconds"] / HOUR for i in range(len(outcomes[0]["windows"][TRAINER]))]
+
+    def means(name: str, less: str | None = None) -> list[tuple[float, float]]:
+        return [
+            (
+                hour,
+                statistics.mean(
+                    o["windows"][name][i] - (o["windows"][less][i] if less else 0) for o in outcomes
+                ),
+            )
+            for i, hour in enumerate(hours)
+        ]
+
+    x = Axis("hours of the stream since the export", low=0.0)
+    by_time = line_chart(
+        "AUC of replicas that are synced every so often",
+        [Series(name, means(name), "line and points") for name in INTERVALS],
+        x,
+        Axis("AUC"),
+    )
+    lost = line_chart(
+        "AUC that a delay costs",
+        [Series(name, means(TRAINER, name), "line and points", colour=i) for i, name in enumerate(INTERVALS)],
+        x,
+        Axis("AUC below the trainer's", log=True),
+    )
+    return {"sync-interval.svg": as_file(by_time), "sync-interval-lost.svg": as_file(lost)}
+
+
+def write_plots(result: Path, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, svg in draw(json.loads(result.read_text())).items():
+        (folder / name).write_text(svg)
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="20 minutes of one stream; nothing is saved")
+    parser.add_argument("--seeds", type=int, default=3, help="streams of each feed")
+    parser.add_argument("--output", type=Path, help="where to save the result")
+    parser.add_argument("--plots", type=Path, help="folder to draw the plots into")
+    parser.add_argument("--draw", type=Path, help="measure nothing: draw the plots of this result")
+    options = parser.parse_args(arguments)
+    if options.draw:
+        write_plots(options.draw, options.plots or PLOTS)
+        return
+    torch.set_num_threads(1)
+    size = QUICK if options.quick else Size()
+    seeds = range(1 if options.quick else options.seeds)
+    bars, feeds = [], []
+    for feed in FEEDS[:1] if options.quick else FEEDS:
+        outcomes = []
+        for seed in seeds:
+            outcomes.append(measure(feed, size, seed))
+            say(
+                f"{feed.name}, seed {seed}: " + ", ".join(f"{k} {v:.5f}" for k, v in outcomes[-1].auc.items())
+            )
+        report(feed, outcomes)
+        bars += bars_of(feed, outcomes, 0.0 if feed is FEEDS[0] else None)
+        feeds.append(
+            {
+                **asdict(feed),
+                "outcomes": [asdict(each) for each in outcomes],
+                "differences": differences(outcomes),
+            }
+        )
+    print_bars(bars)
+    output = options.output or (None if options.quick else result_path("sync_interval"))
+    if output is None:
+        return
+    content = {
+        "benchmark": "sync_interval",
+        "command": command_line(arguments),
+        "machine": machine(),
+        "versions": versions(PACKAGES),
+        "batch_seconds": BATCH_SECONDS,
+        "window_seconds": WINDOW,
+        "size": asdict(size),
+        "feeds": feeds,
+        "bars": bars,
+    }
+    write_result(output, content)
+    if options.plots or not options.quick:
+        write_plots(output, options.plots or PLOTS)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
