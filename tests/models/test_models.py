@@ -11,7 +11,8 @@ from torch import Tensor
 from megalith import Ragged
 from megalith.data import Batch
 from megalith.errors import InputError, UnknownNameError
-from megalith.models import MODELS, build_model, forward_batch
+from megalith.models import MODELS, EmbeddingConfig, Model, build_model, forward_batch
+from megalith.nn import Layout, Slice
 
 from .support import embeddings, known_ids, loss_of, make, teacher, train
 
@@ -228,3 +229,21 @@ def test_num_dense_must_be_a_count(num_dense: Any) -> None:
 def test_dcnv2_needs_cross_layers() -> None:
     with pytest.raises(InputError, match="num_cross and rank must be at least 1, got 0 and 32"):
         make("dcnv2", num_cross=0)
+
+
+def test_a_model_may_take_a_list_of_slices_and_dense_values() -> None:
+    class Slices(Model):
+        def __init__(self) -> None:
+            super().__init__(num_dense=2)
+            config = EmbeddingConfig(["item"], dim=4)
+            cuts = [Slice("item", 0, 2), Slice("item", 2, 4)]
+            self.embeddings = config.collection([Layout("parts", cuts, "none")])
+
+        def score(self, rows: dict[str, Any], dense: Tensor | None) -> Tensor:
+            assert dense is not None
+            return rows["parts"][0].sum(1) + rows["parts"][1].sum(1) + dense.sum(1)
+
+    model = Slices()
+    assert model({"item": torch.arange(3)}, torch.ones(3, 2)).shape == (3,)
+    with pytest.raises(InputError, match=r"dense must be \[3, 2\]"):
+        model({"item": torch.arange(3)}, torch.ones(2, 2))

@@ -72,7 +72,9 @@ class Model(nn.Module):
     def _dense(self, dense: Tensor | None, rows: dict[str, Tensor]) -> Tensor | None:
         if self.num_dense == 0:
             return None
-        shape = (next(iter(rows.values())).shape[0], self.num_dense)
+        first: Tensor | list[Tensor] = next(iter(rows.values()))  # a layout of kind "none" gives a list
+        size = (first[0] if isinstance(first, list) else first).shape[0]
+        shape = (size, self.num_dense)
         if dense is None or tuple(dense.shape) != shape:
             got = "none" if dense is None else list(dense.shape)
             raise InputError(f"{type(self).__name__}: dense must be {list(shape)}, got {got}")
