@@ -91,7 +91,7 @@ class _Frozen:
 
 
 class Job:
-    """A save under way. waited: seconds that writers of rows stood still for it, known at its end."""
+    """A save under way. id: its own. waited: seconds that writers of rows stood still, known at its end."""
 
     def __init__(self, model: nn.Module, path: str | PathLike[str] | Store, options: SaveOptions) -> None:
         self.store = open_store(path)
@@ -102,8 +102,8 @@ class Job:
         self._steps = {path: c.global_step for path, c in self._collections.items()}
         self._tables: list[_Frozen] = []
         agree(self._ranks, lambda: self._check(model))
-        self._id = str(self._ranks.broadcast(uuid.uuid4().hex[:12]))
-        self._folder = f"{DATA}{self._id}"
+        self.id = str(self._ranks.broadcast(uuid.uuid4().hex[:12]))
+        self._folder = f"{DATA}{self.id}"
         try:
             agree(self._ranks, self._freeze)
         except BaseException:
@@ -164,7 +164,7 @@ class Job:
             raise
         self._end(give_back=False)
         if self._options.track:
-            set_tip(self._collections.values(), self.store, self._id)
+            set_tip(self._collections.values(), self.store, self.id)
         return manifest
 
     def _end(self, *, give_back: bool) -> None:
@@ -206,7 +206,7 @@ class Job:
         """On rank 0: waits for the other ranks' notes, writes the manifest, deletes what is old."""
         notes = [self._note(), *(self._read_note(rank) for rank in range(1, self._ranks.size))]
         common = {
-            "id": self._id,
+            "id": self.id,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "collections": self._entries(notes),
             "dense": self._tensor_file("dense", self._dense),
@@ -323,7 +323,7 @@ class Job:
     def _is_committed(self) -> bool:
         """Whether the manifest names this save: it may have been replaced before something went wrong."""
         try:
-            return self._id.encode() in self.store.read_whole(NAME, MAX_MANIFEST)
+            return self.id.encode() in self.store.read_whole(NAME, MAX_MANIFEST)
         except FileNotFoundError:
             return False
 

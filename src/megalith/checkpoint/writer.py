@@ -116,9 +116,10 @@ def async_save(
 
 
 class SaveHandle:
-    """A save under way. frozen: seconds until training could go on."""
+    """A save under way. id: what its manifest will call it. frozen: seconds until training could go on."""
 
     def __init__(self, job: Job, frozen: float, then: Callable[[], object] | None) -> None:
+        self.id = job.id
         self.frozen = frozen
         self._then = then
         self._job = job

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
@@ -100,6 +100,20 @@ def train(
         typer.Option(metavar="[=TABLE,...]", help="Measure what travels between ranks, of some tables."),
     ] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds that ranks wait for each other.")] = None,
+    publish: Annotated[
+        str | None,
+        typer.Option(help="Push changes to servers: static:HOST:PORT,..., file:PATH or zk://HOST:PORT/ROOT."),
+    ] = None,
+    publish_interval: Annotated[float | None, typer.Option(help="Seconds between pushes.")] = None,
+    model_name: Annotated[
+        str | None, typer.Option(help="What servers call the model; default: the kind of model.")
+    ] = None,
+    publish_token_file: Annotated[
+        str | None, typer.Option(help="File with the token that servers ask for.")
+    ] = None,
+    publish_ca_file: Annotated[
+        str | None, typer.Option(help="Certificates (PEM) that vouch for servers: pushes travel by TLS.")
+    ] = None,
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Go on from the run's checkpoint; with --config, start if none."),
@@ -121,6 +135,8 @@ def train(
     Example: megalith train --config run.toml --epochs 2 --run runs/mine
 
     Example: megalith train --config run.toml --save-every 1000 --keep-last 3 --keep-every 10000
+
+    Example: megalith train --config run.toml --run runs/live --publish static:localhost:8500
 
     Example: torchrun --nproc-per-node 4 -m megalith train --config run.toml --run-dir runs/big
     """
@@ -150,6 +166,11 @@ def train(
         "train_wire": wire,
         "train_comm_metrics": comm_metrics,
         "train_timeout": timeout,
+        "train_publish": publish,
+        "train_publish_interval": publish_interval,
+        "train_publish_name": model_name,
+        "train_publish_token_file": publish_token_file,
+        "train_publish_ca_file": publish_ca_file,
     }
     with told(), launched(run, timeout or TrainConfig.timeout) as ranks:
         out = console() if ranks.rank == 0 else Console(quiet=True)  # the first speaks for all
@@ -299,6 +320,11 @@ class _Bar(Watcher):
         if self._save is not None:
             self._progress.remove_task(self._save)
         self._save = None
+
+    def lagging(self, targets: Sequence[str]) -> None:
+        """At the end, of servers that did not get everything."""
+        for target in targets:
+            self._progress.console.print(f"not everything was pushed: {target}", markup=False)
 
 
 def _summary(run: Run, rows: int, result: Evaluation | None, page: Path) -> Table:

@@ -39,6 +39,11 @@ MAY_CHANGE = (
     "wire",
     "comm_metrics",
     "timeout",
+    "publish",
+    "publish_interval",
+    "publish_name",
+    "publish_token_file",
+    "publish_ca_file",
 )
 """Keys of [train] that a resumed run may set anew."""
 
@@ -122,6 +127,16 @@ class TrainConfig:
     """Measure what travels: * for all tables, or names with commas between them."""
     timeout: float = 600.0
     """Seconds that ranks wait for each other."""
+    publish: str | None = None
+    """Push changes to servers found by this discovery: static:host:port, file:path, zk://...; "": do not."""
+    publish_interval: float = 10.0
+    """Seconds between pushes."""
+    publish_name: str | None = None
+    """What servers call the model; None: the kind of model."""
+    publish_token_file: str | None = None
+    """A file with the token that servers ask for."""
+    publish_ca_file: str | None = None
+    """A file with the certificates that vouch for servers; pushes then travel by TLS."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +166,7 @@ class RunConfig:
                 "config: train.dist_type = continuous needs train.block_size (--block-size), the ids of a "
                 f"block, and no other mode has one; got {train.dist_type} and {train.block_size}"
             )
-        for name in ("block_size", "timeout"):
+        for name in ("block_size", "timeout", "publish_interval"):
             value = getattr(train, name)
             if value is not None and not value > 0:
                 raise InputError(f"config: train.{name} must be above 0, got {value}")

@@ -13,7 +13,7 @@ import json
 import math
 import shutil
 import time as clock
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from megalith.training.evaluation import Evaluation, evaluate
 from megalith.training.kept import FOLDER as KEPT
 from megalith.training.kept import Kept
 from megalith.training.model import CHECKPOINT, config_of, model_for, updates_in_step
+from megalith.training.publishing import Publishing, check_publishing
 from megalith.training.ranks import RunRanks
 from megalith.training.source import open_source
 from megalith.training.steps import PartBatches, Scored, Steps, WholeBatches
@@ -56,6 +57,9 @@ class Watcher:
 
     def saved(self) -> None:
         """When it is complete. From that thread, too."""
+
+    def lagging(self, targets: Sequence[str]) -> None:
+        """At the end, of servers that did not get everything that was trained in time: each in a sentence."""
 
 
 class Run:
@@ -103,6 +107,7 @@ class Run:
         saved = report.progress
         self.step, self.epoch, self.samples = saved["step"], saved["epoch"], saved["samples"]
         self.seconds = saved["seconds"]
+        self._saved = (manifest.tip, self.step)
         self.source.train.seek(saved["position"])
         checkpoint.set_rng_state(saved["rng"])
         if self.ranks.is_first:
@@ -110,6 +115,7 @@ class Run:
         return self
 
     def _open(self, config: RunConfig) -> None:
+        check_publishing(config)
         if config.train.threads is not None:
             torch.set_num_threads(config.train.threads)
         torch.manual_seed(config.train.seed)
@@ -130,6 +136,8 @@ class Run:
             self._comm = CommMetrics(shards, tables=config.measured_tables)
         self._kept = Kept.of(self.config.train, self.directory)
         self._save: checkpoint.SaveHandle | None = None
+        self._saved: tuple[str, int] | None = None
+        self._publishing: Publishing | None = None
 
     def _make_steps(self) -> Steps:
         if not updates_in_step(self.config):
@@ -141,6 +149,20 @@ class Run:
     def train(self, watcher: Watcher | None = None) -> None:
         """Trains to the end of the last epoch, to max_steps, or until `stop`; then saves."""
         watcher = watcher or Watcher()
+        if not self.config.train.publish:
+            self._train(watcher)
+            return
+        if self._saved is None or self._saved[1] != self.step:
+            self.save(watcher)  # for servers to start from
+        assert self._saved is not None
+        with Publishing.begin(self.model, self.config, self.ranks, base=self._saved[0]) as self._publishing:
+            try:
+                self._train(watcher)
+                watcher.lagging(self._publishing.finish())
+            finally:
+                self._publishing = None
+
+    def _train(self, watcher: Watcher) -> None:
         self.model.train()
         window = _Window()
         scalars = ScalarWriter(self.directory / "tensorboard", self.step) if self.ranks.is_first else None
@@ -150,6 +172,8 @@ class Run:
                 loss = self._train_batch(batch, window)
                 self.seconds = clock.perf_counter() - started
                 watcher.batch(self.step, self.samples, loss)
+                if self._publishing is not None:
+                    self._publishing.step()
                 if self.step % self.config.train.log_every == 0:
                     self._tell(window, scalars, watcher)
                     window = _Window()
@@ -252,6 +276,9 @@ class Run:
             on_rows=watcher.wrote,
             then=then,
         )
+        self._saved = (self._save.id, step)
+        if self._publishing is not None:
+            self._publishing.saved(self._save.id)
         if wait:
             self._finish_save()
 

@@ -55,7 +55,9 @@ def checked_shape(sizes: Sequence[int], item_bytes: int, max_bytes: int, name: s
     return shape
 
 
-def tensor_of_bytes(data: bytes, dtype: torch.dtype, shape: tuple[int, ...], name: str) -> Tensor:
+def tensor_of_bytes(
+    data: bytes | memoryview, dtype: torch.dtype, shape: tuple[int, ...], name: str
+) -> Tensor:
     """Little-endian elements in row-major order as a tensor of its own memory."""
     expected = math.prod(shape) * dtype.itemsize
     if len(data) != expected:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -76,10 +77,13 @@ def to_tensor_proto(tensor: Tensor) -> Message:
     return proto
 
 
-def from_tensor_proto(proto: Message, *, name: str = "tensor", max_bytes: int = MAX_BYTES) -> Tensor:
+def from_tensor_proto(
+    proto: Message, *, name: str = "tensor", max_bytes: int = MAX_BYTES, content: memoryview | None = None
+) -> Tensor:
     """The tensor of a TensorProto, in memory of its own.
 
-    name: what errors call it. max_bytes: the most it may take.
+    name: what errors call it. max_bytes: the most it may take. content: its `tensor_content`, if that was
+    taken out of it.
     Raises InputError for strings (see `strings_from_tensor_proto`), unknown dtypes and whatever does not fit.
     """
     number = proto.dtype
@@ -88,10 +92,9 @@ def from_tensor_proto(proto: Message, *, name: str = "tensor", max_bytes: int = 
         raise InputError(f"{name}: dtype {_dtype_name(number)} cannot be a tensor{hint}")
     dtype = _TORCH[DataType(number)]
     shape = _shape(proto, dtype.itemsize, max_bytes, name)
-    field = _only_field(proto, name)
+    field, values = _only_field(proto, name, content)
     if field == "tensor_content":
-        return tensor_of_bytes(proto.tensor_content, dtype, shape, name)
-    values = getattr(proto, field)
+        return tensor_of_bytes(values, dtype, shape, name)
     bits = BITS[dtype]
     if field in ("int_val", "half_val"):
         given = in_range(np.fromiter(values, np.int32, len(values)), bits, name)
@@ -101,22 +104,26 @@ def from_tensor_proto(proto: Message, *, name: str = "tensor", max_bytes: int = 
 
 
 def from_tensor_protos(
-    protos: Mapping[str, Message], *, max_bytes: int = MAX_BYTES
+    protos: Mapping[str, Message],
+    *,
+    max_bytes: int = MAX_BYTES,
+    contents: Mapping[str, memoryview] = MappingProxyType({}),
 ) -> dict[str, Tensor | Strings]:
     """The inputs of a request by name; strings as arrays of bytes objects.
 
-    max_bytes: the most they may take together. Raises InputError as `from_tensor_proto` does.
+    max_bytes: the most they may take together. contents: what `cut_contents` took out of them.
+    Raises InputError as `from_tensor_proto` does.
     """
     left = max_bytes
     read: dict[str, Tensor | Strings] = {}
     for name in sorted(protos):
-        proto, shown = protos[name], f"input {name[:100]!r}"
-        if proto.dtype == DataType.DT_STRING:
+        proto, shown, content = protos[name], f"input {name[:100]!r}", contents.get(name)
+        if proto.dtype == DataType.DT_STRING and content is None:
             strings = strings_from_tensor_proto(proto, name=shown, max_bytes=left)
             left -= strings.size * POINTER_BYTES
             read[name] = strings
         else:
-            tensor = from_tensor_proto(proto, name=shown, max_bytes=left)
+            tensor = from_tensor_proto(proto, name=shown, max_bytes=left, content=content)
             left -= tensor.numel() * tensor.element_size()
             read[name] = tensor
     return read
@@ -142,7 +149,7 @@ def strings_from_tensor_proto(proto: Message, *, name: str = "tensor", max_bytes
     if proto.dtype != DataType.DT_STRING:
         raise InputError(f"{name}: dtype {_dtype_name(proto.dtype)} is not DT_STRING")
     shape = _shape(proto, POINTER_BYTES, max_bytes, name)
-    if _only_field(proto, name) == "tensor_content":
+    if _only_field(proto, name)[0] == "tensor_content":
         raise InputError(f"{name}: strings must be in string_val, not in tensor_content")
     given = np.empty(len(proto.string_val), dtype=object)
     given[:] = list(proto.string_val)
@@ -176,16 +183,21 @@ def _shape(proto: Message, item_bytes: int, max_bytes: int, name: str) -> tuple[
     return checked_shape(sizes, item_bytes, max_bytes, name)
 
 
-def _only_field(proto: Message, name: str) -> str:
-    """The field the values are in; raises InputError if there are others too."""
+def _only_field(proto: Message, name: str, content: memoryview | None = None) -> tuple[str, Any]:
+    """The field the values are in, and them; raises InputError if there are others too.
+
+    Each look at `tensor_content` copies it, so this one is handed on.
+    """
     expected = _FIELDS[DataType(proto.dtype)]
-    filled = [field.name for field, _ in proto.ListFields() if field.name.endswith(("_val", "_content"))]
+    filled = {f.name: value for f, value in proto.ListFields() if f.name.endswith(("_val", "_content"))}
+    if content is not None:
+        filled["tensor_content"] = content
     if any(field not in (expected, "tensor_content") for field in filled) or len(filled) > 1:
         raise InputError(
             f"{name}: {_dtype_name(proto.dtype)} belongs into tensor_content or {expected}, "
             f"and only one of them; found {', '.join(filled)}"
         )
-    return filled[0] if filled else expected
+    return next(iter(filled.items()), (expected, ()))
 
 
 def _filled(given: NDArray[Any], count: int, name: str) -> NDArray[Any]:

@@ -1,0 +1,169 @@
+"""What the tests of parameter sync share: a small model in training, its exports, a server with faults."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import torch
+from torch import Tensor
+
+from megalith import Adagrad
+from megalith.errors import InputError, SequenceError
+from megalith.models import EmbeddingConfig, Model, build_model
+from megalith.serving.export import Provenance, export
+from megalith.serving.proto import (
+    PredictRequest,
+    PredictResponse,
+    from_tensor_protos,
+    strings_to_tensor_proto,
+    to_tensor_proto,
+)
+from megalith.serving.servable import Servable
+from megalith.serving.subscriber import Subscriber
+
+LIMIT = 30.0
+"""Seconds after which a wait of a test has failed."""
+NAMES = ["user", "item"]
+SESSION = "0123456789abcdef0123456789abcdef"
+
+
+def make_model(seed: int = 0, hidden: tuple[int, ...] = (8,), **options: Any) -> Model:
+    torch.manual_seed(seed)
+    config = EmbeddingConfig(NAMES, dim=4, optimizer=Adagrad(0.1), **options)
+    return build_model("deepfm", config, hidden=hidden)
+
+
+class Trainer:
+    """Trains a model a step at a time on random ids, some of which it removes again."""
+
+    def __init__(self, model: Model, seed: int = 0, num_ids: int = 500) -> None:
+        self.model = model
+        self.num_ids = num_ids
+        self._random = random.Random(seed)
+        self._torch = torch.Generator().manual_seed(seed)
+        self._optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(self, count: int = 1, *, dense: bool = True) -> None:
+        for _ in range(count):
+            ids = torch.randint(0, self.num_ids, (len(NAMES), 32), generator=self._torch)
+            self._optimizer.zero_grad()
+            self.model({name: ids[k] for k, name in enumerate(NAMES)}).square().mean().backward()
+            if dense:
+                self._optimizer.step()
+            if self._random.random() < 0.3:
+                gone = torch.randint(0, self.num_ids, (5,), generator=self._torch)
+                self.model.embeddings.shards.remove({"user": gone})
+
+
+def export_model(model: Model, out: Path, *, base: str, version: int = 1, **options: Any) -> list[Servable]:
+    """Exports a model; what is served of it, part by part."""
+    source = Provenance(base, model.embeddings.global_step)
+    export(model, out, name="movies", version=version, source=source, **options)
+    if (out / str(version)).exists():
+        return [Servable(out / str(version))]
+    fetch = lambda ids: {name: torch.zeros(x.numel(), 5) for name, x in ids.items()}  # noqa: E731
+    parts = sorted(path for path in out.iterdir() if (path / str(version)).exists())
+    return [Servable(part / str(version), fetch=fetch if part.name == "entry" else None) for part in parts]
+
+
+def rows_of(model: Model, table: str, ids: Tensor) -> Tensor:
+    """A table's rows, zeros where there is none: what a server should say."""
+    own = model.embeddings.shards.local[table]
+    rows = own.lookup(ids)
+    rows[own.find(ids) < 0] = 0
+    return rows
+
+
+def assert_equal(servable: Servable, model: Model, num_ids: int = 500) -> None:
+    """Every id, with a row or without, reads alike; dense weights too."""
+    ids = torch.arange(-5, num_ids + 5)
+    if servable.signature.part != "entry":
+        for table in NAMES:
+            mine = ids
+            if servable.signature.shard is not None:
+                owner = servable.signature.tables[table].router().owner(ids)
+                mine = ids[owner == servable.signature.shard]
+            assert torch.equal(servable.lookup(table, mine), rows_of(model, table, mine)), table
+    for name, weight in servable.dense_weights.items():
+        assert torch.equal(weight, model.state_dict()[name]), name
+
+
+class SyncServer:
+    """A PredictionService on loopback that hands everything to subscribers by model name.
+
+    before, after: called with (model, signature, metadata) around a message, may raise or block; `after`
+    raising loses the acknowledgement. requests: what was handed on.
+    """
+
+    def __init__(self, subscribers: dict[str, Subscriber], port: int = 0) -> None:
+        self.subscribers = subscribers
+        self.before: Callable[[str, str, dict[str, str]], None] = lambda *_: None
+        self.after: Callable[[str, str, dict[str, str]], None] = lambda *_: None
+        self.requests: list[tuple[str, str, Any, dict[str, str]]] = []
+        self._threads = ThreadPoolExecutor(8)
+        options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 64 << 20)]
+        self._server = grpc.server(self._threads, options=options)
+        methods = {"Predict": grpc.unary_unary_rpc_method_handler(self._predict)}
+        service = grpc.method_handlers_generic_handler("tensorflow.serving.PredictionService", methods)
+        self._server.add_generic_rpc_handlers((service,))
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        self.address = f"127.0.0.1:{self.port}"
+        self._server.start()
+
+    def _predict(self, data: bytes, context: Any) -> bytes:
+        request = PredictRequest.FromString(data)
+        metadata = {key: str(value) for key, value in context.invocation_metadata()}
+        name, signature = request.model_spec.name, request.model_spec.signature_name
+        if name not in self.subscribers:
+            context.abort(grpc.StatusCode.NOT_FOUND, name)
+        try:
+            self.before(name, signature, metadata)
+            inputs = from_tensor_protos(request.inputs)
+            self.requests.append((name, signature, inputs, metadata))
+            outputs = self.subscribers[name].handle(signature, inputs, metadata)
+            self.after(name, signature, metadata)
+        except InputError as error:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except SequenceError as error:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        except TimeoutError as error:
+            context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        response = PredictResponse()
+        for key, value in outputs.items():
+            proto = to_tensor_proto(value) if isinstance(value, Tensor) else strings_to_tensor_proto(value)
+            response.outputs[key].CopyFrom(proto)
+        answer: bytes = response.SerializeToString()
+        return answer
+
+    def stop(self) -> None:
+        self._server.stop(None).wait()
+        self._threads.shutdown(wait=False)
+
+
+@contextmanager
+def sync_server(subscribers: dict[str, Subscriber], port: int = 0) -> Iterator[SyncServer]:
+    server = SyncServer(subscribers, port)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+class Gate:
+    """Lets messages through, or holds them."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.open.set()
+        self.reached = threading.Event()
+
+    def __call__(self, *_: object) -> None:
+        self.reached.set()
+        assert self.open.wait(LIMIT)

@@ -1,0 +1,95 @@
+"""Large tensors taken out of a request: the same inputs, or the same refusal, as without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megalith.errors import InputError
+from megalith.serving import proto
+from megalith.serving.proto.contents import LARGE, cut_contents
+
+
+def request(**inputs: Tensor) -> Any:
+    made = proto.PredictRequest()
+    made.model_spec.name = "movies"
+    made.model_spec.signature_name = "hashtable_assign"
+    made.model_spec.version.value = 3
+    for name, tensor in inputs.items():
+        made.inputs[name].CopyFrom(proto.to_tensor_proto(tensor))
+    return made
+
+
+def read(data: bytes) -> dict[str, Any]:
+    small, contents = cut_contents(data)
+    return proto.from_tensor_protos(proto.PredictRequest.FromString(small).inputs, contents=contents)
+
+
+def test_large_tensors_are_taken_out_and_small_ones_stay() -> None:
+    rows, ids = torch.randn(LARGE // 64 + 1, 16), torch.arange(5)
+    whole = request(item_value=rows, item_id=ids)
+
+    small, contents = cut_contents(whole.SerializeToString())
+
+    assert list(contents) == ["item_value"]
+    assert len(small) < 300
+    assert proto.PredictRequest.FromString(small).model_spec == whole.model_spec
+    found = read(whole.SerializeToString())
+    assert torch.equal(found["item_value"], rows)
+    assert torch.equal(found["item_id"], ids)
+
+
+def test_what_was_taken_out_is_checked_like_what_stays() -> None:
+    longer = request(item_id=torch.zeros(LARGE, dtype=torch.int64))
+    longer.inputs["item_id"].tensor_shape.dim[0].size = LARGE + 1
+    twice = request(item_id=torch.zeros(LARGE, dtype=torch.int64))
+    twice.inputs["item_id"].int64_val.append(1)
+    strings = request(item_id=torch.zeros(LARGE, dtype=torch.int64))
+    strings.inputs["item_id"].dtype = int(proto.DataType.DT_STRING)
+
+    for wrong in (longer, twice, strings):
+        with pytest.raises(InputError, match="item_id"):
+            read(wrong.SerializeToString())
+    small, contents = cut_contents(request(item_id=torch.zeros(LARGE)).SerializeToString())
+    inputs = proto.PredictRequest.FromString(small).inputs
+    with pytest.raises(InputError, match="bytes left"):
+        proto.from_tensor_protos(inputs, contents=contents, max_bytes=1000)
+
+
+def test_of_two_inputs_with_one_name_the_last_counts() -> None:
+    large = request(item_id=torch.ones(LARGE, dtype=torch.int64)).SerializeToString()
+    small = request(item_id=torch.arange(3)).SerializeToString()
+
+    assert torch.equal(read(large + small)["item_id"], torch.arange(3))
+    assert torch.equal(read(small + large)["item_id"], torch.ones(LARGE, dtype=torch.int64))
+
+
+@given(st.binary(max_size=200), st.integers(0, 400), st.integers(0, 255))
+def test_damaged_requests_are_refused_or_read_as_protobuf_does(behind: bytes, at: int, value: int) -> None:
+    data = bytearray(request(a=torch.arange(LARGE // 8), b=torch.ones(2)).SerializeToString())
+    data[min(at, 200) if at < 200 else at - 401] = value
+    damaged = bytes(data) + behind
+    try:
+        expected: dict[str, Any] | None = proto.from_tensor_protos(
+            proto.PredictRequest.FromString(damaged).inputs
+        )
+    except (InputError, DecodeError):
+        expected = None
+
+    try:
+        found: dict[str, Any] | None = read(damaged)
+    except (InputError, DecodeError):
+        found = None
+
+    assert (found is None) == (expected is None)
+    if found is not None and expected is not None:
+        assert found.keys() == expected.keys()
+        for name, each in expected.items():
+            same = torch.equal(found[name], each) if isinstance(each, Tensor) else (found[name] == each).all()
+            assert same

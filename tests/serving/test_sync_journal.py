@@ -1,0 +1,202 @@
+"""Journal and backlog: which ids a target must be sent, within bounds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megalith.errors import InputError
+from megalith.serving.backlog import Backlog, Interval
+from megalith.serving.id_sets import IdSets
+from megalith.serving.journal import MAX_LABELS, Journal
+
+
+def ids(*values: int, table: str = "user") -> dict[str, Tensor]:
+    return {table: torch.tensor(values, dtype=torch.int64)}
+
+
+def plain(found: dict[str, Tensor] | None) -> dict[str, list[int]] | None:
+    return None if found is None else {name: sorted(set(x.tolist())) for name, x in found.items()}
+
+
+# ---- sets
+
+
+def test_ids_are_kept_once_and_take_no_more_than_about_twice_their_room() -> None:
+    sets = IdSets()
+    for _ in range(100):
+        sets.add({"user": torch.arange(10_000)})
+        assert len(sets) <= 2 * 10_000 + 4096
+
+    assert plain(sets.tensors()) == {"user": list(range(10_000))}
+    assert len(sets) == 10_000
+
+
+@given(st.lists(st.lists(st.integers(-50, 50), max_size=20, unique=True), max_size=10), st.integers(1, 30))
+def test_taking_gives_every_id_once_within_the_budget(given: list[list[int]], budget: int) -> None:
+    sets = IdSets()
+    for number, values in enumerate(given):
+        sets.add(ids(*values, table=f"t{number % 2}"))
+    costs = {"t0": 3, "t1": 5}
+
+    taken: list[tuple[str, int]] = []
+    while len(sets):
+        piece = sets.take(budget, costs)
+        cost = sum(costs[table] * x.numel() for table, x in piece.items())
+        assert piece
+        assert cost <= budget or sum(x.numel() for x in piece.values()) == 1
+        taken += [(table, id) for table, x in piece.items() for id in x.tolist()]
+
+    assert sorted(taken) == sorted({(f"t{n % 2}", id) for n, values in enumerate(given) for id in values})
+
+
+def test_lazy_sets_are_put_together_by_others() -> None:
+    sets = IdSets(lazy=True)
+    for _ in range(5):
+        sets.add({"user": torch.arange(10_000)})
+    swollen = sets.swollen()
+    assert len(sets) == 50_000
+    sets.add({"user": torch.arange(5)})  # while somebody is at it
+
+    sets.replace("user", swollen["user"], torch.arange(10_000))
+    sets.replace("user", swollen["user"], torch.arange(3))  # too late
+
+    assert len(sets) == 10_005
+    assert sets.swollen() == {}
+    assert plain(sets.tensors()) == {"user": list(range(10_000))}
+
+
+# ---- journal
+
+
+def test_ids_since_a_label_are_those_added_after_it() -> None:
+    journal = Journal()
+    journal.label("a")
+    journal.add(ids(1, 2))
+    journal.label("b")
+    journal.add(ids(2, 3))
+
+    assert plain(journal.since("a")) == {"user": [1, 2, 3]}
+    assert plain(journal.since("b")) == {"user": [2, 3]}
+    assert journal.since("c") is None
+    assert journal.labels == ("a", "b")
+
+
+def test_a_label_that_comes_again_moves_and_older_ones_lose_nothing() -> None:
+    journal = Journal()
+    journal.label("a")
+    journal.add(ids(1))
+    journal.label("b")
+    journal.add(ids(2))
+    journal.label("b")
+    journal.add(ids(3))
+
+    assert plain(journal.since("a")) == {"user": [1, 2, 3]}
+    assert plain(journal.since("b")) == {"user": [3]}
+
+
+def test_the_oldest_labels_are_given_up_for_room() -> None:
+    journal = Journal(max_ids=10)
+    for label in "abc":
+        journal.label(label)
+        journal.add(ids(*range(4)))
+
+    assert journal.labels == ("b", "c")
+    journal.add(ids(*range(100, 111)))
+    assert journal.labels == ()
+    journal.add(ids(5))  # there is no label it could count for
+    journal.label("d")
+    journal.add(ids(6))
+    assert plain(journal.since("d")) == {"user": [6]}
+
+
+def test_labels_are_bounded_too() -> None:
+    journal = Journal()
+    for number in range(MAX_LABELS + 5):
+        journal.label(str(number))
+
+    assert (len(journal.labels), journal.labels[0]) == (MAX_LABELS, "5")
+
+
+def test_a_journal_counts_an_id_once_before_it_gives_up() -> None:
+    journal = Journal(max_ids=10)
+    journal.label("a")
+    for _ in range(100):
+        journal.add(ids(*range(10)))
+    assert journal.swollen() == []
+
+    assert plain(journal.since("a")) == {"user": list(range(10))}
+
+
+def test_one_label_goes_on_from_another_if_it_is_not_older() -> None:
+    journal = Journal()
+    journal.label("a")
+    journal.label("b")
+
+    assert journal.goes_on("a", "b")
+    assert journal.goes_on("a", "a")
+    assert not journal.goes_on("b", "a")
+    assert not journal.goes_on("a", "c")
+
+
+def test_a_journal_without_room_is_refused() -> None:
+    with pytest.raises(InputError, match="max_ids=0"):
+        Journal(max_ids=0)
+
+
+# ---- backlog
+
+ONE, TWO, THREE = (Interval(n, float(n)) for n in (1, 2, 3))
+COSTS = {"user": 1, "item": 1}
+
+
+def test_an_interval_is_complete_with_its_last_ids() -> None:
+    backlog = Backlog(100)
+    backlog.add(ids(1, 2, 3), ONE)
+
+    first, done = backlog.take(2, COSTS)
+    assert (plain(first), done) == ({"user": [1, 2]}, None)
+    second, done = backlog.take(2, COSTS)
+    assert (plain(second), done) == ({"user": [3]}, ONE)
+    assert not backlog.waits
+
+
+def test_an_interval_without_changes_is_complete_too() -> None:
+    backlog = Backlog(100)
+    backlog.add({}, ONE)
+
+    assert backlog.waits
+    assert backlog.take(2, COSTS) == ({}, ONE)
+    assert backlog.take(2, COSTS) == ({}, None)
+
+
+def test_later_ids_do_not_delay_the_interval_under_way() -> None:
+    backlog = Backlog(100)
+    backlog.add(ids(1, 2), ONE)
+    backlog.take(1, COSTS)
+    backlog.add(ids(1, 5), TWO)
+    backlog.add(ids(5, 6), THREE)
+
+    assert backlog.take(9, COSTS)[1] is ONE
+    taken, done = backlog.take(9, COSTS)
+    assert (plain(taken), done) == ({"user": [1, 5, 6]}, THREE)
+
+
+def test_a_full_backlog_says_so_and_the_first_ids_do_not_count() -> None:
+    backlog = Backlog(3)
+    backlog.begin(ids(*range(10)), ONE)
+
+    assert backlog.add(ids(1, 11, 12, 13), TWO)
+    assert backlog.add(ids(11, 12, 13), TWO)
+    assert not backlog.add(ids(14), THREE)
+
+
+def test_ids_that_do_not_concern_the_target_are_left_out() -> None:
+    backlog = Backlog(100, keep=lambda table, x: x[x % 2 == 0] if table == "user" else x[:0])
+    backlog.add({**ids(1, 2, 4), **ids(2, table="item")}, ONE)
+
+    taken, _ = backlog.take(9, COSTS)
+    assert plain(taken) == {"user": [2, 4]}
