@@ -1,0 +1,413 @@
+"""Serving: requests a second against plain handlers, rows a second of parameter sync, and their staleness.
+
+    python benchmarks/serving.py [--quick] [--output PATH]
+
+Everything runs on loopback, each part in a process of its own (serving_roles.py), with one torch thread. A
+DeepFM of 26 features, 13 dense values and dim 16 is asked by 1, 8 and 32 clients, each of which sends a
+request when it has the answer to the last. It is compared with the same model behind a plain gRPC handler,
+and with a handler whose rows were put into one tensor by hand; both with the number of threads that suits
+them best. Contestants take turns in every round; a ratio is the median of the rounds' paired ratios. A full
+run saves results/serving-DATE.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import torch
+from harness import (
+    Bar,
+    Spread,
+    command_line,
+    machine,
+    print_bars,
+    print_table,
+    result_path,
+    say,
+    versions,
+    write_result,
+)
+from serving_roles import (
+    DIM,
+    MAX_STEPS,
+    NAME,
+    PREDICT,
+    PROBES,
+    SYNC_NAME,
+    SYNC_TABLE,
+    WORKERS,
+    Process,
+    probe_ids,
+    processes,
+    random_ids,
+    scoring_model,
+    sync_model,
+)
+
+from megalith.models import Model
+from megalith.serving.discovery import StaticDiscovery
+from megalith.serving.export import Provenance, export
+from megalith.serving.messages import MAX_PUSH_BYTES
+from megalith.serving.publisher import Publisher
+
+OURS, PLAIN, LEAN = "megalith", "plain", "lean"
+BASE = "a-save"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured."""
+
+    rows: int = 100_000
+    """Of each of the 26 tables."""
+    requests: int = 4096
+    """That differ."""
+    loads: tuple[tuple[int, int], ...] = ((1, 1), (8, 1), (32, 1), (32, 32))
+    """Clients, and rows of their requests."""
+    rounds: int = 5
+    seconds: float = 2.0
+    """Of one contestant in one round."""
+    sync_rows: int = 1_000_000
+    sync_rounds: int = 10
+    interval: float = 1.0
+    """Seconds between pushes of the training whose staleness is measured."""
+    train_seconds: float = 20.0
+    train_batch: int = 4096
+    train_ids: int = 200_000
+
+
+QUICK = Sizes(
+    rows=2_000,
+    requests=256,
+    loads=((1, 1), (32, 1)),
+    rounds=1,
+    seconds=0.5,
+    sync_rows=50_000,
+    sync_rounds=1,
+    interval=0.5,
+    train_seconds=2.0,
+    train_batch=512,
+)
+
+
+# ---- requests
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a number of clients got of a contestant, medians over rounds."""
+
+    clients: int
+    batch: int
+    contestant: str
+    per_second: float
+    p50_ms: float
+    p99_ms: float
+    client_cpu: float
+    """Cores that the clients' process used."""
+    ratio: Spread
+    """Our requests a second / its, paired by round."""
+
+
+def measure_requests(sizes: Sizes, folder: Path) -> tuple[list[Load], dict[str, int]]:
+    """All loads of all contestants, and how many threads suited the handlers."""
+    with ExitStack() as stack:
+        others = (("handlers", sizes.rows), ("clients", sizes.rows, sizes.requests))
+        handlers, clients = stack.enter_context(processes(*others))
+        export(scoring_model(sizes.rows), folder, name=NAME, version=1)  # while the others start
+        (server,) = stack.enter_context(processes(("model_server", folder, "-")))
+        addresses = {OURS: server.wait()["address"]}
+        offered = handlers.wait()["addresses"]
+        clients.wait()
+        threads = {}
+        for name in (PLAIN, LEAN):
+            found = {each: _load(clients, each, 32, 1, sizes.seconds / 2) for each in offered[name]}
+            addresses[name] = max(found, key=lambda each: found[each]["per_second"])
+            threads[name] = WORKERS[offered[name].index(addresses[name])]
+        _compare_scores(clients, addresses)
+        measured = []
+        for count, batch in sizes.loads:
+            say(f"{count} clients, batch {batch}")
+            measured += _compare(clients, addresses, count, batch, sizes)
+    return measured, threads
+
+
+def _compare_scores(clients: Process, addresses: dict[str, str]) -> None:
+    """All contestants must say the same."""
+    scores = {name: clients.ask(scores=address, count=32)["scores"] for name, address in addresses.items()}
+    for name, found in scores.items():
+        assert np.allclose(found, scores[PLAIN], rtol=1e-4, atol=1e-5), f"{name} gives other scores"
+    assert len(set(scores[PLAIN])) > 1, "all scores are alike"
+
+
+def _compare(clients: Process, addresses: dict[str, str], count: int, batch: int, sizes: Sizes) -> list[Load]:
+    names = list(addresses)
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for r in range(sizes.rounds):
+        for v in range(len(names)):
+            name = names[(r + v) % len(names)]
+            found[name].append(_load(clients, addresses[name], count, batch, sizes.seconds))
+
+    def rates(name: str) -> list[float]:
+        return [each["per_second"] for each in found[name]]
+
+    def median(name: str, field: str) -> float:
+        return float(statistics.median(each[field] for each in found[name]))
+
+    return [
+        Load(
+            count,
+            batch,
+            name,
+            per_second=median(name, "per_second"),
+            p50_ms=median(name, "p50_ms"),
+            p99_ms=median(name, "p99_ms"),
+            client_cpu=median(name, "client_cpu"),
+            ratio=Spread.of([ours / its for ours, its in zip(rates(OURS), rates(name), strict=True)]),
+        )
+        for name in names
+    ]
+
+
+def _load(clients: Process, address: str, count: int, batch: int, seconds: float) -> dict[str, Any]:
+    return clients.ask(address=address, clients=count, batch=batch, seconds=seconds)
+
+
+# ---- parameter sync
+
+
+@dataclass(frozen=True)
+class Sync:
+    """Rows a second until acknowledged: the first push, the later ones, and raw bytes."""
+
+    first: float
+    one: float
+    two: float
+    """To each of two servers at once."""
+    raw: float
+    ratio: Spread
+    """Later pushes to one server / raw, paired by round."""
+
+
+def measure_sync(sizes: Sizes, folder: Path) -> Sync:
+    """Pushes of a whole table, in turns with as many raw bytes."""
+    model = sync_model()
+    ids = random_ids(1, sizes.sync_rows)
+    gradients = torch.randn(sizes.sync_rows, DIM)
+    shards = model.embeddings.shards
+    shards.apply_gradients({SYNC_TABLE: ids}, {SYNC_TABLE: gradients}, step=0)
+    _export_sync(model, folder)
+    found: dict[str, list[float]] = {"one": [], "two": [], "raw": []}
+    roles = (*(("model_server", folder, "follow") for _ in range(3)), ("sink",))
+    with processes(*roles) as (*servers, sink):
+        addresses = [server.wait()["address"] for server in servers]
+        raw = sink.wait()["address"]
+        with _publisher(model, addresses[:1]) as one, _publisher(model, addresses[1:]) as two:
+            pushers = {"one": lambda: _push(one, sizes.sync_rows), "two": lambda: _push(two, sizes.sync_rows)}
+            with grpc.insecure_channel(raw) as channel:
+                send, pieces = channel.unary_unary(PREDICT), _raw_pieces(sizes.sync_rows)
+                ways = {**pushers, "raw": lambda: _send_raw(send, pieces)}
+                for r in range(sizes.sync_rounds + 1):
+                    say(f"parameter sync, round {r}")
+                    shards.apply_gradients({SYNC_TABLE: ids}, {SYNC_TABLE: gradients}, step=0)
+                    names = list(ways)
+                    for v in range(len(names)):
+                        name = names[(r + v) % len(names)]
+                        time.sleep(0.2)  # what the one before has left to tidy up is not the next one's
+                        found[name].append(sizes.sync_rows / ways[name]())
+    later = {name: rates[1:] for name, rates in found.items()}
+    pairs = zip(later["one"], later["raw"], strict=True)
+    return Sync(
+        first=found["one"][0],
+        **{name: statistics.median(rates) for name, rates in later.items()},
+        ratio=Spread.of([ours / its for ours, its in pairs]),
+    )
+
+
+def _export_sync(model: Model, folder: Path) -> None:
+    export(model, folder, name=SYNC_NAME, version=1, source=Provenance(BASE, model.embeddings.global_step))
+
+
+def _publisher(model: Model, addresses: Sequence[str], *, interval: float = 3600.0) -> Publisher:
+    publisher = Publisher(
+        model, StaticDiscovery(addresses), model_name=SYNC_NAME, interval=interval, base=BASE
+    )
+    assert publisher.flush(60.0), publisher.lagging()
+    return publisher
+
+
+def _push(publisher: Publisher, rows: int) -> float:
+    """Seconds until every target has acknowledged the rows that changed."""
+    before = [report.rows for report in publisher.report()]
+    start = time.perf_counter()
+    assert publisher.flush(120.0), publisher.lagging()
+    took = time.perf_counter() - start
+    sent = [report.rows - old for report, old in zip(publisher.report(), before, strict=True)]
+    assert sent == [rows] * len(before), f"{sent} rows were sent, not {rows}"
+    return took
+
+
+def _raw_pieces(rows: int) -> list[bytes]:
+    """As many bytes as ids and rows have, in pieces as large as pushes."""
+    each = MAX_PUSH_BYTES // (8 + 4 * DIM)
+    sizes = [min(each, rows - begin) for begin in range(0, rows, each)]
+    return [torch.randn(size, 2 + DIM).numpy().tobytes() for size in sizes]
+
+
+def _send_raw(send: Any, pieces: Sequence[bytes]) -> float:
+    """Seconds of sending them, one after the other."""
+    start = time.perf_counter()
+    for piece in pieces:
+        send(piece, timeout=30.0)
+    return time.perf_counter() - start
+
+
+# ---- staleness
+
+
+@dataclass(frozen=True)
+class Staleness:
+    """Seconds from writing a row in training to its being seen at the server."""
+
+    p50: float
+    p99: float
+    most: float
+    rows: int
+    steps: int
+    interval: float
+
+
+def measure_staleness(sizes: Sizes, folder: Path) -> Staleness:
+    """Trains steadily, and has a process of its own look for the rows at the server."""
+    say(f"staleness, {sizes.train_seconds:g} s of training")
+    model = sync_model()
+    _export_sync(model, folder)
+    with processes(("model_server", folder, "follow"), ("prober",)) as (server, prober):
+        address = server.wait()["address"]
+        prober.wait()
+        prober.ask(address=address)
+        with _publisher(model, [address], interval=sizes.interval) as publisher:
+            written = _train(model, publisher, prober, sizes)
+            end = time.monotonic() + 60.0
+            while prober.ask(steps=len(written), tell=False)["first"] < len(written):
+                assert time.monotonic() < end, "some rows never arrived"
+                time.sleep(0.01)
+            seen = np.array(prober.ask(steps=len(written), tell=True)["seen"])
+    ages = (seen - np.array(written)[:, None]).reshape(-1)
+    p50, p99 = np.percentile(ages, (50, 99))
+    return Staleness(float(p50), float(p99), float(ages.max()), ages.size, len(written), sizes.interval)
+
+
+def _train(model: Model, publisher: Publisher, prober: Process, sizes: Sizes) -> list[float]:
+    """When the rows of each step were written; the last step ends an interval."""
+    known = random_ids(2, sizes.train_ids)
+    labels = (torch.rand(sizes.train_batch) < 0.3).float()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    loss_of = torch.nn.BCEWithLogitsLoss()
+    written: list[float] = []
+    end = time.monotonic() + sizes.train_seconds
+    while len(written) < MAX_STEPS:
+        ids = known[torch.randint(0, sizes.train_ids, (sizes.train_batch,))]
+        ids[:PROBES] = probe_ids(len(written))
+        optimizer.zero_grad()
+        loss = loss_of(model({SYNC_TABLE: ids}), labels)
+        written.append(time.monotonic())
+        loss.backward()
+        optimizer.step()
+        prober.ask(steps=len(written), tell=False)
+        if publisher.step() and time.monotonic() > end:
+            break
+    return written
+
+
+# ---- report
+
+
+def report(loads: Sequence[Load], sync: Sync, stale: Staleness, threads: dict[str, int]) -> list[Bar]:
+    columns = (
+        "clients",
+        "batch",
+        "contestant",
+        "requests/s",
+        "p50 ms",
+        "p99 ms",
+        "ours / its",
+        "client cores",
+    )
+    rows = [
+        (
+            str(load.clients),
+            str(load.batch),
+            f"{load.contestant}, {threads[load.contestant]} threads"
+            if load.contestant in threads
+            else load.contestant,
+            f"{load.per_second:.0f}",
+            f"{load.p50_ms:.2f}",
+            f"{load.p99_ms:.2f}",
+            "" if load.contestant == OURS else str(load.ratio),
+            f"{load.client_cpu:.2f}",
+        )
+        for load in loads
+    ]
+    print_table("Requests", columns, rows)
+    pushed = {"first push": sync.first, "one server": sync.one, "each of two": sync.two, "raw": sync.raw}
+    print_table("Parameter sync", ("", "rows/s"), [(name, f"{rate:,.0f}") for name, rate in pushed.items()])
+    ratio = {(load.clients, load.batch, load.contestant): load.ratio for load in loads}
+    over = f"{stale.rows} rows of {stale.steps} steps, interval {stale.interval:g} s"
+    p50, p99 = stale.p50 / stale.interval, stale.p99 / stale.interval
+    bars = [
+        Bar("requests/s, 32 clients of batch 1: ours / plain", ratio[32, 1, PLAIN].median, 1.5),
+        Bar("requests/s, 32 clients of batch 1: ours / lean", ratio[32, 1, LEAN].median),
+        Bar("parameter sync, rows/s: ours / raw", sync.ratio.median, 0.5, note=f"raw {sync.raw:,.0f} rows/s"),
+        Bar("parameter sync to two servers: ours / raw to one", sync.two / sync.raw),
+        Bar("staleness p99 / interval", p99, 2.0, at_most=True, strict=True, note=over),
+        Bar("staleness p50 / interval", p50, note=over),
+    ]
+    print_bars(bars)
+    return bars
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="little of everything; nothing is saved")
+    parser.add_argument("--output", type=Path, help="where to save the result")
+    options = parser.parse_args(arguments)
+    sizes = QUICK if options.quick else Sizes()
+    here = machine()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        loads, threads = measure_requests(sizes, Path(name) / "requests")
+        sync = measure_sync(sizes, Path(name) / "sync")
+        stale = measure_staleness(sizes, Path(name) / "staleness")
+    bars = report(loads, sync, stale, threads)
+    content = {
+        "benchmark": "serving",
+        "command": command_line(arguments),
+        "machine": here,
+        "versions": versions(["torch", "grpcio", "protobuf", "megalith"]),
+        "settings": asdict(sizes),
+        "threads": threads,
+        "requests": [asdict(load) for load in loads],
+        "sync": asdict(sync),
+        "staleness": asdict(stale),
+        "bars": bars,
+    }
+    if options.output or not options.quick:
+        write_result(options.output or result_path("serving"), content)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

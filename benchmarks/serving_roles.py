@@ -1,0 +1,376 @@
+"""The processes of serving.py: servers, the plain handler they are compared with, and those who ask them.
+
+    python benchmarks/serving_roles.py ROLE ARGUMENT...
+
+Each role prints one line of JSON when it is ready, then answers every line of its standard input with one of
+its own; it ends with its input. The model, its ids and its requests follow from seeds, so that processes
+agree on them without files.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import torch
+from torch import Tensor
+
+from megalith import Adagrad
+from megalith.models import EmbeddingConfig, Model, build_model
+from megalith.serving.proto import DataType, PredictRequest, PredictResponse, to_tensor_proto
+from megalith.serving.server import ModelServer
+
+NAME = "scores"
+PREDICT = "/tensorflow.serving.PredictionService/Predict"
+FEATURES = [f"f{number}" for number in range(26)]
+DENSE, DIM, HIDDEN = 13, 16, (64, 32)
+WORKERS = (1, 4, 32)
+"""Threads of a handler's server, of which the fastest is compared with."""
+OPTIONS = (
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.so_reuseport", 0),
+)
+SYNC_NAME, SYNC_TABLE = "synced", "item"
+PROBES, MAX_STEPS, PROBE_SECONDS = 4, 20_000, 0.01
+"""Rows of each step that are looked for at the server, and how often."""
+
+
+# ---- what all agree on
+
+
+def table_ids(feature: int, rows: int) -> Tensor:
+    """The ids that have a row."""
+    return random_ids(1000 + feature, rows)
+
+
+def random_ids(seed: int, count: int) -> Tensor:
+    return torch.randint(-(2**62), 2**62, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def scoring_model(rows: int) -> Model:
+    """The model of the requests, in eval: rows and weights at random."""
+    torch.manual_seed(0)
+    config = EmbeddingConfig(FEATURES, dim=DIM, optimizer=Adagrad(0.05))
+    model = build_model("deepfm", config, num_dense=DENSE, hidden=HIDDEN)
+    for number, name in enumerate(FEATURES):
+        ids = table_ids(number, rows)
+        model.embeddings.shards.assign({name: (ids, torch.randn(rows, DIM + 1) * 0.05)})
+    return model.eval()
+
+
+def requests_of(batch: int, count: int, rows: int) -> list[bytes]:
+    """Serialised PredictRequests with other ids each."""
+    generator = torch.Generator().manual_seed(batch)
+    columns = [table_ids(number, rows) for number in range(len(FEATURES))]
+    made = []
+    for _ in range(count):
+        request = PredictRequest()
+        request.model_spec.name = NAME
+        for name, ids in zip(FEATURES, columns, strict=True):
+            chosen = ids[torch.randint(0, rows, (batch,), generator=generator)]
+            request.inputs[name].CopyFrom(to_tensor_proto(chosen))
+        request.inputs["dense"].CopyFrom(to_tensor_proto(torch.randn(batch, DENSE, generator=generator)))
+        made.append(request.SerializeToString())
+    return made
+
+
+def sync_model() -> Model:
+    """The model in training of parameter sync: one table whose rows have DIM columns."""
+    torch.manual_seed(0)
+    return build_model("dcnv2", EmbeddingConfig([SYNC_TABLE], dim=DIM, optimizer=Adagrad(0.05)))
+
+
+def probe_ids(step: int) -> Tensor:
+    """Ids that are trained for the first time in a step."""
+    return random_ids(1_000_000 + step, PROBES)
+
+
+# ---- roles
+
+
+def answer(ready: dict[str, Any], reply: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    print(json.dumps(ready), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(reply(json.loads(line))), flush=True)
+
+
+def model_server(directory: str, follow: str) -> None:
+    torch.set_num_threads(1)
+    with ModelServer(directory, allow_writes=follow == "follow", poll_seconds=60.0) as server:
+        answer({"address": server.address}, lambda _: {})
+
+
+class PlainHandler:
+    """What one writes who has a trained model and grpcio."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def predict(self, request: Any, context: Any) -> Any:
+        inputs = request.inputs
+        features = {name: _tensor(inputs[name], torch.int64) for name in FEATURES}
+        dense = _tensor(inputs["dense"], torch.float32).view(-1, DENSE)
+        with torch.inference_mode():
+            return _response(request, self._model(features, dense))
+
+
+class LeanHandler:
+    """The same scores by hand: rows of all tables in one tensor, ids found in dictionaries."""
+
+    def __init__(self, model: Model, rows: int) -> None:
+        self._model = model
+        self._numbers: list[dict[int, int]] = []
+        found = [torch.zeros(1, DIM + 1)]
+        for number, name in enumerate(FEATURES):
+            ids = table_ids(number, rows)
+            self._numbers.append({each: 1 + number * rows + k for k, each in enumerate(ids.tolist())})
+            found.append(model.embeddings.shards.local[name].lookup(ids))
+        self._rows = torch.cat(found)
+
+    def predict(self, request: Any, context: Any) -> Any:
+        inputs = request.inputs
+        content = b"".join([inputs[name].tensor_content for name in FEATURES])
+        ids = np.frombuffer(content, np.int64).reshape(len(FEATURES), -1).tolist()
+        numbers = [[own.get(each, 0) for each in of] for own, of in zip(self._numbers, ids, strict=True)]
+        dense = _tensor(inputs["dense"], torch.float32).view(-1, DENSE)
+        with torch.inference_mode():
+            rows = self._rows[torch.tensor(numbers).T]
+            logits = self._model.score({"bias": rows[..., :1].sum(1), "factors": rows[..., 1:]}, dense)
+            return _response(request, logits)
+
+
+def _tensor(proto: Any, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(bytearray(proto.tensor_content), dtype=dtype)
+
+
+def _response(request: Any, logits: Tensor) -> Any:
+    response = PredictResponse()
+    response.model_spec.name = request.model_spec.name
+    for name, scores in (("logits", logits), ("probabilities", torch.sigmoid(logits))):
+        proto = response.outputs[name]
+        proto.dtype = int(DataType.DT_FLOAT)
+        proto.tensor_shape.dim.add(size=scores.numel())
+        proto.tensor_content = scores.numpy().tobytes()
+    return response
+
+
+def handlers(rows: str) -> None:
+    """Both handlers, each behind several ports, one for each number of threads."""
+    torch.set_num_threads(1)
+    model = scoring_model(int(rows))
+    made = {"plain": PlainHandler(model).predict, "lean": LeanHandler(model, int(rows)).predict}
+    addresses = {}
+    with ExitStack() as stack:
+        for name, predict in made.items():
+            handler = grpc.unary_unary_rpc_method_handler(
+                predict,
+                request_deserializer=PredictRequest.FromString,
+                response_serializer=PredictResponse.SerializeToString,
+            )
+            addresses[name] = stack.enter_context(_servers(handler, WORKERS))
+        answer({"addresses": addresses}, lambda _: {})
+
+
+def sink() -> None:
+    """Takes bytes and drops them."""
+    drop = grpc.unary_unary_rpc_method_handler(lambda data, context: b"")
+    with _servers(drop, (4,)) as addresses:
+        answer({"address": addresses[0]}, lambda _: {})
+
+
+@contextmanager
+def _servers(predict: Any, threads: tuple[int, ...]) -> Iterator[list[str]]:
+    service = grpc.method_handlers_generic_handler(
+        "tensorflow.serving.PredictionService", {"Predict": predict}
+    )
+    servers = [grpc.server(ThreadPoolExecutor(count), (service,), options=OPTIONS) for count in threads]
+    addresses = [f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}" for server in servers]
+    for server in servers:
+        server.start()
+    try:
+        yield addresses
+    finally:
+        for server in servers:
+            server.stop(None).wait()
+
+
+def clients(rows: str, count: str) -> None:
+    """Closed-loop clients: each sends its next request when it has the answer to the last."""
+    requests = {batch: requests_of(batch, max(64, int(count) // batch), int(rows)) for batch in (1, 32)}
+
+    def load(order: dict[str, Any]) -> dict[str, Any]:
+        if "scores" in order:
+            return {"scores": _scores(order["scores"], requests[1][: order["count"]])}
+        return _load(order["address"], requests[order["batch"]], order["clients"], order["seconds"])
+
+    answer({}, load)
+
+
+def _scores(address: str, requests: list[bytes]) -> list[float]:
+    with grpc.insecure_channel(address) as channel:
+        call = channel.unary_unary(PREDICT, response_deserializer=PredictResponse.FromString)
+        outputs = [call(request, timeout=30.0).outputs["logits"].tensor_content for request in requests]
+    return [float(np.frombuffer(content, np.float32)[0]) for content in outputs]
+
+
+def _load(address: str, requests: list[bytes], count: int, seconds: float) -> dict[str, Any]:
+    # A connection for each client, as if they were processes of their own.
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    channels = [grpc.insecure_channel(address, options=options) for _ in range(count)]
+    latencies: list[list[float]] = [[] for _ in range(count)]
+    begin = threading.Barrier(count + 1)
+    end = threading.Event()
+
+    def loop(number: int) -> None:
+        call = channels[number].unary_unary(PREDICT)
+        own, at = latencies[number], number * len(requests) // count
+        for _ in range(3):
+            call(requests[at], timeout=30.0)
+        begin.wait()
+        while not end.is_set():
+            at = (at + 1) % len(requests)
+            start = time.perf_counter()
+            call(requests[at], timeout=30.0)
+            own.append(time.perf_counter() - start)
+
+    threads = [threading.Thread(target=loop, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    begin.wait()
+    start, busy = time.perf_counter(), time.process_time()
+    end.wait(seconds)
+    end.set()
+    for thread in threads:
+        thread.join()
+    took, busy = time.perf_counter() - start, time.process_time() - busy
+    for channel in channels:
+        channel.close()
+    found = np.concatenate([np.array(each) for each in latencies])
+    p50, p99 = np.percentile(found, (50, 99)) * 1e3
+    return {
+        "requests": len(found),
+        "per_second": len(found) / took,
+        "p50_ms": p50,
+        "p99_ms": p99,
+        "client_cpu": busy / took,
+    }
+
+
+def prober() -> None:
+    """Asks a server for rows again and again, and tells when each was first there.
+
+    The first order is the server's address. The others say how many steps of training there were; the answer,
+    which step's rows are not all there yet, and if wanted the times.
+    """
+    ids = torch.stack([probe_ids(step) for step in range(MAX_STEPS)])
+    seen = np.zeros((MAX_STEPS, PROBES))
+    lock, end = threading.Lock(), threading.Event()
+    state = {"first": 0, "steps": 0}
+
+    def look(call: Any, first: int, steps: int) -> None:
+        request = PredictRequest()
+        request.model_spec.name, request.model_spec.signature_name = SYNC_NAME, "lookup"
+        request.inputs[f"{SYNC_TABLE}_id"].CopyFrom(to_tensor_proto(ids[first:steps].reshape(-1)))
+        content = (
+            call(request.SerializeToString(), timeout=30.0).outputs[f"{SYNC_TABLE}_value"].tensor_content
+        )
+        now = time.monotonic()
+        there = (np.frombuffer(content, np.float32).reshape(steps - first, PROBES, DIM) != 0).any(2)
+        times = seen[first:steps]
+        times[there & (times == 0)] = now
+        absent = np.flatnonzero((times == 0).any(1))
+        with lock:
+            state["first"] = first + int(absent[0]) if absent.size else steps
+
+    def ask(address: str) -> None:
+        with grpc.insecure_channel(address, options=OPTIONS) as channel:
+            call = channel.unary_unary(PREDICT, response_deserializer=PredictResponse.FromString)
+            while not end.wait(PROBE_SECONDS):
+                with lock:
+                    first, steps = state["first"], state["steps"]
+                if first < steps:
+                    look(call, first, steps)
+
+    def reply(order: dict[str, Any]) -> dict[str, Any]:
+        if "address" in order:
+            asking.append(threading.Thread(target=ask, args=(order["address"],), daemon=True))
+            asking[0].start()
+            return {}
+        assert asking[0].is_alive(), "the server did not answer"
+        with lock:
+            state["steps"] = order["steps"]
+            first = state["first"]
+        return {"first": first, **({"seen": seen[: order["steps"]].tolist()} if order["tell"] else {})}
+
+    asking: list[threading.Thread] = []
+    try:
+        answer({}, reply)
+    finally:
+        end.set()
+
+
+ROLES: dict[str, Callable[..., None]] = {
+    "model_server": model_server,
+    "handlers": handlers,
+    "sink": sink,
+    "clients": clients,
+    "prober": prober,
+}
+
+
+# ---- from the benchmark's side
+
+
+class Process:
+    """A role in a process of its own."""
+
+    def __init__(self, role: str, *arguments: object) -> None:
+        command = [sys.executable, str(Path(__file__)), role, *map(str, arguments)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._role = role
+
+    def wait(self) -> dict[str, Any]:
+        """Its next line."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"{self._role} ended; see its output"
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def ask(self, **order: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return self.wait()
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@contextmanager
+def processes(*roles: tuple[object, ...]) -> Iterator[list[Process]]:
+    """Processes of these roles and arguments, side by side; all are ended at last."""
+    started: list[Process] = []
+    try:
+        for role, *arguments in roles:
+            started.append(Process(str(role), *arguments))
+        yield started
+    finally:
+        for process in started:
+            process.end()
+
+
+if __name__ == "__main__":
+    ROLES[sys.argv[1]](*sys.argv[2:])
