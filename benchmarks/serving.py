@@ -57,9 +57,9 @@ from serving_roles import (
 
 from megalith.models import Model
 from megalith.serving.discovery import StaticDiscovery
-from megalith.serving.export import Provenance, export
-from megalith.serving.messages import MAX_PUSH_BYTES
-from megalith.serving.publisher import Publisher
+from megalith.serving.exported.export import Provenance, export
+from megalith.serving.sync.messages import MAX_PUSH_BYTES
+from megalith.serving.sync.publisher import Publisher
 
 OURS, PLAIN, LEAN = "megalith", "plain", "lean"
 BASE = "a-save"

@@ -28,7 +28,7 @@ from torch import Tensor
 from megalith import Adagrad
 from megalith.models import EmbeddingConfig, Model, build_model
 from megalith.serving.proto import DataType, PredictRequest, PredictResponse, to_tensor_proto
-from megalith.serving.server import ModelServer
+from megalith.serving.server.model_server import ModelServer
 
 NAME = "scores"
 PREDICT = "/tensorflow.serving.PredictionService/Predict"

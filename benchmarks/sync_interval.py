@@ -48,10 +48,10 @@ from megalith.charts import Axis, Series, as_file, line_chart
 from megalith.data import Batch, TeacherFeature, TeacherReader
 from megalith.metrics import auc
 from megalith.models import DeepFM, EmbeddingConfig, forward_batch
-from megalith.serving.client import PredictClient
-from megalith.serving.export import Provenance, export
-from megalith.serving.publisher import Publisher
-from megalith.serving.server import ModelServer
+from megalith.serving.client.predict import PredictClient
+from megalith.serving.exported.export import Provenance, export
+from megalith.serving.server.model_server import ModelServer
+from megalith.serving.sync.publisher import Publisher
 from megalith.units import HOUR, MINUTE
 
 PACKAGES = ("megalith", "torch", "numpy", "grpcio", "protobuf")

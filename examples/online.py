@@ -21,11 +21,8 @@ from megalith import Adagrad
 from megalith.data import Batch, TeacherFeature, TeacherReader
 from megalith.metrics import auc
 from megalith.models import DeepFM, EmbeddingConfig, forward_batch
-from megalith.serving.client import PredictClient
-from megalith.serving.export import Provenance, export
-from megalith.serving.publisher import Publisher
-from megalith.serving.servable import Servable
-from megalith.serving.server import ModelServer
+from megalith.serving import ModelServer, PredictClient, Publisher, Servable
+from megalith.serving.exported.export import Provenance, export
 
 WARM_UP = 300  # batches before the model is exported
 DRIFT = 8_000  # batches after which tastes are what they were; after half as many they are the opposite

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megalith import Ragged
 from megalith.models import Model
-from megalith.serving.export import export
-from megalith.serving.servable import Servable
+from megalith.serving.exported.export import export
+from megalith.serving.exported.servable import Servable
 from tests.models.support import NAMES, make
 
 MODELS = ("deepfm", "dlrm", "dcnv2", "din")

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megalith import Mean, Ragged, Sum
 from megalith.models import EmbeddingConfig, Model, build_model
-from megalith.serving.channels import Connection, open_channel
-from megalith.serving.export import export
+from megalith.serving.client.channels import Connection, open_channel
+from megalith.serving.exported.export import export
 from megalith.serving.proto import (
     DataType,
     Message,

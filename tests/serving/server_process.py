@@ -57,7 +57,7 @@ def server_processes(*directories: Path, discovery: str | None = None) -> Iterat
 def main() -> None:
     import torch
 
-    from megalith.serving.server import ModelServer
+    from megalith.serving.server.model_server import ModelServer
 
     torch.set_num_threads(1)
     discovery = sys.argv[2] if len(sys.argv) > 2 else None

@@ -20,8 +20,8 @@ import torch
 
 from megalith import checkpoint
 from megalith.serving.discovery import StaticDiscovery
-from megalith.serving.publisher import Publisher
-from megalith.serving.server import ModelServer
+from megalith.serving.server.model_server import ModelServer
+from megalith.serving.sync.publisher import Publisher
 from tests.serving.sync_support import Trainer, make_model
 
 SECONDS = 180

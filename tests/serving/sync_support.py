@@ -17,7 +17,8 @@ from torch import Tensor
 from megalith import Adagrad
 from megalith.errors import InputError, SequenceError
 from megalith.models import EmbeddingConfig, Model, build_model
-from megalith.serving.export import Provenance, export
+from megalith.serving.exported.export import Provenance, export
+from megalith.serving.exported.servable import Servable
 from megalith.serving.proto import (
     PredictRequest,
     PredictResponse,
@@ -25,8 +26,7 @@ from megalith.serving.proto import (
     strings_to_tensor_proto,
     to_tensor_proto,
 )
-from megalith.serving.servable import Servable
-from megalith.serving.subscriber import Subscriber
+from megalith.serving.sync.subscriber import Subscriber
 
 LIMIT = 30.0
 """Seconds after which a wait of a test has failed."""

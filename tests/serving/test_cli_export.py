@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from megalith.cli.main import app
-from megalith.serving.servable import Servable
-from megalith.serving.signature import Signature
+from megalith.serving.exported.servable import Servable
+from megalith.serving.exported.signature import Signature
 from megalith.training import Run
 from tests.serving.test_export import run_config
 

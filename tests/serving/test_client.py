@@ -21,11 +21,11 @@ from torch import Tensor
 
 from megalith import Ragged
 from megalith.errors import InputError, MegalithError, RemoteError, UsageError
-from megalith.serving import client as client_module
-from megalith.serving import failover
-from megalith.serving.client import PredictClient, remote_predict, set_default_discovery
+from megalith.serving.client import failover
+from megalith.serving.client import predict as client_module
+from megalith.serving.client.dummy import DummySyncServer
+from megalith.serving.client.predict import PredictClient, remote_predict, set_default_discovery
 from megalith.serving.discovery import Replica, StaticDiscovery
-from megalith.serving.dummy import DummySyncServer
 from megalith.serving.proto import (
     PredictResponse,
     TensorProto,

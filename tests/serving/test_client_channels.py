@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError, MissingDependencyError, RemoteError, UsageError
-from megalith.serving import channels as channels_module
-from megalith.serving.channels import MAX_MESSAGE_BYTES, Call, Channels, Credentials, open_channel
+from megalith.serving.client import channels as channels_module
+from megalith.serving.client.channels import MAX_MESSAGE_BYTES, Call, Channels, Credentials, open_channel
 from megalith.serving.proto import (
     GetModelMetadataRequest,
     GetModelStatusRequest,

@@ -14,12 +14,12 @@ from torch import Tensor
 from megalith import Ragged, Sum
 from megalith.errors import RemoteError
 from megalith.models import DeepFM, EmbeddingConfig
-from megalith.serving.client import PredictClient, remote_predict
+from megalith.serving.client.fetch import RowFetcher
+from megalith.serving.client.predict import PredictClient, remote_predict
 from megalith.serving.discovery import StaticDiscovery
-from megalith.serving.export import export
-from megalith.serving.fetch import RowFetcher
-from megalith.serving.server import ModelServer
-from megalith.serving.signature import Signature
+from megalith.serving.exported.export import export
+from megalith.serving.exported.signature import Signature
+from megalith.serving.server.model_server import ModelServer
 from tests.serving.server_process import server_processes
 
 LONG_MS = 60_000.0

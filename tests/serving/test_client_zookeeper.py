@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megalith.errors import RemoteError
-from megalith.serving.client import PredictClient, remote_predict, set_default_discovery
+from megalith.serving.client.predict import PredictClient, remote_predict, set_default_discovery
 from megalith.serving.discovery import open_discovery
-from megalith.serving.server import ModelServer
+from megalith.serving.server.model_server import ModelServer
 from tests.serving.exports import export_model
 from tests.serving.zookeeper import ZooKeeper, zookeeper
 

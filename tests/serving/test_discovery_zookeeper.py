@@ -28,7 +28,7 @@ from megalith.serving.discovery import (
 )
 from megalith.serving.proto import ClientConfig
 from megalith.serving.state import ModelState
-from megalith.serving.sync_config import refresh_sync_config
+from megalith.serving.sync.config import refresh_sync_config
 from tests.serving.zookeeper import Cable, ZooKeeper, zookeeper
 
 __all__ = ["zookeeper"]

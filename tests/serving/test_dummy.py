@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalith.errors import InputError, RemoteError, UsageError
-from megalith.serving.channels import Connection, open_channel
-from megalith.serving.dummy import DummySyncServer
+from megalith.serving.client.channels import Connection, open_channel
+from megalith.serving.client.dummy import DummySyncServer
 from megalith.serving.proto import (
     Message,
     PredictRequest,

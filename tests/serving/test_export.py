@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from megalith import SGD, EmbeddingCollection, Feature, Layout, Slice, TableConfig, checkpoint
 from megalith.errors import CheckpointError, ExportError, InputError, MegalithError, UsageError
 from megalith.models import Model
-from megalith.serving import export as module
-from megalith.serving.export import Provenance, export
-from megalith.serving.servable import Fetch, Servable
-from megalith.serving.signature import Signature
+from megalith.serving.exported import export as module
+from megalith.serving.exported.export import Provenance, export
+from megalith.serving.exported.servable import Fetch, Servable
+from megalith.serving.exported.signature import Signature
 from megalith.training import Run, RunConfig
 from megalith.training.exporting import _block_size, export_run
 from tests.models.support import make

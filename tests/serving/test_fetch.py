@@ -14,9 +14,9 @@ from torch import Tensor
 
 from megalith.checkpoint.manifest import Routing
 from megalith.errors import InputError, RemoteError, UnknownNameError
+from megalith.serving.client.fetch import RowFetcher
 from megalith.serving.discovery import Replica, StaticDiscovery
-from megalith.serving.fetch import RowFetcher
-from megalith.serving.signature import Signature, TableSpec
+from megalith.serving.exported.signature import Signature, TableSpec
 from tests.serving.plain_server import LIMIT, PlainServer, Refused, Seen, plain_server
 
 LONG_MS = 1000 * LIMIT

@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megalith.errors import CheckpointError, ExportError, InputError
-from megalith.serving import frozen as module
-from megalith.serving.frozen import FrozenRows, FrozenWriter, slot_hash
-from megalith.serving.precision import PRECISIONS, decode, encode, steps_for
+from megalith.serving.exported import frozen as module
+from megalith.serving.exported.frozen import FrozenRows, FrozenWriter, slot_hash
+from megalith.serving.exported.precision import PRECISIONS, decode, encode, steps_for
 
 IDS = st.one_of(st.integers(0, 60), st.integers(-(2**63), 2**63 - 1))
 

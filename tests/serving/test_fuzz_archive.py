@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from megalith.errors import ExportError
-from megalith.serving.archive import check_archive
-from megalith.serving.program import DenseProgram
+from megalith.serving.exported.archive import check_archive
+from megalith.serving.exported.program import DenseProgram
 from tests.serving.exports import export_model
 
 END = "<4s4H2LH"

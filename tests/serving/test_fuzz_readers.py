@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 
 from megalith.errors import ExportError, InputError, MegalithError
 from megalith.routing import Router
-from megalith.serving.inputs import InputReader
-from megalith.serving.servable import Servable, read_examples
-from megalith.serving.signature import Signature
-from megalith.serving.stamp import (
+from megalith.serving.exported.servable import Servable, read_examples
+from megalith.serving.exported.signature import Signature
+from megalith.serving.server.inputs import InputReader
+from megalith.serving.sync.stamp import (
     COMPLETE,
     PUBLISHER,
     SEQUENCE,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megalith.serving.overlay import GONE, THERE, Overlay
+from megalith.serving.exported.overlay import GONE, THERE, Overlay
 from tests.serving.test_frozen import write
 
 SMALL = st.integers(-3, 12)

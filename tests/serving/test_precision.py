@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalith.errors import InputError
-from megalith.serving import precision as precisions
-from megalith.serving.precision import decode, encode, fixed_r8, steps_for
+from megalith.serving.exported import precision as precisions
+from megalith.serving.exported.precision import decode, encode, fixed_r8, steps_for
 
 FLOATS = st.floats(-1e4, 1e4, width=32)
 

@@ -19,8 +19,8 @@ from megalith import SGD, EmbeddingCollection, Feature, Layout, Slice, TableConf
 from megalith.checkpoint.model import dense_state
 from megalith.errors import ExportError, InputError
 from megalith.models import Model
-from megalith.serving.export import export_program
-from megalith.serving.program import DenseProgram
+from megalith.serving.exported.export import export_program
+from megalith.serving.exported.program import DenseProgram
 from tests.serving.exported import trained
 
 

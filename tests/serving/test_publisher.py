@@ -15,12 +15,12 @@ import torch
 from megalith import SGD, LocalShards, TableConfig, checkpoint
 from megalith.errors import InputError, SequenceError, UsageError
 from megalith.models import Model
+from megalith.serving.client.dummy import DummySyncServer
 from megalith.serving.discovery import Replica as Found
 from megalith.serving.discovery import StaticDiscovery
-from megalith.serving.dummy import DummySyncServer
-from megalith.serving.publisher import Publisher
-from megalith.serving.servable import Servable
-from megalith.serving.subscriber import Subscriber
+from megalith.serving.exported.servable import Servable
+from megalith.serving.sync.publisher import Publisher
+from megalith.serving.sync.subscriber import Subscriber
 from tests.serving.sync_support import (
     LIMIT,
     Gate,

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from megalith import SGD, EmbeddingCollection, Feature, FirstN, Layout, Mean, Ragged, Slice, TableConfig
 from megalith.errors import ExportError, InputError, RemoteError, UnknownNameError, UsageError
 from megalith.models import Model
-from megalith.serving.export import export
-from megalith.serving.servable import Servable, read_examples
+from megalith.serving.exported.export import export
+from megalith.serving.exported.servable import Servable, read_examples
 from tests.models.support import make
 from tests.serving.exported import MODELS, NUM_IDS, logits_of, request, rows_of, served, trained
 from tests.serving.test_program import Wide

@@ -26,7 +26,7 @@ from megalith.serving.proto import (
     to_infer_request,
 )
 from megalith.serving.proto.inference import ModelInferResponse
-from megalith.serving.server import ModelServer
+from megalith.serving.server.model_server import ModelServer
 from tests.serving.exports import NAMES, NUM_DENSE, Asked, export_model, logits, request_of, rows
 
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from megalith.errors import InputError
-from megalith.serving.batching import Batcher, Batching
-from megalith.serving.server import ModelServer
-from megalith.serving.status import Code, RequestError
+from megalith.serving.server.batching import Batcher, Batching
+from megalith.serving.server.model_server import ModelServer
+from megalith.serving.server.status import Code, RequestError
 from tests.serving.exports import Asked, export_model, logits, request_of, rows
 
 LIMIT = 30.0

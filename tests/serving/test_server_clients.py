@@ -16,8 +16,8 @@ import torch
 from megalith import Ragged, hash_strings
 from megalith.models import Model
 from megalith.serving import proto
-from megalith.serving.export import export
-from megalith.serving.server import ModelServer
+from megalith.serving.exported.export import export
+from megalith.serving.server.model_server import ModelServer
 from tests.serving.exports import logits, make_model
 
 RECORDED = {

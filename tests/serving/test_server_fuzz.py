@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from megalith.errors import RemoteError
 from megalith.serving.proto import PredictRequest, to_infer_request
-from megalith.serving.server import ModelServer
+from megalith.serving.server.model_server import ModelServer
 from tests.serving.exports import NUM_IDS, Asked, export_model, logits, request_of, rows
 
 FEATURES, DENSE = rows(2)

@@ -14,9 +14,9 @@ from torch import Tensor
 from megalith import Ragged
 from megalith.checkpoint.manifest import Routing
 from megalith.errors import InputError
-from megalith.serving.inputs import InputReader, Rows
+from megalith.serving.exported.signature import FeatureSpec, Signature, TableSpec
 from megalith.serving.proto import Strings, from_tensor_protos, to_infer_request
-from megalith.serving.signature import FeatureSpec, Signature, TableSpec
+from megalith.serving.server.inputs import InputReader, Rows
 from tests.serving.exports import request_of
 
 NAMES = ("user", "tags")

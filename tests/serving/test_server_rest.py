@@ -14,8 +14,8 @@ import torch
 
 from megalith import hash_strings
 from megalith.models import Model
-from megalith.serving.rest import HEADER_LENGTH, MAX_CONNECTIONS
-from megalith.serving.server import ModelServer
+from megalith.serving.server.model_server import ModelServer
+from megalith.serving.server.rest import HEADER_LENGTH, MAX_CONNECTIONS
 from tests.serving.exports import NAMES, export_model, logits, rows
 
 FEATURES, DENSE = rows(2)

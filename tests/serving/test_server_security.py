@@ -15,11 +15,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from megalith.errors import InputError, RemoteError, UsageError
-from megalith.serving.channels import Credentials
-from megalith.serving.health import MAX_STREAMS
+from megalith.serving.client.channels import Credentials
 from megalith.serving.proto import GetModelStatusRequest
-from megalith.serving.security import Security, is_loopback, read_token
-from megalith.serving.server import ModelServer
+from megalith.serving.server.health import MAX_STREAMS
+from megalith.serving.server.model_server import ModelServer
+from megalith.serving.server.security import Security, is_loopback, read_token
 from tests.serving.certificates import Certificates, make_certificates
 from tests.serving.exports import Asked, export_model, rows
 

@@ -14,7 +14,7 @@ import torch
 from megalith.errors import RemoteError, UsageError
 from megalith.serving.discovery import FileDiscovery, StaticDiscovery
 from megalith.serving.proto import GetModelStatusRequest
-from megalith.serving.server import ModelServer
+from megalith.serving.server.model_server import ModelServer
 from tests.serving.exports import Asked, export_model, logits, request_of, rows
 
 FEATURES, DENSE = rows(4)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megalith.checkpoint.manifest import FileEntry, Routing
 from megalith.errors import ExportError, InputError
 from megalith.nn import Feature, FirstN, Layout, Mean, Slice, Sqrtn, Sum
-from megalith.serving.signature import (
+from megalith.serving.exported.signature import (
     FeatureSpec,
     LayoutSpec,
     Signature,

@@ -16,9 +16,9 @@ from torch import Tensor
 from megalith import checkpoint
 from megalith.errors import InputError, SequenceError
 from megalith.models import Model
-from megalith.serving.servable import Servable
-from megalith.serving.stamp import Position, Stamp, string
-from megalith.serving.subscriber import Subscriber
+from megalith.serving.exported.servable import Servable
+from megalith.serving.sync.stamp import Position, Stamp, string
+from megalith.serving.sync.subscriber import Subscriber
 from tests.serving.sync_support import LIMIT, SESSION, Trainer, assert_equal, export_model, make_model
 
 OTHER = "f" * 32
@@ -101,7 +101,7 @@ def test_what_does_not_follow_is_refused_and_changes_nothing(
 def test_a_message_that_overtook_the_one_before_it_waits_for_that(
     served: Servable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megalith.serving.subscriber.EARLY_SECONDS", LIMIT)
+    monkeypatch.setattr("megalith.serving.sync.subscriber.EARLY_SECONDS", LIMIT)
     subscriber = Subscriber(served)
     begin(subscriber)
     early = threading.Thread(target=push, args=(subscriber, user(1, value=3.0), 3))

@@ -12,9 +12,9 @@ import torch
 
 from megalith import checkpoint
 from megalith.models import Model
-from megalith.serving.channels import open_channel
-from megalith.serving.messages import encode_request
+from megalith.serving.client.channels import open_channel
 from megalith.serving.proto import from_tensor_protos
+from megalith.serving.sync.messages import encode_request
 from tests.serving.sync_processes import LIMIT, Process, serve, train
 from tests.serving.sync_support import NAMES, Trainer, export_model, make_model, rows_of
 from tests.serving.zookeeper import free_port

@@ -12,14 +12,14 @@ import torch
 
 from megalith import SGD, LocalShards, Table, TableConfig, Zeros
 from megalith.errors import InputError, UnknownNameError
-from megalith.serving.dummy import DummySyncServer
-from megalith.serving.sync_client import (
+from megalith.serving.client.dummy import DummySyncServer
+from megalith.serving.sync.config import SyncConfig
+from megalith.serving.sync.monolith import (
     ParameterSyncClient,
     create_dummy_sync_client,
     create_parameter_sync_clients,
     parameter_sync_client_from_config,
 )
-from megalith.serving.sync_config import SyncConfig
 
 
 @pytest.fixture

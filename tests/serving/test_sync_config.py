@@ -10,7 +10,7 @@ from megalith.errors import InputError
 from megalith.serving.discovery import StaticDiscovery, SyncBackend, TargetExtraInfo
 from megalith.serving.discovery.contract import SyncTargets
 from megalith.serving.proto import ClientConfig
-from megalith.serving.sync_config import SyncConfig, read_sync_config, refresh_sync_config
+from megalith.serving.sync.config import SyncConfig, read_sync_config, refresh_sync_config
 
 
 class Fixed(SyncBackend):

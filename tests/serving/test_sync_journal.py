@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalith.errors import InputError
-from megalith.serving.backlog import Backlog, Interval
-from megalith.serving.id_sets import IdSets
-from megalith.serving.journal import MAX_LABELS, Journal
+from megalith.serving.sync.backlog import Backlog, Interval
+from megalith.serving.sync.id_sets import IdSets
+from megalith.serving.sync.journal import MAX_LABELS, Journal
 
 
 def ids(*values: int, table: str = "user") -> dict[str, Tensor]:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalith.errors import InputError
-from megalith.serving.messages import (
+from megalith.serving.proto import PredictRequest, PushRequest, from_tensor_proto, from_tensor_protos
+from megalith.serving.sync.messages import (
     Push,
     encode_request,
     inputs_of,
@@ -20,7 +21,6 @@ from megalith.serving.messages import (
     split_push,
     to_predict_request,
 )
-from megalith.serving.proto import PredictRequest, PushRequest, from_tensor_proto, from_tensor_protos
 
 DIMS = {"table1": 2, "table2": 1}
 PUSH = Push(

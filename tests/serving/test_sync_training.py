@@ -15,8 +15,8 @@ from megalith import checkpoint
 from megalith.cli.main import app
 from megalith.errors import InputError
 from megalith.models import Model
-from megalith.serving.servable import Servable
-from megalith.serving.server import ModelServer
+from megalith.serving.exported.servable import Servable
+from megalith.serving.server.model_server import ModelServer
 from megalith.training import Run, RunConfig, Watcher, load_trained
 from megalith.training.exporting import export_run
 from tests.distributed.ranks import run_ranks

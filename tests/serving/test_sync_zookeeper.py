@@ -10,9 +10,9 @@ import pytest
 
 from megalith.models import Model
 from megalith.serving.discovery import ZooKeeperDiscovery
-from megalith.serving.publisher import Publisher
-from megalith.serving.servable import Servable
-from megalith.serving.server import ModelServer
+from megalith.serving.exported.servable import Servable
+from megalith.serving.server.model_server import ModelServer
+from megalith.serving.sync.publisher import Publisher
 from tests.serving.sync_support import LIMIT, Trainer, assert_equal, export_model, make_model
 from tests.serving.zookeeper import ZooKeeper, zookeeper
 

@@ -82,10 +82,10 @@ def serve(
     Example: megalith serve exports/movies --port 8500 --http-port 8501
     """
     with told(), _signalled() as stop:
-        from megalith.serving.batching import Batching
-        from megalith.serving.channels import Credentials
-        from megalith.serving.security import Security, read_token
-        from megalith.serving.server import ModelServer
+        from megalith.serving.client.channels import Credentials
+        from megalith.serving.server.batching import Batching
+        from megalith.serving.server.model_server import ModelServer
+        from megalith.serving.server.security import Security, read_token
 
         security = Security(read_token(token_file), tls_cert, tls_key, tls_ca)
         security.check_exposure(host, writes=follow)
@@ -178,8 +178,8 @@ def _models(directory: Path, name: str | None, wait: bool, stop: threading.Event
 def export_newest(run: Path, name: str | None) -> None:
     """Makes the newest checkpoint of a run the newest version of its exports, unless it is."""
     from megalith.checkpoint import read_manifest
-    from megalith.serving.repository import versions_of
-    from megalith.serving.signature import Signature
+    from megalith.serving.exported.signature import Signature
+    from megalith.serving.server.repository import versions_of
     from megalith.training.exporting import export_run
 
     out = run / EXPORTS
@@ -196,7 +196,7 @@ def export_newest(run: Path, name: str | None) -> None:
 
 
 def _has_versions(directory: Path) -> bool:
-    from megalith.serving.repository import DEPTH, version_roots
+    from megalith.serving.server.repository import DEPTH, version_roots
 
     return any(True for _ in version_roots(directory, DEPTH))
 

@@ -15,7 +15,7 @@ from megalith import checkpoint
 from megalith.checkpoint.rows import latest_rows
 from megalith.checkpoint.store import open_store, verify
 from megalith.errors import CheckpointError, InputError
-from megalith.serving.export import Provenance, RowSource, export
+from megalith.serving.exported.export import Provenance, RowSource, export
 from megalith.training.model import config_of, find_checkpoint, load_dense, model_for
 
 COLLECTION = "embeddings"

@@ -1,7 +1,7 @@
 """Publishing: a run pushes what it trains to the servers of its model.
 
 Every rank pushes its own rows; they share a session, so that servers know the ranks of one run from those of
-another. What is pushed, and how, is for `megalith.serving.publisher` to say.
+another. What is pushed, and how, is for `megalith.serving.sync.publisher` to say.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Publishing:
         self, model: nn.Module, config: RunConfig, ranks: RunRanks, *, base: str, session: str
     ) -> None:
         # Not at the top: training needs none of serving's packages otherwise.
-        from megalith.serving.channels import Credentials
-        from megalith.serving.publisher import Publisher
+        from megalith.serving.client.channels import Credentials
+        from megalith.serving.sync.publisher import Publisher
 
         train = config.train
         assert train.publish

@@ -1,0 +1,301 @@
+"""Inputs: the tensors of a request as columns of a model, and many requests as one batch.
+
+A feature arrives as `name` [B], one id each; or [B, L], filled up with the feature's pad; or as values [n]
+with `name:row_splits` [B + 1]. Weights come as `name:weights`, shaped like the values. Ids are whole numbers,
+or strings, which are hashed. Dense values are floats [B, k].
+
+Columns are kept as the bytes they travel in, so most requests are read without making a tensor, and joining
+requests is joining bytes. Everything is hostile until read: an InputError names the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megalith.errors import InputError
+from megalith.ops.ids import hash_strings
+from megalith.ragged import Ragged
+from megalith.serving.exported.signature import FeatureSpec, Signature
+from megalith.serving.proto.infer_tensors import from_infer_request
+from megalith.serving.proto.limits import MAX_BYTES
+from megalith.serving.proto.schema import Message
+from megalith.serving.proto.tensorflow import DataType
+from megalith.serving.proto.tensors import Strings, from_tensor_protos
+
+SPLITS, WEIGHTS = ":row_splits", ":weights"
+Inputs = Mapping[str, Tensor | Strings]
+_INT64, _FLOAT = int(DataType.DT_INT64), int(DataType.DT_FLOAT)
+_Raw = tuple[int | str, list[int], bytes]
+"""Type, shape and little-endian bytes of a tensor."""
+_NONE: _Raw = ("", [], b"")
+_WHOLE = {torch.int64, torch.int32, torch.int16, torch.int8}
+_WHOLE |= {torch.uint64, torch.uint32, torch.uint16, torch.uint8}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A feature of a request: ids int64, lengths int64 of its rows (None: one each), weights float32."""
+
+    ids: bytes
+    lengths: bytes | None = None
+    weights: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What a request asks to be scored. columns: by feature in the signature's order; None is not given.
+
+    plain: instead of columns, where every feature is given, with one id each and no weights: the ids.
+    """
+
+    count: int
+    columns: tuple[Column | None, ...]
+    dense: bytes | None
+    plain: tuple[bytes, ...] | None = None
+
+    def column(self, k: int) -> Column | None:
+        """The k-th feature's."""
+        return self.columns[k] if self.plain is None else Column(self.plain[k])
+
+
+class InputReader:
+    """Reads requests to one model, and joins them."""
+
+    def __init__(self, signature: Signature, *, max_bytes: int = MAX_BYTES) -> None:
+        self.features = signature.features
+        self.names = tuple(feature.name for feature in signature.features)
+        self.num_dense = signature.num_dense
+        self.dense_name = signature.dense_name
+        self.max_bytes = max_bytes
+        self._position = {name: k for k, name in enumerate(self.names)}
+        self._shared = any(feature.shared for feature in signature.features)
+
+    def read_protos(self, protos: Mapping[str, Message]) -> Rows:
+        """The inputs of a PredictRequest. Raises InputError."""
+        return self._read_plain(protos) or self.read(from_tensor_protos(protos, max_bytes=self.max_bytes))
+
+    def read_infer(self, request: Message) -> Rows:
+        """The inputs of a ModelInferRequest. Raises InputError."""
+        raw = request.raw_input_contents
+        if len(raw) == len(request.inputs) and not self._shared:
+            given = {}
+            for tensor, data in zip(request.inputs, raw, strict=True):
+                if tensor.HasField("contents"):
+                    break
+                given[tensor.name] = (tensor.datatype, list(tensor.shape), data)
+            if len(given) == len(raw) and (rows := self._plain(given, "INT64", "FP32")):
+                return rows
+        return self.read(from_infer_request(request, max_bytes=self.max_bytes))
+
+    def read(self, inputs: Inputs) -> Rows:
+        """Inputs by name. Raises InputError."""
+        for name in inputs:
+            self._check_known(name, inputs)
+        counts: dict[str, int] = {}
+        columns: list[Column | None] = []
+        for feature in self.features:
+            if feature.name not in inputs:
+                columns.append(None)
+                continue
+            column, count = _read_column(feature, inputs)
+            columns.append(column)
+            if not feature.shared:
+                counts[feature.name] = count
+            elif count != 1:
+                raise InputError(f"input {feature.name!r} is shared by the batch: it has 1 row, not {count}")
+        if self.names and not any(columns):
+            raise InputError(f"the request has none of the model's features {_some(self.names)}")
+        dense = None
+        if self.num_dense:
+            dense, counts[self.dense_name] = self._read_dense(inputs)
+        count = next(iter(counts.values()), 1)
+        for name, other in counts.items():
+            if other != count:
+                first = next(iter(counts))
+                raise InputError(f"input {name!r} has {other} rows, but {first!r} has {count}")
+        return Rows(count, tuple(columns), dense)
+
+    def join(self, batch: Sequence[Rows]) -> tuple[dict[str, Ragged | Tensor], Tensor | None]:
+        """Features and dense values of all requests, one after the other."""
+        features: dict[str, Ragged | Tensor] = {}
+        plain = [rows.plain for rows in batch if rows.plain is not None]
+        if len(plain) == len(batch):
+            for name, parts in zip(self.names, zip(*plain, strict=True), strict=True):
+                features[name] = _int64(parts)
+        else:
+            for k, name in enumerate(self.names):
+                shared = self.features[k].shared
+                features[name] = _joined([(r.column(k), 1 if shared else r.count) for r in batch])
+        dense = None
+        if self.num_dense:
+            dense = _float32([rows.dense or b"" for rows in batch]).view(-1, self.num_dense)
+        return features, dense
+
+    def missing(self, rows: Rows) -> list[str]:
+        """Names of the features that a request does not give."""
+        if rows.plain is not None:
+            return []
+        return [name for name, column in zip(self.names, rows.columns, strict=True) if column is None]
+
+    def _read_plain(self, protos: Mapping[str, Message]) -> Rows | None:
+        """A PredictRequest whose tensors all lie in tensor_content, if it is plain."""
+        if self._shared or len(protos) > len(self.names) + 1:
+            return None
+        given = {}
+        for name in protos:
+            proto = protos[name]
+            if proto.int64_val or proto.float_val:
+                return None
+            given[name] = (proto.dtype, [dim.size for dim in proto.tensor_shape.dim], proto.tensor_content)
+        return self._plain(given, _INT64, _FLOAT)
+
+    def _plain(self, given: Mapping[str, _Raw], int64: int | str, float32: int | str) -> Rows | None:
+        """The common request: every feature is int64 [B], the dense values float32; None for all others."""
+        if not self.names or len(given) != len(self.names) + (self.num_dense > 0):
+            return None
+        ids = []
+        count = 0
+        for name in self.names:
+            dtype, shape, data = given.get(name, _NONE)
+            count = count or len(data) // 8
+            if dtype != int64 or shape != [count] or len(data) != 8 * count or not count:
+                return None
+            ids.append(data)
+        dense = None
+        if self.num_dense:
+            dtype, shape, dense = given.get(self.dense_name, _NONE)
+            fits = shape == [count, self.num_dense] and len(dense) == 4 * count * self.num_dense
+            if dtype != float32 or not fits:
+                return None
+        if 8 * count * len(ids) + len(dense or b"") > self.max_bytes:
+            return None
+        return Rows(count, (), dense, tuple(ids))
+
+    def _check_known(self, name: str, inputs: Inputs) -> None:
+        if name in self._position or (name == self.dense_name and self.num_dense):
+            return
+        for suffix in (SPLITS, WEIGHTS):
+            feature = name.removesuffix(suffix)
+            if name.endswith(suffix) and feature in self._position:
+                if feature not in inputs:
+                    raise InputError(f"input {name!r} is there without {feature!r}")
+                return
+        dense = (self.dense_name,) if self.num_dense else ()
+        raise InputError(f"input {name[:100]!r} is unknown; the model takes {_some(self.names + dense)}")
+
+    def _read_dense(self, inputs: Inputs) -> tuple[bytes, int]:
+        name = self.dense_name
+        given = inputs.get(name)
+        if given is None:
+            raise InputError(f"input {name!r} is missing: floats [rows, {self.num_dense}]")
+        if not isinstance(given, Tensor) or given.dtype == torch.bool:
+            raise InputError(f"input {name!r} must be floats [rows, {self.num_dense}]")
+        if given.dim() != 2 or given.shape[1] != self.num_dense:
+            raise InputError(f"input {name!r} must be [rows, {self.num_dense}], not {list(given.shape)}")
+        return given.to(torch.float32).contiguous().numpy().tobytes(), given.shape[0]
+
+
+def _read_column(feature: FeatureSpec, inputs: Inputs) -> tuple[Column, int]:
+    """A feature's column, and how many rows it has."""
+    name = feature.name
+    ids, absent = _ids(feature, inputs[name])
+    given = inputs.get(name + WEIGHTS)
+    weights = None if given is None else _weights(name, given, ids.shape)
+    if name + SPLITS in inputs:
+        if ids.ndim != 1:
+            raise InputError(f"input {name!r} has row_splits, so it must be [values], not {list(ids.shape)}")
+        lengths = _lengths(name, inputs[name + SPLITS], ids.size)
+    elif ids.ndim == 2:
+        kept = ~absent
+        lengths = kept.sum(1, dtype=np.int64)
+        ids = ids[kept]
+        weights = None if weights is None else weights[kept]
+    elif ids.ndim == 1:
+        return Column(ids.tobytes(), None, None if weights is None else weights.tobytes()), ids.size
+    else:
+        raise InputError(f"input {name!r} must be [rows] or [rows, length], not {list(ids.shape)}")
+    return (
+        Column(ids.tobytes(), lengths.tobytes(), None if weights is None else weights.tobytes()),
+        lengths.size,
+    )
+
+
+def _ids(feature: FeatureSpec, given: Tensor | Strings) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Ids of any shape, and where they only fill up: the feature's pad, or an empty string."""
+    if not isinstance(given, Tensor):
+        ids: NDArray[np.int64] = hash_strings(given).numpy()
+        return ids, np.asarray(given == b"", dtype=bool).reshape(given.shape)
+    if given.dtype not in _WHOLE:
+        raise InputError(f"input {feature.name!r} must be whole numbers or strings, not {given.dtype}")
+    array = given.numpy()
+    ids = array.view(np.int64) if array.dtype == np.uint64 else array.astype(np.int64, copy=False)
+    return ids, ids == feature.pad
+
+
+def _weights(name: str, given: Tensor | Strings, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    if not isinstance(given, Tensor) or not given.is_floating_point():
+        raise InputError(f"input {name + WEIGHTS!r} must be floats")
+    if tuple(given.shape) != tuple(shape):
+        raise InputError(
+            f"input {name + WEIGHTS!r} must be {list(shape)} like {name!r}, not {list(given.shape)}"
+        )
+    array: NDArray[np.float32] = given.to(torch.float32).numpy()
+    return array
+
+
+def _lengths(name: str, given: Tensor | Strings, num_values: int) -> NDArray[np.int64]:
+    name = name + SPLITS
+    if not isinstance(given, Tensor) or given.dtype not in (torch.int64, torch.int32) or given.dim() != 1:
+        raise InputError(f"input {name!r} must be int64 [rows + 1]")
+    splits = given.numpy().astype(np.int64, copy=False)
+    if not splits.size or splits[0] != 0 or splits[-1] != num_values or (splits[1:] < splits[:-1]).any():
+        raise InputError(
+            f"input {name!r} must go from 0 to {num_values}, the number of values, and never descend"
+        )
+    return np.diff(splits)
+
+
+def _joined(columns: Sequence[tuple[Column | None, int]]) -> Ragged:
+    """A feature of all requests; of one that lacks it, as many empty rows as it has."""
+    ids, lengths = [], []
+    for column, count in columns:
+        if column is None:
+            lengths.append(np.zeros(count, np.int64))
+            continue
+        ids.append(column.ids)
+        given = column.lengths
+        lengths.append(np.ones(count, np.int64) if given is None else np.frombuffer(given, np.int64))
+    values = _int64(ids)
+    splits = np.zeros(sum(map(len, lengths)) + 1, np.int64)
+    np.cumsum(np.concatenate(lengths), out=splits[1:])
+    weights = None
+    if any(column is not None and column.weights is not None for column, _ in columns):
+        weights = _float32([_weights_of(column) for column, _ in columns if column is not None])
+    return Ragged.trusted(values, torch.from_numpy(splits), weights)
+
+
+def _weights_of(column: Column) -> bytes:
+    if column.weights is not None:
+        return column.weights
+    return np.ones(len(column.ids) // 8, np.float32).tobytes()
+
+
+def _int64(parts: Sequence[bytes]) -> Tensor:
+    joined = bytearray().join(parts)
+    return torch.frombuffer(joined, dtype=torch.int64) if joined else torch.empty(0, dtype=torch.int64)
+
+
+def _float32(parts: Sequence[bytes]) -> Tensor:
+    joined = bytearray().join(parts)
+    return torch.frombuffer(joined, dtype=torch.float32) if joined else torch.empty(0)
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:20])
+    return shown if len(names) <= 20 else f"{shown} and {len(names) - 20} more"

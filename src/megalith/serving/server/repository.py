@@ -1,0 +1,258 @@
+"""The repository: a directory of exported models, watched for new versions.
+
+A directory of versions has names that are whole numbers. It may be the directory given, or lie one or two
+folders below it: DIR/{version}, DIR/{part}/{version}, DIR/{model}/{version}, DIR/{model}/{part}/{version}.
+What a model is called stands in its signature, not in its path.
+
+A version is opened and warmed up beside the old one, then takes its place; the old one ends when its last
+request has. A version that cannot be opened is reported, and the old one goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from megalith.errors import InputError
+from megalith.serving.client.fetch import RowFetcher
+from megalith.serving.exported.servable import Servable
+from megalith.serving.exported.signature import ENTRY
+from megalith.serving.server.batching import Batching
+from megalith.serving.server.metrics import Metrics
+from megalith.serving.server.served import ServedModel, Version, names_of
+from megalith.serving.server.status import Code, RequestError
+from megalith.serving.state import ModelState
+from megalith.serving.sync.subscriber import Subscriber
+
+log = logging.getLogger("megalith.serving")
+
+Opens = Callable[[Path], tuple[Servable, RowFetcher | None]]
+Follows = Callable[[Servable], Subscriber]
+MAX_FOLDERS = 1000
+"""Folders looked into at each level, lest a wrong directory be searched for ever."""
+DEPTH = 2
+
+
+class Repository:
+    """The models of a directory. Threads may share it.
+
+    opens: a version's directory -> what serves it, and where an entry's rows come from. follows: what serves
+    a model first -> its subscriber; None for models that nobody writes to. on_look: called after each look
+    at the directory.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        opens: Opens,
+        metrics: Metrics,
+        *,
+        batching: Batching,
+        max_bytes: int,
+        follows: Follows | None = None,
+        keep_versions: int = 1,
+        poll_seconds: float = 1.0,
+        drain_seconds: float = 30.0,
+        on_look: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.directory = directory
+        self._opens = opens
+        self._follows = follows
+        self._metrics = metrics
+        self._batching = batching
+        self._max_bytes = max_bytes
+        self._keep = keep_versions
+        self._poll_seconds = poll_seconds
+        self._drain_seconds = drain_seconds
+        self._on_look = on_look
+        self._roots: dict[Path, ServedModel] = {}
+        self._broken: dict[Path, tuple[int, int]] = {}
+        self._names: dict[str, ServedModel] = {}
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="megalith-repository", daemon=True)
+        self._refreshing = threading.Lock()
+
+    @property
+    def models(self) -> list[ServedModel]:
+        """Every model found, those that do not answer included, by name."""
+        return sorted(self._roots.copy().values(), key=lambda model: model.name)
+
+    def start(self) -> None:
+        """Opens what is there and begins to watch. Raises InputError if nothing can be served."""
+        self.refresh()
+        if not any(model.available for model in self.models):
+            errors = [
+                f"{model.name} version {number}: {status.error}"
+                for model in self.models
+                for number, status in model.statuses.items()
+                if status.error
+            ]
+            self.stop(0.0)
+            raise InputError(
+                f"{self.directory} holds no exported model that can be served"
+                + (f": {'; '.join(errors)}" if errors else "")
+                + "; give a directory that `megalith export` wrote, or one of several"
+            )
+        self._thread.start()
+
+    def stop(self, timeout: float) -> None:
+        """Ends the watch, and closes every version that has no requests any more within `timeout` seconds."""
+        end = time.monotonic() + timeout
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout)  # it may be opening a large version, which then is not served
+        for model in self.models:
+            for number in model.versions:
+                model.remove(number, max(0.0, end - time.monotonic()))
+            if model.subscriber is not None:
+                model.subscriber.close()
+
+    def find(self, name: str) -> ServedModel:
+        """The model a request names. Raises RequestError."""
+        found = self._names.get(name) or self._names.get(f"{name}:{ENTRY}")
+        if found is None:  # it may be one that has never been opened, and is called by its directory
+            found = next((model for model in self.models if model.name == name), None)
+        if found is None:
+            known = ", ".join(model.name for model in self.models[:20])
+            raise RequestError(Code.NOT_FOUND, f"model {name[:100]!r} is unknown; there is {known or 'none'}")
+        return found
+
+    def refresh(self) -> None:
+        """Looks at the directory once, and follows what has changed."""
+        with self._refreshing:
+            for root in version_roots(self.directory, DEPTH):
+                self._refresh_root(root)
+            self._on_look()
+
+    def _watch(self) -> None:
+        while not self._stopping.wait(self._poll_seconds):
+            try:
+                self.refresh()
+            except Exception:
+                log.exception("%s could not be looked at", self.directory)
+
+    def _refresh_root(self, root: Path) -> None:
+        model = self._roots.get(root)
+        if model is None:
+            model = self._roots[root] = ServedModel(_fallback_name(root, self.directory), str(root))
+        wanted: list[int] = []
+        for number in sorted(versions_of(root), reverse=True):
+            if len(wanted) == self._keep or self._stopping.is_set():
+                break
+            if number in model.versions or self._load(model, root, number):
+                wanted.append(number)
+        for number in model.versions:
+            if wanted and number not in wanted:
+                model.remove(number, self._drain_seconds)
+
+    def _load(self, model: ServedModel, root: Path, number: int) -> bool:
+        """Opens a version and lets it answer; False if it cannot be."""
+        directory = root / str(number)
+        stamp = _stamp(directory)
+        if self._broken.get(directory) == stamp:
+            return False
+        newest = model.newest
+        model.set_status(number, ModelState.LOADING)
+        servable = fetcher = None
+        try:
+            servable, fetcher = self._opens(directory)
+            self._check(model, servable, number, root)
+            servable.warm_up()
+            if newest is None or number > newest.number:
+                self._follow(model, servable)
+        except Exception as error:
+            # Whatever is wrong with it, the version before goes on.
+            text = str(error) or type(error).__name__
+            log.error("%s version %d cannot be served: %s", model.name, number, text)
+            model.set_status(number, ModelState.END, text[:1000])
+            self._metrics.load_failed(model.name)
+            self._broken[directory] = stamp
+            _close(servable, fetcher)
+            return False
+        if self._stopping.is_set():
+            _close(servable, fetcher)
+            return False
+        self._broken.pop(directory, None)
+        name = model.name
+        version = Version(
+            servable,
+            self._batching,
+            max_bytes=self._max_bytes,
+            on_batch=lambda rows: self._metrics.batch(name, rows),
+            fetcher=fetcher,
+        )
+        model.add(version)
+        for alias in names_of(servable.signature):
+            self._names.setdefault(alias, model)
+        log.info("%s version %d is served from %s", model.name, number, directory)
+        return True
+
+    def _check(self, model: ServedModel, servable: Servable, number: int, root: Path) -> None:
+        signature = servable.signature
+        if signature.version != number:
+            raise InputError(f"its signature says version {signature.version}; do not rename versions")
+        owner = self._names.get(signature.name)
+        if owner is not None and owner is not model:
+            raise InputError(f"model {signature.name!r} is served from {owner.root} already")
+        if not model.available:
+            model.name = signature.name
+        elif model.name != signature.name:
+            raise InputError(f"it is a model {signature.name!r}, but {root} holds versions of {model.name!r}")
+
+    def _follow(self, model: ServedModel, servable: Servable) -> None:
+        """Tells the subscriber where to write before requests can see the version."""
+        if self._follows is None:
+            return
+        if model.subscriber is None:
+            model.subscriber = self._follows(servable)
+        else:
+            model.subscriber.move_to(servable)
+
+
+def _close(servable: Servable | None, fetcher: RowFetcher | None) -> None:
+    for each in (servable, fetcher):
+        if each is not None:
+            each.close()
+
+
+def version_roots(directory: Path, depth: int) -> Iterator[Path]:
+    """Directories that have versions, down to `depth` folders below; none below another."""
+    if versions_of(directory):
+        yield directory
+    elif depth:
+        for child in _folders(directory):
+            yield from version_roots(directory / child, depth - 1)
+
+
+def versions_of(directory: Path) -> list[int]:
+    """The versions in a directory, in no order."""
+    names = _folders(directory)
+    return [int(name) for name in names if name.isascii() and name.isdecimal() and str(int(name)) == name]
+
+
+def _folders(directory: Path) -> list[str]:
+    try:
+        with os.scandir(directory) as entries:
+            names = [entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
+    except OSError:
+        return []  # it may vanish between two looks
+    return sorted(names)[:MAX_FOLDERS]
+
+
+def _stamp(directory: Path) -> tuple[int, int]:
+    """Changes when a version is replaced by another of its number."""
+    try:
+        status = directory.stat()
+    except OSError:
+        return (0, 0)
+    return (status.st_ino, status.st_mtime_ns)
+
+
+def _fallback_name(root: Path, directory: Path) -> str:
+    """What a model is called before its signature is known."""
+    parts = root.relative_to(directory).parts
+    return ":".join(parts) or directory.name

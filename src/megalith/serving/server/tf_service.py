@@ -1,0 +1,258 @@
+"""TF Serving's services: Predict, GetModelMetadata and GetModelStatus over gRPC.
+
+Methods take and give bytes: reading a request into a message is the first thing that may go wrong with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.errors import InputError
+from megalith.serving.client.channels import grpc_module
+from megalith.serving.exported.signature import Signature
+from megalith.serving.proto import (
+    DataType,
+    ErrorCode,
+    GetModelMetadataRequest,
+    GetModelMetadataResponse,
+    GetModelStatusRequest,
+    GetModelStatusResponse,
+    Message,
+    PredictRequest,
+    PredictResponse,
+    SignatureDefMap,
+    Strings,
+    from_tensor_protos,
+    strings_to_tensor_proto,
+    tensor_info,
+    to_tensor_proto,
+)
+from megalith.serving.proto.contents import LARGE, cut_contents
+from megalith.serving.server.dispatch import (
+    ASSIGN,
+    LOOKUP,
+    PREDICT,
+    Dispatcher,
+    unknown_signature,
+    write_signature,
+)
+from megalith.serving.server.served import ServedModel
+from megalith.serving.server.status import Code, RequestError
+
+PREDICTION_SERVICE = "tensorflow.serving.PredictionService"
+MODEL_SERVICE = "tensorflow.serving.ModelService"
+METHOD = "tensorflow/serving/predict"
+METADATA_FIELD = "signature_def"
+SENT = "megalith-"
+"""What the names of metadata that concern us begin with."""
+Method = Callable[[bytes, Any], bytes]
+_FLOAT = int(DataType.DT_FLOAT)
+
+
+class TFService:
+    """The methods of PredictionService and ModelService."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+
+    def handlers(self) -> list[Any]:
+        """What a gRPC server needs of them."""
+        return [
+            handler_of(
+                PREDICTION_SERVICE,
+                {"Predict": self.predict, "GetModelMetadata": self.get_model_metadata},
+            ),
+            handler_of(MODEL_SERVICE, {"GetModelStatus": self.get_model_status}),
+        ]
+
+    def predict(self, data: bytes, context: Any) -> bytes:
+        """Scores, rows, or the acknowledgement of a write, as the signature says."""
+        small, contents = cut_contents(data) if len(data) >= LARGE else (data, {})
+        request = self._parsed(PredictRequest, small)
+        spec = request.model_spec
+        signature = spec.signature_name or PREDICT
+        timeout = context.time_remaining()
+        if signature == PREDICT:
+            response = self._scores(self._parsed(PredictRequest, data) if contents else request, context)
+        elif signature == LOOKUP:
+            number, rows = self._dispatcher.lookup(
+                spec.name, version_of(spec), lambda: self._inputs(request, contents), timeout=timeout
+            )
+            response = _response(spec, signature, rows, number)
+        elif (write := write_signature(signature)) is not None:
+            metadata = {
+                key: value
+                for key, value in context.invocation_metadata()
+                if key.startswith(SENT) and isinstance(value, str)
+            }
+            outputs = self._dispatcher.write(
+                spec.name, write, lambda: self._inputs(request, contents), metadata, timeout=timeout
+            )
+            response = _response(spec, signature, outputs)
+        else:
+            raise self._dispatcher.refused(unknown_signature(signature))
+        answer: bytes = response.SerializeToString()
+        return answer
+
+    def get_model_metadata(self, data: bytes, context: Any) -> bytes:
+        """The signatures of a version."""
+        request = self._parsed(GetModelMetadataRequest, data)
+        if list(request.metadata_field) != [METADATA_FIELD]:
+            error = InputError(f"metadata_field must be [{METADATA_FIELD!r}]")
+            raise self._dispatcher.refused(error)
+
+        def work(model: ServedModel) -> Message:
+            with model.version(version_of(request.model_spec)) as version:
+                response = GetModelMetadataResponse()
+                response.model_spec.name = request.model_spec.name
+                response.model_spec.version.value = version.number
+                signatures = _signatures(version.signature, self._dispatcher.allow_writes)
+                response.metadata[METADATA_FIELD].Pack(signatures)
+                return response
+
+        answer: bytes = self._dispatcher.run(request.model_spec.name, "metadata", work).SerializeToString()
+        return answer
+
+    def get_model_status(self, data: bytes, context: Any) -> bytes:
+        """Where each version is in its life; of one version, if the request names it."""
+        request = self._parsed(GetModelStatusRequest, data)
+        number = version_of(request.model_spec)
+
+        def work(model: ServedModel) -> Message:
+            response = GetModelStatusResponse()
+            for each, status in model.statuses.items():
+                if number is not None and each != number:
+                    continue
+                added = response.model_version_status.add(version=each, state=int(status.state))
+                added.status.error_code = ErrorCode.UNKNOWN if status.error else ErrorCode.OK
+                added.status.error_message = status.error
+            if number is not None and not response.model_version_status:
+                raise RequestError(Code.NOT_FOUND, f"model {model.name!r} has no version {number}")
+            return response
+
+        answer: bytes = self._dispatcher.run(request.model_spec.name, "status", work).SerializeToString()
+        return answer
+
+    def _scores(self, request: Message, context: Any) -> Message:
+        spec = request.model_spec
+        scored = self._dispatcher.predict(
+            spec.name,
+            version_of(spec),
+            lambda reader: reader.read_protos(request.inputs),
+            outputs=request.output_filter,
+            timeout=context.time_remaining(),
+            alive=context.is_active,
+        )
+        response = PredictResponse()
+        _fill_spec(response, spec.name, PREDICT, scored.version)
+        for name, array in scored.outputs.items():
+            proto = response.outputs[name]
+            proto.dtype = _FLOAT
+            proto.tensor_shape.dim.add(size=len(array))
+            proto.tensor_content = array.tobytes()
+        return response
+
+    def _inputs(self, request: Message, contents: Mapping[str, memoryview]) -> dict[str, Tensor | Strings]:
+        limit = self._dispatcher.max_bytes
+        return from_tensor_protos(request.inputs, max_bytes=limit, contents=contents)
+
+    def _parsed(self, kind: Any, data: bytes) -> Message:
+        try:
+            request = kind.FromString(data)
+            version_of(request.model_spec)
+            return request
+        except Exception as error:
+            raise self._dispatcher.refused(error) from None
+
+
+def handler_of(service: str, methods: Mapping[str, Method]) -> Any:
+    """A gRPC handler of methods that take bytes and raise RequestErrors."""
+    grpc = grpc_module()
+    return grpc.method_handlers_generic_handler(
+        service,
+        {name: grpc.unary_unary_rpc_method_handler(_ended(method)) for name, method in methods.items()},
+    )
+
+
+def _ended(method: Method) -> Method:
+    def call(data: bytes, context: Any) -> bytes:
+        try:
+            return method(data, context)
+        except RequestError as error:
+            context.abort(error.code, str(error))
+            raise  # not reached: abort raises
+
+    return call
+
+
+def version_of(spec: Message) -> int | None:
+    """The version a request names; 0 and none are the newest. Raises RequestError for a label."""
+    if spec.version_label:
+        raise RequestError(Code.NOT_FOUND, f"version label {spec.version_label[:100]!r} is unknown")
+    number: int = spec.version.value
+    return number or None
+
+
+def _response(
+    spec: Message, signature: str, outputs: Mapping[str, Tensor | Strings], version: int | None = None
+) -> Message:
+    response = PredictResponse()
+    _fill_spec(response, spec.name, signature, version)
+    for name, value in outputs.items():
+        proto = to_tensor_proto(value) if isinstance(value, Tensor) else strings_to_tensor_proto(value)
+        response.outputs[name].CopyFrom(proto)
+    return response
+
+
+def _fill_spec(response: Message, name: str, signature: str, version: int | None) -> None:
+    spec = response.model_spec
+    spec.name = name
+    spec.signature_name = signature
+    if version is not None:
+        spec.version.value = version
+
+
+def _signatures(signature: Signature, writes: bool) -> Message:
+    """A SignatureDefMap of what a version can be asked."""
+    made = SignatureDefMap()
+
+    def define(name: str, inputs: dict[str, Message], outputs: dict[str, Message]) -> None:
+        definition = made.signature_def[name]
+        definition.method_name = METHOD
+        for given, target in ((inputs, definition.inputs), (outputs, definition.outputs)):
+            for key, info in given.items():
+                target[key].CopyFrom(info)
+
+    if signature.predicts:
+        inputs = {name: tensor_info(name, dtype, shape) for name, dtype, shape in inputs_of(signature)}
+        outputs = {name: tensor_info(name, torch.float32, [None]) for name in signature.outputs}
+        define(PREDICT, inputs, outputs)
+    ids = {f"{table}_id": tensor_info(f"{table}_id", torch.int64, [None]) for table in signature.tables}
+    values = {
+        f"{table}_value": tensor_info(f"{table}_value", torch.float32, [None, spec.dim])
+        for table, spec in signature.tables.items()
+    }
+    if signature.part != "entry":
+        define(LOOKUP, ids, values)
+        if writes:
+            results = {
+                f"{table}_result": tensor_info(f"{table}_result", torch.int64, [1])
+                for table in signature.tables
+            }
+            define(ASSIGN, {**ids, **values}, results)
+    return made
+
+
+def inputs_of(signature: Signature) -> list[tuple[str, torch.dtype, list[int | None]]]:
+    """The inputs of serving_default: name, type and shape; None is a size that varies."""
+    described: list[tuple[str, torch.dtype, list[int | None]]] = []
+    for feature in signature.features:
+        length = [] if feature.max_length == 1 else [None]
+        described.append((feature.name, torch.int64, [None, *length]))
+    if signature.num_dense:
+        described.append((signature.dense_name, torch.float32, [None, signature.num_dense]))
+    return described

@@ -1,0 +1,471 @@
+"""The sender: brings one target up to date and keeps it there, in a thread of its own.
+
+Messages are applied strictly one after the other; one may travel while the one before is applied, and the
+next is built meanwhile. One that failed is sent again, the same bytes with the same sequence, until it is
+acknowledged; a target that refuses it as out of order is met anew: asked where it stands, then sent what
+changed since.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time as clock
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from torch import Tensor
+
+from megalith.errors import InputError, MegalithError, RemoteError
+from megalith.routing import Router
+from megalith.serving.client.channels import Call, Connection, Credentials, open_channel
+from megalith.serving.proto.schema import Message
+from megalith.serving.proto.tensors import Strings, from_tensor_protos, strings_to_tensor_proto
+from megalith.serving.proto.tf_serving import PredictRequest
+from megalith.serving.sync.backlog import Backlog, Interval
+from megalith.serving.sync.journal import Journal
+from megalith.serving.sync.messages import (
+    DENSE,
+    MAX_PUSH_BYTES,
+    Push,
+    encode_request,
+    inputs_of,
+)
+from megalith.serving.sync.source import Source
+from megalith.serving.sync.stamp import (
+    SYNC_BEGIN,
+    SYNC_END,
+    SYNC_POSITION,
+    SYNC_RELOAD,
+    WINDOW,
+    Layout,
+    Position,
+    Stamp,
+    TableLayout,
+    read_string,
+    string,
+)
+
+log = logging.getLogger("megalith.serving")
+
+RELOAD_TIMEOUT = 120.0
+REPLACING_PAUSE = 0.1
+MAX_ANSWER = 1 << 23
+_ROOM = 1 << 16
+"""Bytes of a message for names and shapes."""
+_ALL = Router("roundrobin", 1)
+SHORTEST, LONGEST = 0.05, 5.0
+"""Seconds between tries, doubled from one to the other, and less by chance."""
+
+
+class StartOver(MegalithError):
+    """A target must be met anew."""
+
+
+@dataclass
+class TargetReport:
+    """How a target is getting on. Times are in seconds; None where there is nothing to tell yet."""
+
+    address: str
+    model: str
+    """What it is called there."""
+    part: str | None = None
+    backlog: int = 0
+    """Rows yet to be sent."""
+    sequence: int = 0
+    rows: int = 0
+    """Sent and acknowledged."""
+    error: str | None = None
+    """What went wrong last, until something goes well."""
+    acknowledged_at: float | None = None
+    """When it last answered, since 1970."""
+    complete: float | None = None
+    """Everything trained up to then has arrived."""
+    named: bool = True
+    """Whether discovery still names it."""
+
+    @property
+    def staleness(self) -> float | None:
+        """Seconds of training that it does not know of."""
+        return None if self.complete is None else max(0.0, clock.time() - self.complete)
+
+
+class Desk(Protocol):
+    """What a sender needs of its publisher."""
+
+    lock: threading.Condition
+    source: Source
+    journal: Journal
+    interval: Interval
+    """The last that has ended."""
+    dense: Mapping[str, Tensor]
+    dense_number: int
+    """In which interval they changed last."""
+
+
+@dataclass(frozen=True)
+class SenderOptions:
+    """What all senders of a publisher share."""
+
+    session: str
+    index: int
+    count: int
+    signature: str
+    plain: bool
+    """Monolith's protocol: rows alone, without positions."""
+    timeout: float
+    max_backlog: int
+    credentials: Credentials | None
+    on_layout: Callable[[Layout], None]
+
+
+@dataclass(frozen=True)
+class _Message:
+    data: bytes
+    stamp: Stamp
+    rows: int = 0
+    interval: Interval | None = None
+    """The one that is complete with it."""
+
+
+class Sender:
+    """Sends to one target until `close`. address: host:port. model: what it is called there."""
+
+    def __init__(
+        self, address: str, model: str, desk: Desk, options: SenderOptions, *, sequence: int = 0
+    ) -> None:
+        self.report = TargetReport(address, model, sequence=sequence)
+        self.acknowledged = -1
+        """The last interval that is complete there."""
+        self.absent = False
+        """Whether the server says that it does not have this model."""
+        self._desk = desk
+        self._options = options
+        self._backlog: Backlog | None = None
+        """None while the target does not stand anywhere in this session."""
+        self._layout = Layout()
+        self._base: str | None = None
+        """The save whose rows lie below what is pushed; None where it does not matter."""
+        self._replacing = False
+        self._failures = 0
+        self._disturbed = 0
+        """Up to which message one may have come before an earlier one."""
+        self._dense_sent = -1
+        self._sequence = sequence
+        self._ready: deque[_Message] = deque()
+        self._closed = threading.Event()
+        self._connection: Connection = open_channel(address, options.credentials)
+        self._random = random.Random(f"{options.session} {address} {model}")
+        self._thread = threading.Thread(target=self._run, name=f"megalith push {address}", daemon=True)
+
+    def start(self) -> None:
+        """Begins."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends it, calls under way included, without waiting for its thread; `join` does."""
+        self._closed.set()
+        self._connection.close()
+
+    def join(self, timeout: float) -> None:
+        """Waits for its thread."""
+        self._thread.join(timeout)
+
+    def add(self, ids: Mapping[str, Tensor], interval: Interval) -> None:
+        """Takes over what changed, with the publisher's lock held; a backlog without room is dropped."""
+        if self._backlog is None:
+            return  # it is met later, and told then
+        if not self._backlog.add(ids, interval):
+            log.warning("%s: more than %d rows wait for it", self.report.address, self._options.max_backlog)
+            self._backlog = None
+            self.report.error = "its backlog overflowed; it starts over"
+        self._tell()
+
+    def _tell(self) -> None:
+        self.report.backlog = 0 if self._backlog is None else len(self._backlog)
+        self.report.sequence = self._sequence
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            try:
+                if self._backlog is None:
+                    self._meet()
+                self._push()
+            except MegalithError as error:
+                self.absent = isinstance(error, RemoteError) and error.code == "NOT_FOUND"
+                self._forget(str(error))
+            except Exception as error:  # a thread has nobody to raise to
+                log.exception("%s: pushing failed", self.report.address)
+                self._forget(f"{type(error).__name__}: {error}")
+            self._failures += 1
+            self._pause(self._failures)
+
+    def _forget(self, why: str) -> None:
+        if self._closed.is_set():
+            return
+        with self._desk.lock:
+            self._backlog = None
+            self._ready.clear()
+            self.report.error = why
+            self._tell()
+
+    def _pause(self, failures: int) -> None:
+        longest = min(LONGEST, SHORTEST * 2 ** min(failures, 10))
+        self._closed.wait(self._random.uniform(longest / 2, longest))
+
+    def _push(self) -> None:
+        """Sends for as long as the target takes part."""
+        window = 1 if self._options.plain else WINDOW  # without a sequence nothing would keep two in order
+        flying: deque[tuple[_Message, Call]] = deque()
+        try:
+            while not self._closed.is_set():
+                while len(flying) < window and (message := self._next(wait=not flying)) is not None:
+                    flying.append((message, self._send(message)))
+                if not flying:
+                    return
+                self._fill(wait=False)
+                message, call = flying.popleft()
+                answer = self._answer(message, call.result, disturbs=flying[-1][0] if flying else None)
+                self._acknowledge(message, answer)
+        finally:
+            for _, call in flying:
+                call.cancel()
+
+    def _send(self, message: _Message) -> Call:
+        return self._connection.start_predict(
+            message.data, timeout=self._options.timeout, metadata=self._metadata(message)
+        )
+
+    def _metadata(self, message: _Message) -> tuple[tuple[str, str], ...]:
+        return () if self._options.plain else message.stamp.metadata()
+
+    def _answer(
+        self, message: _Message, result: Callable[[], Message], *, disturbs: _Message | None
+    ) -> Message:
+        """What a target says to a message, which is sent again until it says something.
+
+        disturbs: the last message behind it, which may have come too early if this one has to go again.
+        """
+        failures = 0
+        while True:
+            try:
+                return result()
+            except RemoteError as error:
+                early = not failures and message.stamp.sequence <= self._disturbed
+                if self._closed.is_set() or (self._is_final(error) and not early):
+                    raise StartOver(str(error)) from None
+                failures += 1
+                self._disturbed = max(self._disturbed, disturbs.stamp.sequence if disturbs else 0)
+                with self._desk.lock:
+                    self.report.error = str(error)
+            self._pause(failures)
+            if self._closed.is_set():
+                raise StartOver("closed")
+            with self._desk.lock:
+                if self._backlog is None:
+                    raise StartOver(self.report.error or "its backlog overflowed")
+            result = self._send(message).result
+
+    def _is_final(self, error: RemoteError) -> bool:
+        """Whether sending the same again makes no sense."""
+        return not self._options.plain and error.code in (
+            "FAILED_PRECONDITION",
+            "NOT_FOUND",
+            "INVALID_ARGUMENT",
+        )
+
+    def _acknowledge(self, message: _Message, answer: Message) -> None:
+        base = self._base
+        if "base" in answer.outputs:
+            base = read_string(from_tensor_protos(answer.outputs, max_bytes=MAX_ANSWER), "base")
+        with self._desk.lock:
+            if base and base != self._base:
+                # Another version is served. Unless it came from a later save, some of its rows are older.
+                if self._base is not None and not self._desk.journal.goes_on(self._base, base):
+                    raise StartOver(f"a version of save {base!r} is served now")
+                self._base = base
+            self.report.rows += message.rows
+            self.report.error = None
+            self.report.acknowledged_at = clock.time()
+            self._tell()
+            self._failures = 0
+        if message.interval is not None:
+            if base == "":
+                self._ask_again(message.interval)
+            else:
+                self._complete(message.interval)
+
+    def _ask_again(self, interval: Interval) -> None:
+        """All rows are being replaced, and other ranks are not done: nothing shows before they are."""
+        self._closed.wait(REPLACING_PAUSE)
+        self._sequence += 1
+        data = encode_request(self.report.model, self._options.signature, self._inputs(Push()))
+        self._ready.append(_Message(data, self._stamp(interval.time), 0, interval))
+
+    # ---- building messages
+
+    def _next(self, *, wait: bool) -> _Message | None:
+        """The next message; None if there is none yet, the target must be met anew, or all is over."""
+        self._fill(wait=wait)
+        return self._ready.popleft() if self._ready else None
+
+    def _fill(self, *, wait: bool) -> None:
+        """Builds messages if none is ready and there is something to send."""
+        if self._ready:
+            return
+        with self._desk.lock:
+            if wait:
+                self._desk.lock.wait_for(lambda: self._closed.is_set() or self._waits())
+            if self._closed.is_set() or self._backlog is None or not self._backlog.waits:
+                return
+            costs = {name: 8 + 4 * table.dim for name, table in self._layout.tables.items()}
+            ids, interval = self._backlog.take(MAX_PUSH_BYTES - _ROOM, costs)
+            dense = self._dense_to_send() if interval is not None else {}
+        self._build(ids, dense, interval)
+
+    def _waits(self) -> bool:
+        return self._backlog is None or self._backlog.waits
+
+    def _dense_to_send(self) -> Mapping[str, Tensor]:
+        if not self._layout.dense or self._desk.dense_number <= self._dense_sent:
+            return {}
+        self._dense_sent = self._desk.dense_number
+        return {name: weight for name, weight in self._desk.dense.items() if name in self._layout.dense}
+
+    def _build(
+        self, ids: Mapping[str, Tensor], dense: Mapping[str, Tensor], interval: Interval | None
+    ) -> None:
+        """Messages of rows and, where they complete an interval, of dense weights and of the end."""
+        push = self._desk.source.read(ids)
+        if self._options.plain:
+            push = Push(push.rows)
+        contents = [self._inputs(push)] if push.num_ids else []
+        room = MAX_PUSH_BYTES - _ROOM - 8 * push.num_ids - sum(rows.nbytes for _, rows in push.rows.values())
+        for name, weight in dense.items():
+            if not contents or weight.nbytes > room:
+                contents.append(self._inputs(Push()))
+                room = MAX_PUSH_BYTES - _ROOM
+            contents[-1][f"{DENSE}{name}"] = weight
+            room -= weight.nbytes
+        if interval is not None and not contents and not self._replacing:
+            if self._options.plain:
+                self._complete(interval)
+                return
+            contents.append(self._inputs(Push()))
+        requests = [(self._options.signature, inputs) for inputs in contents]
+        if interval is not None and self._replacing:
+            self._replacing = False
+            requests.append((SYNC_END, {}))
+        for number, (signature, inputs) in enumerate(requests, start=1):
+            self._sequence += 1
+            last = interval if number == len(requests) else None
+            self._ready.append(
+                _Message(
+                    encode_request(self.report.model, signature, inputs),
+                    self._stamp(None if last is None else last.time),
+                    push.num_ids if number == 1 else 0,
+                    last,
+                )
+            )
+
+    def _inputs(self, push: Push) -> dict[str, Tensor | list[Tensor]]:
+        tables = self._layout.tables if self._layout.takes_rows else ()
+        return inputs_of(push, self._options.signature, tables)
+
+    def _complete(self, interval: Interval) -> None:
+        with self._desk.lock:
+            self.acknowledged = interval.number
+            self.report.complete = interval.time
+            self._desk.lock.notify_all()
+
+    def _stamp(self, complete: float | None = None) -> Stamp:
+        options = self._options
+        return Stamp(options.session, options.index, options.count, self._sequence, complete)
+
+    # ---- meeting a target
+
+    def _meet(self) -> None:
+        """Finds out where a target stands, and what it has to be sent."""
+        if self._options.plain:
+            self._meet_plainly()
+            return
+        position = self._position(SYNC_POSITION)
+        self._layout = position.layout
+        self._check_layout()
+        self._options.on_layout(position.layout)
+        if position.session == self._options.session:
+            self._sequence = max(self._sequence, position.sequence)
+        if position.base and position.base not in self._labels():
+            position = self._position(SYNC_RELOAD, timeout=RELOAD_TIMEOUT)
+        base = position.base if position.base in self._labels() else ""
+        self._sequence += 1
+        self._position(SYNC_BEGIN, base=base)
+        if base:
+            with self._desk.lock:
+                self._start(self._desk.journal.since(base))
+            self._base = base
+        else:
+            self._start_with_everything()
+            self._base = None
+        self._replacing = not base
+
+    def _start_with_everything(self) -> None:
+        with self._desk.lock:
+            self._start({})  # from here on it hears of changes
+        everything = self._desk.source.all_ids()
+        with self._desk.lock:
+            if self._backlog is None:
+                raise StartOver("its backlog overflowed")
+            self._backlog.begin(everything, self._desk.interval)
+
+    def _meet_plainly(self) -> None:
+        """Without positions all that is known to have changed is sent, to whoever is met."""
+        tables = {name: TableLayout(table.dim, _ALL) for name, table in self._desk.source.tables.items()}
+        self._layout = Layout(tables=tables)
+        with self._desk.lock:
+            labels = self._desk.journal.labels
+            if labels:
+                self._start(self._desk.journal.since(labels[0]))
+        if not labels:
+            self._start_with_everything()
+
+    def _start(self, ids: Mapping[str, Tensor] | None) -> None:
+        if ids is None:
+            raise StartOver("the journal does not go back that far any more")
+        self._backlog = Backlog(self._options.max_backlog, keep=self._layout.keep)
+        self._backlog.begin(ids, self._desk.interval)
+        self._ready.clear()
+        self._dense_sent = -1
+        self.absent = False
+        self.report.part = None if self._options.plain else self._layout.part
+        self._tell()
+
+    def _labels(self) -> tuple[str, ...]:
+        with self._desk.lock:
+            return self._desk.journal.labels
+
+    def _check_layout(self) -> None:
+        for name, table in self._desk.source.tables.items():
+            served = self._layout.tables.get(name)
+            if served is not None and served.dim != table.dim:
+                raise InputError(
+                    f"{self.report.address}: table {name!r} has {served.dim} columns there, {table.dim} here"
+                )
+
+    def _position(self, signature: str, *, base: str | None = None, timeout: float | None = None) -> Position:
+        request = PredictRequest()
+        request.model_spec.name = self.report.model
+        request.model_spec.signature_name = signature
+        if base is not None:
+            request.inputs["base"].CopyFrom(strings_to_tensor_proto(string(base)))
+        stamp = self._stamp() if signature == SYNC_BEGIN else replace(self._stamp(), sequence=0)
+        answer = self._connection.predict(
+            request, timeout=timeout or self._options.timeout, metadata=stamp.metadata()
+        )
+        outputs: dict[str, Tensor | Strings] = from_tensor_protos(answer.outputs, max_bytes=MAX_ANSWER)
+        return Position.read(outputs)
