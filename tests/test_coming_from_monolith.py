@@ -68,6 +68,12 @@ NAMES = {
         byteps_benchmark_ar byteps_benchmark_a2a bps_comm_benchmark MONOLITH_BENCHMARK_BPS
         MONOLITH_BENCHMARK_ITERS MONOLITH_BENCHMARK_BPS_AR_LEN MONOLITH_BENCHMARK_BPS_A2A_LEN
     """,
+    "Serving and parameter sync": """
+        remote_predict create_parameter_sync_clients parameter_sync_client_from_config refresh_sync_config
+        ParameterSyncClient create_sync_op create_dummy_sync_client create_dummy_sync_server DummySyncServer
+        get_port shutdown hashtable_assign raw_assign lookup ZKBackend ReplicaWatcher SyncBackend AgentService
+        GetReplicas HeartBeat
+    """,
     "TensorFlow's own notions": "as_op variant_type input_type",
 }
 NOTIONS = (
