@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalith import Mean, Ragged, Sum
 from megalith.models import EmbeddingConfig, Model, build_model
-from megalith.serving.client.channels import Connection, open_channel
+from megalith.serving.client.channels import Connection
 from megalith.serving.exported.export import export
 from megalith.serving.proto import (
     DataType,
@@ -90,7 +90,7 @@ class Asked:
     """A connection that asks for scores."""
 
     def __init__(self, address: str, **options: Any) -> None:
-        self.connection: Connection = open_channel(address, **options)
+        self.connection = Connection(address, **options)
 
     def __call__(
         self, inputs: Mapping[str, Any], *, timeout: float = 20.0, **options: Any

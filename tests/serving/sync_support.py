@@ -6,7 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from megalith import Adagrad
 from megalith.errors import InputError, SequenceError
 from megalith.models import EmbeddingConfig, Model, build_model
+from megalith.serving.discovery import StaticDiscovery
 from megalith.serving.exported.export import Provenance, export
 from megalith.serving.exported.servable import Servable
 from megalith.serving.proto import (
@@ -26,10 +27,13 @@ from megalith.serving.proto import (
     strings_to_tensor_proto,
     to_tensor_proto,
 )
+from megalith.serving.sync.publisher import Publisher
 from megalith.serving.sync.subscriber import Subscriber
 
 LIMIT = 30.0
 """Seconds after which a wait of a test has failed."""
+HOUR = 3600.0
+"""An interval that no test waits for: they call `publish` and `flush`."""
 NAMES = ["user", "item"]
 SESSION = "0123456789abcdef0123456789abcdef"
 
@@ -167,3 +171,42 @@ class Gate:
     def __call__(self, *_: object) -> None:
         self.reached.set()
         assert self.open.wait(LIMIT)
+
+
+class Replica:
+    """A served model, and its server, which may be restarted at its address."""
+
+    def __init__(self, start: Path, stack: ExitStack, **options: Any) -> None:
+        self._start, self._stack, self._options = start, stack, options
+        self.port = 0
+        self.restart()
+
+    def restart(self) -> None:
+        if self.port:
+            self.server.stop()
+        self.servable = Servable(self._start / "export" / "1")
+        self.subscriber = Subscriber(self.servable, **self._options)
+        self.server: SyncServer = self._stack.enter_context(
+            sync_server({"movies": self.subscriber}, self.port)
+        )
+        self.port = self.server.port
+
+    @property
+    def address(self) -> str:
+        return self.server.address
+
+
+def publisher_of(
+    model: Model, replicas: list[Replica] | StaticDiscovery, stack: ExitStack, start: Path, **options: Any
+) -> Publisher:
+    options = {
+        "model_name": "movies",
+        "interval": HOUR,
+        "base": (start / "tip").read_text(),
+        "timeout": 5.0,
+        **options,
+    }
+    targets = replicas
+    if isinstance(targets, list):
+        targets = StaticDiscovery([replica.address for replica in targets])
+    return stack.enter_context(Publisher(model, targets, **options))

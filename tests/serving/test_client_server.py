@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -187,3 +188,75 @@ def test_a_killed_part_fails_softly(tmp_path: Path, expected: dict[str, Tensor])
         without = trained(odd=False)({"user": USERS, "movies": MOVIES}, given["dense"])
     torch.testing.assert_close(after, without)
     assert not torch.equal(after, expected["logits"])
+
+
+# ---- another number of parts, while requests go on
+
+
+def asked(found: StaticDiscovery) -> Tensor:
+    with PredictClient(found, "movies", deadline_ms=LONG_MS) as c:
+        return c.predict(inputs())["logits"]
+
+
+def publish(new: Path, out: Path, part: str) -> None:
+    """What an export does last for a part."""
+    (out / part).mkdir(parents=True, exist_ok=True)
+    shutil.copytree(new / part / "2", out / part / "2")
+
+
+@pytest.mark.parametrize("fail_soft", [False, True])
+def test_an_entry_gets_rows_of_its_own_version_while_parts_become_more(
+    tmp_path: Path, expected: dict[str, Tensor], fail_soft: bool
+) -> None:
+    """Every answer is of the old version or of the new one; ids of other parts as zeros would be neither."""
+    old, new, rows = tmp_path / "old", tmp_path / "new", tmp_path / "rows"
+    export(trained("roundrobin"), old, name="movies", version=1, num_shards=2)
+    torch.manual_seed(8)
+    changed = trained("roundrobin")
+    changed.embeddings.shards.assign({"user": (USERS[:4], torch.randn(4, 5))})
+    export(changed, new, name="movies", version=2, num_shards=3)
+    for part in ("ps_0", "ps_1"):
+        shutil.copytree(old / part, rows / part)
+    found = StaticDiscovery({})
+    settings: Any = {"discovery": found, "poll_seconds": 1000, "fetch_deadline_ms": LONG_MS}
+    with (
+        ModelServer(rows, **settings) as parts,
+        ModelServer(old / "entry", fail_soft=fail_soft, **settings) as entry,
+    ):
+        for part in ("ps_0", "ps_1", "ps_2"):
+            publish(new, rows, part)
+            parts.refresh()
+            assert torch.equal(asked(found), expected["logits"])
+        publish(new, old, "entry")
+        entry.refresh()
+        after = asked(found)
+        with ModelServer(export(changed, tmp_path / "whole", name="movies", version=2)) as whole:
+            wanted = asked(StaticDiscovery([whole.address]))
+        assert torch.equal(after, wanted)
+        assert not torch.equal(after, expected["logits"])
+
+
+def test_where_the_version_of_the_entry_is_gone_an_answer_is_right_or_an_error(
+    tmp_path: Path, expected: dict[str, Tensor]
+) -> None:
+    """The same weights in two and in three parts, and parts that keep one version: users 1 to 99 move."""
+    old, new, rows = tmp_path / "old", tmp_path / "new", tmp_path / "rows"
+    for out, version in ((old, 1), (new, 2)):
+        export(trained("roundrobin"), out, name="movies", version=version, num_shards=version + 1)
+    for part in ("ps_0", "ps_1"):
+        shutil.copytree(old / part, rows / part)
+    found = StaticDiscovery({})
+    settings: Any = {"discovery": found, "poll_seconds": 1000, "fetch_deadline_ms": LONG_MS}
+    with (
+        ModelServer(rows, keep_versions=1, **settings) as parts,
+        ModelServer(old / "entry", **settings) as entry,
+    ):
+        assert torch.equal(asked(found), expected["logits"])
+        for part in ("ps_0", "ps_1", "ps_2"):
+            publish(new, rows, part)
+            parts.refresh()
+            with pytest.raises(RemoteError, match=r"belongs to another part than ps_[01] of 3, version 2"):
+                asked(found)
+        publish(new, old, "entry")
+        entry.refresh()
+        assert torch.equal(asked(found), expected["logits"])

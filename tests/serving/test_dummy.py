@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalith.errors import InputError, RemoteError, UsageError
-from megalith.serving.client.channels import Connection, open_channel
+from megalith.serving.client.channels import Connection
 from megalith.serving.client.dummy import DummySyncServer
 from megalith.serving.proto import (
     Message,
@@ -42,7 +42,7 @@ IDS, ROWS = torch.tensor([3, -1]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 
 
 def test_a_push_is_recorded_and_answered() -> None:
-    with DummySyncServer() as server, open_channel(server.address) as connection:
+    with DummySyncServer() as server, Connection(server.address) as connection:
         sent = request(user_id=IDS, user_value=ROWS)
         sent.model_spec.version.value = 4
         assert push(connection, sent, megalith_sequence="1") == {"user_result": [2]}
@@ -54,20 +54,20 @@ def test_a_push_is_recorded_and_answered() -> None:
 
 
 def test_the_model_spec_is_echoed() -> None:
-    with DummySyncServer() as server, open_channel(server.address) as connection:
+    with DummySyncServer() as server, Connection(server.address) as connection:
         sent = request()
         assert connection.predict(sent, timeout=LIMIT).model_spec == sent.model_spec
         assert server.requests[0].version is None
 
 
 def test_a_raw_push_is_answered_too() -> None:
-    with DummySyncServer() as server, open_channel(server.address) as connection:
+    with DummySyncServer() as server, Connection(server.address) as connection:
         raw = request(id=IDS, id_split=torch.tensor([0, 2]), flat_value=ROWS.reshape(-1))
         assert push(connection, raw) == {"result": [0]}
 
 
 def test_names_of_any_kind_are_recorded() -> None:
-    with DummySyncServer() as server, open_channel(server.address) as connection:
+    with DummySyncServer() as server, Connection(server.address) as connection:
         odd = request(**{"_id": IDS, "user:removed": IDS, "": IDS, "x_value": ROWS, "y_id": ROWS})
         odd.inputs["words_id"].CopyFrom(strings_to_tensor_proto([b"a"]))
         assert push(connection, odd) == {"_result": [2], "y_result": [4]}
@@ -78,7 +78,7 @@ def test_names_of_any_kind_are_recorded() -> None:
 def test_what_cannot_be_decoded_is_refused_and_counted() -> None:
     huge = request(user_id=IDS)
     huge.inputs["user_id"].tensor_shape.dim[0].size = 2**60
-    with DummySyncServer() as server, open_channel(server.address) as connection:
+    with DummySyncServer() as server, Connection(server.address) as connection:
         for bad in (b"\xff\xff", huge):
             with pytest.raises(RemoteError) as raised:
                 push(connection, bad)
@@ -89,7 +89,7 @@ def test_what_cannot_be_decoded_is_refused_and_counted() -> None:
 
 def test_damaged_requests_never_end_it() -> None:
     good = request(user_id=IDS, user_value=ROWS).SerializeToString()
-    with DummySyncServer() as server, open_channel(server.address) as connection:
+    with DummySyncServer() as server, Connection(server.address) as connection:
 
         @settings(max_examples=100)
         @given(
@@ -113,7 +113,7 @@ def test_damaged_requests_never_end_it() -> None:
 
 
 def test_failures_on_request() -> None:
-    with DummySyncServer() as server, open_channel(server.address) as connection:
+    with DummySyncServer() as server, Connection(server.address) as connection:
         server.fail_next(2, "RESOURCE_EXHAUSTED")
         server.fail_next()
         codes = []
@@ -133,7 +133,7 @@ def test_a_failure_needs_a_code(code: str) -> None:
 
 
 def test_a_late_answer_is_recorded_in_time() -> None:
-    with DummySyncServer() as server, open_channel(server.address) as connection:
+    with DummySyncServer() as server, Connection(server.address) as connection:
         server.delay(LIMIT)
         late = [connection.start_predict(request(user_id=IDS), timeout=LIMIT) for _ in range(20)]
         server.wait(8, timeout=LIMIT)
@@ -145,7 +145,7 @@ def test_a_late_answer_is_recorded_in_time() -> None:
 
 def test_shutdown_ends_late_answers() -> None:
     server = DummySyncServer()
-    with open_channel(server.address) as connection:
+    with Connection(server.address) as connection:
         server.delay(1000 * LIMIT)
         late = connection.start_predict(request(), timeout=LIMIT)
         server.wait(1, timeout=LIMIT)
@@ -172,7 +172,7 @@ def test_ports() -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["0.0.0.0:0", "[::]:0", "10.0.0.1:0", "localhost", "localhost:70000", "a:1", ""]
+    "address", ["0.0.0.0:0", "[::]:0", "::1:0", "10.0.0.1:0", "localhost", "localhost:70000", "a:1", ""]
 )
 def test_only_loopback(address: str) -> None:
     with pytest.raises(InputError, match="is not on loopback"):

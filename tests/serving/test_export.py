@@ -176,6 +176,8 @@ def test_a_part_refuses_ids_of_another(tmp_path: Path, fast: None) -> None:
         with pytest.raises(InputError, match="id 4 belongs to another part than ps_1"):
             part.apply(**writes)
     assert len(part.overlay) == 2
+    with pytest.raises(InputError, match="id 4 belongs to another part than ps_1 of 2, version 1"):
+        part.lookup("t", torch.tensor([3, 4]))
 
 
 def test_one_part_and_more_parts_than_rows(tmp_path: Path, fast: None) -> None:
@@ -330,6 +332,19 @@ def test_parts_appear_all_or_none(tmp_path: Path, fast: None) -> None:
     assert not list(tmp_path.rglob(".draft*"))
 
 
+@pytest.mark.parametrize("num_shards", [0, 2])
+def test_the_draft_of_an_export_under_way_is_left_alone(tmp_path: Path, fast: None, num_shards: int) -> None:
+    def meanwhile(_: int) -> None:
+        if not (tmp_path / parts[0] / "2").exists():
+            export(wide(), tmp_path, name="m", version=2, num_shards=num_shards)
+
+    parts = ["entry", "ps_0", "ps_1"] if num_shards else ["."]
+    export(wide(), tmp_path, name="m", version=1, num_shards=num_shards, on_rows=meanwhile)
+    for part in parts:
+        assert {"1", "2"} <= {path.name for path in (tmp_path / part).iterdir()}
+    assert not list(tmp_path.rglob(".draft*"))
+
+
 def test_a_place_that_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "file", tmp_path / "file" / "out", tmp_path / ("x" * 300)):
@@ -424,6 +439,7 @@ def test_killed_at_any_step_a_version_is_complete_or_not_there(
             assert len(there) == 1 + num_shards
         complete += len(there) == 1 + num_shards
         export(model, out, name="m", version=2, num_shards=num_shards)
+        assert not list(out.rglob(".draft*"))
     assert 0 < complete < steps
 
 

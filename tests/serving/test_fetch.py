@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megalith.checkpoint.manifest import Routing
 from megalith.errors import InputError, RemoteError, UnknownNameError
+from megalith.serving.client import fetch as fetch_module
 from megalith.serving.client.fetch import RowFetcher
 from megalith.serving.discovery import Replica, StaticDiscovery
 from megalith.serving.exported.signature import Signature, TableSpec
@@ -97,6 +98,7 @@ def test_each_part_is_asked_for_its_own_ids_once(routing: Routing) -> None:
             for seen in server.seen:
                 spec = seen.message.model_spec
                 assert (spec.name, spec.signature_name) == (f"movies:ps_{shard}", "lookup")
+                assert spec.version.value == 1
 
 
 def test_any_ids_come_back_in_their_order() -> None:
@@ -131,6 +133,56 @@ def test_a_table_of_one_part_in_a_model_of_two() -> None:
         with RowFetcher(discovery, one, deadline_ms=LONG_MS) as fetch:
             assert fetch({"user": torch.tensor([1, 2])})["user"].tolist() == [row("user", 1), row("user", 2)]
         assert [len(server.seen) for server in servers] == [1, 0]
+
+
+def of_version(number: int) -> Any:
+    """A part that has one version, which is also its newest."""
+
+    def answer(seen: Seen) -> dict[str, Tensor]:
+        if seen.message.model_spec.HasField("version") and seen.message.model_spec.version.value != number:
+            raise Refused("NOT_FOUND")
+        return lookup(seen)
+
+    return answer
+
+
+def test_the_newest_version_is_asked_only_if_no_replica_has_the_entrys() -> None:
+    routed = signature(ROUTINGS["roundrobin"])
+    with ExitStack() as stack:
+        ahead, same = (stack.enter_context(plain_server(of_version(number))) for number in (2, 1))
+        discovery = StaticDiscovery({"movies:ps_0": [ahead.address]})
+        fetch = stack.enter_context(RowFetcher(discovery, routed, deadline_ms=LONG_MS))
+        ids = {"user": torch.tensor([2])}
+        assert fetch(ids)["user"].tolist() == [row("user", 2)]
+        assert [seen.message.model_spec.version.value for seen in ahead.seen] == [1, 0]
+        discovery.register("movies:ps_0", Replica(same.address))
+        for _ in range(4):
+            fetch(ids)
+        assert all(seen.message.model_spec.version.value == 1 for seen in ahead.seen[2:] + same.seen)
+        assert len(same.seen) == 4
+
+
+def test_more_rows_than_a_message_holds_are_asked_for_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of a user takes 8 bytes, of a movie 12."""
+    monkeypatch.setattr(fetch_module, "MAX_PIECE_BYTES", 40)
+    asked = {"user": torch.tensor([*range(2, 14), 3]), "movie": torch.tensor([9, 4, 2, 6, 8, 1])}
+    with parts(lookup, lookup) as (discovery, servers):
+        with RowFetcher(discovery, signature(ROUTINGS["roundrobin"]), deadline_ms=LONG_MS) as fetch:
+            rows = fetch(asked)
+        for table, ids in asked.items():
+            assert rows[table].tolist() == [row(table, id) for id in ids.tolist()]
+        for server in servers:
+            assert len(server.seen) > 1
+            for seen in server.seen:
+                sizes = {name: ids.shape[0] for name, ids in seen.inputs.items()}
+                assert 8 * sizes.get("user_id", 0) + 12 * sizes.get("movie_id", 0) <= 40
+    monkeypatch.setattr(fetch_module, "MAX_PIECE_BYTES", 1)  # less than a row: one at a time
+    with parts(lookup, refuse) as (discovery, servers):
+        routed = signature(ROUTINGS["roundrobin"])
+        with RowFetcher(discovery, routed, fail_soft=True, deadline_ms=LONG_MS) as fetch:
+            rows = fetch({"user": torch.tensor([2, 1, 3])})
+            assert rows["user"].tolist() == [row("user", 2), [0, 0], [0, 0]]
+            assert (fetch.failed_shards, fetch.rows_missing_by_failure) == (1, 2)
 
 
 def test_a_part_that_fails_raises() -> None:

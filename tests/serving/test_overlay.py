@@ -47,14 +47,11 @@ def test_a_row_of_zeros_is_there() -> None:
     assert read(overlay, [5]) == ([[0, 0]], [THERE])
 
 
-def test_a_row_comes_back_after_its_removal_and_what_is_forgotten_shows_the_base() -> None:
+def test_a_row_comes_back_after_its_removal() -> None:
     overlay = Overlay({"t": 2})
     overlay.apply({}, {"t": torch.tensor([1, 2])})
     overlay.apply({"t": rows([1], 1.0)})
     assert read(overlay, [1, 2]) == ([[2, 1], [0, 0]], [THERE, GONE])
-    overlay.forget("t", torch.tensor([1, 2]))
-    assert read(overlay, [1, 2])[1] == [0, 0]
-    assert len(overlay) == 0
 
 
 def test_where_the_base_is_hidden_a_removal_needs_no_row() -> None:
@@ -74,11 +71,7 @@ def test_scan_gives_all_that_was_written() -> None:
 
 
 @settings(max_examples=60)
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["rows", "removed", "forget"]), st.lists(SMALL, max_size=5)), max_size=12
-    )
-)
+@given(st.lists(st.tuples(st.sampled_from(["rows", "removed"]), st.lists(SMALL, max_size=5)), max_size=12))
 def test_over_frozen_rows_it_reads_like_a_dict(writes: list[tuple[str, list[int]]]) -> None:
     base = {id: [float(id), 0.0] for id in range(0, 12, 2)}
     now: dict[int, list[float] | None] = {}
@@ -87,12 +80,9 @@ def test_over_frozen_rows_it_reads_like_a_dict(writes: list[tuple[str, list[int]
         if kind == "rows":
             overlay.apply({"t": rows(ids, number)})
             now |= {id: [float(id + number), float(number)] for id in ids}
-        elif kind == "removed":
+        else:
             overlay.apply({}, {"t": torch.tensor(ids, dtype=torch.int64)})
             now |= dict.fromkeys(ids)
-        else:
-            overlay.forget("t", torch.tensor(ids, dtype=torch.int64))
-            now = {id: row for id, row in now.items() if id not in ids}
     queries = torch.arange(-4, 14)
     with tempfile.TemporaryDirectory() as folder:
         frozen = write(Path(folder) / "t", *rows(list(base)))

@@ -179,6 +179,61 @@ def test_the_statistics_of_batch_norm_are_weights(tmp_path: Path) -> None:
     assert torch.equal(run(program), model.eval().score({"rows": torch.ones(1, 2)}, None).detach())
 
 
+def padded(rows: Tensor, attention: nn.Module) -> Tensor:
+    out: Tensor = attention(rows, rows, rows, key_padding_mask=rows[..., 0] > 1)[0]
+    return out
+
+
+def written_in_place(rows: Tensor) -> Tensor:
+    rows = rows.clone()
+    rows[:, 0] = 1.0
+    return rows.mul_(2.0).relu_()
+
+
+PARTS: dict[str, tuple[Callable[..., Tensor], list[nn.Module]]] = {
+    "attention": (lambda x, m: m(x, x, x)[0], [nn.MultiheadAttention(8, 2, batch_first=True)]),
+    "attention with padding": (padded, [nn.MultiheadAttention(8, 2, batch_first=True)]),
+    "transformer": (
+        lambda x, m: m(x),
+        [nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)],
+    ),
+    "gru": (lambda x, m: m(x)[0], [nn.GRU(8, 4, batch_first=True)]),
+    "lstm": (lambda x, m: m(x)[0], [nn.LSTM(8, 4, batch_first=True)]),
+    "batch norm": (lambda x, m: m(x), [nn.BatchNorm1d(4)]),
+    "layer norm": (lambda x, m: m(x), [nn.LayerNorm(8)]),
+    "convolution": (lambda x, m: m(x), [nn.Conv1d(4, 3, 3)]),
+    "einsum": (lambda x: torch.einsum("bij,bkj->bik", x, x), []),
+    "top-k": (lambda x: x.topk(2, 1).values, []),
+    "transposed": (lambda x: x @ x.mT, []),
+    "a table": (lambda x, m: m((x[..., 0] > 0).long()), [nn.Embedding(2, 4)]),
+    "in place": (written_in_place, []),
+}
+
+
+class Sequences(Wide):
+    """Rows as a sequence of four, through what people put into models."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__(32)
+        self.part, modules = PARTS[part]
+        self.inner = nn.ModuleList(modules)
+
+    def score(self, rows: dict[str, Tensor], dense: Tensor | None) -> Tensor:
+        logits: Tensor = self.part(rows["rows"].view(-1, 4, 8), *self.inner).flatten(1).sum(1)
+        return logits
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_what_people_put_into_models_is_let_through(tmp_path: Path, part: str) -> None:
+    torch.manual_seed(0)
+    model = Sequences(part)
+    export_program(model, tmp_path / "dense.pt2")
+    program = DenseProgram(tmp_path / "dense.pt2")
+    rows = {"rows": torch.randn(5, 32)}
+    with torch.inference_mode():
+        torch.testing.assert_close(program(dict(rows), None), model.eval().score(rows, None))
+
+
 def test_paths_of_sources_stay_at_home(archive: Path) -> None:
     for name in ("din", "dlrm"):
         path = archive.with_name(f"{name}.pt2")
@@ -274,6 +329,30 @@ HOSTILE: dict[str, Change] = {
     "a function of python": with_target("torch.load"),
     "a library": with_target("torch.ops.load_library.__func__.__call__"),
     "a file": with_target("torch.ops.aten.from_file.default"),
+    **{
+        f"aten.{name}": with_target(f"torch.ops.aten.{name}")
+        for name in (
+            "save.default",
+            "_print.default",
+            "warn.default",
+            "manual_seed.default",
+            "set_.source_Tensor",
+            "set_data.default",
+            "set_grad_enabled.default",
+            "resize_.default",
+            "resize_as_.default",
+            "empty.memory_format",
+            "new_empty.default",
+            "_sparse_csr_tensor_unsafe.default",
+            "sparse_coo_tensor.indices",
+            "_unsafe_index_put.default",
+            "unsafe_split.Tensor",
+            "segment_reduce.default",
+            "max_pool2d_with_indices_backward.default",
+            "_embedding_bag.default",
+            "quantize_per_tensor.default",
+        )
+    },
     "another namespace": with_target("torch.ops.megalith.route.default"),
     "an operator's call": with_target("_operator.methodcaller"),
     "an expression": with_expression("__import__('os').system('true')"),

@@ -122,8 +122,10 @@ def test_infer_is_written_as_tritonclient_writes_it() -> None:
 
 
 def test_infer_response_is_written_as_tritonclient_reads_it() -> None:
-    outputs = {"p": torch.arange(6.0).reshape(2, 3)}
-    response = proto.to_infer_response(outputs, model_name="movies", model_version="3", id="r1")
+    p = torch.arange(6.0).reshape(2, 3)
+    response = proto.ModelInferResponse(model_name="movies", model_version="3", id="r1")
+    response.outputs.add(name="p", datatype=proto.datatype_of(p), shape=p.shape)
+    response.raw_output_contents.append(p.numpy().tobytes())
 
     assert wire(response) == RECORDED["messages"]["inference.ModelInferResponse"]
 

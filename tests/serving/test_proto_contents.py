@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalith.errors import InputError
+from megalith.protowire import Writer
 from megalith.serving import proto
-from megalith.serving.proto.contents import LARGE, cut_contents
+from megalith.serving.proto.contents import LARGE, MAX_FIELDS, cut_contents
 
 
 def request(**inputs: Tensor) -> Any:
@@ -68,6 +69,27 @@ def test_of_two_inputs_with_one_name_the_last_counts() -> None:
 
     assert torch.equal(read(large + small)["item_id"], torch.arange(3))
     assert torch.equal(read(small + large)["item_id"], torch.ones(LARGE, dtype=torch.int64))
+
+
+def test_many_small_fields_are_left_to_protobuf() -> None:
+    large = request(item_id=torch.ones(LARGE, dtype=torch.int64)).SerializeToString()
+    unknown = b"\x78\x01"  # field 15, the number 1
+    assert cut_contents(large + 10 * unknown)[1].keys() == {"item_id"}
+    for hostile in (large + MAX_FIELDS * unknown, MAX_FIELDS * unknown + large, _entry(unknown) + large):
+        assert cut_contents(hostile) == (hostile, {})
+
+
+def _entry(unknown: bytes) -> bytes:
+    """An input whose entry has too many fields."""
+    writer = Writer()
+    writer.raw(2, MAX_FIELDS * unknown)
+    return bytes(writer)
+
+
+def test_signatures_of_small_tensors_are_left_to_protobuf() -> None:
+    data = request(item_id=torch.ones(LARGE, dtype=torch.int64)).SerializeToString()
+    assert cut_contents(data, lambda signature: signature == "hashtable_assign")[1].keys() == {"item_id"}
+    assert cut_contents(data, lambda signature: signature == "lookup") == (data, {})
 
 
 @given(st.binary(max_size=200), st.integers(0, 400), st.integers(0, 255))

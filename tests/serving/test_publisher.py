@@ -22,18 +22,17 @@ from megalith.serving.exported.servable import Servable
 from megalith.serving.sync.publisher import Publisher
 from megalith.serving.sync.subscriber import Subscriber
 from tests.serving.sync_support import (
+    HOUR,
     LIMIT,
     Gate,
-    SyncServer,
+    Replica,
     Trainer,
     assert_equal,
     export_model,
     make_model,
+    publisher_of,
     sync_server,
 )
-
-HOUR = 3600.0
-"""An interval that no test waits for: they call `publish` and `flush`."""
 
 
 @pytest.fixture(scope="module")
@@ -59,45 +58,6 @@ def training(start: Path) -> tuple[Model, Trainer]:
 def stack() -> Iterator[ExitStack]:
     with ExitStack() as stack:
         yield stack
-
-
-class Replica:
-    """A served model, and its server, which may be restarted at its address."""
-
-    def __init__(self, start: Path, stack: ExitStack, **options: Any) -> None:
-        self._start, self._stack, self._options = start, stack, options
-        self.port = 0
-        self.restart()
-
-    def restart(self) -> None:
-        if self.port:
-            self.server.stop()
-        self.servable = Servable(self._start / "export" / "1")
-        self.subscriber = Subscriber(self.servable, **self._options)
-        self.server: SyncServer = self._stack.enter_context(
-            sync_server({"movies": self.subscriber}, self.port)
-        )
-        self.port = self.server.port
-
-    @property
-    def address(self) -> str:
-        return self.server.address
-
-
-def publisher_of(
-    model: Model, replicas: list[Replica] | StaticDiscovery, stack: ExitStack, start: Path, **options: Any
-) -> Publisher:
-    options = {
-        "model_name": "movies",
-        "interval": HOUR,
-        "base": (start / "tip").read_text(),
-        "timeout": 5.0,
-        **options,
-    }
-    targets = replicas
-    if isinstance(targets, list):
-        targets = StaticDiscovery([replica.address for replica in targets])
-    return stack.enter_context(Publisher(model, targets, **options))
 
 
 # ---- what arrives

@@ -16,6 +16,7 @@ from megalith import SGD, EmbeddingCollection, Feature, FirstN, Layout, Mean, Ra
 from megalith.errors import ExportError, InputError, RemoteError, UnknownNameError, UsageError
 from megalith.models import Model
 from megalith.serving.exported.export import export
+from megalith.serving.exported.program import DenseProgram
 from megalith.serving.exported.servable import Servable, read_examples
 from tests.models.support import make
 from tests.serving.exported import MODELS, NUM_IDS, logits_of, request, rows_of, served, trained
@@ -257,6 +258,11 @@ def look(servable: Servable, *ids: int) -> list[float]:
     return servable.lookup("user", torch.tensor(ids))[:, 0].tolist()
 
 
+def all_rows(table: str) -> tuple[Tensor, Tensor]:
+    rows = rows_of(trained(), table)
+    return torch.tensor(list(rows)), torch.stack(list(rows.values()))
+
+
 def test_rows_are_written_over_removed_and_reset(servable: Servable) -> None:
     before = look(servable, 1, 2, 3)
     servable.apply({"user": rows_for(servable, [1, UNKNOWN], 9.0)}, {"user": torch.tensor([2])})
@@ -304,10 +310,68 @@ def test_an_overlay_is_carried_to_another_version(version: Path, tmp_path: Path)
     dense = {name: torch.ones(shape) for name, shape in old.dense_names.items()}
     old.apply({"user": rows_for(old, [1], 9.0)}, {}, dense)
     new = served(trained(), tmp_path)
-    new.adopt(old.overlay, old.dense_weights)
+    new.inherit(old.overlay, dense)
     assert look(new, 1) == [9.0]
     features, _ = request(5)
     assert torch.equal(new.predict(features)["logits"], old.predict(features)["logits"])
+
+
+@pytest.mark.parametrize("hides_base", [False, True])
+def test_what_a_new_version_says_itself_is_not_inherited(
+    version: Path, tmp_path: Path, hides_base: bool
+) -> None:
+    """What it reads is what the old one read, whether the overlay lay over the export or replaced it."""
+    old = Servable(version)
+    if hides_base:
+        old.adopt(old.stage())
+        old.apply({table: all_rows(table) for table in old.signature.tables})
+    old.apply({"user": rows_for(old, [1, 2, UNKNOWN], 9.0)}, {"user": torch.tensor([3, 4, UNKNOWN + 1])})
+    model = make("deepfm")
+    model.load_state_dict(trained().state_dict())
+    model.embeddings.shards.assign({table: all_rows(table) for table in old.signature.tables})
+    model.embeddings.shards.assign({"user": rows_for(old, [1], 9.0)})  # pushed before it was exported
+    model.embeddings.shards.local["user"].remove(torch.tensor([3]))
+    new = served(model, tmp_path, version=2)
+    new.inherit(old.overlay)
+    every = [*range(NUM_IDS), UNKNOWN, UNKNOWN + 1]
+    assert look(new, *every) == look(old, *every)
+    assert sorted(id for ids, *_ in new.overlay.scan("user") for id in ids.tolist()) == [2, 4, UNKNOWN]
+    assert len(new.overlay) == 3
+    new.apply({"user": rows_for(new, [5], 7.0)})
+    assert look(old, 5) != [7.0]
+
+
+def test_rows_and_dense_weights_are_swapped_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With rows and weights of v the logit is 2 v v + v; a request in the middle of a swap sees one v."""
+    model = Wide()
+    servable = served(model, tmp_path)
+
+    def answer() -> float:
+        return float(servable.predict({"f": torch.tensor([1])})["logits"])
+
+    def swap(value: float) -> None:
+        stage = servable.stage()
+        stage.apply({"t": (torch.tensor([1]), torch.full((1, 2), value))})
+        dense = {"deep.weight": torch.full((1, 2), value), "deep.bias": torch.full((1,), value)}
+        servable.adopt(stage, dense)
+
+    exported = answer()
+    swap(2.0)
+    seen: list[float] = []
+    original = DenseProgram.set
+
+    def watched(program: DenseProgram, weights: Any) -> Any:
+        seen.append(answer())
+        copy = original(program, weights)
+        seen.append(answer())
+        return copy
+
+    monkeypatch.setattr(DenseProgram, "set", watched)
+    swap(3.0)
+    assert (seen, answer()) == ([10.0, 10.0], 21.0)
+    seen.clear()
+    servable.reset()
+    assert (seen, answer()) == ([21.0, 21.0], exported)
 
 
 def test_wrong_writes_change_nothing(servable: Servable, tmp_path: Path) -> None:
@@ -407,6 +471,27 @@ def test_wrong_examples_are_refused(tmp_path: Path, text: str) -> None:
 
 
 # ---- entry
+
+
+def test_an_entry_warms_up_without_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its program runs for every example, on rows of zeros."""
+
+    def nobody(ids: dict[str, Tensor]) -> dict[str, Tensor]:
+        raise RemoteError("no part is there yet")
+
+    export(trained("deepfm", 3), tmp_path, name="movies", version=1, num_shards=2)
+    entry = Servable(tmp_path / "entry" / "1", fetch=nobody)
+    sizes: list[int] = []
+    original = DenseProgram.__call__
+
+    def watched(program: DenseProgram, rows: dict[str, Any], dense: Tensor | None) -> Tensor:
+        assert dense is not None
+        sizes.append(dense.shape[0])
+        return original(program, rows, dense)
+
+    monkeypatch.setattr(DenseProgram, "__call__", watched)
+    entry.warm_up()
+    assert sizes == [1, 8]
 
 
 def test_an_entry_needs_a_fetch_and_others_take_none(version: Path, tmp_path: Path) -> None:

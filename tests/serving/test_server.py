@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import re
+import socket
+import threading
 import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -26,6 +30,7 @@ from megalith.serving.proto import (
     to_infer_request,
 )
 from megalith.serving.proto.inference import ModelInferResponse
+from megalith.serving.server.methods import remaining
 from megalith.serving.server.model_server import ModelServer
 from tests.serving.exports import NAMES, NUM_DENSE, Asked, export_model, logits, request_of, rows
 
@@ -344,3 +349,47 @@ def test_a_server_is_started_once(tmp_path: Path) -> None:
     server.stop()
     with pytest.raises(UsageError, match="started once"):
         server.start()
+
+
+@pytest.mark.parametrize("port", ["http_port", "metrics_port"])
+def test_a_second_port_that_is_taken(tmp_path: Path, port: str) -> None:
+    export_model(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports = {"http_port": 0, "metrics_port": 0, port: taken.getsockname()[1]}
+        server = ModelServer(tmp_path, **ports)
+        raised: list[OSError] = []
+
+        def start() -> None:
+            try:
+                server.start()
+            except OSError as error:
+                raised.append(error)
+
+        starting = threading.Thread(target=start, daemon=True)
+        starting.start()
+        starting.join(60)
+        assert [error.errno for error in raised] == [errno.EADDRINUSE]
+
+
+def test_version_0_is_a_version(tmp_path: Path) -> None:
+    for version in (0, 1):
+        export_model(tmp_path, version=version)
+    with ModelServer(tmp_path, keep_versions=2) as server, Asked(server.address) as ask:
+        features, dense = rows(1)
+        inputs = {**features, "dense": dense}
+        asked = [ask.send(request_of(inputs, version=version))[1] for version in (0, 1, None)]
+        assert [spec.version.value for spec in asked] == [0, 1, 1]
+
+
+def test_version_0_is_the_newest_where_there_is_none(ask: Asked) -> None:
+    features, dense = rows(1)
+    newest = ask.send(request_of({**features, "dense": dense}))[1].version.value
+    found = ask.send(request_of({**features, "dense": dense}, version=0))[1].version.value
+    assert found == newest != 0
+
+
+def test_a_call_without_a_deadline_has_none() -> None:
+    def context(seconds: float | None) -> Any:
+        return SimpleNamespace(time_remaining=lambda: seconds)
+
+    assert [remaining(context(each)) for each in (None, 9.2e18, 2.5)] == [None, None, 2.5]

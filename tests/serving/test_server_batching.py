@@ -13,7 +13,7 @@ import grpc
 import pytest
 import torch
 
-from megalith.errors import InputError
+from megalith.errors import InputError, RemoteError
 from megalith.serving.server.batching import Batcher, Batching
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.status import Code, RequestError
@@ -47,7 +47,7 @@ def busy(
     batcher: Batcher[int, int] = Batcher(gate, settings or Batching(), name="test", **options)
     with ThreadPoolExecutor(16) as pool:
 
-        def ask(x: int, rows: int = 1, timeout: float = LIMIT, **more: Any) -> Future[int]:
+        def ask(x: int, rows: int = 1, *, timeout: float = LIMIT, **more: Any) -> Future[int]:
             waiting = batcher.queued_rows
             asked = pool.submit(batcher.submit, x, rows, timeout=timeout, **more)
             while batcher.queued_rows == waiting and not asked.done():
@@ -81,6 +81,14 @@ def test_a_batch_has_at_most_so_many_rows_but_a_request_is_never_cut() -> None:
         assert gate.batches == [[0], [1, 2], [3], [4], [5]]
 
 
+def test_a_batch_takes_at_most_so_many_bytes() -> None:
+    with busy(Batching(max_bytes=100)) as (_, gate, ask):
+        asked = [ask(1, cost=60), ask(2, cost=40), ask(3, cost=1), ask(4, cost=200), ask(5, cost=1)]
+        gate.go.release(5)
+        assert [each.result(LIMIT) for each in asked] == [10, 20, 30, 40, 50]
+        assert gate.batches == [[0], [1, 2], [3], [4], [5]]
+
+
 def test_requests_that_share_a_feature_are_computed_alone() -> None:
     with busy(joins=False) as (_, gate, ask):
         asked = [ask(1), ask(2)]
@@ -106,6 +114,42 @@ def test_a_full_queue_refuses() -> None:
         assert raised.value.code == Code.RESOURCE_EXHAUSTED
         gate.go.release(2)
         assert waiting.result(LIMIT) == 10
+
+
+def test_a_queue_full_of_bytes_refuses() -> None:
+    with busy(Batching(max_queue_bytes=100)) as (_, gate, ask):
+        waiting = ask(1, cost=60)
+        with pytest.raises(RequestError, match="1 rows are waiting"):
+            ask(2, cost=60).result(LIMIT)
+        gate.go.release(2)
+        assert waiting.result(LIMIT) == 10
+
+
+@pytest.mark.parametrize("size", [{"rows": 4}, {"rows": 1, "cost": 101}])
+def test_an_empty_queue_refuses_what_no_queue_has_room_for(size: dict[str, int]) -> None:
+    with (
+        busy(Batching(max_queue_rows=3, max_queue_bytes=100)) as (batcher, _, _),
+        pytest.raises(InputError, match=r"room for 3 rows and 100 bytes"),
+    ):
+        batcher.submit(1, **size, timeout=LIMIT)
+
+
+def test_a_batch_that_cannot_be_counted_fails_and_the_next_is_computed() -> None:
+    counted: list[int] = []
+
+    def count(rows: int) -> None:
+        counted.append(rows)
+        if rows == 2:
+            raise OSError("no metrics")
+
+    with busy(on_batch=count) as (_, gate, ask):
+        gate.go.release(2)
+        bad = ask(1, 2)
+        with pytest.raises(OSError, match="no metrics"):
+            bad.result(LIMIT)
+        good = ask(2, 3)
+        assert good.result(LIMIT) == 20
+        assert counted == [1, 2, 3]
 
 
 def test_a_request_whose_deadline_has_passed_is_not_computed() -> None:
@@ -184,6 +228,69 @@ def test_concurrent_requests_get_their_own_scores(tmp_path: Path) -> None:
             'megalith_request_seconds_count{code="OK",model="movies",signature="serving_default"} 200.0'
             in text
         )
+
+
+def test_a_request_of_many_rows_is_computed_in_pieces(tmp_path: Path) -> None:
+    model = export_model(tmp_path)
+    with ModelServer(tmp_path, batching=Batching(max_rows=4)) as server, Asked(server.address) as ask:
+        features, dense = rows(10)
+        expected = logits(model, features, dense)
+        torch.testing.assert_close(ask({**features, "dense": dense})["logits"], expected)
+        assert 'megalith_batch_rows_bucket{le="4.0",model="movies"} 3.0' in server.metrics.text().decode()
+
+
+def test_a_few_bytes_do_not_make_many_rows(tmp_path: Path) -> None:
+    export_model(tmp_path)
+    with ModelServer(tmp_path) as server, Asked(server.address) as ask:
+        features, dense = rows(1)
+        request = request_of({**features, "dense": dense})
+        for proto in request.inputs.values():
+            proto.ClearField("tensor_content")
+            proto.tensor_shape.dim[0].size = 400_000
+        assert request.ByteSize() < 200
+        with pytest.raises(RemoteError, match=r"400000 rows .* send it in parts") as raised:
+            ask.send(request)
+        assert raised.value.code == "INVALID_ARGUMENT"
+
+
+def test_whatever_one_request_breaks_the_others_are_answered(tmp_path: Path) -> None:
+    export_model(tmp_path)
+    with ModelServer(tmp_path) as server:
+        version = server.models[0].newest
+        assert version is not None
+        compute = version.servable.predict
+
+        def predict(features: Any, dense: Any) -> Any:
+            if (dense == 7.0).any():
+                raise MemoryError("too much")
+            return compute(features, dense)
+
+        version.servable.predict = predict  # type: ignore[method-assign]
+        features, dense = rows(1)
+        good, bad = (version.reader.read({**features, "dense": each}) for each in (dense, dense * 0 + 7))
+        before, failed, after = version._compute([good, bad, good])
+        assert isinstance(failed, MemoryError)
+        assert not isinstance(before, Exception)
+        assert not isinstance(after, Exception)
+
+
+def test_a_part_that_does_not_answer_is_not_asked_again_for_each_request(tmp_path: Path) -> None:
+    export_model(tmp_path)
+    with ModelServer(tmp_path) as server:
+        version = server.models[0].newest
+        assert version is not None
+        calls: list[int] = []
+
+        def predict(features: Any, dense: Any) -> Any:
+            calls.append(len(dense))
+            raise RemoteError("movies:ps_0 does not answer", code="UNAVAILABLE")
+
+        version.servable.predict = predict  # type: ignore[method-assign]
+        features, dense = rows(1)
+        one = version.reader.read({**features, "dense": dense})
+        results = version._compute([one, one])
+        assert [type(result) for result in results] == [RemoteError, RemoteError]
+        assert calls == [2]
 
 
 class Held:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from megalith.cli.main import app
 from megalith.cli.serve import export_newest
 from megalith.models import Model
 from megalith.serving.discovery import FileDiscovery
+from megalith.serving.server.model_server import ModelServer
 from megalith.training.model import load_trained
 from tests.serving.exports import Asked, export_model, logits, request_of, rows
 
@@ -130,3 +132,17 @@ def test_what_cannot_be_served_is_said_in_a_line(
     assert ended.exit_code == 1
     assert message in ended.stderr
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_signal_ends_a_start_that_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    export_model(tmp_path)
+    ended: list[str] = []
+
+    def opens(server: ModelServer, directory: Path) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+        ended.append("it went on")
+
+    monkeypatch.setattr(ModelServer, "_open", opens)
+    result = CliRunner().invoke(app, ["serve", str(tmp_path), "--port", "0"])
+    assert (result.exit_code, ended) == (0, [])
+    assert "shutting down" in result.stdout

@@ -130,6 +130,46 @@ def test_no_request_takes_more_than_it_may() -> None:
         reader.read_infer(to_infer_request(inputs, model_name="movies"))
 
 
+def test_no_request_gathers_more_than_it_may() -> None:
+    """TensorFlow fills typed values up with the last, so a few bytes may ask for any number of rows."""
+    tables = {name: TableSpec((8,), (1.0,), Routing("roundrobin", 1)) for name in NAMES}
+    signature = replace(SIGNATURE, tables=tables)
+    inputs: Inputs = {name: torch.zeros(10, dtype=torch.int64) for name in NAMES}
+    inputs["dense"] = torch.zeros(10, 1)
+    plain = request_of(inputs).inputs
+    with pytest.raises(InputError, match="take 680 bytes, more than the 679"):
+        InputReader(signature, max_bytes=679).read_protos(plain)
+    assert InputReader(signature, max_bytes=680).read_protos(plain).plain is not None
+
+    filled = request_of({"user": torch.zeros(1, 30, dtype=torch.int64), "dense": torch.zeros(1, 1)}).inputs
+    filled["user"].ClearField("tensor_content")
+    filled["user"].int64_val.append(7)
+    with pytest.raises(InputError, match="take 964 bytes"):
+        InputReader(signature, max_bytes=680).read_protos(filled)
+
+
+@given(requests(), st.sampled_from(["tensors", "protos"]), st.integers(1, 3))
+def test_the_pieces_of_a_request_are_it(made: tuple, how: str, size: int) -> None:  # type: ignore[type-arg]
+    rows = read(made[0], how)
+    pieces = READER.pieces(rows, size)
+    assert all(piece.count <= size for piece in pieces)
+    assert sum(map(READER.cost, pieces)) == READER.cost(rows)
+    (whole, dense), (joined, same) = READER.join([rows]), READER.join(pieces)
+    assert dense is not None
+    assert same is not None
+    assert torch.equal(dense, same)
+    for name in NAMES:
+        one, other = whole[name], joined[name]
+        if isinstance(one, Tensor) and isinstance(other, Tensor):
+            assert torch.equal(one, other)
+        else:
+            assert isinstance(one, Ragged)
+            assert isinstance(other, Ragged)
+            assert one.to_lists() == other.to_lists()
+            assert (one.weights is None) == (other.weights is None)
+            assert one.weights is None or torch.equal(one.weights, other.weights)
+
+
 def test_strings_are_padded_with_empty_ones() -> None:
     words = np.array([[b"a", b""], [b"", b""]], dtype=object)
     given_: Inputs = {"user": torch.tensor([1, 2]), "tags": words, "dense": torch.ones(2, 1)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ import torch
 
 from megalith import hash_strings
 from megalith.models import Model
+from megalith.serving.server.http import MAX_CONNECTIONS
+from megalith.serving.server.infer_json import HEADER_LENGTH
 from megalith.serving.server.model_server import ModelServer
-from megalith.serving.server.rest import HEADER_LENGTH, MAX_CONNECTIONS
 from tests.serving.exports import NAMES, export_model, logits, rows
 
 FEATURES, DENSE = rows(2)
@@ -200,18 +202,71 @@ def test_connections_are_bounded(made: Made) -> None:
     try:
         for _ in range(MAX_CONNECTIONS + 8):
             idle.append(socket.create_connection((host, int(port)), timeout=20))
-        idle[-1].sendall(b"GET /v2 HTTP/1.1\r\nHost: x\r\n\r\n")
-        with pytest.raises((ConnectionError, AssertionError)):
-            assert idle[-1].recv(1) != b""
+        assert idle[-1].recv(100).startswith(b"HTTP/1.1 503 ")
     finally:
         for sock in idle:
             sock.close()
-    for _ in range(1000):  # their threads end a little after them
+    wait_for_places(made[1])
+
+
+def wait_for_places(server: ModelServer) -> None:
+    """Until connections are taken again: their threads end a little after them."""
+    for _ in range(1000):
         try:
-            assert Rest(made[1])("GET", "/v2")[0] == 200
-            break
-        except (ConnectionError, http.client.HTTPException):
+            Rest(server)("GET", "/v2")
+            return
+        except (ConnectionError, http.client.HTTPException, ValueError):
             continue
+    raise AssertionError("no places came back")
+
+
+def test_a_place_is_given_back_if_there_is_no_thread_for_it(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    host, _, port = str(made[1].http_address).partition(":")
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuses)
+        for _ in range(MAX_CONNECTIONS + 1):
+            with socket.create_connection((host, int(port)), timeout=20) as sock:
+                assert sock.recv(100) == b""
+    assert Rest(made[1])("GET", "/v2")[0] == 200
+
+
+def test_a_request_must_arrive_within_its_time(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megalith.serving.server.http.REQUEST_SECONDS", 0.1)
+    host, _, port = str(made[1].http_address).partition(":")
+    with socket.create_connection((host, int(port)), timeout=20) as sock:
+        sock.sendall(b"POST /v2/models/movies/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{")
+        assert sock.recv(100) == b""
+
+
+def test_json_is_short(rest: Rest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megalith.serving.server.infer_json.MAX_JSON_BYTES", 100)
+    status, answer, _ = rest.infer({"inputs": inputs()})
+    assert (status, "send tensors as bytes" in answer["error"]) == (413, True)
+
+
+def test_a_request_may_say_how_long_it_waits(rest: Rest) -> None:
+    assert rest.infer({"inputs": inputs(), "parameters": {"timeout": 20_000_000}})[0] == 200
+    assert rest.infer({"inputs": inputs(), "parameters": {"timeout": 0}})[0] == 504
+    for wrong in (-1, 1.5, "1", True):
+        assert rest.infer({"inputs": inputs(), "parameters": {"timeout": wrong}})[0] == 400
+
+
+def test_text_that_cannot_be_encoded(rest: Rest) -> None:
+    user = {"name": "user", "datatype": "BYTES", "shape": [2], "data": ["a", "\ud800"]}
+    status, answer, _ = rest.infer({"inputs": [user, *inputs()[1:]]})
+    assert (status, "input 'user'" in answer["error"]) == (400, True)
+
+
+def test_a_path_that_is_none(made: Made) -> None:
+    host, _, port = str(made[1].http_address).partition(":")
+    with socket.create_connection((host, int(port)), timeout=20) as sock:
+        sock.sendall(b"GET http://[v2 HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert sock.recv(100).startswith(b"HTTP/1.1 400 ")
 
 
 def test_nothing_is_written_over_rest(tmp_path: Path) -> None:

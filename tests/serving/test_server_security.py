@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
@@ -16,10 +20,12 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from megalith.errors import InputError, RemoteError, UsageError
 from megalith.serving.client.channels import Credentials
+from megalith.serving.discovery.addresses import is_loopback
 from megalith.serving.proto import GetModelStatusRequest
 from megalith.serving.server.health import MAX_STREAMS
 from megalith.serving.server.model_server import ModelServer
-from megalith.serving.server.security import Security, is_loopback, read_token
+from megalith.serving.server.security import Security, read_token
+from megalith.serving.server.served import MAX_WRITERS
 from tests.serving.certificates import Certificates, make_certificates
 from tests.serving.exports import Asked, export_model, rows
 
@@ -91,6 +97,48 @@ def test_rest_asks_for_it_too(guarded: ModelServer) -> None:
     assert urllib.request.urlopen(request, timeout=5).status == 200
 
 
+def test_rest_asks_for_it_before_it_reads_a_body(guarded: ModelServer) -> None:
+    host, _, port = str(guarded.http_address).partition(":")
+    with socket.create_connection((host, int(port)), timeout=20) as sock:
+        sock.sendall(b"POST /v2/models/movies/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n")
+        assert sock.recv(100).startswith(b"HTTP/1.1 401 ")
+
+
+@contextmanager
+def silent(server: ModelServer, method: str, count: int = 1) -> Iterator[list[grpc.Future]]:
+    """Calls that send their headers and then nothing."""
+    end = threading.Event()
+
+    def nothing() -> Iterator[bytes]:
+        end.wait()
+        yield from ()
+
+    with grpc.insecure_channel(server.address) as channel:
+        call = channel.stream_unary(method)
+        try:
+            yield [call.future(nothing(), timeout=20) for _ in range(count)]
+        finally:
+            end.set()
+
+
+def test_who_shows_none_is_refused_before_anything_is_read(guarded: ModelServer) -> None:
+    with silent(guarded, "/tensorflow.serving.PredictionService/Predict", 200) as calls:
+        assert {call.code() for call in calls} == {grpc.StatusCode.UNAUTHENTICATED}
+
+
+@pytest.mark.parametrize("method", ["Check", "Watch"])
+def test_health_does_not_wait_for_ever_either(
+    guarded: ModelServer, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr("megalith.serving.server.health.READ_SECONDS", 0.05)
+    with silent(guarded, f"/grpc.health.v1.Health/{method}", 200) as calls:
+        codes = {call.code() for call in calls}
+        assert codes == {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED}
+    with grpc.insecure_channel(guarded.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        assert health.Check(health_pb2.HealthCheckRequest(), timeout=20).status == 1
+
+
 @pytest.mark.parametrize(
     "shown",
     [None, "", "Bearer", "Bearer ", f"Basic {TOKEN}", TOKEN, f"Bearer  {TOKEN} x", "Bearer \udcff", b"\xff"],
@@ -118,7 +166,9 @@ def test_a_token_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
 
 def test_tls(exported: Path, certificates: Certificates) -> None:
     security = Security(certificate=certificates.server, key=certificates.server_key)
-    with ModelServer(exported, host="localhost", http_port=0, security=security) as server:
+    with ModelServer(
+        exported, host="localhost", http_port=0, metrics_host="localhost", metrics_port=0, security=security
+    ) as server:
         trusting = Credentials.from_files(root_certificates=certificates.authority)
         with Asked(server.address, credentials=trusting) as ask:
             assert ask(INPUTS)["logits"].shape == (2,)
@@ -129,6 +179,9 @@ def test_tls(exported: Path, certificates: Certificates) -> None:
         assert urllib.request.urlopen(url, timeout=5, context=context).status == 200
         with pytest.raises(urllib.error.URLError):
             urllib.request.urlopen(url, timeout=5)
+        metrics = f"https://{server.metrics_address}/metrics"
+        text = urllib.request.urlopen(metrics, timeout=5, context=context).read()
+        assert b"megalith_request_seconds" in text
 
 
 def test_clients_show_certificates_where_asked(exported: Path, certificates: Certificates) -> None:
@@ -197,6 +250,23 @@ def test_a_write_shows_at_once(exported: Path) -> None:
         with pytest.raises(RemoteError) as raised:
             ask({"user_id": ids, "user_value": torch.full((1, 4), 2.0)}, signature="hashtable_assign")
         assert raised.value.code == "INVALID_ARGUMENT"
+
+
+def test_writes_wait_for_one_another(exported: Path) -> None:
+    with ModelServer(exported, allow_writes=True) as server, Asked(server.address) as ask:
+        (model,) = server.models
+        for _ in range(MAX_WRITERS):
+            assert model.writers.acquire(blocking=False)
+        with pytest.raises(RemoteError) as raised:
+            ask(PUSH, signature="hashtable_assign", timeout=0.2)
+        assert raised.value.code == "DEADLINE_EXCEEDED"
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(ask, PUSH, signature="hashtable_assign")
+            while not server._dispatcher._running:
+                pass
+            for _ in range(MAX_WRITERS):
+                model.writers.release()
+            assert waiting.result(20)["user_result"].tolist() == [1]
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org"])

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ import torch
 from megalith.errors import RemoteError, UsageError
 from megalith.serving.discovery import FileDiscovery, StaticDiscovery
 from megalith.serving.proto import GetModelStatusRequest
+from megalith.serving.server import repository
 from megalith.serving.server.model_server import ModelServer
 from tests.serving.exports import Asked, export_model, logits, request_of, rows
 
@@ -148,6 +152,85 @@ def test_going_back_is_deleting_the_newest_version(tmp_path: Path) -> None:
         assert version_of(ask) == 1, "the last version stays, whatever happens to its directory"
 
 
+def test_going_back_takes_what_is_pushed_along(tmp_path: Path) -> None:
+    for version in (1, 2):
+        export_model(tmp_path, version=version)
+    ids, row = torch.tensor([7]), torch.full((1, 5), 3.0)
+    with (
+        ModelServer(tmp_path, poll_seconds=3600, allow_writes=True) as server,
+        Asked(server.address) as ask,
+    ):
+        ask({"user_id": ids, "user_value": torch.ones(1, 5)}, signature="hashtable_assign")
+        shutil.rmtree(tmp_path / "2")
+        server.refresh()
+        result = ask({"user_id": ids, "user_value": row}, signature="hashtable_assign")
+        assert result["user_result"].tolist() == [1]
+        assert version_of(ask) == 1
+        assert torch.equal(ask({"user_id": ids}, signature="lookup")["user_value"], row)
+
+
+def test_a_version_in_use_holds_up_no_other_model(tmp_path: Path) -> None:
+    for name in ("films", "songs"):
+        export_model(tmp_path / name, name=name)
+    with ModelServer(tmp_path, poll_seconds=3600) as server, Asked(server.address) as ask:
+        films = server.models[0]
+        with films.version(1):
+            for name in ("films", "songs"):
+                export_model(tmp_path / name, name=name, version=2)
+            server.refresh()
+            assert [version_of(ask, model=name) for name in ("films", "songs")] == [2, 2]
+            assert statuses(ask, "films") == {2: (30, ""), 1: (40, "")}
+        assert statuses(ask, "films") == {2: (30, ""), 1: (50, "")}
+
+
+def test_a_version_that_could_not_be_opened_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export_model(tmp_path, version=1)
+    with ModelServer(tmp_path, poll_seconds=3600) as server, Asked(server.address) as ask:
+        export_model(tmp_path, version=2)
+        opens, failures = server._repository._opens, [OSError("too many open files")] * 2
+
+        def fails(directory: Path) -> Any:
+            if failures:
+                raise failures.pop()
+            return opens(directory)
+
+        monkeypatch.setattr(server._repository, "_opens", fails)
+        server.refresh()
+        server.refresh()
+        assert len(failures) == 1, "not at once"
+        now = time.monotonic() + repository.RETRY_SECONDS
+        monkeypatch.setattr(repository, "time", SimpleNamespace(monotonic=lambda: now))
+        server.refresh()
+        server.refresh()
+        assert (len(failures), version_of(ask)) == (0, 1)
+        now += 2 * repository.RETRY_SECONDS
+        server.refresh()
+        assert version_of(ask) == 2
+        assert 'megalith_failed_versions_total{model="movies"} 1.0' in server.metrics.text().decode()
+
+
+def test_a_version_that_is_mended_in_its_place_is_served(tmp_path: Path) -> None:
+    export_model(tmp_path, version=1)
+    export_model(tmp_path, version=2)
+    signature = tmp_path / "2" / "signature.json"
+    text = signature.read_text()
+    signature.write_text(text[:-10])
+    with ModelServer(tmp_path, poll_seconds=3600) as server, Asked(server.address) as ask:
+        assert version_of(ask) == 1
+        signature.write_text(text)
+        server.refresh()
+        assert version_of(ask) == 2
+
+
+def test_versions_are_int64_and_as_many_as_there_are(tmp_path: Path) -> None:
+    for number in (*range(1100), 2**63 - 1, 2**63, 10**30):
+        (tmp_path / str(number)).mkdir()
+    (tmp_path / "007").mkdir()
+    assert sorted(repository.versions_of(tmp_path)) == [*range(1100), 2**63 - 1]
+
+
 def test_a_directory_of_models(tmp_path: Path) -> None:
     for name, seed in (("films", 1), ("books", 2)):
         export_model(tmp_path / f"any-{name}", name=name, seed=seed)
@@ -190,14 +273,25 @@ def test_parts_of_a_model_in_one_server(tmp_path: Path) -> None:
                 torch.testing.assert_close(outputs["logits"], logits(model, FEATURES, DENSE))
             with pytest.raises(RemoteError, match="holds rows: ask it with signature 'lookup'"):
                 ask(INPUTS, model="movies:ps_0")
-            even, odd = (
-                ask({"user_id": torch.tensor([2, 3])}, model=f"movies:ps_{shard}", signature="lookup")[
-                    "user_value"
-                ]
-                for shard in (0, 1)
-            )
-            assert torch.equal(even + odd, model.embeddings.shards.local["user"].lookup(torch.tensor([2, 3])))
+            for shard, ids in enumerate((torch.tensor([2, 4]), torch.tensor([3, 5]))):
+                part: Any = {"model": f"movies:ps_{shard}", "signature": "lookup"}
+                rows = ask({"user_id": ids}, **part)["user_value"]
+                assert torch.equal(rows, model.embeddings.shards.local["user"].lookup(ids))
+                with pytest.raises(RemoteError, match="belongs to another part"):
+                    ask({"user_id": ids + 1}, **part)
     assert not discovery.replicas("movies:entry")
+
+
+def test_the_hit_rate_of_an_entry(tmp_path: Path) -> None:
+    export_model(tmp_path, num_shards=2)
+    with (
+        ModelServer(tmp_path, discovery=StaticDiscovery({}), fetch_deadline_ms=20_000) as server,
+        Asked(server.address) as ask,
+    ):
+        ask({**INPUTS, "user": torch.tensor([1, 2, 3, 10**9])}, model="movies:entry")
+        text = server.metrics.text().decode()
+        assert 'megalith_ids_looked_up_total{model="movies:entry",version="1"} 12.0' in text
+        assert 'megalith_ids_missing_total{model="movies:entry",version="1"} 1.0' in text
 
 
 def test_discovery_hears_of_models_and_of_the_end(tmp_path: Path) -> None:

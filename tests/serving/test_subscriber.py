@@ -174,6 +174,21 @@ def test_dense_weights_of_several_messages_change_together(served: Servable) -> 
     assert torch.equal(served.dense_weights[b], torch.ones_like(before[b]))
 
 
+def test_dense_weights_of_one_publisher_do_not_change_with_the_interval_of_another(served: Servable) -> None:
+    subscriber = Subscriber(served)
+    for index in (0, 1):
+        begin(subscriber, index=index, count=2)
+    before = served.dense_weights
+    a = next(iter(before))
+
+    push(subscriber, {f"dense:{a}": torch.ones_like(before[a])}, 2, count=2)
+    push(subscriber, {}, 2, index=1, count=2, complete=1.0)
+    assert torch.equal(served.dense_weights[a], before[a])
+    push(subscriber, {}, 3, count=2, complete=1.0)
+
+    assert torch.equal(served.dense_weights[a], torch.ones_like(before[a]))
+
+
 def test_staleness_is_known_once_all_publishers_have_completed(served: Servable) -> None:
     subscriber = Subscriber(served)
     for index in (0, 1):
@@ -186,6 +201,18 @@ def test_staleness_is_known_once_all_publishers_have_completed(served: Servable)
     age = subscriber.staleness()
     assert age is not None
     assert age > 1e9  # since second 5 of 1970, not 7
+
+
+def test_staleness_is_told_while_a_message_is_applied(served: Servable) -> None:
+    subscriber = Subscriber(served)
+    begin(subscriber)
+    push(subscriber, {}, 2, complete=5.0)
+    told: list[float | None] = []
+    asking = threading.Thread(target=lambda: told.append(subscriber.staleness()), daemon=True)
+    with subscriber._lock:
+        asking.start()
+        asking.join(LIMIT)
+        assert len(told) == 1
 
 
 # ---- positions and bases
@@ -420,6 +447,21 @@ def test_without_a_checkpoint_a_reload_does_nothing(served: Servable) -> None:
     assert reload(Subscriber(served)).base == "one"
 
 
+def test_a_reload_that_comes_late_undoes_nothing(run: tuple[Model, Trainer, Path]) -> None:
+    model, trainer, folder = run
+    (servable,) = export_model(model, folder / "late", base="one")
+    trainer.step()
+    checkpoint.save(model, folder / "checkpoint")
+    subscriber = Subscriber(servable, checkpoint=folder / "checkpoint")
+    begin(subscriber, sequence=2)
+    push(subscriber, user(1, value=7.0), 3)
+
+    subscriber.handle("sync_reload", {}, stamp(1))
+
+    assert first(servable, 1) == 7.0
+    assert subscriber.counters.reloads == 0
+
+
 # ---- versions
 
 
@@ -486,6 +528,44 @@ def test_rows_of_other_tables_are_not_carried(served: Servable, tmp_path: Path) 
     subscriber.move_to(other)
 
     assert Position.read(subscriber.handle("sync_position", {}, stamp())).session == ""
+
+
+@pytest.mark.parametrize("step", [1, -1])
+def test_an_older_version_starts_from_its_own_rows(
+    exported: tuple[Model, Path], served: Servable, step: int
+) -> None:
+    """Also one that was followed before, in whose rows that session's are still to be found."""
+    newer = Servable(exported[1] / "2")
+    subscriber = Subscriber(served)
+    begin(subscriber)
+    push(subscriber, user(1, value=1.0), 2)
+    own = first(newer, 1)
+    subscriber.move_to(newer)
+    if step < 0:
+        begin(subscriber, "two", session=OTHER)  # nothing is pushed when it goes back
+    else:
+        push(subscriber, user(2, value=2.0), 3)
+
+    subscriber.move_to(served)
+
+    assert first(served, 1) == own
+    assert Position.read(subscriber.handle("sync_position", {}, stamp())).session == ""
+    subscriber.close()
+
+
+def test_a_version_with_other_parts_starts_over(tmp_path: Path) -> None:
+    """Its publisher would otherwise go on with the ids of the part that it knew."""
+    model = make_model()
+    two = export_model(model, tmp_path, base="one", num_shards=2)
+    three = export_model(model, tmp_path, base="two", num_shards=3, version=2)
+    subscriber = Subscriber(two[1])
+    begin(subscriber)
+    push(subscriber, user(6, value=1.0), 2)
+
+    subscriber.move_to(three[1])
+
+    with pytest.raises(SequenceError):
+        push(subscriber, user(6, value=2.0), 3)
 
 
 # ---- parts

@@ -12,7 +12,7 @@ import torch
 
 from megalith import checkpoint
 from megalith.models import Model
-from megalith.serving.client.channels import open_channel
+from megalith.serving.client.channels import Connection
 from megalith.serving.proto import from_tensor_protos
 from megalith.serving.sync.messages import encode_request
 from tests.serving.sync_processes import LIMIT, Process, serve, train
@@ -65,7 +65,7 @@ def stack() -> Iterator[ExitStack]:
 
 
 def ask(address: str, signature: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    with open_channel(address) as connection:
+    with Connection(address) as connection:
         answer = connection.predict(encode_request("movies", signature, inputs), timeout=LIMIT)
     return from_tensor_protos(answer.outputs)  # type: ignore[return-value]
 

@@ -189,9 +189,24 @@ def test_a_full_backlog_says_so_and_the_first_ids_do_not_count() -> None:
     backlog = Backlog(3)
     backlog.begin(ids(*range(10)), ONE)
 
-    assert backlog.add(ids(1, 11, 12, 13), TWO)
+    assert backlog.add(ids(11, 12), TWO)
     assert backlog.add(ids(11, 12, 13), TWO)
     assert not backlog.add(ids(14), THREE)
+
+
+def test_the_first_ids_go_before_those_that_changed_while_they_were_looked_for() -> None:
+    first, second = Interval(1, 1.0), Interval(2, 2.0)
+    backlog = Backlog(2)
+    backlog.begin({}, first)
+    assert backlog.add({"user": torch.tensor([2])}, second)
+
+    backlog.begin({"user": torch.tensor([1, 2, 3])}, first)
+
+    assert len(backlog) == 4
+    assert plain(*backlog.take(100, {"user": 1})[:1]) == {"user": [1, 2, 3]}
+    ids, complete = backlog.take(100, {"user": 1})
+    assert (plain(ids), complete) == ({"user": [2]}, second)
+    assert not backlog.waits
 
 
 def test_ids_that_do_not_concern_the_target_are_left_out() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
@@ -17,9 +17,12 @@ from megalith.errors import InputError
 from megalith.models import Model
 from megalith.serving.exported.servable import Servable
 from megalith.serving.server.model_server import ModelServer
+from megalith.serving.server.security import Security, read_token
 from megalith.training import Run, RunConfig, Watcher, load_trained
 from megalith.training.exporting import export_run
+from megalith.training.publishing import Pushed
 from tests.distributed.ranks import run_ranks
+from tests.serving.certificates import make_certificates
 from tests.serving.zookeeper import free_port
 
 
@@ -68,7 +71,7 @@ class Told(Watcher):
     def __init__(self, run: Run, stack: ExitStack, port: int = 0) -> None:
         self._run, self._stack, self._port = run, stack, port
         self.server: ModelServer | None = None
-        self.lags: list[str] = []
+        self.told: Pushed | None = None
 
     def batch(self, step: int, samples: int, loss: float) -> None:
         if step % 10 == 5 and self.server is None:
@@ -78,8 +81,8 @@ class Told(Watcher):
                 ModelServer(exports, port=self._port, allow_writes=True, checkpoint=self._run.directory)
             )
 
-    def lagging(self, targets: Sequence[str]) -> None:
-        self.lags += targets
+    def pushed(self, pushed: Pushed) -> None:
+        self.told = pushed
 
 
 def test_a_server_of_the_first_checkpoint_ends_with_everything_that_was_trained(
@@ -92,7 +95,10 @@ def test_a_server_of_the_first_checkpoint_ends_with_everything_that_was_trained(
     run.train(told)
 
     assert told.server is not None
-    assert told.lags == []
+    assert told.told is not None
+    assert told.told.lagging == ()
+    assert told.told.servers == 1
+    assert told.told.rows >= sum(run.rows().values())
     assert_served(told.server, run.model)
 
 
@@ -128,8 +134,10 @@ def test_a_server_that_is_not_there_is_named_at_the_end(
         told = Told(run, stack)
         run.train(told)
 
-    (text,) = told.lags
-    assert text.startswith("clicks at 127.0.0.1:9: ")
+    assert told.told is not None
+    assert (told.told.rows, told.told.servers) == (0, 0)
+    (text,) = told.told.lagging
+    assert text.startswith("clicks at 127.0.0.1:9: UNAVAILABLE")
 
 
 @pytest.mark.parametrize("publish", ["nowhere", "static:", "zk:"])
@@ -147,7 +155,8 @@ def resume_on_ranks(run: Path, url: str) -> int:
     told = Told(resumed, ExitStack())
     told.server = cast(ModelServer, True)  # it runs elsewhere
     resumed.train(told)
-    assert told.lags == []
+    assert told.told is not None
+    assert (told.told.lagging, told.told.servers) == ((), 1)
     return len(resumed.model.embeddings.shards.local["user"])
 
 
@@ -171,19 +180,62 @@ def test_ranks_push_each_its_own_rows_wherever_they_are_served(
         assert_part(servable, trained)
 
 
+def told_by_command(folder: Path, *flags: str) -> str:
+    config = folder / "run.toml"
+    config.write_text('[data]\nkind = "teacher"\nbatch_size = 32\n[data.options]\nnum_batches = 4\n')
+    train = ["train", "--config", str(config), "--run", str(folder / "run")]
+    result = CliRunner().invoke(
+        app, [*train, "--publish-interval", "0.5", "--model-name", "clicks", *flags], terminal_width=200
+    )
+    assert result.exit_code == 0, result.output
+    return " ".join(result.output.split())
+
+
 def test_the_command_says_which_servers_lag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megalith.training.publishing.FINISH_SECONDS", 0.2)
-    config = tmp_path / "run.toml"
-    config.write_text('[data]\nkind = "teacher"\nbatch_size = 32\n[data.options]\nnum_batches = 4\n')
 
-    result = CliRunner().invoke(
-        app,
-        [
-            "train",
-            *("--config", str(config), "--run", str(tmp_path / "run")),
-            *("--publish", "static:127.0.0.1:9", "--publish-interval", "0.5", "--model-name", "clicks"),
-        ],
+    said = told_by_command(tmp_path, "--publish", "static:127.0.0.1:9")
+
+    assert "pushed 0 rows to 0 servers" in said
+    assert said.count("not everything was pushed: clicks at 127.0.0.1:9") == 1
+
+
+def test_the_command_says_that_discovery_names_no_server(tmp_path: Path) -> None:
+    url = f"file:{tmp_path / 'servers.json'}"
+
+    assert f"nothing was pushed: {url} names no server" in told_by_command(tmp_path, "--publish", url)
+
+
+def test_pushes_travel_by_tls_and_show_a_token(tmp_path: Path, stack: ExitStack) -> None:
+    """And a run that shows another one, or none, changes nothing."""
+    certificates = make_certificates(tmp_path)
+    (tmp_path / "token").write_text("correct-horse\n")
+    (tmp_path / "wrong").write_text("battery-staple\n")
+    Run(config_of(train_max_steps=2), tmp_path / "run").train()
+    export_run(tmp_path / "run", tmp_path / "exports", name="clicks")
+    security = Security(
+        certificate=certificates.server, key=certificates.server_key, token=read_token(tmp_path / "token")
     )
+    server = stack.enter_context(ModelServer(tmp_path / "exports", allow_writes=True, security=security))
+    address = f"localhost:{server.address.rpartition(':')[2]}"
+    changes = {"publish": f"static:{address}", "publish_ca_file": str(certificates.authority)}
 
-    assert result.exit_code == 0, result.output
-    assert "not everything was pushed: clicks at 127.0.0.1:9" in " ".join(result.output.split())
+    def go_on(steps: int, token: str) -> tuple[Run, Pushed]:
+        files = {"publish_token_file": str(tmp_path / token)}
+        run = Run.resume(tmp_path / "run", {**changes, **files, "max_steps": steps})
+        told = Told(run, stack)
+        told.server = server
+        run.train(told)
+        assert told.told is not None
+        return run, told.told
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megalith.training.publishing.FINISH_SECONDS", 0.5)
+        refused, told = go_on(4, "wrong")
+    assert [text.partition(": ")[0] for text in told.lagging] == [f"clicks at {address}"]
+    with pytest.raises(AssertionError):
+        assert_served(server, refused.model)
+
+    run, told = go_on(6, "token")
+    assert (told.lagging, told.servers) == ((), 1)
+    assert_served(server, run.model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -72,7 +72,9 @@ def serve(
     max_queue_rows: Annotated[int, typer.Option(min=1, help="Rows that may wait.")] = 16384,
     workers: Annotated[int, typer.Option(min=1, help="Threads that compute, for each model.")] = 1,
     max_concurrent: Annotated[int, typer.Option(min=1, help="Requests under way at once.")] = 128,
-    keep_versions: Annotated[int, typer.Option(min=1, help="Newest versions that answer.")] = 1,
+    keep_versions: Annotated[
+        int | None, typer.Option(min=1, help="Newest versions that answer; 2 for ps parts, else 1.")
+    ] = None,
     drain_seconds: Annotated[
         float, typer.Option(min=0, help="How long requests under way may take at the end.")
     ] = 30.0,
@@ -108,7 +110,7 @@ def serve(
             return
         if models != directory and checkpoint is None:
             checkpoint = directory
-        with ModelServer(
+        server = ModelServer(
             models,
             host=host,
             port=port,
@@ -128,16 +130,40 @@ def serve(
             keep_versions=keep_versions,
             drain_seconds=drain_seconds,
             max_concurrent=max_concurrent,
-        ) as server:
-            _say(server)
-            stop.wait()
+        )
+        try:
+            if stop.until(server.start):
+                _say(server)
+                stop.wait()
             console().print("shutting down", markup=False)
+        finally:
+            server.stop()
+
+
+class _Stop(threading.Event):
+    """Set by the first signal to end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.interrupts = False
+
+    def until(self, work: Callable[[], object]) -> bool:
+        """Does some work, which a signal ends: it may take long and asks no event. Whether none came."""
+        try:
+            self.interrupts = True
+            if not self.is_set():
+                work()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            self.interrupts = False
+        return not self.is_set()
 
 
 @contextmanager
-def _signalled() -> Iterator[threading.Event]:
+def _signalled() -> Iterator[_Stop]:
     """An event that SIGTERM and SIGINT set; a second signal does what it does without us."""
-    stop = threading.Event()
+    stop = _Stop()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def restore() -> None:
@@ -147,6 +173,8 @@ def _signalled() -> Iterator[threading.Event]:
     def on_signal(number: int, frame: Any) -> None:
         stop.set()
         restore()
+        if stop.interrupts:
+            raise KeyboardInterrupt
 
     for number in before:
         signal.signal(number, on_signal)

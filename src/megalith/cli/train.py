@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
@@ -34,6 +34,7 @@ from megalith.errors import InputError
 from megalith.report import write_report
 from megalith.training import Evaluation, Run, RunConfig, TrainConfig, Watcher
 from megalith.training.model import CHECKPOINT, config_of
+from megalith.training.publishing import Pushed
 
 INTERRUPTED = 130
 
@@ -321,10 +322,16 @@ class _Bar(Watcher):
             self._progress.remove_task(self._save)
         self._save = None
 
-    def lagging(self, targets: Sequence[str]) -> None:
-        """At the end, of servers that did not get everything."""
-        for target in targets:
-            self._progress.console.print(f"not everything was pushed: {target}", markup=False)
+    def pushed(self, pushed: Pushed) -> None:
+        """At the end, what servers got, and who did not get everything."""
+        servers = "1 server" if pushed.servers == 1 else f"{pushed.servers:,} servers"
+        lines = [f"pushed {pushed.rows:,} rows to {servers}"]
+        if not pushed.servers and not pushed.lagging:
+            lines = [f"nothing was pushed: {self._run.config.train.publish} names no server of this model"]
+        for target in pushed.lagging:
+            lines.append(f"not everything was pushed: {target}")
+        for line in lines:
+            self._progress.console.print(line, markup=False)
 
 
 def _summary(run: Run, rows: int, result: Evaluation | None, page: Path) -> Table:

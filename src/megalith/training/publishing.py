@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time as clock
 import uuid
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -19,6 +20,17 @@ from megalith.training.ranks import RunRanks
 FINISH_SECONDS = 30.0
 """How long a run waits at its end for servers to get everything."""
 _ROUND_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What a run has pushed, on all ranks together."""
+
+    rows: int
+    """Rows that servers acknowledged; one that changed twice counts twice, and so for each server."""
+    servers: int
+    lagging: tuple[str, ...]
+    """Servers that did not get everything in time, each in a sentence."""
 
 
 class Publishing:
@@ -66,8 +78,8 @@ class Publishing:
         """Right after a save was taken."""
         self._publisher.checkpoint_taken(id)
 
-    def finish(self) -> list[str]:
-        """Pushes everything and waits for servers, not for long; who lags, on rank 0. A collective call."""
+    def finish(self) -> Pushed:
+        """Pushes everything and waits for servers, not for long. A collective call."""
         deadline = clock.monotonic() + FINISH_SECONDS
         while True:
             left = deadline - clock.monotonic()
@@ -80,7 +92,14 @@ class Publishing:
             f"{target.model} at {target.address}: {target.error or f'{target.backlog} rows wait'}"
             for target in self._publisher.lagging()
         ]
-        return sorted({text for texts in self._ranks.gather(lagging) for text in texts})
+        reports = [each for each in self._publisher.report() if each.acknowledged_at is not None]
+        own = sum(each.rows for each in reports), {each.address for each in reports}, lagging
+        found = self._ranks.gather(own)
+        return Pushed(
+            rows=sum(rows for rows, _, _ in found),
+            servers=len(set().union(*(addresses for _, addresses, _ in found))),
+            lagging=tuple(sorted({text for _, _, texts in found for text in texts})),
+        )
 
     def __enter__(self) -> Self:
         return self

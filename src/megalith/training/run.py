@@ -13,7 +13,7 @@ import json
 import math
 import shutil
 import time as clock
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from megalith.training.evaluation import Evaluation, evaluate
 from megalith.training.kept import FOLDER as KEPT
 from megalith.training.kept import Kept
 from megalith.training.model import CHECKPOINT, config_of, model_for, updates_in_step
-from megalith.training.publishing import Publishing, check_publishing
+from megalith.training.publishing import Publishing, Pushed, check_publishing
 from megalith.training.ranks import RunRanks
 from megalith.training.source import open_source
 from megalith.training.steps import PartBatches, Scored, Steps, WholeBatches
@@ -58,8 +58,8 @@ class Watcher:
     def saved(self) -> None:
         """When it is complete. From that thread, too."""
 
-    def lagging(self, targets: Sequence[str]) -> None:
-        """At the end, of servers that did not get everything that was trained in time: each in a sentence."""
+    def pushed(self, pushed: Pushed) -> None:
+        """At the end, where the run publishes."""
 
 
 class Run:
@@ -158,7 +158,7 @@ class Run:
         with Publishing.begin(self.model, self.config, self.ranks, base=self._saved[0]) as self._publishing:
             try:
                 self._train(watcher)
-                watcher.lagging(self._publishing.finish())
+                watcher.pushed(self._publishing.finish())
             finally:
                 self._publishing = None
 

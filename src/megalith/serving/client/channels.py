@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from megalith.errors import InputError, MissingDependencyError, RemoteError, UsageError
-from megalith.serving.discovery.addresses import check_address
+from megalith.serving.discovery.addresses import check_address, is_loopback
 from megalith.serving.proto.limits import MAX_BYTES
 from megalith.serving.proto.schema import Message
 from megalith.serving.proto.tf_serving import (
@@ -46,6 +46,8 @@ MAX_WORKERS = 256
 """Calls that one set of channels has under way beside those that block their callers."""
 MAX_DETAILS = 500
 """How much of a server's error text is shown."""
+MAX_SECRET_BYTES = 1 << 20
+"""The largest file of a token, a certificate or a key."""
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -61,7 +63,6 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     # Otherwise a new connection inherits the backoff of a closed one to the same address.
     ("grpc.use_local_subchannel_pool", 1),
 )
-_LOOPBACK = re.compile(r"(localhost|127\.[0-9.]+|\[::1\]):[0-9]+", re.ASCII | re.IGNORECASE)
 
 
 def grpc_module() -> Any:
@@ -110,12 +111,12 @@ class Credentials:
         tls: bool = False,
     ) -> Credentials:
         """The contents of files; white space around the token is left out. Raises InputError as above."""
-        secret = _read("token", token)
+        secret = _given("token", token)
         return cls(
             token=None if secret is None else secret.decode("ascii", "replace").strip(),
-            root_certificates=_read("root_certificates", root_certificates),
-            certificate=_read("certificate", certificate),
-            key=_read("key", key),
+            root_certificates=_given("root_certificates", root_certificates),
+            certificate=_given("certificate", certificate),
+            key=_given("key", key),
             tls=tls,
         )
 
@@ -141,15 +142,12 @@ class Call:
         """Gives up; `result` then raises RemoteError with the code CANCELLED."""
         self._future.cancel()
 
-    def when_done(self, callback: Callable[[Call], object]) -> None:
-        """Calls back once the answer or the failure is there, in a thread of gRPC's; at once if it is."""
-        self._future.add_done_callback(lambda _: callback(self))
-
 
 class Connection:
     """A channel to one server, and the calls over it. Threads may share one.
 
-    Nothing is sent before the first call. Requests are messages, or their bytes; `timeout` is in seconds.
+    address: host:port; raises InputError if it is none. Nothing is sent before the first call. Requests are
+    messages, or their bytes; `timeout` is in seconds.
     """
 
     def __init__(self, address: str, credentials: Credentials | None = None) -> None:
@@ -163,7 +161,7 @@ class Connection:
             )
             self.channel = grpc_module().secure_channel(self.address, secrets, options=OPTIONS)
         else:
-            if token is not None and not _LOOPBACK.fullmatch(self.address):
+            if token is not None and not is_loopback(self.address.rpartition(":")[0]):
                 log.warning("%s: the token travels unencrypted; use TLS", self.address)
             self.channel = grpc_module().insecure_channel(self.address, options=OPTIONS)
         self._predict = self._method(PREDICT, PredictResponse)
@@ -212,11 +210,6 @@ class Connection:
             return method(_to_bytes(request), timeout=timeout, metadata=(*self._metadata, *metadata))
 
 
-def open_channel(address: str, credentials: Credentials | None = None) -> Connection:
-    """A connection to host:port; raises InputError if that is no address."""
-    return Connection(address, credentials)
-
-
 class Channels:
     """Connections by address, opened when first asked for, and closed together. Threads may share one.
 
@@ -237,7 +230,7 @@ class Channels:
                 raise UsageError("these channels are closed; open new ones")
             connection = self._open.get(address)
             if connection is None:
-                connection = self._open[address] = open_channel(address, self._credentials)
+                connection = self._open[address] = Connection(address, self._credentials)
             self._open.move_to_end(address)
             oldest = self._open.popitem(last=False)[1] if len(self._open) > MAX_CONNECTIONS else None
         if oldest is not None:
@@ -302,10 +295,15 @@ def _error(address: str, code: str, details: str) -> RemoteError:
     return RemoteError(f"{address}: {code}: {details[:MAX_DETAILS]}", code=code, targets=(address,))
 
 
-def _read(name: str, path: str | Path | None) -> bytes | None:
-    if path is None:
-        return None
+def _given(name: str, path: str | Path | None) -> bytes | None:
+    return None if path is None else read_secret(f"credentials: {name}", Path(path))
+
+
+def read_secret(what: str, path: Path) -> bytes:
+    """The bytes of a token, a certificate or a key. Raises InputError, naming `what` and the file."""
     try:
-        return Path(path).read_bytes()
+        if path.stat().st_size > MAX_SECRET_BYTES:
+            raise InputError(f"{what}: {path} has more than {MAX_SECRET_BYTES} bytes")
+        return path.read_bytes()
     except OSError as error:
-        raise InputError(f"credentials: cannot read {name} from {path}: {error.strerror}") from None
+        raise InputError(f"{what}: cannot read {path}: {error.strerror}") from None

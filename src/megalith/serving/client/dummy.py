@@ -20,6 +20,7 @@ from torch import Tensor, tensor
 
 from megalith.errors import InputError, RemoteError, UsageError
 from megalith.serving.client.channels import MAX_MESSAGE_BYTES, grpc_module
+from megalith.serving.discovery.addresses import is_loopback
 from megalith.serving.proto.schema import Message, protobuf
 from megalith.serving.proto.tensors import Strings, from_tensor_protos, to_tensor_proto
 from megalith.serving.proto.tf_serving import PredictRequest, PredictResponse
@@ -27,7 +28,7 @@ from megalith.serving.proto.tf_serving import PredictRequest, PredictResponse
 log = logging.getLogger("megalith.serving")
 
 THREADS = 8
-_LOOPBACK = re.compile(r"(?:localhost|127(?:\.[0-9]{1,3}){3}|\[::1\]):(?P<port>[0-9]{1,5})", re.ASCII)
+_HOST_AND_PORT = re.compile(r"(?P<host>[^:]+|\[[^\]]+\]):(?P<port>[0-9]{1,5})", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ class DummySyncServer:
     """
 
     def __init__(self, address: str = "localhost:0") -> None:
-        found = _LOOPBACK.fullmatch(address) if isinstance(address, str) else None
-        if found is None or int(found["port"]) > 65535:
+        found = _HOST_AND_PORT.fullmatch(address) if isinstance(address, str) else None
+        if found is None or not is_loopback(found["host"]) or int(found["port"]) > 65535:
             raise InputError(f"DummySyncServer: {str(address)[:100]!r} is not on loopback; use localhost:0")
         self._changed = threading.Condition()
         self._requests: list[RecordedRequest] = []

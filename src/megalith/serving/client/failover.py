@@ -1,9 +1,9 @@
 """Failover: one request, several servers that could answer it, one deadline for all tries together.
 
 Servers are tried in turn. One that fails makes way for the next at once. One that is slow gets company from
-the next when half of the time left is gone, and the first answer counts: another try never costs an answer
-that would have come in time. So requests must be harmless to repeat: predictions and lookups are, writes are
-not. Several requests may run at once, each with servers of its own.
+the next when half of the time left is gone, and the first answer counts: another try, however it ends, never
+costs an answer that would have come in time. So requests must be harmless to repeat: predictions and lookups
+are, writes are not. Several requests may run at once, each with servers of its own.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from megalith.serving.client.channels import Channels, Connection
 from megalith.serving.discovery.contract import Discovery, Replicas
 from megalith.serving.proto.schema import Message
 
-TRY_ANOTHER = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"})
-"""What another replica may do better. The rest says something about the request."""
+FINAL = frozenset({"INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED"})
+"""What says something about the request. Whatever else went wrong, another replica may do better."""
+NOT_FOUND = "NOT_FOUND"
+"""A replica may lack what another one has, and is well otherwise."""
 REST_SECONDS = 1.0
 """How long a replica that failed is tried last."""
 
@@ -42,14 +44,14 @@ class Targets:
         self._replicas: Replicas = ()
         self._watch = discovery.watch(service, self._set)
 
-    def in_turn(self) -> list[Connection]:
-        """Connections to all of them, best first; perhaps none. Raises DiscoveryError."""
+    def in_turn(self) -> list[str]:
+        """The addresses of all of them, best first; perhaps none. Raises DiscoveryError."""
         replicas = self._replicas or self._discovery.replicas(self.service)
         start = next(self._turn) % max(len(replicas), 1)
         rested = time.monotonic() - REST_SECONDS
         addresses = [replica.address for replica in (*replicas[start:], *replicas[:start])]
         addresses.sort(key=lambda address: self._failed.get(address, rested) > rested)
-        return [self.channels.get(address) for address in addresses]
+        return addresses
 
     def failed(self, address: str) -> None:
         """Remembers that a replica did not answer."""
@@ -87,7 +89,9 @@ Ended = queue.SimpleQueue[tuple[Try, Outcome]]
 
 
 class Attempt:
-    """A request under way, over its first route; the next one serves if the first does not know the model."""
+    """A request under way, over its first route; the next one serves if a server of the first lacks the model
+    and none of them answers.
+    """
 
     def __init__(self, routes: Sequence[Route]) -> None:
         self.done = False
@@ -96,9 +100,13 @@ class Attempt:
         self._response: Message = None
         self._error: RemoteError | DiscoveryError | None = None
         self._routes = list(routes)
-        self._waiting: list[Connection] = []
+        self._waiting: list[str] = []
         self._under_way: list[Try] = []
         self._tried: list[str] = []
+        self._missed = False
+        """Whether a server of this route lacks the model."""
+        self._final: RemoteError | None = None
+        """Why no other server is asked any more."""
 
     def result(self) -> Message:
         """The response; raises RemoteError or DiscoveryError."""
@@ -112,6 +120,7 @@ class Attempt:
         end: the deadline. ended: where its tries go when they have ended. alone: whether it may block.
         """
         self._end, self._ended, self._alone = end, ended, alone
+        self._missed = False
         try:
             while not (waiting := self._routes[0].targets.in_turn()) and len(self._routes) > 1:
                 self._routes.pop(0)
@@ -142,17 +151,18 @@ class Attempt:
         if now >= self._end:
             for each in self._under_way:
                 self._routes[0].targets.failed(each.address)
-            self._fail("DEADLINE_EXCEEDED", "no answer in time")
+            self._give_up("DEADLINE_EXCEEDED", "no answer in time")
         elif now >= self.wakes_at and self._waiting:
             self._send()
 
     def _send(self) -> None:
-        connection = self._waiting.pop(0)
-        self._tried.append(connection.address)
+        address = self._waiting.pop(0)
+        connection = self._routes[0].targets.channels.get(address)
+        self._tried.append(address)
         now = time.monotonic()
         left = max(self._end - now, 0.0)
         self.wakes_at = now + left / 2 if self._waiting else self._end
-        sent, request, ended = Try(self, connection.address), self._routes[0].request, self._ended
+        sent, request, ended = Try(self, address), self._routes[0].request, self._ended
         self._under_way.append(sent)
         if self._alone and not self._waiting and len(self._under_way) == 1:
             self.take(sent, _ask(connection, request, left))
@@ -162,20 +172,28 @@ class Attempt:
             )
 
     def _take_failure(self, error: RemoteError) -> None:
-        if error.code == "NOT_FOUND" and len(self._routes) > 1:
-            self._routes.pop(0)
-            self._under_way = []
-            self.begin(self._end, self._ended, alone=self._alone)
-        elif error.code not in TRY_ANOTHER:
-            self._fail(error.code, str(error))
+        if error.code in FINAL:
+            self._final = error
+            self._waiting, self.wakes_at = [], self._end
+        elif error.code == NOT_FOUND:
+            self._missed = True
         else:
             self._routes[0].targets.failed(error.targets[0])
-            if self._under_way:
-                return
-            if self._waiting and time.monotonic() < self._end:
-                self._send()
-            else:
-                self._fail(error.code, str(error))
+        if self._under_way:
+            return
+        in_time = time.monotonic() < self._end
+        if self._waiting and in_time:
+            self._send()
+        elif self._missed and len(self._routes) > 1 and self._final is None and in_time:
+            self._routes.pop(0)
+            self.begin(self._end, self._ended, alone=self._alone)
+        else:
+            self._give_up(error.code, str(error))
+
+    def _give_up(self, code: str, details: str) -> None:
+        if self._final is not None:
+            code, details = self._final.code, str(self._final)
+        self._fail(code, details)
 
     def _fail(self, code: str, details: str) -> None:
         tried = f" (tried {', '.join(self._tried)})" if len(self._tried) > 1 else ""

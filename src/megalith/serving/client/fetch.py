@@ -1,13 +1,19 @@
 """RowFetcher: the rows an entry server needs, from the ps parts that have them.
 
 Each table's distinct ids are parted by the model's routing; every part is asked once, for all tables
-together, and all parts at the same time. Rows come back in the order of the ids.
+together, and all parts at the same time. Rows come back in the order of the ids. More rows than a message
+holds are asked for in pieces.
+
+A part is asked for the version of the entry, since another may have its rows spread in another way; for the
+newest, where that one is gone. A part refuses ids that are not its own, so no row is taken for missing
+because it lies elsewhere.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -27,12 +33,22 @@ from megalith.serving.client.predict import (
 )
 from megalith.serving.discovery.contract import Discovery
 from megalith.serving.exported.signature import Signature
+from megalith.serving.proto.limits import MAX_BYTES
 from megalith.serving.proto.tensors import to_tensor_proto
+from megalith.serving.wire_names import LOOKUP
 
-LOOKUP = "lookup"
+MAX_PIECE_BYTES = MAX_BYTES
+"""What the ids of a request, and the rows of its answer, may take: a part answers no more at once."""
+_ID_BYTES, _WEIGHT_BYTES = 8, 4
 
-Parts = dict[str, list[Tensor]]
-"""Of each table: a tensor for each shard."""
+
+@dataclass(frozen=True)
+class _Piece:
+    """What one request asks of a part. ids: int64 [n] by table; rows: float32 [n, dim], where they go."""
+
+    shard: int
+    ids: dict[str, Tensor]
+    rows: dict[str, Tensor]
 
 
 class RowFetcher:
@@ -67,10 +83,11 @@ class RowFetcher:
         self._channels = Channels(credentials)
         services = [f"{signature.model}:ps_{shard}" for shard in range(signature.sub_graph_num)]
         self._targets = [Targets(discovery, service, self._channels) for service in services]
-        self._specs = [model_spec(service, LOOKUP) for service in services]
+        versions = (signature.version, -1)
+        self._specs = [[model_spec(service, LOOKUP, version) for version in versions] for service in services]
         self._counting = threading.Lock()
         self.failed_shards = 0
-        """Parts that did not answer, each time."""
+        """Parts that did not answer, or not for all ids, each time."""
         self.rows_missing_by_failure = 0
         """Distinct ids that got zeros because of that."""
 
@@ -80,12 +97,16 @@ class RowFetcher:
         Raises UnknownNameError for a table, InputError for ids, RemoteError or DiscoveryError for a part that
         does not answer in time.
         """
-        distinct: Parts = {}
+        distinct: dict[str, list[Tensor]] = {}
         inverse: dict[str, Tensor] = {}
+        found: dict[str, Tensor] = {}
         for table, asked in ids.items():
             distinct[table], inverse[table] = self._parts(table, asked)
-        found = self._fetch(distinct)
-        return {table: torch.cat(found[table])[inverse[table]] for table in ids}
+            found[table] = torch.zeros(sum(part.numel() for part in distinct[table]), self._dims[table])
+        self._fetch(
+            [piece for shard in range(len(self._targets)) for piece in self._cut(shard, distinct, found)]
+        )
+        return {table: found[table][inverse[table]] for table in ids}
 
     def close(self) -> None:
         """Ends it, fetches under way included; closing again is harmless."""
@@ -112,45 +133,62 @@ class RowFetcher:
         counts += [0] * (len(self._targets) - len(counts))
         return list(deduped.ids.split(counts)), deduped.inverse
 
-    def _fetch(self, distinct: Parts) -> Parts:
-        attempts: dict[int, Attempt] = {}
-        for shard, (targets, spec) in enumerate(zip(self._targets, self._specs, strict=True)):
-            inputs = {
-                f"{table}_id": to_tensor_proto(parts[shard])
-                for table, parts in distinct.items()
-                if parts[shard].numel()
-            }
-            if inputs:
-                attempts[shard] = Attempt([Route(targets, spec + inputs_and_outputs(inputs))])
-        run(list(attempts.values()), self._seconds)
-        found: Parts = {
-            table: [torch.zeros(part.numel(), self._dims[table]) for part in parts]
-            for table, parts in distinct.items()
-        }
-        for shard, attempt in attempts.items():
-            asked = {table: parts[shard] for table, parts in distinct.items() if parts[shard].numel()}
+    def _cut(
+        self, shard: int, distinct: Mapping[str, list[Tensor]], found: Mapping[str, Tensor]
+    ) -> Iterator[_Piece]:
+        """What a part is asked for, none of it too large; usually one piece, and none if it has no ids."""
+        piece, left = _Piece(shard, {}, {}), MAX_PIECE_BYTES
+        for table, parts in distinct.items():
+            ids, begin = parts[shard], sum(part.numel() for part in parts[:shard])
+            rows = found[table][begin : begin + ids.numel()]
+            size = max(_ID_BYTES, _WEIGHT_BYTES * self._dims[table])
+            while ids.numel():
+                if left < size and piece.ids:
+                    yield piece
+                    piece, left = _Piece(shard, {}, {}), MAX_PIECE_BYTES
+                count = max(left // size, 1)
+                piece.ids[table], piece.rows[table] = ids[:count], rows[:count]
+                left -= size * piece.ids[table].numel()
+                ids, rows = ids[count:], rows[count:]
+        if piece.ids:
+            yield piece
+
+    def _fetch(self, pieces: list[_Piece]) -> None:
+        """Fills the rows of the pieces."""
+        attempts = []
+        for piece in pieces:
+            body = inputs_and_outputs(
+                {f"{table}_id": to_tensor_proto(ids) for table, ids in piece.ids.items()}
+            )
+            targets = self._targets[piece.shard]
+            attempts.append(Attempt([Route(targets, spec + body) for spec in self._specs[piece.shard]]))
+        run(attempts, self._seconds)
+        failed: set[int] = set()
+        missing = 0
+        for piece, attempt in zip(pieces, attempts, strict=True):
             try:
-                rows = self._read(attempt, asked, self._targets[shard].service)
+                self._read(attempt, piece)
             except (RemoteError, DiscoveryError):
                 if not self._fail_soft:
                     raise
-                with self._counting:
-                    self.failed_shards += 1
-                    self.rows_missing_by_failure += sum(part.numel() for part in asked.values())
-            else:
-                for table, values in rows.items():
-                    found[table][shard] = values
-        return found
+                failed.add(piece.shard)
+                missing += sum(ids.numel() for ids in piece.ids.values())
+        if failed:
+            with self._counting:
+                self.failed_shards += len(failed)
+                self.rows_missing_by_failure += missing
 
-    def _read(self, attempt: Attempt, asked: Mapping[str, Tensor], service: str) -> dict[str, Tensor]:
-        names = {table: f"{table}_value" for table in asked}
+    def _read(self, attempt: Attempt, piece: _Piece) -> None:
+        service = self._targets[piece.shard].service
+        names = {table: f"{table}_value" for table in piece.ids}
         outputs = read_outputs(attempt.result(), list(names.values()), service)
         for table, name in names.items():
-            expected = [asked[table].numel(), self._dims[table]]
+            expected = list(piece.rows[table].shape)
             if outputs[name].dtype != torch.float32 or list(outputs[name].shape) != expected:
                 raise RemoteError(
                     f"{service}: output {name!r} is {outputs[name].dtype} {list(outputs[name].shape)}, "
                     f"expected float32 {expected}",
                     code="INTERNAL",
                 )
-        return {table: outputs[name] for table, name in names.items()}
+        for table, name in names.items():
+            piece.rows[table].copy_(outputs[name])

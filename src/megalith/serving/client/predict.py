@@ -8,9 +8,11 @@ hostile until read: what is no tensor of the asked name, or too large, is a Remo
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -33,12 +35,14 @@ from megalith.serving.proto.tensors import (
     to_tensor_proto,
 )
 from megalith.serving.proto.tf_serving import PredictRequest
+from megalith.serving.wire_names import PREDICT
 
 STANDALONE = "standalone"
-SIGNATURE_NAME = "serving_default"
 DEADLINE_MS = 30.0
 MAX_CLIENTS = 256
+_LEAST_MS = 0.001
 
+Made = TypeVar("Made")
 Input = Tensor | Ragged | Strings | Sequence[str] | Sequence[bytes]
 
 
@@ -59,7 +63,7 @@ class PredictClient:
         *,
         old_model_name: str | None = None,
         model_version: int = -1,
-        signature_name: str = SIGNATURE_NAME,
+        signature_name: str = PREDICT,
         deadline_ms: float = DEADLINE_MS,
         credentials: Credentials | None = None,
         channels: Channels | None = None,
@@ -172,56 +176,116 @@ def read_outputs(response: Message, names: Sequence[str], service: str) -> dict[
 
 
 class _Shared:
-    """What calls of `remote_predict` share: the default discovery, opened ones, channels and clients."""
+    """What calls of `remote_predict` share: the default discovery, opened ones, channels and clients.
+
+    Discoveries are opened, and clients made, in threads of their own: a caller waits for them no longer than
+    it likes, nobody waits for what another one opens, and what came too late for one call serves the next.
+    """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock = threading.Lock()
         self.default: Discovery | None = None
-        self.opened: dict[str, Discovery] = {}
+        self.opened: dict[str, Future[Discovery]] = {}
         self.channels: dict[Credentials | None, Channels] = {}
-        self.clients: dict[tuple[Any, ...], PredictClient] = {}
+        self.clients: dict[tuple[Any, ...], Future[PredictClient]] = {}
 
     def client(
-        self, discovery: Discovery | str | None, credentials: Credentials | None, **settings: Any
+        self,
+        discovery: Discovery | str | None,
+        credentials: Credentials | None,
+        *,
+        seconds: float,
+        **settings: Any,
     ) -> PredictClient:
-        """A client of these settings, made when first asked for."""
+        """A client of these settings, made when first asked for; raises DiscoveryError after `seconds`."""
         with self.lock:
             discovery = self.default if discovery is None else discovery
             if discovery is None:
                 raise UsageError(
                     "no discovery: call set_default_discovery('static:host:port') first, or give one"
                 )
-            if isinstance(discovery, str):
-                discovery = self.open(discovery)
             key = (discovery, credentials, *settings.items())
             client = self.clients.get(key)
             if client is None:
                 channels = self.channels.setdefault(credentials, Channels(credentials))
-                client = PredictClient(discovery, channels=channels, **settings)
+                opening = self._opening(discovery) if isinstance(discovery, str) else _done(discovery)
+                client = _started(lambda: PredictClient(opening.result(), channels=channels, **settings))
                 if len(self.clients) >= MAX_CLIENTS:
                     # It owns neither channels nor discovery, so a call under way is not disturbed.
-                    self.clients.pop(next(iter(self.clients))).close()
+                    _when_made(self.clients.pop(next(iter(self.clients))), lambda made: made.close())
                 self.clients[key] = client
-            return client
+        if not wait([client], seconds).done:
+            shown = discovery if isinstance(discovery, str) else type(discovery).__name__
+            raise DiscoveryError(
+                f"{shown} did not answer within {seconds:g} seconds; the next call may find it"
+            )
+        try:
+            return client.result()
+        except BaseException:
+            with self.lock:
+                if self.clients.get(key) is client:
+                    del self.clients[key]  # the next call tries again
+            raise
 
     def clear(self) -> None:
-        """Closes everything that was opened here."""
+        """Closes everything that was opened here; what is being opened, as soon as it is."""
         with self.lock:
-            for client in self.clients.values():
-                client.close()
-            for channels in self.channels.values():
-                channels.close()
-            for discovery in self.opened.values():
-                discovery.stop()
+            clients, channels, opened = self.clients, self.channels, self.opened
             self.default, self.clients, self.channels, self.opened = None, {}, {}, {}
+        for client in clients.values():
+            _when_made(client, lambda made: made.close())
+        for each in channels.values():
+            each.close()
+        for discovery in opened.values():
+            _when_made(discovery, lambda made: made.stop())
 
     def open(self, url: str) -> Discovery:
-        """The discovery of a URL, started when first asked for."""
-        if url not in self.opened:
-            discovery = open_discovery(url)
-            discovery.start()
-            self.opened[url] = discovery
-        return self.opened[url]
+        """The discovery of a URL, started when first asked for; waits for it."""
+        with self.lock:
+            opening = self._opening(url)
+        return opening.result()
+
+    def _opening(self, url: str) -> Future[Discovery]:
+        known = self.opened.get(url)
+        if known is None or (known.done() and known.exception() is not None):
+            known = self.opened[url] = _started(lambda: _open(url))
+        return known
+
+
+def _open(url: str) -> Discovery:
+    discovery = open_discovery(url)
+    discovery.start()
+    return discovery
+
+
+def _started(make: Callable[[], Made]) -> Future[Made]:
+    """What a thread of its own makes; the process does not wait for it to end."""
+    future: Future[Made] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(make())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="megalith-opening", daemon=True).start()
+    return future
+
+
+def _done(made: Made) -> Future[Made]:
+    future: Future[Made] = Future()
+    future.set_result(made)
+    return future
+
+
+def _when_made(future: Future[Made], end: Callable[[Made], object]) -> None:
+    """Ends what was made, or will have been; nothing if that fails."""
+
+    def ended(future: Future[Made]) -> None:
+        if future.exception() is None:
+            end(future.result())
+
+    future.add_done_callback(ended)
 
 
 _shared = _Shared()
@@ -233,9 +297,10 @@ def set_default_discovery(discovery: Discovery | str | None) -> None:
     Connections and discoveries that earlier calls opened are closed. None leaves no default.
     Raises InputError for a URL of another kind, DiscoveryError if it cannot be opened.
     """
+    _shared.clear()
+    found = _shared.open(discovery) if isinstance(discovery, str) else discovery
     with _shared.lock:
-        _shared.clear()
-        _shared.default = _shared.open(discovery) if isinstance(discovery, str) else discovery
+        _shared.default = found
 
 
 def remote_predict(
@@ -248,16 +313,17 @@ def remote_predict(
     model_version: int = -1,
     fail_op_on_rpc_error: bool = True,
     max_rpc_deadline_millis: float = DEADLINE_MS,
-    signature_name: str = SIGNATURE_NAME,
+    signature_name: str = PREDICT,
     *,
     discovery: Discovery | str | None = None,
     credentials: Credentials | None = None,
 ) -> list[Tensor]:
     """Predictions of a served model: the output tensors, in the order of `output_tensor_alias`.
 
-    task: "entry", "ps_0", "standalone" ..., or a number i for ps_i. The deadline holds for all tries
-    together. fail_op_on_rpc_error: False gives empty outputs, float32 [0], where no answer comes. discovery:
-    instead of the default; a URL is opened by the first call that names it, and kept.
+    task: "entry", "ps_0", "standalone" ..., or a number i for ps_i. The deadline holds for opening the
+    discovery and for all tries together. fail_op_on_rpc_error: False gives empty outputs, float32 [0], where
+    no answer comes. discovery: instead of the default; a URL is opened by the first call that names it, and
+    kept.
     Raises InputError (a ValueError) for arguments, RemoteError or DiscoveryError if no answer comes.
     """
     if not model_name:
@@ -270,10 +336,12 @@ def remote_predict(
             raise InputError(f"remote_predict: {what} holds a name twice")
     if not outputs:
         raise InputError("remote_predict: output_tensor_alias must name an output")
+    end = time.monotonic() + milliseconds(max_rpc_deadline_millis) / 1000
     try:
         client = _shared.client(
             discovery,
             credentials,
+            seconds=max_rpc_deadline_millis / 1000,
             model_name=model_name,
             task=task,
             old_model_name=old_model_name,
@@ -281,7 +349,8 @@ def remote_predict(
             signature_name=signature_name,
         )
         given = dict(zip(inputs, input_tensors, strict=True))
-        answer = client.predict(given, outputs=outputs, deadline_ms=max_rpc_deadline_millis)
+        left = max(1000 * (end - time.monotonic()), _LEAST_MS)
+        answer = client.predict(given, outputs=outputs, deadline_ms=left)
     except (RemoteError, DiscoveryError):
         if fail_op_on_rpc_error:
             raise

@@ -6,6 +6,7 @@ something else than a host; only `host:port` passes here.
 
 from __future__ import annotations
 
+import ipaddress
 import re
 
 from megalith.errors import InputError
@@ -27,3 +28,13 @@ def check_address(address: object, what: str = "address") -> str:
 def is_wildcard(address: str) -> bool:
     """Whether it says "all interfaces", which a server binds to and nobody can call."""
     return address.startswith(("0.0.0.0", "[::]"))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a host, which is written without a port."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

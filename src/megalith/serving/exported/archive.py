@@ -32,15 +32,24 @@ _STORED = re.compile(r"(weight|tensor)_\d+")
 _NAME = re.compile(r"[A-Za-z0-9_.]*")
 _PLAIN = re.compile(r"[\w .,:;=<>+*/()-]*")  # nothing that ends a string in source code
 _TARGET = re.compile(
-    r"torch\.ops\.aten\.[a-z0-9_]+\.[A-Za-z0-9_]+|torch\.sym_[a-z]+"
+    r"torch\.ops\.aten\.(?P<op>[a-z0-9][a-z0-9_]*|mT|mH|_assert_scalar|_assert_tensor_metadata)"
+    r"\.[A-Za-z0-9][A-Za-z0-9_]*|torch\.sym_[a-z]+"
     r"|_operator\.(getitem|add|sub|mul|floordiv|truediv|mod|neg|eq|ne|lt|le|gt|ge)"
 )
-_DENIED = ("__", "aten.from_file.")
+# Of aten, what names that begin with _ stand for is for torch's own use, and checks little. Denied beside it:
+# files and logs; what the whole process shares; memory that was never written to, or is of another size than
+# its tensor; forms of tensors whose indices are trusted; and kernels of gradients, which a score has none of.
+_DENIED = re.compile(
+    r"from_file|save|warn|wait|(manual_|initial_)?seed|set|set_|set_data|set_grad_enabled|requires_grad_"
+    r"|retain_grad|record_stream|pin_memory|segment_reduce|q_.*|int_repr|choose_qparams.*"
+    r"|.*(empty|resize|unsafe|sparse|nested|padded_tensor|quant|backward|mkldnn|cudnn|miopen|mps|fbgemm).*"
+)
 _EXPRESSION = re.compile(
     r"(Symbol\('[a-z]+\d+'(, [a-z]+=True)*\)|Integer\(-?\d{1,19}\)"
     r"|[su]\d+|Add|Mul|Max|Min|Mod|FloorDiv|CleanDiv|PythonMod|[(), ])*"
 )
 _MAX_EXPRESSION = 1000
+_FLOAT = re.compile(r"-?Infinity|NaN")  # as JSON has no number for them
 _CONTAINERS = (None, "builtins.dict", "builtins.list", "builtins.tuple")
 
 
@@ -123,7 +132,8 @@ def _check_inside(data: Any, key: str) -> None:
 
 
 def _is_target(text: str) -> bool:
-    return bool(_TARGET.fullmatch(text)) and not any(part in text for part in _DENIED)
+    found = _TARGET.fullmatch(text)
+    return found is not None and not _DENIED.fullmatch(found["op"] or "") and "__" not in text
 
 
 def _is_expression(text: str) -> bool:
@@ -150,6 +160,7 @@ def _are_texts(keys: Any) -> bool:
 _RULES: dict[str, Callable[[str], object]] = {
     "target": _is_target,
     "as_operator": _is_target,
+    "as_float": _FLOAT.fullmatch,
     "expr_str": _is_expression,
     "in_spec": _is_structure,
     "out_spec": _is_structure,

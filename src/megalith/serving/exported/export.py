@@ -3,11 +3,13 @@
     OUT/{version}/                         one process holds everything
     OUT/entry/{version}/  OUT/ps_0/{version}/  ...   an entry has the model, the ps parts the rows
 
-A version is written under another name and renamed when it is complete. docs/formats/export.md has the page.
+A version is written under another name and renamed when it is complete; what a killed process left behind is
+removed by the next one that writes there. docs/formats/export.md has the page.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -16,6 +18,7 @@ import uuid
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -51,6 +54,7 @@ RowSource = Callable[[str], Iterator[tuple[Tensor, Tensor]]]
 """A table's rows in pieces: ids int64 [k], rows float32 [k, dim], an id once. It is called twice."""
 _EXAMPLE_SIZES = (1, 8)
 _MAX_FILE_NAME = 100
+_DRAFT = ".draft-"
 
 
 class Exportable(Protocol):
@@ -362,7 +366,8 @@ class _Drafts:
         )
         if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 2**63:
             raise InputError(f"export: version must be a whole number below 2^63, got {version!r}")
-        self._mark = f".draft-{version}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._mark = f"{_DRAFT}{version}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._held = ExitStack()
 
     def _base(self, part: str) -> Path:
         return self._out if part == STANDALONE else self._out / part
@@ -380,15 +385,30 @@ class _Drafts:
                 )
         try:
             for part in self.parts:
-                self.path(part).mkdir(parents=True)
+                self._make(part)
         except OSError:
             self.__exit__()
             raise
         return self
 
+    def _make(self, part: str) -> None:
+        """A draft that is locked while this process lives, in the place of those whose processes do not."""
+        base = self._base(part)
+        base.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as alone:
+            with suppress(OSError):  # where nothing can be locked, nobody removes a draft
+                alone.enter_context(_locked(base))  # or one could be seen that is made and not locked yet
+            for draft in base.glob(f"{_DRAFT}*"):
+                with suppress(OSError), _locked(draft, wait=False):
+                    shutil.rmtree(draft, ignore_errors=True)
+            self.path(part).mkdir()
+            with suppress(OSError):
+                self._held.enter_context(_locked(self.path(part)))
+
     def __exit__(self, *_: object) -> None:
         for part in self.parts:
             shutil.rmtree(self.path(part), ignore_errors=True)
+        self._held.close()
 
     def write(self, part: str, signature: Signature) -> None:
         """Writes a part's signature, the last of its files, and makes them last."""
@@ -413,6 +433,17 @@ class _Drafts:
             for part in done:
                 os.rename(self._base(part) / str(self._version), self.path(part))
             raise
+
+
+@contextmanager
+def _locked(directory: Path, *, wait: bool = True) -> Iterator[None]:
+    """Holds a lock that the system takes back when the process ends, however it does. Raises OSError."""
+    handle = os.open(directory, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        yield
+    finally:
+        os.close(handle)
 
 
 def _sync(path: Path) -> None:

@@ -56,10 +56,6 @@ class Overlay:
             flagged[:, -1] = GONE
             self._tables[name].assign(ids, flagged)
 
-    def forget(self, table: str, ids: Tensor) -> None:
-        """Lets what lies below show again."""
-        self._tables[table].remove(ids)
-
     def read(self, table: str, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Rows float32 [n, dim], zeros where none is, and float32 [n]: THERE, GONE, or 0 for not written."""
         flagged = self._tables[table].lookup(ids)

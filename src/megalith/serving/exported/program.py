@@ -1,7 +1,7 @@
 """The dense program: what torch.export made of a model's `score`, with weights that can be replaced.
 
 There are two copies. Requests run the one in front; new weights go into the other, which then takes its
-place, so no request sees half of them.
+place, so no request sees half of them. A copy that is in use keeps its weights.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class DenseProgram:
                 warnings.simplefilter("ignore")
                 # Loaded twice: two modules of one program would share their weights.
                 programs = [load_archive(data) for _ in range(2)]
-                self._copies = [_Copy(program) for program in programs]
+                self._copies = [Copy(program) for program in programs]
         except ExportError:
             raise
         except Exception as error:  # whatever torch raises for a damaged archive
@@ -54,6 +54,11 @@ class DenseProgram:
         return {name: tuple(weight.shape) for name, weight in self._exported.items()}
 
     @property
+    def front(self) -> Copy:
+        """The copy with the weights set last."""
+        return self._copies[self._front]
+
+    @property
     def weights(self) -> dict[str, Tensor]:
         """The weights in use; not to be written to."""
         return dict(self._now)
@@ -61,13 +66,10 @@ class DenseProgram:
     def __call__(self, rows: dict[str, Any], dense: Tensor | None) -> Tensor:
         """The logits, float32 [B]."""
         while True:
-            copy = self._copies[self._front]
+            copy = self.front
             with copy:
-                if copy is not self._copies[self._front]:
-                    continue  # it went behind meanwhile, and may be about to change
-                # Without the hooks of a module's call, which check sizes for longer than all else takes.
-                logits: Tensor = copy.module.forward(rows, dense)
-                return logits
+                if copy is self.front:  # else it went behind meanwhile, and may be about to change
+                    return copy(rows, dense)
 
     def check(self, weights: Mapping[str, Tensor]) -> None:
         """Raises InputError unless these are weights of the program, finite and of their shapes."""
@@ -83,8 +85,11 @@ class DenseProgram:
             if weight.is_floating_point() and not bool(torch.isfinite(weight).all()):
                 raise InputError(f"dense weight {name!r} holds NaN or Inf")
 
-    def set(self, weights: Mapping[str, Tensor]) -> None:
-        """Replaces weights, all at once; those not named stay."""
+    def set(self, weights: Mapping[str, Tensor]) -> Copy:
+        """Replaces weights, all at once; those not named stay. Returns the copy that has them.
+
+        The copy that was in front keeps its weights until the next call.
+        """
         self.check(weights)
         with self._writing:
             self._now.update({self._same[name]: weight.detach().clone() for name, weight in weights.items()})
@@ -94,14 +99,15 @@ class DenseProgram:
                 for name, weight in back.weights.items():
                     weight.copy_(self._now[name])
             self._front = 1 - self._front
+            return back
 
-    def reset(self) -> None:
-        """Back to the exported weights."""
-        self.set(self._exported)
+    def reset(self) -> Copy:
+        """Back to the exported weights, as `set`."""
+        return self.set(self._exported)
 
 
-class _Copy:
-    """A copy of the program, and how many run it.
+class Copy:
+    """A copy of the program, and how many use it: `with` it, its weights stay as they are.
 
     weights: its parameters and persistent buffers, each once. same: all their names, and the one in weights.
     """
@@ -125,6 +131,12 @@ class _Copy:
         self._running = 0
         self._changed = threading.Condition()
 
+    def __call__(self, rows: dict[str, Any], dense: Tensor | None) -> Tensor:
+        """The logits, float32 [B]."""
+        # Without the hooks of a module's call, which check sizes for longer than all else takes.
+        logits: Tensor = self.module.forward(rows, dense)
+        return logits
+
     def __enter__(self) -> None:
         with self._changed:
             self._running += 1
@@ -136,5 +148,6 @@ class _Copy:
                 self._changed.notify_all()
 
     def wait_idle(self) -> None:
+        """Waits until nobody uses it."""
         with self._changed:
             self._changed.wait_for(lambda: not self._running)

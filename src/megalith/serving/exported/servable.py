@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import threading
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from megalith.checkpoint.manifest import FileEntry
 from megalith.checkpoint.parse import parse_json
-from megalith.checkpoint.store import LocalStore, verify
+from megalith.checkpoint.store import LocalStore, checksum, verify
 from megalith.errors import (
     CheckpointError,
     ExportError,
@@ -34,9 +35,9 @@ from megalith.nn.plan import Batch, Plan
 from megalith.ops.checks import all_finite
 from megalith.ragged import Ragged
 from megalith.serving.exported.frozen import FrozenRows
-from megalith.serving.exported.gathering import Gathering
+from megalith.serving.exported.gathering import Gathered, Gathering
 from megalith.serving.exported.overlay import GONE, THERE, Overlay, RowsByTable
-from megalith.serving.exported.program import DenseProgram
+from megalith.serving.exported.program import Copy, DenseProgram
 from megalith.serving.exported.signature import ENTRY, Signature
 
 Fetch = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
@@ -47,6 +48,8 @@ _MAX_COMPILED = 256
 """How many batch sizes the way from rows to the dense program is kept for,"""
 _MAX_COMPILED_SIZE = 1024
 """none of them larger: what is kept grows with the size, and clients choose it."""
+_PIECE = 1 << 16
+"""Rows compared at a time when a version inherits those of another."""
 
 
 @dataclass
@@ -64,6 +67,14 @@ class _Request:
     batch: Batch
     gathering: Gathering
     ids: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """What answers come from, swapped as one. copy: of the dense program; None for a ps part."""
+
+    overlay: Overlay
+    copy: Copy | None
 
 
 class Servable:
@@ -91,13 +102,13 @@ class Servable:
         self._fetch = fetch
         self._verify(verify_files)
         self._frozen = {} if fetch is not None else self._map_rows()
-        self._overlay = Overlay(self.signature.dims)
         self._plan: Plan | None = None
         self._program: DenseProgram | None = None
         self._compiled: dict[int, _Request] = {}
         if self.signature.program is not None:
             self._plan = self.signature.plan()
             self._program = DenseProgram(self.directory / self.signature.program.path)
+        self._shown = self._with(Overlay(self.signature.dims))
 
     def _verify(self, checksums: bool) -> None:
         store = LocalStore(self.directory)
@@ -140,6 +151,11 @@ class Servable:
         features: Ragged columns or tensors by name, as an EmbeddingCollection takes them; all of them. dense:
         float32 [B, num_dense]. Raises InputError, UnknownNameError, or UsageError for a ps part.
         """
+        return self._predict(features, dense, self._fetch)
+
+    def _predict(
+        self, features: Mapping[str, Any], dense: Tensor | None, fetch: Fetch | None
+    ) -> dict[str, Tensor]:
         plan, program, frozen = self._plan, self._program, self._frozen
         self._check_open()  # what `close` takes away was taken before
         if plan is None or program is None:
@@ -150,12 +166,37 @@ class Servable:
         with torch.inference_mode():
             request = self._singles(plan, features) or self._columns(plan, features)
             values = self._dense(dense, request.batch.size)
-            rows = plan.assemble(request.batch, self._gather(request, frozen))
-            for name, of in self.signature.masks.items():
-                places = real_places(plan.features[of], request.batch.columns[of])
-                rows[name] = places.expand(request.batch.size, -1)  # a shared feature has one row
-            logits = program(rows, values).float()
+            gathered = request.gathering.rows()
+            if fetch is not None:
+                self._fill(gathered, request, fetch)
+                # The dense weights are not kept in use meanwhile: a part may take long to answer.
+                logits = program(self._rows(plan, request, gathered), values)
+            else:
+                with self._used() as (overlay, copy):
+                    for name, out in gathered.rows.items():
+                        self._read(overlay, frozen[name], name, request.ids[name], out)
+                    logits = copy(self._rows(plan, request, gathered), values)
+            logits = logits.float()
             return {"logits": logits, "probabilities": torch.sigmoid(logits)}
+
+    @contextmanager
+    def _used(self) -> Iterator[tuple[Overlay, Copy]]:
+        """The rows and dense weights that are shown now, which belong together and stay so meanwhile."""
+        while True:
+            shown = self._shown
+            assert shown.copy is not None  # a ps part predicts nothing
+            with shown.copy:
+                if shown.copy is self._shown.copy:  # else it went behind, and may be about to change
+                    yield shown.overlay, shown.copy
+                    return
+
+    def _rows(self, plan: Plan, request: _Request, gathered: Gathered) -> dict[str, Any]:
+        """What the dense program takes."""
+        rows = plan.assemble(request.batch, request.gathering.pool(gathered))
+        for name, of in self.signature.masks.items():
+            places = real_places(plan.features[of], request.batch.columns[of])
+            rows[name] = places.expand(request.batch.size, -1)  # a shared feature has one row
+        return rows
 
     def _columns(self, plan: Plan, features: Mapping[str, Any]) -> _Request:
         """Any columns, compiled."""
@@ -188,22 +229,20 @@ class Servable:
         }
         return _Request(compiled.batch, compiled.gathering, {t: each.contiguous() for t, each in ids.items()})
 
-    def _gather(self, request: _Request, frozen: Mapping[str, FrozenRows]) -> list[Tensor]:
-        gathered = request.gathering.rows()
-        if self._fetch is None:
-            overlay = self._overlay
-            for name, out in gathered.rows.items():
-                self._read(overlay, frozen[name], name, request.ids[name], out)
-        elif gathered.buffer.numel():
-            fetched = self._fetch(request.ids)
-            for name, out in gathered.rows.items():
-                if name not in fetched or fetched[name].shape != out.shape:
-                    raise RemoteError(
-                        f"{self.signature.name}: fetch gave no rows {list(out.shape)} of table {name!r}",
-                        code="INTERNAL",
-                    )
-                out.copy_(fetched[name])
-        return request.gathering.pool(gathered)
+    def _fill(self, gathered: Gathered, request: _Request, fetch: Fetch) -> None:
+        """Rows from elsewhere."""
+        if not gathered.buffer.numel():
+            return
+        fetched = fetch(request.ids)
+        for name, out in gathered.rows.items():
+            if name not in fetched or fetched[name].shape != out.shape:
+                raise RemoteError(
+                    f"{self.signature.name}: fetch gave no rows {list(out.shape)} of table {name!r}",
+                    code="INTERNAL",
+                )
+            out.copy_(fetched[name])
+            if fetch is self._fetch:  # the parts do not say which ids they miss: these have rows of zeros
+                self._count(out.shape[0], int((out == 0).all(1).sum()))
 
     def _dense(self, dense: Tensor | None, size: int) -> Tensor | None:
         width = self.signature.num_dense
@@ -219,7 +258,7 @@ class Servable:
     def lookup(self, table: str, ids: Tensor) -> Tensor:
         """Rows float32 [n, dim] of int64 ids [n]; zeros for an id without one.
 
-        Raises UnknownNameError, InputError, or UsageError for an entry.
+        Raises UnknownNameError, InputError, also for an id that another part has, or UsageError for an entry.
         """
         frozen = self._frozen
         self._check_open()
@@ -228,8 +267,10 @@ class Servable:
             raise UsageError(f"{self.signature.name} holds no rows: ask the ps parts")
         if ids.dtype not in (torch.int64, torch.int32) or ids.dim() != 1:
             raise InputError(f"table {table!r}: ids must be int64 [n], got {ids.dtype} {list(ids.shape)}")
+        ids = ids.to(torch.int64).contiguous()
+        self._check_owner(table, ids)
         out = torch.empty(ids.numel(), self.signature.tables[table].dim)
-        self._read(self._overlay, frozen[table], table, ids.to(torch.int64).contiguous(), out)
+        self._read(self.overlay, frozen[table], table, ids, out)
         return out
 
     def _read(self, overlay: Overlay, frozen: FrozenRows, table: str, ids: Tensor, out: Tensor) -> None:
@@ -243,23 +284,33 @@ class Servable:
             missing = frozen.read(ids, out, skip)
             if skip is not None:
                 missing += int((flags == GONE).sum())
+        self._count(ids.numel(), missing)
+
+    def _count(self, looked_up: int, missing: int) -> None:
         with self._counting:
-            self.counters.ids_looked_up += ids.numel()
+            self.counters.ids_looked_up += looked_up
             self.counters.ids_missing += missing
 
     def warm_up(self) -> None:
-        """Answers the export's examples once, so that the first request does not wait for what is lazy."""
-        if self.signature.examples is None or self._program is None or self._fetch is not None:
+        """Answers the export's examples once, so that the first request does not wait for what is lazy.
+
+        An entry takes rows of zeros for that: the parts it would ask may not be there yet.
+        """
+        if self.signature.examples is None or self._program is None:
             return
+        fetch = None if self._fetch is None else self._zeros
         for example in read_examples(self.directory / self.signature.examples.path):
-            self.predict(*example)
+            self._predict(*example, fetch)
+
+    def _zeros(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: torch.zeros(each.numel(), self.signature.dims[name]) for name, each in ids.items()}
 
     # ---- writes
 
     @property
     def overlay(self) -> Overlay:
         """What was written since the export."""
-        return self._overlay
+        return self._shown.overlay
 
     @property
     def dense_names(self) -> dict[str, tuple[int, ...]]:
@@ -297,32 +348,60 @@ class Servable:
 
     def write(self, rows: RowsByTable, removed: Tensors = _NOTHING, dense: Tensors = _NOTHING) -> None:
         """`apply` for what `check` has let pass."""
-        self._overlay.apply(rows, removed)
-        if dense and self._program is not None:
-            self._program.set(dense)
+        self.overlay.apply(rows, removed)
+        if dense:
+            self._shown = self._with(self.overlay, dense)
 
     def reset(self) -> None:
-        """Back to the exported rows and weights."""
-        self._overlay = Overlay(self.signature.dims)
-        if self._program is not None:
-            self._program.reset()
+        """Back to the exported rows and weights, both at once."""
+        copy = None if self._program is None else self._program.reset()
+        self._shown = _Shown(Overlay(self.signature.dims), copy)
 
     def stage(self) -> Overlay:
         """An empty overlay to fill and `adopt`: all rows there will be."""
         return Overlay(self.signature.dims, hides_base=True)
 
     def adopt(self, overlay: Overlay, dense: Mapping[str, Tensor] | None = None) -> None:
-        """Puts an overlay in the place of this one's, and dense weights with it.
+        """Puts an overlay in the place of this one's, and dense weights with it, both at once.
 
         Raises InputError if it is of other tables.
         """
-        if overlay.dims != self.signature.dims:
-            raise InputError(f"{self.signature.name}: this overlay is of tables {overlay.dims}")
+        self._check_overlay(overlay)
         if dense:
             self.check({}, {}, dense)
-        self._overlay = overlay
-        if dense and self._program is not None:
-            self._program.set(dense)
+        self._shown = self._with(overlay, dense)
+
+    def inherit(self, overlay: Overlay, dense: Mapping[str, Tensor] | None = None) -> None:
+        """`adopt` for the overlay of another version, which goes on as it is.
+
+        Only what differs from this version's own rows is taken over, so that an overlay does not grow from
+        version to version. Raises InputError if it is of other tables.
+        """
+        self._check_overlay(overlay)
+        if dense:
+            self.check({}, {}, dense)
+        own = Overlay(self.signature.dims)
+        for table, frozen in self._frozen.items():
+            for ids, rows, flags in overlay.scan(table):
+                there = flags == THERE
+                known = frozen.find(ids) >= 0
+                exported = torch.empty_like(rows, memory_format=torch.contiguous_format)
+                frozen.read(ids, exported)
+                new = there & ~(known & (exported == rows).all(1))
+                own.apply({table: (ids[new], rows[new])}, {table: ids[~there & known]})
+            for ids in frozen.ids.split(_PIECE) if overlay.hides_base else ():
+                own.apply({}, {table: ids[overlay.read(table, ids)[1] != THERE]})
+        self._shown = self._with(own, dense)
+
+    def _with(self, overlay: Overlay, dense: Mapping[str, Tensor] | None = None) -> _Shown:
+        """An overlay and dense weights, those of now where none are given."""
+        if self._program is None:
+            return _Shown(overlay, None)
+        return _Shown(overlay, self._program.set(dense) if dense else self._program.front)
+
+    def _check_overlay(self, overlay: Overlay) -> None:
+        if overlay.dims != self.signature.dims:
+            raise InputError(f"{self.signature.name}: this overlay is of tables {overlay.dims}")
 
     def _check_ids(self, table: str, ids: Tensor) -> None:
         self._check_table(table)
@@ -330,6 +409,10 @@ class Servable:
             raise InputError(f"{self.signature.name} holds no rows: push them to the ps parts")
         if ids.dtype != torch.int64 or ids.dim() != 1:
             raise InputError(f"table {table!r}: ids must be int64 [n], got {ids.dtype} {list(ids.shape)}")
+        self._check_owner(table, ids)
+
+    def _check_owner(self, table: str, ids: Tensor) -> None:
+        """A part knows nothing of other parts' ids; it must not say that they have no rows."""
         shard = self.signature.shard
         if shard is None:
             return
@@ -337,7 +420,8 @@ class Servable:
         if bool((owners != shard).any()):
             wrong = int(ids[owners != shard][0])
             raise InputError(
-                f"table {table!r}: id {wrong} belongs to another part than {self.signature.part}"
+                f"table {table!r}: id {wrong} belongs to another part than {self.signature.part} of "
+                f"{self.signature.sub_graph_num}, version {self.signature.version}"
             )
 
     def _check_table(self, table: str) -> None:
@@ -387,4 +471,4 @@ def write_examples(path: Path, examples: list[Example]) -> FileEntry:
     }
     text = json.dumps(data, allow_nan=False).encode()
     path.write_bytes(text)
-    return FileEntry(path.name, len(text), f"crc32:{zlib.crc32(text):08x}")
+    return FileEntry(path.name, len(text), checksum(zlib.crc32(text)))

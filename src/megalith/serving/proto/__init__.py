@@ -10,7 +10,6 @@ from megalith.serving.proto.infer_tensors import (
     from_raw,
     from_values,
     to_infer_request,
-    to_infer_response,
 )
 from megalith.serving.proto.inference import (
     InferParameter,
@@ -110,6 +109,5 @@ __all__ = [
     "strings_to_tensor_proto",
     "tensor_info",
     "to_infer_request",
-    "to_infer_response",
     "to_tensor_proto",
 ]

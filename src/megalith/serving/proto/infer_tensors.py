@@ -1,4 +1,4 @@
-"""Tensors of the Open Inference Protocol: requests to tensors by name, tensors to responses.
+"""Tensors of the Open Inference Protocol: requests to tensors by name, and back.
 
 Written raw. Read raw or from the typed contents. Requests are hostile until read, as in `tensors.py`.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError
-from megalith.serving.proto.inference import ModelInferRequest, ModelInferResponse
+from megalith.serving.proto.inference import ModelInferRequest
 from megalith.serving.proto.limits import (
     BITS,
     MAX_BYTES,
@@ -132,17 +132,6 @@ def to_infer_request(
         request.inputs.add(name=name, datatype=datatype_of(value, name), shape=value.shape)
         request.raw_input_contents.append(_raw(value, name))
     return request
-
-
-def to_infer_response(
-    outputs: Mapping[str, Tensor | Strings], *, model_name: str, model_version: str = "", id: str = ""
-) -> Message:
-    """A ModelInferResponse with raw contents."""
-    response = ModelInferResponse(model_name=model_name, model_version=model_version, id=id)
-    for name, value in outputs.items():
-        response.outputs.add(name=name, datatype=datatype_of(value, name), shape=value.shape)
-        response.raw_output_contents.append(_raw(value, name))
-    return response
 
 
 def datatype_of(value: Tensor | Strings | torch.dtype, name: str = "tensor") -> str:

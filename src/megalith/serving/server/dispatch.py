@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -22,15 +22,23 @@ from megalith.serving.server.metrics import UNKNOWN, Metrics
 from megalith.serving.server.repository import Repository
 from megalith.serving.server.served import Array, ServedModel, lookup_rows
 from megalith.serving.server.status import Code, RequestError, told
+from megalith.serving.wire_names import LOOKUP, PREDICT, SIGNATURES
 
-PREDICT, LOOKUP = "serving_default", "lookup"
-ASSIGN, RAW_ASSIGN = "hashtable_assign", "raw_assign"
-CONTROLS = ("sync_position", "sync_begin", "sync_end", "sync_reload")
-WRITES = (ASSIGN, RAW_ASSIGN, *CONTROLS)
-SIGNATURES = (PREDICT, LOOKUP, *WRITES)
 MAX_TIMEOUT = 3600.0
 
 Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a request asks to be scored."""
+
+    read: Callable[[InputReader], Rows]
+    """Reads its rows."""
+    outputs: Sequence[str] = ()
+    """Those wanted; none means all."""
+    timeout: float | None = None
+    """Seconds until nobody waits for the answer; None if it names no deadline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +90,11 @@ class Dispatcher:
         self,
         name: str,
         version: int | None,
-        read: Callable[[InputReader], Rows],
+        asks: Callable[[], Question],
         *,
-        outputs: Sequence[str] = (),
-        timeout: float | None = None,
         alive: Alive | None = None,
     ) -> Scored:
-        """Scores of a request's rows. read: reads them. outputs: those wanted; none means all."""
+        """Scores of a request's rows. asks: called when the request is admitted, not before."""
 
         def work(model: ServedModel) -> Scored:
             with model.version(version) as found:
@@ -97,11 +103,12 @@ class Dispatcher:
                         Code.INVALID_ARGUMENT,
                         f"{model.name} holds rows: ask it with signature {LOOKUP!r}, or its entry for scores",
                     )
-                rows = read(found.reader)
+                question = asks()
+                rows = question.read(found.reader)
                 for feature in found.reader.missing(rows):
                     self.metrics.missing_feature(model.name, feature)
-                scores = found.predict(rows, timeout=self._seconds(timeout), alive=alive)
-                return Scored(found.signature.name, found.number, _picked(scores, outputs))
+                scores = found.predict(rows, timeout=self._seconds(question.timeout), alive=alive)
+                return Scored(found.signature.name, found.number, _picked(scores, question.outputs))
 
         return self.run(name, PREDICT, work)
 
@@ -140,8 +147,8 @@ class Dispatcher:
                     Code.PERMISSION_DENIED,
                     "this server takes no writes; --follow allows them",
                 )
-            if not model.writers.acquire(blocking=False):
-                raise RequestError(Code.RESOURCE_EXHAUSTED, f"{model.name}: too many writes at once")
+            if not model.writers.acquire(timeout=self._seconds(timeout)):
+                raise RequestError(Code.DEADLINE_EXCEEDED, f"{model.name}: too many writes at once")
             try:
                 answer: dict[str, Tensor | Strings] = model.subscriber.handle(signature, inputs(), metadata)
                 return answer
@@ -203,13 +210,6 @@ class Dispatcher:
                 self._changed.notify_all()
 
 
-def write_signature(name: str) -> str | None:
-    """The write a signature's name stands for, `anything/raw_assign` included; None if it is no write."""
-    if name.endswith(f"/{RAW_ASSIGN}"):
-        return RAW_ASSIGN
-    return name if name in WRITES else None
-
-
 def _check_in_time(timeout: float | None) -> None:
     if timeout is not None and timeout <= 0:
         raise RequestError(Code.DEADLINE_EXCEEDED, "the deadline passed before the request was looked at")
@@ -224,7 +224,7 @@ def _picked(scores: dict[str, Array], wanted: Sequence[str]) -> dict[str, Array]
     return {name: scores[name] for name in dict.fromkeys(wanted)}
 
 
-def unknown_signature(name: str) -> Any:
+def unknown_signature(name: str) -> RequestError:
     """The error for a signature that no model has."""
     return RequestError(
         Code.INVALID_ARGUMENT, f"signature {name[:100]!r} is unknown; there is {', '.join(SIGNATURES)}"

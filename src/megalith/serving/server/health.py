@@ -1,7 +1,8 @@
 """gRPC's own services beside the models': health and reflection; and the guard before all of them.
 
 Health is open to all who can connect, since probes carry no token; everything else asks for the token, if
-there is one. Streams are few, because each one holds a place that a request could have.
+there is one. Who shows none is refused unread, and health reads only so many at once and not for long: a
+call that never sends its message would hold a thread for ever. Streams are few for the same reason.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from megalith.errors import MissingDependencyError
@@ -19,7 +20,9 @@ from megalith.serving.server.security import Security
 from megalith.serving.server.status import Code
 
 HEALTH = "grpc.health.v1.Health"
-MAX_STREAMS = 16
+MAX_STREAMS = MAX_CHECKS = 16
+READ_SECONDS = 5.0
+"""For the message of a health check to arrive."""
 
 
 def _module(package: str, name: str) -> Any:
@@ -71,36 +74,69 @@ def add_reflection(server: Any, services: Sequence[str]) -> None:
 def guard(security: Security) -> Any:
     """A gRPC interceptor that asks for the token and counts streams."""
     grpc = grpc_module()
-    places = threading.BoundedSemaphore(MAX_STREAMS)
+    streams, checks = (threading.BoundedSemaphore(number) for number in (MAX_STREAMS, MAX_CHECKS))
 
     def refuse(_: Any, context: Any) -> None:
         context.abort(Code.UNAUTHENTICATED, "this server asks for a token: authorization: Bearer ...")
 
-    refused = grpc.unary_unary_rpc_method_handler(refuse)
+    # One that takes a stream begins before anything has arrived; one that takes a message waits for it.
+    refused = grpc.stream_unary_rpc_method_handler(refuse)
 
     class Guard(grpc.ServerInterceptor):  # type: ignore[misc, name-defined]
         def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
-            if security.token is not None and not details.method.startswith(f"/{HEALTH}/"):
+            is_health = details.method.startswith(f"/{HEALTH}/")
+            if security.token is not None and not is_health:
                 shown = [value for key, value in details.invocation_metadata if key == "authorization"]
                 if len(shown) != 1 or not security.admits(shown[0]):
                     return refused
             handler = continuation(details)
-            if handler is None or not handler.response_streaming:
-                return handler
-            if handler.request_streaming:
-                return handler._replace(stream_stream=_placed(handler.stream_stream, places))
-            return handler._replace(unary_stream=_placed(handler.unary_stream, places))
+            if handler is None:
+                return None
+            if is_health and not handler.response_streaming:
+                return grpc.stream_unary_rpc_method_handler(
+                    _placed(_first(handler.unary_unary), checks),
+                    handler.request_deserializer,
+                    handler.response_serializer,
+                )
+            if is_health:
+                return grpc.stream_stream_rpc_method_handler(
+                    _placed(_first(handler.unary_stream), streams),
+                    handler.request_deserializer,
+                    handler.response_serializer,
+                )
+            if handler.response_streaming:
+                return handler._replace(stream_stream=_placed(handler.stream_stream, streams))
+            return handler
 
     return Guard()
 
 
+def _first(behavior: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of one message as one of a stream, whose first must come soon."""
+
+    @functools.wraps(behavior)
+    def call(requests: Iterator[Any], context: Any, *more: Any) -> Any:
+        late = threading.Timer(READ_SECONDS, context.cancel)
+        late.daemon = True
+        late.start()
+        try:
+            request = next(requests, None)
+        finally:
+            late.cancel()
+        if request is None:
+            context.abort(Code.INVALID_ARGUMENT, "the call has no message")
+        return behavior(request, context, *more)
+
+    return call
+
+
 def _placed(behavior: Callable[..., Any], places: threading.BoundedSemaphore) -> Callable[..., Any]:
-    """A stream's method that takes one of the places while it lasts."""
+    """A method that takes one of the places while it lasts."""
 
     @functools.wraps(behavior)
     def call(request: Any, context: Any, *more: Any) -> Any:
         if not places.acquire(blocking=False):
-            context.abort(Code.RESOURCE_EXHAUSTED, f"{MAX_STREAMS} streams are open already")
+            context.abort(Code.RESOURCE_EXHAUSTED, "too many such calls are open already")
         if not context.add_callback(places.release):
             places.release()
             context.abort(Code.CANCELLED, "the client does not wait any more")

@@ -46,6 +46,16 @@ class Column:
     lengths: bytes | None = None
     weights: bytes | None = None
 
+    def piece(self, begin: int, end: int) -> Column:
+        """Some of its rows."""
+        lengths, first, last = None, begin, end
+        if self.lengths is not None:
+            lengths = self.lengths[8 * begin : 8 * end]
+            every = np.frombuffer(self.lengths, np.int64)
+            first, last = int(every[:begin].sum()), int(every[:end].sum())
+        weights = None if self.weights is None else self.weights[4 * first : 4 * last]
+        return Column(self.ids[8 * first : 8 * last], lengths, weights)
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -74,6 +84,7 @@ class InputReader:
         self.dense_name = signature.dense_name
         self.max_bytes = max_bytes
         self._position = {name: k for k, name in enumerate(self.names)}
+        self._dims = tuple(signature.tables[feature.table].dim for feature in signature.features)
         self._shared = any(feature.shared for feature in signature.features)
 
     def read_protos(self, protos: Mapping[str, Message]) -> Rows:
@@ -119,7 +130,23 @@ class InputReader:
             if other != count:
                 first = next(iter(counts))
                 raise InputError(f"input {name!r} has {other} rows, but {first!r} has {count}")
-        return Rows(count, tuple(columns), dense)
+        return self._affordable(Rows(count, tuple(columns), dense))
+
+    def cost(self, rows: Rows) -> int:
+        """Bytes that the embedding rows of a request's ids take, and its dense values."""
+        if rows.plain is not None:
+            values = rows.count * sum(self._dims)
+        else:
+            given = zip(rows.columns, self._dims, strict=True)
+            values = sum(len(column.ids) // 8 * dim for column, dim in given if column is not None)
+        return 4 * values + len(rows.dense or b"")
+
+    def pieces(self, rows: Rows, size: int) -> list[Rows]:
+        """A request cut into ones of at most `size` rows each."""
+        if rows.count <= size:
+            return [rows]
+        ends = [*range(size, rows.count, size), rows.count]
+        return [self._piece(rows, begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
     def join(self, batch: Sequence[Rows]) -> tuple[dict[str, Ragged | Tensor], Tensor | None]:
         """Features and dense values of all requests, one after the other."""
@@ -175,7 +202,28 @@ class InputReader:
                 return None
         if 8 * count * len(ids) + len(dense or b"") > self.max_bytes:
             return None
-        return Rows(count, (), dense, tuple(ids))
+        return self._affordable(Rows(count, (), dense, tuple(ids)))
+
+    def _affordable(self, rows: Rows) -> Rows:
+        # A few bytes may stand for many ids: typed values are filled up with the last one.
+        cost = self.cost(rows)
+        if cost > self.max_bytes:
+            raise InputError(
+                f"the rows of the request's ids and its dense values take {cost} bytes, more than the "
+                f"{self.max_bytes} a request may; send it in parts"
+            )
+        return rows
+
+    def _piece(self, rows: Rows, begin: int, end: int) -> Rows:
+        width = 4 * self.num_dense
+        dense = None if rows.dense is None else rows.dense[begin * width : end * width]
+        if rows.plain is not None:
+            return Rows(end - begin, (), dense, tuple(ids[8 * begin : 8 * end] for ids in rows.plain))
+        columns = (
+            column if column is None or feature.shared else column.piece(begin, end)
+            for feature, column in zip(self.features, rows.columns, strict=True)
+        )
+        return Rows(end - begin, tuple(columns), dense)
 
     def _check_known(self, name: str, inputs: Inputs) -> None:
         if name in self._position or (name == self.dense_name and self.num_dense):

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from megalith.errors import MissingDependencyError
+from megalith.serving.server.http import Handler, HttpServer
+from megalith.serving.server.security import Security
 from megalith.serving.server.served import ServedModel
 
 BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -139,17 +141,18 @@ class _Models:
         yield from (queue, state, overlay, stale, looked_up, missing, failed, zeros)
 
 
-class MetricsServer:
-    """An HTTP server of the metrics, on a thread of its own."""
+class MetricsServer(HttpServer):
+    """An HTTP server of the metrics, whatever the path; TLS where the other ports are."""
 
-    def __init__(self, metrics: Metrics, host: str, port: int) -> None:
-        self._server, self._thread = prometheus().start_http_server(
-            port, addr=host, registry=metrics.registry
-        )
-        self.port: int = self._server.server_port
+    def __init__(self, metrics: Metrics, security: Security, host: str, port: int) -> None:
+        self.metrics = metrics
+        super().__init__(_Handler, security, host, port)
 
-    def stop(self) -> None:
-        """Ends it."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+
+class _Handler(Handler):
+    server: MetricsServer
+
+    def do_GET(self) -> None:
+        self.close_connection = True
+        kind = prometheus().CONTENT_TYPE_LATEST
+        self.reply(200, kind, self.server.metrics.text())

@@ -19,19 +19,19 @@ from megalith.errors import InputError, MegalithError, UsageError
 from megalith.serving.client.channels import MAX_MESSAGE_BYTES, Credentials, grpc_module
 from megalith.serving.client.fetch import RowFetcher
 from megalith.serving.discovery import Discovery, Replica, open_discovery
-from megalith.serving.discovery.addresses import is_wildcard
+from megalith.serving.discovery.addresses import is_loopback, is_wildcard
 from megalith.serving.exported.servable import Servable
 from megalith.serving.exported.signature import ENTRY, Signature
 from megalith.serving.proto import MAX_BYTES
 from megalith.serving.server.batching import Batching
 from megalith.serving.server.dispatch import Dispatcher
-from megalith.serving.server.health import Health, add_reflection, guard
+from megalith.serving.server.health import MAX_CHECKS, MAX_STREAMS, Health, add_reflection, guard
 from megalith.serving.server.metrics import Metrics, MetricsServer
 from megalith.serving.server.oip_service import SERVICE as OIP_SERVICE
 from megalith.serving.server.oip_service import OIPService
 from megalith.serving.server.repository import Repository
 from megalith.serving.server.rest import RestServer
-from megalith.serving.server.security import Security, is_loopback
+from megalith.serving.server.security import Security
 from megalith.serving.server.served import ServedModel, services_of
 from megalith.serving.server.tf_service import MODEL_SERVICE, PREDICTION_SERVICE, TFService
 from megalith.serving.sync.subscriber import Subscriber
@@ -41,8 +41,10 @@ log = logging.getLogger("megalith.serving")
 SERVICES = (PREDICTION_SERVICE, MODEL_SERVICE, OIP_SERVICE)
 LAST_SECONDS = 1.0
 """For answers to reach their clients, once all are computed."""
-SPARE_THREADS = 16
+SPARE_THREADS = MAX_STREAMS + MAX_CHECKS + 16
 """Threads beside those of requests, so that a full server still says how it is."""
+IDLE_SECONDS, MAX_AGE_SECONDS, GRACE_SECONDS = 300, 600, 300
+"""Of a gRPC connection without calls; of any, lest calls that never send their message stay; for others."""
 
 
 class ModelServer:
@@ -52,7 +54,8 @@ class ModelServer:
     one; None leaves HTTP or metrics out. allow_writes: take pushes of training; checkpoint: where the run
     that pushes keeps its own, to catch up from. discovery: where to say what is served, and where an entry
     finds the parts of its model; an address opens one of its own. advertise: host:port told to discovery, if
-    not the one listened on. fail_soft: an entry takes rows it cannot fetch for zeros.
+    not the one listened on. fail_soft: an entry takes rows it cannot fetch for zeros. keep_versions: how many
+    of the newest answer; None is 2 for ps parts, and 1 for the rest.
     Raises InputError or UsageError, at once or from `start`, for what cannot be served so.
     """
 
@@ -76,7 +79,7 @@ class ModelServer:
         fail_soft: bool = False,
         fetch_deadline_ms: float = 1000.0,
         fetch_credentials: Credentials | None = None,
-        keep_versions: int = 1,
+        keep_versions: int | None = None,
         poll_seconds: float = 1.0,
         drain_seconds: float = 30.0,
         max_request_bytes: int = MAX_BYTES,
@@ -85,7 +88,7 @@ class ModelServer:
         self._security = security or Security()
         self._security.check_exposure(host, writes=allow_writes)
         for name, value in (("keep_versions", keep_versions), ("max_concurrent", max_concurrent)):
-            if value < 1:
+            if value is not None and value < 1:
                 raise InputError(f"{name} must be 1 or more, got {value}")
         if discovery is not None and advertise is None and is_wildcard(f"{_bracketed(host)}:"):
             raise InputError(f"nobody can call {host}: say with --advertise by which address others reach it")
@@ -117,7 +120,6 @@ class ModelServer:
             follows=follows,
             keep_versions=keep_versions,
             poll_seconds=poll_seconds,
-            drain_seconds=drain_seconds,
             on_look=self._tell,
         )
         self._dispatcher = Dispatcher(
@@ -174,7 +176,7 @@ class ModelServer:
             self._server.stop(LAST_SECONDS).wait()
         self._repository.stop(max(0.0, end - time.monotonic()))
         if self._metrics_server is not None:
-            self._metrics_server.stop()
+            self._metrics_server.stop(LAST_SECONDS)
         if self._own_discovery is not None:
             self._own_discovery.stop()
 
@@ -251,6 +253,9 @@ class ModelServer:
                 ("grpc.max_send_message_length", -1),
                 # Two servers on one port would each get some of the requests.
                 ("grpc.so_reuseport", 0),
+                ("grpc.max_connection_idle_ms", 1000 * IDLE_SECONDS),
+                ("grpc.max_connection_age_ms", 1000 * MAX_AGE_SECONDS),
+                ("grpc.max_connection_age_grace_ms", 1000 * GRACE_SECONDS),
             ),
             maximum_concurrent_rpcs=threads,
         )
@@ -267,10 +272,13 @@ class ModelServer:
         if self._http_port is not None:
             self._rest = RestServer(self._dispatcher, self._security, self._host, self._http_port)
         if self._metrics_port is not None:
-            self._metrics_server = MetricsServer(self._metrics, self._metrics_host, self._metrics_port)
+            self._metrics_server = MetricsServer(
+                self._metrics, self._security, self._metrics_host, self._metrics_port
+            )
         self._server.start()
-        if self._rest is not None:
-            self._rest.start()
+        for server in (self._rest, self._metrics_server):
+            if server is not None:
+                server.start()
 
     def _tell(self) -> None:
         """Tells health and discovery which models answer; discovery again, if it could not be told."""

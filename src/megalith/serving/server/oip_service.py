@@ -10,7 +10,6 @@ from megalith import __version__
 from megalith.errors import InputError
 from megalith.serving.exported.signature import Signature
 from megalith.serving.proto import (
-    Message,
     ModelInferRequest,
     ModelInferResponse,
     ModelMetadataRequest,
@@ -22,10 +21,11 @@ from megalith.serving.proto import (
     ServerReadyResponse,
     datatype_of,
 )
-from megalith.serving.server.dispatch import Dispatcher
+from megalith.serving.server.dispatch import Dispatcher, Question
+from megalith.serving.server.methods import handler_of, parsed, remaining, serialised
 from megalith.serving.server.served import ServedModel
 from megalith.serving.server.status import RequestError
-from megalith.serving.server.tf_service import handler_of, inputs_of
+from megalith.serving.server.tf_service import inputs_of
 
 SERVICE = "inference.GRPCInferenceService"
 SERVER, PLATFORM = "megalith", "megalith"
@@ -52,38 +52,39 @@ class OIPService:
 
     def server_live(self, data: bytes, context: Any) -> bytes:
         """That it answers at all."""
-        return _bytes(ServerLiveResponse(live=True))
+        return serialised(ServerLiveResponse(live=True))
 
     def server_ready(self, data: bytes, context: Any) -> bytes:
         """Whether some model answers."""
-        return _bytes(ServerReadyResponse(ready=self._dispatcher.ready))
+        return serialised(ServerReadyResponse(ready=self._dispatcher.ready))
 
     def model_ready(self, data: bytes, context: Any) -> bytes:
         """Whether a version of a model answers."""
-        request = self._parsed(ModelReadyRequest, data)
+        request = parsed(self._dispatcher, ModelReadyRequest, data)
         ready = model_ready(self._dispatcher, request.name, request.version)
-        return _bytes(ModelReadyResponse(ready=ready))
+        return serialised(ModelReadyResponse(ready=ready))
 
     def server_metadata(self, data: bytes, context: Any) -> bytes:
         """Name and version of this server."""
-        return _bytes(ServerMetadataResponse(name=SERVER, version=__version__, extensions=EXTENSIONS))
+        return serialised(ServerMetadataResponse(name=SERVER, version=__version__, extensions=EXTENSIONS))
 
     def model_metadata(self, data: bytes, context: Any) -> bytes:
         """Inputs and outputs of a version."""
-        request = self._parsed(ModelMetadataRequest, data)
+        request = parsed(self._dispatcher, ModelMetadataRequest, data)
         described = describe(self._dispatcher, request.name, request.version)
-        return _bytes(ModelMetadataResponse(**described))
+        return serialised(ModelMetadataResponse(**described))
 
     def model_infer(self, data: bytes, context: Any) -> bytes:
         """Scores."""
-        request = self._parsed(ModelInferRequest, data)
-        scored = self._dispatcher.predict(
-            request.model_name,
-            self._version(request.model_version),
+        request = parsed(self._dispatcher, ModelInferRequest, data)
+        question = Question(
             lambda reader: reader.read_infer(request),
-            outputs=[output.name for output in request.outputs],
-            timeout=context.time_remaining(),
-            alive=context.is_active,
+            [output.name for output in request.outputs],
+            remaining(context),
+        )
+        version = self._version(request.model_version)
+        scored = self._dispatcher.predict(
+            request.model_name, version, lambda: question, alive=context.is_active
         )
         response = ModelInferResponse(
             model_name=request.model_name, model_version=str(scored.version), id=request.id
@@ -91,18 +92,12 @@ class OIPService:
         for name, array in scored.outputs.items():
             response.outputs.add(name=name, datatype="FP32", shape=array.shape)
             response.raw_output_contents.append(array.tobytes())
-        return _bytes(response)
+        return serialised(response)
 
     def _version(self, text: str) -> int | None:
         try:
             return parse_version(text)
         except InputError as error:
-            raise self._dispatcher.refused(error) from None
-
-    def _parsed(self, kind: Any, data: bytes) -> Message:
-        try:
-            return kind.FromString(data)
-        except Exception as error:
             raise self._dispatcher.refused(error) from None
 
 
@@ -151,8 +146,3 @@ def _outputs(signature: Signature) -> list[dict[str, Any]]:
 
 def _sizes(shape: list[int | None]) -> list[int]:
     return [-1 if size is None else size for size in shape]
-
-
-def _bytes(message: Message) -> bytes:
-    data: bytes = message.SerializeToString()
-    return data

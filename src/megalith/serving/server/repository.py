@@ -15,6 +15,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from megalith.errors import InputError
@@ -34,7 +36,25 @@ Opens = Callable[[Path], tuple[Servable, RowFetcher | None]]
 Follows = Callable[[Servable], Subscriber]
 MAX_FOLDERS = 1000
 """Folders looked into at each level, lest a wrong directory be searched for ever."""
+MAX_FILES = 10_000
+"""Files of a version that tell whether it has changed."""
 DEPTH = 2
+KEPT, KEPT_OF_PARTS = 1, 2
+"""Versions that answer, unless told. Of a ps part also the one before, which an entry may still ask for."""
+RETRY_SECONDS, MAX_RETRY_SECONDS = 10.0, 600.0
+"""When a version that could not be opened is tried again: soon, then ever later."""
+
+Files = tuple[tuple[str, int, int], ...]
+"""Path, size and time of change of each."""
+
+
+@dataclass
+class _Broken:
+    """A version that could not be opened: as it was then, and when to try it again though it is the same."""
+
+    files: Files
+    wait: float
+    again: float
 
 
 class Repository:
@@ -54,9 +74,8 @@ class Repository:
         batching: Batching,
         max_bytes: int,
         follows: Follows | None = None,
-        keep_versions: int = 1,
+        keep_versions: int | None = None,
         poll_seconds: float = 1.0,
-        drain_seconds: float = 30.0,
         on_look: Callable[[], None] = lambda: None,
     ) -> None:
         self.directory = directory
@@ -67,10 +86,9 @@ class Repository:
         self._max_bytes = max_bytes
         self._keep = keep_versions
         self._poll_seconds = poll_seconds
-        self._drain_seconds = drain_seconds
         self._on_look = on_look
         self._roots: dict[Path, ServedModel] = {}
-        self._broken: dict[Path, tuple[int, int]] = {}
+        self._broken: dict[Path, _Broken] = {}
         self._names: dict[str, ServedModel] = {}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="megalith-repository", daemon=True)
@@ -141,27 +159,41 @@ class Repository:
             model = self._roots[root] = ServedModel(_fallback_name(root, self.directory), str(root))
         wanted: list[int] = []
         for number in sorted(versions_of(root), reverse=True):
-            if len(wanted) == self._keep or self._stopping.is_set():
+            if len(wanted) == self._kept(model) or self._stopping.is_set():
                 break
             if number in model.versions or self._load(model, root, number):
                 wanted.append(number)
+        if not wanted:
+            return
+        # Going back to an older version: what is pushed from now on must not go to the one that ends.
+        self._follow(model, model.versions[wanted[0]].servable)
         for number in model.versions:
-            if wanted and number not in wanted:
-                model.remove(number, self._drain_seconds)
+            if number not in wanted:
+                model.remove(number)  # its last request closes it, and holds up no other model
+
+    def _kept(self, model: ServedModel) -> int:
+        if self._keep is not None:
+            return self._keep
+        newest = model.newest
+        return KEPT if newest is None or newest.signature.shard is None else KEPT_OF_PARTS
 
     def _load(self, model: ServedModel, root: Path, number: int) -> bool:
         """Opens a version and lets it answer; False if it cannot be."""
         directory = root / str(number)
-        stamp = _stamp(directory)
-        if self._broken.get(directory) == stamp:
+        files, broken = _files(directory), self._broken.get(directory)
+        if broken is not None and broken.files == files and time.monotonic() < broken.again:
             return False
         newest = model.newest
         model.set_status(number, ModelState.LOADING)
-        servable = fetcher = None
+        servable = fetcher = version = None
         try:
             servable, fetcher = self._opens(directory)
             self._check(model, servable, number, root)
             servable.warm_up()
+            version = self._version(model.name, servable, fetcher)
+            if self._stopping.is_set():
+                version.retire()
+                return False
             if newest is None or number > newest.number:
                 self._follow(model, servable)
         except Exception as error:
@@ -169,27 +201,36 @@ class Repository:
             text = str(error) or type(error).__name__
             log.error("%s version %d cannot be served: %s", model.name, number, text)
             model.set_status(number, ModelState.END, text[:1000])
-            self._metrics.load_failed(model.name)
-            self._broken[directory] = stamp
-            _close(servable, fetcher)
-            return False
-        if self._stopping.is_set():
-            _close(servable, fetcher)
+            self._note_broken(model, directory, files)
+            if version is not None:
+                version.retire()
+            else:
+                _close(servable, fetcher)
             return False
         self._broken.pop(directory, None)
-        name = model.name
-        version = Version(
+        model.add(version)
+        for alias in names_of(servable.signature):
+            self._names.setdefault(alias, model)
+        log.info("%s version %d is served from %s", model.name, number, directory)
+        return True
+
+    def _version(self, name: str, servable: Servable, fetcher: RowFetcher | None) -> Version:
+        return Version(
             servable,
             self._batching,
             max_bytes=self._max_bytes,
             on_batch=lambda rows: self._metrics.batch(name, rows),
             fetcher=fetcher,
         )
-        model.add(version)
-        for alias in names_of(servable.signature):
-            self._names.setdefault(alias, model)
-        log.info("%s version %d is served from %s", model.name, number, directory)
-        return True
+
+    def _note_broken(self, model: ServedModel, directory: Path, files: Files) -> None:
+        before = self._broken.get(directory)
+        if before is None or before.files != files:
+            self._metrics.load_failed(model.name)
+            wait = RETRY_SECONDS
+        else:
+            wait = min(2 * before.wait, MAX_RETRY_SECONDS)
+        self._broken[directory] = _Broken(files, wait, time.monotonic() + wait)
 
     def _check(self, model: ServedModel, servable: Servable, number: int, root: Path) -> None:
         signature = servable.signature
@@ -204,12 +245,12 @@ class Repository:
             raise InputError(f"it is a model {signature.name!r}, but {root} holds versions of {model.name!r}")
 
     def _follow(self, model: ServedModel, servable: Servable) -> None:
-        """Tells the subscriber where to write before requests can see the version."""
+        """Tells the subscriber where to write from now on."""
         if self._follows is None:
             return
         if model.subscriber is None:
             model.subscriber = self._follows(servable)
-        else:
+        elif model.subscriber.servable is not servable:
             model.subscriber.move_to(servable)
 
 
@@ -224,14 +265,14 @@ def version_roots(directory: Path, depth: int) -> Iterator[Path]:
     if versions_of(directory):
         yield directory
     elif depth:
-        for child in _folders(directory):
+        for child in _folders(directory)[:MAX_FOLDERS]:
             yield from version_roots(directory / child, depth - 1)
 
 
 def versions_of(directory: Path) -> list[int]:
-    """The versions in a directory, in no order."""
-    names = _folders(directory)
-    return [int(name) for name in names if name.isascii() and name.isdecimal() and str(int(name)) == name]
+    """The versions in a directory, in no order; what is no int64 is none."""
+    names = [name for name in _folders(directory) if name.isascii() and name.isdecimal()]
+    return [int(name) for name in names if str(int(name)) == name and int(name) < 2**63]
 
 
 def _folders(directory: Path) -> list[str]:
@@ -240,16 +281,19 @@ def _folders(directory: Path) -> list[str]:
             names = [entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
     except OSError:
         return []  # it may vanish between two looks
-    return sorted(names)[:MAX_FOLDERS]
+    return sorted(names)
 
 
-def _stamp(directory: Path) -> tuple[int, int]:
-    """Changes when a version is replaced by another of its number."""
+def _files(directory: Path) -> Files:
+    """Changes when anything in a version does."""
+    found = []
     try:
-        status = directory.stat()
+        for path in islice(directory.rglob("*"), MAX_FILES):
+            status = path.stat()
+            found.append((str(path), status.st_size, status.st_mtime_ns))
     except OSError:
-        return (0, 0)
-    return (status.st_ino, status.st_mtime_ns)
+        pass  # it may vanish between two looks
+    return tuple(sorted(found))
 
 
 def _fallback_name(root: Path, directory: Path) -> str:

@@ -7,7 +7,6 @@ ask; and writes are refused unless allowed, and beyond this machine need one of 
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import os
 import re
 import ssl
@@ -17,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from megalith.errors import InputError, UsageError
-from megalith.serving.client.channels import grpc_module
+from megalith.serving.client.channels import grpc_module, read_secret
+from megalith.serving.discovery.addresses import is_loopback
 
 TOKEN_VARIABLE = "MEGALITH_SERVE_TOKEN"
-MAX_FILE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -76,8 +75,8 @@ class Security:
         if self.certificate is None or self.key is None:
             return None
         self.ssl_context()  # says what is wrong with the files, which gRPC does not
-        pair = (_pem(self.key, "key"), _pem(self.certificate, "certificate"))
-        roots = None if self.client_ca is None else _pem(self.client_ca, "client CA")
+        pair = (read_secret("key", self.key), read_secret("certificate", self.certificate))
+        roots = None if self.client_ca is None else read_secret("client CA", self.client_ca)
         return grpc_module().ssl_server_credentials([pair], roots, self.client_ca is not None)
 
     def ssl_context(self) -> ssl.SSLContext | None:
@@ -102,24 +101,5 @@ def read_token(path: Path | None, environment: Mapping[str, str] | None = None) 
     Raises InputError if the file cannot be read.
     """
     if path is not None:
-        return _pem(path, "token").decode("ascii", "replace").strip()
+        return read_secret("token", path).decode("ascii", "replace").strip()
     return (os.environ if environment is None else environment).get(TOKEN_VARIABLE) or None
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
-
-
-def _pem(path: Path, what: str) -> bytes:
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise InputError(f"{what}: {path} has more than {MAX_FILE_BYTES} bytes")
-        return path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{what}: cannot read {path}: {error.strerror}") from None

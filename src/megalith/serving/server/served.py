@@ -6,8 +6,8 @@ model hands its requests to the newest version, or to the one they name.
 
 from __future__ import annotations
 
-import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megalith.errors import InputError
+from megalith.errors import DiscoveryError, InputError, RemoteError
 from megalith.serving.client.fetch import RowFetcher
 from megalith.serving.exported.servable import Servable
 from megalith.serving.exported.signature import ENTRY, STANDALONE, Signature
@@ -27,8 +27,6 @@ from megalith.serving.server.inputs import InputReader, Rows
 from megalith.serving.server.status import Code, RequestError
 from megalith.serving.state import ModelState
 from megalith.serving.sync.subscriber import Subscriber
-
-log = logging.getLogger("megalith.serving")
 
 Array = NDArray[np.generic]
 Scores = tuple[dict[str, Array], int, int]
@@ -55,6 +53,7 @@ class Version:
         self.signature = servable.signature
         self.number = servable.signature.version
         self.reader = InputReader(servable.signature, max_bytes=max_bytes)
+        self._max_rows = batching.max_rows
         self._batcher: Batcher[Rows, Scores] = Batcher(
             self._compute,
             batching,
@@ -66,6 +65,7 @@ class Version:
         self._users = 0
         self._retired = False
         self._left_behind = False
+        self._on_end: Callable[[], object] = lambda: None
 
     @property
     def queued_rows(self) -> int:
@@ -93,33 +93,47 @@ class Version:
         """Outputs by name, each [rows]. Raises RequestError, InputError, or what the model raises."""
         if not rows.count:
             return {name: np.empty(0, np.float32) for name in self.signature.outputs}
-        outputs, begin, end = self._batcher.submit(rows, rows.count, timeout=timeout, alive=alive)
+        self._batcher.check(rows.count, self.reader.cost(rows))
+        end = time.monotonic() + timeout
+        parts = [
+            self._score(piece, end - time.monotonic(), alive)
+            for piece in self.reader.pieces(rows, self._max_rows)
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def _score(self, rows: Rows, timeout: float, alive: Alive | None) -> dict[str, Array]:
+        cost = self.reader.cost(rows)
+        outputs, begin, end = self._batcher.submit(rows, rows.count, cost=cost, timeout=timeout, alive=alive)
         return {name: array[begin:end] for name, array in outputs.items()}
 
-    def retire(self, timeout: float) -> None:
-        """Waits until nobody uses it, then closes it; after `timeout` seconds its last user will."""
+    def retire(self, timeout: float = 0.0, on_end: Callable[[], object] = lambda: None) -> None:
+        """Lets nobody else use it; closes it when nobody does any more, then calls `on_end`.
+
+        Waits for that at most `timeout` seconds: later, its last user closes it.
+        """
         with self._unused:
-            self._retired = True
+            self._retired, self._on_end = True, on_end
             idle = self._unused.wait_for(lambda: not self._users, timeout)
             self._left_behind = not idle
         if idle:
             self._close()
-        else:
-            log.warning("%s version %d is still in use", self.signature.name, self.number)
 
     def _close(self) -> None:
         self._batcher.close()
         self.servable.close()
         if self.fetcher is not None:
             self.fetcher.close()
+        self._on_end()
 
     def _compute(self, batch: Sequence[Rows]) -> Sequence[Scores | Exception]:
         try:
             features, dense = self.reader.join(batch)
             outputs = self.servable.predict(features, dense)
-        except InputError as error:
-            if len(batch) == 1:
-                return [error]
+        except Exception as error:
+            if len(batch) == 1 or _is_absence(error):
+                return [error] * len(batch)
             # One bad request must not fail the others.
             return [result for rows in batch for result in self._compute([rows])]
         arrays = {name: tensor.numpy() for name, tensor in outputs.items()}
@@ -129,6 +143,13 @@ class Version:
             results.append((arrays, begin, begin + rows.count))
             begin += rows.count
         return results
+
+
+def _is_absence(error: Exception) -> bool:
+    """Whether a part of the model did not answer: no fault of a request's, nor mended by asking for each."""
+    if isinstance(error, RemoteError):
+        return error.code in ("UNAVAILABLE", "DEADLINE_EXCEEDED")
+    return isinstance(error, DiscoveryError)
 
 
 @dataclass(frozen=True)
@@ -192,21 +213,28 @@ class ServedModel:
             self._newest = self._versions[max(self._versions)]
         self.set_status(version.number, ModelState.AVAILABLE)
 
-    def remove(self, number: int, timeout: float) -> None:
-        """Takes a version away from new requests, waits for the others, and closes it."""
+    def remove(self, number: int, timeout: float = 0.0) -> None:
+        """Takes a version away from new requests; it ends with its last one, which is waited for so long."""
         with self._lock:
             version = self._versions.pop(number)
             self._newest = self._versions[max(self._versions)] if self._versions else None
         self.set_status(number, ModelState.UNLOADING)
-        version.retire(timeout)
-        self.set_status(number, ModelState.END)
+        version.retire(timeout, lambda: self._ended(number))
+
+    def _ended(self, number: int) -> None:
+        if number not in self.versions:  # another one may have come under its number
+            self.set_status(number, ModelState.END)
 
     @contextmanager
     def version(self, number: int | None) -> Iterator[Version]:
-        """A version for the time of one request; None is the newest. Raises RequestError if there is none."""
+        """A version for the time of one request; None is the newest. Raises RequestError if there is none.
+
+        0 is the newest too where no version has that number: some clients send it for none.
+        """
         while True:
             with self._lock:
                 found = self._newest if number is None else self._versions.get(number)
+                found = found or (None if number else self._newest)
             if found is None:
                 raise self._absent(number)
             with found.used() as usable:

@@ -1,18 +1,14 @@
-"""TF Serving's services: Predict, GetModelMetadata and GetModelStatus over gRPC.
-
-Methods take and give bytes: reading a request into a message is the first thing that may go wrong with it.
-"""
+"""TF Serving's services: Predict, GetModelMetadata and GetModelStatus over gRPC."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalith.errors import InputError
-from megalith.serving.client.channels import grpc_module
 from megalith.serving.exported.signature import Signature
 from megalith.serving.proto import (
     DataType,
@@ -32,16 +28,11 @@ from megalith.serving.proto import (
     to_tensor_proto,
 )
 from megalith.serving.proto.contents import LARGE, cut_contents
-from megalith.serving.server.dispatch import (
-    ASSIGN,
-    LOOKUP,
-    PREDICT,
-    Dispatcher,
-    unknown_signature,
-    write_signature,
-)
+from megalith.serving.server.dispatch import Dispatcher, Question, unknown_signature
+from megalith.serving.server.methods import handler_of, parsed, remaining, serialised
 from megalith.serving.server.served import ServedModel
 from megalith.serving.server.status import Code, RequestError
+from megalith.serving.wire_names import HASHTABLE_ASSIGN, LOOKUP, PREDICT, write_signature
 
 PREDICTION_SERVICE = "tensorflow.serving.PredictionService"
 MODEL_SERVICE = "tensorflow.serving.ModelService"
@@ -49,7 +40,6 @@ METHOD = "tensorflow/serving/predict"
 METADATA_FIELD = "signature_def"
 SENT = "megalith-"
 """What the names of metadata that concern us begin with."""
-Method = Callable[[bytes, Any], bytes]
 _FLOAT = int(DataType.DT_FLOAT)
 
 
@@ -71,11 +61,11 @@ class TFService:
 
     def predict(self, data: bytes, context: Any) -> bytes:
         """Scores, rows, or the acknowledgement of a write, as the signature says."""
-        small, contents = cut_contents(data) if len(data) >= LARGE else (data, {})
+        small, contents = cut_contents(data, _is_large) if len(data) >= LARGE else (data, {})
         request = self._parsed(PredictRequest, small)
         spec = request.model_spec
         signature = spec.signature_name or PREDICT
-        timeout = context.time_remaining()
+        timeout = remaining(context)
         if signature == PREDICT:
             response = self._scores(self._parsed(PredictRequest, data) if contents else request, context)
         elif signature == LOOKUP:
@@ -95,8 +85,7 @@ class TFService:
             response = _response(spec, signature, outputs)
         else:
             raise self._dispatcher.refused(unknown_signature(signature))
-        answer: bytes = response.SerializeToString()
-        return answer
+        return serialised(response)
 
     def get_model_metadata(self, data: bytes, context: Any) -> bytes:
         """The signatures of a version."""
@@ -114,38 +103,34 @@ class TFService:
                 response.metadata[METADATA_FIELD].Pack(signatures)
                 return response
 
-        answer: bytes = self._dispatcher.run(request.model_spec.name, "metadata", work).SerializeToString()
-        return answer
+        return serialised(self._dispatcher.run(request.model_spec.name, "metadata", work))
 
     def get_model_status(self, data: bytes, context: Any) -> bytes:
-        """Where each version is in its life; of one version, if the request names it."""
+        """Where each version is in its life; of one version, if the request names it (0 is none)."""
         request = self._parsed(GetModelStatusRequest, data)
         number = version_of(request.model_spec)
 
         def work(model: ServedModel) -> Message:
             response = GetModelStatusResponse()
             for each, status in model.statuses.items():
-                if number is not None and each != number:
+                if number and each != number:
                     continue
                 added = response.model_version_status.add(version=each, state=int(status.state))
                 added.status.error_code = ErrorCode.UNKNOWN if status.error else ErrorCode.OK
                 added.status.error_message = status.error
-            if number is not None and not response.model_version_status:
+            if number and not response.model_version_status:
                 raise RequestError(Code.NOT_FOUND, f"model {model.name!r} has no version {number}")
             return response
 
-        answer: bytes = self._dispatcher.run(request.model_spec.name, "status", work).SerializeToString()
-        return answer
+        return serialised(self._dispatcher.run(request.model_spec.name, "status", work))
 
     def _scores(self, request: Message, context: Any) -> Message:
         spec = request.model_spec
+        question = Question(
+            lambda reader: reader.read_protos(request.inputs), request.output_filter, remaining(context)
+        )
         scored = self._dispatcher.predict(
-            spec.name,
-            version_of(spec),
-            lambda reader: reader.read_protos(request.inputs),
-            outputs=request.output_filter,
-            timeout=context.time_remaining(),
-            alive=context.is_active,
+            spec.name, version_of(spec), lambda: question, alive=context.is_active
         )
         response = PredictResponse()
         _fill_spec(response, spec.name, PREDICT, scored.version)
@@ -161,40 +146,24 @@ class TFService:
         return from_tensor_protos(request.inputs, max_bytes=limit, contents=contents)
 
     def _parsed(self, kind: Any, data: bytes) -> Message:
+        request = parsed(self._dispatcher, kind, data)
         try:
-            request = kind.FromString(data)
             version_of(request.model_spec)
-            return request
-        except Exception as error:
-            raise self._dispatcher.refused(error) from None
-
-
-def handler_of(service: str, methods: Mapping[str, Method]) -> Any:
-    """A gRPC handler of methods that take bytes and raise RequestErrors."""
-    grpc = grpc_module()
-    return grpc.method_handlers_generic_handler(
-        service,
-        {name: grpc.unary_unary_rpc_method_handler(_ended(method)) for name, method in methods.items()},
-    )
-
-
-def _ended(method: Method) -> Method:
-    def call(data: bytes, context: Any) -> bytes:
-        try:
-            return method(data, context)
         except RequestError as error:
-            context.abort(error.code, str(error))
-            raise  # not reached: abort raises
+            raise self._dispatcher.refused(error) from None
+        return request
 
-    return call
+
+def _is_large(signature: str) -> bool:
+    """Whether requests of a signature have few, large tensors."""
+    return signature == LOOKUP or write_signature(signature) is not None
 
 
 def version_of(spec: Message) -> int | None:
-    """The version a request names; 0 and none are the newest. Raises RequestError for a label."""
+    """The version a request names; None if it names none. Raises RequestError for a label."""
     if spec.version_label:
         raise RequestError(Code.NOT_FOUND, f"version label {spec.version_label[:100]!r} is unknown")
-    number: int = spec.version.value
-    return number or None
+    return spec.version.value if spec.HasField("version") else None
 
 
 def _response(
@@ -243,7 +212,7 @@ def _signatures(signature: Signature, writes: bool) -> Message:
                 f"{table}_result": tensor_info(f"{table}_result", torch.int64, [1])
                 for table in signature.tables
             }
-            define(ASSIGN, {**ids, **values}, results)
+            define(HASHTABLE_ASSIGN, {**ids, **values}, results)
     return made
 
 

@@ -47,10 +47,12 @@ class Backlog:
         return len(self._now) + len(self._later)
 
     def begin(self, ids: Mapping[str, Tensor], interval: Interval) -> None:
-        """The first ids, up to an interval; they do not count against max_rows."""
-        self.add(ids, interval)
-        self._later.settle(self._keep)
-        self._max_rows += len(self._later)
+        """The first ids, up to an interval: they go before others, and do not count against max_rows."""
+        self._now.add(ids)
+        self._now.settle(self._keep)
+        self._interval_now = interval
+        self._interval_later = self._interval_later or interval
+        self._max_rows += len(self._now)
 
     def add(self, ids: Mapping[str, Tensor], interval: Interval) -> bool:
         """Adds the ids of an interval; whether there is room for them."""

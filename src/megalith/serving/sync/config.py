@@ -11,8 +11,8 @@ from megalith.serving.discovery.contract import SyncBackend
 from megalith.serving.discovery.records import TargetExtraInfo
 from megalith.serving.proto.parameter_sync import ClientConfig
 from megalith.serving.proto.schema import Message, protobuf
+from megalith.serving.wire_names import HASHTABLE_ASSIGN
 
-SIGNATURE_NAME = "hashtable_assign"
 TIMEOUT_MS = 3000
 MAX_TARGETS = 10_000
 
@@ -84,7 +84,7 @@ def refresh_sync_config(backend: SyncBackend, ps_index: int) -> bytes:
     name, targets = backend.get_sync_targets(f"ps_{ps_index}")
     return SyncConfig(
         model_name=name,
-        signature_name=SIGNATURE_NAME,
+        signature_name=HASHTABLE_ASSIGN,
         targets=tuple(check_address(target, f"{name}: target") for target in targets),
         timeout_ms=TIMEOUT_MS,
         extra_info=tuple(targets.values()) if isinstance(targets, Mapping) else (),

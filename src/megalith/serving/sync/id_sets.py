@@ -20,8 +20,7 @@ SMALL = 4096
 class IdSets:
     """Sets of int64 ids by table. Not for several threads at once.
 
-    lazy: tensors are put together by whoever asks for `swollen` now and then, when they are four times as
-    much as the last time.
+    lazy: tensors are put together by whoever asks for `swollen` now and then.
     """
 
     def __init__(self, *, lazy: bool = False) -> None:
@@ -46,7 +45,7 @@ class IdSets:
                 self._settle(table)
 
     def _is_swollen(self, table: str) -> bool:
-        return self._sizes[table] > (4 if self._lazy else 2) * self._settled[table] + SMALL
+        return self._sizes[table] > 2 * self._settled[table] + SMALL
 
     def swollen(self) -> dict[str, tuple[Tensor, ...]]:
         """The tensors that it is time to put together, by table."""

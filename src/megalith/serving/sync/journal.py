@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -16,6 +17,8 @@ from megalith.errors import InputError
 from megalith.serving.sync.id_sets import IdSets
 
 MAX_LABELS = 1000
+
+Swollen: TypeAlias = tuple[IdSets, str, tuple[Tensor, ...]]
 
 
 @dataclass
@@ -67,7 +70,12 @@ class Journal:
         while self._chapters and len(self) > self._max_ids:
             del self._chapters[0]
 
-    def swollen(self) -> list[tuple[IdSets, str, tuple[Tensor, ...]]]:
+    @property
+    def fullness(self) -> float:
+        """Which part of its room is taken."""
+        return len(self) / self._max_ids
+
+    def swollen(self) -> list[Swollen]:
         """What it is time to put together: sets, a table of theirs, and its tensors.
 
         That takes long, so who has other things to do leaves it to another thread: dedup of the tensors needs

@@ -24,10 +24,10 @@ from megalith.serving.proto.schema import Message
 from megalith.serving.proto.tensorflow import TensorProto
 from megalith.serving.proto.tensors import DTYPES, Strings, to_tensor_proto
 from megalith.serving.proto.tf_serving import ModelSpec, PredictRequest
+from megalith.serving.wire_names import HASHTABLE_ASSIGN, RAW_ASSIGN
 
 MAX_PUSH_BYTES = 4 * 2**20
 """The largest request that is built, unless one dense weight alone is larger."""
-HASHTABLE_ASSIGN, RAW_ASSIGN = "hashtable_assign", "raw_assign"
 DENSE = "dense:"
 
 Inputs: TypeAlias = Mapping[str, Tensor | Sequence[Tensor]]

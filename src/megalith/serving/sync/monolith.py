@@ -18,10 +18,11 @@ from megalith.errors import InputError, RemoteError, UsageError
 from megalith.serving.client.channels import Channels, Credentials, grpc_module
 from megalith.serving.proto.parameter_sync import PushResult
 from megalith.serving.proto.schema import protobuf
-from megalith.serving.sync.config import SIGNATURE_NAME, SyncConfig, read_sync_config
+from megalith.serving.sync.config import SyncConfig, read_sync_config
 from megalith.serving.sync.id_sets import IdSets
 from megalith.serving.sync.messages import MAX_PUSH_BYTES, Push, encode_request, inputs_of, is_assign
 from megalith.serving.sync.source import read_rows
+from megalith.serving.wire_names import HASHTABLE_ASSIGN
 from megalith.shards import Shards
 from megalith.table import Table
 
@@ -71,7 +72,7 @@ class ParameterSyncClient:
         if config:
             self._config = _read(config)
         chosen = self._config
-        if not is_assign(chosen.signature_name or SIGNATURE_NAME):
+        if not is_assign(chosen.signature_name or HASHTABLE_ASSIGN):
             raise InputError(
                 f"sync config: signature_name must be hashtable_assign or raw_assign, "
                 f"got {chosen.signature_name[:100]!r}"
@@ -99,7 +100,7 @@ class ParameterSyncClient:
         """How many ids went to a target, and what went wrong."""
         waiting, count = self._waiting[target], 0
         costs = {name: 8 + 4 * table.dim for name, table in self._tables.items()}
-        signature = config.signature_name or SIGNATURE_NAME
+        signature = config.signature_name or HASHTABLE_ASSIGN
         while len(waiting):
             ids = waiting.take(MAX_PUSH_BYTES - _ROOM, costs)
             push = Push(read_rows(self._tables, ids)[0].rows)
@@ -179,7 +180,7 @@ def _by_name(tables: Shards | Table) -> Mapping[str, Table]:
 def _read(config: bytes | str | None) -> SyncConfig:
     if isinstance(config, str):
         config = config.encode("latin-1", "replace")
-    return read_sync_config(config) if config else SyncConfig(signature_name=SIGNATURE_NAME)
+    return read_sync_config(config) if config else SyncConfig(signature_name=HASHTABLE_ASSIGN)
 
 
 def _json(result: object) -> str:

@@ -20,24 +20,28 @@ from typing import Literal, Self
 import torch
 from torch import Tensor, nn
 
-from megalith.errors import DiscoveryError, InputError, UsageError
+from megalith.errors import InputError, UsageError
 from megalith.ops.bucketing import dedup
 from megalith.serving.client.channels import Credentials
 from megalith.serving.discovery import Discovery, SyncBackend, Watch, open_discovery
 from megalith.serving.discovery.addresses import check_address
 from megalith.serving.discovery.records import SavedModel
 from megalith.serving.sync.backlog import Interval
-from megalith.serving.sync.journal import Journal
-from megalith.serving.sync.messages import HASHTABLE_ASSIGN, is_assign
-from megalith.serving.sync.sender import Sender, SenderOptions, TargetReport
+from megalith.serving.sync.journal import Journal, Swollen
+from megalith.serving.sync.messages import is_assign
+from megalith.serving.sync.sender import Sender
 from megalith.serving.sync.source import Source
 from megalith.serving.sync.stamp import Layout, Stamp
+from megalith.serving.sync.target import SenderOptions, Sequence, TargetReport
+from megalith.serving.wire_names import HASHTABLE_ASSIGN
 from megalith.shards import Shards
 
 log = logging.getLogger("megalith.serving")
 
 PATIENCE = 60.0
 """Seconds that a target may be missing from discovery before it is given up."""
+TIDY_IDLE, TIDY_AT_ONCE = 0.5, 0.75
+"""How full the journal is when its ids are put together: while nothing is sent, and anyway."""
 _JOIN_SECONDS = 5.0
 
 
@@ -107,7 +111,7 @@ class Publisher:
         """The targets of each service, as discovery has them."""
         self._parts: set[str] = set()
         self._missing_since: dict[tuple[str, str], float] = {}
-        self._sequences: dict[tuple[str, str], int] = {}
+        self._sequences: dict[tuple[str, str], Sequence] = {}
         self._watches: dict[str, Watch] = {}
         self._tidying: threading.Thread | None = None
         self._closed = False
@@ -149,25 +153,38 @@ class Publisher:
                 sender.add(ids, self.interval)
             self.lock.notify_all()
             number = self.interval.number
-            tidy = self._tidying is None and bool(self.journal.swollen())
-            if tidy:
-                self._tidying = threading.Thread(target=self._tidy, name="megalith journal", daemon=True)
-                self._tidying.start()
+        self.tidy()
         self._due = clock.monotonic() + self._seconds
         self._find_targets()
         self._give_up_missing()
         return number
 
-    def _tidy(self) -> None:
-        """Puts the journal's ids together, each once, beside everything else."""
+    def tidy(self) -> None:
+        """Puts the journal's ids together, each once, in a thread of its own, where room gets scarce.
+
+        If it can wait, not while a target is being sent to, which needs the processor more.
+        """
         with self.lock:
+            sending = any(each.report.error is None for each in self._lagging(self.interval.number))
+            if self.journal.fullness < (TIDY_AT_ONCE if sending else TIDY_IDLE):
+                return
+            if self._closed or self._tidying is not None:
+                return
             swollen = self.journal.swollen()
+            if swollen:
+                self._tidying = threading.Thread(
+                    target=self._tidy, args=(swollen,), name="megalith journal", daemon=True
+                )
+                self._tidying.start()
+
+    def _tidy(self, swollen: list[Swollen]) -> None:
         for sets, table, parts in swollen:
             ids = dedup(torch.cat(parts)).ids
             with self.lock:
                 sets.replace(table, parts, ids)
         with self.lock:
             self._tidying = None
+            self.lock.notify_all()
 
     def checkpoint_taken(self, save_id: str) -> None:
         """Says that the model as it is now is that save; to be called right after it was taken or begun.
@@ -270,8 +287,8 @@ class Publisher:
         try:
             name, found = self._targets.get_sync_targets(f"ps_{self._options.index}")
             self._set_targets(name, {(check_address(address), name) for address in found})
-        except (DiscoveryError, InputError) as error:
-            log.warning("%s: no targets now: %s", self.model_name, error)  # training goes on
+        except Exception as error:  # training goes on, whatever a backend of somebody else's raises
+            log.warning("%s: no targets now: %s: %s", self.model_name, type(error).__name__, error)
 
     def _watch(self, service: str, name: str) -> None:
         with self.lock:
@@ -311,7 +328,8 @@ class Publisher:
             self._named[service] = targets
             named = set().union(*self._named.values())
             for key in sorted(named - set(self._senders)):
-                sender = Sender(*key, self, self._options, sequence=self._sequences.get(key, 0))
+                sequence = self._sequences.setdefault(key, Sequence())
+                sender = Sender(*key, self, self._options, sequence)
                 self._senders[key] = sender
                 sender.start()
             for key, sender in self._senders.items():
@@ -329,7 +347,6 @@ class Publisher:
             for key in late:
                 del self._missing_since[key]
                 sender = self._senders.pop(key)
-                self._sequences[key] = sender.report.sequence
                 log.warning("%s: no longer a server of %s", *key)
                 sender.close()
             self.lock.notify_all()

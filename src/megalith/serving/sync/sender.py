@@ -14,19 +14,17 @@ import threading
 import time as clock
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from megalith.errors import InputError, MegalithError, RemoteError
 from megalith.routing import Router
-from megalith.serving.client.channels import Call, Connection, Credentials, open_channel
+from megalith.serving.client.channels import Call, Connection
 from megalith.serving.proto.schema import Message
 from megalith.serving.proto.tensors import Strings, from_tensor_protos, strings_to_tensor_proto
 from megalith.serving.proto.tf_serving import PredictRequest
 from megalith.serving.sync.backlog import Backlog, Interval
-from megalith.serving.sync.journal import Journal
 from megalith.serving.sync.messages import (
     DENSE,
     MAX_PUSH_BYTES,
@@ -34,12 +32,7 @@ from megalith.serving.sync.messages import (
     encode_request,
     inputs_of,
 )
-from megalith.serving.sync.source import Source
 from megalith.serving.sync.stamp import (
-    SYNC_BEGIN,
-    SYNC_END,
-    SYNC_POSITION,
-    SYNC_RELOAD,
     WINDOW,
     Layout,
     Position,
@@ -48,6 +41,8 @@ from megalith.serving.sync.stamp import (
     read_string,
     string,
 )
+from megalith.serving.sync.target import Desk, SenderOptions, Sequence, TargetReport
+from megalith.serving.wire_names import SYNC_BEGIN, SYNC_END, SYNC_POSITION, SYNC_RELOAD
 
 log = logging.getLogger("megalith.serving")
 
@@ -65,63 +60,6 @@ class StartOver(MegalithError):
     """A target must be met anew."""
 
 
-@dataclass
-class TargetReport:
-    """How a target is getting on. Times are in seconds; None where there is nothing to tell yet."""
-
-    address: str
-    model: str
-    """What it is called there."""
-    part: str | None = None
-    backlog: int = 0
-    """Rows yet to be sent."""
-    sequence: int = 0
-    rows: int = 0
-    """Sent and acknowledged."""
-    error: str | None = None
-    """What went wrong last, until something goes well."""
-    acknowledged_at: float | None = None
-    """When it last answered, since 1970."""
-    complete: float | None = None
-    """Everything trained up to then has arrived."""
-    named: bool = True
-    """Whether discovery still names it."""
-
-    @property
-    def staleness(self) -> float | None:
-        """Seconds of training that it does not know of."""
-        return None if self.complete is None else max(0.0, clock.time() - self.complete)
-
-
-class Desk(Protocol):
-    """What a sender needs of its publisher."""
-
-    lock: threading.Condition
-    source: Source
-    journal: Journal
-    interval: Interval
-    """The last that has ended."""
-    dense: Mapping[str, Tensor]
-    dense_number: int
-    """In which interval they changed last."""
-
-
-@dataclass(frozen=True)
-class SenderOptions:
-    """What all senders of a publisher share."""
-
-    session: str
-    index: int
-    count: int
-    signature: str
-    plain: bool
-    """Monolith's protocol: rows alone, without positions."""
-    timeout: float
-    max_backlog: int
-    credentials: Credentials | None
-    on_layout: Callable[[Layout], None]
-
-
 @dataclass(frozen=True)
 class _Message:
     data: bytes
@@ -132,12 +70,15 @@ class _Message:
 
 
 class Sender:
-    """Sends to one target until `close`. address: host:port. model: what it is called there."""
+    """Sends to one target until `close`. address: host:port. model: what it is called there.
+
+    sequence: numbers its messages; of an earlier sender to this target, if there was one.
+    """
 
     def __init__(
-        self, address: str, model: str, desk: Desk, options: SenderOptions, *, sequence: int = 0
+        self, address: str, model: str, desk: Desk, options: SenderOptions, sequence: Sequence
     ) -> None:
-        self.report = TargetReport(address, model, sequence=sequence)
+        self.report = TargetReport(address, model, sequence=sequence.last)
         self.acknowledged = -1
         """The last interval that is complete there."""
         self.absent = False
@@ -149,6 +90,8 @@ class Sender:
         self._layout = Layout()
         self._base: str | None = None
         """The save whose rows lie below what is pushed; None where it does not matter."""
+        self._refused: str | None = None
+        """The save on which it could not begin."""
         self._replacing = False
         self._failures = 0
         self._disturbed = 0
@@ -157,7 +100,7 @@ class Sender:
         self._sequence = sequence
         self._ready: deque[_Message] = deque()
         self._closed = threading.Event()
-        self._connection: Connection = open_channel(address, options.credentials)
+        self._connection = Connection(address, options.credentials)
         self._random = random.Random(f"{options.session} {address} {model}")
         self._thread = threading.Thread(target=self._run, name=f"megalith push {address}", daemon=True)
 
@@ -186,7 +129,7 @@ class Sender:
 
     def _tell(self) -> None:
         self.report.backlog = 0 if self._backlog is None else len(self._backlog)
-        self.report.sequence = self._sequence
+        self.report.sequence = self._sequence.last
 
     # ---- the thread
 
@@ -198,12 +141,16 @@ class Sender:
                 self._push()
             except MegalithError as error:
                 self.absent = isinstance(error, RemoteError) and error.code == "NOT_FOUND"
-                self._forget(str(error))
+                self._forget(self._told(error))
             except Exception as error:  # a thread has nobody to raise to
                 log.exception("%s: pushing failed", self.report.address)
                 self._forget(f"{type(error).__name__}: {error}")
             self._failures += 1
             self._pause(self._failures)
+
+    def _told(self, error: MegalithError) -> str:
+        """What went wrong; the report itself says where."""
+        return str(error).removeprefix(f"{self.report.address}: ")
 
     def _forget(self, why: str) -> None:
         if self._closed.is_set():
@@ -258,11 +205,11 @@ class Sender:
             except RemoteError as error:
                 early = not failures and message.stamp.sequence <= self._disturbed
                 if self._closed.is_set() or (self._is_final(error) and not early):
-                    raise StartOver(str(error)) from None
+                    raise StartOver(self._told(error)) from None
                 failures += 1
                 self._disturbed = max(self._disturbed, disturbs.stamp.sequence if disturbs else 0)
                 with self._desk.lock:
-                    self.report.error = str(error)
+                    self.report.error = self._told(error)
             self._pause(failures)
             if self._closed.is_set():
                 raise StartOver("closed")
@@ -293,7 +240,6 @@ class Sender:
             self.report.error = None
             self.report.acknowledged_at = clock.time()
             self._tell()
-            self._failures = 0
         if message.interval is not None:
             if base == "":
                 self._ask_again(message.interval)
@@ -303,9 +249,9 @@ class Sender:
     def _ask_again(self, interval: Interval) -> None:
         """All rows are being replaced, and other ranks are not done: nothing shows before they are."""
         self._closed.wait(REPLACING_PAUSE)
-        self._sequence += 1
         data = encode_request(self.report.model, self._options.signature, self._inputs(Push()))
-        self._ready.append(_Message(data, self._stamp(interval.time), 0, interval))
+        stamp = self._stamp(self._sequence.next(), interval.time)
+        self._ready.append(_Message(data, stamp, 0, interval))
 
     # ---- building messages
 
@@ -362,12 +308,11 @@ class Sender:
             self._replacing = False
             requests.append((SYNC_END, {}))
         for number, (signature, inputs) in enumerate(requests, start=1):
-            self._sequence += 1
             last = interval if number == len(requests) else None
             self._ready.append(
                 _Message(
                     encode_request(self.report.model, signature, inputs),
-                    self._stamp(None if last is None else last.time),
+                    self._stamp(self._sequence.next(), None if last is None else last.time),
                     push.num_ids if number == 1 else 0,
                     last,
                 )
@@ -378,14 +323,17 @@ class Sender:
         return inputs_of(push, self._options.signature, tables)
 
     def _complete(self, interval: Interval) -> None:
+        self._failures = 0  # not before: one that takes some messages and never the last must be left alone
         with self._desk.lock:
-            self.acknowledged = interval.number
-            self.report.complete = interval.time
+            if interval.number >= self.acknowledged:
+                self.acknowledged = interval.number
+                self.report.complete = interval.time
             self._desk.lock.notify_all()
+        self._desk.tidy()
 
-    def _stamp(self, complete: float | None = None) -> Stamp:
+    def _stamp(self, sequence: int, complete: float | None = None) -> Stamp:
         options = self._options
-        return Stamp(options.session, options.index, options.count, self._sequence, complete)
+        return Stamp(options.session, options.index, options.count, sequence, complete)
 
     # ---- meeting a target
 
@@ -394,17 +342,16 @@ class Sender:
         if self._options.plain:
             self._meet_plainly()
             return
-        position = self._position(SYNC_POSITION)
+        position = self._position(SYNC_POSITION, 0)
         self._layout = position.layout
         self._check_layout()
         self._options.on_layout(position.layout)
         if position.session == self._options.session:
-            self._sequence = max(self._sequence, position.sequence)
-        if position.base and position.base not in self._labels():
-            position = self._position(SYNC_RELOAD, timeout=RELOAD_TIMEOUT)
-        base = position.base if position.base in self._labels() else ""
-        self._sequence += 1
-        self._position(SYNC_BEGIN, base=base)
+            self._sequence.skip(position.sequence)
+        if position.base and not self._knows(position.base):
+            position = self._position(SYNC_RELOAD, self._sequence.next(), timeout=RELOAD_TIMEOUT)
+        base = position.base if self._knows(position.base) else ""
+        self._begin(base)
         if base:
             with self._desk.lock:
                 self._start(self._desk.journal.since(base))
@@ -414,14 +361,32 @@ class Sender:
             self._base = None
         self._replacing = not base
 
+    def _knows(self, base: str) -> bool:
+        """Whether it is known what changed since a save, and nothing speaks against beginning there."""
+        with self._desk.lock:
+            return base in self._desk.journal.labels and base != self._refused
+
+    def _begin(self, base: str) -> None:
+        sequence = self._sequence.next()
+        try:
+            begun = self._position(SYNC_BEGIN, sequence, base=base)
+        except RemoteError as error:
+            # A server that cannot go back to those rows is sent others the next time.
+            self._refused = base if error.code == "FAILED_PRECONDITION" else self._refused
+            raise
+        if (begun.session, begun.sequence) != (self._options.session, sequence):
+            raise StartOver("it answers, but has not begun")
+        self._refused = None
+
     def _start_with_everything(self) -> None:
         with self._desk.lock:
             self._start({})  # from here on it hears of changes
+            interval = self._desk.interval
         everything = self._desk.source.all_ids()
         with self._desk.lock:
             if self._backlog is None:
                 raise StartOver("its backlog overflowed")
-            self._backlog.begin(everything, self._desk.interval)
+            self._backlog.begin(everything, interval)
 
     def _meet_plainly(self) -> None:
         """Without positions all that is known to have changed is sent, to whoever is met."""
@@ -445,27 +410,22 @@ class Sender:
         self.report.part = None if self._options.plain else self._layout.part
         self._tell()
 
-    def _labels(self) -> tuple[str, ...]:
-        with self._desk.lock:
-            return self._desk.journal.labels
-
     def _check_layout(self) -> None:
         for name, table in self._desk.source.tables.items():
             served = self._layout.tables.get(name)
             if served is not None and served.dim != table.dim:
-                raise InputError(
-                    f"{self.report.address}: table {name!r} has {served.dim} columns there, {table.dim} here"
-                )
+                raise InputError(f"table {name!r} has {served.dim} columns there, {table.dim} here")
 
-    def _position(self, signature: str, *, base: str | None = None, timeout: float | None = None) -> Position:
+    def _position(
+        self, signature: str, sequence: int, *, base: str | None = None, timeout: float | None = None
+    ) -> Position:
         request = PredictRequest()
         request.model_spec.name = self.report.model
         request.model_spec.signature_name = signature
         if base is not None:
             request.inputs["base"].CopyFrom(strings_to_tensor_proto(string(base)))
-        stamp = self._stamp() if signature == SYNC_BEGIN else replace(self._stamp(), sequence=0)
         answer = self._connection.predict(
-            request, timeout=timeout or self._options.timeout, metadata=stamp.metadata()
+            request, timeout=timeout or self._options.timeout, metadata=self._stamp(sequence).metadata()
         )
         outputs: dict[str, Tensor | Strings] = from_tensor_protos(answer.outputs, max_bytes=MAX_ANSWER)
         return Position.read(outputs)

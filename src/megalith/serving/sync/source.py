@@ -84,7 +84,7 @@ class Source:
         if self._model is None:
             return None
         now = {name: weight.detach() for name, weight in dense_state(self._model).items()}
-        if self._last and all(torch.equal(weight.cpu(), self._last[name]) for name, weight in now.items()):
+        if now.keys() == self._last.keys() and all(_equal(now[name], self._last[name]) for name in now):
             return None
         if not all(all_finite(weight) for weight in now.values() if weight.is_floating_point()):
             return None
@@ -106,6 +106,10 @@ class Source:
         push, held_back = read_rows(self.tables, ids)
         self.held_back += held_back
         return push
+
+
+def _equal(weight: Tensor, other: Tensor) -> bool:
+    return weight.dtype == other.dtype and torch.equal(weight.cpu(), other)
 
 
 def read_rows(tables: Mapping[str, Table], ids: Mapping[str, Tensor]) -> tuple[Push, int]:

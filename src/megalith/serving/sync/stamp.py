@@ -27,8 +27,9 @@ WINDOW = 2
 """Messages of a publisher that may be under way at once; they are applied in their order all the same."""
 MAX_PUBLISHERS = 65536
 MAX_LAYOUT = 1 << 22
-SYNC_POSITION, SYNC_BEGIN, SYNC_END, SYNC_RELOAD = "sync_position", "sync_begin", "sync_end", "sync_reload"
-CONTROLS = (SYNC_POSITION, SYNC_BEGIN, SYNC_END, SYNC_RELOAD)
+MAX_PARTS = 4096
+"""ps parts of a served model; a publisher looks for each of them."""
+MAX_SEQUENCE = 10**15
 _SESSION = re.compile(r"[0-9a-f]{32}")
 _PUBLISHER = re.compile(r"([0-9]{1,5})/([0-9]{1,5})")
 _WHOLE = re.compile(r"[0-9]{1,18}")
@@ -147,7 +148,7 @@ class Layout:
             if not isinstance(part, str) or not re.fullmatch(r"standalone|entry|ps_[0-9]{1,9}", part):
                 raise ValueError(f"part {part!r}")
             count = found["sub_graph_num"]
-            if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < 2**20:
+            if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MAX_PARTS:
                 raise ValueError(f"sub_graph_num {count!r}")
             tables = {}
             for name, (dim, mode, shards, block, skip) in found["tables"].items():
@@ -186,10 +187,13 @@ class Position:
     @classmethod
     def read(cls, outputs: Mapping[str, Tensor | Strings]) -> Position:
         """Raises InputError naming what is missing or wrong."""
+        sequence = _read_whole(outputs, "sequence")
+        if not 0 <= sequence <= MAX_SEQUENCE:
+            raise InputError(f"'sequence' must be 0 to {MAX_SEQUENCE}, got {sequence}")
         return cls(
             read_string(outputs, "session"),
             read_string(outputs, "base"),
-            _read_whole(outputs, "sequence"),
+            sequence,
             _read_whole(outputs, "step"),
             Layout.from_json(_read_bytes(outputs, "layout")),
         )

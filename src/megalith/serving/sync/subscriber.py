@@ -24,10 +24,6 @@ from megalith.serving.proto.tensors import Strings
 from megalith.serving.sync.messages import Push, is_assign, read_push, result_of
 from megalith.serving.sync.reload import latest_save, read_newer
 from megalith.serving.sync.stamp import (
-    CONTROLS,
-    SYNC_BEGIN,
-    SYNC_POSITION,
-    SYNC_RELOAD,
     WINDOW,
     Layout,
     Position,
@@ -36,6 +32,7 @@ from megalith.serving.sync.stamp import (
     read_string,
     string,
 )
+from megalith.serving.wire_names import CONTROLS, SYNC_BEGIN, SYNC_POSITION, SYNC_RELOAD
 
 if TYPE_CHECKING:
     from megalith.serving.exported.servable import Servable
@@ -94,7 +91,8 @@ class Subscriber:
         self._positions: dict[int, int] = {}
         self._completes: dict[int, float] = {}
         self._complete: float | None = None
-        self._waiting: dict[str, Tensor] = {}
+        self._waiting: dict[int, dict[str, Tensor]] = {}
+        """Dense weights of intervals that are not complete, by publisher."""
         self._stage: Overlay | None = None
         self._ended: set[int] = set()
         self._timer: threading.Timer | None = None
@@ -113,7 +111,8 @@ class Subscriber:
                 if signature == SYNC_POSITION:
                     return self._position(stamp)
                 if signature == SYNC_RELOAD:
-                    self._reload()
+                    if not self._is_late(stamp):
+                        self._reload()
                     return self._position(stamp)
                 if stamp is not None:
                     self._await_turn(stamp)
@@ -144,13 +143,14 @@ class Subscriber:
 
     def _write(self, push: Push, stamp: Stamp) -> None:
         # Several messages of dense weights change them together, when an interval is complete.
-        dense = {**self._waiting, **push.dense}
+        dense = {**self._waiting.pop(stamp.index, {}), **push.dense}
         now = {} if stamp.complete is None or self._stage is not None else dense
         if self._stage is not None:
             self._stage.apply(push.rows, push.removed)
         elif push.num_ids or now:
             self.servable.write(push.rows, push.removed, now)
-        self._waiting = {} if now else dense
+        if dense and not now:
+            self._waiting[stamp.index] = dense
         self._note(push, now)
         self._advance(stamp)
 
@@ -200,27 +200,20 @@ class Subscriber:
         self._stop_timer()
 
     def _position(self, stamp: Stamp | None) -> Outputs:
-        spec = self.servable.signature
         same = stamp is not None and stamp.session == self._session
         return Position(
             session=self._session,
             base="" if same and self._stage is not None else self._base,
             sequence=self._positions.get(stamp.index, 0) if stamp is not None and same else 0,
-            step=spec.step,
-            layout=Layout(
-                spec.part,
-                spec.sub_graph_num,
-                {name: TableLayout(table.dim, table.router()) for name, table in spec.tables.items()},
-                frozenset(self.servable.dense_names),
-            ),
+            step=self.servable.signature.step,
+            layout=_layout_of(self.servable),
         ).outputs()
 
     # ---- starting over
 
     def _begin(self, inputs: Tensors, stamp: Stamp) -> Outputs:
         base = read_string(inputs, "base")
-        if stamp.session == self._session and stamp.sequence <= self._positions.get(stamp.index, 0):
-            self.counters.duplicates += 1  # late: its publisher is further
+        if self._is_late(stamp):
             return self._position(stamp)
         if base:
             self._begin_on(base, stamp)
@@ -232,6 +225,14 @@ class Subscriber:
         self._positions[stamp.index] = stamp.sequence
         self._stop_timer()
         return self._position(stamp)
+
+    def _is_late(self, stamp: Stamp | None) -> bool:
+        """Whether a control comes after others that its publisher sent later: it must not undo those."""
+        if stamp is None or stamp.session != self._session or not stamp.sequence:
+            return False
+        late = stamp.sequence <= self._positions.get(stamp.index, 0)
+        self.counters.duplicates += late
+        return late
 
     def _begin_on(self, base: str, stamp: Stamp) -> None:
         """Back to the rows of the base, unless all that was pushed belongs to this session and base."""
@@ -272,8 +273,9 @@ class Subscriber:
             raise SequenceError("nothing is being replaced: sync_begin comes first")
         ended = self._ended | {stamp.index}
         if len(ended) == self._count:
-            self.servable.adopt(self._stage, {**self._dense, **self._waiting} or None)
-            self._dense |= self._waiting
+            for dense in self._waiting.values():
+                self._dense |= dense
+            self.servable.adopt(self._stage, self._dense or None)
             self._stage, self._waiting, ended = None, {}, set()
             self._dirty, self._pushed_on = True, None
             self.counters.replacements += 1
@@ -314,13 +316,11 @@ class Subscriber:
         with self._lock:
             before, self.servable = self.servable, servable
             self._base = servable.signature.base
-            if not self._session or not self._dirty:
-                self._dirty, self._dense, self._pushed_on = False, {}, None
-                if self._session:
-                    self._leave()
+            if not self._session or not self._dirty or not _continues(servable, before):
+                self._leave()  # publishers hear of it, and ask where it stands
                 return
             try:
-                servable.adopt(before.overlay, self._dense or None)
+                servable.inherit(before.overlay, self._dense or None)
             except InputError as error:
                 log.warning("%s: pushed rows do not fit the new version: %s", servable.signature.name, error)
                 self._leave()
@@ -341,12 +341,13 @@ class Subscriber:
                 self._carry_seconds,
             )
             self._timer = None
-            self.servable.reset()
             self.counters.dropped += 1
             self._leave()
 
     def _leave(self) -> None:
-        """Follows nobody, with the rows of the version alone."""
+        """Follows nobody, with the rows of the version alone, which may have been followed before."""
+        self.servable.reset()
+        self._stop_timer()
         self._session, self._dirty, self._dense, self._pushed_on = "", False, {}, None
         self._forget_positions()
 
@@ -364,11 +365,28 @@ class Subscriber:
 
     def staleness(self) -> float | None:
         """Seconds since the moment up to which everything trained has arrived; None before the first."""
-        with self._lock:
-            return None if self._complete is None else max(0.0, clock.time() - self._complete)
+        complete = self._complete  # without the lock, which a reload holds for long
+        return None if complete is None else max(0.0, clock.time() - complete)
 
     @property
     def base(self) -> str:
         """The id of the save whose rows lie below what was pushed."""
         with self._lock:
             return self._base
+
+
+def _layout_of(servable: Servable) -> Layout:
+    spec = servable.signature
+    tables = {name: TableLayout(table.dim, table.router()) for name, table in spec.tables.items()}
+    return Layout(spec.part, spec.sub_graph_num, tables, frozenset(servable.dense_names))
+
+
+def _continues(servable: Servable, before: Servable) -> bool:
+    """Whether what was pushed to one version makes sense above another.
+
+    Not above an older one, some of whose rows may be older than what was pushed, nor where other ids are at
+    home: publishers would go on sending those of before.
+    """
+    old, new = before.signature, servable.signature
+    newer = new.version > old.version and new.step >= old.step
+    return newer and _layout_of(servable).to_json() == _layout_of(before).to_json()

@@ -1,0 +1,17 @@
+"""Wire names: the signatures by which a PredictRequest says what it asks for."""
+
+from __future__ import annotations
+
+PREDICT, LOOKUP = "serving_default", "lookup"
+HASHTABLE_ASSIGN, RAW_ASSIGN = "hashtable_assign", "raw_assign"
+SYNC_POSITION, SYNC_BEGIN, SYNC_END, SYNC_RELOAD = "sync_position", "sync_begin", "sync_end", "sync_reload"
+CONTROLS = (SYNC_POSITION, SYNC_BEGIN, SYNC_END, SYNC_RELOAD)
+WRITES = (HASHTABLE_ASSIGN, RAW_ASSIGN, *CONTROLS)
+SIGNATURES = (PREDICT, LOOKUP, *WRITES)
+
+
+def write_signature(name: str) -> str | None:
+    """The write a signature's name stands for, `anything/raw_assign` included; None if it is no write."""
+    if name.endswith(f"/{RAW_ASSIGN}"):
+        return RAW_ASSIGN
+    return name if name in WRITES else None
