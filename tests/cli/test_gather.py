@@ -88,7 +88,7 @@ SCRIPT = """
 import os, signal, sys
 from megalith.gather import Ranks
 from megalith.gather.ranks import BrokenExchange
-ranks = Ranks.join(timeout=100.0)
+ranks = Ranks.join(timeout=1000.0)  # longer than the test may take: nobody waits for the dead
 if ranks.rank == 0:
     os.kill(os.getpid(), signal.SIGKILL)
 try:

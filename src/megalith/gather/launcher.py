@@ -22,8 +22,9 @@ from megalith.gather.ranks import lost_key
 
 _POLL = 0.05
 _ENDING = 5.0
-_ROOM = "/worker/attempt_0"
-"""Where torch's own rendezvous puts what ranks write into a store that a launcher holds."""
+_ROOMS = ("", "/worker/attempt_0")
+"""Where torch's rendezvous puts what ranks write into a store that a launcher holds; it depends on torch's
+version."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def launch(
     if ranks < 1:
         raise InputError(f"at least one rank is needed, got {ranks}")
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    notes = PrefixStore(_ROOM, server)
+    rooms = [PrefixStore(room, server) if room else server for room in _ROOMS]
     running: dict[int, subprocess.Popen[bytes]] = {}
     done: dict[int, Ended] = {}
     end = None if timeout is None else time.monotonic() + timeout
@@ -66,7 +67,8 @@ def launch(
                 if code is not None:
                     del running[rank]
                     done[rank] = Ended(rank, code)
-                    notes.set(lost_key(rank), str(code))
+                    for room in rooms:
+                        room.set(lost_key(rank), str(code))
                     on_end(done[rank])
             on_wait()
             if end is not None and time.monotonic() > end:

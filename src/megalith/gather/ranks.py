@@ -8,8 +8,10 @@ split into two groups. What is exchanged is not known here.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -73,6 +75,8 @@ class Ranks:
         self._generation = 0
         self._group: Any = None
         self._connect("joining", timeout)
+        # A group that is still there when the interpreter ends now and then aborts the process.
+        atexit.register(_leave, weakref.ref(self))
 
     @classmethod
     def of_group(
@@ -264,6 +268,12 @@ class Ranks:
         except RuntimeError as error:
             reason = str(error).partition("\n")[0][:300]
             raise BrokenExchange(f"{what}: rank {self.rank} did not reach all others: {reason}") from error
+
+
+def _leave(ranks: weakref.ref[Ranks]) -> None:
+    there = ranks()
+    if there is not None:
+        there._leave()
 
 
 def _named(ranks: Sequence[int]) -> str:
