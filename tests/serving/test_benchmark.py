@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "serving.py"
 LIMIT = 240.0
 
 
-@pytest.mark.skipif(not SCRIPT.exists(), reason="the benchmarks are not here")
+@pytest.mark.soak
 def test_a_quick_run_measures_requests_sync_and_staleness(tmp_path: Path) -> None:
     output = tmp_path / "result.json"
 
