@@ -14,7 +14,7 @@ import grpc
 import torch
 from torch import Tensor
 
-from megalith import Adagrad
+from megalith import Adagrad, checkpoint
 from megalith.errors import InputError, SequenceError
 from megalith.models import EmbeddingConfig, Model, build_model
 from megalith.serving.discovery import StaticDiscovery
@@ -75,6 +75,16 @@ def export_model(model: Model, out: Path, *, base: str, version: int = 1, **opti
     fetch = lambda ids: {name: torch.zeros(x.numel(), 5) for name, x in ids.items()}  # noqa: E731
     parts = sorted(path for path in out.iterdir() if (path / str(version)).exists())
     return [Servable(part / str(version), fetch=fetch if part.name == "entry" else None) for part in parts]
+
+
+def make_start(root: Path) -> Path:
+    """A trained model's checkpoint, the export of it, and the id of its save, below root."""
+    model = make_model()
+    Trainer(model, seed=9).step(5)
+    tip = checkpoint.save(model, root / "checkpoint").tip
+    export_model(model, root / "export", base=tip)
+    (root / "tip").write_text(tip)
+    return root
 
 
 def rows_of(model: Model, table: str, ids: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from tests.serving.sync_support import (
     assert_equal,
     export_model,
     make_model,
+    make_start,
     publisher_of,
     sync_server,
 )
@@ -38,13 +39,7 @@ from tests.serving.sync_support import (
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint, and the export of it: where trainers and servers of these tests begin."""
-    root = tmp_path_factory.mktemp("start")
-    model = make_model()
-    Trainer(model, seed=9).step(5)
-    tip = checkpoint.save(model, root / "checkpoint").tip
-    export_model(model, root / "export", base=tip)
-    (root / "tip").write_text(tip)
-    return root
+    return make_start(tmp_path_factory.mktemp("start"))
 
 
 @pytest.fixture

@@ -222,9 +222,8 @@ JSON = st.recursive(
 PLAIN = json.loads(example().to_json())
 
 
-@settings(max_examples=300)
-@given(st.sampled_from(paths(PLAIN)[1:]), JSON | st.just(DELETED))
-def test_any_other_json_is_read_or_refused(path: tuple[Any, ...], value: Any) -> None:
+def changed(path: tuple[Any, ...], value: Any) -> Any:
+    """The example with another value at a path, or without one."""
     data = copy.deepcopy(PLAIN)
     inner = data
     for key in path[:-1]:
@@ -233,6 +232,13 @@ def test_any_other_json_is_read_or_refused(path: tuple[Any, ...], value: Any) ->
         del inner[path[-1]]
     else:
         inner[path[-1]] = value
+    return data
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(paths(PLAIN)[1:]), JSON | st.just(DELETED))
+def test_any_other_json_is_read_or_refused(path: tuple[Any, ...], value: Any) -> None:
+    data = changed(path, value)
     try:
         signature = Signature.from_dict(data, "x")
     except ExportError:
@@ -307,14 +313,7 @@ def test_the_schema_knows_every_field_that_is_written() -> None:
 @settings(max_examples=300)
 @given(st.sampled_from(paths(PLAIN)[1:]), JSON | st.just(DELETED))
 def test_what_the_schema_refuses_the_reader_refuses(path: tuple[Any, ...], value: Any) -> None:
-    data = copy.deepcopy(PLAIN)
-    inner = data
-    for key in path[:-1]:
-        inner = inner[key]
-    if value is DELETED:
-        del inner[path[-1]]
-    else:
-        inner[path[-1]] = value
+    data = changed(path, value)
     if list(problems(data, SCHEMA)):
         with pytest.raises(ExportError):
             Signature.from_dict(data, "x")

@@ -36,6 +36,7 @@ from tests.serving.sync_support import (
     assert_equal,
     export_model,
     make_model,
+    make_start,
     publisher_of,
 )
 
@@ -45,13 +46,7 @@ SERVICE = "movies:standalone"
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint, and the export of it."""
-    root = tmp_path_factory.mktemp("start")
-    model = make_model()
-    Trainer(model, seed=9).step(5)
-    tip = checkpoint.save(model, root / "checkpoint").tip
-    export_model(model, root / "export", base=tip)
-    (root / "tip").write_text(tip)
-    return root
+    return make_start(tmp_path_factory.mktemp("start"))
 
 
 def load(start: Path) -> Model:
@@ -105,7 +100,7 @@ def test_a_server_that_never_takes_the_last_message_is_left_alone_for_longer_and
     replica = Replica(start, stack)
     pauses: list[int] = []
     monkeypatch.setattr(Sender, "_pause", lambda self, failures: pauses.append(failures))
-    monkeypatch.setattr("megalith.serving.sync.sender.MAX_PUSH_BYTES", (1 << 16) + 100)
+    monkeypatch.setattr("megalith.serving.sync.sender.PUSH_ROOM", 100)
     publisher = publisher_of(model, [replica], stack, start)
     model.embeddings.shards.assign({"user": (torch.arange(20), torch.ones(20, 5))})
 

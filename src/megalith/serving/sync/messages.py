@@ -28,6 +28,8 @@ from megalith.serving.wire_names import HASHTABLE_ASSIGN, RAW_ASSIGN
 
 MAX_PUSH_BYTES = 4 * 2**20
 """The largest request that is built, unless one dense weight alone is larger."""
+PUSH_ROOM = MAX_PUSH_BYTES - (1 << 16)
+"""What rows and dense weights may take of it; the rest is for names and shapes."""
 DENSE = "dense:"
 
 Inputs: TypeAlias = Mapping[str, Tensor | Sequence[Tensor]]

@@ -20,15 +20,13 @@ from megalith.serving.proto.parameter_sync import PushResult
 from megalith.serving.proto.schema import protobuf
 from megalith.serving.sync.config import SyncConfig, read_sync_config
 from megalith.serving.sync.id_sets import IdSets
-from megalith.serving.sync.messages import MAX_PUSH_BYTES, Push, encode_request, inputs_of, is_assign
+from megalith.serving.sync.messages import PUSH_ROOM, Push, encode_request, inputs_of, is_assign
 from megalith.serving.sync.source import read_rows
 from megalith.serving.wire_names import HASHTABLE_ASSIGN
 from megalith.shards import Shards
 from megalith.table import Table
 
 MAX_THREADS = 16
-_ROOM = 1 << 16
-"""Bytes of a message for names and shapes."""
 
 
 class ParameterSyncClient:
@@ -102,7 +100,7 @@ class ParameterSyncClient:
         costs = {name: 8 + 4 * table.dim for name, table in self._tables.items()}
         signature = config.signature_name or HASHTABLE_ASSIGN
         while len(waiting):
-            ids = waiting.take(MAX_PUSH_BYTES - _ROOM, costs)
+            ids = waiting.take(PUSH_ROOM, costs)
             push = Push(read_rows(self._tables, ids)[0].rows)
             if not push.num_ids:
                 continue

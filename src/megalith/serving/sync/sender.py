@@ -27,7 +27,7 @@ from megalith.serving.proto.tf_serving import PredictRequest
 from megalith.serving.sync.backlog import Backlog, Interval
 from megalith.serving.sync.messages import (
     DENSE,
-    MAX_PUSH_BYTES,
+    PUSH_ROOM,
     Push,
     encode_request,
     inputs_of,
@@ -49,8 +49,6 @@ log = logging.getLogger("megalith.serving")
 RELOAD_TIMEOUT = 120.0
 REPLACING_PAUSE = 0.1
 MAX_ANSWER = 1 << 23
-_ROOM = 1 << 16
-"""Bytes of a message for names and shapes."""
 _ALL = Router("roundrobin", 1)
 SHORTEST, LONGEST = 0.05, 5.0
 """Seconds between tries, doubled from one to the other, and less by chance."""
@@ -270,7 +268,7 @@ class Sender:
             if self._closed.is_set() or self._backlog is None or not self._backlog.waits:
                 return
             costs = {name: 8 + 4 * table.dim for name, table in self._layout.tables.items()}
-            ids, interval = self._backlog.take(MAX_PUSH_BYTES - _ROOM, costs)
+            ids, interval = self._backlog.take(PUSH_ROOM, costs)
             dense = self._dense_to_send() if interval is not None else {}
         self._build(ids, dense, interval)
 
@@ -291,11 +289,11 @@ class Sender:
         if self._options.plain:
             push = Push(push.rows)
         contents = [self._inputs(push)] if push.num_ids else []
-        room = MAX_PUSH_BYTES - _ROOM - 8 * push.num_ids - sum(rows.nbytes for _, rows in push.rows.values())
+        room = PUSH_ROOM - 8 * push.num_ids - sum(rows.nbytes for _, rows in push.rows.values())
         for name, weight in dense.items():
             if not contents or weight.nbytes > room:
                 contents.append(self._inputs(Push()))
-                room = MAX_PUSH_BYTES - _ROOM
+                room = PUSH_ROOM
             contents[-1][f"{DENSE}{name}"] = weight
             room -= weight.nbytes
         if interval is not None and not contents and not self._replacing:
