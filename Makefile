@@ -9,6 +9,10 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 NATIVE := CMakeLists.txt $(wildcard native/*.* native/optimizers/*)
 
+# A run that hangs is killed: pytest-timeout (pyproject.toml) ends the process of a test that runs too long,
+# pytest-xdist stops when a worker is lost, and `timeout` ends everything else.
+PYTEST := timeout --kill-after=30 3000 $(BIN)/python -m pytest
+
 .PHONY: demo test test-python test-native lint bench soak docs clean
 
 demo: $(VENV)/installed
@@ -18,7 +22,7 @@ demo: $(VENV)/installed
 test: lint test-native test-python
 
 test-python: $(VENV)/dev
-	$(BIN)/python -m pytest -m "not soak" -n 2 --dist loadfile
+	$(PYTEST) -m "not soak" -n 2 --dist loadfile --max-worker-restart 0
 
 # The native core on its own, once for memory and undefined behaviour, once for data races.
 test-native: build/address,undefined/tested build/thread/tested
@@ -48,6 +52,7 @@ bench: $(VENV)/bench
 
 soak: $(VENV)/dev
 	$(BIN)/python -m pytest -m soak
+	MEGALITH_EXAMPLES=explore $(BIN)/python -m pytest -m "hypothesis and not soak"
 
 docs: $(VENV)/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site
@@ -78,7 +83,7 @@ $(VENV)/installed: $(VENV)/build-tools pyproject.toml $(NATIVE)
 
 # The report is looked at in a real browser, discovery tried with a real ZooKeeper.
 $(VENV)/dev: $(VENV)/installed
-	$(BIN)/pip install -q -c constraints.txt pytest pytest-xdist hypothesis ruff mypy pyarrow tensorboard obstore \
+	$(BIN)/pip install -q -c constraints.txt pytest pytest-xdist pytest-timeout hypothesis ruff mypy pyarrow tensorboard obstore \
 	  'moto[s3]' flask flask-cors protobuf kazoo \
 	  grpcio grpcio-health-checking grpcio-reflection prometheus-client
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null \

@@ -3,20 +3,42 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
 
-# CI repeats the same examples, so that a change is judged by what it changes; runs at a desk look further.
-settings.register_profile("desk", deadline=None, print_blob=True)
-settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
-settings.load_profile("ci" if os.environ.get("CI") else "desk")
+# `make test` repeats the same examples on every machine; `make soak` explores new ones.
+settings.register_profile("fixed", deadline=None, print_blob=True, derandomize=True)
+settings.register_profile("explore", deadline=None, print_blob=True, max_examples=300)
+settings.load_profile(os.environ.get("MEGALITH_EXAMPLES", "fixed"))
 
-# One thread each: small tensors gain nothing from more, and tests that share a machine lose much. Tests about
-# threads ask for them.
+# One thread per test: small tensors gain nothing from more, and two test processes share the machine. Tests
+# about threads set their own number.
 torch.set_num_threads(1)
+
+_BFLOAT16_TRAINING = """
+import torch
+layer = torch.nn.Linear(64, 64)
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    layer(torch.ones(64, 64)).sum().backward()
+"""
+
+
+@pytest.fixture(scope="session")
+def bfloat16_matmul() -> None:
+    """Skips a test where torch's own bfloat16 matmul kills the process.
+
+    Some virtual CPUs announce AMX and then raise SIGILL on its instructions.
+    """
+    probe = subprocess.run([sys.executable, "-c", _BFLOAT16_TRAINING], capture_output=True, timeout=120)
+    if probe.returncode < 0:
+        pytest.skip(f"torch's bfloat16 matmul dies with signal {-probe.returncode} on this CPU")
+    assert probe.returncode == 0, probe.stderr.decode()
 
 
 @pytest.fixture(params=["reference", "cpu"])
@@ -32,3 +54,13 @@ def restore_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object | None) -> None:
+    """Stops the whole run as soon as pytest-xdist loses a worker; its report names the test."""
+    session = node.config.pluginmanager.getplugin("dsession")
+    if error and not session.shouldstop:
+        session.shouldstop = f"worker lost: {error}"
+        for other in session.nodemanager.group:  # xdist would let them finish all the tests they were given
+            other._io.kill()

@@ -164,7 +164,8 @@ class Run:
         assert there == named | {"manifest.json"}
         return child.steps, seconds
 
-    def crash(self, name: str, *, by_clock: bool) -> None:
+    def crash(self, name: str, *, by_clock: bool = False, at: int | None = None) -> None:
+        """One save that dies at disk step `at` (None: a random one), or at a random time with by_clock."""
         train(self.model, self._next())
         before = state_of(self.model)
         if name == "compact":
@@ -172,7 +173,9 @@ class Run:
             self._saved = before
         tip = checkpoint.read_manifest(self.root).tip
 
-        trap = Trap(None if by_clock else self.random.randrange(self._steps[name]))
+        if at is None:
+            at = self.random.randrange(self._steps[name])
+        trap = Trap(None if by_clock else at)
         child = Child(lambda: SAVES[name](self.model, self.root), trap)
         if by_clock:
             child.kill_after(self.random.random() * self._seconds[name])
@@ -198,7 +201,20 @@ def crash_many(root: Path, rounds: int, seed: int) -> Counter[str]:
     for number in range(rounds):
         # Every save dies at a step of the disk and by the clock, in turn.
         run.crash(names[number % len(names)], by_clock=number // len(names) % 3 == 2)
+    for name in names:  # whatever the clock did above: one save that dies at once, one that nothing kills
+        run.crash(name, at=0)
+        run.crash(name, at=sys.maxsize)
     return run.outcomes
+
+
+def assert_all_outcomes(outcomes: Counter[str], rounds: int) -> None:
+    """How many saves die late depends on the clock; each outcome must have happened."""
+    kinds = len(SAVES)
+    assert outcomes["killed"] + outcomes["ended"] == rounds + 2 * kinds
+    assert outcomes["killed"] >= kinds
+    assert outcomes["ended"] >= kinds
+    assert outcomes["old"] >= kinds
+    assert outcomes["new"] >= kinds - 1  # a compaction may leave the state's name as it was
 
 
 @pytest.fixture(autouse=True)
@@ -207,20 +223,13 @@ def many_small_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_fifty_saves_die_and_none_does_harm(tmp_path: Path) -> None:
-    outcomes = crash_many(tmp_path, 50, seed=1)
-    # How many die late depends on the clock; some of each kind must have been there.
-    assert outcomes["killed"] > 25
-    assert outcomes["old"] > 5
-    assert outcomes["new"] > 0
+    assert_all_outcomes(crash_many(tmp_path, 50, seed=1), 50)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(4))
 def test_a_thousand_saves_die_and_none_does_harm(tmp_path: Path, seed: int) -> None:
-    outcomes = crash_many(tmp_path, 250, seed=seed + 100)
-    assert outcomes["killed"] > 150
-    assert outcomes["old"] > 50
-    assert outcomes["new"] > 25
+    assert_all_outcomes(crash_many(tmp_path, 250, seed=seed + 100), 250)
 
 
 @pytest.mark.parametrize("kind", ["save", "delta"])

@@ -157,7 +157,7 @@ def test_the_default_compiler_gives_the_same_logits() -> None:
 
 
 @every_model
-def test_autocast_trains(name: str) -> None:
+def test_autocast_trains(name: str, bfloat16_matmul: None) -> None:
     model, batch = make(name, num_dense=2), teacher(16, num_dense=2).batch(0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = loss_of(model, batch)

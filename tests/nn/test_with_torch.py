@@ -113,7 +113,7 @@ def test_gradients_through_a_compiled_model() -> None:
 # ---- AMP
 
 
-def test_autocast() -> None:
+def test_autocast(bfloat16_matmul: None) -> None:
     model = Model()
     for number in range(3):
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -15,6 +15,7 @@ from megalith.errors import InputError
 
 PRECISIONS = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
 _MAX_HALF = 65504.0
+_SMALLEST_STEP = torch.finfo(torch.float32).tiny
 
 
 def dtype_of(precision: str) -> torch.dtype:
@@ -25,10 +26,13 @@ def dtype_of(precision: str) -> torch.dtype:
 
 
 def steps_for(largest: Sequence[float], precision: str) -> list[float]:
-    """The step of each segment, given its largest magnitude, which becomes 127 steps; 1 where unused."""
+    """Returns the step of each segment, given its largest magnitude, which becomes 127 steps; 1 if unused.
+
+    A step is at least float32's smallest normal number, so that it never underflows to 0.
+    """
     if precision != "int8":
         return [1.0] * len(largest)
-    return [each / 127.0 if each > 0 else 1.0 for each in largest]
+    return [max(each / 127.0, _SMALLEST_STEP) if each > 0 else 1.0 for each in largest]
 
 
 def encode(rows: Tensor, precision: str, steps: Tensor) -> Tensor:
