@@ -36,7 +36,8 @@ from harness import (
 from torch import Tensor
 
 from megalith import Ragged, Router, ops
-from megalith.ops import (
+from megalith.compat import monolith
+from megalith.compat.monolith import (
     FeatureConfig,
     FeatureConfigs,
     OutConfig,
@@ -103,7 +104,7 @@ def map_ids(scale: int) -> list[Workload]:
 
     return [
         Workload(
-            "map_id_to_embedding", lambda: ops.map_id_to_embedding(parts, rows, wanted), {"torch": plain}
+            "map_id_to_embedding", lambda: monolith.map_id_to_embedding(parts, rows, wanted), {"torch": plain}
         )
     ]
 
@@ -123,7 +124,7 @@ def gather_ids(scale: int) -> list[Workload]:
             return rows.index_select(0, index).view(*asked.shape, -1)
 
         def ours(ids: Tensor = ids, rows: Tensor = rows, asked: Tensor = asked) -> Tensor:
-            return ops.gather_embeddings_by_input(ids, rows, asked)[0]
+            return monolith.gather_embeddings_by_input(ids, rows, asked)[0]
 
         made.append(Workload(f"gather_embeddings_by_input, dim {dim}", ours, {"torch": plain}))
     return made
@@ -165,7 +166,7 @@ def fused_reorder(scale: int) -> list[Workload]:
         return unique[order], offset
 
     def ours() -> tuple[Tensor, Tensor]:
-        result = ops.fused_reorder_by_indices(lists, shards, [dim] * len(lists))
+        result = monolith.fused_reorder_by_indices(lists, shards, [dim] * len(lists))
         return result.output, result.fused_emb_offset
 
     return [
@@ -201,7 +202,7 @@ def reorder(scale: int) -> list[Workload]:
         return torch.equal(a[1].long(), b[1].long()) and torch.equal(keys[0], keys[1])
 
     def ours() -> tuple[Tensor, Tensor]:
-        return ops.reorder_by_indices(ids, shards, 256)
+        return monolith.reorder_by_indices(ids, shards, 256)
 
     return [Workload("reorder_by_indices", ours, {"torch": plain}, {"torch": 3.0}, same)]
 
@@ -232,14 +233,14 @@ def layout(scale: int) -> list[Workload]:
         lengths = even if i % 2 == 0 else torch.randint(0, 6, (batch,), generator=source)
         popular = torch.rand(int(lengths.sum()), generator=source, dtype=torch.float64)
         columns[name] = Ragged.from_lengths((10 ** (popular * 5)).long() * 7919 + i * 2**40, lengths)
-    fids = ops.sharding_sparse_fids(columns, servers, configs)
+    fids = monolith.sharding_sparse_fids(columns, servers, configs)
     rows = [torch.randn(ids.numel(), 1 + dim, generator=source) for ids in fids.fid_list]
     leaves = [r.clone().requires_grad_() for r in rows]
     offsets = fids.feature_offset
     ends = offsets[::batch].tolist()
 
     def ours(rows: list[Tensor] = rows) -> list[Tensor]:
-        return ops.fused_embedding_to_layout(
+        return monolith.fused_embedding_to_layout(
             rows, None, fids.fid_offset, offsets, fids.nfl_offset, batch, "example", configs, servers
         )
 

@@ -57,9 +57,9 @@ from serving_roles import (
 
 from megalith.models import Model
 from megalith.serving.discovery import StaticDiscovery
-from megalith.serving.exported.export import Provenance, export
-from megalith.serving.sync.messages import MAX_PUSH_BYTES
+from megalith.serving.export.exporter import Provenance, export_model
 from megalith.serving.sync.publisher import Publisher
+from megalith.serving.sync.push_messages import MAX_PUSH_BYTES
 
 OURS, PLAIN, LEAN = "megalith", "plain", "lean"
 BASE = "a-save"
@@ -125,7 +125,7 @@ def measure_requests(sizes: Sizes, folder: Path) -> tuple[list[Load], dict[str, 
     with ExitStack() as stack:
         others = (("handlers", sizes.rows), ("clients", sizes.rows, sizes.requests))
         handlers, clients = stack.enter_context(processes(*others))
-        export(scoring_model(sizes.rows), folder, name=NAME, version=1)  # while the others start
+        export_model(scoring_model(sizes.rows), folder, name=NAME, version=1)  # while the others start
         (server,) = stack.enter_context(processes(("model_server", folder, "-")))
         addresses = {OURS: server.wait()["address"]}
         offered = handlers.wait()["addresses"]
@@ -236,7 +236,9 @@ def measure_sync(sizes: Sizes, folder: Path) -> Sync:
 
 
 def _export_sync(model: Model, folder: Path) -> None:
-    export(model, folder, name=SYNC_NAME, version=1, source=Provenance(BASE, model.embeddings.global_step))
+    export_model(
+        model, folder, name=SYNC_NAME, version=1, source=Provenance(BASE, model.embeddings.global_step)
+    )
 
 
 def _publisher(model: Model, addresses: Sequence[str], *, interval: float = 3600.0) -> Publisher:

@@ -62,9 +62,9 @@ from sync_variants import (
 from torch import Tensor
 
 from megalith import Router
-from megalith.shards.exchange import Exchange
-from megalith.shards.messages import Messages, Push
-from megalith.shards.prepare import Preparer, SyncPrepared
+from megalith.distributed.exchange import Exchange
+from megalith.shards.preparer import Preparer, SyncPrepared
+from megalith.shards.rank_messages import GradientPush, Messages
 
 PACKAGES = ("megalith", "torch", "torchrec", "fbgemm_gpu-cpu", "numpy")
 RANKS = 2
@@ -182,7 +182,7 @@ class Exchanges:
     def _all_four(self, prepared: SyncPrepared, flat: Tensor) -> None:
         asked = self._messages.ask("lookup", prepared)
         self._messages.send_rows(asked, prepared)
-        self._messages.push(asked, prepared, Push(flat, None, 0, None, 1.0, None), None)
+        self._messages.push(asked, prepared, GradientPush(flat, None, 0, None, 1.0, None), None)
 
     def calls(self, number: int) -> None:
         def work() -> None:

@@ -44,12 +44,12 @@ from harness import (
 from torch import Tensor, nn
 
 from megalith import Adagrad
-from megalith.charts import Axis, Series, as_file, line_chart
-from megalith.data import Batch, TeacherFeature, TeacherReader
+from megalith.data import Batch, SyntheticFeature, SyntheticReader
 from megalith.metrics import auc
 from megalith.models import DeepFM, EmbeddingConfig, forward_batch
-from megalith.serving.client.predict import PredictClient
-from megalith.serving.exported.export import Provenance, export
+from megalith.reporting.charts import Axis, Series, as_file, line_chart
+from megalith.serving.client.predict_client import PredictClient
+from megalith.serving.export.exporter import Provenance, export_model
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.sync.publisher import Publisher
 from megalith.units import HOUR, MINUTE
@@ -89,15 +89,15 @@ class Size:
 QUICK = Size(256, 5 * MINUTE, 20 * MINUTE)
 
 
-def reader_of(feed: Feed, size: Size, seed: int) -> TeacherReader:
+def reader_of(feed: Feed, size: Size, seed: int) -> SyntheticReader:
     drift = None if feed.drift_hours is None else feed.drift_hours * HOUR / BATCH_SECONDS
     features = (
-        TeacherFeature(name="user", num_ids=5_000, exponent=1.05),
-        TeacherFeature(name="item", num_ids=2_000, exponent=1.1, new_per_batch=1, fresh=feed.new_items),
-        TeacherFeature(name="tags", num_ids=200, max_length=4),
-        TeacherFeature(name="context", num_ids=50),
+        SyntheticFeature(name="user", num_ids=5_000, exponent=1.05),
+        SyntheticFeature(name="item", num_ids=2_000, exponent=1.1, new_per_batch=1, fresh=feed.new_items),
+        SyntheticFeature(name="tags", num_ids=200, max_length=4),
+        SyntheticFeature(name="context", num_ids=50),
     )
-    return TeacherReader(
+    return SyntheticReader(
         features,
         batch_size=size.batch,
         seed=seed,
@@ -179,7 +179,7 @@ def measure(feed: Feed, size: Size, seed: int) -> Outcome:
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         source = Provenance(START, trainer.model.embeddings.global_step)
-        export(trainer.model, directory, name="feed", version=1, source=source)
+        export_model(trainer.model, directory, name="feed", version=1, source=source)
         replicas = {
             name: Replica(directory, trainer.model, seconds, stack) for name, seconds in INTERVALS.items()
         }

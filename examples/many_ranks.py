@@ -27,12 +27,12 @@ from megalith import (
     TableConfig,
     checkpoint,
 )
-from megalith.data import Batch, even
+from megalith.data import Batch, pad_to_equal_batches
+from megalith.distributed.launcher_environment import LaunchWarning, RankSetup, configure
+from megalith.distributed.process_group import init_process_group
 from megalith.metrics import auc
 from megalith.routing import MODES
 from megalith.shards import CommMetrics, CommReport, LocalShards, Shards
-from megalith.shards.environment import LaunchWarning, RankSetup, configure
-from megalith.shards.joining import join_ranks
 
 DIM, USERS, ITEMS = 8, 2000, 500
 NUM_IDS = {"user": 8 * USERS, "item": ITEMS}  # ids are below these
@@ -81,7 +81,7 @@ class ClickModel(nn.Module):
 def train(model: nn.Module, batches: Iterator[Batch], rows: int, metrics: CommMetrics | None) -> None:
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     # Ranks must make the same number of steps: `even` gives those that run out empty batches.
-    for step, batch in enumerate(even(batches), start=1):
+    for step, batch in enumerate(pad_to_equal_batches(batches), start=1):
         losses = nn.functional.binary_cross_entropy_with_logits(model(batch), batch.labels, reduction="none")
         loss = losses.sum() / rows  # the mean, and 0 instead of NaN for an empty batch
         optimizer.zero_grad()
@@ -117,7 +117,7 @@ def main(args: argparse.Namespace) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "no launcher", LaunchWarning)
         setup = configure(args.run_dir, merge_checkpoints=True, device="cpu")
-    join_ranks(setup, timeout=60)
+    init_process_group(setup, timeout=60)
     first = setup.rank == 0
     torch.manual_seed(0)
     shards = make_shards(args.dist_type, setup.size)

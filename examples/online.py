@@ -18,18 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from megalith import Adagrad
-from megalith.data import Batch, TeacherFeature, TeacherReader
+from megalith.data import Batch, SyntheticFeature, SyntheticReader
 from megalith.metrics import auc
 from megalith.models import DeepFM, EmbeddingConfig, forward_batch
 from megalith.serving import ModelServer, PredictClient, Publisher, Servable
-from megalith.serving.exported.export import Provenance, export
+from megalith.serving.export.exporter import Provenance, export_model
 
 WARM_UP = 300  # batches before the model is exported
 DRIFT = 8_000  # batches after which tastes are what they were; after half as many they are the opposite
 FEATURES = [
-    TeacherFeature(name="user", num_ids=5_000, exponent=1.05),
-    TeacherFeature(name="item", num_ids=2_000, new_per_batch=0.5, fresh=0.2),
-    TeacherFeature(name="tags", num_ids=200, max_length=4),
+    SyntheticFeature(name="user", num_ids=5_000, exponent=1.05),
+    SyntheticFeature(name="item", num_ids=2_000, new_per_batch=0.5, fresh=0.2),
+    SyntheticFeature(name="tags", num_ids=200, max_length=4),
 ]
 
 
@@ -71,14 +71,14 @@ def show(trainer: Trainer, publisher: Publisher, labels: list[Tensor], *said: li
 
 def main(seconds: float) -> None:
     torch.set_num_threads(1)
-    batches = iter(TeacherReader(FEATURES, batch_size=256, drift_period=DRIFT))
+    batches = iter(SyntheticReader(FEATURES, batch_size=256, drift_period=DRIFT))
     trainer = Trainer()
     for batch in itertools.islice(batches, WARM_UP):
         trainer.learn(batch)
 
     with tempfile.TemporaryDirectory() as folder:
         # The export says at which save it was made; a publisher that starts there has only changes to send.
-        export(trainer.model, folder, name="feed", version=1, source=Provenance("start", trainer.steps))
+        export_model(trainer.model, folder, name="feed", version=1, source=Provenance("start", trainer.steps))
         copy = Servable(Path(folder) / "1")
         with (
             ModelServer(folder, allow_writes=True) as server,

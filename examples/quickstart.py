@@ -27,7 +27,7 @@ from megalith import (
     Zeros,
     checkpoint,
 )
-from megalith.data import Batch, TeacherReader
+from megalith.data import Batch, SyntheticReader
 from megalith.metrics import auc
 
 DIM, BATCH, STEPS = 8, 512, 400
@@ -59,7 +59,7 @@ class ClickModel(nn.Module):
         return logits
 
 
-def train(model: ClickModel, optimizer: torch.optim.Optimizer, reader: TeacherReader) -> None:
+def train(model: ClickModel, optimizer: torch.optim.Optimizer, reader: SyntheticReader) -> None:
     model.train()
     for batch in track(reader, "training", total=STEPS):
         loss = nn.functional.binary_cross_entropy_with_logits(model(batch), batch.labels)
@@ -69,7 +69,7 @@ def train(model: ClickModel, optimizer: torch.optim.Optimizer, reader: TeacherRe
 
 
 @torch.no_grad()
-def evaluate(model: ClickModel, reader: TeacherReader) -> None:
+def evaluate(model: ClickModel, reader: SyntheticReader) -> None:
     model.eval()  # from here on nothing is written to the tables
     batches = [reader.batch(STEPS + i) for i in range(40)]  # clicks later than all training
     scores = torch.cat([model(batch) for batch in batches])
@@ -80,7 +80,7 @@ def evaluate(model: ClickModel, reader: TeacherReader) -> None:
 
 def main(directory: Path) -> None:
     torch.manual_seed(0)
-    reader = TeacherReader(batch_size=BATCH, num_batches=STEPS)
+    reader = SyntheticReader(batch_size=BATCH, num_batches=STEPS)
     model = ClickModel()
     optimizer = torch.optim.Adam(model.mlp.parameters(), 0.002)
     train(model, optimizer, reader)

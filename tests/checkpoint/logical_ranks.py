@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from megalith import Adagrad, EmbeddingCollection, Feature, LocalShards, TableConfig
+from megalith.distributed.ranks import RankGroup
 from megalith.routing import Router
-from megalith.shards.ranks import Ranks
 from megalith.table import Table
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ class Meeting:
         return said
 
 
-class LogicalRanks(Ranks):
+class LogicalRanks(RankGroup):
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank, self.size, self._meeting = rank, meeting.size, meeting
 
@@ -48,7 +48,7 @@ class LogicalRanks(Ranks):
 class LogicalShards(LocalShards):
     """The tables of one rank of many."""
 
-    def __init__(self, configs: Sequence[TableConfig], ranks: Ranks, router: Router) -> None:
+    def __init__(self, configs: Sequence[TableConfig], ranks: RankGroup, router: Router) -> None:
         super().__init__(configs)
         self.ranks = ranks
         self._router = router
@@ -61,7 +61,7 @@ class LogicalShards(LocalShards):
 class RankModel(nn.Module):
     """What one rank holds: its part of a table, and a weight that all have."""
 
-    def __init__(self, ranks: Ranks, router: Router) -> None:
+    def __init__(self, ranks: RankGroup, router: Router) -> None:
         super().__init__()
         config = TableConfig("t", dim=2, optimizer=Adagrad(0.1))
         self.ranks, self.router = ranks, router

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint.manifest import FileEntry
-from megalith.checkpoint.store import Store, checksum
+from megalith.storage.store import Store, checksum
 
 
 class MemoryStore(Store):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from megalith import SGD, Adagrad, EmbeddingCollection, Feature, TableConfig, checkpoint
-from megalith.checkpoint import pen
+from megalith.checkpoint import piece_writer as pen
 from megalith.checkpoint.compare import Change, LargestChange
 from megalith.errors import CheckpointError
 

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from megalith import checkpoint
-from megalith.checkpoint import pen
-from megalith.checkpoint.store import LocalStore
+from megalith.checkpoint import piece_writer as pen
+from megalith.storage.store import LocalStore
 from tests.checkpoint.support import Model, State, assert_same, state_of, train
 
 Save = Callable[[Model, Path], object]

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from megalith import SGD, EmbeddingCollection, Feature, TableConfig, Zeros, checkpoint
-from megalith.checkpoint import job, pen
+from megalith.checkpoint import piece_writer as pen
+from megalith.checkpoint import save_job as job
 from megalith.checkpoint.manifest import NAME, FileEntry
-from megalith.checkpoint.store import LocalStore
 from megalith.errors import CheckpointError, UsageError
+from megalith.storage.store import LocalStore
 from tests.checkpoint.memory import MemoryStore
 from tests.checkpoint.support import IDS, Model, assert_same, state_of, train
 from tests.table.support import ints

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from megalith import Adagrad, Adam, EmbeddingCollection, Feature, Segment, TableConfig
-from megalith.checkpoint import parquet
-from megalith.checkpoint.parquet import export_parquet, write_parquet
+from megalith.checkpoint import parquet_export as parquet
+from megalith.checkpoint.parquet_export import export_parquet, write_parquet
 from megalith.errors import MissingDependencyError, UnknownNameError
 from megalith.table import Chunk
 

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from megalith import checkpoint
-from megalith.checkpoint import pen
-from megalith.checkpoint import remote as remote_module
+from megalith.checkpoint import piece_writer as pen
 from megalith.checkpoint.manifest import NAME
-from megalith.checkpoint.remote import RemoteStore
-from megalith.checkpoint.store import LocalStore, open_store
 from megalith.errors import CheckpointError, MissingDependencyError, StoreError
+from megalith.storage import object_store as remote_module
+from megalith.storage.object_store import RemoteStore
+from megalith.storage.store import LocalStore, open_store
 from tests.checkpoint.support import Model, assert_same, state_of, train
 
 pytest.importorskip("obstore")

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from megalith import SGD, EmbeddingCollection, Feature, Segment, TableConfig, Zeros, checkpoint
-from megalith.checkpoint import pen, rewrite
+from megalith.checkpoint import piece_writer as pen
+from megalith.checkpoint import rewrite
 from megalith.checkpoint.manifest import FileEntry
 from megalith.errors import CheckpointError, UsageError
 from megalith.table import Table

@@ -23,9 +23,9 @@ from megalith import (
     TableConfig,
     checkpoint,
 )
-from megalith.checkpoint import pen
-from megalith.checkpoint.store import LocalStore
+from megalith.checkpoint import piece_writer as pen
 from megalith.errors import CheckpointError, InputError, UsageError
+from megalith.storage.store import LocalStore
 
 IDS = [-(2**63), -1, 0, 7, 2**63 - 1]
 

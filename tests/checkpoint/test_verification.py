@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from megalith import SGD, Adagrad, EmbeddingCollection, Feature, TableConfig, checkpoint
-from megalith.checkpoint import pen
+from megalith.checkpoint import piece_writer as pen
 
 
 class Model(nn.Module):

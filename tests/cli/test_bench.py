@@ -17,11 +17,10 @@ import torch.distributed as dist
 from typer.testing import CliRunner, Result
 
 from megalith.cli.main import app
+from megalith.distributed.comm_bench import PATTERNS, CommSettings
+from megalith.distributed.comm_bench_ranks import measure_local
 from megalith.errors import InputError, RankFailedError, UnknownNameError
-from megalith.shards.comm_bench import PATTERNS, CommSettings
-from megalith.shards.comm_ranks import measure_local
-
-from ..distributed.ranks import run_ranks
+from tests.distributed.ranks import run_ranks
 
 LIMIT = 120
 QUICK = ("--sizes", "1KiB,64K", "--seconds", "0.02", "--max-calls", "5")
@@ -190,7 +189,7 @@ def test_under_torchrun_the_ranks_are_its_own_and_one_of_them_prints() -> None:
         ),
     ],
 )
-@pytest.mark.filterwarnings("ignore::megalith.shards.environment.LaunchWarning")
+@pytest.mark.filterwarnings("ignore::megalith.distributed.launcher_environment.LaunchWarning")
 def test_a_launcher_that_does_not_suit_is_an_error(
     monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], flags: list[str], said: str
 ) -> None:

@@ -20,7 +20,8 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
 
 
 def alarms() -> list[threading.Timer]:
-    return [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    return [timer for timer in timers if not timer.name.startswith("pytest_timeout")]
 
 
 def test_no_bar_for_what_is_quick(screen: io.StringIO) -> None:

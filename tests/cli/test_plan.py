@@ -16,10 +16,10 @@ import typer
 from typer.testing import CliRunner, Result
 
 from megalith import SGD, EmbeddingCollection, Feature, TableConfig, checkpoint, hash_strings
-from megalith.checkpoint import pen
+from megalith.checkpoint import piece_writer as pen
 from megalith.cli.plan import plan
 from megalith.errors import InputError
-from megalith.sampling import read_sample
+from megalith.reporting.sampling import read_sample
 
 app = typer.Typer()
 app.command()(plan)

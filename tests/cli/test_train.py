@@ -22,7 +22,7 @@ from typer.testing import CliRunner, Result
 
 from megalith.cli import output
 from megalith.cli.main import app
-from megalith.data import TeacherReader
+from megalith.data import SyntheticReader
 
 pytestmark = pytest.mark.usefixtures("restore_threads")
 COMMANDS = ("train", "eval", "predict", "report", "table", "plan")
@@ -33,7 +33,7 @@ def megalith(*arguments: object) -> Result:
 
 
 def write_clicks(path: Path, first: int, batches: int) -> None:
-    reader = TeacherReader(batch_size=64)
+    reader = SyntheticReader(batch_size=64)
     rows = [reader.batch(first + i) for i in range(batches)]
     columns = {name: [r for b in rows for r in b.features[name].to_lists()] for name in rows[0].features}
     labels = torch.cat([b.labels for b in rows]).tolist()

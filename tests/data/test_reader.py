@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader
 from megalith import Ragged
 from megalith.data import Batch, MemoryReader, Samples
 from megalith.errors import InputError, UsageError
-
-from .support import assert_same_batches, check_shards, labels_of, rows_of
+from tests.data.support import assert_same_batches, check_shards, labels_of, rows_of
 
 
 def samples(n: int) -> Samples:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megalith.shards.environment import configure
+from megalith.distributed.launcher_environment import configure
 
 SECONDS = 60
 

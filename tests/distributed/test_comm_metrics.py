@@ -11,8 +11,7 @@ import torch.distributed as dist
 from megalith import SGD, SyncShards, TableConfig
 from megalith.errors import UnknownNameError, UsageError
 from megalith.shards import CommMetrics, CommReport
-
-from .ranks import run_ranks
+from tests.distributed.ranks import run_ranks
 
 # Under roundrobin rank 0 owns even ids, rank 1 odd ones. Rank 0 looks up 7 ids of `a`, 4 of them distinct
 # (0 and 2 are its own); rank 1 looks up 2 (3 is its own). Table `b` is asked for by rank 1 alone.

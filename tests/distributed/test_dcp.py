@@ -15,9 +15,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megalith import Adagrad, EmbeddingCollection, Feature, LocalShards, TableConfig
 from megalith.errors import UsageError
 from megalith.shards import SyncShards
+from tests.distributed.ranks import run_ranks
 from tests.table.support import whole
-
-from .ranks import run_ranks
 
 ROWS = 10
 Rows = dict[str, Any]

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megalith import SGD, EmbeddingCollection, Feature, LocalShards, Mean, Ragged, TableConfig
-
-from .ranks import run_ranks
+from tests.distributed.ranks import run_ranks
 
 STEPS, BATCH = 5, 8
 Result = dict[str, Tensor]

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from megalith.gather.faultserver import FaultServer
+from tests.distributed.ranks import run_ranks
 from tests.gather.scenarios import SCENARIOS, play_all, world_of
-
-from .ranks import run_ranks
 
 Found = dict[int, tuple[list[Any], list[dict[str, int]], Path]]
 

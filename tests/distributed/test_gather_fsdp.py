@@ -14,9 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from megalith.gather import OuterUpdate, Ranks, Schema, UpdateConfig, run_window
 from megalith.gather.faultserver import FaultServer
+from tests.distributed.ranks import run_ranks
 from tests.gather.world import World
-
-from .ranks import run_ranks
 
 UIDS = (1, 2, 3)
 

@@ -15,11 +15,10 @@ from megalith.gather import Gatherer, OuterUpdate, Plan, Ranks, memory_store, pa
 from megalith.gather.faultserver import FaultServer
 from megalith.gather.plan import payload_key
 from megalith.gather.status import Status
+from tests.distributed.ranks import run_ranks
 from tests.gather.scenarios import Scenario, facts
 from tests.gather.support import RUN, WINDOW, small_schema, weights
 from tests.gather.world import World
-
-from .ranks import run_ranks
 
 UIDS = tuple(range(1, 8))
 PEERS = {**dict.fromkeys((*UIDS, 8, 9), "good"), 4: "corrupt"}

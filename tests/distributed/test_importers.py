@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from megalith import SGD, EmbeddingCollection, Feature, Router, TableConfig
-from megalith.checkpoint.importers import ImportReport, import_dynamicemb, import_torch
+from megalith.checkpoint.importers import ImportReport, import_torch
+from megalith.compat.dynamicemb import import_dynamicemb
 from megalith.shards import SyncShards
-
-from .ranks import run_ranks
+from tests.distributed.ranks import run_ranks
 
 ROWS = 101
 Kept = tuple[ImportReport, list[int], list[list[float]]]

@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megalith.distributed.launcher_environment import broadcast_dense, configure
 from megalith.errors import InputError
-from megalith.shards.environment import broadcast_dense, configure
-
-from .launched import Model
-from .ranks import run_ranks
+from tests.distributed.launched import Model
+from tests.distributed.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 120

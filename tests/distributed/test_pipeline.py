@@ -29,8 +29,7 @@ from megalith import (
 from megalith.data import Batch
 from megalith.errors import MegalithError, RankFailedError
 from megalith.nn import pipeline
-
-from .ranks import run_ranks
+from tests.distributed.ranks import run_ranks
 
 BATCHES, BATCH = 6, 8
 PIPELINES: dict[str, dict[str, Any]] = {

@@ -30,10 +30,10 @@ from megalith import (
 from megalith.errors import MegalithError, UsageError
 from megalith.routing import MODES
 from megalith.shards import Shards
+from tests.distributed.ranks import run_ranks
 from tests.table.support import EXTREME_IDS, ints, whole
 
 from . import test_sync_bits as bits
-from .ranks import run_ranks
 
 SIZES = (1, 2, 4)
 SEGMENTS = [Segment(3, optimizer=Adagrad(0.1)), Segment(1, optimizer=SGD(0.5))]

@@ -23,9 +23,8 @@ from megalith import (
     TableConfig,
 )
 from megalith.shards import Shards
+from tests.distributed.ranks import run_ranks
 from tests.table.support import whole
-
-from .ranks import run_ranks
 
 STEPS, BATCH = 6, 8
 TABLES = [TableConfig("a", dim=4, optimizer=Adagrad(0.2)), TableConfig("b", dim=3, optimizer=Adam(0.05))]

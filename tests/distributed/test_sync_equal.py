@@ -37,9 +37,8 @@ from megalith import (
 )
 from megalith.shards import Shards
 from megalith.table import Chunk
+from tests.distributed.ranks import run_ranks
 from tests.table.support import EXTREME_IDS, OPTIMIZERS, whole
-
-from .ranks import run_ranks
 
 SEEDS = {1: range(8), 2: range(10, 28), 3: range(30, 40), 4: range(50, 64)}
 """By number of ranks."""

@@ -28,9 +28,8 @@ from megalith import (
     Zeros,
 )
 from megalith.errors import MegalithError
+from tests.distributed.ranks import run_ranks
 from tests.table.support import ints
-
-from .ranks import run_ranks
 
 # ---- numbers of exchanges
 

@@ -32,9 +32,8 @@ from megalith import (
 )
 from megalith.errors import MegalithError
 from megalith.shards import Lookup
+from tests.distributed.ranks import run_ranks
 from tests.table.support import assert_same_tables, ints, whole
-
-from .ranks import run_ranks
 
 TABLES = [
     TableConfig("a", dim=2, optimizer=SGD(1.0), initializer=Zeros()),

@@ -22,9 +22,8 @@ from megalith import (
     Zeros,
 )
 from megalith.errors import MegalithError
+from tests.distributed.ranks import run_ranks
 from tests.table.support import EXTREME_IDS, ints, whole
-
-from .ranks import run_ranks
 
 IDS = ints(*dict.fromkeys([*EXTREME_IDS, *range(40)]))
 

@@ -21,10 +21,9 @@ from megalith import (
     SyncShards,
     TableConfig,
 )
-from megalith.shards.prepare import SyncPrepared
+from megalith.shards.preparer import SyncPrepared
+from tests.distributed.ranks import run_ranks
 from tests.table.support import assert_same_bits, assert_same_tables, ints, whole
-
-from .ranks import run_ranks
 
 BATCHES = 4
 TABLES = [TableConfig("a", dim=4, optimizer=Adagrad(0.1)), TableConfig("b", dim=3, optimizer=Adagrad(0.2))]

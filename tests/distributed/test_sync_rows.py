@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalith import SGD, Adagrad, LocalShards, SyncShards, TableConfig, Zeros
+from tests.distributed.ranks import run_ranks
 from tests.table.support import as_sets, ints, whole
-
-from .ranks import run_ranks
 
 TABLES = [
     TableConfig("a", dim=1, optimizer=SGD(1.0), initializer=Zeros()),

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from megalith import SGD, Adagrad, Adam, LocalShards, PolynomialDecay, SyncShards, TableConfig, Zeros
 from megalith.table import Optimizer
+from tests.distributed.ranks import run_ranks
 from tests.table.support import ints
-
-from .ranks import run_ranks
 
 GROWING = PolynomialDecay(1.0, 10, 2.0)
 NONE = ints()

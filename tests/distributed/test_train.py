@@ -20,8 +20,7 @@ from megalith.errors import MegalithError
 from megalith.ragged import Ragged
 from megalith.shards import CommReport
 from megalith.training import Run, RunConfig, Watcher, load_trained
-
-from .ranks import run_ranks
+from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("restore_threads")
 STEPS = 12

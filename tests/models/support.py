@@ -9,21 +9,21 @@ import torch
 from torch import Tensor
 
 from megalith import Adagrad
-from megalith.data import Batch, TeacherFeature, TeacherReader
+from megalith.data import Batch, SyntheticFeature, SyntheticReader
 from megalith.models import EmbeddingConfig, Model, build_model, forward_batch
 
 NAMES = ["user", "item", "tags", "context"]
 
 
-def teacher(batch_size: int = 256, **options: Any) -> TeacherReader:
+def teacher(batch_size: int = 256, **options: Any) -> SyntheticReader:
     """A few hundred ids, so that some dozens of batches teach something."""
     features = [
-        TeacherFeature(name="user", num_ids=200),
-        TeacherFeature(name="item", num_ids=100, new_per_batch=0.5, fresh=0.1),
-        TeacherFeature(name="tags", num_ids=30, max_length=4),
-        TeacherFeature(name="context", num_ids=10),
+        SyntheticFeature(name="user", num_ids=200),
+        SyntheticFeature(name="item", num_ids=100, new_per_batch=0.5, fresh=0.1),
+        SyntheticFeature(name="tags", num_ids=30, max_length=4),
+        SyntheticFeature(name="context", num_ids=10),
     ]
-    return TeacherReader(features, batch_size=batch_size, **options)
+    return SyntheticReader(features, batch_size=batch_size, **options)
 
 
 def embeddings(*, without: str | None = None, **options: Any) -> EmbeddingConfig:

@@ -13,8 +13,7 @@ from megalith.data import Batch
 from megalith.errors import InputError, UnknownNameError
 from megalith.models import MODELS, EmbeddingConfig, Model, build_model, forward_batch
 from megalith.nn import Layout, Slice
-
-from .support import embeddings, known_ids, loss_of, make, teacher, train
+from tests.models.support import embeddings, known_ids, loss_of, make, teacher, train
 
 every_model = pytest.mark.parametrize("name", MODELS)
 

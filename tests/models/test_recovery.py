@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megalith import FTRL, Adagrad, Normal
-from megalith.data import TeacherReader
+from megalith.data import SyntheticReader
 from megalith.metrics import auc
 from megalith.models import DeepFM, EmbeddingConfig, forward_batch
 
@@ -17,7 +17,7 @@ def test_a_deepfm_recovers_the_teachers_auc() -> None:
     1.4 million rows.
     """
     torch.manual_seed(0)
-    reader, num_batches = TeacherReader(batch_size=4096), 350
+    reader, num_batches = SyntheticReader(batch_size=4096), 350
     model = DeepFM(
         EmbeddingConfig(
             ["user", "item", "tags", "context"],

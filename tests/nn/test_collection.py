@@ -24,8 +24,7 @@ from megalith import (
     Sum,
     TableConfig,
 )
-
-from .support import assign, collection, column, contents, floats, ints, zeros
+from tests.nn.support import assign, collection, column, contents, floats, ints, zeros
 
 # ---- inputs
 

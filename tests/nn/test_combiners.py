@@ -15,8 +15,7 @@ from torch import Tensor, fx, nn
 import megalith.nn
 from megalith import Combiner, FirstN, Mean, Ragged, Sqrtn, Sum
 from megalith.errors import InputError, UsageError
-
-from .support import floats, ints
+from tests.nn.support import floats, ints
 
 COMBINERS: list[Combiner] = [Sum(), Mean(), Sqrtn(), FirstN(2)]
 each_combiner = pytest.mark.parametrize("combiner", COMBINERS, ids=repr)

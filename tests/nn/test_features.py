@@ -20,8 +20,7 @@ from megalith import (
     Sum,
 )
 from megalith.errors import InputError, UnknownNameError, UsageError
-
-from .support import collection, column, ints, zeros
+from tests.nn.support import collection, column, ints, zeros
 
 # ---- one at a time
 

@@ -26,8 +26,7 @@ from megalith import (
     TableConfig,
     Zeros,
 )
-
-from .support import contents, ints
+from tests.nn.support import contents, ints
 
 DIMS = {"uid": [1, 4], "gid": [1, 4, 8], "cid": [1, 4, 8]}
 LAYOUTS = ["bias", "vec", "deep"]

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from megalith import EmbeddingCollection, Feature, Pipeline, Ragged
 from megalith.data import Batch
 from megalith.errors import InputError, UsageError
-from megalith.nn.batches import StartedBatch
-
-from .support import collection, column, contents, floats, zeros
+from megalith.nn.batch_forms import StartedBatch
+from tests.nn.support import collection, column, contents, floats, zeros
 
 COLUMNS = [{"a": column([1, 2], [2])}, {"a": column([2], [3, 3])}, {"a": column([1], [])}]
 MODES = ["ids", "rows"]

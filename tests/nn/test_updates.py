@@ -24,9 +24,8 @@ from megalith import (
     TableConfig,
 )
 from megalith.errors import InputError, UsageError
+from tests.nn.support import assign, collection, column, contents, floats, ints, times, zeros
 from tests.table.support import assert_close, assert_same_bits, dyadic, whole
-
-from .support import assign, collection, column, contents, floats, ints, times, zeros
 
 # ---- update="backward"
 

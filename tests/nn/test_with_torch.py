@@ -12,9 +12,8 @@ from torch import Tensor, fx, nn
 from torch.utils.data import DataLoader, Dataset
 
 from megalith import Adagrad, EmbeddingCollection, Feature, FirstN, Mean, Ragged, TableConfig
+from tests.nn.support import contents, ints
 from tests.table.support import assert_same_bits, whole
-
-from .support import contents, ints
 
 
 class Model(nn.Module):

@@ -1,31 +1,3 @@
-"""Fixtures of the tests of ops."""
+"""Fixtures for tests of ops."""
 
-from __future__ import annotations
-
-from importlib import import_module
-
-import pytest
-
-# By their paths: megalith.ops.pool_rows is also the name of a function.
-MODULES = [
-    import_module(f"megalith.ops.{name}")
-    for name in ("bucketing", "layout", "monolith", "moves", "pool_rows", "rows")
-]
-OPS = [
-    *["bucketize", "dedup", "gather", "layout", "layout_grad", "locate", "match", "move", "place", "pool"],
-    *["scatter", "take", "unpool"],
-]
-
-
-@pytest.fixture(params=["native", "twin"])
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each implementation in turn: the native kernels, and the plain torch that other devices run."""
-    name: str = request.param
-    if name == "twin":
-        twins = {op: getattr(m, f"_{op}_twin") for m in MODULES for op in OPS if hasattr(m, f"_{op}_twin")}
-        assert sorted(twins) == OPS
-        for module in MODULES:
-            for op in OPS:
-                if hasattr(module, f"_{op}"):
-                    monkeypatch.setattr(module, f"_{op}", twins[op])
-    return name
+from tests.op_implementations import implementation as implementation

@@ -15,8 +15,7 @@ from megalith import Ragged, Router
 from megalith.ops import bucketize, dedup, match, place_rows, split_rows
 from megalith.ops.bucketing import _bucketize_twin, _dedup_twin, _match_twin, _place_twin, _split_any
 from megalith.routing import MODES
-
-from .support import (
+from tests.ops.support import (
     FLOATS,
     HIGHEST,
     INTEGERS,

@@ -11,16 +11,17 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from megalith import Ragged, Router, ops
-from megalith.ops import (
-    Bags,
+from megalith.compat import monolith
+from megalith.compat.monolith import (
     FeatureConfig,
     FeatureConfigs,
     OutConfig,
     OutType,
-    Part,
     PoolingType,
     SliceConfig,
+    distribution_ops,
 )
+from megalith.ops import Bags, OutputSlice
 from megalith.ops.pool_rows import arguments
 
 IDS = torch.tensor([3, 1, 3, -5, 7])
@@ -33,11 +34,13 @@ DIMS = [1, 2, 3, 4]
 BAGS = [
     Bags(
         torch.tensor([0, 2, 3]),
-        (Part(0, 0, 0, 3),),
+        (OutputSlice(0, 0, 0, 3),),
         torch.tensor([1.0, 2.0, 3.0, 4.0]),
         torch.tensor([2.0, 1.0]),
     ),
-    Bags(torch.tensor([3, 4]), (Part(0, 0, 0, 3, accumulate=True), Part(1, 1, 1, 2)), shared=True),
+    Bags(
+        torch.tensor([3, 4]), (OutputSlice(0, 0, 0, 3, accumulate=True), OutputSlice(1, 1, 1, 2)), shared=True
+    ),
 ]
 INDEX = torch.tensor([0, 1, -1, 4])
 CFGS = FeatureConfigs(
@@ -52,21 +55,21 @@ CFGS = FeatureConfigs(
     },
 )
 COLUMNS = {"a": COLUMN, "b": COLUMN, "c": COLUMN}
-FOUND = ops.sharding_sparse_fids(COLUMNS, 2, CFGS)
+FOUND = monolith.sharding_sparse_fids(COLUMNS, 2, CFGS)
 SIZES = FOUND.emb_size.tolist()
 ENCODING = (FOUND.fid_list_row_split, FOUND.fid_offset, FOUND.feature_offset, FOUND.nfl_offset, 3)
 
 
 def buffer(value: Tensor) -> Tensor:
-    found = ops.unique_key_with_value_and_offset(KEY, DIMS)
+    found = monolith.unique_key_with_value_and_offset(KEY, DIMS)
     assert found.value_buffer is not None
-    handle = ops.fill_with_offset_map(POS, value, found.value_offset, found.value_buffer, DIMS)
-    return ops.finalize_shared_tensor([handle])
+    handle = monolith.fill_with_offset_map(POS, value, found.value_offset, found.value_buffer, DIMS)
+    return monolith.finalize_shared_tensor([handle])
 
 
 def buffer_gradient(grad: Tensor) -> Tensor:
-    where = ops.unique_key_with_value_and_offset(KEY, DIMS, generate_buffer=False).value_offset
-    return ops.fill_with_offset_map_gradient(POS, grad, where, DIMS)
+    where = monolith.unique_key_with_value_and_offset(KEY, DIMS, generate_buffer=False).value_offset
+    return monolith.fill_with_offset_map_gradient(POS, grad, where, DIMS)
 
 
 def lists(r: Tensor) -> list[Tensor]:
@@ -77,13 +80,13 @@ def layout_gradient(r: Tensor) -> Any:
     grads = [torch.ones(3, 3), torch.ones(3, 2, 2)]
     split, fids, features, nfl, batch = ENCODING
     with torch.no_grad():
-        return ops.fused_embedding_to_layout_grad(
+        return monolith.fused_embedding_to_layout_grad(
             nfl, features, fids, batch, lists(r), split, grads, "example", CFGS, 2
         )
 
 
 def parts(r: Tensor) -> Any:
-    values, positions = ops.ragged_split_by_indices(TO, COLUMN, 3)
+    values, positions = monolith.ragged_split_by_indices(TO, COLUMN, 3)
     return [v.values for v in values], [p.row_splits for p in positions], r
 
 
@@ -94,58 +97,63 @@ def taken(r: Tensor) -> Any:
 
 # What each public function computes from float rows [5, 3].
 MODELS: dict[str, Callable[[Tensor], Any]] = {
-    "aligned_flat_concat": lambda r: ops.aligned_flat_concat([r, r[:2]], 2.0),
-    "aligned_flat_split": lambda r: ops.aligned_flat_split([r], r.flatten().repeat(2)[:16]),
+    "aligned_flat_concat": lambda r: monolith.aligned_flat_concat([r, r[:2]], 2.0),
+    "aligned_flat_split": lambda r: monolith.aligned_flat_split([r], r.flatten().repeat(2)[:16]),
     "bucketize": lambda r: ops.bucketize(COLUMN, ROUTER, r[:, 0]),
     "dedup": lambda r: (*ops.dedup(IDS, torch.tensor([0, 3, 5]), ROUTER, widths=[2, 3]), r),
     "fid": lambda r: (ops.fid(3, IDS), r),
     "fid_v1_to_v2": lambda r: (ops.fid_v1_to_v2(IDS), r),
     "fill_with_offset_map": lambda r: buffer(r.flatten()),
     "fill_with_offset_map_gradient": lambda r: buffer_gradient(r.flatten().repeat(2)[:19]),
-    "fused_embedding_to_layout": lambda r: ops.fused_embedding_to_layout(
+    "fused_embedding_to_layout": lambda r: monolith.fused_embedding_to_layout(
         lists(r), *ENCODING, "example", CFGS, 2
     ),
     "fused_embedding_to_layout_grad": lambda r: (layout_gradient(r), r),
-    "fused_gather_embeddings_by_input": lambda r: ops.fused_gather_embeddings_by_input(
+    "fused_gather_embeddings_by_input": lambda r: monolith.fused_gather_embeddings_by_input(
         r.flatten(), [TO, TO[:2]], [3, 2]
     ),
-    "fused_gather_embeddings_by_input_gradient": lambda r: ops.fused_gather_embeddings_by_input_gradient(
+    "fused_gather_embeddings_by_input_gradient": lambda r: monolith.fused_gather_embeddings_by_input_gradient(
         20, [r, r[:, :2]], [TO, TO + 1], [3, 2], 2.0
     ),
-    "fused_reduce_and_split": lambda r: ops.fused_reduce_and_split([COLUMN.row_splits], [r], [[1, 2]]),
-    "fused_reduce_sum_and_split": lambda r: ops.fused_reduce_sum_and_split(TO, r, 4, [1, 2]),
-    "fused_reorder_by_indices": lambda r: (ops.fused_reorder_by_indices([IDS, IDS + 1], ROUTER, [2, 3]), r),
-    "fused_sorted_segment_sum": lambda r: ops.fused_sorted_segment_sum([TO, TO], [r, r], [(3, 3), (4, 3)]),
-    "gather": lambda r: ops.gather(r, TO.view(1, 5)),
-    "gather_embeddings_by_ids_gradient_back_prop": lambda r: ops.gather_embeddings_by_ids_gradient_back_prop(
-        IDS, r, TO
+    "fused_reduce_and_split": lambda r: monolith.fused_reduce_and_split([COLUMN.row_splits], [r], [[1, 2]]),
+    "fused_reduce_sum_and_split": lambda r: monolith.fused_reduce_sum_and_split(TO, r, 4, [1, 2]),
+    "fused_reorder_by_indices": lambda r: (
+        monolith.fused_reorder_by_indices([IDS, IDS + 1], ROUTER, [2, 3]),
+        r,
     ),
-    "gather_embeddings_by_input": lambda r: ops.gather_embeddings_by_input(IDS, r, IDS[1:]),
+    "fused_sorted_segment_sum": lambda r: monolith.fused_sorted_segment_sum(
+        [TO, TO], [r, r], [(3, 3), (4, 3)]
+    ),
+    "gather": lambda r: ops.gather(r, TO.view(1, 5)),
+    "gather_embeddings_by_ids_gradient_back_prop": lambda r: (
+        monolith.gather_embeddings_by_ids_gradient_back_prop(IDS, r, TO)
+    ),
+    "gather_embeddings_by_input": lambda r: monolith.gather_embeddings_by_input(IDS, r, IDS[1:]),
     "gather_pieces": lambda r: ops.gather_pieces(r, [TO, TO[:2]], [3, 2], strides=[1, 3]),
-    "map_id_to_embedding": lambda r: ops.map_id_to_embedding([IDS[:2], IDS[2:]], [r[:2], r[2:]], IDS),
-    "map_id_to_embedding_gradient_back_prop": lambda r: ops.map_id_to_embedding_gradient_back_prop(
+    "map_id_to_embedding": lambda r: monolith.map_id_to_embedding([IDS[:2], IDS[2:]], [r[:2], r[2:]], IDS),
+    "map_id_to_embedding_gradient_back_prop": lambda r: monolith.map_id_to_embedding_gradient_back_prop(
         [IDS], IDS, r
     ),
     "match": lambda r: ops.gather(r, ops.match(IDS, IDS[3:])),
     "move_runs": lambda r: ops.move_runs(r.flatten(), TO, TO + 2, TO, 9),
     "normalize_merged_split": lambda r: (
-        ops.normalize_merged_split(torch.tensor([0, 2, 5, 0, 0, 3]), torch.tensor([3, 3])),
+        monolith.normalize_merged_split(torch.tensor([0, 2, 5, 0, 0, 3]), torch.tensor([3, 3])),
         r,
     ),
     "pad_rows": lambda r: ops.pad_rows(r, COLUMN.row_splits, 2),
     "place_rows": lambda r: ops.place_rows(r, torch.tensor([4, 0, 1, 2, 3])),
     "pool_rows": lambda r: ops.pool_rows(r, INDEX, BAGS, [(2, 3), (2, 3)]),
     "ragged_split_by_indices": parts,
-    "reduce_mean": lambda r: ops.reduce_mean(TO, r, 4),
-    "reduce_sqrtn": lambda r: ops.reduce_sqrtn(TO, r, 4),
-    "reduce_sum": lambda r: ops.reduce_sum(TO, r, 4),
-    "reorder_by_indices": lambda r: (ops.reorder_by_indices(IDS, TO, 3), r),
+    "reduce_mean": lambda r: monolith.reduce_mean(TO, r, 4),
+    "reduce_sqrtn": lambda r: monolith.reduce_sqrtn(TO, r, 4),
+    "reduce_sum": lambda r: monolith.reduce_sum(TO, r, 4),
+    "reorder_by_indices": lambda r: (monolith.reorder_by_indices(IDS, TO, 3), r),
     "scatter_pieces": lambda r: ops.scatter_pieces([r, r[:, :2]], [TO, TO], 9),
     "scatter_sum": lambda r: ops.scatter_sum(r, TO, 4),
     "segment_sum": lambda r: ops.segment_sum(r, COLUMN.row_splits),
-    "sharding_sparse_fids": lambda r: (ops.sharding_sparse_fids(COLUMNS, ROUTER, CFGS), r),
+    "sharding_sparse_fids": lambda r: (monolith.sharding_sparse_fids(COLUMNS, ROUTER, CFGS), r),
     "slot_of": lambda r: (ops.slot_of(IDS), r),
-    "split_by_indices": lambda r: ops.split_by_indices(TO, r, 4),
+    "split_by_indices": lambda r: monolith.split_by_indices(TO, r, 4),
     "split_rows": lambda r: ops.split_rows(r, TO, 3),
     "take": taken,
 }
@@ -166,9 +174,9 @@ def outcome(model: Callable[[Tensor], Any]) -> tuple[list[Tensor], Tensor]:
 
 
 def test_every_public_function_is_here() -> None:
-    functions = {
-        n for n in ops.__all__ if callable(getattr(ops, n)) and not isinstance(getattr(ops, n), type)
-    }
+    public = {n: getattr(ops, n) for n in ops.__all__}
+    public |= {n: getattr(distribution_ops, n) for n in distribution_ops.__all__}
+    functions = {n for n, value in public.items() if callable(value) and not isinstance(value, type)}
     assert functions - NOT_COMPILED - INSIDE_OTHERS == set(MODELS)
 
 
@@ -198,7 +206,7 @@ class Model(torch.nn.Module):
         found = ops.dedup(column.values, None, ROUTER)
         rows = ops.gather(ops.gather(self.table, found.ids % 20), found.inverse) * column.weights[:, None]
         summed = ops.segment_sum(rows, column.row_splits)
-        mean = ops.reduce_mean(column.row_ids(), rows, splits.shape[0] - 1)
+        mean = monolith.reduce_mean(column.row_ids(), rows, splits.shape[0] - 1)
         return self.dense(torch.cat([summed, mean], 1)).sigmoid().mean()
 
 

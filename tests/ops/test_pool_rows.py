@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from megalith.errors import UsageError
-from megalith.ops import Bags, Part, pool_rows, segment_sum
+from megalith.ops import Bags, OutputSlice, pool_rows, segment_sum
 from megalith.ops.pool_rows import _pool_twin, _unpool_twin, arguments
-
-from .support import FLOATS, assert_same, assert_threads_do_not_show, randn, strided
+from tests.ops.support import FLOATS, assert_same, assert_threads_do_not_show, randn, strided
 
 ROWS = torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]])
 
@@ -28,16 +27,16 @@ def ints(*values: int) -> Tensor:
 
 
 def test_rows_are_summed_by_index_and_minus_one_is_a_row_of_zeros() -> None:
-    bags = [Bags(ints(0, 3, 3, 5), (Part(0, 0, 0, 2),))]
+    bags = [Bags(ints(0, 3, 3, 5), (OutputSlice(0, 0, 0, 2),))]
     (out,) = pool_rows(ROWS, ints(2, 0, -1, -1, 1), bags, [(3, 2)])
     assert out.tolist() == [[4, 40], [0, 0], [2, 20]]
-    (out,) = pool_rows(ROWS, None, [Bags(ints(0, 2, 3), (Part(0, 0, 1, 2),))], [(2, 1)])
+    (out,) = pool_rows(ROWS, None, [Bags(ints(0, 2, 3), (OutputSlice(0, 0, 1, 2),))], [(2, 1)])
     assert out.tolist() == [[30], [30]]
 
 
 def test_an_index_into_a_flat_buffer_counts_elements() -> None:
     buffer = torch.arange(7.0)
-    bags = [Bags(ints(0, 2), (Part(0, 0, 0, 4),)), Bags(ints(2, 3), (Part(1, 0, 0, 2),))]
+    bags = [Bags(ints(0, 2), (OutputSlice(0, 0, 0, 4),)), Bags(ints(2, 3), (OutputSlice(1, 0, 0, 2),))]
     wide, narrow = pool_rows(buffer, ints(0, 3, 5), bags, [(1, 4), (1, 2)], dim=4)
     assert wide.tolist() == [[3, 5, 7, 9]]
     assert narrow.tolist() == [[5, 6]]  # the buffer's end: there are no four elements from 5 on
@@ -46,7 +45,7 @@ def test_an_index_into_a_flat_buffer_counts_elements() -> None:
 def test_weights_divisors_and_columns_left_alone() -> None:
     bags = Bags(
         ints(0, 2, 3),
-        (Part(0, 1, 1, 2), Part(1, 0, 0, 2)),
+        (OutputSlice(0, 1, 1, 2), OutputSlice(1, 0, 0, 2)),
         weights=torch.tensor([2, 0.5, 4], dtype=torch.float64),
         divisor=torch.tensor([4.0, 0.5]),
     )
@@ -56,7 +55,7 @@ def test_weights_divisors_and_columns_left_alone() -> None:
 
 
 def test_first_rows_side_by_side_with_a_step() -> None:
-    parts = (Part(0, 0, 0, 1, inner=2, step=3),)
+    parts = (OutputSlice(0, 0, 0, 1, inner=2, step=3),)
     (out,) = pool_rows(ROWS, ints(0, 1, 2, -1), [Bags(ints(0, 1, 2, 3, 4), parts)], [(2, 6)])
     assert out.tolist() == [[1, 0, 0, 2, 0, 0], [3, 0, 0, 0, 0, 0]]
 
@@ -64,8 +63,8 @@ def test_first_rows_side_by_side_with_a_step() -> None:
 def test_a_shared_feature_repeats_its_rows_and_sums_their_gradients() -> None:
     source = ROWS.clone().requires_grad_()
     bags = [
-        Bags(ints(0, 4), (Part(0, 0, 0, 2),)),
-        Bags(ints(4, 6), (Part(0, 0, 0, 2, accumulate=True),), shared=True),
+        Bags(ints(0, 4), (OutputSlice(0, 0, 0, 2),)),
+        Bags(ints(4, 6), (OutputSlice(0, 0, 0, 2, accumulate=True),), shared=True),
     ]
     bags[0] = Bags(ints(0, 1, 2, 3, 4), bags[0].parts)
     (out,) = pool_rows(source, ints(0, 0, 0, 1, 1, 2), bags, [(4, 2)])
@@ -76,7 +75,7 @@ def test_a_shared_feature_repeats_its_rows_and_sums_their_gradients() -> None:
 
 
 def test_a_shared_feature_may_have_a_period_of_several_rows() -> None:
-    bags = [Bags(ints(0, 1, 2), (Part(0, 0, 0, 2),), shared=True)]
+    bags = [Bags(ints(0, 1, 2), (OutputSlice(0, 0, 0, 2),), shared=True)]
     (out,) = pool_rows(ROWS, ints(0, 2), bags, [(6, 2)])
     assert out.tolist() == [[1, 10], [3, 30]] * 3
 
@@ -99,7 +98,7 @@ def test_segment_sum() -> None:
 def test_weights_refuse_a_gradient_rather_than_lose_it() -> None:
     weights = torch.ones(3, requires_grad=True)
     with pytest.raises(UsageError, match="weights take no gradient"):
-        pool_rows(ROWS, None, [Bags(ints(0, 3), (Part(0, 0, 0, 2),), weights=weights)], [(1, 2)])
+        pool_rows(ROWS, None, [Bags(ints(0, 3), (OutputSlice(0, 0, 0, 2),), weights=weights)], [(1, 2)])
 
 
 # ---- against the twins
@@ -155,10 +154,10 @@ def cases(draw: st.DrawFn, dtypes: list[torch.dtype] = FLOATS) -> Case:
         end = draw(st.integers(start + 1, dim))
         step = end - start + draw(st.integers(0, 2))
         column = draw(st.integers(0, 2))
-        parts = [Part(len(outputs), column, start, end, inner, False, step if inner > 1 else 0)]
+        parts = [OutputSlice(len(outputs), column, start, end, inner, False, step if inner > 1 else 0)]
         outputs.append((batch, column + inner * step + 1))
         if inner == 1:
-            parts.append(Part(0, 0, dim - added, dim, accumulate=True))
+            parts.append(OutputSlice(0, 0, dim - added, dim, accumulate=True))
         reach = max(p.end for p in parts)
         last = size - reach if flat else size // dim - 1
         cuts = [len(indices)]
@@ -214,10 +213,12 @@ def test_threads_do_not_show(dim: int, dtype: torch.dtype, restore_threads: None
     index = torch.randint(-1, m, (last + 40,), generator=torch.Generator().manual_seed(1))
     weights = randn(2, last + 40)
     bags = [
-        Bags(cuts, (Part(0, 0, 0, dim),), divisor=per_row.clamp(min=1).to(dtype)),
-        Bags(first, (Part(1, 0, 1, dim, inner=3),), weights=weights),
-        Bags(ints(last, last + 30), (Part(0, 0, 0, dim, accumulate=True),), weights=weights, shared=True),
-        Bags(last + 30 + torch.arange(11), (Part(2, 0, 0, 5),), shared=True),
+        Bags(cuts, (OutputSlice(0, 0, 0, dim),), divisor=per_row.clamp(min=1).to(dtype)),
+        Bags(first, (OutputSlice(1, 0, 1, dim, inner=3),), weights=weights),
+        Bags(
+            ints(last, last + 30), (OutputSlice(0, 0, 0, dim, accumulate=True),), weights=weights, shared=True
+        ),
+        Bags(last + 30 + torch.arange(11), (OutputSlice(2, 0, 0, 5),), shared=True),
     ]
     case = Case(
         randn(3, m, dim, dtype=dtype), index, bags, [(batch, dim), (batch, 3 * (dim - 1)), (batch, 5)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalith.errors import InputError
-from megalith.ops import Bags, Part, Pooling, pool, unpool
+from megalith.ops import Bags, OutputSlice, Pooling, pool, unpool
 
 ROWS = torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0], [4.0, 40.0]])
 
@@ -26,7 +26,7 @@ def pooled(pooling: Pooling, source: Tensor, table: str = "t") -> list[list[list
     return [out.tolist() for out in outputs]
 
 
-def one_feature(offsets: Tensor, part: Part, shape: tuple[int, int], **bags: Tensor) -> Pooling:
+def one_feature(offsets: Tensor, part: OutputSlice, shape: tuple[int, int], **bags: Tensor) -> Pooling:
     return Pooling((shape,), {"t": (Bags(offsets, (part,), **bags),)})
 
 
@@ -55,13 +55,13 @@ def test_bags_count_themselves() -> None:
 @pytest.mark.parametrize(
     "parts",
     [
-        (Part(0, 0, 0, 2),),  # columns 2 and 3 are nobody's
-        (Part(0, 0, 0, 2, accumulate=True), Part(0, 2, 0, 2, accumulate=True)),
+        (OutputSlice(0, 0, 0, 2),),  # columns 2 and 3 are nobody's
+        (OutputSlice(0, 0, 0, 2, accumulate=True), OutputSlice(0, 2, 0, 2, accumulate=True)),
         (),
     ],
     ids=["part of it", "only added to", "nothing"],
 )
-def test_new_outputs_are_zero_where_no_part_writes(parts: tuple[Part, ...]) -> None:
+def test_new_outputs_are_zero_where_no_part_writes(parts: tuple[OutputSlice, ...]) -> None:
     pooling = Pooling(((256, 4),), {"t": (Bags(torch.arange(257), parts),)})
     torch.full((256, 4), 5.0)  # memory that a new output may be given again
 
@@ -94,7 +94,7 @@ def test_occurrences_outside_every_bag_are_left_out() -> None:
 def test_weights_belong_to_occurrences_and_divisors_to_bags() -> None:
     pooling = one_feature(
         ints(1, 3, 4),
-        Part(0, 0, 0, 2),
+        OutputSlice(0, 0, 0, 2),
         (2, 2),
         weights=torch.tensor([100.0, 1.0, 2.0, 0.5]),
         divisor=torch.tensor([4.0, 0.5]),
@@ -104,20 +104,20 @@ def test_weights_belong_to_occurrences_and_divisors_to_bags() -> None:
 
 
 def test_a_part_takes_its_columns_to_its_place() -> None:
-    pooling = one_feature(ints(0, 1, 2), Part(0, 2, 1, 2), (2, 4))
+    pooling = one_feature(ints(0, 1, 2), OutputSlice(0, 2, 1, 2), (2, 4))
 
     assert pooled(pooling, ROWS) == [[[0.0, 0.0, 10.0, 0.0], [0.0, 0.0, 20.0, 0.0]]]
 
 
 def test_inner_lays_bags_side_by_side() -> None:
-    pooling = one_feature(ints(0, 1, 2, 3, 3), Part(0, 1, 0, 2, inner=2), (2, 5))
+    pooling = one_feature(ints(0, 1, 2, 3, 3), OutputSlice(0, 1, 0, 2, inner=2), (2, 5))
 
     assert pooled(pooling, ROWS) == [[[0.0, 1.0, 10.0, 2.0, 20.0], [0.0, 3.0, 30.0, 0.0, 0.0]]]
 
 
 def test_features_write_over_or_add_in_their_order() -> None:
     def twice(accumulate: bool) -> Pooling:
-        parts = (Part(0, 0, 0, 2), Part(0, 0, 0, 2, accumulate=accumulate))
+        parts = (OutputSlice(0, 0, 0, 2), OutputSlice(0, 0, 0, 2, accumulate=accumulate))
         return Pooling(((1, 2),), {"t": (Bags(ints(0, 1), parts[:1]), Bags(ints(1, 2), parts[1:]))})
 
     assert pooled(twice(accumulate=True), ROWS) == [[[3.0, 30.0]]]
@@ -125,7 +125,7 @@ def test_features_write_over_or_add_in_their_order() -> None:
 
 
 def test_one_feature_feeds_many_outputs() -> None:
-    parts = (Part(0, 0, 0, 1), Part(1, 0, 1, 2), Part(2, 0, 0, 2))
+    parts = (OutputSlice(0, 0, 0, 1), OutputSlice(1, 0, 1, 2), OutputSlice(2, 0, 0, 2))
     pooling = Pooling(((1, 1), (1, 1), (1, 2)), {"t": (Bags(ints(0, 2), parts),)})
 
     assert pooled(pooling, ROWS) == [[[3.0]], [[30.0]], [[3.0, 30.0]]]
@@ -150,7 +150,7 @@ def test_pooling_is_embedding_bag(mode: str, lengths: list[int], seed: int, weig
         bags["divisor"] = counts.clamp(min=1).float()
     elif weighted:
         weights = bags["weights"] = torch.randn(n, generator=generator)
-    pooling = one_feature(offsets, Part(0, 0, 0, 3), (len(lengths), 3), **bags)
+    pooling = one_feature(offsets, OutputSlice(0, 0, 0, 3), (len(lengths), 3), **bags)
     (out,) = [torch.zeros(shape) for shape in pooling.outputs]
 
     pool(source, pooling.of("t"), [out])
@@ -175,7 +175,7 @@ def test_each_occurrence_gets_its_bags_gradient() -> None:
 
 
 def test_gradients_of_all_parts_add_up() -> None:
-    parts = (Part(0, 0, 0, 2), Part(1, 1, 1, 2))
+    parts = (OutputSlice(0, 0, 0, 2), OutputSlice(1, 1, 1, 2))
     pooling = Pooling(((1, 2), (1, 2)), {"t": (Bags(ints(0, 1), parts),)})
     grads = [torch.tensor([[1.0, 2.0]]), torch.tensor([[10.0, 20.0]])]
 
@@ -206,8 +206,8 @@ def test_unpool_is_the_backward_of_pool(data: st.DataObject, seed: int) -> None:
         start = data.draw(st.integers(0, dim - 1))
         end = data.draw(st.integers(start + 1, dim))
         parts = (
-            Part(0, columns, start, end, inner),
-            Part(1, 0, 0, 1, inner, accumulate=True),
+            OutputSlice(0, columns, start, end, inner),
+            OutputSlice(1, 0, 0, 1, inner, accumulate=True),
         )
         columns += inner * (end - start)
         weights = torch.randn(n, generator=generator) if data.draw(st.booleans()) else None
@@ -233,7 +233,7 @@ def test_unpool_is_the_backward_of_pool(data: st.DataObject, seed: int) -> None:
 
 def test_a_pooling_that_fits_passes() -> None:
     pooling = one_feature(
-        ints(0, 1, 3, 3), Part(0, 1, 0, 2), (3, 4), weights=torch.ones(3), divisor=torch.ones(3)
+        ints(0, 1, 3, 3), OutputSlice(0, 1, 0, 2), (3, 4), weights=torch.ones(3), divisor=torch.ones(3)
     )
 
     pooling.check("t", 3, 2)
@@ -270,7 +270,7 @@ def test_a_pooling_that_does_not_fit_is_refused(
     offsets: Any, tensors: dict[str, Any], part: dict[str, Any], message: str
 ) -> None:
     fields = {"output": 0, "column": 0, "start": 0, "end": 2, **part}
-    pooling = Pooling(((2, 2),), {"user": (Bags(offsets, (Part(**fields),), **tensors),)})
+    pooling = Pooling(((2, 2),), {"user": (Bags(offsets, (OutputSlice(**fields),), **tensors),)})
 
     with pytest.raises(InputError, match=message) as raised:
         pooling.check("user", 3, 2)
@@ -278,7 +278,7 @@ def test_a_pooling_that_does_not_fit_is_refused(
 
 
 def test_features_of_a_table_follow_each_other() -> None:
-    part = (Part(0, 0, 0, 2),)
+    part = (OutputSlice(0, 0, 0, 2),)
     pooling = Pooling(((1, 2),), {"t": (Bags(ints(0, 2), part), Bags(ints(1, 3), part))})
 
     with pytest.raises(InputError, match="ascend from feature to feature"):

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megalith import Ragged
 from megalith.models import Model
-from megalith.serving.exported.export import export
-from megalith.serving.exported.servable import Servable
+from megalith.serving.export.exporter import export_model
+from megalith.serving.export.servable import Servable
 from tests.models.support import NAMES, make
 
 MODELS = ("deepfm", "dlrm", "dcnv2", "din")
@@ -58,7 +58,7 @@ def trained(name: str = "deepfm", num_dense: int = 0, dist_type: str | None = No
 
 def served(model: Model, out: Path, **options: Any) -> Servable:
     """A model that stands alone, exported and opened."""
-    export(model, out, **{"name": "movies", "version": 1, **options})
+    export_model(model, out, **{"name": "movies", "version": 1, **options})
     return Servable(out / str(options.get("version", 1)))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from megalith import Mean, Ragged, Sum
 from megalith.models import EmbeddingConfig, Model, build_model
 from megalith.serving.client.channels import Connection
-from megalith.serving.exported.export import export
+from megalith.serving.export.exporter import export_model
 from megalith.serving.proto import (
     DataType,
     Message,
@@ -43,12 +43,12 @@ def make_model(
     return model.eval()
 
 
-def export_model(
+def export_version(
     out: Path, *, version: int = 1, seed: int = 0, name: str = "movies", **options: Any
 ) -> Model:
     """A version of the model below `out`; seed: of its weights."""
     model = make_model(seed)
-    export(model, out, name=name, version=version, **options)
+    export_model(model, out, name=name, version=version, **options)
     return model
 
 

@@ -18,8 +18,8 @@ from megalith import Adagrad, checkpoint
 from megalith.errors import InputError, SequenceError
 from megalith.models import EmbeddingConfig, Model, build_model
 from megalith.serving.discovery import StaticDiscovery
-from megalith.serving.exported.export import Provenance, export
-from megalith.serving.exported.servable import Servable
+from megalith.serving.export.exporter import Provenance, export_model
+from megalith.serving.export.servable import Servable
 from megalith.serving.proto import (
     PredictRequest,
     PredictResponse,
@@ -66,10 +66,10 @@ class Trainer:
                 self.model.embeddings.shards.remove({"user": gone})
 
 
-def export_model(model: Model, out: Path, *, base: str, version: int = 1, **options: Any) -> list[Servable]:
+def export_version(model: Model, out: Path, *, base: str, version: int = 1, **options: Any) -> list[Servable]:
     """Exports a model; what is served of it, part by part."""
     source = Provenance(base, model.embeddings.global_step)
-    export(model, out, name="movies", version=version, source=source, **options)
+    export_model(model, out, name="movies", version=version, source=source, **options)
     if (out / str(version)).exists():
         return [Servable(out / str(version))]
     fetch = lambda ids: {name: torch.zeros(x.numel(), 5) for name, x in ids.items()}  # noqa: E731
@@ -82,7 +82,7 @@ def make_start(root: Path) -> Path:
     model = make_model()
     Trainer(model, seed=9).step(5)
     tip = checkpoint.save(model, root / "checkpoint").tip
-    export_model(model, root / "export", base=tip)
+    export_version(model, root / "export", base=tip)
     (root / "tip").write_text(tip)
     return root
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from megalith import SGD, Adagrad, LocalShards, PolynomialDecay, Pooling, TableConfig, Zeros
+from megalith.compat.monolith import fused_apply_gradients, fused_lookup
 from megalith.errors import InputError, UnknownNameError, UsageError
-from megalith.ops import Bags, Part
+from megalith.ops import Bags, OutputSlice
 
 
 def ids(*values: int) -> Tensor:
@@ -127,7 +128,7 @@ def filled(engine: str) -> LocalShards:
 
 
 def test_fused_lookup_of_one_shard(engine: str) -> None:
-    found = filled(engine).fused_lookup(ids(0, 1, 2, 3), torch.tensor([1, 1, 2]), 1)
+    found = fused_lookup(filled(engine), ids(0, 1, 2, 3), torch.tensor([1, 1, 2]), 1)
 
     assert found.embeddings.tolist() == [1, 2, 2, 4, 4, 8, 8]
     assert found.embedding_splits.tolist() == [7]
@@ -137,7 +138,7 @@ def test_fused_lookup_of_one_shard(engine: str) -> None:
 
 
 def test_fused_lookup_of_two_shards(engine: str) -> None:
-    found = filled(engine).fused_lookup(ids(0, 2, 1, 3), torch.tensor([1, 0, 1, 0, 1, 1]), 2)
+    found = fused_lookup(filled(engine), ids(0, 2, 1, 3), torch.tensor([1, 0, 1, 0, 1, 1]), 2)
 
     assert found.embeddings.tolist() == [1, 4, 4, 2, 2, 8, 8]
     assert found.embedding_splits.tolist() == [3, 4]
@@ -146,9 +147,9 @@ def test_fused_lookup_of_two_shards(engine: str) -> None:
 
 
 def fused_apply(shards: LocalShards, of: Tensor, sizes: Tensor, grads: Tensor, num_of_shards: int) -> None:
-    found = shards.fused_lookup(of, sizes, num_of_shards)
-    shards.fused_apply_gradients(
-        of, found.indices, sizes, grads, found.id_offsets, found.emb_offsets, 0, 0, num_of_shards
+    found = fused_lookup(shards, of, sizes, num_of_shards)
+    fused_apply_gradients(
+        shards, of, found.indices, sizes, grads, found.id_offsets, found.emb_offsets, 0, 0, num_of_shards
     )
 
 
@@ -158,20 +159,20 @@ def test_fused_apply(engine: str) -> None:
 
     fused_apply(shards, ids(0, 1, 2), sizes, torch.tensor([2.0, 1, 3, 2, 4]), 1)
 
-    assert shards.fused_lookup(ids(0, 1, 2), sizes, 1).embeddings.tolist() == [-2, -1, -3, -2, -4]
+    assert fused_lookup(shards, ids(0, 1, 2), sizes, 1).embeddings.tolist() == [-2, -1, -3, -2, -4]
 
 
 def test_fused_apply_makes_one_summed_step_for_an_id_of_two_shards(engine: str) -> None:
     sizes = torch.tensor([1, 0, 1, 0])
     shards = LocalShards([zeros("slot0", 1), zeros("slot1", 2)], engine=engine)
     fused_apply(shards, ids(1, 1), sizes, torch.tensor([1.0, 2.0]), 2)
-    assert shards.fused_lookup(ids(1, 1), sizes, 2).embeddings.tolist() == [-3, -3]
+    assert fused_lookup(shards, ids(1, 1), sizes, 2).embeddings.tolist() == [-3, -3]
 
     # SGD cannot tell; Adagrad can: n = (1 + 2)^2 = 9, w = -lr * 3 / 3 (the predecessor made two steps).
     adagrad = TableConfig("slot0", dim=1, optimizer=Adagrad(1.0, eps=0.0), initializer=Zeros())
     shards = LocalShards([adagrad, zeros("slot1", 2)], engine=engine)
     fused_apply(shards, ids(1, 1), sizes, torch.tensor([1.0, 2.0]), 2)
-    assert shards.fused_lookup(ids(1, 1), sizes, 2).embeddings.tolist() == [-1, -1]
+    assert fused_lookup(shards, ids(1, 1), sizes, 2).embeddings.tolist() == [-1, -1]
 
 
 @pytest.mark.parametrize(
@@ -181,18 +182,27 @@ def test_fused_apply_makes_one_summed_step_for_an_id_of_two_shards(engine: str) 
 def test_fused_sizes_that_do_not_fit(sizes: list[int], num_of_shards: int, said: str) -> None:
     shards = LocalShards([zeros("a", 1), zeros("b", 2)])
     with pytest.raises(InputError, match=said):
-        shards.fused_lookup(ids(1, 2), torch.tensor(sizes), num_of_shards)
+        fused_lookup(shards, ids(1, 2), torch.tensor(sizes), num_of_shards)
 
 
 def test_fused_gradients_and_offsets_must_be_those_of_the_lookup() -> None:
     shards = LocalShards([zeros("a", 1), zeros("b", 2)])
     sizes = torch.tensor([1, 1])
-    found = shards.fused_lookup(ids(1, 2), sizes, 1)
+    found = fused_lookup(shards, ids(1, 2), sizes, 1)
     with pytest.raises(InputError, match="id_grads"):
         fused_apply(shards, ids(1, 2), sizes, torch.ones(4), 1)
     with pytest.raises(InputError, match="id_offsets"):
-        shards.fused_apply_gradients(
-            ids(1, 2), found.indices, sizes, torch.ones(3), found.id_offsets[:-1], found.emb_offsets, 0, 0, 1
+        fused_apply_gradients(
+            shards,
+            ids(1, 2),
+            found.indices,
+            sizes,
+            torch.ones(3),
+            found.id_offsets[:-1],
+            found.emb_offsets,
+            0,
+            0,
+            1,
         )
     assert contents(shards) == {"a": {}, "b": {}}
 
@@ -281,10 +291,10 @@ def test_names_must_differ() -> None:
 def two_table_pooling() -> tuple[dict[str, Tensor], Pooling]:
     """Output 0 = [sum of a | mean of b], output 1 = b's rows added to a's bias column."""
     asked = {"a": ids(1, 2, 2), "b": ids(5, 6)}
-    bags_a = Bags(torch.tensor([0, 1, 3]), (Part(0, 0, 0, 2), Part(1, 0, 2, 3)))
+    bags_a = Bags(torch.tensor([0, 1, 3]), (OutputSlice(0, 0, 0, 2), OutputSlice(1, 0, 2, 3)))
     bags_b = Bags(
         torch.tensor([0, 0, 2]),
-        (Part(0, 2, 0, 2), Part(1, 0, 0, 1, accumulate=True)),
+        (OutputSlice(0, 2, 0, 2), OutputSlice(1, 0, 0, 1, accumulate=True)),
         divisor=torch.tensor([1.0, 2.0]),
     )
     return asked, Pooling(((2, 4), (2, 1)), {"a": (bags_a,), "b": (bags_b,)})

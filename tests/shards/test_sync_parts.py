@@ -14,12 +14,11 @@ from torch import Tensor
 
 from megalith import SGD, LocalShards, Router, TableConfig
 from megalith.errors import InputError, UnknownNameError
-from megalith.ops import Bags, Part, Pooling
+from megalith.ops import Bags, OutputSlice, Pooling
 from megalith.routing import MODES
-from megalith.shards.joined import Joined, sum_gradients
-from megalith.shards.prepare import Preparer, make_routers
-from megalith.shards.sums import Part as Sums
-from megalith.shards.sums import add, halves, total
+from megalith.shards.gradient_sums import GradientSum, add, halves, total
+from megalith.shards.joint_pooling import JointPooling, sum_gradients
+from megalith.shards.preparer import Preparer, make_routers
 from megalith.shards.wire import ROW_WIRES, check_wire, make_wire
 from tests.table.support import EXTREME_IDS, assert_close, assert_same_bits, ints
 
@@ -107,13 +106,15 @@ def test_a_wire_is_named_for_both_ways_or_for_each() -> None:
 
 
 @st.composite
-def some_parts(draw: st.DrawFn, sizes: Any) -> list[Sums]:
+def some_parts(draw: st.DrawFn, sizes: Any) -> list[GradientSum]:
     """Summed gradients of few ids, so that parts share them; some parts have none."""
     made = []
     for _ in range(draw(sizes)):
         ids = draw(st.lists(st.sampled_from(EXTREME_IDS), max_size=5, unique=True))
         seed = draw(st.integers(0, 99))
-        made.append(Sums(ints(*ids), torch.randn(len(ids), 2, generator=torch.Generator().manual_seed(seed))))
+        made.append(
+            GradientSum(ints(*ids), torch.randn(len(ids), 2, generator=torch.Generator().manual_seed(seed)))
+        )
     return made
 
 
@@ -126,12 +127,12 @@ def tree(values: Sequence[Tensor | None]) -> Tensor | None:
     return level[0]
 
 
-def by_id(part: Sums) -> dict[int, Tensor]:
+def by_id(part: GradientSum) -> dict[int, Tensor]:
     return dict(zip(part.ids.tolist(), part.grads, strict=True))
 
 
 @given(parts=some_parts(st.integers(1, 8)))
-def test_sums_go_by_the_tree_and_absent_ids_add_nothing(parts: list[Sums]) -> None:
+def test_sums_go_by_the_tree_and_absent_ids_add_nothing(parts: list[GradientSum]) -> None:
     summed = by_id(total(parts))
     assert set(summed) == {i for part in parts for i in part.ids.tolist()}
     for i, got in summed.items():
@@ -141,7 +142,7 @@ def test_sums_go_by_the_tree_and_absent_ids_add_nothing(parts: list[Sums]) -> No
 
 
 @given(parts=some_parts(st.sampled_from([2, 4, 8])))
-def test_the_bits_of_a_sum_do_not_know_where_ranks_begin(parts: list[Sums]) -> None:
+def test_the_bits_of_a_sum_do_not_know_where_ranks_begin(parts: list[GradientSum]) -> None:
     whole = by_id(total(parts))
     for ranks in (2, 4):
         share = max(1, len(parts) // ranks)
@@ -152,8 +153,8 @@ def test_the_bits_of_a_sum_do_not_know_where_ranks_begin(parts: list[Sums]) -> N
 
 
 @given(parts=some_parts(st.integers(1, 5)))
-def test_halves_are_left_for_whoever_makes_the_last_sum(parts: list[Sums]) -> None:
-    before = [Sums(part.ids.clone(), part.grads.clone()) for part in parts]
+def test_halves_are_left_for_whoever_makes_the_last_sum(parts: list[GradientSum]) -> None:
+    before = [GradientSum(part.ids.clone(), part.grads.clone()) for part in parts]
     both = halves(parts)
     assert len(both) == min(2, len(parts))
     for a, b in zip(parts, before, strict=True):
@@ -299,7 +300,7 @@ def pooled(draw: st.DrawFn) -> tuple[dict[str, Tensor], Pooling]:
             divisor = torch.rand(len(lengths)) + 0.5 if draw(st.booleans()) else None
             weighted = weights if draw(st.booleans()) else None
             start = draw(st.integers(0, dim - 1))
-            own.append(Bags(offsets, (Part(len(outputs), 0, start, dim),), weighted, divisor))
+            own.append(Bags(offsets, (OutputSlice(len(outputs), 0, start, dim),), weighted, divisor))
             outputs.append((len(lengths), dim - start))
         bags[name] = tuple(own)
     return ids, Pooling(tuple(outputs), bags)
@@ -319,7 +320,7 @@ def test_a_joined_pooling_reads_what_each_table_would(given_pooled: Any, ranks: 
     names = list(CONFIGS) * ranks
     sent = prepared.deduped.ids.split(prepared.deduped.counts.reshape(-1).tolist())
     rows = [shards.local[name].lookup(own).flatten() for name, own in zip(names, sent, strict=True)]
-    got = Joined(pooling, prepared, DIMS).pool(torch.cat(rows))
+    got = JointPooling(pooling, prepared, DIMS).pool(torch.cat(rows))
     for a, b in zip(got, shards.lookup(ids).pool(pooling), strict=True):
         assert_same_bits(a, b)
 
@@ -335,7 +336,7 @@ def test_gradients_are_summed_per_distinct_id_that_reached_an_output(given_poole
     parts = sum_gradients(CONFIGS, ids, pooling, grads)
     assert set(parts) == {name for name in CONFIGS if pooling.of(name)}
     for name, table in shards.local.items():
-        part = parts.get(name, Sums(ints(), torch.empty(0, DIMS[name])))
+        part = parts.get(name, GradientSum(ints(), torch.empty(0, DIMS[name])))
         assert {i for i in range(6) if i in table} == set(part.ids.tolist())
         assert_close(table.lookup(part.ids), before[name][part.ids] - part.grads)
 
@@ -343,6 +344,6 @@ def test_gradients_are_summed_per_distinct_id_that_reached_an_output(given_poole
 def test_a_pooling_of_what_was_not_looked_up_raises() -> None:
     prepared = Preparer(CONFIGS, routers(1, *MODES))({"a": ints(1)})
     with pytest.raises(InputError, match="table 'b': pooled, but it was not looked up"):
-        Joined(Pooling.sum("b", ints(0, 1), 3), prepared, DIMS)
+        JointPooling(Pooling.sum("b", ints(0, 1), 3), prepared, DIMS)
     with pytest.raises(InputError, match="table 'a': offsets"):
-        Joined(Pooling.sum("a", ints(0, 2), 2), prepared, DIMS)
+        JointPooling(Pooling.sum("a", ints(0, 2), 2), prepared, DIMS)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalith import FTRL, SGD, Adagrad, Adam, Momentum, RowWiseAdagrad, Table, TableConfig, Zeros
-from megalith.ops import Bags, Part, Pooling
+from megalith.ops import Bags, OutputSlice, Pooling
 from megalith.table import Chunk, Initializer, Optimizer
 
 LOWEST, HIGHEST = -(2**63), 2**63 - 1
@@ -54,7 +54,7 @@ def sgd_table(
 
 def summed(table: str, offsets: Tensor, dim: int, **bags: Tensor) -> Pooling:
     """Like Pooling.sum, with weights and divisor."""
-    parts = (Part(0, 0, 0, dim),)
+    parts = (OutputSlice(0, 0, 0, dim),)
     return Pooling(((offsets.numel() - 1, dim),), {table: (Bags(offsets, parts, **bags),)})
 
 

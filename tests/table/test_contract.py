@@ -23,8 +23,7 @@ from megalith import (
     Zeros,
 )
 from megalith.errors import InputError, UsageError
-
-from .support import (
+from tests.table.support import (
     EXTREME_IDS,
     HIGHEST,
     LOWEST,

@@ -39,10 +39,9 @@ from megalith import (
     Warmup,
     Zeros,
 )
-from megalith.ops import Bags, Part
+from megalith.ops import Bags, OutputSlice
 from megalith.table import Chunk
-
-from .support import (
+from tests.table.support import (
     HIGHEST,
     LOWEST,
     OPTIMIZERS,
@@ -107,10 +106,10 @@ def poolings(draw: st.DrawFn, num_ids: int, dim: int) -> Pooling:
             on_top = draw(st.booleans())
             if same and on_top:
                 column = sum(widths[output][: draw(st.sampled_from(same))])
-                parts.append(Part(output, column, start, end, inner, accumulate=True))
+                parts.append(OutputSlice(output, column, start, end, inner, accumulate=True))
             else:
                 add = draw(st.booleans())  # to an output that starts at zero
-                parts.append(Part(output, sum(widths[output]), start, end, inner, accumulate=add))
+                parts.append(OutputSlice(output, sum(widths[output]), start, end, inner, accumulate=add))
                 widths[output].append(width)
         weights = dyadic(draw(seeds), num_ids) if draw(st.booleans()) else None
         divisor = None

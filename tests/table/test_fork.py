@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from megalith import Normal, Table
-
-from .support import as_sets, assert_same_bits, sgd_table, unchanged
+from tests.table.support import as_sets, assert_same_bits, sgd_table, unchanged
 
 
 class Lookups(Dataset[Tensor]):

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from megalith import Normal, Table
-
-from .support import EXTREME_IDS, assert_same_bits, ints, sgd_table, whole
+from tests.table.support import EXTREME_IDS, assert_same_bits, ints, sgd_table, whole
 
 
 def bit_reversed(n: int) -> list[int]:

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megalith import FTRL, SGD, Adam, LocalShards, Pooling, Segment, Table, TableConfig, Zeros
 from megalith.errors import InputError, UnknownNameError, UsageError
-from megalith.ops import Bags, Part
+from megalith.ops import Bags, OutputSlice
 
 
 def sgd(name: str = "t", dim: int = 2, lr: float = 1.0) -> TableConfig:
@@ -60,7 +60,7 @@ def test_room_is_a_number_of_rows(engine: str, n: object) -> None:
 def test_weights_with_a_history_leave_none_in_the_table(engine: str) -> None:
     table = Table(sgd(), engine=engine)
     weights = torch.ones(1, requires_grad=True)
-    bags = Bags(torch.tensor([0, 1]), (Part(0, 0, 0, 2),), weights=weights)
+    bags = Bags(torch.tensor([0, 1]), (OutputSlice(0, 0, 0, 2),), weights=weights)
     pooling = Pooling(((1, 2),), {"t": (bags,)})
     table.update(None, torch.tensor([1]), [torch.ones(1, 2)], pooling, step=0)
     assert not table.lookup(torch.tensor([1])).requires_grad

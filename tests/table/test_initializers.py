@@ -26,8 +26,7 @@ from megalith import (
 from megalith.errors import InputError
 from megalith.table import Initializer
 from megalith.table.initializers import initial_rows, table_key
-
-from .support import EXTREME_IDS, HIGHEST, LOWEST, assert_same_bits, ints, sgd_table, whole
+from tests.table.support import EXTREME_IDS, HIGHEST, LOWEST, assert_same_bits, ints, sgd_table, whole
 
 RANDOM = [
     Uniform(),

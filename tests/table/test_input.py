@@ -12,10 +12,9 @@ from torch import Tensor
 
 from megalith import FTRL, SGD, Adagrad, Normal, Piecewise, Pooling, Segment, Table, TableConfig
 from megalith.errors import InputError, MegalithError, UnknownNameError, UsageError
-from megalith.ops import Bags, Part
+from megalith.ops import Bags, OutputSlice
 from megalith.table import Chunk
-
-from .support import (
+from tests.table.support import (
     as_sets,
     ints,
     sgd_table,
@@ -168,7 +167,7 @@ def test_gradients_are_finite(table: Table, value: float, size: int, at: int) ->
 def test_pooled_gradients_are_finite(table: Table, value: float) -> None:
     pooling = Pooling(
         ((1, DIM), (1, DIM)),
-        {"user": (Bags(ints(0, 1), (Part(0, 0, 0, DIM), Part(1, 0, 0, DIM))),)},
+        {"user": (Bags(ints(0, 1), (OutputSlice(0, 0, 0, DIM), OutputSlice(1, 0, 0, DIM))),)},
     )
     grads = [ones(), torch.tensor([[0.0, 0.0, value]])]
 
@@ -284,7 +283,7 @@ def pooling_with(
     """Two bags over three occurrences into one output, with something changed."""
     fields: Fields = {"output": 0, "column": 0, "start": 0, "end": DIM, **(part or {})}
     offsets = ints(0, 1, 3) if offsets is None else offsets
-    return Pooling(outputs, {"user": (Bags(offsets, (Part(**fields),), **bag),)})
+    return Pooling(outputs, {"user": (Bags(offsets, (OutputSlice(**fields),), **bag),)})
 
 
 BAD_POOLINGS: dict[str, tuple[Callable[[], Pooling], str]] = {
@@ -304,8 +303,8 @@ BAD_POOLINGS: dict[str, tuple[Callable[[], Pooling], str]] = {
             ((2, DIM),),
             {
                 "user": (
-                    Bags(ints(0, 1, 3), (Part(0, 0, 0, DIM),)),
-                    Bags(ints(2, 3, 3), (Part(0, 0, 0, DIM, accumulate=True),)),
+                    Bags(ints(0, 1, 3), (OutputSlice(0, 0, 0, DIM),)),
+                    Bags(ints(2, 3, 3), (OutputSlice(0, 0, 0, DIM, accumulate=True),)),
                 )
             },
         ),
@@ -340,7 +339,7 @@ BAD_POOLINGS: dict[str, tuple[Callable[[], Pooling], str]] = {
     "parts differ in inner": (
         lambda: Pooling(
             ((2, DIM), (1, 2 * DIM)),
-            {"user": (Bags(ints(0, 1, 3), (Part(0, 0, 0, DIM), Part(1, 0, 0, DIM, inner=2))),)},
+            {"user": (Bags(ints(0, 1, 3), (OutputSlice(0, 0, 0, DIM), OutputSlice(1, 0, 0, DIM, inner=2))),)},
         ),
         "",
     ),
@@ -363,7 +362,7 @@ def test_a_pooling_fits_the_ids_the_rows_and_the_outputs(table: Table, bad: str)
 def test_a_column_near_the_largest_number_is_refused(engine: str) -> None:
     table = sgd_table(engine, 2, name="user")
     table.track("sync")
-    pooling = Pooling(((1, 2),), {"user": (Bags(ints(0, 1), (Part(0, 2**63 - 1, 0, 2),)),)})
+    pooling = Pooling(((1, 2),), {"user": (Bags(ints(0, 1), (OutputSlice(0, 2**63 - 1, 0, 2),)),)})
 
     refuses(table, lambda t: t.read(t.find(ints(1)), ints(1), pooling, out=[torch.zeros(1, 2)]))
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from megalith import SGD, Adagrad, Normal, Pooling, Segment, Table, TableConfig
-from megalith.ops import Bags, Part
+from megalith.ops import Bags, OutputSlice
 from megalith.table import Chunk
-
-from .support import (
+from tests.table.support import (
     EXTREME_IDS,
     as_sets,
     assert_same_bits,
@@ -126,7 +125,7 @@ def test_a_poolings_tensors_may_be_strided(engine: str, field: str) -> None:
 def test_an_output_may_have_no_columns(engine: str) -> None:
     table = sgd_table(engine, 1)
     table.assign(ints(1), torch.ones(1, 1))
-    pooling = Pooling(((5, 0), (1, 1)), {"t": (Bags(ints(0, 1), (Part(1, 0, 0, 1),)),)})
+    pooling = Pooling(((5, 0), (1, 1)), {"t": (Bags(ints(0, 1), (OutputSlice(1, 0, 0, 1),)),)})
 
     empty, out = table.read(table.find(ints(1)), ints(1), pooling)
 

@@ -14,9 +14,8 @@ from torch import Tensor
 from megalith import SGD, Normal, Pooling, Table, TableConfig, Zeros, _native
 from megalith.errors import InputError, TableFullError
 from megalith.table import Chunk
-from megalith.table.cpu import CpuTable, set_huge_pages
-
-from .support import (
+from megalith.table.engines.cpu import CpuTable, set_huge_pages
+from tests.table.support import (
     EXTREME_IDS,
     OPTIMIZERS,
     as_sets,

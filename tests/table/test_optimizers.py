@@ -27,8 +27,16 @@ from megalith import (
 from megalith.errors import InputError
 from megalith.table import Optimizer
 from megalith.table.optimizers import OPTIMIZERS as REGISTERED
-
-from .support import OPTIMIZERS, assert_close, assert_same_bits, ints, sgd_table, state_of, unchanged, whole
+from tests.table.support import (
+    OPTIMIZERS,
+    assert_close,
+    assert_same_bits,
+    ints,
+    sgd_table,
+    state_of,
+    unchanged,
+    whole,
+)
 
 DIM = 5
 STEPS = 6

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from megalith import Normal, Pooling
-from megalith.ops import Bags, Part
-
-from .support import assert_same_bits, ints, sgd_table, summed, unchanged
+from megalith.ops import Bags, OutputSlice
+from tests.table.support import assert_same_bits, ints, sgd_table, summed, unchanged
 
 
 def test_a_pooled_read_sums_the_rows_of_each_bag(engine: str) -> None:
@@ -60,8 +59,10 @@ def test_parts_place_slices_side_by_side_and_on_top(engine: str) -> None:
         outputs=((2, 4), (2, 2)),
         bags={
             "t": (
-                Bags(ints(0, 1, 2), (Part(0, 0, 0, 1), Part(0, 2, 1, 3), Part(1, 0, 1, 3))),
-                Bags(ints(2, 3, 4), (Part(1, 0, 0, 2, accumulate=True),)),
+                Bags(
+                    ints(0, 1, 2), (OutputSlice(0, 0, 0, 1), OutputSlice(0, 2, 1, 3), OutputSlice(1, 0, 1, 3))
+                ),
+                Bags(ints(2, 3, 4), (OutputSlice(1, 0, 0, 2, accumulate=True),)),
             )
         },
     )
@@ -81,7 +82,7 @@ def test_inner_puts_the_first_rows_of_a_feature_side_by_side(engine: str) -> Non
     table.assign(ints(1, 2, 3), torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]]))
     ids = ints(1, 2, 3)
     # two batch rows of two places each; the second row has only one id
-    pooling = Pooling(((2, 4),), {"t": (Bags(ints(0, 1, 2, 3, 3), (Part(0, 0, 0, 2, inner=2),)),)})
+    pooling = Pooling(((2, 4),), {"t": (Bags(ints(0, 1, 2, 3, 3), (OutputSlice(0, 0, 0, 2, inner=2),)),)})
 
     (out,) = table.read(table.find(ids), ids, pooling)
     grads = torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])
@@ -94,7 +95,7 @@ def test_inner_puts_the_first_rows_of_a_feature_side_by_side(engine: str) -> Non
 def test_a_pooled_read_fills_given_outputs(engine: str) -> None:
     table = sgd_table(engine, 1)
     table.assign(ints(1), torch.tensor([[2.0]]))
-    pooling = Pooling(((1, 3),), {"t": (Bags(ints(0, 1), (Part(0, 1, 0, 1),)),)})
+    pooling = Pooling(((1, 3),), {"t": (Bags(ints(0, 1), (OutputSlice(0, 1, 0, 1),)),)})
     out = torch.full((1, 3), 7.0)
 
     result = table.read(table.find(ints(1)), ints(1), pooling, out=[out])
@@ -106,7 +107,7 @@ def test_a_pooled_read_fills_given_outputs(engine: str) -> None:
 def test_new_outputs_are_zero_before_anything_is_added(engine: str) -> None:
     table = sgd_table(engine, 2)
     table.assign(ints(1), torch.tensor([[1.0, 2.0]]))
-    parts = (Part(0, 0, 0, 2, accumulate=True),)
+    parts = (OutputSlice(0, 0, 0, 2, accumulate=True),)
     pooling = Pooling(((64, 2),), {"t": (Bags(torch.arange(65), parts),)})
     ids = torch.ones(64, dtype=torch.int64)
     torch.full((64, 2), 5.0)  # memory that a new output may be given again
@@ -122,8 +123,8 @@ def test_columns_of_another_table_are_left_at_zero(engine: str) -> None:
     pooling = Pooling(
         ((64, 4),),
         {
-            "t": (Bags(torch.arange(65), (Part(0, 0, 0, 2),)),),
-            "other": (Bags(torch.arange(65), (Part(0, 2, 0, 2),)),),
+            "t": (Bags(torch.arange(65), (OutputSlice(0, 0, 0, 2),)),),
+            "other": (Bags(torch.arange(65), (OutputSlice(0, 2, 0, 2),)),),
         },
     )
     ids = torch.ones(64, dtype=torch.int64)
@@ -157,7 +158,7 @@ def test_the_parts_of_an_occurrence_are_summed_before_they_are_added(engine: str
     # The order of each gradient sum is fixed: occurrences in input order. Id 1 has gradient 1
     # from its first occurrence and 1e8 - 1e8 = 0 from its second.
     table = sgd_table(engine, 1)
-    bags = Bags(ints(0, 1, 2), (Part(0, 0, 0, 1), Part(1, 0, 0, 1)))
+    bags = Bags(ints(0, 1, 2), (OutputSlice(0, 0, 0, 1), OutputSlice(1, 0, 0, 1)))
     pooling = Pooling(((2, 1), (2, 1)), {"t": (bags,)})
     grads = [torch.tensor([[1.0], [1e8]]), torch.tensor([[0.0], [-1e8]])]
 

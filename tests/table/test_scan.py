@@ -7,8 +7,7 @@ import torch
 
 from megalith import FTRL, Adagrad, Adam, Normal, RowWiseAdagrad, Segment, Table, TableConfig, Zeros
 from megalith.table import Chunk
-
-from .support import (
+from tests.table.support import (
     EXTREME_IDS,
     assert_same_bits,
     assert_same_tables,

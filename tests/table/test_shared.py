@@ -10,9 +10,8 @@ from torch import Tensor
 
 from megalith import Adagrad, Normal, Pooling, Segment, Table, TableConfig
 from megalith.errors import InputError
-from megalith.ops import Bags, Part
-
-from .support import assert_close, assert_same_bits, dyadic, ints, sgd_table, unchanged, whole
+from megalith.ops import Bags, OutputSlice
+from tests.table.support import assert_close, assert_same_bits, dyadic, ints, sgd_table, unchanged, whole
 
 ROWS = torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]])
 
@@ -25,7 +24,7 @@ def filled(engine: str) -> Table:
 
 def test_every_output_row_repeats_the_shared_rows(engine: str) -> None:
     table, ids = filled(engine), ints(1, 2, 2)
-    bags = (Bags(ints(0, 3), (Part(0, 1, 0, 2),), shared=True),)
+    bags = (Bags(ints(0, 3), (OutputSlice(0, 1, 0, 2),), shared=True),)
 
     (out,) = table.read(table.find(ids), ids, Pooling(((4, 3),), {"t": bags}))
 
@@ -34,7 +33,7 @@ def test_every_output_row_repeats_the_shared_rows(engine: str) -> None:
 
 def test_shared_rows_may_follow_a_period(engine: str) -> None:
     table, ids = filled(engine), ints(1, 2, 3)
-    bags = (Bags(ints(0, 1, 3), (Part(0, 0, 0, 2),), divisor=torch.tensor([1.0, 2.0]), shared=True),)
+    bags = (Bags(ints(0, 1, 3), (OutputSlice(0, 0, 0, 2),), divisor=torch.tensor([1.0, 2.0]), shared=True),)
 
     (out,) = table.read(table.find(ids), ids, Pooling(((4, 2),), {"t": bags}))
 
@@ -43,7 +42,7 @@ def test_shared_rows_may_follow_a_period(engine: str) -> None:
 
 def test_a_shared_feature_learns_from_all_rows(engine: str) -> None:
     table, ids = filled(engine), ints(1, 2, 9)
-    bags = (Bags(ints(0, 3), (Part(0, 0, 0, 2),), weights=torch.tensor([1.0, 2.0, 4.0]), shared=True),)
+    bags = (Bags(ints(0, 3), (OutputSlice(0, 0, 0, 2),), weights=torch.tensor([1.0, 2.0, 4.0]), shared=True),)
     grads = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])  # adding up to [9, 12]
 
     table.update(table.find(ids), ids, [grads], Pooling(((3, 2),), {"t": bags}), step=0)
@@ -59,9 +58,9 @@ def test_a_shared_feature_learns_from_all_rows(engine: str) -> None:
 def test_shared_and_own_rows_add_up_in_one_output(engine: str) -> None:
     table, ids = filled(engine), ints(1, 2, 3)
     bags = (
-        Bags(ints(0, 1), (Part(0, 0, 0, 2),), shared=True),
-        Bags(ints(1, 2, 3), (Part(0, 0, 0, 2, accumulate=True),)),
-        Bags(ints(3, 3), (Part(0, 0, 0, 2, accumulate=True),), shared=True),
+        Bags(ints(0, 1), (OutputSlice(0, 0, 0, 2),), shared=True),
+        Bags(ints(1, 2, 3), (OutputSlice(0, 0, 0, 2, accumulate=True),)),
+        Bags(ints(3, 3), (OutputSlice(0, 0, 0, 2, accumulate=True),), shared=True),
     )
     pooling = Pooling(((2, 2),), {"t": bags})
 
@@ -74,7 +73,7 @@ def test_shared_and_own_rows_add_up_in_one_output(engine: str) -> None:
 
 def test_first_rows_of_a_shared_feature_with_a_step(engine: str) -> None:
     table, ids = filled(engine), ints(1, 3)
-    parts = (Part(0, 0, 1, 2, inner=3, step=2), Part(1, 0, 0, 1, inner=3))
+    parts = (OutputSlice(0, 0, 1, 2, inner=3, step=2), OutputSlice(1, 0, 0, 1, inner=3))
     pooling = Pooling(((2, 5), (2, 3)), {"t": (Bags(ints(0, 1, 2, 2), parts, shared=True),)})
 
     spaced, tight = table.read(table.find(ids), ids, pooling)
@@ -90,7 +89,7 @@ def test_first_rows_of_a_shared_feature_with_a_step(engine: str) -> None:
 @pytest.mark.parametrize(("bags", "rows"), [(2, 3), (3, 2), (0, 2)])
 def test_shared_rows_that_do_not_divide_the_batch_are_refused(engine: str, bags: int, rows: int) -> None:
     table, ids = filled(engine), ints(1, 2, 3)
-    shared = Bags(torch.arange(bags + 1), (Part(0, 0, 0, 2),), shared=True)
+    shared = Bags(torch.arange(bags + 1), (OutputSlice(0, 0, 0, 2),), shared=True)
     pooling = Pooling(((rows, 2),), {"t": (shared,)})
     with unchanged(table):
         with pytest.raises(InputError, match="table 't'"):
@@ -118,7 +117,7 @@ def features(batch: int, lengths: list[list[int]], periods: list[int]) -> tuple[
         for bag in range(count):
             cuts.append(cuts[-1] + own[bag % len(own)])
         end = cuts[-1]
-        parts = (Part(0, 0, 0, 11, accumulate=True), Part(len(outputs), 1, 2, 11))
+        parts = (OutputSlice(0, 0, 0, 11, accumulate=True), OutputSlice(len(outputs), 1, 2, 11))
         outputs.append((batch, 11))
         divisor = torch.full((count,), 2.0) if number % 3 == 0 else None
         bags.append(Bags(ints(*cuts), parts, divisor=divisor, shared=shared))

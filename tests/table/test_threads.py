@@ -20,10 +20,9 @@ from megalith import (
     Table,
     TableConfig,
 )
-from megalith.ops import Bags, Part
+from megalith.ops import Bags, OutputSlice
 from megalith.table import Chunk
-
-from .support import assert_same_bits, assert_same_tables, ints, sgd_table, whole
+from tests.table.support import assert_same_bits, assert_same_tables, ints, sgd_table, whole
 
 PATIENCE = 120  # seconds; only a deadlock takes so long
 
@@ -78,8 +77,8 @@ def two_features() -> Pooling:
         outputs=((bags, 24), (bags, 10)),
         bags={
             "t": (
-                Bags(tens, (Part(0, 0, 0, 24), Part(1, 0, 2, 12)), weights=weights),
-                Bags(nines, (Part(0, 0, 0, 24, accumulate=True),), divisor=counts),
+                Bags(tens, (OutputSlice(0, 0, 0, 24), OutputSlice(1, 0, 2, 12)), weights=weights),
+                Bags(nines, (OutputSlice(0, 0, 0, 24, accumulate=True),), divisor=counts),
             )
         },
     )

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from megalith import Normal, Pooling, Table
-
-from .support import EXTREME_IDS, HIGHEST, LOWEST, as_sets, ints, sgd_table, whole
+from tests.table.support import EXTREME_IDS, HIGHEST, LOWEST, as_sets, ints, sgd_table, whole
 
 Ids = set[int]
 

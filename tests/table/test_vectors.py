@@ -30,10 +30,9 @@ from megalith import (
     TableConfig,
     Zeros,
 )
-from megalith.ops import Bags, Part, Pooling
+from megalith.ops import Bags, OutputSlice, Pooling
 from megalith.table import Optimizer
-
-from .support import assert_close, ints, sgd_table, state_of
+from tests.table.support import assert_close, ints, sgd_table, state_of
 
 
 def column(*values: float) -> Tensor:
@@ -231,7 +230,7 @@ def partitioned(engine: str, value: float) -> tuple[dict[str, Table], dict[str, 
         ids[name] = torch.arange(6) * 3 + number
         parts, start = [], 0
         for output, dim in enumerate(dims):
-            parts.append(Part(output, columns[output], start, start + dim))
+            parts.append(OutputSlice(output, columns[output], start, start + dim))
             columns[output] += dim
             start += dim
         bags[name] = (Bags(torch.arange(7), tuple(parts)),)

@@ -201,7 +201,7 @@ def test_a_save_that_fails_while_training_goes_on_ends_the_run(
     def full(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("megalith.checkpoint.store.LocalStore.write", full)
+    monkeypatch.setattr("megalith.storage.store.LocalStore.write", full)
     with pytest.raises(OSError, match="disk full"):
         run.train()
 

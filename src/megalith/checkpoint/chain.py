@@ -8,11 +8,11 @@ from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from megalith.checkpoint.manifest import Manifest
-from megalith.checkpoint.store import Store
+from megalith.distributed.ranks import RankGroup
 from megalith.errors import CheckpointError, UsageError
 from megalith.nn import EmbeddingCollection
 from megalith.shards import Shards
-from megalith.shards.ranks import Ranks
+from megalith.storage.store import Store
 
 CONSUMER = "checkpoint"
 """Under which name tables remember what changed since the last save."""
@@ -85,13 +85,13 @@ def start_over(shards: Shards) -> None:
     shards.drain_touched(CONSUMER)
 
 
-def ranks_of(collections: Mapping[str, EmbeddingCollection]) -> Ranks:
+def ranks_of(collections: Mapping[str, EmbeddingCollection]) -> RankGroup:
     """The ranks a model's tables are spread over."""
     spread = [c.shards.ranks for c in collections.values()]
-    return max(spread, key=lambda ranks: ranks.size, default=Ranks())
+    return max(spread, key=lambda ranks: ranks.size, default=RankGroup())
 
 
-def agree(ranks: Ranks, work: Callable[[], T]) -> T:
+def agree(ranks: RankGroup, work: Callable[[], T]) -> T:
     """Does some work on every rank; if it fails on one, raises on all."""
     if ranks.size == 1:
         return work()

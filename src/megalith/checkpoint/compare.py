@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint.manifest import FileEntry, Manifest, Piece, TableEntry
-from megalith.checkpoint.rows import read_chunk, read_manifest, read_removed, read_tensors
-from megalith.checkpoint.store import Store, open_store
+from megalith.checkpoint.saved_rows import read_chunk, read_manifest, read_removed, read_tensors
 from megalith.checkpoint.tree import unpack
 from megalith.routing import mix
+from megalith.storage.store import Store, open_store
 from megalith.table import Chunk
 
 BATCH_BYTES = 256 << 20
@@ -122,7 +122,7 @@ def diff(
     stores = open_store(before), open_store(after)
     old, new = read_manifest(stores[0]), read_manifest(stores[1])
     old_tables, new_tables = old.tables(), new.tables()
-    count = _Count(on_rows)
+    count = _RowCount(on_rows)
     with ExitStack() as stack:
         left, right = (
             stack.enter_context(store.nearby(_needed(manifest)))
@@ -153,7 +153,7 @@ def _needed(manifest: Manifest) -> list[FileEntry]:
 # ---- tables
 
 
-class _Count:
+class _RowCount:
     """Rows read so far."""
 
     def __init__(self, on_rows: OnRows | None) -> None:
@@ -172,7 +172,7 @@ class _Index:
     A row's place is its number among the rows of all files in order. ids, hashes, places: int64 [n].
     """
 
-    def __init__(self, store: Store, entries: list[TableEntry], *, state: bool, count: _Count) -> None:
+    def __init__(self, store: Store, entries: list[TableEntry], *, state: bool, count: _RowCount) -> None:
         self._store = store
         self.dim = entries[-1].dim
         self._pieces: list[tuple[Piece, TableEntry]] = []
@@ -224,7 +224,7 @@ def _join(parts: list[Tensor]) -> Tensor:
 
 
 def _compare_table(
-    left: Store, before: list[TableEntry], right: Store, after: list[TableEntry], count: _Count
+    left: Store, before: list[TableEntry], right: Store, after: list[TableEntry], count: _RowCount
 ) -> TableDifference:
     old, new = before[-1], after[-1]
     state = old.state_sizes == new.state_sizes

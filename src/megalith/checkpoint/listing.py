@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import PurePosixPath
 
-from megalith.checkpoint.job import DATA
 from megalith.checkpoint.manifest import NAME, Manifest
-from megalith.checkpoint.rows import read_manifest
-from megalith.checkpoint.store import Store, open_store
+from megalith.checkpoint.save_job import DATA
+from megalith.checkpoint.saved_rows import read_manifest
 from megalith.errors import CheckpointError
+from megalith.storage.store import Store, open_store
 
 MAX_DEPTH = 3
 """How many folders deep checkpoints are looked for: runs/RUN/checkpoints/STEP."""

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
-from megalith.checkpoint.parse import parse_json
 from megalith.errors import CheckpointError, InputError
 from megalith.routing import MODES, Router
+from megalith.storage.strict_json import parse_json
 from megalith.table import TableConfig
 
 FORMAT = "megalith-checkpoint"
@@ -178,7 +178,7 @@ class Manifest(Save):
             raise CheckpointError(
                 f"{where} has version {data.get('version')!r}; this Megalith reads {VERSION}"
             )
-        read = _Reader(where)
+        read = _FieldReader(where)
         manifest = cls(
             **_save(read, data),
             megalith=read.text(data, "megalith"),
@@ -252,7 +252,7 @@ def describe(config: TableConfig) -> list[dict[str, Any]]:
     ]
 
 
-def _save(read: _Reader, data: dict[str, Any]) -> dict[str, Any]:
+def _save(read: _FieldReader, data: dict[str, Any]) -> dict[str, Any]:
     return {
         "id": read.text(data, "id"),
         "created": read.text(data, "created"),
@@ -267,12 +267,12 @@ def _save(read: _Reader, data: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _delta(read: _Reader, data: Any) -> Delta:
+def _delta(read: _FieldReader, data: Any) -> Delta:
     data = read.as_mapping(data)
     return Delta(**_save(read, data), previous=read.text(data, "previous"))
 
 
-def _collection(read: _Reader, data: Any) -> CollectionEntry:
+def _collection(read: _FieldReader, data: Any) -> CollectionEntry:
     tables = read.named(read.as_mapping(data), "tables")
     return CollectionEntry(
         global_step=read.number(data, "global_step"),
@@ -280,7 +280,7 @@ def _collection(read: _Reader, data: Any) -> CollectionEntry:
     )
 
 
-def _table(read: _Reader, data: Any) -> TableEntry:
+def _table(read: _FieldReader, data: Any) -> TableEntry:
     data = read.as_mapping(data)
     segments = read.listing(data, "segments")
     if not segments:
@@ -301,7 +301,7 @@ def _table(read: _Reader, data: Any) -> TableEntry:
     )
 
 
-def _check_segment(read: _Reader, segment: Any) -> None:
+def _check_segment(read: _FieldReader, segment: Any) -> None:
     read.number(read.as_mapping(segment), "dim", least=1)
     read.text(read.mapping(segment, "optimizer"), "name")
     for number, state in enumerate(read.listing(segment, "state") if "state" in segment else []):
@@ -310,7 +310,7 @@ def _check_segment(read: _Reader, segment: Any) -> None:
         inside.number(state, "size", least=1)
 
 
-def _routing(read: _Reader, data: dict[str, Any]) -> Routing:
+def _routing(read: _FieldReader, data: dict[str, Any]) -> Routing:
     skip_first = data.get("skip_first", False)
     if not isinstance(skip_first, bool):
         raise read.wrong("skip_first", "must be true or false")
@@ -331,16 +331,16 @@ def _routing(read: _Reader, data: dict[str, Any]) -> Routing:
 
 def read_pieces(data: Mapping[str, Any], key: str, where: str) -> list[Piece]:
     """The pieces in a part of a manifest. Raises CheckpointError naming the field that is wrong."""
-    return _pieces(_Reader(where), data, key)
+    return _pieces(_FieldReader(where), data, key)
 
 
-def _pieces(read: _Reader, data: Mapping[str, Any], key: str) -> list[Piece]:
+def _pieces(read: _FieldReader, data: Mapping[str, Any], key: str) -> list[Piece]:
     return [
         _piece(read.inside(f"{key}[{number}]"), each) for number, each in enumerate(read.listing(data, key))
     ]
 
 
-def _piece(read: _Reader, data: Any) -> Piece:
+def _piece(read: _FieldReader, data: Any) -> Piece:
     data = read.as_mapping(data)
     file = _file(read, data, "file")
     if file is None:
@@ -348,7 +348,7 @@ def _piece(read: _Reader, data: Any) -> Piece:
     return Piece(file=file, shard=read.number(data, "shard"), rows=read.number(data, "rows"))
 
 
-def _file(read: _Reader, data: Mapping[str, Any], key: str) -> FileEntry | None:
+def _file(read: _FieldReader, data: Mapping[str, Any], key: str) -> FileEntry | None:
     entry = read.mapping(data, key, optional=True)
     if entry is None:
         return None
@@ -377,15 +377,15 @@ def _is_below(path: str) -> bool:
     )
 
 
-class _Reader:
+class _FieldReader:
     """Takes fields out of JSON; errors say which file and field."""
 
     def __init__(self, where: str, field: str = "") -> None:
         self._where = where
         self._field = field
 
-    def inside(self, name: str) -> _Reader:
-        return _Reader(self._where, f"{self._field}{name}.")
+    def inside(self, name: str) -> _FieldReader:
+        return _FieldReader(self._where, f"{self._field}{name}.")
 
     def wrong(self, key: str, problem: str) -> CheckpointError:
         return CheckpointError(f"{self._where}: field {self._field}{key} {problem}")

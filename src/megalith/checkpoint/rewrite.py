@@ -13,7 +13,6 @@ from os import PathLike
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.job import DATA, commit, folders_of
 from megalith.checkpoint.manifest import (
     CollectionEntry,
     FileEntry,
@@ -23,11 +22,12 @@ from megalith.checkpoint.manifest import (
     TableEntry,
     full_name,
 )
-from megalith.checkpoint.pen import PIECE_BYTES
-from megalith.checkpoint.rows import latest_rows, read_manifest, write_chunk
-from megalith.checkpoint.store import Store, open_store, read_file
+from megalith.checkpoint.piece_writer import PIECE_BYTES
+from megalith.checkpoint.save_job import DATA, commit, folders_of
+from megalith.checkpoint.saved_rows import latest_rows, read_manifest, write_chunk
 from megalith.errors import CheckpointError, InputError
 from megalith.routing import Router
+from megalith.storage.store import Store, open_store, read_file
 from megalith.table import Chunk
 
 OnRows = Callable[[int], None]

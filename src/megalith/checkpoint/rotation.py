@@ -13,11 +13,11 @@ from typing import Any
 from torch import nn
 
 from megalith.checkpoint.chain import ranks_of
+from megalith.checkpoint.dense_state import collections_of
 from megalith.checkpoint.manifest import NAME, Manifest
-from megalith.checkpoint.model import collections_of
-from megalith.checkpoint.store import Store, open_store
-from megalith.checkpoint.writer import SaveHandle, async_save, save
+from megalith.checkpoint.saving import SaveHandle, async_save, save
 from megalith.errors import InputError
+from megalith.storage.store import Store, open_store
 
 _FOLDER = re.compile(r"step-(\d{12})")
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint.manifest import FileEntry, Manifest, Piece, Save, TableEntry
-from megalith.checkpoint.rows import contains, read_chunk, read_manifest, read_removed, read_tensors
-from megalith.checkpoint.store import Store, open_store
+from megalith.checkpoint.saved_rows import contains, read_chunk, read_manifest, read_removed, read_tensors
 from megalith.checkpoint.tree import unpack
 from megalith.errors import CheckpointError
+from megalith.storage.store import Store, open_store
 
 _THREADS = 4
 

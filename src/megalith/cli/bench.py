@@ -19,14 +19,14 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from megalith import charts
-from megalith.charts import Axis, Series, line_chart
-from megalith.cli.console import told
+from megalith.cli.console import exit_on_error
 from megalith.cli.output import console, progress
+from megalith.distributed.comm_bench import PATTERNS, CommSettings, Measurement
+from megalith.distributed.comm_bench_ranks import measure_launched, measure_local
+from megalith.distributed.launcher_environment import Launch, LaunchWarning, read_launch
 from megalith.errors import InputError
-from megalith.shards.comm_bench import PATTERNS, CommSettings, Measurement
-from megalith.shards.comm_ranks import measure_launched, measure_local
-from megalith.shards.environment import Launch, LaunchWarning, read_launch
+from megalith.reporting import charts
+from megalith.reporting.charts import Axis, Series, line_chart
 from megalith.units import show_bytes
 
 app = typer.Typer(no_args_is_help=True, help="Measure this machine.")
@@ -94,7 +94,7 @@ def comm(
       megalith bench comm --ranks 4 --pattern rows --sizes 64KiB,1M --plot comm.html
       torchrun --nproc-per-node 2 -m megalith bench comm --json
     """
-    with told():
+    with exit_on_error():
         settings = CommSettings(
             patterns=tuple(pattern or PATTERNS),
             sizes=tuple(map(_bytes, sizes.split(","))),

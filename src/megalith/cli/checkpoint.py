@@ -14,10 +14,10 @@ from megalith.checkpoint import Difference, Found, Manifest
 from megalith.checkpoint.compare import Change
 from megalith.checkpoint.listing import is_checkpoint
 from megalith.checkpoint.manifest import Save
-from megalith.cli.console import told
+from megalith.cli.console import exit_on_error
 from megalith.cli.output import console, print_json, progress, show_routing
 from megalith.errors import CheckpointError, InputError
-from megalith.inspection import TableSummary, summarize
+from megalith.reporting.inspection import TableSummary, summarize
 from megalith.units import show_bytes, show_number
 
 app = typer.Typer(no_args_is_help=True, help="List, verify, compare and rewrite checkpoints.")
@@ -49,7 +49,7 @@ def ls(
       megalith checkpoint ls runs
       megalith checkpoint ls s3://bucket/models --json
     """
-    with told():
+    with exit_on_error():
         found = checkpoint.find_checkpoints(path)
     if as_json:
         print_json({"checkpoints": [_as_dict(each) for each in found]})
@@ -70,7 +70,7 @@ def verify(path: Place, as_json: AsJson = False) -> None:
     Example:
       megalith checkpoint verify runs/demo/checkpoint
     """
-    with told(), progress("verifying", _bytes_of(path)) as advance:
+    with exit_on_error(), progress("verifying", _bytes_of(path)) as advance:
         result = checkpoint.verify(path, on_bytes=advance)
     if as_json:
         print_json({"path": path, "ok": not result.problems, **asdict(result)})
@@ -102,7 +102,7 @@ def diff(
     Example:
       megalith checkpoint diff runs/monday/checkpoint runs/tuesday/checkpoint
     """
-    with told():
+    with exit_on_error():
         total = sum(_rows_of(path) for path in (before, after))
         with progress("comparing", total) as advance:
             found = checkpoint.diff(before, after, on_rows=advance)
@@ -134,7 +134,7 @@ def reshard(
       megalith checkpoint reshard runs/demo/checkpoint demo-on-8 --ranks 8
       megalith checkpoint reshard s3://bucket/a s3://bucket/b --ranks 8 --dist-type hash_roundrobin
     """
-    with told():
+    with exit_on_error():
         if block_size is not None and dist_type not in (None, "continuous"):
             raise InputError(f"--block-size is for --dist-type continuous, not {dist_type}")
         if is_checkpoint(to) and not replace:
@@ -157,7 +157,7 @@ def compact(path: Place) -> None:
     Example:
       megalith checkpoint compact runs/demo/checkpoint
     """
-    with told():
+    with exit_on_error():
         before = checkpoint.read_manifest(path)
         with progress("merging", _rows_of(path)) as advance:
             after = checkpoint.compact(path, on_rows=advance)
@@ -189,7 +189,7 @@ def export(
       megalith checkpoint export runs/demo/checkpoint tables
       megalith checkpoint export runs/demo/checkpoint user.parquet --table user --no-state
     """
-    with told(), progress("exporting", _rows_of(path)) as advance:
+    with exit_on_error(), progress("exporting", _rows_of(path)) as advance:
         written = checkpoint.export(path, out, tables=table or None, state=state, on_rows=advance)
     for name, count in written.items():
         _say(f"{_count(count, 'row')} in {name}")

@@ -14,7 +14,7 @@ errors = Console(stderr=True)
 
 
 @contextmanager
-def told() -> Iterator[None]:
+def exit_on_error() -> Iterator[None]:
     """Turns an expected error into a message and exit code 1."""
     try:
         yield

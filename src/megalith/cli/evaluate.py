@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from megalith.cli.console import told
+from megalith.cli.console import exit_on_error
 from megalith.cli.output import console, print_json, progress
 from megalith.errors import InputError
 from megalith.training import evaluate as evaluate_model
@@ -26,7 +26,7 @@ def evaluate(
 
     Example: megalith eval runs/mine clicks-of-today.parquet
     """
-    with told():
+    with exit_on_error():
         model, config = load_trained(run)
         reader = open_source(config).test if path is None else open_reader(config.data, path)
         if reader is None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megalith.cli.console import told
+from megalith.cli.console import exit_on_error
 from megalith.cli.output import console, progress
 
 
@@ -32,7 +32,7 @@ def export(
     """
     from megalith.training.exporting import count_rows, export_run
 
-    with told():
+    with exit_on_error():
         total = count_rows(checkpoint)
         done = 0
         with progress("exporting", total) as advance:

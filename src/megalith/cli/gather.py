@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from megalith.cli.console import errors, told
+from megalith.cli.console import errors, exit_on_error
 from megalith.cli.output import console, print_json
 from megalith.errors import InputError, StoreError
 from megalith.gather.artifact import read_artifact_manifest
@@ -69,7 +69,7 @@ def run(
                 f"[bold yellow]warning:[/] rank {ended.rank} {how}; the others go on", highlight=False
             )
 
-    with told():
+    with exit_on_error():
         ended = launch([sys.executable, script, *context.args], ranks, on_end=told_of)
     good = sum(each.code == 0 for each in ended)
     if good < least:
@@ -99,7 +99,7 @@ def inspect(
       megalith gather inspect artifacts/demo/5/manifest.json
       megalith gather inspect s3://bucket/peers --run demo --window 5
     """
-    with told():
+    with exit_on_error():
         if run is not None and window is not None:
             data = _store_window(_open(place, endpoint), run, window)
         elif Path(place).is_file():
@@ -140,7 +140,7 @@ def simulate(
       megalith gather simulate --peers 20 --ranks 1 --seed 1 --faults corrupt=0.2,copy=0.1
       megalith gather simulate --peers 8 --ranks 2 --faults none --windows 3
     """
-    with told(), tempfile.TemporaryDirectory(prefix="gather-simulation-") as name:
+    with exit_on_error(), tempfile.TemporaryDirectory(prefix="gather-simulation-") as name:
         folder = Path(name)
         simulation = Simulation(
             peers=peers,

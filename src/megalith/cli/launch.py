@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megalith.shards.environment import LaunchWarning, RankSetup, configure
-from megalith.shards.joining import join_ranks
+from megalith.distributed.launcher_environment import LaunchWarning, RankSetup, configure
+from megalith.distributed.process_group import init_process_group
 
 
 @contextmanager
@@ -22,7 +22,7 @@ def launched(run: Path, timeout: float) -> Iterator[RankSetup]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "no launcher", LaunchWarning)
         setup = configure(run, merge_checkpoints=True, device="cpu")
-    join_ranks(setup, timeout=timeout)
+    init_process_group(setup, timeout=timeout)
     yield setup
     if setup.size > 1:
         # Not after an error: the other ranks may be anywhere, and the process is about to end.

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megalith.cli.console import told
+from megalith.cli.console import exit_on_error
 from megalith.cli.output import console
-from megalith.planning import Forecast, Load, ModeForecast, forecast
-from megalith.sampling import Sample, read_sample
+from megalith.reporting.planning import Forecast, Load, ModeForecast, forecast
+from megalith.reporting.sampling import Sample, read_sample
 from megalith.units import show_bytes
 
 _MAX_LISTED = 16
@@ -59,7 +59,7 @@ def plan(
       megalith plan runs/demo/checkpoint --table user --ranks 4 --dim 16
       megalith plan ids.txt --ranks 8 --block-size 100000
     """
-    with told():
+    with exit_on_error():
         found = read_sample(source, size=sample, column=column, table=table, hash=hash or None)
         result = forecast(
             found.ids,

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from megalith.cli.console import told
+from megalith.cli.console import exit_on_error
 from megalith.cli.output import console, progress
 from megalith.data import Reader
 from megalith.data.arrow import arrow
@@ -31,7 +31,7 @@ def predict(
 
     Example: megalith predict runs/mine candidates.parquet scores.parquet
     """
-    with told():
+    with exit_on_error():
         if out.suffix not in SUFFIXES:
             raise InputError(f"{out}: write to a file named {' or '.join(SUFFIXES)}")
         model, config = load_trained(run)

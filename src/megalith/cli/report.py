@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from megalith.cli.console import told
+from megalith.cli.console import exit_on_error
 from megalith.cli.output import console
-from megalith.report import write_report
+from megalith.reporting.report import write_report
 
 
 def report(
@@ -21,5 +21,5 @@ def report(
 
     Example: megalith report runs/demo
     """
-    with told():
+    with exit_on_error():
         console().print(f"{write_report(run, out, comparison=comparison)}", markup=False, soft_wrap=True)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megalith.cli.console import told
+from megalith.cli.console import exit_on_error
 from megalith.cli.output import console
 from megalith.errors import InputError
 
@@ -83,7 +83,7 @@ def serve(
 
     Example: megalith serve exports/movies --port 8500 --http-port 8501
     """
-    with told(), _signalled() as stop:
+    with exit_on_error(), _signalled() as stop:
         from megalith.serving.client.channels import Credentials
         from megalith.serving.server.batching import Batching
         from megalith.serving.server.model_server import ModelServer
@@ -206,7 +206,7 @@ def _models(directory: Path, name: str | None, wait: bool, stop: threading.Event
 def export_newest(run: Path, name: str | None) -> None:
     """Makes the newest checkpoint of a run the newest version of its exports, unless it is."""
     from megalith.checkpoint import read_manifest
-    from megalith.serving.exported.signature import Signature
+    from megalith.serving.export.signature import Signature
     from megalith.serving.server.repository import versions_of
     from megalith.training.exporting import export_run
 

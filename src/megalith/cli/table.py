@@ -13,15 +13,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megalith import inspection
 from megalith.bits import signed
 from megalith.checkpoint import Manifest, read_manifest
 from megalith.checkpoint.manifest import TableEntry
-from megalith.cli.console import told
+from megalith.cli.console import exit_on_error
 from megalith.cli.output import bar_table, console, print_json, progress, show_routing
 from megalith.errors import InputError, UnknownNameError
-from megalith.inspection import Ages, Norms, Row, TableSummary
 from megalith.ops.ids import hash_strings
+from megalith.reporting import inspection
+from megalith.reporting.inspection import Ages, InspectedRow, Norms, TableSummary
 from megalith.units import YEAR, show_bytes, show_number, show_span, show_time
 
 
@@ -53,7 +53,7 @@ def table(
       megalith table runs/demo/checkpoint --table user --id 4711
       megalith table runs/demo/checkpoint --table genre --string Comedy
     """
-    with told():
+    with exit_on_error():
         manifest = read_manifest(checkpoint)
         if id is not None or string is not None:
             _show_row(checkpoint, manifest, name, collection, _wanted(id, string), now, as_json)
@@ -226,7 +226,7 @@ def _print_ages(out: Console, ages: Ages, now: str) -> None:
         out.print("The times are those of the data: --now newest counts back from the newest row.")
 
 
-def _print_row(out: Console, t: TableSummary, row: Row, now: int) -> None:
+def _print_row(out: Console, t: TableSummary, row: InspectedRow, now: int) -> None:
     out.print(Text.assemble((f"id {row.id}", "bold"), f" of table {t.name}"))
     grid = Table.grid(padding=(0, 2))
     begin = 0

@@ -26,15 +26,15 @@ from typer.core import TyperCommand
 
 from megalith import checkpoint
 from megalith.cli import output
-from megalith.cli.console import told
+from megalith.cli.console import exit_on_error
 from megalith.cli.launch import launched
 from megalith.cli.output import console, progress
 from megalith.data import DataUnavailableError
 from megalith.errors import InputError
-from megalith.report import write_report
+from megalith.reporting.report import write_report
 from megalith.training import Evaluation, Run, RunConfig, TrainConfig, Watcher
-from megalith.training.model import CHECKPOINT, config_of
 from megalith.training.publishing import Pushed
+from megalith.training.run_model import CHECKPOINT, config_of
 
 INTERRUPTED = 130
 
@@ -173,7 +173,7 @@ def train(
         "train_publish_token_file": publish_token_file,
         "train_publish_ca_file": publish_ca_file,
     }
-    with told(), launched(run, timeout or TrainConfig.timeout) as ranks:
+    with exit_on_error(), launched(run, timeout or TrainConfig.timeout) as ranks:
         out = console() if ranks.rank == 0 else Console(quiet=True)  # the first speaks for all
         begun = (run / CHECKPOINT / "manifest.json").exists()
         if resume and (begun or config is None):

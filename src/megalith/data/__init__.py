@@ -5,14 +5,13 @@ Reading Parquet and CSV needs pyarrow: `pip install megalith[data]`.
 
 from megalith.data.batch import Batch, Position, Samples
 from megalith.data.csv import CriteoReader, CsvReader
-from megalith.data.even import EvenLoader, even
-from megalith.data.fetch import DataUnavailableError
-from megalith.data.monolith import MonolithReader
+from megalith.data.equal_batches import EqualBatchLoader, pad_to_equal_batches
 from megalith.data.movielens import MovieLens, load_movielens, read_movielens
+from megalith.data.movielens_download import DataUnavailableError
 from megalith.data.parquet import ParquetReader
 from megalith.data.reader import MemoryReader, Reader
 from megalith.data.schema import DenseColumn, FeatureColumn, Schema
-from megalith.data.teacher import TeacherBatch, TeacherFeature, TeacherReader
+from megalith.data.synthetic import SyntheticBatch, SyntheticFeature, SyntheticReader
 from megalith.errors import MissingDependencyError
 
 __all__ = [
@@ -21,21 +20,20 @@ __all__ = [
     "CsvReader",
     "DataUnavailableError",
     "DenseColumn",
-    "EvenLoader",
+    "EqualBatchLoader",
     "FeatureColumn",
     "MemoryReader",
     "MissingDependencyError",
-    "MonolithReader",
     "MovieLens",
     "ParquetReader",
     "Position",
     "Reader",
     "Samples",
     "Schema",
-    "TeacherBatch",
-    "TeacherFeature",
-    "TeacherReader",
-    "even",
+    "SyntheticBatch",
+    "SyntheticFeature",
+    "SyntheticReader",
     "load_movielens",
+    "pad_to_equal_batches",
     "read_movielens",
 ]

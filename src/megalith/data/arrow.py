@@ -37,7 +37,7 @@ def arrow(module: str = "pyarrow") -> Any:
 
 
 @dataclass(frozen=True)
-class Fault:
+class ColumnFault:
     """Rows whose value in a column cannot be used. rows: bool [n]. what: follows the value in a message."""
 
     rows: Mask
@@ -46,7 +46,7 @@ class Fault:
     what: str
 
 
-def numbers(array: Any, column: str) -> tuple[NDArray[np.float64], Mask, list[Fault]]:
+def numbers(array: Any, column: str) -> tuple[NDArray[np.float64], Mask, list[ColumnFault]]:
     """Numbers as float64 [n] with NaN where missing, which are missing, and what could not be read."""
     pa, pc = arrow(), arrow("pyarrow.compute")
     array = _plain(array)
@@ -58,7 +58,7 @@ def numbers(array: Any, column: str) -> tuple[NDArray[np.float64], Mask, list[Fa
         except pa.ArrowInvalid:
             values = [_float(x) for x in _as_text(array).cast(pa.binary()).to_pylist()]
             bad = np.array([x is None for x in values], bool) & ~missing
-            faults.append(Fault(bad, column, "wrong type", "is not a number"))
+            faults.append(ColumnFault(bad, column, "wrong type", "is not a number"))
             array = pa.array([math.nan if x is None else x for x in values], pa.float64())
     else:
         array = pc.cast(array, pa.float64(), safe=False)
@@ -68,25 +68,25 @@ def numbers(array: Any, column: str) -> tuple[NDArray[np.float64], Mask, list[Fa
     for fault in faults:
         infinite &= ~fault.rows
     if infinite.any():
-        faults.append(Fault(infinite, column, "not finite", "is not a finite number"))
+        faults.append(ColumnFault(infinite, column, "not finite", "is not a finite number"))
     return out, missing, faults
 
 
-def seconds(array: Any, column: str) -> tuple[NDArray[np.int64], list[Fault]]:
+def seconds(array: Any, column: str) -> tuple[NDArray[np.int64], list[ColumnFault]]:
     """Times in whole seconds, int64 [n]."""
     pa, pc = arrow(), arrow("pyarrow.compute")
     if pa.types.is_timestamp(array.type) or pa.types.is_date(array.type):
         array = pc.cast(pc.cast(array, pa.timestamp("s"), safe=False), pa.int64())
     values, missing, faults = numbers(array, column)
     if missing.any():
-        faults.append(Fault(missing, column, "no time", "is missing, but is the time"))
+        faults.append(ColumnFault(missing, column, "no time", "is missing, but is the time"))
     late = np.abs(values) > 2.0**53
     if late.any():
-        faults.append(Fault(late, column, "not finite", "is no time in seconds"))
+        faults.append(ColumnFault(late, column, "not finite", "is no time in seconds"))
     return np.nan_to_num(np.where(late, 0.0, values)).astype(np.int64), faults
 
 
-def ids(array: Any, feature: FeatureColumn) -> tuple[Ragged, list[Fault]]:
+def ids(array: Any, feature: FeatureColumn) -> tuple[Ragged, list[ColumnFault]]:
     """Ids of one column, a Ragged of n rows; a missing value is an empty row, one in a list left out."""
     pa, pc = arrow(), arrow("pyarrow.compute")
     array = _plain(array)
@@ -108,7 +108,7 @@ def ids(array: Any, feature: FeatureColumn) -> tuple[Ragged, list[Fault]]:
     if unread is not None:
         bad = np.zeros(len(lengths), bool)
         bad[rows[unread]] = True
-        faults.append(Fault(bad, feature.column, "wrong type", "is not a whole number of 64 bits"))
+        faults.append(ColumnFault(bad, feature.column, "wrong type", "is not a whole number of 64 bits"))
     if feature.slot is not None:
         values = fid(feature.slot, values)
     counts = np.bincount(rows, minlength=len(lengths))

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 from megalith.data.arrow import arrow
 from megalith.data.batch import Position
-from megalith.data.columns import Chunk, ColumnReader
+from megalith.data.column_reader import ColumnChunk, ColumnReader
 from megalith.data.files import Paths
+from megalith.data.formats.compression import open_bytes
 from megalith.data.reader import OnError, check_file, whole
 from megalith.data.schema import DenseColumn, Normalise, Schema
 from megalith.errors import InputError
-from megalith.streams import open_bytes
 
 BLOCK_BYTES = 4 << 20
 MAX_LINE_BYTES = 64 << 20
@@ -110,7 +110,7 @@ class CsvReader(ColumnReader):
 
     # ---- blocks
 
-    def _chunks(self, position: Position) -> Iterator[Chunk]:
+    def _chunks(self, position: Position) -> Iterator[ColumnChunk]:
         for i, path in enumerate(self._own()):
             if i < position["file"]:
                 continue
@@ -120,7 +120,7 @@ class CsvReader(ColumnReader):
             except (EOFError, OSError) as error:  # a damaged .gz, or a disk that fails
                 self._bad("unreadable file", f"{path}: cannot be read to its end: {error}")
 
-    def _file(self, index: int, path: Path, at: Position) -> Iterator[Chunk]:
+    def _file(self, index: int, path: Path, at: Position) -> Iterator[ColumnChunk]:
         with open_bytes(path) as file:
             names, begin = self._header(path, file)
             wrong = self._missing(names, path)
@@ -189,7 +189,9 @@ class CsvReader(ColumnReader):
             return 0, size
         return size * self.rank // self.world_size, size * (self.rank + 1) // self.world_size
 
-    def _parse(self, index: int, path: Path, names: list[str], block: _Block, done: int) -> Chunk | None:
+    def _parse(
+        self, index: int, path: Path, names: list[str], block: _Block, done: int
+    ) -> ColumnChunk | None:
         """This shard's part of a block, less its first `done` lines, as a table; None if nothing is left."""
         data, size = block.data, block.data.count(b"\n")
         start, stop = self._share(size)
@@ -206,7 +208,7 @@ class CsvReader(ColumnReader):
         def after(number: int) -> Position:
             return self._position(index, block.offset, block.line, number - base + 1)
 
-        return Chunk(path, table, numbers, after)
+        return ColumnChunk(path, table, numbers, after)
 
     def _table(
         self, path: Path, names: list[str], data: bytes, numbers: NDArray[np.int64]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megalith.data.batch import Samples
-from megalith.data.fetch import default_cache, fetch_movielens
+from megalith.data.movielens_download import default_cache, fetch_movielens
 from megalith.errors import InputError
 from megalith.ops import hash_strings, take
 from megalith.ragged import Ragged

@@ -14,7 +14,7 @@ import numpy as np
 
 from megalith.data.arrow import arrow
 from megalith.data.batch import Position
-from megalith.data.columns import Chunk, ColumnReader
+from megalith.data.column_reader import ColumnChunk, ColumnReader
 from megalith.data.files import Paths
 from megalith.data.reader import OnError, check_file, whole
 from megalith.data.schema import Schema
@@ -107,7 +107,7 @@ class ParquetReader(ColumnReader):
         for group in own[position["group"] : position["group"] + 1]:
             whole(position, "row", group.stop - group.start)
 
-    def _chunks(self, position: Position) -> Iterator[Chunk]:
+    def _chunks(self, position: Position) -> Iterator[ColumnChunk]:
         done = position["row"]
         for i, group in enumerate(self._own()):
             if i < position["group"]:
@@ -118,7 +118,7 @@ class ParquetReader(ColumnReader):
                 yield from self._read(i, group, done)
             done = 0
 
-    def _read(self, index: int, group: _Group, done: int) -> Iterator[Chunk]:
+    def _read(self, index: int, group: _Group, done: int) -> Iterator[ColumnChunk]:
         at, begin = 0, group.start + done
         rows = -(-CHUNK_ROWS // self.batch_size) * self.batch_size  # batches seldom straddle two chunks
         base = group.first + group.start
@@ -134,7 +134,7 @@ class ParquetReader(ColumnReader):
                     low, high = max(at, begin), min(end, group.stop)
                     if low < high:
                         numbers = group.first + np.arange(low, high)
-                        yield Chunk(group.file, table.slice(low - at, high - low), numbers, after)
+                        yield ColumnChunk(group.file, table.slice(low - at, high - low), numbers, after)
                     at = end
                     if at >= group.stop:
                         break

@@ -26,7 +26,7 @@ OnError = Literal["raise", "skip"]
 
 
 @dataclass(frozen=True)
-class Part:
+class RowBlock:
     """Rows a reader has at hand, and `after(k)`: the position behind the first k of them."""
 
     samples: Samples
@@ -67,7 +67,7 @@ class Reader(IterableDataset[Batch], ABC):
     def _check(self, position: Position) -> None:
         """Raise InputError if this cannot be a position of this reader."""
 
-    def _parts(self, position: Position) -> Iterator[Part]:
+    def _parts(self, position: Position) -> Iterator[RowBlock]:
         """The rows of this shard from `position` on; or else __iter__ is overridden."""
         raise NotImplementedError
 
@@ -179,13 +179,13 @@ class MemoryReader(Reader):
         whole(position, "epoch")
         whole(position, "row", self.num_rows)
 
-    def _parts(self, position: Position) -> Iterator[Part]:
+    def _parts(self, position: Position) -> Iterator[RowBlock]:
         epoch = position["epoch"]
         order = self._order(epoch)
         for start in range(position["row"], self.num_rows, self.batch_size):
             end = min(start + self.batch_size, self.num_rows)
             rows = self.samples[start:end] if order is None else self.samples.select(order[start:end])
-            yield Part(rows, partial(self._behind, epoch, start))
+            yield RowBlock(rows, partial(self._behind, epoch, start))
         self._epoch = epoch + 1
 
     def _behind(self, epoch: int, start: int, k: int) -> Position:

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from megalith.errors import UnknownNameError
-from megalith.models.base import Model, forward_batch
-from megalith.models.config import EmbeddingConfig
 from megalith.models.dcnv2 import DCNv2
 from megalith.models.deepfm import DeepFM
 from megalith.models.din import DIN
 from megalith.models.dlrm import DLRM
+from megalith.models.embedding_config import EmbeddingConfig
+from megalith.models.model import Model, forward_batch
 
 MODELS: dict[str, Callable[..., Model]] = {"deepfm": DeepFM, "dlrm": DLRM, "dcnv2": DCNv2, "din": DIN}
 """The models by the names the command line knows."""

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from megalith.errors import InputError
-from megalith.models.base import Model, join, mlp
-from megalith.models.config import EmbeddingConfig
+from megalith.models.embedding_config import EmbeddingConfig
+from megalith.models.model import Model, join, mlp
 from megalith.nn import Layout, Slice
 
 

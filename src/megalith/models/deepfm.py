@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from megalith.models.base import Model, join, mlp
-from megalith.models.config import EmbeddingConfig
+from megalith.models.embedding_config import EmbeddingConfig
+from megalith.models.model import Model, join, mlp
 from megalith.nn import Layout, Slice
 from megalith.table import Optimizer, Segment, Zeros
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError, UnknownNameError
-from megalith.models.base import Model, join, mlp
-from megalith.models.config import EmbeddingConfig
+from megalith.models.embedding_config import EmbeddingConfig
+from megalith.models.model import Model, join, mlp
 from megalith.nn import Feature, FirstN, Layout, Slice
 
 

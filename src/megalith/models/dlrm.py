@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from megalith.models.base import Model, mlp
-from megalith.models.config import EmbeddingConfig
+from megalith.models.embedding_config import EmbeddingConfig
+from megalith.models.model import Model, mlp
 from megalith.nn import Layout, Slice
 
 

@@ -3,7 +3,7 @@
 from megalith.nn.collection import EmbeddingCollection
 from megalith.nn.combiners import Combiner, FirstN, Mean, ReduceMean, ReduceSum, Sqrtn, Sum
 from megalith.nn.features import Feature, Layout, Slice
-from megalith.nn.micro import MicroBatches
+from megalith.nn.micro_batches import MicroBatches
 from megalith.nn.pipeline import Pipeline
 
 __all__ = [

@@ -1,7 +1,7 @@
 """EmbeddingCollection: the module a user holds. Features in, tensors out, sparse updates on the way back.
 
-It compiles its features once (`Plan`), looks ids up through a `Shards`, and turns output gradients into one
-optimizer step per distinct id. Rows live in the shards' tables; there is no nn.Parameter here.
+It compiles its features once (`FeaturePlan`), looks ids up through a `Shards`, and turns output gradients
+into one optimizer step per distinct id. Rows live in the shards' tables; there is no nn.Parameter here.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalith.errors import InputError, RankFailedError, UsageError
-from megalith.nn.batches import BatchPreparer, ReadyBatch, Started, StartedBatch
+from megalith.nn.batch_forms import BatchPreparer, ReadyBatch, Started, StartedBatch
+from megalith.nn.feature_plan import CompiledBatch, FeaturePlan
 from megalith.nn.features import Feature, Layout
-from megalith.nn.plan import Batch, Plan
-from megalith.nn.state import packed, rows_of, set_rows, unpacked
+from megalith.nn.table_state import packed, rows_of, set_rows, unpacked
 from megalith.ops.pooling import Pooling
 from megalith.shards import LocalShards, Lookup, Shards, SyncShards
 from megalith.shards.contract import version
-from megalith.shards.joined import sum_gradients
-from megalith.shards.sums import Part, total
+from megalith.shards.gradient_sums import GradientSum, total
+from megalith.shards.joint_pooling import sum_gradients
 from megalith.table import TableConfig
 
 UPDATES = ("backward", "step")
@@ -33,7 +33,7 @@ REDUCTIONS = ("mean", "sum")
 class Pending:
     """One forward on its way to an update."""
 
-    def __init__(self, lookup: Lookup, batch: Batch, step: int, time: float | None) -> None:
+    def __init__(self, lookup: Lookup, batch: CompiledBatch, step: int, time: float | None) -> None:
         self.lookup = lookup
         self.batch = batch
         self.step = step
@@ -104,7 +104,7 @@ class EmbeddingCollection(nn.Module):
         self.clip_value = clip_value
         self.clip_norm = clip_norm
         self.global_step = 0
-        self.plan = Plan(features, layouts, self.shards.configs)
+        self.plan = FeaturePlan(features, layouts, self.shards.configs)
         self._pending: list[Pending] = []
         # What connects outputs to the graph; it never has a gradient of its own.
         self._anchor = torch.zeros((), device="cpu", requires_grad=True)
@@ -260,7 +260,7 @@ class EmbeddingCollection(nn.Module):
         )
         self.global_step += 1
 
-    def _tree(self, pending: Sequence[Pending], grads: Sequence[Tensor]) -> dict[str, Part]:
+    def _tree(self, pending: Sequence[Pending], grads: Sequence[Tensor]) -> dict[str, GradientSum]:
         """Gradients of several forwards summed per distinct id; forwards by a binary tree in their order."""
         if not _finite(grads):
             raise InputError("EmbeddingCollection: output gradients hold NaN or Inf")

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError
-from megalith.ops.moves import pad_rows
+from megalith.ops.move_runs import pad_rows
 from megalith.ops.pool_rows import pool_rows, segment_sum
-from megalith.ops.pooling import Bags, Part
+from megalith.ops.pooling import Bags, OutputSlice
 from megalith.ragged import Ragged
 
 
@@ -47,7 +47,7 @@ class Combiner:
         batch, dim = ragged.row_splits.shape[0] - 1, rows.shape[1]
         index, offsets, weights = self._occurrences(ragged)
         divisor = self.divisor(ragged, torch.promote_types(rows.dtype, torch.float32))
-        bags = Bags(offsets, (Part(0, 0, 0, dim, self.inner),), weights, divisor)
+        bags = Bags(offsets, (OutputSlice(0, 0, 0, dim, self.inner),), weights, divisor)
         (out,) = pool_rows(rows, index, [bags], [(batch, self.inner * dim)], name="ragged")
         return out.view(batch, *self.output_shape(dim))
 
@@ -86,7 +86,7 @@ class Mean(Combiner):
 class Sqrtn(Combiner):
     """sum / sqrt(n), with weights sum(w x) / sqrt(sum(w^2)); zeros for an empty row.
 
-    Not `ops.reduce_sqrtn`, Monolith's name for the L2 norm of each column.
+    Not `monolith.reduce_sqrtn`, Monolith's name for the L2 norm of each column.
     """
 
     def divisor(self, column: Ragged, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from megalith.distributed.absent_ranks import GRACE
 from megalith.errors import InputError, MegalithError, UsageError
-from megalith.nn.batches import Started, StartedBatch
+from megalith.nn.batch_forms import Started, StartedBatch
 from megalith.nn.collection import EmbeddingCollection
-from megalith.shards.roll_call import GRACE
 
 MODES = ("ids", "rows")
 _END = object()

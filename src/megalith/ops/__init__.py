@@ -1,35 +1,18 @@
 """Pure functions on ids and rows."""
 
-from megalith.ops import monolith
 from megalith.ops.bucketing import Bucketized, Deduped, bucketize, dedup, match, place_rows, split_rows
-from megalith.ops.feature_configs import (
-    FeatureConfig,
-    FeatureConfigs,
-    OutConfig,
-    OutType,
-    PoolingType,
-    SliceConfig,
-)
+from megalith.ops.gather_rows import gather, gather_pieces, scatter_pieces, scatter_sum
 from megalith.ops.ids import fid, fid_v1_to_v2, hash_bytes, hash_strings, slot_of
-from megalith.ops.monolith import *  # noqa: F403
-from megalith.ops.moves import move_runs, pad_rows, take
+from megalith.ops.move_runs import move_runs, pad_rows, take
 from megalith.ops.pool_rows import pool_rows, segment_sum
-from megalith.ops.pooling import Bags, Part, Pooling, pool, unpool
-from megalith.ops.rows import gather, gather_pieces, scatter_pieces, scatter_sum
+from megalith.ops.pooling import Bags, OutputSlice, Pooling, pool, unpool
 
 __all__ = [
-    *monolith.__all__,
     "Bags",
     "Bucketized",
     "Deduped",
-    "FeatureConfig",
-    "FeatureConfigs",
-    "OutConfig",
-    "OutType",
-    "Part",
+    "OutputSlice",
     "Pooling",
-    "PoolingType",
-    "SliceConfig",
     "bucketize",
     "dedup",
     "fid",

@@ -15,7 +15,7 @@ from torch import Tensor
 from megalith.errors import InputError
 from megalith.library import define, native_module, new_size
 from megalith.ops import checks
-from megalith.ops.rows import _gather
+from megalith.ops.gather_rows import _gather
 from megalith.ragged import Ragged
 from megalith.routing import Router
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from megalith.errors import InputError, UsageError
 from megalith.library import define, fresh, native_module
 from megalith.ops import checks
-from megalith.ops.pooling import Bags, Part, Pooling, covered, pool, unpool
-from megalith.ops.rows import index_limit
+from megalith.ops.gather_rows import index_limit
+from megalith.ops.pooling import Bags, OutputSlice, Pooling, covered, pool, unpool
 
 
 def pool_rows(
@@ -91,7 +91,7 @@ def segment_sum(values: Tensor, splits: Tensor) -> Tensor:
     dim = values.shape[1]
     if dim == 0:
         return values.reshape(-1).view(splits.shape[0] - 1, 0)
-    bags = Bags(splits, (Part(0, 0, 0, dim),))
+    bags = Bags(splits, (OutputSlice(0, 0, 0, dim),))
     return pool_rows(values, None, [bags], [(splits.shape[0] - 1, dim)], name="values")[0]
 
 
@@ -144,10 +144,10 @@ def _bags(
     offsets: list[Tensor], divisors: list[Tensor], weighted: list[int], weights: Tensor | None, parts: Tensor
 ) -> list[Bags]:
     """What the op's arguments describe."""
-    of: list[list[Part]] = [[] for _ in offsets]
+    of: list[list[OutputSlice]] = [[] for _ in offsets]
     shared = [False] * len(offsets)
     for feature, output, column, start, end, inner, accumulate, step, is_shared in parts.tolist():
-        of[feature].append(Part(output, column, start, end, inner, bool(accumulate), step))
+        of[feature].append(OutputSlice(output, column, start, end, inner, bool(accumulate), step))
         shared[feature] = bool(is_shared)
     return [
         Bags(o, tuple(p), weights if w else None, d if d.numel() else None, s)

@@ -22,7 +22,7 @@ from megalith.errors import InputError
 
 
 @dataclass(frozen=True)
-class Part:
+class OutputSlice:
     """Columns `start:end` of a feature's pooled rows, and where they go.
 
     Bag `b` fills row `b // inner` of output number `output`, from column
@@ -64,7 +64,7 @@ class Bags:
     """
 
     offsets: Tensor
-    parts: tuple[Part, ...]
+    parts: tuple[OutputSlice, ...]
     weights: Tensor | None = None
     divisor: Tensor | None = None
     shared: bool = False
@@ -102,7 +102,7 @@ class Pooling:
         """One feature of one table, summed: `offsets` int64 [bags + 1] -> one output [bags, dim]."""
         return cls(
             outputs=((offsets.numel() - 1, dim),),
-            bags={table: (Bags(offsets, (Part(0, 0, 0, dim),)),)},
+            bags={table: (Bags(offsets, (OutputSlice(0, 0, 0, dim),)),)},
         )
 
     def new_outputs(self, tables: Iterable[str] | None = None) -> list[Tensor]:
@@ -152,7 +152,7 @@ class Pooling:
                 self._check_part(table, part, bags, dim)
         return found
 
-    def _check_part(self, table: str, part: Part, bags: Bags, dim: int) -> None:
+    def _check_part(self, table: str, part: OutputSlice, bags: Bags, dim: int) -> None:
         if not 0 <= part.output < len(self.outputs):
             raise InputError(f"table {table!r}: no output number {part.output}")
         rows, columns = self.outputs[part.output]
@@ -188,7 +188,7 @@ def _descends(table: str, num_occurrences: int) -> InputError:
     )
 
 
-def _bags_fit(bags: Bags, part: Part, rows: int) -> bool:
+def _bags_fit(bags: Bags, part: OutputSlice, rows: int) -> bool:
     """Whether the bags fill the output's rows, once or, if shared, a whole number of times."""
     if not bags.shared:
         return bags.num_bags == part.inner * rows

@@ -1,6 +1,6 @@
 """Serving: trained models answer requests, and rows trained a moment ago reach them.
 
-    exported/   a trained model as files that servers map into memory
+    export/     a trained model as files that servers map into memory
     server/     gRPC and REST in front of them
     client/     asking servers: `remote_predict`, `PredictClient`
     sync/       from training to serving: `Publisher`, and Monolith's `ParameterSyncClient`
@@ -18,59 +18,39 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megalith.serving.client.channels import Credentials
-    from megalith.serving.client.dummy import DummySyncServer
-    from megalith.serving.client.predict import PredictClient, remote_predict, set_default_discovery
-    from megalith.serving.exported.export import export
-    from megalith.serving.exported.servable import Servable
+    from megalith.serving.client.predict_client import PredictClient, remote_predict, set_default_discovery
+    from megalith.serving.export.exporter import export_model
+    from megalith.serving.export.servable import Servable
     from megalith.serving.server.batching import Batching
     from megalith.serving.server.model_server import ModelServer
     from megalith.serving.server.security import Security
-    from megalith.serving.sync.config import refresh_sync_config
-    from megalith.serving.sync.monolith import (
-        ParameterSyncClient,
-        create_dummy_sync_client,
-        create_parameter_sync_clients,
-        parameter_sync_client_from_config,
-    )
     from megalith.serving.sync.publisher import Publisher
     from megalith.serving.sync.subscriber import Subscriber
 
 _HOMES = {
     "Batching": "server.batching",
     "Credentials": "client.channels",
-    "DummySyncServer": "client.dummy",
     "ModelServer": "server.model_server",
-    "ParameterSyncClient": "sync.monolith",
-    "PredictClient": "client.predict",
+    "PredictClient": "client.predict_client",
     "Publisher": "sync.publisher",
     "Security": "server.security",
-    "Servable": "exported.servable",
+    "Servable": "export.servable",
     "Subscriber": "sync.subscriber",
-    "create_dummy_sync_client": "sync.monolith",
-    "create_parameter_sync_clients": "sync.monolith",
-    "export": "exported.export",
-    "parameter_sync_client_from_config": "sync.monolith",
-    "refresh_sync_config": "sync.config",
-    "remote_predict": "client.predict",
-    "set_default_discovery": "client.predict",
+    "export_model": "export.exporter",
+    "remote_predict": "client.predict_client",
+    "set_default_discovery": "client.predict_client",
 }
 
 __all__ = [
     "Batching",
     "Credentials",
-    "DummySyncServer",
     "ModelServer",
-    "ParameterSyncClient",
     "PredictClient",
     "Publisher",
     "Security",
     "Servable",
     "Subscriber",
-    "create_dummy_sync_client",
-    "create_parameter_sync_clients",
-    "export",
-    "parameter_sync_client_from_config",
-    "refresh_sync_config",
+    "export_model",
     "remote_predict",
     "set_default_discovery",
 ]

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megalith.distributed.ranks import RankGroup
 from megalith.errors import InputError, UnknownNameError, UsageError
 from megalith.ops.pooling import Pooling
 from megalith.routing import Router
-from megalith.shards.ranks import Ranks
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
 
 Ids = Mapping[str, Tensor]
@@ -121,7 +121,7 @@ class Shards(ABC):
 
     configs: Mapping[str, TableConfig]
     local: Mapping[str, Table]
-    ranks: Ranks = Ranks()
+    ranks: RankGroup = RankGroup()
     push: bool = False
     """Whether `apply_gradients` may return while gradients travel; where they do not, it says nothing."""
 

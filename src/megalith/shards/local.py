@@ -18,9 +18,8 @@ from megalith.shards.contract import (
     check_configs,
     missing_status,
 )
-from megalith.shards.fused import FusedLookup, fused_blocks, gather_blocks, scatter_blocks
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
-from megalith.table.checks import Checks
+from megalith.table.validation import Checks
 
 
 class LocalShards(Shards):
@@ -120,66 +119,6 @@ class LocalShards(Shards):
 
     def flush(self) -> None:
         """Local updates are done when they return."""
-
-    # ---- Monolith's fused path
-
-    def fused_lookup(
-        self,
-        ids: Tensor,
-        fused_slot_size: Tensor,
-        num_of_shards: int,
-        req_time: float | None = None,
-    ) -> FusedLookup:
-        """Many tables' ids, grouped by requesting shard, in one call.
-
-        ids: int64, shard-major and within a shard by table name. fused_slot_size: int32
-        [num_of_shards * tables], ids of each block. `req_time` is accepted for callers that pass it;
-        a look-up never ages a row.
-        """
-        names = sorted(self.configs)
-        dims = [self.configs[name].dim for name in names]
-        blocks = fused_blocks(ids, fused_slot_size, num_of_shards, dims)
-        rows = [self.local[name].lookup(ids[blocks.of_table(k)]) for k, name in enumerate(names)]
-        return FusedLookup(
-            scatter_blocks(blocks, rows),
-            blocks.embedding_splits,
-            blocks.id_offsets,
-            blocks.embedding_offsets,
-            ids,
-        )
-
-    def fused_apply_gradients(
-        self,
-        ids: Tensor,
-        indices: Tensor,
-        fused_slot_size: Tensor,
-        id_grads: Tensor,
-        id_offsets: Tensor,
-        grad_offsets: Tensor,
-        global_step: int,
-        req_time: float | None,
-        num_of_shards: int,
-    ) -> None:
-        """The way back of `fused_lookup`: one summed step per distinct id, across shards too.
-
-        id_grads: float32, flat, laid out as the embeddings were. The offsets must be those of the
-        look-up.
-        """
-        names = sorted(self.configs)
-        dims = [self.configs[name].dim for name in names]
-        blocks = fused_blocks(ids, fused_slot_size, num_of_shards, dims)
-        blocks.check_offsets(id_offsets, grad_offsets)
-        if indices.shape != ids.shape:
-            raise InputError(f"indices must have the shape of ids, {list(ids.shape)}")
-        grads = gather_blocks(blocks, id_grads)
-        positions = [blocks.of_table(k) for k in range(len(names))]
-        present = [k for k in range(len(names)) if positions[k].numel()]
-        self.apply_gradients(
-            {names[k]: ids[positions[k]] for k in present},
-            {names[k]: grads[k] for k in present},
-            step=global_step,
-            time=req_time,
-        )
 
     # ---- rows
 

@@ -17,19 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalith.distributed.exchange import Exchange
 from megalith.errors import InputError, RankFailedError
 from megalith.ops import gather_pieces, scatter_pieces
 from megalith.ops.pooling import Pooling
 from megalith.routing import Router
 from megalith.shards.contract import Ids, Lookup, Prepared, Rows, Shards, missing_status
-from megalith.shards.exchange import Exchange
-from megalith.shards.joined import Joined, reached_mask
+from megalith.shards.joint_pooling import JointPooling, reached_mask
 from megalith.shards.local import LocalShards
-from megalith.shards.messages import Asked, Messages, Push, Recorder
-from megalith.shards.prepare import Preparer, SyncPrepared, make_routers
+from megalith.shards.preparer import Preparer, SyncPrepared, make_routers
+from megalith.shards.rank_messages import Asked, GradientPush, Messages, Recorder
 from megalith.shards.wire import check_wire
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
-from megalith.table.checks import plain
+from megalith.table.validation import plain
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 """Where an object lies, as its repr tells: no two ranks agree on that."""
@@ -191,7 +191,7 @@ class SyncShards(Shards):
         time: float | None,
         scale: float,
         clip_norm: float | None,
-    ) -> Push:
+    ) -> GradientPush:
         """What to send: gradients summed per distinct id, and which ids take part."""
         lookup.check_unchanged()
         prepared = lookup.prepared
@@ -228,7 +228,7 @@ class SyncShards(Shards):
         for name in names or list(trainable)[:1]:  # a rank without gradients sends these numbers too
             self.local[name].check_step(step, time, scale, clip_norm)
         lookup.use()
-        return Push(flat, reached_mask(prepared, reached), step, time, float(scale), clip_norm)
+        return GradientPush(flat, reached_mask(prepared, reached), step, time, float(scale), clip_norm)
 
     def flush(self) -> None:
         """Waits for all exchanges under way and raises the errors of gradients that were pushed."""
@@ -365,7 +365,7 @@ class SyncLookup(Lookup):
         messages = shards._messages
         self.asked = shards.exchange.submit(lambda: messages.ask(call, prepared, None, done))
         self._rows: Future[Tensor] | None = None
-        self._joined: tuple[Pooling, Joined] | None = None
+        self._joined: tuple[Pooling, JointPooling] | None = None
         self._given_up = False
 
     def wait_ids(self) -> None:
@@ -417,9 +417,9 @@ class SyncLookup(Lookup):
         """See `Lookup.pool`."""
         return self.joined(pooling).pool(self.source)
 
-    def joined(self, pooling: Pooling) -> Joined:
+    def joined(self, pooling: Pooling) -> JointPooling:
         """The pooling over all tables' occurrences in one list."""
         if self._joined is None or self._joined[0] is not pooling:
             dims = {name: config.dim for name, config in self.shards.configs.items()}
-            self._joined = (pooling, Joined(pooling, self.prepared, dims))
+            self._joined = (pooling, JointPooling(pooling, self.prepared, dims))
         return self._joined[1]

@@ -1,7 +1,5 @@
 """Tables: id -> row. Configuration, the contract, and one file per engine."""
 
-from megalith.table.config import Segment, TableConfig
-from megalith.table.contract import Table
 from megalith.table.initializers import (
     Constant,
     Initializer,
@@ -20,8 +18,10 @@ from megalith.table.optimizers import (
     Optimizer,
     RowWiseAdagrad,
 )
-from megalith.table.records import Chunk, MemoryUse, TableStats
 from megalith.table.schedules import Piecewise, PolynomialDecay, Warmup
+from megalith.table.table import Table
+from megalith.table.table_config import Segment, TableConfig
+from megalith.table.table_data import Chunk, MemoryUse, TableStats
 
 __all__ = [
     "FTRL",

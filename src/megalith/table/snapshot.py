@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from megalith.errors import UsageError
-from megalith.table.records import Chunk
+from megalith.table.table_data import Chunk
 
 if TYPE_CHECKING:
-    from megalith.table.contract import Table
+    from megalith.table.table import Table
 
 STEP_ROWS = 4096
 """Rows read while a writer is kept out."""

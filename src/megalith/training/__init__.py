@@ -1,18 +1,18 @@
 """Training runs: config, data, loop, evaluation. What the commands are made of."""
 
-from megalith.training.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from megalith.training.data_source import DataSource, open_reader, open_source
 from megalith.training.evaluation import Evaluation, evaluate
-from megalith.training.model import load_trained
 from megalith.training.run import Run, Watcher
-from megalith.training.source import Source, open_reader, open_source
+from megalith.training.run_config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from megalith.training.run_model import load_trained
 
 __all__ = [
     "DataConfig",
+    "DataSource",
     "Evaluation",
     "ModelConfig",
     "Run",
     "RunConfig",
-    "Source",
     "TrainConfig",
     "Watcher",
     "evaluate",

@@ -14,7 +14,7 @@ from megalith.data import Reader
 from megalith.errors import InputError
 from megalith.metrics import AUC, Calibration
 from megalith.models import forward_batch
-from megalith.training.ranks import RunRanks
+from megalith.training.run_ranks import RunRanks
 
 
 @dataclass(frozen=True)

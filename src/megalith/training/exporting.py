@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from megalith import checkpoint
-from megalith.checkpoint.rows import latest_rows
-from megalith.checkpoint.store import open_store, verify
+from megalith.checkpoint.saved_rows import latest_rows
 from megalith.errors import CheckpointError, InputError
-from megalith.serving.exported.export import Provenance, RowSource, export
-from megalith.training.model import config_of, find_checkpoint, load_dense, model_for
+from megalith.serving.export.exporter import Provenance, RowSource, export_model
+from megalith.storage.store import open_store, verify
+from megalith.training.run_model import config_of, find_checkpoint, load_dense, model_for
 
 COLLECTION = "embeddings"
 """Where a `Model` holds its tables."""
@@ -34,7 +34,8 @@ def export_run(
     """Writes the newest checkpoint of a run, or a checkpoint of one, as a version below `out`.
 
     name: of the model in requests (None: the kind of model, such as "deepfm"). block_size: of tables that are
-    spread in blocks (None: as training had it). options: `export`'s precision, num_shards, version, on_rows.
+    spread in blocks (None: as training had it). options: precision, num_shards,
+    version and on_rows of `export_model`.
     A checkpoint that is replaced while it is read is read again.
     """
     for _ in range(_TRIES - 1):
@@ -66,7 +67,7 @@ def _export(
     latest = manifest.latest.collections[COLLECTION]
     if block_size is None:
         block_size = _block_size(manifest, options.get("num_shards", 0))
-    return export(
+    return export_model(
         model,
         out,
         name=name or config.model.name,

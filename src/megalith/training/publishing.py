@@ -14,8 +14,8 @@ from typing import Self
 
 from torch import nn
 
-from megalith.training.config import RunConfig
-from megalith.training.ranks import RunRanks
+from megalith.training.run_config import RunConfig
+from megalith.training.run_ranks import RunRanks
 
 FINISH_SECONDS = 30.0
 """How long a run waits at its end for servers to get everything."""

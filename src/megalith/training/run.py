@@ -21,20 +21,20 @@ import torch
 
 from megalith import checkpoint
 from megalith.data import Batch
+from megalith.distributed.dense_broadcast import broadcast_dense
 from megalith.errors import InputError, UsageError
 from megalith.metrics import BinnedAUC
 from megalith.shards import CommMetrics, CommReport, SyncShards
-from megalith.shards.dense import broadcast_dense
-from megalith.training.config import RunConfig
+from megalith.training.data_source import open_source
 from megalith.training.evaluation import Evaluation, evaluate
-from megalith.training.kept import FOLDER as KEPT
-from megalith.training.kept import Kept
-from megalith.training.model import CHECKPOINT, config_of, model_for, updates_in_step
 from megalith.training.publishing import Publishing, Pushed, check_publishing
-from megalith.training.ranks import RunRanks
-from megalith.training.source import open_source
-from megalith.training.steps import PartBatches, Scored, Steps, WholeBatches
-from megalith.training.tracking import Frequencies, Log, ScalarWriter
+from megalith.training.run_checkpoints import FOLDER as KEPT
+from megalith.training.run_checkpoints import RunCheckpoints
+from megalith.training.run_config import RunConfig
+from megalith.training.run_log import Frequencies, Log, ScalarWriter
+from megalith.training.run_model import CHECKPOINT, config_of, model_for, updates_in_step
+from megalith.training.run_ranks import RunRanks
+from megalith.training.steps import BatchScores, PartBatches, Steps, WholeBatches
 
 
 class Watcher:
@@ -134,7 +134,7 @@ class Run:
         shards = self.model.embeddings.shards
         if config.train.comm_metrics is not None and isinstance(shards, SyncShards):
             self._comm = CommMetrics(shards, tables=config.measured_tables)
-        self._kept = Kept.of(self.config.train, self.directory)
+        self._kept = RunCheckpoints.of(self.config.train, self.directory)
         self._save: checkpoint.SaveHandle | None = None
         self._saved: tuple[str, int] | None = None
         self._publishing: Publishing | None = None
@@ -318,7 +318,7 @@ class _Window:
         self.total = 0.0
         self.samples = 0
 
-    def add(self, scored: list[Scored], loss: float, samples: int) -> None:
+    def add(self, scored: list[BatchScores], loss: float, samples: int) -> None:
         for batch, logits in scored:
             self.auc.update(logits, batch.labels, batch.weights)
         self.total += loss * samples

@@ -16,10 +16,10 @@ from megalith.data import Batch
 from megalith.errors import InputError
 from megalith.models import forward_batch
 from megalith.nn import MicroBatches
-from megalith.training.ranks import RunRanks, part_of
+from megalith.training.run_ranks import RunRanks, part_of
 
 
-class Scored(NamedTuple):
+class BatchScores(NamedTuple):
     """Rows this rank computed, and their logits [rows]."""
 
     batch: Batch
@@ -30,7 +30,7 @@ class Steps(ABC):
     """Takes batches, one optimizer step each."""
 
     @abstractmethod
-    def take(self, batch: Batch) -> tuple[float, list[Scored]]:
+    def take(self, batch: Batch) -> tuple[float, list[BatchScores]]:
         """The loss of the whole batch, and what this rank computed. Raises InputError if it is not finite."""
 
 
@@ -41,7 +41,7 @@ class WholeBatches(Steps):
         self._model = model
         self._optimizer = optimizer
 
-    def take(self, batch: Batch) -> tuple[float, list[Scored]]:
+    def take(self, batch: Batch) -> tuple[float, list[BatchScores]]:
         """See `Steps.take`."""
         self._optimizer.zero_grad()
         logits = forward_batch(self._model, batch)
@@ -53,7 +53,7 @@ class WholeBatches(Steps):
             )
         loss.backward()
         self._optimizer.step()
-        return float(loss.detach()), [Scored(batch, logits.detach())]
+        return float(loss.detach()), [BatchScores(batch, logits.detach())]
 
 
 class PartBatches(Steps):
@@ -69,18 +69,18 @@ class PartBatches(Steps):
         self._optimizer = optimizer
         self._micro = MicroBatches(model, num or ranks.size, group=ranks.group, timeout=ranks.timeout)
 
-    def take(self, batch: Batch) -> tuple[float, list[Scored]]:
+    def take(self, batch: Batch) -> tuple[float, list[BatchScores]]:
         """See `Steps.take`."""
-        scored: list[Scored] = []
+        scored: list[BatchScores] = []
         self._micro.step(self._loss(batch, index, scored) for index in self._micro.mine)
         self._optimizer.step()
         return self._micro.loss, scored
 
-    def _loss(self, batch: Batch, index: int, scored: list[Scored]) -> Callable[[], Tensor]:
+    def _loss(self, batch: Batch, index: int, scored: list[BatchScores]) -> Callable[[], Tensor]:
         def compute() -> Tensor:
             part = part_of(batch, index, self._micro.num)
             logits = forward_batch(self._model, part)
-            scored.append(Scored(part, logits.detach()))
+            scored.append(BatchScores(part, logits.detach()))
             # The mean over micro-batches of this is the mean over rows, also where parts differ in size.
             return _losses(logits, part).sum() * (self._micro.num / len(batch))
 

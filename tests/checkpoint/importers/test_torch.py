@@ -22,10 +22,9 @@ from megalith import (
     TableConfig,
 )
 from megalith.checkpoint.importers import import_torch
-from megalith.checkpoint.importers import rows as shared
+from megalith.checkpoint.importers import row_import as shared
 from megalith.errors import CheckpointError, InputError, UnknownNameError
-
-from .support import collection, rows, state, times
+from tests.compat.importing import collection, rows, state, times
 
 PLAIN = TableConfig("user", dim=2, optimizer=SGD(0.1))
 WEIGHT = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])

@@ -18,8 +18,8 @@ from tests.checkpoint.malformed.checkpoints import (
     Spoiled,
     new_optimizer,
 )
-from tests.checkpoint.malformed.headers import HEADERS
 from tests.checkpoint.support import Model, assert_same, rewrite, state_of, train
+from tests.storage.malformed_headers import HEADERS
 
 ALL = {
     f"{group}: {name}": recipe

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.importers.rows import (
-    Import,
+from megalith.checkpoint.importers.row_import import (
+    ImportedRows,
     ImportReport,
     OnError,
-    Piece,
+    RowImport,
     optimizer_of,
     pieces_of,
     spread_state,
@@ -43,10 +43,10 @@ def import_torch(
     state_dict: of a model, as `torch.load(path, weights_only=True, mmap=True)` gives it. tables: our table ->
     the weight's key, [rows, dim] of any float type. optimizer_state: our table -> what torch.optim.Adagrad,
     Adam or SparseAdam keeps for that weight, `optimizer.state[weight]`; without it state starts fresh.
-    time, on_error: see `Import`. Raises InputError, before anything is written, if a key is missing or a
+    time, on_error: see `RowImport`. Raises InputError, before anything is written, if a key is missing or a
     weight or its state does not fit the table.
     """
-    into = Import(collection, tables, time=time, on_error=on_error)
+    into = RowImport(collection, tables, time=time, on_error=on_error)
     if not isinstance(state_dict, Mapping):
         raise InputError(
             f"import_torch: state_dict must map names to tensors, got {type(state_dict).__name__}"
@@ -63,12 +63,12 @@ def import_torch(
         elif config.state_columns:
             into.left_out[f"{name}: optimizer state"] = "optimizer_state was not given, so it starts fresh"
 
-    def walk() -> Iterator[Piece]:
+    def walk() -> Iterator[ImportedRows]:
         for name, weight in weights.items():
             config = into.configs[name]
             for part in pieces_of(weight.shape[0], config.row_floats):
                 n = part.stop - part.start
-                yield Piece(
+                yield ImportedRows(
                     name,
                     f"state_dict[{tables[name]!r}]",
                     torch.arange(part.start, part.stop),

@@ -6,7 +6,10 @@
 
 from megalith.serving.discovery.contract import Discovery, Replica, SyncBackend, Watch
 from megalith.serving.discovery.file import FileDiscovery
-from megalith.serving.discovery.records import (
+from megalith.serving.discovery.replica_watcher import ReplicaWatcher
+from megalith.serving.discovery.static import StaticDiscovery
+from megalith.serving.discovery.urls import open_discovery
+from megalith.serving.discovery.znode_records import (
     Container,
     ContainerServiceInfo,
     ReplicaMeta,
@@ -14,9 +17,6 @@ from megalith.serving.discovery.records import (
     SavedModelDeployConfig,
     TargetExtraInfo,
 )
-from megalith.serving.discovery.replica_watcher import ReplicaWatcher
-from megalith.serving.discovery.static import StaticDiscovery
-from megalith.serving.discovery.urls import open_discovery
 from megalith.serving.discovery.zookeeper import ZooKeeperDiscovery
 
 __all__ = [

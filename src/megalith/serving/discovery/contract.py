@@ -17,7 +17,7 @@ from typing import Self
 
 from megalith.errors import DiscoveryError, InputError, UsageError
 from megalith.serving.discovery.addresses import check_address
-from megalith.serving.discovery.records import SavedModel, TargetExtraInfo, check_name
+from megalith.serving.discovery.znode_records import SavedModel, TargetExtraInfo, check_name
 
 log = logging.getLogger("megalith.discovery")
 
@@ -92,7 +92,7 @@ class Discovery(SyncBackend):
     """
 
     def __init__(self) -> None:
-        self._board = Board()
+        self._board = ReplicaRegistry()
         self._model: str | None = None
 
     @abstractmethod
@@ -137,7 +137,7 @@ class Discovery(SyncBackend):
         return name, [replica.address for replica in self.replicas(name)]
 
 
-class Board:
+class ReplicaRegistry:
     """The replicas of each service as last found, and who wants to hear of changes."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from megalith.errors import DiscoveryError, InputError, UsageError
 from megalith.serving.discovery.contract import Discovery, Replica, Replicas, log, replica_of
-from megalith.serving.discovery.records import SavedModel
+from megalith.serving.discovery.znode_records import SavedModel
 
 MAX_BYTES = 4 * 2**20
 """The longest file that is read."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from megalith.errors import InputError
 from megalith.serving.discovery.contract import SyncBackend, SyncTargets, log
-from megalith.serving.discovery.records import AddressFamily, ReplicaMeta, ServerType, TargetExtraInfo
-from megalith.serving.discovery.zk_session import Reader, ZooKeeperSession
+from megalith.serving.discovery.zk_session import NodeReader, ZooKeeperSession
+from megalith.serving.discovery.znode_records import AddressFamily, ReplicaMeta, ServerType, TargetExtraInfo
 
 _TASK = re.compile(r"(?P<server_type>[a-z]+):(?P<task>[0-9]{1,9})")
 _REPLICA = re.compile(r"-?[0-9]{1,18}")
@@ -21,7 +21,7 @@ _SUB_GRAPH = re.compile(r"ps_(?P<task>[0-9]{1,9})")
 
 
 @dataclass(frozen=True)
-class _Found:
+class _TaskReplicas:
     """An AVAILABLE replica. task: for example "ps:1"."""
 
     server_type: str
@@ -53,7 +53,7 @@ class ReplicaWatcher:
         self._use_archon = use_archon
         self._family: AddressFamily = address_family
         self._prefix = prefix
-        self._found: tuple[_Found, ...] = ()
+        self._found: tuple[_TaskReplicas, ...] = ()
         self._is_stopped = False
         self._session = session
         self._view = session.view(prefix, self._read, self._changed)
@@ -106,7 +106,7 @@ class ReplicaWatcher:
 
     def _matching(
         self, server_type: str, task: int | None, idc: str | None, cluster: str | None
-    ) -> list[_Found]:
+    ) -> list[_TaskReplicas]:
         return [
             each
             for each in self._found
@@ -116,11 +116,11 @@ class ReplicaWatcher:
             and cluster in (None, each.cluster)
         ]
 
-    def _changed(self, found: tuple[_Found, ...]) -> None:
+    def _changed(self, found: tuple[_TaskReplicas, ...]) -> None:
         if not self._is_stopped:
             self._found = found
 
-    def _read(self, reader: Reader) -> tuple[_Found, ...]:
+    def _read(self, reader: NodeReader) -> tuple[_TaskReplicas, ...]:
         places: dict[str, tuple[str | None, str | None]] = {self._prefix: (None, None)}
         if self._dc_aware:
             places = {}
@@ -128,7 +128,7 @@ class ReplicaWatcher:
                 place = _PLACE.fullmatch(name)
                 if place:
                     places[f"{self._prefix}/{name}"] = (place["idc"], place["cluster"])
-        found: list[_Found] = []
+        found: list[_TaskReplicas] = []
         for path, (idc, cluster) in places.items():
             for name in reader.children(path):
                 task = _TASK.fullmatch(name)
@@ -137,12 +137,14 @@ class ReplicaWatcher:
                     continue
                 for replica_id, address in self._read_task(reader, f"{path}/{name}"):
                     found.append(
-                        _Found(task["server_type"], int(task["task"]), replica_id, address, idc, cluster)
+                        _TaskReplicas(
+                            task["server_type"], int(task["task"]), replica_id, address, idc, cluster
+                        )
                     )
         found.sort(key=lambda each: (each.server_type, each.task, each.replica_id, each.address))
         return tuple(found)
 
-    def _read_task(self, reader: Reader, path: str) -> list[tuple[int, str]]:
+    def _read_task(self, reader: NodeReader, path: str) -> list[tuple[int, str]]:
         names = [name for name in reader.children(path) if _REPLICA.fullmatch(name)]
         usable: list[tuple[int, str]] = []
         for place, data in reader.data([f"{path}/{name}" for name in names]).items():

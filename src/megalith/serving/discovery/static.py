@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from megalith.errors import InputError
 from megalith.serving.discovery.contract import Discovery, Replica, Replicas, replica_of
-from megalith.serving.discovery.records import SavedModel
+from megalith.serving.discovery.znode_records import SavedModel
 
 Servers = Sequence[str | Replica]
 

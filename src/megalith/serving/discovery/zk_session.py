@@ -71,7 +71,7 @@ class View(Task, Generic[T]):
     def __init__(
         self,
         name: str,
-        read: Callable[[Reader], T],
+        read: Callable[[NodeReader], T],
         on_change: Callable[[T], object],
         wake: threading.Event,
     ) -> None:
@@ -81,7 +81,7 @@ class View(Task, Generic[T]):
         self.value: T | None = None
 
 
-class Reader:
+class NodeReader:
     """Reads nodes for a view, and leaves a watch on each of them."""
 
     def __init__(self, session: ZooKeeperSession, touched: Callable[[object], None]) -> None:
@@ -239,7 +239,7 @@ class ZooKeeperSession:
 
     # ---- views
 
-    def view(self, name: str, read: Callable[[Reader], T], on_change: Callable[[T], object]) -> View[T]:
+    def view(self, name: str, read: Callable[[NodeReader], T], on_change: Callable[[T], object]) -> View[T]:
         """Computes `read` soon and after every change of what it read; calls back when the value is new."""
         view = View(name, read, on_change, self._wake)
         with self._lock:
@@ -428,7 +428,7 @@ class ZooKeeperSession:
         gone.settled.set()
 
     def _compute(self, view: View[Any]) -> None:
-        value = view.read(Reader(self, view.touched))
+        value = view.read(NodeReader(self, view.touched))
         view.problem = None
         if not view.settled.is_set() or value != view.value:
             view.value = value

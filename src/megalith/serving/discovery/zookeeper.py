@@ -21,7 +21,9 @@ from typing import Any
 from megalith.errors import InputError
 from megalith.serving.discovery.addresses import is_wildcard
 from megalith.serving.discovery.contract import Discovery, Replica, Replicas, Watch, log
-from megalith.serving.discovery.records import (
+from megalith.serving.discovery.replica_watcher import ReplicaWatcher
+from megalith.serving.discovery.zk_session import NodeReader, Task, View, ZooKeeperSession
+from megalith.serving.discovery.znode_records import (
     AddressFamily,
     Container,
     ContainerServiceInfo,
@@ -30,8 +32,6 @@ from megalith.serving.discovery.records import (
     SavedModelDeployConfig,
     check_name,
 )
-from megalith.serving.discovery.replica_watcher import ReplicaWatcher
-from megalith.serving.discovery.zk_session import Reader, Task, View, ZooKeeperSession
 
 Layout = list[tuple[SavedModel, SavedModelDeployConfig]]
 Bindings = dict[str, list[tuple[Container, ContainerServiceInfo]]]
@@ -240,7 +240,7 @@ class ZooKeeperDiscovery(Discovery):
             ]
             self._board.set(f"{model}:{part}", replicas)
 
-    def _read_bindings(self, reader: Reader, path: str) -> Bindings:
+    def _read_bindings(self, reader: NodeReader, path: str) -> Bindings:
         bound: list[tuple[str, Container]] = []
         for name in reader.children(path):
             try:
@@ -257,7 +257,7 @@ class ZooKeeperDiscovery(Discovery):
                 found.setdefault(sub_graph, []).append((container, info))
         return found
 
-    def _read_layout(self, reader: Reader, path: str) -> Layout:
+    def _read_layout(self, reader: NodeReader, path: str) -> Layout:
         wanted: list[SavedModel] = []
         for name in reader.children(path):
             try:

@@ -38,15 +38,6 @@ from megalith.serving.proto.tensorflow import (
     TensorProto,
     TensorShapeProto,
 )
-from megalith.serving.proto.tensors import (
-    Strings,
-    from_tensor_proto,
-    from_tensor_protos,
-    strings_from_tensor_proto,
-    strings_to_tensor_proto,
-    tensor_info,
-    to_tensor_proto,
-)
 from megalith.serving.proto.tf_serving import (
     GetModelMetadataRequest,
     GetModelMetadataResponse,
@@ -58,6 +49,15 @@ from megalith.serving.proto.tf_serving import (
     PredictResponse,
     SignatureDefMap,
     StatusProto,
+)
+from megalith.serving.proto.tf_tensors import (
+    Strings,
+    from_tensor_proto,
+    from_tensor_protos,
+    strings_from_tensor_proto,
+    strings_to_tensor_proto,
+    tensor_info,
+    to_tensor_proto,
 )
 
 __all__ = [

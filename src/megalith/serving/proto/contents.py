@@ -27,7 +27,7 @@ def cut_contents(
     Views of `data`. wanted: whether to do so for a signature. Whatever is not as expected is left to
     protobuf: then the request is `data` itself.
     """
-    kept, contents, count = Writer(), dict[str, memoryview](), _Count()
+    kept, contents, count = Writer(), dict[str, memoryview](), _FieldCount()
     try:
         for field in count(fields(data)):
             if field.number == _MODEL_SPEC and not wanted(_signature(field, count)):
@@ -49,7 +49,7 @@ def cut_contents(
     return bytes(kept), contents
 
 
-class _Count:
+class _FieldCount:
     """Counts the fields of a request as they are looked at; raises InputError when there are too many."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class _Count:
             yield field
 
 
-def _signature(spec: Field, count: _Count) -> str:
+def _signature(spec: Field, count: _FieldCount) -> str:
     name = ""
     for field in count(spec.message()):
         if field.number == _SIGNATURE_NAME:
@@ -71,7 +71,7 @@ def _signature(spec: Field, count: _Count) -> str:
     return name
 
 
-def _entry(entry: Field, count: _Count) -> tuple[str, Field]:
+def _entry(entry: Field, count: _FieldCount) -> tuple[str, Field]:
     """Name and tensor of an input."""
     found = sorted(count(entry.message()), key=lambda field: field.number)
     if [field.number for field in found] != [1, 2]:
@@ -79,7 +79,7 @@ def _entry(entry: Field, count: _Count) -> tuple[str, Field]:
     return found[0].text(), found[1]
 
 
-def _cut(value: Field, kept: Writer, count: _Count) -> memoryview | None:
+def _cut(value: Field, kept: Writer, count: _FieldCount) -> memoryview | None:
     """Copies a TensorProto but for its content, which is returned if it is large."""
     content = None
     for field in count(value.message()):

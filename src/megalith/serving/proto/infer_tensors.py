@@ -25,7 +25,7 @@ from megalith.serving.proto.limits import (
     tensor_of_bytes,
 )
 from megalith.serving.proto.schema import Message
-from megalith.serving.proto.tensors import Strings
+from megalith.serving.proto.tf_tensors import Strings
 
 BYTES = "BYTES"
 DATATYPES: dict[torch.dtype, str] = {

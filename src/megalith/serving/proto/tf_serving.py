@@ -5,6 +5,7 @@ Field numbers are TF Serving's. Classify, Regress and MultiInference are not ser
 
 from __future__ import annotations
 
+from megalith.serving.model_state import ModelState
 from megalith.serving.proto import tensorflow
 from megalith.serving.proto.schema import (
     Field,
@@ -15,7 +16,6 @@ from megalith.serving.proto.schema import (
     define_well_known,
     message_class,
 )
-from megalith.serving.state import ModelState
 
 MODEL = "tensorflow_serving/apis/model.proto"
 PREDICT = "tensorflow_serving/apis/predict.proto"

@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 from megalith.errors import InputError
 from megalith.serving.proto.limits import MAX_BYTES
-from megalith.serving.server.status import Code, RequestError
+from megalith.serving.server.request_errors import Code, RequestError
 
 Work = TypeVar("Work")
 Result = TypeVar("Result")

@@ -16,8 +16,8 @@ from typing import Any
 from megalith.errors import MissingDependencyError
 from megalith.serving.client.channels import grpc_module
 from megalith.serving.proto.schema import POOL
+from megalith.serving.server.request_errors import Code
 from megalith.serving.server.security import Security
-from megalith.serving.server.status import Code
 
 HEALTH = "grpc.health.v1.Health"
 MAX_STREAMS = MAX_CHECKS = 16

@@ -15,10 +15,10 @@ from torch import Tensor
 from megalith.errors import InputError
 from megalith.serving.proto.infer_tensors import BYTES, from_raw, from_values
 from megalith.serving.proto.limits import MAX_RANK, POINTER_BYTES
-from megalith.serving.proto.tensors import Strings
-from megalith.serving.server.dispatch import Question, Scored
-from megalith.serving.server.served import Array
-from megalith.serving.server.status import Code, RequestError
+from megalith.serving.proto.tf_tensors import Strings
+from megalith.serving.server.dispatcher import Question, ScoreResult
+from megalith.serving.server.request_errors import Code, RequestError
+from megalith.serving.server.served_model import Array
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 """How many bytes of a body are JSON; tensors follow."""
@@ -42,7 +42,7 @@ class InferRequest:
             self._timeout,
         )
 
-    def answer(self, name: str, scored: Scored) -> tuple[dict[str, Any], bytes]:
+    def answer(self, name: str, scored: ScoreResult) -> tuple[dict[str, Any], bytes]:
         """The JSON and bytes that answer it. name: what it called the model."""
         given = _parameters(self._request).get("binary_data_output") is True
         reply: dict[str, Any] = {"model_name": name, "model_version": str(scored.version)}

@@ -11,8 +11,8 @@ from typing import Any
 
 from megalith.serving.client.channels import grpc_module
 from megalith.serving.proto import Message
-from megalith.serving.server.dispatch import Dispatcher
-from megalith.serving.server.status import RequestError
+from megalith.serving.server.dispatcher import Dispatcher
+from megalith.serving.server.request_errors import RequestError
 
 Method = Callable[[bytes, Any], bytes]
 NO_DEADLINE = 1e9

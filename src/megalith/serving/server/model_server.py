@@ -17,22 +17,22 @@ from typing import Any, Self
 
 from megalith.errors import InputError, MegalithError, UsageError
 from megalith.serving.client.channels import MAX_MESSAGE_BYTES, Credentials, grpc_module
-from megalith.serving.client.fetch import RowFetcher
+from megalith.serving.client.row_fetcher import RowFetcher
 from megalith.serving.discovery import Discovery, Replica, open_discovery
 from megalith.serving.discovery.addresses import is_loopback, is_wildcard
-from megalith.serving.exported.servable import Servable
-from megalith.serving.exported.signature import ENTRY, Signature
+from megalith.serving.export.servable import Servable
+from megalith.serving.export.signature import ENTRY, Signature
 from megalith.serving.proto import MAX_BYTES
 from megalith.serving.server.batching import Batching
-from megalith.serving.server.dispatch import Dispatcher
+from megalith.serving.server.dispatcher import Dispatcher
 from megalith.serving.server.health import MAX_CHECKS, MAX_STREAMS, Health, add_reflection, guard
-from megalith.serving.server.metrics import Metrics, MetricsServer
 from megalith.serving.server.oip_service import SERVICE as OIP_SERVICE
 from megalith.serving.server.oip_service import OIPService
 from megalith.serving.server.repository import Repository
 from megalith.serving.server.rest import RestServer
 from megalith.serving.server.security import Security
-from megalith.serving.server.served import ServedModel, services_of
+from megalith.serving.server.served_model import ServedModel, services_of
+from megalith.serving.server.server_metrics import Metrics, MetricsServer
 from megalith.serving.server.tf_service import MODEL_SERVICE, PREDICTION_SERVICE, TFService
 from megalith.serving.sync.subscriber import Subscriber
 

@@ -8,7 +8,7 @@ import torch
 
 from megalith import __version__
 from megalith.errors import InputError
-from megalith.serving.exported.signature import Signature
+from megalith.serving.export.signature import Signature
 from megalith.serving.proto import (
     ModelInferRequest,
     ModelInferResponse,
@@ -21,10 +21,10 @@ from megalith.serving.proto import (
     ServerReadyResponse,
     datatype_of,
 )
-from megalith.serving.server.dispatch import Dispatcher, Question
+from megalith.serving.server.dispatcher import Dispatcher, Question
 from megalith.serving.server.methods import handler_of, parsed, remaining, serialised
-from megalith.serving.server.served import ServedModel
-from megalith.serving.server.status import RequestError
+from megalith.serving.server.request_errors import RequestError
+from megalith.serving.server.served_model import ServedModel
 from megalith.serving.server.tf_service import inputs_of
 
 SERVICE = "inference.GRPCInferenceService"

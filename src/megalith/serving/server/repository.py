@@ -20,14 +20,14 @@ from itertools import islice
 from pathlib import Path
 
 from megalith.errors import InputError
-from megalith.serving.client.fetch import RowFetcher
-from megalith.serving.exported.servable import Servable
-from megalith.serving.exported.signature import ENTRY
+from megalith.serving.client.row_fetcher import RowFetcher
+from megalith.serving.export.servable import Servable
+from megalith.serving.export.signature import ENTRY
+from megalith.serving.model_state import ModelState
 from megalith.serving.server.batching import Batching
-from megalith.serving.server.metrics import Metrics
-from megalith.serving.server.served import ServedModel, Version, names_of
-from megalith.serving.server.status import Code, RequestError
-from megalith.serving.state import ModelState
+from megalith.serving.server.request_errors import Code, RequestError
+from megalith.serving.server.served_model import ServedModel, Version, names_of
+from megalith.serving.server.server_metrics import Metrics
 from megalith.serving.sync.subscriber import Subscriber
 
 log = logging.getLogger("megalith.serving")

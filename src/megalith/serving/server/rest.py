@@ -10,12 +10,12 @@ from urllib.parse import unquote, urlsplit
 
 from megalith import __version__
 from megalith.errors import InputError
-from megalith.serving.server.dispatch import Dispatcher
+from megalith.serving.server.dispatcher import Dispatcher
 from megalith.serving.server.http import Handler, HttpServer
 from megalith.serving.server.infer_json import HEADER_LENGTH, InferRequest
 from megalith.serving.server.oip_service import EXTENSIONS, SERVER, describe, model_ready, parse_version
+from megalith.serving.server.request_errors import HTTP_STATUS, Code, RequestError
 from megalith.serving.server.security import Security
-from megalith.serving.server.status import HTTP_STATUS, Code, RequestError
 
 Reply = tuple[int, dict[str, Any], bytes]
 """Status, JSON, and the bytes of tensors behind it."""
@@ -27,10 +27,10 @@ class RestServer(HttpServer):
     def __init__(self, dispatcher: Dispatcher, security: Security, host: str, port: int) -> None:
         self.dispatcher = dispatcher
         self.security = security
-        super().__init__(_Handler, security, host, port)
+        super().__init__(_RestHandler, security, host, port)
 
 
-class _Handler(Handler):
+class _RestHandler(Handler):
     server: RestServer
 
     def do_GET(self) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError
-from megalith.serving.exported.signature import Signature
+from megalith.serving.export.signature import Signature
 from megalith.serving.proto import (
     DataType,
     ErrorCode,
@@ -28,10 +28,10 @@ from megalith.serving.proto import (
     to_tensor_proto,
 )
 from megalith.serving.proto.contents import LARGE, cut_contents
-from megalith.serving.server.dispatch import Dispatcher, Question, unknown_signature
+from megalith.serving.server.dispatcher import Dispatcher, Question, unknown_signature
 from megalith.serving.server.methods import handler_of, parsed, remaining, serialised
-from megalith.serving.server.served import ServedModel
-from megalith.serving.server.status import Code, RequestError
+from megalith.serving.server.request_errors import Code, RequestError
+from megalith.serving.server.served_model import ServedModel
 from megalith.serving.wire_names import HASHTABLE_ASSIGN, LOOKUP, PREDICT, write_signature
 
 PREDICTION_SERVICE = "tensorflow.serving.PredictionService"

@@ -25,13 +25,13 @@ from megalith.ops.bucketing import dedup
 from megalith.serving.client.channels import Credentials
 from megalith.serving.discovery import Discovery, SyncBackend, Watch, open_discovery
 from megalith.serving.discovery.addresses import check_address
-from megalith.serving.discovery.records import SavedModel
+from megalith.serving.discovery.znode_records import SavedModel
 from megalith.serving.sync.backlog import Interval
 from megalith.serving.sync.journal import Journal, Swollen
-from megalith.serving.sync.messages import is_assign
+from megalith.serving.sync.message_header import MessageHeader, ModelLayout
+from megalith.serving.sync.parameter_source import ParameterSource
+from megalith.serving.sync.push_messages import is_assign
 from megalith.serving.sync.sender import Sender
-from megalith.serving.sync.source import Source
-from megalith.serving.sync.stamp import Layout, Stamp
 from megalith.serving.sync.target import SenderOptions, Sequence, TargetReport
 from megalith.serving.wire_names import HASHTABLE_ASSIGN
 from megalith.shards import Shards
@@ -84,13 +84,13 @@ class Publisher:
         if not is_assign(signature):
             raise InputError(f"signature must be hashtable_assign or raw_assign, got {signature!r}")
         self.session = uuid.uuid4().hex if session is None else session
-        Stamp(self.session, index, count)
+        MessageHeader(self.session, index, count)
         self.model_name = SavedModel(model_name, "entry").model_name
         self._owned = open_discovery(targets) if isinstance(targets, str) else None
         self._targets: SyncBackend = self._owned or targets  # type: ignore[assignment]
         self.lock = threading.Condition(threading.RLock())
         # Every rank has the same dense weights; one of them is enough to push them.
-        self.source = Source(model, dense=dense and index == 0 and protocol == "megalith")
+        self.source = ParameterSource(model, dense=dense and index == 0 and protocol == "megalith")
         self.journal = Journal(max_journal)
         # A name of its own: two publishers of one model must not drain each other's ids.
         self._consumer = f"publisher {self.session} {index}"
@@ -311,7 +311,7 @@ class Publisher:
         if closed:  # not with the lock held: discovery holds its own when it calls back
             watch.cancel()
 
-    def _watch_parts(self, layout: Layout) -> None:
+    def _watch_parts(self, layout: ModelLayout) -> None:
         """Once an entry is met, the parts that hold its rows are targets too."""
         if layout.part != "entry" or not isinstance(self._targets, Discovery):
             return

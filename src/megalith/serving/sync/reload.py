@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from megalith.checkpoint.manifest import NAME, Manifest, TableEntry, full_name
-from megalith.checkpoint.rows import latest_rows, read_chunk, read_manifest, read_removed, read_tensors
-from megalith.checkpoint.store import Store, open_store
+from megalith.checkpoint.saved_rows import latest_rows, read_chunk, read_manifest, read_removed, read_tensors
 from megalith.errors import CheckpointError
-from megalith.serving.exported.overlay import Overlay
+from megalith.serving.export.overlay import Overlay
+from megalith.storage.store import Store, open_store
 
 if TYPE_CHECKING:
-    from megalith.serving.exported.servable import Servable
+    from megalith.serving.export.servable import Servable
 
 FOLDER = "checkpoint"
 """Where a run keeps its checkpoint."""

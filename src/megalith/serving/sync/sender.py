@@ -22,26 +22,26 @@ from megalith.errors import InputError, MegalithError, RemoteError
 from megalith.routing import Router
 from megalith.serving.client.channels import Call, Connection
 from megalith.serving.proto.schema import Message
-from megalith.serving.proto.tensors import Strings, from_tensor_protos, strings_to_tensor_proto
 from megalith.serving.proto.tf_serving import PredictRequest
+from megalith.serving.proto.tf_tensors import Strings, from_tensor_protos, strings_to_tensor_proto
 from megalith.serving.sync.backlog import Backlog, Interval
-from megalith.serving.sync.messages import (
-    DENSE,
-    PUSH_ROOM,
-    Push,
-    encode_request,
-    inputs_of,
-)
-from megalith.serving.sync.stamp import (
+from megalith.serving.sync.message_header import (
     WINDOW,
-    Layout,
+    MessageHeader,
+    ModelLayout,
     Position,
-    Stamp,
     TableLayout,
     read_string,
     string,
 )
-from megalith.serving.sync.target import Desk, SenderOptions, Sequence, TargetReport
+from megalith.serving.sync.push_messages import (
+    DENSE,
+    PUSH_ROOM,
+    PushMessage,
+    encode_request,
+    inputs_of,
+)
+from megalith.serving.sync.target import PublisherState, SenderOptions, Sequence, TargetReport
 from megalith.serving.wire_names import SYNC_BEGIN, SYNC_END, SYNC_POSITION, SYNC_RELOAD
 
 log = logging.getLogger("megalith.serving")
@@ -59,9 +59,9 @@ class StartOver(MegalithError):
 
 
 @dataclass(frozen=True)
-class _Message:
+class _QueuedMessage:
     data: bytes
-    stamp: Stamp
+    stamp: MessageHeader
     rows: int = 0
     interval: Interval | None = None
     """The one that is complete with it."""
@@ -74,7 +74,7 @@ class Sender:
     """
 
     def __init__(
-        self, address: str, model: str, desk: Desk, options: SenderOptions, sequence: Sequence
+        self, address: str, model: str, desk: PublisherState, options: SenderOptions, sequence: Sequence
     ) -> None:
         self.report = TargetReport(address, model, sequence=sequence.last)
         self.acknowledged = -1
@@ -85,7 +85,7 @@ class Sender:
         self._options = options
         self._backlog: Backlog | None = None
         """None while the target does not stand anywhere in this session."""
-        self._layout = Layout()
+        self._layout = ModelLayout()
         self._base: str | None = None
         """The save whose rows lie below what is pushed; None where it does not matter."""
         self._refused: str | None = None
@@ -96,7 +96,7 @@ class Sender:
         """Up to which message one may have come before an earlier one."""
         self._dense_sent = -1
         self._sequence = sequence
-        self._ready: deque[_Message] = deque()
+        self._ready: deque[_QueuedMessage] = deque()
         self._closed = threading.Event()
         self._connection = Connection(address, options.credentials)
         self._random = random.Random(f"{options.session} {address} {model}")
@@ -166,7 +166,7 @@ class Sender:
     def _push(self) -> None:
         """Sends for as long as the target takes part."""
         window = 1 if self._options.plain else WINDOW  # without a sequence nothing would keep two in order
-        flying: deque[tuple[_Message, Call]] = deque()
+        flying: deque[tuple[_QueuedMessage, Call]] = deque()
         try:
             while not self._closed.is_set():
                 while len(flying) < window and (message := self._next(wait=not flying)) is not None:
@@ -181,16 +181,16 @@ class Sender:
             for _, call in flying:
                 call.cancel()
 
-    def _send(self, message: _Message) -> Call:
+    def _send(self, message: _QueuedMessage) -> Call:
         return self._connection.start_predict(
             message.data, timeout=self._options.timeout, metadata=self._metadata(message)
         )
 
-    def _metadata(self, message: _Message) -> tuple[tuple[str, str], ...]:
+    def _metadata(self, message: _QueuedMessage) -> tuple[tuple[str, str], ...]:
         return () if self._options.plain else message.stamp.metadata()
 
     def _answer(
-        self, message: _Message, result: Callable[[], Message], *, disturbs: _Message | None
+        self, message: _QueuedMessage, result: Callable[[], Message], *, disturbs: _QueuedMessage | None
     ) -> Message:
         """What a target says to a message, which is sent again until it says something.
 
@@ -224,7 +224,7 @@ class Sender:
             "INVALID_ARGUMENT",
         )
 
-    def _acknowledge(self, message: _Message, answer: Message) -> None:
+    def _acknowledge(self, message: _QueuedMessage, answer: Message) -> None:
         base = self._base
         if "base" in answer.outputs:
             base = read_string(from_tensor_protos(answer.outputs, max_bytes=MAX_ANSWER), "base")
@@ -247,13 +247,13 @@ class Sender:
     def _ask_again(self, interval: Interval) -> None:
         """All rows are being replaced, and other ranks are not done: nothing shows before they are."""
         self._closed.wait(REPLACING_PAUSE)
-        data = encode_request(self.report.model, self._options.signature, self._inputs(Push()))
+        data = encode_request(self.report.model, self._options.signature, self._inputs(PushMessage()))
         stamp = self._stamp(self._sequence.next(), interval.time)
-        self._ready.append(_Message(data, stamp, 0, interval))
+        self._ready.append(_QueuedMessage(data, stamp, 0, interval))
 
     # ---- building messages
 
-    def _next(self, *, wait: bool) -> _Message | None:
+    def _next(self, *, wait: bool) -> _QueuedMessage | None:
         """The next message; None if there is none yet, the target must be met anew, or all is over."""
         self._fill(wait=wait)
         return self._ready.popleft() if self._ready else None
@@ -287,12 +287,12 @@ class Sender:
         """Messages of rows and, where they complete an interval, of dense weights and of the end."""
         push = self._desk.source.read(ids)
         if self._options.plain:
-            push = Push(push.rows)
+            push = PushMessage(push.rows)
         contents = [self._inputs(push)] if push.num_ids else []
         room = PUSH_ROOM - 8 * push.num_ids - sum(rows.nbytes for _, rows in push.rows.values())
         for name, weight in dense.items():
             if not contents or weight.nbytes > room:
-                contents.append(self._inputs(Push()))
+                contents.append(self._inputs(PushMessage()))
                 room = PUSH_ROOM
             contents[-1][f"{DENSE}{name}"] = weight
             room -= weight.nbytes
@@ -300,7 +300,7 @@ class Sender:
             if self._options.plain:
                 self._complete(interval)
                 return
-            contents.append(self._inputs(Push()))
+            contents.append(self._inputs(PushMessage()))
         requests = [(self._options.signature, inputs) for inputs in contents]
         if interval is not None and self._replacing:
             self._replacing = False
@@ -308,7 +308,7 @@ class Sender:
         for number, (signature, inputs) in enumerate(requests, start=1):
             last = interval if number == len(requests) else None
             self._ready.append(
-                _Message(
+                _QueuedMessage(
                     encode_request(self.report.model, signature, inputs),
                     self._stamp(self._sequence.next(), None if last is None else last.time),
                     push.num_ids if number == 1 else 0,
@@ -316,7 +316,7 @@ class Sender:
                 )
             )
 
-    def _inputs(self, push: Push) -> dict[str, Tensor | list[Tensor]]:
+    def _inputs(self, push: PushMessage) -> dict[str, Tensor | list[Tensor]]:
         tables = self._layout.tables if self._layout.takes_rows else ()
         return inputs_of(push, self._options.signature, tables)
 
@@ -329,9 +329,9 @@ class Sender:
             self._desk.lock.notify_all()
         self._desk.tidy()
 
-    def _stamp(self, sequence: int, complete: float | None = None) -> Stamp:
+    def _stamp(self, sequence: int, complete: float | None = None) -> MessageHeader:
         options = self._options
-        return Stamp(options.session, options.index, options.count, sequence, complete)
+        return MessageHeader(options.session, options.index, options.count, sequence, complete)
 
     # ---- meeting a target
 
@@ -389,7 +389,7 @@ class Sender:
     def _meet_plainly(self) -> None:
         """Without positions all that is known to have changed is sent, to whoever is met."""
         tables = {name: TableLayout(table.dim, _ALL) for name, table in self._desk.source.tables.items()}
-        self._layout = Layout(tables=tables)
+        self._layout = ModelLayout(tables=tables)
         with self._desk.lock:
             labels = self._desk.journal.labels
             if labels:

@@ -19,23 +19,23 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from megalith.errors import CheckpointError, InputError, SequenceError
-from megalith.serving.exported.overlay import Overlay
-from megalith.serving.proto.tensors import Strings
-from megalith.serving.sync.messages import Push, is_assign, read_push, result_of
-from megalith.serving.sync.reload import latest_save, read_newer
-from megalith.serving.sync.stamp import (
+from megalith.serving.export.overlay import Overlay
+from megalith.serving.proto.tf_tensors import Strings
+from megalith.serving.sync.message_header import (
     WINDOW,
-    Layout,
+    MessageHeader,
+    ModelLayout,
     Position,
-    Stamp,
     TableLayout,
     read_string,
     string,
 )
+from megalith.serving.sync.push_messages import PushMessage, is_assign, read_push, result_of
+from megalith.serving.sync.reload import latest_save, read_newer
 from megalith.serving.wire_names import CONTROLS, SYNC_BEGIN, SYNC_POSITION, SYNC_RELOAD
 
 if TYPE_CHECKING:
-    from megalith.serving.exported.servable import Servable
+    from megalith.serving.export.servable import Servable
 
 log = logging.getLogger("megalith.serving")
 
@@ -46,7 +46,7 @@ Outputs = dict[str, Tensor | Strings]
 
 
 @dataclass
-class Counters:
+class SyncCounters:
     """What a subscriber has done so far."""
 
     messages: int = 0
@@ -76,7 +76,7 @@ class Subscriber:
         self, servable: Servable, *, checkpoint: Path | None = None, carry_seconds: float = 60.0
     ) -> None:
         self.servable = servable
-        self.counters = Counters()
+        self.counters = SyncCounters()
         self._checkpoint = None if checkpoint is None else Path(checkpoint)
         self._carry_seconds = carry_seconds
         self._lock = threading.Condition(threading.RLock())
@@ -107,7 +107,7 @@ class Subscriber:
         """
         with self._lock:
             try:
-                stamp = Stamp.read(metadata)
+                stamp = MessageHeader.read(metadata)
                 if signature == SYNC_POSITION:
                     return self._position(stamp)
                 if signature == SYNC_RELOAD:
@@ -127,7 +127,7 @@ class Subscriber:
                 self.counters.refused += 1
                 raise
 
-    def _assign(self, signature: str, inputs: Tensors, stamp: Stamp | None) -> Outputs:
+    def _assign(self, signature: str, inputs: Tensors, stamp: MessageHeader | None) -> Outputs:
         spec = self.servable.signature
         dims = {} if spec.part == "entry" else spec.dims
         push = read_push(signature, inputs, dims, self.servable.dense_names)
@@ -141,7 +141,7 @@ class Subscriber:
             self._write(push, stamp)
         return outputs | self._base_shown()
 
-    def _write(self, push: Push, stamp: Stamp) -> None:
+    def _write(self, push: PushMessage, stamp: MessageHeader) -> None:
         # Several messages of dense weights change them together, when an interval is complete.
         dense = {**self._waiting.pop(stamp.index, {}), **push.dense}
         now = {} if stamp.complete is None or self._stage is not None else dense
@@ -158,7 +158,7 @@ class Subscriber:
         """What every answer to a stamped message tells; "" while what was pushed does not show yet."""
         return {"base": string(self._base if self._stage is None else "")}
 
-    def _note(self, push: Push, dense: Mapping[str, Tensor]) -> None:
+    def _note(self, push: PushMessage, dense: Mapping[str, Tensor]) -> None:
         self.counters.messages += 1
         self.counters.rows += sum(ids.numel() for ids, _ in push.rows.values())
         self.counters.removed += sum(ids.numel() for ids in push.removed.values())
@@ -167,7 +167,7 @@ class Subscriber:
 
     # ---- order
 
-    def _await_turn(self, stamp: Stamp) -> None:
+    def _await_turn(self, stamp: MessageHeader) -> None:
         """Lets a message that overtook the one before it wait for that one, not for long."""
 
         def is_early() -> bool:
@@ -176,7 +176,7 @@ class Subscriber:
 
         self._lock.wait_for(lambda: not is_early(), EARLY_SECONDS)
 
-    def _follows(self, stamp: Stamp) -> bool:
+    def _follows(self, stamp: MessageHeader) -> bool:
         """Whether a message is the next; False if it was before. Raises SequenceError if it is neither."""
         last = self._positions.get(stamp.index)
         if stamp.session != self._session or stamp.count != self._count or last is None:
@@ -190,7 +190,7 @@ class Subscriber:
             self.counters.duplicates += 1
         return stamp.sequence == last + 1
 
-    def _advance(self, stamp: Stamp) -> None:
+    def _advance(self, stamp: MessageHeader) -> None:
         self._positions[stamp.index] = stamp.sequence
         self._lock.notify_all()
         if stamp.complete is not None:
@@ -199,7 +199,7 @@ class Subscriber:
             self._complete = min(self._completes.values())
         self._stop_timer()
 
-    def _position(self, stamp: Stamp | None) -> Outputs:
+    def _position(self, stamp: MessageHeader | None) -> Outputs:
         same = stamp is not None and stamp.session == self._session
         return Position(
             session=self._session,
@@ -211,7 +211,7 @@ class Subscriber:
 
     # ---- starting over
 
-    def _begin(self, inputs: Tensors, stamp: Stamp) -> Outputs:
+    def _begin(self, inputs: Tensors, stamp: MessageHeader) -> Outputs:
         base = read_string(inputs, "base")
         if self._is_late(stamp):
             return self._position(stamp)
@@ -226,7 +226,7 @@ class Subscriber:
         self._stop_timer()
         return self._position(stamp)
 
-    def _is_late(self, stamp: Stamp | None) -> bool:
+    def _is_late(self, stamp: MessageHeader | None) -> bool:
         """Whether a control comes after others that its publisher sent later: it must not undo those."""
         if stamp is None or stamp.session != self._session or not stamp.sequence:
             return False
@@ -234,7 +234,7 @@ class Subscriber:
         self.counters.duplicates += late
         return late
 
-    def _begin_on(self, base: str, stamp: Stamp) -> None:
+    def _begin_on(self, base: str, stamp: MessageHeader) -> None:
         """Back to the rows of the base, unless all that was pushed belongs to this session and base."""
         staged = self._stage is not None and stamp.session == self._session
         if base == self._base and not staged:
@@ -247,7 +247,7 @@ class Subscriber:
         self._follow(stamp)
         self._pushed_on = base
 
-    def _follow(self, stamp: Stamp) -> None:
+    def _follow(self, stamp: MessageHeader) -> None:
         """Makes a session the one that is followed, from its beginning."""
         self._session, self._count = stamp.session, stamp.count
         self._forget_positions()
@@ -266,7 +266,7 @@ class Subscriber:
         else:
             self._reload(again=True)
 
-    def _end(self, stamp: Stamp) -> Outputs:
+    def _end(self, stamp: MessageHeader) -> Outputs:
         if not self._follows(stamp):
             return self._base_shown()
         if self._stage is None:
@@ -375,10 +375,10 @@ class Subscriber:
             return self._base
 
 
-def _layout_of(servable: Servable) -> Layout:
+def _layout_of(servable: Servable) -> ModelLayout:
     spec = servable.signature
     tables = {name: TableLayout(table.dim, table.router()) for name, table in spec.tables.items()}
-    return Layout(spec.part, spec.sub_graph_num, tables, frozenset(servable.dense_names))
+    return ModelLayout(spec.part, spec.sub_graph_num, tables, frozenset(servable.dense_names))
 
 
 def _continues(servable: Servable, before: Servable) -> bool:

@@ -13,8 +13,8 @@ from torch import Tensor
 from megalith.serving.client.channels import Credentials
 from megalith.serving.sync.backlog import Interval
 from megalith.serving.sync.journal import Journal
-from megalith.serving.sync.source import Source
-from megalith.serving.sync.stamp import Layout
+from megalith.serving.sync.message_header import ModelLayout
+from megalith.serving.sync.parameter_source import ParameterSource
 
 
 @dataclass
@@ -45,11 +45,11 @@ class TargetReport:
         return None if self.complete is None else max(0.0, clock.time() - self.complete)
 
 
-class Desk(Protocol):
+class PublisherState(Protocol):
     """What a sender needs of its publisher."""
 
     lock: threading.Condition
-    source: Source
+    source: ParameterSource
     journal: Journal
     interval: Interval
     """The last that has ended."""
@@ -74,7 +74,7 @@ class SenderOptions:
     timeout: float
     max_backlog: int
     credentials: Credentials | None
-    on_layout: Callable[[Layout], None]
+    on_layout: Callable[[ModelLayout], None]
 
 
 class Sequence:

@@ -2,9 +2,9 @@
 
 from megalith.table.optimizers.adagrad import Adagrad
 from megalith.table.optimizers.adam import Adam
-from megalith.table.optimizers.base import Optimizer, State
 from megalith.table.optimizers.ftrl import FTRL
 from megalith.table.optimizers.momentum import Momentum
+from megalith.table.optimizers.optimizer import Optimizer, State
 from megalith.table.optimizers.rowwise_adagrad import RowWiseAdagrad
 from megalith.table.optimizers.sgd import SGD
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError
-from megalith.table.optimizers.base import Optimizer, State
+from megalith.table.optimizers.optimizer import Optimizer, State
 from megalith.table.schedules import LearningRate
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from megalith.table.optimizers.base import Optimizer, State
+from megalith.table.optimizers.optimizer import Optimizer, State
 from megalith.table.schedules import LearningRate
 
 

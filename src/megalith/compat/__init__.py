@@ -1,0 +1,1 @@
+"""Other systems' names and formats over the core. Nothing in the core imports this package."""

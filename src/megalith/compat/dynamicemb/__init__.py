@@ -1,0 +1,5 @@
+"""DynamicEmb: its dumps become tables (`import_dynamicemb`)."""
+
+from megalith.compat.dynamicemb.dump_importer import import_dynamicemb
+
+__all__ = ["import_dynamicemb"]

@@ -1,0 +1,186 @@
+"""Monolith's parameter sync by its own names: a client that pushes when it is told to, and says how it went.
+
+For code that comes from Monolith, and for servers that speak its protocol. It sends rows and nothing else,
+and knows no positions; `Publisher` is what new code wants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+from torch import Tensor, cat
+
+from megalith.compat.monolith.sync_config import SyncConfig, read_sync_config
+from megalith.errors import InputError, RemoteError, UsageError
+from megalith.serving.client.channels import Channels, Credentials, grpc_module
+from megalith.serving.proto.parameter_sync import PushResult
+from megalith.serving.proto.schema import protobuf
+from megalith.serving.sync.id_sets import IdSets
+from megalith.serving.sync.parameter_source import read_rows
+from megalith.serving.sync.push_messages import PUSH_ROOM, PushMessage, encode_request, inputs_of, is_assign
+from megalith.serving.wire_names import HASHTABLE_ASSIGN
+from megalith.shards import Shards
+from megalith.table import Table
+
+MAX_THREADS = 16
+
+
+class ParameterSyncClient:
+    """Pushes what changed in the tables attached to it, whenever `create_sync_op` is called.
+
+    config: a serialised ClientConfig, the targets until a call names others. name: under which tables
+    remember what has not been pushed. Not for several threads at once.
+    """
+
+    def __init__(
+        self,
+        config: bytes | str | None = None,
+        *,
+        name: str = "MonolithSyncClient_",
+        credentials: Credentials | None = None,
+    ) -> None:
+        self.name = name
+        self._config = _read(config)
+        self._channels = Channels(credentials)
+        self._tables: dict[str, Table] = {}
+        self._waiting: dict[str, IdSets] = {}
+
+    def attach(self, tables: Shards | Table) -> None:
+        """Pushes these tables too; their changes count from here on.
+
+        Raises InputError if another table of that name is attached.
+        """
+        for name, table in _by_name(tables).items():
+            if self._tables.get(name, table) is not table:
+                raise InputError(f"another table named {name!r} is attached to {self.name!r}")
+            self._tables[name] = table
+            table.track(self.name)
+
+    def create_sync_op(self, config: bytes | str | None = None) -> str:
+        """Pushes to every target, and returns a PushResult as JSON: a response for each, in their order.
+
+        config: a serialised ClientConfig (as str: its bytes as Latin-1); empty: the last one. status_code is
+        0 or gRPC's; update_num is the number of ids pushed. Where nothing changed nothing is sent. Ids that
+        could not be pushed to a target are kept for it, and pushed with the next call.
+        """
+        if config:
+            self._config = _read(config)
+        chosen = self._config
+        if not is_assign(chosen.signature_name or HASHTABLE_ASSIGN):
+            raise InputError(
+                f"sync config: signature_name must be hashtable_assign or raw_assign, "
+                f"got {chosen.signature_name[:100]!r}"
+            )
+        self._waiting = {target: self._waiting.get(target, IdSets()) for target in chosen.targets}
+        result = PushResult()
+        if not chosen.targets:
+            return _json(result)
+        changed = self._drain()
+        for waiting in self._waiting.values():
+            waiting.add(changed)
+        with ThreadPoolExecutor(min(MAX_THREADS, len(chosen.targets))) as threads:
+            pushed = list(threads.map(lambda target: self._push(target, chosen), chosen.targets))
+        for target, (count, error) in zip(chosen.targets, pushed, strict=True):
+            response = result.responses.add(target=target, status_code=0, update_num=count)
+            if error is not None:
+                response.status_code = grpc_module().StatusCode[error.code].value[0]
+                response.error_message = str(error)
+        return _json(result)
+
+    def _drain(self) -> dict[str, Tensor]:
+        return {name: cat(table.drain_touched(self.name)) for name, table in self._tables.items()}
+
+    def _push(self, target: str, config: SyncConfig) -> tuple[int, RemoteError | None]:
+        """How many ids went to a target, and what went wrong."""
+        waiting, count = self._waiting[target], 0
+        costs = {name: 8 + 4 * table.dim for name, table in self._tables.items()}
+        signature = config.signature_name or HASHTABLE_ASSIGN
+        while len(waiting):
+            ids = waiting.take(PUSH_ROOM, costs)
+            push = PushMessage(read_rows(self._tables, ids)[0].rows)
+            if not push.num_ids:
+                continue
+            request = encode_request(config.model_name, signature, inputs_of(push, signature, self._tables))
+            try:
+                self._channels.get(target).predict(request, timeout=config.timeout_ms / 1000)
+            except RemoteError as error:
+                waiting.add(ids)
+                return count, error
+            count += push.num_ids
+        return count, None
+
+    def close(self) -> None:
+        """Ends it; tables attached to it forget about it."""
+        self._channels.close()
+        for table in self._tables.values():
+            with suppress(KeyError):  # tables with one name for all clients may have been left already
+                table.untrack(self.name)
+        self._tables = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class DummySyncClient(ParameterSyncClient):
+    """Says that every push succeeded, without one; tables attached to it remember nothing."""
+
+    def attach(self, tables: Shards | Table) -> None:
+        """Does nothing, if they are tables."""
+        _by_name(tables)
+
+    def create_sync_op(self, config: bytes | str | None = None) -> str:
+        """A PushResult as JSON: success for every target."""
+        result = PushResult()
+        for target in _read(config).targets:
+            result.responses.add(target=target, status_code=0, update_num=0)
+        return _json(result)
+
+
+def parameter_sync_client_from_config(
+    config: bytes | str | None = None, name_suffix: str = ""
+) -> ParameterSyncClient:
+    """A client whose targets are those of a serialised ClientConfig, or none yet."""
+    return ParameterSyncClient(config, name=f"MonolithSyncClient_{name_suffix}")
+
+
+def create_parameter_sync_clients(ps_num: int) -> list[ParameterSyncClient]:
+    """A client for each of so many parts; for 0 parts one client. Raises InputError below that."""
+    if ps_num < 0:
+        raise InputError(f"ps_num must be 0 or more, got {ps_num}")
+    suffixes = [str(number) for number in range(ps_num)] or [""]
+    return [parameter_sync_client_from_config(name_suffix=suffix) for suffix in suffixes]
+
+
+def create_dummy_sync_client() -> DummySyncClient:
+    """A client that pushes nothing."""
+    return DummySyncClient(name="MonolithDummySyncClient")
+
+
+def _by_name(tables: Shards | Table) -> Mapping[str, Table]:
+    if isinstance(tables, Table):
+        return {tables.name: tables}
+    if not isinstance(tables, Shards):
+        raise InputError(f"attach: expected Shards or a Table, got {type(tables).__name__}")
+    if not tables.local:
+        raise UsageError("attach: these shards hold no table in this process")
+    return tables.local
+
+
+def _read(config: bytes | str | None) -> SyncConfig:
+    if isinstance(config, str):
+        config = config.encode("latin-1", "replace")
+    return read_sync_config(config) if config else SyncConfig(signature_name=HASHTABLE_ASSIGN)
+
+
+def _json(result: object) -> str:
+    text: str = protobuf("json_format").MessageToJson(result, preserving_proto_field_name=True)
+    return text

@@ -1,0 +1,178 @@
+"""ColumnReader: what readers of files with named columns have in common.
+
+It turns Arrow record batches into Samples by a Schema, and says which rows are bad. Opening files,
+sharding and positions are in `parquet.py` and `csv.py`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megalith.data.arrow import ColumnFault, arrow, ids, numbers, seconds, why_not_ids, why_not_numbers
+from megalith.data.batch import Position, Samples
+from megalith.data.files import Paths, list_files
+from megalith.data.reader import OnError, Reader, RowBlock
+from megalith.data.schema import Schema
+from megalith.errors import InputError
+
+
+class ColumnChunk(NamedTuple):
+    """Rows as they stand in a file. numbers: int64 [n], the number of each row there."""
+
+    file: Path
+    table: Any
+    numbers: NDArray[np.int64]
+    after: Callable[[int], Position]
+    """The position behind the row with this number."""
+
+
+class ColumnReader(Reader):
+    """Reads files of named columns by a Schema.
+
+    schema may be replaced before reading starts, as in `reader.schema = reader.fit()`.
+    """
+
+    suffixes: tuple[str, ...]
+    row_word = "row"
+
+    def __init__(
+        self,
+        paths: Paths,
+        schema: Schema,
+        *,
+        batch_size: int,
+        drop_last: bool = False,
+        on_error: OnError = "raise",
+    ) -> None:
+        super().__init__(batch_size=batch_size, drop_last=drop_last, on_error=on_error)
+        if not isinstance(schema, Schema):
+            raise InputError(f"reader: schema must be a Schema, got {type(schema).__name__}")
+        self.schema = schema
+        self.files = list_files(paths, self.suffixes)
+
+    @abstractmethod
+    def _chunks(self, position: Position) -> Iterator[ColumnChunk]:
+        """The rows of this shard from `position` on."""
+
+    def fit(self, rows: int = 100_000) -> Schema:
+        """The schema with mean and std of the first `rows` rows of all files wherever it has none yet."""
+        if all(column.is_fitted for column in self.schema.dense_columns):
+            return self.schema
+        seen, raw = 0, []
+        everything = self.shard(0, 1)  # so that all ranks fit the same
+        for chunk in everything._chunks(everything._start()):
+            faults: list[ColumnFault] = []
+            values = self._dense(chunk.table, faults)
+            for fault in faults:
+                values[fault.rows] = np.nan
+            raw.append(values[: rows - seen])
+            seen += len(raw[-1])
+            if seen >= rows:
+                break
+        if not raw:
+            raise InputError(f"{self.files[0]}: no row to fit the schema on")
+        return self.schema.fitted(np.concatenate(raw))
+
+    def _parts(self, position: Position) -> Iterator[RowBlock]:
+        for chunk in self._chunks(position):
+            samples, kept = self._decode(chunk)
+            yield RowBlock(samples, partial(_behind, chunk, kept))
+
+    # ---- whole files
+
+    def _columns_fault(self, kinds: dict[str, Any], file: Path) -> tuple[str, str] | None:
+        """Reason and message if a file with columns of these Arrow types cannot be read by the schema."""
+        schema = self.schema
+        for name in schema.columns:
+            if name not in kinds:
+                have = ", ".join(list(kinds)[:20]) + (", ..." if len(kinds) > 20 else "")
+                return "missing column", f"{file}: column {name!r} is missing; the file has {have}"
+        problems = [(name, why_not_numbers(kinds[name])) for name in (schema.label, schema.weight) if name]
+        problems += [(x.column, why_not_numbers(kinds[x.column])) for x in schema.dense_columns]
+        problems += [(x.column, why_not_ids(kinds[x.column])) for x in schema.feature_columns.values()]
+        if schema.time is not None:
+            problems.append((schema.time, why_not_numbers(kinds[schema.time], time=True)))
+        for name, why in problems:
+            if why is not None:
+                return "wrong type", f"{file}: column {name!r} {why}"
+        return None
+
+    # ---- rows
+
+    def _decode(self, chunk: ColumnChunk) -> tuple[Samples, NDArray[np.int64]]:
+        """The good rows of a chunk and their numbers in the file."""
+        faults: list[ColumnFault] = []
+        samples = self._samples(chunk.table, faults)
+        if not faults:
+            return samples, chunk.numbers
+        good = np.ones(len(chunk.numbers), bool)
+        for fault in faults:
+            rows = np.flatnonzero(fault.rows & good)
+            if len(rows):
+                value = chunk.table.column(fault.column)[int(rows[0])].as_py()
+                where = f"{chunk.file}: {self.row_word} {chunk.numbers[rows[0]]}, column {fault.column!r}"
+                self._bad(fault.reason, f"{where}: {_shown(value)} {fault.what}", len(rows))
+                good[rows] = False
+        return self._samples(chunk.table.filter(arrow().array(good)), []), chunk.numbers[good]
+
+    def _samples(self, table: Any, faults: list[ColumnFault]) -> Samples:
+        schema, n = self.schema, len(table)
+        labels = np.full(n, np.nan)
+        if schema.label is not None:
+            labels, _, found = numbers(table.column(schema.label), schema.label)
+            unlabelled = np.isnan(labels)
+            if unlabelled.any():
+                found = [x for x in found if x.reason != "not finite"]
+                for fault in found:
+                    unlabelled &= ~fault.rows
+                found.append(ColumnFault(unlabelled, schema.label, "no label", "is no label"))
+            faults += found
+        weights = None
+        if schema.weight is not None:
+            weights, missing, found = numbers(table.column(schema.weight), schema.weight)
+            faults += found
+            wrong = missing | (weights < 0)
+            if wrong.any():
+                faults.append(ColumnFault(wrong, schema.weight, "no weight", "is no weight, 0 or above"))
+        times = None
+        if schema.time is not None:
+            times, found = seconds(table.column(schema.time), schema.time)
+            faults += found
+        dense = self._dense(table, faults) if schema.dense_columns else None
+        features = {}
+        for name, feature in schema.feature_columns.items():
+            features[name], found = ids(table.column(feature.column), feature)
+            faults += found
+        return Samples(
+            features,
+            torch.from_numpy(labels.astype(np.float32)),
+            None if dense is None else schema.normalise(dense),
+            None if weights is None else torch.from_numpy(weights.astype(np.float32)),
+            None if times is None else torch.from_numpy(times),
+        )
+
+    def _dense(self, table: Any, faults: list[ColumnFault]) -> NDArray[np.float64]:
+        raw = np.empty((len(table), len(self.schema.dense_columns)), np.float64)
+        for i, column in enumerate(self.schema.dense_columns):
+            raw[:, i], _, found = numbers(table.column(column.column), column.column)
+            faults += found
+        return raw
+
+
+def _behind(chunk: ColumnChunk, kept: NDArray[np.int64], k: int) -> Position:
+    return chunk.after(int(kept[k - 1]))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", "replace")
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

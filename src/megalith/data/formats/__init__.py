@@ -1,0 +1,1 @@
+"""Wire formats under the readers: record files and compression."""

@@ -1,0 +1,204 @@
+"""Records: files of length-prefixed messages, as Monolith and TensorFlow write them.
+
+Two framings, both little-endian:
+  "length"    uint64 length, then the message. Monolith may put a header before each length; see HEADERS.
+  "tfrecord"  uint64 length, masked crc32c of it, the message, masked crc32c of that.
+What the messages say is their readers' business. Lengths are not believed beyond `max_bytes`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import BinaryIO, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalith.data.formats.compression import open_bytes
+from megalith.errors import InputError
+from megalith.library import native_module
+
+Framing = Literal["length", "tfrecord"]
+MAX_RECORD_BYTES = 64 << 20
+HEADERS = {
+    "lagrangex_header": "8 bytes of kind and data source",
+    "kafka_dump_prefix": "8 bytes; 8 more if they are zero, else they are the sort id's length",
+    "sort_id": "uint64 length and a sort id of that length",
+    "kafka_dump": "8 bytes",
+}
+"""What Monolith's options of these names put before each length, in this order."""
+
+_CRC_BLOCK = 1024
+
+
+class FramedRecord(NamedTuple):
+    """A message in a file. at: the offset of its first byte; end: of the byte behind the record."""
+
+    number: int
+    at: int
+    end: int
+    message: bytes
+
+
+class RecordFile:
+    """The records of a file, one after the other.
+
+    Raises InputError, naming the file and the byte, where the file ends within a record, a length is over
+    max_bytes, or a checksum is wrong.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        framing: Framing,
+        *,
+        header: Sequence[str] = (),
+        max_bytes: int = MAX_RECORD_BYTES,
+    ) -> None:
+        self.path = path
+        self.framing = framing
+        self.header = header
+        self.max_bytes = max_bytes
+
+    def read(self, *, offset: int = 0, number: int = 0) -> Iterator[FramedRecord]:
+        """The records from record `number` on, which begins at byte `offset`."""
+        try:
+            with open_bytes(self.path) as file:
+                file.seek(offset)
+                while True:
+                    record = self._record(file, offset, number)
+                    if record is None:
+                        return
+                    yield record
+                    offset, number = record.end, number + 1
+        except (EOFError, OSError) as error:
+            raise InputError(f"{self.path}: cannot be read behind byte {offset}: {error}") from error
+
+    def _record(self, file: BinaryIO, offset: int, number: int) -> FramedRecord | None:
+        first = file.read(1)
+        if not first:
+            return None
+        cursor = _Cursor(self, file, offset, first)
+        if self.framing == "tfrecord":
+            head = cursor.take(8)
+            cursor.check(head, "length")
+            message = cursor.take(self._size(head, offset))
+            at = cursor.at - len(message)
+            cursor.check(message, "record")
+        else:
+            self._skip_header(cursor)
+            start = cursor.at
+            message = cursor.take(self._size(cursor.take(8), start))
+            at = cursor.at - len(message)
+        return FramedRecord(number, at, cursor.at, message)
+
+    def _skip_header(self, cursor: _Cursor) -> None:
+        sort_id = None
+        if "lagrangex_header" in self.header:
+            cursor.take(8)
+        if "kafka_dump_prefix" in self.header:
+            start, word = cursor.at, cursor.take(8)
+            if any(word):
+                sort_id = self._size(word, start)
+            else:
+                cursor.take(8)
+        if "sort_id" in self.header:
+            start = cursor.at
+            cursor.take(self._size(cursor.take(8), start) if sort_id is None else sort_id)
+        if "kafka_dump" in self.header:
+            cursor.take(8)
+
+    def _size(self, head: bytes, at: int) -> int:
+        size: int = struct.unpack("<Q", head)[0]
+        if size > self.max_bytes:
+            raise InputError(
+                f"{self.path}: the length at byte {at} is {size}, over max_bytes={self.max_bytes}; "
+                f"is the file framed as {self.framing!r}, with headers {list(self.header)}?"
+            )
+        return size
+
+
+class _Cursor:
+    """Takes bytes of a record and knows where it stands."""
+
+    def __init__(self, records: RecordFile, file: BinaryIO, at: int, first: bytes) -> None:
+        self._path, self._file, self._ahead = records.path, file, first
+        self.start = self.at = at
+
+    def take(self, size: int) -> bytes:
+        data = self._ahead[:size] + self._file.read(size - len(self._ahead[:size]))
+        self._ahead = self._ahead[size:]
+        if len(data) < size:
+            raise InputError(
+                f"{self._path}: the file ends at byte {self.at + len(data)}, within the record that begins "
+                f"at byte {self.start}: it is cut off, or framed in another way"
+            )
+        self.at += size
+        return data
+
+    def check(self, data: bytes, what: str) -> None:
+        at = self.at
+        stated: int = struct.unpack("<I", self.take(4))[0]
+        if masked_crc32c(data) != stated:
+            raise InputError(f"{self._path}: the checksum at byte {at} is not that of the {what} before it")
+
+
+def write_records(
+    file: BinaryIO, messages: Sequence[bytes], framing: Framing, *, header: Sequence[str] = ()
+) -> None:
+    """Append messages to an open file; headers are zeros, as Monolith's own writer leaves them."""
+    sizes = {"lagrangex_header": 8, "kafka_dump_prefix": 16, "sort_id": 8, "kafka_dump": 8}
+    for message in messages:
+        length = struct.pack("<Q", len(message))
+        if framing == "tfrecord":
+            file.write(length + struct.pack("<I", masked_crc32c(length)))
+            file.write(message + struct.pack("<I", masked_crc32c(message)))
+        else:
+            file.write(bytes(sum(sizes[name] for name in header)) + length + message)
+
+
+# ---- crc32c, a block of bytes at a time
+
+
+def masked_crc32c(data: bytes) -> int:
+    """TFRecord's checksum: crc32c turned and shifted, so that checksums of checksums differ."""
+    crc = crc32c(data)
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def crc32c(data: bytes) -> int:
+    """The Castagnoli CRC of some bytes."""
+    native = native_module()
+    return crc32c_twin(data) if native is None else native.crc32c(data)
+
+
+def crc32c_twin(data: bytes) -> int:
+    """`crc32c` in numpy."""
+    effect, places = _crc_tables()
+    values = np.frombuffer(data, np.uint8)
+    crc, at = 0xFFFFFFFF, len(values) % _CRC_BLOCK
+    if at < 4:
+        for byte in values[:at].tolist():
+            crc = crc >> 8 ^ int(effect[-1, crc & 0xFF ^ byte])
+    blocks = ([values[:at]] if at >= 4 else []) + list(values[at:].reshape(-1, _CRC_BLOCK))
+    for block in blocks:
+        mixed = block.copy()  # the CRC so far acts like four more bytes over the first four
+        mixed[:4] ^= np.frombuffer(crc.to_bytes(4, "little"), np.uint8)
+        crc = int(np.bitwise_xor.reduce(effect[places[-len(block) :], mixed]))
+    return crc ^ 0xFFFFFFFF
+
+
+@cache
+def _crc_tables() -> tuple[NDArray[np.uint32], NDArray[np.intp]]:
+    """What byte b at place i of a block adds to the CRC, [i, b]; and the places, [_CRC_BLOCK]."""
+    one = np.arange(256, dtype=np.uint32)
+    for _ in range(8):
+        one = np.where(one & 1, one >> 1 ^ np.uint32(0x82F63B78), one >> 1).astype(np.uint32)
+    effect = np.empty((_CRC_BLOCK, 256), np.uint32)
+    effect[-1] = one
+    for i in range(_CRC_BLOCK - 2, -1, -1):  # a byte further left has one more zero byte behind it
+        effect[i] = effect[i + 1] >> 8 ^ one[effect[i + 1] & 0xFF]
+    return effect, np.arange(_CRC_BLOCK)

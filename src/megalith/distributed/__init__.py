@@ -1,0 +1,1 @@
+"""Ranks: launcher environment, process groups, exchange of bytes, agreement between ranks."""

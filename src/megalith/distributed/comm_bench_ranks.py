@@ -1,0 +1,127 @@
+"""Where a communication benchmark runs: in the ranks of a launcher, or in local processes made for it.
+
+Local ranks speak gloo over loopback. The first sends measurements to the parent as JSON while they are made;
+all are ended when the parent stops listening, whatever they hang in.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+
+import torch
+import torch.distributed as dist
+
+from megalith.distributed.comm_bench import CommSettings, Measurement, measure
+from megalith.distributed.launcher_environment import Launch
+from megalith.errors import InputError, RankFailedError, RankTimeoutError
+
+START_SECONDS = 60
+"""What processes may take to start, and a last exchange to end, beyond the budget."""
+
+_MAX_MESSAGE = 1 << 16
+
+
+def measure_local(settings: CommSettings, num_ranks: int) -> Iterator[Measurement]:
+    """Measures among `num_ranks` processes of this machine, started for it and ended with it.
+
+    Raises RankFailedError with the error of a rank, or RankTimeoutError when they take too long.
+    """
+    if num_ranks < 2:
+        raise InputError(f"bench: at least 2 ranks have something to say to each other, got {num_ranks}")
+    context = multiprocessing.get_context("spawn")
+    deadline = time.monotonic() + settings.budget + START_SECONDS
+    with tempfile.TemporaryDirectory() as folder:
+        started: list[tuple[BaseProcess, Connection]] = []
+        try:
+            for rank in range(num_ranks):
+                ours, theirs = context.Pipe(duplex=False)
+                arguments = (theirs, os.path.join(folder, "store"), rank, num_ranks, settings)
+                process = context.Process(target=_local_rank, args=arguments, daemon=True)
+                process.start()
+                theirs.close()
+                started.append((process, ours))
+            yield from _received({pipe: rank for rank, (_, pipe) in enumerate(started)}, deadline)
+        finally:
+            for child, pipe in started:
+                child.kill()
+                child.join()
+                pipe.close()
+
+
+def measure_launched(settings: CommSettings, launch: Launch) -> Iterator[Measurement]:
+    """Measures among the ranks of a launcher: all of them call it, and all get the results.
+
+    Raises InputError if the launcher gives no address to meet at.
+    """
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise InputError(
+                f"bench: {launch.launcher} started {launch.size} ranks, but {name} is not set, so they "
+                "cannot meet: set it to the same on all ranks, as torchrun does"
+            )
+    with _grouped("env://", launch.rank, launch.size, settings):
+        yield from measure(settings)
+
+
+@contextmanager
+def _grouped(init_method: str, rank: int, size: int, settings: CommSettings) -> Iterator[None]:
+    timeout = timedelta(seconds=settings.budget + START_SECONDS)
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=size, timeout=timeout)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+# ---- local ranks
+
+
+def _received(pipes: dict[Connection, int], deadline: float) -> Iterator[Measurement]:
+    """What rank 0 measured, until every rank has said that it is done."""
+    open_pipes = dict(pipes)
+    while open_pipes:
+        ready = wait(list(open_pipes), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            late = ", ".join(str(rank) for rank in open_pipes.values())
+            raise RankTimeoutError(f"bench: ranks {late} took too long; measure fewer sizes or smaller ones")
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            try:
+                message = json.loads(pipe.recv_bytes(_MAX_MESSAGE))
+            except EOFError:
+                raise RankFailedError(
+                    f"bench: rank {open_pipes[pipe]} ended before its work was done"
+                ) from None
+            if message is None:
+                open_pipes.pop(pipe)
+            elif "error" in message:
+                raise RankFailedError(f"bench: rank {open_pipes[pipe]} failed: {message['error']}")
+            else:
+                yield Measurement(**message)
+
+
+def _local_rank(pipe: Connection, store: str, rank: int, size: int, settings: CommSettings) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its ranks
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    with closing(pipe):
+        try:
+            with _grouped(f"file://{store}", rank, size, settings):
+                for measurement in measure(settings):
+                    if rank == 0:
+                        pipe.send_bytes(json.dumps(asdict(measurement)).encode())
+            pipe.send_bytes(b"null")
+        except Exception as error:
+            pipe.send_bytes(json.dumps({"error": f"{type(error).__name__}: {error}"[:4000]}).encode())

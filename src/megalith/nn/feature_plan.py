@@ -1,0 +1,252 @@
+"""The plan of a collection: features and layouts compiled to what every batch shares.
+
+`FeaturePlan.batch` turns a batch's columns into ids per table and a Pooling; `FeaturePlan.assemble` gives the
+pooled outputs their names and shapes. It knows no tables beyond their configs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.errors import InputError, UnknownNameError
+from megalith.nn.features import Feature, Layout
+from megalith.ops.pooling import Bags, OutputSlice, Pooling
+from megalith.ragged import Ragged
+from megalith.table import TableConfig
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor of the result: the shape of one example, and the feature whose rows it lists (or None)."""
+
+    name: str
+    shape: tuple[int, ...]
+    rows_of: str | None = None
+
+    @property
+    def columns(self) -> int:
+        """Elements of one example."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class CompiledBatch:
+    """One batch, compiled."""
+
+    ids: dict[str, Tensor]
+    pooling: Pooling
+    size: int
+    columns: Mapping[str, Ragged]
+    device: torch.device
+
+
+class FeaturePlan:
+    """Features of each table in declared order, and where their columns go."""
+
+    def __init__(
+        self,
+        features: Sequence[Feature],
+        layouts: Sequence[Layout] | None,
+        configs: Mapping[str, TableConfig],
+    ) -> None:
+        self.features = _by_name(features, configs)
+        self.layouts = layouts
+        self.outputs: list[Output] = []
+        self._parts: dict[str, list[OutputSlice]] = {name: [] for name in self.features}
+        self._dims = {f.name: configs[f.table].dim for f in self.features.values()}
+        if layouts is None:
+            for feature in self.features.values():
+                self._add_feature(feature)
+        else:
+            self._add_layouts(layouts)
+        self.tables: dict[str, list[Feature]] = {}
+        for feature in self.features.values():
+            self.tables.setdefault(feature.table, []).append(feature)
+
+    # ---- at construction
+
+    def _add_feature(self, feature: Feature) -> None:
+        dim, combiner = self._dims[feature.name], feature.combiner
+        inner = 1 if combiner is None else combiner.inner
+        shape = (dim,) if combiner is None else combiner.output_shape(dim)
+        rows_of = feature.name if combiner is None else None
+        self._parts[feature.name].append(OutputSlice(len(self.outputs), 0, 0, dim, inner))
+        self.outputs.append(Output(feature.name, shape, rows_of))
+
+    def _add_layouts(self, layouts: Sequence[Layout]) -> None:
+        if not isinstance(layouts, list | tuple) or not all(isinstance(each, Layout) for each in layouts):
+            raise InputError(f"layouts must be a list of Layout, got {layouts!r}")
+        names = [layout.name for layout in layouts]
+        for name in names:
+            if names.count(name) > 1:
+                raise InputError(f"two layouts are named {name!r}: names must differ")
+        for layout in layouts:
+            shapes = [self._slice_shape(layout, number) for number in range(len(layout.slices))]
+            self._check_layout(layout, shapes)
+            self._add_layout(layout, shapes)
+        unused = [name for name, parts in self._parts.items() if not parts]
+        if unused:
+            raise InputError(
+                f"no layout has a slice of {', '.join(map(repr, unused))}: add one or leave the feature out"
+            )
+
+    def _slice_shape(self, layout: Layout, number: int) -> tuple[int, ...]:
+        """What a slice gives for one example: (width,) or, of a FirstN feature, (n, width)."""
+        cut = layout.slices[number]
+        where = f"layout {layout.name!r}, slice {number}"
+        if cut.feature not in self.features:
+            known = ", ".join(map(repr, self.features))
+            raise UnknownNameError(f"{where}: unknown feature {cut.feature!r} (known: {known})")
+        dim, combiner = self._dims[cut.feature], self.features[cut.feature].combiner
+        if cut.end > dim:
+            raise InputError(f"{where}: columns {cut.start}:{cut.end} of {cut.feature!r}, which has {dim}")
+        if combiner is None:
+            raise InputError(
+                f"{where}: feature {cut.feature!r} has no combiner, so it has no place in a layout"
+            )
+        return combiner.output_shape(cut.width)
+
+    @staticmethod
+    def _check_layout(layout: Layout, shapes: Sequence[tuple[int, ...]]) -> None:
+        if layout.kind == "none":
+            return
+        for number, shape in enumerate(shapes):
+            where = f"layout {layout.name!r}, slice {number}"
+            if layout.kind == "add" and len(shape) > 1:
+                raise InputError(f"{where}: rows of a FirstN feature cannot be added")
+            if shape[:-1] != shapes[0][:-1]:
+                raise InputError(f"{where}: FirstN features of one n, or none of them, go into one layout")
+            if layout.kind != "concat" and shape != shapes[0]:
+                raise InputError(f"{where}: {shape[-1]} columns wide, slice 0 has {shapes[0][-1]}")
+
+    def _add_layout(self, layout: Layout, shapes: Sequence[tuple[int, ...]]) -> None:
+        first, width = shapes[0][:-1], sum(shape[-1] for shape in shapes)
+        column = 0
+        for number, (cut, shape) in enumerate(zip(layout.slices, shapes, strict=True)):
+            output = len(self.outputs) + (number if layout.kind == "none" else 0)
+            inner = shape[0] if len(shape) > 1 else 1
+            step = width if layout.kind == "concat" else 0
+            part = OutputSlice(output, column, cut.start, cut.end, inner, layout.kind == "add", step)
+            self._parts[cut.feature].append(part)
+            column += {"concat": cut.width, "stack": inner * cut.width}.get(layout.kind, 0)
+        if layout.kind == "none":
+            self.outputs += [Output(layout.name, shape) for shape in shapes]
+        elif layout.kind == "concat":
+            self.outputs.append(Output(layout.name, (*first, width)))
+        elif layout.kind == "stack":
+            self.outputs.append(Output(layout.name, (len(shapes), *shapes[0])))
+        else:
+            self.outputs.append(Output(layout.name, shapes[0]))
+
+    # ---- for every batch
+
+    def batch(self, columns: Mapping[str, Ragged]) -> CompiledBatch:
+        """The ids of each table, features in declared order, and how their rows are pooled."""
+        size = self._batch_size(columns)
+        device = _device(columns)
+        rows = [size] * len(self.outputs)
+        ids: dict[str, Tensor] = {}
+        bags: dict[str, tuple[Bags, ...]] = {}
+        for table, features in self.tables.items():
+            values: list[Tensor] = []
+            found: list[tuple[Feature, Ragged, Tensor]] = []
+            begin = 0
+            for feature in features:
+                column = columns[feature.name].to("cpu") if device.type != "cpu" else columns[feature.name]
+                offsets = column.row_splits
+                if feature.combiner is None:
+                    offsets = torch.arange(column.values.shape[0] + 1, device="cpu")
+                    rows[self._parts[feature.name][0].output] = column.values.shape[0]
+                else:
+                    column = feature.combiner.cut(column)
+                    offsets = feature.combiner.offsets(column)
+                values.append(column.values)
+                found.append((feature, column, offsets + begin if begin else offsets))
+                begin += column.values.shape[0]
+            ids[table] = values[0] if len(values) == 1 else torch.cat(values)
+            weights = _weights([column for _, column, _ in found])
+            bags[table] = tuple(self._bags(*each, weights) for each in found)
+        shapes = tuple((r, output.columns) for r, output in zip(rows, self.outputs, strict=True))
+        return CompiledBatch(ids, Pooling(shapes, bags), size, columns, device)
+
+    def _bags(self, feature: Feature, column: Ragged, offsets: Tensor, weights: Tensor | None) -> Bags:
+        parts = tuple(self._parts[feature.name])
+        if feature.combiner is None:
+            return Bags(offsets, parts)
+        weighted = weights if column.weights is not None else None
+        return Bags(offsets, parts, weighted, feature.combiner.divisor(column), feature.shared)
+
+    def _batch_size(self, columns: Mapping[str, Ragged]) -> int:
+        size: int | None = None
+        named = ""
+        for name, feature in self.features.items():
+            rows = len(columns[name])
+            if feature.shared:
+                if rows != 1:
+                    raise InputError(f"feature {name!r} is shared: it must have one row, got {rows}")
+            elif size is None:
+                size, named = rows, name
+            elif rows != size:
+                raise InputError(f"feature {name!r} has {rows} rows, feature {named!r} has {size}")
+        return 1 if size is None else size
+
+    def assemble(self, batch: CompiledBatch, outputs: Sequence[Tensor]) -> dict[str, Any]:
+        """The outputs by name: tensors, lists of them (layouts of kind "none"), Raggeds (no combiner)."""
+        result: dict[str, Any] = {}
+        for output, tensor in zip(self.outputs, outputs, strict=True):
+            if output.rows_of is not None:
+                column = batch.columns[output.rows_of]
+                result[output.name] = Ragged(tensor, column.row_splits, column.weights)
+                continue
+            result.setdefault(output.name, []).append(tensor.view(batch.size, *output.shape))
+        lists = {layout.name for layout in self.layouts or () if layout.kind == "none"}
+        return {k: v[0] if isinstance(v, list) and k not in lists else v for k, v in result.items()}
+
+
+def _by_name(features: Sequence[Feature], configs: Mapping[str, TableConfig]) -> dict[str, Feature]:
+    if not isinstance(features, list | tuple):
+        raise InputError(f"features must be a list of Feature, got {features!r}")
+    by_name: dict[str, Feature] = {}
+    for feature in features:
+        if not isinstance(feature, Feature):
+            raise InputError(f"features must be a list of Feature, got {feature!r}")
+        if feature.name in by_name:
+            raise InputError(f"two features are named {feature.name!r}: names must differ")
+        if feature.table not in configs:
+            known = ", ".join(map(repr, configs)) or "none"
+            raise UnknownNameError(
+                f"feature {feature.name!r}: unknown table {feature.table!r} (known: {known})"
+            )
+        by_name[feature.name] = feature
+    if not by_name:
+        raise InputError("features is empty: name at least one")
+    return by_name
+
+
+def _device(columns: Mapping[str, Ragged]) -> torch.device:
+    """Where the batch is. Raises InputError if that is in two places."""
+    (first, column), *others = columns.items()
+    for name, other in others:
+        if other.device != column.device:
+            raise InputError(
+                f"feature {name!r} is on {other.device}, feature {first!r} on {column.device}: "
+                "move the batch to one device"
+            )
+    return column.device
+
+
+def _weights(columns: Sequence[Ragged]) -> Tensor | None:
+    """The weights of all columns of a table, 1 where a column has none; None if no column has any."""
+    if all(column.weights is None for column in columns):
+        return None
+    pieces = [
+        torch.ones(c.values.shape[0], device="cpu") if c.weights is None else c.weights.to(torch.float32)
+        for c in columns
+    ]
+    return torch.cat(pieces)

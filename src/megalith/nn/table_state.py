@@ -1,0 +1,104 @@
+"""A collection's rows as a state_dict carries them: plain tensors by table, under the name of their rank.
+
+torch.distributed.checkpoint (DCP) opens every mapping it meets and writes each leaf once for all ranks, by
+its path; a tensor it loads into one of the same size only. Hence the rank in the path, and the tuple: that is
+a leaf of any content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalith.errors import InputError, UsageError
+from megalith.shards import Shards
+from megalith.table import Chunk, Table
+from megalith.table.table_data import MAX_TIME
+
+
+def packed(state: dict[str, Any]) -> dict[str, tuple[dict[str, Any]]]:
+    """A process's state in the form for `state_dict`."""
+    return {_key(): (state,)}
+
+
+def unpacked(saved: Any) -> Any:
+    """What `packed` was given: this process's state, or the only one there is."""
+    if isinstance(saved, Mapping):
+        for found in (saved.get(_key()), *(saved.values() if len(saved) == 1 else ())):
+            if isinstance(found, tuple) and len(found) == 1:
+                return found[0]
+        if saved:
+            raise UsageError(f"this state_dict holds {sorted(saved)}, not {_key()!r}")
+    raise InputError(f"this state_dict holds no rows of an EmbeddingCollection, but a {type(saved).__name__}")
+
+
+def _key() -> str:
+    """Where a process's state stands. DCP says it where it is missing, so it tells what to do then."""
+    ranks = dist.is_available() and dist.is_initialized()
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if ranks else (0, 1)
+    return f"rank {rank} of {world_size} (at another world size: checkpoint.save and checkpoint.load)"
+
+
+def rows_of(table: Table) -> dict[str, Any]:
+    """All rows of a table: ids, weights, optimizer state, last-update times."""
+    chunks = list(table.scan())
+    if not chunks:
+        chunks = [table.new_chunk(0)]
+    keys = chunks[0].state
+    return {
+        "ids": torch.cat([c.ids for c in chunks]),
+        "rows": torch.cat([c.rows for c in chunks]),
+        "state": {key: torch.cat([c.state[key] for c in chunks]) for key in keys},
+        "time": torch.cat([c.time for c in chunks]),
+    }
+
+
+def set_rows(shards: Shards, saved: Mapping[str, Mapping[str, Any]]) -> None:
+    """Replaces all rows of this process's tables.
+
+    Raises InputError, before anything is written, unless tables, dims and optimizers are the same, and
+    UsageError if rows were routed otherwise.
+    """
+    tables = shards.local
+    if set(saved) != set(tables):
+        raise InputError(f"state_dict holds tables {sorted(saved)}, this collection has {sorted(tables)}")
+    chunks = {name: _chunk(table, saved[name]) for name, table in tables.items()}
+    for name, chunk in chunks.items():
+        router = shards.router(name)
+        if router is not None and bool((router.owner(chunk.ids) != shards.rank).any()):
+            raise UsageError(
+                f"table {name!r}: this state_dict holds rows that {router} gives to other ranks than "
+                f"{shards.rank}: use checkpoint.save, and checkpoint.load with reroute=True"
+            )
+    for name, table in tables.items():
+        table.clear()
+        table.restore(chunks[name])
+
+
+def _chunk(table: Table, saved: Mapping[str, Any]) -> Chunk:
+    """What `rows_of` gave, on the CPU, if it fits the table."""
+    shapes = {"rows": table.dim} | {c.key: c.end - c.start for c in table.config.state_columns}
+    state: Mapping[str, Tensor] = saved["state"]
+    if set(state) != shapes.keys() - {"rows"}:
+        raise InputError(
+            f"table {table.name!r}: state_dict holds optimizer state {sorted(state)}, this table keeps "
+            f"{sorted(shapes.keys() - {'rows'})}: the optimizers differ"
+        )
+    ids, time = saved["ids"].cpu(), saved["time"].cpu()
+    n = ids.numel()
+    for name, columns in shapes.items():
+        piece = saved["rows"] if name == "rows" else state[name]
+        if tuple(piece.shape) != (n, columns) or piece.dtype != torch.float32:
+            raise InputError(
+                f"table {table.name!r}: state_dict holds {name} of {piece.dtype} {list(piece.shape)}, "
+                f"this table has float32 [{n}, {columns}]"
+            )
+    good = time.dtype == torch.int64 and tuple(time.shape) == (n,)
+    if not good or (n and not 0 <= int(time.min()) <= int(time.max()) <= MAX_TIME):
+        raise InputError(f"table {table.name!r}: state_dict holds times that are not {n} numbers of seconds")
+    table.check_ids(ids)
+    return Chunk(ids, saved["rows"].cpu(), {key: piece.cpu() for key, piece in state.items()}, time)

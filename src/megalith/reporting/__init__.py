@@ -1,0 +1,1 @@
+"""Reports, charts, inspection of checkpoints, routing forecasts and id samples."""

@@ -1,0 +1,487 @@
+"""The report of a run: one HTML page with its numbers and plots, readable without a network or a script.
+
+It is made of the files a run leaves behind: config.json, metrics.jsonl, evaluation.json, frequencies.json and
+checkpoint/. Each may be missing or damaged; its section then says so. All text is escaped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from megalith.checkpoint import read_manifest
+from megalith.checkpoint.manifest import full_name
+from megalith.errors import MegalithError
+from megalith.reporting import charts, inspection
+from megalith.reporting.charts import Axis, Series, bar_chart, line_chart, scatter_chart, thin
+from megalith.units import byte_unit, show_bytes, show_number, show_span, show_time
+
+MAX_POINTS, MEAN_POINTS = 300, 60
+MAX_SERIES = 6
+MAX_AGE_CHARTS = 4
+DASH = "\N{EN DASH}"
+_MAX_BYTES = 1 << 28
+
+_STYLE = """
+:root { color-scheme:light dark;
+  --page:#f5f6f8; --card:#ffffff; --text:#1d232b; --muted:#5c6570; --edge:#dfe3e8; }
+@media (prefers-color-scheme: dark) {
+  :root { --page:#14181d; --card:#1d2229; --text:#e4e8ed; --muted:#9aa4b0; --edge:#2e353e; } }
+* { box-sizing:border-box; }
+body { margin:0; background:var(--page); color:var(--text);
+  font:15px/1.5 system-ui, "DejaVu Sans", sans-serif; }
+main { max-width:1180px; margin:0 auto; padding:28px 20px 60px; }
+h1 { font-size:26px; margin:0 0 4px; overflow-wrap:anywhere; }
+h2 { font-size:18px; margin:36px 0 10px; }
+h3 { font-size:14px; margin:0 0 8px; font-weight:600; overflow-wrap:anywhere; }
+p { margin:6px 0; } .muted { color:var(--muted); }
+.numbers { display:flex; flex-wrap:wrap; gap:12px; margin-top:18px; } .number { flex:1 1 190px; }
+.plots { display:grid; grid-template-columns:repeat(auto-fit, minmax(min(100%, 430px), 1fr)); gap:14px; }
+.card { background:var(--card); border:1px solid var(--edge); border-radius:8px; padding:14px 16px;
+  min-width:0; }
+.number b { display:block; font-size:21px; line-height:1.3; overflow-wrap:anywhere; }
+table { border-collapse:collapse; width:100%; } .scroll { overflow-x:auto; }
+th, td { text-align:left; padding:6px 14px 6px 0; border-bottom:1px solid var(--edge);
+  overflow-wrap:anywhere; }
+td.value, th.value { text-align:right; font-variant-numeric:tabular-nums; }
+tr.best td { font-weight:600; } details summary { cursor:pointer; }
+"""
+
+
+def write_report(run_dir: Path, out: Path | None = None, *, comparison: Path | None = None) -> Path:
+    """Writes the page of a run and returns where: `out`, or report.html in the run's directory.
+
+    comparison: a JSON file {"title", "date", "note", "rows": [{"name", "auc", "log_loss", "bytes"}]} to show
+    as a table. Nothing is left half written.
+    """
+    run = _Run(run_dir)
+    target = run_dir / "report.html" if out is None else out
+    sections = [
+        _section("Learning", lambda: _learning(run)),
+        _section("Calibration", lambda: _calibration(run)),
+        _section("Table growth", lambda: _growth(run)),
+        _section("Id frequency", lambda: _frequency(run)),
+        _section("Age of rows", lambda: _ages(run)),
+    ]
+    if comparison is not None:
+        sections.append(_section("Comparison", lambda: _comparison(comparison)))
+    sections.append(_section("Configuration", lambda: _configuration(run)))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(target.name + ".tmp")
+    temporary.write_text(_page(run, sections), encoding="utf-8")
+    os.replace(temporary, target)
+    return target
+
+
+class _Absent(Exception):
+    """A section's input is not there; says what is missing."""
+
+
+# ---- input
+
+
+class _Run:
+    """The files of a run, each read when first asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.config = _optional(lambda: _object(directory / "config.json"))
+        self.evaluation = _optional(lambda: _object(directory / "evaluation.json"))
+        self.records, self.unread = _records(directory / "metrics.jsonl")
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        return [r for r in self.records if r.get("kind") == kind]
+
+    def points(self, kind: str, field: str) -> list[tuple[float, float]]:
+        """(step, value) of a kind of record, where both are numbers."""
+        pairs = [(_number(r.get("step")), _number(r.get(field))) for r in self.of_kind(kind)]
+        return [(step, value) for step, value in pairs if step is not None and value is not None]
+
+    def last(self, field: str) -> float | None:
+        """The newest number under this name."""
+        found = [_number(r.get(field)) for r in self.of_kind("train") or self.records]
+        return next((value for value in reversed(found) if value is not None), None)
+
+
+def _text(path: Path) -> str:
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise _Absent(f"{path.name} is too large to show")
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise _Absent(f"{path.name} is not there") from None
+    except (OSError, UnicodeDecodeError):
+        raise _Absent(f"{path.name} cannot be read") from None
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(_text(path))
+    except (ValueError, RecursionError):
+        raise _Absent(f"{path.name} is no JSON") from None
+    if not isinstance(data, dict):
+        raise _Absent(f"{path.name} holds no object")
+    return data
+
+
+def _records(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The lines that are objects, and how many are not."""
+    try:
+        lines = [line for line in _text(path).splitlines() if line.strip()]
+    except _Absent:
+        return [], 0
+    records = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records, len(lines) - len(records)
+
+
+def _optional(read: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+    try:
+        return read()
+    except _Absent:
+        return None
+
+
+def _number(value: Any) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    try:
+        return float(value) if is_number and math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+# ---- sections
+
+
+def _learning(run: _Run) -> str:
+    if not run.records:
+        raise _Absent("metrics.jsonl is not there, or holds no record")
+    return _plots(
+        [_curves(run, "Loss", "loss", "loss"), _curves(run, "AUC", "auc", "AUC")],
+        f"Lines of metrics.jsonl that could not be read: {run.unread}." if run.unread else "",
+    )
+
+
+def _curves(run: _Run, title: str, field: str, label: str) -> str:
+    raw = run.points("train", field)
+    if len(raw) > MEAN_POINTS:
+        series = [Series("", thin(raw, MAX_POINTS), "faint", colour=0)]
+        series.append(Series("training", thin(raw, MEAN_POINTS), colour=0))
+    else:
+        series = [Series("training", raw, "line and points", colour=0)]
+    held_out = run.points("eval", field)
+    if held_out:
+        series.append(Series("evaluation", thin(held_out, MAX_POINTS), "line and points", colour=1))
+    if not raw and not held_out:
+        return _card(title, f'<p class="muted">No record has {escape(field)}.</p>')
+    return _card(title, line_chart(f"{title} over steps", series, Axis("step"), Axis(label)))
+
+
+def _calibration(run: _Run) -> str:
+    given = (run.evaluation or {}).get("calibration")
+    bins = [b for b in given if isinstance(b, dict)] if isinstance(given, list) else []
+    values = [[_number(b.get(key)) for key in ("predicted", "observed", "count")] for b in bins]
+    full = [(p, o, c) for p, o, c in values if p is not None and o is not None and c is not None]
+    full = [(p, o, c) for p, o, c in full if 0 <= p <= 1 and 0 <= o <= 1 and c > 0]
+    if not full:
+        raise _Absent("evaluation.json is not there, or holds no calibration")
+    points = Series("bins of predictions", [(p, o) for p, o, _ in full], sizes=[c for _, _, c in full])
+    high = max(max(p, o) for p, o, _ in full)
+    chart = scatter_chart(
+        "Calibration: observed against predicted rate",
+        [points],
+        Axis("predicted rate", low=0, high=high),
+        Axis("observed rate", low=0, high=high),
+        diagonal=True,
+    )
+    total = sum(c for _, _, c in full)
+    predicted, observed = (sum(v[i] * v[2] for v in full) / total for i in (0, 1))
+    error = sum(abs(p - o) * c for p, o, c in full) / total
+    facts = {
+        "samples": show_number(total),
+        "mean prediction": f"{predicted:.4f}",
+        "observed rate": f"{observed:.4f}",
+        "predicted / observed": f"{predicted / observed:.3f}" if observed else "no positives",
+        "mean distance, weighted": f"{error:.4f}",
+    }
+    hint = "Points on the dashed line are right; below it the model promises too much. Area: samples."
+    beside = f'{_facts(facts)}<p class="muted">{hint}</p>'
+    return _plots([_card("Observed against predicted", chart), _card("In numbers", beside)])
+
+
+def _growth(run: _Run) -> str:
+    tables: dict[str, list[tuple[float, float]]] = {}
+    for record in run.records:
+        step, rows = _number(record.get("step")), record.get("rows")
+        if step is not None and isinstance(rows, dict):
+            for name, value in rows.items():
+                if (number := _number(value)) is not None:
+                    tables.setdefault(name, []).append((step, number))
+    if not tables:
+        raise _Absent("metrics.jsonl is not there, or holds no rows")
+    shown, left = _largest(tables, lambda points: points[-1][1])
+    series = [Series(name, thin(sorted(points), MAX_POINTS)) for name, points in shown.items()]
+    rows = line_chart("Rows of each table over steps", series, Axis("step"), Axis("rows", low=0))
+    cards = [_card("Rows", rows)]
+    memory = run.points("train", "memory") or run.points("eval", "memory")
+    if memory:
+        unit, size = byte_unit(max(value for _, value in memory))
+        line = Series("memory", [(step, value / size) for step, value in thin(memory, MAX_POINTS)], colour=2)
+        axis = Axis(f"memory, {unit}", low=0)
+        cards.append(
+            _card("Memory of all tables", line_chart("Memory over steps", [line], Axis("step"), axis))
+        )
+    return _plots(cards, f"Smaller tables not shown: {left}." if left else "")
+
+
+def _frequency(run: _Run) -> str:
+    data = _object(run.directory / "frequencies.json")
+    features: dict[str, list[tuple[float, float]]] = {}
+    for name, pairs in data.items():
+        points = [_pair(pair) for pair in pairs] if isinstance(pairs, list) else []
+        if good := [point for point in points if point is not None and min(point) > 0]:
+            features[name] = good
+    if not features:
+        raise _Absent("frequencies.json holds no feature")
+    shown, left = _largest(features, lambda points: sum(ids for _, ids in points))
+    series = [Series(name, _log_thin(points)) for name, points in shown.items()]
+    chart = scatter_chart(
+        "Id frequency: how many ids come up how often",
+        series,
+        Axis("occurrences of an id", log=True),
+        Axis("number of ids", log=True),
+    )
+    rows = [_concentration(name, points) for name, points in shown.items()]
+    head = ("feature", "ids", "seen once", "most frequent")
+    table = _table(head, rows)
+    note = f"Features with fewer ids not shown: {left}." if left else ""
+    return _plots([_card("Ids by frequency", chart), _card("In numbers", table)], note)
+
+
+def _concentration(name: str, points: Sequence[tuple[float, float]]) -> list[str]:
+    ids = sum(n for _, n in points)
+    total = sum(times * n for times, n in points)
+    once = sum(n for times, n in points if times == 1)
+    top = max(times for times, _ in points)
+    return [name, show_number(ids), f"{once / ids:.1%}", f"{top / total:.2%} of all"]
+
+
+def _ages(run: _Run) -> str:
+    root = run.directory / "checkpoint"
+    if not root.exists():
+        raise _Absent("checkpoint/ is not there")
+    try:
+        manifest = read_manifest(root)
+        found = []
+        for summary in inspection.summarize(manifest):
+            entries = manifest.tables()[full_name(summary.collection, summary.name)]
+            newest = inspection.newest_time(root, entries)
+            if newest is not None:
+                found.append((summary, newest, entries))
+        if not found:
+            raise _Absent("the checkpoint has no rows")
+        found.sort(key=lambda item: -item[0].rows)
+        now = max(newest for _, newest, _ in found)
+        cards = [
+            _age_card(summary.name, inspection.measure_ages(root, entries, now=now))
+            for summary, _, entries in found[:MAX_AGE_CHARTS]
+        ]
+    except MegalithError as error:
+        raise _Absent(f"the checkpoint cannot be read: {error}") from None
+    left = len(found) - len(cards)
+    note = f"Counted back from the newest update, {show_time(now)}."
+    return _plots(cards, f"{note} Smaller tables not shown: {left}." if left else note)
+
+
+def _age_card(name: str, ages: inspection.Ages) -> str:
+    bars = [(label, float(count)) for label, count in ages.bins]
+    chart = bar_chart(f"Age of rows of {name}", bars, Axis("rows"), label="last updated before the end")
+    median = show_span(ages.median or 0)
+    return _card(f"{name}: {ages.rows:,} rows, median age {median}", chart)
+
+
+def _comparison(path: Path) -> str:
+    data = _object(path)
+    given = data.get("rows")
+    rows = [row for row in given if isinstance(row, dict)] if isinstance(given, list) else []
+    if not rows:
+        raise _Absent(f"{path.name} holds no rows")
+    aucs = [_number(row.get("auc")) for row in rows]
+    best = max((a for a in aucs if a is not None), default=None)
+    lines = []
+    for row, auc in zip(rows, aucs, strict=True):
+        loss, size = _number(row.get("log_loss")), _number(row.get("bytes"))
+        cells = [
+            str(row.get("name", "")),
+            _or_dash(auc, lambda x: f"{x:.4f}"),
+            _or_dash(loss, lambda x: f"{x:.4f}"),
+            _or_dash(size, show_bytes),
+        ]
+        lines.append((cells, auc is not None and auc == best))
+    body = _table(
+        ("model", "AUC", "log loss", "memory of embeddings"),
+        [cells for cells, _ in lines],
+        best={i for i, (_, is_best) in enumerate(lines) if is_best},
+    )
+    about = " · ".join(str(data[key]) for key in ("title", "date") if data.get(key))
+    note = f'<p class="muted">{escape(str(data["note"]))}</p>' if data.get("note") else ""
+    return f'<div class="card"><h3>{escape(about)}</h3>{body}{note}</div>'
+
+
+def _configuration(run: _Run) -> str:
+    config = _object(run.directory / "config.json")
+    rows = [[key, value] for key, value in _flat(config, "")]
+    table = _table(None, rows, plain=True)
+    return f'<details class="card"><summary>{len(rows)} settings</summary>{table}</details>'
+
+
+# ---- the summary
+
+
+def _numbers(run: _Run) -> str:
+    evaluation = run.evaluation or {}
+    samples, seconds = run.last("samples"), run.last("seconds")
+    rows = [r["rows"] for r in run.records if r.get("rows") and isinstance(r["rows"], dict)]
+    counts = [_number(value) for value in rows[-1].values()] if rows else []
+    speed = samples / seconds if samples is not None and seconds else None
+    shown = {
+        "model": _named(run.config, "model", ("name", "kind", "class")),
+        "data": _named(run.config, "data", ("kind", "name", "path")),
+        "samples trained": _or_dash(samples, show_number),
+        "time": _or_dash(seconds, show_span),
+        "samples / s": _or_dash(speed, lambda x: f"{x:,.0f}"),
+        "AUC": _or_dash(_number(evaluation.get("auc")), lambda x: f"{x:.4f}"),
+        "log loss": _or_dash(_number(evaluation.get("log_loss")), lambda x: f"{x:.4f}"),
+        "rows": _or_dash(sum(c for c in counts if c is not None) if counts else None, show_number),
+        "memory": _or_dash(run.last("memory"), show_bytes),
+    }
+    cards = [
+        f'<div class="card number"><span class="muted">{escape(name)}</span><b>{escape(value)}</b></div>'
+        for name, value in shown.items()
+    ]
+    return f'<div class="numbers">{"".join(cards)}</div>'
+
+
+def _named(config: Mapping[str, Any] | None, key: str, names: Sequence[str]) -> str:
+    """config[key], or the first of these names in it, if it is text."""
+    found = (config or {}).get(key)
+    if isinstance(found, dict):
+        found = next((found[name] for name in names if isinstance(found.get(name), str)), None)
+    return found if isinstance(found, str) and found else DASH
+
+
+# ---- HTML
+
+
+def _page(run: _Run, sections: Sequence[str]) -> str:
+    name = escape(run.directory.resolve().name)
+    steps = [step for r in run.records if (step := _number(r.get("step"))) is not None]
+    about = f"{show_number(max(steps))} steps" if steps else "no steps recorded"
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>Megalith run {name}</title><style>{_STYLE}{charts.STYLE}</style></head>"
+        f'<body><main><h1>Run {name}</h1><p class="muted">Megalith · {about}</p>'
+        f"{_numbers(run)}{''.join(sections)}</main></body></html>\n"
+    )
+
+
+def _section(title: str, body: Callable[[], str]) -> str:
+    try:
+        content = body()
+    except _Absent as absent:
+        content = f'<p class="muted">Not shown: {escape(str(absent))}.</p>'
+    return f"<section><h2>{escape(title)}</h2>{content}</section>"
+
+
+def _plots(cards: Sequence[str], note: str = "") -> str:
+    below = f'<p class="muted">{escape(note)}</p>' if note else ""
+    return f'<div class="plots">{"".join(cards)}</div>{below}'
+
+
+def _card(title: str, body: str) -> str:
+    return f'<div class="card"><h3>{escape(title)}</h3>{body}</div>'
+
+
+def _table(
+    head: Sequence[str] | None,
+    rows: Sequence[Sequence[str]],
+    *,
+    best: set[int] | None = None,
+    plain: bool = False,
+) -> str:
+    """Rows of text; all columns but the first are numbers, set to the right, unless plain."""
+    value = "" if plain else ' class="value"'
+    parts = []
+    if head:
+        names = [f"<th{value if i else ''}>{escape(name)}</th>" for i, name in enumerate(head)]
+        parts.append(f"<thead><tr>{''.join(names)}</tr></thead>")
+    for i, row in enumerate(rows):
+        cells = [f"<td{value if j else ''}>{escape(cell)}</td>" for j, cell in enumerate(row)]
+        mark = ' class="best"' if best and i in best else ""
+        parts.append(f"<tr{mark}>{''.join(cells)}</tr>")
+    return f'<div class="scroll"><table>{"".join(parts)}</table></div>'
+
+
+def _facts(facts: Mapping[str, str]) -> str:
+    return _table(None, [list(item) for item in facts.items()])
+
+
+# ---- small steps
+
+
+def _or_dash(value: float | None, show: Callable[[float], str]) -> str:
+    return DASH if value is None else show(value)
+
+
+def _pair(pair: Any) -> tuple[float, float] | None:
+    if not isinstance(pair, list) or len(pair) != 2:
+        return None
+    a, b = _number(pair[0]), _number(pair[1])
+    return None if a is None or b is None else (a, b)
+
+
+def _largest(
+    named: Mapping[str, list[tuple[float, float]]], size: Callable[[list[tuple[float, float]]], float]
+) -> tuple[dict[str, list[tuple[float, float]]], int]:
+    """The largest few, and how many are left out."""
+    order = sorted(named, key=lambda name: -size(named[name]))
+    return {name: named[name] for name in order[:MAX_SERIES]}, max(0, len(order) - MAX_SERIES)
+
+
+def _log_thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Points that fall together on a log-log plot, once."""
+    kept: dict[tuple[int, int], tuple[float, float]] = {}
+    for a, b in points:
+        kept.setdefault((round(40 * math.log10(a)), round(40 * math.log10(b))), (a, b))
+    return list(kept.values())
+
+
+def _flat(data: Any, path: str) -> list[tuple[str, str]]:
+    """Nested settings as (path, value)."""
+    if isinstance(data, dict) and data:
+        return [pair for key, value in data.items() for pair in _flat(value, f"{path}.{key}".lstrip("."))]
+    return [(path, _shown(data))]
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return DASH
+    if isinstance(value, float) and not math.isfinite(value):
+        return "not finite"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_shown, value))}]"
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,171 @@
+"""Archives of torch.export that are data only: what a hostile one could make the loader run is refused.
+
+`torch.export.load` trusts its file: it unpickles, evaluates expressions, calls whatever function a node
+names, and loads native libraries. `check_archive` reads the file first, with the same reader, and lets pass
+graphs of aten's ops over tensors stored as bytes. `write_archive` makes such a file, and leaves out the paths
+of sources that torch would note in it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from megalith.errors import ExportError
+from megalith.storage.strict_json import parse_json
+
+MAX_JSON = 1 << 26
+_FILES = re.compile(
+    r"data/weights/weight_\d+|data/constants/tensor_\d+|\.data/(version|serialization_id)"
+    r"|archive_format|archive_version|byteorder"
+)
+_GRAPH = "models/model.json"
+_SAMPLES = "data/sample_inputs/model.pt"
+_CONFIGS = ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json")
+_STORED = re.compile(r"(weight|tensor)_\d+")
+_NAME = re.compile(r"[A-Za-z0-9_.]*")
+_PLAIN = re.compile(r"[\w .,:;=<>+*/()-]*")  # nothing that ends a string in source code
+_TARGET = re.compile(
+    r"torch\.ops\.aten\.(?P<op>[a-z0-9][a-z0-9_]*|mT|mH|_assert_scalar|_assert_tensor_metadata)"
+    r"\.[A-Za-z0-9][A-Za-z0-9_]*|torch\.sym_[a-z]+"
+    r"|_operator\.(getitem|add|sub|mul|floordiv|truediv|mod|neg|eq|ne|lt|le|gt|ge)"
+)
+# Of aten, what names that begin with _ stand for is for torch's own use, and checks little. Denied beside it:
+# files and logs; what the whole process shares; memory that was never written to, or is of another size than
+# its tensor; forms of tensors whose indices are trusted; and kernels of gradients, which a score has none of.
+_DENIED = re.compile(
+    r"from_file|save|warn|wait|(manual_|initial_)?seed|set|set_|set_data|set_grad_enabled|requires_grad_"
+    r"|retain_grad|record_stream|pin_memory|segment_reduce|q_.*|int_repr|choose_qparams.*"
+    r"|.*(empty|resize|unsafe|sparse|nested|padded_tensor|quant|backward|mkldnn|cudnn|miopen|mps|fbgemm).*"
+)
+_EXPRESSION = re.compile(
+    r"(Symbol\('[a-z]+\d+'(, [a-z]+=True)*\)|Integer\(-?\d{1,19}\)"
+    r"|[su]\d+|Add|Mul|Max|Min|Mod|FloorDiv|CleanDiv|PythonMod|[(), ])*"
+)
+_MAX_EXPRESSION = 1000
+_FLOAT = re.compile(r"-?Infinity|NaN")  # as JSON has no number for them
+_CONTAINERS = (None, "builtins.dict", "builtins.list", "builtins.tuple")
+
+
+def write_archive(program: ExportedProgram) -> bytes:
+    """The file of a program. Raises ExportError for one that `check_archive` would refuse."""
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            node.meta = {name: value for name, value in node.meta.items() if name == "val"}
+    program.example_inputs = None
+    # Source code that checks sizes; what a Servable gives the program is of one size.
+    program._guards_code = []
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    data = file.getvalue()
+    check_archive(data, "the program")
+    return data
+
+
+def check_archive(data: bytes, where: str) -> None:
+    """Raises ExportError unless these bytes are a program that computes and does nothing else."""
+    from torch.export.pt2_archive._package import PT2ArchiveReader
+
+    try:
+        with PT2ArchiveReader(io.BytesIO(data)) as archive:
+            files = archive.get_file_names()
+            for name in files:
+                if name not in (_GRAPH, _SAMPLES, *_CONFIGS) and not _FILES.fullmatch(name):
+                    raise ValueError(f"it holds {name[:200]!r}")
+            if archive.read_bytes(_SAMPLES):
+                raise ValueError("it holds sample inputs, which are pickled")
+            for name in _CONFIGS:
+                _check_config(_parse(archive.read_bytes(name)))
+            _check_graph(_parse(archive.read_bytes(_GRAPH)))
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OSError) as error:
+        raise ExportError(f"{where} is no program that a server may run: {error}") from None
+
+
+def load_archive(data: bytes) -> ExportedProgram:
+    """The program of an archive that was checked.
+
+    Not by torch.export.load: where that fails it tries an older format, which is unpickled, with another
+    reader of zip files, and one file can show two readers two different archives.
+    """
+    from torch.export.pt2_archive._package import load_pt2
+
+    program: ExportedProgram = load_pt2(io.BytesIO(data)).exported_programs["model"]
+    return program
+
+
+def _parse(text: bytes) -> Any:
+    if len(text) > MAX_JSON:
+        raise ValueError(f"a description has more than {MAX_JSON} bytes")
+    return parse_json(text)
+
+
+def _check_config(data: Any) -> None:
+    for name, entry in data["config"].items():
+        if entry["use_pickle"] is not False or not _STORED.fullmatch(entry["path_name"]):
+            raise ValueError(f"{name[:200]!r} is not stored as plain bytes")
+
+
+def _check_graph(data: Any) -> None:
+    if data.get("guards_code"):
+        raise ValueError("it holds source code")
+    _check_inside(data, "")
+
+
+def _check_inside(data: Any, key: str) -> None:
+    """Each string by what torch does with it, which depends on the key it stands under."""
+    if isinstance(data, dict):
+        for name, each in data.items():
+            if not _PLAIN.fullmatch(name):
+                raise ValueError(f"a name {name[:200]!r}")
+            _check_inside(each, name)
+    elif isinstance(data, list):
+        for each in data:
+            _check_inside(each, key)
+    elif isinstance(data, str) and not _RULES.get(key, _NAME.fullmatch)(data):
+        raise ValueError(f"{key} is {data[:200]!r}")
+
+
+def _is_target(text: str) -> bool:
+    found = _TARGET.fullmatch(text)
+    return found is not None and not _DENIED.fullmatch(found["op"] or "") and "__" not in text
+
+
+def _is_expression(text: str) -> bool:
+    return len(text) <= _MAX_EXPRESSION and bool(_EXPRESSION.fullmatch(text))
+
+
+def _is_structure(text: str) -> bool:
+    """Whether it says how dicts, lists and tuples hold each other; other types would be imported by name."""
+    level = [parse_json(text)[1]]
+    while level:
+        if any(each["type"] not in _CONTAINERS for each in level):
+            return False
+        contexts = [json.loads(each["context"]) for each in level if each["context"] is not None]
+        if not all(context is None or _are_texts(context) for context in contexts):
+            return False
+        level = [child for each in level for child in each["children_spec"]]
+    return True
+
+
+def _are_texts(keys: Any) -> bool:
+    return isinstance(keys, list) and all(isinstance(key, str) for key in keys)
+
+
+_RULES: dict[str, Callable[[str], object]] = {
+    "target": _is_target,
+    "as_operator": _is_target,
+    "as_float": _FLOAT.fullmatch,
+    "expr_str": _is_expression,
+    "in_spec": _is_structure,
+    "out_spec": _is_structure,
+    **dict.fromkeys(
+        ("as_string", "torch_version", "fqn", "parameter_name", "buffer_name", "tensor_constant_name"),
+        _PLAIN.fullmatch,
+    ),
+}

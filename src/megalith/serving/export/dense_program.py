@@ -1,0 +1,153 @@
+"""The dense program: what torch.export made of a model's `score`, with weights that can be replaced.
+
+There are two copies. Requests run the one in front; new weights go into the other, which then takes its
+place, so no request sees half of them. A copy that is in use keeps its weights.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+
+from megalith.errors import ExportError, InputError
+from megalith.serving.export.archive import check_archive, load_archive
+
+PREFIX = "model."
+"""What torch.export puts before the names of the model's weights."""
+
+
+class DenseProgram:
+    """Rows by name and dense values in, logits [B] out. Threads may share it.
+
+    path: an archive of torch.export. Raises ExportError if it is none, or one that does more than compute.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            data = path.read_bytes()
+            check_archive(data, str(path))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                # Loaded twice: two modules of one program would share their weights.
+                programs = [load_archive(data) for _ in range(2)]
+                self._copies = [Copy(program) for program in programs]
+        except ExportError:
+            raise
+        except Exception as error:  # whatever torch raises for a damaged archive
+            raise ExportError(f"{path} is no program of torch.export: {error}") from None
+        self._front = 0
+        self._writing = threading.Lock()
+        self._same = self._copies[0].same
+        self._exported = {name: weight.detach().clone() for name, weight in self._copies[0].weights.items()}
+        self._now = dict(self._exported)
+
+    @property
+    def names(self) -> dict[str, tuple[int, ...]]:
+        """The weights and their shapes; one that has several names by its first."""
+        return {name: tuple(weight.shape) for name, weight in self._exported.items()}
+
+    @property
+    def front(self) -> Copy:
+        """The copy with the weights set last."""
+        return self._copies[self._front]
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The weights in use; not to be written to."""
+        return dict(self._now)
+
+    def __call__(self, rows: dict[str, Any], dense: Tensor | None) -> Tensor:
+        """The logits, float32 [B]."""
+        while True:
+            copy = self.front
+            with copy:
+                if copy is self.front:  # else it went behind meanwhile, and may be about to change
+                    return copy(rows, dense)
+
+    def check(self, weights: Mapping[str, Tensor]) -> None:
+        """Raises InputError unless these are weights of the program, finite and of their shapes."""
+        for name, weight in weights.items():
+            if name not in self._same:
+                raise InputError(f"dense weight {name!r} is unknown (known: {', '.join(self._exported)})")
+            known = self._exported[self._same[name]]
+            if weight.dtype != known.dtype or weight.shape != known.shape:
+                raise InputError(
+                    f"dense weight {name!r} is {weight.dtype} {list(weight.shape)}, "
+                    f"not {known.dtype} {list(known.shape)}"
+                )
+            if weight.is_floating_point() and not bool(torch.isfinite(weight).all()):
+                raise InputError(f"dense weight {name!r} holds NaN or Inf")
+
+    def set(self, weights: Mapping[str, Tensor]) -> Copy:
+        """Replaces weights, all at once; those not named stay. Returns the copy that has them.
+
+        The copy that was in front keeps its weights until the next call.
+        """
+        self.check(weights)
+        with self._writing:
+            self._now.update({self._same[name]: weight.detach().clone() for name, weight in weights.items()})
+            back = self._copies[1 - self._front]
+            back.wait_idle()
+            with torch.no_grad():
+                for name, weight in back.weights.items():
+                    weight.copy_(self._now[name])
+            self._front = 1 - self._front
+            return back
+
+    def reset(self) -> Copy:
+        """Back to the exported weights, as `set`."""
+        return self.set(self._exported)
+
+
+class Copy:
+    """A copy of the program, and how many use it: `with` it, its weights stay as they are.
+
+    weights: its parameters and persistent buffers, each once. same: all their names, and the one in weights.
+    """
+
+    def __init__(self, program: ExportedProgram) -> None:
+        # Guards would be source code out of the archive; a Servable's batches are of one size.
+        self.module = program.module(check_guards=False)
+        constant = set(program.graph_signature.non_persistent_buffers)
+        self.weights: dict[str, Tensor] = {}
+        self.same: dict[str, str] = {}
+        first: dict[tuple[int, tuple[int, ...]], str] = {}
+        for full, weight in (*self.module.named_parameters(), *self.module.named_buffers()):
+            if full in constant:
+                continue
+            name = full.removeprefix(PREFIX)
+            # Modules that share a weight share its memory; an empty one has none.
+            place = (weight.data_ptr(), tuple(weight.shape))
+            self.same[name] = first.setdefault(place, name) if weight.numel() else name
+            if self.same[name] == name:
+                self.weights[name] = weight
+        self._running = 0
+        self._changed = threading.Condition()
+
+    def __call__(self, rows: dict[str, Any], dense: Tensor | None) -> Tensor:
+        """The logits, float32 [B]."""
+        # Without the hooks of a module's call, which check sizes for longer than all else takes.
+        logits: Tensor = self.module.forward(rows, dense)
+        return logits
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._running += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._running -= 1
+            if not self._running:
+                self._changed.notify_all()
+
+    def wait_idle(self) -> None:
+        """Waits until nobody uses it."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._running)

@@ -1,0 +1,181 @@
+"""Frozen rows: one table of an export, a file that is mapped into memory and never changes.
+
+The file is safetensors: `ids` int64 [n] in the order of their hash, `buckets` int64 [2^k + 1] where the ids
+of each leading k bits of the hash begin, `rows` [n, dim] beside the ids. docs/formats/export.md has the page.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import warnings
+import zlib
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megalith.bits import mix64, shift_right, signed
+from megalith.checkpoint.manifest import FileEntry
+from megalith.errors import ExportError
+from megalith.library import native_module
+from megalith.serving.export import precision as precisions
+from megalith.storage.store import checksum, view_of
+from megalith.storage.tensor_files import decode as tensors_of
+from megalith.storage.tensor_files import lay_out
+
+_IDS_PER_BUCKET = 4
+_GOLDEN = signed(0x9E3779B97F4A7C15)
+
+
+def slot_hash(ids: Tensor) -> Tensor:
+    """The hash that orders ids, its 64 bits as int64."""
+    return mix64(ids + _GOLDEN)
+
+
+class FrozenRows:
+    """Rows of a mapped file. steps: float32 [dim], what 1 stands for in int8 rows.
+
+    Raises ExportError unless the file holds what it should.
+    """
+
+    def __init__(self, path: Path, *, dim: int, precision: str, steps: Tensor) -> None:
+        self._path = path
+        tensors = tensors_of(_mapped(path), str(path))
+        forms = {name: (tensor.dtype, tensor.dim()) for name, tensor in tensors.items()}
+        wanted = {"ids": (torch.int64, 1), "buckets": (torch.int64, 1)}
+        wanted["rows"] = (precisions.dtype_of(precision), 2)
+        if forms != wanted:
+            raise ExportError(f"{path} holds {sorted(forms)}, not ids, buckets and rows of {precision}")
+        self.ids, self._buckets, self._rows = tensors["ids"], tensors["buckets"], tensors["rows"]
+        if list(self._rows.shape) != [self.ids.numel(), dim]:
+            raise ExportError(f"{path} holds rows {list(self._rows.shape)}, not {[self.ids.numel(), dim]}")
+        self._steps = steps
+        self._bits = _bits(self._buckets.numel(), path)
+        self._check_buckets()
+
+    def _check_buckets(self) -> None:
+        """A bucket that leaves the ids would send a look-up astray."""
+        n, native = self.ids.numel(), native_module()
+        if native is not None:
+            fits = bool(native.frozen_fits(self._buckets, n))
+        else:
+            ends = (int(self._buckets[0]), int(self._buckets[-1]))
+            fits = ends == (0, n) and not bool((self._buckets.diff() < 0).any())
+        if not fits:
+            raise ExportError(f"{self._path} is damaged: its buckets do not cut its {n} ids")
+
+    def __len__(self) -> int:
+        return self.ids.numel()
+
+    def read(self, ids: Tensor, out: Tensor, skip: Tensor | None = None) -> int:
+        """Fills out, float32 [n, dim], with the rows of int64 ids [n], zeros for those without; how many.
+
+        All are contiguous. skip: uint8 [n], not 0 where out is to be left alone.
+        """
+        native = native_module()
+        if native is None:
+            return self.read_twin(ids, out, skip)
+        missing: int = native.frozen_read(self.ids, self._buckets, self._rows, self._steps, ids, skip, out)
+        return missing
+
+    def read_twin(self, ids: Tensor, out: Tensor, skip: Tensor | None = None) -> int:
+        """`read` in plain torch: what defines it."""
+        found = self.find(ids)
+        wanted = torch.ones_like(found, dtype=torch.bool) if skip is None else skip == 0
+        has = wanted & (found >= 0)
+        out[wanted & ~has] = 0.0
+        out[has] = precisions.decode(self._rows[found[has]], self._steps)
+        return int((wanted & ~has).sum())
+
+    def find(self, ids: Tensor) -> Tensor:
+        """The row of each id, int64 [n]; -1 where there is none."""
+        bucket = shift_right(slot_hash(ids), 64 - self._bits) if self._bits else torch.zeros_like(ids)
+        begin, end = self._buckets[bucket], self._buckets[bucket + 1]
+        found = torch.full_like(ids, -1)
+        for k in range(int((end - begin).max()) if ids.numel() else 0):
+            inside = begin + k < end
+            at = (begin + k)[inside]
+            found[inside] = torch.where(self.ids[at] == ids[inside], at, found[inside])
+        return found
+
+
+class FrozenWriter:
+    """Writes the rows of these ids, int64 [n], an id once, to a new file. steps: as of `FrozenRows`.
+
+    Room on the disk is taken first, where the system can: a full disk is an OSError here and no crash later.
+    Memory: 40 bytes a row at first, 8 while rows come in, and the rows given at a time.
+    """
+
+    def __init__(self, path: Path, ids: Tensor, *, dim: int, precision: str, steps: Tensor) -> None:
+        self._path, self._precision, self._steps = path, precision, steps
+        hashes = slot_hash(ids)
+        order = torch.argsort(hashes ^ signed(1 << 63))  # as unsigned numbers
+        bits = max(0, (ids.numel() // _IDS_PER_BUCKET).bit_length() - 1)
+        header, placed = lay_out(
+            {
+                "ids": (torch.int64, [ids.numel()]),
+                "buckets": (torch.int64, [(1 << bits) + 1]),
+                "rows": (precisions.dtype_of(precision), [ids.numel(), dim]),
+            }
+        )
+        self._size = max(place.end for place in placed.values())
+        with open(path, "xb") as file:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, self._size)
+            file.write(header)
+            file.truncate(self._size)
+        self._data = torch.from_file(str(path), shared=True, size=self._size, dtype=torch.uint8)
+        tensors = tensors_of(self._data, str(path))
+        torch.index_select(ids, 0, order, out=tensors["ids"])
+        tensors["buckets"].copy_(_buckets(hashes, bits))
+        self._ids, self._rows = tensors["ids"], tensors["rows"]
+        self._places = torch.empty_like(order)
+        self._places[order] = torch.arange(order.numel())
+        self.rows = ids.numel()
+        self._written = 0
+
+    def add(self, ids: Tensor, rows: Tensor) -> None:
+        """The next rows, float32 [k, dim], and their ids, int64 [k], in the order they were announced.
+
+        Raises ExportError for other ids, InputError for values that cannot be stored.
+        """
+        places = self._places[self._written : self._written + ids.numel()]
+        if not torch.equal(self._ids[places], ids):
+            raise ExportError(f"{self._path}: the table changed while it was exported; save a checkpoint")
+        self._rows[places] = precisions.encode(rows, self._precision, self._steps)
+        self._written += ids.numel()
+
+    def close(self) -> FileEntry:
+        """Makes the file last. Raises ExportError if rows are missing."""
+        if self._written != self.rows:
+            raise ExportError(f"{self._path}: {self._written} rows for {self.rows} ids")
+        crc = zlib.crc32(view_of(self._data))
+        with open(self._path, "rb") as file:
+            os.fsync(file.fileno())
+        return FileEntry(path=self._path.name, bytes=self._size, checksum=checksum(crc))
+
+
+def _buckets(hashes: Tensor, bits: int) -> Tensor:
+    own = shift_right(hashes, 64 - bits) if bits else torch.zeros_like(hashes)
+    counts = torch.bincount(own, minlength=1 << bits)
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
+def _bits(buckets: int, path: Path) -> int:
+    bits = (buckets - 1).bit_length() - 1 if buckets > 1 else -1
+    if buckets != (1 << max(bits, 0)) + 1 or bits > 40:
+        raise ExportError(f"{path} is damaged: {buckets} bounds of buckets are not a power of two and one")
+    return bits
+
+
+def _mapped(path: Path) -> Tensor:
+    """A file's bytes, uint8, to be read only."""
+    try:
+        with open(path, "rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        raise ExportError(f"{path} cannot be mapped: {error}") from None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of memory that must not be written to
+        return torch.frombuffer(data, dtype=torch.uint8)

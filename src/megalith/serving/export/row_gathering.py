@@ -1,0 +1,58 @@
+"""Gathering: the rows of a request's ids, table behind table in one buffer, and the pooling over them.
+
+What does not depend on the ids is compiled once: requests of one shape, above all those with one id a
+feature, use it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from megalith.ops.pool_rows import pool_flat
+from megalith.ops.pooling import Bags, Pooling, covered
+from megalith.shards.joint_pooling import joint_weights
+
+
+class Gathering:
+    """A pooling over rows of one buffer. sizes: how many ids each table has. dims: widths of their rows."""
+
+    def __init__(self, sizes: Mapping[str, int], pooling: Pooling, dims: Mapping[str, int]) -> None:
+        self._outputs = pooling.outputs
+        self._dim = max(dims[name] for name in sizes)
+        self._shapes = {name: (n, dims[name]) for name, n in sizes.items()}
+        self._sizes = [n * dim for n, dim in self._shapes.values()]
+        index = []
+        weights = joint_weights(pooling, list(sizes), list(sizes.values()))
+        self._bags: list[Bags] = []
+        begin = at = 0
+        for name, (n, dim) in self._shapes.items():
+            index.append(torch.arange(at, at + n * dim, dim))
+            for each in pooling.of(name):
+                offsets = each.offsets + begin if begin else each.offsets
+                own = None if each.weights is None else weights
+                self._bags.append(Bags(offsets, each.parts, own, each.divisor, each.shared))
+            begin += n
+            at += n * dim
+        self._index = torch.cat(index)
+        self._covered = covered(self._bags, self._outputs)
+
+    def rows(self) -> Gathered:
+        """Room for the rows of a request."""
+        buffer = torch.empty(sum(self._sizes))
+        parts = zip(self._shapes.items(), buffer.split(self._sizes), strict=True)
+        return Gathered(buffer, {name: part.view(shape) for (name, shape), part in parts})
+
+    def pool(self, gathered: Gathered) -> list[Tensor]:
+        """The pooling's outputs, read from the rows."""
+        return pool_flat(gathered.buffer, self._index, self._bags, self._outputs, self._dim, self._covered)
+
+
+class Gathered:
+    """Rows to be filled: float32 [n, dim] by table, all in one buffer."""
+
+    def __init__(self, buffer: Tensor, rows: dict[str, Tensor]) -> None:
+        self.buffer = buffer
+        self.rows = rows

@@ -1,0 +1,474 @@
+"""Servable: one exported version in memory. Features in, scores out; rows and weights may be written over.
+
+A standalone model holds its rows, a ps part holds rows and no model, an entry holds the model and fetches
+rows through what it is given.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.checkpoint.manifest import FileEntry
+from megalith.errors import (
+    CheckpointError,
+    ExportError,
+    InputError,
+    RemoteError,
+    UnknownNameError,
+    UsageError,
+)
+from megalith.nn.batch_forms import column_of, real_places
+from megalith.nn.feature_plan import CompiledBatch, FeaturePlan
+from megalith.ops.checks import all_finite
+from megalith.ragged import Ragged
+from megalith.serving.export.dense_program import Copy, DenseProgram
+from megalith.serving.export.frozen_rows import FrozenRows
+from megalith.serving.export.overlay import GONE, THERE, Overlay, RowsByTable
+from megalith.serving.export.row_gathering import Gathered, Gathering
+from megalith.serving.export.signature import ENTRY, Signature
+from megalith.storage.store import LocalStore, checksum, verify
+from megalith.storage.strict_json import parse_json
+
+Fetch = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
+Tensors = Mapping[str, Tensor]
+_NOTHING: Tensors = MappingProxyType({})
+_MAX_EXAMPLES = 1 << 24
+_MAX_COMPILED = 256
+"""How many batch sizes the way from rows to the dense program is kept for,"""
+_MAX_COMPILED_SIZE = 1024
+"""none of them larger: what is kept grows with the size, and clients choose it."""
+_PIECE = 1 << 16
+"""Rows compared at a time when a version inherits those of another."""
+
+
+@dataclass
+class ServingCounters:
+    """Since the servable was made. Threads add to them under one lock."""
+
+    ids_looked_up: int = 0
+    ids_missing: int = 0
+
+
+@dataclass(frozen=True)
+class _Request:
+    """Features compiled: which ids of which table, and where their rows go."""
+
+    batch: CompiledBatch
+    gathering: Gathering
+    ids: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """What answers come from, swapped as one. copy: of the dense program; None for a ps part."""
+
+    overlay: Overlay
+    copy: Copy | None
+
+
+class Servable:
+    """An exported version, or a part of one.
+
+    directory: of the version. fetch: for an entry, {table: int64 ids [n]} -> {table: float32 [n, dim]}.
+    verify_files: compare the checksums of all files first. Raises ExportError for a directory that is
+    incomplete or damaged. Threads may share it.
+    """
+
+    def __init__(
+        self, directory: str | Path, *, fetch: Fetch | None = None, verify_files: bool = True
+    ) -> None:
+        self.directory = Path(directory)
+        self.signature = Signature.read(self.directory)
+        self.counters = ServingCounters()
+        self._closed = False
+        self._counting = threading.Lock()
+        if (fetch is None) == (self.signature.part == ENTRY):
+            raise UsageError(
+                f"{self.directory}: an entry needs a fetch for its rows"
+                if fetch is None
+                else f"{self.directory} holds its own rows: fetch is for an entry"
+            )
+        self._fetch = fetch
+        self._verify(verify_files)
+        self._frozen = {} if fetch is not None else self._map_rows()
+        self._plan: FeaturePlan | None = None
+        self._program: DenseProgram | None = None
+        self._compiled: dict[int, _Request] = {}
+        if self.signature.program is not None:
+            self._plan = self.signature.plan()
+            self._program = DenseProgram(self.directory / self.signature.program.path)
+        self._shown = self._with(Overlay(self.signature.dims))
+
+    def _verify(self, checksums: bool) -> None:
+        store = LocalStore(self.directory)
+        tables = (table.file for table in self.signature.tables.values())
+        for entry in (*tables, self.signature.program, self.signature.examples):
+            if entry is None:
+                continue
+            try:
+                if checksums:
+                    verify(store, entry)
+                elif store.size(entry.path) != entry.bytes:
+                    raise ExportError(f"{self.directory / entry.path} has not {entry.bytes} bytes")
+            except (CheckpointError, OSError) as error:
+                raise ExportError(str(error)) from None
+
+    def _map_rows(self) -> dict[str, FrozenRows]:
+        frozen = {}
+        for name, table in self.signature.tables.items():
+            assert table.file is not None  # the signature was checked
+            try:
+                frozen[name] = FrozenRows(
+                    self.directory / table.file.path,
+                    dim=table.dim,
+                    precision=self.signature.precision,
+                    steps=torch.tensor(table.column_steps),
+                )
+            except CheckpointError as error:
+                raise ExportError(str(error)) from None
+            if len(frozen[name]) != table.rows:
+                raise ExportError(
+                    f"{self.directory / table.file.path} holds {len(frozen[name])} rows, not {table.rows}"
+                )
+        return frozen
+
+    # ---- answers
+
+    def predict(self, features: Mapping[str, Any], dense: Tensor | None = None) -> dict[str, Tensor]:
+        """{"logits": float32 [B], "probabilities": float32 [B]}.
+
+        features: Ragged columns or tensors by name, as an EmbeddingCollection takes them; all of them. dense:
+        float32 [B, num_dense]. Raises InputError, UnknownNameError, or UsageError for a ps part.
+        """
+        return self._predict(features, dense, self._fetch)
+
+    def _predict(
+        self, features: Mapping[str, Any], dense: Tensor | None, fetch: Fetch | None
+    ) -> dict[str, Tensor]:
+        plan, program, frozen = self._plan, self._program, self._frozen
+        self._check_open()  # what `close` takes away was taken before
+        if plan is None or program is None:
+            raise UsageError(f"{self.signature.name} holds rows and no model: ask the entry for scores")
+        missing = plan.features.keys() - features.keys()
+        if missing:
+            raise UnknownNameError(f"feature {min(missing)!r} is not in the request")
+        with torch.inference_mode():
+            request = self._singles(plan, features) or self._columns(plan, features)
+            values = self._dense(dense, request.batch.size)
+            gathered = request.gathering.rows()
+            if fetch is not None:
+                self._fill(gathered, request, fetch)
+                # The dense weights are not kept in use meanwhile: a part may take long to answer.
+                logits = program(self._rows(plan, request, gathered), values)
+            else:
+                with self._used() as (overlay, copy):
+                    for name, out in gathered.rows.items():
+                        self._read(overlay, frozen[name], name, request.ids[name], out)
+                    logits = copy(self._rows(plan, request, gathered), values)
+            logits = logits.float()
+            return {"logits": logits, "probabilities": torch.sigmoid(logits)}
+
+    @contextmanager
+    def _used(self) -> Iterator[tuple[Overlay, Copy]]:
+        """The rows and dense weights that are shown now, which belong together and stay so meanwhile."""
+        while True:
+            shown = self._shown
+            assert shown.copy is not None  # a ps part predicts nothing
+            with shown.copy:
+                if shown.copy is self._shown.copy:  # else it went behind, and may be about to change
+                    yield shown.overlay, shown.copy
+                    return
+
+    def _rows(self, plan: FeaturePlan, request: _Request, gathered: Gathered) -> dict[str, Any]:
+        """What the dense program takes."""
+        rows = plan.assemble(request.batch, request.gathering.pool(gathered))
+        for name, of in self.signature.masks.items():
+            places = real_places(plan.features[of], request.batch.columns[of])
+            rows[name] = places.expand(request.batch.size, -1)  # a shared feature has one row
+        return rows
+
+    def _columns(self, plan: FeaturePlan, features: Mapping[str, Any]) -> _Request:
+        """Any columns, compiled."""
+        columns = {name: column_of(f, features[name]) for name, f in plan.features.items()}
+        batch = plan.batch(columns)
+        sizes = {table: ids.numel() for table, ids in batch.ids.items()}
+        ids = {table: ids.to(torch.int64).contiguous() for table, ids in batch.ids.items()}
+        return _Request(batch, Gathering(sizes, batch.pooling, self.signature.dims), ids)
+
+    def _singles(self, plan: FeaturePlan, features: Mapping[str, Any]) -> _Request | None:
+        """Columns of one id a row, for which only the number of rows matters; None if there are others."""
+        size = None
+        for name, feature in plan.features.items():
+            ids = features[name]
+            if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.is_nested or ids.dim() != 1:
+                return None
+            size = ids.shape[0] if size is None else size
+            if ids.shape[0] != size or feature.shared or not ids.is_cpu:
+                return None
+        assert size is not None
+        compiled = self._compiled.get(size)
+        if compiled is None:
+            blank = torch.zeros(size, dtype=torch.int64)
+            compiled = self._columns(plan, dict.fromkeys(plan.features, blank))
+            if size <= _MAX_COMPILED_SIZE and len(self._compiled) < _MAX_COMPILED:
+                self._compiled[size] = compiled
+        ids = {
+            table: torch.cat([features[f.name] for f in own]) if len(own) > 1 else features[own[0].name]
+            for table, own in plan.tables.items()
+        }
+        return _Request(compiled.batch, compiled.gathering, {t: each.contiguous() for t, each in ids.items()})
+
+    def _fill(self, gathered: Gathered, request: _Request, fetch: Fetch) -> None:
+        """Rows from elsewhere."""
+        if not gathered.buffer.numel():
+            return
+        fetched = fetch(request.ids)
+        for name, out in gathered.rows.items():
+            if name not in fetched or fetched[name].shape != out.shape:
+                raise RemoteError(
+                    f"{self.signature.name}: fetch gave no rows {list(out.shape)} of table {name!r}",
+                    code="INTERNAL",
+                )
+            out.copy_(fetched[name])
+            if fetch is self._fetch:  # the parts do not say which ids they miss: these have rows of zeros
+                self._count(out.shape[0], int((out == 0).all(1).sum()))
+
+    def _dense(self, dense: Tensor | None, size: int) -> Tensor | None:
+        width = self.signature.num_dense
+        if width == 0:
+            if dense is not None:
+                raise InputError("this model takes no dense values")
+            return None
+        if dense is None or tuple(dense.shape) != (size, width) or not dense.is_floating_point():
+            got = "none" if dense is None else f"{dense.dtype} {list(dense.shape)}"
+            raise InputError(f"{self.signature.dense_name} must be float32 {[size, width]}, got {got}")
+        return dense.to(torch.float32)
+
+    def lookup(self, table: str, ids: Tensor) -> Tensor:
+        """Rows float32 [n, dim] of int64 ids [n]; zeros for an id without one.
+
+        Raises UnknownNameError, InputError, also for an id that another part has, or UsageError for an entry.
+        """
+        frozen = self._frozen
+        self._check_open()
+        self._check_table(table)
+        if self._fetch is not None:
+            raise UsageError(f"{self.signature.name} holds no rows: ask the ps parts")
+        if ids.dtype not in (torch.int64, torch.int32) or ids.dim() != 1:
+            raise InputError(f"table {table!r}: ids must be int64 [n], got {ids.dtype} {list(ids.shape)}")
+        ids = ids.to(torch.int64).contiguous()
+        self._check_owner(table, ids)
+        out = torch.empty(ids.numel(), self.signature.tables[table].dim)
+        self._read(self.overlay, frozen[table], table, ids, out)
+        return out
+
+    def _read(self, overlay: Overlay, frozen: FrozenRows, table: str, ids: Tensor, out: Tensor) -> None:
+        skip = None
+        if overlay.hides_base or overlay.rows_of(table):
+            rows, flags = overlay.read(table, ids)
+            out.copy_(rows)
+            missing = int((flags != THERE).sum())
+            skip = (flags != 0).to(torch.uint8)
+        if not overlay.hides_base:
+            missing = frozen.read(ids, out, skip)
+            if skip is not None:
+                missing += int((flags == GONE).sum())
+        self._count(ids.numel(), missing)
+
+    def _count(self, looked_up: int, missing: int) -> None:
+        with self._counting:
+            self.counters.ids_looked_up += looked_up
+            self.counters.ids_missing += missing
+
+    def warm_up(self) -> None:
+        """Answers the export's examples once, so that the first request does not wait for what is lazy.
+
+        An entry takes rows of zeros for that: the parts it would ask may not be there yet.
+        """
+        if self.signature.examples is None or self._program is None:
+            return
+        fetch = None if self._fetch is None else self._zeros
+        for example in read_examples(self.directory / self.signature.examples.path):
+            self._predict(*example, fetch)
+
+    def _zeros(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: torch.zeros(each.numel(), self.signature.dims[name]) for name, each in ids.items()}
+
+    # ---- writes
+
+    @property
+    def overlay(self) -> Overlay:
+        """What was written since the export."""
+        return self._shown.overlay
+
+    @property
+    def dense_names(self) -> dict[str, tuple[int, ...]]:
+        """The weights of the dense program and their shapes; none for a ps part."""
+        return {} if self._program is None else self._program.names
+
+    @property
+    def dense_weights(self) -> dict[str, Tensor]:
+        """The dense weights in use."""
+        return {} if self._program is None else self._program.weights
+
+    def check(self, rows: RowsByTable, removed: Tensors = _NOTHING, dense: Tensors = _NOTHING) -> None:
+        """Raises InputError or UnknownNameError unless `apply` can take these."""
+        for name, (ids, values) in rows.items():
+            self._check_ids(name, ids)
+            dim = self.signature.tables[name].dim
+            if values.dtype != torch.float32 or tuple(values.shape) != (ids.numel(), dim):
+                raise InputError(
+                    f"table {name!r}: rows must be float32 {[ids.numel(), dim]}, "
+                    f"got {values.dtype} {list(values.shape)}"
+                )
+            if not all_finite(values):
+                raise InputError(f"table {name!r}: rows hold NaN or Inf")
+        for name, ids in removed.items():
+            self._check_ids(name, ids)
+        if dense:
+            if self._program is None:
+                raise InputError(f"{self.signature.name} has no dense weights")
+            self._program.check(dense)
+
+    def apply(self, rows: RowsByTable, removed: Tensors = _NOTHING, dense: Tensors = _NOTHING) -> None:
+        """Writes rows, removes ids, replaces dense weights; nothing if `check` raises."""
+        self.check(rows, removed, dense)
+        self.write(rows, removed, dense)
+
+    def write(self, rows: RowsByTable, removed: Tensors = _NOTHING, dense: Tensors = _NOTHING) -> None:
+        """`apply` for what `check` has let pass."""
+        self.overlay.apply(rows, removed)
+        if dense:
+            self._shown = self._with(self.overlay, dense)
+
+    def reset(self) -> None:
+        """Back to the exported rows and weights, both at once."""
+        copy = None if self._program is None else self._program.reset()
+        self._shown = _Shown(Overlay(self.signature.dims), copy)
+
+    def stage(self) -> Overlay:
+        """An empty overlay to fill and `adopt`: all rows there will be."""
+        return Overlay(self.signature.dims, hides_base=True)
+
+    def adopt(self, overlay: Overlay, dense: Mapping[str, Tensor] | None = None) -> None:
+        """Puts an overlay in the place of this one's, and dense weights with it, both at once.
+
+        Raises InputError if it is of other tables.
+        """
+        self._check_overlay(overlay)
+        if dense:
+            self.check({}, {}, dense)
+        self._shown = self._with(overlay, dense)
+
+    def inherit(self, overlay: Overlay, dense: Mapping[str, Tensor] | None = None) -> None:
+        """`adopt` for the overlay of another version, which goes on as it is.
+
+        Only what differs from this version's own rows is taken over, so that an overlay does not grow from
+        version to version. Raises InputError if it is of other tables.
+        """
+        self._check_overlay(overlay)
+        if dense:
+            self.check({}, {}, dense)
+        own = Overlay(self.signature.dims)
+        for table, frozen in self._frozen.items():
+            for ids, rows, flags in overlay.scan(table):
+                there = flags == THERE
+                known = frozen.find(ids) >= 0
+                exported = torch.empty_like(rows, memory_format=torch.contiguous_format)
+                frozen.read(ids, exported)
+                new = there & ~(known & (exported == rows).all(1))
+                own.apply({table: (ids[new], rows[new])}, {table: ids[~there & known]})
+            for ids in frozen.ids.split(_PIECE) if overlay.hides_base else ():
+                own.apply({}, {table: ids[overlay.read(table, ids)[1] != THERE]})
+        self._shown = self._with(own, dense)
+
+    def _with(self, overlay: Overlay, dense: Mapping[str, Tensor] | None = None) -> _Shown:
+        """An overlay and dense weights, those of now where none are given."""
+        if self._program is None:
+            return _Shown(overlay, None)
+        return _Shown(overlay, self._program.set(dense) if dense else self._program.front)
+
+    def _check_overlay(self, overlay: Overlay) -> None:
+        if overlay.dims != self.signature.dims:
+            raise InputError(f"{self.signature.name}: this overlay is of tables {overlay.dims}")
+
+    def _check_ids(self, table: str, ids: Tensor) -> None:
+        self._check_table(table)
+        if self._fetch is not None:
+            raise InputError(f"{self.signature.name} holds no rows: push them to the ps parts")
+        if ids.dtype != torch.int64 or ids.dim() != 1:
+            raise InputError(f"table {table!r}: ids must be int64 [n], got {ids.dtype} {list(ids.shape)}")
+        self._check_owner(table, ids)
+
+    def _check_owner(self, table: str, ids: Tensor) -> None:
+        """A part knows nothing of other parts' ids; it must not say that they have no rows."""
+        shard = self.signature.shard
+        if shard is None:
+            return
+        owners = self.signature.tables[table].router().owner(ids)
+        if bool((owners != shard).any()):
+            wrong = int(ids[owners != shard][0])
+            raise InputError(
+                f"table {table!r}: id {wrong} belongs to another part than {self.signature.part} of "
+                f"{self.signature.sub_graph_num}, version {self.signature.version}"
+            )
+
+    def _check_table(self, table: str) -> None:
+        if table not in self.signature.tables:
+            known = ", ".join(map(repr, self.signature.tables))
+            raise UnknownNameError(f"unknown table {table!r} (known: {known})")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError(f"{self.signature.name} of {self.directory} is closed")
+
+    def close(self) -> None:
+        """It answers no more; files and rows are let go when calls under way have ended."""
+        self._closed = True
+        self._frozen = {}
+        self._plan = self._program = None
+
+
+Example = tuple[dict[str, Ragged], Tensor | None]
+
+
+def read_examples(path: Path) -> list[Example]:
+    """The warm-up requests of an export. Raises ExportError if they are none."""
+    try:
+        if path.stat().st_size > _MAX_EXAMPLES:
+            raise ValueError("too long")
+        examples = []
+        for each in parse_json(path.read_text())["examples"]:
+            features = {name: Ragged.from_lists(lists) for name, lists in each["features"].items()}
+            dense = None if each["dense"] is None else torch.tensor(each["dense"], dtype=torch.float32)
+            examples.append((features, dense))
+        return examples
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+        raise ExportError(f"{path} holds no examples: {error}") from None
+
+
+def write_examples(path: Path, examples: list[Example]) -> FileEntry:
+    """Writes warm-up requests."""
+    data = {
+        "examples": [
+            {
+                "features": {name: column.to_lists() for name, column in features.items()},
+                "dense": None if dense is None else dense.tolist(),
+            }
+            for features, dense in examples
+        ]
+    }
+    text = json.dumps(data, allow_nan=False).encode()
+    path.write_bytes(text)
+    return FileEntry(path.name, len(text), checksum(zlib.crc32(text)))

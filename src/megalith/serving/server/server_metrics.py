@@ -1,0 +1,158 @@
+"""Metrics of the server, in Prometheus's format, on an HTTP port of their own.
+
+Counts and times are noted as requests end; the rest (queues, hit rates, staleness, versions) is read from
+the models when somebody asks. Names of models and signatures become labels only if the server knows them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from megalith.errors import MissingDependencyError
+from megalith.serving.server.http import Handler, HttpServer
+from megalith.serving.server.security import Security
+from megalith.serving.server.served_model import ServedModel
+
+BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+"""Upper bounds of latencies, in seconds."""
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+UNKNOWN = "unknown"
+
+
+def prometheus(module: str = "prometheus_client") -> Any:
+    """A module of prometheus_client; raises MissingDependencyError if it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingDependencyError("metrics need prometheus-client: pip install megalith[serve]") from error
+
+
+class Metrics:
+    """What one server counts. models: asked for the models when the metrics are read."""
+
+    def __init__(self, models: Callable[[], Iterable[ServedModel]]) -> None:
+        client = prometheus()
+        self.registry = client.CollectorRegistry()
+        self._latency = client.Histogram(
+            "megalith_request_seconds",
+            "Time from a request's arrival to its answer.",
+            ["model", "signature", "code"],
+            buckets=BUCKETS,
+            registry=self.registry,
+        )
+        self._batches = client.Histogram(
+            "megalith_batch_rows", "Rows computed at once.", ["model"], buckets=ROWS, registry=self.registry
+        )
+        self._refused = client.Counter(
+            "megalith_refused", "Requests that were not computed.", ["model", "code"], registry=self.registry
+        )
+        self._missing = client.Counter(
+            "megalith_missing_features",
+            "Requests without a feature of the model.",
+            ["model", "feature"],
+            registry=self.registry,
+        )
+        self._failed_loads = client.Counter(
+            "megalith_failed_versions",
+            "Versions that could not be served.",
+            ["model"],
+            registry=self.registry,
+        )
+        self.registry.register(_Models(models))
+        self._children: dict[tuple[str, ...], Any] = {}
+
+    def request(self, model: str, signature: str, code: str, seconds: float) -> None:
+        """A request has ended. code: the name of its status."""
+        self._child(self._latency, "latency", model, signature, code).observe(seconds)
+        if code not in ("OK", "INTERNAL"):
+            self._child(self._refused, "refused", model, code).inc()
+
+    def batch(self, model: str, rows: int) -> None:
+        """A batch is computed."""
+        self._child(self._batches, "batches", model).observe(rows)
+
+    def missing_feature(self, model: str, feature: str) -> None:
+        """A request lacks a feature."""
+        self._child(self._missing, "missing", model, feature).inc()
+
+    def load_failed(self, model: str) -> None:
+        """A version cannot be served."""
+        self._failed_loads.labels(model).inc()
+
+    def text(self) -> bytes:
+        """All of them as Prometheus reads them."""
+        data: bytes = prometheus().generate_latest(self.registry)
+        return data
+
+    def _child(self, metric: Any, kind: str, *labels: str) -> Any:
+        """A metric's child, kept here because looking one up takes longer than counting."""
+        key = (kind, *labels)
+        child = self._children.get(key)
+        if child is None:
+            child = self._children[key] = metric.labels(*labels)
+        return child
+
+
+class _Models:
+    """What is read from the models when the metrics are."""
+
+    def __init__(self, models: Callable[[], Iterable[ServedModel]]) -> None:
+        self._models = models
+
+    def collect(self) -> Iterator[Any]:
+        """The metrics of all models now."""
+        core = prometheus("prometheus_client.core")
+
+        def gauge(name: str, text: str, *labels: str) -> Any:
+            return core.GaugeMetricFamily(f"megalith_{name}", text, labels=["model", *labels])
+
+        def counter(name: str, text: str) -> Any:
+            return core.CounterMetricFamily(f"megalith_{name}", text, labels=["model", "version"])
+
+        queue = gauge("queue_rows", "Rows that wait to be computed.")
+        state = gauge("version_state", "State of a version: 20 loading, 30 available, 50 ended.", "version")
+        overlay = gauge("overlay_rows", "Rows written since the export.")
+        stale = gauge("staleness_seconds", "Age of what training has pushed.")
+        looked_up = counter("ids_looked_up", "Ids of requests.")
+        missing = counter("ids_missing", "Ids of requests that have no row.")
+        failed = counter("fetch_failures", "Parts that did not give the rows of a request.")
+        zeros = counter("fetch_missing_rows", "Ids that got zeros because of that.")
+        for model in self._models():
+            for number, status in model.statuses.items():
+                state.add_metric([model.name, str(number)], float(status.state))
+            versions = model.versions
+            queue.add_metric([model.name], float(sum(v.queued_rows for v in versions.values())))
+            for number, version in versions.items():
+                counters = version.servable.counters
+                looked_up.add_metric([model.name, str(number)], float(counters.ids_looked_up))
+                missing.add_metric([model.name, str(number)], float(counters.ids_missing))
+                if version.fetcher is not None:
+                    failed.add_metric([model.name, str(number)], float(version.fetcher.failed_shards))
+                    rows = float(version.fetcher.rows_missing_by_failure)
+                    zeros.add_metric([model.name, str(number)], rows)
+            newest = model.newest
+            if newest is not None:
+                overlay.add_metric([model.name], float(len(newest.servable.overlay)))
+            age = None if model.subscriber is None else model.subscriber.staleness()
+            if age is not None:
+                stale.add_metric([model.name], float(age))
+        yield from (queue, state, overlay, stale, looked_up, missing, failed, zeros)
+
+
+class MetricsServer(HttpServer):
+    """An HTTP server of the metrics, whatever the path; TLS where the other ports are."""
+
+    def __init__(self, metrics: Metrics, security: Security, host: str, port: int) -> None:
+        self.metrics = metrics
+        super().__init__(_MetricsHandler, security, host, port)
+
+
+class _MetricsHandler(Handler):
+    server: MetricsServer
+
+    def do_GET(self) -> None:
+        self.close_connection = True
+        kind = prometheus().CONTENT_TYPE_LATEST
+        self.reply(200, kind, self.server.metrics.text())

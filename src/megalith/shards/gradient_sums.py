@@ -1,0 +1,49 @@
+"""Sums of gradients by distinct id, in a fixed order: a binary tree over micro-batches and ranks.
+
+The tree does not depend on how many ranks share the micro-batches, so the bits of a sum do not either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalith.ops import dedup
+
+
+class GradientSum(NamedTuple):
+    """Summed gradients of distinct ids: int64 [n], float32 [n, dim]."""
+
+    ids: Tensor
+    grads: Tensor
+
+
+def add(a: GradientSum, b: GradientSum) -> GradientSum:
+    """Both sums; an id of one alone keeps its own."""
+    n = a.ids.numel()
+    if not n or not b.ids.numel():
+        return a if n else b
+    found = dedup(torch.cat([a.ids, b.ids]))
+    at = found.inverse[n:]  # ids of `a` come first, in their order
+    common = at < n
+    sums = torch.cat([a.grads, b.grads[~common]])
+    sums.index_add_(0, at[common], b.grads[common])
+    return GradientSum(found.ids, sums)
+
+
+def halves(parts: Sequence[GradientSum]) -> list[GradientSum]:
+    """The two halves of a binary tree over the parts (one, of one part): whoever adds them has the sum."""
+    level = list(parts)
+    while len(level) > 2:
+        pairs = [level[i : i + 2] for i in range(0, len(level), 2)]
+        level = [add(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
+    return level
+
+
+def total(parts: Sequence[GradientSum]) -> GradientSum:
+    """The sum of all parts."""
+    both = halves(parts)
+    return add(*both) if len(both) == 2 else both[0]

@@ -1,0 +1,1 @@
+"""Files in local directories and object stores behind one interface."""

@@ -1,0 +1,333 @@
+"""The reference engine: plain torch and a dict, the oracle the other engines are held to.
+
+Slow and obvious. It runs anywhere torch does, so Megalith works where the native module was
+never built.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megalith.errors import InputError
+from megalith.ops.pooling import Pooling, pool, unpool
+from megalith.table.initializers import initial_rows, table_key
+from megalith.table.optimizers.rowwise_adagrad import sum_of_squares
+from megalith.table.table import Table
+from megalith.table.table_config import TableConfig
+from megalith.table.table_data import Chunk, MemoryUse, Step, TableStats
+
+
+class ReferenceTable(Table):
+    """A table in a dict and a tensor. See `Table`."""
+
+    engine = "reference"
+
+    def __init__(self, config: TableConfig, *, engine: str = "reference", seed: int = 0) -> None:
+        super().__init__(config, engine=engine, seed=seed)
+        self._key = table_key(seed, config.name)
+        self._initializers = [(s.dim, s.initializer) for s in config.segments]
+        self._lock = threading.RLock()
+        self._epoch = 0
+        self._touched: dict[int, dict[int, None]] = {}  # consumer -> ids, in order
+        self._removed: dict[int, dict[int, None]] = {}
+        self._snapshot: _Copy | None = None
+        self._empty()
+
+    def _empty(self) -> None:
+        self._row_of: dict[int, int] = {}
+        self._data = torch.empty(0, self.config.row_floats)
+        self._ids_of = torch.empty(0, dtype=torch.int64)
+        self._time = torch.empty(0, dtype=torch.int64)
+        self._free: list[int] = []
+        self._used = 0  # every row number ever given lies below
+
+    @property
+    def epoch(self) -> int:
+        """See `Table.epoch`."""
+        return self._epoch
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    def stats(self) -> TableStats:
+        """Numbers about the table."""
+        consumers = tuple(c for c in self._consumers if c is not None)
+        n = len(self)
+        capacity = max(n, self._data.shape[0])
+        return TableStats(self.name, self.engine, n, capacity, False, self._epoch, consumers)
+
+    def memory(self) -> MemoryUse:
+        """Bytes in use, a dict entry reckoned at 100 bytes."""
+        return MemoryUse(len(self) * 100, self._data.nbytes, self._ids_of.nbytes + self._time.nbytes)
+
+    def clear(self) -> None:
+        """Removes every row."""
+        with self._lock:
+            self._note_removed(list(self._row_of))
+            self._empty()
+            self._epoch += 1
+
+    def reserve(self, n: int) -> None:
+        """Makes room for n rows."""
+        with self._lock:
+            self._grow(self.check_room(n))
+
+    # ---- rows
+
+    def _grow(self, capacity: int) -> None:
+        have = self._data.shape[0]
+        if capacity <= have:
+            return
+        more = max(capacity, 2 * have) - have
+        self._data = torch.cat([self._data, torch.zeros(more, self.config.row_floats)])
+        self._ids_of = torch.cat([self._ids_of, torch.zeros(more, dtype=torch.int64)])
+        self._time = torch.cat([self._time, torch.zeros(more, dtype=torch.int64)])
+
+    def _create(self, id: int) -> int:
+        if self._free:
+            row = self._free.pop()
+        else:
+            self._grow(self._used + 1)
+            row = self._used
+            self._used += 1
+        self._row_of[id] = row
+        self._ids_of[row] = id
+        self._reset(row, id)
+        return row
+
+    def _reset(self, row: int, id: int) -> None:
+        self._data[row, : self.dim] = self._initial(torch.tensor([id]))[0]
+        for column in self.config.state_columns:
+            self._data[row, column.start : column.end] = column.initial
+
+    def _initial(self, ids: Tensor) -> Tensor:
+        return initial_rows(self._key, ids, self._initializers)
+
+    def _find_or_create(self, ids: Tensor) -> Tensor:
+        rows = [self._row_of[i] if i in self._row_of else self._create(i) for i in ids.tolist()]
+        return torch.tensor(rows, dtype=torch.int64)
+
+    def _written(self, ids: Tensor, rows: Tensor, time: int | Tensor) -> None:
+        self._time[rows] = time if isinstance(time, Tensor) else torch.tensor(time)
+        for touched in self._touched.values():
+            touched.update(dict.fromkeys(ids.tolist()))
+
+    def _note_removed(self, ids: list[int]) -> None:
+        for consumer, touched in self._touched.items():
+            for id in ids:
+                touched.pop(id, None)
+                self._removed[consumer][id] = None
+
+    # ---- the contract
+
+    def _find(self, ids: Tensor) -> tuple[Tensor, int]:
+        with self._lock:
+            rows = [self._row_of.get(i, -1) for i in ids.tolist()]
+            return torch.tensor(rows, dtype=torch.int32), self._epoch
+
+    def _current(self, rows: Tensor | None, epoch: int | None, ids: Tensor) -> Tensor:
+        if rows is None or epoch != self._epoch or bool(((rows < 0) | (rows >= self._used)).any()):
+            rows = self._find(ids)[0]
+        return rows.to(torch.int64)
+
+    def _read(self, rows: Tensor | None, epoch: int | None, ids: Tensor, out: Tensor | None = None) -> Tensor:
+        with self._lock:
+            rows = self._current(rows, epoch, ids)
+            found = rows >= 0
+            out = torch.zeros(ids.numel(), self.dim) if out is None else out.zero_()
+            out[found] = self._data[rows[found], : self.dim]
+            if self.config.missing == "initial":
+                out[~found] = self._initial(ids[~found])
+            return out
+
+    @torch.no_grad()
+    def _pool(
+        self,
+        rows: Tensor | None,
+        epoch: int | None,
+        ids: Tensor,
+        pooling: Pooling,
+        outputs: list[Tensor],
+    ) -> None:
+        pooling.check(self.name, ids.numel(), self.dim)
+        pool(self._read(rows, epoch, ids), pooling.of(self.name), outputs)
+
+    @torch.no_grad()
+    def _update(
+        self,
+        rows: Tensor | None,
+        epoch: int | None,
+        ids: Tensor,
+        grads: list[Tensor],
+        pooling: Pooling | None,
+        step: Step,
+    ) -> None:
+        flat = grads[0] if pooling is None else None
+        if pooling is not None:
+            pooling.check(self.name, ids.numel(), self.dim)
+            flat, reached = unpool(grads, pooling.of(self.name), ids.numel(), self.dim)
+            ids, flat = ids[reached], flat[reached]
+        assert flat is not None
+        with self._lock:
+            distinct, where = _first_occurrences(ids)
+            sums = torch.zeros(distinct.numel(), self.dim)
+            for occurrence, row in enumerate(where.tolist()):  # the order of the input
+                sums[row] += flat[occurrence]
+            sums = clip_rows(sums * step.scale, step.clip_norm)
+            found = self._find_or_create(distinct)
+            start = 0
+            for number, (segment, rate) in enumerate(zip(self.config.segments, step.rates, strict=True)):
+                columns = slice(start, start + segment.dim)
+                weights = self._data[found, columns]
+                columns_of = [c for c in self.config.state_columns if c.segment == number]
+                state = {c.name: self._data[found, c.start : c.end] for c in columns_of}
+                segment.optimizer.step(weights, state, sums[:, columns], rate)
+                self._data[found, columns] = weights
+                for c in columns_of:
+                    self._data[found, c.start : c.end] = state[c.name]
+                start += segment.dim
+            self._written(distinct, found, step.time)
+
+    def _assign(self, ids: Tensor, rows: Tensor, add: bool, time: int) -> None:
+        with self._lock:
+            found = self._find_or_create(ids)
+            for row, values in zip(found.tolist(), rows, strict=True):
+                self._data[row, : self.dim] = self._data[row, : self.dim] + values if add else values
+            self._written(ids, found, time)
+
+    def _reinitialize(self, ids: Tensor, time: int) -> Tensor:
+        with self._lock:
+            status = []
+            for id in ids.tolist():
+                status.append(int(id in self._row_of))
+                if status[-1]:
+                    self._reset(self._row_of[id], id)
+                else:
+                    self._create(id)
+            self._written(ids, self._find_or_create(ids), time)
+            return torch.tensor(status, dtype=torch.int32)
+
+    def _remove(self, ids: Tensor) -> int:
+        with self._lock:
+            gone = [id for id in dict.fromkeys(ids.tolist()) if id in self._row_of]
+            for id in gone:
+                self._free.append(self._row_of.pop(id))
+            self._note_removed(gone)
+            self._epoch += 1
+            return len(gone)
+
+    def _restore(self, ids: Tensor, columns: list[Tensor], times: Tensor) -> None:
+        with self._lock:
+            found = self._find_or_create(ids)
+            raw = torch.cat(columns, dim=1)
+            for row, values, time in zip(found.tolist(), raw, times.tolist(), strict=True):
+                self._data[row] = values
+                self._time[row] = time
+            self._written(ids, found, self._time[found])
+            self._epoch += 1
+
+    def _scan(self, chunk_size: int) -> Iterator[Chunk]:
+        at = 0
+        while True:
+            with self._lock:
+                live = [r for r in range(at, self._used) if self._is_live(r)][:chunk_size]
+                if not live:
+                    return
+                at = live[-1] + 1
+                chunk = self._chunk(torch.tensor(live))
+            yield chunk
+
+    def _chunk(self, rows: Tensor) -> Chunk:
+        raw = self._data[rows]
+        state = {c.key: raw[:, c.start : c.end].contiguous() for c in self.config.state_columns}
+        return Chunk(self._ids_of[rows], raw[:, : self.dim].contiguous(), state, self._time[rows])
+
+    def _begin_snapshot(self, consumer: int, touched_only: bool, room: int) -> tuple[int, int, Tensor]:
+        """Copies the rows at once."""
+        with self._lock:
+            if self._snapshot is not None:
+                raise InputError(f"a snapshot of table {self.name!r} is being read")
+            drained = (torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
+            if consumer >= 0:
+                drained = self._drain(consumer)
+            ids = drained[0].tolist() if touched_only else list(self._row_of)
+            chunk = self._chunk(torch.tensor([self._row_of[id] for id in ids], dtype=torch.int64))
+            self._snapshot = _Copy(chunk, consumer, drained)
+            return len(ids), len(self._row_of), drained[1]
+
+    def _read_snapshot(self, chunk: Chunk) -> int:
+        copy = self._snapshot
+        assert copy is not None
+        n = min(chunk.ids.numel(), copy.rows.ids.numel() - copy.at)
+        part = copy.rows.part(copy.at, copy.at + n)
+        chunk.ids[:n], chunk.time[:n] = part.ids, part.time
+        for target, column in zip(chunk.columns(), part.columns(), strict=True):
+            target[:n] = column
+        copy.at += n
+        return n
+
+    def _snapshot_pressure(self) -> float:
+        return 0.0
+
+    def _end_snapshot(self, give_back: bool) -> float:
+        with self._lock:
+            copy, self._snapshot = self._snapshot, None
+            if copy is not None and give_back and copy.consumer in self._touched:
+                for ids in copy.drained:
+                    self._mark(copy.consumer, ids)
+        return 0.0
+
+    def _is_live(self, row: int) -> bool:
+        return self._row_of.get(int(self._ids_of[row])) == row
+
+    def _track(self, consumer: int) -> None:
+        with self._lock:
+            self._touched[consumer] = {}
+            self._removed[consumer] = {}
+
+    def _untrack(self, consumer: int) -> None:
+        with self._lock:
+            del self._touched[consumer], self._removed[consumer]
+
+    def _drain(self, consumer: int) -> tuple[Tensor, Tensor]:
+        with self._lock:
+            updated = list(self._touched[consumer])
+            removed = [id for id in self._removed[consumer] if id not in self._row_of]
+            self._track(consumer)
+        return torch.tensor(updated, dtype=torch.int64), torch.tensor(removed, dtype=torch.int64)
+
+    def _mark(self, consumer: int, ids: Tensor) -> None:
+        with self._lock:
+            for id in ids.tolist():
+                kept = self._touched if id in self._row_of else self._removed
+                kept[consumer][id] = None
+
+
+@dataclass
+class _Copy:
+    """The rows of a snapshot, how far they were read, and what was drained for it."""
+
+    rows: Chunk
+    consumer: int
+    drained: tuple[Tensor, Tensor]
+    at: int = 0
+
+
+def _first_occurrences(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Distinct ids in order of first occurrence, and for each id its position among them."""
+    order: dict[int, int] = {}
+    where = [order.setdefault(id, len(order)) for id in ids.tolist()]
+    return torch.tensor(list(order), dtype=torch.int64), torch.tensor(where, dtype=torch.int64)
+
+
+def clip_rows(grads: Tensor, clip_norm: float) -> Tensor:
+    """Rows shortened to this L2 norm (0: left as they are)."""
+    if not clip_norm:
+        return grads
+    norms = sum_of_squares(grads).sqrt()[:, None]
+    return torch.where(norms > clip_norm, grads * (clip_norm / norms), grads)

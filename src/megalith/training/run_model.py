@@ -1,0 +1,108 @@
+"""The model a run's config asks for: built for its data and ranks, or loaded from its checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megalith import checkpoint
+from megalith.checkpoint.dense_state import fit_dense
+from megalith.checkpoint.saved_rows import read_tensors
+from megalith.errors import CheckpointError, InputError
+from megalith.models import EmbeddingConfig, Model, build_model
+from megalith.routing import Router
+from megalith.shards import SyncShards
+from megalith.storage.store import open_store
+from megalith.table import TableConfig
+from megalith.training.run_config import RunConfig
+from megalith.training.run_ranks import are_many
+
+CHECKPOINT = "checkpoint"
+"""The folder of a run that holds its newest checkpoint."""
+
+
+def model_for(config: RunConfig, available: list[str], num_dense: int) -> Model:
+    """The model of a config for data with these features. Raises InputError naming a feature there is not."""
+    options = dict(config.model.options)
+    names = config.model.features or available
+    if config.model.name == "din":
+        options = {"history": "history", **options}
+        names = [name for name in names if name != options["history"]]
+        if config.data.kind == "movielens":
+            options = {"target": "movie", **options}
+    for name in names:
+        if name not in available:
+            raise InputError(
+                f"config: model.features: the data have no {name!r} (they have {', '.join(available)})"
+            )
+    embeddings = EmbeddingConfig(
+        names,
+        dim=config.model.dim,
+        optimizer=config.table_optimizer,
+        tables=config.model.tables,
+        update="step" if updates_in_step(config) else "backward",
+        dist_type=config.train.dist_type,
+        **_placement(config),
+    )
+    try:
+        return build_model(config.model.name, embeddings, num_dense=num_dense, **options)
+    except TypeError as error:
+        raise InputError(f"config: model.options: {error}") from None
+
+
+def updates_in_step(config: RunConfig) -> bool:
+    """Whether a batch is taken in parts, whose gradients are summed before rows are updated."""
+    return are_many() or config.train.micro_batches is not None
+
+
+def _placement(config: RunConfig) -> dict[str, Any]:
+    """Where the tables are: in this process, or spread over its ranks."""
+    train = config.train
+    if not are_many():
+        return {"engine": train.engine, "seed": train.seed}
+
+    def spread(tables: list[TableConfig]) -> SyncShards:
+        router: str | Router = train.dist_type
+        if train.block_size is not None:
+            router = Router(train.dist_type, dist.get_world_size(), block_size=train.block_size)
+        return SyncShards(
+            tables,
+            router=router,
+            engine=train.engine,
+            seed=train.seed,
+            wire=config.wire,
+            timeout=train.timeout,
+        )
+
+    return {"shards": spread}
+
+
+def config_of(manifest: checkpoint.Manifest, where: Path) -> RunConfig:
+    """The config a checkpoint was trained with. Raises CheckpointError if it was not made by a run."""
+    if "config" not in manifest.progress:
+        raise CheckpointError(f"{where} was not saved by `megalith train`: it holds no config")
+    return RunConfig.from_dict(manifest.progress["config"])
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """The checkpoint of a run's directory; another path is one itself."""
+    root = Path(path)
+    return root / CHECKPOINT if (root / CHECKPOINT / "manifest.json").exists() else root
+
+
+def load_dense(model: Model, root: Path, manifest: checkpoint.Manifest) -> None:
+    """The dense weights of a checkpoint into a model whose tables stay empty."""
+    store, entry = open_store(root), manifest.latest.dense
+    fit_dense(model, {} if entry is None else read_tensors(store, entry)).copy()
+
+
+def load_trained(path: str | Path) -> tuple[Model, RunConfig]:
+    """The model of a run's directory, or of its checkpoint, ready to evaluate and predict."""
+    root = find_checkpoint(path)
+    manifest = checkpoint.read_manifest(root)
+    config = config_of(manifest, root)
+    model = model_for(config, manifest.progress["features"], manifest.progress["num_dense"])
+    checkpoint.load(model, root)
+    return model.eval(), config

@@ -1,0 +1,148 @@
+"""megalith serve: a directory in, a server out, until a signal ends it."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from megalith.cli.main import app
+from megalith.cli.serve import export_newest
+from megalith.models import Model
+from megalith.serving.discovery import FileDiscovery
+from megalith.serving.server.model_server import ModelServer
+from megalith.training.run_model import load_trained
+from tests.serving.exports import Asked, export_version, logits, request_of, rows
+
+LIMIT = 120.0
+FEATURES, DENSE = rows(2)
+
+
+class Served:
+    """`megalith serve` in a process of its own."""
+
+    def __init__(self, *arguments: object) -> None:
+        command = [sys.executable, "-m", "megalith", "serve", *map(str, arguments), "--port", "0"]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.said: list[str] = []
+
+    def wait_for(self, pattern: str) -> str:
+        """The group of a pattern in the next line that has it."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.said.append(line)
+            if found := re.search(pattern, line):
+                return found[1]
+        raise AssertionError(f"{pattern!r} not in {self.said}; {self.process.communicate(timeout=LIMIT)[1]}")
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        self.process.communicate(timeout=LIMIT)
+        return self.process.returncode
+
+
+@contextmanager
+def served(*arguments: object) -> Iterator[Served]:
+    made = Served(*arguments)
+    try:
+        yield made
+    finally:
+        if made.process.poll() is None:
+            made.process.kill()
+            made.process.communicate(timeout=LIMIT)
+
+
+def train(run: Path, *more: str) -> Model:
+    """A run of five steps, and its model."""
+    small = ["--dim", "4", "--batch-size", "32", "--threads", "1", "--max-steps", "5"]
+    result = CliRunner().invoke(app, ["train", "--data", "teacher", "--run", str(run), *small, *more])
+    assert result.exit_code == 0, result.output
+    return load_trained(run)[0]
+
+
+def test_a_signal_ends_it(tmp_path: Path) -> None:
+    model = export_version(tmp_path / "exports")
+    found = tmp_path / "servers.json"
+    with served(tmp_path / "exports", "--discovery", f"file:{found}") as server:
+        address = server.wait_for(r"gRPC on (\S+)")
+        assert "movies version 1\n" in server.said
+        with Asked(address) as ask:
+            outputs = ask({**FEATURES, "dense": DENSE})
+            torch.testing.assert_close(outputs["logits"], logits(model, FEATURES, DENSE))
+        with FileDiscovery(found) as discovery:
+            assert [replica.address for replica in discovery.replicas("movies:standalone")] == [address]
+        assert server.end(signal.SIGTERM) == 0
+        with FileDiscovery(found) as discovery:
+            assert discovery.replicas("movies:standalone") == ()
+
+
+@pytest.mark.usefixtures("restore_threads")
+def test_following_a_run_waits_for_its_first_checkpoint_and_serves_it(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with served(run, "--follow", "--model-name", "clicks") as server:
+        server.wait_for("(waiting) for the first checkpoint")
+        model = train(run)
+        with Asked(server.wait_for(r"gRPC on (\S+)")) as ask:
+            for name, table in model.embeddings.shards.local.items():
+                ids = torch.cat([chunk.ids for chunk in table.scan()])
+                rows = ask({f"{name}_id": ids}, signature="lookup", model="clicks")[f"{name}_value"]
+                assert torch.equal(rows, table.lookup(ids))
+            position = ask.send(request_of({}, model="clicks", signature="sync_position"))[0]
+            assert position["step"].tolist() == [5]
+        assert server.end(signal.SIGINT) == 0
+
+
+@pytest.mark.usefixtures("restore_threads")
+def test_a_run_is_exported_again_only_if_it_has_gone_on(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(run)
+    for again, versions in ((False, ["5"]), (False, ["5"]), (True, ["5", "6"])):
+        if again:
+            train(run, "--start-over")  # to the same step, but another checkpoint
+        export_newest(run, None)
+        assert sorted(path.name for path in (run / "exports").iterdir()) == versions
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["absent"], "holds no exported model"),
+        (["absent", "--follow", "--host", "0.0.0.0"], "--token-file"),
+        (["absent", "--token-file", "nowhere"], "token: cannot read nowhere"),
+        (["absent", "--tls-cert", "x"], "--tls-key"),
+        (["absent", "--discovery", "dns:x"], "must begin with one of"),
+        (["absent", "--discovery", "static:h:1", "--host", "0.0.0.0"], "--advertise"),
+    ],
+)
+def test_what_cannot_be_served_is_said_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = signal.getsignal(signal.SIGTERM)
+    ended = CliRunner().invoke(app, ["serve", *arguments])
+    assert ended.exit_code == 1
+    assert message in ended.stderr
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_signal_ends_a_start_that_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    export_version(tmp_path)
+    ended: list[str] = []
+
+    def opens(server: ModelServer, directory: Path) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+        ended.append("it went on")
+
+    monkeypatch.setattr(ModelServer, "_open", opens)
+    result = CliRunner().invoke(app, ["serve", str(tmp_path), "--port", "0"])
+    assert (result.exit_code, ended) == (0, [])
+    assert "shutting down" in result.stdout

@@ -1,0 +1,355 @@
+"""DynamicEmb dumps into tables: raw files laid out from its format, every routing mode, state, ages."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalith import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad, Segment, TableConfig
+from megalith.compat.dynamicemb import import_dynamicemb
+from megalith.errors import CheckpointError, InputError
+from tests.compat.importing import collection, rows, state, times, write
+
+NOW = 1_700_000_000
+SECOND = 1_000_000_000
+PLAIN = TableConfig("t", dim=2, optimizer=SGD(0.1))
+LRU = {"opt_type": "sgd", "lr": 0.1, "evict_strategy": "EvictStrategy.KLru", "dist_type": "roundrobin"}
+
+
+def dump(
+    root: Path,
+    keys: list[list[int]],
+    values: list[Any] | None = None,
+    *,
+    name: str = "t",
+    meta: dict[str, Any] | None = None,
+    scores: list[list[int]] | None = None,
+    state: list[Any] | None = None,
+    folder: str = "model.ebc",
+) -> Path:
+    """Files of as many ranks as there are lists; a row of key k is [k, -k] unless told otherwise."""
+    made, world = root / folder, len(keys)
+    if values is None:
+        values = [[[k, -k] for k in rank] for rank in keys]
+
+    def put(kind: str, dtype: str, ranks: list[Any]) -> None:
+        for rank, data in enumerate(ranks):
+            path = made / f"{name}_emb_{kind}.rank_{rank}.world_size_{world}"
+            write(path, np.asarray(data, dtype).tobytes())
+
+    put("keys", "<i8", keys)
+    put("values", "<f4", values)
+    if scores is not None:
+        put("scores", "<i8", scores)
+    if state is not None:
+        put("opt_values", "<f4", state)
+    write(made / f"{name}_opt_args.json", json.dumps(LRU if meta is None else meta).encode())
+    return root
+
+
+# ---- rows and routing
+
+
+def test_a_dump_of_two_ranks(tmp_path: Path, engine: str) -> None:
+    path = dump(
+        tmp_path, [[2, -4], [1, 2**62 + 1, -1]], scores=[[0, 5 * SECOND], [1, 2 * SECOND, 10**18 * 9]]
+    )
+    made = collection(PLAIN, engine=engine)
+
+    report = import_dynamicemb(made, path, time=NOW)
+
+    assert rows(made, "t") == {
+        -4: [-4, 4],
+        -1: [-1, 1],
+        1: [1, -1],
+        2: [2, -2],
+        2**62 + 1: [2.0**62, -(2.0**62)],
+    }
+    assert times(made, "t") == {-4: NOW - 5, -1: 0, 1: NOW, 2: NOW, 2**62 + 1: NOW - 2}
+    assert (report.rows, report.kept, report.left_out) == ({"t": 5}, {"t": 5}, {})
+
+
+def test_a_dump_without_dist_type_was_routed_by_roundrobin(tmp_path: Path) -> None:
+    meta = {"opt_type": "sgd"}
+    made = collection(PLAIN)
+    import_dynamicemb(made, dump(tmp_path / "a", [[2, 4], [1, 3]], meta=meta))
+    assert sorted(rows(made, "t")) == [1, 2, 3, 4]
+    with pytest.raises(
+        CheckpointError,
+        match=r"rank_1.world_size_2: key 4 does not belong to rank 1 of 2 under dist_type 'roundrobin'",
+    ):
+        import_dynamicemb(collection(PLAIN), dump(tmp_path / "b", [[2], [1, 4]], meta=meta))
+
+
+def test_hash_roundrobin_keeps_global_ids(tmp_path: Path) -> None:
+    """fmix64 of 0, 1, 7, 8: 0x0, ...cb2c, ...d1dd, ...c687; so by 3 shards: 0, 2, 1 and 0."""
+    hashes = {0: 0x0, 1: 0xB456BCFC34C2CB2C, 7: 0x740729CBE468D1DD, 8: 0x46ABCCA593A3C687}
+    ranks: list[list[int]] = [[], [], []]
+    for key, mixed in hashes.items():
+        ranks[mixed % 3].append(key)
+    made = collection(PLAIN)
+    meta = LRU | {"dist_type": "hash_roundrobin"}
+    import_dynamicemb(made, dump(tmp_path, ranks, meta=meta))
+    assert rows(made, "t") == {k: [k, -k] for k in (0, 1, 7, 8)}
+
+
+@given(
+    ids=st.lists(st.integers(0, 60) | st.integers(-(2**63), 2**63 - 1), unique=True, max_size=30),
+    num=st.integers(1, 50),
+    world=st.integers(1, 5),
+)
+def test_continuous_keys_become_global_ids_again(
+    tmp_path_factory: pytest.TempPathFactory, ids: list[int], num: int, world: int
+) -> None:
+    """Below block * ranks: rank u div block, key u mod block; beyond: rank u mod ranks, key u div ranks."""
+    block = -(-num // world)
+    keys: list[list[int]] = [[] for _ in range(world)]
+    values: list[list[list[float]]] = [[] for _ in range(world)]
+    for number, id in enumerate(ids):
+        u = id % 2**64
+        rank, key = divmod(u, block) if u < block * world else (u % world, u // world)
+        keys[rank].append(key - 2**64 if key >= 2**63 else key)
+        values[rank].append([number, 0])
+    path = dump(
+        tmp_path_factory.mktemp("dump"),
+        keys,
+        [v or np.empty((0, 2)) for v in values],
+        meta=LRU | {"dist_type": "continuous"},
+    )
+    made = collection(PLAIN)
+    import_dynamicemb(made, path, num_embeddings={"t": num})
+    assert rows(made, "t") == {id: [number, 0] for number, id in enumerate(ids)}
+
+
+def test_continuous_needs_the_number_of_embeddings(tmp_path: Path) -> None:
+    path = dump(tmp_path, [[0, 1], [0, 5]], meta=LRU | {"dist_type": "continuous"})
+    with pytest.raises(InputError, match=r"give num_embeddings=.'t': \.\.\.. as it was, got None"):
+        import_dynamicemb(collection(PLAIN), path)
+    made = collection(PLAIN)
+    import_dynamicemb(made, path, num_embeddings={"t": 6})
+    assert sorted(rows(made, "t")) == [0, 1, 3, 11]
+    wrong = dump(tmp_path / "wrong", [[-1], [0]], meta=LRU | {"dist_type": "continuous"})
+    with pytest.raises(
+        CheckpointError, match="key -1 does not belong to rank 0 of 2 under dist_type 'contin"
+    ):
+        import_dynamicemb(collection(PLAIN), wrong, num_embeddings={"t": 6})
+
+
+def test_keys_on_other_ranks_can_be_taken_as_they_are(tmp_path: Path) -> None:
+    made = collection(PLAIN)
+    import_dynamicemb(made, dump(tmp_path, [[1], [2]]), check_owners=False)
+    assert sorted(rows(made, "t")) == [1, 2]
+
+
+def test_other_names_other_tables_and_counters(tmp_path: Path) -> None:
+    dump(tmp_path, [[1]], name="users_emb")
+    dump(tmp_path, [[1]], name="items")
+    write(tmp_path / "model.ebc" / "users_emb_counter_keys.rank_0.world_size_1", b"12345678")
+    made = collection(PLAIN)
+    report = import_dynamicemb(made, tmp_path, tables={"t": "users_emb"})
+    assert rows(made, "t") == {1: [1, -1]}
+    assert (
+        report.left_out
+        == {
+            "users_emb: admission counters": "they are not imported",
+            "table 'items' of the dump": "not asked for",
+        }
+        | {"t: scores": report.left_out.get("t: scores", "")}
+        if "t: scores" in report.left_out
+        else report.left_out
+    )
+
+
+def test_empty_ranks_and_no_scores(tmp_path: Path) -> None:
+    made = collection(PLAIN)
+    report = import_dynamicemb(made, dump(tmp_path, [[2], []], [[[1, 2]], []]), time=5)
+    assert (rows(made, "t"), times(made, "t"), report.left_out) == ({2: [1, 2]}, {2: 5}, {})
+
+
+@pytest.mark.parametrize(
+    "strategy", ["EvictStrategy.KLfu", "EvictStrategy.KEpochLru", "EvictStrategy.KCustomized"]
+)
+def test_scores_that_are_no_ages(tmp_path: Path, strategy: str) -> None:
+    path = dump(tmp_path, [[1]], scores=[[123]], meta=LRU | {"evict_strategy": strategy})
+    made = collection(PLAIN)
+    report = import_dynamicemb(made, path, time=NOW)
+    assert times(made, "t") == {1: NOW}
+    assert report.left_out == {"t: scores": f"those of {strategy} are no times"}
+
+
+def test_scores_of_two_words(tmp_path: Path) -> None:
+    made = collection(PLAIN)
+    report = import_dynamicemb(made, dump(tmp_path, [[1]], scores=[[1, 2]]), time=NOW)
+    assert times(made, "t") == {1: NOW}
+    assert list(report.left_out) == ["t: scores"]
+
+
+# ---- optimizer state
+
+
+def test_adam(tmp_path: Path) -> None:
+    meta = LRU | {"opt_type": "adam", "iters": 17, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
+    path = dump(tmp_path, [[4], [1]], meta=meta, state=[[[1, 2, 3, 4]], [[5, 6, 7, 8]]])
+    segments = [Segment(1, optimizer=Adam(0.1)), Segment(1, optimizer=Adam(0.2))]
+    for config in (TableConfig("t", dim=2, optimizer=Adam(0.1)), TableConfig("t", segments=segments)):
+        made = collection(config)
+        import_dynamicemb(made, path)
+        assert rows(made, "t") == {1: [1, -1], 4: [4, -4]}
+        assert state(made, "t", "0/count") == {1: [17], 4: [17]}
+        width = config.segments[0].dim
+        assert state(made, "t", "0/m") == {1: [5, 6][:width], 4: [1, 2][:width]}
+        assert state(made, "t", "0/v") == {1: [7, 8][:width], 4: [3, 4][:width]}
+    assert state(made, "t", "1/v") == {1: [8], 4: [4]}
+
+
+def test_both_adagrads(tmp_path: Path) -> None:
+    path = dump(tmp_path / "a", [[4]], meta=LRU | {"opt_type": "exact_adagrad"}, state=[[[1, 2]]])
+    made = collection(TableConfig("t", dim=2, optimizer=Adagrad(0.1)))
+    import_dynamicemb(made, path)
+    assert state(made, "t", "0/sum") == {4: [1, 2]}
+    path = dump(tmp_path / "b", [[4]], meta=LRU | {"opt_type": "exact_row_wise_adagrad"}, state=[[[3]]])
+    made = collection(TableConfig("t", dim=2, optimizer=RowWiseAdagrad(0.1)))
+    import_dynamicemb(made, path)
+    assert state(made, "t", "0/sum") == {4: [3]}
+
+
+TWO_ROWWISE = TableConfig("t", segments=[Segment(1, optimizer=RowWiseAdagrad(0.1))] * 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "opt_type", "kept", "said"),
+    [
+        (
+            TableConfig("t", dim=2, optimizer=Adam(0.1)),
+            "adam",
+            None,
+            "'t' was dumped without optimizer state",
+        ),
+        (
+            TableConfig("t", dim=2, optimizer=Adagrad(0.1)),
+            "adam",
+            [[1, 2, 3, 4]],
+            "'adam', table 't' with adagrad",
+        ),
+        (PLAIN, "exact_adagrad", [[1, 2]], "trained with 'exact_adagrad', table 't' with sgd"),
+        (
+            TableConfig("t", dim=2, optimizer=FTRL(0.1)),
+            "lamb",
+            [[1, 2]],
+            "trained with 'lamb', table 't' with ftrl",
+        ),
+        (TWO_ROWWISE, "exact_row_wise_adagrad", [[1]], "table 't' with rowwise_adagrad"),
+        (PLAIN, "sgd", [[1]], r"opt_values.rank_0.world_size_1: 4 bytes, but 1 keys need 0 \(0 floats a row"),
+        (
+            TableConfig("t", dim=2, optimizer=Adagrad(0.1)),
+            "exact_adagrad",
+            [[1]],
+            "4 bytes, but 1 keys need 8",
+        ),
+    ],
+)
+def test_other_state_is_refused_or_dropped(
+    tmp_path: Path, config: TableConfig, opt_type: str, kept: Any, said: str
+) -> None:
+    path = dump(tmp_path, [[4]], meta=LRU | {"opt_type": opt_type, "iters": 1}, state=kept and [kept])
+    made = collection(config)
+    with pytest.raises(CheckpointError, match=said):
+        import_dynamicemb(made, path)
+    assert rows(made, "t") == {}
+    report = import_dynamicemb(made, path, drop_optimizer_state=True)
+    assert rows(made, "t") == {4: [4, -4]}
+    assert report.left_out == {"t: optimizer state": "drop_optimizer_state=True, so it starts fresh"}
+
+
+@pytest.mark.parametrize("iters", [None, -1, 1.5, "3", True, 2**53])
+def test_adams_counter_must_be_a_number(tmp_path: Path, iters: Any) -> None:
+    path = dump(tmp_path, [[4]], meta=LRU | {"opt_type": "adam", "iters": iters}, state=[[[1, 2, 3, 4]]])
+    with pytest.raises(CheckpointError, match=r"t_opt_args.json: iters must be Adam's number of steps"):
+        import_dynamicemb(collection(TableConfig("t", dim=2, optimizer=Adam(0.1))), path)
+
+
+# ---- what is refused
+
+KEYS, VALUES = "model.ebc/t_emb_keys", "model.ebc/t_emb_values"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({f"{KEYS}.rank_1.world_size_2": None}, "t_emb_keys of 2 ranks lacks rank 1"),
+        ({f"{VALUES}.rank_0.world_size_2": None}, "t_emb_values of 2 ranks lacks rank 0"),
+        ({f"{KEYS}.rank_2.world_size_2": b""}, "t_emb_keys of 2 ranks has rank 2 too"),
+        ({f"{KEYS}.rank_0.world_size_1": b""}, r"table 't' has files of dumps by \[1, 2\] ranks"),
+        ({"model.ebc/t_emb_scores.rank_0.world_size_2": b"12345678"}, "t_emb_scores of 2 ranks lacks rank 1"),
+        (
+            {f"{KEYS}.rank_0.world_size_2": b"1234567"},
+            "rank_0.world_size_2: 7 bytes are no run of 8-byte keys",
+        ),
+        (
+            {f"{VALUES}.rank_0.world_size_2": b"1234"},
+            r"values.rank_0.world_size_2: 4 bytes, but 1 keys need 8 \(2",
+        ),
+        (
+            {f"{VALUES}.rank_0.world_size_2": bytes(12)},
+            r"12 bytes, but 1 keys need 8 \(2 floats a row, table 't'",
+        ),
+        (
+            {f"model.ebc/t_emb_scores.rank_{rank}.world_size_2": bytes(9) for rank in (0, 1)},
+            "scores.rank_0.world_size_2: 9 bytes, but 1 keys need 8",
+        ),
+        (
+            {f"{VALUES}.rank_1.world_size_2": np.float32([1, math.nan]).tobytes()},
+            "the row of id 1 .* holds NaN",
+        ),
+        ({"model.ebc/t_opt_args.json": None}, "t_opt_args.json: cannot be read, and it says how"),
+        ({"model.ebc/t_opt_args.json": b"{"}, "t_opt_args.json: cannot be read"),
+        ({"model.ebc/t_opt_args.json": b"[" * 100_000}, "t_opt_args.json: cannot be read"),
+        ({"model.ebc/t_opt_args.json": b"\xff"}, "t_opt_args.json: cannot be read"),
+        ({"model.ebc/t_opt_args.json": b"[]"}, "t_opt_args.json: must hold a JSON object"),
+        ({"model.ebc/t_opt_args.json": b" " * (1 << 21)}, "t_opt_args.json: 2097152 bytes are too many"),
+        (
+            {"model.ebc/t_opt_args.json": b'{"dist_type": "zigzag"}'},
+            "unknown dist_type 'zigzag'; known: continuous",
+        ),
+        (
+            {"other/t_emb_keys.rank_0.world_size_1": b""},
+            "table 't' is in .*model.ebc, .*other: give one of them",
+        ),
+    ],
+)
+def test_what_is_refused_before_anything_is_written(
+    tmp_path: Path, changes: dict[str, bytes | None], said: str
+) -> None:
+    dump(tmp_path, [[2], [1]])
+    dump(tmp_path, [[5]], name="first")
+    for name, data in changes.items():
+        if data is None:
+            (tmp_path / name).unlink()
+        else:
+            write(tmp_path / name, data)
+    made = collection(TableConfig("first", dim=2, optimizer=SGD(0.1)), PLAIN)
+    with pytest.raises(CheckpointError, match=said):
+        import_dynamicemb(made, tmp_path)
+    assert rows(made, "first") == rows(made, "t") == {}
+
+
+def test_a_table_or_directory_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"table 't' is not in the dump \(it has 'items'\)"):
+        import_dynamicemb(collection(PLAIN), dump(tmp_path, [[1]], name="items"))
+    with pytest.raises(CheckpointError, match="nowhere: no such directory"):
+        import_dynamicemb(collection(PLAIN), tmp_path / "nowhere")
+
+
+def test_rows_that_are_not_finite_can_be_skipped(tmp_path: Path) -> None:
+    path = dump(tmp_path, [[1, 2, 3]], [[[1, 2], [math.nan, 0], [3, math.inf]]])
+    made = collection(PLAIN)
+    report = import_dynamicemb(made, path, on_error="skip")
+    assert rows(made, "t") == {1: [1, 2]}
+    assert report.left_out == {"t: 2 rows": "they hold NaN or Inf"}

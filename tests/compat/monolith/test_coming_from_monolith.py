@@ -1,0 +1,186 @@
+"""docs/coming-from-monolith.md: no name of Monolith is missing, and everything the page names is there."""
+
+import ast
+import importlib
+import inspect
+import re
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import pytest
+
+from megalith.compat.monolith import distribution_ops as monolith
+
+TESTS = Path(__file__).parents[2]
+PAGE = TESTS.parent / "docs" / "coming-from-monolith.md"
+COLUMNS = ["Monolith's name", "ours", "what differs", "test", "cost"]
+
+# Written out by hand from Monolith's modules: each is looked for under its heading.
+NAMES = {
+    "Distribution ops": """
+        split_by_indices ragged_split_by_indices unique_key_with_value_and_offset fill_with_offset_map
+        fill_with_offset_map_gradient finalize_shared_tensor reorder_by_indices fused_reorder_by_indices
+        map_id_to_embedding map_id_to_embedding_gradient_back_prop gather_embeddings_by_input
+        gather_embeddings_by_ids_gradient_back_prop fused_gather_embeddings_by_input
+        fused_gather_embeddings_by_input_gradient reduce_sum reduce_mean reduce_sqrtn fused_sorted_segment_sum
+        fused_reduce_sum_and_split fused_reduce_and_split_gpu normalize_merged_split sharding_sparse_fids
+        fused_embedding_to_layout fused_embedding_to_layout_grad monolith_aligned_flat_concat
+        monolith_aligned_flat_split FeatureConfigs FeatureConfig OutConfig SliceConfig
+    """,
+    "The synchronous table": """
+        DistributedMultiTypeHashTableMpi shard_num table_factory queue_configs _output_dims
+        lookup slot_to_id early_reorder_indicies_res_pack all_fids shard_sizes sharded_slot_sizes
+        emb_offset_sz fused_embedding_offsets req_time fused_lookup recv_emb_splits recv_embeddings_size
+        auxiliary_bundle id_flat_t id_size_flat_t fused_embeddings embedding_splits id_offsets emb_offsets
+        indices recv_embeddings global_step grad_flat grad_flat_t
+        apply_gradients slot_to_grad scale fused_apply_gradient enable_grad_accumulation
+        enable_pipelined_fwda2a queue_lookup_to_fusedEmbA2A embedding_prefetch_capacity
+        queue_fusedEmbA2A_to_fusedGather enable_async_optimize queue_fusedGatherGrad_to_fusedEmbGradA2A
+        AsyncPushHook enable_pipelined_bwda2a queue_fusedEmbGradA2A_to_sparseOptimize
+        assign assign_add _update reinitialize get_table_dim_sizes as_op
+        enable_alltoall_metrics enable_alltoall_metrics_for_slot
+        Alltoall_id_dist Alltoall_emb_dist Alltoall_id_splits Alltoall_emb_splits Alltoall_grad_splits
+        Alltoall_id_sizes Alltoall_emb_sizes Alltoall_grad_sizes
+        Alltoall_id_min_idx Alltoall_id_min_size Alltoall_id_max_idx Alltoall_id_max_size
+        Alltoall_emb_min_idx Alltoall_emb_min_size Alltoall_emb_max_idx Alltoall_emb_max_size
+        all_fids_size fused_embedding_splits {slot}_size
+        MONOLITH_WITH_HOROVOD MONOLITH_WITH_OPTIMIZED_HOROVOD MONOLITH_WITH_HOROVOD_FID_G2G
+        MONOLITH_WITH_HOROVOD_FWD_G2G MONOLITH_WITH_HOROVOD_BWD_G2G MONOLITH_WITH_BYTEPS
+        MONOLITH_WITH_BYTEPS_FID MONOLITH_WITH_BYTEPS_FWD MONOLITH_WITH_BYTEPS_BWD
+        MONOLITH_WITH_BYTEPS_BWD_CAST MONOLITH_WITH_BYTEPS_BWD_FAKE_CAST MONOLITH_WITH_BYTEPS_FWD_GDR
+        MONOLITH_WITH_BYTEPS_BWD_GDR MONOLITH_WITH_BYTEPS_FWD_GDR_G2G MONOLITH_WITH_BYTEPS_BWD_GDR_G2G
+        MONOLITH_SYNC_EMPTY_RANK0_PS_SHARD
+    """,
+    "Ranks, devices and launch": """
+        _SYNC_TRAIN_INITED enable_bps get_mpi_rank get_mpi_local_rank get_mpi_size get_mpi_local_size
+        OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_SIZE
+        enable_sync_training init_sync_train_and_update_conf merge_sync_training_ckpt model_dir uuid num_ps
+        reorder_fids_in_data_pipeline index num_workers enable_variable_partition
+        MONOLITH_WITH_BYTEPS_BCAST MONOLITH_WITH_BYTEPS_ALLREDUCE
+        try_init_cuda CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER get_device_str enable_gpu_training
+        get_sync_run_hooks ByteCCLTelemetryHook update_session_config_for_gpu MONOLITH_FORCE_GPU_COMPATIBLE
+        bps_init BYTEPS_ALLTOALL_SESSION_SIZE BYTEPS_LOCAL_SIZE DMLC_INTERFACE BYTEPS_GPU_NIC_BINDING_MODE
+        BYTEPS_WITH_ALL_NICS UCX_NET_DEVICES PSLITE_UCX_TLS BYTEPS_KEY_HASH_FN PSLITE_UCX_RNDV_THRESH
+        BYTEPS_SERVER_DIRECT_RESPONSE BYTEPS_P2P_PARTITION_BYTES BYTEPS_PARTITION_BYTES
+        byteps_benchmark_ar byteps_benchmark_a2a bps_comm_benchmark MONOLITH_BENCHMARK_BPS
+        MONOLITH_BENCHMARK_ITERS MONOLITH_BENCHMARK_BPS_AR_LEN MONOLITH_BENCHMARK_BPS_A2A_LEN
+    """,
+    "Serving and parameter sync": """
+        remote_predict create_parameter_sync_clients parameter_sync_client_from_config refresh_sync_config
+        ParameterSyncClient create_sync_op create_dummy_sync_client create_dummy_sync_server DummySyncServer
+        get_port shutdown hashtable_assign raw_assign lookup ZKBackend ReplicaWatcher SyncBackend AgentService
+        GetReplicas HeartBeat
+    """,
+    "TensorFlow's own notions": "as_op variant_type input_type",
+}
+NOTIONS = (
+    "control dependencies",
+    "op versions 1 to 4",
+    "variant",
+    "colocation",
+    "session config",
+    "run hooks",
+)
+
+
+class Row(NamedTuple):
+    """A row of a table of the page."""
+
+    heading: str
+    cells: dict[str, str]
+
+    def __str__(self) -> str:
+        return f"{self.heading}: {next(iter(self.cells.values()))}"
+
+
+def read() -> list[Row]:
+    """All rows of all tables, with the second-level heading they stand under."""
+    rows = []
+    for heading, section in re.findall(r"^##? (.+?)\n(.*?)(?=^##? |\Z)", PAGE.read_text(), re.M | re.S):
+        for is_table, lines in groupby(section.splitlines(), lambda line: line.startswith("|")):
+            if is_table:
+                columns, _, *table = [[c.strip() for c in line.strip("|").split("|")] for line in lines]
+                rows += [Row(heading, dict(zip(columns, cells, strict=True))) for cells in table]
+    return rows
+
+
+ROWS = read()
+MAPPED = [row for row in ROWS if list(row.cells) == COLUMNS]
+
+
+def spans(cell: str) -> list[str]:
+    """What stands in backticks."""
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def exists(name: str) -> bool:
+    """Whether a dotted name can be imported, without its arguments."""
+    name = re.sub(r"^ops\.", "megalith.ops.", name.partition("(")[0])
+    name = re.sub(r"^monolith\.", "megalith.compat.monolith.", name)
+    parts = name.split(".")
+    found: Any = importlib.import_module(parts[0])
+    for number, part in enumerate(parts[1:], start=2):
+        if any(part in inspect.get_annotations(base) for base in getattr(found, "__mro__", ())):
+            return number == len(parts)  # a field that instances have
+        if not hasattr(found, part):
+            try:
+                importlib.import_module(".".join(parts[:number]))
+            except ImportError:
+                return False
+        found = getattr(found, part)
+    return True
+
+
+@cache
+def functions(file: str) -> set[str]:
+    """The functions of a file under tests."""
+    tree = ast.parse((TESTS / file).read_text())
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("heading", NAMES)
+def test_no_name_is_missing(heading: str) -> None:
+    rows = [row for row in MAPPED if row.heading == heading]
+    named = {name for row in rows for name in spans(row.cells["Monolith's name"])}
+    assert [name for name in NAMES[heading].split() if name not in named] == []
+
+
+def test_the_notions_of_tensorflow_have_a_row() -> None:
+    named = [row.cells["Monolith's name"] for row in MAPPED if row.heading == "TensorFlow's own notions"]
+    assert [notion for notion in NOTIONS if not any(notion in name for name in named)] == []
+
+
+def test_every_op_of_ours_is_on_the_page() -> None:
+    ops = {
+        f"monolith.{name}" for name in monolith.__all__ if isinstance(getattr(monolith, name), FunctionType)
+    }
+    assert ops - {name for row in MAPPED for name in spans(row.cells["ours"])} == set()
+
+
+def test_every_cell_says_something() -> None:
+    assert {row.heading for row in MAPPED} == NAMES.keys()
+    assert [row for row in ROWS if not all(row.cells.values())] == []
+
+
+def test_what_is_ours_can_be_imported_and_what_is_not_yet_cannot() -> None:
+    wrong = []
+    for row in ROWS:
+        here, _, planned = row.cells["ours"].partition("not yet: ")
+        wrong += [f"{row}: {name} does not exist" for name in spans(here) if not exists(name)]
+        wrong += [f"{row}: {name} exists by now" for name in spans(planned) if exists(name)]
+        if not spans(here) and not spans(planned) and here != "nothing":
+            wrong.append(f"{row}: name something, or say nothing")
+    assert wrong == []
+
+
+def test_tests_that_are_named_exist() -> None:
+    wrong = []
+    for row in MAPPED:
+        tests = [test.split("::") for test in spans(row.cells["test"])]
+        wrong += [f"{row}: no {name} in tests/{file}" for file, name in tests if name not in functions(file)]
+        if not tests and not re.match(r"- \w", row.cells["test"]):
+            wrong.append(f"{row}: name a test, or say why there is none")
+    assert wrong == []

@@ -1,0 +1,362 @@
+"""Monolith's distribution ops: every vector of its own tests, and the decisions where ours differ."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith import Ragged, Router
+from megalith.compat import monolith
+from megalith.errors import InputError, UsageError
+
+pytestmark = pytest.mark.usefixtures("implementation")
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def rows(*values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+def gradients(loss: Tensor, *inputs: Tensor) -> list[list[list[float]]]:
+    return [g.tolist() for g in torch.autograd.grad(loss, inputs)]
+
+
+# ---- parting ids by shard
+
+
+def test_split_by_indices() -> None:
+    ids = ints(0, 1, 2, 2, 3)
+    assert [s.tolist() for s in monolith.split_by_indices(ids % 3, ids, 3)] == [[0, 3], [1], [2, 2]]
+
+
+def test_split_by_indices_gives_each_row_its_gradient_back() -> None:
+    tensor = rows([0, 0], [1, 1], [2, 2]).requires_grad_()
+    first, second, third = monolith.split_by_indices(ints(0, 1, 0), tensor, 3)
+
+    assert first.tolist() == [[0, 0], [2, 2]]
+    assert second.tolist() == [[1, 1]]
+    assert third.shape == (0, 2)
+    assert gradients(first.sum() + second.sum() + third.sum(), tensor) == [[[1, 1], [1, 1], [1, 1]]]
+
+
+def test_split_by_indices_of_nothing() -> None:
+    tensor = torch.empty(0, requires_grad=True)
+    parts = monolith.split_by_indices(ints(), tensor, 3)
+    assert [p.shape for p in parts] == [(0,)] * 3
+    assert gradients(sum(p.sum() for p in parts), tensor) == [[]]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool, *FLOATS])
+@pytest.mark.parametrize("shape", [(4,), (4, 3), (4, 2, 3), (4, 0)])
+def test_split_by_indices_takes_any_type_and_rank(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.arange(torch.Size(shape).numel()).view(shape).to(dtype)
+    parts = monolith.split_by_indices(torch.tensor([1, 0, 1, 1], dtype=torch.int32), tensor, 2)
+    assert torch.equal(parts[0], tensor[[1]])
+    assert torch.equal(parts[1], tensor[[0, 2, 3]])
+
+
+def test_ragged_split_by_indices() -> None:
+    num = Ragged.from_lists([[], [], [4, 3, 2], [1], [], []])
+
+    values, positions = monolith.ragged_split_by_indices(ints(0, 1, 0, 1), num, 2)
+
+    assert values[0].to_lists() == [[], [], [4, 2], [], [], []]
+    assert values[1].to_lists() == [[], [], [3], [1], [], []]
+    assert positions[0].to_lists() == [[], [], [0, 2], [], [], []]
+    assert positions[1].to_lists() == [[], [], [1], [3], [], []]
+
+
+def test_reorder_by_indices_reverses_each_shard() -> None:
+    ids = ints(0, 1, 2, 2, 3, 5)
+    output, sizes = monolith.reorder_by_indices(ids, (ids % 3).int(), 3)
+    assert output.tolist() == [3, 0, 1, 5, 2]
+    assert sizes.tolist() == [2, 1, 2]
+    assert sizes.dtype == torch.int32
+
+
+def test_reorder_by_indices_of_rows_compares_their_first_column() -> None:
+    table = rows([7, 1], [-0.0, 2], [7, 3], [0, 4], [8, 5])
+    output, sizes = monolith.reorder_by_indices(table, ints(1, 0, 0, 1, 1), 2)
+    assert output.tolist() == [[-0.0, 2], [8, 5], [7, 1]]  # -0 is 0; the first occurrence's shard counts
+    assert sizes.tolist() == [1, 2]
+
+
+def test_reorder_by_indices_of_nothing() -> None:
+    output, sizes = monolith.reorder_by_indices(ints(), ints(), 2)
+    assert output.tolist() == []
+    assert sizes.tolist() == [0, 0]
+
+
+REORDERS = {
+    "one": ([[0, 1, 2, 2, 3, 5]], 3, [0, 3, 1, 2, 5], [2, 1, 2], [2, 1, 2], [0, 4, 6, 6, 2, 8]),
+    "an empty one": (
+        [[0, 1, 2, 2, 3, 5], []],
+        3,
+        [0, 3, 1, 2, 5],
+        [2, 1, 2],
+        [2, 0, 1, 0, 2, 0],
+        [0, 4, 6, 6, 2, 8],
+    ),
+    "two": (
+        [[0, 1, 2, 2, 3, 5], [6, 7, 8, 8, 9, 11]],
+        3,
+        [0, 3, 6, 9, 1, 7, 2, 5, 8, 11],
+        [4, 2, 4],
+        [2, 2, 1, 1, 2, 2],
+        [0, 8, 12, 12, 2, 14, 4, 10, 16, 16, 6, 18],
+    ),
+    "nothing": ([[], []], 2, [], [0, 0], [0, 0, 0, 0], []),
+    "two shards": (
+        [[0, 1, 4, 5], [2, 3, 6, 7]],
+        2,
+        [0, 4, 2, 6, 1, 5, 3, 7],
+        [4, 4],
+        [2, 2, 2, 2],
+        [0, 8, 2, 10, 4, 12, 6, 14],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REORDERS.values(), ids=REORDERS.keys())
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_fused_reorder_by_indices(case: tuple, dtype: torch.dtype) -> None:  # type: ignore[type-arg]
+    inputs, shards, output, shard_sizes, slot_sizes, offsets = case
+    found = monolith.fused_reorder_by_indices(
+        [torch.tensor(i, dtype=dtype) for i in inputs], shards, [2] * len(inputs)
+    )
+    assert found.output.tolist() == output
+    assert found.shard_sizes.tolist() == shard_sizes
+    assert found.sharded_slot_sizes.tolist() == slot_sizes
+    assert found.emb_offset_sz.tolist() == [len(i) for i in inputs]
+    assert found.fused_emb_offset.tolist() == offsets
+
+
+def test_fused_reorder_of_concatenated_slots_is_that_of_the_whole() -> None:
+    a, b, c, d = ints(0, 1), ints(2, 3), ints(4, 5), ints(6, 7)
+    found = monolith.fused_reorder_by_indices([torch.cat([a, c]), torch.cat([b, d])], 2, [2, 2])
+    assert found.output.tolist() == REORDERS["two shards"][2]
+
+
+def reorder_model(inputs: list[list[int]], router: Router, dims: list[int]) -> tuple[list[int], ...]:
+    """Reference 2.1 in plain Python."""
+    buckets: dict[tuple[int, int], dict[int, int]] = {}
+    for m, ids in enumerate(inputs):
+        for v, n in zip(ids, router.owner_twin(torch.tensor(ids, dtype=torch.int64)).tolist(), strict=True):
+            bucket = buckets.setdefault((n, m), {})
+            bucket.setdefault(v, len(bucket))
+    output, slot_sizes, where, base = [], [], {}, 0
+    for n in range(router.num_shards):
+        for m, dim in enumerate(dims):
+            bucket = buckets.get((n, m), {})
+            output += list(bucket)
+            slot_sizes.append(len(bucket))
+            where.update({(m, v): base + dim * rank for v, rank in bucket.items()})
+            base += dim * len(bucket)
+    return output, slot_sizes, [where[m, v] for m, ids in enumerate(inputs) for v in ids]
+
+
+@pytest.mark.parametrize(
+    "router",
+    [
+        Router("roundrobin", 8),
+        Router("roundrobin", 8, skip_first=True),
+        Router("hash_roundrobin", 5),
+        Router("continuous", 3, block_size=2**28),
+    ],
+    ids=repr,
+)
+def test_fused_reorder_smoke_run(router: Router) -> None:
+    generator = torch.Generator().manual_seed(7)
+    inputs = [torch.randint(0, 2**31, (512,), generator=generator) for _ in range(16)]
+    inputs += [i // 2**24 - 64 for i in inputs]  # many repeats, some of them negative
+    dims = [16] * 16 + list(range(1, 17))
+
+    found = monolith.fused_reorder_by_indices(inputs, router, dims)
+
+    output, slot_sizes, offsets = reorder_model([i.tolist() for i in inputs], router, dims)
+    assert found.output.tolist() == output
+    assert found.sharded_slot_sizes.tolist() == slot_sizes
+    assert found.fused_emb_offset.tolist() == offsets
+    assert not router.skip_first or found.shard_sizes[0] == 0
+
+
+# ---- one buffer for the rows of many slots
+
+KEY = [[], [0, 1, 2, 1, 0], [0, 1, 0], []]
+DIMS = [1, 2, 3, 4]
+POS = Ragged.from_lists([[], [0, 1, 2], [3, 4], []])
+
+
+def test_unique_key_with_value_and_offset() -> None:
+    found = monolith.unique_key_with_value_and_offset(Ragged.from_lists(KEY), DIMS)
+    assert found.unique_key.to_lists() == [[], [0, 1, 2], [0, 1], []]
+    assert found.value_offset.to_lists() == [[], [[0, 8], [2, 6], [4]], [[10, 16], [13]], []]
+    assert found.value_buffer is not None
+    assert found.value_buffer.size == 19
+
+
+def test_fill_with_offset_map_and_its_gradient() -> None:
+    found = monolith.unique_key_with_value_and_offset(Ragged.from_lists(KEY), DIMS)
+    assert found.value_buffer is not None
+    value = torch.arange(12.0).requires_grad_()
+
+    handle = monolith.fill_with_offset_map(POS, value, found.value_offset, found.value_buffer, DIMS)
+    filled = monolith.finalize_shared_tensor([handle], torch.float32, [19])
+
+    assert handle is found.value_buffer
+    assert filled.tolist() == [0, 1, 2, 3, 4, 5, 2, 3, 0, 1, 6, 7, 8, 9, 10, 11, 6, 7, 8]
+    expected = [8.0, 10.0, 8.0, 10.0, 4.0, 5.0, 26.0, 28.0, 30.0, 13.0, 14.0, 15.0]
+    (grad,) = torch.autograd.grad(filled, value, torch.arange(19.0))
+    assert grad.tolist() == expected
+    by_hand = monolith.fill_with_offset_map_gradient(POS, torch.arange(19.0), found.value_offset, DIMS)
+    assert by_hand.tolist() == expected
+
+
+def test_several_fills_make_one_buffer() -> None:
+    found = monolith.unique_key_with_value_and_offset(Ragged.from_lists(KEY), DIMS)
+    buffer = found.value_buffer
+    assert buffer is not None
+    values = [torch.arange(4.0).requires_grad_(), torch.arange(4.0, 12.0).requires_grad_()]
+    parts = [Ragged.from_lists([[], [0, 1], [], []]), Ragged.from_lists([[], [2], [3, 4], []])]
+
+    handles = [
+        monolith.fill_with_offset_map(p, v, found.value_offset, buffer, DIMS)
+        for p, v in zip(parts, values, strict=True)
+    ]
+    filled = monolith.finalize_shared_tensor(handles)
+
+    assert filled.tolist() == [0, 1, 2, 3, 4, 5, 2, 3, 0, 1, 6, 7, 8, 9, 10, 11, 6, 7, 8]
+    grads = torch.autograd.grad(filled, values, torch.arange(19.0))
+    assert [g.tolist() for g in grads] == [[8, 10, 8, 10], [4, 5, 26, 28, 30, 13, 14, 15]]
+
+
+def test_a_value_too_short_is_refused() -> None:
+    found = monolith.unique_key_with_value_and_offset(Ragged.from_lists(KEY), DIMS)
+    assert found.value_buffer is not None
+    with pytest.raises(InputError, match="value is too short"):
+        monolith.fill_with_offset_map(POS, torch.arange(10.0), found.value_offset, found.value_buffer, DIMS)
+
+
+def test_unique_keys_of_empty_rows() -> None:
+    found = monolith.unique_key_with_value_and_offset(Ragged.from_lists([[], [], []]), [1, 2, 3])
+    assert found.unique_key.to_lists() == [[], [], []]
+    assert found.value_offset.to_lists() == [[], [], []]
+    assert found.value_buffer is not None
+    assert monolith.finalize_shared_tensor([found.value_buffer]).tolist() == []
+
+
+def test_the_buffer_is_optional_and_finalized_once() -> None:
+    key = Ragged.from_lists(KEY)
+    assert monolith.unique_key_with_value_and_offset(key, DIMS, generate_buffer=False).value_buffer is None
+    found = monolith.unique_key_with_value_and_offset(key, DIMS)
+    buffer = found.value_buffer
+    assert buffer is not None
+    assert monolith.finalize_shared_tensor([buffer]).tolist() == [0.0] * 19
+    with pytest.raises(UsageError, match="finalized before"):
+        monolith.finalize_shared_tensor([buffer])
+    with pytest.raises(UsageError, match="finalized before"):
+        monolith.fill_with_offset_map(POS, torch.arange(12.0), found.value_offset, buffer, DIMS)
+
+
+# ---- rows for ids
+
+
+def test_map_id_to_embedding() -> None:
+    out = monolith.map_id_to_embedding(
+        [ints(1), ints(2)], [rows([1, 1]), rows([2, 2])], rows([1], [2]).long()
+    )
+    assert out.tolist() == [[[1, 1]], [[2, 2]]]
+
+
+@pytest.mark.parametrize("use_multi_threads", [False, True])
+def test_map_id_to_embedding_of_many_shards(use_multi_threads: bool) -> None:
+    ids = torch.arange(1000)
+    embeddings = torch.arange(16.0).repeat(1000, 1) + ids[:, None]
+    parts = monolith.split_by_indices(ids % 10, ids, 10)
+    tables = monolith.split_by_indices(ids % 10, embeddings, 10)
+    assert torch.equal(monolith.map_id_to_embedding(parts, tables, ids, use_multi_threads), embeddings)
+
+
+def test_map_id_to_embedding_gradient() -> None:
+    embeddings = [rows([1, 1]).requires_grad_(), rows([2, 2]).requires_grad_()]
+    out = monolith.map_id_to_embedding([ints(1), ints(2)], embeddings, ints(1, 1, 2))
+    assert gradients((torch.zeros(3, 2) - out).sum(), *embeddings) == [[[-2, -2]], [[-1, -1]]]
+    by_hand = monolith.map_id_to_embedding_gradient_back_prop(
+        [ints(1), ints(2)], ints(1, 1, 2), -torch.ones(3, 2)
+    )
+    assert [g.tolist() for g in by_hand] == [[[-2, -2]], [[-1, -1]]]
+
+
+def test_an_id_in_two_pieces_is_read_and_learns_in_the_first() -> None:
+    ids, embeddings = [ints(5, 5), ints(5)], [rows([1], [2]).requires_grad_(), rows([3]).requires_grad_()]
+    out = monolith.map_id_to_embedding(ids, embeddings, ints(5, 5))
+    assert out.tolist() == [[1], [1]]
+    assert gradients(out.sum(), *embeddings) == [[[2], [0]], [[0]]]
+
+
+def test_gather_embeddings_by_input() -> None:
+    embeddings = rows([1, 1], [2, 2], [3, 3])
+    out, mapping = monolith.gather_embeddings_by_input(ints(1, 2, 3), embeddings, ints(2, 1, 2).view(3, 1))
+    assert out.tolist() == [[[2, 2]], [[1, 1]], [[2, 2]]]
+    assert mapping.tolist() == [[1], [0], [1]]
+
+
+def test_gather_embeddings_gradient() -> None:
+    embeddings = rows([1, 1], [2, 2], [3, 3]).requires_grad_()
+    out, _ = monolith.gather_embeddings_by_input(ints(1, 2, 3), embeddings, ints(1, 2, 1).view(3, 1))
+    assert gradients((torch.ones(3, 1, 2) - out).sum(), embeddings) == [[[-2, -2], [-1, -1], [0, 0]]]
+    by_hand = monolith.gather_embeddings_by_ids_gradient_back_prop(
+        ints(2, 3, 1), rows([1, 1], [2, 2], [4, 4], [8, 8]), ints(1, 0, 1, 2)
+    )
+    assert by_hand.tolist() == [[2, 2], [5, 5], [8, 8]]
+
+
+FUSED = [1.1, 1.2, 1.3, 2.1, 2.2, 3.1, 3.2, 3.3, 4.1, 4.2, 4.3]
+FUSED += [5.1, 5.2, 6.1, 6.2, 6.3, 7.1, 7.2, 8.1, 8.2, 9.1, 9.2]
+OFFSETS = [ints(13, 0, 5, 13, 8, 13), ints(16, 18, 11, 11, 16, 20, 3)]
+
+
+def test_fused_gather_embeddings_by_input() -> None:
+    offsets = [OFFSETS[0].repeat(12345), OFFSETS[1].repeat(11777).int()]
+
+    wide, narrow = monolith.fused_gather_embeddings_by_input(torch.tensor(FUSED), offsets, [3, 2])
+
+    firsts = [6, 1, 3, 6, 4, 6]
+    expected = rows(*([k + 0.1, k + 0.2, k + 0.3] for k in firsts))
+    assert torch.equal(wide, expected.repeat(12345, 1))
+    expected = rows(*([k + 0.1, k + 0.2] for k in [7, 8, 5, 5, 7, 9, 2]))
+    assert torch.equal(narrow, expected.repeat(11777, 1))
+
+
+FUSED_GRADIENT = [2.1, 2.2, 2.3, 7.4, 7.5, 3.1, 3.2, 3.3, 5.1, 5.2, 5.3]
+FUSED_GRADIENT += [7.8, 8.0, 11.3, 11.6, 11.9, 6.8, 7.0, 2.4, 2.5, 6.4, 6.5]
+
+
+@pytest.mark.parametrize("scale", [1, 0.5])
+def test_fused_gather_gradient(scale: float) -> None:
+    grads = [
+        rows(*([k + 0.1, k + 0.2, k + 0.3] for k in range(1, 7))).repeat(888, 1),
+        rows(*([k + 0.4, k + 0.5] for k in range(1, 8))).repeat(888, 1),
+    ]
+    offsets = [o.repeat(888) for o in OFFSETS]
+
+    flat = monolith.fused_gather_embeddings_by_input_gradient(22, grads, offsets, [3, 2], scale)
+
+    expected = 888 * torch.tensor(FUSED_GRADIENT) * scale
+    torch.testing.assert_close(flat, expected, rtol=888e-7, atol=0)
+
+
+def test_autograd_of_the_fused_gather_is_its_gradient_op() -> None:
+    fused = torch.tensor(FUSED, requires_grad=True)
+    outs = monolith.fused_gather_embeddings_by_input(fused, OFFSETS, [3, 2])
+    grads = [torch.randn_like(o) for o in outs]
+    (actual,) = torch.autograd.grad(outs, fused, grads)
+    size = torch.tensor(22, dtype=torch.int32)
+    assert torch.equal(
+        actual, monolith.fused_gather_embeddings_by_input_gradient(size, grads, OFFSETS, [3, 2])
+    )

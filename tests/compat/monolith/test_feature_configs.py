@@ -1,0 +1,358 @@
+"""FeatureConfigs: Monolith's bytes, the shapes layouts have, and configs that do not fit."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalith.compat.monolith.feature_configs import (
+    FeatureConfig,
+    FeatureConfigs,
+    OutConfig,
+    OutType,
+    PoolingType,
+    SliceConfig,
+)
+from megalith.errors import InputError, UnknownNameError
+
+FEATURES = {
+    "uid": FeatureConfig(table="users", slice_dims=(1, 8)),
+    "gid": FeatureConfig(table="items", pooling_type=PoolingType.MEAN, slice_dims=(1, 4, 300)),
+    "hist": FeatureConfig(
+        table="items", pooling_type=PoolingType.FIRSTN, slice_dims=(16,), max_sequence_length=20
+    ),
+    "clicks": FeatureConfig("items", PoolingType.FIRSTN, (16,), 20),
+    "short": FeatureConfig("items", PoolingType.FIRSTN, (16,), 5),
+}
+
+
+def layout(kind: OutType, *slices: tuple[str, int, int], shape: Any = ()) -> FeatureConfigs:
+    """The features above, and one layout named "out"."""
+    out = OutConfig(tuple(SliceConfig(*each) for each in slices), kind, shape)
+    return FeatureConfigs(FEATURES, {"out": out})
+
+
+# ---- bytes
+
+
+def test_the_parts_by_hand() -> None:
+    assert SliceConfig("uid", 1, 9).to_proto().hex(" ") == "0a 03 75 69 64 10 01 18 09"
+    filled = SliceConfig(
+        "g", feature_idx=1, slice_idx=2, pooling_type=PoolingType.FIRSTN, max_sequence_length=7
+    )
+    assert filled.to_proto().hex(" ") == "0a 01 67 20 01 28 02 50 03 58 07"
+    feature = FeatureConfig(
+        table="t", pooling_type=PoolingType.MEAN, slice_dims=(1, 300), max_sequence_length=4
+    )
+    assert feature.to_proto().hex(" ") == "0a 01 74 10 01 1a 03 01 ac 02 20 04"
+    out = OutConfig(slice_configs=(SliceConfig("g", 0, 1),), out_type=OutType.ADDN, shape=((4, 1), ()))
+    assert out.to_proto().hex(" ") == "0a 05 0a 01 67 18 01 10 02 1a 04 0a 02 04 01 1a 00"
+    for part in (filled, feature, out):
+        assert type(part).from_proto(part.to_proto()) == part
+
+
+# Made by protobuf 7.36.2 with deterministic=True, from the config below.
+MODEL = bytes.fromhex(
+    "0a160a03676964120f0a056974656d7310011a040104ac020a160a0468697374120e0a056974656d7310031a011020140a120a03"
+    "756964120b0a0575736572731a02010812330a0462696173122b0a070a0375696418010a0f0a036769641801200128025001"
+    "580710021a0d0a0bffffffffffffffffff0101122f0a046465657012270a090a03756964100118090a0a0a03676964100518b1"
+    "021a0e0a0cffffffffffffffffff01b402121a0a0373657112130a080a0468697374181010031a050a03401410"
+)
+
+
+def test_protobufs_own_bytes() -> None:
+    mean = PoolingType.MEAN
+    configs = FeatureConfigs(
+        feature_configs={name: FEATURES[name] for name in ("uid", "gid", "hist")},
+        out_configs={
+            "deep": OutConfig((SliceConfig("uid", 1, 9), SliceConfig("gid", 5, 305)), shape=((-1, 308),)),
+            "bias": OutConfig(
+                (
+                    SliceConfig("uid", 0, 1),
+                    SliceConfig(
+                        "gid", 0, 1, feature_idx=1, slice_idx=2, pooling_type=mean, max_sequence_length=7
+                    ),
+                ),
+                OutType.ADDN,
+                ((-1, 1),),
+            ),
+            "seq": OutConfig((SliceConfig("hist", 0, 16),), OutType.NONE, ((64, 20, 16),)),
+        },
+    )
+    assert configs.to_proto() == MODEL
+    assert FeatureConfigs.from_proto(MODEL) == configs
+    assert FeatureConfigs.from_proto(memoryview(MODEL)) == configs
+    configs.validate()
+
+
+def test_empty_names_and_messages_are_written_as_protobuf_does() -> None:
+    configs = FeatureConfigs({"": FeatureConfig()}, {"é": OutConfig(shape=((),))})
+    assert configs.to_proto().hex() == "0a040a00120012080a02c3a912021a00"
+    assert FeatureConfigs.from_proto(configs.to_proto()) == configs
+    assert FeatureConfigs().to_proto() == b""
+    assert FeatureConfigs.from_proto(b"\x0a\x00\x12\x00") == FeatureConfigs(
+        {"": FeatureConfig()}, {"": OutConfig()}
+    )
+
+
+def test_the_order_of_entries_does_not_matter() -> None:
+    there, back = dict(FEATURES), dict(reversed(FEATURES.items()))
+    assert FeatureConfigs(there).to_proto() == FeatureConfigs(back).to_proto()
+
+
+def test_unpacked_numbers_and_unknown_fields_are_read() -> None:
+    message = bytes.fromhex(
+        "18 01 18 08 1a 02 10 03 f8 07 05 fa 07 02 ff ff"
+    )  # 3: 1, 8, (16, 3); 127: unknown
+    assert FeatureConfig.from_proto(message) == FeatureConfig(slice_dims=(1, 8, 16, 3))
+
+
+def test_the_last_of_two_wins() -> None:
+    twice = SliceConfig("a", 1, 2).to_proto() + SliceConfig("b", 3, 4).to_proto()
+    assert SliceConfig.from_proto(twice) == SliceConfig("b", 3, 4)
+    one, two = (FeatureConfigs({"a": FeatureConfig(table)}) for table in ("x", "y"))
+    assert FeatureConfigs.from_proto(one.to_proto() + two.to_proto()) == two
+
+
+INT32 = st.integers(-(2**31), 2**31 - 1)
+NAMES = st.text(max_size=5)
+SLICES = st.builds(
+    SliceConfig,
+    NAMES,
+    INT32,
+    INT32,
+    feature_idx=INT32,
+    slice_idx=INT32,
+    pooling_type=st.sampled_from(PoolingType),
+    max_sequence_length=INT32,
+)
+SHAPES = st.lists(st.lists(INT32, max_size=3).map(tuple), max_size=3)
+OUTS = st.builds(OutConfig, st.lists(SLICES, max_size=3), st.sampled_from(OutType), SHAPES)
+FEATURE = st.builds(
+    FeatureConfig, NAMES, st.sampled_from(PoolingType), st.lists(INT32, max_size=3), max_sequence_length=INT32
+)
+CONFIGS = st.builds(
+    FeatureConfigs,
+    st.dictionaries(NAMES, FEATURE, max_size=3),
+    st.dictionaries(NAMES, OUTS, max_size=3),
+)
+
+
+@given(configs=CONFIGS)
+def test_what_is_written_is_read(configs: FeatureConfigs) -> None:
+    message = configs.to_proto()
+    assert FeatureConfigs.from_proto(message) == configs
+    assert FeatureConfigs.from_proto(message).to_proto() == message
+    assert pickle.loads(pickle.dumps(configs)) == configs
+
+
+# ---- bytes that are no configs
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "said"),
+    [
+        (SliceConfig, "50 02", r"SliceConfig: pooling_type must be one of SUM \(0\), MEAN.*, got 2"),
+        (FeatureConfig, "10 04", r"FeatureConfig: pooling_type must be one of .* FIRSTN \(3\), got 4"),
+        (OutConfig, "10 04", r"OutConfig: out_type must be one of .* NONE \(3\), got 4"),
+        (OutConfig, "10 ff ff ff ff ff ff ff ff ff 01", "OutConfig: out_type must be one of .*, got -1"),
+        (SliceConfig, "10 80 80 80 80 08", "2147483648 is not within"),
+        (SliceConfig, "12 00", "field 2 is length-delimited, not a varint at byte 2"),
+        (FeatureConfigs, "0a 02 0a 05", "field 1 has 5 bytes but 0 are left at byte 4"),
+        (FeatureConfigs, "0a 03 0a 01 ff", "not UTF-8 at byte 4"),
+        (FeatureConfigs, "12 04 12 02 0a 7f", "field 1 has 127 bytes"),
+        (FeatureConfigs, "08 01", "field 1 is a varint"),
+    ],
+)
+def test_bytes_that_are_no_config(kind: Any, message: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        kind.from_proto(bytes.fromhex(message))
+
+
+def read_or_refuse(message: bytes) -> None:
+    """Reads, checks and writes the message; nothing but an InputError stops it."""
+    for kind in (SliceConfig, OutConfig, FeatureConfig, FeatureConfigs):
+        try:
+            read = kind.from_proto(message)
+        except InputError:
+            continue
+        assert kind.from_proto(read.to_proto()) == read
+        if isinstance(read, FeatureConfigs):
+            try:
+                read.validate()
+            except InputError:
+                continue
+
+
+@given(message=st.binary(max_size=60))
+def test_random_bytes(message: bytes) -> None:
+    read_or_refuse(message)
+
+
+@given(
+    changes=st.lists(st.tuples(st.integers(0, len(MODEL) - 1), st.integers(0, 255)), max_size=4),
+    end=st.integers(0, len(MODEL)),
+)
+def test_mutated_bytes(changes: list[tuple[int, int]], end: int) -> None:
+    message = bytearray(MODEL)
+    for place, byte in changes:
+        message[place] = byte
+    read_or_refuse(bytes(message))
+    read_or_refuse(bytes(message[:end]))
+
+
+# ---- values that a message cannot have
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: SliceConfig(3), "SliceConfig: feature_name must be a str, got 3"),
+        (lambda: SliceConfig("a", 0.5), "SliceConfig: start must be an int of 32 bits, got 0.5"),
+        (lambda: SliceConfig("a", True), "SliceConfig: start must be an int"),
+        (lambda: SliceConfig("a", 0, 2**31), "SliceConfig: end must be an int of 32 bits, got 2147483648"),
+        (lambda: SliceConfig("a", pooling_type=2), "SliceConfig: pooling_type must be one of"),
+        (lambda: OutConfig([("a", 0, 1)]), r"OutConfig: slice_configs\[0\] must be a SliceConfig"),
+        (lambda: OutConfig(shape=(-1, 3)), r"OutConfig: shape\[0\] must be a sequence, got -1"),
+        (lambda: OutConfig(shape=((-1, "3"),)), r"OutConfig: shape\[0\]\[1\] must be an int"),
+        (lambda: OutConfig(out_type="CONCAT"), "OutConfig: out_type must be one of .*, got 'CONCAT'"),
+        (lambda: FeatureConfig(None), "FeatureConfig: table must be a str"),
+        (lambda: FeatureConfig("t", slice_dims=8), "FeatureConfig: slice_dims must be a sequence, got 8"),
+        (lambda: FeatureConfig("t", slice_dims="8"), "FeatureConfig: slice_dims must be a sequence"),
+        (lambda: FeatureConfig("t", slice_dims=[1, None]), r"FeatureConfig: slice_dims\[1\] must be an int"),
+        (lambda: FeatureConfigs([]), "feature_configs must be a dict of FeatureConfig by name"),
+        (lambda: FeatureConfigs({1: FeatureConfig()}), "feature_configs must be a dict by str, got 1"),
+        (lambda: FeatureConfigs({"a": OutConfig()}), r"feature_configs\['a'\] must be of type FeatureConfig"),
+        (lambda: FeatureConfigs({}, {"a": FeatureConfig()}), r"out_configs\['a'\] must be of type OutConfig"),
+        (lambda: SliceConfig("\ud800").to_proto(), "cannot be UTF-8"),
+    ],
+)
+def test_values_that_cannot_be(make: Callable[[], Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        make()
+
+
+def test_lists_and_plain_numbers_are_taken() -> None:
+    config = FeatureConfig("t", 3, [1, 2], 4)  # type: ignore[arg-type]
+    assert config.pooling_type is PoolingType.FIRSTN
+    assert config.slice_dims == (1, 2)
+    out = OutConfig([SliceConfig()], 1, [[-1, 2]])  # type: ignore[arg-type]
+    assert out == OutConfig((SliceConfig(),), OutType.STACK, ((-1, 2),))
+    assert hash(config) == hash(FeatureConfig("t", PoolingType.FIRSTN, (1, 2), 4))
+
+
+# ---- names
+
+
+def test_names_are_in_order() -> None:
+    configs = FeatureConfigs(FEATURES, {"z": OutConfig(), "a": OutConfig()})
+    assert configs.feature_names == ("clicks", "gid", "hist", "short", "uid")
+    assert configs.table_names == ("items", "users")
+    assert configs.layout_names == ("a", "z")
+    assert configs.features_of("items") == ("clicks", "gid", "hist", "short")
+    assert FEATURES["gid"].dim == 305
+    with pytest.raises(UnknownNameError, match="no feature looks into table 'ads'; tables: items, users"):
+        configs.features_of("ads")
+
+
+# ---- shapes
+
+
+@pytest.mark.parametrize(
+    ("configs", "shapes"),
+    [
+        (layout(OutType.CONCAT, ("uid", 0, 9), ("gid", 1, 5), ("uid", 0, 1)), ((-1, 14),)),
+        (layout(OutType.CONCAT, ("hist", 0, 16), ("clicks", 4, 8)), ((-1, 20, 20),)),
+        (layout(OutType.STACK, ("uid", 1, 5), ("gid", 1, 5), ("gid", 5, 9)), ((-1, 3, 4),)),
+        (layout(OutType.STACK, ("hist", 0, 8), ("clicks", 8, 16)), ((-1, 2, 20, 8),)),
+        (layout(OutType.ADDN, ("uid", 0, 1), ("gid", 0, 1)), ((-1, 1),)),
+        (
+            layout(OutType.NONE, ("uid", 0, 1), ("hist", 0, 16), ("short", 0, 2)),
+            ((-1, 1), (-1, 20, 16), (-1, 5, 2)),
+        ),
+    ],
+)
+def test_shapes_are_what_slices_give(configs: FeatureConfigs, shapes: tuple[tuple[int, ...], ...]) -> None:
+    assert configs.output_shapes("out") == shapes
+    out = configs.out_configs["out"]
+    for batch in (-1, 1, 64):
+        declared = tuple((batch, *shape[1:]) for shape in shapes)
+        same = FeatureConfigs(FEATURES, {"out": OutConfig(out.slice_configs, out.out_type, declared)})
+        same.validate()
+        assert same.output_shapes("out") == declared
+
+
+@pytest.mark.parametrize(
+    ("configs", "said"),
+    [
+        (
+            layout(OutType.CONCAT, ("uid", 0, 1), ("who", 0, 1)),
+            r"layout 'out', slice 1 \(feature 'who'\): feature_name is not in feature_configs",
+        ),
+        (
+            layout(OutType.CONCAT, ("uid", 0, 10)),
+            r"slice 0 \(feature 'uid'\): start 0 and end 10 must satisfy 0 <= start < end <= 9, the sum",
+        ),
+        (layout(OutType.CONCAT, ("uid", -1, 1)), "start -1 and end 1"),
+        (layout(OutType.CONCAT, ("uid", 3, 3)), "start 3 and end 3"),
+        (layout(OutType.CONCAT), "layout 'out': slice_configs is empty"),
+        (layout(OutType.NONE), "layout 'out': slice_configs is empty"),
+        (
+            layout(OutType.CONCAT, ("uid", 0, 1), ("hist", 0, 1)),
+            r"slice 1 \(feature 'hist'\): its feature is FIRSTN of 20, that of slice 0 is pooled",
+        ),
+        (layout(OutType.CONCAT, ("hist", 0, 1), ("gid", 0, 1)), "is pooled, that of slice 0 is FIRSTN of 20"),
+        (layout(OutType.STACK, ("hist", 0, 1), ("short", 0, 1)), "FIRSTN of 5, that of slice 0 is FIRSTN of"),
+        (layout(OutType.STACK, ("uid", 0, 1), ("gid", 0, 2)), "it is 2 wide, slice 0 is 1 wide"),
+        (layout(OutType.ADDN, ("uid", 0, 1), ("gid", 0, 2)), "it is 2 wide, slice 0 is 1 wide"),
+        (layout(OutType.ADDN, ("hist", 0, 1)), "ADDN cannot add up a FIRSTN feature"),
+        (
+            layout(OutType.CONCAT, ("uid", 0, 9), shape=[[-1, 8]]),
+            r"layout 'out': shape\[0\] is \[-1, 8\], its slices give \[batch, 9\]",
+        ),
+        (layout(OutType.CONCAT, ("hist", 0, 9), shape=[[-1, 9]]), r"its slices give \[batch, 20, 9\]"),
+        (layout(OutType.CONCAT, ("uid", 0, 9), shape=[[9]]), r"its slices give \[batch, 9\]"),
+        (layout(OutType.CONCAT, ("uid", 0, 9), shape=[[]]), r"shape\[0\] is \[\]"),
+        (layout(OutType.CONCAT, ("uid", 0, 9), shape=[[0, 9]]), "its batch must be -1 or positive"),
+        (layout(OutType.CONCAT, ("uid", 0, 9), shape=[[-2, 9]]), "its batch must be -1 or positive"),
+        (layout(OutType.CONCAT, ("uid", 0, 9), shape=[[-1, 9], [-1, 9]]), "shape declares 2 tensors, .* 1"),
+        (layout(OutType.NONE, ("uid", 0, 1), ("gid", 0, 1), shape=[[-1, 1]]), "declares 1 tensors, .* 2"),
+        (
+            layout(OutType.NONE, ("uid", 0, 1), ("gid", 0, 1), shape=[[-1, 1], [-1, 2]]),
+            r"shape\[1\] is \[-1, 2\], its slices give \[batch, 1\]",
+        ),
+    ],
+)
+def test_layouts_that_do_not_fit(configs: FeatureConfigs, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        configs.validate()
+    with pytest.raises(InputError, match=said):
+        configs.output_shapes("out")
+
+
+@pytest.mark.parametrize(
+    ("feature", "said"),
+    [
+        (FeatureConfig("", slice_dims=(1,)), "feature 'f': table is empty"),
+        (FeatureConfig("t"), r"slice_dims must be positive sizes, got \[\]"),
+        (FeatureConfig("t", slice_dims=(4, 0)), r"slice_dims must be positive sizes, got \[4, 0\]"),
+        (
+            FeatureConfig("t", PoolingType.FIRSTN, (4,)),
+            "max_sequence_length must be at least 1 for FIRSTN, got 0",
+        ),
+        (FeatureConfig("t", PoolingType.SUM, (4,), -1), "max_sequence_length must be 0 or more, got -1"),
+    ],
+)
+def test_features_that_cannot_be(feature: FeatureConfig, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        FeatureConfigs({"f": feature}).validate()
+
+
+def test_an_unknown_layout_names_the_known_ones() -> None:
+    with pytest.raises(UnknownNameError, match="no layout 'deep'; layouts: out"):
+        layout(OutType.CONCAT, ("uid", 0, 1)).output_shapes("deep")

@@ -1,0 +1,107 @@
+"""The target list of parameter sync: the bytes of Monolith's ClientConfig."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalith.compat.monolith.sync_config import SyncConfig, read_sync_config, refresh_sync_config
+from megalith.errors import InputError
+from megalith.serving.discovery import StaticDiscovery, SyncBackend, TargetExtraInfo
+from megalith.serving.discovery.contract import SyncTargets
+from megalith.serving.proto import ClientConfig
+
+
+class Fixed(SyncBackend):
+    """Always the same targets."""
+
+    def __init__(self, targets: list[str] | dict[str, TargetExtraInfo]) -> None:
+        self._targets = targets
+
+    def subscribe_model(self, model_name: str) -> None:
+        pass
+
+    def get_sync_targets(self, sub_graph: str) -> SyncTargets:
+        return f"movies:{sub_graph}", self._targets
+
+
+def test_a_list_of_targets_has_no_extra_info() -> None:
+    discovery = StaticDiscovery(["localhost:8888"])
+    discovery.subscribe_model("test_ffm_model")
+
+    assert refresh_sync_config(discovery, 1) == (
+        b"\x0a\x13test_ffm_model:ps_1\x12\x10hashtable_assign\x1a\x0elocalhost:8888\x20\xb8\x17"
+    )
+
+
+def test_a_dict_of_targets_keeps_its_order_and_says_where_each_runs() -> None:
+    data = refresh_sync_config(
+        Fixed({"b:1": TargetExtraInfo("lf", "blue", 7), "a:1": TargetExtraInfo(replica_id=-1)}), 0
+    )
+
+    config = ClientConfig.FromString(data)
+    assert list(config.targets) == ["b:1", "a:1"]
+    first, second = config.targets_extra_info
+    assert (first.idc, first.cluster, first.replica_id) == ("lf", "blue", 7)
+    assert [second.HasField(name) for name in ("idc", "cluster", "replica_id")] == [False, False, True]
+    assert second.replica_id == -1
+
+
+@pytest.mark.parametrize("targets", [[], {}])
+def test_no_targets_is_a_config_too(targets: list[str] | dict[str, TargetExtraInfo]) -> None:
+    assert read_sync_config(refresh_sync_config(Fixed(targets), 3)) == SyncConfig(
+        model_name="movies:ps_3", signature_name="hashtable_assign", timeout_ms=3000
+    )
+
+
+def test_a_target_that_is_no_address_is_refused() -> None:
+    with pytest.raises(InputError, match="movies:ps_0: target: 'unix:/tmp/x' is not an address"):
+        refresh_sync_config(Fixed(["unix:/tmp/x"]), 0)
+
+
+def test_a_config_goes_there_and_back() -> None:
+    config = SyncConfig(
+        model_name="movies:ps_0",
+        signature_name="raw_assign",
+        targets=("a:1", "b:1"),
+        timeout_ms=50,
+        extra_info=(TargetExtraInfo("lf", None, 3), TargetExtraInfo(None, "", -1)),
+    )
+    assert read_sync_config(config.to_bytes()) == config
+    assert read_sync_config(ClientConfig.FromString(config.to_bytes())) == config
+
+
+def test_what_is_not_said_has_monoliths_defaults() -> None:
+    assert read_sync_config(b"") == SyncConfig(timeout_ms=1000)
+    assert read_sync_config(ClientConfig(targets=["a:1"])) == SyncConfig(targets=("a:1",), timeout_ms=1000)
+
+
+def test_extra_info_that_does_not_match_is_left_out() -> None:
+    config = ClientConfig(targets=["a:1", "b:1"])
+    config.targets_extra_info.add(idc="lf")
+    assert read_sync_config(config).extra_info == ()
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        (b"\xff\xff", "2 bytes that are no ClientConfig"),
+        (ClientConfig(targets=["nowhere"]), "target: 'nowhere' is not an address"),
+        (ClientConfig(timeout_in_ms=0), "timeout_in_ms must be above 0"),
+        (ClientConfig(timeout_in_ms=-1), "timeout_in_ms must be above 0"),
+        (ClientConfig(targets=["a:1"] * 10_001), "10001 targets, but 10000 is the most"),
+    ],
+)
+def test_configs_that_cannot_be_used_are_refused(config: object, match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        read_sync_config(config)
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_a_config_or_refused(data: bytes) -> None:
+    try:
+        config = read_sync_config(data)
+    except InputError:
+        return
+    assert read_sync_config(config.to_bytes()) == config

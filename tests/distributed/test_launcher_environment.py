@@ -1,0 +1,299 @@
+"""Which rank is this, on which device, writing where: launchers, GPUs, variables set in part or wrongly."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from megalith.distributed.launcher_environment import LAUNCHERS, LaunchWarning, configure, read_launch
+from megalith.errors import InputError
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "TORCHELASTIC_RUN_ID": "evening",
+}
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "6",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "2",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "3",
+    "PMIX_NAMESPACE": "prterun-node-4635@1",
+}
+SLURM = {
+    "SLURM_PROCID": "6",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_LOCALID": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),3",
+    "SLURM_NODEID": "2",
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+}
+BATCH_SCRIPT = {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+Numbers = tuple[int, int, int, int, str | None]
+
+
+def without(environ: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name not in names}
+
+
+class Case(NamedTuple):
+    """What is set, and then rank, size, local rank, local size and launcher, and what is warned of."""
+
+    environ: dict[str, str]
+    found: Numbers
+    warned: tuple[str, ...] = ()
+
+
+CASES = {
+    "nothing": Case({}, (0, 1, 0, 1, None), ("none of RANK, OMPI_COMM_WORLD_RANK, SLURM_PROCID is set",)),
+    "torchrun": Case(TORCHRUN, (3, 8, 1, 2, "torchrun")),
+    "OpenMPI": Case(OPENMPI, (5, 6, 2, 3, "OpenMPI")),
+    "SLURM": Case(SLURM, (6, 7, 2, 3, "SLURM")),
+    "SLURM, as many on every node": Case(
+        {
+            "SLURM_PROCID": "3",
+            "SLURM_NTASKS": "4",
+            "SLURM_LOCALID": "1",
+            "SLURM_NTASKS_PER_NODE": "2",
+            "SLURM_NODEID": "1",
+            "SLURM_STEP_ID": "0",
+        },
+        (3, 4, 1, 2, "SLURM"),
+    ),
+    "torchrun inside mpirun inside SLURM": Case({**SLURM, **OPENMPI, **TORCHRUN}, (3, 8, 1, 2, "torchrun")),
+    "mpirun inside SLURM": Case({**SLURM, **OPENMPI}, (5, 6, 2, 3, "OpenMPI")),
+    "one rank by torchrun": Case(
+        {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, (0, 1, 0, 1, "torchrun")
+    ),
+    "rank and size by hand": Case(
+        {"RANK": "3", "WORLD_SIZE": "8"},
+        (3, 8, 0, 1, "torchrun"),
+        ("LOCAL_RANK is not set and taken as 0", "LOCAL_WORLD_SIZE is not set and taken as 1"),
+    ),
+    "no local size": Case(
+        without({**OPENMPI, "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        (5, 6, 0, 1, "OpenMPI"),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE is not set and taken as 1",),
+    ),
+    "rank 0 alone": Case(
+        {"RANK": "0"},
+        (0, 1, 0, 1, "torchrun"),
+        ("WORLD_SIZE is not set", "LOCAL_RANK is not set", "LOCAL_WORLD_SIZE is not set"),
+    ),
+    "size 1 alone": Case(
+        {"OMPI_COMM_WORLD_SIZE": "1"},
+        (0, 1, 0, 1, "OpenMPI"),
+        ("_RANK is not set", "_LOCAL_RANK is not set", "_LOCAL_SIZE is not set"),
+    ),
+    "part of torchrun's, all of OpenMPI's": Case(
+        {"LOCAL_RANK": "0", **OPENMPI},
+        (5, 6, 2, 3, "OpenMPI"),
+        ("torchrun: LOCAL_RANK is not enough and left aside: OpenMPI says more",),
+    ),
+    "a SLURM shell without srun": Case(
+        {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "8"},
+        (0, 1, 0, 1, None),
+        ("SLURM_NTASKS is set, but srun did not start this process",),
+    ),
+    "a SLURM batch script without srun": Case(
+        BATCH_SCRIPT,
+        (0, 8, 0, 1, "SLURM"),
+        ("SLURM_NTASKS_PER_NODE is not set", "SLURM_STEP_ID is not set, so srun did not start this process"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_launchers(case: Case) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        launch = read_launch(case.environ)
+    found = (launch.rank, launch.size, launch.local_rank, launch.local_size, launch.launcher)
+    assert found == case.found
+    assert [w.category for w in caught] == [LaunchWarning] * len(case.warned)
+    for warning, expected in zip(caught, case.warned, strict=True):
+        assert expected in str(warning.message)
+
+
+@pytest.mark.parametrize(
+    ("environ", "named"),
+    [
+        ({"RANK": "3"}, ["RANK is 3", "WORLD_SIZE is not set"]),
+        ({"WORLD_SIZE": "4"}, ["WORLD_SIZE is 4", "RANK is not set", "all would be rank 0"]),
+        ({"LOCAL_RANK": "1"}, ["LOCAL_RANK is 1", "LOCAL_WORLD_SIZE is not set"]),
+        ({**TORCHRUN, "RANK": "8"}, ["RANK is 8", "WORLD_SIZE is 8"]),
+        ({**TORCHRUN, "LOCAL_RANK": "2"}, ["LOCAL_RANK is 2", "LOCAL_WORLD_SIZE is 2"]),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9"}, ["LOCAL_WORLD_SIZE is 9", "WORLD_SIZE is 8"]),
+        ({**TORCHRUN, "WORLD_SIZE": "0"}, ["WORLD_SIZE is 0"]),
+        ({**TORCHRUN, "RANK": "-1"}, ["RANK must be a whole number", "'-1'"]),
+        ({**TORCHRUN, "RANK": ""}, ["RANK must be a whole number", "''"]),
+        ({**OPENMPI, "OMPI_COMM_WORLD_SIZE": "six"}, ["OMPI_COMM_WORLD_SIZE must be", "'six'"]),
+        ({**OPENMPI, "OMPI_COMM_WORLD_SIZE": "9" * 30}, ["OMPI_COMM_WORLD_SIZE must be"]),
+        (
+            {**OPENMPI, "OMPI_COMM_WORLD_RANK": "6"},
+            ["WORLD_RANK is 6", "WORLD_SIZE is 6"],
+        ),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(y2)"}, ["SLURM_STEP_TASKS_PER_NODE must be", "'2(y2)'"]),
+        ({**SLURM, "SLURM_NODEID": "3"}, ["SLURM_NODEID is 3", "of 3 nodes"]),
+        ({**SLURM, "SLURM_NODEID": "first"}, ["SLURM_NODEID must be a whole number"]),
+        ({**SLURM, "SLURM_PROCID": "7"}, ["SLURM_PROCID is 7", "SLURM_STEP_NUM_TASKS is 7"]),
+    ],
+)
+def test_contradictions_and_nonsense_are_errors_that_name_the_variable(
+    environ: dict[str, str], named: list[str]
+) -> None:
+    with pytest.raises(InputError) as caught:
+        read_launch(environ)
+    for text in named:
+        assert text in str(caught.value)
+
+
+VARIABLES = sorted(
+    {"SLURM_NODEID", *(name for launcher in LAUNCHERS for names in launcher[1:] for name in names)}
+)
+
+
+@given(
+    st.dictionaries(st.sampled_from(VARIABLES), st.sampled_from(["", "0", "1", "2", "7", "2(x3)", "x", "-1"]))
+)
+def test_whatever_is_set_ranks_make_sense_or_an_error_is_raised(environ: dict[str, str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            launch = read_launch(environ)
+        except InputError:
+            return
+    assert 0 <= launch.rank < launch.size
+    assert 0 <= launch.local_rank < launch.local_size <= launch.size
+
+
+# ---- configure
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Says how many GPUs there are: `show(gpus, 2)`."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return monkeypatch
+
+
+def show(patch: pytest.MonkeyPatch, count: int) -> None:
+    patch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    patch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+@pytest.mark.parametrize("count", [0, 8])
+@pytest.mark.parametrize(
+    ("environ", "rank", "size", "local_rank"),
+    [(TORCHRUN, 3, 8, 1), (OPENMPI, 5, 6, 2), (SLURM, 6, 7, 2)],
+    ids=["torchrun", "OpenMPI", "SLURM"],
+)
+def test_every_launcher_with_and_without_gpus(
+    gpus: pytest.MonkeyPatch, count: int, environ: dict[str, str], rank: int, size: int, local_rank: int
+) -> None:
+    show(gpus, count)
+    setup = configure("runs/demo", environ=environ)
+    assert (setup.rank, setup.size) == (rank, size)
+    assert setup.device == (torch.device("cuda", local_rank) if count else torch.device("cpu"))
+    assert setup.run_dir == Path("runs/demo", str(setup.uuid), f"index-{rank:04d}")
+    assert configure("runs/demo", environ=environ, merge_checkpoints=True).run_dir == Path("runs/demo")
+
+
+@pytest.mark.parametrize(("count", "device"), [(0, "cpu"), (2, "cuda:0")])
+def test_without_a_launcher_nothing_changes(gpus: pytest.MonkeyPatch, count: int, device: str) -> None:
+    show(gpus, count)
+    with pytest.warns(LaunchWarning, match="no launcher"):
+        setup = configure("runs/demo", environ={})
+    assert (setup.rank, setup.size, setup.local_rank, setup.local_size) == (0, 1, 0, 1)
+    assert (setup.run_dir, setup.device, setup.uuid) == (Path("runs/demo"), torch.device(device), None)
+
+
+def test_a_local_rank_without_a_gpu_is_an_error(gpus: pytest.MonkeyPatch) -> None:
+    show(gpus, 2)
+    with pytest.raises(InputError, match="local rank 2 has no GPU: this process sees 2"):
+        configure("runs/demo", environ=OPENMPI)
+    assert configure("runs/demo", environ=OPENMPI, device="cpu").device == torch.device("cpu")
+
+
+def test_a_process_that_is_shown_one_gpu_takes_it(gpus: pytest.MonkeyPatch) -> None:
+    show(gpus, 1)
+    with pytest.warns(LaunchWarning, match="CUDA_VISIBLE_DEVICES is not set and there is one GPU"):
+        assert configure("runs/demo", environ=OPENMPI).device == torch.device("cuda", 0)
+    gpus.setenv("CUDA_VISIBLE_DEVICES", "2")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert configure("runs/demo", environ=OPENMPI).device == torch.device("cuda", 0)
+
+
+def test_a_launch_has_one_uuid_on_all_ranks_and_another_launch_another() -> None:
+    for environ, rank, identity in (
+        (TORCHRUN, "RANK", "TORCHELASTIC_RUN_ID"),
+        (OPENMPI, "OMPI_COMM_WORLD_RANK", "PMIX_NAMESPACE"),
+        (SLURM, "SLURM_PROCID", "SLURM_STEP_ID"),
+    ):
+        own = read_launch(environ).uuid
+        assert own is not None
+        assert read_launch({**environ, rank: "2"}).uuid == own
+        assert read_launch({**environ, "TORCHELASTIC_RESTART_COUNT": "1"}).uuid == own
+        assert read_launch({**environ, identity: "another"}).uuid != own
+
+
+@pytest.mark.parametrize(
+    "environ", [without(TORCHRUN, "TORCHELASTIC_RUN_ID"), {**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}]
+)
+def test_a_launch_without_a_name_asks_for_one(environ: dict[str, str]) -> None:
+    with pytest.raises(InputError, match="TORCHELASTIC_RUN_ID of torchrun would; pass uuid="):
+        configure("runs/demo", environ=environ)
+    assert configure("runs/demo", environ=environ, uuid="mine").run_dir == Path("runs/demo/mine/index-0003")
+    assert configure("runs/demo", environ=environ, merge_checkpoints=True).run_dir == Path("runs/demo")
+
+
+@pytest.mark.parametrize("uuid", ["", ".", "..", "a/b", "/tmp", "a\0", "a" * 200])
+def test_a_uuid_that_leads_elsewhere_is_refused(uuid: str) -> None:
+    with pytest.raises(InputError, match="uuid must be a name"):
+        configure("runs/demo", environ=TORCHRUN, uuid=uuid)
+
+
+def test_a_run_id_that_is_no_name_still_gives_one() -> None:
+    setup = configure("runs/demo", environ={**TORCHRUN, "TORCHELASTIC_RUN_ID": "../../etc"})
+    assert setup.run_dir.parts[:2] == ("runs", "demo")
+    assert len(setup.run_dir.parts) == 4
+    assert ".." not in setup.run_dir.parts
+
+
+def test_called_twice_it_says_the_same() -> None:
+    first = configure("runs/demo", environ=TORCHRUN)
+    assert configure("runs/demo", environ=TORCHRUN) == first
+    assert configure(first.run_dir, environ=TORCHRUN) == first
+
+
+def test_nothing_is_set_or_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    before, seed = dict(os.environ), torch.initial_seed()
+    setup = configure(tmp_path)
+    assert setup.rank == 3
+    assert dict(os.environ) == before
+    assert torch.initial_seed() == seed
+    assert not torch.distributed.is_initialized()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_of_many_ranks_needs_a_process_group() -> None:
+    model = nn.Linear(1, 1)
+    with pytest.raises(InputError, match="needs a process group"):
+        configure("runs/demo", environ=TORCHRUN, model=model)
+    configure("runs/demo", environ=TORCHRUN, model=model, broadcast=False)
+    with pytest.warns(LaunchWarning):
+        configure("runs/demo", environ={}, model=model)

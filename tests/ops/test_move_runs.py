@@ -1,0 +1,180 @@
+"""Rows of a column, chunks of a buffer, packed offsets: moved as their twins move them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+from megalith import Ragged
+from megalith.errors import InputError
+from megalith.ops import move_runs, pad_rows, take
+from megalith.ops.move_runs import _locate_twin, _move_twin, _pad_twin, _take_twin, _unpad_twin, locate
+from tests.ops.support import FLOATS, assert_same, id_tensors, randn, splits, strided
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+# ---- take
+
+
+def test_take_chooses_rows_with_their_weights() -> None:
+    column = Ragged.from_lists([[1, 2], [], [3]], weights=[[0.5, 1.5], [], [2.5]])
+    taken = take(column, ints(2, 0, 1, 0))
+    assert taken.to_lists() == [[3], [1, 2], [], [1, 2]]
+    assert taken.weights is not None
+    assert taken.weights.tolist() == [2.5, 0.5, 1.5, 0.5, 1.5]
+    assert take(column, ints()).to_lists() == []
+
+
+@given(data=st.data(), values=id_tensors())
+def test_take_is_its_twin(data: st.DataObject, values: Tensor) -> None:
+    cuts = data.draw(splits(values.numel()))
+    count = cuts.numel() - 1
+    rows = torch.tensor(data.draw(st.lists(st.integers(0, count - 1), max_size=9)), dtype=torch.int64)
+    lists = [values.tolist()[a:b] for a, b in pairwise(cuts.tolist())]
+
+    taken = take(Ragged(values, cuts), strided(rows).int())
+
+    assert taken.to_lists() == [lists[r] for r in rows.tolist()]
+    assert taken.values.dtype == values.dtype
+    assert_same([taken.values, taken.row_splits], _take_twin(values, cuts, rows))
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 3)])
+def test_values_of_any_rank_take_gradients(shape: tuple[int, ...]) -> None:
+    values, cuts = randn(0, *shape, dtype=torch.float64).requires_grad_(), ints(0, 3, 3, 4)
+    assert gradcheck(lambda v: take(Ragged(v, cuts), ints(2, 0, 2, 1)).values, values)
+
+
+# ---- runs
+
+
+def test_runs_are_added_where_they_go() -> None:
+    out = move_runs(torch.arange(5.0), ints(1, 0, 4), ints(0, 1, 3), ints(3, 2, 1), 5)
+    assert out.tolist() == [1, 2 + 0, 3 + 1, 4, 0]
+    assert move_runs(torch.arange(5.0), ints(), ints(), ints(), 2).tolist() == [0, 0]
+    assert move_runs(torch.arange(5.0), ints(5), ints(2), ints(0), 2).tolist() == [0, 0]
+
+
+@given(data=st.data(), seed=st.integers(0, 2**16))
+def test_runs_are_their_twin(data: st.DataObject, seed: int) -> None:
+    m, size = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 30))
+    dtype = data.draw(st.sampled_from(FLOATS))
+    runs = []
+    for _ in range(data.draw(st.integers(0, 12))):
+        width = data.draw(st.integers(0, min(m, size)))
+        runs.append((data.draw(st.integers(0, m - width)), data.draw(st.integers(0, size - width)), width))
+    source, target, widths = (
+        torch.tensor(x, dtype=torch.int64) for x in (zip(*runs, strict=True) if runs else ([], [], []))
+    )
+    values = randn(seed, m, dtype=dtype)
+
+    out = move_runs(values, source, target, widths, size)
+
+    assert_same(out, _move_twin(values, source, target, widths, size, "source"))
+    apart = [strided(t) for t in (values, source.int(), target.int(), widths.int())]
+    assert_same(move_runs(*apart, size), out)  # type: ignore[arg-type]
+
+
+def test_gradcheck_of_runs() -> None:
+    values = randn(0, 6, dtype=torch.float64).requires_grad_()
+    runs = ints(0, 2, 2, 5), ints(1, 0, 3, 3), ints(3, 2, 2, 1)
+    assert gradcheck(lambda v: move_runs(v, *runs, 5), values)
+    assert gradgradcheck(lambda v: move_runs(v, *runs, 5) ** 2, values)
+
+
+# ---- packed offsets
+
+
+def packed(*pairs: tuple[int, int]) -> Tensor:
+    return ints(*(number << 32 | element for number, element in pairs))
+
+
+BASES = ints(0, 10, 10, 16)  # lists of 10, 0 and 6 elements
+ENDS, WIDTHS = ints(2, 4), ints(4, 6)
+
+
+@pytest.mark.parametrize("find", [locate, _locate_twin])
+def test_packed_offsets_become_elements_of_all_lists(find) -> None:  # type: ignore[no-untyped-def]
+    offsets = packed((0, 0), (2, 2), (0, 4), (2, 0))
+    assert find(offsets, BASES, ENDS, WIDTHS, "fid_offset").tolist() == [0, 12, 4, 10]
+    assert find(ints(), BASES, ints(0, 0), WIDTHS, "fid_offset").tolist() == []
+
+
+@pytest.mark.parametrize("find", [locate, _locate_twin])
+@pytest.mark.parametrize(
+    ("pairs", "position"),
+    [
+        ([(0, 0), (3, 0), (0, 4), (2, 0)], 1),  # no list 3
+        ([(0, 7), (2, 2), (0, 4), (2, 0)], 0),  # four elements from 7 end at 11
+        ([(0, 0), (2, 2), (0, 4), (2, 1)], 3),  # six elements from 1 end at 7
+        ([(0, 0), (1, 0), (0, 4), (2, 0)], 1),  # list 1 is empty
+        ([(0, 0), (2, 2), (0, 2**32 - 1), (2, 0)], 2),
+        ([(0, 0), (2, 2), (2**31 - 1, 0), (2, 0)], 2),
+        ([(-1, 0), (2, 2), (0, 4), (2, 0)], 0),
+    ],
+)
+def test_packed_offsets_that_lead_out_of_their_list(find, pairs, position: int) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(InputError, match=rf"^fid_offset\[{position}\] leads out of the embeddings"):
+        find(packed(*pairs), BASES, ENDS, WIDTHS, "fid_offset")
+
+
+@pytest.mark.parametrize("find", [locate, _locate_twin])
+@pytest.mark.parametrize("ends", [(2, 5), (3, 2), (-1, 4)])
+def test_occurrences_beyond_the_offsets(find, ends: tuple[int, int]) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(InputError, match="feature_offset"):
+        find(packed((0, 0), (2, 2), (0, 4), (2, 0)), BASES, ints(*ends), WIDTHS, "fid_offset")
+
+
+# ---- pad
+
+
+def test_pad_rows_keeps_the_first_and_fills_with_zeros() -> None:
+    values = torch.arange(1.0, 6.0)[:, None].repeat(1, 2).requires_grad_()
+    padded = pad_rows(values, ints(0, 3, 3, 5), 2)
+    assert padded[..., 0].tolist() == [[1, 2], [0, 0], [4, 5]]
+    padded.backward(torch.arange(12.0).view(3, 2, 2))
+    assert values.grad is not None
+    assert values.grad.tolist() == [[0, 1], [2, 3], [0, 0], [8, 9], [10, 11]]
+
+
+@given(data=st.data(), length=st.integers(0, 5), dtype=st.sampled_from(FLOATS))
+def test_pad_rows_is_its_twin(data: st.DataObject, length: int, dtype: torch.dtype) -> None:
+    n = data.draw(st.integers(0, 12))
+    cuts = data.draw(splits(n))
+    width = data.draw(st.sampled_from([0, 1, 3]))
+    values = torch.arange(float(n * width)).view(n, width).to(dtype)
+    padded = pad_rows(values, cuts, length)
+    assert_same([padded], [_pad_twin(values, cuts, length)])
+    back = torch.ops.megalith.unpad(padded, cuts, n)
+    assert_same([back], [_unpad_twin(padded, cuts, n)])
+
+
+def test_pad_rows_passes_gradients_both_ways() -> None:
+    values = torch.rand(5, 2, dtype=torch.float64, requires_grad=True)
+    cuts = ints(0, 3, 3, 5)
+    assert gradcheck(lambda x: pad_rows(x, cuts, 2), values)
+    assert gradgradcheck(lambda x: pad_rows(x, cuts, 2), values)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((torch.ones(()), ints(0), 2), "values"),
+        ((torch.ones(3, 1), ints(0, 2), 2), "splits"),
+        ((torch.ones(3, 1), ints(0, 3, 2, 3), 2), "splits"),
+        ((torch.ones(3, 1), ints(1, 3), 2), "splits"),
+        ((torch.ones(3, 1), ints(0, 3), -1), "length"),
+    ],
+)
+def test_pad_rows_names_what_is_wrong(arguments: tuple[Tensor, Tensor, int], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        pad_rows(*arguments)

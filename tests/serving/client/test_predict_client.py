@@ -1,0 +1,637 @@
+"""The predict client: what it sends, what it makes of answers, and how it goes on when a server fails."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import random
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megalith import Ragged
+from megalith.compat.monolith.dummy_server import DummySyncServer
+from megalith.errors import DiscoveryError, InputError, MegalithError, RemoteError, UsageError
+from megalith.serving.client import failover
+from megalith.serving.client import predict_client as client_module
+from megalith.serving.client.channels import Channels
+from megalith.serving.client.predict_client import PredictClient, remote_predict, set_default_discovery
+from megalith.serving.discovery import Replica, StaticDiscovery
+from megalith.serving.proto import (
+    PredictResponse,
+    TensorProto,
+    strings_to_tensor_proto,
+    to_tensor_proto,
+)
+from tests.serving.plain_server import LIMIT, PlainServer, Refused, Seen, plain_server
+
+LONG_MS = 1000 * LIMIT
+
+
+def doubled(seen: Seen) -> dict[str, Tensor]:
+    return {"y": 2 * seen.inputs["x"], "z": torch.zeros(1)}
+
+
+def refuse(code: str) -> Any:
+    def answer(seen: Seen) -> dict[str, Tensor]:
+        raise Refused(code)
+
+    return answer
+
+
+def client(*servers: PlainServer, **settings: Any) -> PredictClient:
+    replicas = [Replica(server.address, k) for k, server in enumerate(servers)]
+    return PredictClient(StaticDiscovery(replicas), "movies", **{"deadline_ms": LONG_MS, **settings})
+
+
+X = torch.tensor([1.0, 2.5])
+
+# ---- what goes out and comes back
+
+
+def test_a_prediction() -> None:
+    with plain_server(doubled) as server, client(server, signature_name="score", model_version=7) as c:
+        assert c.predict({"x": X}, outputs=["y"])["y"].tolist() == [2.0, 5.0]
+    spec = server.seen[0].message.model_spec
+    assert (spec.name, spec.signature_name, spec.version.value) == ("movies:entry", "score", 7)
+    assert list(server.seen[0].message.output_filter) == ["y"]
+
+
+def test_without_names_all_outputs_come_and_without_a_version_the_newest_is_asked() -> None:
+    with plain_server(doubled) as server, client(server) as c:
+        assert sorted(c.predict({"x": X})) == ["y", "z"]
+    assert not server.seen[0].message.model_spec.HasField("version")
+    assert not server.seen[0].message.output_filter
+
+
+@pytest.mark.parametrize(
+    ("task", "name"),
+    [("entry", "movies:entry"), ("ps_3", "movies:ps_3"), (3, "movies:ps_3"), ("standalone", "movies")],
+)
+def test_the_task_is_the_part_asked(task: str | int, name: str) -> None:
+    with plain_server(doubled) as server, client(server, task=task) as c:
+        c.predict({"x": X})
+    assert server.seen[0].message.model_spec.name == name
+
+
+def test_columns_and_strings_travel() -> None:
+    ragged = Ragged.from_lists([[1, 2], []])
+    weighted = Ragged(torch.tensor([3]), torch.tensor([0, 0, 1]), torch.tensor([0.5]))
+    inputs = {
+        "x": X,
+        "movies": ragged,
+        "users": weighted,
+        "words": ["a", "ü"],
+        "raw": [b"\xff"],
+        "grid": np.array([[b"1", "2"]], dtype=object),
+    }
+    with plain_server(doubled) as server, client(server) as c:
+        c.predict(inputs)
+    seen: Any = server.seen[0].inputs
+    assert seen["movies"].tolist() == [1, 2]
+    assert seen["movies:row_splits"].tolist() == [0, 2, 2]
+    assert seen["users:weights"].tolist() == [0.5]
+    assert "movies:weights" not in seen
+    assert seen["words"].tolist() == [b"a", "ü".encode()]
+    assert seen["raw"].tolist() == [b"\xff"]
+    assert seen["grid"].tolist() == [[b"1", b"2"]]
+
+
+@pytest.mark.parametrize("value", ["text", 5, None, [1, 2], torch.zeros(1, dtype=torch.complex64)])
+def test_what_cannot_travel_is_named(value: Any) -> None:
+    with client() as c, pytest.raises(InputError, match="input 'x': "):
+        c.predict({"x": value})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model_name": ""},
+        {"model_name": "a/b"},
+        {"old_model_name": "a:b"},
+        {"task": -1},
+        {"task": True},
+        {"task": ""},
+        {"model_version": -2},
+        {"deadline_ms": 0},
+        {"deadline_ms": float("nan")},
+    ],
+)
+def test_settings_that_make_no_sense(settings: dict[str, Any]) -> None:
+    with pytest.raises(InputError):
+        PredictClient(StaticDiscovery([]), **{"model_name": "movies", **settings})
+
+
+def test_a_discovery_is_needed() -> None:
+    wrong: Any = ["localhost:8500"]
+    with pytest.raises(InputError, match="discovery must be a Discovery or its address, got list"):
+        PredictClient(wrong, "movies")
+
+
+def test_many_threads_get_their_own_answers() -> None:
+    with plain_server(doubled) as a, plain_server(doubled) as b, client(a, b) as c:
+
+        def ask(k: int) -> float:
+            return c.predict({"x": torch.tensor([float(k)])})["y"].item()
+
+        with ThreadPoolExecutor(8) as threads:
+            assert list(threads.map(ask, range(200))) == [2.0 * k for k in range(200)]
+
+
+def test_a_closed_client_says_so() -> None:
+    with plain_server(doubled) as server:
+        c = client(server)
+        c.predict({"x": X})
+        c.close()
+        c.close()
+        with pytest.raises(UsageError, match="closed"):
+            c.predict({"x": X})
+
+
+def test_a_url_is_opened_and_closed(tmp_path: Path) -> None:
+    path = tmp_path / "servers.json"
+    with plain_server(doubled) as server:
+        path.write_text(json.dumps({"services": {"movies:entry": [server.address]}}))
+        with PredictClient(f"file:{path}", "movies", deadline_ms=LONG_MS) as c:
+            assert c.predict({"x": X})["y"].tolist() == [2.0, 5.0]
+            assert any("servers.json" in thread.name for thread in threading.enumerate())
+        assert not any("servers.json" in thread.name for thread in threading.enumerate())
+
+
+# ---- one deadline for everything
+
+
+def test_the_deadline_reaches_the_server() -> None:
+    with plain_server(doubled) as server, client(server) as c:
+        c.predict({"x": X}, deadline_ms=20_000)
+    remaining = server.seen[0].time_remaining
+    assert remaining is not None
+    assert 0 < remaining <= 21.0  # gRPC rounds deadlines up
+
+
+def test_a_hanging_server_ends_with_the_deadline() -> None:
+    def hang(seen: Seen) -> dict[str, Tensor]:
+        server.released.wait(LIMIT)
+        return {}
+
+    with plain_server(hang) as server, client(server) as c:
+        with pytest.raises(RemoteError, match="DEADLINE_EXCEEDED") as raised:
+            c.predict({"x": X}, deadline_ms=50)
+        assert raised.value.code == "DEADLINE_EXCEEDED"
+        assert raised.value.targets == (server.address,)
+
+
+def test_two_hanging_servers_share_one_deadline() -> None:
+    with ExitStack() as stack:
+
+        def hang(seen: Seen) -> dict[str, Tensor]:
+            hanging[0].released.wait(LIMIT)
+            return {}
+
+        hanging = [stack.enter_context(plain_server(hang)) for _ in range(2)]
+        c = stack.enter_context(client(*hanging))
+        with pytest.raises(RemoteError) as raised:
+            c.predict({"x": X}, deadline_ms=2000)
+        assert raised.value.code == "DEADLINE_EXCEEDED"
+        assert sorted(raised.value.targets) == sorted(server.address for server in hanging)
+        remaining = sorted(server.seen[0].time_remaining or 0.0 for server in hanging)
+        assert remaining[0] <= 1.0
+        assert remaining[1] <= 2.0
+        hanging[0].released.set()
+
+
+def test_a_slow_server_gets_company_and_is_then_asked_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failover, "REST_SECONDS", 1000.0)
+    monkeypatch.setattr(random, "randrange", lambda stop: 0)
+
+    def slow(seen: Seen) -> dict[str, Tensor]:
+        first.released.wait(LIMIT)
+        return {"y": torch.zeros(0)}
+
+    with plain_server(slow) as first, plain_server(doubled) as second, client(first, second) as c:
+        for _ in range(3):
+            assert c.predict({"x": X}, deadline_ms=2000)["y"].tolist() == [2.0, 5.0]
+        assert (len(first.seen), len(second.seen)) == (1, 3)
+        first.released.set()
+
+
+# ---- other replicas
+
+
+@pytest.mark.parametrize(
+    "code", ["UNAVAILABLE", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "INTERNAL", "UNKNOWN", "NOT_FOUND"]
+)
+def test_another_replica_is_tried(code: str) -> None:
+    with plain_server(refuse(code)) as bad, plain_server(doubled) as good, client(bad, good) as c:
+        for _ in range(4):
+            assert c.predict({"x": X})["y"].tolist() == [2.0, 5.0]
+        assert len(good.seen) == 4
+        assert bad.seen
+
+
+@pytest.mark.parametrize(
+    "code", ["INVALID_ARGUMENT", "PERMISSION_DENIED", "UNIMPLEMENTED", "UNAUTHENTICATED"]
+)
+def test_a_refused_request_is_not_tried_elsewhere(code: str) -> None:
+    with plain_server(refuse(code)) as a, plain_server(refuse(code)) as b, client(a, b) as c:
+        with pytest.raises(RemoteError, match=f"movies:entry: .*{code}: the test says so") as raised:
+            c.predict({"x": X})
+        assert raised.value.code == code
+        assert len(raised.value.targets) == len(a.seen) + len(b.seen) == 1
+
+
+def when_a_failure_was_heard(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set as soon as a client has made of a failure what it makes of it."""
+    heard = threading.Event()
+    original = failover.Attempt._take_failure
+
+    def noted(attempt: failover.Attempt, error: RemoteError) -> None:
+        original(attempt, error)
+        heard.set()
+
+    monkeypatch.setattr(failover.Attempt, "_take_failure", noted)
+    return heard
+
+
+@pytest.mark.parametrize("code", sorted(failover.FINAL | {"INTERNAL", "UNAVAILABLE", "NOT_FOUND"}))
+def test_a_failure_of_the_second_costs_no_answer_of_the_first(
+    monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    """The first is slow, so the second is asked too; what that says does not end the first."""
+    monkeypatch.setattr(random, "randrange", lambda stop: 0)
+
+    def slow(seen: Seen) -> dict[str, Tensor]:
+        refused.wait(LIMIT)
+        return doubled(seen)
+
+    refused = when_a_failure_was_heard(monkeypatch)
+    with plain_server(slow) as first, plain_server(refuse(code)) as second, client(first, second) as c:
+        assert c.predict({"x": X}, deadline_ms=4000)["y"].tolist() == [2.0, 5.0]
+        assert (len(first.seen), len(second.seen)) == (1, 1)
+
+
+def test_what_the_second_said_is_told_if_the_first_fails_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random, "randrange", lambda stop: 0)
+
+    def slow(seen: Seen) -> dict[str, Tensor]:
+        refused.wait(LIMIT)
+        raise Refused("UNAVAILABLE")
+
+    refused = when_a_failure_was_heard(monkeypatch)
+    answers = (slow, refuse("INVALID_ARGUMENT"), doubled)
+    with ExitStack() as stack:
+        servers = [stack.enter_context(plain_server(answer)) for answer in answers]
+        c = stack.enter_context(client(*servers))
+        with pytest.raises(RemoteError) as raised:
+            c.predict({"x": X}, deadline_ms=4000)
+        assert raised.value.code == "INVALID_ARGUMENT"
+        assert [len(server.seen) for server in servers] == [1, 1, 0]
+
+
+def test_a_replica_whose_insides_fail_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failover, "REST_SECONDS", 1000.0)
+    with plain_server(refuse("INTERNAL")) as bad, plain_server(doubled) as good, client(bad, good) as c:
+        for _ in range(6):
+            c.predict({"x": X})
+        assert (len(bad.seen), len(good.seen)) == (1, 6)
+
+
+def test_only_replicas_that_are_asked_are_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random, "randrange", lambda stop: 0)
+    with plain_server(doubled) as server, Channels() as channels:
+        replicas = [Replica(server.address, 0), Replica("localhost:1", 1), Replica("localhost:2", 2)]
+        with PredictClient(StaticDiscovery(replicas), "movies", deadline_ms=LONG_MS, channels=channels) as c:
+            c.predict({"x": X})
+        assert list(channels._open) == [server.address]
+
+
+def test_all_replicas_failing_names_them_all() -> None:
+    with (
+        plain_server(refuse("UNAVAILABLE")) as a,
+        plain_server(refuse("UNAVAILABLE")) as b,
+        client(a, b) as c,
+    ):
+        with pytest.raises(RemoteError) as raised:
+            c.predict({"x": X})
+        assert raised.value.code == "UNAVAILABLE"
+        assert sorted(raised.value.targets) == sorted([a.address, b.address])
+        assert isinstance(raised.value, MegalithError)
+
+
+def test_replicas_take_turns() -> None:
+    with ExitStack() as stack:
+        servers = [stack.enter_context(plain_server(doubled)) for _ in range(3)]
+        c = stack.enter_context(client(*servers))
+        for _ in range(9):
+            c.predict({"x": X})
+        assert [len(server.seen) for server in servers] == [3, 3, 3]
+
+
+def test_clients_begin_at_random() -> None:
+    with plain_server(doubled) as a, plain_server(doubled) as b:
+        random.seed(5)
+        for _ in range(20):
+            with client(a, b) as c:
+                c.predict({"x": X})
+        assert len(a.seen) > 2
+        assert len(b.seen) > 2
+
+
+def test_a_replica_that_comes_or_goes_is_noticed() -> None:
+    discovery = StaticDiscovery({})
+    with plain_server(doubled) as a, plain_server(doubled) as b:
+        c = PredictClient(discovery, "movies", deadline_ms=LONG_MS)
+        with pytest.raises(RemoteError, match="movies:entry: discovery knows no server of it") as raised:
+            c.predict({"x": X})
+        assert (raised.value.code, raised.value.targets) == ("UNAVAILABLE", ())
+        discovery.register("movies:entry", Replica(a.address))
+        c.predict({"x": X})
+        discovery.register("movies:entry", Replica(b.address))
+        discovery.unregister("movies:entry", a.address)
+        a.stop()
+        c.predict({"x": X})
+        c.predict({"x": X})
+        assert (len(a.seen), len(b.seen)) == (1, 2)
+        c.close()
+
+
+def test_a_killed_replica_in_the_middle_costs_no_answer() -> None:
+    with plain_server(doubled) as a, plain_server(doubled) as b, client(a, b) as c:
+        for k in range(20):
+            if k == 10:
+                a.stop()
+            assert c.predict({"x": X})["y"].tolist() == [2.0, 5.0]
+
+
+# ---- the old name of a model
+
+
+def known_as(name: str) -> Any:
+    def answer(seen: Seen) -> dict[str, Tensor]:
+        if seen.message.model_spec.name != name:
+            raise Refused("NOT_FOUND")
+        return doubled(seen)
+
+    return answer
+
+
+def test_the_old_name_is_asked_where_the_new_one_is_not_known() -> None:
+    with plain_server(known_as("films:entry")) as server:
+        with client(server, old_model_name="films") as c:
+            assert c.predict({"x": X})["y"].tolist() == [2.0, 5.0]
+        assert [seen.message.model_spec.name for seen in server.seen] == ["movies:entry", "films:entry"]
+        with client(server, old_model_name="cinema") as c, pytest.raises(RemoteError, match="cinema:entry"):
+            c.predict({"x": X})
+
+
+def test_the_old_name_is_asked_only_if_no_replica_knows_the_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random, "randrange", lambda stop: 0)
+    with plain_server(known_as("films:entry")) as behind, plain_server(known_as("movies:entry")) as ahead:
+        with client(behind, ahead, old_model_name="films") as c:
+            c.predict({"x": X})
+        assert [seen.message.model_spec.name for seen in behind.seen + ahead.seen] == ["movies:entry"] * 2
+
+
+def test_the_old_name_is_asked_where_discovery_does_not_know_the_new_one() -> None:
+    with plain_server(known_as("films:entry")) as server:
+        discovery = StaticDiscovery({"films:entry": [server.address]})
+        with PredictClient(discovery, "movies", old_model_name="films", deadline_ms=LONG_MS) as c:
+            assert c.predict({"x": X})["y"].tolist() == [2.0, 5.0]
+
+
+# ---- answers are hostile until read
+
+
+def response(**outputs: Any) -> bytes:
+    data: bytes = PredictResponse(outputs=outputs).SerializeToString()
+    return data
+
+
+HUGE = TensorProto(dtype=1)
+HUGE.tensor_shape.dim.add(size=2**60)
+SHORT = TensorProto(dtype=1, tensor_content=b"123")
+SHORT.tensor_shape.dim.add(size=1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (b"\xff\xff\xff", "INTERNAL"),
+        (response(), "movies:entry: output 'y' is not in the answer; found nothing"),
+        (response(z=to_tensor_proto(X)), "found z"),
+        (response(y=strings_to_tensor_proto([b"a"])), "output 'y' is strings"),
+        (response(y=HUGE), "output 'y': shape"),
+        (response(y=SHORT), "output 'y': 3 bytes"),
+        (response(y=TensorProto(dtype=77)), "output 'y': dtype 77"),
+    ],
+)
+def test_answers_that_are_no_answers(answer: bytes, message: str) -> None:
+    with plain_server(lambda seen: answer) as server, client(server) as c:
+        with pytest.raises(RemoteError, match=message) as raised:
+            c.predict({"x": X}, outputs=["y"])
+        assert raised.value.code == "INTERNAL"
+        kept = remote_predict(
+            ["x"], [X], ["y"], "movies", 0, None, -1, False, LONG_MS, discovery=f"static:{server.address}"
+        )
+        assert [tensor.shape for tensor in kept] == [(0,)]
+
+
+def test_any_bytes_give_tensors_or_a_remote_error() -> None:
+    good = response(y=to_tensor_proto(torch.arange(6.0).reshape(2, 3)), z=to_tensor_proto(X))
+    answers: list[bytes] = []
+    with plain_server(lambda seen: answers.pop()) as server, client(server) as c:
+
+        @settings(max_examples=80)
+        @given(
+            st.lists(st.tuples(st.integers(0, len(good) - 1), st.integers(0, 255)), max_size=6),
+            st.integers(0, len(good)),
+        )
+        def check(flips: list[tuple[int, int]], length: int) -> None:
+            damaged = bytearray(good)
+            for at, value in flips:
+                damaged[at] = value
+            answers.append(bytes(damaged[:length]))
+            with suppress(RemoteError):
+                assert all(isinstance(value, Tensor) for value in c.predict({"x": X}).values())
+
+        check()
+
+
+# ---- Monolith's call
+
+
+@pytest.fixture(autouse=True)
+def _no_default() -> Iterator[None]:
+    yield
+    set_default_discovery(None)
+
+
+def test_the_arguments_are_monoliths() -> None:
+    positional = [
+        (name, each.default)
+        for name, each in inspect.signature(remote_predict).parameters.items()
+        if each.kind is each.POSITIONAL_OR_KEYWORD
+    ]
+    none = inspect.Parameter.empty
+    assert positional == [
+        ("input_tensor_alias", none),
+        ("input_tensors", none),
+        ("output_tensor_alias", none),
+        ("model_name", none),
+        ("task", none),
+        ("old_model_name", None),
+        ("model_version", -1),
+        ("fail_op_on_rpc_error", True),
+        ("max_rpc_deadline_millis", 30),
+        ("signature_name", "serving_default"),
+    ]
+
+
+def test_remote_predict() -> None:
+    with plain_server(doubled) as server:
+        set_default_discovery(StaticDiscovery([server.address]))
+        z, y = remote_predict(["x"], [X], ["z", "y"], "movies", "entry", max_rpc_deadline_millis=LONG_MS)
+        assert (z.tolist(), y.tolist()) == ([0.0], [2.0, 5.0])
+        remote_predict(["x"], [X], ["y"], "movies", 0, None, 3, True, LONG_MS, "lookup")
+        spec = server.seen[1].message.model_spec
+        assert (spec.name, spec.version.value, spec.signature_name) == ("movies:ps_0", 3, "lookup")
+
+
+@pytest.mark.parametrize("name", [None, ""])
+def test_remote_predict_needs_a_model_name(name: str | None) -> None:
+    with pytest.raises(ValueError, match="model_name must name a model"):
+        remote_predict(["x"], [X], ["y"], name, 0)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "tensors", "outputs", "message"),
+    [
+        (["x"], [], ["y"], "1 input aliases for 0 tensors"),
+        (["x", "x"], [X, X], ["y"], "input_tensor_alias holds a name twice"),
+        (["x"], [X], ["y", "y"], "output_tensor_alias holds a name twice"),
+        (["x"], [X], [], "output_tensor_alias must name an output"),
+    ],
+)
+def test_remote_predict_checks_its_aliases(
+    inputs: list[str], tensors: list[Tensor], outputs: list[str], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        remote_predict(inputs, tensors, outputs, "movies", 0)
+
+
+def test_remote_predict_without_a_discovery_says_what_to_do() -> None:
+    with pytest.raises(UsageError, match="call set_default_discovery"):
+        remote_predict(["x"], [X], ["y"], "movies", 0)
+
+
+def test_a_failure_raises_or_gives_empty_outputs() -> None:
+    with DummySyncServer() as server:
+        set_default_discovery(f"static:{server.address}")
+        server.fail_next(2, "INTERNAL")
+        with pytest.raises(RemoteError) as raised:
+            remote_predict(["x"], [X], ["y", "z"], "movies", 0, max_rpc_deadline_millis=LONG_MS)
+        assert raised.value.code == "INTERNAL"
+        outputs = remote_predict(["x"], [X], ["y", "z"], "movies", 0, None, -1, False, LONG_MS)
+        assert [(tensor.dtype, tensor.shape) for tensor in outputs] == [(torch.float32, (0,))] * 2
+        assert len(server.failed) == 2
+
+
+def test_wrong_arguments_raise_even_where_failures_do_not() -> None:
+    set_default_discovery("static:localhost:1")
+    with pytest.raises(InputError, match="a deadline must be"):
+        remote_predict(["x"], [X], ["y"], "movies", 0, None, -1, False, 0)
+
+
+def test_calls_share_connections_until_the_default_changes() -> None:
+    with DummySyncServer() as server:
+        discovery = StaticDiscovery([server.address])
+        set_default_discovery(discovery)
+        for _ in range(5):
+            remote_predict(["t_id"], [torch.arange(3)], ["t_result"], "movies", 0, None, -1, True, LONG_MS)
+        shared = client_module._shared
+        assert len(shared.clients) == len(shared.channels) == 1
+        set_default_discovery(None)
+        assert not shared.clients
+        assert not shared.channels
+
+
+class Opening(StaticDiscovery):
+    """A discovery that takes until it is told to."""
+
+    opened = 0
+
+    def __init__(self, address: str) -> None:
+        super().__init__([address])
+        self.told = threading.Event()
+        self.starting = threading.Event()
+        self.stopped = threading.Event()
+
+    def start(self, timeout: float = 15.0) -> None:
+        self.opened += 1
+        self.starting.set()
+        assert self.told.wait(LIMIT)
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+
+def ask(url: str, deadline_ms: float = LONG_MS) -> list[float]:
+    (y,) = remote_predict(["x"], [X], ["y"], "movies", 0, None, -1, True, deadline_ms, discovery=url)
+    values: list[float] = y.tolist()
+    return values
+
+
+def test_a_discovery_that_does_not_open_costs_a_call_its_deadline_and_others_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with plain_server(doubled) as server:
+        slow, quick = Opening(server.address), StaticDiscovery([server.address])
+        monkeypatch.setattr(client_module, "open_discovery", {"slow": slow, "quick": quick}.__getitem__)
+        with pytest.raises(DiscoveryError, match=r"slow did not answer within 0.05 seconds"):
+            ask("slow", 50)
+        empty = remote_predict(["x"], [X], ["y"], "movies", 0, None, -1, False, 50, discovery="slow")
+        assert empty[0].shape == (0,)
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(ask, "slow")
+            assert slow.starting.wait(LIMIT)
+            assert ask("quick") == [2.0, 5.0]
+            slow.told.set()
+            assert waiting.result(LIMIT) == [2.0, 5.0]
+        assert slow.opened == 1
+
+
+def test_a_discovery_that_opens_after_all_was_closed_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Opening("localhost:1")
+    monkeypatch.setattr(client_module, "open_discovery", {"slow": slow}.__getitem__)
+    with pytest.raises(DiscoveryError):
+        ask("slow", 50)
+    set_default_discovery(None)
+    assert not slow.stopped.is_set()
+    slow.told.set()
+    assert slow.stopped.wait(LIMIT)
+
+
+def test_a_discovery_that_failed_to_open_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with plain_server(doubled) as server:
+        found: list[Any] = [DiscoveryError("nobody is there"), StaticDiscovery([server.address])]
+
+        def opens(url: str) -> Any:
+            made = found.pop(0)
+            if isinstance(made, Exception):
+                raise made
+            return made
+
+        monkeypatch.setattr(client_module, "open_discovery", opens)
+        with pytest.raises(DiscoveryError, match="nobody is there"):
+            ask("some")
+        assert ask("some") == [2.0, 5.0]

@@ -1,0 +1,261 @@
+"""Frozen rows: native code, its twin and a dict agree; files that are not what they should be are refused."""
+
+from __future__ import annotations
+
+import json
+import struct
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megalith.errors import CheckpointError, ExportError, InputError
+from megalith.serving.export import frozen_rows as module
+from megalith.serving.export.frozen_rows import FrozenRows, FrozenWriter, slot_hash
+from megalith.serving.export.precision import PRECISIONS, decode, encode, steps_for
+
+IDS = st.one_of(st.integers(0, 60), st.integers(-(2**63), 2**63 - 1))
+
+
+def write(path: Path, ids: Tensor, rows: Tensor, precision: str = "float32", piece: int = 7) -> FrozenRows:
+    largest = float(rows.abs().max()) if rows.numel() else 0.0
+    steps = torch.tensor(steps_for([largest], precision) * rows.shape[1])
+    writer = FrozenWriter(path, ids, dim=rows.shape[1], precision=precision, steps=steps)
+    for at in range(0, ids.numel(), piece):
+        writer.add(ids[at : at + piece], rows[at : at + piece])
+    entry = writer.close()
+    assert (entry.path, entry.bytes) == (path.name, path.stat().st_size)
+    return FrozenRows(path, dim=rows.shape[1], precision=precision, steps=steps)
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> FrozenRows:
+    """200 ids, row [id, -id]."""
+    ids = torch.arange(200)
+    return write(tmp_path / "t.safetensors", ids, torch.stack([ids, -ids], 1).float())
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(IDS, unique=True, max_size=80),
+    st.lists(IDS, max_size=80),
+    st.integers(1, 5),
+    st.sampled_from(list(PRECISIONS)),
+    st.randoms(use_true_random=False),
+)
+def test_native_twin_and_a_dict_agree(
+    known: list[int], asked: list[int], dim: int, precision: str, random: Any
+) -> None:
+    asked += random.sample(known, len(known) // 2)
+    ids = torch.tensor(known, dtype=torch.int64)
+    rows = torch.randn(len(known), dim, generator=torch.Generator().manual_seed(len(asked)))
+    skip = torch.tensor([random.random() < 0.3 for _ in asked], dtype=torch.uint8)
+    queries = torch.tensor(asked, dtype=torch.int64)
+    with tempfile.TemporaryDirectory() as folder:
+        frozen = write(Path(folder) / "t.safetensors", ids, rows, precision)
+        steps = frozen._steps
+        stored = dict(zip(known, decode(encode(rows, precision, steps), steps), strict=True))
+        for chosen in (None, skip):
+            expected = torch.full((len(asked), dim), 7.5)
+            missing = 0
+            for number, id in enumerate(asked):
+                if chosen is None or not chosen[number]:
+                    expected[number] = stored.get(id, torch.zeros(dim))
+                    missing += id not in stored
+            for read in (frozen.read, frozen.read_twin):
+                out = torch.full((len(asked), dim), 7.5)
+                assert read(queries, out, chosen) == missing
+                assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("size", [0, 1, 31, 32, 33, 63, 64, 65])
+def test_blocks_of_every_size(table: FrozenRows, size: int) -> None:
+    ids = torch.arange(size) * 5
+    out = torch.empty(size, 2)
+    assert table.read(ids, out) == int((ids >= 200).sum())
+    wanted = torch.where(ids < 200, ids, 0).float()
+    assert torch.equal(out, torch.stack([wanted, -wanted], 1))
+
+
+def test_a_table_without_rows(tmp_path: Path) -> None:
+    for precision in PRECISIONS:
+        frozen = write(
+            tmp_path / f"{precision}.safetensors",
+            torch.empty(0, dtype=torch.int64),
+            torch.empty(0, 3),
+            precision,
+        )
+        out = torch.ones(4, 3)
+        assert (len(frozen), frozen.read(torch.arange(4), out)) == (0, 4)
+        assert not out.any()
+
+
+def test_the_order_is_that_of_the_hash_as_an_unsigned_number(table: FrozenRows) -> None:
+    hashes = [h % 2**64 for h in slot_hash(table.ids).tolist()]
+    assert hashes == sorted(hashes)
+
+
+def test_without_native_code_the_twin_answers(table: FrozenRows, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "native_module", lambda: None)
+    again = FrozenRows(table._path, dim=2, precision="float32", steps=torch.ones(2))
+    out = torch.empty(2, 2)
+    assert again.read(torch.tensor([3, 999]), out) == 1
+    assert out.tolist() == [[3, -3], [0, 0]]
+
+
+def test_native_code_refuses_what_it_cannot_read(table: FrozenRows) -> None:
+    ids, out = torch.arange(4), torch.empty(4, 2)
+    wrong: list[tuple[Tensor, Tensor, Tensor | None]] = [
+        (ids.int(), out, None),
+        (torch.arange(8)[::2], out, None),
+        (ids, torch.empty(3, 2), None),
+        (ids, torch.empty(4, 3), None),
+        (ids, out.double(), None),
+        (ids, out, torch.zeros(3, dtype=torch.uint8)),
+        (ids, out, torch.zeros(4)),
+    ]
+    for arguments in wrong:
+        with pytest.raises((ValueError, TypeError)):
+            table.read(*arguments)
+
+
+def test_the_file_is_safetensors_and_read_only(table: FrozenRows) -> None:
+    tensors = load_file(table._path)
+    assert {name: (t.dtype, list(t.shape)) for name, t in tensors.items()} == {
+        "ids": (torch.int64, [200]),
+        "buckets": (torch.int64, [33]),
+        "rows": (torch.float32, [200, 2]),
+    }
+    assert torch.equal(tensors["rows"][:, 0].long(), tensors["ids"])
+
+
+# ---- writing
+
+
+def test_rows_come_in_the_order_of_the_ids(tmp_path: Path) -> None:
+    writer = FrozenWriter(tmp_path / "t", torch.arange(4), dim=1, precision="float32", steps=torch.ones(1))
+    with pytest.raises(ExportError, match="changed while it was exported"):
+        writer.add(torch.tensor([0, 2]), torch.zeros(2, 1))
+    writer.add(torch.arange(3), torch.zeros(3, 1))
+    with pytest.raises(ExportError, match="3 rows for 4 ids"):
+        writer.close()
+    with pytest.raises(ExportError, match="changed while it was exported"):
+        writer.add(torch.tensor([3, 4]), torch.zeros(2, 1))
+
+
+def test_a_value_beyond_float16_is_refused(tmp_path: Path) -> None:
+    writer = FrozenWriter(tmp_path / "t", torch.arange(1), dim=1, precision="float16", steps=torch.ones(1))
+    with pytest.raises(InputError, match="beyond float16"):
+        writer.add(torch.arange(1), torch.tensor([[1e6]]))
+
+
+# ---- damage
+
+
+def stored(path: Path) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in load_file(path).items()}
+
+
+def with_bucket(at: int, value: int) -> Callable[[dict[str, Tensor]], None]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors["buckets"][at] = value
+
+    return change
+
+
+def replaced(**tensors: Tensor) -> Callable[[dict[str, Tensor]], None]:
+    return lambda old: old.update(tensors)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        with_bucket(0, 1),
+        with_bucket(0, -1),
+        with_bucket(5, 2**62),
+        with_bucket(5, -(2**63)),
+        with_bucket(-1, 199),
+        with_bucket(-1, 201),
+        replaced(buckets=torch.tensor([0, 100, 150, 200])),
+        replaced(buckets=torch.tensor([200])),
+        replaced(buckets=torch.empty(0, dtype=torch.int64)),
+        replaced(ids=torch.arange(199)),
+        replaced(ids=torch.arange(200).int()),
+        replaced(ids=torch.arange(200)[:, None].clone()),
+        replaced(rows=torch.zeros(200, 3)),
+        replaced(rows=torch.zeros(199, 2)),
+        replaced(rows=torch.zeros(200, 2).half()),
+        replaced(rows=torch.zeros(400)),
+        replaced(more=torch.zeros(1)),
+        lambda tensors: tensors.pop("buckets"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(
+    table: FrozenRows, change: Callable[[dict[str, Tensor]], None]
+) -> None:
+    tensors = stored(table._path)
+    change(tensors)
+    path = table._path.with_name("other.safetensors")
+    save_file(tensors, path)
+    with pytest.raises(ExportError):
+        FrozenRows(path, dim=2, precision="float32", steps=torch.ones(2))
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 100, 2000])
+def test_a_file_that_ends_early_is_refused(table: FrozenRows, size: int) -> None:
+    path = table._path.with_name("short.safetensors")
+    path.write_bytes(table._path.read_bytes()[:size])
+    with pytest.raises((ExportError, CheckpointError)):
+        FrozenRows(path, dim=2, precision="float32", steps=torch.ones(2))
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_a_damaged_file_is_refused_or_read_within_its_bounds(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "t.safetensors"
+        write(path, torch.arange(20), torch.ones(20, 2))
+        content = bytearray(path.read_bytes())
+        for _ in range(data.draw(st.integers(1, 4))):
+            content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+        path = Path(folder) / "u.safetensors"
+        path.write_bytes(content)
+        try:
+            frozen = FrozenRows(path, dim=2, precision="float32", steps=torch.ones(2))
+        except (ExportError, CheckpointError):
+            return
+        frozen.read(torch.arange(40), torch.empty(40, 2))
+
+
+def test_a_header_of_huge_numbers_is_refused(tmp_path: Path) -> None:
+    header = {"ids": {"dtype": "I64", "shape": [2**62], "data_offsets": [0, 2**65]}}
+    text = json.dumps(header).encode()
+    path = tmp_path / "t.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(64))
+    with pytest.raises(CheckpointError):
+        FrozenRows(path, dim=2, precision="float32", steps=torch.ones(2))
+
+
+def test_a_large_file_is_mapped_and_not_read(tmp_path: Path) -> None:
+    """Opening counts no row's bytes against the process: the mapping is the file's own pages."""
+    ids = torch.arange(50_000)
+    frozen = write(tmp_path / "t.safetensors", ids, torch.ones(50_000, 16), piece=10_000)
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("no list of mappings here")
+    (line,) = [
+        each
+        for each in maps.read_text().splitlines()
+        if each.endswith(str(frozen._path)) and " r--s " in each
+    ]
+    begin, end = (int(each, 16) for each in line.split()[0].split("-"))
+    assert end - begin >= 50_000 * 16 * 4
+    assert begin <= np.asarray(frozen.ids).ctypes.data < end

@@ -1,0 +1,307 @@
+"""Fuzzing what serving reads from outside: it is understood or refused, nothing else happens.
+
+Exports (their lengths and checksums put right after each change, so that the damage reaches the parsers),
+stamps and positions of parameter sync, and the tensors of requests.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalith.errors import ExportError, InputError, MegalithError
+from megalith.routing import Router
+from megalith.serving.export.servable import Servable, read_examples
+from megalith.serving.export.signature import Signature
+from megalith.serving.server.inputs import InputReader
+from megalith.serving.sync.message_header import (
+    COMPLETE,
+    PUBLISHER,
+    SEQUENCE,
+    SESSION,
+    MessageHeader,
+    ModelLayout,
+    Position,
+    TableLayout,
+)
+from tests.checkpoint.test_fuzz import flip, mutate, places
+from tests.serving.exports import export_version
+
+SIGNATURE = "signature.json"
+Draw = Callable[[Any], Any]
+IDS = torch.tensor([0, 1, 49, 50, -1, 2**62])
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, bytes]]:
+    """The files of a version of each part."""
+    out = tmp_path_factory.mktemp("exports")
+    export_version(out / "whole", version=1)
+    export_version(out / "parts", version=1, num_shards=2)
+    parts = {"standalone": out / "whole", **{part: out / "parts" / part for part in ("entry", "ps_0")}}
+    return {
+        part: {path.name: path.read_bytes() for path in (folder / "1").iterdir()}
+        for part, folder in parts.items()
+    }
+
+
+def write(folder: Path, files: dict[str, bytes], name: str, content: bytes) -> Path:
+    """The files of a version, but for one; the signature says its length and checksum."""
+    files = {**files, name: content}
+    if name != SIGNATURE:
+        signature = json.loads(files[SIGNATURE])
+        for container, key in places(signature):
+            if key == "path" and container[key] == name:
+                container["bytes"], container["checksum"] = len(content), f"crc32:{zlib.crc32(content):08x}"
+        files[SIGNATURE] = json.dumps(signature).encode()
+    for path, data in files.items():
+        # A new file, not the old one with other bytes: an earlier one may still be mapped.
+        (folder / path).unlink(missing_ok=True)
+        (folder / path).write_bytes(data)
+    return folder
+
+
+def no_rows(ids: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(each.numel(), 5) for name, each in ids.items()}
+
+
+def use(folder: Path, *, entry: bool = False) -> None:
+    """Passes if the version opens and answers, or is refused in words."""
+    try:
+        servable = Servable(folder, fetch=no_rows if entry else None)
+    except MegalithError:
+        return
+    shard = servable.signature.shard
+    for name, table in servable.signature.tables.items():
+        if not entry:
+            own = IDS if shard is None else IDS[table.router().owner(IDS) == shard]
+            assert servable.lookup(name, own).shape == (own.numel(), table.dim)
+    servable.close()
+
+
+@pytest.mark.parametrize("part", ["standalone", "entry", "ps_0"])
+def test_signatures(part: str, exported: dict[str, dict[str, bytes]]) -> None:
+    @settings(max_examples=150)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        changed = json.loads(exported[part][SIGNATURE])
+        for _ in range(data.draw(st.integers(1, 3))):
+            mutate(data.draw, changed)
+        try:
+            signature = Signature.from_dict(changed, "here")
+        except ExportError:
+            return
+        assert Signature.from_dict(json.loads(signature.to_json()), "here") == signature
+        assert signature.name
+        assert all(table.router().num_shards > 0 and table.dim > 0 for table in signature.tables.values())
+
+    check()
+
+
+def test_bytes_of_a_signature(exported: dict[str, dict[str, bytes]], tmp_path: Path) -> None:
+    files = exported["ps_0"]
+
+    @settings(max_examples=60)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        use(write(tmp_path, files, SIGNATURE, flip(data.draw, files[SIGNATURE], 1 << 20)))
+
+    check()
+
+
+@pytest.mark.parametrize("limit", [256, 1 << 20], ids=["header", "anywhere"])
+def test_files_of_rows(limit: int, exported: dict[str, dict[str, bytes]], tmp_path: Path) -> None:
+    files = exported["ps_0"]
+    name = next(name for name in sorted(files) if name.endswith(".safetensors"))
+
+    @settings(max_examples=80)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        use(write(tmp_path, files, name, flip(data.draw, files[name], limit)))
+
+    check()
+
+
+def test_a_signature_of_other_files(exported: dict[str, dict[str, bytes]], tmp_path: Path) -> None:
+    files = exported["ps_0"]
+
+    @settings(max_examples=60)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        changed = json.loads(files[SIGNATURE])
+        mutate(data.draw, changed["tables"])
+        try:
+            text = json.dumps(changed).encode()
+        except UnicodeEncodeError:
+            return
+        use(write(tmp_path, files, SIGNATURE, text))
+
+    check()
+
+
+def test_programs(exported: dict[str, dict[str, bytes]], tmp_path: Path) -> None:
+    files = exported["entry"]
+
+    @settings(max_examples=12)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        use(write(tmp_path, files, "dense.pt2", flip(data.draw, files["dense.pt2"], 1 << 20)), entry=True)
+
+    check()
+
+
+def test_examples(exported: dict[str, dict[str, bytes]], tmp_path: Path) -> None:
+    path = tmp_path / "examples.json"
+
+    @settings(max_examples=100)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        good = exported["standalone"]["examples.json"]
+        changed = json.loads(good)
+        mutate(data.draw, changed)
+        whole = data.draw(st.booleans())
+        path.write_bytes(json.dumps(changed).encode() if whole else flip(data.draw, good, 1 << 20))
+        with suppress(ExportError):
+            assert isinstance(read_examples(path), list)
+
+    check()
+
+
+# ---- requests
+
+SHAPES = st.lists(st.integers(0, 4), max_size=3)
+DTYPES = st.sampled_from(
+    [
+        torch.int64,
+        torch.int32,
+        torch.uint64,
+        torch.uint8,
+        torch.bool,
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+    ]
+)
+
+
+@st.composite
+def tensors(draw: Draw) -> Any:
+    """A tensor, or strings, of a few numbers; the shapes are often those a request might have."""
+    shape = draw(st.one_of(SHAPES, st.sampled_from([[2], [3], [2, 3], [3, 3]])))
+    size = int(np.prod(shape))
+    if draw(st.integers(0, 5)) == 0:
+        strings = np.empty(size, dtype=object)
+        strings[:] = [draw(st.binary(max_size=3)) for _ in range(size)]
+        return strings.reshape(shape)
+    values = [draw(st.sampled_from([0, 1, 2, 3, 49, 255])) for _ in range(size)]
+    if draw(st.booleans()):
+        values.sort()
+    return torch.tensor(values, dtype=torch.int64).to(draw(DTYPES)).reshape(shape)
+
+
+NAMES = st.sampled_from(
+    [
+        "user",
+        "item",
+        "tags",
+        "dense",
+        "tags:row_splits",
+        "tags:weights",
+        "user:weights",
+        "user:row_splits",
+        "x",
+        "",
+    ]
+)
+
+
+def test_inputs_of_requests(exported: dict[str, dict[str, bytes]], tmp_path: Path) -> None:
+    files = exported["standalone"]
+    servable = Servable(write(tmp_path, files, SIGNATURE, files[SIGNATURE]))
+    reader = InputReader(servable.signature)
+    good = {"user": torch.tensor([1, 2]), "dense": torch.zeros(2, 3)}
+    answered = 0
+
+    @settings(max_examples=300)
+    @given(st.dictionaries(NAMES, tensors(), max_size=3), st.booleans())
+    def check(inputs: dict[str, Any], complete: bool) -> None:
+        nonlocal answered
+        try:
+            rows = reader.read({**good, **inputs} if complete else inputs)
+        except InputError:
+            return
+        features, dense = reader.join([rows, rows])
+        logits = servable.predict(features, dense)["logits"]
+        assert logits.shape == (2 * rows.count,)
+        answered += 1
+
+    check()
+    assert answered > 0
+
+
+# ---- parameter sync
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([SESSION, PUBLISHER, SEQUENCE, COMPLETE]),
+        st.one_of(
+            st.sampled_from(
+                ["0" * 32, "a" * 32, "0/1", "1/1", "99999/99999", "5", "9" * 18, "nan", "1e999", "\u0661"]
+            ),
+            st.text(max_size=40),
+        ),
+    )
+)
+def test_stamps(metadata: dict[str, str]) -> None:
+    try:
+        stamp = MessageHeader.read(metadata)
+    except InputError:
+        return
+    assert (stamp is None) == (SESSION not in metadata)
+    if stamp is not None:
+        assert MessageHeader.read(dict(stamp.metadata())) == stamp
+
+
+LAYOUT = ModelLayout(
+    "ps_1", 2, {"user": TableLayout(4, Router("continuous", 2, block_size=10))}, frozenset({"w"})
+)
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_layouts(data: st.DataObject) -> None:
+    changed = json.loads(LAYOUT.to_json())
+    mutate(data.draw, changed)
+    text = (
+        json.dumps(changed).encode()
+        if data.draw(st.booleans())
+        else flip(data.draw, LAYOUT.to_json(), 1 << 20)
+    )
+    try:
+        layout = ModelLayout.from_json(text)
+    except InputError:
+        return
+    for table in layout.tables:
+        assert layout.keep(table, IDS).dtype == torch.int64
+
+
+@settings(max_examples=200)
+@given(st.dictionaries(st.sampled_from(["session", "base", "sequence", "step", "layout"]), tensors()))
+def test_positions(outputs: dict[str, Any]) -> None:
+    good = Position("", "base", 3, 7, LAYOUT).outputs()
+    try:
+        position = Position.read({**good, **outputs})
+    except InputError:
+        return
+    assert Position.read(position.outputs()) == position

@@ -1,0 +1,319 @@
+"""signature.json: what is written is read, and whatever else is there is an ExportError with a reason."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalith.checkpoint.manifest import FileEntry, Routing
+from megalith.errors import ExportError, InputError
+from megalith.nn import Feature, FirstN, Layout, Mean, Slice, Sqrtn, Sum
+from megalith.serving.export.signature import (
+    ExportedTable,
+    FeatureSpec,
+    LayoutSpec,
+    Signature,
+    check_name,
+)
+from tests.checkpoint.test_schema import problems
+
+FILE = FileEntry("user.safetensors", 100, "crc32:00000000")
+
+
+def example(**changes: Any) -> Signature:
+    """A model of two features, one of them a history with a mask."""
+    fields: dict[str, Any] = {
+        "model": "movies",
+        "version": 7,
+        "part": "standalone",
+        "sub_graph_num": 0,
+        "base": "b",
+        "step": 3,
+        "created": "2025-01-01T00:00:00Z",
+        "megalith": "0.1.0",
+        "precision": "int8",
+        "tables": {"user": ExportedTable((2, 3), (0.5, 0.25), Routing("roundrobin", 1), 4, FILE)},
+        "features": (
+            FeatureSpec("u", "user", "mean"),
+            FeatureSpec("past", "user", "first_n", max_length=3, pad=-9),
+        ),
+        "layouts": (LayoutSpec("x", "concat", (("u", 0, 2),)), LayoutSpec("h", "stack", (("past", 0, 5),))),
+        "masks": {"mask": "past"},
+        "num_dense": 2,
+        "program": FILE,
+        "examples": None,
+    }
+    return Signature(**fields | changes)
+
+
+def parts() -> list[Signature]:
+    spread = ExportedTable((2, 3), (0.5, 0.25), Routing("continuous", 2, 10), 4, FILE)
+    entry = example(
+        part="entry", sub_graph_num=2, tables={"user": ExportedTable((2, 3), (1.0, 1.0), spread.routing)}
+    )
+    ps = [
+        example(
+            part=f"ps_{number}", sub_graph_num=2, tables={"user": spread}, program=None, features=(), masks={}
+        )
+        for number in range(2)
+    ]
+    return [example(), entry, *ps]
+
+
+def test_what_is_written_is_read() -> None:
+    for signature in parts():
+        assert Signature.from_dict(json.loads(signature.to_json()), "x") == signature
+
+
+def test_names_parts_and_tables() -> None:
+    alone, entry, _, second = parts()
+    assert [each.name for each in (alone, entry, second)] == ["movies", "movies:entry", "movies:ps_1"]
+    assert [each.shard for each in (alone, entry, second)] == [None, None, 1]
+    assert [each.predicts for each in (alone, entry, second)] == [True, True, False]
+    assert alone.dims == {"user": 5}
+    assert alone.tables["user"].column_steps == [0.5, 0.5, 0.25, 0.25, 0.25]
+    assert second.tables["user"].router().block_size == 10
+    assert alone.tables["user"].router().num_shards == 1
+
+
+def test_a_shared_feature_makes_it_unbatchable() -> None:
+    assert example().batchable
+    assert not example(features=(FeatureSpec("u", "user", "sum", shared=True),), masks={}).batchable
+
+
+@pytest.mark.parametrize("combiner", [Sum(), Mean(), Sqrtn(), FirstN(4)])
+def test_features_and_layouts_come_back(combiner: Any) -> None:
+    feature = Feature("u", "user", combiner, pad=5)
+    assert FeatureSpec.of(feature).feature() == feature
+    layout = Layout("x", [Slice("u", 1, 3)], "none")
+    again = LayoutSpec.of(layout).layout()
+    assert (again.name, again.kind, list(again.slices)) == ("x", "none", list(layout.slices))
+
+
+def test_a_feature_without_a_combiner_has_no_place() -> None:
+    with pytest.raises(InputError, match=r"'u'.*give it a combiner"):
+        FeatureSpec.of(Feature("u", "user", None))
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "a:ps_0", "a\nb", "x" * 5000, 3])
+def test_names_that_requests_cannot_say(name: Any) -> None:
+    with pytest.raises(InputError):
+        check_name(name)
+
+
+DELETED = object()
+HUGE = 10**400
+WRONG: list[tuple[tuple[Any, ...], Any]] = [
+    (("format",), "other"),
+    (("format_version",), 2),
+    (("model",), "a/b"),
+    (("model",), ""),
+    (("model",), None),
+    (("version",), -1),
+    (("version",), True),
+    (("version",), "1"),
+    (("version",), 1.0),
+    (("version",), HUGE),
+    (("part",), "ps_0"),
+    (("part",), "ps_01"),
+    (("part",), "ps_-1"),
+    (("part",), "ps_" + "9" * 4000),
+    (("part",), "ps_\u0663"),
+    (("part",), "entry"),
+    (("sub_graph_num",), 1),
+    (("precision",), "int4"),
+    (("num_dense",), None),
+    (("dense_name",), "u"),
+    (("outputs",), ["logits"]),
+    (("outputs",), [None]),
+    (("program",), None),
+    (("program",), []),
+    (("tables",), []),
+    (("tables",), {"user": None}),
+    (("tables",), {}),
+    (("tables", "user", "segments"), []),
+    (("tables", "user", "segments"), [0, 5]),
+    (("tables", "user", "segments"), [2, HUGE]),
+    (("tables", "user", "segments"), [2**40, 1]),
+    (("tables", "user", "segments"), 5),
+    (("tables", "user", "steps"), [0.5]),
+    (("tables", "user", "steps"), [0.5, 0]),
+    (("tables", "user", "steps"), [0.5, -1]),
+    (("tables", "user", "steps"), [0.5, HUGE]),
+    (("tables", "user", "steps"), [0.5, "0.5"]),
+    (("tables", "user", "steps"), [0.5, True]),
+    (("tables", "user", "rows"), -1),
+    (("tables", "user", "file"), None),
+    (("tables", "user", "file", "path"), "../user.safetensors"),
+    (("tables", "user", "file", "path"), ".."),
+    (("tables", "user", "file", "path"), "/etc/passwd"),
+    (("tables", "user", "file", "path"), "a\\b"),
+    (("tables", "user", "file", "path"), "a\x00b"),
+    (("tables", "user", "file", "path"), ""),
+    (("tables", "user", "file", "bytes"), 1.5),
+    (("tables", "user", "file", "checksum"), 3),
+    (("tables", "user", "routing"), None),
+    (("tables", "user", "routing", "dist_type"), "diagonal"),
+    (("tables", "user", "routing", "num_shards"), 2),
+    (("tables", "user", "routing", "num_shards"), HUGE),
+    (("tables", "user", "routing", "skip_first"), 1),
+    (("features",), None),
+    (("features",), [3]),
+    (("features",), []),
+    (("features", 0, "table"), "nobody"),
+    (("features", 0, "combiner"), "max"),
+    (("features", 0, "shared"), 0),
+    (("features", 0, "pad"), 2**63),
+    (("features", 0, "name"), "past"),
+    (("features", 1, "max_length"), 0),
+    (("features", 1, "max_length"), None),
+    (("features", 1, "max_length"), 2**40),
+    (("layouts",), "x"),
+    (("layouts", 0, "kind"), "diagonal"),
+    (("layouts", 0, "name"), "h"),
+    (("layouts", 0, "slices"), [["u", 0]]),
+    (("layouts", 0, "slices"), [["u", 0, 6]]),
+    (("layouts", 0, "slices"), [["nobody", 0, 2]]),
+    (("masks",), []),
+    (("masks",), {"mask": "u"}),
+    (("masks",), {"mask": "nobody"}),
+    (("masks",), {"mask": None}),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), WRONG, ids=lambda v: repr(v)[:40])
+def test_a_wrong_field_is_refused(tmp_path: Path, field: tuple[Any, ...], value: Any) -> None:
+    data = json.loads(example().to_json())
+    inner = data
+    for key in field[:-1]:
+        inner = inner[key]
+    inner[field[-1]] = value
+    (tmp_path / "signature.json").write_text(json.dumps(data))
+    with pytest.raises(ExportError):
+        Signature.read(tmp_path)
+
+
+@pytest.mark.parametrize("field", list(example().to_dict()))
+def test_a_missing_field_is_named(field: str) -> None:
+    data = json.loads(example().to_json())
+    del data[field]
+    with pytest.raises(ExportError, match="no signature" if field == "format" else f"version|{field}"):
+        Signature.from_dict(data, "x")
+
+
+def paths(data: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where every value of some JSON stands."""
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    return [at, *(path for key, each in items for path in paths(each, (*at, key)))]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+PLAIN = json.loads(example().to_json())
+
+
+def changed(path: tuple[Any, ...], value: Any) -> Any:
+    """The example with another value at a path, or without one."""
+    data = copy.deepcopy(PLAIN)
+    inner = data
+    for key in path[:-1]:
+        inner = inner[key]
+    if value is DELETED:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = value
+    return data
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(paths(PLAIN)[1:]), JSON | st.just(DELETED))
+def test_any_other_json_is_read_or_refused(path: tuple[Any, ...], value: Any) -> None:
+    data = changed(path, value)
+    try:
+        signature = Signature.from_dict(data, "x")
+    except ExportError:
+        return
+    assert json.loads(signature.to_json()) == data
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"a": 1, "a": 2}', b"[" * 100_000, b'{"a": NaN}']
+)
+def test_what_is_no_json_is_refused(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "signature.json").write_bytes(text)
+    with pytest.raises(ExportError, match=r"signature\.json"):
+        Signature.read(tmp_path)
+
+
+def test_no_directory_no_file_a_pipe_and_a_directory(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=r"it has no signature\.json"):
+        Signature.read(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "signature.json")
+    with pytest.raises(ExportError, match="no regular file"):
+        Signature.read(tmp_path)
+    (tmp_path / "d" / "signature.json").mkdir(parents=True)
+    with pytest.raises(ExportError, match="cannot be read"):
+        Signature.read(tmp_path / "d")
+
+
+def test_a_file_of_many_bytes_is_not_read(tmp_path: Path) -> None:
+    with open(tmp_path / "signature.json", "wb") as file:
+        file.truncate(1 << 30)
+    with pytest.raises(ExportError, match="more than"):
+        Signature.read(tmp_path)
+
+
+# ---- docs/formats/export.schema.json
+
+
+def inlined(schema: Any, defs: dict[str, Any]) -> Any:
+    """The schema with every reference replaced by what it refers to."""
+    if isinstance(schema, list):
+        return [inlined(each, defs) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return inlined(defs[schema["$ref"].removeprefix("#/$defs/")], defs)
+    return {key: inlined(value, defs) for key, value in schema.items() if key != "$defs"}
+
+
+WRITTEN = json.loads((Path(__file__).parents[3] / "docs/formats/export.schema.json").read_text())
+SCHEMA = inlined(WRITTEN, WRITTEN["$defs"])
+
+
+def test_signatures_fit_the_schema() -> None:
+    for signature in parts():
+        assert list(problems(json.loads(signature.to_json()), SCHEMA)) == []
+
+
+def test_the_schema_knows_every_field_that_is_written() -> None:
+    data, defs = json.loads(example().to_json()), WRITTEN["$defs"]
+    table = data["tables"]["user"]
+    for written, known in (
+        (data, WRITTEN),
+        (table, defs["table"]),
+        (table["file"], defs["file"]),
+        (table["routing"], defs["routing"]),
+        (data["features"][0], defs["feature"]),
+        (data["layouts"][0], defs["layout"]),
+    ):
+        assert written.keys() == known["properties"].keys() == set(known["required"])
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(paths(PLAIN)[1:]), JSON | st.just(DELETED))
+def test_what_the_schema_refuses_the_reader_refuses(path: tuple[Any, ...], value: Any) -> None:
+    data = changed(path, value)
+    if list(problems(data, SCHEMA)):
+        with pytest.raises(ExportError):
+            Signature.from_dict(data, "x")

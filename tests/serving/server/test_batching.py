@@ -1,0 +1,391 @@
+"""Batching: what waits together is computed together; what nobody waits for is not; the queue has an end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+from megalith.errors import InputError, RemoteError
+from megalith.serving.server.batching import Batcher, Batching
+from megalith.serving.server.model_server import ModelServer
+from megalith.serving.server.request_errors import Code, RequestError
+from tests.serving.exports import Asked, export_version, logits, request_of, rows
+
+LIMIT = 30.0
+PREDICT = "/tensorflow.serving.PredictionService/Predict"
+
+
+class Gate:
+    """Computes x -> 10 * x, but only when told to go on; remembers each batch."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+        self.entered = threading.Semaphore(0)
+        self.go = threading.Semaphore(0)
+
+    def __call__(self, batch: Sequence[int]) -> list[int | Exception]:
+        self.entered.release()
+        assert self.go.acquire(timeout=LIMIT)
+        self.batches.append(list(batch))
+        return [InputError(f"{x} is negative") if x < 0 else 10 * x for x in batch]
+
+
+@contextmanager
+def busy(
+    settings: Batching | None = None, **options: Any
+) -> Iterator[tuple[Any, Gate, Callable[..., Future[int]]]]:
+    """A batcher that is computing 0 already, so that all else waits; `ask` submits from a thread."""
+    gate = Gate()
+    batcher: Batcher[int, int] = Batcher(gate, settings or Batching(), name="test", **options)
+    with ThreadPoolExecutor(16) as pool:
+
+        def ask(x: int, rows: int = 1, *, timeout: float = LIMIT, **more: Any) -> Future[int]:
+            waiting = batcher.queued_rows
+            asked = pool.submit(batcher.submit, x, rows, timeout=timeout, **more)
+            while batcher.queued_rows == waiting and not asked.done():
+                pass
+            return asked
+
+        first = pool.submit(batcher.submit, 0, 1, timeout=LIMIT)
+        assert gate.entered.acquire(timeout=LIMIT)
+        try:
+            yield batcher, gate, ask
+        finally:
+            for _ in range(16):
+                gate.go.release()
+            assert first.result(LIMIT) == 0
+            batcher.close()
+
+
+def test_what_waits_is_computed_together() -> None:
+    with busy() as (_, gate, ask):
+        asked = [ask(x) for x in (1, 2, 3)]
+        gate.go.release(2)
+        assert [each.result(LIMIT) for each in asked] == [10, 20, 30]
+        assert gate.batches == [[0], [1, 2, 3]]
+
+
+def test_a_batch_has_at_most_so_many_rows_but_a_request_is_never_cut() -> None:
+    with busy(Batching(max_rows=4)) as (_, gate, ask):
+        asked = [ask(1, 2), ask(2, 2), ask(3, 1), ask(4, 9), ask(5, 1)]
+        gate.go.release(5)
+        assert [each.result(LIMIT) for each in asked] == [10, 20, 30, 40, 50]
+        assert gate.batches == [[0], [1, 2], [3], [4], [5]]
+
+
+def test_a_batch_takes_at_most_so_many_bytes() -> None:
+    with busy(Batching(max_bytes=100)) as (_, gate, ask):
+        asked = [ask(1, cost=60), ask(2, cost=40), ask(3, cost=1), ask(4, cost=200), ask(5, cost=1)]
+        gate.go.release(5)
+        assert [each.result(LIMIT) for each in asked] == [10, 20, 30, 40, 50]
+        assert gate.batches == [[0], [1, 2], [3], [4], [5]]
+
+
+def test_requests_that_share_a_feature_are_computed_alone() -> None:
+    with busy(joins=False) as (_, gate, ask):
+        asked = [ask(1), ask(2)]
+        gate.go.release(3)
+        assert [each.result(LIMIT) for each in asked] == [10, 20]
+        assert gate.batches == [[0], [1], [2]]
+
+
+def test_an_error_is_its_request_s_alone() -> None:
+    with busy() as (_, gate, ask):
+        bad, good = ask(-1), ask(1)
+        gate.go.release(2)
+        with pytest.raises(InputError, match="-1 is negative"):
+            bad.result(LIMIT)
+        assert good.result(LIMIT) == 10
+
+
+def test_a_full_queue_refuses() -> None:
+    with busy(Batching(max_queue_rows=3)) as (_, gate, ask):
+        waiting = ask(1, 2)
+        with pytest.raises(RequestError, match="2 rows are waiting") as raised:
+            ask(2, 2).result(LIMIT)
+        assert raised.value.code == Code.RESOURCE_EXHAUSTED
+        gate.go.release(2)
+        assert waiting.result(LIMIT) == 10
+
+
+def test_a_queue_full_of_bytes_refuses() -> None:
+    with busy(Batching(max_queue_bytes=100)) as (_, gate, ask):
+        waiting = ask(1, cost=60)
+        with pytest.raises(RequestError, match="1 rows are waiting"):
+            ask(2, cost=60).result(LIMIT)
+        gate.go.release(2)
+        assert waiting.result(LIMIT) == 10
+
+
+@pytest.mark.parametrize("size", [{"rows": 4}, {"rows": 1, "cost": 101}])
+def test_an_empty_queue_refuses_what_no_queue_has_room_for(size: dict[str, int]) -> None:
+    with (
+        busy(Batching(max_queue_rows=3, max_queue_bytes=100)) as (batcher, _, _),
+        pytest.raises(InputError, match=r"room for 3 rows and 100 bytes"),
+    ):
+        batcher.submit(1, **size, timeout=LIMIT)
+
+
+def test_a_batch_that_cannot_be_counted_fails_and_the_next_is_computed() -> None:
+    counted: list[int] = []
+
+    def count(rows: int) -> None:
+        counted.append(rows)
+        if rows == 2:
+            raise OSError("no metrics")
+
+    with busy(on_batch=count) as (_, gate, ask):
+        gate.go.release(2)
+        bad = ask(1, 2)
+        with pytest.raises(OSError, match="no metrics"):
+            bad.result(LIMIT)
+        good = ask(2, 3)
+        assert good.result(LIMIT) == 20
+        assert counted == [1, 2, 3]
+
+
+def test_a_request_whose_deadline_has_passed_is_not_computed() -> None:
+    with busy() as (_, gate, ask):
+        late, good = ask(1, timeout=0.0), ask(2)
+        with pytest.raises(RequestError) as raised:
+            late.result(LIMIT)
+        assert raised.value.code == Code.DEADLINE_EXCEEDED
+        gate.go.release(2)
+        assert good.result(LIMIT) == 20
+        assert gate.batches == [[0], [2]]
+
+
+def test_a_cancelled_request_is_not_computed() -> None:
+    with busy() as (_, gate, ask):
+        gone, good = ask(1, alive=lambda: False), ask(2)
+        gate.go.release(2)
+        with pytest.raises(RequestError) as raised:
+            gone.result(LIMIT)
+        assert raised.value.code == Code.CANCELLED
+        assert good.result(LIMIT) == 20
+        assert gate.batches == [[0], [2]]
+
+
+def test_waiting_for_a_fuller_batch_ends_when_it_is_full() -> None:
+    gate = Gate()
+    batcher: Batcher[int, int] = Batcher(gate, Batching(max_rows=2, max_wait_us=60_000_000), name="test")
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(batcher.submit, x, 1, timeout=LIMIT) for x in (1, 2)]
+        gate.go.release()
+        assert [each.result(LIMIT) for each in asked] == [10, 20]
+    assert sorted(gate.batches[0]) == [1, 2]
+    batcher.close()
+
+
+def test_closing_computes_what_is_queued_and_refuses_the_rest() -> None:
+    with busy() as (batcher, gate, ask):
+        asked = ask(1)
+        closing = threading.Thread(target=batcher.close)
+        closing.start()
+        gate.go.release(2)
+        assert asked.result(LIMIT) == 10
+        closing.join(LIMIT)
+        with pytest.raises(RequestError, match="shutting down"):
+            batcher.submit(2, 1, timeout=LIMIT)
+
+
+@pytest.mark.parametrize("settings", [{"max_rows": 0}, {"max_wait_us": -1}, {"workers": True}])
+def test_settings_that_make_no_sense(settings: dict[str, int]) -> None:
+    with pytest.raises(InputError, match=next(iter(settings))):
+        Batching(**settings)
+
+
+# ---- the server
+
+
+def test_concurrent_requests_get_their_own_scores(tmp_path: Path) -> None:
+    model = export_version(tmp_path)
+    with (
+        ModelServer(tmp_path, batching=Batching(max_rows=64, workers=2)) as server,
+        Asked(server.address) as ask,
+    ):
+
+        def one(seed: int) -> None:
+            features, dense = rows(1 + seed % 5, seed)
+            if seed % 3 == 0:  # some lack a feature, so that plain and other requests meet in a batch
+                del features["tags"]
+            outputs = ask({**features, "dense": dense})
+            features.setdefault("tags", torch.full((len(dense), 1), -1))
+            torch.testing.assert_close(outputs["logits"], logits(model, features, dense))
+
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(one, range(200)))
+        text = server.metrics.text().decode()
+        assert (
+            'megalith_request_seconds_count{code="OK",model="movies",signature="serving_default"} 200.0'
+            in text
+        )
+
+
+def test_a_request_of_many_rows_is_computed_in_pieces(tmp_path: Path) -> None:
+    model = export_version(tmp_path)
+    with ModelServer(tmp_path, batching=Batching(max_rows=4)) as server, Asked(server.address) as ask:
+        features, dense = rows(10)
+        expected = logits(model, features, dense)
+        torch.testing.assert_close(ask({**features, "dense": dense})["logits"], expected)
+        assert 'megalith_batch_rows_bucket{le="4.0",model="movies"} 3.0' in server.metrics.text().decode()
+
+
+def test_a_few_bytes_do_not_make_many_rows(tmp_path: Path) -> None:
+    export_version(tmp_path)
+    with ModelServer(tmp_path) as server, Asked(server.address) as ask:
+        features, dense = rows(1)
+        request = request_of({**features, "dense": dense})
+        for proto in request.inputs.values():
+            proto.ClearField("tensor_content")
+            proto.tensor_shape.dim[0].size = 400_000
+        assert request.ByteSize() < 200
+        with pytest.raises(RemoteError, match=r"400000 rows .* send it in parts") as raised:
+            ask.send(request)
+        assert raised.value.code == "INVALID_ARGUMENT"
+
+
+def test_whatever_one_request_breaks_the_others_are_answered(tmp_path: Path) -> None:
+    export_version(tmp_path)
+    with ModelServer(tmp_path) as server:
+        version = server.models[0].newest
+        assert version is not None
+        compute = version.servable.predict
+
+        def predict(features: Any, dense: Any) -> Any:
+            if (dense == 7.0).any():
+                raise MemoryError("too much")
+            return compute(features, dense)
+
+        version.servable.predict = predict  # type: ignore[method-assign]
+        features, dense = rows(1)
+        good, bad = (version.reader.read({**features, "dense": each}) for each in (dense, dense * 0 + 7))
+        before, failed, after = version._compute([good, bad, good])
+        assert isinstance(failed, MemoryError)
+        assert not isinstance(before, Exception)
+        assert not isinstance(after, Exception)
+
+
+def test_a_part_that_does_not_answer_is_not_asked_again_for_each_request(tmp_path: Path) -> None:
+    export_version(tmp_path)
+    with ModelServer(tmp_path) as server:
+        version = server.models[0].newest
+        assert version is not None
+        calls: list[int] = []
+
+        def predict(features: Any, dense: Any) -> Any:
+            calls.append(len(dense))
+            raise RemoteError("movies:ps_0 does not answer", code="UNAVAILABLE")
+
+        version.servable.predict = predict  # type: ignore[method-assign]
+        features, dense = rows(1)
+        one = version.reader.read({**features, "dense": dense})
+        results = version._compute([one, one])
+        assert [type(result) for result in results] == [RemoteError, RemoteError]
+        assert calls == [2]
+
+
+class Held:
+    """A server whose model computes only when told to, and what it has computed."""
+
+    def __init__(self, server: ModelServer) -> None:
+        version = server.models[0].newest
+        assert version is not None
+        self.server = server
+        self.go = threading.Event()
+        self.entered = threading.Event()
+        self.rows = 0
+        compute = version.servable.predict
+
+        def predict(features: Any, dense: Any) -> Any:
+            self.entered.set()
+            assert self.go.wait(LIMIT)
+            self.rows += len(dense)
+            return compute(features, dense)
+
+        version.servable.predict = predict  # type: ignore[method-assign]
+
+
+@contextmanager
+def held(directory: Path, **options: Any) -> Iterator[Held]:
+    export_version(directory)
+    with ModelServer(directory, **options) as server:
+        made = Held(server)
+        try:
+            yield made
+        finally:
+            made.go.set()
+
+
+def data(count: int = 1) -> bytes:
+    features, dense = rows(count)
+    message: bytes = request_of({**features, "dense": dense}).SerializeToString()
+    return message
+
+
+def test_deadlines_and_cancelled_calls_are_not_computed(tmp_path: Path) -> None:
+    with held(tmp_path) as hold, grpc.insecure_channel(hold.server.address) as channel:
+        call = channel.unary_unary(PREDICT)
+        first = call.future(data(1), timeout=LIMIT)
+        assert hold.entered.wait(LIMIT)
+        late = call.future(data(10), timeout=0.2)
+        assert late.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        gone = call.future(data(100), timeout=LIMIT)
+        while not hold.server.models[0].newest.queued_rows >= 100:
+            pass
+        gone.cancel()
+        last = call.future(data(1000), timeout=LIMIT)
+        while not hold.server.models[0].newest.queued_rows >= 1000:
+            pass
+        hold.go.set()
+        assert first.result(LIMIT)
+        assert last.result(LIMIT)
+        assert hold.rows == 1001
+
+
+def test_a_full_server_refuses_and_still_says_how_it_is(tmp_path: Path) -> None:
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    with held(tmp_path, max_concurrent=1) as hold, grpc.insecure_channel(hold.server.address) as channel:
+        call = channel.unary_unary(PREDICT)
+        first = call.future(data(), timeout=LIMIT)
+        assert hold.entered.wait(LIMIT)
+        assert call.future(data(), timeout=LIMIT).code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=LIMIT)
+        hold.go.set()
+        assert first.result(LIMIT)
+
+
+def test_stopping_answers_what_was_accepted_and_refuses_the_rest(tmp_path: Path) -> None:
+    with held(tmp_path) as hold, grpc.insecure_channel(hold.server.address) as channel:
+        call = channel.unary_unary(PREDICT)
+        first = call.future(data(), timeout=LIMIT)
+        assert hold.entered.wait(LIMIT)
+        stopping = threading.Thread(target=hold.server.stop)
+        stopping.start()
+        while not hold.server._dispatcher.closing:
+            pass
+        assert call.future(data(), timeout=LIMIT).code() == grpc.StatusCode.UNAVAILABLE
+        hold.go.set()
+        assert first.result(LIMIT)
+        stopping.join(LIMIT)
+        assert not stopping.is_alive()
+
+
+def test_stopping_does_not_wait_for_ever(tmp_path: Path) -> None:
+    with held(tmp_path, drain_seconds=0.1) as hold, grpc.insecure_channel(hold.server.address) as channel:
+        first = channel.unary_unary(PREDICT).future(data(), timeout=LIMIT)
+        assert hold.entered.wait(LIMIT)
+        stopping = threading.Thread(target=hold.server.stop)
+        stopping.start()
+        stopping.join(LIMIT)
+        assert not stopping.is_alive()
+        assert first.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)

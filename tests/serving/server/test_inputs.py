@@ -1,0 +1,210 @@
+"""Inputs: a batch of requests is the requests one after the other, whatever form each of them has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megalith import Ragged
+from megalith.checkpoint.manifest import Routing
+from megalith.errors import InputError
+from megalith.serving.export.signature import ExportedTable, FeatureSpec, Signature
+from megalith.serving.proto import Strings, from_tensor_protos, to_infer_request
+from megalith.serving.server.inputs import InputReader, Rows
+from tests.serving.exports import request_of
+
+NAMES = ("user", "tags")
+PAD = -7
+SIGNATURE = Signature(
+    model="movies",
+    version=1,
+    part="standalone",
+    sub_graph_num=0,
+    base="b",
+    step=0,
+    created="now",
+    megalith="0",
+    precision="float32",
+    tables={name: ExportedTable((2,), (1.0,), Routing("roundrobin", 1)) for name in NAMES},
+    features=tuple(FeatureSpec(name, name, "sum", pad=PAD) for name in NAMES),
+    num_dense=1,
+)
+READER = InputReader(SIGNATURE)
+
+ids = st.integers(-(2**63), 2**63 - 1).filter(lambda id: id != PAD)
+lists = st.lists(ids, max_size=3)
+Inputs = dict[str, Tensor | Strings]
+
+
+@st.composite
+def columns(draw: st.DrawFn, name: str, count: int) -> tuple[Inputs, list[list[int]], list[list[float]]]:
+    """A column in one of its forms, and what is in its rows: ids, weights."""
+    form = draw(
+        st.sampled_from(["absent", "single", "padded", "ragged"] if name == "tags" else ["single", "ragged"])
+    )
+    if form == "absent":
+        return {}, [[] for _ in range(count)], [[] for _ in range(count)]
+    rows = [[draw(ids)] for _ in range(count)] if form == "single" else [draw(lists) for _ in range(count)]
+    flat = [id for row in rows for id in row]
+    inputs: Inputs = {name: torch.tensor(flat, dtype=torch.int64)}
+    if form == "ragged":
+        inputs[f"{name}:row_splits"] = torch.tensor(np.cumsum([0, *map(len, rows)]))
+    if form == "padded":
+        inputs[name] = torch.tensor(
+            [row + [PAD] * (3 - len(row)) for row in rows], dtype=torch.int64
+        ).reshape(-1, 3)
+        return inputs, rows, [[1.0] * len(row) for row in rows]
+    weights = [1.0] * len(flat)
+    if draw(st.booleans()):
+        weights = draw(st.lists(st.floats(-4, 4, width=32), min_size=len(flat), max_size=len(flat)))
+        inputs[f"{name}:weights"] = torch.tensor(weights, dtype=torch.float32)
+    parts = iter(weights)
+    return inputs, rows, [[next(parts) for _ in row] for row in rows]
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[Inputs, dict[str, list[list[int]]], dict[str, list[list[float]]]]:
+    count = draw(st.integers(0, 3))
+    inputs: Inputs = {"dense": torch.full((count, 1), draw(st.floats(-1, 1, width=32)))}
+    rows, weights = {}, {}
+    for name in NAMES:
+        given_, rows[name], weights[name] = draw(columns(name, count))
+        inputs |= given_
+    return inputs, rows, weights
+
+
+def read(inputs: Inputs, how: str) -> Rows:
+    if how == "protos":
+        return READER.read_protos(request_of(inputs).inputs)
+    if how == "infer":
+        return READER.read_infer(to_infer_request(inputs, model_name="movies"))
+    return READER.read(inputs)
+
+
+@given(
+    st.lists(st.tuples(requests(), st.sampled_from(["tensors", "protos", "infer"])), min_size=1, max_size=4)
+)
+def test_a_batch_is_its_requests(batch: list) -> None:  # type: ignore[type-arg]
+    features, dense = READER.join([read(inputs, how) for (inputs, _, _), how in batch])
+    assert dense is not None
+    assert torch.equal(dense, torch.cat([inputs["dense"] for (inputs, _, _), _ in batch]))
+    for name in NAMES:
+        expected = [row for (_, rows, _), _ in batch for row in rows[name]]
+        weights = [row for (_, _, weights), _ in batch for row in weights[name]]
+        column = features[name]
+        if isinstance(column, Tensor):
+            assert [[id] for id in column.tolist()] == expected
+            assert all(row == [1.0] for row in weights)
+            continue
+        assert column.to_lists() == expected
+        if column.weights is None:
+            assert all(weight == 1.0 for row in weights for weight in row)
+        else:
+            assert Ragged(column.weights, column.row_splits).to_lists() == weights
+
+
+def test_the_common_request_makes_no_columns() -> None:
+    inputs: Inputs = {"user": torch.tensor([PAD, 2]), "tags": torch.tensor([3, 4]), "dense": torch.ones(2, 1)}
+    for how in ("protos", "infer"):
+        rows = read(inputs, how)
+        assert rows.plain is not None
+        assert READER.missing(rows) == []
+        joined, _ = READER.join([rows, rows])
+        # One id each is an id, also if it is the pad.
+        assert joined["user"].tolist() == [PAD, 2, PAD, 2]  # type: ignore[union-attr]
+
+
+def test_no_request_takes_more_than_it_may() -> None:
+    reader = InputReader(SIGNATURE, max_bytes=100)
+    inputs: Inputs = {name: torch.zeros(10, dtype=torch.int64) for name in NAMES}
+    inputs["dense"] = torch.zeros(10, 1)
+    with pytest.raises(InputError, match="bytes left to this request"):
+        reader.read_protos(request_of(inputs).inputs)
+    with pytest.raises(InputError, match="bytes left to this request"):
+        reader.read_infer(to_infer_request(inputs, model_name="movies"))
+
+
+def test_no_request_gathers_more_than_it_may() -> None:
+    """TensorFlow fills typed values up with the last, so a few bytes may ask for any number of rows."""
+    tables = {name: ExportedTable((8,), (1.0,), Routing("roundrobin", 1)) for name in NAMES}
+    signature = replace(SIGNATURE, tables=tables)
+    inputs: Inputs = {name: torch.zeros(10, dtype=torch.int64) for name in NAMES}
+    inputs["dense"] = torch.zeros(10, 1)
+    plain = request_of(inputs).inputs
+    with pytest.raises(InputError, match="take 680 bytes, more than the 679"):
+        InputReader(signature, max_bytes=679).read_protos(plain)
+    assert InputReader(signature, max_bytes=680).read_protos(plain).plain is not None
+
+    filled = request_of({"user": torch.zeros(1, 30, dtype=torch.int64), "dense": torch.zeros(1, 1)}).inputs
+    filled["user"].ClearField("tensor_content")
+    filled["user"].int64_val.append(7)
+    with pytest.raises(InputError, match="take 964 bytes"):
+        InputReader(signature, max_bytes=680).read_protos(filled)
+
+
+@given(requests(), st.sampled_from(["tensors", "protos"]), st.integers(1, 3))
+def test_the_pieces_of_a_request_are_it(made: tuple, how: str, size: int) -> None:  # type: ignore[type-arg]
+    rows = read(made[0], how)
+    pieces = READER.pieces(rows, size)
+    assert all(piece.count <= size for piece in pieces)
+    assert sum(map(READER.cost, pieces)) == READER.cost(rows)
+    (whole, dense), (joined, same) = READER.join([rows]), READER.join(pieces)
+    assert dense is not None
+    assert same is not None
+    assert torch.equal(dense, same)
+    for name in NAMES:
+        one, other = whole[name], joined[name]
+        if isinstance(one, Tensor) and isinstance(other, Tensor):
+            assert torch.equal(one, other)
+        else:
+            assert isinstance(one, Ragged)
+            assert isinstance(other, Ragged)
+            assert one.to_lists() == other.to_lists()
+            assert (one.weights is None) == (other.weights is None)
+            assert one.weights is None or torch.equal(one.weights, other.weights)
+
+
+def test_strings_are_padded_with_empty_ones() -> None:
+    words = np.array([[b"a", b""], [b"", b""]], dtype=object)
+    given_: Inputs = {"user": torch.tensor([1, 2]), "tags": words, "dense": torch.ones(2, 1)}
+    (features, _) = READER.join([READER.read(given_)])
+    assert isinstance(features["tags"], Ragged)
+    assert [len(row) for row in features["tags"].to_lists()] == [1, 0]
+
+
+def test_a_shared_feature_has_one_row_for_all() -> None:
+    shared = replace(
+        SIGNATURE,
+        features=(FeatureSpec("user", "user", "sum", shared=True), FeatureSpec("tags", "tags", "sum")),
+        num_dense=0,
+    )
+    assert not shared.batchable
+    reader = InputReader(shared)
+    inputs: Inputs = {"user": torch.tensor([5]), "tags": torch.tensor([1, 2, 3])}
+    for rows in (reader.read(inputs), reader.read_protos(request_of(inputs).inputs)):
+        assert rows.count == 3
+        features, dense = reader.join([rows])
+        assert isinstance(features["user"], Ragged)
+        assert isinstance(features["tags"], Ragged)
+        assert (features["user"].to_lists(), features["tags"].to_lists(), dense) == (
+            [[5]],
+            [[1], [2], [3]],
+            None,
+        )
+    with pytest.raises(InputError, match="'user' is shared by the batch: it has 1 row, not 3"):
+        reader.read({**inputs, "user": torch.tensor([1, 2, 3])})
+
+
+def test_a_model_of_features_alone() -> None:
+    reader = InputReader(replace(SIGNATURE, num_dense=0))
+    inputs: Inputs = {name: torch.tensor([1]) for name in NAMES}
+    assert reader.read_protos(request_of(inputs).inputs).plain is not None
+    with pytest.raises(InputError, match="'dense' is unknown"):
+        reader.read({**inputs, "dense": torch.ones(1, 1)})
+    assert from_tensor_protos(request_of(inputs).inputs).keys() == set(NAMES)

@@ -1,0 +1,395 @@
+"""The server answers as the model does, whatever form a request has, and says what is wrong with others."""
+
+from __future__ import annotations
+
+import errno
+import re
+import socket
+import threading
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from torch import Tensor
+
+from megalith import Ragged, hash_strings
+from megalith.errors import InputError, RemoteError, UsageError
+from megalith.models import Model
+from megalith.serving.proto import (
+    GetModelMetadataRequest,
+    GetModelStatusRequest,
+    SignatureDefMap,
+    from_infer_request,
+    to_infer_request,
+)
+from megalith.serving.proto.inference import ModelInferResponse
+from megalith.serving.server.methods import remaining
+from megalith.serving.server.model_server import ModelServer
+from tests.serving.exports import NAMES, NUM_DENSE, Asked, export_version, logits, request_of, rows
+
+
+@pytest.fixture(scope="module")
+def model_and_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Model, ModelServer]]:
+    out = tmp_path_factory.mktemp("exports")
+    model = export_version(out, version=3)
+    with ModelServer(out, metrics_port=0) as server:
+        yield model, server
+
+
+@pytest.fixture
+def model(model_and_server: tuple[Model, ModelServer]) -> Model:
+    return model_and_server[0]
+
+
+@pytest.fixture
+def server(model_and_server: tuple[Model, ModelServer]) -> ModelServer:
+    return model_and_server[1]
+
+
+@pytest.fixture
+def ask(server: ModelServer) -> Iterator[Asked]:
+    with Asked(server.address) as asked:
+        yield asked
+
+
+@pytest.fixture
+def channel(server: ModelServer) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(server.address) as opened:
+        yield opened
+
+
+def refused(
+    ask: Asked, inputs: Mapping[str, Any], text: str, code: str = "INVALID_ARGUMENT", **spec: Any
+) -> None:
+    with pytest.raises(RemoteError, match=text) as raised:
+        ask(inputs, **spec)
+    assert raised.value.code == code
+
+
+# ---- scores
+
+
+@pytest.mark.parametrize("count", [1, 7, 2000])
+def test_scores_are_the_model_s(model: Model, ask: Asked, count: int) -> None:
+    features, dense = rows(count)
+    outputs = ask({**features, "dense": dense})
+    expected = logits(model, features, dense)
+    torch.testing.assert_close(outputs["logits"], expected)
+    torch.testing.assert_close(outputs["probabilities"], expected.sigmoid())
+
+
+def test_an_empty_request_has_empty_scores(ask: Asked) -> None:
+    features, dense = rows(0)
+    assert {name: list(value.shape) for name, value in ask({**features, "dense": dense}).items()} == {
+        "logits": [0],
+        "probabilities": [0],
+    }
+
+
+TAGS = Ragged.from_lists([[1, 2], [], [3]])
+
+
+@pytest.mark.parametrize(
+    "tags",
+    [
+        {"tags": torch.tensor([[1, 2], [-1, -1], [-1, 3]])},
+        {"tags": torch.tensor([[1, 2], [-1, -1], [3, -1]], dtype=torch.int32)},
+        {"tags": torch.tensor([1, 2, 3]), "tags:row_splits": torch.tensor([0, 2, 2, 3])},
+        {"tags": torch.tensor([1, 2, 3], dtype=torch.uint64), "tags:row_splits": torch.tensor([0, 2, 2, 3])},
+        {"tags": torch.tensor([1, 2, 3]), "tags:row_splits": torch.tensor([0, 2, 2, 3], dtype=torch.int32)},
+    ],
+    ids=["padded", "padded int32", "ragged", "ragged uint64", "int32 splits"],
+)
+def test_lists_come_padded_or_ragged(model: Model, ask: Asked, tags: dict[str, Tensor]) -> None:
+    features, dense = rows(3)
+    outputs = ask({**features, **tags, "dense": dense})
+    torch.testing.assert_close(outputs["logits"], logits(model, {**features, "tags": TAGS}, dense))
+
+
+def test_weights_stand_beside_values(model: Model, ask: Asked) -> None:
+    features, dense = rows(3)
+    given = {
+        "tags": TAGS.values,
+        "tags:row_splits": TAGS.row_splits,
+        "tags:weights": torch.tensor([0.5, 2.0, -1.0]),
+    }
+    weighted = Ragged(TAGS.values, TAGS.row_splits, given["tags:weights"])
+    outputs = ask({**features, **given, "dense": dense})
+    torch.testing.assert_close(outputs["logits"], logits(model, {**features, "tags": weighted}, dense))
+
+
+def test_strings_are_hashed(model: Model, ask: Asked) -> None:
+    features, dense = rows(2)
+    words = [b"a", "ü".encode()]
+    ids = hash_strings(words)
+    model.embeddings.shards.local["item"].lookup(ids)
+    by_string = ask({**features, "item": words, "dense": dense})
+    by_id = ask({**features, "item": ids, "dense": dense})
+    assert torch.equal(by_string["logits"], by_id["logits"])
+
+
+def test_a_feature_that_is_not_sent_is_empty_and_counted(
+    model: Model, server: ModelServer, ask: Asked
+) -> None:
+    features, dense = rows(2)
+    del features["tags"]
+    outputs = ask({**features, "dense": dense})
+    empty = Ragged.from_lists([[], []])
+    torch.testing.assert_close(outputs["logits"], logits(model, {**features, "tags": empty}, dense))
+    assert (
+        'megalith_missing_features_total{feature="tags",model="movies"} 1.0' in server.metrics.text().decode()
+    )
+
+
+def test_the_outputs_asked_for(ask: Asked) -> None:
+    features, dense = rows(1)
+    assert list(ask({**features, "dense": dense}, outputs=("probabilities",))) == ["probabilities"]
+    refused(ask, {**features, "dense": dense}, "output 'nope' is unknown", outputs=("nope",))
+
+
+@pytest.mark.parametrize("name", ["movies", "movies:standalone", "movies:entry", "movies:ps_0"])
+def test_a_model_that_stands_alone_answers_for_its_parts(ask: Asked, name: str) -> None:
+    features, dense = rows(1)
+    _, spec = ask.send(request_of({**features, "dense": dense}, model=name))
+    assert (spec.name, spec.version.value, spec.signature_name) == (name, 3, "serving_default")
+
+
+# ---- what is wrong
+
+
+def test_bad_inputs_are_named(ask: Asked) -> None:
+    features, dense = rows(2)
+    good = {**features, "dense": dense}
+    refused(ask, {}, "none of the model's features user, item, tags")
+    refused(ask, {"dense": dense}, "none of the model's features")
+    refused(ask, {**good, "colour": dense}, "input 'colour' is unknown; the model takes user")
+    refused(ask, {**good, "item": torch.tensor([1, 2, 3])}, "'item' has 3 rows, but 'user' has 2")
+    refused(ask, {**good, "dense": torch.zeros(3, NUM_DENSE)}, "'dense' has 3 rows, but 'user' has 2")
+    refused(ask, {**good, "dense": torch.zeros(2, 9)}, r"'dense' must be \[rows, 3\], not \[2, 9\]")
+    refused(ask, features, "'dense' is missing")
+    refused(
+        ask, {**good, "item": torch.zeros(2)}, "'item' must be whole numbers or strings, not torch.float32"
+    )
+    refused(ask, {**good, "item": torch.zeros(2, 1, 1, dtype=torch.int64)}, "'item' must be .rows. or")
+    refused(ask, {**good, "item:row_splits": torch.tensor([0, 1])}, "must go from 0 to 2")
+    refused(ask, {**good, "item:row_splits": torch.tensor([0, 2, 1, 2])}, "never descend")
+    refused(ask, {**good, "item:row_splits": torch.zeros(0, dtype=torch.int64)}, "must go from 0 to 2")
+    refused(ask, {**good, "item:weights": torch.zeros(3)}, r"must be \[2\] like 'item', not \[3\]")
+    del good["item"]
+    refused(ask, {**good, "item:weights": torch.zeros(2)}, "'item:weights' is there without 'item'")
+
+
+def test_unknown_models_versions_and_signatures(ask: Asked) -> None:
+    features, dense = rows(1)
+    good = {**features, "dense": dense}
+    refused(ask, good, "model 'films' is unknown; there is movies", "NOT_FOUND", model="films")
+    refused(ask, good, "has no version 4; it has 3", "NOT_FOUND", version=4)
+    refused(ask, good, "signature 'classify' is unknown", signature="classify")
+
+
+def test_bytes_that_are_no_message(channel: grpc.Channel) -> None:
+    for method in (
+        "tensorflow.serving.PredictionService/Predict",
+        "inference.GRPCInferenceService/ModelInfer",
+    ):
+        with pytest.raises(grpc.RpcError) as raised:
+            channel.unary_unary(f"/{method}")(b"\xff\xff\xff", timeout=20)
+        assert raised.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_request_that_is_too_large(tmp_path: Path) -> None:
+    export_version(tmp_path)
+    features, dense = rows(2)
+    with ModelServer(tmp_path, max_request_bytes=1000) as server, Asked(server.address) as ask:
+        # In the message, whose size is checked when it is read ...
+        refused(ask, {**features, "item": torch.zeros(200, dtype=torch.int64)}, "bytes left to this request")
+        # ... and as a message, which gRPC does not even read.
+        big = torch.zeros(2**18, dtype=torch.int64)
+        refused(ask, {"item": big}, "larger than max", "RESOURCE_EXHAUSTED")
+        assert ask({**features, "dense": dense})["logits"].shape == (2,)
+
+
+# ---- the other methods
+
+
+def test_model_metadata(server: ModelServer, ask: Asked) -> None:
+    request = GetModelMetadataRequest(metadata_field=["signature_def"])
+    request.model_spec.name = "movies"
+    answer = ask.connection.get_model_metadata(request, timeout=20)
+    assert answer.model_spec.version.value == 3
+    signatures = SignatureDefMap()
+    answer.metadata["signature_def"].Unpack(signatures)
+    assert sorted(signatures.signature_def) == ["lookup", "serving_default"]
+    default = signatures.signature_def["serving_default"]
+    assert sorted(default.inputs) == sorted([*NAMES, "dense"])
+    assert sorted(default.outputs) == ["logits", "probabilities"]
+    assert [dim.size for dim in default.inputs["dense"].tensor_shape.dim] == [-1, NUM_DENSE]
+
+
+def test_model_status(ask: Asked) -> None:
+    request = GetModelStatusRequest()
+    request.model_spec.name = "movies"
+    (status,) = ask.connection.get_model_status(request, timeout=20).model_version_status
+    assert (status.version, status.state, status.status.error_code) == (3, 30, 0)
+    request.model_spec.version.value = 9
+    with pytest.raises(RemoteError, match="no version 9"):
+        ask.connection.get_model_status(request, timeout=20)
+
+
+def test_rows_are_looked_up(model: Model, ask: Asked) -> None:
+    ids = torch.tensor([4, 1000, 4, -1])
+    outputs = ask({"user_id": ids}, signature="lookup")
+    expected = model.embeddings.shards.local["user"].lookup(ids)
+    expected[[1, 3]] = 0.0
+    assert torch.equal(outputs["user_value"], expected)
+    refused(ask, {"nobody_id": ids}, "'nobody_id' is unknown; lookup takes user_id", signature="lookup")
+    refused(ask, {"user_id": ids.float()}, "'user_id' must be int64", signature="lookup")
+
+
+def test_open_inference_protocol(model: Model, channel: grpc.Channel) -> None:
+    def call(method: str, data: bytes = b"") -> bytes:
+        answer: bytes = channel.unary_unary(f"/inference.GRPCInferenceService/{method}")(data, timeout=20)
+        return answer
+
+    from megalith.serving import proto
+
+    assert proto.ServerLiveResponse.FromString(call("ServerLive")).live
+    assert proto.ServerReadyResponse.FromString(call("ServerReady")).ready
+    assert proto.ServerMetadataResponse.FromString(call("ServerMetadata")).name == "megalith"
+    for name, version, ready in (
+        ("movies", "", True),
+        ("movies", "3", True),
+        ("movies", "4", False),
+        ("x", "", False),
+    ):
+        asked = proto.ModelReadyRequest(name=name, version=version).SerializeToString()
+        assert proto.ModelReadyResponse.FromString(call("ModelReady", asked)).ready == ready
+    asked = proto.ModelMetadataRequest(name="movies").SerializeToString()
+    metadata = proto.ModelMetadataResponse.FromString(call("ModelMetadata", asked))
+    assert [given.name for given in metadata.inputs] == [*NAMES, "dense"]
+    assert (metadata.versions, metadata.platform) == (["3"], "megalith")
+
+    features, dense = rows(2)
+    request = to_infer_request({**features, "dense": dense}, model_name="movies", id="r7")
+    response = ModelInferResponse.FromString(call("ModelInfer", request.SerializeToString()))
+    assert (response.id, response.model_version) == ("r7", "3")
+    scores = torch.frombuffer(bytearray(response.raw_output_contents[0]), dtype=torch.float32)
+    torch.testing.assert_close(scores, logits(model, features, dense))
+    assert from_infer_request(request).keys() == {*features, "dense"}
+
+
+def test_health(channel: grpc.Channel) -> None:
+    stub = health_pb2_grpc.HealthStub(channel)
+    for service in ("", "movies", "tensorflow.serving.PredictionService", "inference.GRPCInferenceService"):
+        answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=20)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_reflection_knows_every_service(channel: grpc.Channel) -> None:
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    asked = reflection_pb2.ServerReflectionRequest(list_services="")
+    (answer,) = stub.ServerReflectionInfo(iter([asked]), timeout=20)
+    services = [service.name for service in answer.list_services_response.service]
+    assert "tensorflow.serving.PredictionService" in services
+    for service in services:
+        asked = reflection_pb2.ServerReflectionRequest(file_containing_symbol=service)
+        (answer,) = stub.ServerReflectionInfo(iter([asked]), timeout=20)
+        assert answer.file_descriptor_response.file_descriptor_proto, service
+
+
+def test_metrics(server: ModelServer, ask: Asked) -> None:
+    features, dense = rows(2)
+    ask({**features, "dense": dense})
+    with urllib.request.urlopen(f"http://{server.metrics_address}/metrics", timeout=20) as answer:
+        text = answer.read().decode()
+    for pattern in (
+        r'megalith_request_seconds_count{code="OK",model="movies",signature="serving_default"} [1-9]',
+        r'megalith_batch_rows_sum{model="movies"} [1-9]',
+        r'megalith_queue_rows{model="movies"} 0\.0',
+        r'megalith_version_state{model="movies",version="3"} 30\.0',
+        r'megalith_ids_looked_up_total{model="movies",version="3"} [1-9]',
+        r'megalith_overlay_rows{model="movies"} 0\.0',
+    ):
+        assert re.search(pattern, text), pattern
+
+
+def test_names_that_clients_make_up_are_no_labels(server: ModelServer, ask: Asked) -> None:
+    refused(ask, {}, "unknown", "NOT_FOUND", model="made-up")
+    assert "made-up" not in server.metrics.text().decode()
+
+
+# ---- life
+
+
+def test_nothing_to_serve(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds no exported model that can be served"):
+        ModelServer(tmp_path).start()
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    export_version(tmp_path)
+    with ModelServer(tmp_path) as first:
+        port = int(first.address.rpartition(":")[2])
+        with pytest.raises(OSError, match="cannot be listened on"):
+            ModelServer(tmp_path, port=port).start()
+
+
+def test_a_server_is_started_once(tmp_path: Path) -> None:
+    export_version(tmp_path)
+    server = ModelServer(tmp_path)
+    with server:
+        pass
+    server.stop()
+    with pytest.raises(UsageError, match="started once"):
+        server.start()
+
+
+@pytest.mark.parametrize("port", ["http_port", "metrics_port"])
+def test_a_second_port_that_is_taken(tmp_path: Path, port: str) -> None:
+    export_version(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports = {"http_port": 0, "metrics_port": 0, port: taken.getsockname()[1]}
+        server = ModelServer(tmp_path, **ports)
+        raised: list[OSError] = []
+
+        def start() -> None:
+            try:
+                server.start()
+            except OSError as error:
+                raised.append(error)
+
+        starting = threading.Thread(target=start, daemon=True)
+        starting.start()
+        starting.join(60)
+        assert [error.errno for error in raised] == [errno.EADDRINUSE]
+
+
+def test_version_0_is_a_version(tmp_path: Path) -> None:
+    for version in (0, 1):
+        export_version(tmp_path, version=version)
+    with ModelServer(tmp_path, keep_versions=2) as server, Asked(server.address) as ask:
+        features, dense = rows(1)
+        inputs = {**features, "dense": dense}
+        asked = [ask.send(request_of(inputs, version=version))[1] for version in (0, 1, None)]
+        assert [spec.version.value for spec in asked] == [0, 1, 1]
+
+
+def test_version_0_is_the_newest_where_there_is_none(ask: Asked) -> None:
+    features, dense = rows(1)
+    newest = ask.send(request_of({**features, "dense": dense}))[1].version.value
+    found = ask.send(request_of({**features, "dense": dense}, version=0))[1].version.value
+    assert found == newest != 0
+
+
+def test_a_call_without_a_deadline_has_none() -> None:
+    def context(seconds: float | None) -> Any:
+        return SimpleNamespace(time_remaining=lambda: seconds)
+
+    assert [remaining(context(each)) for each in (None, 9.2e18, 2.5)] == [None, None, 2.5]

@@ -1,0 +1,276 @@
+"""REST: the Open Inference Protocol as JSON, and its tensors as bytes."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalith import hash_strings
+from megalith.models import Model
+from megalith.serving.server.http import MAX_CONNECTIONS
+from megalith.serving.server.infer_json import HEADER_LENGTH
+from megalith.serving.server.model_server import ModelServer
+from tests.serving.exports import NAMES, export_version, logits, rows
+
+FEATURES, DENSE = rows(2)
+Made = tuple[Model, ModelServer]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
+    out = tmp_path_factory.mktemp("exports")
+    model = export_version(out, version=3)
+    with ModelServer(out, http_port=0, max_request_bytes=2**20) as server:
+        yield model, server
+
+
+class Rest:
+    """One connection, kept open."""
+
+    def __init__(self, server: ModelServer) -> None:
+        assert server.http_address is not None
+        self.connection = http.client.HTTPConnection(server.http_address, timeout=20)
+
+    def __call__(
+        self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, Any, bytes]:
+        self.connection.request(method, path, body, headers or {})
+        answer = self.connection.getresponse()
+        data = answer.read()
+        length = int(answer.headers.get(HEADER_LENGTH, len(data)))
+        return answer.status, json.loads(data[:length]), data[length:]
+
+    def infer(self, request: Any, path: str = "/v2/models/movies/infer") -> tuple[int, Any, bytes]:
+        return self("POST", path, json.dumps(request).encode())
+
+
+@pytest.fixture
+def rest(made: Made) -> Iterator[Rest]:
+    client = Rest(made[1])
+    yield client
+    client.connection.close()
+
+
+def inputs() -> list[dict[str, Any]]:
+    features = [
+        {"name": name, "datatype": "INT64", "shape": [2], "data": ids.tolist()}
+        for name, ids in FEATURES.items()
+    ]
+    return [*features, {"name": "dense", "datatype": "FP32", "shape": [2, 3], "data": DENSE.tolist()}]
+
+
+def test_live_ready_and_metadata(rest: Rest) -> None:
+    assert rest("GET", "/v2/health/live")[:2] == (200, {"live": True})
+    assert rest("GET", "/v2/health/ready")[:2] == (200, {"ready": True})
+    assert rest("GET", "/v2/models/movies/ready")[0] == 200
+    assert rest("GET", "/v2/models/movies/versions/3/ready")[0] == 200
+    assert rest("GET", "/v2/models/movies/versions/4/ready")[0] == 503
+    assert rest("GET", "/v2/models/films/ready")[0] == 503
+    status, server, _ = rest("GET", "/v2")
+    assert (status, server["name"], server["extensions"]) == (200, "megalith", ["binary_tensor_data"])
+    for path in ("/v2/models/movies", "/v2/models/movies%3Astandalone/versions/3"):
+        status, model, _ = rest("GET", path)
+        assert status == 200
+        assert [given["name"] for given in model["inputs"]] == [*NAMES, "dense"]
+        assert [given["name"] for given in model["outputs"]] == ["logits", "probabilities"]
+
+
+@pytest.mark.parametrize("path", ["/v2/models/movies/infer", "/v2/models/movies/versions/3/infer"])
+def test_json_in_and_out(made: Made, rest: Rest, path: str) -> None:
+    status, answer, rest_of_it = rest.infer({"id": "7", "inputs": inputs()}, path)
+    assert (status, answer["id"], answer["model_version"], rest_of_it) == (200, "7", "3", b"")
+    by_name = {output["name"]: output for output in answer["outputs"]}
+    expected = logits(made[0], FEATURES, DENSE)
+    assert by_name["logits"]["shape"] == [2]
+    torch.testing.assert_close(torch.tensor(by_name["logits"]["data"]), expected)
+    torch.testing.assert_close(torch.tensor(by_name["probabilities"]["data"]), expected.sigmoid())
+
+
+def test_bytes_in_and_out(made: Made, rest: Rest) -> None:
+    tensors = [tensor.numpy().tobytes() for tensor in (*FEATURES.values(), DENSE)]
+    described = [
+        {key: value for key, value in given.items() if key != "data"}
+        | {"parameters": {"binary_data_size": len(raw)}}
+        for given, raw in zip(inputs(), tensors, strict=True)
+    ]
+    outputs = [{"name": "logits", "parameters": {"binary_data": True}}, {"name": "probabilities"}]
+    text = json.dumps({"inputs": described, "outputs": outputs}).encode()
+    headers = {HEADER_LENGTH: str(len(text))}
+    status, answer, data = rest("POST", "/v2/models/movies/infer", text + b"".join(tensors), headers)
+    assert status == 200
+    assert [output.get("parameters") for output in answer["outputs"]] == [{"binary_data_size": 8}, None]
+    expected = logits(made[0], FEATURES, DENSE)
+    torch.testing.assert_close(torch.frombuffer(bytearray(data), dtype=torch.float32), expected)
+    torch.testing.assert_close(torch.tensor(answer["outputs"][1]["data"]), expected.sigmoid())
+
+
+def test_strings(made: Made, rest: Rest) -> None:
+    words = {"name": "item", "datatype": "BYTES", "shape": [2], "data": ["a", "ü"]}
+    ids = {"name": "item", "datatype": "INT64", "shape": [2], "data": hash_strings(["a", "ü"]).tolist()}
+    others = [given for given in inputs() if given["name"] != "item"]
+    answers = [rest.infer({"inputs": [*others, each]})[1]["outputs"] for each in (words, ids)]
+    assert answers[0] == answers[1]
+
+
+BAD = {
+    "no JSON": b"{",
+    "no object": b"[]",
+    "no inputs": b"{}",
+    "inputs no list": b'{"inputs": {}}',
+    "input no object": b'{"inputs": [3]}',
+    "input without a name": b'{"inputs": [{}]}',
+    "no datatype": b'{"inputs": [{"name": "user", "shape": [1], "data": [1]}]}',
+    "no shape": b'{"inputs": [{"name": "user", "datatype": "INT64", "data": [1]}]}',
+    "no data": b'{"inputs": [{"name": "user", "datatype": "INT64", "shape": [1]}]}',
+    "shape that lies": b'{"inputs": [{"name": "user", "datatype": "INT64", "shape": [2], "data": [1]}]}',
+    "shape of floats": b'{"inputs": [{"name": "user", "datatype": "INT64", "shape": [1.0], "data": [1]}]}',
+    "huge shape": b'{"inputs": [{"name": "user", "datatype": "INT64", "shape": [99999999999], "data": [1]}]}',
+    "negative shape": b'{"inputs": [{"name": "user", "datatype": "INT64", "shape": [-1], "data": [1]}]}',
+    "too large": b'{"inputs": [{"name": "user", "datatype": "INT8", "shape": [1], "data": [128]}]}',
+    "a string": b'{"inputs": [{"name": "user", "datatype": "INT64", "shape": [1], "data": ["1"]}]}',
+    "a bool": b'{"inputs": [{"name": "user", "datatype": "INT64", "shape": [1], "data": [true]}]}',
+    "mixed": b'{"inputs": [{"name": "user", "datatype": "INT64", "shape": [2], "data": [1, [2]]}]}',
+    "deep": b'{"inputs": [{"name": "user", "datatype": "INT64", "shape": [0], "data": '
+    + b"[" * 40
+    + b"]" * 40
+    + b"}]}",
+    "very deep": b"[" * 100_000,
+    "many digits": b'{"inputs": [' + b"9" * 10_000 + b"]}",
+    "not a number": b'{"inputs": [{"name": "dense", "datatype": "FP32", "shape": [1], "data": [NaN]}]}',
+    "no UTF-8": b'{"inputs": "\xff"}',
+    "binary that is not there": b'{"inputs": [{"name": "user", "datatype": "INT64", "shape": [1], '
+    b'"parameters": {"binary_data_size": 8}}]}',
+    "parameters no object": b'{"inputs": [], "parameters": 3}',
+    "output without a name": b'{"inputs": [], "outputs": [{}]}',
+    "unknown input": b'{"inputs": [{"name": "colour", "datatype": "INT64", "shape": [1], "data": [1]}]}',
+}
+
+
+@pytest.mark.parametrize("body", BAD.values(), ids=BAD)
+def test_bad_bodies_are_refused_and_the_connection_lives(rest: Rest, body: bytes) -> None:
+    status, answer, _ = rest("POST", "/v2/models/movies/infer", body)
+    assert status == 400
+    assert answer["error"]
+    assert rest.infer({"inputs": inputs()})[0] == 200
+
+
+def test_other_paths_and_methods(rest: Rest) -> None:
+    for method, path in (
+        ("GET", "/"),
+        ("GET", "/v2/models"),
+        ("POST", "/v2"),
+        ("GET", "/v2/models/movies/infer"),
+    ):
+        assert rest(method, path)[0] == 404
+    assert rest.infer({"inputs": inputs()}, "/v2/models/films/infer")[0] == 404
+    assert rest.infer({"inputs": inputs()}, "/v2/models/movies/versions/9/infer")[0] == 404
+    assert rest.infer({"inputs": inputs()}, "/v2/models/movies/versions/new/infer")[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        ("Content-Length: 99999999999", 413),
+        ("Content-Length: -1", 400),
+        ("Content-Length: 2\r\nContent-Length: 3", 400),
+        ("Content-Length: 9x", 400),
+        ("Content-Length: " + "9" * 30, 400),
+        ("Transfer-Encoding: chunked", 400),
+        ("Content-Length: 2\r\nContent-Encoding: gzip", 400),
+        (f"Content-Length: 2\r\n{HEADER_LENGTH}: 3", 400),
+        (f"Content-Length: 2\r\n{HEADER_LENGTH}: x", 400),
+    ],
+)
+def test_bodies_that_are_not_read(made: Made, head: str, status: int) -> None:
+    host, _, port = str(made[1].http_address).partition(":")
+    with socket.create_connection((host, int(port)), timeout=20) as sock:
+        sock.sendall(f"POST /v2/models/movies/infer HTTP/1.1\r\nHost: x\r\n{head}\r\n\r\n{{}}".encode())
+        assert sock.recv(100).startswith(f"HTTP/1.1 {status} ".encode())
+
+
+def test_connections_are_bounded(made: Made) -> None:
+    host, _, port = str(made[1].http_address).partition(":")
+    idle = []
+    try:
+        for _ in range(MAX_CONNECTIONS + 8):
+            idle.append(socket.create_connection((host, int(port)), timeout=20))
+        assert idle[-1].recv(100).startswith(b"HTTP/1.1 503 ")
+    finally:
+        for sock in idle:
+            sock.close()
+    wait_for_places(made[1])
+
+
+def wait_for_places(server: ModelServer) -> None:
+    """Until connections are taken again: their threads end a little after them."""
+    for _ in range(1000):
+        try:
+            Rest(server)("GET", "/v2")
+            return
+        except (ConnectionError, http.client.HTTPException, ValueError):
+            continue
+    raise AssertionError("no places came back")
+
+
+def test_a_place_is_given_back_if_there_is_no_thread_for_it(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    host, _, port = str(made[1].http_address).partition(":")
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuses)
+        for _ in range(MAX_CONNECTIONS + 1):
+            with socket.create_connection((host, int(port)), timeout=20) as sock:
+                assert sock.recv(100) == b""
+    assert Rest(made[1])("GET", "/v2")[0] == 200
+
+
+def test_a_request_must_arrive_within_its_time(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megalith.serving.server.http.REQUEST_SECONDS", 0.1)
+    host, _, port = str(made[1].http_address).partition(":")
+    with socket.create_connection((host, int(port)), timeout=20) as sock:
+        sock.sendall(b"POST /v2/models/movies/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{")
+        assert sock.recv(100) == b""
+
+
+def test_json_is_short(rest: Rest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megalith.serving.server.infer_json.MAX_JSON_BYTES", 100)
+    status, answer, _ = rest.infer({"inputs": inputs()})
+    assert (status, "send tensors as bytes" in answer["error"]) == (413, True)
+
+
+def test_a_request_may_say_how_long_it_waits(rest: Rest) -> None:
+    assert rest.infer({"inputs": inputs(), "parameters": {"timeout": 20_000_000}})[0] == 200
+    assert rest.infer({"inputs": inputs(), "parameters": {"timeout": 0}})[0] == 504
+    for wrong in (-1, 1.5, "1", True):
+        assert rest.infer({"inputs": inputs(), "parameters": {"timeout": wrong}})[0] == 400
+
+
+def test_text_that_cannot_be_encoded(rest: Rest) -> None:
+    user = {"name": "user", "datatype": "BYTES", "shape": [2], "data": ["a", "\ud800"]}
+    status, answer, _ = rest.infer({"inputs": [user, *inputs()[1:]]})
+    assert (status, "input 'user'" in answer["error"]) == (400, True)
+
+
+def test_a_path_that_is_none(made: Made) -> None:
+    host, _, port = str(made[1].http_address).partition(":")
+    with socket.create_connection((host, int(port)), timeout=20) as sock:
+        sock.sendall(b"GET http://[v2 HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert sock.recv(100).startswith(b"HTTP/1.1 400 ")
+
+
+def test_nothing_is_written_over_rest(tmp_path: Path) -> None:
+    export_version(tmp_path)
+    with ModelServer(tmp_path, http_port=0, allow_writes=True) as server:
+        request = {"inputs": [{"name": "user_id", "datatype": "INT64", "shape": [1], "data": [1]}]}
+        assert Rest(server).infer(request)[0] == 400

@@ -1,0 +1,308 @@
+"""Who may connect, who may ask, who may write."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from megalith.errors import InputError, RemoteError, UsageError
+from megalith.serving.client.channels import Credentials
+from megalith.serving.discovery.addresses import is_loopback
+from megalith.serving.proto import GetModelStatusRequest
+from megalith.serving.server.health import MAX_STREAMS
+from megalith.serving.server.model_server import ModelServer
+from megalith.serving.server.security import Security, read_token
+from megalith.serving.server.served_model import MAX_WRITERS
+from tests.serving.certificates import Certificates, make_certificates
+from tests.serving.exports import Asked, export_version, rows
+
+TOKEN = "correct-horse"
+FEATURES, DENSE = rows(2)
+INPUTS = {**FEATURES, "dense": DENSE}
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("exports")
+    export_version(out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="module")
+def guarded(exported: Path) -> Iterator[ModelServer]:
+    with ModelServer(exported, http_port=0, security=Security(TOKEN)) as server:
+        yield server
+
+
+def code_of(ask: Asked, **options: str) -> str:
+    with pytest.raises(RemoteError) as raised:
+        ask(INPUTS, timeout=5.0, **options)
+    return raised.value.code
+
+
+# ---- the token
+
+
+def test_the_right_token_is_answered(guarded: ModelServer) -> None:
+    with Asked(guarded.address, credentials=Credentials(TOKEN)) as ask:
+        assert ask(INPUTS)["logits"].shape == (2,)
+
+
+@pytest.mark.parametrize("token", [None, "wrong-token", TOKEN + "x", TOKEN[:-1]])
+def test_others_are_not(guarded: ModelServer, token: str | None) -> None:
+    with Asked(guarded.address, credentials=Credentials(token)) as ask:
+        assert code_of(ask) == "UNAUTHENTICATED"
+        request = GetModelStatusRequest()
+        request.model_spec.name = "movies"
+        with pytest.raises(RemoteError, match="asks for a token"):
+            ask.connection.get_model_status(request, timeout=5)
+
+
+def test_health_needs_no_token_but_reflection_does(guarded: ModelServer) -> None:
+    with grpc.insecure_channel(guarded.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        assert health.Check(health_pb2.HealthCheckRequest(), timeout=5).status == 1
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        asked = reflection_pb2.ServerReflectionRequest(list_services="")
+        with pytest.raises(grpc.RpcError) as raised:
+            list(stub.ServerReflectionInfo(iter([asked]), timeout=5))
+        assert raised.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_rest_asks_for_it_too(guarded: ModelServer) -> None:
+    url = f"http://{guarded.http_address}"
+    assert urllib.request.urlopen(f"{url}/v2/health/ready", timeout=5).status == 200
+    with pytest.raises(urllib.error.HTTPError) as raised:
+        urllib.request.urlopen(f"{url}/v2/models/movies", timeout=5)
+    assert raised.value.code == 401
+    request = urllib.request.Request(f"{url}/v2/models/movies", headers={"Authorization": f"Bearer {TOKEN}"})
+    assert urllib.request.urlopen(request, timeout=5).status == 200
+
+
+def test_rest_asks_for_it_before_it_reads_a_body(guarded: ModelServer) -> None:
+    host, _, port = str(guarded.http_address).partition(":")
+    with socket.create_connection((host, int(port)), timeout=20) as sock:
+        sock.sendall(b"POST /v2/models/movies/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n")
+        assert sock.recv(100).startswith(b"HTTP/1.1 401 ")
+
+
+@contextmanager
+def silent(server: ModelServer, method: str, count: int = 1) -> Iterator[list[grpc.Future]]:
+    """Calls that send their headers and then nothing."""
+    end = threading.Event()
+
+    def nothing() -> Iterator[bytes]:
+        end.wait()
+        yield from ()
+
+    with grpc.insecure_channel(server.address) as channel:
+        call = channel.stream_unary(method)
+        try:
+            yield [call.future(nothing(), timeout=20) for _ in range(count)]
+        finally:
+            end.set()
+
+
+def test_who_shows_none_is_refused_before_anything_is_read(guarded: ModelServer) -> None:
+    with silent(guarded, "/tensorflow.serving.PredictionService/Predict", 200) as calls:
+        assert {call.code() for call in calls} == {grpc.StatusCode.UNAUTHENTICATED}
+
+
+@pytest.mark.parametrize("method", ["Check", "Watch"])
+def test_health_does_not_wait_for_ever_either(
+    guarded: ModelServer, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr("megalith.serving.server.health.READ_SECONDS", 0.05)
+    with silent(guarded, f"/grpc.health.v1.Health/{method}", 200) as calls:
+        codes = {call.code() for call in calls}
+        assert codes == {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED}
+    with grpc.insecure_channel(guarded.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        assert health.Check(health_pb2.HealthCheckRequest(), timeout=20).status == 1
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [None, "", "Bearer", "Bearer ", f"Basic {TOKEN}", TOKEN, f"Bearer  {TOKEN} x", "Bearer \udcff", b"\xff"],
+)
+def test_what_does_not_admit(shown: str | bytes | None) -> None:
+    assert not Security(TOKEN).admits(shown)
+
+
+def test_a_token_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text(f"{TOKEN}\n")
+    assert read_token(path, {"MEGALITH_SERVE_TOKEN": "other"}) == TOKEN
+    assert read_token(None, {"MEGALITH_SERVE_TOKEN": TOKEN}) == TOKEN
+    assert read_token(None, {}) is None
+    with pytest.raises(InputError, match="cannot read"):
+        read_token(tmp_path / "absent")
+    for bad in ("short", "has a space", "ü" * 10):
+        with pytest.raises(InputError, match="a token is"):
+            Security(bad)
+    assert TOKEN not in repr(Security(TOKEN))
+
+
+# ---- certificates
+
+
+def test_tls(exported: Path, certificates: Certificates) -> None:
+    security = Security(certificate=certificates.server, key=certificates.server_key)
+    with ModelServer(
+        exported, host="localhost", http_port=0, metrics_host="localhost", metrics_port=0, security=security
+    ) as server:
+        trusting = Credentials.from_files(root_certificates=certificates.authority)
+        with Asked(server.address, credentials=trusting) as ask:
+            assert ask(INPUTS)["logits"].shape == (2,)
+        with Asked(server.address) as plain:
+            assert code_of(plain) == "UNAVAILABLE"
+        context = ssl.create_default_context(cafile=str(certificates.authority))
+        url = f"https://{server.http_address}/v2/models/movies"
+        assert urllib.request.urlopen(url, timeout=5, context=context).status == 200
+        with pytest.raises(urllib.error.URLError):
+            urllib.request.urlopen(url, timeout=5)
+        metrics = f"https://{server.metrics_address}/metrics"
+        text = urllib.request.urlopen(metrics, timeout=5, context=context).read()
+        assert b"megalith_request_seconds" in text
+
+
+def test_clients_show_certificates_where_asked(exported: Path, certificates: Certificates) -> None:
+    security = Security(
+        certificate=certificates.server, key=certificates.server_key, client_ca=certificates.authority
+    )
+    with ModelServer(exported, host="localhost", http_port=0, security=security) as server:
+        known = Credentials.from_files(
+            root_certificates=certificates.authority,
+            certificate=certificates.client,
+            key=certificates.client_key,
+        )
+        with Asked(server.address, credentials=known) as ask:
+            assert ask(INPUTS)["logits"].shape == (2,)
+        unknown = Credentials.from_files(root_certificates=certificates.authority)
+        with Asked(server.address, credentials=unknown) as ask:
+            assert code_of(ask) == "UNAVAILABLE"
+        context = ssl.create_default_context(cafile=str(certificates.authority))
+        url = f"https://{server.http_address}/v2/health/live"
+        with pytest.raises(OSError, match=r".*"):
+            urllib.request.urlopen(url, timeout=5, context=context)
+        context.load_cert_chain(certificates.client, certificates.client_key)
+        assert urllib.request.urlopen(url, timeout=5, context=context).status == 200
+
+
+def test_files_that_are_no_certificates(exported: Path, tmp_path: Path, certificates: Certificates) -> None:
+    with pytest.raises(InputError, match="both a certificate and its key"):
+        Security(certificate=certificates.server)
+    with pytest.raises(InputError, match="over TLS only"):
+        Security(client_ca=certificates.authority)
+    bad = tmp_path / "bad.pem"
+    bad.write_text("no certificate")
+    for security in (
+        Security(certificate=bad, key=certificates.server_key),
+        Security(certificate=tmp_path / "absent", key=certificates.server_key),
+        Security(certificate=certificates.server, key=certificates.client_key),
+    ):
+        with pytest.raises(InputError, match="TLS: "):
+            ModelServer(exported, security=security).start()
+
+
+# ---- writes
+
+PUSH = {"user_id": torch.tensor([1]), "user_value": torch.ones(1, 5)}
+CONTROLS = ["hashtable_assign", "raw_assign", "any/raw_assign", "sync_position", "sync_begin", "sync_reload"]
+
+
+@pytest.mark.parametrize("signature", CONTROLS)
+def test_writes_are_refused_unless_allowed(exported: Path, guarded: ModelServer, signature: str) -> None:
+    with Asked(guarded.address, credentials=Credentials(TOKEN)) as ask, pytest.raises(RemoteError) as raised:
+        ask(PUSH, signature=signature)
+    assert raised.value.code == "PERMISSION_DENIED"
+
+
+def test_a_write_shows_at_once(exported: Path) -> None:
+    with ModelServer(exported, allow_writes=True) as server, Asked(server.address) as ask:
+        before = ask(INPUTS)
+        ids = FEATURES["user"][:1]
+        result = ask({"user_id": ids, "user_value": torch.full((1, 5), 2.0)}, signature="hashtable_assign")
+        assert result["user_result"].tolist() == [1]
+        rows = ask({"user_id": ids}, signature="lookup", model="movies:ps_0")["user_value"]
+        assert rows.tolist() == [[2.0] * 5]
+        after = ask(INPUTS)
+        assert before["logits"][0] != after["logits"][0]
+        assert 'megalith_overlay_rows{model="movies"} 1.0' in server.metrics.text().decode()
+        with pytest.raises(RemoteError) as raised:
+            ask({"user_id": ids, "user_value": torch.full((1, 4), 2.0)}, signature="hashtable_assign")
+        assert raised.value.code == "INVALID_ARGUMENT"
+
+
+def test_writes_wait_for_one_another(exported: Path) -> None:
+    with ModelServer(exported, allow_writes=True) as server, Asked(server.address) as ask:
+        (model,) = server.models
+        for _ in range(MAX_WRITERS):
+            assert model.writers.acquire(blocking=False)
+        with pytest.raises(RemoteError) as raised:
+            ask(PUSH, signature="hashtable_assign", timeout=0.2)
+        assert raised.value.code == "DEADLINE_EXCEEDED"
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(ask, PUSH, signature="hashtable_assign")
+            while not server._dispatcher._running:
+                pass
+            for _ in range(MAX_WRITERS):
+                model.writers.release()
+            assert waiting.result(20)["user_result"].tolist() == [1]
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org"])
+def test_writes_from_elsewhere_need_a_credential(exported: Path, host: str) -> None:
+    with pytest.raises(UsageError, match=r"--token-file.*--tls-ca"):
+        ModelServer(exported, host=host, allow_writes=True)
+    ModelServer(exported, host=host, allow_writes=True, security=Security(TOKEN)).stop()
+    ModelServer(exported, host=host).stop()
+
+
+def test_loopback() -> None:
+    assert all(map(is_loopback, ["127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost"]))
+    assert not any(map(is_loopback, ["0.0.0.0", "::", "10.0.0.1", "localhost.example.org", ""]))
+
+
+# ---- streams
+
+
+def test_streams_are_bounded_and_give_their_places_back(exported: Path) -> None:
+    with ModelServer(exported) as server, grpc.insecure_channel(server.address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch
+        for _ in range(2):
+            streams = [watch(health_pb2.HealthCheckRequest(), timeout=20) for _ in range(MAX_STREAMS)]
+            assert all(next(stream).status == 1 for stream in streams)
+            with pytest.raises(grpc.RpcError) as raised:
+                next(watch(health_pb2.HealthCheckRequest(), timeout=20))
+            assert raised.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            for stream in streams:
+                stream.cancel()
+            for _ in range(1000):  # the server hears of a cancelled stream a little later
+                try:
+                    probe = watch(health_pb2.HealthCheckRequest(), timeout=20)
+                    next(probe)
+                    probe.cancel()
+                    break
+                except grpc.RpcError:
+                    continue
+        with Asked(server.address) as ask:
+            assert ask(INPUTS)["logits"].shape == (2,)

@@ -1,0 +1,331 @@
+"""Parameter sync when things go wrong: servers and discoveries that misbehave, versions that come and go."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalith import checkpoint
+from megalith.errors import InputError, SequenceError
+from megalith.models import Model
+from megalith.serving.discovery import Replica as Found
+from megalith.serving.discovery import StaticDiscovery, SyncBackend
+from megalith.serving.discovery.contract import SyncTargets
+from megalith.serving.export.servable import Servable
+from megalith.serving.proto.tf_tensors import Strings
+from megalith.serving.sync.backlog import Interval
+from megalith.serving.sync.message_header import MAX_PARTS, ModelLayout, Position, string
+from megalith.serving.sync.parameter_source import ParameterSource
+from megalith.serving.sync.publisher import Publisher
+from megalith.serving.sync.sender import Sender
+from tests.serving.sync_support import (
+    HOUR,
+    LIMIT,
+    Gate,
+    Replica,
+    Trainer,
+    assert_equal,
+    export_version,
+    make_model,
+    make_start,
+    publisher_of,
+)
+
+SERVICE = "movies:standalone"
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint, and the export of it."""
+    return make_start(tmp_path_factory.mktemp("start"))
+
+
+def load(start: Path) -> Model:
+    model = make_model()
+    checkpoint.load(model, start / "checkpoint")
+    return model
+
+
+@pytest.fixture
+def training(start: Path) -> tuple[Model, Trainer]:
+    model = load(start)
+    return model, Trainer(model)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+# ---- servers
+
+
+def test_a_server_that_cannot_go_back_to_its_base_is_sent_everything(
+    start: Path, training: tuple[Model, Trainer], stack: ExitStack
+) -> None:
+    model, trainer = training
+    replica = Replica(start, stack)
+    refusals = iter([SequenceError("those rows cannot be read any more")])
+
+    def refuse_once(name: str, signature: str, metadata: dict[str, str]) -> None:
+        if signature == "sync_begin":
+            for error in refusals:
+                raise error
+
+    replica.server.before = refuse_once
+    publisher = publisher_of(model, [replica], stack, start)
+    trainer.step()
+
+    assert publisher.flush(LIMIT), publisher.report()
+
+    assert replica.subscriber.counters.replacements == 1
+    assert_equal(replica.servable, model)
+
+
+def test_a_server_that_never_takes_the_last_message_is_left_alone_for_longer_and_longer(
+    start: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its dense weights have another shape: rows arrive, the end of the interval does not."""
+    model = make_model(hidden=(16,))
+    replica = Replica(start, stack)
+    pauses: list[int] = []
+    monkeypatch.setattr(Sender, "_pause", lambda self, failures: pauses.append(failures))
+    monkeypatch.setattr("megalith.serving.sync.sender.PUSH_ROOM", 100)
+    publisher = publisher_of(model, [replica], stack, start)
+    model.embeddings.shards.assign({"user": (torch.arange(20), torch.ones(20, 5))})
+
+    while len(pauses) < 4:
+        publisher.flush(0.01)
+
+    assert pauses[:4] == [1, 2, 3, 4]
+    assert publisher.report()[0].rows > 0
+    assert "dense:" in (publisher.report()[0].error or "")
+
+
+def test_a_server_that_only_says_that_it_has_begun_is_not_believed(
+    start: Path, training: tuple[Model, Trainer], stack: ExitStack
+) -> None:
+    """One that is told the same session by two trainers, of which the first is far ahead."""
+    model, trainer = training
+    replica = Replica(start, stack)
+    session = "ab" * 16
+    for _ in range(2):
+        publisher = publisher_of(model, [replica], stack, start, session=session)
+        for _ in range(3):
+            trainer.step()
+            assert publisher.flush(LIMIT), publisher.report()
+        publisher.close()
+
+    assert_equal(replica.servable, model)
+
+
+def answer(**changes: Any) -> dict[str, torch.Tensor | Strings]:
+    return {**Position("", "one", 0, 0, ModelLayout()).outputs(), **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"sequence": torch.tensor([2**62])}, "sequence"),
+        ({"sequence": torch.tensor([-1])}, "sequence"),
+        ({"layout": string(json.dumps({"part": "entry", "sub_graph_num": MAX_PARTS + 1}))}, "sub_graph_num"),
+        ({"base": torch.tensor([1])}, "base"),
+    ],
+)
+def test_answers_that_make_no_sense_are_refused(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(InputError, match=named):
+        Position.read(answer(**changes))
+
+
+# ---- discovery
+
+
+def test_a_server_that_comes_back_is_sent_no_number_twice(
+    start: Path, training: tuple[Model, Trainer], stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was given up meanwhile; a message of those days, late, must not count as one of the new ones."""
+    monkeypatch.setattr("megalith.serving.sync.publisher.PATIENCE", -1.0)
+    model, trainer = training
+    replica = Replica(start, stack)
+    discovery = StaticDiscovery([])
+    publisher = publisher_of(model, discovery, stack, start)
+    for _ in range(2):
+        discovery.register(SERVICE, Found(replica.address))
+        trainer.step()
+        assert publisher.flush(LIMIT), publisher.report()
+        discovery.unregister(SERVICE, replica.address)
+        publisher.publish()
+        assert publisher.report() == []
+
+    numbers = [
+        int(metadata["megalith-sequence"])
+        for _, _, _, metadata in replica.server.requests
+        if "megalith-sequence" in metadata
+    ]
+    assert numbers == sorted(set(numbers))
+    assert_equal(replica.servable, model)
+
+
+class Broken(SyncBackend):
+    """Somebody else's, with errors of its own."""
+
+    def subscribe_model(self, model_name: str) -> None:
+        pass
+
+    def get_sync_targets(self, sub_graph: str) -> SyncTargets:
+        raise RuntimeError("the connection is gone")
+
+
+def test_a_backend_that_fails_does_not_disturb_training(training: tuple[Model, Trainer]) -> None:
+    with Publisher(
+        training[0], Broken(), model_name="movies", interval=HOUR, protocol="monolith"
+    ) as publisher:
+        assert publisher.publish() == 1
+
+
+# ---- the trainer's own
+
+
+def test_dense_weights_that_become_others_are_copied_again() -> None:
+    model = make_model()
+    source = ParameterSource(model)
+    assert source.copy_dense() is not None
+    assert source.copy_dense() is None
+
+    model.extra = torch.nn.Linear(2, 2)
+    assert "extra.weight" in (source.copy_dense() or {})
+    model.extra.double()
+    assert (source.copy_dense() or {})["extra.weight"].dtype == torch.float64
+    del model.extra
+    assert "extra.weight" not in (source.copy_dense() or {"extra.weight": None})
+
+
+def test_an_older_interval_does_not_take_back_a_newer_one(
+    start: Path, training: tuple[Model, Trainer], stack: ExitStack
+) -> None:
+    publisher = publisher_of(training[0], [Replica(start, stack)], stack, start)
+    assert publisher.flush(LIMIT)
+    (sender,) = publisher._senders.values()
+
+    sender._complete(Interval(0, 1.0))
+
+    assert sender.acknowledged == 1
+    assert publisher.report()[0].complete == publisher.interval.time
+
+
+def test_the_journal_is_tidied_when_nothing_is_sent(
+    start: Path, training: tuple[Model, Trainer], stack: ExitStack
+) -> None:
+    model, _ = training
+    replica = Replica(start, stack)
+    publisher = publisher_of(model, [replica], stack, start, max_journal=30_000)
+    assert publisher.flush(LIMIT)
+    replica.server.before = gate = Gate()
+    gate.open.clear()
+
+    for _ in range(5):
+        model.embeddings.shards.assign({"user": (torch.arange(4000), torch.rand(4000, 5))})
+        publisher.publish()
+    assert len(publisher.journal) == 20_000
+    gate.open.set()
+
+    with publisher.lock:
+        assert publisher.lock.wait_for(lambda: len(publisher.journal) == 4000, LIMIT)
+    assert publisher.flush(LIMIT)
+    assert_equal(replica.servable, model, 4000)
+
+
+# ---- everything at once
+
+
+class World:
+    """A trainer and two servers, of which any may start over, and a network that keeps copies."""
+
+    def __init__(self, start: Path, folder: Path, stack: ExitStack) -> None:
+        self._start, self._folder, self._stack = start, folder, stack
+        self._random = random.Random(1)
+        self.replicas = [Replica(start, stack) for _ in range(2)]
+        self._tip = (start / "tip").read_text()
+        self._saved = start / "checkpoint"
+        self._versions = [start / "export" / "1"]
+        self.model, self.publisher = self._train(load(start))
+
+    def _train(self, model: Model) -> tuple[Model, Publisher]:
+        self._trainer = Trainer(model, seed=self._random.randrange(1000))
+        self._discovery = StaticDiscovery([each.address for each in self.replicas])
+        options = {"base": self._tip, "max_backlog": 300, "timeout": 2.0}
+        return model, publisher_of(model, self._discovery, self._stack, self._start, **options)
+
+    def happens(self, event: str) -> None:
+        replica = self._random.choice(self.replicas)
+        if event == "steps":
+            self._trainer.step(3)
+            self.publisher.publish()
+        elif event == "save":
+            self._saved = self._folder / f"save{len(list(self._folder.iterdir()))}"
+            self._tip = checkpoint.save(self.model, self._saved).tip
+            self.publisher.checkpoint_taken(self._tip)
+        elif event == "version":
+            self.happens("save")
+            number = len(self._versions) + 1
+            export_version(self.model, self._folder / "export", base=self._tip, version=number)
+            self._versions.append(self._folder / "export" / str(number))
+            replica.subscriber.move_to(Servable(self._versions[-1]))
+        elif event == "another version":
+            replica.subscriber.move_to(Servable(self._random.choice(self._versions)))
+        elif event == "server restarts":
+            replica.restart()
+        elif event == "trainer restarts":
+            self.publisher.close()
+            model = make_model()
+            checkpoint.load(model, self._saved)
+            self.model, self.publisher = self._train(model)
+        elif event == "flap":
+            for each in self.replicas:
+                self._discovery.unregister(SERVICE, each.address)
+                self._discovery.register(SERVICE, Found(each.address))
+        elif event == "lost":
+            faults = iter([TimeoutError("lost")] * 2)
+            replica.server.after = lambda *_: self._raise(faults)
+        elif event == "late" and replica.server.requests:
+            _, signature, inputs, metadata = self._random.choice(replica.server.requests)
+            with suppress(SequenceError, InputError):
+                replica.subscriber.handle(signature, inputs, metadata)
+
+    @staticmethod
+    def _raise(faults: Iterator[Exception]) -> None:
+        for fault in faults:
+            raise fault
+
+
+EVENTS = [
+    *("steps", "steps", "save", "another version", "server restarts", "trainer restarts"),
+    *("flap", "lost", "late", "late", "version"),
+]
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(st.lists(st.sampled_from(EVENTS), min_size=4, max_size=10))
+def test_whatever_happens_both_servers_end_with_the_trainers_rows(
+    start: Path, tmp_path_factory: pytest.TempPathFactory, events: list[str]
+) -> None:
+    with ExitStack() as stack:
+        world = World(start, tmp_path_factory.mktemp("world"), stack)
+        for event in events:
+            world.happens(event)
+        world.happens("steps")
+
+        assert world.publisher.flush(LIMIT), world.publisher.report()
+
+        for replica in world.replicas:
+            assert_equal(replica.subscriber.servable, world.model)

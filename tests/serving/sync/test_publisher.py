@@ -1,0 +1,636 @@
+"""The publisher: whatever happens to servers and messages, every target ends with the trainer's rows."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalith import SGD, LocalShards, TableConfig, checkpoint
+from megalith.compat.monolith.dummy_server import DummySyncServer
+from megalith.errors import InputError, SequenceError, UsageError
+from megalith.models import Model
+from megalith.serving.discovery import Replica as Found
+from megalith.serving.discovery import StaticDiscovery
+from megalith.serving.export.servable import Servable
+from megalith.serving.sync.publisher import Publisher
+from megalith.serving.sync.subscriber import Subscriber
+from tests.serving.sync_support import (
+    HOUR,
+    LIMIT,
+    Gate,
+    Replica,
+    Trainer,
+    assert_equal,
+    export_version,
+    make_model,
+    make_start,
+    publisher_of,
+    sync_server,
+)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint, and the export of it: where trainers and servers of these tests begin."""
+    return make_start(tmp_path_factory.mktemp("start"))
+
+
+@pytest.fixture
+def training(start: Path) -> tuple[Model, Trainer]:
+    model = make_model()
+    checkpoint.load(model, start / "checkpoint")
+    return model, Trainer(model)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+# ---- what arrives
+
+
+@pytest.mark.parametrize("signature", ["hashtable_assign", "raw_assign"])
+def test_rows_removals_and_dense_weights_reach_every_replica(
+    start: Path, training: tuple[Model, Trainer], stack: ExitStack, signature: str
+) -> None:
+    model, trainer = training
+    replicas = [Replica(start, stack), Replica(start, stack)]
+    publisher = publisher_of(model, replicas, stack, start, signature=signature)
+
+    for _ in range(3):
+        trainer.step(2)
+        assert publisher.flush(LIMIT), publisher.report()
+
+    for replica in replicas:
+        assert_equal(replica.servable, model)
+        assert replica.subscriber.counters.begun == 1
+        assert replica.subscriber.counters.removed > 0
+        assert replica.subscriber.staleness() is not None
+
+
+def test_two_publishers_of_one_model_do_not_take_from_each_other(
+    start: Path, training: tuple[Model, Trainer], stack: ExitStack
+) -> None:
+    model, trainer = training
+    replicas = [Replica(start, stack), Replica(start, stack)]
+    publishers = [publisher_of(model, [replica], stack, start) for replica in replicas]
+    trainer.step(2)
+
+    for publisher in publishers:
+        assert publisher.flush(LIMIT), publisher.report()
+
+    for replica in replicas:
+        assert_equal(replica.servable, model)
+
+
+def test_a_step_publishes_once_the_interval_has_passed(
+    start: Path, training: tuple[Model, Trainer], stack: ExitStack
+) -> None:
+    for interval, passed in ((HOUR, False), (1e-9, True)):
+        publisher = publisher_of(training[0], [], stack, start, interval=interval)
+
+        assert publisher.step() is passed
+
+        assert publisher.interval.number == int(passed)
+        publisher.close()
+
+
+def test_only_what_changed_is_sent_to_a_server_that_stands_at_a_label(
+    start: Path, training: tuple[Model, Trainer], stack: ExitStack
+) -> None:
+    model, trainer = training
+    trainer.step(5)
+    replica = Replica(start, stack)
+    publisher = publisher_of(model, [replica], stack, start)
+    assert publisher.flush(LIMIT)
+    assert replica.subscriber.counters.rows == 0
+
+    model.embeddings.shards.assign({"user": (torch.tensor([3, 4]), torch.ones(2, 5))})
+    assert publisher.flush(LIMIT)
+
+    assert replica.subscriber.counters.rows == 2
+
+
+def test_an_interval_without_changes_is_a_heartbeat(
+    start: Path, training: tuple[Model, Trainer], stack: ExitStack
+) -> None:
+    replica = Replica(start, stack)
+    publisher = publisher_of(training[0], [replica], stack, start)
+    assert publisher.flush(LIMIT)
+    before = replica.subscriber.counters.messages
+
+    assert publisher.flush(LIMIT)
+
+    assert replica.subscriber.counters.messages == before + 1
+    (report,) = publisher.report()
+    assert (report.backlog, report.error, report.part) == (0, None, "standalone")
+    assert report.staleness is not None
+
+
+def test_a_new_label_is_where_a_later_export_starts(
+    start: Path, training: tuple[Model, Trainer], stack: ExitStack, tmp_path: Path
+) -> None:
+    model, trainer = training
+    discovery = StaticDiscovery([])
+    publisher = publisher_of(model, discovery, stack, start)
+    trainer.step(3)
+    save = checkpoint.save(model, tmp_path / "checkpoint")
+    publisher.checkpoint_taken(save.tip)
+    (servable,) = export_version(model, tmp_path / "export", base=save.tip)
+    trainer.step(1, dense=False)
+    subscriber = Subscriber(servable)
+    server = stack.enter_context(sync_server({"movies": subscriber}))
+    discovery.register("movies:standalone", Found(server.address))
+
+    assert publisher.flush(LIMIT), publisher.report()
+
+    assert_equal(servable, model)
+    assert 0 < subscriber.counters.rows <= 64
+
+
+def test_messages_stay_below_4_mib(stack: ExitStack, start: Path, tmp_path: Path) -> None:
+    model = make_model()
+    (servable,) = export_version(model, tmp_path, base="one")
+    server = stack.enter_context(sync_server({"movies": Subscriber(servable)}))
+    publisher = stack.enter_context(
+        Publisher(model, StaticDiscovery([server.address]), model_name="movies", interval=HOUR, base="one")
+    )
+    ids = torch.arange(300_000)
+    model.embeddings.shards.assign({"user": (ids, torch.rand(300_000, 5))})
+
+    assert publisher.flush(LIMIT)
+
+    sizes = [
+        sum(tensor.nbytes for tensor in inputs.values())
+        for _, signature, inputs, _ in server.requests
+        if signature == "hashtable_assign"
+    ]
+    assert sum(size > 1000 for size in sizes) == 3  # beside the heartbeat with the first dense weights
+    assert max(sizes) < 4 << 20
+    assert torch.equal(servable.lookup("user", ids), model.embeddings.shards.local["user"].lookup(ids))
+
+
+def test_dense_weights_beyond_4_mib_change_with_the_last_message(stack: ExitStack, tmp_path: Path) -> None:
+    model = make_model(hidden=(900, 900, 900))
+    (servable,) = export_version(model, tmp_path, base="one")
+    server = stack.enter_context(sync_server({"movies": Subscriber(servable)}))
+    publisher = stack.enter_context(
+        Publisher(model, StaticDiscovery([server.address]), model_name="movies", interval=HOUR, base="one")
+    )
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(1.0)
+    seen: list[bool] = []
+    name = next(name for name, shape in servable.dense_names.items() if shape == (900, 900))
+    server.after = lambda *_: seen.append(torch.equal(servable.dense_weights[name], model.state_dict()[name]))
+
+    assert publisher.flush(LIMIT)
+
+    assert_equal(servable, model)
+    assert seen[-1]
+    assert seen.count(False) >= 2
+
+
+def test_rows_that_are_not_finite_are_held_back(
+    start: Path, training: tuple[Model, Trainer], stack: ExitStack
+) -> None:
+    model, _ = training
+    replica = Replica(start, stack)
+    publisher = publisher_of(model, [replica], stack, start)
+    rows = torch.ones(2, 5)
+    rows[1] = torch.finfo(torch.float32).max
+    model.embeddings.shards.assign({"user": (torch.tensor([1, 2]), rows)})
+    model.embeddings.shards.assign_add({"user": (torch.tensor([2]), rows[1:])})
+
+    assert publisher.flush(LIMIT), publisher.report()
+
+    assert publisher.source.held_back == 1
+    assert replica.servable.lookup("user", torch.tensor([1]))[0, 0] == 1.0
+
+
+# ---- faults
+
+
+def test_a_target_that_was_down_catches_up(
+    start: Path, training: tuple[Model, Trainer], stack: ExitStack
+) -> None:
+    model, trainer = training
+    replica = Replica(start, stack)
+    replica.server.stop()
+    publisher = publisher_of(model, [replica], stack, start)
+    trainer.step(2)
+    assert not publisher.flush(0.2)
+    assert [report.address for report in publisher.lagging()] == [replica.address]
+
+    replica.restart()
+
+    assert publisher.flush(LIMIT), publisher.report()
+    assert_equal(replica.servable, model)
+
+
+def test_a_server_that_lost_its_state_starts_over(
+    start: Path, training: tuple[Model, Trainer], stack: ExitStack
+) -> None:
+    model, trainer = training
+    replica = Replica(start, stack)
+    publisher = publisher_of(model, [replica], stack, start)
+    for _ in range(3):
+        trainer.step(2)
+        assert publisher.flush(LIMIT), publisher.report()
+        replica.restart()
+
+    assert publisher.flush(LIMIT), publisher.report()
+    assert_equal(replica.servable, model)
+
+
+def test_a_target_that_hangs_delays_nobody(
+    start: Path, training: tuple[Model, Trainer], stack: ExitStack
+) -> None:
+    model, trainer = training
+    replicas = [Replica(start, stack), Replica(start, stack)]
+    gate = Gate()
+    gate.open.clear()
+    stack.callback(gate.open.set)
+    replicas[0].server.before = gate
+    publisher = publisher_of(model, replicas, stack, start, timeout=0.5)
+    assert gate.reached.wait(LIMIT)
+
+    for _ in range(3):
+        trainer.step()
+        number = publisher.publish()
+    with publisher.lock:
+        done = publisher.lock.wait_for(lambda: len(publisher._lagging(number)) == 1, LIMIT)
+    assert done
+    assert_equal(replicas[1].servable, model)
+
+    gate.open.set()
+    assert publisher.flush(LIMIT), publisher.report()
+    assert_equal(replicas[0].servable, model)
+
+
+def test_closing_does_not_wait_for_a_target_that_hangs(
+    start: Path, training: tuple[Model, Trainer], stack: ExitStack
+) -> None:
+    replica = Replica(start, stack)
+    gate = Gate()
+    gate.open.clear()
+    stack.callback(gate.open.set)
+    replica.server.before = gate
+    publisher = publisher_of(training[0], [replica], stack, start, timeout=HOUR)
+    assert gate.reached.wait(LIMIT)
+
+    publisher.close()
+
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("megalith push")]
+    publisher.close()
+    with pytest.raises(UsageError, match="closed"):
+        publisher.publish()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_lost_acknowledgements_and_late_copies_change_nothing(
+    start: Path, training: tuple[Model, Trainer], stack: ExitStack, seed: int
+) -> None:
+    model, trainer = training
+    replica = Replica(start, stack)
+    chance = random.Random(seed)
+    lock = threading.Lock()
+
+    def drop(*_: object) -> None:
+        """Delivers some older message once more, then loses the answer to this one."""
+        with lock:
+            if chance.random() < 0.3:
+                _, signature, inputs, metadata = chance.choice(replica.server.requests)
+                with suppress(SequenceError):
+                    replica.subscriber.handle(signature, inputs, metadata)
+            if chance.random() < 0.3:
+                raise TimeoutError("lost")
+
+    replica.server.after = drop
+    publisher = publisher_of(model, [replica], stack, start)
+    for _ in range(6):
+        trainer.step()
+        publisher.publish()
+
+    assert publisher.flush(LIMIT), publisher.report()
+    assert_equal(replica.servable, model)
+
+
+def test_a_backlog_that_overflows_starts_over(
+    start: Path, training: tuple[Model, Trainer], stack: ExitStack
+) -> None:
+    model, trainer = training
+    replica = Replica(start, stack)
+    publisher = publisher_of(model, [replica], stack, start, max_backlog=50, timeout=0.5)
+    assert publisher.flush(LIMIT)
+    gate = Gate()
+    gate.open.clear()
+    stack.callback(gate.open.set)
+    replica.server.before = gate
+    trainer.step()
+    publisher.publish()
+    assert gate.reached.wait(LIMIT)
+    for _ in range(5):
+        trainer.step(3)
+        publisher.publish()
+    assert all(report.backlog <= 50 for report in publisher.report())
+
+    gate.open.set()
+
+    assert publisher.flush(LIMIT), publisher.report()
+    assert replica.subscriber.counters.begun > 1
+    assert_equal(replica.servable, model)
+
+
+def test_a_server_of_an_unknown_base_is_replaced(
+    training: tuple[Model, Trainer], start: Path, stack: ExitStack
+) -> None:
+    model, trainer = training
+    replica = Replica(start, stack)
+    publisher = publisher_of(model, [replica], stack, start, base="of another run")
+    assert publisher.flush(LIMIT)
+    assert replica.subscriber.counters.replacements == 1
+    trainer.step(3)
+
+    assert publisher.flush(LIMIT), publisher.report()
+
+    assert_equal(replica.servable, model)
+
+
+def test_a_journal_that_gave_its_labels_up_replaces_too(
+    training: tuple[Model, Trainer], start: Path, stack: ExitStack
+) -> None:
+    model, trainer = training
+    replica = Replica(start, stack)
+    publisher = publisher_of(model, [replica], stack, start, max_journal=10)
+    trainer.step(3)
+    publisher.publish()
+    replica.restart()
+
+    assert publisher.flush(LIMIT), publisher.report()
+
+    assert replica.subscriber.counters.replacements == 1
+    assert_equal(replica.servable, model)
+
+
+def test_a_server_reloads_the_checkpoint_where_the_journal_starts_there(
+    training: tuple[Model, Trainer], start: Path, stack: ExitStack, tmp_path: Path
+) -> None:
+    model, trainer = training
+    trainer.step(3)
+    save = checkpoint.save(model, tmp_path)
+    replica = Replica(start, stack, checkpoint=tmp_path)
+    publisher = publisher_of(model, [replica], stack, start, base=save.tip)
+    trainer.step(1)
+
+    assert publisher.flush(LIMIT), publisher.report()
+
+    assert (replica.subscriber.counters.reloads, replica.subscriber.counters.replacements) == (1, 0)
+    assert replica.subscriber.counters.rows <= 64
+    assert_equal(replica.servable, model)
+
+
+def test_a_trainer_resumed_from_an_older_checkpoint_takes_rows_back(
+    training: tuple[Model, Trainer], start: Path, stack: ExitStack
+) -> None:
+    model, trainer = training
+    replica = Replica(start, stack)
+    first = publisher_of(model, [replica], stack, start)
+    trainer.step(5)
+    assert first.flush(LIMIT)
+    first.close()
+
+    resumed = make_model()
+    checkpoint.load(resumed, start / "checkpoint")
+    Trainer(resumed, seed=4).step(1)
+    second = publisher_of(resumed, [replica], stack, start, base="none")
+
+    assert second.flush(LIMIT), second.report()
+    assert_equal(replica.servable, resumed)
+
+
+def test_a_new_version_in_the_middle(
+    training: tuple[Model, Trainer], start: Path, stack: ExitStack, tmp_path: Path
+) -> None:
+    model, trainer = training
+    replica = Replica(start, stack)
+    publisher = publisher_of(model, [replica], stack, start)
+    trainer.step(2)
+    assert publisher.flush(LIMIT)
+    save = checkpoint.save(model, tmp_path / "checkpoint")
+    publisher.checkpoint_taken(save.tip)
+    trainer.step(2)
+    (newer,) = export_version(model, tmp_path / "export", base=save.tip, version=2)
+
+    replica.subscriber.move_to(newer)
+    trainer.step(1)
+
+    assert publisher.flush(LIMIT), publisher.report()
+    assert_equal(newer, model)
+    assert replica.subscriber.counters.begun == 1
+
+
+def test_an_older_version_in_the_middle_starts_over(
+    training: tuple[Model, Trainer], start: Path, stack: ExitStack, tmp_path: Path
+) -> None:
+    model, trainer = training
+    discovery = StaticDiscovery([])
+    publisher = publisher_of(model, discovery, stack, start)
+    trainer.step(2)
+    save = checkpoint.save(model, tmp_path / "checkpoint")
+    publisher.checkpoint_taken(save.tip)
+    (servable,) = export_version(model, tmp_path / "export", base=save.tip, version=2)
+    subscriber = Subscriber(servable)
+    server = stack.enter_context(sync_server({"movies": subscriber}))
+    discovery.register("movies:standalone", Found(server.address))
+    trainer.step(2)
+    assert publisher.flush(LIMIT)
+    older = Servable(start / "export" / "1")
+
+    subscriber.move_to(older)
+    trainer.step(1)
+
+    assert publisher.flush(LIMIT), publisher.report()
+    assert_equal(older, model)
+    assert subscriber.counters.begun == 2
+
+
+# ---- many ranks, many parts
+
+
+def test_ranks_of_one_session_push_each_its_own_rows(stack: ExitStack, tmp_path: Path) -> None:
+    model = make_model()
+    (servable,) = export_version(model, tmp_path, base="one")
+    subscriber = Subscriber(servable)
+    server = stack.enter_context(sync_server({"movies": subscriber}))
+    config = [TableConfig(name, dim=5, optimizer=SGD(0.1)) for name in ("user", "item")]
+    ranks = [LocalShards(config) for _ in range(2)]
+    publishers = [
+        stack.enter_context(
+            Publisher(
+                shards,
+                StaticDiscovery([server.address]),
+                model_name="movies",
+                interval=HOUR,
+                base=base,
+                session="a" * 32,
+                index=index,
+                count=2,
+            )
+        )
+        # The second does not know the server's base: then all rows are replaced, the first one's too.
+        for index, (shards, base) in enumerate(zip(ranks, ["one", "other"], strict=True))
+    ]
+    for turn in range(3):
+        for index, shards in enumerate(ranks):
+            ids = torch.arange(index, 100, 2)
+            shards.assign({"user": (ids, torch.rand(50, 5) + turn)})
+            publishers[index].publish()
+    for _ in range(50):
+        # A rank may hear with its next message only that another has begun to replace everything.
+        done = [publisher.flush(1.0) for publisher in publishers]
+        if all(done):
+            break
+
+    assert not any(publisher.lagging() for publisher in publishers)
+    for index, shards in enumerate(ranks):
+        ids = torch.arange(index, 100, 2)
+        assert torch.equal(servable.lookup("user", ids), shards.local["user"].lookup(ids))
+    assert subscriber.staleness() is not None
+
+
+@pytest.mark.parametrize("routing", ["roundrobin", "hash_roundrobin"])
+def test_parts_get_the_rows_that_serving_routes_to_them(
+    stack: ExitStack, tmp_path: Path, routing: str
+) -> None:
+    model = make_model(dist_type=routing)
+    trainer = Trainer(model)
+    trainer.step(2)
+    parts = export_version(model, tmp_path, base="one", num_shards=2)
+    servers = {}
+    for servable in parts:
+        server = stack.enter_context(sync_server({_called(servable): Subscriber(servable)}))
+        servers[servable.signature.part] = server
+    targets = StaticDiscovery({f"movies:{part}": [server.address] for part, server in servers.items()})
+    publisher = stack.enter_context(Publisher(model, targets, model_name="movies", interval=HOUR, base="one"))
+    for _ in range(3):
+        trainer.step()
+        # The parts are found when the entry has answered.
+        assert publisher.flush(LIMIT), publisher.report()
+    with publisher.lock:
+        assert publisher.lock.wait_for(lambda: len(publisher._senders) == 3, LIMIT)
+
+    assert publisher.flush(LIMIT), publisher.report()
+    for servable in parts:
+        assert_equal(servable, model)
+    assert {report.part for report in publisher.report()} == {"entry", "ps_0", "ps_1"}
+
+
+def test_a_part_that_nobody_serves_is_waited_for(stack: ExitStack, tmp_path: Path) -> None:
+    model = make_model()
+    parts = export_version(model, tmp_path, base="one", num_shards=2)
+    entry, ps_0, ps_1 = (
+        stack.enter_context(sync_server({_called(part): Subscriber(part)})) for part in parts
+    )
+    targets = StaticDiscovery({"movies:entry": [entry.address], "movies:ps_0": [ps_0.address]})
+    publisher = stack.enter_context(Publisher(model, targets, model_name="movies", interval=HOUR, base="one"))
+    assert not publisher.flush(0.5)
+    with publisher.lock:
+        assert publisher.lock.wait_for(lambda: len(publisher.lagging()) == 1, LIMIT)
+    assert [(report.model, report.address) for report in publisher.lagging()] == [("movies:ps_1", "nowhere")]
+
+    targets.register("movies:ps_1", Found(ps_1.address))
+
+    assert publisher.flush(LIMIT)
+
+
+def test_one_list_of_addresses_does_for_all_parts(stack: ExitStack, tmp_path: Path) -> None:
+    model = make_model()
+    parts = export_version(model, tmp_path, base="one", num_shards=2)
+    servers = [stack.enter_context(sync_server({_called(part): Subscriber(part)})) for part in parts]
+    publisher = stack.enter_context(
+        Publisher(
+            model,
+            StaticDiscovery([server.address for server in servers]),
+            model_name="movies",
+            interval=HOUR,
+            base="one",
+        )
+    )
+    Trainer(model).step(2)
+
+    assert publisher.flush(LIMIT), publisher.report()
+
+    for part in parts:
+        assert_equal(part, model)
+
+
+def _called(servable: Servable) -> str:
+    return "movies" if servable.signature.part == "entry" else servable.signature.name
+
+
+# ---- Monolith's protocol
+
+
+def test_monolith_servers_get_rows_without_metadata_and_retries_of_the_same(stack: ExitStack) -> None:
+    server = stack.enter_context(DummySyncServer())
+    shards = LocalShards([TableConfig("user", dim=2, optimizer=SGD(0.1))])
+    publisher = stack.enter_context(
+        Publisher(
+            shards,
+            StaticDiscovery([server.address]),
+            model_name="movies",
+            interval=HOUR,
+            protocol="monolith",
+        )
+    )
+    assert publisher.flush(LIMIT)
+    assert server.requests == []  # nothing changed, nothing is sent
+    server.fail_next(2)
+    shards.assign({"user": (torch.tensor([1, 2]), torch.ones(2, 2))})
+    shards.remove({"user": torch.tensor([2])})
+
+    assert publisher.flush(LIMIT), publisher.report()
+
+    (request,) = server.requests
+    assert (request.model, request.signature) == ("movies:ps_0", "hashtable_assign")
+    assert sorted(request.inputs) == ["user_id", "user_value"]
+    assert request.inputs["user_id"].tolist() == [1]
+    assert not [key for key in request.metadata if key.startswith("megalith")]
+    assert len(server.failed) == 2
+
+
+# ---- arguments
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"interval": 0.0},
+        {"timeout": -1.0},
+        {"protocol": "tensorflow"},
+        {"signature": "serving_default"},
+        {"session": "short"},
+        {"index": 2, "count": 2},
+        {"model_name": "a/b"},
+        {"max_backlog": 0},
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+    shards = LocalShards([TableConfig("user", dim=2, optimizer=SGD(0.1))])
+    with pytest.raises(InputError):
+        Publisher(shards, StaticDiscovery([]), **{"model_name": "movies", **wrong})
+
+
+def test_a_model_without_tables_is_refused() -> None:
+    with pytest.raises(InputError, match="no EmbeddingCollection"):
+        Publisher(torch.nn.Linear(1, 1), StaticDiscovery([]), model_name="movies")

@@ -1,0 +1,230 @@
+"""Messages of parameter sync: what a push looks like on the wire, and what of it is believed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megalith.errors import InputError
+from megalith.serving.proto import PredictRequest, PushRequest, from_tensor_proto, from_tensor_protos
+from megalith.serving.sync.push_messages import (
+    PushMessage,
+    encode_request,
+    inputs_of,
+    read_push,
+    result_of,
+    split_push,
+    to_predict_request,
+)
+
+DIMS = {"table1": 2, "table2": 1}
+PUSH = PushMessage(
+    rows={
+        "table1": (torch.tensor([1, 2]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])),
+        "table2": (torch.tensor([3]), torch.tensor([[5.0]])),
+    },
+    removed={"table2": torch.tensor([-9])},
+    dense={"deep.0.weight": torch.eye(2)},
+)
+SIGNATURES = pytest.mark.parametrize("signature", ["hashtable_assign", "raw_assign", "multi/raw_assign"])
+
+
+def monolith_push(**deltas: tuple[int, list[int]]) -> Any:
+    """A PushRequest of tables: their dim and ids, with values that count up."""
+    request = PushRequest(model_name="movies", signature_name="hashtable_assign")
+    value = 0.0
+    for name, (dim, ids) in deltas.items():
+        delta = request.delta_hash_tables.add(unique_id=name, dim_size=dim, fids=ids)
+        for _ in range(dim * len(ids)):
+            value += 1.0
+            delta.embeddings.append(value)
+    return request
+
+
+# ---- ours
+
+
+@SIGNATURES
+def test_a_push_comes_back_as_it_went(signature: str) -> None:
+    data = encode_request("movies:ps_0", signature, inputs_of(PUSH, signature, DIMS))
+
+    request = PredictRequest.FromString(data)
+    assert (request.model_spec.name, request.model_spec.signature_name) == ("movies:ps_0", signature)
+    read = read_push(signature, from_tensor_protos(request.inputs), DIMS, {"deep.0.weight": (2, 2)})
+    for table, (ids, rows) in PUSH.rows.items():
+        assert torch.equal(read.rows[table][0], ids)
+        assert torch.equal(read.rows[table][1], rows)
+    assert torch.equal(read.removed["table2"], torch.tensor([-9]))
+    assert torch.equal(read.dense["deep.0.weight"], torch.eye(2))
+
+
+def test_the_bytes_are_those_that_protobuf_writes() -> None:
+    inputs = {"a_id": torch.tensor([1, 2]), "a_value": torch.ones(2, 3), "none": torch.empty(0, 4)}
+
+    request = PredictRequest.FromString(encode_request("m", "s", inputs))
+
+    assert PredictRequest.FromString(request.SerializeToString()) == request
+    for name, tensor in inputs.items():
+        assert torch.equal(from_tensor_proto(request.inputs[name]), tensor)
+        assert request.inputs[name].ByteSize() == len(request.inputs[name].SerializeToString())
+
+
+def test_raw_assign_goes_by_the_sorted_names_of_all_tables() -> None:
+    push = PushMessage(rows={"b": (torch.tensor([7]), torch.tensor([[1.0, 2.0]]))})
+
+    inputs = inputs_of(push, "raw_assign", ["c", "b", "a"])
+
+    assert isinstance(inputs["id_split"], Tensor)
+    assert inputs["id_split"].tolist() == [0, 0, 1, 1]
+    assert sorted(inputs) == ["flat_value", "id", "id_split"]
+
+
+def test_what_an_assign_answers() -> None:
+    assert {k: v.tolist() for k, v in result_of(PUSH, "hashtable_assign").items()} == {
+        "table1_result": [2],
+        "table2_result": [1],
+    }
+    assert result_of(PUSH, "x/raw_assign")["result"].tolist() == [0]
+
+
+def test_unsigned_ids_are_the_same_bits() -> None:
+    inputs = {"table2_id": torch.tensor([2**64 - 1], dtype=torch.uint64), "table2_value": torch.ones(1, 1)}
+
+    assert read_push("hashtable_assign", inputs, DIMS, {}).rows["table2"][0].tolist() == [-1]
+
+
+IDS, VALUES = torch.tensor([1, 2]), torch.ones(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"table1_id": IDS}, "'table1_value' must be float32"),
+        ({"table1_value": VALUES}, "'table1_id' must be int64"),
+        ({"table1_id": IDS, "table1_value": torch.ones(2, 3)}, r"float32 \[2, 2\], got float32 \[2, 3\]"),
+        ({"table1_id": IDS, "table1_value": VALUES.double()}, "got float64"),
+        ({"table1_id": IDS.float(), "table1_value": VALUES}, "must be int64"),
+        ({"table1_id": IDS.view(2, 1), "table1_value": VALUES}, r"got int64 \[2, 1\]"),
+        ({"table9_id": IDS, "table9_value": VALUES}, "unknown input 'table9_id'.*table1, table2"),
+        ({"table1:removed": VALUES}, "'table1:removed' must be int64"),
+        ({"dense:w": torch.ones(3)}, r"'dense:w' must be a tensor \[2\]"),
+        ({"dense:v": torch.ones(3)}, "unknown input 'dense:v'"),
+    ],
+)
+def test_a_wrong_input_is_named(inputs: dict[str, Tensor], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        read_push("hashtable_assign", inputs, DIMS, {"w": (2,)})
+
+
+@pytest.mark.parametrize(
+    "splits",
+    [[0, 2], [0, 1, 3], [1, 1, 2], [0, 3, 2], [0, -1, 2], [0, 2**62, 2], [-(2**63), 2**63 - 1, 2], []],
+)
+def test_splits_of_raw_assign_must_be_of_its_ids(splits: list[int]) -> None:
+    inputs = {
+        "id": IDS,
+        "id_split": torch.tensor(splits, dtype=torch.int64),
+        "flat_value": torch.ones(4),
+    }
+
+    with pytest.raises(InputError, match="'id_split' must be 3 numbers that go up from 0 to the 2 of 'id'"):
+        read_push("raw_assign", inputs, DIMS, {})
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(
+            [
+                "id",
+                "id_split",
+                "flat_value",
+                "removed",
+                "removed_split",
+                "table1_id",
+                "table1_value",
+                "dense:w",
+            ]
+        ),
+        st.one_of(
+            st.lists(st.integers(-(2**63), 2**63 - 1), max_size=4).map(
+                lambda x: torch.tensor(x, dtype=torch.int64)
+            ),
+            st.lists(st.floats(width=32), max_size=4).map(lambda x: torch.tensor(x, dtype=torch.float32)),
+            st.just(torch.ones(2, 2)),
+        ),
+        max_size=6,
+    ),
+    st.sampled_from(["hashtable_assign", "raw_assign"]),
+)
+def test_whatever_comes_is_a_push_or_an_input_error(inputs: dict[str, Tensor], signature: str) -> None:
+    try:
+        push = read_push(signature, inputs, DIMS, {"w": (2,)})
+    except InputError:
+        return
+    for table, (ids, rows) in push.rows.items():
+        assert rows.shape == (ids.numel(), DIMS[table])
+
+
+# ---- Monolith's
+
+
+def test_monolith_tables_become_an_id_and_a_value_each() -> None:
+    request = to_predict_request(monolith_push(table1=(2, [1, 2]), table2=(1, [3])))
+
+    inputs = from_tensor_protos(request.inputs)
+    assert {name: list(tensor.shape) for name, tensor in inputs.items()} == {
+        "table1_id": [2],
+        "table1_value": [2, 2],
+        "table2_id": [1],
+        "table2_value": [1, 1],
+    }
+    assert inputs["table1_value"].tolist() == [[1.0, 2.0], [3.0, 4.0]]
+
+
+def test_monolith_multi_tables_become_three_inputs() -> None:
+    request = monolith_push(table1=(2, [1, 2]), table2=(1, [3]))
+    request.delta_multi_hash_tables.extend(request.delta_hash_tables)
+    del request.delta_hash_tables[:]
+
+    inputs = from_tensor_protos(to_predict_request(request).inputs)
+
+    assert {name: tensor.tolist() for name, tensor in inputs.items()} == {
+        "id": [1, 2, 3],
+        "id_split": [0, 2, 3],
+        "flat_value": [1.0, 2.0, 3.0, 4.0, 5.0],
+    }
+
+
+def test_a_delta_with_too_few_values_is_refused() -> None:
+    request = monolith_push(table1=(2, [1, 2]))
+    del request.delta_hash_tables[0].embeddings[-1]
+
+    with pytest.raises(InputError, match="table 'table1': 3 values for 2 ids of dim 2"):
+        to_predict_request(request)
+
+
+@pytest.mark.parametrize("field", ["delta_hash_tables", "delta_multi_hash_tables"])
+def test_a_push_is_split_into_nearly_equal_parts_with_the_rest_in_the_last(field: str) -> None:
+    request = monolith_push(a=(1, []), b=(1, [1, 2]), c=(2, [3, 4, 5]))
+    deltas = list(request.delta_hash_tables)
+    del request.delta_hash_tables[:]
+    getattr(request, field).extend(deltas)
+    assert 60 < request.ByteSize() <= 120
+
+    pieces = split_push(request, 60)
+
+    counts = [[len(delta.fids) for delta in getattr(piece, field)] for piece in pieces]
+    assert counts == [[0, 1, 1], [0, 1, 2]]
+    assert [list(piece.__getattribute__(field)[2].embeddings) for piece in pieces] == [[3, 4], [5, 6, 7, 8]]
+    assert all(piece.model_name == "movies" for piece in pieces)
+
+
+def test_a_push_within_the_limit_stays_whole() -> None:
+    request = monolith_push(a=(1, [1]))
+
+    assert split_push(request) == [request]

@@ -1,0 +1,73 @@
+"""Pushing to servers that are found in a real ZooKeeper, which goes away meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from megalith.models import Model
+from megalith.serving.discovery import ZooKeeperDiscovery
+from megalith.serving.export.servable import Servable
+from megalith.serving.server.model_server import ModelServer
+from megalith.serving.sync.publisher import Publisher
+from tests.serving.sync_support import LIMIT, Trainer, assert_equal, export_version, make_model
+from tests.serving.zookeeper import ZooKeeper, zookeeper
+
+__all__ = ["zookeeper"]
+HOUR = 3600.0
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def serve(folder: Path, hosts: str, stack: ExitStack) -> ModelServer:
+    discovery = stack.enter_context(ZooKeeperDiscovery(hosts, "sync", session_seconds=5.0))
+    return stack.enter_context(ModelServer(folder, allow_writes=True, discovery=discovery))
+
+
+def servable_of(server: ModelServer) -> Servable:
+    (model,) = server.models
+    servable = model.subscriber.servable
+    assert isinstance(servable, Servable)
+    return servable
+
+
+def pushed(publisher: Publisher, servers: list[ModelServer], model: Model) -> None:
+    """Waits until the publisher has met all servers, then compares them."""
+    with publisher.lock:
+        found = publisher.lock.wait_for(lambda: len(publisher.report()) == len(servers), LIMIT)
+    assert found
+    assert publisher.flush(LIMIT), publisher.report()
+    for server in servers:
+        assert_equal(servable_of(server), model)
+
+
+def test_zookeeper_restarts_in_the_middle_of_publishing(
+    zookeeper: ZooKeeper, tmp_path: Path, stack: ExitStack
+) -> None:
+    model = make_model()
+    trainer = Trainer(model)
+    trainer.step(3)
+    export_version(model, tmp_path, base="one")
+    servers = [serve(tmp_path, zookeeper.hosts, stack)]
+    url = f"zk://{zookeeper.hosts}/sync"
+    publisher = stack.enter_context(Publisher(model, url, model_name="movies", interval=HOUR, base="one"))
+    trainer.step(2)
+    pushed(publisher, servers, model)
+
+    zookeeper.kill()
+    try:
+        trainer.step(2)
+        pushed(publisher, servers, model)
+    finally:
+        zookeeper.start()
+    trainer.step(2)
+    servers.append(serve(tmp_path, zookeeper.hosts, stack))
+
+    pushed(publisher, servers, model)
