@@ -8,16 +8,33 @@ the callers' business: an autograd.Function around an op costs a fraction of a r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 _LIBRARY = torch.library.Library("megalith", "DEF")
 
 _LARGE = 8 << 20
 """Bytes from which a first write in pages of 4 KiB costs more than the rest of most ops."""
+
+
+_NO_SPAN: AbstractContextManager[Any] = nullcontext()
+
+
+def span(name: str) -> AbstractContextManager[Any]:
+    """Names a phase of a step in torch's profiler.
+
+    Args:
+        name: such as "megalith.pool".
+
+    Returns:
+        A context manager; it does nothing and costs about 0.1 us while no profiler runs.
+    """
+    return torch.profiler.record_function(name) if profiler._is_profiler_enabled else _NO_SPAN
 
 
 def native_module() -> ModuleType | None:
