@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith import SGD, Adagrad, LocalShards, PolynomialDecay, Pooling, TableConfig, Zeros
-from megalith.compat.monolith import fused_apply_gradients, fused_lookup
+from megalith import SGD, LocalShards, PolynomialDecay, Pooling, TableConfig, Zeros
 from megalith.errors import InputError, UnknownNameError, UsageError
 from megalith.ops import Bags, OutputSlice
 
@@ -113,98 +112,6 @@ def test_two_features_of_one_table_share_rows(engine: str) -> None:
     assert shards.lookup({"merged": ids(1, 1)}).rows["merged"].tolist() == [[6], [6]]
     shards.apply_gradients({"merged": ids(1, 1)}, {"merged": rows([1], [1])}, step=0)
     assert shards.lookup({"merged": ids(1)}).rows["merged"].tolist() == [[4]]
-
-
-def filled(engine: str) -> LocalShards:
-    shards = three_slots(engine)
-    shards.assign_add(
-        {
-            "slot0": (ids(0), rows([1])),
-            "slot1": (ids(1), rows([2, 2])),
-            "slot2": (ids(2, 3), rows([4, 4], [8, 8])),
-        }
-    )
-    return shards
-
-
-def test_fused_lookup_of_one_shard(engine: str) -> None:
-    found = fused_lookup(filled(engine), ids(0, 1, 2, 3), torch.tensor([1, 1, 2]), 1)
-
-    assert found.embeddings.tolist() == [1, 2, 2, 4, 4, 8, 8]
-    assert found.embedding_splits.tolist() == [7]
-    assert found.id_offsets.tolist() == [0, 1, 2, 4]
-    assert found.emb_offsets.tolist() == [0, 1, 3, 7]
-    assert found.indices.tolist() == [0, 1, 2, 3]
-
-
-def test_fused_lookup_of_two_shards(engine: str) -> None:
-    found = fused_lookup(filled(engine), ids(0, 2, 1, 3), torch.tensor([1, 0, 1, 0, 1, 1]), 2)
-
-    assert found.embeddings.tolist() == [1, 4, 4, 2, 2, 8, 8]
-    assert found.embedding_splits.tolist() == [3, 4]
-    assert found.id_offsets.tolist() == [0, 1, 1, 2, 2, 3, 4]
-    assert found.emb_offsets.tolist() == [0, 1, 1, 3, 3, 5, 7]
-
-
-def fused_apply(shards: LocalShards, of: Tensor, sizes: Tensor, grads: Tensor, num_of_shards: int) -> None:
-    found = fused_lookup(shards, of, sizes, num_of_shards)
-    fused_apply_gradients(
-        shards, of, found.indices, sizes, grads, found.id_offsets, found.emb_offsets, 0, 0, num_of_shards
-    )
-
-
-def test_fused_apply(engine: str) -> None:
-    shards = LocalShards([zeros("slot0", 1), zeros("slot1", 2)], engine=engine)
-    sizes = torch.tensor([1, 2])
-
-    fused_apply(shards, ids(0, 1, 2), sizes, torch.tensor([2.0, 1, 3, 2, 4]), 1)
-
-    assert fused_lookup(shards, ids(0, 1, 2), sizes, 1).embeddings.tolist() == [-2, -1, -3, -2, -4]
-
-
-def test_fused_apply_makes_one_summed_step_for_an_id_of_two_shards(engine: str) -> None:
-    sizes = torch.tensor([1, 0, 1, 0])
-    shards = LocalShards([zeros("slot0", 1), zeros("slot1", 2)], engine=engine)
-    fused_apply(shards, ids(1, 1), sizes, torch.tensor([1.0, 2.0]), 2)
-    assert fused_lookup(shards, ids(1, 1), sizes, 2).embeddings.tolist() == [-3, -3]
-
-    # SGD cannot tell; Adagrad can: n = (1 + 2)^2 = 9, w = -lr * 3 / 3 (the predecessor made two steps).
-    adagrad = TableConfig("slot0", dim=1, optimizer=Adagrad(1.0, eps=0.0), initializer=Zeros())
-    shards = LocalShards([adagrad, zeros("slot1", 2)], engine=engine)
-    fused_apply(shards, ids(1, 1), sizes, torch.tensor([1.0, 2.0]), 2)
-    assert fused_lookup(shards, ids(1, 1), sizes, 2).embeddings.tolist() == [-1, -1]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "num_of_shards", "said"),
-    [([1, 1], 2, "2 shards x 2 tables"), ([1, 5], 1, "add up to 2"), ([-1, 3], 1, "negative")],
-)
-def test_fused_sizes_that_do_not_fit(sizes: list[int], num_of_shards: int, said: str) -> None:
-    shards = LocalShards([zeros("a", 1), zeros("b", 2)])
-    with pytest.raises(InputError, match=said):
-        fused_lookup(shards, ids(1, 2), torch.tensor(sizes), num_of_shards)
-
-
-def test_fused_gradients_and_offsets_must_be_those_of_the_lookup() -> None:
-    shards = LocalShards([zeros("a", 1), zeros("b", 2)])
-    sizes = torch.tensor([1, 1])
-    found = fused_lookup(shards, ids(1, 2), sizes, 1)
-    with pytest.raises(InputError, match="id_grads"):
-        fused_apply(shards, ids(1, 2), sizes, torch.ones(4), 1)
-    with pytest.raises(InputError, match="id_offsets"):
-        fused_apply_gradients(
-            shards,
-            ids(1, 2),
-            found.indices,
-            sizes,
-            torch.ones(3),
-            found.id_offsets[:-1],
-            found.emb_offsets,
-            0,
-            0,
-            1,
-        )
-    assert contents(shards) == {"a": {}, "b": {}}
 
 
 # ---- the contract
