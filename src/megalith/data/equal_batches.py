@@ -20,6 +20,7 @@ from torch import Tensor
 from megalith.data.batch import Batch, Position
 from megalith.data.empty_batch import describe, make_empty_batch
 from megalith.distributed.absent_ranks import call_roll, naming_absent
+from megalith.distributed.ranks import has_process_group
 from megalith.errors import InputError, MegalithError, RankFailedError, UsageError
 from megalith.ragged import Ragged
 
@@ -65,7 +66,7 @@ class EqualBatchLoader(Iterable[Batch]):
         self.timeout = timeout
         self._group: dist.ProcessGroup | None = None
         self._epoch = 0
-        if dist.is_available() and dist.is_initialized():
+        if has_process_group():
             parent = dist.group.WORLD if group is None else group
             if not isinstance(parent, dist.ProcessGroup):
                 raise UsageError("data.even: this process is not in the group it was given")

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megalith.distributed.ranks import has_process_group
 from megalith.errors import InputError
 
 BUCKET_BYTES = 25 << 20
@@ -26,7 +27,7 @@ def broadcast_dense(model: nn.Module, group: dist.ProcessGroup | None = None) ->
     state and tables are left alone. Raises InputError on all ranks, before anything is written, if names,
     shapes or types differ between them, or a lazy module has not seen its first batch.
     """
-    if not dist.is_available() or not dist.is_initialized():
+    if not has_process_group():
         raise InputError("broadcast_dense needs a process group: call init_process_group first")
     named = list(chain(model.named_parameters(), model.named_buffers()))
     wire = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalith.distributed.absent_ranks import naming_absent
-from megalith.distributed.ranks import RankGroup
+from megalith.distributed.ranks import RankGroup, has_process_group
 from megalith.errors import InputError, MegalithError, RankFailedError, RankTimeoutError, UsageError
 from megalith.library import native_module
 
@@ -46,7 +46,7 @@ class Exchange(RankGroup):
     def __init__(self, group: Any = None, *, timeout: float = 600.0, transport: str = "auto") -> None:
         if transport not in TRANSPORTS:
             raise InputError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
-        if not dist.is_available() or not dist.is_initialized():
+        if not has_process_group():
             raise UsageError("tables over ranks need torch.distributed: call init_process_group first")
         members = dist.get_process_group_ranks(_group_of(group))
         self.timeout = timeout

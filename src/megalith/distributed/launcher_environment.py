@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megalith.distributed.dense_broadcast import broadcast_dense
+from megalith.distributed.ranks import has_process_group
 from megalith.errors import InputError
 
 __all__ = ["LAUNCHERS", "Launch", "LaunchWarning", "RankSetup", "broadcast_dense", "configure", "read_launch"]
@@ -155,7 +156,7 @@ def configure(
     if a local rank has no GPU where there are some.
     """
     launch = read_launch(environ)
-    grouped = dist.is_available() and dist.is_initialized()
+    grouped = has_process_group()
     if grouped and (dist.get_rank(), dist.get_world_size()) != (launch.rank, launch.size):
         raise InputError(
             f"the process group has rank {dist.get_rank()} of {dist.get_world_size()}, but the variables of "

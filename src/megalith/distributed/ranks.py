@@ -1,20 +1,46 @@
-"""RankGroup: which of how many this process is, and small facts agreed on between all of them."""
+"""Ranks: which process this is, and how many there are.
+
+The functions answer for torch.distributed's process groups, and for a single process where there is none.
+`RankGroup` is the same for the ranks that share the tables of a model; it also exchanges small values.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
+
+
+def has_process_group() -> bool:
+    """Return whether the default process group exists."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def current_rank(group: Any = None) -> int:
+    """Return the rank of this process in a group (None: the default group), or 0 if there is no group."""
+    return dist.get_rank(group) if has_process_group() else 0
+
+
+def world_size(group: Any = None) -> int:
+    """Return the number of ranks in a group (None: the default group), or 1 if there is no group."""
+    return dist.get_world_size(group) if has_process_group() else 1
+
 
 class RankGroup:
-    """One process by itself. Placements over processes bring their own."""
+    """A single process. Placements over several processes bring their own subclass.
+
+    Attributes:
+        rank: The rank of this process in the group.
+        size: The number of ranks in the group.
+    """
 
     rank: int = 0
     size: int = 1
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
+        """Return rank 0's value on every rank."""
         return value
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank."""
+        """Return the values of all ranks, in rank order, on every rank."""
         return [value]

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from megalith.distributed.ranks import world_size
 from megalith.errors import InputError, RankFailedError, UsageError
 from megalith.nn.batch_forms import BatchPreparer, ReadyBatch, Started, StartedBatch
 from megalith.nn.feature_plan import CompiledBatch, FeaturePlan
@@ -348,7 +348,7 @@ class _Pool(torch.autograd.Function):
 def _shards(tables: Any, engine: str, seed: int) -> Shards:
     if not isinstance(tables, list | tuple):
         raise InputError(f"tables must be a list of TableConfig, or Shards, got {tables!r}")
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if world_size() > 1:
         return SyncShards(tables, engine=engine, seed=seed)
     return LocalShards(tables, engine=engine, seed=seed)
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalith.distributed.absent_ranks import naming_absent
+from megalith.distributed.ranks import current_rank, world_size
 from megalith.errors import InputError, UsageError
 from megalith.nn.collection import EmbeddingCollection
 
@@ -36,8 +37,7 @@ class MicroBatches:
     """
 
     def __init__(self, model: nn.Module, num: int, *, group: Any = None, timeout: float = 600.0) -> None:
-        ready = dist.is_available() and dist.is_initialized()
-        self.rank, self.size = (dist.get_rank(group), dist.get_world_size(group)) if ready else (0, 1)
+        self.rank, self.size = current_rank(group), world_size(group)
         if num != self.size and (num < 1 or num & (num - 1) or num % self.size):
             raise InputError(
                 f"MicroBatches: num must be a power of two that {self.size} ranks divide, got {num}"

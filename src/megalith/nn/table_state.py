@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megalith.distributed.ranks import current_rank, world_size
 from megalith.errors import InputError, UsageError
 from megalith.shards import Shards
 from megalith.table import Chunk, Table
@@ -38,9 +38,8 @@ def unpacked(saved: Any) -> Any:
 
 def _key() -> str:
     """Where a process's state stands. DCP says it where it is missing, so it tells what to do then."""
-    ranks = dist.is_available() and dist.is_initialized()
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if ranks else (0, 1)
-    return f"rank {rank} of {world_size} (at another world size: checkpoint.save and checkpoint.load)"
+    here = f"rank {current_rank()} of {world_size()}"
+    return f"{here} (at another world size: checkpoint.save and checkpoint.load)"
 
 
 def rows_of(table: Table) -> dict[str, Any]:

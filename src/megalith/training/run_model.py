@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from megalith import checkpoint
 from megalith.checkpoint.dense_state import fit_dense
 from megalith.checkpoint.saved_rows import read_tensors
+from megalith.distributed.ranks import world_size
 from megalith.errors import CheckpointError, InputError
 from megalith.models import EmbeddingConfig, Model, build_model
 from megalith.routing import Router
@@ -17,7 +16,6 @@ from megalith.shards import SyncShards
 from megalith.storage.store import open_store
 from megalith.table import TableConfig
 from megalith.training.run_config import RunConfig
-from megalith.training.run_ranks import are_many
 
 CHECKPOINT = "checkpoint"
 """The folder of a run that holds its newest checkpoint."""
@@ -54,19 +52,19 @@ def model_for(config: RunConfig, available: list[str], num_dense: int) -> Model:
 
 def updates_in_step(config: RunConfig) -> bool:
     """Whether a batch is taken in parts, whose gradients are summed before rows are updated."""
-    return are_many() or config.train.micro_batches is not None
+    return world_size() > 1 or config.train.micro_batches is not None
 
 
 def _placement(config: RunConfig) -> dict[str, Any]:
     """Where the tables are: in this process, or spread over its ranks."""
     train = config.train
-    if not are_many():
+    if world_size() == 1:
         return {"engine": train.engine, "seed": train.seed}
 
     def spread(tables: list[TableConfig]) -> SyncShards:
         router: str | Router = train.dist_type
         if train.block_size is not None:
-            router = Router(train.dist_type, dist.get_world_size(), block_size=train.block_size)
+            router = Router(train.dist_type, world_size(), block_size=train.block_size)
         return SyncShards(
             tables,
             router=router,

@@ -15,16 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalith.data import Batch, DataUnavailableError
+from megalith.distributed.agreement import agree
 from megalith.distributed.exchange import Exchange
-from megalith.distributed.ranks import RankGroup
-from megalith.errors import RankFailedError
+from megalith.distributed.ranks import RankGroup, world_size
 
 T = TypeVar("T")
-
-
-def are_many() -> bool:
-    """Whether this process has been joined with others by a process group."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 class RunRanks:
@@ -35,7 +30,7 @@ class RunRanks:
     """
 
     def __init__(self, timeout: float = 600.0) -> None:
-        many = are_many()
+        many = world_size() > 1
         self.timeout = timeout
         self.group: Any = dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo") if many else None
         self._exchange = Exchange(self.group, timeout=timeout) if many else None
@@ -62,21 +57,8 @@ class RunRanks:
 
     def _agreed(self, work: Callable[[], T]) -> T:
         """Does something on every rank; if it fails on one, every rank raises."""
-        if self.size == 1:
-            return work()
-        problem: Exception | None = None
-        try:
-            result = work()
-        except Exception as error:
-            problem = error
-        for rank, said in enumerate(self.gather(problem and (type(problem).__name__, str(problem)))):
-            if problem is not None:
-                raise problem
-            if said is not None:
-                # Callers have another plan for data that cannot be had, and must have it on every rank.
-                kind = DataUnavailableError if said[0] == DataUnavailableError.__name__ else RankFailedError
-                raise kind(f"rank {rank}: {said[1]}")
-        return result
+        # Callers fall back to other data when the data is unavailable, and must do so on every rank.
+        return agree(self._ranks, work, keep=(DataUnavailableError,))
 
     # ---- batches
 
