@@ -1,34 +1,33 @@
 """Megalith: recommender models whose embedding tables grow with the data."""
 
+from megalith import checkpoint
+from megalith.errors import MegalithError
 from megalith.nn import (
-    Combiner,
     EmbeddingCollection,
     Feature,
     FirstN,
     Layout,
     Mean,
-    MicroBatches,
     Pipeline,
-    ReduceMean,
-    ReduceSum,
     Slice,
     Sqrtn,
     Sum,
 )
 from megalith.ops.ids import fid, hash_strings
-from megalith.ops.pooling import Pooling
 from megalith.ragged import Ragged
 from megalith.routing import Router
-from megalith.shards import LocalShards, SyncShards
+from megalith.shards import LocalShards, Lookup, Shards, SyncShards
 from megalith.table import (
     FTRL,
     SGD,
     Adagrad,
     Adam,
     Constant,
+    Initializer,
     Momentum,
     Normal,
     Ones,
+    Optimizer,
     Piecewise,
     PolynomialDecay,
     RowWiseAdagrad,
@@ -48,28 +47,28 @@ __all__ = [
     "SGD",
     "Adagrad",
     "Adam",
-    "Combiner",
     "Constant",
     "EmbeddingCollection",
     "Feature",
     "FirstN",
+    "Initializer",
     "Layout",
     "LocalShards",
+    "Lookup",
     "Mean",
-    "MicroBatches",
+    "MegalithError",
     "Momentum",
     "Normal",
     "Ones",
+    "Optimizer",
     "Piecewise",
     "Pipeline",
     "PolynomialDecay",
-    "Pooling",
     "Ragged",
-    "ReduceMean",
-    "ReduceSum",
     "Router",
     "RowWiseAdagrad",
     "Segment",
+    "Shards",
     "Slice",
     "Sqrtn",
     "Sum",
@@ -80,6 +79,7 @@ __all__ = [
     "Uniform",
     "Warmup",
     "Zeros",
+    "checkpoint",
     "fid",
     "hash_strings",
 ]

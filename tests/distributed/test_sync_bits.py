@@ -20,13 +20,13 @@ from megalith import (
     FirstN,
     LocalShards,
     Mean,
-    MicroBatches,
     Ragged,
     Router,
     SyncShards,
     TableConfig,
 )
 from megalith.errors import InputError, UsageError
+from megalith.nn import MicroBatches
 from tests.distributed.ranks import run_ranks
 from tests.table.support import whole
 

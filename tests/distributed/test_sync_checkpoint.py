@@ -19,7 +19,6 @@ from megalith import (
     EmbeddingCollection,
     Feature,
     LocalShards,
-    MicroBatches,
     Ragged,
     Router,
     Segment,
@@ -28,6 +27,7 @@ from megalith import (
     checkpoint,
 )
 from megalith.errors import MegalithError, UsageError
+from megalith.nn import MicroBatches
 from megalith.routing import MODES
 from megalith.shards import Shards
 from tests.distributed.ranks import run_ranks

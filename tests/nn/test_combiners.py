@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 import megalith.nn
-from megalith import Combiner, FirstN, Mean, Ragged, Sqrtn, Sum
+from megalith import FirstN, Mean, Ragged, Sqrtn, Sum
 from megalith.errors import InputError, UsageError
+from megalith.nn import Combiner
 from tests.nn.support import floats, ints
 
 COMBINERS: list[Combiner] = [Sum(), Mean(), Sqrtn(), FirstN(2)]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith import SGD, LocalShards, PolynomialDecay, Pooling, TableConfig, Zeros
+from megalith import SGD, LocalShards, PolynomialDecay, TableConfig, Zeros
 from megalith.errors import InputError, UnknownNameError, UsageError
-from megalith.ops import Bags, OutputSlice
+from megalith.ops import Bags, OutputSlice, Pooling
 
 
 def ids(*values: int) -> Tensor:

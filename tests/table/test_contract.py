@@ -10,19 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith import (
-    SGD,
-    Adagrad,
-    Adam,
-    Normal,
-    Pooling,
-    Segment,
-    Table,
-    TableConfig,
-    Uniform,
-    Zeros,
-)
+from megalith import SGD, Adagrad, Adam, Normal, Segment, Table, TableConfig, Uniform, Zeros
 from megalith.errors import InputError, UsageError
+from megalith.ops import Pooling
 from tests.table.support import (
     EXTREME_IDS,
     HIGHEST,

@@ -29,7 +29,6 @@ from megalith import (
     Constant,
     Momentum,
     Normal,
-    Pooling,
     RowWiseAdagrad,
     Segment,
     Table,
@@ -39,7 +38,7 @@ from megalith import (
     Warmup,
     Zeros,
 )
-from megalith.ops import Bags, OutputSlice
+from megalith.ops import Bags, OutputSlice, Pooling
 from megalith.table import Chunk
 from tests.table.support import (
     HIGHEST,

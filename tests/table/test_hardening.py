@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megalith import FTRL, SGD, Adam, LocalShards, Pooling, Segment, Table, TableConfig, Zeros
+from megalith import FTRL, SGD, Adam, LocalShards, Segment, Table, TableConfig, Zeros
 from megalith.errors import InputError, UnknownNameError, UsageError
-from megalith.ops import Bags, OutputSlice
+from megalith.ops import Bags, OutputSlice, Pooling
 
 
 def sgd(name: str = "t", dim: int = 2, lr: float = 1.0) -> TableConfig:

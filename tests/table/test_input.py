@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith import FTRL, SGD, Adagrad, Normal, Piecewise, Pooling, Segment, Table, TableConfig
+from megalith import FTRL, SGD, Adagrad, Normal, Piecewise, Segment, Table, TableConfig
 from megalith.errors import InputError, MegalithError, UnknownNameError, UsageError
-from megalith.ops import Bags, OutputSlice
+from megalith.ops import Bags, OutputSlice, Pooling
 from megalith.table import Chunk
 from tests.table.support import (
     as_sets,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megalith import SGD, Adagrad, Normal, Pooling, Segment, Table, TableConfig
-from megalith.ops import Bags, OutputSlice
+from megalith import SGD, Adagrad, Normal, Segment, Table, TableConfig
+from megalith.ops import Bags, OutputSlice, Pooling
 from megalith.table import Chunk
 from tests.table.support import (
     EXTREME_IDS,

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith import SGD, Normal, Pooling, Table, TableConfig, Zeros, _native
+from megalith import SGD, Normal, Table, TableConfig, Zeros, _native
 from megalith.errors import InputError, TableFullError
+from megalith.ops import Pooling
 from megalith.table import Chunk
 from megalith.table.engines.cpu import CpuTable, set_huge_pages
 from tests.table.support import (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megalith import Normal, Pooling
-from megalith.ops import Bags, OutputSlice
+from megalith import Normal
+from megalith.ops import Bags, OutputSlice, Pooling
 from tests.table.support import assert_same_bits, ints, sgd_table, summed, unchanged
 
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megalith import Adagrad, Normal, Pooling, Segment, Table, TableConfig
+from megalith import Adagrad, Normal, Segment, Table, TableConfig
 from megalith.errors import InputError
-from megalith.ops import Bags, OutputSlice
+from megalith.ops import Bags, OutputSlice, Pooling
 from tests.table.support import assert_close, assert_same_bits, dyadic, ints, sgd_table, unchanged, whole
 
 ROWS = torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]])

@@ -9,18 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith import (
-    FTRL,
-    Adagrad,
-    Adam,
-    Normal,
-    Pooling,
-    RowWiseAdagrad,
-    Segment,
-    Table,
-    TableConfig,
-)
-from megalith.ops import Bags, OutputSlice
+from megalith import FTRL, Adagrad, Adam, Normal, RowWiseAdagrad, Segment, Table, TableConfig
+from megalith.ops import Bags, OutputSlice, Pooling
 from megalith.table import Chunk
 from tests.table.support import assert_same_bits, assert_same_tables, ints, sgd_table, whole
 

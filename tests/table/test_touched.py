@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megalith import Normal, Pooling, Table
+from megalith import Normal, Table
+from megalith.ops import Pooling
 from tests.table.support import EXTREME_IDS, HIGHEST, LOWEST, as_sets, ints, sgd_table, whole
 
 Ids = set[int]

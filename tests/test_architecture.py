@@ -1,0 +1,168 @@
+"""The rules of the source tree: imports point one way, and a class or module name has one meaning.
+
+CONTRIBUTING.md shows the packages as a picture. These tests read the sources and import nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+SOURCES = Path(__file__).parents[1] / "src" / "megalith"
+TESTS = Path(__file__).parent
+
+LAYERS = [
+    ("errors",),
+    ("units", "metrics", "bits", "library"),
+    ("ragged", "routing"),
+    ("ops",),
+    ("storage", "distributed"),
+    ("table",),
+    ("shards",),
+    ("nn",),
+    ("checkpoint",),
+    ("serving",),
+    ("data", "models"),
+    ("training", "reporting"),
+    ("cli",),
+]
+"""From the bottom up. A package imports only packages of layers below its own."""
+
+GATHER_IMPORTS = {"errors", "units", "ops", "distributed", "storage"}
+
+ALLOWED_IMPORTS: dict[tuple[str, str], str] = {}
+"""Exceptions: (module, package it imports) -> the reason."""
+
+REPEATED_MODULE_NAMES = {
+    "__init__": "a package's own file",
+    "contract": "the interface that a package's implementations share",
+}
+"""Module names that several packages may have, with the reason. Files of cli/ are named after their command."""
+
+
+class Import(NamedTuple):
+    """An import statement of a module, at its top or inside a function."""
+
+    module: str
+    line: int
+    target: str
+
+
+def modules() -> list[Path]:
+    return sorted(SOURCES.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    """megalith/nn/features.py -> nn.features; a package's __init__.py -> the package."""
+    parts = path.relative_to(SOURCES).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+def imports(path: Path) -> Iterator[Import]:
+    """The packages of megalith that a module imports, imports inside functions included.
+
+    `from megalith import ops` counts as ops. "megalith.compat.monolith" as an argument of import_module is how
+    commands and registries load compat by name, so strings do not count.
+    """
+    for node in ast.walk(ast.parse(path.read_text())):
+        targets: list[str] = []
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports are not used"
+            targets = [f"{node.module}.{alias.name}" for alias in node.names]
+        for target in targets:
+            root, _, rest = target.partition(".")
+            if root == "megalith" and rest:
+                yield Import(name_of(path), getattr(node, "lineno", 0), rest)
+
+
+def package_of(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def height(package: str) -> int | None:
+    return next((number for number, layer in enumerate(LAYERS) if package in layer), None)
+
+
+def test_every_package_has_a_layer() -> None:
+    packages = {package_of(name_of(path)) for path in modules()} - {"__init__", "__main__", "_native"}
+    assert packages - {"compat", "gather", "integrations"} == {name for layer in LAYERS for name in layer}
+
+
+def test_imports_point_down() -> None:
+    wrong = []
+    for path in modules():
+        for found in imports(path):
+            source, target = package_of(found.module), package_of(found.target)
+            own, other = height(source), height(target)
+            if source == target or own is None or (other is None and target not in ("compat", "gather")):
+                continue  # compat, gather and the top-level __init__ have their own rules
+            if (found.module, target) in ALLOWED_IMPORTS or (source == "cli" and target == "gather"):
+                continue
+            if other is None or other >= own:
+                wrong.append(f"{found.module}:{found.line} imports {found.target}")
+    assert wrong == []
+
+
+def test_gather_needs_little() -> None:
+    wrong = [
+        f"{found.module}:{found.line} imports {found.target}"
+        for path in modules()
+        for found in imports(path)
+        if package_of(found.module) == "gather"
+        and package_of(found.target) not in GATHER_IMPORTS | {"gather"}
+        and height(package_of(found.target)) is not None
+    ]
+    assert wrong == []
+
+
+def test_nothing_in_the_core_imports_compat() -> None:
+    wrong = [
+        f"{found.module}:{found.line} imports {found.target}"
+        for path in modules()
+        for found in imports(path)
+        if package_of(found.target) == "compat" and package_of(found.module) != "compat"
+    ]
+    assert wrong == []
+
+
+def test_exceptions_are_still_needed() -> None:
+    found = {(each.module, package_of(each.target)) for path in modules() for each in imports(path)}
+    assert set(ALLOWED_IMPORTS) <= found
+
+
+def test_a_class_name_is_defined_once() -> None:
+    homes = defaultdict(list)
+    for path in modules():
+        if package_of(name_of(path)) == "gather":  # restructured by its own issue
+            continue
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                homes[node.name].append(name_of(path))
+    assert {name: where for name, where in homes.items() if len(where) > 1} == {}
+
+
+def test_a_module_name_is_used_once() -> None:
+    homes = defaultdict(list)
+    for path in modules():
+        package = package_of(name_of(path))
+        if package in ("gather", "cli") or path.stem in REPEATED_MODULE_NAMES:
+            continue
+        homes[path.stem].append(name_of(path))
+    assert {name: where for name, where in homes.items() if len(where) > 1} == {}
+
+
+def test_tests_mirror_the_sources() -> None:
+    """Every folder of tests is a package of src/megalith, or is listed here with what it holds."""
+    other = {
+        "benchmarks": "benchmarks as scripts",
+        "checkpoint/malformed": "damaged checkpoints",
+    }
+    folders = {str(path.parent.relative_to(TESTS)) for path in TESTS.rglob("test_*.py")} - {"."}
+    packages = {str(path.parent.relative_to(SOURCES)) for path in SOURCES.rglob("__init__.py")}
+    assert folders - packages - other.keys() == set()
+    assert other.keys() <= folders
