@@ -84,7 +84,7 @@ def serve(
     Example: megalith serve exports/movies --port 8500 --http-port 8501
     """
     with exit_on_error(), _signalled() as stop:
-        from megalith.serving.client.channels import Credentials
+        from megalith.serving.client.credentials import Credentials
         from megalith.serving.server.batching import Batching
         from megalith.serving.server.model_server import ModelServer
         from megalith.serving.server.security import Security, read_token

@@ -17,7 +17,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megalith.serving.client.channels import Credentials
+    from megalith.serving.client.credentials import Credentials
     from megalith.serving.client.predict_client import PredictClient, remote_predict, set_default_discovery
     from megalith.serving.export.exporter import export_model
     from megalith.serving.export.servable import Servable
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Batching": "server.batching",
-    "Credentials": "client.channels",
+    "Credentials": "client.credentials",
     "ModelServer": "server.model_server",
     "PredictClient": "client.predict_client",
     "Publisher": "sync.publisher",

@@ -44,7 +44,7 @@ class Publishing:
         self, model: nn.Module, config: RunConfig, ranks: RunRanks, *, base: str, session: str
     ) -> None:
         # Not at the top: training needs none of serving's packages otherwise.
-        from megalith.serving.client.channels import Credentials
+        from megalith.serving.client.credentials import Credentials
         from megalith.serving.sync.publisher import Publisher
 
         train = config.train

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from megalith.errors import InputError, MissingDependencyError, RemoteError, UsageError
 from megalith.serving.client import channels as channels_module
-from megalith.serving.client.channels import MAX_MESSAGE_BYTES, Channels, Connection, Credentials
+from megalith.serving.client.channels import MAX_MESSAGE_BYTES, Channels, Connection
+from megalith.serving.client.credentials import Credentials
 from megalith.serving.proto import (
     GetModelMetadataRequest,
     GetModelStatusRequest,
@@ -58,11 +59,11 @@ def test_secrets_stay_out_of_texts() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"token": ""}, "a token is"),
-        ({"token": "a b"}, "a token is"),
-        ({"token": "a\n"}, "a token is"),
-        ({"token": "ü"}, "a token is"),
-        ({"token": "x" * 5000}, "a token is"),
+        ({"token": ""}, "a token must be"),
+        ({"token": "a b"}, "a token must be"),
+        ({"token": "a\n"}, "a token must be"),
+        ({"token": "ü"}, "a token must be"),
+        ({"token": "x" * 5000}, "a token must be"),
         ({"root_certificates": "-----BEGIN "}, "root_certificates must be the bytes of a PEM"),
         ({"root_certificates": b"no"}, "root_certificates must be the bytes of a PEM"),
         ({"certificate": b"-----BEGIN A"}, "certificate and key belong together"),

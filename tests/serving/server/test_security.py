@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from megalith.errors import InputError, RemoteError, UsageError
-from megalith.serving.client.channels import Credentials
+from megalith.serving.client.credentials import Credentials
 from megalith.serving.discovery.addresses import is_loopback
 from megalith.serving.proto import GetModelStatusRequest
 from megalith.serving.server.health import MAX_STREAMS
@@ -156,7 +156,7 @@ def test_a_token_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot read"):
         read_token(tmp_path / "absent")
     for bad in ("short", "has a space", "ü" * 10):
-        with pytest.raises(InputError, match="a token is"):
+        with pytest.raises(InputError, match="a token must be"):
             Security(bad)
     assert TOKEN not in repr(Security(TOKEN))
 

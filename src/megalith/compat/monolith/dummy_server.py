@@ -19,7 +19,8 @@ from typing import Any, Self
 from torch import Tensor, tensor
 
 from megalith.errors import InputError, RemoteError, UsageError
-from megalith.serving.client.channels import MAX_MESSAGE_BYTES, grpc_module
+from megalith.serving.client.channels import MAX_MESSAGE_BYTES
+from megalith.serving.client.credentials import grpc_module
 from megalith.serving.discovery.addresses import is_loopback
 from megalith.serving.proto.schema import Message, protobuf
 from megalith.serving.proto.tf_serving import PredictRequest, PredictResponse

@@ -16,7 +16,8 @@ from torch import Tensor, cat
 
 from megalith.compat.monolith.sync_config import SyncConfig, read_sync_config
 from megalith.errors import InputError, RemoteError, UsageError
-from megalith.serving.client.channels import Channels, Credentials, grpc_module
+from megalith.serving.client.channels import Channels
+from megalith.serving.client.credentials import Credentials, grpc_module
 from megalith.serving.proto.parameter_sync import PushResult
 from megalith.serving.proto.schema import protobuf
 from megalith.serving.sync.id_sets import IdSets

@@ -8,20 +8,17 @@ server to call, and what to do when one fails, is for the caller to say. Needs g
 
 from __future__ import annotations
 
-import importlib
 import logging
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from megalith.errors import InputError, MissingDependencyError, RemoteError, UsageError
+from megalith.errors import RemoteError, UsageError
+from megalith.serving.client.credentials import Credentials, grpc_module
 from megalith.serving.discovery.addresses import check_address, is_loopback
 from megalith.serving.proto.limits import MAX_BYTES
 from megalith.serving.proto.schema import Message
@@ -46,8 +43,6 @@ MAX_WORKERS = 256
 """Calls that one set of channels has under way beside those that block their callers."""
 MAX_DETAILS = 500
 """How much of a server's error text is shown."""
-MAX_SECRET_BYTES = 1 << 20
-"""The largest file of a token, a certificate or a key."""
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -63,67 +58,6 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     # Otherwise a new connection inherits the backoff of a closed one to the same address.
     ("grpc.use_local_subchannel_pool", 1),
 )
-
-
-def grpc_module() -> Any:
-    """The module grpc; raises MissingDependencyError if it is not installed."""
-    try:
-        return importlib.import_module("grpc")
-    except ImportError as error:
-        raise MissingDependencyError("serving needs grpcio: pip install megalith[serve]") from error
-
-
-@dataclass(frozen=True)
-class Credentials:
-    """What a client shows to servers, and what it asks of them. Secrets do not appear in its repr.
-
-    Certificates and the key are PEM. Any of them makes the connection TLS; so does `tls`, with the roots of
-    the system. Raises InputError for what is no token or no PEM, and for a certificate without its key.
-    """
-
-    token: str | None = field(default=None, repr=False)
-    """Sent as `authorization: Bearer ...`."""
-    root_certificates: bytes | None = field(default=None, repr=False)
-    """Who may vouch for a server."""
-    certificate: bytes | None = field(default=None, repr=False)
-    """The client's own, for servers that ask for one."""
-    key: bytes | None = field(default=None, repr=False)
-    tls: bool = False
-
-    def __post_init__(self) -> None:
-        if self.token is not None and not re.fullmatch(r"[\x21-\x7e]{1,4096}", str(self.token)):
-            raise InputError("credentials: a token is 1 to 4096 visible ASCII characters")
-        for name in ("root_certificates", "certificate", "key"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, bytes) or b"-----BEGIN " not in value):
-                raise InputError(f"credentials: {name} must be the bytes of a PEM file")
-        if (self.certificate is None) != (self.key is None):
-            raise InputError("credentials: certificate and key belong together; give both")
-
-    @classmethod
-    def from_files(
-        cls,
-        *,
-        token: str | Path | None = None,
-        root_certificates: str | Path | None = None,
-        certificate: str | Path | None = None,
-        key: str | Path | None = None,
-        tls: bool = False,
-    ) -> Credentials:
-        """The contents of files; white space around the token is left out. Raises InputError as above."""
-        secret = _given("token", token)
-        return cls(
-            token=None if secret is None else secret.decode("ascii", "replace").strip(),
-            root_certificates=_given("root_certificates", root_certificates),
-            certificate=_given("certificate", certificate),
-            key=_given("key", key),
-            tls=tls,
-        )
-
-    @property
-    def secure(self) -> bool:
-        """Whether connections are TLS."""
-        return self.tls or self.root_certificates is not None or self.certificate is not None
 
 
 class Call:
@@ -293,17 +227,3 @@ def _to_bytes(request: Message | bytes) -> bytes:
 
 def _error(address: str, code: str, details: str) -> RemoteError:
     return RemoteError(f"{address}: {code}: {details[:MAX_DETAILS]}", code=code, targets=(address,))
-
-
-def _given(name: str, path: str | Path | None) -> bytes | None:
-    return None if path is None else read_secret(f"credentials: {name}", Path(path))
-
-
-def read_secret(what: str, path: Path) -> bytes:
-    """The bytes of a token, a certificate or a key. Raises InputError, naming `what` and the file."""
-    try:
-        if path.stat().st_size > MAX_SECRET_BYTES:
-            raise InputError(f"{what}: {path} has more than {MAX_SECRET_BYTES} bytes")
-        return path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{what}: cannot read {path}: {error.strerror}") from None

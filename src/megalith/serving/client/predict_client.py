@@ -20,7 +20,8 @@ from torch import Tensor
 
 from megalith.errors import DiscoveryError, InputError, RemoteError, UsageError
 from megalith.ragged import Ragged
-from megalith.serving.client.channels import Channels, Credentials
+from megalith.serving.client.channels import Channels
+from megalith.serving.client.credentials import Credentials
 from megalith.serving.client.failover import Attempt, Route, Targets, run
 from megalith.serving.discovery.contract import Discovery
 from megalith.serving.discovery.urls import open_discovery

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from megalith.errors import MissingDependencyError
-from megalith.serving.client.channels import grpc_module
+from megalith.serving.client.credentials import grpc_module
 from megalith.serving.proto.schema import POOL
 from megalith.serving.server.request_errors import Code
 from megalith.serving.server.security import Security

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megalith.serving.client.channels import grpc_module
+from megalith.serving.client.credentials import grpc_module
 from megalith.serving.proto import Message
 from megalith.serving.server.dispatcher import Dispatcher
 from megalith.serving.server.request_errors import RequestError

@@ -16,7 +16,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from megalith.errors import InputError, MegalithError, UsageError
-from megalith.serving.client.channels import MAX_MESSAGE_BYTES, Credentials, grpc_module
+from megalith.serving.client.channels import MAX_MESSAGE_BYTES
+from megalith.serving.client.credentials import Credentials, grpc_module
 from megalith.serving.client.row_fetcher import RowFetcher
 from megalith.serving.discovery import Discovery, Replica, open_discovery
 from megalith.serving.discovery.addresses import is_loopback, is_wildcard

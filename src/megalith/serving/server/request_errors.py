@@ -14,7 +14,7 @@ from megalith.errors import (
     UnknownNameError,
     UsageError,
 )
-from megalith.serving.client.channels import grpc_module
+from megalith.serving.client.credentials import grpc_module
 from megalith.serving.proto.schema import protobuf
 
 log = logging.getLogger("megalith.serving")

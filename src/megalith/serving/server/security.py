@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith.errors import InputError, UsageError
-from megalith.serving.client.channels import grpc_module, read_secret
+from megalith.serving.client.credentials import grpc_module, read_secret
 from megalith.serving.discovery.addresses import is_loopback
 
 TOKEN_VARIABLE = "MEGALITH_SERVE_TOKEN"
@@ -37,7 +37,7 @@ class Security:
 
     def __post_init__(self) -> None:
         if self.token is not None and not re.fullmatch(r"[\x21-\x7e]{8,4096}", self.token):
-            raise InputError("a token is 8 to 4096 visible ASCII characters, without spaces")
+            raise InputError("a token must be 8 to 4096 visible ASCII characters, without spaces")
         if (self.certificate is None) != (self.key is None):
             raise InputError("TLS needs both a certificate and its key: --tls-cert and --tls-key")
         if self.client_ca is not None and self.certificate is None:

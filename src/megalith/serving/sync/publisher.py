@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from megalith.errors import InputError, UsageError
 from megalith.ops.bucketing import dedup
-from megalith.serving.client.channels import Credentials
+from megalith.serving.client.credentials import Credentials
 from megalith.serving.discovery import Discovery, SyncBackend, Watch, open_discovery
 from megalith.serving.discovery.addresses import check_address
 from megalith.serving.discovery.znode_records import SavedModel

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megalith.serving.client.channels import Credentials
+from megalith.serving.client.credentials import Credentials
 from megalith.serving.sync.backlog import Interval
 from megalith.serving.sync.journal import Journal
 from megalith.serving.sync.message_header import ModelLayout
