@@ -74,7 +74,7 @@ def evaluate(model: ClickModel, reader: SyntheticReader) -> None:
     batches = [reader.batch(STEPS + i) for i in range(40)]  # clicks later than all training
     scores = torch.cat([model(batch) for batch in batches])
     labels = torch.cat([batch.labels for batch in batches])
-    best = torch.cat([batch.teacher_probability for batch in batches])
+    best = torch.cat([batch.true_probability for batch in batches])
     print(f"AUC {auc(scores, labels):.4f}; the teacher, who knows the truth, has {auc(best, labels):.4f}")
 
 

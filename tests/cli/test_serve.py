@@ -64,7 +64,7 @@ def served(*arguments: object) -> Iterator[Served]:
 def train(run: Path, *more: str) -> Model:
     """A run of five steps, and its model."""
     small = ["--dim", "4", "--batch-size", "32", "--threads", "1", "--max-steps", "5"]
-    result = CliRunner().invoke(app, ["train", "--data", "teacher", "--run", str(run), *small, *more])
+    result = CliRunner().invoke(app, ["train", "--data", "synthetic", "--run", str(run), *small, *more])
     assert result.exit_code == 0, result.output
     return load_trained(run)[0]
 

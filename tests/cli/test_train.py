@@ -143,7 +143,7 @@ def test_a_bar_shows_while_saving_if_that_takes_long(
     tmp_path: Path, config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     screen = Console(file=io.StringIO(), force_terminal=True, width=200)
-    monkeypatch.setattr("megalith.cli.train.console", lambda: screen)
+    monkeypatch.setattr("megalith.cli.output.console", lambda: screen)
     flags = ("--config", config, "--max-steps", 1)
     megalith("train", "--run", tmp_path / "a", *flags)
     assert not re.search(r" saving .* rows", screen.file.getvalue())  # type: ignore[attr-defined]
@@ -190,7 +190,7 @@ def test_ctrl_c_saves_and_the_run_goes_on(tmp_path: Path, number: int) -> None:
     run = tmp_path / "run"
     config = tmp_path / "run.toml"
     config.write_text(
-        '[data]\nkind = "teacher"\nbatch_size = 32\noptions = { num_batches = 50 }\n'
+        '[data]\nkind = "synthetic"\nbatch_size = 32\noptions = { num_batches = 50 }\n'
         "[train]\nepochs = 100000\nlog_every = 1\nthreads = 1\n"
     )
     command = [sys.executable, "-m", "megalith", "train", "--config", str(config), "--run", str(run)]

@@ -32,7 +32,7 @@ def megalith(*arguments: object) -> Result:
 def config(tmp_path: Path) -> Path:
     path = tmp_path / "run.toml"
     path.write_text(
-        '[data]\nkind = "teacher"\nbatch_size = 13\noptions = { num_batches = 50 }\n'
+        '[data]\nkind = "synthetic"\nbatch_size = 13\noptions = { num_batches = 50 }\n'
         "[model]\ndim = 2\noptions = { hidden = [4] }\n"
         "[train]\nmax_steps = 80\nepochs = 10000\nmicro_batches = 2\nsave_every = 5\nthreads = 1\n"
         "timeout = 8.0\n"
@@ -81,7 +81,7 @@ def step(run: Path) -> int:
 def test_a_killed_rank_is_restarted_and_the_run_ends_as_if_nothing_had_happened(
     tmp_path: Path, config: Path
 ) -> None:
-    run, output = tmp_path / "run", tmp_path / "said"
+    run, output = tmp_path / "run", tmp_path / "output"
     arguments = ("--config", config, "--run-dir", run, "--resume")  # starts, and goes on when restarted
     with torchrun(output, *arguments, restarts=1) as launcher:
         wait_for(lambda: step(run) >= 5, launcher, output)
@@ -92,7 +92,7 @@ def test_a_killed_rank_is_restarted_and_the_run_ends_as_if_nothing_had_happened(
         assert launcher.wait(LIMIT) == 0, output.read_text()
     assert before < 80
     assert step(run) == 80
-    assert len(re.findall("deepfm on made-up clicks.*, 2 ranks", output.read_text())) == 2  # rank 0 of each
+    assert len(re.findall("deepfm on synthetic clicks.*, 2 ranks", output.read_text())) == 2  # rank 0 of each
 
     alone = megalith("train", "--config", config, "--run", tmp_path / "alone")
     assert alone.exit_code == 0, alone.output
@@ -106,7 +106,7 @@ def test_a_killed_rank_is_restarted_and_the_run_ends_as_if_nothing_had_happened(
 def test_a_signal_to_the_launcher_stops_all_ranks_at_one_step_and_saves(
     tmp_path: Path, config: Path, number: int
 ) -> None:
-    run, output = tmp_path / "run", tmp_path / "said"
+    run, output = tmp_path / "run", tmp_path / "output"
     flags = ("--config", config, "--run-dir", run, "--max-steps", 100000, "--save-every", 100000)
     with torchrun(output, *flags, "--log-every", 1, "--comm-metrics=user") as launcher:
         log = run / "metrics.jsonl"
@@ -119,7 +119,7 @@ def test_a_signal_to_the_launcher_stops_all_ranks_at_one_step_and_saves(
     assert stopped == int(said[0].replace(",", "")) >= 3
     on_one_rank = megalith("train", "--run", run, "--resume", "--max-steps", stopped + 2)
     assert on_one_rank.exit_code == 0, on_one_rank.output
-    assert "nothing travels" in on_one_rank.output  # the run's --comm-metrics, which one rank has no use for
+    assert "--comm-metrics has no effect" in on_one_rank.output  # the run's --comm-metrics, which have no effect on one rank
 
 
 def test_resume_with_a_config_starts_or_goes_on_and_names_what_cannot_change(
@@ -132,9 +132,9 @@ def test_resume_with_a_config_starts_or_goes_on_and_names_what_cannot_change(
     assert megalith(*flags, "--max-steps", 4).exit_code == 0
     assert step(run) == 4
     error = megalith(*flags, "--dim", 3).stderr
-    assert "model.dim is 2 in the run that is resumed and 3 now" in error
+    assert "model.dim is 2 in the resumed run and 3 now" in error
     error = megalith(*flags, "--dist-type", "hash_roundrobin").stderr
-    assert "train.dist_type is 'roundrobin' in the run that is resumed" in error
+    assert "train.dist_type is 'roundrobin' in the resumed run" in error
     nowhere = megalith("train", "--run", tmp_path / "none", "--resume")
     assert "no complete checkpoint" in nowhere.stderr  # without a config there is nothing to start
 
@@ -142,8 +142,8 @@ def test_resume_with_a_config_starts_or_goes_on_and_names_what_cannot_change(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--dist-type", "continuous"), "continuous needs train.block_size (--block-size)"),
-        (("--block-size", 10), "no other mode has one; got roundrobin and 10"),
+        (("--dist-type", "continuous"), "continuous requires train.block_size (--block-size)"),
+        (("--block-size", 10), "no other mode allows it; got roundrobin and 10"),
         (("--dist-type", "modulo"), "train.dist_type must be one of continuous, roundrobin, hash_roundrobin"),
         (("--micro-batches", 3), "train.micro_batches must be a power of two, got 3"),
         (("--wire", "int4"), "train.wire: wire must be one precision"),
@@ -151,7 +151,7 @@ def test_resume_with_a_config_starts_or_goes_on_and_names_what_cannot_change(
         (("--timeout", 0), "train.timeout must be above 0"),
     ],
 )
-def test_wrong_flags_are_told(tmp_path: Path, config: Path, flags: tuple[object, ...], words: str) -> None:
+def test_wrong_flags_are_reported(tmp_path: Path, config: Path, flags: tuple[object, ...], words: str) -> None:
     result = megalith("train", "--config", config, "--run", tmp_path / "run", *flags)
     assert result.exit_code == 1
     assert words in " ".join(result.stderr.split())
@@ -171,7 +171,7 @@ def test_comm_metrics_may_name_tables(
     assert RunConfig.from_dict(saved).measured_tables == tables
 
 
-def test_ranks_without_a_meeting_point_are_told_what_to_set(
+def test_ranks_without_a_master_address_get_an_error_with_the_remedy(
     tmp_path: Path, config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")

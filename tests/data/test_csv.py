@@ -160,7 +160,7 @@ def test_a_position_of_other_files_is_refused(tmp_path: Path) -> None:
     reader = CsvReader(write(tmp_path / "a.csv", numbered(9)), SCHEMA, batch_size=4)
     position = next(iter(reader)).position
     other = CsvReader(write(tmp_path / "b.csv", numbered(9)), SCHEMA, batch_size=4)
-    with pytest.raises(InputError, match=r"position is in file 'a.csv', where now is 'b.csv'"):
+    with pytest.raises(InputError, match=r"position is in file 'a.csv', but that file is now 'b.csv'"):
         other.seek(position)
 
 
@@ -168,7 +168,7 @@ def test_a_position_of_other_files_is_refused(tmp_path: Path) -> None:
 
 
 BAD_LINES: list[tuple[str, str, str]] = [
-    ("1,a", "wrong number of columns", r"a.csv: line 3 has 2 columns, not 3; mend it, or pass on_error="),
+    ("1,a", "wrong number of columns", r"a.csv: line 3 has 2 columns, not 3; fix it, or pass on_error="),
     ("1,a,2,3", "wrong number of columns", r"line 3 has 4 columns, not 3"),
     ("abc,a,2", "wrong type", r"line 3, column 'y': 'abc' is not a number"),
     ("nan,a,2", "no label", r"line 3, column 'y': 'nan' is no label"),

@@ -241,7 +241,7 @@ def test_a_position_of_other_files_is_refused(tmp_path: Path) -> None:
     (folder / "part-1.parquet").rename(folder / "renamed.parquet")
     reader = ParquetReader(folder, TIMED, batch_size=5)
     with pytest.raises(
-        InputError, match=r"position is in file 'part-1.parquet', where now is 'part-2.parquet'"
+        InputError, match=r"position is in file 'part-1.parquet', but that file is now 'part-2.parquet'"
     ):
         reader.seek(position)
     with pytest.raises(InputError, match="'row' of the position is 99"):

@@ -25,7 +25,7 @@ def test_a_batch_is_a_pure_function_of_seed_and_number(seed: int, index: int) ->
     other = SyntheticReader(batch_size=8, seed=seed, num_dense=2)
     other.batch(index + 1)
     assert_same_batches([one.batch(index)], [other.batch(index)])
-    assert torch.equal(one.batch(index).teacher_probability, other.batch(index).teacher_probability)
+    assert torch.equal(one.batch(index).true_probability, other.batch(index).true_probability)
     assert rows_of([one.batch(index)]) != rows_of([one.batch(index + 1)])
     assert rows_of([one.batch(index)]) != rows_of([SyntheticReader(batch_size=8, seed=seed ^ 1).batch(index)])
 
@@ -64,14 +64,14 @@ def test_what_stands_in_a_batch() -> None:
     assert set(batch.features["tags"].lengths().tolist()) == {0, 1, 2, 3, 4}
     assert set(batch.labels.tolist()) == {0.0, 1.0}
     moved = batch.to("cpu")
-    assert torch.equal(moved.teacher_probability, batch.teacher_probability)
+    assert torch.equal(moved.true_probability, batch.true_probability)
 
 
-def test_labels_come_up_as_often_as_the_teacher_says() -> None:
+def test_labels_are_as_frequent_as_the_true_probabilities() -> None:
     batch = SyntheticReader(batch_size=40_000).batch(0)
     for low in (0.0, 0.2, 0.4, 0.6, 0.8):
-        inside = (batch.teacher_probability >= low) & (batch.teacher_probability < low + 0.2)
-        stated = batch.teacher_probability[inside].mean().item()
+        inside = (batch.true_probability >= low) & (batch.true_probability < low + 0.2)
+        stated = batch.true_probability[inside].mean().item()
         assert batch.labels[inside].mean().item() == pytest.approx(stated, abs=0.03)
 
 
@@ -97,13 +97,13 @@ def test_new_ids_appear_and_are_forgotten() -> None:
     assert len(early & late & later) > 50
 
 
-def test_drift_changes_the_teachers_mind_and_back() -> None:
+def test_drift_changes_the_true_probabilities_periodically() -> None:
     still = SyntheticReader(batch_size=300)
     drifting = SyntheticReader(batch_size=300, drift_period=40)
     assert rows_of([drifting.batch(0)]) == rows_of([still.batch(0)])
-    quarter, whole = (drifting.batch(i).teacher_probability for i in (10, 40))
-    assert torch.allclose(whole, still.batch(40).teacher_probability, atol=1e-6)
-    assert (quarter - still.batch(10).teacher_probability).abs().mean() > 0.1
+    quarter, whole = (drifting.batch(i).true_probability for i in (10, 40))
+    assert torch.allclose(whole, still.batch(40).true_probability, atol=1e-6)
+    assert (quarter - still.batch(10).true_probability).abs().mean() > 0.1
 
 
 def test_an_ids_weight_does_not_depend_on_its_batch() -> None:
@@ -113,7 +113,7 @@ def test_an_ids_weight_does_not_depend_on_its_batch() -> None:
     for index in (0, 7, 10**6):
         batch = stream.batch(index)
         for id, value in zip(
-            batch.features["f"].values.tolist(), batch.teacher_probability.tolist(), strict=True
+            batch.features["f"].values.tolist(), batch.true_probability.tolist(), strict=True
         ):
             assert chance.setdefault(id, value) == value
     assert len(chance) == 20
@@ -122,11 +122,14 @@ def test_an_ids_weight_does_not_depend_on_its_batch() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"features": []}, "features need names of their own"),
-        ({"features": [SyntheticFeature(name="a"), SyntheticFeature(name="a")]}, "features need names"),
-        ({"interaction": 1.5}, "interaction must be within"),
+        ({"features": []}, "features must have distinct names"),
+        (
+            {"features": [SyntheticFeature(name="a"), SyntheticFeature(name="a")]},
+            "features must have distinct names",
+        ),
+        ({"interaction": 1.5}, "interaction must be between"),
         ({"drift_period": 0}, "drift_period must be above 0"),
-        ({"num_dense": -1}, "must not be below 0"),
+        ({"num_dense": -1}, "must be 0 or more"),
     ],
 )
 def test_what_is_refused(options: dict[str, object], message: str) -> None:
@@ -136,5 +139,5 @@ def test_what_is_refused(options: dict[str, object], message: str) -> None:
 
 @pytest.mark.parametrize("options", [{"num_ids": 0}, {"fresh": 2.0}, {"max_length": 0}, {"exponent": -1.0}])
 def test_features_that_are_refused(options: dict[str, float]) -> None:
-    with pytest.raises(InputError, match="feature 'f' has a size or a share out of range"):
+    with pytest.raises(InputError, match="feature 'f' has a value out of range"):
         SyntheticFeature(name="f", **options)  # type: ignore[arg-type]

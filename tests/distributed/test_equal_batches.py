@@ -122,14 +122,14 @@ def test_an_empty_batch_has_the_columns_of_the_others_even_where_there_never_was
 
 
 def of_readers() -> tuple[list[int], dict[str, Any], str]:
-    """A teacher's 3 batches over 2 ranks; then 1 row over 2 ranks."""
+    """Three synthetic batches over 2 ranks; then 1 row over 2 ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    teacher = list(pad_to_equal_batches(SyntheticReader(batch_size=4, num_batches=3).shard(rank, size)))
+    batches = list(pad_to_equal_batches(SyntheticReader(batch_size=4, num_batches=3).shard(rank, size)))
     samples = Samples({"a": Ragged.from_lists([[1, 2]])}, torch.ones(1))
     reader = MemoryReader(samples, batch_size=2).shard(rank, size)
     (batch,) = pad_to_equal_batches(reader)
     reader.seek(batch.position)
-    return [len(batch) for batch in teacher], batch.position, type(teacher[-1]).__name__
+    return [len(batch) for batch in batches], batch.position, type(batches[-1]).__name__
 
 
 def test_readers_keep_their_position_and_their_kind_of_batch(two_ranks: list[Any]) -> None:

@@ -108,7 +108,7 @@ def bad_label(settings: RunConfig, folder: Path) -> tuple[str, int]:
     labels = torch.ones(24)
     labels[23] = float("nan")
     ids = torch.arange(24)
-    features = {name: Ragged(ids, torch.arange(25)) for name in run.source.features}
+    features = {name: Ragged(ids, torch.arange(25)) for name in run.source.train.feature_names}
     run.source = replace(run.source, train=MemoryReader(Samples(features, labels), batch_size=8))
     try:
         run.train()

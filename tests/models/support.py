@@ -1,4 +1,4 @@
-"""What the tests of models share: teacher data, one small model of each kind, a training loop."""
+"""What the tests of models share: synthetic data, one small model of each kind, a training loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megalith.models import EmbeddingConfig, Model, build_model, forward_batch
 NAMES = ["user", "item", "tags", "context"]
 
 
-def teacher(batch_size: int = 256, **options: Any) -> SyntheticReader:
+def synthetic_reader(batch_size: int = 256, **options: Any) -> SyntheticReader:
     """A few hundred ids, so that some dozens of batches teach something."""
     features = [
         SyntheticFeature(name="user", num_ids=200),
@@ -32,7 +32,7 @@ def embeddings(*, without: str | None = None, **options: Any) -> EmbeddingConfig
 
 
 def make(name: str, *, config: dict[str, Any] | None = None, **options: Any) -> Model:
-    """A model of teacher data by its name. DIN takes the tags for a history of the item."""
+    """A model of the synthetic data by its name. DIN takes the tags for a history of the item."""
     torch.manual_seed(0)
     if name == "din":
         options = {"target": "item", "history": "tags", "max_length": 4, "attention": (8,), **options}

@@ -13,7 +13,7 @@ from megalith.data import Batch
 from megalith.errors import InputError, UnknownNameError
 from megalith.models import MODELS, EmbeddingConfig, Model, build_model, forward_batch
 from megalith.nn import Layout, Slice
-from tests.models.support import embeddings, known_ids, loss_of, make, teacher, train
+from tests.models.support import embeddings, known_ids, loss_of, make, synthetic_reader, train
 
 every_model = pytest.mark.parametrize("name", MODELS)
 
@@ -23,7 +23,7 @@ every_model = pytest.mark.parametrize("name", MODELS)
 def test_one_logit_for_each_example(name: str, num_dense: int) -> None:
     model = make(name, num_dense=num_dense)
     for size in (1, 7):
-        logits = forward_batch(model, teacher(size, num_dense=num_dense).batch(0))
+        logits = forward_batch(model, synthetic_reader(size, num_dense=num_dense).batch(0))
         assert logits.shape == (size,)
         assert logits.dtype == torch.float32
         assert bool(logits.isfinite().all())
@@ -39,14 +39,14 @@ def test_an_empty_batch_has_no_logits(name: str) -> None:
 @every_model
 @pytest.mark.parametrize("num_dense", [0, 3])
 def test_training_lowers_the_loss(name: str, num_dense: int) -> None:
-    reader = teacher(num_dense=num_dense, num_batches=80)
+    reader = synthetic_reader(num_dense=num_dense, num_batches=80)
     losses = torch.tensor(train(make(name, num_dense=num_dense), reader))
     assert losses[-20:].mean() < losses[:5].mean() - 0.03
 
 
 @every_model
 def test_gradients_reach_both_parts(name: str) -> None:
-    model, batch = make(name, num_dense=3), teacher(num_dense=3).batch(0)
+    model, batch = make(name, num_dense=3), synthetic_reader(num_dense=3).batch(0)
     shards = model.embeddings.shards
     ids = {f.name: {f.table: batch.features[f.name].values.unique()} for f in model.embeddings.features}
     before = {feature: dict(shards.lookup(own).rows) for feature, own in ids.items()}
@@ -61,7 +61,7 @@ def test_gradients_reach_both_parts(name: str) -> None:
 
 @every_model
 def test_features_come_in_any_order_and_form(name: str) -> None:
-    model, batch = make(name).eval(), teacher(9).batch(0)
+    model, batch = make(name).eval(), synthetic_reader(9).batch(0)
     expected = forward_batch(model, batch)
     turned = dict(reversed(batch.features.items())) | {"unknown": torch.zeros(2)}
     assert torch.equal(model(turned), expected)
@@ -94,7 +94,7 @@ class Keyed:
 
 @every_model
 def test_a_missing_feature_is_named(name: str) -> None:
-    features = dict(teacher(4).batch(0).features)
+    features = dict(synthetic_reader(4).batch(0).features)
     for missing in ("item", "tags"):
         with pytest.raises(UnknownNameError, match=f"feature '{missing}' is not in the batch"):
             make(name)({k: v for k, v in features.items() if k != missing})
@@ -102,7 +102,7 @@ def test_a_missing_feature_is_named(name: str) -> None:
 
 @every_model
 def test_dense_values_must_fit(name: str) -> None:
-    batch = teacher(4, num_dense=3).batch(0)
+    batch = synthetic_reader(4, num_dense=3).batch(0)
     assert make(name)(batch.features, dense=batch.dense).shape == (4,)  # a model without leaves them alone
     model = make(name, num_dense=2)
     for dense, got in ((None, "none"), (batch.dense, r"\[4, 3\]"), (torch.zeros(3, 2), r"\[3, 2\]")):
@@ -113,7 +113,7 @@ def test_dense_values_must_fit(name: str) -> None:
 @every_model
 def test_evaluation_writes_nothing(name: str) -> None:
     model = make(name, dropout=0.5).eval()
-    batch = teacher(8).batch(0)
+    batch = synthetic_reader(8).batch(0)
     assert torch.equal(forward_batch(model, batch), forward_batch(model, batch))
     loss_of(model, batch).backward()
     assert not any(known_ids(model).values())
@@ -122,15 +122,15 @@ def test_evaluation_writes_nothing(name: str) -> None:
 @every_model
 def test_time_becomes_the_rows_time(name: str) -> None:
     model = make(name)
-    loss_of(model, teacher(8, start_time=1234).batch(0)).backward()
+    loss_of(model, synthetic_reader(8, start_time=1234).batch(0)).backward()
     (chunk,) = model.embeddings.shards.scan("user")
     assert set(chunk.time.tolist()) == {1234}
 
 
 @every_model
 def test_the_compiled_dense_part_trains_alike(name: str) -> None:
-    reader = teacher(16, num_dense=2)
-    batches = [reader.batch(0), teacher(24, num_dense=2).batch(1), reader.batch(2)]
+    reader = synthetic_reader(16, num_dense=2)
+    batches = [reader.batch(0), synthetic_reader(24, num_dense=2).batch(1), reader.batch(2)]
     plain, compiled = make(name, num_dense=2), make(name, num_dense=2)
     compiled.compile(backend="aot_eager", fullgraph=True, dynamic=True)
     assert train(compiled, batches) == pytest.approx(train(plain, batches), rel=1e-5)
@@ -140,7 +140,7 @@ def test_the_compiled_dense_part_trains_alike(name: str) -> None:
 
 @every_model
 def test_the_whole_model_compiles_around_the_lookup(name: str) -> None:
-    batch = teacher(16).batch(0)
+    batch = synthetic_reader(16).batch(0)
     model = make(name)
     whole: Any = torch.compile(model, backend="eager")
     torch.testing.assert_close(whole(batch.features), model(batch.features))
@@ -149,7 +149,7 @@ def test_the_whole_model_compiles_around_the_lookup(name: str) -> None:
 
 
 def test_the_default_compiler_gives_the_same_logits() -> None:
-    model, batch = make("deepfm"), teacher(16).batch(0)
+    model, batch = make("deepfm"), synthetic_reader(16).batch(0)
     expected = forward_batch(model, batch)
     model.compile()
     torch.testing.assert_close(forward_batch(model, batch), expected)
@@ -157,7 +157,7 @@ def test_the_default_compiler_gives_the_same_logits() -> None:
 
 @every_model
 def test_autocast_trains(name: str, bfloat16_matmul: None) -> None:
-    model, batch = make(name, num_dense=2), teacher(16, num_dense=2).batch(0)
+    model, batch = make(name, num_dense=2), synthetic_reader(16, num_dense=2).batch(0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = loss_of(model, batch)
     loss.backward()
@@ -168,7 +168,7 @@ def test_autocast_trains(name: str, bfloat16_matmul: None) -> None:
 @every_model
 def test_two_halves_and_one_step_are_one_batch(name: str) -> None:
     whole, halves = (make(name, config={"update": "step"}) for _ in range(2))
-    batch = teacher(16).batch(0)
+    batch = synthetic_reader(16).batch(0)
     loss_of(whole, batch).backward()
     whole.embeddings.step()
     for rows in (slice(0, 8), slice(8, 16)):
@@ -185,7 +185,7 @@ def test_two_halves_and_one_step_are_one_batch(name: str) -> None:
 @every_model
 def test_zero_grad_drops_both_parts(name: str) -> None:
     model = make(name, config={"update": "step"})
-    loss_of(model, teacher(8).batch(0)).backward()
+    loss_of(model, synthetic_reader(8).batch(0)).backward()
     model.zero_grad()
     model.embeddings.step()
     assert not any(known_ids(model).values())
@@ -195,8 +195,8 @@ def test_zero_grad_drops_both_parts(name: str) -> None:
 @every_model
 def test_a_state_dict_carries_the_model(name: str) -> None:
     trained, fresh = make(name), make(name)
-    train(trained, teacher(32, num_batches=3))
-    batch = teacher(32).batch(1)
+    train(trained, synthetic_reader(32, num_batches=3))
+    batch = synthetic_reader(32).batch(1)
     expected = forward_batch(trained.eval(), batch)
     assert not torch.equal(forward_batch(fresh.eval(), batch), expected)
     fresh.load_state_dict(trained.state_dict())
@@ -206,7 +206,7 @@ def test_a_state_dict_carries_the_model(name: str) -> None:
 @every_model
 def test_engines_train_alike(name: str) -> None:
     losses = [
-        train(make(name, config={"engine": engine}), teacher(16, num_batches=5))
+        train(make(name, config={"engine": engine}), synthetic_reader(16, num_batches=5))
         for engine in ("reference", "cpu")
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("restore_threads")
 def config(**changes: Any) -> RunConfig:
     base = RunConfig.from_dict(
         {
-            "data": {"kind": "teacher", "batch_size": 64, "options": {"num_batches": 12}},
+            "data": {"kind": "synthetic", "batch_size": 64, "options": {"num_batches": 12}},
             "model": {"dim": 4, "options": {"hidden": [8]}},
             "train": {"log_every": 4, "threads": 1, "epochs": 2},
         }
@@ -274,6 +274,6 @@ def test_evaluation_counts_weights_and_refuses_data_without_labels() -> None:
         evaluate(Ones(), MemoryReader(without, batch_size=2))
 
 
-def test_made_up_data_have_no_file_to_read() -> None:
-    with pytest.raises(InputError, match="not read from a file"):
+def test_synthetic_data_is_not_read_from_files() -> None:
+    with pytest.raises(InputError, match="not read from files"):
         open_reader(config().data, Path("x.parquet"))

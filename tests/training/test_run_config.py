@@ -71,7 +71,7 @@ def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"none\.toml cannot be read"):
         RunConfig.from_toml(tmp_path / "none.toml")
     (tmp_path / "bad.toml").write_text("[data")
-    with pytest.raises(InputError, match=r"bad\.toml is no TOML"):
+    with pytest.raises(InputError, match=r"bad\.toml is not valid TOML"):
         RunConfig.from_toml(tmp_path / "bad.toml")
     (tmp_path / "typo.toml").write_text("[data]\nkindd = 1")
     with pytest.raises(UnknownNameError, match=r"typo\.toml: config: unknown key data\.kindd"):

@@ -7,10 +7,10 @@ sharding and positions are in `parquet.py` and `csv.py`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -58,6 +58,25 @@ class ColumnReader(Reader):
         self.schema = schema
         self.files = list_files(paths, self.suffixes)
 
+    @classmethod
+    def from_config(
+        cls, path: str, schema: Mapping[str, Any], *, labelled: bool = True, **options: Any
+    ) -> Self:
+        """See `Reader.from_config`."""
+        if not schema.get("features"):
+            raise InputError(f"config: [data.schema] must name the feature and label columns of {path}")
+        return cls(path, Schema.from_dict({"label": None, **schema}), **options)
+
+    @property
+    def feature_names(self) -> list[str]:
+        """See `Reader.feature_names`."""
+        return list(self.schema.feature_columns)
+
+    @property
+    def num_dense(self) -> int:
+        """See `Reader.num_dense`."""
+        return len(self.schema.dense_columns)
+
     @abstractmethod
     def _chunks(self, position: Position) -> Iterator[ColumnChunk]:
         """The rows of this shard from `position` on."""
@@ -81,10 +100,10 @@ class ColumnReader(Reader):
             raise InputError(f"{self.files[0]}: no row to fit the schema on")
         return self.schema.fitted(np.concatenate(raw))
 
-    def _parts(self, position: Position) -> Iterator[RowBlock]:
+    def _row_blocks(self, position: Position) -> Iterator[RowBlock]:
         for chunk in self._chunks(position):
             samples, kept = self._decode(chunk)
-            yield RowBlock(samples, partial(_behind, chunk, kept))
+            yield RowBlock(samples, partial(_position_after, chunk, kept))
 
     # ---- whole files
 
@@ -167,7 +186,7 @@ class ColumnReader(Reader):
         return raw
 
 
-def _behind(chunk: ColumnChunk, kept: NDArray[np.int64], k: int) -> Position:
+def _position_after(chunk: ColumnChunk, kept: NDArray[np.int64], k: int) -> Position:
     return chunk.after(int(kept[k - 1]))
 
 

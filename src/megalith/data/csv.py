@@ -9,9 +9,9 @@ the header included.
 from __future__ import annotations
 
 import csv as plain
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from megalith.data.batch import Position
 from megalith.data.column_reader import ColumnChunk, ColumnReader
 from megalith.data.files import Paths
 from megalith.data.formats.compression import open_bytes
-from megalith.data.reader import OnError, check_file, whole
+from megalith.data.reader import OnError, check_file, position_integer
 from megalith.data.schema import DenseColumn, Normalise, Schema
 from megalith.errors import InputError
 
@@ -106,7 +106,7 @@ class CsvReader(ColumnReader):
     def _check(self, position: Position) -> None:
         check_file(position, "file", self._own())
         for key in ("offset", "line", "done"):
-            whole(position, key)
+            position_integer(position, key)
 
     # ---- blocks
 
@@ -319,3 +319,13 @@ class CriteoReader(CsvReader):
             on_error=on_error,
             block_bytes=block_bytes,
         )
+
+    @classmethod
+    def from_config(
+        cls, path: str, schema: Mapping[str, Any], *, labelled: bool = True, **options: Any
+    ) -> Self:
+        """See `Reader.from_config`. A schema with features replaces the default one: it is fitted."""
+        reader = cls(path, **(options if labelled else {**options, "labelled": False}))
+        if schema.get("features"):
+            reader.schema = Schema.from_dict(schema)
+        return reader

@@ -16,7 +16,7 @@ from megalith.data.arrow import arrow
 from megalith.data.batch import Position
 from megalith.data.column_reader import ColumnChunk, ColumnReader
 from megalith.data.files import Paths
-from megalith.data.reader import OnError, check_file, whole
+from megalith.data.reader import OnError, check_file, position_integer
 from megalith.data.schema import Schema
 from megalith.errors import InputError
 
@@ -105,7 +105,7 @@ class ParquetReader(ColumnReader):
         own = self._own()
         check_file(position, "group", [group.file for group in own])
         for group in own[position["group"] : position["group"] + 1]:
-            whole(position, "row", group.stop - group.start)
+            position_integer(position, "row", group.stop - group.start)
 
     def _chunks(self, position: Position) -> Iterator[ColumnChunk]:
         done = position["row"]

@@ -1,7 +1,7 @@
-"""Reader: the contract of everything that yields batches.
+"""Reader: the base class of everything that yields batches.
 
-A subclass says where its rows come from (`_parts`); this file cuts them into batches, keeps the
-position, and counts what was skipped. `MemoryReader` reads Samples that are in memory already.
+A subclass produces blocks of rows (`_row_blocks`). This file cuts them into batches, keeps the position and
+counts the skipped rows. `MemoryReader` reads Samples that are already in memory.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -27,23 +27,32 @@ OnError = Literal["raise", "skip"]
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Rows a reader has at hand, and `after(k)`: the position behind the first k of them."""
+    """Rows that a reader has decoded."""
 
     samples: Samples
     after: Callable[[int], Position]
+    """`after(k)` is the position after the first k rows of the block."""
 
 
 class Reader(IterableDataset[Batch], ABC):
-    """Yields batches; goes on exactly where it was stopped; can be divided among ranks.
+    """Yields batches, continues exactly where it stopped, and can be sharded over ranks.
 
-    Each `for` loop starts at `position` and ends with the data; then the position is the start again, so the
-    next loop is the next epoch. A reader given to a DataLoader takes batch_size=None and at most one worker;
-    there, `batch.position` is right and `reader.position` is not.
-    skipped: with on_error="skip", the bad rows met so far by reason, those read ahead included.
-    Raises InputError, naming file, row and column, at a bad row if on_error="raise".
+    Each `for` loop starts at `position` and ends with the data. The position then returns to the start, so
+    that the next loop is the next epoch. With a DataLoader, use batch_size=None and at most one worker; then
+    `batch.position` is correct and `reader.position` is not.
+
+    Args:
+        batch_size: Rows per batch.
+        drop_last: Whether to drop the last batch if it is not full.
+        on_error: "raise" raises InputError at a bad row, naming file, row and column. "skip" skips the row
+            and counts it in `skipped`.
+
+    Raises:
+        InputError: An argument is out of range.
     """
 
     skipped: Counter[str]
+    """Number of bad rows skipped so far by reason, including rows read ahead."""
 
     def __init__(self, *, batch_size: int, drop_last: bool = False, on_error: OnError = "raise") -> None:
         if not isinstance(batch_size, int) or batch_size < 1:
@@ -57,7 +66,7 @@ class Reader(IterableDataset[Batch], ABC):
         self.skipped = Counter()
         self._at: Position | None = None
 
-    # ---- what a subclass says
+    # ---- implemented by subclasses
 
     @abstractmethod
     def _start(self) -> Position:
@@ -65,44 +74,85 @@ class Reader(IterableDataset[Batch], ABC):
 
     @abstractmethod
     def _check(self, position: Position) -> None:
-        """Raise InputError if this cannot be a position of this reader."""
+        """Raises InputError if `position` is not a valid position of this reader."""
 
-    def _parts(self, position: Position) -> Iterator[RowBlock]:
-        """The rows of this shard from `position` on; or else __iter__ is overridden."""
+    def _row_blocks(self, position: Position) -> Iterator[RowBlock]:
+        """The rows of this shard from `position`. A subclass implements this or overrides __iter__."""
         raise NotImplementedError
 
     @property
     def num_rows(self) -> int | None:
-        """How many rows this shard has, bad ones included; None if only reading them would tell."""
+        """Number of rows of this shard, bad rows included. None if it is unknown before reading."""
         return None
 
-    # ---- what a user calls
+    @property
+    @abstractmethod
+    def feature_names(self) -> list[str]:
+        """Names of the features of a batch."""
+
+    @property
+    @abstractmethod
+    def num_dense(self) -> int:
+        """Number of dense values per row."""
+
+    @classmethod
+    def from_config(
+        cls, path: str, schema: Mapping[str, Any], *, labelled: bool = True, **options: Any
+    ) -> Self:
+        """Opens files as a config describes them.
+
+        Args:
+            path: File, directory or pattern.
+            schema: The columns, for readers that take a schema: the JSON form of a `Schema`.
+            labelled: Whether to read labels. Readers of formats that always have labels ignore it.
+            **options: Further arguments of the reader.
+
+        Raises:
+            InputError: The schema does not name the columns, or a file cannot be read.
+        """
+        return cls(path, **options)  # type: ignore[call-arg, arg-type]
+
+    # ---- called by users
 
     @property
     def position(self) -> Position:
-        """Where the next batch starts; JSON can hold it."""
-        return self._stamped(self._start() if self._at is None else self._at)
+        """Where the next batch starts, as a JSON-compatible dict."""
+        return self._with_shard(self._start() if self._at is None else self._at)
 
     def seek(self, position: Position) -> None:
-        """Go to a position of this reader or of a batch it gave.
+        """Moves to a position.
 
-        Raises InputError if it is none, or of another shard.
+        Args:
+            position: A `position` of this reader or of one of its batches.
+
+        Raises:
+            InputError: The position is invalid or belongs to another shard.
         """
         if not isinstance(position, dict):
-            raise InputError(f"reader: a position is a dict, got {type(position).__name__}")
+            raise InputError(f"reader: position must be a dict, got {type(position).__name__}")
         own = [self.rank, self.world_size]
         if position.get("shard") != own:
             raise InputError(
-                f"reader: this position is of shard {position.get('shard')} ([rank, world size]), "
-                f"the reader is shard {own}; go on with the same number of ranks, or start anew"
+                f"reader: the position belongs to shard {position.get('shard')} ([rank, world size]), but "
+                f"the reader is shard {own}; continue with the same number of ranks, or start over"
             )
         self._check(position)
         self._at = dict(position)
 
     def shard(self, rank: int, world_size: int) -> Self:
-        """A reader of this rank's rows: those of all ranks are disjoint and together everything."""
+        """Returns a reader of one rank's rows.
+
+        The shards of all ranks are disjoint and together hold all rows.
+
+        Args:
+            rank: The rank, 0 to world_size - 1.
+            world_size: Number of ranks.
+
+        Returns:
+            A new reader at the start of its shard.
+        """
         if not 0 <= rank < world_size:
-            raise InputError(f"reader: rank must be within 0 .. {world_size - 1}, got {rank}")
+            raise InputError(f"reader: rank must be 0 to {world_size - 1}, got {rank}")
         other = copy.copy(self)
         other.rank, other.world_size = rank, world_size
         other.skipped = Counter()
@@ -114,7 +164,7 @@ class Reader(IterableDataset[Batch], ABC):
         waiting: list[Samples] = []
         missing = self.batch_size
         position = self.position
-        for part in self._parts(position):
+        for part in self._row_blocks(position):
             done = 0
             while done < len(part.samples):
                 taken = part.samples[done : done + missing]
@@ -135,23 +185,27 @@ class Reader(IterableDataset[Batch], ABC):
             raise UsageError("reader: more than one DataLoader worker would repeat rows; use num_workers=1")
 
     def _emit(self, parts: list[Samples], position: Position) -> Batch:
-        self._at = self._stamped(position)
+        self._at = self._with_shard(position)
         return Samples.concat(parts).to_batch(dict(self._at))
 
-    def _stamped(self, position: Position) -> Position:
+    def _with_shard(self, position: Position) -> Position:
         return {**position, "shard": [self.rank, self.world_size]}
 
     def _bad(self, reason: str, message: str, count: int = 1) -> None:
-        """Bad rows: an error, or a count."""
+        """Raises InputError about bad rows, or counts them if they are skipped."""
         if self.on_error == "raise":
-            raise InputError(f'{message}; mend it, or pass on_error="skip" to leave such rows out')
+            raise InputError(f'{message}; fix it, or pass on_error="skip" to skip such rows')
         self.skipped[reason] += count
 
 
 class MemoryReader(Reader):
-    """Reads Samples; with `shuffle`, in an order drawn from (shuffle, epoch).
+    """Reads Samples that are in memory. A shard is every world_size-th row.
 
-    shuffle: a seed, or None to keep the order. A shard is every world_size-th row of that order.
+    Args:
+        samples: The rows.
+        batch_size: Rows per batch.
+        shuffle: Seed of a random order that differs per epoch. None keeps the order of the samples.
+        drop_last: Whether to drop the last batch if it is not full.
     """
 
     def __init__(
@@ -169,26 +223,36 @@ class MemoryReader(Reader):
 
     @property
     def num_rows(self) -> int:
-        """How many rows this shard has."""
+        """Number of rows of this shard."""
         return len(range(self.rank, len(self.samples), self.world_size))
+
+    @property
+    def feature_names(self) -> list[str]:
+        """See `Reader.feature_names`."""
+        return list(self.samples.features)
+
+    @property
+    def num_dense(self) -> int:
+        """See `Reader.num_dense`."""
+        return 0 if self.samples.dense is None else self.samples.dense.shape[1]
 
     def _start(self) -> Position:
         return {"epoch": self._epoch, "row": 0}
 
     def _check(self, position: Position) -> None:
-        whole(position, "epoch")
-        whole(position, "row", self.num_rows)
+        position_integer(position, "epoch")
+        position_integer(position, "row", self.num_rows)
 
-    def _parts(self, position: Position) -> Iterator[RowBlock]:
+    def _row_blocks(self, position: Position) -> Iterator[RowBlock]:
         epoch = position["epoch"]
         order = self._order(epoch)
         for start in range(position["row"], self.num_rows, self.batch_size):
             end = min(start + self.batch_size, self.num_rows)
             rows = self.samples[start:end] if order is None else self.samples.select(order[start:end])
-            yield RowBlock(rows, partial(self._behind, epoch, start))
+            yield RowBlock(rows, partial(self._position_after, epoch, start))
         self._epoch = epoch + 1
 
-    def _behind(self, epoch: int, start: int, k: int) -> Position:
+    def _position_after(self, epoch: int, start: int, k: int) -> Position:
         return {"epoch": epoch, "row": start + k}
 
     def _order(self, epoch: int) -> Tensor | None:
@@ -199,22 +263,40 @@ class MemoryReader(Reader):
         return torch.randperm(n, generator=generator)[self.rank :: self.world_size]
 
 
-def whole(position: Position, key: str, most: int | None = None) -> int:
-    """The whole number under `key` of a position, from 0 to `most`; InputError if it is not one."""
+def position_integer(position: Position, key: str, most: int | None = None) -> int:
+    """Returns an integer of a position.
+
+    Args:
+        position: The position.
+        key: Key of the integer.
+        most: Largest valid value. None: there is no limit.
+
+    Raises:
+        InputError: The value is not an integer from 0 to `most`.
+    """
     value = position.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise InputError(f"reader: {key!r} of a position must be a whole number, got {value!r}")
+        raise InputError(f"reader: {key!r} of a position must be an integer of 0 or more, got {value!r}")
     if most is not None and value > most:
-        raise InputError(f"reader: {key!r} of the position is {value}, beyond {most}; the data has changed")
+        raise InputError(f"reader: {key!r} of the position is {value}, above {most}; the data has changed")
     return value
 
 
 def check_file(position: Position, key: str, files: list[Path]) -> None:
-    """Raise InputError unless the file that `key` of a position counts to is the one named there."""
-    index = whole(position, key, max(len(files) - 1, 0))
+    """Checks that the file at the index in a position is the file that the position names.
+
+    Args:
+        position: The position, with the name of a file under "name".
+        key: Key of the index.
+        files: The files of this shard.
+
+    Raises:
+        InputError: The index is out of range or another file is at that index.
+    """
+    index = position_integer(position, key, max(len(files) - 1, 0))
     name = files[index].name if files else ""
     if position.get("name") != name:
         raise InputError(
-            f"reader: the position is in file {position.get('name')!r}, where now is {name!r}; "
-            "read the same files in the same order, or start anew"
+            f"reader: the position is in file {position.get('name')!r}, but that file is now {name!r}; "
+            "read the same files in the same order, or start over"
         )

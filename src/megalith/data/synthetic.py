@@ -1,8 +1,8 @@
-"""Teacher: endless made-up clicks whose true probabilities are known.
+"""SyntheticReader: an endless stream of synthetic clicks with known click probabilities.
 
-Ids are popular by Zipf's law, new ones appear as time goes on, and the teacher changes its mind (drift). A
-batch is a pure function of (seed, number of the batch), an id's weights of (seed, feature, id): there is no
-table behind it, any batch can be made at once, and every rank sees its own batches of one stream.
+Ids follow Zipf's law, new ids appear over time, and the true weights may drift. A batch is a pure function of
+(seed, batch index) and the weights of an id are a pure function of (seed, feature, id). No table is stored,
+any batch can be generated directly, and each rank reads its own batches of one stream.
 """
 
 from __future__ import annotations
@@ -16,43 +16,50 @@ from torch import Tensor
 
 from megalith.bits import shift_right, signed
 from megalith.data.batch import Batch, Position
-from megalith.data.reader import Reader, whole
+from megalith.data.reader import Reader, position_integer
 from megalith.errors import InputError
 from megalith.ragged import Ragged
 from megalith.routing import mix
 from megalith.table.initializers import Normal, initial_rows, table_key
 
 VECTOR_DIM = 4
+_KEY = "teacher"
+"""Part of the key of every random draw. A different value would change all generated data."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticFeature:
-    """A feature of made-up ids. Raises InputError if a field makes no sense."""
+    """A feature with generated ids.
+
+    Raises:
+        InputError: A field is out of range.
+    """
 
     name: str
-    """The feature's name in the batches."""
+    """Name of the feature in the batches."""
     num_ids: int = 2_000
-    """How many ids there are when time begins."""
+    """Number of ids in the first batch."""
     exponent: float = 1.1
-    """Of Zipf's law: the id of rank k comes up in proportion to 1 / k^exponent."""
+    """Exponent of Zipf's law: the frequency of the id of rank k is proportional to 1 / k^exponent."""
     max_length: int = 1
-    """1 gives one id a row; more gives 0 to max_length of them."""
+    """Maximum number of ids per row: 1 gives exactly one id, a larger value gives 0 to max_length ids."""
     new_per_batch: float = 0.0
-    """How many new ids appear with each batch."""
+    """Number of new ids that appear with each batch."""
     fresh: float = 0.0
-    """Which share of the values are recent ids, the newest most popular; each is forgotten in time."""
+    """Fraction of the values that are recent ids. The newest id is the most frequent; old ones disappear."""
 
     def __post_init__(self) -> None:
         counts_fit = self.num_ids >= 1 and self.max_length >= 1 and self.exponent >= 0
         if not counts_fit or not 0 <= self.fresh <= 1 or not self.new_per_batch >= 0:
-            raise InputError(f"teacher: feature {self.name!r} has a size or a share out of range: {self}")
+            raise InputError(f"synthetic data: feature {self.name!r} has a value out of range: {self}")
 
 
 @dataclass(frozen=True, eq=False)
 class SyntheticBatch(Batch):
-    """A batch that knows the probability each label was drawn with, float32 [B]."""
+    """A batch with the true click probability of each row."""
 
-    teacher_probability: Tensor = field(kw_only=True)
+    true_probability: Tensor = field(kw_only=True)
+    """The probability that each label was drawn with, float32 [B]."""
 
 
 DEFAULT_FEATURES = (
@@ -64,12 +71,27 @@ DEFAULT_FEATURES = (
 
 
 class SyntheticReader(Reader):
-    """Batches of made-up clicks; endless unless num_batches is given.
+    """Reads batches of synthetic clicks.
 
-    The logit of a click is bias + scale * s, where s has a variance of about 1: a share `interaction` of it
-    from products of vectors of two features' ids, the rest from a weight of each id (and of each of num_dense
-    normal values). drift_period: after how many batches the weights are what they were; None keeps them.
-    The time of batch i is start_time + i * seconds_per_batch. Raises InputError if a number makes no sense.
+    The logit of a click is `bias + scale * s`, where s has a variance of about 1. A fraction `interaction` of
+    the variance comes from products of the vectors of two features' ids. The rest comes from a weight per id
+    and a weight per dense value.
+
+    Args:
+        features: The features to generate.
+        batch_size: Rows per batch.
+        seed: Seed of ids, weights and labels.
+        num_batches: Number of batches of all ranks together. None: the stream never ends.
+        num_dense: Number of normally distributed dense values per row.
+        bias: Mean of the logits.
+        scale: Standard deviation of the logits.
+        interaction: Fraction of the variance that comes from pairs of ids, 0 to 1.
+        drift_period: Number of batches after which the drifting weights repeat. None: the weights are fixed.
+        start_time: Time of batch 0 in seconds.
+        seconds_per_batch: Seconds between two batches.
+
+    Raises:
+        InputError: A number is out of range or two features have the same name.
     """
 
     def __init__(
@@ -90,17 +112,17 @@ class SyntheticReader(Reader):
         super().__init__(batch_size=batch_size)
         names = [feature.name for feature in features]
         if not names or len(set(names)) != len(names):
-            raise InputError(f"teacher: features need names of their own, got {names}")
+            raise InputError(f"synthetic data: features must have distinct names, got {names}")
         if not 0 <= interaction <= 1:
-            raise InputError(f"teacher: interaction must be within 0 .. 1, got {interaction}")
+            raise InputError(f"synthetic data: interaction must be between 0 and 1, got {interaction}")
         if drift_period is not None and not drift_period > 0:
-            raise InputError(f"teacher: drift_period must be above 0, got {drift_period}")
+            raise InputError(f"synthetic data: drift_period must be above 0, got {drift_period}")
         if num_dense < 0 or (num_batches is not None and num_batches < 0):
-            raise InputError("teacher: num_dense and num_batches must not be below 0")
+            raise InputError("synthetic data: num_dense and num_batches must be 0 or more")
         self.features = tuple(features)
         self.seed = seed
         self.num_batches = num_batches
-        self.num_dense = num_dense
+        self._num_dense = num_dense
         self.bias, self.scale = bias, scale
         self.interaction = interaction if len(features) > 1 else 0.0
         self.drift_period = drift_period
@@ -110,16 +132,26 @@ class SyntheticReader(Reader):
 
     @property
     def num_rows(self) -> int | None:
-        """How many rows this shard has; None if it is endless."""
+        """Number of rows of this shard. None if the stream is endless."""
         if self.num_batches is None:
             return None
         return len(range(self.rank, self.num_batches, self.world_size)) * self.batch_size
+
+    @property
+    def feature_names(self) -> list[str]:
+        """See `Reader.feature_names`."""
+        return [feature.name for feature in self.features]
+
+    @property
+    def num_dense(self) -> int:
+        """See `Reader.num_dense`."""
+        return self._num_dense
 
     def _start(self) -> Position:
         return {"batch": 0}
 
     def _check(self, position: Position) -> None:
-        whole(position, "batch")
+        position_integer(position, "batch")
 
     def __iter__(self) -> Iterator[SyntheticBatch]:
         self._check_workers()
@@ -129,36 +161,40 @@ class SyntheticReader(Reader):
             if self.num_batches is not None and index >= self.num_batches:
                 self._at = None
                 return
-            self._at = self._stamped({"batch": done + 1})
+            self._at = self._with_shard({"batch": done + 1})
             yield self.batch(index)
 
     def batch(self, index: int) -> SyntheticBatch:
-        """Batch number `index` of the whole stream, whichever rank's it is."""
+        """Generates one batch.
+
+        Args:
+            index: Index of the batch in the stream of all ranks.
+        """
         columns = {feature.name: self._ids(feature, index) for feature in self.features}
         dense = None
         if self.num_dense:
-            even = self._even("dense", index, self.batch_size * self.num_dense)
-            dense = torch.special.ndtri(even).float().view(self.batch_size, self.num_dense)
+            uniform = self._uniform("dense", index, self.batch_size * self.num_dense)
+            dense = torch.special.ndtri(uniform).float().view(self.batch_size, self.num_dense)
         chance = torch.sigmoid(self._logits(columns, dense, index)).float()
-        labels = (self._even("label", index, self.batch_size) < chance).float()
-        after = self._stamped({"batch": index // self.world_size + 1})
+        labels = (self._uniform("label", index, self.batch_size) < chance).float()
+        after = self._with_shard({"batch": index // self.world_size + 1})
         time = self.start_time + index * self.seconds_per_batch
-        return SyntheticBatch(columns, labels, dense, None, time, after, teacher_probability=chance)
+        return SyntheticBatch(columns, labels, dense, None, time, after, true_probability=chance)
 
-    # ---- what stands in it
+    # ---- the content of a batch
 
     def _ids(self, feature: SyntheticFeature, index: int) -> Ragged:
         lengths = torch.ones(self.batch_size, dtype=torch.int64)
         if feature.max_length > 1:
-            even = self._even(f"{feature.name}/length", index, self.batch_size)
-            lengths = (even * (feature.max_length + 1)).long()
+            uniform = self._uniform(f"{feature.name}/length", index, self.batch_size)
+            lengths = (uniform * (feature.max_length + 1)).long()
         n = int(lengths.sum())
-        number = _zipf(self._even(f"{feature.name}/rank", index, n), feature.num_ids, feature.exponent)
+        number = _zipf(self._uniform(f"{feature.name}/rank", index, n), feature.num_ids, feature.exponent)
         if feature.fresh:
             born = feature.num_ids + int(index * feature.new_per_batch)
-            is_fresh = self._even(f"{feature.name}/fresh", index, n) < feature.fresh
+            is_fresh = self._uniform(f"{feature.name}/fresh", index, n) < feature.fresh
             number = torch.where(is_fresh, born - 1 - number, number)
-        ids = mix(number ^ signed(table_key(self.seed, f"teacher/ids/{feature.name}")))
+        ids = mix(number ^ signed(table_key(self.seed, f"{_KEY}/ids/{feature.name}")))
         return Ragged.from_lengths(ids, lengths)
 
     def _logits(self, columns: dict[str, Ragged], dense: Tensor | None, index: int) -> Tensor:
@@ -167,12 +203,12 @@ class SyntheticReader(Reader):
         total = torch.zeros(self.batch_size, VECTOR_DIM, dtype=torch.float64)
         squares = torch.zeros_like(total)
         for name, column in columns.items():
-            rows = self._pooled(f"teacher/{name}", column)
+            rows = self._pooled(f"{_KEY}/{name}", column)
             linear += rows[:, 0] * math.cos(angle) + rows[:, 1] * math.sin(angle)
             total += rows[:, 2:]
             squares += rows[:, 2:] ** 2
         if dense is not None:
-            key = table_key(self.seed, "teacher/dense")
+            key = table_key(self.seed, f"{_KEY}/dense")
             linear += dense.double() @ _normal(key, torch.arange(self.num_dense), 1)[:, 0]
         count = len(columns)
         pairs = ((total**2 - squares) / 2).sum(1) / math.sqrt(VECTOR_DIM * max(count * (count - 1) / 2, 1))
@@ -181,26 +217,26 @@ class SyntheticReader(Reader):
         return self.bias + self.scale * mixed
 
     def _pooled(self, name: str, column: Ragged) -> Tensor:
-        """The mean of the teacher's rows (weight, weight a quarter period later, vector), zeros if empty."""
+        """The mean of the ids' true rows (weight, weight a quarter period later, vector); zeros if empty."""
         rows = _normal(table_key(self.seed, name), column.values, 2 + VECTOR_DIM)
         sums = torch.zeros(len(column), rows.shape[1], dtype=torch.float64)
         sums.index_add_(0, column.row_ids(), rows)
         return sums / column.lengths().clamp(min=1)[:, None]
 
-    def _even(self, use: str, index: int, n: int) -> Tensor:
-        """n numbers evenly between 0 and 1, float64, drawn from (seed, use, index)."""
-        key = signed(table_key(self.seed, f"teacher/draw/{use}/{index}"))
+    def _uniform(self, use: str, index: int, n: int) -> Tensor:
+        """n uniform numbers between 0 and 1, float64, drawn from (seed, use, index)."""
+        key = signed(table_key(self.seed, f"{_KEY}/draw/{use}/{index}"))
         bits = mix(mix(torch.arange(n)) ^ key)
         return (shift_right(bits, 12).double() + 0.5) * 2.0**-52
 
 
-def _zipf(even: Tensor, num_ids: int, exponent: float) -> Tensor:
-    """Ranks 0 .. num_ids - 1 by the inverse of Zipf's law taken as continuous."""
+def _zipf(uniform: Tensor, num_ids: int, exponent: float) -> Tensor:
+    """Maps uniform numbers to ranks 0 .. num_ids - 1 by the inverse of the continuous form of Zipf's law."""
     if abs(exponent - 1) < 1e-6:
-        rank = (num_ids + 1) ** even
+        rank = (num_ids + 1) ** uniform
     else:
         power = 1 - exponent
-        rank = (even * ((num_ids + 1) ** power - 1) + 1) ** (1 / power)
+        rank = (uniform * ((num_ids + 1) ** power - 1) + 1) ** (1 / power)
     return (rank.long() - 1).clamp(0, num_ids - 1)
 
 

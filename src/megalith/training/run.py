@@ -121,7 +121,7 @@ class Run:
         torch.manual_seed(config.train.seed)
         self.source = self.ranks.in_turn(lambda: open_source(config))
         self.config = config.changed(data_schema=self.source.config.schema)
-        self.model = model_for(self.config, self.source.features, self.source.num_dense)
+        self.model = model_for(self.config, self.source.train.feature_names, self.source.train.num_dense)
         if self.ranks.size > 1:
             broadcast_dense(self.model, self.ranks.group)
         self.optimizer = torch.optim.Adam(self.model.parameters(), config.train.lr)
@@ -295,8 +295,8 @@ class Run:
             "samples": self.samples,
             "seconds": self.seconds,
             "position": self.source.train.position,
-            "features": self.source.features,
-            "num_dense": self.source.num_dense,
+            "features": self.source.train.feature_names,
+            "num_dense": self.source.train.num_dense,
             "rng": checkpoint.rng_state(),
         }
 

@@ -1,6 +1,8 @@
-"""RunConfig: everything a run needs to be repeated, from a TOML file and flags.
+"""RunConfig: everything that is needed to repeat a run, from a TOML file and command-line flags.
 
-Plain data with checks: unknown keys and wrong types are errors that name the key and the known ones.
+The fields of the three sections are the keys of the TOML file and the flags of `megalith train`, and the
+docstring of a field is the help text of its flag. Unknown keys and wrong types raise an error that names the
+key.
 """
 
 from __future__ import annotations
@@ -11,12 +13,13 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from megalith.data.reader_registry import FILE_READERS
 from megalith.errors import InputError, UnknownNameError
 from megalith.routing import MODES
 from megalith.shards.wire import check_wire
 from megalith.table import FTRL, SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
 
-KINDS = ("movielens", "teacher", "parquet", "csv", "criteo", "monolith")
+KINDS = ("movielens", "synthetic", *FILE_READERS)
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     "adagrad": Adagrad,
     "adam": Adam,
@@ -45,103 +48,109 @@ MAY_CHANGE = (
     "publish_token_file",
     "publish_ca_file",
 )
-"""Keys of [train] that a resumed run may set anew."""
+"""Keys of [train] that may change when a run is resumed."""
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where samples come from."""
+    """The training and test data."""
 
     kind: str = "movielens"
-    """One of movielens, teacher, parquet, csv, criteo, monolith."""
+    """Kind of data: movielens, synthetic, parquet, csv, criteo or monolith."""
     path: str | None = None
-    """File, directory or pattern to train on; for movielens a directory that holds it (None: fetched)."""
+    """File, directory or pattern to train on. For movielens, its directory; downloaded if not given."""
     test_path: str | None = None
-    """What to evaluate on; None holds back the last part of movielens and teacher data."""
+    """Data to evaluate on. Without it, movielens and synthetic data hold out their last part."""
     batch_size: int = 1024
-    """Rows of a batch."""
+    """Rows per batch."""
     on_error: str = "raise"
-    """"raise" stops at a bad row, "skip" counts it and goes on."""
+    """What to do with a bad row: raise stops the run, skip counts the row and continues."""
     schema: dict[str, Any] = field(default_factory=dict)
-    """For parquet and csv: which columns are what (see the guide of data)."""
+    """Columns of parquet and csv files (see the guide "Data")."""
     options: dict[str, Any] = field(default_factory=dict)
-    """More arguments of the reader."""
+    """Further arguments of the reader."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model."""
+    """The model."""
 
     name: str = "deepfm"
-    """One of deepfm, dlrm, dcnv2, din."""
+    """Kind of model: deepfm, dlrm, dcnv2 or din."""
     dim: int = 16
-    """How wide an embedding is."""
+    """Embedding dimension."""
     features: list[str] = field(default_factory=list)
-    """The features to use; none: all the data has."""
+    """Features to use. Empty: all features of the data."""
     tables: dict[str, str] = field(default_factory=dict)
-    """Feature -> table; a feature that is not named has a table of its own."""
+    """Feature -> table. A feature that is not listed has its own table."""
     options: dict[str, Any] = field(default_factory=dict)
-    """More arguments of the model's class, such as hidden = [64, 32]."""
+    """Further arguments of the model's class, such as hidden = [64, 32]."""
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How to train."""
+    """The training loop, checkpoints, ranks and publishing."""
 
     epochs: int = 1
-    """Passes over the data."""
+    """Number of passes over the data."""
     max_steps: int | None = None
-    """Stop after so many batches."""
+    """Stop after this number of batches."""
     lr: float = 1e-3
-    """Of Adam for the dense weights."""
+    """Learning rate of Adam for the dense weights."""
     table_optimizer: str = "adagrad"
-    """One of adagrad, adam, ftrl, rowwise_adagrad, sgd."""
+    """Optimizer of the tables: adagrad, adam, ftrl, rowwise_adagrad or sgd."""
     table_lr: float = 0.05
-    """Of the tables."""
+    """Learning rate of the tables."""
     engine: str = "cpu"
-    """Of the tables: cpu or reference."""
+    """Engine of the tables: cpu or reference."""
     seed: int = 0
-    """Of initial rows, dense weights and the order of samples."""
+    """Seed of initial rows, dense weights and the order of samples."""
     threads: int | None = None
-    """Of torch and the native module; None: as torch has it."""
+    """Number of threads of torch and the native module. Default: torch's setting."""
     log_every: int = 50
-    """Batches between lines of metrics.jsonl."""
+    """Batches between two lines of metrics.jsonl."""
     save_every: int | None = None
-    """Batches between checkpoints; None: at the end and on Ctrl-C."""
+    """Batches between two checkpoints. Without it, the run saves at its end and on Ctrl-C."""
     save_async: bool = False
-    """Go on training while a checkpoint is being written; the last save is waited for."""
+    """Continue training while a checkpoint is written."""
     keep_last: int | None = None
-    """Keep so many of the newest checkpoints in checkpoints/; None, and no keep_every: only the newest."""
+    """Number of newest checkpoints to keep in RUN/checkpoints."""
     keep_every: int | None = None
-    """Keep the checkpoints of steps that this divides, too."""
+    """Also keep the checkpoint of every step that is a multiple of this number."""
     micro_batches: int | None = None
-    """Micro-batches of a step on all ranks, a power of two: same bits on any number of ranks that divides it;
-    None: one a rank."""
+    """Micro-batches per step over all ranks, a power of two. Any number of ranks that divides it computes the
+    same bits. Default: one per rank."""
     dist_type: str = "roundrobin"
-    """How rows are spread over ranks: continuous, roundrobin or hash_roundrobin."""
+    """How rows are distributed over ranks: continuous, roundrobin or hash_roundrobin."""
     block_size: int | None = None
-    """For continuous: ids of a block, which one rank has."""
+    """Number of consecutive ids per rank with dist_type continuous."""
     wire: str = "float32"
-    """Precision between ranks: float32, float16, bfloat16, int8 (rows alone), or rows=int8,grads=float16."""
+    """Precision of the exchange between ranks: float32, float16, bfloat16, int8 (rows only), or for example
+    rows=int8,grads=float16."""
     comm_metrics: str | None = None
-    """Measure what travels: * for all tables, or names with commas between them."""
+    """Measure the exchange between ranks: * for all tables, or table names separated by commas."""
     timeout: float = 600.0
     """Seconds that ranks wait for each other."""
     publish: str | None = None
-    """Push changes to servers found by this discovery: static:host:port, file:path, zk://...; "": do not."""
+    """Push changed rows to the servers of this discovery: static:HOST:PORT,..., file:PATH or
+    zk://HOST:PORT/ROOT. An empty value stops pushing in a resumed run."""
     publish_interval: float = 10.0
-    """Seconds between pushes."""
+    """Seconds between two pushes."""
     publish_name: str | None = None
-    """What servers call the model; None: the kind of model."""
+    """Name of the model on the servers. Default: the kind of model."""
     publish_token_file: str | None = None
-    """A file with the token that servers ask for."""
+    """File with the token that the servers require."""
     publish_ca_file: str | None = None
-    """A file with the certificates that vouch for servers; pushes then travel by TLS."""
+    """File with PEM certificates to verify the servers with. Pushes then use TLS."""
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A whole run."""
+    """The config of a run.
+
+    Raises:
+        InputError: A value is out of range or two values contradict each other; the message names the key.
+    """
 
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -158,13 +167,13 @@ class RunConfig:
         self._check_ranks()
 
     def _check_ranks(self) -> None:
-        """What concerns many ranks; checked for one too, which may be resumed on many."""
+        """Checks the keys of multi-rank runs, on one rank too: the run may be resumed on several ranks."""
         train = self.train
         _one_of("train.dist_type", train.dist_type, MODES)
         if (train.dist_type == "continuous") != (train.block_size is not None):
             raise InputError(
-                "config: train.dist_type = continuous needs train.block_size (--block-size), the ids of a "
-                f"block, and no other mode has one; got {train.dist_type} and {train.block_size}"
+                "config: train.dist_type = continuous requires train.block_size (--block-size), and no other "
+                f"mode allows it; got {train.dist_type} and {train.block_size}"
             )
         for name in ("block_size", "timeout", "publish_interval"):
             value = getattr(train, name)
@@ -180,28 +189,36 @@ class RunConfig:
 
     @property
     def table_optimizer(self) -> Optimizer:
-        """The optimizer of all tables."""
+        """The optimizer of the tables."""
         return OPTIMIZERS[self.train.table_optimizer](self.train.table_lr)
 
     @property
     def wire(self) -> str | dict[str, str]:
-        """As SyncShards takes it."""
+        """`train.wire` in the form that SyncShards takes."""
         pairs = [part.partition("=") for part in self.train.wire.split(",")]
         return {key.strip(): value.strip() for key, _, value in pairs} if pairs[0][1] else self.train.wire
 
     @property
     def measured_tables(self) -> list[str] | None:
-        """The tables that train.comm_metrics names; None: all."""
+        """The tables that train.comm_metrics names. None: all."""
         named = self.train.comm_metrics
         return None if named in (None, "*") else [name.strip() for name in named.split(",")]
 
     def to_dict(self) -> dict[str, Any]:
-        """A form that JSON can hold."""
+        """Returns the config as JSON-compatible dicts, one per section."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RunConfig:
-        """What `to_dict` gave, or the content of a TOML file. Raises InputError naming a wrong key."""
+        """Creates a config from the output of `to_dict` or the content of a TOML file.
+
+        Args:
+            data: Section -> keys. Keys that are missing have their default.
+
+        Raises:
+            UnknownNameError: A section or key does not exist.
+            InputError: A value has the wrong type or is out of range.
+        """
         parts: dict[str, Any] = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig}
         for key in data:
             if key not in parts:
@@ -210,18 +227,28 @@ class RunConfig:
 
     @classmethod
     def from_toml(cls, path: Path) -> RunConfig:
-        """Reads a TOML file."""
+        """Reads a TOML file.
+
+        Raises:
+            InputError: The file cannot be read, is not TOML, or a value is wrong.
+            UnknownNameError: A section or key does not exist.
+        """
         try:
             return cls.from_dict(tomllib.loads(path.read_text(encoding="utf-8")))
         except OSError as error:
             raise InputError(f"{path} cannot be read: {error.strerror}") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise InputError(f"{path} is no TOML: {error}") from None
+            raise InputError(f"{path} is not valid TOML: {error}") from None
         except (InputError, UnknownNameError) as error:
             raise type(error)(f"{path}: {error}") from None
 
     def changed(self, **flags: Any) -> RunConfig:
-        """With other values: `data_path=...`, `model_dim=...`, `train_epochs=...`; None leaves one alone."""
+        """Returns a copy with other values.
+
+        Args:
+            **flags: Values by section and key: `data_path=...`, `model_dim=...`, `train_epochs=...`. None
+                keeps the current value.
+        """
         parts: dict[str, dict[str, Any]] = {"data": {}, "model": {}, "train": {}}
         for flag, value in flags.items():
             section, _, name = flag.partition("_")
@@ -231,19 +258,29 @@ class RunConfig:
         return RunConfig.from_dict(merged)
 
     def resumed(self, changes: Mapping[str, Any]) -> RunConfig:
-        """With keys of [train] set anew, some of MAY_CHANGE; others raise InputError."""
+        """Returns the config of a resumed run.
+
+        Args:
+            changes: New values of keys of [train].
+
+        Raises:
+            InputError: A key is not one of `MAY_CHANGE`.
+        """
         for key in changes:
             if key not in MAY_CHANGE:
                 raise InputError(
-                    f"train.{key} cannot change when a run is resumed; may: {', '.join(MAY_CHANGE)}"
+                    f"train.{key} cannot change when a run is resumed; these can: {', '.join(MAY_CHANGE)}"
                 )
         own = self.to_dict()
         return RunConfig.from_dict({**own, "train": {**own["train"], **changes}})
 
     def changes_to(self, wanted: RunConfig) -> dict[str, Any]:
-        """What `resumed` needs to make this run's config the wanted one, the fitted schema excepted.
+        """Returns the changes for `resumed` that turn this config into the wanted one.
 
-        Raises InputError naming a key that differs and cannot change.
+        The schema is not compared: this config holds the fitted one.
+
+        Raises:
+            InputError: A key differs that cannot change when a run is resumed.
         """
         changes = {}
         here, there = self.to_dict(), wanted.to_dict()
@@ -253,8 +290,8 @@ class RunConfig:
                     continue
                 if section != "train" or key not in MAY_CHANGE:
                     raise InputError(
-                        f"{section}.{key} is {here[section][key]!r} in the run that is resumed and "
-                        f"{value!r} now: it cannot change; start over, or choose another directory"
+                        f"{section}.{key} is {here[section][key]!r} in the resumed run and {value!r} now; it "
+                        "cannot change when a run is resumed; start over, or choose another directory"
                     )
                 changes[key] = value
         return changes

@@ -285,7 +285,7 @@ def test_resume_and_shards_of_batches(tmp_path: Path) -> None:
 def test_a_position_of_other_files_is_refused(tmp_path: Path) -> None:
     one = MonolithReader(write(tmp_path / "a.pb", numbered(9)), "example", features=["f"], batch_size=4)
     two = MonolithReader(write(tmp_path / "b.pb", numbered(9)), "example", features=["f"], batch_size=4)
-    with pytest.raises(InputError, match=r"position is in file 'a.pb', where now is 'b.pb'"):
+    with pytest.raises(InputError, match=r"position is in file 'a.pb', but that file is now 'b.pb'"):
         two.seek(next(iter(one)).position)
 
 

@@ -472,7 +472,7 @@ def test_rows_are_held_a_piece_at_a_time(tmp_path: Path, fast: None) -> None:
 def run_config(**train: Any) -> RunConfig:
     return RunConfig.from_dict(
         {
-            "data": {"kind": "teacher", "batch_size": 64, "options": {"num_batches": 4, "num_dense": 2}},
+            "data": {"kind": "synthetic", "batch_size": 64, "options": {"num_batches": 4, "num_dense": 2}},
             "model": {"dim": 4, "options": {"hidden": [8]}},
             "train": {"threads": 1, **train},
         }

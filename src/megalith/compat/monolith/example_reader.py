@@ -19,7 +19,7 @@ from megalith.compat.monolith.examples import ExampleRow, Value, example, exampl
 from megalith.data.batch import Position, Samples
 from megalith.data.files import Paths, list_files
 from megalith.data.formats.record_files import HEADERS, MAX_RECORD_BYTES, FramedRecord, Framing, RecordFile
-from megalith.data.reader import OnError, Reader, RowBlock, check_file, whole
+from megalith.data.reader import OnError, Reader, RowBlock, check_file, position_integer
 from megalith.errors import InputError
 from megalith.ops.ids import hash_strings
 from megalith.ragged import Ragged
@@ -91,6 +91,16 @@ class MonolithReader(Reader):
         self.files = [RecordFile(x, framing, header=header, max_bytes=max_bytes) for x in paths]
         self._wanted = {*self.features.values(), *self.dense}
 
+    @property
+    def feature_names(self) -> list[str]:
+        """See `Reader.feature_names`."""
+        return list(self.features)
+
+    @property
+    def num_dense(self) -> int:
+        """See `Reader.num_dense`."""
+        return sum(self.dense.values())
+
     def _start(self) -> Position:
         return self._position(0, 0, 0, 0)
 
@@ -101,22 +111,22 @@ class MonolithReader(Reader):
 
     def _check(self, position: Position) -> None:
         for key in ("offset", "record", "row"):
-            whole(position, key)
+            position_integer(position, key)
         check_file(position, "file", [file.path for file in self.files])
 
     # ---- records to rows to tensors
 
-    def _parts(self, position: Position) -> Iterator[RowBlock]:
+    def _row_blocks(self, position: Position) -> Iterator[RowBlock]:
         rows: list[_Sample] = []
         after: list[Position] = []
         for row, behind in self._rows(position):
             rows.append(row)
             after.append(behind)
             if len(rows) == self.batch_size:
-                yield RowBlock(self._samples(rows), partial(_behind, after))
+                yield RowBlock(self._samples(rows), partial(_position_after, after))
                 rows, after = [], []
         if rows:
-            yield RowBlock(self._samples(rows), partial(_behind, after))
+            yield RowBlock(self._samples(rows), partial(_position_after, after))
 
     def _rows(self, position: Position) -> Iterator[tuple[_Sample, Position]]:
         """The good rows from `position` on, each with the position behind it."""
@@ -193,7 +203,7 @@ class MonolithReader(Reader):
         )
 
 
-def _behind(after: list[Position], k: int) -> Position:
+def _position_after(after: list[Position], k: int) -> Position:
     return after[k - 1]
 
 
