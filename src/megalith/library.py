@@ -7,7 +7,9 @@ the callers' business: an autograd.Function around an op costs a fraction of a r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
@@ -79,3 +81,25 @@ def apart(tensors: Sequence[Tensor]) -> list[Tensor]:
 def new_size() -> Any:
     """In a fake: a size that only the data knows."""
     return torch.library.get_ctx().new_dynamic_size()
+
+
+def lazy_names(
+    package: str, modules: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Makes a package import each of its names when the name is first used.
+
+    Args:
+        package: the package's `__name__`.
+        modules: the names each module defines, separated by spaces; ".x" is module x of the package.
+
+    Returns:
+        The package's `__getattr__`, `__dir__` and `__all__`.
+    """
+    homes = {name: module for module, names in modules.items() for name in names.split()}
+
+    def load(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(homes[name], package), name)
+
+    return load, lambda: sorted({*vars(sys.modules[package]), *homes}), sorted(homes)

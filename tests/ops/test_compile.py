@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -19,11 +21,11 @@ from megalith.compat.monolith import (
     OutType,
     PoolingType,
     SliceConfig,
-    distribution_ops,
 )
 from megalith.ops import Bags, OutputSlice
 from megalith.ops.pool_rows import arguments
 
+MONOLITH_OPS = ("buffer_ops", "distribution_ops", "fid_sharding", "layout_ops", "reduce_ops")
 IDS = torch.tensor([3, 1, 3, -5, 7])
 TO = torch.tensor([0, 1, 1, 0, 2])
 ROUTER = Router("hash_roundrobin", 3)
@@ -175,8 +177,12 @@ def outcome(model: Callable[[Tensor], Any]) -> tuple[list[Tensor], Tensor]:
 
 def test_every_public_function_is_here() -> None:
     public = {n: getattr(ops, n) for n in ops.__all__}
-    public |= {n: getattr(distribution_ops, n) for n in distribution_ops.__all__}
-    functions = {n for n, value in public.items() if callable(value) and not isinstance(value, type)}
+    for module in MONOLITH_OPS:
+        own = import_module(f"megalith.compat.monolith.{module}")
+        public |= {
+            n: f for n, f in vars(own).items() if n in monolith.__all__ and f.__module__ == own.__name__
+        }
+    functions = {n for n, f in public.items() if isinstance(f, FunctionType) and not n.startswith("_")}
     assert functions - NOT_COMPILED - INSIDE_OTHERS == set(MODELS)
 
 

@@ -68,8 +68,8 @@ def dedup(
     id's first occurrence decides), or all ids go to shard 0. distinct=False counts every occurrence as an id.
     widths: elements of a row of each list, for `offsets` into the distinct ids' rows laid end to end.
     """
-    ids = checks.whole(ids, "ids")
-    lists = _one_list(ids) if splits is None else checks.whole(splits, "splits")
+    ids = checks.int64(ids, "ids")
+    lists = _one_list(ids) if splits is None else checks.int64(splits, "splits")
     rule, shards = _rule(router, num_shards)
     if owners is not None:
         if router is not None:
@@ -96,7 +96,7 @@ def bucketize(ragged: Ragged, router: Router, weights: Tensor | None = None) -> 
     if not isinstance(ragged, Ragged):
         raise InputError(f"ragged must be a Ragged, got {checks.kind(ragged)}")
     values = ragged.values
-    ids = checks.whole(values, "ragged.values")
+    ids = checks.int64(values, "ragged.values")
     weights = ragged.weights if weights is None else weights
     if weights is not None:
         weights = checks.floats(weights, "weights", (ids.shape[0],))
@@ -113,8 +113,8 @@ def match(keys: Tensor, queries: Tensor, *, name: str = "queries", missing_ok: b
 
     Raises InputError naming the first query that is not there, unless missing_ok: then its position is -1.
     """
-    keys = checks.whole(keys, "keys")
-    flat = checks.whole(queries, name, None).reshape(-1)
+    keys = checks.int64(keys, "keys")
+    flat = checks.int64(queries, name, None).reshape(-1)
     found: Tensor = _match(keys, flat, name, missing_ok)
     return found.view(queries.shape)
 
@@ -122,7 +122,7 @@ def match(keys: Tensor, queries: Tensor, *, name: str = "queries", missing_ok: b
 def split_rows(rows: Tensor, indices: Tensor, num_splits: int, *, name: str = "indices") -> list[Tensor]:
     """Row i goes to output `indices[i]`, order kept: [n, ...] -> num_splits x [k, ...]. Differentiable."""
     rows = _rows(rows)
-    num_splits = checks.positive(num_splits, "num_splits")
+    num_splits = checks.integer(num_splits, "num_splits")
     owners = checks.integers(indices, name, (rows.shape[0],))
     lengths, place = _bucketize(None, _one_list(rows), owners, [], num_splits, name)
     if torch.is_grad_enabled() and rows.requires_grad:
@@ -134,7 +134,7 @@ def place_rows(rows: Tensor, place: Tensor) -> Tensor:
     """Row i goes to row place[i]: [n, ...] by a permutation int64 [n]. Differentiable."""
     rows = _rows(rows)
     n = rows.shape[0]
-    place = checks.whole(place, "place", (n,))
+    place = checks.int64(place, "place", (n,))
     taken = torch.zeros_like(place, dtype=torch.bool).index_fill(0, place.clamp(0, max(n - 1, 0)), True)
     checks.require(taken & (place >= 0) & (place < n), "place must hold the number of every row once")
     return _placed(rows, place)
@@ -152,7 +152,7 @@ def _one_list(values: Tensor) -> Tensor:
 
 def _rule(router: Router | None, num_shards: int | None) -> tuple[list[int], int]:
     if router is None:
-        shards = 1 if num_shards is None else checks.positive(num_shards, "num_shards")
+        shards = 1 if num_shards is None else checks.integer(num_shards, "num_shards")
         return list(Router("roundrobin", 1).rule), shards
     if not isinstance(router, Router):
         raise InputError(f"router must be a Router, got {checks.kind(router)}")

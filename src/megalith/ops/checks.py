@@ -1,4 +1,8 @@
-"""Checks that ops share: every message names the argument and says what was expected."""
+"""Input checks that the ops share.
+
+Each function returns the checked value, or raises InputError with the argument's name and what it expects.
+A shape is a tuple in which None stands for any size; the shape None accepts any shape.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +17,29 @@ from megalith.library import native_module
 
 _INTEGERS = (torch.int64, torch.int32)
 
+Shape = Sequence[int | None] | None
 
-def integers(tensor: Any, name: str, shape: Sequence[int | None] | None = (None,)) -> Tensor:
-    """An int64 or int32 tensor of this shape (None in it: any size; None: any shape)."""
+
+def integers(tensor: Any, name: str, shape: Shape = (None,)) -> Tensor:
+    """Checks an int64 or int32 tensor of this shape; the dtype is kept."""
     if not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGERS:
         raise InputError(f"{name} must be an int64 or int32 tensor, got {kind(tensor)}")
     return _shaped(tensor, name, shape)
 
 
-def whole(tensor: Any, name: str, shape: Sequence[int | None] | None = (None,)) -> Tensor:
-    """An int64 tensor of this shape from an int64 or int32 one."""
+def int64(tensor: Any, name: str, shape: Shape = (None,)) -> Tensor:
+    """Checks an int64 or int32 tensor of this shape and converts it to int64."""
     return integers(tensor, name, shape).to(torch.int64)
 
 
+def int64_vectors(tensors: Any, name: str) -> list[Tensor]:
+    """Checks a list of int64 or int32 vectors and converts them to int64."""
+    return [int64(each, f"{name}[{i}]") for i, each in enumerate(as_list(tensors, name))]
+
+
 def splits(tensor: Any, name: str, size: int) -> Tensor:
-    """int64 [rows + 1] that ascend from 0 to `size`."""
-    cuts = whole(tensor, name)
+    """Checks row splits, int64 or int32 [rows + 1], that ascend from 0 to `size`; returns int64."""
+    cuts = int64(tensor, name)
     if cuts.shape[0] < 1:
         raise InputError(f"{name} must have the shape [rows + 1], got [0]")
     message = f"{name} must ascend from 0 to the number of values"
@@ -40,51 +51,71 @@ def splits(tensor: Any, name: str, size: int) -> Tensor:
     return cuts
 
 
-def floats(tensor: Any, name: str, shape: Sequence[int | None] | None) -> Tensor:
-    """A float tensor of this shape (None in it: any size; None: any shape)."""
+def floats(tensor: Any, name: str, shape: Shape) -> Tensor:
+    """Checks a float tensor of this shape."""
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         raise InputError(f"{name} must be a float tensor, got {kind(tensor)}")
     return _shaped(tensor, name, shape)
 
 
-def tensor(x: Any, name: str, shape: Sequence[int | None] | None) -> Tensor:
-    """A tensor of any type and this shape (None in it: any size; None: any shape)."""
+def same_floats(tensors: Any, name: str) -> list[Tensor]:
+    """Checks a list of at least one float tensor, all of the same dtype."""
+    items = as_list(tensors, name)
+    if not items:
+        raise InputError(f"{name} is empty; pass at least one tensor")
+    for i, item in enumerate(items):
+        if floats(item, f"{name}[{i}]", None).dtype != items[0].dtype:
+            raise InputError(f"{name}[{i}] is {item.dtype}, {name}[0] is {items[0].dtype}: use one dtype")
+    return items
+
+
+def tensor(x: Any, name: str, shape: Shape) -> Tensor:
+    """Checks a tensor of any dtype and of this shape."""
     if not isinstance(x, Tensor):
         raise InputError(f"{name} must be a tensor, got {kind(x)}")
     return _shaped(x, name, shape)
 
 
-def tensors(items: Any, name: str) -> list[Any]:
-    """A list from a list or tuple."""
+def as_list(items: Any, name: str) -> list[Any]:
+    """Converts a list or tuple to a list."""
     if not isinstance(items, list | tuple):
         raise InputError(f"{name} must be a list, got {kind(items)}")
     return list(items)
 
 
 def same_length(**lists: Sequence[Any]) -> None:
-    """Raises unless the lists have one length."""
+    """Raises unless all lists have the same length."""
     lengths = {name: len(items) for name, items in lists.items()}
     if len(set(lengths.values())) > 1:
-        told = ", ".join(f"{name} has {n}" for name, n in lengths.items())
-        raise InputError(f"lists of different lengths: {told}")
+        counts = ", ".join(f"{name} has {n}" for name, n in lengths.items())
+        raise InputError(f"lists of different lengths: {counts}")
 
 
-def positive(value: Any, name: str, least: int = 1) -> int:
-    """A whole number of at least `least`."""
+def integer(value: Any, name: str, least: int = 1) -> int:
+    """Checks an int of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt) or value < least:
-        raise InputError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        raise InputError(f"{name} must be an integer of at least {least}, got {value!r}")
     return value  # type: ignore[return-value]
 
 
+def scalar(value: Any, name: str) -> int:
+    """Checks an int of at least 0, given as an int or as an integer tensor of one element."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.is_floating_point():
+            raise InputError(f"{name} must be one integer, got a {kind(value)} tensor {list(value.shape)}")
+        value = int(value)
+    return integer(value, name, least=0)
+
+
 def sizes(items: Any, name: str, least: int = 1) -> list[int]:
-    """A list of whole numbers of at least `least` from a list or tuple."""
-    return [positive(item, f"{name}[{i}]", least) for i, item in enumerate(tensors(items, name))]
+    """Checks a list or tuple of ints of at least `least`."""
+    return [integer(item, f"{name}[{i}]", least) for i, item in enumerate(as_list(items, name))]
 
 
 def require(condition: Tensor, message: str) -> None:
     """Raises InputError unless every element of the condition is true.
 
-    Inside torch.compile the check stays in the graph and raises RuntimeError with the same message.
+    Inside torch.compile the check is part of the graph and raises RuntimeError with the same message.
     """
     if torch.compiler.is_compiling():
         torch._assert_async(condition.all(), message)
@@ -93,12 +124,15 @@ def require(condition: Tensor, message: str) -> None:
 
 
 def all_finite(values: Tensor) -> bool:
-    """Whether there is no NaN and no Inf; several times as fast as isfinite, since extremes show them."""
+    """Returns whether no value is NaN or Inf.
+
+    Testing the minimum and the maximum is several times as fast as `isfinite` on every value.
+    """
     return not values.numel() or all(bool(torch.isfinite(x)) for x in torch.aminmax(values))
 
 
 def index_range(index: Tensor, low: int, high: int, name: str) -> None:
-    """Raises InputError unless every index lies in low:high."""
+    """Raises unless every index is in low:high."""
     if index.numel() == 0:
         return
     least, most = torch.aminmax(index)
@@ -109,19 +143,19 @@ def index_range(index: Tensor, low: int, high: int, name: str) -> None:
 
 
 def kind(x: Any) -> str:
-    """What a message calls a wrong argument."""
+    """Returns the dtype of a tensor or the type name of anything else, for error messages."""
     return str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
 
 
-def _shaped(tensor: Tensor, name: str, shape: Sequence[int | None] | None) -> Tensor:
+def _shaped(tensor: Tensor, name: str, shape: Shape) -> Tensor:
     if tensor.layout != torch.strided:
         raise InputError(f"{name} must be a dense tensor, got {tensor.layout}")
     if shape is None:
         return tensor
-    fits = tensor.dim() == len(shape) and all(
+    matches = tensor.dim() == len(shape) and all(
         want is None or size == want for size, want in zip(tensor.shape, shape, strict=True)
     )
-    if not fits:
+    if not matches:
         wanted = ", ".join("?" if want is None else str(want) for want in shape)
         raise InputError(f"{name} must have the shape [{wanted}], got {list(tensor.shape)}")
     return tensor

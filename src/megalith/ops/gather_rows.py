@@ -27,7 +27,7 @@ def gather(rows: Tensor, index: Tensor, *, name: str = "index") -> Tensor:
     Raises InputError, naming the argument `name`, for an index outside 0 to m - 1.
     """
     rows = checks.tensor(rows, "rows", (None, None))
-    flat = checks.whole(index, name, None).reshape(-1)
+    flat = checks.int64(index, name, None).reshape(-1)
     dim = rows.shape[1]
     if dim == 0:
         checks.require((flat >= 0) & (flat < rows.shape[0]), f"{name} is out of range")
@@ -42,8 +42,8 @@ def scatter_sum(rows: Tensor, index: Tensor, num_rows: int, *, name: str = "inde
     Rows nobody points at are zero. Raises InputError for an index outside 0 to num_rows - 1.
     """
     rows = checks.floats(rows, "rows", (None, None))
-    index = checks.whole(index, name, (rows.shape[0],))
-    num_rows = checks.positive(num_rows, "num_rows", least=0)
+    index = checks.int64(index, name, (rows.shape[0],))
+    num_rows = checks.integer(num_rows, "num_rows", least=0)
     dim = rows.shape[1]
     if dim == 0:
         checks.require((index >= 0) & (index < num_rows), f"{name} is out of range")
@@ -64,10 +64,10 @@ def gather_pieces(
     indices: int64 or int32 vectors. strides: elements an index counts (default 1 each).
     Raises InputError, naming the argument `name`, for a row that ends beyond the buffer.
     """
-    indices = checks.tensors(indices, "indices")
+    indices = checks.as_list(indices, "indices")
     strides = [1] * len(indices) if strides is None else strides
     source = checks.tensor(source, "source", None).reshape(-1)
-    indices = [checks.whole(index, name) for index in indices]
+    indices = [checks.int64(index, name) for index in indices]
     widths, strides = checks.sizes(widths, "widths", 0), checks.sizes(strides, "strides", 0)
     checks.same_length(indices=indices, widths=widths, strides=strides)
     return _gathered(source, indices, widths, strides, name)
@@ -82,13 +82,13 @@ def scatter_pieces(
     name: str = "index",
 ) -> Tensor:
     """Adds rows of several widths into one buffer of zeros: the gradient of `gather_pieces`."""
-    pieces, indices = checks.tensors(pieces, "pieces"), checks.tensors(indices, "indices")
+    pieces, indices = checks.as_list(pieces, "pieces"), checks.as_list(indices, "indices")
     strides = [1] * len(pieces) if strides is None else strides
     strides = checks.sizes(strides, "strides", 0)
     checks.same_length(pieces=pieces, indices=indices, strides=strides)
     pieces = [checks.floats(piece, f"pieces[{k}]", (None, None)) for k, piece in enumerate(pieces)]
-    indices = [checks.whole(i, name, (p.shape[0],)) for i, p in zip(indices, pieces, strict=True)]
-    return _scattered(pieces, indices, checks.positive(size, "size", least=0), strides, name)
+    indices = [checks.int64(i, name, (p.shape[0],)) for i, p in zip(indices, pieces, strict=True)]
+    return _scattered(pieces, indices, checks.integer(size, "size", least=0), strides, name)
 
 
 def _gathered(

@@ -17,7 +17,7 @@ def take(ragged: Ragged, rows: Tensor) -> Ragged:
     """The chosen rows of a column, in the order given: int [k], repeats allowed. Weights come along."""
     if not isinstance(ragged, Ragged):
         raise InputError(f"ragged must be a Ragged, got {checks.kind(ragged)}")
-    rows = checks.whole(rows, "rows")
+    rows = checks.int64(rows, "rows")
     values, splits = _taken(ragged.values, ragged.row_splits, rows)
     weights = None if ragged.weights is None else _taken(ragged.weights, ragged.row_splits, rows)[0]
     return Ragged.trusted(values, splits, weights)
@@ -40,7 +40,7 @@ def pad_rows(values: Tensor, splits: Tensor, length: int) -> Tensor:
     if values.dim() < 1:
         raise InputError("values must have at least one dimension")
     splits = checks.splits(splits, "splits", values.shape[0])
-    length = checks.positive(length, "length", least=0)
+    length = checks.integer(length, "length", least=0)
     if torch.is_grad_enabled() and values.requires_grad:
         out: Tensor = _Pad.apply(values, splits, length)
         return out
@@ -57,10 +57,10 @@ def move_runs(
     Raises InputError, naming the argument `name`, for a chunk that leaves either buffer.
     """
     values = checks.floats(values, "values", (None,))
-    widths = checks.whole(widths, "widths")
-    source = checks.whole(source, "source", (widths.shape[0],))
-    target = checks.whole(target, "target", (widths.shape[0],))
-    return moved(values, source, target, widths, checks.positive(size, "size", least=0), name)
+    widths = checks.int64(widths, "widths")
+    source = checks.int64(source, "source", (widths.shape[0],))
+    target = checks.int64(target, "target", (widths.shape[0],))
+    return moved(values, source, target, widths, checks.integer(size, "size", least=0), name)
 
 
 def moved(values: Tensor, source: Tensor, target: Tensor, widths: Tensor, size: int, name: str) -> Tensor:

@@ -40,9 +40,9 @@ def pool_rows(
     flat = dim is not None
     if source.dim() != (1 if flat else 2):
         raise InputError("source must be [m, dim], or one dimension when dim is given")
-    width = source.shape[1] if dim is None else checks.positive(dim, "dim", least=0)
+    width = source.shape[1] if dim is None else checks.integer(dim, "dim", least=0)
     dtype = torch.promote_types(source.dtype, torch.float32)
-    index = None if index is None else checks.whole(index, name)
+    index = None if index is None else checks.int64(index, name)
     args = (index, 1 if flat else width, width, *arguments(_checked(bags), dtype))
     shapes = [checks.sizes(shape, f"outputs[{k}]", 0) for k, shape in enumerate(outputs)]
     rows, columns = [r for r, _ in shapes], [c for _, c in shapes]
@@ -97,7 +97,7 @@ def segment_sum(values: Tensor, splits: Tensor) -> Tensor:
 
 def _checked(bags: Sequence[Bags]) -> list[Bags]:
     """The bags, their tensors of the right types and shapes; what they hold is the op's to check."""
-    for number, each in enumerate(checks.tensors(bags, "bags")):
+    for number, each in enumerate(checks.as_list(bags, "bags")):
         if not isinstance(each, Bags):
             raise InputError(f"bags[{number}] must be Bags, got {checks.kind(each)}")
         offsets = checks.integers(each.offsets, f"bags[{number}].offsets")

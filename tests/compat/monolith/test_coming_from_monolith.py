@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from megalith.compat.monolith import distribution_ops as monolith
+from megalith.compat import monolith
 
 TESTS = Path(__file__).parents[2]
 PAGE = TESTS.parent / "docs" / "coming-from-monolith.md"

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from megalith import Ragged, Router
 from megalith.compat import monolith
-from megalith.errors import InputError, UsageError
 
 pytestmark = pytest.mark.usefixtures("implementation")
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -26,7 +25,7 @@ def gradients(loss: Tensor, *inputs: Tensor) -> list[list[list[float]]]:
     return [g.tolist() for g in torch.autograd.grad(loss, inputs)]
 
 
-# ---- parting ids by shard
+# ---- ids by shard
 
 
 def test_split_by_indices() -> None:
@@ -185,85 +184,7 @@ def test_fused_reorder_smoke_run(router: Router) -> None:
     assert not router.skip_first or found.shard_sizes[0] == 0
 
 
-# ---- one buffer for the rows of many slots
-
-KEY = [[], [0, 1, 2, 1, 0], [0, 1, 0], []]
-DIMS = [1, 2, 3, 4]
-POS = Ragged.from_lists([[], [0, 1, 2], [3, 4], []])
-
-
-def test_unique_key_with_value_and_offset() -> None:
-    found = monolith.unique_key_with_value_and_offset(Ragged.from_lists(KEY), DIMS)
-    assert found.unique_key.to_lists() == [[], [0, 1, 2], [0, 1], []]
-    assert found.value_offset.to_lists() == [[], [[0, 8], [2, 6], [4]], [[10, 16], [13]], []]
-    assert found.value_buffer is not None
-    assert found.value_buffer.size == 19
-
-
-def test_fill_with_offset_map_and_its_gradient() -> None:
-    found = monolith.unique_key_with_value_and_offset(Ragged.from_lists(KEY), DIMS)
-    assert found.value_buffer is not None
-    value = torch.arange(12.0).requires_grad_()
-
-    handle = monolith.fill_with_offset_map(POS, value, found.value_offset, found.value_buffer, DIMS)
-    filled = monolith.finalize_shared_tensor([handle], torch.float32, [19])
-
-    assert handle is found.value_buffer
-    assert filled.tolist() == [0, 1, 2, 3, 4, 5, 2, 3, 0, 1, 6, 7, 8, 9, 10, 11, 6, 7, 8]
-    expected = [8.0, 10.0, 8.0, 10.0, 4.0, 5.0, 26.0, 28.0, 30.0, 13.0, 14.0, 15.0]
-    (grad,) = torch.autograd.grad(filled, value, torch.arange(19.0))
-    assert grad.tolist() == expected
-    by_hand = monolith.fill_with_offset_map_gradient(POS, torch.arange(19.0), found.value_offset, DIMS)
-    assert by_hand.tolist() == expected
-
-
-def test_several_fills_make_one_buffer() -> None:
-    found = monolith.unique_key_with_value_and_offset(Ragged.from_lists(KEY), DIMS)
-    buffer = found.value_buffer
-    assert buffer is not None
-    values = [torch.arange(4.0).requires_grad_(), torch.arange(4.0, 12.0).requires_grad_()]
-    parts = [Ragged.from_lists([[], [0, 1], [], []]), Ragged.from_lists([[], [2], [3, 4], []])]
-
-    handles = [
-        monolith.fill_with_offset_map(p, v, found.value_offset, buffer, DIMS)
-        for p, v in zip(parts, values, strict=True)
-    ]
-    filled = monolith.finalize_shared_tensor(handles)
-
-    assert filled.tolist() == [0, 1, 2, 3, 4, 5, 2, 3, 0, 1, 6, 7, 8, 9, 10, 11, 6, 7, 8]
-    grads = torch.autograd.grad(filled, values, torch.arange(19.0))
-    assert [g.tolist() for g in grads] == [[8, 10, 8, 10], [4, 5, 26, 28, 30, 13, 14, 15]]
-
-
-def test_a_value_too_short_is_refused() -> None:
-    found = monolith.unique_key_with_value_and_offset(Ragged.from_lists(KEY), DIMS)
-    assert found.value_buffer is not None
-    with pytest.raises(InputError, match="value is too short"):
-        monolith.fill_with_offset_map(POS, torch.arange(10.0), found.value_offset, found.value_buffer, DIMS)
-
-
-def test_unique_keys_of_empty_rows() -> None:
-    found = monolith.unique_key_with_value_and_offset(Ragged.from_lists([[], [], []]), [1, 2, 3])
-    assert found.unique_key.to_lists() == [[], [], []]
-    assert found.value_offset.to_lists() == [[], [], []]
-    assert found.value_buffer is not None
-    assert monolith.finalize_shared_tensor([found.value_buffer]).tolist() == []
-
-
-def test_the_buffer_is_optional_and_finalized_once() -> None:
-    key = Ragged.from_lists(KEY)
-    assert monolith.unique_key_with_value_and_offset(key, DIMS, generate_buffer=False).value_buffer is None
-    found = monolith.unique_key_with_value_and_offset(key, DIMS)
-    buffer = found.value_buffer
-    assert buffer is not None
-    assert monolith.finalize_shared_tensor([buffer]).tolist() == [0.0] * 19
-    with pytest.raises(UsageError, match="finalized before"):
-        monolith.finalize_shared_tensor([buffer])
-    with pytest.raises(UsageError, match="finalized before"):
-        monolith.fill_with_offset_map(POS, torch.arange(12.0), found.value_offset, buffer, DIMS)
-
-
-# ---- rows for ids
+# ---- rows of ids
 
 
 def test_map_id_to_embedding() -> None:

@@ -97,8 +97,8 @@ SHARDING: dict[str, tuple[Callable[[], Any], str]] = {
         r"columns\['b'\] must have 2 rows",
     ),
     "other batch": (lambda: shard(batch_size=3), r"columns\['a'\] must have 3 rows"),
-    "shared rows": (lambda: shard(shared=["b"]), r"columns\['b'\] must have 1 row, as it is shared"),
-    "all missing": (lambda: shard({}), "batch_size must be given"),
+    "shared rows": (lambda: shard(shared=["b"]), r"columns\['b'\] must have 1 row because it is shared"),
+    "all missing": (lambda: shard({}), "batch_size is required"),
     "servers": (lambda: shard(ps_num=-1), "ps_num must be"),
     "half a server": (lambda: shard(ps_num=1.5), "ps_num must be"),
     "batch size": (lambda: shard({}, batch_size=-1), "batch_size must be"),
@@ -112,7 +112,7 @@ LAYOUT: dict[str, tuple[Callable[[], Any], str]] = {
     "no tensors": (lambda: layout([1.0] * 4), r"embeddings_list\[0\] must be a float"),
     "two types": (lambda: layout([*ROWS[:3], ROWS[3].double()]), r"embeddings_list\[3\] is torch.float64"),
     "short list": (lambda: layout([ROWS[0][:2], *ROWS[1:]]), r"fid_offset\[1\] leads out of the embeddings"),
-    "other servers": (lambda: layout(ps_num=1), "tables times servers are 2"),
+    "other servers": (lambda: layout(ps_num=1), "expected 2: tables times servers"),
     "negative servers": (lambda: layout(ps_num=-1), "ps_num must be"),
     "list 9": (lambda: layout(fid_offset=FOUND.fid_offset | 9 << 32), r"fid_offset\[0\] leads out"),
     "far element": (lambda: layout(fid_offset=FOUND.fid_offset + 5), r"fid_offset\[0\] leads out"),
@@ -130,7 +130,7 @@ LAYOUT: dict[str, tuple[Callable[[], Any], str]] = {
     "late": (lambda: layout(feature_offset=ints(1, 2, 3, 4, 4)), "feature_offset must ascend"),
     "short feature_offset": (
         lambda: layout(feature_offset=ints(0, 2, 4)),
-        "nfl_offset must lead from 0 to the 3",
+        "nfl_offset must go from 0 to the 3",
     ),
     "short nfl_offset": (lambda: layout(nfl_offset=ints(0, 5)), r"nfl_offset must have the shape \[3\]"),
     "uneven nfl_offset": (
@@ -154,7 +154,7 @@ LAYOUT: dict[str, tuple[Callable[[], Any], str]] = {
                 FEATURES, {"x": OutConfig((SliceConfig("a", 0, 1),), shape=((5, 1),))}
             )
         ),
-        r"batch_size is 2, a layout declares the shape \[5, 1\]",
+        r"batch_size is 2, but a layout declares the shape \[5, 1\]",
     ),
     "gradient missing": (
         lambda: gradient(GRADS[:1]),

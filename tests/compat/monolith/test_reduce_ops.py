@@ -1,4 +1,4 @@
-"""Monolith's reductions and flat buffers: every vector of its own tests, and what ours adds."""
+"""Monolith's reduce ops: every vector of its own tests, and what ours add."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ pytestmark = pytest.mark.usefixtures("implementation")
 
 def column(*values: int) -> Tensor:
     return ints(*values).view(-1, 1)
-
-
-# ---- rows of a batch
 
 
 def test_reduce_mean() -> None:
@@ -157,48 +154,3 @@ def test_fused_reduce_and_split_of_102_columns() -> None:
 
 def test_the_gpu_name_is_the_same_op() -> None:
     assert monolith.fused_reduce_and_split_gpu is monolith.fused_reduce_and_split
-
-
-# ---- splits and flat buffers
-
-
-@pytest.mark.parametrize(
-    ("row_split", "sizes", "expected"),
-    [
-        ([0, 2, 5, 5, 9, 0, 0, 3, 4], [5, 4], [0, 2, 5, 5, 9, 9, 12, 13]),
-        ([0, 2, 5], [3], [0, 2, 5]),
-        ([0, 0, 0, 1], [1, 1, 2], [0, 1]),
-        ([0], [1], [0]),
-    ],
-)
-def test_normalize_merged_split(row_split: list[int], sizes: list[int], expected: list[int]) -> None:
-    out = monolith.normalize_merged_split(ints(*row_split), ints(*sizes).int())
-    assert out.tolist() == expected
-    assert out.dtype == torch.int64
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_aligned_concat_and_split_of_155_tensors(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(1)
-    tensors = []
-    for k in range(155):
-        shape = torch.randint(0 if k % 20 == 0 else 1, 6, (k % 4 + 1,), generator=generator).tolist()
-        tensors.append(torch.randn(shape, generator=generator).to(dtype))
-
-    flat = monolith.aligned_flat_concat(tensors)
-    parts = monolith.aligned_flat_split(tensors, flat)
-
-    item = flat.element_size()
-    for tensor, part in zip(tensors, parts, strict=True):
-        assert torch.equal(tensor, part)
-        assert part.storage_offset() * item % 64 == 0
-        assert part.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()  # a view
-
-
-def test_aligned_concat_scales_pads_with_zeros_and_passes_gradients_on() -> None:
-    inputs = [rows([1, 2]).requires_grad_(), torch.tensor(3.0, requires_grad=True)]
-    flat = monolith.aligned_flat_concat(inputs, scale=0.5, alignment=16)
-    assert flat.tolist() == [0.5, 1, 0, 0, 1.5, 0, 0, 0]
-    first, second = torch.autograd.grad((flat * torch.arange(8)).sum(), inputs)
-    assert first.tolist() == [[0, 0.5]]
-    assert second.item() == 2
