@@ -1,4 +1,4 @@
-"""megalith bench comm: what exchanges move, real processes measured, what is printed and drawn of it."""
+"""megalith bench comm: the data of each exchange, measurements of real processes, output and plots."""
 
 from __future__ import annotations
 
@@ -102,16 +102,16 @@ def test_a_byte_is_rounded_up_to_an_element() -> None:
         ({"budget": float("nan")}, InputError, "budget must be above 0"),
     ],
 )
-def test_settings_that_make_no_sense_are_named(changes: Any, error: type, said: str) -> None:
+def test_invalid_settings_are_named(changes: Any, error: type, said: str) -> None:
     with pytest.raises(error) as caught:
         CommSettings(**changes)
     assert said in str(caught.value)
 
 
-# ---- by itself
+# ---- without a launcher
 
 
-def test_by_itself_it_measures_two_local_ranks_as_json_and_draws_them(tmp_path: Path) -> None:
+def test_without_a_launcher_it_measures_two_local_ranks_as_json_and_plots_them(tmp_path: Path) -> None:
     page = tmp_path / "comm.html"
     found = json.loads(
         run(sys.executable, "-m", "megalith", "bench", "comm", *QUICK, "--json", "--plot", str(page))
@@ -144,10 +144,10 @@ def test_the_table_names_patterns_and_sizes() -> None:
     assert "all-to-all, ids" in said[2]
 
 
-def test_what_the_budget_does_not_allow_is_left_out_and_said() -> None:
+def test_what_exceeds_the_budget_is_left_out_and_reported() -> None:
     result = bench(*QUICK, "--budget", "1e-9")
     assert result.exit_code == 0, result.output
-    assert "left out: 10 of 10, as --budget was spent" in result.output
+    assert "not measured: 10 of 10, because --budget was used up" in result.output
 
 
 def test_a_rank_that_dies_ends_the_measurement_with_an_error() -> None:
@@ -159,7 +159,7 @@ def test_a_rank_that_dies_ends_the_measurement_with_an_error() -> None:
     assert multiprocessing.active_children() == []
 
 
-def test_whoever_stops_listening_leaves_no_process_behind() -> None:
+def test_closing_the_stream_ends_all_processes() -> None:
     stream = measure_local(CommSettings(sizes=(1024,) * 1000, seconds=0.01), 2)
     next(stream)
     stream.close()  # type: ignore[attr-defined]
@@ -204,10 +204,10 @@ def test_a_launcher_that_does_not_suit_is_an_error(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--sizes", "1KiB,much"], "--sizes: 'much' is no number of bytes such as 512, 64KiB or 1M"),
+        (["--sizes", "1KiB,much"], "--sizes: 'much' is not a number of bytes such as 512, 64KiB or 1M"),
         (["--sizes", "0"], "sizes must be within 1 .."),
         (["--pattern", "gossip"], "unknown pattern 'gossip'"),
-        (["--plot", "/no/such/place.html"], "--plot: /no/such is no directory"),
+        (["--plot", "/no/such/place.html"], "--plot: /no/such is not a directory"),
     ],
 )
 def test_wrong_flags_are_one_line_and_exit_code_1(flags: list[str], said: str) -> None:
