@@ -63,8 +63,9 @@ from torch import Tensor
 
 from megalith import Router
 from megalith.distributed.exchange import Exchange
-from megalith.shards.preparer import Preparer, SyncPrepared
-from megalith.shards.rank_messages import GradientPush, Messages
+from megalith.shards.preparer import RoutedIds, RoutingPreparer
+from megalith.shards.rank_messages import GradientPush, RankMessages
+from megalith.table.table_data import FoundRows
 
 PACKAGES = ("megalith", "torch", "torchrec", "fbgemm_gpu-cpu", "numpy")
 RANKS = 2
@@ -125,16 +126,31 @@ def interleave(variants: Mapping[str, Callable[[int], object]], rounds: int) -> 
 # ---- exchanges
 
 
-class Idle:
-    """A table that takes no time."""
+class IdleTable:
+    """A table whose calls do nothing."""
 
     dim = DIM
 
     def __len__(self) -> int:
         return 0
 
-    def find_with_epoch(self, ids: Tensor) -> tuple[Tensor, int]:
-        return ids, 0
+    @property
+    def checks(self) -> IdleTable:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **options: None
+
+
+class IdleShards:
+    """Shards whose engines do nothing."""
+
+    def __init__(self) -> None:
+        self.local = {name: IdleTable() for name in TABLES}
+        self.engines = self
+
+    def find(self, ids: Mapping[str, Tensor]) -> dict[str, FoundRows]:
+        return {name: FoundRows(own, 0) for name, own in ids.items()}
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **options: None
@@ -145,9 +161,9 @@ class Exchanges:
 
     def __init__(self, transport: str, batches: Sequence[Batch]) -> None:
         self._exchange = Exchange(transport=transport)
-        tables: Any = {name: Idle() for name in TABLES}
-        self._messages = Messages(self._exchange, tables, ("float32", "float32"))
-        prepare = Preparer(
+        shards: Any = IdleShards()
+        self._messages = RankMessages(self._exchange, shards, ("float32", "float32"))
+        prepare = RoutingPreparer(
             {config.name: config for config in make_tables()},
             {name: Router("roundrobin", RANKS) for name in TABLES},
         )
@@ -179,8 +195,8 @@ class Exchanges:
         at = number % len(self._prepared)
         self._exchange.run(lambda: self._all_four(self._prepared[at], self._flat[at]))
 
-    def _all_four(self, prepared: SyncPrepared, flat: Tensor) -> None:
-        asked = self._messages.ask("lookup", prepared)
+    def _all_four(self, prepared: RoutedIds, flat: Tensor) -> None:
+        asked = self._messages.request("lookup", prepared)
         self._messages.send_rows(asked, prepared)
         self._messages.push(asked, prepared, GradientPush(flat, None, 0, None, 1.0, None), None)
 

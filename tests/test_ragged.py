@@ -48,7 +48,7 @@ def test_rows_by_number() -> None:
     ragged = lists([1, 2], [], [3])
     assert ragged[0].tolist() == [1, 2]
     assert ragged[-1].tolist() == [3]
-    with pytest.raises(IndexError, match="row 3 of a Ragged of 3 rows"):
+    with pytest.raises(IndexError, match="row 3 is out of range: the Ragged has 3 rows"):
         ragged[3]
 
 
@@ -74,9 +74,9 @@ def test_concat_joins_rows_and_weights() -> None:
     joined = Ragged.concat([one, two])
     assert joined.to_lists() == [[1], [], [2, 3]]
     assert joined.weights.tolist() == [0.5, 1.0, 2.0]
-    with pytest.raises(InputError, match="some have none"):
+    with pytest.raises(InputError, match="all parts or no part"):
         Ragged.concat([one, lists([1])])
-    with pytest.raises(InputError, match="nothing"):
+    with pytest.raises(InputError, match="at least one part"):
         Ragged.concat([])
 
 
@@ -127,9 +127,9 @@ def test_from_something_shaped_like_a_keyed_jagged_tensor() -> None:
 @pytest.mark.parametrize(
     ("values", "splits", "weights", "said"),
     [
-        (torch.arange(3), torch.tensor([0, 2]), None, "from 0 to 3"),
-        (torch.arange(3), torch.tensor([1, 3]), None, "from 0 to 3"),
-        (torch.arange(3), torch.tensor([0, 4, 3]), None, "descend"),
+        (torch.arange(3), torch.tensor([0, 2]), None, "start at 0 and end at 3"),
+        (torch.arange(3), torch.tensor([1, 3]), None, "start at 0 and end at 3"),
+        (torch.arange(3), torch.tensor([0, 4, 3]), None, "ascending"),
         (torch.arange(3), torch.tensor([[0, 3]]), None, "batch"),
         (torch.arange(3), torch.tensor([], dtype=torch.int64), None, "batch"),
         (torch.arange(3), torch.tensor([0.0, 3.0]), None, "int64 or int32"),

@@ -1,12 +1,12 @@
-"""The errors Megalith raises.
+"""The errors that Megalith raises.
 
-Each says what was wrong, where, and what to do. All are `MegalithError`s, and also the
-built-in kind a caller would expect, so `except ValueError` works as usual.
+A message names what was wrong, where, and the remedy. Each error is a `MegalithError` and also a built-in
+error that a caller expects, so `except ValueError` works as usual.
 """
 
 
 class MegalithError(Exception):
-    """Base of all errors raised by Megalith."""
+    """Base class of all errors that Megalith raises."""
 
 
 class InputError(MegalithError, ValueError):
@@ -14,64 +14,66 @@ class InputError(MegalithError, ValueError):
 
 
 class UnknownNameError(MegalithError, KeyError):
-    """A table, feature or consumer name that does not exist."""
+    """No table, feature or consumer has this name."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
 
 
 class UsageError(MegalithError, RuntimeError):
-    """A call that the state of an object does not allow."""
+    """The state of an object does not allow this call."""
 
 
 class TableFullError(MegalithError, ValueError):
-    """A table would exceed the number of rows a shard can hold. Nothing was written to that table."""
+    """A table would exceed its maximum number of rows. Nothing was written to that table."""
 
 
 class NativeMissingError(MegalithError, ImportError):
-    """The native module was never built."""
+    """The native module is not built."""
 
 
 class CheckpointError(MegalithError, ValueError):
-    """A checkpoint that is missing, incomplete, damaged, or of another model."""
+    """A checkpoint is missing, incomplete, damaged, or belongs to another model."""
 
 
 class ExportError(MegalithError, ValueError):
-    """An exported model is missing, incomplete, damaged, or does not fit."""
+    """An exported model is missing, incomplete, damaged, or does not match."""
 
 
 class MissingDependencyError(MegalithError, ImportError):
-    """A package that only some installations have."""
+    """An optional package is not installed."""
 
 
 class BudgetError(MegalithError, ValueError):
-    """A memory budget that one unit of the work does not fit into. Nothing was written."""
+    """A memory budget is smaller than one unit of the work. Nothing was written."""
 
 
 class StoreError(MegalithError, OSError):
-    """An object store that does not answer, refuses, or holds something else than was asked for."""
+    """An object store does not answer, denies access, or returns an unexpected object."""
 
 
 class ArtifactError(MegalithError, ValueError):
-    """A gather artifact that is missing, incomplete, damaged, or leads to other weights."""
+    """A gather artifact is missing, incomplete, damaged, or produces different weights."""
 
 
 class RankTimeoutError(MegalithError, TimeoutError):
-    """Other ranks did not come to an exchange within its timeout."""
+    """Other ranks did not join an exchange within its timeout."""
 
 
 class RankFailedError(MegalithError, RuntimeError):
-    """Another rank met an error, which its own log tells; this one cannot go on without it."""
+    """Another rank failed, so this rank cannot continue. The log of that rank has the full error."""
 
 
 class DiscoveryError(MegalithError, ConnectionError):
-    """A discovery that does not answer, refuses, or does not know enough servers in time."""
+    """A discovery service does not answer, denies access, or does not list enough servers in time."""
 
 
 class RemoteError(MegalithError, ConnectionError):
-    """A server that does not answer in time, refuses, or answers with something else than was asked for.
+    """A server does not answer in time, rejects a request, or sends an unexpected answer.
 
-    code: the name of gRPC's status, such as "UNAVAILABLE". targets: the addresses tried, in order.
+    Attributes:
+        code: The name of the gRPC status, such as "UNAVAILABLE".
+        targets: The addresses that were tried, in order.
     """
 
     def __init__(self, message: str, *, code: str = "UNKNOWN", targets: tuple[str, ...] = ()) -> None:
@@ -81,4 +83,5 @@ class RemoteError(MegalithError, ConnectionError):
 
 
 class SequenceError(MegalithError, RuntimeError):
-    """A pushed message that does not follow the last one: its publisher must ask where to go on."""
+    """A pushed message does not follow the last one: the publisher must ask for the next expected
+    position."""

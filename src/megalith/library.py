@@ -1,8 +1,8 @@
-"""Ops as torch knows them: names under `torch.ops.megalith` that torch.compile traces through.
+"""The native module and the registration of ops under `torch.ops.megalith`, which torch.compile can trace.
 
-An op has an implementation in native code for CPU tensors, a twin in plain torch for every other
-device (and for the CPU where the native module is not built), and a fake that tells shapes. Gradients are
-the callers' business: an autograd.Function around an op costs a fraction of a registered formula.
+An op has a native implementation for CPU tensors, a twin in plain torch for all other devices (and for the
+CPU if the native module is not built), and a fake that returns shapes. Callers define gradients: an
+autograd.Function around an op costs a fraction of a registered formula.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.autograd import profiler
 _LIBRARY = torch.library.Library("megalith", "DEF")
 
 _LARGE = 8 << 20
-"""Bytes from which a first write in pages of 4 KiB costs more than the rest of most ops."""
+"""Bytes above which the page faults of a new tensor cost more than the rest of most ops."""
 
 
 _NO_SPAN: AbstractContextManager[Any] = nullcontext()
@@ -31,7 +31,7 @@ def span(name: str) -> AbstractContextManager[Any]:
     """Names a phase of a step in torch's profiler.
 
     Args:
-        name: such as "megalith.pool".
+        name: Name of the phase, such as "megalith.pool".
 
     Returns:
         A context manager; it does nothing and costs about 0.1 us while no profiler runs.
@@ -40,7 +40,7 @@ def span(name: str) -> AbstractContextManager[Any]:
 
 
 def native_module() -> ModuleType | None:
-    """megalith's native module, None where it is not built."""
+    """Returns megalith's native module, or None if it is not built."""
     try:
         from megalith import _native
     except ImportError:
@@ -49,7 +49,13 @@ def native_module() -> ModuleType | None:
 
 
 def fresh(*shape: int, dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
-    """CPU memory for a result of native code, on huge pages where it is large; zeros, or not written yet."""
+    """Allocates a CPU tensor for a result of native code, on huge pages if it is large.
+
+    Args:
+        shape: Shape of the tensor.
+        dtype: Type of its elements.
+        zero: Whether to fill it with zeros; otherwise it is uninitialized.
+    """
     out = torch.empty(shape, dtype=dtype, device="cpu")
     native = native_module()
     if native is not None and out.nbytes >= _LARGE:
@@ -60,7 +66,17 @@ def fresh(*shape: int, dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
 def define(
     schema: str, *, native: Callable[..., Any], twin: Callable[..., Any], fake: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Adds the op and returns what calls it."""
+    """Registers an op.
+
+    Args:
+        schema: Its schema, such as "route(Tensor ids, int[] rule) -> Tensor".
+        native: Implementation for CPU tensors.
+        twin: Implementation in plain torch.
+        fake: Returns empty results with the right shapes, for tracing.
+
+    Returns:
+        A function that calls the op.
+    """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, twin, "CompositeExplicitAutograd")
@@ -72,14 +88,14 @@ def define(
 
 
 def apart(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Arguments for an autograd.Function: inside torch.compile it takes no tensor twice."""
+    """Copies repeated arguments of an autograd.Function: torch.compile does not accept a tensor twice."""
     if not torch.compiler.is_compiling():
         return list(tensors)
     return [t.clone() if any(t is other for other in tensors[:k]) else t for k, t in enumerate(tensors)]
 
 
 def new_size() -> Any:
-    """In a fake: a size that only the data knows."""
+    """Returns, inside a fake, a size that depends on the data."""
     return torch.library.get_ctx().new_dynamic_size()
 
 

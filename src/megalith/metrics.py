@@ -1,8 +1,7 @@
-"""Metrics: how well scores order and predict labels. AUC, log loss, calibration; torch only.
+"""Metrics of binary predictions: AUC, log loss and calibration, in plain torch.
 
-Labels are 0 or 1. Where only the order of scores matters they may be logits or probabilities. Sums are
-float64, on the CPU. What is undefined (no row of one class, no row at all) is NaN; wrong input raises
-InputError.
+Labels are 0 or 1. Scores may be logits or probabilities where only their order matters. Sums are float64, on
+the CPU. An undefined result (a class without rows, or no rows) is NaN; wrong input raises InputError.
 """
 
 from __future__ import annotations
@@ -19,66 +18,83 @@ _BFLOATS = 2**16
 
 
 def auc(scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> float:
-    """The chance that a random positive scores above a random negative, ties counted half.
+    """Returns the area under the ROC curve, exactly.
 
-    It is the Mann-Whitney statistic divided by the number of pairs, exactly. scores: float [n], not NaN.
-    labels: [n], 0 or 1. weights: [n], 0 or above. NaN when a class is missing.
+    It is the probability that a random positive scores above a random negative, where a tie counts half: the
+    Mann-Whitney statistic divided by the number of pairs.
+
+    Args:
+        scores: float [n], not NaN.
+        labels: [n], 0 or 1.
+        weights: [n], not negative.
+
+    Returns:
+        The AUC; NaN if a class has no rows.
     """
     return _exact(*_checked(scores, labels, weights))
 
 
 class AUC:
-    """`auc` over any number of batches, exact: it keeps all scores and labels."""
+    """The exact `auc` of any number of batches. It keeps all scores and labels."""
 
     def __init__(self) -> None:
         self._chunks: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def update(self, scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
-        """Takes a batch; arguments are those of `auc`."""
+        """Adds a batch; the arguments are those of `auc`."""
         self._chunks.append(_checked(scores, labels, weights))
 
     def compute(self) -> float:
-        """The AUC of everything taken so far."""
+        """Returns the AUC of all batches."""
         if not self._chunks:
             return math.nan
         return _exact(*(torch.cat(column) for column in zip(*self._chunks, strict=True)))
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Removes all batches."""
         self._chunks.clear()
 
 
 class BinnedAUC:
-    """The AUC of scores rounded to bfloat16, in bounded memory (1 MB): for progress bars.
+    """The AUC of scores rounded to bfloat16, in bounded memory (1 MB), for progress bars.
 
-    Rounding keeps the order of scores and makes ties of those that differ by less than 0.8 %.
-    sums: weights of positives and of negatives by score, float64 [2, scores]; those of several ranks add up.
+    Rounding keeps the order of scores; scores that differ by less than 0.8 % may become ties.
+
+    Attributes:
+        sums: Weights of positives and of negatives by rounded score, float64 [2, 65536]. The sums of several
+            ranks can be added.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def update(self, scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
-        """Takes a batch; arguments are those of `auc`."""
+        """Adds a batch; the arguments are those of `auc`."""
         scores, labels, weights = _checked(scores, labels, weights)
-        # Read as whole numbers, floats of one sign are in order; negative ones are turned round below zero.
+        # Read as integers, floats of one sign are in order; the order of negative ones is reversed here.
         bits = scores.to(torch.bfloat16).view(torch.int16).long()
         order = torch.where(bits >= 0, bits, -(bits + _BFLOATS // 2)) + _BFLOATS // 2
         _add_by_class(self.sums, order, labels, weights)
 
     def compute(self) -> float:
-        """The AUC of everything taken so far."""
+        """Returns the AUC of all batches."""
         return _area(self.sums)
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Removes all batches."""
         self.sums = torch.zeros(2, _BFLOATS, dtype=torch.float64)
 
 
 def log_loss(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> float:
-    """The mean of -log(predicted chance of the label), natural logarithm; NaN of no rows.
+    """Returns the mean of -ln(predicted probability of the label).
 
-    logits: float [n]. labels: [n], 0 or 1. weights: [n], 0 or above.
+    Args:
+        logits: float [n], not NaN.
+        labels: [n], 0 or 1.
+        weights: [n], not negative.
+
+    Returns:
+        The log loss; NaN without rows.
     """
     logits, labels, weights = _checked(logits, labels, weights)
     wrong = torch.where(labels, -logits, logits).double()
@@ -88,10 +104,13 @@ def log_loss(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> f
 
 @dataclass(frozen=True, eq=False)
 class CalibrationBins:
-    """Predictions and labels by bins of the predicted probability, float64 [bins] each; NaN where empty.
+    """Predictions and labels in bins of the predicted probability.
 
-    predicted, observed: means of the bin. weight: rows in it, or the sum of their weights.
-    ratio: mean predicted by mean observed of all rows; above 1 the model promises too much.
+    Attributes:
+        predicted: Mean predicted probability of each bin, float64 [bins]; NaN if the bin is empty.
+        observed: Mean label of each bin, float64 [bins]; NaN if the bin is empty.
+        weight: Number of rows of each bin, or the sum of their weights, float64 [bins].
+        ratio: Mean prediction divided by mean label of all rows; above 1 the model predicts too much.
     """
 
     predicted: Tensor
@@ -101,7 +120,11 @@ class CalibrationBins:
 
 
 class Calibration:
-    """What was predicted against what came, over any number of batches, in bins of equal width."""
+    """Predicted probabilities and observed labels of any number of batches, in bins of equal width.
+
+    Args:
+        num_bins: Number of bins.
+    """
 
     def __init__(self, num_bins: int = 20) -> None:
         if isinstance(num_bins, bool) or not isinstance(num_bins, int) or num_bins < 1:
@@ -110,7 +133,7 @@ class Calibration:
         self.reset()
 
     def update(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
-        """Takes a batch; arguments are those of `log_loss`."""
+        """Adds a batch; the arguments are those of `log_loss`."""
         logits, labels, weights = _checked(logits, labels, weights)
         predicted = logits.double().sigmoid()
         bins = (predicted * self.num_bins).long().clamp(max=self.num_bins - 1)
@@ -118,26 +141,26 @@ class Calibration:
             self._sums[row].index_add_(0, bins, values)
 
     def compute(self) -> CalibrationBins:
-        """The bins of everything taken so far."""
+        """Returns the bins of all batches."""
         predicted, observed, weight = self._sums
         ratio = _ratio(predicted.sum(), observed.sum())
         return CalibrationBins(predicted / weight, observed / weight, weight.clone(), ratio)
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Removes all batches."""
         self._sums = torch.zeros(3, self.num_bins, dtype=torch.float64)
 
 
-# ---- shared steps
+# ---- helpers
 
 
 def _checked(scores: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Own copies: scores float32 or float64 [n], labels bool [n], weights float64 [n], on the CPU."""
+    """Returns copies on the CPU: scores float32 or float64 [n], labels bool [n], weights float64 [n]."""
     shape = list(scores.shape)
     if scores.dim() != 1 or not scores.is_floating_point():
         raise InputError(f"metrics: scores must be float [n], got {scores.dtype} {shape}")
     if list(labels.shape) != shape:
-        raise InputError(f"metrics: there are {shape[0]} scores, but labels are {list(labels.shape)}")
+        raise InputError(f"metrics: labels must have shape {shape} like scores, got {list(labels.shape)}")
     scores, labels = scores.detach().cpu(), labels.detach().cpu()
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32), copy=True)
     if bool(scores.isnan().any()):
@@ -148,10 +171,10 @@ def _checked(scores: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Te
     if weights is None:
         return scores, positive, torch.ones(1, dtype=torch.float64).expand(shape)
     if list(weights.shape) != shape:
-        raise InputError(f"metrics: there are {shape[0]} scores, but weights are {list(weights.shape)}")
+        raise InputError(f"metrics: weights must have shape {shape} like scores, got {list(weights.shape)}")
     weights = weights.detach().cpu().to(torch.float64, copy=True)
     if not bool((weights.isfinite() & (weights >= 0)).all()):
-        raise InputError("metrics: weights must be finite and not below 0")
+        raise InputError("metrics: weights must be finite and not negative")
     return scores, positive, weights
 
 
@@ -164,13 +187,13 @@ def _exact(scores: Tensor, labels: Tensor, weights: Tensor) -> float:
 
 
 def _add_by_class(sums: Tensor, group: Tensor, labels: Tensor, weights: Tensor) -> None:
-    """Adds the weights of positives, and of negatives, in each group to sums, float64 [2, groups]."""
+    """Adds the weights of positives and of negatives of each group to sums, float64 [2, groups]."""
     sums[0].index_add_(0, group, weights * labels)
     sums[1].index_add_(0, group, weights * ~labels)
 
 
 def _area(sums: Tensor) -> float:
-    """The AUC of positives and negatives in groups of ascending score, [2, groups]."""
+    """Returns the AUC of positives and negatives in groups of ascending score, float64 [2, groups]."""
     positive, negative = sums
     below = negative.cumsum(0) - negative / 2
     return _ratio(positive @ below, positive.sum() * negative.sum())

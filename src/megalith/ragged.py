@@ -1,8 +1,8 @@
 """Ragged: a batch column whose rows hold any number of values.
 
-`values` [n] and `row_splits` [batch + 1]: row i is `values[row_splits[i]:row_splits[i + 1]]`;
-`weights` [n] may stand beside the values. It is a thin pair of tensors: constructors and views, no
-arithmetic on rows.
+`values` [n] and `row_splits` [batch + 1]: row i is `values[row_splits[i]:row_splits[i + 1]]`. Each value may
+have a weight. The class holds tensors and offers constructors and views; arithmetic on rows is in
+`megalith.ops`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,16 @@ from megalith.errors import InputError
 
 
 class Ragged:
-    """Values in rows of their own lengths.
+    """Values in rows of different lengths.
 
-    values: [n, ...]. row_splits: int64 or int32 [batch + 1], from 0 to n, never descending.
-    weights: float [n] or None. Raises InputError if they do not fit (splits on a GPU, and inside
-    torch.compile, are checked for shape only: ops check what they read).
+    Args:
+        values: [n, ...].
+        row_splits: int64 or int32 [batch + 1], from 0 to n, in ascending order.
+        weights: float [n], or None.
+
+    Raises:
+        InputError: The tensors do not match. On a GPU and inside torch.compile only the shape of row_splits
+            is checked; ops check the values that they read.
     """
 
     __slots__ = ("row_splits", "values", "weights")
@@ -48,11 +53,11 @@ class Ragged:
         self.row_splits = row_splits
         self.weights = weights
 
-    # ---- other ways to make one
+    # ---- constructors
 
     @classmethod
     def trusted(cls, values: Tensor, row_splits: Tensor, weights: Tensor | None = None) -> Ragged:
-        """From tensors that are known to fit; nothing is checked."""
+        """Makes a Ragged of tensors that are known to match, without any check."""
         made = object.__new__(cls)
         made.values, made.row_splits, made.weights = values, row_splits, weights
         return made
@@ -65,54 +70,73 @@ class Ragged:
         dtype: torch.dtype = torch.int64,
         weights: Sequence[Sequence[float]] | None = None,
     ) -> Ragged:
-        """From a list per row: `Ragged.from_lists([[1, 2], []])`."""
+        """Makes a Ragged of one list per row, for example `Ragged.from_lists([[1, 2], []])`.
+
+        Args:
+            rows: The values of each row.
+            dtype: Type of the values.
+            weights: The weights of each row, with the same lengths.
+        """
         lengths = [len(row) for row in rows]
         values = torch.tensor([x for row in rows for x in row], dtype=dtype)
         flat = None
         if weights is not None:
             if [len(row) for row in weights] != lengths:
-                raise InputError("Ragged: weights must have the lengths of the rows")
+                raise InputError("Ragged: weights must have the same lengths as rows")
             flat = torch.tensor([x for row in weights for x in row], dtype=torch.float32)
         return cls.from_lengths(values, torch.tensor(lengths, dtype=torch.int64), weights=flat)
 
     @classmethod
     def from_lengths(cls, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Ragged:
-        """From values and the length of each row, [batch]."""
+        """Makes a Ragged of values and lengths.
+
+        Args:
+            values: [n, ...], the values of all rows, concatenated.
+            lengths: Integers [batch], the length of each row.
+            weights: float [n], or None.
+        """
         if not isinstance(lengths, Tensor) or lengths.dim() != 1 or lengths.is_floating_point():
-            raise InputError("Ragged: lengths must be a vector of whole numbers")
+            raise InputError("Ragged: lengths must be an integer tensor [batch]")
         splits = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=lengths.device)
         torch.cumsum(lengths, 0, out=splits[1:])
         return cls(values, splits, weights)
 
     @classmethod
     def from_padded(cls, x: Tensor, *, pad: float = 0, weights: Tensor | None = None) -> Ragged:
-        """From [batch, length] where `pad` stands for "no value", wherever in the row it is."""
+        """Makes a Ragged of a padded tensor.
+
+        Args:
+            x: [batch, length].
+            pad: The value that means "no value", at any position of a row.
+            weights: float [batch, length], or None.
+        """
         if not isinstance(x, Tensor) or x.dim() != 2:
-            raise InputError("Ragged: a padded tensor must be [batch, length]")
+            raise InputError("Ragged: a padded tensor must have shape [batch, length]")
         kept = x != pad
         picked = None
         if weights is not None:
             if weights.shape != x.shape:
-                raise InputError(f"Ragged: weights must be {list(x.shape)} like the padded tensor")
+                raise InputError(f"Ragged: weights must have shape {list(x.shape)} like the padded tensor")
             picked = weights[kept]
         return cls.from_lengths(x[kept], kept.sum(1), weights=picked)
 
     @classmethod
     def from_nested(cls, x: Tensor) -> Ragged:
-        """From a nested tensor of layout torch.jagged."""
+        """Makes a Ragged of a nested tensor with layout torch.jagged."""
         if not isinstance(x, Tensor) or not x.is_nested or x.layout != torch.jagged:
-            raise InputError("Ragged: expected a nested tensor of layout torch.jagged")
+            raise InputError("Ragged: expected a nested tensor with layout torch.jagged")
         jagged: Any = x
         if jagged.lengths() is None:
             return cls(jagged.values(), jagged.offsets())
-        rows = jagged.unbind()  # with gaps between its rows
+        rows = jagged.unbind()  # it has gaps between rows
         return cls.concat([cls(row, torch.tensor([0, len(row)], device=row.device)) for row in rows])
 
     @classmethod
     def from_keyed(cls, keyed: Any) -> dict[str, Ragged]:
-        """A column per key from anything shaped like a KeyedJaggedTensor.
+        """Makes one Ragged per key of a KeyedJaggedTensor.
 
-        It needs keys(), values(), lengths() and, optionally, weights_or_none().
+        Args:
+            keyed: Any object with keys(), values(), lengths() and, optionally, weights_or_none().
         """
         keys = list(keyed.keys())
         values, lengths = keyed.values(), keyed.lengths()
@@ -133,11 +157,11 @@ class Ragged:
 
     @classmethod
     def concat(cls, parts: Sequence[Ragged]) -> Ragged:
-        """The rows of all parts, one after the other."""
+        """Concatenates the rows of all parts."""
         if not parts:
-            raise InputError("Ragged: nothing to concatenate")
+            raise InputError("Ragged: concat needs at least one part")
         if len({part.weights is None for part in parts}) > 1:
-            raise InputError("Ragged: some parts have weights and some have none")
+            raise InputError("Ragged: either all parts or no part must have weights")
         weights = [part.weights for part in parts if part.weights is not None]
         return cls.from_lengths(
             torch.cat([part.values for part in parts]),
@@ -145,27 +169,32 @@ class Ragged:
             weights=torch.cat(weights) if weights else None,
         )
 
-    # ---- looking at it
+    # ---- views
 
     def __len__(self) -> int:
         return self.row_splits.numel() - 1
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """The device of the tensors."""
         return self.values.device
 
     def lengths(self) -> Tensor:
-        """The length of each row, int64 [batch]."""
+        """Returns the length of each row, int64 [batch]."""
         return torch.diff(self.row_splits)
 
     def row_ids(self) -> Tensor:
-        """The row of each value, int64 [n]."""
+        """Returns the row of each value, int64 [n]."""
         rows = torch.arange(len(self), device=self.device)
         return torch.repeat_interleave(rows, self.lengths(), output_size=self.values.shape[0])
 
     def to_padded(self, *, pad: float = 0, length: int | None = None) -> Tensor:
-        """[batch, length, ...], rows cut or filled up with `pad`; length defaults to the longest row's."""
+        """Returns [batch, length, ...]; rows are cut to `length` or filled with `pad`.
+
+        Args:
+            pad: The filler.
+            length: Length of a row; None: the length of the longest one.
+        """
         lengths = self.lengths()
         if length is None:
             length = int(lengths.max()) if len(self) else 0
@@ -176,13 +205,13 @@ class Ragged:
         return out
 
     def to_lists(self) -> list[list[Any]]:
-        """The rows as lists."""
+        """Returns the rows as lists."""
         splits = self.row_splits.tolist()
         flat = self.values.tolist()
         return [flat[a:b] for a, b in pairwise(splits)]
 
     def __getitem__(self, index: int | slice) -> Any:
-        """A row's values (int), or the Ragged of some rows (slice); without copying for step 1."""
+        """Returns the values of a row (int) or the Ragged of some rows (slice; a view for step 1)."""
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step != 1:
@@ -193,7 +222,7 @@ class Ragged:
             weights = None if self.weights is None else self.weights[begin:end]
             return Ragged(self.values[begin:end], splits - splits[0], weights)
         if not -len(self) <= index < len(self):
-            raise IndexError(f"row {index} of a Ragged of {len(self)} rows")
+            raise IndexError(f"row {index} is out of range: the Ragged has {len(self)} rows")
         index %= len(self)
         return self.values[int(self.row_splits[index]) : int(self.row_splits[index + 1])]
 
@@ -201,7 +230,7 @@ class Ragged:
         return (self[i] for i in range(len(self)))
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Ragged:
-        """The same on another device."""
+        """Returns the Ragged on another device."""
         weights = None if self.weights is None else self.weights.to(device, non_blocking=non_blocking)
         return Ragged.trusted(
             self.values.to(device, non_blocking=non_blocking),
@@ -210,7 +239,7 @@ class Ragged:
         )
 
     def pin_memory(self) -> Ragged:
-        """The same in pinned memory; DataLoader calls it."""
+        """Returns the Ragged in pinned memory; DataLoader calls it."""
         weights = None if self.weights is None else self.weights.pin_memory()
         return Ragged(self.values.pin_memory(), self.row_splits.pin_memory(), weights)
 
@@ -222,8 +251,8 @@ class Ragged:
 def _check_splits(row_splits: Tensor, num_values: int) -> None:
     if int(row_splits[0]) != 0 or int(row_splits[-1]) != num_values:
         raise InputError(
-            f"Ragged: row_splits must go from 0 to {num_values}, the number of values, "
+            f"Ragged: row_splits must start at 0 and end at {num_values}, the number of values, "
             f"got {int(row_splits[0])} to {int(row_splits[-1])}"
         )
     if row_splits.numel() > 1 and bool((row_splits[1:] < row_splits[:-1]).any()):
-        raise InputError("Ragged: row_splits must never descend")
+        raise InputError("Ragged: row_splits must be in ascending order")

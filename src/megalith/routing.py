@@ -1,8 +1,8 @@
-"""Router: id -> owner shard. One function, recorded in checkpoints and used by every placement.
+"""Router: maps an id to the shard that owns it. Every placement uses it, and checkpoints record it.
 
-Ids count as unsigned 64-bit numbers, so negative ids have an owner like all others; int32 ids are
-sign-extended first, so an id routes alike in either type. Where a row lies inside its table
-depends on other hash bits (native/hash.hpp).
+Ids are treated as unsigned 64-bit numbers, so negative ids have an owner too; int32 ids are sign-extended
+first, so an id has the same owner in either type. The position of a row within its table depends on other
+hash bits (native/hash.hpp).
 """
 
 from __future__ import annotations
@@ -21,12 +21,18 @@ MODES = ("continuous", "roundrobin", "hash_roundrobin")
 
 
 class Router:
-    """Which shard owns an id.
+    """Maps ids to shards.
 
-    mode: "roundrobin" (id mod shards), "hash_roundrobin" (a mixed id mod shards: breaks up patterns
-    in ids, does not spread a hot id), or "continuous" (blocks of `block_size` ids per shard, ids
-    beyond the last block by id mod shards). skip_first keeps shard 0 empty.
-    Raises InputError (a ValueError) for an unknown mode or sizes that make no sense.
+    Args:
+        mode: "roundrobin": id mod shards. "hash_roundrobin": hash of the id mod shards, which breaks up
+            patterns in ids but does not spread a hot id. "continuous": blocks of `block_size` consecutive
+            ids; ids after the last block by id mod shards.
+        num_shards: Number of shards.
+        block_size: Ids per shard, for mode "continuous".
+        skip_first: Leaves shard 0 empty.
+
+    Raises:
+        InputError: The mode is unknown or a size is out of range.
     """
 
     def __init__(
@@ -37,17 +43,17 @@ class Router:
         whole = isinstance(num_shards, int) and not isinstance(num_shards, bool)
         owners = num_shards - int(skip_first) if whole else 0
         if not 1 <= owners < 2**31:
-            raise InputError(f"Router: num_shards={num_shards!r} leaves no shard to own rows")
+            raise InputError(f"Router: num_shards={num_shards!r} must leave 1 to 2^31 - 1 shards for rows")
         if mode == "continuous":
             if block_size is None:
-                raise InputError("Router: mode 'continuous' needs block_size (rows per shard)")
+                raise InputError("Router: mode 'continuous' needs block_size (ids per shard)")
             whole = isinstance(block_size, int) and not isinstance(block_size, bool)
             if not whole or block_size < 1 or block_size * owners >= 2**63:
                 raise InputError(
-                    f"Router: block_size must be positive and below 2^63 in all, got {block_size!r}"
+                    f"Router: block_size must be positive and all blocks below 2^63, got {block_size!r}"
                 )
         elif block_size is not None:
-            raise InputError(f"Router: block_size is for mode 'continuous', not {mode!r}")
+            raise InputError(f"Router: block_size is an option of mode 'continuous', not of {mode!r}")
         self.mode = mode
         self.num_shards = num_shards
         self.block_size = block_size
@@ -55,24 +61,31 @@ class Router:
         self._owners = owners
 
     def owner(self, ids: Tensor) -> Tensor:
-        """The owner of each id: int64 or int32 of any shape -> int32 of that shape, below num_shards."""
+        """Returns the owner of each id.
+
+        Args:
+            ids: int64 or int32, any shape.
+
+        Returns:
+            int32 of the same shape, from 0 to num_shards - 1.
+        """
         ids = _check(ids)
         owners: Tensor = _route(ids, list(self.rule))
         return owners
 
     @property
     def rule(self) -> tuple[int, int, int, int]:
-        """The form ops take: the mode's number, shards that own rows, block size, the first of them."""
+        """The form that ops take: number of the mode, shards that own rows, block size, first such shard."""
         return MODES.index(self.mode), self._owners, self.block_size or 0, int(self.skip_first)
 
     @classmethod
     def from_rule(cls, rule: Sequence[int]) -> Router:
-        """The router of a `rule`."""
+        """Returns the router that has this `rule`."""
         mode, owners, block, first = rule
         return cls(MODES[mode], owners + first, block_size=block or None, skip_first=bool(first))
 
     def owner_twin(self, ids: Tensor) -> Tensor:
-        """`owner` in plain torch, on any device: what defines it."""
+        """Returns `owner` computed in plain torch, on any device; it is the definition."""
         ids = _check(ids)
         key = mix(ids) if self.mode == "hash_roundrobin" else ids
         owner = unsigned_divmod(key, self._owners)[1]
@@ -82,12 +95,19 @@ class Router:
         return (owner + int(self.skip_first)).to(torch.int32)
 
     def local_index(self, ids: Tensor) -> Tensor:
-        """An id's position within its owner, int64; only for mode "continuous".
+        """Returns the position of each id within its owner; only for mode "continuous".
 
-        The position in its block, or beyond the blocks id // shards: distinct for the ids of one owner.
+        It is the position in the block, or id // shards after the last block. Ids within the blocks of one
+        owner have distinct positions, and so have ids after the last block.
+
+        Args:
+            ids: int64 or int32, any shape.
+
+        Returns:
+            int64 of the same shape.
         """
         if self.block_size is None:
-            raise InputError(f"Router: only mode 'continuous' has local indices, this is {self.mode!r}")
+            raise InputError(f"Router: only mode 'continuous' has local indices, the mode is {self.mode!r}")
         ids = _check(ids)
         inside = (ids >= 0) & (ids < self.block_size * self._owners)
         return torch.where(inside, ids % self.block_size, unsigned_divmod(ids, self._owners)[0])
@@ -105,7 +125,7 @@ class Router:
 
 
 def mix(ids: Tensor) -> Tensor:
-    """MurmurHash3's 64-bit finalizer of int64 ids, as int64."""
+    """Returns MurmurHash3's 64-bit finalizer of int64 ids, as int64."""
     x = ids ^ shift_right(ids, 33)
     x = x * signed(0xFF51AFD7ED558CCD)
     x = x ^ shift_right(x, 33)

@@ -1,4 +1,4 @@
-"""Numbers as people read them: counts, bytes, spans of time."""
+"""Numbers formatted for people: counts, bytes, durations and times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SPANS = ((YEAR, "year"), (MONTH, "month"), (DAY, "day"), (HOUR, "hour"), (MINUT
 
 
 def show_bytes(count: float) -> str:
-    """1536 -> "1.5 KiB"."""
+    """Formats bytes: 1536 -> "1.5 KiB"."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
@@ -21,13 +21,13 @@ def show_bytes(count: float) -> str:
 
 
 def byte_unit(largest: float) -> tuple[str, int]:
-    """The unit to show bytes up to this many in, and its size."""
+    """Returns the unit for byte counts up to `largest`, and the number of bytes in it."""
     units = [("bytes", 1), ("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30), ("TiB", 1 << 40)]
     return [unit for unit in units if unit[1] <= max(largest, 1)][-1]
 
 
 def show_span(seconds: float) -> str:
-    """5400 -> "1.5 hours"."""
+    """Formats a duration: 5400 -> "1.5 hours"."""
     for size, name in _SPANS:
         if abs(seconds) >= size:
             return _plural(seconds / size, name)
@@ -35,7 +35,7 @@ def show_span(seconds: float) -> str:
 
 
 def show_number(value: float) -> str:
-    """Four significant digits, thousands set apart: 12345.678 -> "12,346", 0.00012345 -> "0.0001234"."""
+    """Formats a number with four significant digits: 12345.678 -> "12,346", 0.00012345 -> "0.0001234"."""
     if not math.isfinite(value):
         return "not finite"
     if value == int(value) and abs(value) < 1e15:
@@ -46,7 +46,7 @@ def show_number(value: float) -> str:
 
 
 def show_short(value: float) -> str:
-    """For axes: 1200000 -> "1.2M", 0.25 -> "0.25", 1e-9 -> "1e-9"."""
+    """Formats a number for an axis: 1200000 -> "1.2M", 0.25 -> "0.25", 1e-9 -> "1e-9"."""
     if value == 0:
         return "0"
     size = abs(value)
@@ -62,7 +62,7 @@ def show_short(value: float) -> str:
 
 
 def show_time(seconds: int) -> str:
-    """A moment in UTC: 0 -> "1970-01-01 00:00:00 UTC"."""
+    """Formats a time in UTC: 0 -> "1970-01-01 00:00:00 UTC"."""
     try:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     except (OverflowError, OSError, ValueError):

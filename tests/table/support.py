@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalith import FTRL, SGD, Adagrad, Adam, Momentum, RowWiseAdagrad, Table, TableConfig, Zeros
+from megalith import FTRL, SGD, Adagrad, Adam, Momentum, RowWiseAdagrad, Table, TableConfig, Zeros, _native
 from megalith.ops import Bags, OutputSlice, Pooling
 from megalith.table import Chunk, Initializer, Optimizer
+from megalith.table.engines.cpu import CpuEngine
 
 LOWEST, HIGHEST = -(2**63), 2**63 - 1
 EXTREME_IDS = (0, -1, 1, LOWEST, LOWEST + 1, HIGHEST, HIGHEST - 1, 2**32, -(2**32), 2**31)
@@ -50,6 +52,19 @@ def sgd_table(
         missing=missing,
     )
     return Table(config, engine=engine, seed=seed)
+
+
+def cpu_table(config: TableConfig, **options: Any) -> Table:
+    """A table of the cpu engine with options that users do not have: kernels, max_rows."""
+    table = Table(config)
+    table.engine_impl = CpuEngine(config, **options)
+    return table
+
+
+def native_table(table: Table) -> _native.Table:
+    """The native object of a table of the cpu engine."""
+    assert isinstance(table.engine_impl, CpuEngine)
+    return table.engine_impl._native
 
 
 def summed(table: str, offsets: Tensor, dim: int, **bags: Tensor) -> Pooling:

@@ -87,12 +87,12 @@ def test_find_gives_each_id_its_own_row(engine: str) -> None:
     assert rows[-1].item() == -1
 
 
-def test_find_with_epoch_says_how_long_rows_are_good(engine: str) -> None:
+def test_an_engine_finds_rows_with_the_epoch_they_are_valid_in(engine: str) -> None:
     table = sgd_table(engine)
     table.assign(ints(1), torch.zeros(1, 2))
     table.remove(ints(5))
 
-    rows, epoch = table.find_with_epoch(ints(1, 2))
+    rows, epoch = table.engine_impl.find(ints(1, 2))
 
     assert rows.tolist() == table.find(ints(1, 2)).tolist() == [0, -1]
     assert epoch == table.epoch == 1

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from megalith import Normal, Table
-from tests.table.support import as_sets, assert_same_bits, sgd_table, unchanged
+from tests.table.support import as_sets, assert_same_bits, native_table, sgd_table, unchanged
 
 
 class Lookups(Dataset[Tensor]):
@@ -110,10 +110,10 @@ def test_a_child_sees_whole_writes_and_open_locks() -> None:
     def child() -> None:
         torch.set_num_threads(1)  # for torch; the table's calls below use two
         rows = torch.empty(ids.numel(), 16)
-        table._native.read(None, -1, ids, rows, 2)  # type: ignore[attr-defined]
+        native_table(table).read(None, -1, ids, rows, 2)
         first = float(rows[0, 0])
         assert bool((rows == first).all()), "half a write"
-        table._native.assign(ids, rows, True, 0, 2)  # type: ignore[attr-defined]
+        native_table(table).assign(ids, rows, True, 0, 2)
 
     writer = threading.Thread(target=write, daemon=True)
     writer.start()

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megalith import FTRL, SGD, Adam, LocalShards, Segment, Table, TableConfig, Zeros
 from megalith.errors import InputError, UnknownNameError, UsageError
 from megalith.ops import Bags, OutputSlice, Pooling
+from tests.table.support import native_table
 
 
 def sgd(name: str = "t", dim: int = 2, lr: float = 1.0) -> TableConfig:
@@ -83,7 +84,7 @@ def test_a_tensor_without_memory_is_refused() -> None:
     with FakeTensorMode():
         fake = torch.empty(4, dtype=torch.int64)
         with pytest.raises((InputError, TypeError)):
-            table._native.find(fake, torch.empty(4, dtype=torch.int32), 1)
+            native_table(table).find(fake, torch.empty(4, dtype=torch.int32), 1)
 
 
 @pytest.mark.usefixtures("restore_threads")

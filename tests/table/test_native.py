@@ -15,13 +15,15 @@ from megalith import SGD, Normal, Table, TableConfig, Zeros, _native
 from megalith.errors import InputError, TableFullError
 from megalith.ops import Pooling
 from megalith.table import Chunk
-from megalith.table.engines.cpu import CpuTable, set_huge_pages
+from megalith.table.engines.cpu import CpuEngine, set_huge_pages
 from tests.table.support import (
     EXTREME_IDS,
     OPTIMIZERS,
     as_sets,
     assert_same_tables,
+    cpu_table,
     ints,
+    native_table,
     sgd_table,
     summed,
     unchanged,
@@ -58,8 +60,8 @@ def life(table: Table) -> Chunk:
 def test_portable_kernels_give_the_bits_of_the_fast_ones(name: str, dim: int) -> None:
     config = TableConfig("t", dim=dim, optimizer=OPTIMIZERS[name], initializer=Normal())
 
-    portable = life(CpuTable(config, kernels="portable"))
-    fast = life(CpuTable(config))
+    portable = life(cpu_table(config, kernels="portable"))
+    fast = life(cpu_table(config))
 
     assert_same_tables(portable, fast)
 
@@ -67,13 +69,13 @@ def test_portable_kernels_give_the_bits_of_the_fast_ones(name: str, dim: int) ->
 def test_a_table_says_which_kernels_it_uses() -> None:
     config = TableConfig("t", dim=1, optimizer=SGD())
 
-    assert CpuTable(config, kernels="portable")._native.kernels == "portable"
-    assert CpuTable(config)._native.kernels == _native.kernels()
+    assert CpuEngine(config, kernels="portable")._native.kernels == "portable"
+    assert CpuEngine(config)._native.kernels == _native.kernels()
 
 
 def test_unknown_kernels_are_refused() -> None:
     with pytest.raises(ValueError, match="kernels"):
-        CpuTable(TableConfig("t", dim=1, optimizer=SGD()), kernels="abacus")
+        CpuEngine(TableConfig("t", dim=1, optimizer=SGD()), kernels="abacus")
 
 
 # ---- huge pages
@@ -167,7 +169,7 @@ def test_the_native_layer_borrows_every_contiguous_tensor(ids: Tensor, values: T
 
 @pytest.mark.usefixtures("exchange_api")
 def test_the_native_layer_checks_shapes_itself() -> None:
-    table = CpuTable(TableConfig("t", dim=3, optimizer=SGD()))._native
+    table = CpuEngine(TableConfig("t", dim=3, optimizer=SGD()))._native
     rows = torch.zeros(2, dtype=torch.int32)
 
     with pytest.raises(ValueError, match="ids: expected one dimension"):
@@ -231,10 +233,10 @@ def test_one_bad_number_is_found_wherever_it_is(size: int, bad: float) -> None:
 # ---- limits
 
 
-def full_table() -> CpuTable:
+def full_table() -> Table:
     """A table "user" of at most ten rows that holds eight."""
     config = TableConfig("user", dim=1, optimizer=SGD(1.0), initializer=Zeros())
-    table = CpuTable(config, max_rows=10)
+    table = cpu_table(config, max_rows=10)
     table.assign(torch.arange(8), torch.ones(8, 1))
     return table
 
@@ -320,12 +322,12 @@ def no_switching() -> Iterator[None]:
 @pytest.mark.parametrize("call", ["find", "read", "pool", "update", "assign", "scan", "all_finite"])
 def test_native_calls_let_other_python_threads_run(call: str) -> None:
     n, dim = 50_000, 16
-    table = CpuTable(TableConfig("t", dim=dim, optimizer=SGD()))
+    table = Table(TableConfig("t", dim=dim, optimizer=SGD()))
     ids, rows = torch.arange(n), torch.empty(n, dtype=torch.int32)
     values, times = torch.ones(n, dim), torch.empty(n, dtype=torch.int64)
     table.assign(ids, values)
     bags = [bag.native for bag in Pooling.sum("t", torch.arange(n + 1), dim).of("t")]
-    native = table._native
+    native = native_table(table)
     calls: dict[str, Callable[[], object]] = {
         "find": lambda: native.find(ids, rows, 1),
         "read": lambda: native.read(None, -1, ids, values, 1),

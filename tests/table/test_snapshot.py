@@ -105,7 +105,7 @@ def test_one_snapshot_at_a_time_and_none_after_close() -> None:
     for engine in ("cpu", "reference"):
         table = filled(engine, 5)
         snapshot = table.snapshot()
-        with pytest.raises(InputError, match="snapshot of table 't' is being read"):
+        with pytest.raises(InputError, match="table 't' already has an open snapshot"):
             table.snapshot()
         snapshot.close()
         snapshot.close()

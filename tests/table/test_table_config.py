@@ -126,9 +126,9 @@ def test_a_row_without_state_is_its_weights() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "give dim and optimizer, or segments"),
-        ({"dim": 4}, "give dim and optimizer, or segments"),
-        ({"optimizer": SGD()}, "give dim and optimizer, or segments"),
+        ({}, "pass dim and optimizer, or segments"),
+        ({"dim": 4}, "pass dim and optimizer, or segments"),
+        ({"optimizer": SGD()}, "pass dim and optimizer, or segments"),
         ({"dim": -3, "optimizer": SGD()}, "dim must be a positive integer"),
         ({"segments": []}, "segments is empty"),
         ({"segments": [4]}, "segments must hold Segments"),

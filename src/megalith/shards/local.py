@@ -1,7 +1,11 @@
-"""LocalShards: all tables of a model in this process."""
+"""LocalShards: all tables of a model in this process.
+
+It validates the input of a call once, for all tables, and then calls the `EngineGroup` of its tables.
+"""
 
 from __future__ import annotations
 
+import time as clock
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
@@ -12,27 +16,39 @@ from megalith.ops.pooling import Pooling
 from megalith.shards.contract import (
     Ids,
     Lookup,
-    Prepared,
+    PreparedIds,
     Rows,
     Shards,
     check_configs,
     missing_status,
 )
+from megalith.shards.preparer import LocalPreparer
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
-from megalith.table.validation import Checks
+from megalith.table.engines.group import EngineGroup
 
 
 class LocalShards(Shards):
-    """Tables by name, in this process. See `Shards`.
+    """All tables by name, in this process. See `Shards`.
 
-    configs: one TableConfig per table. engine, seed: as for `Table`.
+    Args:
+        configs: One TableConfig per table.
+        engine: As for `Table`.
+        seed: As for `Table`.
+
+    Attributes:
+        engines: The engines of the tables. They take validated input only.
+
+    Raises:
+        InputError: Two tables have the same name, or a config or option is wrong.
     """
 
     def __init__(self, configs: Sequence[TableConfig], *, engine: str = "cpu", seed: int = 0) -> None:
         self.configs = MappingProxyType(check_configs(configs))
+        self.preparer = LocalPreparer(self.configs)
         self.local: Mapping[str, Table] = MappingProxyType(
             {name: Table(c, engine=engine, seed=seed) for name, c in self.configs.items()}
         )
+        self.engines = EngineGroup({name: table.engine_impl for name, table in self.local.items()})
 
     def __repr__(self) -> str:
         tables = ", ".join(f"{name}: {len(table)} rows" for name, table in self.local.items())
@@ -40,22 +56,13 @@ class LocalShards(Shards):
 
     # ---- a batch
 
-    @property
-    def preparer(self) -> LocalPreparer:
-        """See `Shards.preparer`."""
-        return LocalPreparer(self.configs)
-
-    def prepare(self, ids: Ids, *, missing_ok: bool = False) -> Prepared:
-        """Checks ids; a local look-up needs nothing else ahead."""
-        names = self.known(ids, missing_ok)
-        return Prepared({name: self.local[name].check_ids(ids[name]) for name in names})
-
-    def lookup(self, ids: Ids | Prepared, *, missing_ok: bool = False) -> LocalLookup:
-        """Finds rows; they are read when asked for."""
-        if not isinstance(ids, Prepared):
+    def lookup(self, ids: Ids | PreparedIds, *, missing_ok: bool = False) -> LocalLookup:
+        """See `Shards.lookup`. Finds rows; reads them when they are used."""
+        if isinstance(ids, PreparedIds):
+            self.known(ids.ids, missing_ok=False)  # other shards may have prepared them
+        else:
             ids = self.prepare(ids, missing_ok=missing_ok)
-        self.known(ids.ids, missing_ok=False)
-        return LocalLookup(self.local, ids.ids)
+        return LocalLookup(self.engines, ids.ids)
 
     def apply_gradients(
         self,
@@ -67,28 +74,19 @@ class LocalShards(Shards):
         scale: float = 1.0,
         clip_norm: float | None = None,
         pooling: Pooling | None = None,
+        wait: bool = True,
     ) -> None:
         """See `Shards.apply_gradients`."""
         if not isinstance(lookup, Lookup):
             lookup = self.lookup(lookup)
-        if not isinstance(lookup, LocalLookup) or lookup.tables is not self.local:
+        if not isinstance(lookup, LocalLookup) or lookup.engines is not self.engines:
             raise InputError("this Lookup was made by other Shards")
         lookup.check_unchanged()
         checked = self._check_gradients(lookup, grads, pooling)
-        when = self._check_time(time)
-        steps = {name: self.local[name].check_step(step, when, scale, clip_norm) for name in checked}
+        now = clock.time() if time is None else time  # the same for all tables
+        steps = {name: self.local[name].checks.step(step, now, scale, clip_norm) for name in checked}
         lookup.use()
-        for name, gradients in checked.items():
-            rows, epoch = lookup.found[name]
-            self.local[name].update_checked(
-                rows, lookup.ids[name], gradients, pooling, steps[name], epoch=epoch
-            )
-
-    def _check_time(self, time: float | None) -> int | None:
-        """One time for all tables of a call."""
-        for table in self.local.values():
-            return table.check_time(time)
-        return None
+        self.engines.update(lookup.ids, lookup.found, checked, pooling, steps)
 
     def _check_gradients(
         self,
@@ -96,59 +94,57 @@ class LocalShards(Shards):
         grads: Mapping[str, Tensor] | Sequence[Tensor],
         pooling: Pooling | None,
     ) -> dict[str, list[Tensor]]:
+        """Returns the gradients by table, in the form of `Engine.update`."""
         if pooling is None:
             if not isinstance(grads, Mapping):
                 raise InputError("without pooling, grads must map tables to tensors")
-            for name in grads:
-                self.check_name(name)
+            for name in self.known(grads, missing_ok=False):
                 if name not in lookup.ids:
                     raise InputError(f"table {name!r}: gradients for a table that was not looked up")
             return {
-                name: self.local[name].check_grads(lookup.ids[name], grad, None)
+                name: self.local[name].checks.grads(lookup.ids[name], grad, None)
                 for name, grad in grads.items()
             }
         if isinstance(grads, Mapping):
             raise InputError("with pooling, grads must be a list of one gradient per output")
-        names = [name for name in lookup.ids if pooling.of(name)]
-        if lookup.pooled is not pooling:  # what it has pooled is known to fit
+        if lookup.pooled is not pooling:  # a pooling that was pooled is known to fit
             lookup.check(pooling)
+        names = [name for name in lookup.ids if pooling.of(name)]
         if not names:
             return {}
-        first = self.local[names[0]].check_grads(lookup.ids[names[0]], grads, pooling)
-        return dict.fromkeys(names, first)
+        checked = self.local[names[0]].checks.grads(lookup.ids[names[0]], grads, pooling)
+        return dict.fromkeys(names, checked)
 
     def flush(self) -> None:
-        """Local updates are done when they return."""
+        """See `Shards.flush`. Local updates are complete when they return."""
 
     # ---- rows
 
     def assign(self, rows: Rows, *, time: float | None = None) -> None:
         """See `Shards.assign`."""
-        self._check_rows(rows, time)
-        for name, (ids, values) in rows.items():
-            self.local[name].assign(ids, values, time=time)
+        self._write(rows, add=False, time=time)
 
     def assign_add(self, rows: Rows, *, time: float | None = None) -> None:
         """See `Shards.assign_add`."""
-        self._check_rows(rows, time)
-        for name, (ids, values) in rows.items():
-            self.local[name].assign_add(ids, values, time=time)
+        self._write(rows, add=True, time=time)
 
-    def _check_rows(self, rows: Rows, time: float | None) -> None:
-        for name, (ids, values) in rows.items():
-            self.check_name(name)
-            table = self.local[name]
-            table.check_rows(table.check_ids(ids), values)
-            table.check_time(time)
+    def _write(self, rows: Rows, *, add: bool, time: float | None) -> None:
+        checked = {}
+        for name in self.known(rows, missing_ok=False):
+            checks = self.local[name].checks
+            ids = checks.ids(rows[name][0])
+            checked[name] = ids, checks.rows(ids, rows[name][1]), checks.time(time)
+        for name, (ids, values, seconds) in checked.items():
+            self.engines[name].assign(ids, values, add=add, time=seconds)
 
     def reinitialize(
         self, ids: Ids, *, time: float | None = None, missing_ok: bool = False
     ) -> dict[str, Tensor]:
         """See `Shards.reinitialize`."""
-        names = self.known(ids, missing_ok)
-        checked = {name: self.local[name].check_ids(ids[name]) for name in names}
+        checked = self.prepare(ids, missing_ok=missing_ok).ids
+        seconds = {name: self.local[name].checks.time(time) for name in checked}
         return {
-            name: self.local[name].reinitialize(checked[name], time=time)
+            name: self.engines[name].reinitialize(checked[name], seconds[name])
             if name in checked
             else missing_status(ids[name])
             for name in ids
@@ -156,8 +152,7 @@ class LocalShards(Shards):
 
     def remove(self, ids: Ids) -> dict[str, int]:
         """See `Shards.remove`."""
-        checked = self.prepare(ids).ids
-        return {name: self.local[name].remove(x) for name, x in checked.items()}
+        return {name: self.engines[name].remove(x) for name, x in self.prepare(ids).ids.items()}
 
     def evict(self, now: float | None = None) -> dict[str, Tensor]:
         """See `Shards.evict`."""
@@ -204,14 +199,13 @@ class LocalShards(Shards):
     def mark_touched(self, consumer: str, ids: Ids) -> None:
         """See `Shards.mark_touched`."""
         self._check_consumer(consumer)
-        checked = self.prepare(ids).ids
-        for name, x in checked.items():
+        for name, x in self.prepare(ids).ids.items():
             self.local[name].mark_touched(consumer, x)
 
     def _check_consumer(self, consumer: str) -> None:
-        """Raises before the first table is touched if some table does not know the consumer."""
+        """Raises before the first table changes if some table does not know the consumer."""
         for table in self.local.values():
-            table.check_consumer(consumer)
+            table.consumer_number(consumer)
 
     def stats(self) -> dict[str, TableStats]:
         """See `Shards.stats`."""
@@ -222,53 +216,46 @@ class LocalShards(Shards):
         return {name: table.memory() for name, table in self.local.items()}
 
 
-class LocalPreparer:
-    """Checks ids: what `LocalShards.prepare` does, without the tables."""
-
-    def __init__(self, configs: Mapping[str, TableConfig]) -> None:
-        self._checks = {name: Checks(config) for name, config in configs.items()}
-
-    def __call__(self, ids: Ids) -> Prepared:
-        """ids: int64 or int32 [n] by table."""
-        return Prepared({name: self._checks[name].check_ids(x) for name, x in ids.items()})
-
-
 class LocalLookup(Lookup):
-    """A look-up in local tables: row numbers, read straight from the tables' own storage."""
+    """A lookup in local tables: it holds row numbers, and reads rows directly from the tables' storage.
 
-    def __init__(self, tables: Mapping[str, Table], ids: Mapping[str, Tensor]) -> None:
+    Args:
+        engines: The tables' engines.
+        ids: int64 [n] by table, validated.
+
+    Attributes:
+        found: The rows of the ids by table.
+        pooled: The pooling that was used last, which therefore fits the ids.
+    """
+
+    def __init__(self, engines: EngineGroup, ids: Mapping[str, Tensor]) -> None:
         super().__init__(ids)
-        self.tables = tables
-        self.found = {name: tables[name].find_with_epoch(x) for name, x in ids.items()}
+        self.engines = engines
+        self.found = engines.find(ids)
         self.pooled: Pooling | None = None
 
     def wait(self) -> None:
-        """Local rows are there at once."""
+        """See `Lookup.wait`. Local rows are available at once."""
 
     def gather(self, table: str) -> Tensor:
-        """One table's rows as they are now."""
-        rows, epoch = self.found[table]
-        gathered: Tensor = self.tables[table].read(rows, self.ids[table], epoch=epoch)
-        return gathered
+        """See `Lookup.gather`. Reads the rows as they are now."""
+        return self.engines.read(table, self.ids[table], self.found[table])
 
     def pool(self, pooling: Pooling) -> list[Tensor]:
-        """Reads each table's rows straight into the outputs; each table checks its part."""
+        """See `Lookup.pool`. Each engine validates the pooling's bags of its table."""
         self.check_tables(pooling)
-        outputs = pooling.new_outputs()
-        for name in filter(pooling.of, pooling.bags):
-            rows, epoch = self.found[name]
-            self.tables[name].read(rows, self.ids[name], pooling, epoch=epoch, out=outputs)
+        outputs = self.engines.pool(self.ids, self.found, pooling)
         self.pooled = pooling
         return outputs
 
     def check_tables(self, pooling: Pooling) -> None:
-        """Raises InputError if a table is pooled that was not looked up."""
+        """Raises InputError if the pooling reads a table that was not looked up."""
         for name in pooling.bags:
             if pooling.of(name) and name not in self.ids:
                 raise InputError(f"table {name!r}: pooled, but it was not looked up")
 
     def check(self, pooling: Pooling) -> None:
-        """Raises InputError unless the pooling fits what was looked up."""
+        """Raises InputError unless the pooling fits the ids and rows of every table."""
         self.check_tables(pooling)
         for name, ids in self.ids.items():
-            pooling.check(name, ids.numel(), self.tables[name].dim)
+            pooling.check(name, ids.numel(), self.engines[name].dim)

@@ -1,4 +1,4 @@
-"""Tables: id -> row. Configuration, the contract, and one file per engine."""
+"""Tables: configuration, optimizers, initializers, `Table` and its engines."""
 
 from megalith.table.initializers import (
     Constant,

@@ -1,13 +1,14 @@
-"""Initial rows: a pure function of (seed, table, id, column), with the same bits everywhere.
+"""Initial rows: a pure function of (seed, table, id, column), with the same bits on every device.
 
-The generator is a counter-based integer mixer, and the normal distribution goes through
-polynomials of this file instead of a library's log, so every step is one IEEE operation that
-CPUs and GPUs round alike. `initial_rows` is the torch twin of native/initialize.inl.
+The generator is a counter-based integer mixer. The normal distribution uses the polynomials of this file
+instead of a library's logarithm, so every step is one IEEE operation that CPUs and GPUs round in the same
+way. `initial_rows` is the torch twin of native/initialize.inl.
 """
 
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,15 +22,15 @@ from megalith.table.schedules import FLOAT32_MAX
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-class Initializer:
-    """How the weights of a new row are drawn. `kind` and `params` are the engines' form."""
+class Initializer(ABC):
+    """Draws the weights of a new row. Engines receive it as `kind` and `params`."""
 
     kind: ClassVar[int]
 
     @property
+    @abstractmethod
     def params(self) -> tuple[float, float]:
-        """The two numbers the draw needs, as float32 values."""
-        raise NotImplementedError
+        """The two float32 parameters of the distribution."""
 
     def _check(self, *fields: str) -> None:
         for field in fields:
@@ -40,7 +41,7 @@ class Initializer:
 
 @dataclass(frozen=True)
 class Constant(Initializer):
-    """Every weight is `value`."""
+    """Sets every weight to `value`."""
 
     value: float
     kind: ClassVar[int] = 0
@@ -56,7 +57,7 @@ class Constant(Initializer):
 
 @dataclass(frozen=True)
 class Zeros(Initializer):
-    """Every weight is 0. Two zero rows have no gradient through their dot product."""
+    """Sets every weight to 0. The dot product of two zero rows has no gradient."""
 
     kind: ClassVar[int] = 0
 
@@ -68,7 +69,7 @@ class Zeros(Initializer):
 
 @dataclass(frozen=True)
 class Ones(Initializer):
-    """Every weight is 1."""
+    """Sets every weight to 1."""
 
     kind: ClassVar[int] = 0
 
@@ -80,7 +81,7 @@ class Ones(Initializer):
 
 @dataclass(frozen=True)
 class Uniform(Initializer):
-    """Even between `low` and `high`."""
+    """Draws from the uniform distribution between `low` and `high`."""
 
     low: float = -0.05
     high: float = 0.05
@@ -91,18 +92,18 @@ class Uniform(Initializer):
         if self.low > self.high:
             raise InputError(f"Uniform: low {self.low} is above high {self.high}")
         if not self.high - self.low <= FLOAT32_MAX:
-            raise InputError(f"Uniform: from {self.low} to {self.high} is wider than a float32 holds")
+            raise InputError(f"Uniform: the range from {self.low} to {self.high} does not fit a float32")
 
     @property
     def params(self) -> tuple[float, float]:
-        """Low and the span."""
+        """Lower bound and width."""
         low, high = (torch.tensor(x, dtype=torch.float32) for x in (self.low, self.high))
         return (low.item(), (high - low).item())
 
 
 @dataclass(frozen=True)
 class Normal(Initializer):
-    """Gaussian."""
+    """Draws from the normal distribution with this mean and standard deviation."""
 
     mean: float = 0.0
     std: float = 0.01
@@ -115,27 +116,33 @@ class Normal(Initializer):
 
     @property
     def params(self) -> tuple[float, float]:
-        """Mean and deviation."""
+        """Mean and standard deviation."""
         return (self.mean, self.std)
 
 
 @dataclass(frozen=True)
 class TruncatedNormal(Normal):
-    """Gaussian cut at two deviations from the mean."""
+    """Draws from the normal distribution, truncated at two standard deviations from the mean."""
 
     kind: ClassVar[int] = 3
 
 
 def table_key(seed: int, name: str) -> int:
-    """The 64 bits that a table's random numbers start from."""
+    """Returns the 64-bit key of a table's random numbers."""
     text = f"{seed & 0xFFFFFFFFFFFFFFFF}:{name}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def initial_rows(key: int, ids: Tensor, segments: list[tuple[int, Initializer]]) -> Tensor:
-    """Initial weights, float32 [n, sum of dims], on the device of `ids`.
+    """Returns initial weights.
 
-    key: of `table_key`. ids: int64 [n]. segments: (dim, initializer) in row order.
+    Args:
+        key: From `table_key`.
+        ids: int64 [n].
+        segments: Dim and initializer of each segment, in row order.
+
+    Returns:
+        float32 [n, sum of dims], on the device of `ids`.
     """
     keys = mix64(ids ^ signed(key))[:, None]
     pieces, start = [], 0
@@ -159,7 +166,7 @@ def _draw(keys: Tensor, columns: Tensor, initializer: Initializer) -> Tensor:
     x = (2 * draws + 1 - (1 << 24)).to(torch.float32) * 2.0**-24
     if initializer.kind == Normal.kind:
         return a + b * (1.4142135 * _inverse_erf(x))
-    z = 1.4142135 * _inverse_erf(x * 0.95449974)  # the mass within two deviations
+    z = 1.4142135 * _inverse_erf(x * 0.95449974)  # the probability within two standard deviations
     return a + b * z.clamp(-2.0, 2.0)
 
 
@@ -187,7 +194,7 @@ def _natural_log(y: Tensor) -> Tensor:
 def _inverse_erf(x: Tensor) -> Tensor:
     w = -_natural_log((1.0 - x) * (1.0 + x))
     centre = _polynomial(w - 2.5, _ERF_CENTRE)
-    # Some builds of torch round float32 roots badly; a float64 root rounds to the right float32.
+    # Some builds of torch round float32 square roots incorrectly; a float64 root rounds correctly.
     tail = _polynomial(w.double().sqrt().float() - 3.0, _ERF_TAIL)
     return torch.where(w < 5.0, centre, tail) * x
 

@@ -1,7 +1,7 @@
-"""Learning-rate schedules: objects (or any callable) that turn a step into a rate.
+"""Learning-rate schedules: callables that map a step to a learning rate.
 
-Wherever an optimizer takes `lr`, a float, one of these, or a plain function of the
-step will do. The rate is evaluated from the step given with each update.
+The `lr` of an optimizer is a float, one of these schedules, or any function of the step. It is evaluated at
+the step of each update.
 """
 
 from __future__ import annotations
@@ -15,21 +15,26 @@ from megalith.errors import InputError
 
 LearningRate = float | Callable[[int], float]
 
-FLOAT32_MAX = 3.4028234e38  # what tables compute with; beyond it a number is infinite
+FLOAT32_MAX = 3.4028234e38  # tables compute in float32: a larger number becomes infinite
 
 
 def as_float32(x: float) -> float:
-    """The number as a table sees it."""
+    """Returns the number rounded to float32, as tables use it."""
     return float(struct.unpack("f", struct.pack("f", x))[0])
 
 
 @dataclass(frozen=True)
 class PolynomialDecay:
-    """From `initial` to `end` over `decay_steps` steps, by a power of the part left.
+    """Moves from `initial` to `end` over `decay_steps` steps by a polynomial.
 
-    lr = (initial - end) * (1 - min(step, decay_steps) / decay_steps) ** power + end. With `cycle`,
-    decay_steps is stretched to the next multiple that the step has not passed, and the decay
-    starts again there. `end` may be above `initial`: the rate then grows.
+    lr = (initial - end) * (1 - min(step, decay_steps) / decay_steps) ** power + end.
+
+    Args:
+        initial: The rate at step 0.
+        decay_steps: Number of steps, at least 1.
+        end: The rate after `decay_steps` steps. It may be above `initial`: the rate then grows.
+        power: The exponent.
+        cycle: Replaces decay_steps by its smallest multiple that is not below the step.
     """
 
     initial: float
@@ -46,7 +51,7 @@ class PolynomialDecay:
         _rates("PolynomialDecay", initial=self.initial, end=self.end)
 
     def __call__(self, step: int) -> float:
-        """The rate at a step."""
+        """Returns the rate at a step."""
         span = float(self.decay_steps)
         if self.cycle:
             span *= max(1, math.ceil(step / self.decay_steps))
@@ -58,7 +63,10 @@ class PolynomialDecay:
 class Warmup:
     """Grows linearly from `start` to the rate of `then` over `steps` steps, then follows `then`.
 
-    `then` is a float, a schedule or a callable, and sees the full step.
+    Args:
+        then: A float, a schedule or a callable. It is evaluated at the full step.
+        steps: Number of steps, at least 1.
+        start: The rate at step 0.
     """
 
     then: LearningRate
@@ -73,7 +81,7 @@ class Warmup:
             _rates("Warmup", then=self.then)
 
     def __call__(self, step: int) -> float:
-        """The rate at a step."""
+        """Returns the rate at a step."""
         rate = rate_at(self.then, step)
         if step >= self.steps:
             return rate
@@ -82,7 +90,12 @@ class Warmup:
 
 @dataclass(frozen=True)
 class Piecewise:
-    """`rates[0]` before `boundaries[0]`, `rates[1]` from there to `boundaries[1]`, and so on."""
+    """Constant rates between boundaries.
+
+    Args:
+        boundaries: Ascending steps; `rates[i + 1]` starts at `boundaries[i]`.
+        rates: One more than the boundaries; `rates[0]` applies before the first boundary.
+    """
 
     boundaries: tuple[int, ...]
     rates: tuple[float, ...]
@@ -101,12 +114,16 @@ class Piecewise:
             _rates("Piecewise", rates=rate)
 
     def __call__(self, step: int) -> float:
-        """The rate at a step."""
+        """Returns the rate at a step."""
         return self.rates[sum(step >= boundary for boundary in self.boundaries)]
 
 
 def rate_at(lr: LearningRate, step: int) -> float:
-    """The rate of a float, schedule or callable at a step. Raises InputError if it is no rate."""
+    """Returns the rate of a float, schedule or callable at a step.
+
+    Raises:
+        InputError: The rate is not a number, is negative or is not finite.
+    """
     rate = lr(step) if callable(lr) else lr
     if not isinstance(rate, int | float):
         try:
@@ -119,7 +136,7 @@ def rate_at(lr: LearningRate, step: int) -> float:
 
 
 def check_rate(owner: str, lr: LearningRate) -> None:
-    """Raises InputError unless `lr` is a usable float or a callable."""
+    """Raises InputError unless `lr` is a callable or a finite float that is not negative."""
     if not callable(lr):
         _rates(owner, lr=lr)
 

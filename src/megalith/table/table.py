@@ -1,9 +1,8 @@
-"""The table contract: what every engine does.
+"""Table: a map from 64-bit ids to trained rows.
 
-`Table(config, engine=...)` gives an engine's table. This file puts the checks of `checks` in front
-of each call and composes calls of each other; an engine supplies the methods that begin with an
-underscore and may assume that what reaches it is right. Nothing is written before everything is
-checked.
+`Table` validates the input of each call (`megalith.table.validation`), then calls the `Engine` that holds the
+rows. Nothing is written unless the whole input of a call is valid. The table itself keeps only the names of
+the consumers of touched rows; storage and kernels belong to the engine.
 """
 
 from __future__ import annotations
@@ -16,51 +15,67 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from megalith.errors import InputError, UsageError
+from megalith.errors import InputError, UnknownNameError, UsageError
 from megalith.ops.pooling import Pooling
+from megalith.table.engines.registry import engine_class
 from megalith.table.snapshot import Snapshot
 from megalith.table.table_config import TableConfig
-from megalith.table.table_data import MAX_CONSUMERS, MAX_TIME, Chunk, MemoryUse, Step, TableStats
-from megalith.table.validation import Checks, plain
+from megalith.table.table_data import MAX_CONSUMERS, Chunk, FoundRows, MemoryUse, TableStats
+from megalith.table.validation import InputChecks
 
 DEFAULT_CHUNK = 65536
 SNAPSHOT_BYTES = 64 << 20
 
 
-class Table(Checks):
-    """A row for any 64-bit id, created when it is first trained.
+class Table:
+    """A row for any 64-bit id, created when the id is first trained or assigned.
 
-    config: name, segments, optimizers. engine: "cpu" (native) or "reference" (plain torch). seed:
-    with the table's name and an id it fixes that id's initial row.
+    Several threads may call one table: reads run in parallel, and a write is atomic for readers.
 
-    Many threads may call one table: reads run beside reads, a write is atomic for readers.
+    Args:
+        config: Name, segments and optimizers.
+        engine: "cpu" (native) or "reference" (plain torch).
+        seed: Together with the table's name and an id it determines the initial row of that id.
+
+    Attributes:
+        checks: The validation of this table's input.
+        engine_impl: The engine. It takes validated input only.
+
+    Raises:
+        InputError: An argument is wrong, or no engine has this name.
     """
-
-    def __new__(cls, *_: Any, **options: Any) -> Table:
-        """Picks the engine's class."""
-        if cls is not Table:
-            return super().__new__(cls)
-        from megalith.table.engines.registry import engine_class
-
-        return super().__new__(engine_class(options.get("engine", "cpu")))
 
     def __init__(self, config: TableConfig, *, engine: str = "cpu", seed: int = 0) -> None:
         if not isinstance(config, TableConfig):
             raise InputError(f"Table: config must be a TableConfig, got {config!r}")
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise InputError(f"table {config.name!r}: seed must be an integer, got {seed!r}")
-        super().__init__(config)
+        self.config = config
+        self.name = config.name
+        self.dim = config.dim
         self.seed = seed
+        self.checks = InputChecks(config)
+        self.engine_impl = engine_class(engine)(config, seed=seed)
+        self._consumers: list[str | None] = []
         self._consumers_lock = threading.Lock()
+
+    @property
+    def engine(self) -> str:
+        """The name of the engine."""
+        return self.engine_impl.engine
 
     # ---- the three primitives
 
     def find(self, ids: Tensor) -> Tensor:
-        """Row numbers, int32 [n]; -1 where an id has no row. Good until `epoch` changes.
+        """Finds the rows of ids.
 
-        ids: int64 or int32 [n].
+        Args:
+            ids: int64 or int32 [n].
+
+        Returns:
+            Row numbers, int32 [n]; -1 where an id has no row. Valid until `epoch` changes.
         """
-        return self._find(self.check_ids(ids))[0]
+        return self.engine_impl.find(self.checks.ids(ids)).rows
 
     def read(
         self,
@@ -71,19 +86,25 @@ class Table(Checks):
         epoch: int | None = None,
         out: Sequence[Tensor] | None = None,
     ) -> Any:
-        """Weights of found rows: float32 [n, dim], or with `pooling` the list of its outputs.
+        """Reads the weights of found rows.
 
-        rows: int32 [n] from `find`. epoch: the table's epoch before that `find`. Rows of this epoch are
-        trusted, of another one found again; without it each row is checked. out: outputs to fill, already
-        zeroed where no bag reaches.
+        Args:
+            rows: int32 [n], from `find`.
+            ids: int64 or int32 [n], the ids of these rows.
+            pooling: Reduces the rows into its outputs.
+            epoch: The table's epoch before that `find`. Rows of the current epoch are trusted, rows of
+                another epoch are found again. Without it each row is verified.
+            out: Outputs to fill, with zeros where no bag writes.
+
+        Returns:
+            float32 [n, dim], or with `pooling` the list of its outputs.
         """
-        ids = self.check_ids(ids)
-        rows = self._rows(rows, ids)
+        ids = self.checks.ids(ids)
+        found = FoundRows(self.checks.found(ids, rows), epoch)
         if pooling is None:
-            return self._read(rows, epoch, ids)
-        outputs = pooling.new_outputs([self.name]) if out is None else list(out)
-        self._check_outputs("out", outputs, pooling)
-        self._pool(rows, epoch, ids, pooling, outputs)
+            return self.engine_impl.read(ids, found)
+        outputs = pooling.new_outputs([self.name]) if out is None else self.checks.outputs(out, pooling)
+        self.engine_impl.pool(ids, found, pooling, outputs)
         return outputs
 
     def update(
@@ -99,139 +120,151 @@ class Table(Checks):
         clip_norm: float | None = None,
         epoch: int | None = None,
     ) -> None:
-        """One optimizer step per distinct id on its summed gradient; creates missing rows.
+        """Makes one optimizer step per distinct id on its summed gradient; creates missing rows.
 
-        grads: float32 [n, dim], or with `pooling` one gradient per output. rows, epoch: as in
-        `read`; without rows they are found. step: learning rates are evaluated from it. time: seconds,
-        becomes the rows' last-update time (None: now). scale: multiplies each summed gradient; clip_norm then
-        shortens it to this L2 norm over the whole row.
-        Raises InputError before anything is written if an argument is wrong or a gradient not finite;
-        a sum of finite gradients that overflows is not caught.
+        A sum of finite gradients that overflows is not detected.
+
+        Args:
+            rows: int32 [n], from `find`, or None.
+            ids: int64 or int32 [n].
+            grads: float32 [n, dim], or with `pooling` one gradient per output.
+            pooling: The pooling that `read` used.
+            step: The global step, from 0. Learning rates are evaluated at it.
+            time: Seconds; becomes the last-update time of the rows (None: now).
+            scale: Multiplies each summed gradient.
+            clip_norm: Then shortens each summed gradient to this L2 norm over the whole row.
+            epoch: As for `read`.
+
+        Raises:
+            InputError: An argument is wrong or a gradient is not finite. Nothing was written.
+            UsageError: The table is not trainable.
         """
-        ids = self.check_ids(ids)
-        rows = None if rows is None else self._rows(rows, ids)
-        checked = self.check_grads(ids, grads, pooling)
-        checked_step = self.check_step(step, time, scale, clip_norm)
-        self._update(rows, epoch, ids, checked, pooling, checked_step)
-
-    def find_with_epoch(self, ids: Tensor) -> tuple[Tensor, int]:
-        """`find`, and the epoch its row numbers belong to."""
-        return self._find(self.check_ids(ids))
-
-    def read_into(self, rows: Tensor, epoch: int, ids: Tensor, out: Tensor) -> None:
-        """`read` without checks, into float32 [n, dim], for callers that have what `find_with_epoch` gave."""
-        self._read(rows, epoch, ids, out)
-
-    def update_checked(
-        self,
-        rows: Tensor | None,
-        ids: Tensor,
-        grads: list[Tensor],
-        pooling: Pooling | None,
-        step: Step,
-        *,
-        epoch: int | None,
-    ) -> None:
-        """`update` with what check_ids, check_grads and check_step gave, for callers of several tables."""
-        self._update(rows, epoch, ids, grads, pooling, step)
+        ids = self.checks.ids(ids)
+        found = None if rows is None else FoundRows(self.checks.found(ids, rows), epoch)
+        checked = self.checks.grads(ids, grads, pooling)
+        numbers = self.checks.step(step, time, scale, clip_norm)
+        self.engine_impl.update(ids, found, checked, pooling, numbers)
 
     # ---- composed calls
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """Weights, float32 [n, dim]. Never inserts; a missing id reads as the config's `missing` says."""
-        return self._read(None, None, self.check_ids(ids))
+        """Reads weights; never creates a row.
+
+        Args:
+            ids: int64 or int32 [n].
+
+        Returns:
+            float32 [n, dim]. An id without a row reads as `TableConfig.missing` defines.
+        """
+        return self.engine_impl.read(self.checks.ids(ids))
 
     def apply_gradients(self, ids: Tensor, grads: Tensor, *, step: int, time: float | None = None) -> None:
-        """`update` without rows: duplicates are summed in input order, missing rows created."""
+        """Calls `update` without rows: sums duplicates in input order and creates missing rows.
+
+        Args:
+            ids: int64 or int32 [n].
+            grads: float32 [n, dim].
+            step: The global step, from 0.
+            time: Seconds; becomes the last-update time of the rows (None: now).
+        """
         self.update(None, ids, grads, step=step, time=time)
 
     def assign(self, ids: Tensor, rows: Tensor, *, time: float | None = None) -> None:
-        """Sets weights, float32 [n, dim]; of duplicates the last stays.
+        """Sets weights.
 
-        A new row gets fresh optimizer state, an existing one keeps its own.
+        A new row gets fresh optimizer state, an existing row keeps its own.
+
+        Args:
+            ids: int64 or int32 [n]. The last of several equal ids wins.
+            rows: float32 [n, dim].
+            time: Seconds; becomes the last-update time of the rows (None: now).
         """
         self._write(ids, rows, add=False, time=time)
 
     def assign_add(self, ids: Tensor, rows: Tensor, *, time: float | None = None) -> None:
-        """Adds to weights, float32 [n, dim], duplicates in order; a new row starts from its initial one."""
+        """Adds to weights.
+
+        Args:
+            ids: int64 or int32 [n]. Duplicates are added in order; a new row starts from its initial weights.
+            rows: float32 [n, dim].
+            time: Seconds; becomes the last-update time of the rows (None: now).
+        """
         self._write(ids, rows, add=True, time=time)
 
+    def _write(self, ids: Tensor, rows: Tensor, *, add: bool, time: float | None) -> None:
+        ids = self.checks.ids(ids)
+        rows = self.checks.rows(ids, rows)
+        self.engine_impl.assign(ids, rows, add=add, time=self.checks.time(time))
+
     def reinitialize(self, ids: Tensor, *, time: float | None = None) -> Tensor:
-        """Puts rows back to their initial weights and state. int32 [n]: 0 created, 1 existed."""
-        return self._reinitialize(self.check_ids(ids), self.check_time(time))
+        """Resets rows to their initial weights and optimizer state; creates missing rows.
+
+        Args:
+            ids: int64 or int32 [n].
+            time: Seconds; becomes the last-update time of the rows (None: now).
+
+        Returns:
+            int32 [n] in input order: 0 created, 1 existed.
+        """
+        return self.engine_impl.reinitialize(self.checks.ids(ids), self.checks.time(time))
 
     def remove(self, ids: Tensor) -> int:
-        """Forgets ids; returns how many had a row. Their memory is reused."""
-        return self._remove(self.check_ids(ids))
+        """Removes the rows of ids, int64 or int32 [n]; returns how many existed. Their memory is reused."""
+        return self.engine_impl.remove(self.checks.ids(ids))
 
     def evict(self, now: float | None = None) -> Tensor:
-        """Removes what the config's eviction policies say and returns those ids (none without a policy)."""
-        self.check_time(now)
+        """Applies the config's eviction policies at time `now`; returns the removed ids, int64."""
+        self.checks.time(now)
         return torch.empty(0, dtype=torch.int64)
 
     def scan(self, chunk_size: int = DEFAULT_CHUNK) -> Iterator[Chunk]:
-        """Walks all rows in chunks. Each chunk is consistent; rows that stay put come exactly once."""
+        """Yields all rows in chunks of at most `chunk_size` rows.
+
+        Each chunk is consistent. A row that is not removed during the scan is yielded exactly once.
+        """
         if chunk_size < 1:
             raise InputError(f"table {self.name!r}: chunk_size must be positive, got {chunk_size}")
-        return self._scan(chunk_size)
+        return self.engine_impl.scan(chunk_size)
 
     def restore(self, chunk: Chunk) -> None:
-        """Writes whole rows back, optimizer state and time included; existing ids are replaced."""
-        ids = self.check_ids(chunk.ids)
-        n = ids.numel()
-        self._check_matrix("rows", chunk.rows, n, self.dim)
-        known = {column.key for column in self.config.state_columns}
-        if set(chunk.state) != known:
-            raise InputError(
-                f"table {self.name!r}: chunk has state {sorted(chunk.state)}, expected {sorted(known)}"
-            )
-        columns = [plain(chunk.rows)]
-        for column in self.config.state_columns:
-            piece = chunk.state[column.key]
-            self._check_matrix(f"state {column.key}", piece, n, column.end - column.start)
-            columns.append(plain(piece))
-        times = chunk.time
-        if not isinstance(times, Tensor) or times.dtype != torch.int64 or tuple(times.shape) != (n,):
-            raise InputError(f"table {self.name!r}: time must be int64 [{n}]")
-        self._check_place("time", times)
-        if n and not 0 <= int(times.min()) <= int(times.max()) <= MAX_TIME:
-            raise InputError(f"table {self.name!r}: time must be between 0 and {MAX_TIME}")
-        self._restore(ids, columns, times.contiguous())
+        """Writes complete rows, including optimizer state and time; existing ids are replaced."""
+        self.engine_impl.restore(*self.checks.chunk(chunk))
+
+    def clear(self) -> None:
+        """Removes every row and frees the memory."""
+        self.engine_impl.clear()
+
+    def reserve(self, n: int) -> None:
+        """Allocates room for n rows, so that the table does not grow before it holds more."""
+        self.engine_impl.reserve(self.checks.row_count(n))
+
+    def new_chunk(self, n: int) -> Chunk:
+        """Returns an uninitialized chunk of n rows with the columns of this table."""
+        return self.engine_impl.new_chunk(n)
 
     def snapshot(
         self, *, consumer: str | None = None, touched_only: bool = False, buffer_bytes: int = SNAPSHOT_BYTES
     ) -> Snapshot:
-        """The table as it is now, to be read while others go on writing. One at a time.
+        """Returns the table as it is now, to be read while writes continue. At most one is open.
 
-        consumer: drains its touched rows; with touched_only the snapshot holds just those. buffer_bytes: of
-        rows set aside because they change before they were read; when it is full, writers wait.
+        Args:
+            consumer: The consumer whose touched rows are drained.
+            touched_only: Whether the snapshot holds only the touched rows of `consumer`.
+            buffer_bytes: Limit for copies of rows that change before they are read. When it is reached,
+                writers wait.
         """
         row_bytes = 4 * self.config.row_floats + 12
         room = max(1, buffer_bytes // row_bytes)
         with self._consumers_lock:
             if touched_only and consumer is None:
                 raise InputError(f"table {self.name!r}: a snapshot of touched rows needs a consumer")
-            number = -1 if consumer is None else self.check_consumer(consumer)
-            return Snapshot(self, *self._begin_snapshot(number, touched_only, room))
-
-    def _write(self, ids: Tensor, rows: Tensor, *, add: bool, time: float | None) -> None:
-        ids = self.check_ids(ids)
-        self.check_rows(ids, rows)
-        self._assign(ids, plain(rows), add, self.check_time(time))
-
-    def new_chunk(self, n: int) -> Chunk:
-        """A chunk of n rows in this table's shape, not filled."""
-        return Chunk(
-            torch.empty(n, dtype=torch.int64),
-            torch.empty(n, self.dim),
-            {c.key: torch.empty(n, c.end - c.start) for c in self.config.state_columns},
-            torch.empty(n, dtype=torch.int64),
-        )
+            number = -1 if consumer is None else self.consumer_number(consumer)
+            return Snapshot(self.engine_impl, *self.engine_impl.begin_snapshot(number, touched_only, room))
 
     # ---- touched rows
 
     def track(self, consumer: str) -> None:
-        """Starts remembering, for this consumer, which rows change. Again is no error."""
+        """Starts to record, for this consumer, which rows change. A second call has no effect."""
         if not isinstance(consumer, str) or not consumer:
             raise InputError(f"table {self.name!r}: a consumer needs a name, got {consumer!r}")
         with self._consumers_lock:
@@ -243,31 +276,48 @@ class Table(Checks):
                     f"table {self.name!r} already has {MAX_CONSUMERS} consumers: "
                     f"{', '.join(map(str, self._consumers))}; untrack one first"
                 )
-            self._track(number)
+            self.engine_impl.track(number)
             self._consumers[number : number + 1] = [consumer]
 
     def untrack(self, consumer: str) -> None:
-        """Forgets a consumer and what it has not drained."""
+        """Drops a consumer and what it has not drained."""
         with self._consumers_lock:
-            number = self.check_consumer(consumer)
-            self._untrack(number)
+            number = self.consumer_number(consumer)
+            self.engine_impl.untrack(number)
             self._consumers[number] = None
 
     def drain_touched(self, consumer: str) -> tuple[Tensor, Tensor]:
-        """Ids written and ids removed since this consumer's last drain, int64 each, and forgets them."""
+        """Returns the ids written and the ids removed since this consumer's last drain, int64 each."""
         with self._consumers_lock:
-            return self._drain(self.check_consumer(consumer))
+            return self.engine_impl.drain(self.consumer_number(consumer))
 
     def mark_touched(self, consumer: str, ids: Tensor) -> None:
-        """Gives ids back to a consumer, for instance after a failed send.
+        """Returns ids, int64 or int32 [n], to a consumer, for instance after a failed send.
 
-        An id that has no row any more counts as removed.
+        An id that no longer has a row counts as removed.
         """
-        ids = self.check_ids(ids)
+        ids = self.checks.ids(ids)
         with self._consumers_lock:
-            self._mark(self.check_consumer(consumer), ids)
+            self.engine_impl.mark(self.consumer_number(consumer), ids)
 
-    # ---- looking at the table
+    def consumer_number(self, consumer: str) -> int:
+        """Returns the engine's number of a consumer; raises UnknownNameError, which lists the known ones."""
+        if consumer not in self._consumers:
+            known = ", ".join(repr(c) for c in self._consumers if c is not None) or "none"
+            raise UnknownNameError(
+                f"table {self.name!r} has no consumer {consumer!r} (known: {known}); call track() first"
+            )
+        return self._consumers.index(consumer)
+
+    # ---- state
+
+    @property
+    def epoch(self) -> int:
+        """Advances when row numbers may have become invalid: remove, evict, restore, clear."""
+        return self.engine_impl.epoch
+
+    def __len__(self) -> int:
+        return len(self.engine_impl)
 
     def __contains__(self, id: object) -> bool:
         try:
@@ -278,29 +328,15 @@ class Table(Checks):
             return False
         return bool((self.find(torch.tensor([id], dtype=torch.int64)) >= 0).item())
 
-    @property
-    def epoch(self) -> int:
-        """Changes when row numbers may have lost their meaning: remove, evict, restore, clear."""
-        raise NotImplementedError
-
-    def __len__(self) -> int:
-        raise NotImplementedError
-
     def stats(self) -> TableStats:
-        """Numbers about the table."""
-        raise NotImplementedError
+        """Returns numbers about the table."""
+        rows, capacity, epoch, growing = self.engine_impl.shape()
+        consumers = tuple(c for c in self._consumers if c is not None)
+        return TableStats(self.name, self.engine, rows, capacity, growing, epoch, consumers)
 
     def memory(self) -> MemoryUse:
-        """Bytes in use."""
-        raise NotImplementedError
-
-    def clear(self) -> None:
-        """Removes every row and gives the memory back."""
-        raise NotImplementedError
-
-    def reserve(self, n: int) -> None:
-        """Makes room for n rows, so that no growth happens on the way there."""
-        raise NotImplementedError
+        """Returns the bytes in use."""
+        return self.engine_impl.memory()
 
     def __repr__(self) -> str:
         return f"Table({self.config!r}, engine={self.engine!r}, rows={len(self)})"
@@ -309,77 +345,3 @@ class Table(Checks):
         raise UsageError(
             f"table {self.name!r} cannot be copied or pickled: use scan() and restore(), or pass ids and rows"
         )
-
-    # ---- what an engine supplies; arguments are checked, ids int64 [n], contiguous
-
-    def _find(self, ids: Tensor) -> tuple[Tensor, int]:
-        """Rows and the epoch they belong to."""
-        raise NotImplementedError
-
-    def _read(self, rows: Tensor | None, epoch: int | None, ids: Tensor, out: Tensor | None = None) -> Tensor:
-        raise NotImplementedError
-
-    def _pool(
-        self,
-        rows: Tensor | None,
-        epoch: int | None,
-        ids: Tensor,
-        pooling: Pooling,
-        outputs: list[Tensor],
-    ) -> None:
-        raise NotImplementedError
-
-    def _update(
-        self,
-        rows: Tensor | None,
-        epoch: int | None,
-        ids: Tensor,
-        grads: list[Tensor],
-        pooling: Pooling | None,
-        step: Step,
-    ) -> None:
-        raise NotImplementedError
-
-    def _assign(self, ids: Tensor, rows: Tensor, add: bool, time: int) -> None:
-        raise NotImplementedError
-
-    def _reinitialize(self, ids: Tensor, time: int) -> Tensor:
-        raise NotImplementedError
-
-    def _remove(self, ids: Tensor) -> int:
-        raise NotImplementedError
-
-    def _restore(self, ids: Tensor, columns: list[Tensor], times: Tensor) -> None:
-        """columns: weights, then the config's state columns."""
-        raise NotImplementedError
-
-    def _begin_snapshot(self, consumer: int, touched_only: bool, room: int) -> tuple[int, int, Tensor]:
-        """Rows it holds, rows of the whole table, and ids removed. consumer: -1 for none. room: rows that may
-        be set aside."""
-        raise NotImplementedError
-
-    def _read_snapshot(self, chunk: Chunk) -> int:
-        raise NotImplementedError
-
-    def _snapshot_pressure(self) -> float:
-        """How full the room for rows set aside is, 0 to 1."""
-        raise NotImplementedError
-
-    def _end_snapshot(self, give_back: bool) -> float:
-        """Seconds that writers waited."""
-        raise NotImplementedError
-
-    def _scan(self, chunk_size: int) -> Iterator[Chunk]:
-        raise NotImplementedError
-
-    def _track(self, consumer: int) -> None:
-        raise NotImplementedError
-
-    def _untrack(self, consumer: int) -> None:
-        raise NotImplementedError
-
-    def _drain(self, consumer: int) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
-
-    def _mark(self, consumer: int, ids: Tensor) -> None:
-        raise NotImplementedError

@@ -1,4 +1,4 @@
-"""What a table is made of: `Segment` and `TableConfig`, checked when they are made."""
+"""Segment and TableConfig: the configuration of a table, validated at construction."""
 
 from __future__ import annotations
 
@@ -17,7 +17,17 @@ MAX_ROW_FLOATS = 2**24
 
 @dataclass(frozen=True, repr=False)
 class Segment:
-    """A contiguous part of a row with its own dim, optimizer, initializer and precision."""
+    """A contiguous part of a row with its own dim, optimizer, initializer and precision.
+
+    Args:
+        dim: Number of weights.
+        optimizer: Updates the weights.
+        initializer: Draws the weights of a new row.
+        precision: Stored type of the weights.
+
+    Raises:
+        InputError: A field has the wrong type or value.
+    """
 
     dim: int
     optimizer: Optimizer = field(kw_only=True)
@@ -42,7 +52,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class StateColumn:
-    """Where a piece of a segment's optimizer state lies in a stored row: floats `start:end`."""
+    """One optimizer state of a segment: floats `start:end` of a stored row."""
 
     segment: int
     name: str
@@ -52,18 +62,32 @@ class StateColumn:
 
     @property
     def key(self) -> str:
-        """Its name in a Chunk."""
+        """Its key in `Chunk.state`."""
         return f"{self.segment}/{self.name}"
 
 
 @dataclass(frozen=True, repr=False, init=False)
 class TableConfig:
-    """A table: its name and the segments of its rows.
+    """The configuration of a table.
 
-    Give either `segments`, or `dim` and `optimizer` for a row of one segment.
-    missing: what an id without a row reads as, "initial" (the row it would start with) or "zeros".
-    dist_type: how rows spread over shards; None takes the shards' own routing.
-    trainable: False makes updates an error.
+    Pass either `segments`, or `dim` and `optimizer` (and optionally `initializer` and `precision`) for rows
+    of one segment.
+
+    Args:
+        name: Name of the table.
+        dim: Number of weights of a row.
+        segments: The parts of a row.
+        optimizer: As for `Segment`.
+        initializer: As for `Segment`.
+        precision: As for `Segment`.
+        admission: Not supported yet.
+        eviction: Not supported yet.
+        missing: What an id without a row reads as: "initial" (its initial row) or "zeros".
+        dist_type: The routing mode of the table; None: the mode of the shards.
+        trainable: With False, an update raises UsageError.
+
+    Raises:
+        InputError: An argument has the wrong type or value.
     """
 
     name: str
@@ -88,11 +112,11 @@ class TableConfig:
         trainable: bool = True,
     ) -> None:
         if not isinstance(name, str) or not name:
-            raise InputError(f"TableConfig: name must be a text that is not empty, got {name!r}")
+            raise InputError(f"TableConfig: name must be a non-empty string, got {name!r}")
         where = f"TableConfig {name!r}"
         if segments is None:
             if dim is None or optimizer is None:
-                raise InputError(f"{where}: give dim and optimizer, or segments")
+                raise InputError(f"{where}: pass dim and optimizer, or segments")
             segments = (
                 Segment(
                     dim,
@@ -103,7 +127,7 @@ class TableConfig:
             )
         elif (dim, optimizer, initializer, precision) != (None, None, None, "float32"):
             raise InputError(
-                f"{where}: give segments, or dim, optimizer, initializer and precision, not both"
+                f"{where}: pass segments, or dim, optimizer, initializer and precision, not both"
             )
         segments = tuple(segments)
         if not segments:
@@ -129,23 +153,23 @@ class TableConfig:
             object.__setattr__(self, attribute, value)
         if self.row_floats > MAX_ROW_FLOATS:
             raise InputError(
-                f"{where}: a row of {self.row_floats} floats, state included; at most {MAX_ROW_FLOATS}"
+                f"{where}: a row has {self.row_floats} floats, including state; the limit is {MAX_ROW_FLOATS}"
             )
 
     @property
     def dim(self) -> int:
-        """Weights of a row, all segments."""
+        """Number of weights of a row."""
         return sum(segment.dim for segment in self.segments)
 
     @property
     def row_floats(self) -> int:
-        """Floats of a stored row: weights, then optimizer state."""
+        """Number of floats of a stored row: weights, then optimizer state."""
         columns = self.state_columns
         return columns[-1].end if columns else self.dim
 
     @property
     def state_columns(self) -> tuple[StateColumn, ...]:
-        """The optimizer state in a stored row; keys are "segment number/state name"."""
+        """The optimizer states of a stored row, in storage order."""
         columns: list[StateColumn] = []
         at = self.dim
         for number, segment in enumerate(self.segments):

@@ -1,4 +1,4 @@
-"""The plain data that tables give and take."""
+"""The plain data that tables, engines and their callers exchange."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ MAX_CONSUMERS = 8
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of a table, whole rows: what `scan` yields and `restore` takes.
+    """Complete rows of a table: what `scan` yields and `restore` takes.
 
-    ids: int64 [n]. rows: float32 [n, dim]. state: by "segment number/name", float32 [n, size] each.
-    time: int64 [n], last update in seconds. count: int64 [n] updates, or None where no policy counts.
+    Attributes:
+        ids: int64 [n].
+        rows: Weights, float32 [n, dim].
+        state: Optimizer state by "segment number/state name", float32 [n, size] each.
+        time: Last update in seconds, int64 [n].
+        count: Number of updates, int64 [n], or None if no policy counts them.
     """
 
     ids: Tensor
@@ -27,15 +31,15 @@ class Chunk:
     count: Tensor | None = None
 
     def part(self, start: int, end: int) -> Chunk:
-        """Some of its rows, in the same memory."""
+        """Returns rows `start:end` as views."""
         return self._each(lambda column: column[start:end])
 
     def select(self, which: Tensor) -> Chunk:
-        """The rows of these numbers (int64) or flags (bool), copied."""
+        """Returns a copy of the rows with these positions (int64) or flags (bool [n])."""
         return self._each(lambda column: column[which])
 
     def columns(self) -> list[Tensor]:
-        """Weights, then state: the floats of a stored row."""
+        """Returns weights, then state: the floats of a stored row."""
         return [self.rows, *self.state.values()]
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Chunk:
@@ -48,8 +52,28 @@ class Chunk:
         )
 
 
+class FoundRows(NamedTuple):
+    """The row numbers of ids in one table. Callers pass them back to the engine and do not interpret them.
+
+    Attributes:
+        rows: int32 [n], on the engine's device; -1 where an id has no row.
+        epoch: The table's epoch when the rows were found. An engine trusts rows of its current epoch and
+            finds others again. None: unknown, so the engine verifies each row.
+    """
+
+    rows: Tensor
+    epoch: int | None
+
+
 class Step(NamedTuple):
-    """An update's rates (one per segment), time in seconds, scale and clip_norm (0: none), checked."""
+    """The validated numbers of one update.
+
+    Attributes:
+        rates: Learning rate of each segment.
+        time: Seconds; becomes the last-update time of the rows.
+        scale: Factor of each summed gradient.
+        clip_norm: Largest L2 norm of a summed gradient; 0 for no limit.
+    """
 
     rates: list[float]
     time: int
@@ -59,7 +83,17 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class TableStats:
-    """A table at a glance. `capacity` is the number of rows that fit before the index grows."""
+    """Numbers about one table.
+
+    Attributes:
+        name: Name of the table.
+        engine: Name of its engine.
+        rows: Number of rows.
+        capacity: Number of rows that fit before the index grows.
+        growing: Whether the index is moving its entries to a larger one.
+        epoch: See `Table.epoch`.
+        consumers: Names of the consumers that track touched rows.
+    """
 
     name: str
     engine: str
@@ -72,7 +106,13 @@ class TableStats:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes a table holds: ids to rows, weights with optimizer state, and what lies beside each row."""
+    """Bytes that a table holds.
+
+    Attributes:
+        index: The map from ids to rows.
+        rows: Weights and optimizer state.
+        side: Id, last-update time and flags of each row.
+    """
 
     index: int
     rows: int
@@ -80,5 +120,5 @@ class MemoryUse:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """All bytes."""
         return self.index + self.rows + self.side

@@ -1,93 +1,132 @@
-"""The checks in front of every table call.
+"""Validation of the input of table calls.
 
-Each returns its argument in the form engines take, or raises an error that names the table and
-the argument. Shards use them too, to check all tables of a call before the first is written.
+Each check returns its argument in the form that engines take, or raises an error that names the table and the
+argument. `Table` and the shards validate with these checks before they call an engine, so that nothing is
+written unless the whole input of a call is valid.
 """
 
 from __future__ import annotations
 
 import time as clock
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
 from megalith.errors import InputError, UnknownNameError, UsageError
+from megalith.library import native_module
 from megalith.ops.pooling import Pooling
 from megalith.table.schedules import FLOAT32_MAX
 from megalith.table.table_config import TableConfig
-from megalith.table.table_data import MAX_TIME, Step
+from megalith.table.table_data import MAX_TIME, Chunk, Step
 
 
-class Checks:
-    """A table's name, shape and consumers, and the checks that need no more than these."""
+def check_table_name(table: str, known: Collection[str]) -> None:
+    """Raises UnknownNameError, which lists the known tables, unless `table` is one of them."""
+    if table not in known:
+        names = ", ".join(map(repr, known)) or "none"
+        raise UnknownNameError(f"unknown table {table!r} (known: {names})")
 
-    engine: str
+
+class InputChecks:
+    """The checks of one table. They need only its config, so they also run in a data worker.
+
+    Args:
+        config: The config of the table.
+    """
 
     def __init__(self, config: TableConfig) -> None:
         self.config = config
         self.name = config.name
         self.dim = config.dim
-        self._consumers: list[str | None] = []
 
-    def check_ids(self, ids: Tensor) -> Tensor:
-        """Ids as a contiguous int64 [n] tensor on the CPU, or InputError."""
+    def ids(self, ids: Tensor) -> Tensor:
+        """Checks ids.
+
+        Args:
+            ids: int64 or int32 [n] on the CPU. int32 ids are sign-extended.
+
+        Returns:
+            The ids as a contiguous int64 [n] tensor.
+
+        Raises:
+            InputError: The type, shape or device is wrong.
+        """
         if not isinstance(ids, Tensor):
             raise InputError(f"table {self.name!r}: ids must be a tensor, got {type(ids).__name__}")
         if ids.dtype not in (torch.int64, torch.int32):
             raise InputError(f"table {self.name!r}: ids must be int64 or int32, got {ids.dtype}")
         if ids.dim() != 1:
             raise InputError(f"table {self.name!r}: ids must have shape [n], got {list(ids.shape)}")
-        self._check_place("ids", ids)
+        self._check_storage("ids", ids)
         return ids.contiguous() if ids.dtype == torch.int64 else ids.to(torch.int64).contiguous()
 
-    def check_rows(self, ids: Tensor, rows: Tensor) -> None:
-        """Raises InputError unless `rows` is float32 [n, dim] for n ids."""
-        self._check_matrix("rows", rows, ids.numel(), self.dim)
+    def found(self, ids: Tensor, rows: Tensor) -> Tensor:
+        """Checks row numbers that `Table.find` returned for `ids`; returns them contiguous, int32 [n]."""
+        if not isinstance(rows, Tensor) or rows.dtype != torch.int32 or rows.shape != ids.shape:
+            raise InputError(f"table {self.name!r}: rows must be int32 [{ids.numel()}], from find()")
+        self._check_storage("rows", rows)
+        return rows.contiguous()
 
-    def check_room(self, n: int) -> int:
-        """A number of rows to reserve, or InputError."""
-        if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n < 2**31:
-            raise InputError(f"table {self.name!r}: reserve takes 0 to 2^31 - 1 rows, got {n!r}")
-        return n
+    def rows(self, ids: Tensor, rows: Tensor) -> Tensor:
+        """Checks weights for n ids; returns them detached and contiguous, float32 [n, dim]."""
+        return self._matrix("rows", rows, ids.numel(), self.dim)
 
-    def check_time(self, time: float | None) -> int:
-        """Whole seconds between 0 and 2^32 - 1; None is now."""
-        if time is None:
-            return int(clock.time())
-        good = isinstance(time, int | float) and 0 <= time <= MAX_TIME
-        if not good:
-            raise InputError(
-                f"table {self.name!r}: time must be seconds between 0 and {MAX_TIME}, got {time!r}"
-            )
-        return int(time)
+    def outputs(self, tensors: Sequence[Tensor], pooling: Pooling) -> list[Tensor]:
+        """Checks tensors that a pooling is to fill: contiguous, with the shapes of its outputs."""
+        self._matrices("out", tensors, pooling)
+        if not all(tensor.is_contiguous() for tensor in tensors):
+            raise InputError(f"table {self.name!r}: out must be contiguous")
+        return list(tensors)
 
-    def check_grads(
-        self, ids: Tensor, grads: Tensor | Sequence[Tensor], pooling: Pooling | None
-    ) -> list[Tensor]:
-        """Gradients as contiguous float32 tensors of the right shapes, all finite, or InputError."""
+    def grads(self, ids: Tensor, grads: Tensor | Sequence[Tensor], pooling: Pooling | None) -> list[Tensor]:
+        """Checks gradients.
+
+        Args:
+            ids: int64 [n].
+            grads: float32 [n, dim], or with `pooling` a list of one gradient per output.
+            pooling: The pooling whose outputs the gradients belong to.
+
+        Returns:
+            The gradients, detached and contiguous; a list of one tensor without pooling.
+
+        Raises:
+            InputError: A type, shape or device is wrong, or a gradient is NaN or Inf.
+        """
         if pooling is None:
             if not isinstance(grads, Tensor):
                 raise InputError(f"table {self.name!r}: grads must be a tensor without pooling")
-            self._check_matrix("grads", grads, ids.numel(), self.dim)
-            checked = [plain(grads)]
+            checked = [self._matrix("grads", grads, ids.numel(), self.dim)]
         else:
             if not isinstance(grads, list | tuple):
-                raise InputError(f"table {self.name!r}: with pooling, give grads as a list, one per output")
-            self._check_outputs("grads", grads, pooling)
-            checked = [plain(g) for g in grads]
+                raise InputError(f"table {self.name!r}: with pooling, grads must be a list, one per output")
+            checked = self._matrices("grads", grads, pooling)
         for number, grad in enumerate(checked):
-            if not self._all_finite(grad):
+            if not _all_finite(grad):
                 field = "grads" if pooling is None else f"grads of output {number}"
                 raise InputError(f"table {self.name!r}: {field} hold NaN or Inf")
         return checked
 
-    def check_step(self, step: int, time: float | None, scale: float, clip_norm: float | None = None) -> Step:
-        """What an update at this step needs besides gradients, or an error that says what is wrong."""
+    def step(self, step: int, time: float | None, scale: float, clip_norm: float | None) -> Step:
+        """Checks the numbers of an update and evaluates the learning rates.
+
+        Args:
+            step: The global step, from 0.
+            time: As for `time`.
+            scale: Factor of each summed gradient.
+            clip_norm: Largest L2 norm of a summed gradient, or None.
+
+        Returns:
+            The numbers that an engine needs.
+
+        Raises:
+            InputError: A number is out of range, or a schedule returns a bad learning rate.
+            UsageError: The table is not trainable.
+        """
         if not self.config.trainable:
             raise UsageError(f"table {self.name!r} is not trainable (TableConfig(trainable=False))")
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise InputError(f"table {self.name!r}: step must be a whole number >= 0, got {step!r}")
+            raise InputError(f"table {self.name!r}: step must be an integer >= 0, got {step!r}")
         if not (isinstance(scale, int | float) and abs(scale) <= FLOAT32_MAX):
             raise InputError(f"table {self.name!r}: scale must be finite, got {scale!r}")
         if clip_norm is not None and not (
@@ -98,25 +137,57 @@ class Checks:
             rates = [segment.optimizer.rate(step) for segment in self.config.segments]
         except InputError as error:
             raise InputError(f"table {self.name!r}: {error}") from None
-        return Step(rates, self.check_time(time), float(scale), float(clip_norm or 0.0))
+        return Step(rates, self.time(time), float(scale), float(clip_norm or 0.0))
 
-    def _rows(self, rows: Tensor, ids: Tensor) -> Tensor:
-        if not isinstance(rows, Tensor) or rows.dtype != torch.int32 or rows.shape != ids.shape:
-            raise InputError(f"table {self.name!r}: rows must be int32 [{ids.numel()}], from find()")
-        self._check_place("rows", rows)
-        return rows.contiguous()
+    def time(self, time: float | None) -> int:
+        """Checks a time in seconds; returns it as an integer between 0 and 2^32 - 1 (None: now)."""
+        if time is None:
+            return int(clock.time())
+        if not (isinstance(time, int | float) and 0 <= time <= MAX_TIME):
+            raise InputError(
+                f"table {self.name!r}: time must be seconds between 0 and {MAX_TIME}, got {time!r}"
+            )
+        return int(time)
 
-    def _check_place(self, field: str, tensor: Tensor) -> None:
-        if tensor.is_cpu and tensor.layout is torch.strided:
-            return
-        if tensor.layout != torch.strided:
+    def row_count(self, n: int) -> int:
+        """Checks a number of rows to reserve."""
+        if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n < 2**31:
+            raise InputError(f"table {self.name!r}: reserve takes 0 to 2^31 - 1 rows, got {n!r}")
+        return n
+
+    def chunk(self, chunk: Chunk) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Checks a chunk of complete rows.
+
+        Returns:
+            Ids int64 [n]; the columns (weights, then state in the config's order), float32 [n, size] each;
+            times int64 [n].
+        """
+        ids = self.ids(chunk.ids)
+        n = ids.numel()
+        columns = [self.rows(ids, chunk.rows)]
+        known = {column.key for column in self.config.state_columns}
+        if set(chunk.state) != known:
+            raise InputError(
+                f"table {self.name!r}: chunk has state {sorted(chunk.state)}, expected {sorted(known)}"
+            )
+        for column in self.config.state_columns:
+            state = chunk.state[column.key]
+            columns.append(self._matrix(f"state {column.key}", state, n, column.end - column.start))
+        times = chunk.time
+        if not isinstance(times, Tensor) or times.dtype != torch.int64 or tuple(times.shape) != (n,):
+            raise InputError(f"table {self.name!r}: time must be int64 [{n}]")
+        self._check_storage("time", times)
+        if n and not 0 <= int(times.min()) <= int(times.max()) <= MAX_TIME:
+            raise InputError(f"table {self.name!r}: time must be between 0 and {MAX_TIME}")
+        return ids, columns, times.contiguous()
+
+    def _check_storage(self, field: str, tensor: Tensor) -> None:
+        if tensor.layout is not torch.strided:
             raise InputError(f"table {self.name!r}: {field} must be dense, got {tensor.layout}")
-        raise InputError(
-            f"table {self.name!r}: {field} are on {tensor.device}, the {self.engine} engine "
-            "needs them on the CPU"
-        )
+        if not tensor.is_cpu:
+            raise InputError(f"table {self.name!r}: {field} must be on the CPU, got {tensor.device}")
 
-    def _check_matrix(self, field: str, tensor: Tensor, rows: int, columns: int) -> None:
+    def _matrix(self, field: str, tensor: Tensor, rows: int, columns: int) -> Tensor:
         if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32:
             kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise InputError(f"table {self.name!r}: {field} must be a float32 tensor, got {kind}")
@@ -124,32 +195,26 @@ class Checks:
             raise InputError(
                 f"table {self.name!r}: {field} must have shape [{rows}, {columns}], got {list(tensor.shape)}"
             )
-        self._check_place(field, tensor)
+        self._check_storage(field, tensor)
+        return plain(tensor)
 
-    def _check_outputs(self, field: str, tensors: Sequence[Tensor], pooling: Pooling) -> None:
+    def _matrices(self, field: str, tensors: Sequence[Tensor], pooling: Pooling) -> list[Tensor]:
         if len(tensors) != len(pooling.outputs):
             raise InputError(
                 f"table {self.name!r}: {field} must hold {len(pooling.outputs)} tensors, "
                 f"one per output, got {len(tensors)}"
             )
-        for number, (tensor, shape) in enumerate(zip(tensors, pooling.outputs, strict=True)):
-            self._check_matrix(f"{field}[{number}]", tensor, *shape)
-        if field == "out" and not all(t.is_contiguous() for t in tensors):
-            raise InputError(f"table {self.name!r}: out must be contiguous")
-
-    def check_consumer(self, consumer: str) -> int:
-        """A consumer's number, or UnknownNameError naming the known ones."""
-        if consumer not in self._consumers:
-            known = ", ".join(repr(c) for c in self._consumers if c is not None) or "none"
-            raise UnknownNameError(
-                f"table {self.name!r} has no consumer {consumer!r} (known: {known}); call track() first"
-            )
-        return self._consumers.index(consumer)
-
-    def _all_finite(self, tensor: Tensor) -> bool:
-        return bool(torch.isfinite(tensor).all())
+        pairs = zip(tensors, pooling.outputs, strict=True)
+        return [self._matrix(f"{field}[{k}]", tensor, *shape) for k, (tensor, shape) in enumerate(pairs)]
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The same numbers without history or lazy negation, contiguous."""
+    """Returns the same numbers, detached, contiguous and without lazy negation."""
     return tensor.detach().resolve_neg().contiguous()
+
+
+def _all_finite(tensor: Tensor) -> bool:
+    native = native_module()
+    if native is None:
+        return bool(torch.isfinite(tensor).all())
+    return bool(native.all_finite(tensor, torch.get_num_threads()))

@@ -1,7 +1,7 @@
 """The source of parameter sync: the tables and dense weights of a model in training.
 
-Tables are read beside training, from any thread; dense weights are copied by the training thread, between
-steps. Rows and weights that are not finite have no place in a server: they are held back and counted.
+Tables are read concurrently with training, from any thread. Dense weights are copied by the training thread,
+between steps. Rows and weights that are not finite are not sent to servers; such rows are counted.
 """
 
 from __future__ import annotations
@@ -21,10 +21,16 @@ from megalith.table import Table
 
 
 class ParameterSource:
-    """What is pushed of a model, or of shards, which have no dense weights.
+    """The tables and dense weights of a model.
 
-    dense: push dense weights. Tables go by their own names, or where a model has several collections by
-    "collection.table", as in its checkpoint.
+    A table has its own name or, if the model has several collections, "collection.table", as in a checkpoint.
+
+    Args:
+        model: The model, or the shards of its tables, which have no dense weights.
+        dense: Include dense weights.
+
+    Raises:
+        InputError: The model has no EmbeddingCollection.
     """
 
     def __init__(self, model: nn.Module | Shards, *, dense: bool = True) -> None:
@@ -48,39 +54,39 @@ class ParameterSource:
         }
         self._last: dict[str, Tensor] = {}
         self.held_back = 0
-        """Rows that were not finite when a message was built."""
+        """The number of rows that were not finite when a message was built."""
 
     # ---- in the training thread
 
     def track(self, consumer: str) -> None:
-        """Changes count from here on."""
-        self.settle()
+        """Starts to record changes for a consumer."""
+        self.flush()
         for shards in self._shards:
             shards.track(consumer)
             shards.drain_touched(consumer)
 
     def untrack(self, consumer: str) -> None:
-        """Changes are no longer remembered."""
+        """Stops recording changes for a consumer."""
         for shards in self._shards:
             shards.untrack(consumer)
 
     def drain(self, consumer: str) -> dict[str, Tensor]:
-        """Ids changed or removed since the last time, by table, an id once."""
+        """Returns the ids changed or removed since the last call, int64 [n] by table, without duplicates."""
         found = {}
         for shards in self._shards:
             for name, (updated, removed) in shards.drain_touched(consumer).items():
-                # One that was removed and came back is in both.
+                # An id that was removed and created again is in both.
                 ids = torch.unique(torch.cat([updated, removed])) if removed.numel() else updated
                 found[self._names[id(shards)][name]] = ids
         return found
 
-    def settle(self) -> None:
-        """Waits for updates under way, so that what they change is drained."""
+    def flush(self) -> None:
+        """Waits for updates in progress, so that `drain` returns what they change."""
         for shards in self._shards:
             shards.flush()
 
     def copy_dense(self) -> dict[str, Tensor] | None:
-        """The dense weights, or None if they are those of the last time, or not finite."""
+        """Returns a copy of the dense weights; None if they have not changed or are not finite."""
         if self._model is None:
             return None
         now = {name: weight.detach() for name, weight in dense_state(self._model).items()}
@@ -94,7 +100,7 @@ class ParameterSource:
     # ---- in any thread
 
     def all_ids(self) -> dict[str, Tensor]:
-        """The ids that have a row, by table; of those that come or go meanwhile, some."""
+        """Returns the ids with a row, int64 [n] by table; ids created or removed meanwhile may be missing."""
         none = [torch.empty(0, dtype=torch.int64)]
         return {
             name: torch.cat(none + [chunk.ids for chunk in table.scan()])
@@ -102,7 +108,7 @@ class ParameterSource:
         }
 
     def read(self, ids: Mapping[str, Tensor]) -> PushMessage:
-        """See `read_rows`; rows that are not finite are counted."""
+        """Reads rows; see `read_rows`. Rows that are not finite are counted in `held_back`."""
         push, held_back = read_rows(self.tables, ids)
         self.held_back += held_back
         return push
@@ -113,14 +119,20 @@ def _equal(weight: Tensor, other: Tensor) -> bool:
 
 
 def read_rows(tables: Mapping[str, Table], ids: Mapping[str, Tensor]) -> tuple[PushMessage, int]:
-    """The rows of ids as they are now, ids without a row as removed; and how many rows are not finite.
+    """Reads the current rows of ids.
 
-    Those are left out.
+    Args:
+        tables: The tables by name.
+        ids: The ids of each table, int64 [n].
+
+    Returns:
+        A message with the rows, and the ids without a row as removed; and the number of rows that are left out
+        because they are not finite.
     """
     rows, removed, held_back = {}, {}, 0
     for name, wanted in ids.items():
         table = tables[name]
-        found, epoch = table.find_with_epoch(wanted)
+        epoch, found = table.epoch, table.find(wanted)
         gone = found < 0
         if bool(gone.any()):
             removed[name] = wanted[gone]

@@ -1,7 +1,7 @@
-"""The cpu engine: the contract over the native module.
+"""The cpu engine: the Engine contract over the native module.
 
-Every call passes tensors as they are and `torch.get_num_threads()` as the number of threads;
-results do not depend on it.
+Each call passes tensors without a copy and uses `torch.get_num_threads()` threads. Results do not depend on
+the number of threads.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from megalith.errors import InputError, NativeMissingError
 from megalith.ops.pooling import Pooling
+from megalith.table.engines.contract import Engine
 from megalith.table.initializers import table_key
-from megalith.table.table import Table
 from megalith.table.table_config import TableConfig
-from megalith.table.table_data import MAX_CONSUMERS, Chunk, MemoryUse, Step, TableStats
+from megalith.table.table_data import MAX_CONSUMERS, Chunk, FoundRows, MemoryUse, Step
 
 try:
     from megalith import _native
@@ -29,29 +29,30 @@ except ImportError as error:
 
 
 def set_huge_pages(on: bool) -> None:
-    """Whether tables ask for 2 MiB pages from now on (the default).
+    """Sets whether tables ask for 2 MiB pages when they allocate memory (the default).
 
-    They make random access 1.5 to 3 times faster in large tables; on some virtual machines
-    the first write of each page is slower.
+    They make random access in large tables 1.5 to 3 times faster; on some virtual machines the first write of
+    each page is slower.
     """
     _native.set_huge_pages(on)
 
 
-class CpuTable(Table):
-    """A table in native memory. See `Table`."""
+class CpuEngine(Engine):
+    """Rows in native memory. See `Engine`.
+
+    Args:
+        config: The config of the table.
+        seed: As for `Engine`.
+        kernels: "portable" or "avx2"; empty for the best that this CPU has.
+        max_rows: Limit of the number of rows.
+    """
 
     engine = "cpu"
 
     def __init__(
-        self,
-        config: TableConfig,
-        *,
-        engine: str = "cpu",
-        seed: int = 0,
-        kernels: str = "",
-        max_rows: int = _native.MAX_ROWS,
+        self, config: TableConfig, *, seed: int = 0, kernels: str = "", max_rows: int = _native.MAX_ROWS
     ) -> None:
-        super().__init__(config, engine=engine, seed=seed)
+        super().__init__(config, seed=seed)
         segments = [
             (
                 segment.dim,
@@ -73,84 +74,59 @@ class CpuTable(Table):
         assert self._native.row_floats == config.row_floats
         assert _native.MAX_CONSUMERS == MAX_CONSUMERS
 
-    @property
-    def epoch(self) -> int:
-        """See `Table.epoch`."""
-        return self._native.epoch
+    # ---- hot calls
 
-    def __len__(self) -> int:
-        return len(self._native)
-
-    def stats(self) -> TableStats:
-        """Numbers about the table."""
-        rows, capacity, epoch, growing = self._native.shape()
-        consumers = tuple(c for c in self._consumers if c is not None)
-        return TableStats(self.name, self.engine, rows, capacity, growing, epoch, consumers)
-
-    def memory(self) -> MemoryUse:
-        """Bytes in use."""
-        return MemoryUse(*self._native.memory())
-
-    def clear(self) -> None:
-        """Removes every row and gives the memory back."""
-        self._native.clear()
-
-    def reserve(self, n: int) -> None:
-        """Makes room for n rows."""
-        self._native.reserve(self.check_room(n))
-
-    def _find(self, ids: Tensor) -> tuple[Tensor, int]:
+    def find(self, ids: Tensor) -> FoundRows:
+        """See `Engine.find`."""
         rows = torch.empty(ids.numel(), dtype=torch.int32)
-        epoch = self._native.find(ids, rows, torch.get_num_threads())
-        return rows, epoch
+        return FoundRows(rows, self._native.find(ids, rows, torch.get_num_threads()))
 
-    def _read(self, rows: Tensor | None, epoch: int | None, ids: Tensor, out: Tensor | None = None) -> Tensor:
+    def read(self, ids: Tensor, found: FoundRows | None = None, out: Tensor | None = None) -> Tensor:
+        """See `Engine.read`."""
         out = torch.empty(ids.numel(), self.dim) if out is None else out
-        self._native.read(rows, _epoch(epoch), ids, out, torch.get_num_threads())
+        self._native.read(*_native_rows(found), ids, out, torch.get_num_threads())
         return out
 
-    def _pool(
-        self,
-        rows: Tensor | None,
-        epoch: int | None,
-        ids: Tensor,
-        pooling: Pooling,
-        outputs: list[Tensor],
-    ) -> None:
-        bags = self._bags(pooling)
-        with self._named():
-            self._native.pool(rows, _epoch(epoch), ids, bags, outputs, torch.get_num_threads())
+    def pool(self, ids: Tensor, found: FoundRows | None, pooling: Pooling, outputs: list[Tensor]) -> None:
+        """See `Engine.pool`."""
+        bags = [bags.native for bags in pooling.of(self.name)]
+        with _TableName(self.name):
+            self._native.pool(*_native_rows(found), ids, bags, outputs, torch.get_num_threads())
 
-    def _update(
+    def update(
         self,
-        rows: Tensor | None,
-        epoch: int | None,
         ids: Tensor,
+        found: FoundRows | None,
         grads: list[Tensor],
         pooling: Pooling | None,
         step: Step,
     ) -> None:
-        bags = None if pooling is None else self._bags(pooling)
+        """See `Engine.update`."""
+        bags = None if pooling is None else [bags.native for bags in pooling.of(self.name)]
         gradients = grads[0] if pooling is None else grads
+        rows, epoch = _native_rows(found)
         threads = torch.get_num_threads()
-        with self._named():
-            self._native.update(rows, _epoch(epoch), ids, gradients, bags, *step, threads)
+        with _TableName(self.name):
+            self._native.update(rows, epoch, ids, gradients, bags, *step, threads)
 
-    def _assign(self, ids: Tensor, rows: Tensor, add: bool, time: int) -> None:
+    # ---- rows
+
+    def assign(self, ids: Tensor, rows: Tensor, *, add: bool, time: int) -> None:
+        """See `Engine.assign`."""
         self._native.assign(ids, rows, add, time, torch.get_num_threads())
 
-    def _reinitialize(self, ids: Tensor, time: int) -> Tensor:
+    def reinitialize(self, ids: Tensor, time: int) -> Tensor:
+        """See `Engine.reinitialize`."""
         status = torch.empty(ids.numel(), dtype=torch.int32)
         self._native.reinitialize(ids, time, status, torch.get_num_threads())
         return status
 
-    def _remove(self, ids: Tensor) -> int:
+    def remove(self, ids: Tensor) -> int:
+        """See `Engine.remove`."""
         return self._native.remove(ids)
 
-    def _restore(self, ids: Tensor, columns: list[Tensor], times: Tensor) -> None:
-        self._native.restore(ids, columns, times, torch.get_num_threads())
-
-    def _scan(self, chunk_size: int) -> Iterator[Chunk]:
+    def scan(self, chunk_size: int) -> Iterator[Chunk]:
+        """See `Engine.scan`."""
         at = 0
         while at >= 0:
             chunk = self.new_chunk(min(chunk_size, max(1, len(self))))
@@ -158,44 +134,77 @@ class CpuTable(Table):
             if n:
                 yield chunk.part(0, n)
 
-    def _begin_snapshot(self, consumer: int, touched_only: bool, room: int) -> tuple[int, int, Tensor]:
+    def restore(self, ids: Tensor, columns: list[Tensor], times: Tensor) -> None:
+        """See `Engine.restore`."""
+        self._native.restore(ids, columns, times, torch.get_num_threads())
+
+    def clear(self) -> None:
+        """See `Engine.clear`."""
+        self._native.clear()
+
+    def reserve(self, n: int) -> None:
+        """See `Engine.reserve`."""
+        self._native.reserve(n)
+
+    # ---- snapshots
+
+    def begin_snapshot(self, consumer: int, touched_only: bool, room: int) -> tuple[int, int, Tensor]:
+        """See `Engine.begin_snapshot`."""
         rows, live, removed = self._native.begin_snapshot(consumer, touched_only, room)
         return rows, live, _ids_from(removed)
 
-    def _read_snapshot(self, chunk: Chunk) -> int:
+    def read_snapshot(self, chunk: Chunk) -> int:
+        """See `Engine.read_snapshot`."""
         return self._native.read_snapshot(chunk.ids, chunk.columns(), chunk.time)
 
-    def _snapshot_pressure(self) -> float:
+    def snapshot_pressure(self) -> float:
+        """See `Engine.snapshot_pressure`."""
         return self._native.snapshot_pressure()
 
-    def _end_snapshot(self, give_back: bool) -> float:
+    def end_snapshot(self, give_back: bool) -> float:
+        """See `Engine.end_snapshot`."""
         return self._native.end_snapshot(give_back)
 
-    def _track(self, consumer: int) -> None:
+    # ---- touched rows
+
+    def track(self, consumer: int) -> None:
+        """See `Engine.track`."""
         self._native.track(consumer)
 
-    def _untrack(self, consumer: int) -> None:
+    def untrack(self, consumer: int) -> None:
+        """See `Engine.untrack`."""
         self._native.untrack(consumer)
 
-    def _drain(self, consumer: int) -> tuple[Tensor, Tensor]:
+    def drain(self, consumer: int) -> tuple[Tensor, Tensor]:
+        """See `Engine.drain`."""
         updated, removed = self._native.drain(consumer)
         return _ids_from(updated), _ids_from(removed)
 
-    def _mark(self, consumer: int, ids: Tensor) -> None:
+    def mark(self, consumer: int, ids: Tensor) -> None:
+        """See `Engine.mark`."""
         self._native.mark(consumer, ids)
 
-    def _all_finite(self, tensor: Tensor) -> bool:
-        return _native.all_finite(tensor, torch.get_num_threads())
+    # ---- state
 
-    def _bags(self, pooling: Pooling) -> list[tuple[object, ...]]:
-        return [bags.native for bags in pooling.of(self.name)]
+    @property
+    def epoch(self) -> int:
+        """See `Engine.epoch`."""
+        return self._native.epoch
 
-    def _named(self) -> _Named:
-        return _Named(self.name)
+    def __len__(self) -> int:
+        return len(self._native)
+
+    def shape(self) -> tuple[int, int, int, bool]:
+        """See `Engine.shape`."""
+        return self._native.shape()
+
+    def memory(self) -> MemoryUse:
+        """See `Engine.memory`."""
+        return MemoryUse(*self._native.memory())
 
 
-class _Named:
-    """Puts the table's name before what the native module says about a pooling."""
+class _TableName:
+    """Puts the table's name in front of an error that the native module raises about a pooling."""
 
     __slots__ = ("name",)
 
@@ -210,8 +219,10 @@ class _Named:
             raise InputError(f"table {self.name!r}: {error}") from None
 
 
-def _epoch(epoch: int | None) -> int:
-    return _native.UNKNOWN_EPOCH if epoch is None else epoch
+def _native_rows(found: FoundRows | None) -> tuple[Tensor | None, int]:
+    if found is None:
+        return None, _native.UNKNOWN_EPOCH
+    return found.rows, _native.UNKNOWN_EPOCH if found.epoch is None else found.epoch
 
 
 def _ids_from(data: bytes) -> Tensor:

@@ -1,7 +1,6 @@
-"""The reference engine: plain torch and a dict, the oracle the other engines are held to.
+"""The reference engine: plain torch and a dict. It is the test oracle of the other engines.
 
-Slow and obvious. It runs anywhere torch does, so Megalith works where the native module was
-never built.
+It is slow and simple. It runs wherever torch runs, so Megalith works without the native module.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ from torch import Tensor
 
 from megalith.errors import InputError
 from megalith.ops.pooling import Pooling, pool, unpool
+from megalith.table.engines.contract import Engine
 from megalith.table.initializers import initial_rows, table_key
 from megalith.table.optimizers.rowwise_adagrad import sum_of_squares
-from megalith.table.table import Table
 from megalith.table.table_config import TableConfig
-from megalith.table.table_data import Chunk, MemoryUse, Step, TableStats
+from megalith.table.table_data import Chunk, FoundRows, MemoryUse, Step
 
 
-class ReferenceTable(Table):
-    """A table in a dict and a tensor. See `Table`."""
+class ReferenceEngine(Engine):
+    """Rows in one tensor, found through a dict. See `Engine`."""
 
     engine = "reference"
 
-    def __init__(self, config: TableConfig, *, engine: str = "reference", seed: int = 0) -> None:
-        super().__init__(config, engine=engine, seed=seed)
+    def __init__(self, config: TableConfig, *, seed: int = 0) -> None:
+        super().__init__(config, seed=seed)
         self._key = table_key(seed, config.name)
         self._initializers = [(s.dim, s.initializer) for s in config.segments]
         self._lock = threading.RLock()
@@ -44,38 +43,36 @@ class ReferenceTable(Table):
         self._ids_of = torch.empty(0, dtype=torch.int64)
         self._time = torch.empty(0, dtype=torch.int64)
         self._free: list[int] = []
-        self._used = 0  # every row number ever given lies below
+        self._used = 0  # all row numbers in use are below
 
     @property
     def epoch(self) -> int:
-        """See `Table.epoch`."""
+        """See `Engine.epoch`."""
         return self._epoch
 
     def __len__(self) -> int:
         return len(self._row_of)
 
-    def stats(self) -> TableStats:
-        """Numbers about the table."""
-        consumers = tuple(c for c in self._consumers if c is not None)
-        n = len(self)
-        capacity = max(n, self._data.shape[0])
-        return TableStats(self.name, self.engine, n, capacity, False, self._epoch, consumers)
+    def shape(self) -> tuple[int, int, int, bool]:
+        """See `Engine.shape`."""
+        with self._lock:
+            return len(self), max(len(self), self._data.shape[0]), self._epoch, False
 
     def memory(self) -> MemoryUse:
-        """Bytes in use, a dict entry reckoned at 100 bytes."""
+        """See `Engine.memory`; counts 100 bytes for a dict entry."""
         return MemoryUse(len(self) * 100, self._data.nbytes, self._ids_of.nbytes + self._time.nbytes)
 
     def clear(self) -> None:
-        """Removes every row."""
+        """See `Engine.clear`."""
         with self._lock:
             self._note_removed(list(self._row_of))
             self._empty()
             self._epoch += 1
 
     def reserve(self, n: int) -> None:
-        """Makes room for n rows."""
+        """See `Engine.reserve`."""
         with self._lock:
-            self._grow(self.check_room(n))
+            self._grow(n)
 
     # ---- rows
 
@@ -123,50 +120,49 @@ class ReferenceTable(Table):
                 touched.pop(id, None)
                 self._removed[consumer][id] = None
 
-    # ---- the contract
+    # ---- hot calls
 
-    def _find(self, ids: Tensor) -> tuple[Tensor, int]:
+    def find(self, ids: Tensor) -> FoundRows:
+        """See `Engine.find`."""
         with self._lock:
             rows = [self._row_of.get(i, -1) for i in ids.tolist()]
-            return torch.tensor(rows, dtype=torch.int32), self._epoch
+            return FoundRows(torch.tensor(rows, dtype=torch.int32), self._epoch)
 
-    def _current(self, rows: Tensor | None, epoch: int | None, ids: Tensor) -> Tensor:
-        if rows is None or epoch != self._epoch or bool(((rows < 0) | (rows >= self._used)).any()):
-            rows = self._find(ids)[0]
-        return rows.to(torch.int64)
+    def _current(self, found: FoundRows | None, ids: Tensor) -> Tensor:
+        if found is None or found.epoch != self._epoch or not self._all_rows_exist(found.rows):
+            found = self.find(ids)
+        return found.rows.to(torch.int64)
 
-    def _read(self, rows: Tensor | None, epoch: int | None, ids: Tensor, out: Tensor | None = None) -> Tensor:
+    def _all_rows_exist(self, rows: Tensor) -> bool:
+        return bool(((rows >= 0) & (rows < self._used)).all())
+
+    def read(self, ids: Tensor, found: FoundRows | None = None, out: Tensor | None = None) -> Tensor:
+        """See `Engine.read`."""
         with self._lock:
-            rows = self._current(rows, epoch, ids)
-            found = rows >= 0
+            rows = self._current(found, ids)
+            exists = rows >= 0
             out = torch.zeros(ids.numel(), self.dim) if out is None else out.zero_()
-            out[found] = self._data[rows[found], : self.dim]
+            out[exists] = self._data[rows[exists], : self.dim]
             if self.config.missing == "initial":
-                out[~found] = self._initial(ids[~found])
+                out[~exists] = self._initial(ids[~exists])
             return out
 
     @torch.no_grad()
-    def _pool(
-        self,
-        rows: Tensor | None,
-        epoch: int | None,
-        ids: Tensor,
-        pooling: Pooling,
-        outputs: list[Tensor],
-    ) -> None:
+    def pool(self, ids: Tensor, found: FoundRows | None, pooling: Pooling, outputs: list[Tensor]) -> None:
+        """See `Engine.pool`."""
         pooling.check(self.name, ids.numel(), self.dim)
-        pool(self._read(rows, epoch, ids), pooling.of(self.name), outputs)
+        pool(self.read(ids, found), pooling.of(self.name), outputs)
 
     @torch.no_grad()
-    def _update(
+    def update(
         self,
-        rows: Tensor | None,
-        epoch: int | None,
         ids: Tensor,
+        found: FoundRows | None,
         grads: list[Tensor],
         pooling: Pooling | None,
         step: Step,
     ) -> None:
+        """See `Engine.update`. It finds rows itself."""
         flat = grads[0] if pooling is None else None
         if pooling is not None:
             pooling.check(self.name, ids.numel(), self.dim)
@@ -176,31 +172,35 @@ class ReferenceTable(Table):
         with self._lock:
             distinct, where = _first_occurrences(ids)
             sums = torch.zeros(distinct.numel(), self.dim)
-            for occurrence, row in enumerate(where.tolist()):  # the order of the input
+            for occurrence, row in enumerate(where.tolist()):  # in input order
                 sums[row] += flat[occurrence]
             sums = clip_rows(sums * step.scale, step.clip_norm)
-            found = self._find_or_create(distinct)
+            rows = self._find_or_create(distinct)
             start = 0
             for number, (segment, rate) in enumerate(zip(self.config.segments, step.rates, strict=True)):
                 columns = slice(start, start + segment.dim)
-                weights = self._data[found, columns]
+                weights = self._data[rows, columns]
                 columns_of = [c for c in self.config.state_columns if c.segment == number]
-                state = {c.name: self._data[found, c.start : c.end] for c in columns_of}
+                state = {c.name: self._data[rows, c.start : c.end] for c in columns_of}
                 segment.optimizer.step(weights, state, sums[:, columns], rate)
-                self._data[found, columns] = weights
+                self._data[rows, columns] = weights
                 for c in columns_of:
-                    self._data[found, c.start : c.end] = state[c.name]
+                    self._data[rows, c.start : c.end] = state[c.name]
                 start += segment.dim
-            self._written(distinct, found, step.time)
+            self._written(distinct, rows, step.time)
 
-    def _assign(self, ids: Tensor, rows: Tensor, add: bool, time: int) -> None:
+    # ---- rows
+
+    def assign(self, ids: Tensor, rows: Tensor, *, add: bool, time: int) -> None:
+        """See `Engine.assign`."""
         with self._lock:
             found = self._find_or_create(ids)
             for row, values in zip(found.tolist(), rows, strict=True):
                 self._data[row, : self.dim] = self._data[row, : self.dim] + values if add else values
             self._written(ids, found, time)
 
-    def _reinitialize(self, ids: Tensor, time: int) -> Tensor:
+    def reinitialize(self, ids: Tensor, time: int) -> Tensor:
+        """See `Engine.reinitialize`."""
         with self._lock:
             status = []
             for id in ids.tolist():
@@ -212,7 +212,8 @@ class ReferenceTable(Table):
             self._written(ids, self._find_or_create(ids), time)
             return torch.tensor(status, dtype=torch.int32)
 
-    def _remove(self, ids: Tensor) -> int:
+    def remove(self, ids: Tensor) -> int:
+        """See `Engine.remove`."""
         with self._lock:
             gone = [id for id in dict.fromkeys(ids.tolist()) if id in self._row_of]
             for id in gone:
@@ -221,7 +222,8 @@ class ReferenceTable(Table):
             self._epoch += 1
             return len(gone)
 
-    def _restore(self, ids: Tensor, columns: list[Tensor], times: Tensor) -> None:
+    def restore(self, ids: Tensor, columns: list[Tensor], times: Tensor) -> None:
+        """See `Engine.restore`."""
         with self._lock:
             found = self._find_or_create(ids)
             raw = torch.cat(columns, dim=1)
@@ -231,7 +233,8 @@ class ReferenceTable(Table):
             self._written(ids, found, self._time[found])
             self._epoch += 1
 
-    def _scan(self, chunk_size: int) -> Iterator[Chunk]:
+    def scan(self, chunk_size: int) -> Iterator[Chunk]:
+        """See `Engine.scan`."""
         at = 0
         while True:
             with self._lock:
@@ -247,20 +250,21 @@ class ReferenceTable(Table):
         state = {c.key: raw[:, c.start : c.end].contiguous() for c in self.config.state_columns}
         return Chunk(self._ids_of[rows], raw[:, : self.dim].contiguous(), state, self._time[rows])
 
-    def _begin_snapshot(self, consumer: int, touched_only: bool, room: int) -> tuple[int, int, Tensor]:
-        """Copies the rows at once."""
+    def begin_snapshot(self, consumer: int, touched_only: bool, room: int) -> tuple[int, int, Tensor]:
+        """See `Engine.begin_snapshot`; copies the rows at once."""
         with self._lock:
             if self._snapshot is not None:
-                raise InputError(f"a snapshot of table {self.name!r} is being read")
+                raise InputError(f"table {self.name!r} already has an open snapshot: close it first")
             drained = (torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
             if consumer >= 0:
-                drained = self._drain(consumer)
+                drained = self.drain(consumer)
             ids = drained[0].tolist() if touched_only else list(self._row_of)
             chunk = self._chunk(torch.tensor([self._row_of[id] for id in ids], dtype=torch.int64))
             self._snapshot = _Copy(chunk, consumer, drained)
             return len(ids), len(self._row_of), drained[1]
 
-    def _read_snapshot(self, chunk: Chunk) -> int:
+    def read_snapshot(self, chunk: Chunk) -> int:
+        """See `Engine.read_snapshot`."""
         copy = self._snapshot
         assert copy is not None
         n = min(chunk.ids.numel(), copy.rows.ids.numel() - copy.at)
@@ -271,37 +275,43 @@ class ReferenceTable(Table):
         copy.at += n
         return n
 
-    def _snapshot_pressure(self) -> float:
+    def snapshot_pressure(self) -> float:
+        """See `Engine.snapshot_pressure`."""
         return 0.0
 
-    def _end_snapshot(self, give_back: bool) -> float:
+    def end_snapshot(self, give_back: bool) -> float:
+        """See `Engine.end_snapshot`."""
         with self._lock:
             copy, self._snapshot = self._snapshot, None
             if copy is not None and give_back and copy.consumer in self._touched:
                 for ids in copy.drained:
-                    self._mark(copy.consumer, ids)
+                    self.mark(copy.consumer, ids)
         return 0.0
 
     def _is_live(self, row: int) -> bool:
         return self._row_of.get(int(self._ids_of[row])) == row
 
-    def _track(self, consumer: int) -> None:
+    def track(self, consumer: int) -> None:
+        """See `Engine.track`."""
         with self._lock:
             self._touched[consumer] = {}
             self._removed[consumer] = {}
 
-    def _untrack(self, consumer: int) -> None:
+    def untrack(self, consumer: int) -> None:
+        """See `Engine.untrack`."""
         with self._lock:
             del self._touched[consumer], self._removed[consumer]
 
-    def _drain(self, consumer: int) -> tuple[Tensor, Tensor]:
+    def drain(self, consumer: int) -> tuple[Tensor, Tensor]:
+        """See `Engine.drain`."""
         with self._lock:
             updated = list(self._touched[consumer])
             removed = [id for id in self._removed[consumer] if id not in self._row_of]
-            self._track(consumer)
+            self.track(consumer)
         return torch.tensor(updated, dtype=torch.int64), torch.tensor(removed, dtype=torch.int64)
 
-    def _mark(self, consumer: int, ids: Tensor) -> None:
+    def mark(self, consumer: int, ids: Tensor) -> None:
+        """See `Engine.mark`."""
         with self._lock:
             for id in ids.tolist():
                 kept = self._touched if id in self._row_of else self._removed
@@ -310,7 +320,7 @@ class ReferenceTable(Table):
 
 @dataclass
 class _Copy:
-    """The rows of a snapshot, how far they were read, and what was drained for it."""
+    """The rows of a snapshot, the next row to read, and the ids that were drained for it."""
 
     rows: Chunk
     consumer: int
@@ -319,14 +329,14 @@ class _Copy:
 
 
 def _first_occurrences(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Distinct ids in order of first occurrence, and for each id its position among them."""
+    """Returns the distinct ids in order of first occurrence, and the position of each id among them."""
     order: dict[int, int] = {}
     where = [order.setdefault(id, len(order)) for id in ids.tolist()]
     return torch.tensor(list(order), dtype=torch.int64), torch.tensor(where, dtype=torch.int64)
 
 
 def clip_rows(grads: Tensor, clip_norm: float) -> Tensor:
-    """Rows shortened to this L2 norm (0: left as they are)."""
+    """Returns the rows, float32 [n, dim], shortened to this L2 norm (0: unchanged)."""
     if not clip_norm:
         return grads
     norms = sum_of_squares(grads).sqrt()[:, None]

@@ -5,18 +5,18 @@ from __future__ import annotations
 from importlib import import_module
 
 from megalith.errors import InputError
-from megalith.table.table import Table
+from megalith.table.engines.contract import Engine
 
 ENGINES = {
-    "reference": ("megalith.table.engines.reference", "ReferenceTable"),
-    "cpu": ("megalith.table.engines.cpu", "CpuTable"),
+    "reference": ("megalith.table.engines.reference", "ReferenceEngine"),
+    "cpu": ("megalith.table.engines.cpu", "CpuEngine"),
 }
 
 
-def engine_class(engine: str) -> type[Table]:
-    """The class of an engine. Raises InputError for an unknown name."""
+def engine_class(engine: str) -> type[Engine]:
+    """Returns the class of an engine; raises InputError for an unknown name."""
     if engine not in ENGINES:
         raise InputError(f"unknown engine {engine!r}; known engines: {', '.join(ENGINES)}")
-    module, name = ENGINES[engine]
-    found: type[Table] = getattr(import_module(module), name)
+    module, name = ENGINES[engine]  # imported on use: the cpu engine needs the native module
+    found: type[Engine] = getattr(import_module(module), name)
     return found

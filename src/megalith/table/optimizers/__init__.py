@@ -1,4 +1,4 @@
-"""Sparse optimizers: one file each; see `base` for what one is and how to add another."""
+"""Sparse optimizers, one per file. `optimizer` defines the contract and how to add another one."""
 
 from megalith.table.optimizers.adagrad import Adagrad
 from megalith.table.optimizers.adam import Adam

@@ -1,4 +1,4 @@
-"""Adagrad: a rate of its own for every weight."""
+"""Adagrad: a learning rate per weight."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from megalith.table.schedules import LearningRate
 
 
 @dataclass(frozen=True)
-class Adagrad(Optimizer):
-    """g += weight_decay * w; n += g^2; w -= lr * g / (sqrt(n) + eps).
+class AdagradSettings(Optimizer):
+    """The settings of Adagrad and RowWiseAdagrad.
 
-    The same formula and defaults as torch.optim.Adagrad (no lr_decay: use a schedule). Monolith
-    has no eps and starts n at 0.1: Adagrad(initial_accumulator_value=0.1, eps=0).
+    Args:
+        lr: The learning rate.
+        initial_accumulator_value: Initial value of the sum n.
+        eps: Added to sqrt(n).
+        weight_decay: Factor of the weight that is added to its gradient.
     """
 
     lr: LearningRate = 1e-2
     initial_accumulator_value: float = 0.0
     eps: float = 1e-10
     weight_decay: float = 0.0
-    name: ClassVar[str] = "adagrad"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -35,12 +37,23 @@ class Adagrad(Optimizer):
         """Initial accumulator, eps, weight decay."""
         return (self.initial_accumulator_value, self.eps, self.weight_decay)
 
+
+@dataclass(frozen=True)
+class Adagrad(AdagradSettings):
+    """g += weight_decay * w; n += g^2; w -= lr * g / (sqrt(n) + eps).
+
+    Formula and defaults are those of torch.optim.Adagrad (without lr_decay: use a schedule). Monolith has no
+    eps and starts n at 0.1: Adagrad(initial_accumulator_value=0.1, eps=0).
+    """
+
+    name: ClassVar[str] = "adagrad"
+
     def state(self, dim: int) -> tuple[State, ...]:
-        """The sum of squared gradients."""
+        """Returns the sum of squared gradients."""
         return (State("sum", dim, self.initial_accumulator_value),)
 
     def step(self, weights: Tensor, state: Mapping[str, Tensor], grads: Tensor, lr: float) -> None:
-        """One step in place."""
+        """See `Optimizer.step`."""
         grads = grads + self.weight_decay * weights
         state["sum"].copy_(state["sum"] + grads * grads)
         weights.copy_(weights - lr * grads / (state["sum"].sqrt() + self.eps))

@@ -1,4 +1,4 @@
-"""Adam with a step count per row."""
+"""Adam with an update count per row."""
 
 from __future__ import annotations
 
@@ -18,10 +18,16 @@ from megalith.table.schedules import LearningRate
 class Adam(Optimizer):
     """m += (g - m)(1 - beta1); v += (g^2 - v)(1 - beta2); w -= r * m / (sqrt(v) + eps).
 
-    r = lr * sqrt(1 - beta2^t) / (1 - beta1^t), g includes weight_decay * w. Two things differ
-    from torch.optim.Adam and SparseAdam: t counts the updates of this row, not of the whole table
-    (a rare id is not treated as an old one), and eps stands beside the uncorrected sqrt(v), so it
-    weighs more in a row's first steps.
+    r = lr * sqrt(1 - beta2^t) / (1 - beta1^t), and g includes weight_decay * w. There are two differences
+    from torch.optim.Adam and SparseAdam: t counts the updates of the row, not the steps of the table, so a
+    rare id is not treated like a frequent one; and eps is added to the uncorrected sqrt(v), so it has more
+    effect in the first updates of a row.
+
+    Args:
+        lr: The learning rate.
+        betas: beta1 and beta2, each in [0, 1).
+        eps: Added to sqrt(v).
+        weight_decay: Factor of the weight that is added to its gradient.
     """
 
     lr: LearningRate = 1e-3
@@ -45,11 +51,11 @@ class Adam(Optimizer):
         return (*self.betas, self.eps, self.weight_decay)
 
     def state(self, dim: int) -> tuple[State, ...]:
-        """Both moments and the row's number of updates."""
+        """Returns both moments and the update count of the row."""
         return (State("m", dim), State("v", dim), State("count", 1))
 
     def step(self, weights: Tensor, state: Mapping[str, Tensor], grads: Tensor, lr: float) -> None:
-        """One step in place."""
+        """See `Optimizer.step`."""
         one = torch.ones((), dtype=torch.float32)
         beta1, beta2 = (torch.tensor(b, dtype=torch.float32) for b in self.betas)
         state["count"].copy_(state["count"] + 1.0)

@@ -1,4 +1,4 @@
-"""FTRL-proximal."""
+"""FTRL-proximal: sparse weights by l1 regularisation."""
 
 from __future__ import annotations
 
@@ -16,12 +16,19 @@ from megalith.table.schedules import LearningRate, as_float32
 
 @dataclass(frozen=True)
 class FTRL(Optimizer):
-    """Follow the regularised leader: sparse weights through l1.
+    """Follow the regularised leader: an l1 penalty sets weights to zero.
 
     n' = n + g^2; z += g - (sqrt(n') - sqrt(n)) / lr * w; then w = 0 where |z| <= l1, else
-    w = -lr * (z - sign(z) * l1) / (sqrt(n') + beta + l2 * lr). `l2` is not doubled (TensorFlow's
-    is). Monolith's sign error for l1 > 0 is not kept. The defaults are Monolith's; torch.optim has no
-    FTRL. A rate of 0 is refused: the formula divides by it.
+    w = -lr * (z - sign(z) * l1) / (sqrt(n') + beta + l2 * lr). l2 is not doubled, unlike in TensorFlow.
+    Monolith's sign error for l1 > 0 is fixed. The defaults are Monolith's; torch.optim has no FTRL. A
+    learning rate of 0 raises InputError, because the formula divides by it.
+
+    Args:
+        lr: The learning rate.
+        initial_accumulator_value: Initial value of n.
+        beta: Added to sqrt(n').
+        l1: Weight of the l1 penalty.
+        l2: Weight of the l2 penalty.
     """
 
     lr: LearningRate = 1e-2
@@ -36,10 +43,10 @@ class FTRL(Optimizer):
         self._check("initial_accumulator_value", "beta", "l1", "l2")
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step; 0 is refused."""
+        """See `Optimizer.rate`; 0 is an error."""
         rate = super().rate(step)
         if as_float32(rate) == 0:
-            raise InputError(f"FTRL: learning rate at step {step} is 0, which it divides by")
+            raise InputError(f"FTRL: learning rate at step {step} is 0, but the formula divides by it")
         return rate
 
     @property
@@ -48,11 +55,11 @@ class FTRL(Optimizer):
         return (self.initial_accumulator_value, self.beta, self.l1, self.l2)
 
     def state(self, dim: int) -> tuple[State, ...]:
-        """The sum of squared gradients and z."""
+        """Returns the sum of squared gradients and z."""
         return (State("sum", dim, self.initial_accumulator_value), State("z", dim))
 
     def step(self, weights: Tensor, state: Mapping[str, Tensor], grads: Tensor, lr: float) -> None:
-        """One step in place."""
+        """See `Optimizer.step`."""
         before = state["sum"].clone()
         n = before + grads * grads
         sigma = (n.sqrt() - before.sqrt()) / lr

@@ -16,10 +16,16 @@ from megalith.table.schedules import LearningRate
 class Momentum(Optimizer):
     """v = momentum * v - lr * (g + weight_decay * w); w += v.
 
-    The rate is inside the velocity (Monolith's and TensorFlow's form), where torch.optim.SGD
-    applies it outside: the two differ when the rate changes between steps. With `nesterov`,
-    w += (1 + momentum) * v - momentum * (the velocity before).
-    A row's velocity rests while the row is not trained.
+    The learning rate is part of the velocity, as in Monolith and TensorFlow; torch.optim.SGD multiplies by it
+    outside. The two forms differ when the learning rate changes between steps. With `nesterov`,
+    w += (1 + momentum) * v - momentum * (the previous velocity). The velocity of a row does not change while
+    the row is not updated.
+
+    Args:
+        lr: The learning rate.
+        momentum: Factor of the previous velocity, in [0, 1).
+        weight_decay: Factor of the weight that is added to its gradient.
+        nesterov: Whether to use Nesterov's form.
     """
 
     lr: LearningRate = 1e-3
@@ -39,11 +45,11 @@ class Momentum(Optimizer):
         return (self.momentum, self.weight_decay, float(self.nesterov))
 
     def state(self, dim: int) -> tuple[State, ...]:
-        """The velocity."""
+        """Returns the velocity."""
         return (State("velocity", dim),)
 
     def step(self, weights: Tensor, state: Mapping[str, Tensor], grads: Tensor, lr: float) -> None:
-        """One step in place."""
+        """See `Optimizer.step`."""
         before = state["velocity"].clone()
         velocity = self.momentum * before - lr * (grads + self.weight_decay * weights)
         state["velocity"].copy_(velocity)

@@ -1,13 +1,14 @@
-"""What an optimizer is: its settings, the state it keeps per row, and one step.
+"""The Optimizer contract: settings, the state of each row, and one step.
 
-A new optimizer is a file beside this one (settings + the torch step that defines the
-result), a file in native/optimizers (the same step for the cpu engine), and a line in each
-directory's list. Optimizers never see ids, duplicates or learning-rate schedules: they get one
-summed gradient per distinct row and the rate of this step.
+A new optimizer is one file in this folder (settings and the torch step that defines the result), one file in
+native/optimizers (the same step for the cpu engine), and one line in the list of each folder. An optimizer
+does not handle ids, duplicates or learning-rate schedules: it receives one summed gradient per distinct row
+and the learning rate of the step.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -20,7 +21,13 @@ from megalith.table.schedules import FLOAT32_MAX, LearningRate, as_float32, chec
 
 @dataclass(frozen=True)
 class State:
-    """A named piece of a row's optimizer state: its size in floats and initial value."""
+    """One state of an optimizer, stored with each row.
+
+    Attributes:
+        name: Name, unique within the optimizer.
+        size: Number of floats.
+        initial: Initial value of each float.
+    """
 
     name: str
     size: int
@@ -28,8 +35,15 @@ class State:
 
 
 @dataclass(frozen=True)
-class Optimizer:
-    """Base of the sparse optimizers. `lr` is a float, a schedule or any callable of the step."""
+class Optimizer(ABC):
+    """Base class of the sparse optimizers.
+
+    Args:
+        lr: The learning rate: a float, a schedule, or any callable of the step.
+
+    Raises:
+        InputError: A setting is out of range.
+    """
 
     lr: LearningRate
 
@@ -39,24 +53,31 @@ class Optimizer:
         check_rate(type(self).__name__, self.lr)
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step. Raises InputError if the schedule gives no usable one."""
+        """Returns the learning rate at a step; raises InputError if the schedule returns an invalid one."""
         return rate_at(self.lr, step)
 
+    @abstractmethod
     def state(self, dim: int) -> tuple[State, ...]:
-        """The state kept beside a segment of `dim` weights, in storage order."""
-        raise NotImplementedError
+        """Returns the states of a segment of `dim` weights, in storage order."""
 
+    @abstractmethod
     def step(self, weights: Tensor, state: Mapping[str, Tensor], grads: Tensor, lr: float) -> None:
-        """One step in place: weights and grads float32 [n, dim], state [n, size] each."""
-        raise NotImplementedError
+        """Makes one step in place.
+
+        Args:
+            weights: float32 [n, dim].
+            state: float32 [n, size] by name.
+            grads: float32 [n, dim], one summed gradient per row.
+            lr: The learning rate.
+        """
 
     @property
     def hyper(self) -> tuple[float, ...]:
-        """The settings in the order of the native rule."""
+        """The settings, in the order of the native implementation."""
         return ()
 
     def _check(self, *fields: str) -> None:
-        """Raises InputError for a field that is negative or not finite."""
+        """Raises InputError if a field is negative or not finite."""
         for field in fields:
             value = getattr(self, field)
             good = isinstance(value, int | float) and 0 <= value <= FLOAT32_MAX

@@ -1,4 +1,4 @@
-"""Row-wise Adagrad: one rate for a whole row."""
+"""Row-wise Adagrad: one learning rate per row."""
 
 from __future__ import annotations
 
@@ -9,39 +9,27 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from megalith.table.optimizers.optimizer import Optimizer, State
-from megalith.table.schedules import LearningRate
+from megalith.table.optimizers.adagrad import AdagradSettings
+from megalith.table.optimizers.optimizer import State
 
 
 @dataclass(frozen=True)
-class RowWiseAdagrad(Optimizer):
-    """n += mean(g^2) over the segment; w -= lr * g / (sqrt(n) + eps), g including weight_decay * w.
+class RowWiseAdagrad(AdagradSettings):
+    """g += weight_decay * w; n += mean(g^2) over the segment; w -= lr * g / (sqrt(n) + eps).
 
-    One float of state per row instead of one per weight. The formula and eps are those of
-    FBGEMM's EXACT_ROWWISE_ADAGRAD; torch.optim has no such optimizer.
+    It keeps one float of state per row instead of one per weight. Formula and eps are those of FBGEMM's
+    EXACT_ROWWISE_ADAGRAD; torch.optim has no such optimizer.
     """
 
-    lr: LearningRate = 1e-2
-    initial_accumulator_value: float = 0.0
     eps: float = 1e-8
-    weight_decay: float = 0.0
     name: ClassVar[str] = "rowwise_adagrad"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check("initial_accumulator_value", "eps", "weight_decay")
-
-    @property
-    def hyper(self) -> tuple[float, ...]:
-        """Initial accumulator, eps, weight decay."""
-        return (self.initial_accumulator_value, self.eps, self.weight_decay)
-
     def state(self, dim: int) -> tuple[State, ...]:
-        """The sum of mean squared gradients."""
+        """Returns the sum of mean squared gradients."""
         return (State("sum", 1, self.initial_accumulator_value),)
 
     def step(self, weights: Tensor, state: Mapping[str, Tensor], grads: Tensor, lr: float) -> None:
-        """One step in place."""
+        """See `Optimizer.step`."""
         grads = grads + self.weight_decay * weights
         mean = sum_of_squares(grads) / float(grads.shape[1])
         state["sum"].copy_(state["sum"] + mean[:, None])
@@ -49,7 +37,10 @@ class RowWiseAdagrad(Optimizer):
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
-    """[n, dim] -> [n], in the order every engine uses: eight lanes, then a tree over the lanes."""
+    """Returns the sum of squares of each row, [n, dim] -> [n].
+
+    The order of additions is the same in every engine: eight lanes, then a tree over the lanes.
+    """
     columns = -(-x.shape[1] // 8) * 8
     padded = torch.nn.functional.pad(x, (0, columns - x.shape[1]))
     lanes = torch.zeros(x.shape[0], 8)

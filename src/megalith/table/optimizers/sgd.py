@@ -14,15 +14,19 @@ from megalith.table.schedules import LearningRate
 
 @dataclass(frozen=True)
 class SGD(Optimizer):
-    """w -= lr * g. The same as torch.optim.SGD without momentum; keeps no state."""
+    """w -= lr * g, like torch.optim.SGD without momentum. It keeps no state.
+
+    Args:
+        lr: The learning rate.
+    """
 
     lr: LearningRate = 1e-3
     name: ClassVar[str] = "sgd"
 
     def state(self, dim: int) -> tuple[State, ...]:
-        """None."""
+        """Returns no state."""
         return ()
 
     def step(self, weights: Tensor, state: Mapping[str, Tensor], grads: Tensor, lr: float) -> None:
-        """One step in place."""
+        """See `Optimizer.step`."""
         weights.copy_(weights - lr * grads)

@@ -1,0 +1,88 @@
+"""EngineGroup: the engines of one LocalShards, called together.
+
+All engines of a group are of one kind. Input is validated before it reaches the group. The group loops over
+its tables today; an engine that runs all tables in one native call or one set of launches replaces these
+loops.
+
+The contract forces no data-dependent host synchronisation: row numbers and epochs (`FoundRows`) are opaque to
+callers, no call returns a size that depends on the data, and outputs have the shapes that the input
+determines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from megalith.library import span
+from megalith.ops.pooling import Pooling
+from megalith.table.engines.contract import Engine
+from megalith.table.table_data import FoundRows, Step
+
+
+class EngineGroup:
+    """The hot calls over all tables of one LocalShards.
+
+    Args:
+        engines: Engines by table name, all of one kind.
+    """
+
+    def __init__(self, engines: Mapping[str, Engine]) -> None:
+        self._engines = engines
+
+    def __getitem__(self, table: str) -> Engine:
+        return self._engines[table]
+
+    def find(self, ids: Mapping[str, Tensor]) -> dict[str, FoundRows]:
+        """Finds the rows of ids, int64 [n] by table; never creates one."""
+        with span("megalith.ids"):
+            return {name: self._engines[name].find(own) for name, own in ids.items()}
+
+    def read(self, table: str, ids: Tensor, found: FoundRows, out: Tensor | None = None) -> Tensor:
+        """Reads the weights of one table's ids: float32 [n, dim], into `out` if it is given."""
+        with span("megalith.rows"):
+            return self._engines[table].read(ids, found, out)
+
+    def pool(
+        self, ids: Mapping[str, Tensor], found: Mapping[str, FoundRows], pooling: Pooling
+    ) -> list[Tensor]:
+        """Reads and reduces rows.
+
+        Args:
+            ids: int64 [n] by table.
+            found: What `find` returned for these ids.
+            pooling: Which occurrence goes to which output. Its tables are read in its order.
+
+        Returns:
+            The pooling's outputs, float32.
+
+        Raises:
+            InputError: The pooling does not fit the ids or rows of a table.
+        """
+        with span("megalith.pool"):
+            outputs = pooling.new_outputs()
+            for name in filter(pooling.of, pooling.bags):
+                self._engines[name].pool(ids[name], found[name], pooling, outputs)
+            return outputs
+
+    def update(
+        self,
+        ids: Mapping[str, Tensor],
+        found: Mapping[str, FoundRows],
+        grads: Mapping[str, list[Tensor]],
+        pooling: Pooling | None,
+        steps: Mapping[str, Step],
+    ) -> None:
+        """Makes one optimizer step per distinct id of each table in `grads`.
+
+        Args:
+            ids: int64 [n] by table.
+            found: What `find` returned for these ids; a table without an entry is searched again.
+            grads: By table, as for `Engine.update`.
+            pooling: The pooling whose outputs the gradients belong to; it is known to fit every table.
+            steps: Learning rates, time, scale and clip_norm by table.
+        """
+        with span("megalith.optimizer"):
+            for name, own in grads.items():
+                self._engines[name].update(ids[name], found.get(name), own, pooling, steps[name])
