@@ -151,4 +151,4 @@ def test_bytes_are_those_of_the_wire(ranks: list[dict[str, Any]]) -> None:
 def test_mistakes_are_told(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert found["unknown"].startswith("UnknownNameError: unknown table 'user' (known: 'a', 'b')")
-        assert "close() those first" in found["twice"]
+        assert "close() it first" in found["twice"]

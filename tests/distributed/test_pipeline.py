@@ -125,7 +125,6 @@ def trained(folder: str) -> dict[str, Any]:
                 model = Model(update, transport=transport)
                 train(model, Pipeline(model, batches(), **PIPELINES[name]))
                 found[f"{transport} {update}"].append(state(model))
-                assert model.shards.push is False
     found["saved"] = saved(folder)
     return found
 
@@ -225,13 +224,13 @@ def order() -> dict[str, list[str]]:
     for name in ("plain", *PIPELINES):
         model, log = Model(), []
         messages: Any = model.shards._messages
-        numbers = dict.fromkeys(("ask", "send_rows", "push"), 0)
+        numbers = dict.fromkeys(("request", "send_rows", "push"), 0)
 
         def logged(verb: str, work: Any, log: list[str] = log, numbers: dict[str, int] = numbers) -> Any:
-            def call(*args: Any) -> Any:
+            def call(*args: Any, **options: Any) -> Any:
                 log.append(f"{verb} {numbers[verb]}")
                 numbers[verb] += 1
-                return work(*args)
+                return work(*args, **options)
 
             return call
 
@@ -240,15 +239,15 @@ def order() -> dict[str, list[str]]:
         calls = model.shards.exchange.calls
         train(model, batches(3) if name == "plain" else Pipeline(model, batches(3), **PIPELINES[name]))
         assert model.shards.exchange.calls - calls == 3 * 4
-        found[name] = [each.replace("send_rows", "rows") for each in log]
+        found[name] = [each.replace("send_rows", "rows").replace("request", "ids") for each in log]
     return found
 
 
 def test_ids_or_rows_of_the_next_batch_travel_before_gradients() -> None:
     for found in run_ranks(order):
-        plain = ["ask 0", "rows 0", "push 0", "ask 1", "rows 1", "push 1", "ask 2", "rows 2", "push 2"]
-        ids = ["ask 0", "rows 0", "ask 1", "push 0", "rows 1", "ask 2", "push 1", "rows 2", "push 2"]
-        rows = ["ask 0", "rows 0", "ask 1", "rows 1", "push 0", "ask 2", "rows 2", "push 1", "push 2"]
+        plain = ["ids 0", "rows 0", "push 0", "ids 1", "rows 1", "push 1", "ids 2", "rows 2", "push 2"]
+        ids = ["ids 0", "rows 0", "ids 1", "push 0", "rows 1", "ids 2", "push 1", "rows 2", "push 2"]
+        rows = ["ids 0", "rows 0", "ids 1", "rows 1", "push 0", "ids 2", "rows 2", "push 1", "push 2"]
         expected = {"plain": plain, "ids": ids, "ids, push": ids, "rows": rows, "rows, push": rows}
         assert found == expected
 
@@ -398,7 +397,6 @@ def leaving() -> dict[str, Any]:
                 each(batch.features).sum().backward()
                 if at == 2:
                     break
-        assert model.shards.push is False
         lengths = [len(list(Pipeline(model, batches(n), **options))) for n in (0, 1, 2)]
         train(model, Pipeline(model, batches(2), **options))
         train(plain, batches(2) if "rows" not in name else Pipeline(plain, batches(2), mode="rows"))

@@ -194,6 +194,6 @@ def refused() -> list[str]:
 
 def test_numbers_that_no_tree_divides_among_the_ranks_are_refused() -> None:
     for said in run_ranks(refused):
-        assert ["power of two that 2 ranks divide" in each for each in said] == [True] * 3 + [False] * 2
+        assert ["power of two and a multiple of 2 ranks" in each for each in said] == [True] * 3 + [False] * 2
         assert 'reduction="mean"' in said[3]
-        assert "2 losses are needed, got 0" in said[4]
+        assert "expected 2 losses, got 0" in said[4]

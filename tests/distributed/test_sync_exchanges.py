@@ -145,12 +145,12 @@ def test_the_thread_of_shards_that_are_gone_ends() -> None:
 
 
 def running_out() -> list[list[int]]:
-    """Rank r has data for r look-ups; what each look-up tells of the ranks that have none left."""
+    """Rank r has data for r lookups; return the ranks without data that each lookup reports."""
     shards = SyncShards([TableConfig("t", dim=1, optimizer=SGD(1.0))], timeout=60.0)
     found = []
     for number in range(3):
-        shards.out_of_data = number >= dist.get_rank()
-        lookup = shards.lookup({"t": ints() if shards.out_of_data else ints(number)})
+        done = number >= dist.get_rank()
+        lookup = shards.lookup({"t": ints() if done else ints(number)}, out_of_data=done)
         lookup.wait()
         found.append(lookup.out_of_data)
     return found

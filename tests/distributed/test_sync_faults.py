@@ -168,19 +168,19 @@ BAD: dict[str, tuple[Callable[[Calls], Said], str, str]] = {
     ),
     "gradient of no table": (lambda c: c.push({"z": ROWS}), "UnknownNameError", "unknown table 'z'"),
     "gradients in a list": (lambda c: c.push([ROWS]), "InputError", "grads must map tables"),
-    "step below 0": (lambda c: c.push(step=-1), "InputError", "step must be a whole number"),
-    "step without gradients": (lambda c: c.push({}, step="x"), "InputError", "step must be a whole number"),
+    "step below 0": (lambda c: c.push(step=-1), "InputError", "step must be an integer"),
+    "step without gradients": (lambda c: c.push({}, step="x"), "InputError", "step must be an integer"),
     "time below 0": (lambda c: c.push({}, time=-5.0), "InputError", "time must be seconds"),
     "scale": (lambda c: c.push(scale=NAN), "InputError", "scale must be finite"),
     "clip_norm": (lambda c: c.push(clip_norm=-1.0), "InputError", "clip_norm must be positive"),
     "other step": (lambda c: c.push(step=3), "UsageError", "steps by rank: [0, 3]"),
-    "ids changed": (lambda c: c.changed_ids(), "UsageError", "changed in place after the look-up"),
-    "look-up used twice": (lambda c: c.twice(), "UsageError", "has already been used"),
+    "ids changed": (lambda c: c.changed_ids(), "UsageError", "changed in place after the lookup"),
+    "lookup used twice": (lambda c: c.twice(), "UsageError", "has already been used"),
     "ids to push": (lambda c: c.push(ids={"a": IDS.float()}), "InputError", "table 'a': ids must be int64"),
     "NaN of ids": (
         lambda c: c.push({"a": ROWS * NAN, "b": ONES["b"]}, ids={"a": IDS, "b": IDS}),
         "InputError",
-        "hold NaN or Inf",
+        "NaN or Inf",
     ),
     "rows to assign": (
         lambda c: c.write({"a": (IDS, ONES["b"])}),
@@ -210,11 +210,11 @@ BAD: dict[str, tuple[Callable[[Calls], Said], str, str]] = {
         "feature 'y' has 1 rows",
     ),
     "feature of text": (lambda c: c.forward({"y": "ids"}), "InputError", "feature 'y': expected a Ragged"),
-    "no batch": (lambda c: c.forward(5), "InputError", "a batch is a mapping of columns"),
-    "NaN in backward": (lambda c: c.backward("backward"), "InputError", "hold NaN or Inf"),
-    "NaN to clip": (lambda c: c.backward("clipped"), "InputError", "hold NaN or Inf"),
-    "NaN in step": (lambda c: c.backward("step"), "InputError", "hold NaN or Inf"),
-    "NaN in a step of two": (lambda c: c.backward("step", 2), "InputError", "hold NaN or Inf"),
+    "no batch": (lambda c: c.forward(5), "InputError", "a batch must be a mapping of columns"),
+    "NaN in backward": (lambda c: c.backward("backward"), "InputError", "NaN or Inf"),
+    "NaN to clip": (lambda c: c.backward("clipped"), "InputError", "NaN or Inf"),
+    "NaN in step": (lambda c: c.backward("step"), "InputError", "NaN or Inf"),
+    "NaN in a step of two": (lambda c: c.backward("step", 2), "InputError", "NaN or Inf"),
     "splits changed": (
         lambda c: c.backward("backward", 1, "splits"),
         "UsageError",
@@ -323,7 +323,8 @@ def test_ranks_made_with_other_arguments_raise_on_all() -> None:
         for rank, said in enumerate((first[name], second[name])):
             assert said is not None, name
             assert said[0] == "InputError"
-            assert f"rank {1 - rank} has other tables, routers, seed or wire than rank {rank}" in said[1]
+            assert "tables, routers, seed and wire must be equal on all ranks" in said[1]
+            assert f"rank {1 - rank} has" in said[1]
     for said in (first["transport"], second["transport"]):
         assert said == ("InputError", "transport must be the same on all ranks, got auto, gloo")
     for name, text in (("bad router", "'modulo'"), ("bad wire", "'float8'"), ("bad table", "two tables")):
@@ -358,11 +359,11 @@ def test_ranks_that_make_different_calls_are_named(transport: str) -> None:
         kind, said = found[0] or ("", "")
         assert kind == "RankFailedError"
         own, other, named = ("remove", "lookup", 0) if rank == 1 else ("lookup", "remove", 1)
-        assert f"rank {rank} calls {own} (number 1), rank {named} calls {other} (number 1)" in said
+        assert f"rank {rank} calls {own} (call 1), but rank {named} calls {other} (call 1)" in said
         assert found[1] is None
     kind, said = results[1][2]
     assert kind == "RankTimeoutError"
-    assert "SyncShards.lookup number 3, exchange of sizes (tables a, b): rank 1 waited for ranks 0, 2" in said
+    assert "SyncShards.lookup (call 3), exchange of sizes (tables a, b): rank 1 waited for ranks 0, 2" in said
 
 
 def other_exchange() -> Said:
@@ -384,8 +385,8 @@ def test_ranks_at_different_exchanges_are_told_so() -> None:
     if first is None:
         pytest.skip("no shared memory here")
     assert first[0] == second[0] == "RankFailedError"
-    assert "SyncShards.apply_gradients number 1, exchange of gradients of step 4 (tables a, b)" in first[1]
-    assert "SyncShards.lookup number 2, exchange of sizes (tables a, b)" in second[1]
+    assert "SyncShards.apply_gradients (call 1), exchange of gradients of step 4 (tables a, b)" in first[1]
+    assert "SyncShards.lookup (call 2), exchange of sizes (tables a, b)" in second[1]
     for _, said in (first, second):
         assert "all ranks must make the same calls in the same order" in said
 
@@ -428,9 +429,9 @@ def test_a_killed_rank_is_named_by_all_others(transport: str, where: str) -> Non
         (kind, said), (later, again) = results[rank]
         assert kind == "RankTimeoutError"
         if where == "lookup":
-            assert said.startswith("SyncShards.lookup number 3, exchange of sizes (tables a, b)")
+            assert said.startswith("SyncShards.lookup (call 3), exchange of sizes (tables a, b)")
         else:
-            expected = "SyncShards.apply_gradients number 3, exchange of gradients of step 2 (tables a, b)"
+            expected = "SyncShards.apply_gradients (call 3), exchange of gradients of step 2 (tables a, b)"
             assert said.startswith(expected)
         assert f"rank {rank} waited for rank 2, which did not come within 2 s" in said
         assert later == "UsageError"
@@ -457,11 +458,11 @@ def test_a_stalled_rank_is_named_and_told_when_it_comes(transport: str) -> None:
     for rank in (0, 2):
         (kind, said), _ = results[rank]
         assert kind == "RankTimeoutError"
-        assert "SyncShards.lookup number 2, exchange of sizes (tables a, b)" in said
+        assert "SyncShards.lookup (call 2), exchange of sizes (tables a, b)" in said
         assert f"rank {rank} waited for rank 1, which did not come within 2 s" in said
     (kind, said), _ = results[1]
     assert kind == "RankTimeoutError"
-    assert "SyncShards.lookup number 2" in said
+    assert "SyncShards.lookup (call 2)" in said
     for _, (later, _) in results:
         assert later == "UsageError"
 

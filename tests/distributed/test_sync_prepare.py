@@ -21,7 +21,7 @@ from megalith import (
     SyncShards,
     TableConfig,
 )
-from megalith.shards.preparer import SyncPrepared
+from megalith.shards.preparer import RoutedIds
 from tests.distributed.ranks import run_ranks
 from tests.table.support import assert_same_bits, assert_same_tables, ints, whole
 
@@ -106,7 +106,7 @@ def of_shards() -> list[bool]:
     shards.apply_gradients(shards.lookup(prepared), grads, step=0)
     shards.apply_gradients(prepared, grads, step=1)  # type: ignore[arg-type]
     changed = bool((shards.lookup(ids).rows["a"] < before).all())
-    return [isinstance(prepared, SyncPrepared), *same, changed]
+    return [isinstance(prepared, RoutedIds), *same, changed]
 
 
 @pytest.mark.parametrize("size", [1, 2])

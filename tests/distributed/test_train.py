@@ -214,7 +214,7 @@ def test_a_rank_that_is_told_to_stop_stops_all_at_one_step(tmp_path: Path, whole
 def test_a_loss_that_is_not_finite_on_one_rank_raises_on_all(tmp_path: Path) -> None:
     first, second = run_ranks(bad_label, config(train_epochs=1), tmp_path / "run")
     assert first == second
-    assert first[0].startswith("InputError: step 2: the loss of all micro-batches together is nan")
+    assert first[0].startswith("InputError: step 2: the mean loss of all micro-batches is nan")
     assert first[1] == 4 * 16  # the rows of two good batches
 
 
@@ -281,4 +281,4 @@ def test_a_directory_with_a_run_is_refused_by_all_ranks(tmp_path: Path, whole: P
 
 def test_wrong_numbers_of_micro_batches_are_told_on_every_rank(tmp_path: Path) -> None:
     found = run_ranks(refused, config(train_micro_batches=2), tmp_path / "run", world_size=4)
-    assert all("a power of two that 4 ranks divide, got 2" in said for said in found)
+    assert all("a power of two and a multiple of 4 ranks, got 2" in said for said in found)

@@ -57,7 +57,7 @@ def test_shards_must_have_the_models_rows() -> None:
         DeepFM(EmbeddingConfig(["a"], dim=2, shards=shards))
     with pytest.raises(UnknownNameError, match=r"unknown table 'b' \(known: 'a'"):
         DCNv2(EmbeddingConfig(["b"], dim=3, shards=shards))
-    with pytest.raises(InputError, match="shards bring their engine and seed"):
+    with pytest.raises(InputError, match="engine and seed cannot be combined with Shards"):
         DCNv2(EmbeddingConfig(["a"], dim=3, shards=shards, seed=1))
 
 

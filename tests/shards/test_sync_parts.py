@@ -18,7 +18,7 @@ from megalith.ops import Bags, OutputSlice, Pooling
 from megalith.routing import MODES
 from megalith.shards.gradient_sums import GradientSum, add, halves, total
 from megalith.shards.joint_pooling import JointPooling, sum_gradients
-from megalith.shards.preparer import Preparer, make_routers
+from megalith.shards.preparer import RoutingPreparer, make_routers
 from megalith.shards.wire import ROW_WIRES, check_wire, make_wire
 from tests.table.support import EXTREME_IDS, assert_close, assert_same_bits, ints
 
@@ -185,7 +185,9 @@ def test_every_id_travels_once_to_its_owner(
     ids: Mapping[str, list[int]], ranks: int, modes: tuple[str, ...], distinct: bool
 ) -> None:
     by_table = routers(ranks, *modes)
-    prepared = Preparer(CONFIGS, by_table)({name: ints(*x) for name, x in ids.items()}, distinct=distinct)
+    prepared = RoutingPreparer(CONFIGS, by_table)(
+        {name: ints(*x) for name, x in ids.items()}, distinct=distinct
+    )
     found = prepared.deduped
     assert {name: x.tolist() for name, x in prepared.ids.items()} == ids
     assert found.counts.shape == (ranks, len(CONFIGS))
@@ -224,7 +226,7 @@ def test_ids_lie_as_in_monoliths_fused_reorder(
     lists: list[list[int]], ranks: int, ids: list[int], counts: list[int], offsets: list[int]
 ) -> None:
     configs = {str(t): TableConfig(str(t), dim=2, optimizer=SGD(1.0)) for t in range(len(lists))}
-    preparer = Preparer(configs, {name: Router("roundrobin", ranks) for name in configs})
+    preparer = RoutingPreparer(configs, {name: Router("roundrobin", ranks) for name in configs})
     found = preparer({str(t): ints(*column) for t, column in enumerate(lists)}).deduped
     assert found.ids.tolist() == ids
     assert found.counts.flatten().tolist() == counts
@@ -233,7 +235,7 @@ def test_ids_lie_as_in_monoliths_fused_reorder(
 
 
 def test_a_preparer_can_be_sent_to_another_process_and_gives_the_same() -> None:
-    preparer = Preparer(CONFIGS, routers(3, *MODES))
+    preparer = RoutingPreparer(CONFIGS, routers(3, *MODES))
     ids = {"b": ints(5, 1, 5), "a": ints(*EXTREME_IDS)}
     here, there = preparer(ids), pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(preparer))(ids)))
     for a, b in zip(here.deduped, there.deduped, strict=True):
@@ -244,14 +246,14 @@ def test_a_preparer_can_be_sent_to_another_process_and_gives_the_same() -> None:
 
 
 def test_int32_ids_are_sign_extended() -> None:
-    preparer = Preparer(CONFIGS, routers(3, *MODES))
+    preparer = RoutingPreparer(CONFIGS, routers(3, *MODES))
     short, long = (preparer({"a": torch.tensor([-1, 7, -1], dtype=t)}) for t in (torch.int32, torch.int64))
     assert torch.equal(short.deduped.ids, long.deduped.ids)
     assert torch.equal(short.deduped.counts, long.deduped.counts)
 
 
 def test_ids_that_are_none_are_told_with_their_table() -> None:
-    preparer = Preparer(CONFIGS, routers(2, *MODES))
+    preparer = RoutingPreparer(CONFIGS, routers(2, *MODES))
     with pytest.raises(UnknownNameError, match="unknown table 'z' \\(known: 'a', 'b', 'c'\\)"):
         preparer({"z": ints(1)})
     assert list(preparer({"z": ints(1), "a": ints(1)}, missing_ok=True).ids) == ["a"]
@@ -268,7 +270,7 @@ def test_a_router_for_every_table() -> None:
     made = make_routers(own, {"a": block}, 4)
     assert (made["a"], made["b"].mode, made["c"].mode) == (block, "hash_roundrobin", "roundrobin")
     for given_router, said in (
-        (Router("roundrobin", 2), "for 2 ranks, there are 4"),
+        (Router("roundrobin", 2), "for 2 ranks, but there are 4"),
         ("continuous", "block_size"),
         ("modulo", "unknown routing mode 'modulo'"),
         (block, "table 'b' has dist_type='hash_roundrobin', its router is 'continuous'"),
@@ -316,7 +318,7 @@ def local(ids: Mapping[str, Tensor]) -> LocalShards:
 def test_a_joined_pooling_reads_what_each_table_would(given_pooled: Any, ranks: int) -> None:
     ids, pooling = given_pooled
     shards = local(ids)
-    prepared = Preparer(CONFIGS, routers(ranks, *MODES))(ids)
+    prepared = RoutingPreparer(CONFIGS, routers(ranks, *MODES))(ids)
     names = list(CONFIGS) * ranks
     sent = prepared.deduped.ids.split(prepared.deduped.counts.reshape(-1).tolist())
     rows = [shards.local[name].lookup(own).flatten() for name, own in zip(names, sent, strict=True)]
@@ -342,7 +344,7 @@ def test_gradients_are_summed_per_distinct_id_that_reached_an_output(given_poole
 
 
 def test_a_pooling_of_what_was_not_looked_up_raises() -> None:
-    prepared = Preparer(CONFIGS, routers(1, *MODES))({"a": ints(1)})
+    prepared = RoutingPreparer(CONFIGS, routers(1, *MODES))({"a": ints(1)})
     with pytest.raises(InputError, match="table 'b': pooled, but it was not looked up"):
         JointPooling(Pooling.sum("b", ints(0, 1), 3), prepared, DIMS)
     with pytest.raises(InputError, match="table 'a': offsets"):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megalith.errors import InputError
 from megalith.nn import EmbeddingCollection
-from megalith.nn.batch_forms import column_of, real_places
+from megalith.nn.batch_preparer import column_of, real_places
 from megalith.ragged import Ragged
 
 

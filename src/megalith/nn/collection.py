@@ -1,73 +1,82 @@
-"""EmbeddingCollection: the module a user holds. Features in, tensors out, sparse updates on the way back.
+"""EmbeddingCollection: the module that a user holds. Features in, tensors out, sparse updates in backward.
 
-It compiles its features once (`FeaturePlan`), looks ids up through a `Shards`, and turns output gradients
-into one optimizer step per distinct id. Rows live in the shards' tables; there is no nn.Parameter here.
+It compiles its features once (`FeaturePlan`), looks up ids in a `Shards`, and turns output gradients into one
+optimizer step per distinct id. The rows are in the tables of the shards; there is no nn.Parameter here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, ClassVar, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from megalith.distributed.ranks import world_size
 from megalith.errors import InputError, RankFailedError, UsageError
-from megalith.nn.batch_forms import BatchPreparer, ReadyBatch, Started, StartedBatch
+from megalith.library import span
+from megalith.nn.batch_lookup import BatchLookup, StartedBatch
+from megalith.nn.batch_preparer import BatchPreparer
+from megalith.nn.checkpoint_state import CheckpointState
 from megalith.nn.feature_plan import CompiledBatch, FeaturePlan
 from megalith.nn.features import Feature, Layout
 from megalith.nn.table_state import packed, rows_of, set_rows, unpacked
 from megalith.ops.pooling import Pooling
 from megalith.shards import LocalShards, Lookup, Shards, SyncShards
-from megalith.shards.contract import version
 from megalith.shards.gradient_sums import GradientSum, total
 from megalith.shards.joint_pooling import sum_gradients
-from megalith.table import TableConfig
+from megalith.table import Table, TableConfig
 
 UPDATES = ("backward", "step")
 REDUCTIONS = ("mean", "sum")
 
 
-class Pending:
-    """One forward on its way to an update."""
-
-    def __init__(self, lookup: Lookup, batch: CompiledBatch, step: int, time: float | None) -> None:
-        self.lookup = lookup
-        self.batch = batch
-        self.step = step
-        self.time = time
-        self.grads: list[Tensor] | None = None
-        self._versions = {name: version(c.row_splits) for name, c in batch.columns.items()}
-
-    def check_unchanged(self) -> None:
-        """Raises UsageError if ids or row_splits were written to since forward."""
-        self.lookup.check_unchanged()
-        for name, column in self.batch.columns.items():
-            if column.row_splits.is_cpu and version(column.row_splits) != self._versions[name]:
-                raise UsageError(
-                    f"feature {name!r}: its row_splits were changed in place after forward; keep them until "
-                    "the update"
-                )
-
-
 class EmbeddingCollection(nn.Module):
     """Embeddings of many features, in tables that grow with the data.
 
-    tables: a list of TableConfig, or a Shards (which brings its engine and seed). features: a list of
-    Feature. layouts: a list of Layout; then the result holds the layouts instead of the features. update:
-    "backward" applies each forward's gradients in its backward; "step" keeps them until `step()` applies all
-    as one step per id (gradient accumulation, GradScaler, joint clipping). reduction: over ranks.
-    clip_value: bounds output gradients; clip_norm: bounds each distinct row's summed gradient. engine,
-    seed: as for `Table`.
-
     In eval mode, and without gradients, nothing is ever written.
-    """
 
-    # `_forward` where torch.compile leaves it alone. Made with the first collection and not at import, as it
-    # takes torch's compiler, which takes seconds to import.
-    _eagerly: ClassVar[Any] = None
+    Shapes: F is the number of features, B the batch size, L the number of ids of an example (it may differ
+    between examples), D the dim of a table.
+
+        input     F columns: Ragged [B, (L)], or int64 tensors [B] or [B, L]
+        output    per feature: Sum, Mean, Sqrtn: float32 [B, D]; FirstN(n): [B, n, D]; None: Ragged [B, (L),
+        D] output    per layout: "concat" [B, sum of D], "stack" [B, F, D], "add" [B, D], "none" a list
+
+    Example:
+        >>> import torch
+        >>> from megalith import SGD, Constant, EmbeddingCollection, Feature, Ragged, TableConfig
+        >>> item = TableConfig("item", dim=2, optimizer=SGD(0.1), initializer=Constant(0.5))
+        >>> collection = EmbeddingCollection([item], [Feature("clicks", "item")])
+        >>> clicks = Ragged.from_lists([[7, 9], [], [7]])  # B = 3
+        >>> out = collection({"clicks": clicks})
+        >>> out["clicks"].detach()
+        tensor([[1.0000, 1.0000],
+                [0.0000, 0.0000],
+                [0.5000, 0.5000]])
+        >>> out["clicks"].sum().backward()  # one SGD step; id 7 occurs twice
+        >>> collection.tables["item"].lookup(torch.tensor([7, 9]))
+        tensor([[0.3000, 0.3000],
+                [0.4000, 0.4000]])
+
+    Args:
+        tables: A list of TableConfig, or a Shards (with its own engine and seed).
+        features: A list of Feature.
+        layouts: A list of Layout; the result then holds the layouts instead of the features.
+        update: "backward" applies the gradients of each forward in its backward; "step" keeps them until
+            `step()` applies all of them as one step per id (gradient accumulation, GradScaler, joint
+            clipping).
+        reduction: How gradients are combined over ranks, "mean" or "sum".
+        clip_value: Limits each element of the output gradients.
+        clip_norm: Limits the norm of each distinct row's summed gradient.
+        engine: As for `Table`.
+        seed: As for `Table`.
+
+    Attributes:
+        shards: The tables, wherever they are stored.
+        global_step: The number of applied steps.
+    """
 
     def __init__(
         self,
@@ -83,8 +92,6 @@ class EmbeddingCollection(nn.Module):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        if EmbeddingCollection._eagerly is None:
-            EmbeddingCollection._eagerly = staticmethod(torch.compiler.disable(EmbeddingCollection._forward))
         for name, value, known in (("update", update, UPDATES), ("reduction", reduction, REDUCTIONS)):
             if value not in known:
                 raise InputError(f"EmbeddingCollection: {name} must be one of {known}, got {value!r}")
@@ -94,7 +101,7 @@ class EmbeddingCollection(nn.Module):
         if isinstance(tables, Shards):
             if engine is not None or seed is not None:
                 raise InputError(
-                    "EmbeddingCollection: shards bring their engine and seed; do not give them too"
+                    "EmbeddingCollection: engine and seed cannot be combined with Shards: they have their own"
                 )
             self.shards = tables
         else:
@@ -104,9 +111,13 @@ class EmbeddingCollection(nn.Module):
         self.clip_value = clip_value
         self.clip_norm = clip_norm
         self.global_step = 0
+        self.checkpoint_state = CheckpointState()
         self.plan = FeaturePlan(features, layouts, self.shards.configs)
-        self._pending: list[Pending] = []
-        # What connects outputs to the graph; it never has a gradient of its own.
+        self._preparer = BatchPreparer(self.plan, self.shards.preparer, self.shards.world_size > 1)
+        self._pending: list[BatchLookup] = []
+        # torch.compile leaves `_forward` alone. Not at import: torch's compiler takes seconds to import.
+        self._eager_forward = torch.compiler.disable(EmbeddingCollection._forward)
+        # It connects outputs to the graph and never has a gradient of its own.
         self._anchor = torch.zeros((), device="cpu", requires_grad=True)
 
     @property
@@ -114,82 +125,100 @@ class EmbeddingCollection(nn.Module):
         """The features in declared order."""
         return list(self.plan.features.values())
 
+    @property
+    def tables(self) -> Mapping[str, Table]:
+        """The tables of this process by name; over ranks, each holds the rows of this rank."""
+        return self.shards.local
+
     # ---- forward
 
     def forward(self, batch: Any, *, time: float | None = None) -> dict[str, Any]:
-        """Embeddings by feature (or layout) name, float32 on the device of the ids.
+        """Return the embeddings by feature (or layout) name, float32 on the device of the ids.
 
-        batch: a mapping of feature names to Ragged columns, or to tensors ([batch]: an id each;
-        [batch, length]: padded with the feature's `pad`), or anything shaped like a KeyedJaggedTensor. Other
-        keys are left alone. What `prepare` and `start` give is taken as well. time: seconds, becomes the
-        last-update time of the rows this forward trains (None: the clock).
+        Args:
+            batch: A mapping of feature names to Ragged columns, or to tensors ([B]: one id each; [B, L]:
+                padded with the feature's `pad`); an object like a KeyedJaggedTensor; or the result of
+                `prepare` or `start`. Other keys are ignored.
+            time: Seconds; the last-update time of the rows that this forward trains. None: the clock.
+
+        Raises:
+            InputError: For a batch or column of a wrong type, shape, dtype or device.
+            UnknownNameError: For a feature that is not in the batch.
         """
-        outputs: dict[str, Any] = self._eagerly(self, batch, time)
+        outputs: dict[str, Any] = self._eager_forward(self, batch, time)
         return outputs
 
     def _forward(self, batch: Any, time: float | None) -> dict[str, Any]:
         started = batch.take(self) if isinstance(batch, StartedBatch) else None
-        ready, lookup = started or self._started(batch)
-        compiled = ready.batch
+        own = started or self._start(batch)
+        compiled = own.batch
         if self.training and torch.is_grad_enabled():
-            pending = Pending(lookup, compiled, self.global_step, time)
-            outputs = _Pool.apply(self._anchor, self, pending)
+            own.step, own.time = self.global_step, time
+            outputs = _Pool.apply(self._anchor, self, own)
         else:
-            outputs = lookup.pool(compiled.pooling)
+            outputs = own.lookup.pool(compiled.pooling)
         if compiled.device.type != "cpu":
             outputs = [o.to(compiled.device) for o in outputs]
         return self.plan.assemble(compiled, outputs)
 
     def start(self, batch: Any) -> StartedBatch:
-        """Sends a batch's ids off ahead of its forward, which takes the result instead of the batch.
+        """Send the ids of a batch ahead of its forward, which takes the result instead of the batch.
 
-        Rows are read by the forward, as they are then. Over ranks it is a collective call, like forward.
+        The forward reads the rows as they are then. Over ranks it is a collective call, like forward.
         """
-        return StartedBatch(batch, {self: self._started(batch)})
+        return StartedBatch(batch, {self: self._start(batch)})
 
-    def _started(self, batch: Any) -> Started:
+    def _start(self, batch: Any) -> BatchLookup:
         try:
-            ready = self.prepare(batch)
+            compiled = self.prepare(batch)
         except Exception as error:
-            self.shards.abort(error)  # or the other ranks would wait for this one
-            raise
-        return Started(ready, self.shards.lookup(ready.ids))
+            self.shards.fail(error)  # otherwise the other ranks would wait for this one
+        return BatchLookup(compiled, self.shards.lookup(compiled.prepared))
 
-    def prepare(self, batch: Any) -> ReadyBatch:
-        """The part of forward that needs no table; forward takes its result, with the same bits.
+    def prepare(self, batch: Any) -> CompiledBatch:
+        """Do the part of forward that needs no table; forward takes the result and returns the same bits.
 
-        For data workers: in a forked process call this, to another kind of process send `preparer()`.
+        For data workers: call this in a forked process; send `preparer()` to a spawned process.
         """
         if isinstance(batch, StartedBatch):
             batch = batch.columns
-        return batch if isinstance(batch, ReadyBatch) else self.preparer()(batch)
+        if isinstance(batch, CompiledBatch):
+            return batch
+        with span("megalith.ids"):
+            return self._preparer(batch)
 
     def preparer(self) -> BatchPreparer:
-        """`prepare` as an object that can be pickled."""
-        return BatchPreparer(self.plan, self.shards.preparer, self.shards.world_size > 1)
+        """Return `prepare` as an object that can be pickled."""
+        return self._preparer
 
     # ---- updates
 
-    def _collect(self, pending: Pending, grads: Sequence[Tensor]) -> None:
-        """Takes a forward's output gradients; applies them in mode "backward"."""
-        if pending.grads is not None:
+    def _collect(self, own: BatchLookup, grads: Sequence[Tensor]) -> None:
+        """Take the output gradients of a forward; apply them with update="backward"."""
+        if own.grads is not None:
             raise UsageError(
-                "this forward has been through backward before; run forward again for another update"
+                "backward has already run through this forward; run forward again for another update"
             )
-        # What waits for step() is copied: its memory may belong to some parameter's .grad as well.
-        waits = self.update == "step"
-        pending.grads = [g.to("cpu", torch.float32, copy=waits) for g in grads]
-        if waits:
-            self._pending.append(pending)
+        # Gradients kept for step() are copied: their memory may be shared with a parameter's .grad.
+        keep = self.update == "step"
+        own.grads = [g.to("cpu", torch.float32, copy=keep) for g in grads]
+        if keep:
+            self._pending.append(own)
         else:
-            self._update_rows([pending], 1.0)
+            self._update_rows([own], 1.0)
 
     def step(self, *, scale: float = 1.0) -> None:
-        """Applies all gradients collected since the last step as one optimizer step per distinct id.
+        """Apply all gradients collected since the last step as one optimizer step per distinct id.
 
-        scale: multiplies the gradients before they are clipped, for instance 1 / GradScaler.get_scale(). Only
-        for update="step"; without a backward before it, it does nothing. Where it raises InputError,
-        UsageError or RankFailedError nothing was written, and the gradients stay until `zero_grad`.
+        It does nothing if there was no backward.
+
+        Args:
+            scale: Multiplies the gradients before they are clipped, e.g. 1 / GradScaler.get_scale().
+
+        Raises:
+            UsageError: With update="backward".
+            InputError, UsageError, RankFailedError: For wrong input on this or another rank; nothing was
+                written, and the gradients stay until `zero_grad`.
         """
         if self.update != "step":
             raise UsageError('step() is for EmbeddingCollection(update="step"); this one updates in backward')
@@ -205,31 +234,33 @@ class EmbeddingCollection(nn.Module):
             raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients that `step` would apply."""
+        """Drop the gradients that `step` would apply."""
         super().zero_grad(set_to_none)
         self._pending.clear()
 
     def grads_finite(self) -> bool:
-        """Whether all collected gradients are finite; if not, call zero_grad() and not step()."""
+        """Return whether all collected gradients are finite; if not, call zero_grad() instead of step()."""
         return _finite([g for p in self._pending for g in p.grads or ()])
 
     def grad_norm(self) -> Tensor:
-        """The L2 norm of all collected output gradients, to clip dense and sparse gradients jointly."""
+        """Return the L2 norm of the collected output gradients, to clip dense and sparse ones jointly."""
         squares = [g.square().sum() for p in self._pending for g in p.grads or ()]
         return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
 
-    def give_up(self, lookup: Lookup, error: Exception) -> None:
-        """Tells other ranks, which may wait for the update of a forward, that it will not come here.
+    def fail(self, lookup: Lookup, error: Exception) -> NoReturn:
+        """Fail the update of a forward that this rank will not make; see `Lookup.fail`.
 
-        Says nothing in eval mode, and where several forwards wait for one `step()`.
+        In eval mode, or if several forwards wait for one `step()`, no rank waits for that update and nothing
+        is sent. Raises `error` in every case.
         """
         if self.training and all(each.lookup is lookup for each in self._pending):
-            lookup.give_up(error)
+            lookup.fail(error)
+        raise error
 
-    def _update_rows(self, pending: Sequence[Pending], scale: float) -> None:
+    def _update_rows(self, pending: Sequence[BatchLookup], scale: float) -> None:
         first = pending[0]
         if self.reduction == "mean":
-            scale = scale / self.shards.world_size  # before clipping, which then is the same on any number
+            scale = scale / self.shards.world_size  # before clipping, so that it does not depend on the size
         lookup: Any = first.lookup
         pooling: Pooling | None = self._trained(first.batch.pooling)
         try:
@@ -237,33 +268,33 @@ class EmbeddingCollection(nn.Module):
                 each.check_unchanged()
             gradients: Any = self._clipped([g for p in pending for g in p.grads or ()], scale)
             if len(pending) > 1:
-                sums = self._tree(pending, gradients)
+                with span("megalith.gradients"):
+                    sums = self._tree(pending, gradients)
                 lookup = {table: part.ids for table, part in sums.items()}
                 gradients = {table: part.grads for table, part in sums.items()}
                 pooling = None
-        except Exception as error:  # the other ranks wait for this one: where, depends on what was pending
+        except Exception as error:  # the other ranks wait, for new ids or for the gradients of the lookup
             if len(pending) > 1:
-                self.shards.abort(error, "apply_gradients")
-            else:
-                first.lookup.give_up(error)
-            raise
+                self.shards.fail(error, "apply_gradients")
+            first.lookup.fail(error)
         times = [p.time for p in pending if p.time is not None]
         self.shards.apply_gradients(
             lookup,
             gradients,
-            # One forward brings its step; several take the step of the update.
+            # One forward has its own step; several use the step of the update.
             step=first.step if len(pending) == 1 else self.global_step,
             time=max(times) if times else None,
             scale=scale,
             clip_norm=self.clip_norm,
             pooling=pooling,
+            wait=not any(p.push for p in pending),
         )
         self.global_step += 1
 
-    def _tree(self, pending: Sequence[Pending], grads: Sequence[Tensor]) -> dict[str, GradientSum]:
-        """Gradients of several forwards summed per distinct id; forwards by a binary tree in their order."""
+    def _tree(self, pending: Sequence[BatchLookup], grads: Sequence[Tensor]) -> dict[str, GradientSum]:
+        """Sum the gradients of several forwards per distinct id, by a binary tree in their order."""
         if not _finite(grads):
-            raise InputError("EmbeddingCollection: output gradients hold NaN or Inf")
+            raise InputError("EmbeddingCollection: output gradients contain NaN or Inf")
         sums, at = [], 0
         for each in pending:
             pooling = self._trained(each.batch.pooling)
@@ -273,16 +304,16 @@ class EmbeddingCollection(nn.Module):
         return {table: total([each[table] for each in sums]) for table in sums[0]}
 
     def _clipped(self, grads: list[Tensor], scale: float) -> list[Tensor]:
-        """Output gradients that, multiplied by scale, keep within clip_value."""
+        """Clamp output gradients so that, multiplied by scale, they are within clip_value."""
         if self.clip_value is None or scale == 0:
             return grads
         if not _finite(grads):
-            raise InputError("EmbeddingCollection: output gradients hold NaN or Inf")
+            raise InputError("EmbeddingCollection: output gradients contain NaN or Inf")
         bound = self.clip_value / abs(scale)
         return [g.clamp(-bound, bound) for g in grads]
 
     def _trained(self, pooling: Pooling) -> Pooling:
-        """The part of a pooling that updates reach: tables that are trainable."""
+        """Return the part of a pooling that is updated: the trainable tables."""
         if all(config.trainable for config in self.shards.configs.values()):
             return pooling
         configs = self.shards.configs
@@ -291,7 +322,7 @@ class EmbeddingCollection(nn.Module):
     # ---- state
 
     def get_extra_state(self) -> dict[str, Any]:
-        """This rank's rows, for `state_dict`."""
+        """Return the rows of this rank, for `state_dict`."""
         self.shards.flush()
         return packed(
             {
@@ -303,7 +334,7 @@ class EmbeddingCollection(nn.Module):
         )
 
     def set_extra_state(self, state: Any) -> None:
-        """Takes what `get_extra_state` gave, at the same world size and rank."""
+        """Restore the result of `get_extra_state`; the world size and rank must be the same."""
         state = unpacked(state)
         here, there = (self.shards.world_size, self.shards.rank), (state["world_size"], state["rank"])
         if here != there:
@@ -325,23 +356,23 @@ class EmbeddingCollection(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """Features and tables."""
+        """Return features and tables, for `repr`."""
         tables = ", ".join(f"{name} ({config.dim})" for name, config in self.shards.configs.items())
         return f"features={list(self.plan.features)}, tables={tables}, update={self.update!r}"
 
 
 class _Pool(torch.autograd.Function):
-    """Reads outputs; hands their gradients to the collection."""
+    """Reads outputs; passes their gradients to the collection."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, collection: EmbeddingCollection, pending: Pending) -> Any:
-        ctx.collection, ctx.pending = collection, pending
-        return tuple(pending.lookup.pool(pending.batch.pooling))
+    def forward(ctx: Any, anchor: Tensor, collection: EmbeddingCollection, own: BatchLookup) -> Any:
+        ctx.collection, ctx.own = collection, own
+        return tuple(own.lookup.pool(own.batch.pooling))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        ctx.collection._collect(ctx.pending, grads)
+        ctx.collection._collect(ctx.own, grads)
         return None, None, None
 
 

@@ -1,12 +1,12 @@
-"""The plan of a collection: features and layouts compiled to what every batch shares.
+"""FeaturePlan: the features and layouts of a collection, compiled once for all batches.
 
-`FeaturePlan.batch` turns a batch's columns into ids per table and a Pooling; `FeaturePlan.assemble` gives the
-pooled outputs their names and shapes. It knows no tables beyond their configs.
+`FeaturePlan.compile` turns the columns of a batch into ids per table and a Pooling; `FeaturePlan.assemble`
+gives the pooled outputs their names and shapes. It needs the configs of the tables, not the tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -18,12 +18,19 @@ from megalith.errors import InputError, UnknownNameError
 from megalith.nn.features import Feature, Layout
 from megalith.ops.pooling import Bags, OutputSlice, Pooling
 from megalith.ragged import Ragged
+from megalith.shards import PreparedIds
 from megalith.table import TableConfig
 
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor of the result: the shape of one example, and the feature whose rows it lists (or None)."""
+    """A tensor of the result.
+
+    Attributes:
+        name: The name of the feature or layout.
+        shape: The shape of one example.
+        rows_of: The feature whose rows it lists, for a feature without a combiner.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -31,23 +38,46 @@ class Output:
 
     @property
     def columns(self) -> int:
-        """Elements of one example."""
+        """The number of elements of one example."""
         return prod(self.shape)
 
 
 @dataclass(frozen=True)
 class CompiledBatch:
-    """One batch, compiled."""
+    """A batch compiled for a lookup. Plain data: a data worker can make it and send it.
 
-    ids: dict[str, Tensor]
+    Attributes:
+        prepared: The validated ids of each table, as the shards take them.
+        pooling: How their rows become outputs.
+        size: The batch size.
+        columns: The column of each feature.
+        device: The device of the columns.
+    """
+
+    prepared: PreparedIds
     pooling: Pooling
     size: int
     columns: Mapping[str, Ragged]
     device: torch.device
 
+    @property
+    def ids(self) -> Mapping[str, Tensor]:
+        """The ids, int64 [n] per table, features in declared order."""
+        return self.prepared.ids
+
 
 class FeaturePlan:
-    """Features of each table in declared order, and where their columns go."""
+    """The features of each table in declared order, and the position of their columns in the outputs.
+
+    Args:
+        features: The features.
+        layouts: The layouts; None: one output per feature.
+        configs: The tables by name.
+
+    Raises:
+        InputError: For duplicate names, wrong types, or slices that do not match their layout.
+        UnknownNameError: For an unknown table or feature.
+    """
 
     def __init__(
         self,
@@ -93,11 +123,11 @@ class FeaturePlan:
         unused = [name for name, parts in self._parts.items() if not parts]
         if unused:
             raise InputError(
-                f"no layout has a slice of {', '.join(map(repr, unused))}: add one or leave the feature out"
+                f"no layout has a slice of {', '.join(map(repr, unused))}: add a slice or remove the feature"
             )
 
     def _slice_shape(self, layout: Layout, number: int) -> tuple[int, ...]:
-        """What a slice gives for one example: (width,) or, of a FirstN feature, (n, width)."""
+        """Return the shape of a slice for one example: (width,) or, for a FirstN feature, (n, width)."""
         cut = layout.slices[number]
         where = f"layout {layout.name!r}, slice {number}"
         if cut.feature not in self.features:
@@ -108,7 +138,7 @@ class FeaturePlan:
             raise InputError(f"{where}: columns {cut.start}:{cut.end} of {cut.feature!r}, which has {dim}")
         if combiner is None:
             raise InputError(
-                f"{where}: feature {cut.feature!r} has no combiner, so it has no place in a layout"
+                f"{where}: feature {cut.feature!r} has combiner=None, so it cannot be in a layout"
             )
         return combiner.output_shape(cut.width)
 
@@ -121,9 +151,9 @@ class FeaturePlan:
             if layout.kind == "add" and len(shape) > 1:
                 raise InputError(f"{where}: rows of a FirstN feature cannot be added")
             if shape[:-1] != shapes[0][:-1]:
-                raise InputError(f"{where}: FirstN features of one n, or none of them, go into one layout")
+                raise InputError(f"{where}: either all or no slices are FirstN features, all with the same n")
             if layout.kind != "concat" and shape != shapes[0]:
-                raise InputError(f"{where}: {shape[-1]} columns wide, slice 0 has {shapes[0][-1]}")
+                raise InputError(f"{where}: it has {shape[-1]} columns, slice 0 has {shapes[0][-1]}")
 
     def _add_layout(self, layout: Layout, shapes: Sequence[tuple[int, ...]]) -> None:
         first, width = shapes[0][:-1], sum(shape[-1] for shape in shapes)
@@ -146,8 +176,20 @@ class FeaturePlan:
 
     # ---- for every batch
 
-    def batch(self, columns: Mapping[str, Ragged]) -> CompiledBatch:
-        """The ids of each table, features in declared order, and how their rows are pooled."""
+    def compile(
+        self,
+        columns: Mapping[str, Ragged],
+        prepare_ids: Callable[[Mapping[str, Tensor]], PreparedIds] = PreparedIds,
+    ) -> CompiledBatch:
+        """Compile the columns of a batch.
+
+        Args:
+            columns: The column of every feature.
+            prepare_ids: The preparer of the shards; without one, ids are not validated.
+
+        Raises:
+            InputError: If columns differ in their number of rows or their device.
+        """
         size = self._batch_size(columns)
         device = _device(columns)
         rows = [size] * len(self.outputs)
@@ -173,7 +215,7 @@ class FeaturePlan:
             weights = _weights([column for _, column, _ in found])
             bags[table] = tuple(self._bags(*each, weights) for each in found)
         shapes = tuple((r, output.columns) for r, output in zip(rows, self.outputs, strict=True))
-        return CompiledBatch(ids, Pooling(shapes, bags), size, columns, device)
+        return CompiledBatch(prepare_ids(ids), Pooling(shapes, bags), size, columns, device)
 
     def _bags(self, feature: Feature, column: Ragged, offsets: Tensor, weights: Tensor | None) -> Bags:
         parts = tuple(self._parts[feature.name])
@@ -197,7 +239,7 @@ class FeaturePlan:
         return 1 if size is None else size
 
     def assemble(self, batch: CompiledBatch, outputs: Sequence[Tensor]) -> dict[str, Any]:
-        """The outputs by name: tensors, lists of them (layouts of kind "none"), Raggeds (no combiner)."""
+        """Return the outputs by name: tensors, lists (layouts of kind "none") or Raggeds (combiner=None)."""
         result: dict[str, Any] = {}
         for output, tensor in zip(self.outputs, outputs, strict=True):
             if output.rows_of is not None:
@@ -225,12 +267,12 @@ def _by_name(features: Sequence[Feature], configs: Mapping[str, TableConfig]) ->
             )
         by_name[feature.name] = feature
     if not by_name:
-        raise InputError("features is empty: name at least one")
+        raise InputError("features is empty: pass at least one")
     return by_name
 
 
 def _device(columns: Mapping[str, Ragged]) -> torch.device:
-    """Where the batch is. Raises InputError if that is in two places."""
+    """Return the device of the batch; raise InputError if it is on two devices."""
     (first, column), *others = columns.items()
     for name, other in others:
         if other.device != column.device:
@@ -242,7 +284,7 @@ def _device(columns: Mapping[str, Ragged]) -> torch.device:
 
 
 def _weights(columns: Sequence[Ragged]) -> Tensor | None:
-    """The weights of all columns of a table, 1 where a column has none; None if no column has any."""
+    """Return the weights of all columns of a table, 1 for a column without; None if no column has any."""
     if all(column.weights is None for column in columns):
         return None
     pieces = [

@@ -1,8 +1,8 @@
-"""MicroBatches: one step out of a fixed number of micro-batches, with the same bits on any number of ranks.
+"""MicroBatches: one step from a fixed number of micro-batches, with the same bits on any number of ranks.
 
-Every micro-batch is computed by itself, wherever that is. Gradients are then added by a binary tree over the
-micro-batches' index: first those of a rank, then those of the ranks. As the tree does not know where ranks
-begin, tables and dense weights are bit-identical whether one rank computes all micro-batches or each has its
+Each micro-batch is computed separately, on any rank. Gradients are then added by a binary tree over the
+indices of the micro-batches: first those of a rank, then those of all ranks. The tree does not depend on the
+ranks, so tables and dense weights are bit-identical whether one rank computes all micro-batches or each has a
 share.
 """
 
@@ -24,26 +24,35 @@ from megalith.nn.collection import EmbeddingCollection
 
 
 class MicroBatches:
-    """Runs a model's micro-batches and leaves the mean of their gradients.
+    """Runs the micro-batches of a model and averages their gradients.
 
-    model: its collections must have update="step" and reduction="mean". num: micro-batches of a step, all
-    ranks together: a power of two that the ranks divide, or as many as there are ranks (bits then depend on
-    their number, unless it is a power of two). group: a process group (None: the default group, or one rank
-    where there is none). timeout: seconds to wait for other ranks, as the group has it.
+    Dropout and batch norm draw or average per rank, so they depend on the number of ranks.
 
-    loss: the mean of all ranks' micro-batches in the last step, the same everywhere.
+    Args:
+        model: The model; its collections must have update="step" and reduction="mean".
+        num: The number of micro-batches of a step on all ranks together: a power of two that is a multiple of
+            the number of ranks, or the number of ranks (bits then depend on it, unless it is a power of two).
+        group: A process group; None: the default group, or one rank if there is none.
+        timeout: The timeout of the group in seconds.
 
-    Dropout and batch norm draw or average per rank, which no order of sums can undo.
+    Attributes:
+        loss: The mean loss of all micro-batches of the last step, the same on all ranks.
+        stopped: Whether a rank passed stop=True to the last step, the same on all ranks.
+
+    Raises:
+        InputError: For a wrong `num`.
+        UsageError: For a collection with another update or reduction.
     """
 
     def __init__(self, model: nn.Module, num: int, *, group: Any = None, timeout: float = 600.0) -> None:
         self.rank, self.size = current_rank(group), world_size(group)
         if num != self.size and (num < 1 or num & (num - 1) or num % self.size):
             raise InputError(
-                f"MicroBatches: num must be a power of two that {self.size} ranks divide, got {num}"
+                f"MicroBatches: num must be a power of two and a multiple of {self.size} ranks, got {num}"
             )
         self.num = num
         self.loss = math.nan
+        self.stopped = False
         self._group = group
         self._timeout = timedelta(seconds=timeout)
         self._steps = 0
@@ -55,16 +64,24 @@ class MicroBatches:
 
     @property
     def mine(self) -> range:
-        """The indices of this rank's micro-batches."""
+        """The indices of the micro-batches of this rank."""
         share = self.num // self.size
         return range(self.rank * share, (self.rank + 1) * share)
 
-    def step(self, losses: Iterable[Callable[[], Tensor]]) -> list[float]:
-        """Computes this rank's micro-batches and updates the tables; dense gradients are left in `.grad`.
+    def step(self, losses: Iterable[Callable[[], Tensor]], *, stop: bool = False) -> list[float]:
+        """Compute the micro-batches of this rank and update the tables; dense gradients are left in `.grad`.
 
-        losses: for each index in `mine`, a function that gives the mean loss of that micro-batch. The dense
-        optimizer's step is the caller's. Returns the losses. Raises InputError, on every rank and before any
-        row is updated, if their mean over all ranks is not finite.
+        The caller makes the step of the dense optimizer.
+
+        Args:
+            losses: For each index in `mine`, a function that returns the mean loss of that micro-batch.
+            stop: Whether this rank wants to stop after this step; see `stopped`.
+
+        Returns:
+            The losses of this rank.
+
+        Raises:
+            InputError: On all ranks, before any row is updated, if the mean loss is not finite.
         """
         values, gradients = [], []
         for loss_of in losses:
@@ -72,19 +89,19 @@ class MicroBatches:
             loss = loss_of()
             loss.backward()
             values.append(float(loss.detach()))
-            gradients.append(self._flat(loss))
+            gradients.append(self._flat(loss, stop))
         if len(values) != len(self.mine):
-            raise UsageError(f"MicroBatches: {len(self.mine)} losses are needed, got {len(values)}")
+            raise UsageError(f"MicroBatches: expected {len(self.mine)} losses, got {len(values)}")
         summed = _tree(self._from_all_ranks(_tree(gradients))) / self.num
-        self.loss = float(summed[-1])
+        self.loss, self.stopped = float(summed[-2]), bool(summed[-1] > 0)
         if not math.isfinite(self.loss):
             for collection in self._collections:
                 collection.zero_grad()
             raise InputError(
-                f"the loss of all micro-batches together is {self.loss}, and nothing was updated: check the "
+                f"the mean loss of all micro-batches is {self.loss}; nothing was updated: check the "
                 "labels and dense columns of the data, or lower the learning rates"
             )
-        self._set(summed[:-1])
+        self._set(summed[:-2])
         for collection in self._collections:
             collection.step(scale=1.0 / len(self.mine))
         return values
@@ -93,10 +110,11 @@ class MicroBatches:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def _flat(self, loss: Tensor) -> Tensor:
-        """All dense gradients and the loss in one vector; a parameter without a gradient counts as zeros."""
+    def _flat(self, loss: Tensor, stop: bool) -> Tensor:
+        """Return all dense gradients (or zeros), the loss and the stop flag as one vector."""
         pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
-        return torch.cat([piece.detach().reshape(-1) for piece in (*pieces, loss)])
+        flag = loss.new_tensor(float(stop))
+        return torch.cat([piece.detach().reshape(-1) for piece in (*pieces, loss, flag)])
 
     def _from_all_ranks(self, own: Tensor) -> list[Tensor]:
         if self.size == 1:
@@ -116,7 +134,7 @@ class MicroBatches:
 
 
 def _tree(level: list[Tensor]) -> Tensor:
-    """Sums neighbours, then sums of neighbours."""
+    """Return the sum by a binary tree: neighbours, then sums of neighbours."""
     while len(level) > 1:
         pairs = [level[i : i + 2] for i in range(0, len(level), 2)]
         level = [pair[0] + pair[1] if len(pair) == 2 else pair[0] for pair in pairs]

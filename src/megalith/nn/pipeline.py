@@ -1,19 +1,25 @@
-"""Pipeline: a loader's batches one ahead, so that exchanges between ranks run while the model computes.
+"""Pipeline: reads batches one ahead, so that exchanges between ranks run while the model computes.
 
-A rank's step waits for other ranks when it looks up and when it updates. Here the next batch is read, and
-its ids are sorted and sent, while this one's rows travel and the dense part computes; with `push`, gradients
-travel while the caller goes on. The exchanges are those of the loop without it, made by the same thread in an
-order that is the same on all ranks.
+A step of a rank waits for other ranks when it looks up and when it updates. The pipeline overlaps these
+waits:
 
-It changes when exchanges happen. What travels is `shards`' business.
+    batch k                                     batch k + 1
+    ids have arrived, rows are fetched
+                                                read, ids are sorted and sent (mode "rows": rows are fetched)
+    dense forward and backward
+    gradients are sent (push: without waiting)
+
+The exchanges are those of the loop without a pipeline, made by the same thread in an order that is the same
+on all ranks. The pipeline decides when exchanges happen, `shards` what they contain.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 import torch
@@ -21,33 +27,45 @@ from torch import nn
 
 from megalith.distributed.absent_ranks import GRACE
 from megalith.errors import InputError, MegalithError, UsageError
-from megalith.nn.batch_forms import Started, StartedBatch
+from megalith.nn.batch_lookup import BatchLookup, StartedBatch
 from megalith.nn.collection import EmbeddingCollection
+from megalith.shards import Lookup
 
 MODES = ("ids", "rows")
 _END = object()
 
 Start = Callable[[Any], StartedBatch]
+_Ahead = Future[tuple[Any, list[Lookup]]]
+"""The batch to yield and its lookups, one per collection, or the error to raise instead."""
 
 
 class Pipeline(Iterable[Any]):
-    """The batches of a loader, their look-ups under way. Each `for` loop is an epoch of the loader.
+    """The batches of a loader, with their lookups in progress. Each `for` loop is an epoch of the loader.
 
-    model: an EmbeddingCollection, or a module with some inside. loader: yields batches. mode: "ids" sends
-    the next batch's ids ahead and fetches its rows after this batch's update: the same results as without a
-    pipeline. "rows" fetches rows ahead as well: they miss the update of the batch before, stale by one
-    step. push: gradients are sent and applied while the loop goes on, one step behind at most; rows fetched
-    later have them, so results stay the same, and errors come a step later.
+    A batch is yielded with a `StartedBatch` in place of its features, for the forward of the model: the
+    features of a dataclass with `features` (`data.Batch`), the first item of a tuple or list, or the whole
+    batch.
 
-    A batch is yielded with `StartedBatch`es in place of its features, for the model's forward: those of a
-    dataclass with `features` (`data.Batch`), the first of a tuple or list, or all of it. attach: for others,
-    a function (batch, start) that gives the batch to yield, where start(features) is what it must hold.
+    Make the update of a batch in its iteration of the loop. An error in reading or preparing a batch raises
+    on all ranks, in the iteration of that batch. If a rank leaves the loop early, the others raise
+    RankFailedError at their next update or batch; if all ranks leave at the same batch, none raises. The end
+    of the loop waits for pushed gradients; after leaving early, the next `shards.flush()` raises their
+    errors. Tables of one process (LocalShards) are read in forward: there is nothing to overlap, and rows are
+    never stale.
 
-    The update of a batch belongs into its turn of the loop. An error in reading or preparing a batch raises
-    on all ranks, when the batch is due. A rank that leaves the loop early tells the others, which then raise
-    RankFailedError at their next update or batch; where all leave at the same batch nobody does. The end of
-    the loop waits for pushed gradients; leaving early leaves their errors to the next `shards.flush()`.
-    Tables of one process (LocalShards) are read in forward: nothing to overlap, and never stale.
+    Args:
+        model: An EmbeddingCollection, or a module that contains some.
+        loader: Yields batches.
+        mode: "ids" sends the ids of the next batch ahead and fetches its rows after the update of this batch:
+            the same results as without a pipeline. "rows" fetches rows ahead as well: they miss the update of
+            the batch before and are stale by one step.
+        push: Send and apply gradients while the loop continues, at most one step behind. Rows that are
+            fetched later include them, so results stay the same; errors are raised one step later.
+        attach: For other batches, a function (batch, start) that returns the batch to yield, which must
+            contain the result of start(features).
+
+    Raises:
+        InputError: For an unknown mode, or a model without an EmbeddingCollection.
     """
 
     def __init__(
@@ -63,7 +81,7 @@ class Pipeline(Iterable[Any]):
             raise InputError(f"Pipeline: mode must be one of {', '.join(MODES)}, got {mode!r}")
         self._collections = [m for m in model.modules() if isinstance(m, EmbeddingCollection)]
         if not self._collections:
-            raise InputError(f"Pipeline: {type(model).__name__} holds no EmbeddingCollection")
+            raise InputError(f"Pipeline: {type(model).__name__} contains no EmbeddingCollection")
         self.loader = loader
         self.mode = mode
         self.push = push
@@ -73,46 +91,42 @@ class Pipeline(Iterable[Any]):
         return len(self.loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        pushed = [each.shards.push for each in self._collections]
-        try:
-            for each in self._collections:
-                each.shards.push = each.shards.push or self.push
-            yield from self._batches(iter(self.loader))
-            for each in self._collections:
-                each.shards.flush()
-        finally:
-            for each, before in zip(self._collections, pushed, strict=True):
-                each.shards.push = before
+        yield from self._batches(iter(self.loader))
+        for each in self._collections:
+            each.shards.flush()
 
     def _batches(self, source: Iterator[Any]) -> Iterator[Any]:
         ahead = self._begin(source)
         while ahead is not None:
-            current = ahead
-            if current.error is not None:
-                raise current.error
-            current.wait_ids()  # all ranks learn of a bad batch here, before they send the next one's ids
-            current.fetch()
+            batch, lookups = ahead.result()
+            for lookup in lookups:
+                lookup.wait_ids()  # all ranks learn of a bad batch here, before they send the next ids
+            for lookup in lookups:
+                lookup.fetch()
             ahead = self._begin(source)
-            if ahead is not None and self.mode == "rows":
-                ahead.fetch()
+            if ahead is not None and ahead.exception() is None and self.mode == "rows":
+                for lookup in ahead.result()[1]:
+                    lookup.fetch()
             trains = torch.is_grad_enabled()
             try:
-                yield current.batch
+                yield batch
             except BaseException:
-                self._leave(current, ahead, trains)
+                self._leave(lookups, ahead, trains)
                 raise
 
-    def _begin(self, source: Iterator[Any]) -> _Turn | None:
-        """Reads the next batch and sends its ids; None at the end. Errors are kept for the batch's turn."""
-        started: dict[EmbeddingCollection, Started] = {}
-        silent = list(self._collections)  # those that have told the other ranks nothing of this batch
+    def _begin(self, source: Iterator[Any]) -> _Ahead | None:
+        """Read the next batch and send its ids; return None at the end."""
+        started: dict[EmbeddingCollection, BatchLookup] = {}
+        silent = list(self._collections)  # those that have sent nothing for this batch
+        ahead: _Ahead = Future()
 
         def start(features: Any) -> StartedBatch:
             if not silent:
                 raise UsageError("Pipeline: attach called start(features) twice for one batch")
-            for own in [each.prepare(features) for each in self._collections]:
+            for compiled in [each.prepare(features) for each in self._collections]:
                 each = silent.pop(0)
-                started[each] = Started(own, each.shards.lookup(own.ids))
+                lookup = each.shards.lookup(compiled.prepared)
+                started[each] = BatchLookup(compiled, lookup, self.push)
             return StartedBatch(features, started)
 
         try:
@@ -122,63 +136,50 @@ class Pipeline(Iterable[Any]):
             attached = self._attach(batch, start)
             if silent:
                 raise UsageError("Pipeline: attach did not call start(features)")
-            return _Turn(attached, list(started.values()))
+            ahead.set_result((attached, [each.lookup for each in started.values()]))
         except Exception as error:
-            for each in silent:  # or the other ranks would wait for this one
+            for each in silent:  # otherwise the other ranks would wait for this one
                 with suppress(Exception):
-                    each.shards.abort(error)
-            return _Turn(None, [], error)
+                    each.shards.fail(error)
+            ahead.set_exception(error)
+        return ahead
 
     # ---- leaving early
 
-    def _leave(self, current: _Turn, ahead: _Turn | None, trains: bool) -> None:
-        """Takes part in what other ranks do next, should they go on; waits some seconds for them."""
+    def _leave(self, current: list[Lookup], ahead: _Ahead | None, trains: bool) -> None:
+        """Take part in the next calls of ranks that continue; wait some seconds for them."""
         if all(each.shards.world_size == 1 for each in self._collections):
             return
-        # A thread, as the others may never come: an interrupted job must end soon.
+        # In a thread, as the other ranks may never make these calls: an interrupted job must end soon.
         args = (current, ahead, trains)
-        thread = threading.Thread(target=self._say_goodbye, args=args, name="megalith pipeline", daemon=True)
+        thread = threading.Thread(target=self._fail_all, args=args, name="megalith pipeline", daemon=True)
         thread.start()
         thread.join(GRACE.total_seconds())
 
-    def _say_goodbye(self, current: _Turn, ahead: _Turn | None, trains: bool) -> None:
-        """The calls of ranks that go on: this update, the next rows, the ids after them, the next update.
+    def _fail_all(self, current: list[Lookup], ahead: _Ahead | None, trains: bool) -> None:
+        """Fail the calls of ranks that continue: this update, the next lookup, the update after it.
 
-        Each that can says that this rank has failed. If all ranks leave here, all make these calls.
+        The rows of the next batch come between them and cannot fail. If all ranks leave here, all of them
+        make these calls.
         """
         error = UsageError("it left the loop over a Pipeline before the end")
-        with suppress(MegalithError):  # they know, or cannot be reached
-            self._give_up(current, error, trains)
-            if ahead is None or ahead.error is not None:
+        with suppress(MegalithError):  # the other ranks know of it, or cannot be reached
+            self._fail_updates(current, error, trains)
+            if ahead is None or ahead.exception() is not None:
                 return
-            for _, lookup in ahead.lookups:
+            lookups = ahead.result()[1]
+            for lookup in lookups:
                 lookup.wait()
             for each in self._collections:
                 with suppress(UsageError):
-                    each.shards.abort(error)
-            self._give_up(ahead, error, trains)
+                    each.shards.fail(error)
+            self._fail_updates(lookups, error, trains)
 
-    def _give_up(self, turn: _Turn, error: Exception, trains: bool) -> None:
-        for each, (_, lookup) in zip(self._collections, turn.lookups, strict=True):
+    def _fail_updates(self, lookups: list[Lookup], error: Exception, trains: bool) -> None:
+        for each, lookup in zip(self._collections, lookups, strict=True):
             if trains:
-                each.give_up(lookup, error)
-
-
-@dataclass(frozen=True)
-class _Turn:
-    """A batch of the loop and its look-ups, one a collection; or the error in place of it."""
-
-    batch: Any
-    lookups: Sequence[Started]
-    error: Exception | None = None
-
-    def wait_ids(self) -> None:
-        for _, lookup in self.lookups:
-            lookup.wait_ids()
-
-    def fetch(self) -> None:
-        for _, lookup in self.lookups:
-            lookup.fetch()
+                with suppress(UsageError):  # the error itself
+                    each.fail(lookup, error)
 
 
 def _attach(batch: Any, start: Start) -> Any:

@@ -99,5 +99,5 @@ def _chunk(table: Table, saved: Mapping[str, Any]) -> Chunk:
     good = time.dtype == torch.int64 and tuple(time.shape) == (n,)
     if not good or (n and not 0 <= int(time.min()) <= int(time.max()) <= MAX_TIME):
         raise InputError(f"table {table.name!r}: state_dict holds times that are not {n} numbers of seconds")
-    table.check_ids(ids)
+    table.checks.ids(ids)
     return Chunk(ids, saved["rows"].cpu(), {key: piece.cpu() for key, piece in state.items()}, time)

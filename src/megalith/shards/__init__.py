@@ -1,7 +1,7 @@
-"""Shards: all tables of a model by name, one call for all."""
+"""Shards: all tables of a model by name, one call for all of them."""
 
 from megalith.shards.comm_metrics import CommMetrics, CommReport
-from megalith.shards.contract import Lookup, Prepared, Shards
+from megalith.shards.contract import Lookup, PreparedIds, Shards
 from megalith.shards.local import LocalLookup, LocalShards
 from megalith.shards.sync import SyncLookup, SyncShards
 
@@ -11,7 +11,7 @@ __all__ = [
     "LocalLookup",
     "LocalShards",
     "Lookup",
-    "Prepared",
+    "PreparedIds",
     "Shards",
     "SyncLookup",
     "SyncShards",

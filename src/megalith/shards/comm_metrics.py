@@ -1,7 +1,7 @@
-"""CommMetrics: what the exchanges of a SyncShards carry, by table and rank, and how long they take.
+"""CommMetrics: the traffic of a SyncShards by table and rank, and the time of its exchanges.
 
-Counting is local and cheap; `collect` gathers what every rank has counted since the last time. Without one
-nothing is counted. Where the numbers go is the caller's: `CommReport.scalars` gives them names.
+Counting is local and cheap; `collect` gathers the counters of all ranks since the last call. Without a
+CommMetrics nothing is counted. The caller decides where the numbers go: `CommReport.scalars` names them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megalith.errors import UsageError
-from megalith.shards.preparer import SyncPrepared
-from megalith.shards.rank_messages import Asked
+from megalith.shards.preparer import RoutedIds
+from megalith.shards.rank_messages import RequestedIds
 from megalith.shards.sync import SyncShards
 
 COUNTS = (
@@ -29,35 +29,35 @@ COUNTS = (
     "bytes_sent",
     "bytes_received",
 )
-"""What is counted for each table, in the order of the counters; the guide of many ranks explains them."""
+"""The counters of each table, in order; the many-ranks guide explains them."""
 EXCHANGES = ("sizes", "ids", "rows", "gradients")
 _AT = {name: number for number, name in enumerate(COUNTS)}
 
 
 @dataclass(frozen=True)
 class Spread:
-    """One number on every rank. Of equal ones, the lowest rank counts as least and most."""
+    """One number per rank. Of equal numbers, the one of the lowest rank counts as minimum and maximum."""
 
     by_rank: tuple[float, ...]
 
     @property
     def min_rank(self) -> int:
-        """Who has the least."""
+        """The rank with the minimum."""
         return self.by_rank.index(min(self.by_rank))
 
     @property
     def max_rank(self) -> int:
-        """Who has the most."""
+        """The rank with the maximum."""
         return self.by_rank.index(max(self.by_rank))
 
     @property
     def skew(self) -> float:
-        """The most by the mean: 1 is even, the number of ranks is all on one; 1 where nobody has any."""
+        """Maximum divided by mean: 1 if all are equal or zero, the number of ranks if one rank has all."""
         total = sum(self.by_rank)
         return max(self.by_rank) * len(self.by_rank) / total if total else 1.0
 
     def scalars(self, name: str) -> dict[str, float]:
-        """By name: each rank's, the least and the most, who has them, and the skew."""
+        """Return by name: the number of each rank, minimum and maximum with their ranks, and the skew."""
         ranks = {f"{name}/rank{rank}": value for rank, value in enumerate(self.by_rank)}
         return {
             **ranks,
@@ -71,9 +71,13 @@ class Spread:
 
 @dataclass(frozen=True)
 class CommReport:
-    """What travelled since the last report. tables: by table, the numbers of COUNTS and distinct_ratio.
+    """The traffic since the last report.
 
-    lookups: how many there were. waits: seconds in each of EXCHANGES, waiting for other ranks included.
+    Attributes:
+        step: The step of the report.
+        lookups: The number of lookups.
+        tables: By table, the numbers of COUNTS and distinct_ratio.
+        waits: The seconds in each of EXCHANGES, including the wait for other ranks.
     """
 
     step: int
@@ -82,7 +86,7 @@ class CommReport:
     waits: dict[str, Spread]
 
     def scalars(self) -> dict[str, float]:
-        """Everything by name, for TensorBoard and its like."""
+        """Return all numbers by name, for TensorBoard and similar tools."""
         found: dict[str, float] = {"comm/lookups": self.lookups}
         for table, numbers in self.tables.items():
             for name, spread in numbers.items():
@@ -93,10 +97,16 @@ class CommReport:
 
 
 class CommMetrics:
-    """Counts what a SyncShards exchanges, from now until `close`.
+    """Counts the traffic of a SyncShards, from construction until `close`.
 
-    tables: names; None for all. callback: is given every report. Raises UnknownNameError for a table there is
-    not, UsageError if these shards are counted already.
+    Args:
+        shards: The shards to observe.
+        tables: The names of the tables to count; None: all.
+        callback: A function that receives every report.
+
+    Raises:
+        UnknownNameError: For a table that does not exist.
+        UsageError: If these shards already have a CommMetrics.
     """
 
     def __init__(
@@ -109,7 +119,7 @@ class CommMetrics:
         for name in tables or ():
             shards.check_name(name)
         if shards.recorder is not None:
-            raise UsageError("these shards have CommMetrics already: close() those first")
+            raise UsageError("these shards already have a CommMetrics: close() it first")
         self.tables = list(shards.configs) if tables is None else list(dict.fromkeys(tables))
         self._shards = shards
         self._callback = callback
@@ -120,7 +130,7 @@ class CommMetrics:
         shards.recorder = self
 
     def collect(self, step: int) -> CommReport:
-        """What all ranks have counted since the last time. A collective call: every rank makes it."""
+        """Return the counters of all ranks since the last call, and reset them. A collective call."""
         everywhere = self._shards.exchange.gather(self._shards.exchange.run(self._take))
         tables = {}
         for t, name in enumerate(self.tables):
@@ -140,11 +150,11 @@ class CommMetrics:
         return report
 
     def close(self) -> None:
-        """Counts no more."""
+        """Stop counting."""
         if self._shards.recorder is self:
             self._shards.recorder = None
 
-    # ---- in the exchange's thread
+    # ---- in the thread of the exchange
 
     def _reset(self) -> None:
         self._counts = torch.zeros(len(self.tables), len(COUNTS), dtype=torch.int64)
@@ -159,22 +169,22 @@ class CommMetrics:
     def _add(self, name: str, by_table: Tensor) -> None:
         self._counts[:, _AT[name]] += by_table[self._columns]
 
-    def asked(self, call: str, prepared: SyncPrepared, counts: Tensor) -> None:
-        """See `Recorder.asked`."""
-        out = prepared.deduped.counts
+    def requested(self, call: str, routed: RoutedIds, counts: Tensor) -> None:
+        """See `Recorder.requested`."""
+        out = routed.deduped.counts
         self._add("ids_sent", self._away(out))
         self._add("ids_received", self._away(counts))
         if call != "lookup":
             return
         self._lookups += 1
         for t, name in enumerate(self.tables):
-            if name in prepared.ids:
-                self._counts[t, _AT["ids"]] += prepared.ids[name].numel()
+            if name in routed.ids:
+                self._counts[t, _AT["ids"]] += routed.ids[name].numel()
         self._add("distinct", out.sum(0))
         self._add("served", counts.sum(0))
 
-    def travelled(self, out: Tensor, into: Tensor, row_bytes: Sequence[int]) -> None:
-        """See `Recorder.travelled`."""
+    def sent(self, out: Tensor, into: Tensor, row_bytes: Sequence[int]) -> None:
+        """See `Recorder.sent`."""
         each = torch.tensor(row_bytes, dtype=torch.int64)
         self._add("bytes_sent", self._away(out) * each)
         self._add("bytes_received", self._away(into) * each)
@@ -183,11 +193,11 @@ class CommMetrics:
         """See `Recorder.waited`."""
         self._waits[exchange] += seconds
 
-    def read(self, asked: Asked) -> None:
+    def read(self, requested: RequestedIds) -> None:
         """See `Recorder.read`."""
         for t, name in enumerate(self.tables):
-            if name in asked.found:
-                self._counts[t, _AT["misses"]] += int((asked.found[name][0] < 0).sum())
+            if name in requested.found:
+                self._counts[t, _AT["misses"]] += int((requested.found[name][0] < 0).sum())
 
     def created(self, table: str, rows: int) -> None:
         """See `Recorder.created`."""
@@ -195,5 +205,5 @@ class CommMetrics:
             self._counts[self.tables.index(table), _AT["created"]] += rows
 
     def _away(self, counts: Tensor) -> Tensor:
-        """By table, what goes to other ranks or comes from them."""
+        """Return per table what is sent to or received from other ranks."""
         return counts.sum(0) - counts[self._rank]

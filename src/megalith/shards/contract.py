@@ -1,17 +1,24 @@
-"""The Shards contract: all tables of a model by name, one call for all, wherever they live.
+"""The Shards contract: all tables of a model by name, one call for all of them, wherever they are stored.
 
-`LocalShards` holds them in this process; placements over ranks and servers answer the same
-calls. A `Lookup` is one look-up under way or done and the way back for its gradients; it is passed
+`LocalShards` keeps them in this process; other placements spread them over ranks or servers and offer the
+same calls. A `Lookup` is one lookup, in progress or done, and the way back for its gradients; it is passed
 along, never kept in a global, and used for one update.
 
-Not here: features, combiners, modules. Shards see ids per table and, at most, a Pooling.
+Features, combiners and modules are not handled here: shards receive ids per table and, at most, a Pooling.
+
+A collective call is one that all ranks make in the same order. A rank that cannot make its part calls `fail`,
+so that the call raises on all ranks instead of leaving the others waiting:
+
+    on the rank that calls fail(error)    on the other ranks, in the same call
+    raises error                          raises RankFailedError with the rank and the text of the error
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -21,22 +28,31 @@ from megalith.errors import InputError, UnknownNameError, UsageError
 from megalith.ops.pooling import Pooling
 from megalith.routing import Router
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
+from megalith.table.validation import check_table_name
 
 Ids = Mapping[str, Tensor]
 Rows = Mapping[str, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """Checked ids, ready for `lookup`. Plain data: a data worker may make it and send it over."""
+class PreparedIds:
+    """Validated ids, ready for `lookup`. Plain data: a data worker can make it and send it.
+
+    Attributes:
+        ids: int64 [n] per table.
+    """
 
     ids: Mapping[str, Tensor]
 
 
 class Lookup(ABC):
-    """One look-up of several tables: its rows, its pooled outputs, and the way back.
+    """One lookup of several tables: its rows, its pooled outputs, and the way back for gradients.
 
-    ids: the ids asked for, int64 [n] per table. Applying gradients uses it up.
+    Applying gradients uses it up.
+
+    Attributes:
+        ids: The ids that were looked up, int64 [n] per table.
+        used: Whether gradients were applied.
     """
 
     def __init__(self, ids: Mapping[str, Tensor]) -> None:
@@ -45,51 +61,58 @@ class Lookup(ABC):
         self._versions = {name: version(x) for name, x in ids.items()}
 
     def check_unchanged(self) -> None:
-        """Raises UsageError if an ids tensor was written to since the look-up."""
+        """Raise UsageError if an ids tensor was modified in place since the lookup."""
         for name, ids in self.ids.items():
             if version(ids) != self._versions[name]:
                 raise UsageError(
-                    f"table {name!r}: its ids were changed in place after the look-up; "
-                    "keep them until the update, or look a copy up"
+                    f"table {name!r}: its ids were changed in place after the lookup; "
+                    "keep them until the update, or look up a copy"
                 )
 
     def wait_ids(self) -> None:
-        """Returns when the ids have reached those who hold their rows; raises what went wrong on the way."""
+        """Wait until the ids have reached the owners of their rows; raise the error if that failed."""
         return
 
     def fetch(self) -> None:
-        """Starts bringing the rows as they are now, where they have a way to come; `wait` waits for them."""
+        """Start to fetch the rows as they are now, if they are elsewhere; `wait` waits for them."""
         return
 
-    def give_up(self, error: Exception) -> None:
-        """Tells other ranks that wait for this look-up's gradients that none will come, because of an error.
+    def fail(self, error: Exception) -> NoReturn:
+        """Fail the update of this lookup: no gradients will come from this rank.
 
-        Does nothing where there is nobody to tell, or they know.
+        The other ranks raise RankFailedError in their `apply_gradients` of this lookup. If the update has
+        been made or has failed before, the other ranks do not wait for it and nothing is sent.
+
+        Args:
+            error: The reason.
+
+        Raises:
+            Exception: Always; it is `error`, unless the exchange with the other ranks fails.
         """
-        return
+        raise error
 
     @abstractmethod
     def wait(self) -> None:
-        """Returns when the rows have arrived; raises what went wrong on the way."""
+        """Wait until the rows have arrived; raise the error if that failed."""
 
     @abstractmethod
     def pool(self, pooling: Pooling) -> list[Tensor]:
-        """The pooling's outputs, read straight from the rows."""
+        """Return the outputs of a pooling, read directly from the rows."""
 
     @abstractmethod
     def gather(self, table: str) -> Tensor:
-        """One table's rows, float32 [n, dim], in input order."""
+        """Return the rows of one table, float32 [n, dim], in input order."""
 
     @property
     def rows(self) -> Mapping[str, Tensor]:
-        """Rows by table, gathered when asked for."""
+        """The rows by table, float32 [n, dim]; each table is gathered when it is read."""
         return _LazyRows(self)
 
     def use(self) -> None:
-        """Marks the look-up used; the second time raises UsageError."""
+        """Mark the lookup as used; raise UsageError the second time."""
         if self.used:
             raise UsageError(
-                "this Lookup has already been used for an update: look the ids up again "
+                "this Lookup has already been used for an update: look up the ids again "
                 "(a second backward through the same forward is not possible)"
             )
         self.used = True
@@ -117,49 +140,74 @@ class _LazyRows(Mapping[str, Tensor]):
 
 
 class Shards(ABC):
-    """All tables of a model. See the module for what a placement must keep to."""
+    """All tables of a model.
+
+    Attributes:
+        configs: The configuration of each table, by name.
+        local: The tables, or parts of tables, of this process.
+        ranks: The processes that hold a part of the tables.
+        preparer: `prepare` as an object that can be pickled and sent to a data worker.
+    """
 
     configs: Mapping[str, TableConfig]
     local: Mapping[str, Table]
     ranks: RankGroup = RankGroup()
-    push: bool = False
-    """Whether `apply_gradients` may return while gradients travel; where they do not, it says nothing."""
+    preparer: Callable[..., PreparedIds]
 
     @property
     def world_size(self) -> int:
-        """How many processes hold a part of the tables."""
+        """The number of processes that hold a part of the tables."""
         return self.ranks.size
 
     @property
     def rank(self) -> int:
-        """Which of them this is."""
+        """The rank of this process among them."""
         return self.ranks.rank
 
     def router(self, table: str) -> Router | None:
-        """How a table's ids are spread over ranks; None where this process holds them all."""
+        """Return how the ids of a table are spread over ranks; None if this process holds them all."""
         self.check_name(table)
         return None
 
     # ---- a batch
 
-    @property
+    def fail(self, error: Exception, call: str = "lookup") -> NoReturn:
+        """Fail a collective call that this rank cannot make.
+
+        The other ranks raise RankFailedError in the same call; nothing is written anywhere.
+
+        Args:
+            error: The reason.
+            call: The name of the method that the other ranks call.
+
+        Raises:
+            Exception: Always; it is `error`, unless the exchange with the other ranks fails.
+        """
+        raise error
+
+    def prepare(self, ids: Ids, *, missing_ok: bool = False) -> PreparedIds:
+        """Do the part of a lookup that needs no table: validation and, if ids travel, dedup and routing.
+
+        Args:
+            ids: int64 or int32 [n] per table.
+            missing_ok: Skip unknown tables instead of raising.
+
+        Raises:
+            UnknownNameError: For an unknown table.
+            InputError: For ids of a wrong dtype, shape or device.
+        """
+        return self.preparer(ids, missing_ok=missing_ok)
+
     @abstractmethod
-    def preparer(self) -> Callable[..., Prepared]:
-        """`prepare` as an object that can be pickled and sent to a data worker."""
+    def lookup(self, ids: Ids | PreparedIds, *, missing_ok: bool = False) -> Lookup:
+        """Start to look up ids; may return before rows arrive.
 
-    def abort(self, error: Exception, call: str = "lookup") -> None:
-        """Tells other ranks, if there are any, that this one cannot make this call because of an error."""
-        return
+        Args:
+            ids: int64 or int32 [n] per table, or the result of `prepare`.
+            missing_ok: Skip unknown tables instead of raising.
 
-    @abstractmethod
-    def prepare(self, ids: Ids, *, missing_ok: bool = False) -> Prepared:
-        """The part of a look-up that needs no table: checks (and, where ids travel, dedup and routing)."""
-
-    @abstractmethod
-    def lookup(self, ids: Ids | Prepared, *, missing_ok: bool = False) -> Lookup:
-        """Starts looking up int64 or int32 ids [n] per table; may return before rows arrive.
-
-        An unknown table raises UnknownNameError (a KeyError), or is skipped with `missing_ok`.
+        Raises:
+            UnknownNameError: For an unknown table (a KeyError).
         """
 
     @abstractmethod
@@ -173,97 +221,106 @@ class Shards(ABC):
         scale: float = 1.0,
         clip_norm: float | None = None,
         pooling: Pooling | None = None,
+        wait: bool = True,
     ) -> None:
-        """One optimizer step per distinct id, summed over everything given.
+        """Make one optimizer step per distinct id, with the gradients of all its occurrences summed.
 
-        grads: float32 [n, dim] per table, or with `pooling` one gradient per output. A table of the
-        look-up without gradients is left alone. scale, clip_norm: of each distinct id's summed gradient, as
-        in `Table.update`. Nothing is written if any input is wrong.
+        Nothing is written if any input is wrong. A table of the lookup without gradients stays unchanged.
+
+        Args:
+            lookup: The lookup to update, or int64 ids [n] per table.
+            grads: float32 [n, dim] per table or, with `pooling`, one gradient per output.
+            step: The global step, from 0.
+            time: The last-update time of the rows in seconds; None: the clock of their owner.
+            scale: Multiplies the summed gradient of each distinct id.
+            clip_norm: Limits the norm of the summed gradient of each distinct id.
+            pooling: The pooling that made the outputs.
+            wait: Whether to wait until the gradients are applied. With False, placements over several
+                processes may return earlier; `flush` waits and raises the errors.
         """
 
     @abstractmethod
     def flush(self) -> None:
-        """Waits for everything under way, updates and look-ups, and raises the errors of updates."""
+        """Wait for all updates and lookups in progress, and raise the errors of the updates."""
 
     # ---- rows
 
     @abstractmethod
     def assign(self, rows: Rows, *, time: float | None = None) -> None:
-        """Sets weights: {table: (ids, rows)}."""
+        """Set the weights of rows: {table: (ids, rows)}."""
 
     @abstractmethod
     def assign_add(self, rows: Rows, *, time: float | None = None) -> None:
-        """Adds to weights: {table: (ids, rows)}."""
+        """Add to the weights of rows: {table: (ids, rows)}."""
 
     @abstractmethod
     def reinitialize(
         self, ids: Ids, *, time: float | None = None, missing_ok: bool = False
     ) -> dict[str, Tensor]:
-        """Back to initial rows; int32 status per id in input order.
+        """Reset rows to their initial values.
 
-        0 created, 1 existed, -1 for every id of an unknown table (with `missing_ok`).
+        Returns:
+            int32 [n] per table, in input order: 0 created, 1 existed, -1 unknown table (with `missing_ok`).
         """
 
     @abstractmethod
     def remove(self, ids: Ids) -> dict[str, int]:
-        """Forgets ids; how many had a row, per table."""
+        """Remove ids; return per table how many had a row."""
 
     @abstractmethod
     def evict(self, now: float | None = None) -> dict[str, Tensor]:
-        """Applies eviction policies; the removed ids per table."""
+        """Apply the eviction policies; return the removed ids per table."""
 
     @abstractmethod
     def scan(self, table: str, chunk_size: int = 65536) -> Iterator[Chunk]:
-        """Walks one table's rows."""
+        """Iterate over the rows of one table in chunks."""
 
     @abstractmethod
     def restore(self, table: str, chunk: Chunk) -> None:
-        """Writes whole rows back."""
+        """Write complete rows, with optimizer state and time."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Empties every table."""
+        """Remove all rows of all tables."""
 
     @abstractmethod
     def reserve(self, rows: Mapping[str, int]) -> None:
-        """Makes room: {table: rows}."""
+        """Reserve memory: {table: rows}."""
 
     # ---- touched rows, stats
 
     @abstractmethod
     def track(self, consumer: str) -> None:
-        """Starts remembering changes of every table for a consumer."""
+        """Start to record the changed ids of all tables for a consumer."""
 
     @abstractmethod
     def untrack(self, consumer: str) -> None:
-        """Forgets a consumer."""
+        """Stop recording for a consumer."""
 
     @abstractmethod
     def drain_touched(self, consumer: str) -> dict[str, tuple[Tensor, Tensor]]:
-        """(updated, removed) ids per table since the last drain."""
+        """Return (updated, removed) ids per table since the last drain."""
 
     @abstractmethod
     def mark_touched(self, consumer: str, ids: Ids) -> None:
-        """Gives ids back to a consumer."""
+        """Return ids to a consumer, for its next drain."""
 
     @abstractmethod
     def stats(self) -> dict[str, TableStats]:
-        """Numbers per table."""
+        """Return counters per table."""
 
     @abstractmethod
     def memory(self) -> dict[str, MemoryUse]:
-        """Bytes per table."""
+        """Return memory use in bytes per table."""
 
-    # ---- checks that every placement shares
+    # ---- validation that all placements share
 
     def check_name(self, table: str) -> None:
-        """Raises UnknownNameError, naming the known tables."""
-        if table not in self.configs:
-            known = ", ".join(map(repr, self.configs)) or "none"
-            raise UnknownNameError(f"unknown table {table!r} (known: {known})")
+        """Raise UnknownNameError, which names the known tables, if there is no such table."""
+        check_table_name(table, self.configs)
 
-    def known(self, names: Mapping[str, object], missing_ok: bool) -> list[str]:
-        """The names that are tables; others raise, or are skipped with `missing_ok`."""
+    def known(self, names: Collection[str], missing_ok: bool) -> list[str]:
+        """Return the names that are tables; raise UnknownNameError for others unless `missing_ok`."""
         if not missing_ok:
             for name in names:
                 self.check_name(name)
@@ -271,7 +328,7 @@ class Shards(ABC):
 
 
 def check_configs(configs: Sequence[TableConfig]) -> dict[str, TableConfig]:
-    """Configs by name. Raises InputError for a duplicate or something else."""
+    """Return the configs by name; raise InputError for a duplicate name or another type."""
     by_name: dict[str, TableConfig] = {}
     for config in configs:
         if not isinstance(config, TableConfig):
@@ -283,10 +340,10 @@ def check_configs(configs: Sequence[TableConfig]) -> dict[str, TableConfig]:
 
 
 def version(tensor: Tensor) -> int:
-    """How often a tensor was written to in place (0 where torch does not count)."""
+    """Return how often a tensor was modified in place (0 if torch does not count)."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def missing_status(ids: Tensor) -> Tensor:
-    """The status of ids whose table does not exist."""
+    """Return the status of ids whose table does not exist, int32 [n]."""
     return torch.full((ids.numel(),), -1, dtype=torch.int32)

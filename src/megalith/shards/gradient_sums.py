@@ -1,6 +1,6 @@
-"""Sums of gradients by distinct id, in a fixed order: a binary tree over micro-batches and ranks.
+"""Sums of gradients per distinct id, in a fixed order: a binary tree over micro-batches and ranks.
 
-The tree does not depend on how many ranks share the micro-batches, so the bits of a sum do not either.
+The tree does not depend on the number of ranks that share the micro-batches, so neither do the bits of a sum.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class GradientSum(NamedTuple):
 
 
 def add(a: GradientSum, b: GradientSum) -> GradientSum:
-    """Both sums; an id of one alone keeps its own."""
+    """Add two sums; an id that is in only one of them keeps its gradient."""
     n = a.ids.numel()
     if not n or not b.ids.numel():
         return a if n else b
@@ -35,7 +35,7 @@ def add(a: GradientSum, b: GradientSum) -> GradientSum:
 
 
 def halves(parts: Sequence[GradientSum]) -> list[GradientSum]:
-    """The two halves of a binary tree over the parts (one, of one part): whoever adds them has the sum."""
+    """Return the two halves of a binary tree over the parts, or the part if there is one: they sum to all."""
     level = list(parts)
     while len(level) > 2:
         pairs = [level[i : i + 2] for i in range(0, len(level), 2)]
@@ -44,6 +44,6 @@ def halves(parts: Sequence[GradientSum]) -> list[GradientSum]:
 
 
 def total(parts: Sequence[GradientSum]) -> GradientSum:
-    """The sum of all parts."""
+    """Return the sum of all parts."""
     both = halves(parts)
     return add(*both) if len(both) == 2 else both[0]

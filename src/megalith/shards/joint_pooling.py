@@ -1,4 +1,8 @@
-"""JointPooling: one pooling over the occurrences of all tables, read from rows in one flat buffer."""
+"""JointPooling: one pooling over the occurrences of all tables, read from rows in one flat buffer.
+
+SyncShards receives the rows of all tables in one buffer, in the order of the distinct ids. A pooling names
+occurrences per table; here they become occurrences of one list, so that one kernel reads all tables.
+"""
 
 from __future__ import annotations
 
@@ -13,46 +17,56 @@ from megalith.ops.pool_rows import pool_flat, unpool_flat
 from megalith.ops.pooling import Bags, Pooling
 from megalith.routing import Router
 from megalith.shards.gradient_sums import GradientSum
-from megalith.shards.preparer import Preparer, SyncPrepared
+from megalith.shards.preparer import RoutedIds, RoutingPreparer
 from megalith.table import TableConfig
 
 
 class JointPooling:
-    """A pooling of several tables as one. tables: those it reads. reached: the occurrences some bag holds.
+    """A pooling of several tables as one.
 
-    Raises InputError if a table is pooled that was not looked up, or bags do not fit; `pool` and `unpool` if
-    offsets do not ascend.
+    Args:
+        pooling: The pooling, per table.
+        routed: The ids that were looked up.
+        dims: The dim of each table.
+
+    Attributes:
+        tables: The tables that it reads.
+        used: The ranges of occurrences that are in some bag.
+
+    Raises:
+        InputError: If a pooled table was not looked up, or bags do not match the ids. `pool` and `unpool`
+            raise it if offsets do not ascend.
     """
 
-    def __init__(self, pooling: Pooling, prepared: SyncPrepared, dims: Mapping[str, int]) -> None:
+    def __init__(self, pooling: Pooling, routed: RoutedIds, dims: Mapping[str, int]) -> None:
         self.tables = [name for name in pooling.bags if pooling.of(name)]
         for name in self.tables:
-            if name not in prepared.ids:
+            if name not in routed.ids:
                 raise InputError(f"table {name!r}: pooled, but it was not looked up")
         self._pooling = pooling
         self._dims = {name: dims[name] for name in self.tables}
-        self._sizes = {name: prepared.ids[name].numel() for name in self.tables}
-        slices = [prepared.occurrences(name) for name in self.tables]
-        self._index = _index(prepared, slices)
+        self._sizes = {name: routed.ids[name].numel() for name in self.tables}
+        slices = [routed.occurrences(name) for name in self.tables]
+        self._index = _index(routed, slices)
         self._bags: list[Bags] = []
-        self.reached: list[tuple[int, int]] = []
+        self.used: list[tuple[int, int]] = []
         begin = 0
         weights = joint_weights(pooling, self.tables, list(self._sizes.values()))
         for name, where in zip(self.tables, slices, strict=True):
             ends = pooling.check_ends(name, self._sizes[name], dims[name])
             for bags, (first, last) in zip(pooling.of(name), ends, strict=True):
-                self.reached.append((where.start + first, where.start + last))
+                self.used.append((where.start + first, where.start + last))
                 own = None if bags.weights is None else weights
                 offsets = bags.offsets + begin if begin else bags.offsets
                 self._bags.append(Bags(offsets, bags.parts, own, bags.divisor, bags.shared))
             begin += self._sizes[name]
 
-    def mask(self, prepared: SyncPrepared) -> Tensor | None:
-        """Which distinct ids some bag holds, bool [u]; None if all."""
-        return reached_mask(prepared, self.reached)
+    def mask(self, routed: RoutedIds) -> Tensor | None:
+        """Return which distinct ids are in some bag, bool [u]; None if all are."""
+        return used_mask(routed, self.used)
 
     def pool(self, source: Tensor) -> list[Tensor]:
-        """The outputs, from rows laid out as the distinct ids are."""
+        """Return the outputs, read from the rows in the order of the distinct ids, float32 [size]."""
         try:
             return pool_flat(source, self._index, self._bags, self._pooling.outputs, self._dim)
         except InputError:
@@ -60,8 +74,15 @@ class JointPooling:
             raise
 
     def unpool(self, grads: Sequence[Tensor], size: int) -> Tensor:
-        """Output gradients -> the sum for every distinct id, in the order of its occurrences; float32
-        [size]."""
+        """Sum output gradients per distinct id, in the order of its occurrences.
+
+        Args:
+            grads: One gradient per output.
+            size: The number of floats of the rows of all distinct ids.
+
+        Returns:
+            float32 [size], in the order of the distinct ids.
+        """
         if not self._bags:
             return torch.zeros(size)
         try:
@@ -75,14 +96,14 @@ class JointPooling:
         return max(self._dims.values(), default=1)
 
     def _name_table(self) -> None:
-        """Raises InputError for the table whose bags do not fit: the op, which found it, knows no tables."""
+        """Raise InputError for the table whose bags are wrong: the op, which found them, has no tables."""
         for name, dim in self._dims.items():
             self._pooling.check(name, self._sizes[name], dim)
 
 
-def _index(prepared: SyncPrepared, slices: Sequence[slice]) -> Tensor:
-    """Where the rows of these occurrences begin."""
-    offsets = prepared.deduped.offsets
+def _index(routed: RoutedIds, slices: Sequence[slice]) -> Tensor:
+    """Return where the rows of these occurrences begin, int64 [n]."""
+    offsets = routed.deduped.offsets
     assert offsets is not None
     if not slices:
         return offsets[:0]
@@ -91,18 +112,18 @@ def _index(prepared: SyncPrepared, slices: Sequence[slice]) -> Tensor:
     return torch.cat([offsets[where] for where in slices])
 
 
-def reached_mask(prepared: SyncPrepared, reached: Sequence[tuple[int, int]]) -> Tensor | None:
-    """Which distinct ids have an occurrence in one of the ranges, bool [u]; None if all have."""
+def used_mask(routed: RoutedIds, used: Sequence[tuple[int, int]]) -> Tensor | None:
+    """Return which distinct ids have an occurrence in one of the ranges, bool [u]; None if all have."""
     at = 0
-    for start, stop in sorted(reached):
+    for start, stop in sorted(used):
         if start != at:
             break
         at = stop
-    if at == prepared.total:
+    if at == routed.total:
         return None
-    mask = torch.zeros(prepared.deduped.ids.numel(), dtype=torch.bool)
-    for start, stop in reached:
-        mask[prepared.deduped.inverse[start:stop]] = True
+    mask = torch.zeros(routed.deduped.ids.numel(), dtype=torch.bool)
+    for start, stop in used:
+        mask[routed.deduped.inverse[start:stop]] = True
     return mask
 
 
@@ -112,27 +133,37 @@ def sum_gradients(
     pooling: Pooling,
     grads: Sequence[Tensor],
 ) -> dict[str, GradientSum]:
-    """Output gradients summed per distinct id, for each table that is pooled."""
+    """Sum output gradients per distinct id, for each pooled table.
+
+    Args:
+        configs: The tables by name.
+        ids: int64 [n] per table.
+        pooling: The pooling that made the outputs.
+        grads: One gradient per output.
+
+    Returns:
+        The sums by table.
+    """
     tables = {name: configs[name] for name in ids}
-    prepared = Preparer(tables, {name: Router("roundrobin", 1) for name in tables})(ids)
+    routed = RoutingPreparer(tables, {name: Router("roundrobin", 1) for name in tables})(ids)
     dims = [config.dim for config in tables.values()]
-    joined = JointPooling(pooling, prepared, {name: config.dim for name, config in tables.items()})
-    counts = prepared.deduped.counts[0].tolist()
+    joint = JointPooling(pooling, routed, {name: config.dim for name, config in tables.items()})
+    counts = routed.deduped.counts[0].tolist()
     floats = [n * dim for n, dim in zip(counts, dims, strict=True)]
-    values = joined.unpool(grads, sum(floats)).split(floats)
-    mask = joined.mask(prepared)
+    values = joint.unpool(grads, sum(floats)).split(floats)
+    mask = joint.mask(routed)
     masks = [None] * len(counts) if mask is None else mask.split(counts)
     parts = {}
-    distinct = prepared.deduped.ids.split(counts)
+    distinct = routed.deduped.ids.split(counts)
     for name, own, flat, keep, dim in zip(tables, distinct, values, masks, dims, strict=True):
         part = GradientSum(own, flat.view(-1, dim))
-        if name in joined.tables:
+        if name in joint.tables:
             parts[name] = part if keep is None else GradientSum(part.ids[keep], part.grads[keep])
     return parts
 
 
 def joint_weights(pooling: Pooling, tables: Sequence[str], sizes: Sequence[int]) -> Tensor | None:
-    """One weight for every occurrence, if any bag has weights."""
+    """Return one weight per occurrence, float32 [n], or None if no bag has weights."""
     if not any(bags.weights is not None for name in tables for bags in pooling.of(name)):
         return None
     pieces = []

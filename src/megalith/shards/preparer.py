@@ -1,7 +1,7 @@
-"""Preparer: the part of a look-up over ranks that needs neither tables nor other ranks.
+"""Preparers: the part of a lookup that needs neither tables nor other ranks.
 
-Checks ids, keeps each once, and sorts them by the rank that owns them. A data worker can do it ahead: it is
-plain data and can be sent to another process.
+They validate ids and, if the tables are spread over ranks, keep each id once and sort ids by owner. A
+preparer can be pickled, so a data worker can run it ahead of the lookup.
 """
 
 from __future__ import annotations
@@ -10,21 +10,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from megalith.errors import InputError, UnknownNameError
 from megalith.ops import Deduped, dedup
 from megalith.routing import MODES, Router
-from megalith.shards.contract import Ids, Prepared
+from megalith.shards.contract import Ids, PreparedIds
 from megalith.table import TableConfig
-from megalith.table.validation import Checks
+from megalith.table.validation import InputChecks, check_table_name
 
 
 @dataclass(frozen=True)
-class SyncPrepared(Prepared):
-    """Also what goes to which rank: distinct ids by rank, then table, and where each occurrence finds its
-    row.
+class RoutedIds(PreparedIds):
+    """Ids with their routes: the distinct ids by owner and table, and the row of each occurrence.
 
-    begin: the first occurrence of each table (all tables, in order), and their number.
+    Attributes:
+        deduped: The distinct ids, sorted by rank, then table, and the index of each occurrence.
+        begin: The first occurrence of each table among the occurrences of all tables, in table order.
+        total: The number of occurrences.
     """
 
     deduped: Deduped
@@ -32,28 +35,55 @@ class SyncPrepared(Prepared):
     total: int
 
     def occurrences(self, table: str) -> slice:
-        """A table's occurrences among all."""
+        """Return the occurrences of a table among those of all tables."""
         return slice(self.begin[table], self.begin[table] + self.ids[table].numel())
 
+    def offsets(self, table: str) -> Tensor:
+        """Return where the row of each occurrence of a table begins in the flat rows, int64 [n]."""
+        assert self.deduped.offsets is not None
+        return self.deduped.offsets[self.occurrences(table)]
 
-class Preparer:
-    """Makes `SyncPrepared`s. configs: all tables in order. routers: one for each."""
+
+class LocalPreparer:
+    """Validates ids for tables of this process.
+
+    Args:
+        configs: All tables, in order.
+    """
+
+    def __init__(self, configs: Mapping[str, TableConfig]) -> None:
+        self._checks = {name: InputChecks(config) for name, config in configs.items()}
+
+    def __call__(self, ids: Ids, *, missing_ok: bool = False) -> PreparedIds:
+        """See `Shards.prepare`."""
+        return PreparedIds(self._checked(ids, missing_ok))
+
+    def _checked(self, ids: Ids, missing_ok: bool) -> dict[str, Tensor]:
+        if not missing_ok:
+            for name in ids:
+                check_table_name(name, self._checks)
+        return {name: self._checks[name].ids(x) for name, x in ids.items() if name in self._checks}
+
+
+class RoutingPreparer(LocalPreparer):
+    """Validates ids, keeps each once, and sorts them by owner.
+
+    Args:
+        configs: All tables, in order.
+        routers: The router of each table.
+    """
 
     def __init__(self, configs: Mapping[str, TableConfig], routers: Mapping[str, Router]) -> None:
-        self._checks = {name: Checks(config) for name, config in configs.items()}
+        super().__init__(configs)
         self._routers = dict(routers)
         self._dims = [config.dim for config in configs.values()]
-        self._size = next((router.num_shards for router in routers.values()), 1)
+        self._num_shards = next((router.num_shards for router in routers.values()), 1)
         self._one = next(iter(routers.values())) if len(set(routers.values())) == 1 else None
 
-    def __call__(self, ids: Ids, *, missing_ok: bool = False, distinct: bool = True) -> SyncPrepared:
-        """ids: int64 or int32 [n] per table. distinct=False keeps repeated ids, in their order."""
-        for name in ids:
-            if name not in self._checks and not missing_ok:
-                known = ", ".join(map(repr, self._checks)) or "none"
-                raise UnknownNameError(f"unknown table {name!r} (known: {known})")
-        asked = {name: check.check_ids(ids[name]) for name, check in self._checks.items() if name in ids}
-        columns = [asked.get(name, _NONE) for name in self._checks]
+    def __call__(self, ids: Ids, *, missing_ok: bool = False, distinct: bool = True) -> RoutedIds:
+        """See `Shards.prepare`; distinct=False keeps repeated ids, in their order."""
+        checked = self._checked(ids, missing_ok)
+        columns = [checked.get(name, _NONE) for name in self._checks]
         splits = torch.tensor([0, *(column.numel() for column in columns)]).cumsum(0)
         flat = torch.cat(columns) if columns else _NONE
         owners = None
@@ -65,22 +95,33 @@ class Preparer:
             splits,
             self._one if owners is None else None,
             owners=owners,
-            num_shards=self._size,
+            num_shards=self._num_shards,
             distinct=distinct,
             widths=self._dims,
         )
-        return SyncPrepared(
-            asked, found, dict(zip(self._checks, splits.tolist(), strict=False)), flat.numel()
-        )
+        begin = dict(zip(self._checks, splits.tolist(), strict=False))
+        ordered = {name: checked[name] for name in begin if name in checked}
+        return RoutedIds(ordered, found, begin, flat.numel())
 
 
 _NONE = torch.empty(0, dtype=torch.int64)
 
 
 def make_routers(
-    configs: Mapping[str, TableConfig], router: str | Router | Mapping[str, str | Router], size: int
+    configs: Mapping[str, TableConfig], router: str | Router | Mapping[str, str | Router], num_shards: int
 ) -> dict[str, Router]:
-    """A router for every table over `size` ranks. A table's own dist_type wins over one mode for all."""
+    """Return the router of every table.
+
+    Args:
+        configs: All tables.
+        router: A mode or Router for all tables, or one per table. The dist_type of a table takes precedence
+            over a mode for all tables.
+        num_shards: The number of ranks.
+
+    Raises:
+        UnknownNameError: For a table that does not exist.
+        InputError: For an unknown mode, a contradicting dist_type, or a Router for another number of ranks.
+    """
     named = router if isinstance(router, Mapping) else {}
     for name in named:
         if name not in configs:
@@ -89,7 +130,7 @@ def make_routers(
     for name, config in configs.items():
         default = "roundrobin" if isinstance(router, Mapping) else router
         chosen = named.get(name, default if isinstance(default, Router) else config.dist_type or default)
-        routers[name] = _router(name, chosen, size)
+        routers[name] = _router(name, chosen, num_shards)
         if config.dist_type not in (None, routers[name].mode):
             raise InputError(
                 f"table {name!r} has dist_type={config.dist_type!r}, its router is {routers[name].mode!r}"
@@ -97,18 +138,18 @@ def make_routers(
     return routers
 
 
-def _router(table: str, chosen: str | Router, size: int) -> Router:
+def _router(table: str, chosen: str | Router, num_shards: int) -> Router:
     if isinstance(chosen, Router):
-        if chosen.num_shards != size:
+        if chosen.num_shards != num_shards:
             raise InputError(
-                f"table {table!r}: {chosen!r} is for {chosen.num_shards} ranks, there are {size}"
+                f"table {table!r}: {chosen!r} is for {chosen.num_shards} ranks, but there are {num_shards}"
             )
         return chosen
     if chosen == "continuous":
         raise InputError(
-            f"table {table!r}: mode 'continuous' needs the ids of a block: give "
-            f'Router("continuous", {size}, block_size=...)'
+            f"table {table!r}: mode 'continuous' needs a block size: use "
+            f'Router("continuous", {num_shards}, block_size=...)'
         )
     if chosen not in MODES:
         raise InputError(f"table {table!r}: unknown routing mode {chosen!r}; known: {', '.join(MODES)}")
-    return Router(chosen, size)
+    return Router(chosen, num_shards)

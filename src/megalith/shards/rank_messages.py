@@ -1,13 +1,28 @@
-"""Messages: what the ranks of SyncShards say to each other, and what each does with its rows when asked.
+"""RankMessages: the messages between the ranks of SyncShards, and what each rank does with its rows.
 
-Everything here runs in the exchange's thread. A call begins with sizes: its kind, its number, flags, and how
-many ids of each table go where; then come ids, then rows or values. Gradients carry their own header, so that
-an error on one rank is known on all before anything is written.
+Everything here runs in the thread of the exchange. A call is a sequence of all-to-all exchanges; numbers are
+little-endian int64 unless stated, and each part is padded to 8 bytes:
+
+    exchange     part for each rank
+    sizes        call, sequence number, flags (1 failed, 2 out of data), time, number of ids per table
+    ids          the distinct ids by table
+    rows         the rows of the requested ids by table, in the precision of the wire
+    gradients    sequence number, failed, step, time, scale, clip_norm (float64); one bit per id (1: it has a
+                 gradient); the gradients by table, in the precision of the wire
+
+    call                     exchanges
+    lookup                   sizes, ids; rows when they are fetched; gradients in apply_gradients
+    apply_gradients (ids)    sizes, ids, gradients
+    assign, assign_add       sizes, ids, rows (float32, from the asking rank to the owner)
+    reinitialize             sizes, ids, then an int32 status per id
+    remove                   sizes, ids
+
+Sizes and gradients begin with a header, so all ranks know of an error on one rank before anything is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,38 +31,50 @@ from torch import Tensor
 
 from megalith.distributed.exchange import Exchange
 from megalith.errors import RankFailedError, UsageError
+from megalith.library import span
 from megalith.shards.gradient_sums import GradientSum, halves
-from megalith.shards.preparer import SyncPrepared
+from megalith.shards.local import LocalShards
+from megalith.shards.preparer import RoutedIds
 from megalith.shards.wire import make_wire
-from megalith.table import Table
+from megalith.table.table_data import FoundRows, Step
 
 CALLS = ("lookup", "apply_gradients", "assign", "assign_add", "reinitialize", "remove")
-_FAILED, _DONE = 1, 2
+_FAILED, _OUT_OF_DATA = 1, 2
 _HEAD = 4  # call, number, flags, time
 _PUSH_WORDS = 6  # number, flags, step, time, scale, clip_norm
 _NO_TIME = -1
 
 
 @dataclass
-class Asked:
-    """What the ranks want of this one: ids by source, then table.
+class RequestedIds:
+    """The ids that all ranks request from this one, by rank, then table.
 
-    counts: int64 [ranks, tables]. done: ranks that have run out of data. time: the latest that a rank gives
-    for what is written. ids: per table, sources one behind the other. found: per table row numbers and epoch,
-    once rows were read.
+    Attributes:
+        number: The sequence number of the call.
+        counts: int64 [ranks, tables], the number of ids.
+        out_of_data: The ranks that have no more data.
+        time: The latest time of all ranks, for what is written; None if no rank passes one.
+        ids: int64 [n] per table, the ids of all ranks concatenated in rank order.
+        found: Row numbers and epoch per table, after rows were read.
     """
 
     number: int
     counts: Tensor
-    done: list[int]
+    out_of_data: list[int]
     time: int | None
     ids: dict[str, Tensor]
-    found: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
+    found: dict[str, FoundRows] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class GradientPush:
-    """Gradients on their way: floats of all distinct ids, which of them take part, and the step's numbers."""
+    """Gradients to send.
+
+    Attributes:
+        flat: float32, the summed gradients of all distinct ids.
+        mask: bool [u], which ids take part; None: all.
+        step: See `Shards.apply_gradients`, as are the others.
+    """
 
     flat: Tensor
     mask: Tensor | None
@@ -58,82 +85,102 @@ class GradientPush:
 
 
 class Recorder(Protocol):
-    """Is told what travels, in the exchange's thread. Counts: int64 [ranks, tables], this rank's included."""
+    """Observes the exchanges, in their thread. Counts are int64 [ranks, tables] and include this rank."""
 
-    def asked(self, call: str, prepared: SyncPrepared, counts: Tensor) -> None:
-        """A call began: what this rank asks for, and how many ids the ranks ask of it."""
+    def requested(self, call: str, routed: RoutedIds, counts: Tensor) -> None:
+        """A call began: the ids that this rank requests, and the counts that others request from it."""
 
-    def travelled(self, out: Tensor, into: Tensor, row_bytes: Sequence[int]) -> None:
-        """Ids, rows or gradients went out and came in; bytes of one, by table."""
+    def sent(self, out: Tensor, into: Tensor, row_bytes: Sequence[int]) -> None:
+        """Ids, rows or gradients were sent and received; row_bytes: the bytes of one, per table."""
 
     def waited(self, exchange: str, seconds: float) -> None:
-        """How long an exchange (sizes, ids, rows, gradients) took, waiting for other ranks included."""
+        """An exchange (sizes, ids, rows, gradients) took some seconds, including the wait for other ranks."""
 
-    def read(self, asked: Asked) -> None:
-        """Rows were found and read; `asked.found` says where."""
+    def read(self, requested: RequestedIds) -> None:
+        """Rows were read; `requested.found` has their row numbers."""
 
     def created(self, table: str, rows: int) -> None:
-        """An update made new rows."""
+        """An update created rows."""
 
 
-class Messages:
-    """The exchanges of one SyncShards. recorder: is told what travels, if set."""
+class RankMessages:
+    """The exchanges of one SyncShards.
 
-    def __init__(self, exchange: Exchange, tables: Mapping[str, Table], wire: tuple[str, str]) -> None:
+    Args:
+        exchange: The connection between the ranks.
+        shards: The tables of this rank.
+        wire: The precision of rows and of gradients.
+
+    Attributes:
+        recorder: The observer of the exchanges, if any.
+    """
+
+    def __init__(self, exchange: Exchange, shards: LocalShards, wire: tuple[str, str]) -> None:
         self._exchange = exchange
-        self._tables = tables
+        self._engines = shards.engines
+        self._tables = tables = shards.local
         self._names = list(tables)
         self._dims = [table.dim for table in tables.values()]
         self._widths = torch.tensor(self._dims, dtype=torch.int64)
         self._rows_wire, self._grads_wire = make_wire(wire[0]), make_wire(wire[1])
         self._calls = 0
-        self.done: list[int] = []
-        """Ranks that had run out of data at the last call."""
         self.recorder: Recorder | None = None
 
     def floats(self, counts: Tensor) -> Tensor:
-        """Floats of rows, int64 [ranks], of so many ids [ranks, tables]."""
+        """Return the number of floats of the rows of `counts` ids [ranks, tables], int64 [ranks]."""
         return counts @ self._widths
 
     # ---- sizes and ids
 
-    def ask(
+    def request(
         self,
         call: str,
-        prepared: SyncPrepared | None,
+        routed: RoutedIds | None,
         error: Exception | None = None,
-        done: bool = False,
+        out_of_data: bool = False,
         time: float | None = None,
-    ) -> Asked:
-        """Sizes, then ids. Raises on every rank if one brings an error, or makes another call."""
+    ) -> RequestedIds:
+        """Exchange sizes, then ids.
+
+        Args:
+            call: One of CALLS.
+            routed: The ids that this rank requests; None if it fails.
+            error: Why this rank fails the call.
+            out_of_data: Whether this rank has no more data.
+            time: The time of what is written, in seconds.
+
+        Raises:
+            Exception: `error`, if it is given.
+            RankFailedError: If another rank fails the call, or makes another one.
+        """
         size, tables = self._exchange.size, len(self._names)
         self._calls += 1
         head = torch.zeros(size, _HEAD + tables, dtype=torch.int64)
         head[:, 0] = CALLS.index(call)
         head[:, 1] = self._calls
-        head[:, 2] = (_FAILED if error is not None else 0) | (_DONE if done else 0)
+        head[:, 2] = (_FAILED if error is not None else 0) | (_OUT_OF_DATA if out_of_data else 0)
         head[:, 3] = _seconds(time)
-        if prepared is not None:
-            head[:, _HEAD:] = prepared.deduped.counts
+        if routed is not None:
+            head[:, _HEAD:] = routed.deduped.counts
         width = head.shape[1] * 8
         what = self._what(call, "sizes")
         got = self._exchange.all_to_all(_bytes(head), [width] * size, [width] * size, what)
         heads = got.view(torch.int64).view(size, -1)
-        self._note("sizes")
+        self._report_wait("sizes")
         self._check_heads(heads, call, error)
         if error is not None:
             raise error
-        assert prepared is not None
+        assert routed is not None
         counts = heads[:, _HEAD:]
-        ids = self._send(prepared.deduped.ids, prepared.deduped.counts, counts, self._what(call, "ids"))
-        self._note("ids")
+        ids = self._send(routed.deduped.ids, routed.deduped.counts, counts, self._what(call, "ids"))
+        self._report_wait("ids")
         blocks = _blocks(ids, counts)
         by_table = {name: _join(blocks[t]) for t, name in enumerate(self._names)}
         if self.recorder is not None:
-            self.recorder.asked(call, prepared, counts)
-            self.recorder.travelled(prepared.deduped.counts, counts, [8] * tables)
-        self.done = [rank for rank, flags in enumerate(heads[:, 2].tolist()) if flags & _DONE]
-        return Asked(self._calls, counts, self.done, _latest(heads[:, 3].tolist()), by_table)
+            self.recorder.requested(call, routed, counts)
+            self.recorder.sent(routed.deduped.counts, counts, [8] * tables)
+        done = [rank for rank, flags in enumerate(heads[:, 2].tolist()) if flags & _OUT_OF_DATA]
+        return RequestedIds(self._calls, counts, done, _latest(heads[:, 3].tolist()), by_table)
 
     def _check_heads(self, heads: Tensor, call: str, error: Exception | None) -> None:
         kinds, numbers, flags = heads[:, 0].tolist(), heads[:, 1].tolist(), heads[:, 2].tolist()
@@ -143,17 +190,17 @@ class Messages:
             if kind != CALLS.index(call) or number != self._calls:
                 other = CALLS[kind] if 0 <= kind < len(CALLS) else "something else"
                 raise RankFailedError(
-                    f"rank {self._exchange.rank} calls {call} (number {self._calls}), rank {rank} calls "
-                    f"{other} (number {number}): all ranks must make the same calls in the same order"
+                    f"rank {self._exchange.rank} calls {call} (call {self._calls}), but rank {rank} calls "
+                    f"{other} (call {number}): all ranks must make the same calls in the same order"
                 )
 
     def _fail(self, failed: Sequence[bool], call: str, error: Exception | None) -> None:
-        """All ranks know that some failed: they tell each other why."""
-        said = self._exchange.gather(None if error is None else f"{type(error).__name__}: {error}")
+        """Exchange the errors; raise RankFailedError on the ranks that have none."""
+        errors = self._exchange.gather(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
-            return  # its own rank raises it
+            return  # the caller raises it
         first = next(rank for rank, bad in enumerate(failed) if bad)
-        raise RankFailedError(f"{call}: rank {first} failed, so nothing was done: {said[first]}")
+        raise RankFailedError(f"{call}: rank {first} failed, so nothing was done: {errors[first]}")
 
     def _send(self, ids: Tensor, out: Tensor, into: Tensor, what: str) -> Tensor:
         sizes = [n * 8 for n in out.sum(1).tolist()], [n * 8 for n in into.sum(1).tolist()]
@@ -161,100 +208,97 @@ class Messages:
 
     # ---- rows
 
-    def send_rows(self, asked: Asked, prepared: SyncPrepared) -> Tensor:
-        """Reads what others asked for; the rows asked for here, float32, flat."""
-        counts, dims = asked.counts, self._dims
+    def send_rows(self, requested: RequestedIds, routed: RoutedIds) -> Tensor:
+        """Read the rows that other ranks request; return those that this rank requested, float32 [size]."""
+        counts, dims = requested.counts, self._dims
         flat = torch.empty(int(self.floats(counts).sum()))
         blocks = _blocks(flat, counts * self._widths)
-        for (name, table), sizes, into in zip(self._tables.items(), counts.t().tolist(), blocks, strict=True):
-            ids = asked.ids[name]
-            if not ids.numel():
+        wanted = {name: ids for name, ids in requested.ids.items() if ids.numel()}
+        requested.found = self._engines.find(wanted)
+        for name, dim, sizes, into in zip(self._names, dims, counts.t().tolist(), blocks, strict=True):
+            if name not in requested.found:
                 continue
-            rows, epoch = asked.found[name] = table.find_with_epoch(ids)
-            blocks_of = (ids.split_with_sizes(sizes), rows.split_with_sizes(sizes))
+            rows, epoch = requested.found[name]
+            blocks_of = (requested.ids[name].split_with_sizes(sizes), rows.split_with_sizes(sizes))
             for out, own, where in zip(into, *blocks_of, strict=True):
                 if own.numel():
-                    table.read_into(where, epoch, own, out.view(-1, table.dim))
-        mine = prepared.deduped.counts
+                    self._engines.read(name, own, FoundRows(where, epoch), out.view(-1, dim))
+        mine = routed.deduped.counts
         wire = self._rows_wire
         data = self._exchange.all_to_all(
             wire.encode(flat, counts, dims),
             wire.sizes(counts, dims),
             wire.sizes(mine, dims),
-            self._what("lookup", "rows", asked.number),
+            self._what("lookup", "rows", requested.number),
         )
-        self._note("rows")
+        self._report_wait("rows")
         if self.recorder is not None:
-            self.recorder.read(asked)
-            self.recorder.travelled(counts, mine, [wire.row_bytes(dim) for dim in dims])
+            self.recorder.read(requested)
+            self.recorder.sent(counts, mine, [wire.row_bytes(dim) for dim in dims])
         return wire.decode(data, mine, dims)
 
     # ---- gradients
 
     def push(
-        self, asked: Asked, prepared: SyncPrepared, push: GradientPush | None, error: Exception | None
+        self, requested: RequestedIds, routed: RoutedIds, push: GradientPush | None, error: Exception | None
     ) -> None:
-        """Sends gradients; sums those received by a tree over ranks, and makes one step per id."""
-        mine, theirs = prepared.deduped.counts, asked.counts
+        """Send gradients; sum the received ones by a tree over ranks, and make one optimizer step per id.
+
+        Args:
+            requested: The ids that other ranks requested in the lookup.
+            routed: The ids that this rank requested in the lookup.
+            push: The gradients; None if this rank fails the update.
+            error: Why this rank fails the update. It is not raised here.
+
+        Raises:
+            RankFailedError: If another rank fails the update.
+            UsageError: If step, scale or clip_norm differ between ranks.
+        """
+        mine, theirs = routed.deduped.counts, requested.counts
         sizes = self._push_sizes(mine), self._push_sizes(theirs)
-        head = _push_head(asked.number, push, error)
+        head = _push_head(requested.number, push, error)
         data = self._pack(head, push, mine, sizes[0])
         step = "" if push is None else f" of step {push.step}"
-        what = self._what("apply_gradients", f"gradients{step}", asked.number)
+        what = self._what("apply_gradients", f"gradients{step}", requested.number)
         got = self._exchange.all_to_all(data, *sizes, what)
-        self._note("gradients")
+        self._report_wait("gradients")
         parts = got.split_with_sizes(sizes[1])
         heads = [part[: _PUSH_WORDS * 8].view(torch.int64).tolist() for part in parts]
         time = self._check_push(heads, head.tolist(), error)
         if push is None:
             return
         if self.recorder is not None:
-            self.recorder.travelled(mine, theirs, [self._grads_wire.row_bytes(dim) for dim in self._dims])
+            self.recorder.sent(mine, theirs, [self._grads_wire.row_bytes(dim) for dim in self._dims])
         received = [self._unpack(part, counts) for part, counts in zip(parts, theirs, strict=True)]
-        for t, name in enumerate(self._names):
-            if asked.ids[name].numel():
-                self._update(name, asked, [of_source[t] for of_source in received], push, time)
-
-    def _update(
-        self,
-        name: str,
-        asked: Asked,
-        received: Sequence[tuple[Tensor | None, Tensor]],
-        push: GradientPush,
-        time: float | None,
-    ) -> None:
-        """received: by source, which ids take part (None: all) and their floats."""
-        table, ids = self._tables[name], asked.ids[name]
-        masked = any(mask is not None and not bool(mask.all()) for mask, _ in received)
-        grads = [floats.view(-1, table.dim) for _, floats in received]
-        rows: Tensor | None = None
-        epoch: int | None = None
-        if not masked and sum(g.numel() > 0 for g in grads) <= 2:
-            summed = _join(grads)
-            rows, epoch = asked.found.get(name, (None, None))
-        else:
-            sources = zip(ids.split_with_sizes([len(g) for g in grads]), grads, received, strict=True)
-            # Empty parts too: a part's place in the tree of sums must not shift.
-            both = halves(
-                [GradientSum(i, g) if m is None else GradientSum(i[m], g[m]) for i, g, (m, _) in sources]
-            )
-            ids, summed = torch.cat([part.ids for part in both]), torch.cat([part.grads for part in both])
-            if not ids.numel():
-                return
-        before = 0 if self.recorder is None else len(table)
-        step = table.check_step(push.step, time, push.scale, push.clip_norm)
-        table.update_checked(rows, ids, [summed], None, step, epoch=epoch)
-        if self.recorder is not None:
-            self.recorder.created(name, len(table) - before)
+        ids: dict[str, Tensor] = {}
+        found: dict[str, FoundRows] = {}
+        grads: dict[str, list[Tensor]] = {}
+        steps: dict[str, Step] = {}
+        for t, (name, table) in enumerate(self._tables.items()):
+            if not requested.ids[name].numel():
+                continue
+            with span("megalith.gradients"):
+                own, summed = _summed(requested.ids[name], [source[t] for source in received], table.dim)
+            if not own.numel():
+                continue
+            ids[name], grads[name] = own, [summed]
+            steps[name] = table.checks.step(push.step, time, push.scale, push.clip_norm)
+            if own is requested.ids[name] and name in requested.found:
+                found[name] = requested.found[name]
+        before = {name: len(self._tables[name]) for name in grads} if self.recorder is not None else {}
+        self._engines.update(ids, found, grads, None, steps)
+        for name, rows in before.items():
+            assert self.recorder is not None
+            self.recorder.created(name, len(self._tables[name]) - rows)
 
     def _push_sizes(self, counts: Tensor) -> list[int]:
-        """Bytes per peer: header, a bit per id, values."""
+        """Return the bytes per peer: header, one bit per id, values."""
         values = self._grads_wire.sizes(counts, self._dims)
         bits = [_pad(-(-n // 8)) for n in counts.sum(1).tolist()]
         return [_PUSH_WORDS * 8 + b + _pad(v) for b, v in zip(bits, values, strict=True)]
 
     def _pack(self, head: Tensor, push: GradientPush | None, counts: Tensor, sizes: list[int]) -> Tensor:
-        """A part for each peer, of these sizes; without a push, of which only the header counts."""
+        """Return one part per peer, of these sizes; without a push only the header has content."""
         if push is None:
             parts = [torch.nn.functional.pad(head, (0, size // 8 - _PUSH_WORDS)) for size in sizes]
             return torch.cat(parts).view(torch.uint8)
@@ -270,7 +314,7 @@ class Messages:
         return torch.cat(pieces)
 
     def _unpack(self, part: Tensor, counts: Tensor) -> list[tuple[Tensor | None, Tensor]]:
-        """By table, which ids take part (None: all) and their floats; of a source with these counts."""
+        """Return per table which ids of a source take part (None: all) and their floats."""
         sizes = counts.tolist()
         ids, one = sum(sizes), counts[None]
         bits = part[_PUSH_WORDS * 8 :][: _pad(-(-ids // 8))]
@@ -283,63 +327,78 @@ class Messages:
         return list(zip(_unpack_bits(bits, ids).split_with_sizes(sizes), floats, strict=True))
 
     def _check_push(self, heads: list[list[int]], mine: list[int], error: Exception | None) -> float | None:
-        """The latest time given. Raises on every rank if one brings an error or other numbers."""
+        """Return the latest time; raise if another rank fails the update or passes other numbers."""
         flags = [head[1] for head in heads]
         if any(flags):
             self._fail([bool(flag) for flag in flags], "apply_gradients", error)
             return None
         if any(head[i] != mine[i] for head in heads for i in (0, 2, 4, 5)):
             raise UsageError(
-                "apply_gradients: step, scale and clip_norm must be alike on all ranks, and gradients belong "
-                f"to the same look-up (steps by rank: {[head[2] for head in heads]})"
+                "apply_gradients: step, scale and clip_norm must be equal on all ranks, and the gradients "
+                f"must belong to the same lookup (steps by rank: {[head[2] for head in heads]})"
             )
         return _latest([head[3] for head in heads])
 
     # ---- other writes
 
-    def write(self, call: str, prepared: SyncPrepared, flat: Tensor, time: float | None) -> None:
-        """assign and assign_add: ids, then values; sources in rank order."""
-        asked = self.ask(call, prepared, time=time)
-        out, into = self.floats(prepared.deduped.counts), self.floats(asked.counts)
+    def write(self, call: str, routed: RoutedIds, flat: Tensor, time: float | None) -> None:
+        """Exchange ids and rows of assign or assign_add, and write them in the order of the ranks."""
+        requested = self.request(call, routed, time=time)
+        out, into = self.floats(routed.deduped.counts), self.floats(requested.counts)
         sizes = (out * 4).tolist(), (into * 4).tolist()
         values = self._exchange.all_to_all(_bytes(flat), *sizes, self._what(call, "rows")).view(torch.float32)
-        self._note("rows")
+        self._report_wait("rows")
         if self.recorder is not None:
             row_bytes = [4 * dim for dim in self._dims]
-            self.recorder.travelled(prepared.deduped.counts, asked.counts, row_bytes)
-        blocks = _blocks(values, asked.counts * self._widths)
+            self.recorder.sent(routed.deduped.counts, requested.counts, row_bytes)
+        blocks = _blocks(values, requested.counts * self._widths)
         for (name, table), own in zip(self._tables.items(), blocks, strict=True):
-            if asked.ids[name].numel():
-                getattr(table, call)(asked.ids[name], _join(own).view(-1, table.dim), time=asked.time)
+            if requested.ids[name].numel():
+                getattr(table, call)(requested.ids[name], _join(own).view(-1, table.dim), time=requested.time)
 
-    def reinitialize(self, prepared: SyncPrepared, time: float | None) -> Tensor:
-        """The status of each id sent, int32, in the order they were sent."""
-        asked = self.ask("reinitialize", prepared, time=time)
-        status = torch.empty(int(asked.counts.sum()), dtype=torch.int32)
-        blocks = _blocks(status, asked.counts)
+    def reinitialize(self, routed: RoutedIds, time: float | None) -> Tensor:
+        """Return the status of each id of this rank, int32 [n], in the order of `routed`."""
+        requested = self.request("reinitialize", routed, time=time)
+        status = torch.empty(int(requested.counts.sum()), dtype=torch.int32)
+        blocks = _blocks(status, requested.counts)
         for t, name in enumerate(self._names):
-            if asked.ids[name].numel():
-                found = self._tables[name].reinitialize(asked.ids[name], time=asked.time)
+            if requested.ids[name].numel():
+                found = self._tables[name].reinitialize(requested.ids[name], time=requested.time)
                 for block, part in zip(blocks[t], found.split([b.numel() for b in blocks[t]]), strict=True):
                     block.copy_(part)
-        out, into = asked.counts.sum(1) * 4, prepared.deduped.counts.sum(1) * 4
+        out, into = requested.counts.sum(1) * 4, routed.deduped.counts.sum(1) * 4
         what = self._what("reinitialize", "statuses")
         return self._exchange.all_to_all(_bytes(status), out.tolist(), into.tolist(), what).view(torch.int32)
 
-    def remove(self, prepared: SyncPrepared) -> dict[str, int]:
-        """How many of the ids asked of this rank had a row."""
-        asked = self.ask("remove", prepared)
-        return {name: self._tables[name].remove(ids) for name, ids in asked.ids.items() if ids.numel()}
+    def remove(self, routed: RoutedIds) -> dict[str, int]:
+        """Remove the requested ids; return per table how many had a row on this rank."""
+        requested = self.request("remove", routed)
+        return {name: self._tables[name].remove(ids) for name, ids in requested.ids.items() if ids.numel()}
 
-    # ---- small things
+    # ---- helpers
 
     def _what(self, call: str, exchange: str, number: int | None = None) -> str:
         names = ", ".join(self._names[:8]) + (", ..." if len(self._names) > 8 else "")
-        return f"SyncShards.{call} number {number or self._calls}, exchange of {exchange} (tables {names})"
+        return f"SyncShards.{call} (call {number or self._calls}), exchange of {exchange} (tables {names})"
 
-    def _note(self, exchange: str) -> None:
+    def _report_wait(self, exchange: str) -> None:
         if self.recorder is not None:
             self.recorder.waited(exchange, self._exchange.waited)
+
+
+def _summed(ids: Tensor, received: Sequence[tuple[Tensor | None, Tensor]], dim: int) -> tuple[Tensor, Tensor]:
+    """Returns ids and gradients of one table, summed by the tree until each id occurs at most twice.
+
+    received: by source, which ids take part (None: all) and their floats.
+    """
+    grads = [floats.view(-1, dim) for _, floats in received]
+    masked = any(mask is not None and not bool(mask.all()) for mask, _ in received)
+    if not masked and sum(g.numel() > 0 for g in grads) <= 2:
+        return ids, _join(grads)
+    sources = zip(ids.split_with_sizes([len(g) for g in grads]), grads, received, strict=True)
+    # Empty parts are kept: the position of a part in the tree of sums must not change.
+    both = halves([GradientSum(i, g) if m is None else GradientSum(i[m], g[m]) for i, g, (m, _) in sources])
+    return torch.cat([part.ids for part in both]), torch.cat([part.grads for part in both])
 
 
 def _push_head(number: int, push: GradientPush | None, error: Exception | None) -> Tensor:
@@ -373,7 +432,7 @@ def _pad(size: int) -> int:
 
 
 def _bits(n: int, mask: Tensor | None) -> Tensor:
-    """A bit for each of n ids, filled up to 8 bytes: those in the mask, or all."""
+    """Return one bit per id, padded to 8 bytes: those in the mask, or all."""
     if mask is None:
         return torch.full((_pad(-(-n // 8)),), 255, dtype=torch.uint8)
     padded = torch.nn.functional.pad(mask.to(torch.uint8), (0, -n % 64)).view(-1, 8)
@@ -385,7 +444,7 @@ def _unpack_bits(bits: Tensor, n: int) -> Tensor:
 
 
 def _blocks(flat: Tensor, counts: Tensor) -> list[list[Tensor]]:
-    """What lies by source, then table -> for each table its blocks by source, views."""
+    """Split data ordered by source, then table, into views: per table one block per source."""
     tables = counts.shape[1]
     pieces = flat.split(counts.reshape(-1).tolist()) if counts.numel() else ()
     return [list(pieces[t::tables]) for t in range(tables)]

@@ -1,9 +1,15 @@
-"""SyncShards: tables spread over the ranks of torch.distributed, ids and rows exchanged all to all.
+"""SyncShards: tables spread over the ranks of torch.distributed, with all-to-all exchanges of ids and rows.
 
-A training step takes four exchanges whatever the number of tables: sizes, ids, rows, gradients. Ids travel
-once each, gradients are summed per distinct id before they travel and across ranks where the row lies, and
-each row gets one optimizer step. All ranks make the same calls in the same order; a rank without data makes
-them with empty tensors. What goes over the wire is in `messages.py`.
+A training step takes four exchanges, whatever the number of tables:
+
+    exchange     from -> to        content
+    sizes        asker -> owner    the call and the number of ids per table
+    ids          asker -> owner    each distinct id once
+    rows         owner -> asker    the rows of those ids
+    gradients    asker -> owner    one summed gradient per distinct id
+
+The owner of a row sums the gradients of all ranks and makes one optimizer step. All ranks make the same calls
+in the same order; a rank without data makes them with empty tensors. `rank_messages.py` holds the messages.
 """
 
 from __future__ import annotations
@@ -12,43 +18,53 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from megalith.distributed.exchange import Exchange
 from megalith.errors import InputError, RankFailedError
+from megalith.library import span
 from megalith.ops import gather_pieces, scatter_pieces
 from megalith.ops.pooling import Pooling
 from megalith.routing import Router
-from megalith.shards.contract import Ids, Lookup, Prepared, Rows, Shards, missing_status
-from megalith.shards.joint_pooling import JointPooling, reached_mask
+from megalith.shards.contract import Ids, Lookup, PreparedIds, Rows, Shards, missing_status
+from megalith.shards.joint_pooling import JointPooling, used_mask
 from megalith.shards.local import LocalShards
-from megalith.shards.preparer import Preparer, SyncPrepared, make_routers
-from megalith.shards.rank_messages import Asked, GradientPush, Messages, Recorder
+from megalith.shards.preparer import RoutedIds, RoutingPreparer, make_routers
+from megalith.shards.rank_messages import GradientPush, RankMessages, Recorder, RequestedIds
 from megalith.shards.wire import check_wire
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
 from megalith.table.validation import plain
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-"""Where an object lies, as its repr tells: no two ranks agree on that."""
+"""The address of an object in its repr, which differs between ranks."""
 
 
 class SyncShards(Shards):
-    """Tables by name, their rows spread over ranks. Making one is a collective call. See `Shards`.
-
-    router: a mode, a Router, or one of either for each table; a table's own dist_type wins over a mode given
-    for all. group: a process group or one-dimensional device mesh (None: the default group). wire: precision
-    of what travels, one for all or {"rows": ..., "grads": ...}: "float32" (exact), "float16", "bfloat16", for
-    rows also "int8". timeout: seconds of every wait. transport: see `Exchange`. push: gradients are sent and
-    applied while the caller goes on; `flush` waits for them. engine, seed: as for `Table`.
+    """Tables by name, with their rows spread over ranks. Construction is a collective call. See `Shards`.
 
     `scan`, `local`, `evict`, `drain_touched`, `stats` and `memory` concern the rows of this rank; `restore`
-    and `mark_touched` take those that this rank owns. An input error on one rank raises on all, before
+    and `mark_touched` take those that this rank owns. An input error on one rank raises on all ranks, before
     anything is written.
+
+    Args:
+        configs: One TableConfig per table.
+        router: A mode, a Router, or one of either for each table. The dist_type of a table takes precedence
+            over a mode for all tables.
+        group: A process group or a device mesh with one dimension; None: the default group.
+        engine: As for `Table`.
+        seed: As for `Table`.
+        wire: The precision of exchanged numbers, one for all or {"rows": ..., "grads": ...}: "float32"
+            (exact), "float16", "bfloat16", for rows also "int8".
+        timeout: Seconds that each wait for other ranks may take.
+        transport: See `Exchange`.
+        push: Whether `apply_gradients` always returns while gradients are sent and applied, as with
+            wait=False; `flush` waits for them.
     """
 
+    preparer: RoutingPreparer
     wire: tuple[str, str]
 
     def __init__(
@@ -71,48 +87,41 @@ class SyncShards(Shards):
             self.wire = check_wire(wire)
             routers = make_routers(self._own.configs, router, self.exchange.size)
         except Exception as error:
-            self.exchange.gather(f"{type(error).__name__}: {error}")  # the others wait in _check_alike
+            self.exchange.gather(f"{type(error).__name__}: {error}")  # the other ranks wait in _check_equal
             raise
         self.configs = self._own.configs
         self.local: Mapping[str, Table] = self._own.local
         self.routers = MappingProxyType(routers)
         self.push = push
-        self.out_of_data = False
-        """Set it when this rank has run out of data: the other ranks learn it with the next look-up."""
-        self._preparer = Preparer(self.configs, self.routers)
-        self._messages = Messages(self.exchange, self.local, self.wire)
+        self.preparer = RoutingPreparer(self.configs, self.routers)
+        self._messages = RankMessages(self.exchange, self._own, self.wire)
         self._pushed: list[Future[None]] = []
-        self._check_alike(seed)
+        self._check_equal(seed)
 
-    def _check_alike(self, seed: int) -> None:
+    def _check_equal(self, seed: int) -> None:
         described = _ADDRESS.sub("", repr(dict(self.configs)))
         mine = (described, repr(dict(self.routers)), seed, self.wire)
         for rank, theirs in enumerate(self.exchange.gather(mine)):
             if isinstance(theirs, str):
-                raise RankFailedError(f"SyncShards: rank {rank} could not be made: {theirs}")
+                raise RankFailedError(f"SyncShards: rank {rank} failed to construct its tables: {theirs}")
             if theirs != mine:
                 raise InputError(
-                    f"SyncShards: rank {rank} has other tables, routers, seed or wire than rank "
-                    f"{self.rank}: {theirs} and {mine}"
+                    f"SyncShards: tables, routers, seed and wire must be equal on all ranks, but rank {rank} "
+                    f"has {theirs} and rank {self.rank} has {mine}"
                 )
 
     def __repr__(self) -> str:
-        tables = ", ".join(f"{name}: {len(table)} rows here" for name, table in self.local.items())
+        tables = ", ".join(f"{name}: {len(table)} rows on this rank" for name, table in self.local.items())
         return f"SyncShards(rank {self.rank} of {self.world_size}, {tables})"
 
     def router(self, table: str) -> Router:
-        """How a table's ids are spread over ranks."""
+        """Return how the ids of a table are spread over ranks."""
         self.check_name(table)
         return self.routers[table]
 
     @property
-    def ranks_done(self) -> list[int]:
-        """The ranks whose `out_of_data` was set when they made the last call; the same on all."""
-        return self._messages.done
-
-    @property
     def recorder(self) -> Recorder | None:
-        """Is told what travels, if set: see `CommMetrics`."""
+        """The observer of the exchanges, if any: see `CommMetrics`."""
         return self._messages.recorder
 
     @recorder.setter
@@ -120,37 +129,44 @@ class SyncShards(Shards):
         def change() -> None:
             self._messages.recorder = recorder
 
-        self.exchange.run(change)  # between calls, never in the midst of one
+        self.exchange.run(change)  # between two calls
 
     # ---- a batch
 
-    @property
-    def preparer(self) -> Preparer:
-        """See `Shards.preparer`."""
-        return self._preparer
+    def lookup(
+        self, ids: Ids | PreparedIds, *, missing_ok: bool = False, out_of_data: bool = False
+    ) -> SyncLookup:
+        """Send the ids to their owners. Rows are fetched by the first use, or by `Lookup.fetch`.
 
-    def prepare(self, ids: Ids, *, missing_ok: bool = False) -> SyncPrepared:
-        """Keeps ids once and sorts them by owner; pure. `self.preparer` does it in another process."""
-        return self.preparer(ids, missing_ok=missing_ok)
+        Args:
+            ids: int64 or int32 [n] per table, or the result of `prepare`.
+            missing_ok: Skip unknown tables instead of raising.
+            out_of_data: Whether this rank has no more data; `SyncLookup.out_of_data` lists such ranks.
+        """
+        return self._request("lookup", ids, missing_ok, out_of_data)
 
-    def lookup(self, ids: Ids | Prepared, *, missing_ok: bool = False) -> SyncLookup:
-        """Sends ids off. Rows are fetched with the first use, or with `fetch`."""
-        return self._ask("lookup", ids, missing_ok)
-
-    def _ask(self, call: str, ids: Ids | Prepared, missing_ok: bool) -> SyncLookup:
+    def _request(
+        self, call: str, ids: Ids | PreparedIds, missing_ok: bool = False, out_of_data: bool = False
+    ) -> SyncLookup:
         try:
-            prepared = ids if isinstance(ids, Prepared) else self.prepare(ids, missing_ok=missing_ok)
-            if not isinstance(prepared, SyncPrepared):
-                raise InputError("these ids were prepared by other Shards")
+            routed = ids if isinstance(ids, PreparedIds) else self.prepare(ids, missing_ok=missing_ok)
+            if not isinstance(routed, RoutedIds):
+                raise InputError("these ids were prepared by other Shards: prepare them with these")
         except Exception as error:
-            self.abort(error, call)
-            raise
-        return SyncLookup(self, prepared, call)
+            self.fail(error, call)
+        return SyncLookup(self, routed, call, out_of_data)
 
-    def abort(self, error: Exception, call: str = "lookup") -> None:
-        """Tells the other ranks, at their next call, that this one failed; then raises the error."""
-        done = self.out_of_data
-        self.exchange.run(lambda: self._messages.ask(call, None, error, done))
+    def fail(self, error: Exception, call: str = "lookup") -> NoReturn:
+        """See `Shards.fail`."""
+        self.exchange.run(lambda: self._messages.request(call, None, error))
+        raise error
+
+    def fail_update(self, lookup: SyncLookup, error: Exception) -> NoReturn:
+        """Take part in the exchange of gradients to report an error; see `Shards.fail`."""
+        lookup.failed = True
+        requested, routed, messages = lookup.requested, lookup.routed, self._messages
+        self.exchange.run(lambda: messages.push(requested.result(), routed, None, error))
+        raise error
 
     def apply_gradients(
         self,
@@ -162,24 +178,28 @@ class SyncShards(Shards):
         scale: float = 1.0,
         clip_norm: float | None = None,
         pooling: Pooling | None = None,
+        wait: bool = True,
     ) -> None:
-        """See `Shards.apply_gradients`; sums over ranks. step, scale and clip_norm must be alike on all."""
+        """See `Shards.apply_gradients`; sums over ranks.
+
+        step, scale and clip_norm must be equal on all ranks. With wait=False it waits for the gradients of
+        the previous such call instead, so at most one update is in progress.
+        """
         if not isinstance(lookup, Lookup):
-            lookup = self._ask("apply_gradients", lookup, False)
+            lookup = self._request("apply_gradients", lookup)
         if not isinstance(lookup, SyncLookup) or lookup.shards is not self:
             raise InputError("this Lookup was made by other Shards")
-        asked = lookup.asked
+        requested, routed = lookup.requested, lookup.routed
         try:
-            push = self._summed(lookup, grads, pooling, step, time, scale, clip_norm)
+            with span("megalith.gradients"):
+                push = self._summed(lookup, grads, pooling, step, time, scale, clip_norm)
         except Exception as error:
-            lookup.refuse(error)
-            raise
-        prepared = lookup.prepared
-        sent = self.exchange.submit(lambda: self._messages.push(asked.result(), prepared, push, None))
-        if not self.push:
+            self.fail_update(lookup, error)
+        sent = self.exchange.submit(lambda: self._messages.push(requested.result(), routed, push, None))
+        if wait and not self.push:
             return sent.result()
         self._pushed.append(sent)
-        if len(self._pushed) > 1:  # one step behind, not more
+        if len(self._pushed) > 1:
             self._pushed.pop(0).result()
 
     def _summed(
@@ -192,10 +212,10 @@ class SyncShards(Shards):
         scale: float,
         clip_norm: float | None,
     ) -> GradientPush:
-        """What to send: gradients summed per distinct id, and which ids take part."""
+        """Return what to send: gradients summed per distinct id, and which ids take part."""
         lookup.check_unchanged()
-        prepared = lookup.prepared
-        size = int(self._messages.floats(prepared.deduped.counts).sum())
+        routed = lookup.routed
+        size = int(self._messages.floats(routed.deduped.counts).sum())
         if pooling is None:
             if not isinstance(grads, Mapping):
                 raise InputError("without pooling, grads must map tables to tensors")
@@ -204,34 +224,33 @@ class SyncShards(Shards):
                 self.check_name(name)
                 if name not in lookup.ids:
                     raise InputError(f"table {name!r}: gradients for a table that was not looked up")
-                pieces += self.local[name].check_grads(lookup.ids[name], grad, None)
+                pieces += self.local[name].checks.grads(lookup.ids[name], grad, None)
             names = list(grads)
-            assert prepared.deduped.offsets is not None
-            offsets = [prepared.deduped.offsets[prepared.occurrences(name)] for name in names]
+            offsets = [routed.offsets(name) for name in names]
             flat = (
                 scatter_pieces([p.contiguous() for p in pieces], offsets, size)
                 if names
                 else torch.zeros(size)
             )
-            reached = [(prepared.occurrences(name).start, prepared.occurrences(name).stop) for name in names]
+            used = [(routed.occurrences(name).start, routed.occurrences(name).stop) for name in names]
         else:
             if isinstance(grads, Mapping):
                 raise InputError("with pooling, grads must be a list of one gradient per output")
-            joined = lookup.joined(pooling)
-            names = joined.tables
+            joint = lookup.joint_pooling(pooling)
+            names = joint.tables
             checked = list(grads)
             if names:
-                checked = self.local[names[0]].check_grads(lookup.ids[names[0]], checked, pooling)
-            flat = joined.unpool(checked, size)
-            reached = joined.reached
+                checked = self.local[names[0]].checks.grads(lookup.ids[names[0]], checked, pooling)
+            flat = joint.unpool(checked, size)
+            used = joint.used
         trainable = (name for name, config in self.configs.items() if config.trainable)
-        for name in names or list(trainable)[:1]:  # a rank without gradients sends these numbers too
-            self.local[name].check_step(step, time, scale, clip_norm)
+        for name in names or list(trainable)[:1]:  # a rank without gradients sends its step too
+            self.local[name].checks.step(step, time, scale, clip_norm)
         lookup.use()
-        return GradientPush(flat, reached_mask(prepared, reached), step, time, float(scale), clip_norm)
+        return GradientPush(flat, used_mask(routed, used), step, time, float(scale), clip_norm)
 
     def flush(self) -> None:
-        """Waits for all exchanges under way and raises the errors of gradients that were pushed."""
+        """Wait for all exchanges in progress and raise the errors of gradients that were not waited for."""
         self.exchange.settle()
         pushed, self._pushed = self._pushed, []
         for sent in pushed:
@@ -240,7 +259,7 @@ class SyncShards(Shards):
     # ---- rows
 
     def assign(self, rows: Rows, *, time: float | None = None) -> None:
-        """See `Shards.assign`; where ranks name one id, the highest rank's stays. Of times, the latest."""
+        """See `Shards.assign`. If several ranks assign one id, the highest rank wins; time is the latest."""
         self._write("assign", rows, time)
 
     def assign_add(self, rows: Rows, *, time: float | None = None) -> None:
@@ -252,71 +271,67 @@ class SyncShards(Shards):
             for name, (ids, values) in rows.items():
                 self.check_name(name)
                 table = self.local[name]
-                table.check_rows(table.check_ids(ids), values)
+                table.checks.rows(table.checks.ids(ids), values)
             self._check_time(time)
-            prepared = self.preparer({name: ids for name, (ids, _) in rows.items()}, distinct=False)
-            assert prepared.deduped.offsets is not None
+            routed = self.preparer({name: ids for name, (ids, _) in rows.items()}, distinct=False)
             pieces = [plain(values) for _, values in rows.values()]
-            offsets = [prepared.deduped.offsets[prepared.occurrences(name)] for name in rows]
-            size = int(self._messages.floats(prepared.deduped.counts).sum())
+            offsets = [routed.offsets(name) for name in rows]
+            size = int(self._messages.floats(routed.deduped.counts).sum())
             flat = scatter_pieces(pieces, offsets, size)
         except Exception as error:
-            self.abort(error, call)
-            raise
-        self.exchange.run(lambda: self._messages.write(call, prepared, flat, time))
+            self.fail(error, call)
+        self.exchange.run(lambda: self._messages.write(call, routed, flat, time))
 
     def reinitialize(
         self, ids: Ids, *, time: float | None = None, missing_ok: bool = False
     ) -> dict[str, Tensor]:
-        """See `Shards.reinitialize`; ids that several ranks name are created by the lowest."""
+        """See `Shards.reinitialize`; the lowest rank creates an id that several ranks pass."""
         try:
-            prepared = self.preparer(ids, missing_ok=missing_ok, distinct=False)
+            routed = self.preparer(ids, missing_ok=missing_ok, distinct=False)
             self._check_time(time)
         except Exception as error:
-            self.abort(error, "reinitialize")
-            raise
-        status = self.exchange.run(lambda: self._messages.reinitialize(prepared, time))
-        found = status[prepared.deduped.inverse]
+            self.fail(error, "reinitialize")
+        status = self.exchange.run(lambda: self._messages.reinitialize(routed, time))
+        found = status[routed.deduped.inverse]
         return {
-            name: found[prepared.occurrences(name)] if name in prepared.ids else missing_status(column)
+            name: found[routed.occurrences(name)] if name in routed.ids else missing_status(column)
             for name, column in ids.items()
         }
 
     def _check_time(self, time: float | None) -> None:
         for table in self.local.values():
-            table.check_time(time)
+            table.checks.time(time)
 
     def remove(self, ids: Ids) -> dict[str, int]:
-        """See `Shards.remove`: how many had a row, on all ranks together."""
+        """See `Shards.remove`; the counts are those of all ranks together."""
         try:
-            prepared = self.prepare(ids)
+            routed = self.preparer(ids)
         except Exception as error:
-            self.abort(error, "remove")
-            raise
-        mine = self.exchange.run(lambda: self._messages.remove(prepared))
+            self.fail(error, "remove")
+        mine = self.exchange.run(lambda: self._messages.remove(routed))
         everywhere = self.exchange.gather(mine)
         return {name: sum(part.get(name, 0) for part in everywhere) for name in ids}
 
     def evict(self, now: float | None = None) -> dict[str, Tensor]:
-        """Applies eviction policies to this rank's rows; the ids removed here."""
+        """Apply the eviction policies to the rows of this rank; return the ids removed here."""
         return self._own.evict(now)
 
     def scan(self, table: str, chunk_size: int = 65536) -> Iterator[Chunk]:
-        """Walks this rank's rows of one table."""
+        """Iterate over this rank's rows of one table."""
         return self._own.scan(table, chunk_size)
 
     def restore(self, table: str, chunk: Chunk) -> None:
-        """Writes back those of the rows that this rank owns; every rank may be given all."""
+        """Write those of the rows that this rank owns; every rank may pass all rows."""
         owned = self.router(table).owner(chunk.ids) == self.rank
         self._own.restore(table, chunk if bool(owned.all()) else chunk.select(owned))
 
     def clear(self) -> None:
-        """Empties every table of this rank; every rank must do it."""
+        """Remove all rows of this rank; every rank must call it."""
         self.flush()
         self._own.clear()
 
     def reserve(self, rows: Mapping[str, int]) -> None:
-        """Makes room for this rank's share: {table: rows on all ranks}."""
+        """Reserve memory for the share of this rank: {table: rows on all ranks}."""
         self._own.reserve({name: -(-n // self.world_size) for name, n in rows.items()})
 
     # ---- touched rows, stats: of this rank
@@ -348,46 +363,41 @@ class SyncShards(Shards):
 
 
 class SyncLookup(Lookup):
-    """A look-up over ranks: ids are on their way at once, rows with the first use or `fetch`.
+    """A lookup over ranks: ids are sent at once, rows are fetched by the first use or by `fetch`.
 
-    prepared: the distinct ids, where they went, and each occurrence's place. asked: what other ranks want of
-    this one, once known. source: the rows received, flat, in the order of the distinct ids.
+    Attributes:
+        routed: The distinct ids, their owners, and the place of each occurrence.
+        requested: The ids that other ranks request from this one, when they have arrived.
+        failed: Whether this rank has reported that it has no gradients.
     """
 
-    prepared: SyncPrepared
-    asked: Future[Asked]
-
-    def __init__(self, shards: SyncShards, prepared: SyncPrepared, call: str) -> None:
-        super().__init__(prepared.ids)
+    def __init__(self, shards: SyncShards, routed: RoutedIds, call: str, out_of_data: bool) -> None:
+        super().__init__(routed.ids)
         self.shards = shards
-        self.prepared = prepared
-        done = shards.out_of_data
+        self.routed = routed
+        self.failed = False
         messages = shards._messages
-        self.asked = shards.exchange.submit(lambda: messages.ask(call, prepared, None, done))
+        self.requested: Future[RequestedIds] = shards.exchange.submit(
+            lambda: messages.request(call, routed, out_of_data=out_of_data)
+        )
         self._rows: Future[Tensor] | None = None
-        self._joined: tuple[Pooling, JointPooling] | None = None
-        self._given_up = False
+        self._joint: tuple[Pooling, JointPooling] | None = None
 
     def wait_ids(self) -> None:
         """See `Lookup.wait_ids`."""
-        self.asked.result()
+        self.requested.result()
 
-    def give_up(self, error: Exception) -> None:
-        """See `Lookup.give_up`."""
-        if not (self.used or self._given_up or self.asked.exception()):
-            self.refuse(error)
-
-    def refuse(self, error: Exception) -> None:
-        """Takes part in the exchange of gradients to say that this rank has none."""
-        self._given_up = True
-        asked, prepared, messages = self.asked, self.prepared, self.shards._messages
-        self.shards.exchange.run(lambda: messages.push(asked.result(), prepared, None, error))
+    def fail(self, error: Exception) -> NoReturn:
+        """See `Lookup.fail`."""
+        if not (self.used or self.failed or self.requested.exception()):
+            self.shards.fail_update(self, error)
+        raise error
 
     def fetch(self) -> None:
-        """Starts bringing the rows as they are now; `wait` returns when they are there."""
+        """See `Lookup.fetch`."""
         if self._rows is None:
-            asked, prepared, messages = self.asked, self.prepared, self.shards._messages
-            self._rows = self.shards.exchange.submit(lambda: messages.send_rows(asked.result(), prepared))
+            requested, routed, messages = self.requested, self.routed, self.shards._messages
+            self._rows = self.shards.exchange.submit(lambda: messages.send_rows(requested.result(), routed))
 
     def wait(self) -> None:
         """See `Lookup.wait`."""
@@ -395,31 +405,31 @@ class SyncLookup(Lookup):
 
     @property
     def source(self) -> Tensor:
-        """The rows received, float32, flat."""
-        self.asked.result()
+        """The received rows, float32 [size], in the order of the distinct ids."""
+        self.requested.result()
         self.fetch()
         assert self._rows is not None
         return self._rows.result()
 
     @property
     def out_of_data(self) -> list[int]:
-        """The ranks that had run out of data when they made this look-up."""
-        return self.asked.result().done
+        """The ranks that made this lookup with out_of_data=True; the same on all ranks."""
+        return self.requested.result().out_of_data
 
     def gather(self, table: str) -> Tensor:
-        """One table's rows in input order."""
-        offsets = self.prepared.deduped.offsets
-        assert offsets is not None
-        index = offsets[self.prepared.occurrences(table)]
-        return gather_pieces(self.source, [index], [self.shards.configs[table].dim])[0]
+        """See `Lookup.gather`."""
+        dim = self.shards.configs[table].dim
+        return gather_pieces(self.source, [self.routed.offsets(table)], [dim])[0]
 
     def pool(self, pooling: Pooling) -> list[Tensor]:
         """See `Lookup.pool`."""
-        return self.joined(pooling).pool(self.source)
+        source = self.source
+        with span("megalith.pool"):
+            return self.joint_pooling(pooling).pool(source)
 
-    def joined(self, pooling: Pooling) -> JointPooling:
-        """The pooling over all tables' occurrences in one list."""
-        if self._joined is None or self._joined[0] is not pooling:
+    def joint_pooling(self, pooling: Pooling) -> JointPooling:
+        """Return the pooling over the occurrences of all tables."""
+        if self._joint is None or self._joint[0] is not pooling:
             dims = {name: config.dim for name, config in self.shards.configs.items()}
-            self._joined = (pooling, JointPooling(pooling, self.prepared, dims))
-        return self._joined[1]
+            self._joint = (pooling, JointPooling(pooling, self.routed, dims))
+        return self._joint[1]

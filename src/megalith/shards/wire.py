@@ -1,8 +1,8 @@
-"""Wire: rows and gradients as bytes, exact or smaller.
+"""Wire: the encoding of rows and gradients for an exchange, exact or compressed.
 
-Rows of several tables lie in blocks, peer by peer and table by table. "float32" is exact; "float16" and
-"bfloat16" are rounded, and what is too large becomes the largest number; "int8" keeps the largest of each
-row and a byte per number.
+The rows of several tables are stored in blocks, by peer, then by table. "float32" is exact; "float16" and
+"bfloat16" round, and clamp values that are too large; "int8" stores one byte per number and one float32 scale
+per row.
 """
 
 from __future__ import annotations
@@ -21,35 +21,37 @@ GRAD_WIRES = ("float32", "float16", "bfloat16")
 
 
 class Wire(ABC):
-    """How floats travel. counts: int64 [peers, tables], rows of each block; dims: floats of a row, by
-    table."""
+    """An encoding of floats.
+
+    In all methods `counts` is int64 [peers, tables], the rows of each block; `dims` lists the dim per table.
+    """
 
     @abstractmethod
     def row_bytes(self, dim: int) -> int:
-        """Bytes of one row, without what fills blocks up."""
+        """Return the bytes of one row, without padding."""
 
     @abstractmethod
     def sizes(self, counts: Tensor, dims: Sequence[int]) -> list[int]:
-        """Bytes per peer."""
+        """Return the bytes per peer."""
 
     @abstractmethod
     def encode(self, flat: Tensor, counts: Tensor, dims: Sequence[int]) -> Tensor:
-        """float32, all blocks one behind the other -> uint8."""
+        """Encode float32 [n], all blocks concatenated, as uint8 [bytes]."""
 
     @abstractmethod
     def decode(self, data: Tensor, counts: Tensor, dims: Sequence[int]) -> Tensor:
-        """uint8 -> float32."""
+        """Decode uint8 [bytes] to float32 [n]."""
 
 
 def make_wire(name: str) -> Wire:
-    """The wire of a precision."""
+    """Return the wire for a precision."""
     if name == "int8":
         return _Int8()
     return _Floats({"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[name])
 
 
 def check_wire(wire: str | dict[str, str]) -> tuple[str, str]:
-    """The precisions of rows and gradients. Raises InputError naming what is unknown."""
+    """Return the precisions of rows and gradients; raise InputError for an unknown one."""
     given: Any = wire
     if isinstance(wire, str):
         given = {"rows": wire, "grads": "float32" if wire == "int8" else wire}
@@ -89,8 +91,8 @@ class _Floats(Wire):
 
 
 class _Int8(Wire):
-    """Per peer: the float32 size of each row's largest number, then a byte for each number in 127ths of it,
-    filled up to 8 bytes."""
+    """Per peer: the float32 scale of each row (its largest absolute value), then one byte per number in units
+    of scale / 127, padded to 8 bytes."""
 
     def row_bytes(self, dim: int) -> int:
         """See `Wire.row_bytes`."""
@@ -124,7 +126,7 @@ class _Int8(Wire):
     def _blocks(
         self, data: Tensor, counts: Tensor, dims: Sequence[int]
     ) -> list[tuple[Tensor, Tensor, int, int]]:
-        """Scales and codes of every block, views of the data."""
+        """Return scales, codes, rows and dim of every block; scales and codes are views of the data."""
         blocks = []
         at = 0
         for peer, size in zip(counts.tolist(), self.sizes(counts, dims), strict=True):

@@ -203,15 +203,11 @@ class Run:
     @property
     def stopped(self) -> bool:
         """Whether the run was told to end early: the same on every rank, at the same step."""
-        shards = self.model.embeddings.shards
-        return bool(shards.ranks_done) if isinstance(shards, SyncShards) else self.stop_asked
+        return self._steps.stopped if self.ranks.size > 1 else self.stop_asked
 
     def _train_batch(self, batch: Batch, window: _Window) -> float:
-        shards = self.model.embeddings.shards
-        if isinstance(shards, SyncShards):
-            shards.out_of_data = self.stop_asked  # the look-ups of this step tell the others
         try:
-            loss, scored = self._steps.take(batch)
+            loss, scored = self._steps.take(batch, stop=self.stop_asked)
         except InputError as error:
             raise InputError(f"step {self.step}: {error}") from error
         self.step += 1
@@ -274,7 +270,7 @@ class Run:
             optimizer=self.optimizer,
             progress=self._progress(),
             on_rows=watcher.wrote,
-            then=then,
+            on_complete=then,
         )
         self._saved = (self._save.id, step)
         if self._publishing is not None:

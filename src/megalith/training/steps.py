@@ -29,8 +29,11 @@ class BatchScores(NamedTuple):
 class Steps(ABC):
     """Takes batches, one optimizer step each."""
 
+    stopped = False
+    """Whether a rank passed stop=True to the last `take`, the same on all ranks."""
+
     @abstractmethod
-    def take(self, batch: Batch) -> tuple[float, list[BatchScores]]:
+    def take(self, batch: Batch, *, stop: bool = False) -> tuple[float, list[BatchScores]]:
         """The loss of the whole batch, and what this rank computed. Raises InputError if it is not finite."""
 
 
@@ -41,7 +44,7 @@ class WholeBatches(Steps):
         self._model = model
         self._optimizer = optimizer
 
-    def take(self, batch: Batch) -> tuple[float, list[BatchScores]]:
+    def take(self, batch: Batch, *, stop: bool = False) -> tuple[float, list[BatchScores]]:
         """See `Steps.take`."""
         self._optimizer.zero_grad()
         logits = forward_batch(self._model, batch)
@@ -53,6 +56,7 @@ class WholeBatches(Steps):
             )
         loss.backward()
         self._optimizer.step()
+        self.stopped = stop
         return float(loss.detach()), [BatchScores(batch, logits.detach())]
 
 
@@ -69,10 +73,11 @@ class PartBatches(Steps):
         self._optimizer = optimizer
         self._micro = MicroBatches(model, num or ranks.size, group=ranks.group, timeout=ranks.timeout)
 
-    def take(self, batch: Batch) -> tuple[float, list[BatchScores]]:
+    def take(self, batch: Batch, *, stop: bool = False) -> tuple[float, list[BatchScores]]:
         """See `Steps.take`."""
         scored: list[BatchScores] = []
-        self._micro.step(self._loss(batch, index, scored) for index in self._micro.mine)
+        self._micro.step((self._loss(batch, index, scored) for index in self._micro.mine), stop=stop)
+        self.stopped = self._micro.stopped
         self._optimizer.step()
         return self._micro.loss, scored
 

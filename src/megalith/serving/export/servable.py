@@ -1,7 +1,7 @@
-"""Servable: one exported version in memory. Features in, scores out; rows and weights may be written over.
+"""Servable: one exported version in memory, which computes scores from features.
 
-A standalone model holds its rows, a ps part holds rows and no model, an entry holds the model and fetches
-rows through what it is given.
+A standalone model holds its rows. A ps part holds rows and no model. An entry holds the model and fetches its
+rows through a callable. Rows and dense weights can be overwritten in memory; the files never change.
 """
 
 from __future__ import annotations
@@ -19,25 +19,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.manifest import FileEntry
 from megalith.errors import (
-    CheckpointError,
     ExportError,
     InputError,
     RemoteError,
     UnknownNameError,
     UsageError,
 )
-from megalith.nn.batch_forms import column_of, real_places
+from megalith.library import span
+from megalith.nn.batch_preparer import column_of, real_places
 from megalith.nn.feature_plan import CompiledBatch, FeaturePlan
 from megalith.ops.checks import all_finite
 from megalith.ragged import Ragged
-from megalith.serving.export.dense_program import Copy, DenseProgram
+from megalith.serving.export.dense_program import DenseProgram, ProgramCopy
 from megalith.serving.export.frozen_rows import FrozenRows
-from megalith.serving.export.overlay import GONE, THERE, Overlay, RowsByTable
+from megalith.serving.export.overlay import REMOVED, PRESENT, Overlay, RowsByTable
 from megalith.serving.export.row_gathering import Gathered, Gathering
 from megalith.serving.export.signature import ENTRY, Signature
-from megalith.storage.store import LocalStore, checksum, verify
+from megalith.storage.store import LocalStore, StoredFile, checksum
 from megalith.storage.strict_json import parse_json
 
 Fetch = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
@@ -45,24 +44,26 @@ Tensors = Mapping[str, Tensor]
 _NOTHING: Tensors = MappingProxyType({})
 _MAX_EXAMPLES = 1 << 24
 _MAX_COMPILED = 256
-"""How many batch sizes the way from rows to the dense program is kept for,"""
+"""Maximum number of batch sizes for which a compiled request is cached."""
 _MAX_COMPILED_SIZE = 1024
-"""none of them larger: what is kept grows with the size, and clients choose it."""
+"""The largest cached batch size: clients choose the size, and memory grows with it."""
 _PIECE = 1 << 16
-"""Rows compared at a time when a version inherits those of another."""
+"""Rows compared at once when a version inherits those of another."""
 
 
 @dataclass
 class ServingCounters:
-    """Since the servable was made. Threads add to them under one lock."""
+    """Counts since the servable was opened."""
 
     ids_looked_up: int = 0
+    """Number of ids whose rows were read."""
     ids_missing: int = 0
+    """Number of them without a row."""
 
 
 @dataclass(frozen=True)
 class _Request:
-    """Features compiled: which ids of which table, and where their rows go."""
+    """A compiled request: the ids of each table, and where their rows go."""
 
     batch: CompiledBatch
     gathering: Gathering
@@ -70,19 +71,24 @@ class _Request:
 
 
 @dataclass(frozen=True)
-class _Shown:
-    """What answers come from, swapped as one. copy: of the dense program; None for a ps part."""
+class _Snapshot:
+    """The overlay and the copy of the dense program in use, replaced together; a ps part has no copy."""
 
     overlay: Overlay
-    copy: Copy | None
+    copy: ProgramCopy | None
 
 
 class Servable:
-    """An exported version, or a part of one.
+    """An exported version, or a part of one. Thread-safe; one thread at a time writes.
 
-    directory: of the version. fetch: for an entry, {table: int64 ids [n]} -> {table: float32 [n, dim]}.
-    verify_files: compare the checksums of all files first. Raises ExportError for a directory that is
-    incomplete or damaged. Threads may share it.
+    Args:
+        directory: The directory of the version.
+        fetch: For an entry: {table: ids int64 [n]} -> {table: rows float32 [n, dim]}.
+        verify_files: Compare the checksums of all files first.
+
+    Raises:
+        ExportError: The directory is incomplete or damaged.
+        UsageError: `fetch` is missing for an entry, or given for another part.
     """
 
     def __init__(
@@ -95,9 +101,9 @@ class Servable:
         self._counting = threading.Lock()
         if (fetch is None) == (self.signature.part == ENTRY):
             raise UsageError(
-                f"{self.directory}: an entry needs a fetch for its rows"
+                f"{self.directory}: an entry needs `fetch` to get its rows"
                 if fetch is None
-                else f"{self.directory} holds its own rows: fetch is for an entry"
+                else f"{self.directory} holds its own rows: only an entry takes `fetch`"
             )
         self._fetch = fetch
         self._verify(verify_files)
@@ -108,7 +114,7 @@ class Servable:
         if self.signature.program is not None:
             self._plan = self.signature.plan()
             self._program = DenseProgram(self.directory / self.signature.program.path)
-        self._shown = self._with(Overlay(self.signature.dims))
+        self._snapshot = self._with(Overlay(self.signature.dims))
 
     def _verify(self, checksums: bool) -> None:
         store = LocalStore(self.directory)
@@ -118,38 +124,44 @@ class Servable:
                 continue
             try:
                 if checksums:
-                    verify(store, entry)
+                    store.verify(entry, ExportError)
                 elif store.size(entry.path) != entry.bytes:
-                    raise ExportError(f"{self.directory / entry.path} has not {entry.bytes} bytes")
-            except (CheckpointError, OSError) as error:
+                    raise ExportError(f"{self.directory / entry.path} does not have {entry.bytes} bytes")
+            except OSError as error:
                 raise ExportError(str(error)) from None
 
     def _map_rows(self) -> dict[str, FrozenRows]:
         frozen = {}
         for name, table in self.signature.tables.items():
             assert table.file is not None  # the signature was checked
-            try:
-                frozen[name] = FrozenRows(
-                    self.directory / table.file.path,
-                    dim=table.dim,
-                    precision=self.signature.precision,
-                    steps=torch.tensor(table.column_steps),
-                )
-            except CheckpointError as error:
-                raise ExportError(str(error)) from None
+            frozen[name] = FrozenRows(
+                self.directory / table.file.path,
+                dim=table.dim,
+                precision=self.signature.precision,
+                steps=torch.tensor(table.column_steps),
+            )
             if len(frozen[name]) != table.rows:
                 raise ExportError(
                     f"{self.directory / table.file.path} holds {len(frozen[name])} rows, not {table.rows}"
                 )
         return frozen
 
-    # ---- answers
+    # ---- reading
 
     def predict(self, features: Mapping[str, Any], dense: Tensor | None = None) -> dict[str, Tensor]:
-        """{"logits": float32 [B], "probabilities": float32 [B]}.
+        """Computes the scores of a batch.
 
-        features: Ragged columns or tensors by name, as an EmbeddingCollection takes them; all of them. dense:
-        float32 [B, num_dense]. Raises InputError, UnknownNameError, or UsageError for a ps part.
+        Args:
+            features: Every feature by name, Ragged columns or tensors, as for an EmbeddingCollection.
+            dense: float32 [B, num_dense].
+
+        Returns:
+            {"logits": float32 [B], "probabilities": float32 [B]}.
+
+        Raises:
+            InputError: An input has a wrong dtype or shape.
+            UnknownNameError: A feature is missing.
+            UsageError: This is a ps part, or it is closed.
         """
         return self._predict(features, dense, self._fetch)
 
@@ -157,57 +169,61 @@ class Servable:
         self, features: Mapping[str, Any], dense: Tensor | None, fetch: Fetch | None
     ) -> dict[str, Tensor]:
         plan, program, frozen = self._plan, self._program, self._frozen
-        self._check_open()  # what `close` takes away was taken before
+        self._check_open()  # after the reads above, which `close` clears
         if plan is None or program is None:
-            raise UsageError(f"{self.signature.name} holds rows and no model: ask the entry for scores")
+            raise UsageError(f"{self.signature.name} holds rows and no model: request scores from the entry")
         missing = plan.features.keys() - features.keys()
         if missing:
-            raise UnknownNameError(f"feature {min(missing)!r} is not in the request")
+            raise UnknownNameError(f"feature {min(missing)!r} is missing from the request")
         with torch.inference_mode():
-            request = self._singles(plan, features) or self._columns(plan, features)
+            with span("megalith.ids"):
+                request = self._singles(plan, features) or self._columns(plan, features)
             values = self._dense(dense, request.batch.size)
             gathered = request.gathering.rows()
             if fetch is not None:
-                self._fill(gathered, request, fetch)
-                # The dense weights are not kept in use meanwhile: a part may take long to answer.
+                with span("megalith.rows"):
+                    self._fill(gathered, request, fetch)
+                # The dense weights are not held during the fetch, which may take long.
                 logits = program(self._rows(plan, request, gathered), values)
             else:
-                with self._used() as (overlay, copy):
-                    for name, out in gathered.rows.items():
-                        self._read(overlay, frozen[name], name, request.ids[name], out)
+                with self._hold_snapshot() as (overlay, copy):
+                    with span("megalith.rows"):
+                        for name, out in gathered.rows.items():
+                            self._read(overlay, frozen[name], name, request.ids[name], out)
                     logits = copy(self._rows(plan, request, gathered), values)
             logits = logits.float()
             return {"logits": logits, "probabilities": torch.sigmoid(logits)}
 
     @contextmanager
-    def _used(self) -> Iterator[tuple[Overlay, Copy]]:
-        """The rows and dense weights that are shown now, which belong together and stay so meanwhile."""
+    def _hold_snapshot(self) -> Iterator[tuple[Overlay, ProgramCopy]]:
+        """Gives the current overlay and program, which belong together, and keeps them unchanged."""
         while True:
-            shown = self._shown
-            assert shown.copy is not None  # a ps part predicts nothing
-            with shown.copy:
-                if shown.copy is self._shown.copy:  # else it went behind, and may be about to change
-                    yield shown.overlay, shown.copy
+            snapshot = self._snapshot
+            assert snapshot.copy is not None  # only a ps part has none
+            with snapshot.copy:
+                if snapshot.copy is self._snapshot.copy:  # otherwise it was replaced and may change
+                    yield snapshot.overlay, snapshot.copy
                     return
 
     def _rows(self, plan: FeaturePlan, request: _Request, gathered: Gathered) -> dict[str, Any]:
-        """What the dense program takes."""
-        rows = plan.assemble(request.batch, request.gathering.pool(gathered))
+        """Returns the inputs of the dense program."""
+        with span("megalith.pool"):
+            rows = plan.assemble(request.batch, request.gathering.pool(gathered))
         for name, of in self.signature.masks.items():
             places = real_places(plan.features[of], request.batch.columns[of])
             rows[name] = places.expand(request.batch.size, -1)  # a shared feature has one row
         return rows
 
     def _columns(self, plan: FeaturePlan, features: Mapping[str, Any]) -> _Request:
-        """Any columns, compiled."""
+        """Compiles columns of any kind."""
         columns = {name: column_of(f, features[name]) for name, f in plan.features.items()}
-        batch = plan.batch(columns)
+        batch = plan.compile(columns)
         sizes = {table: ids.numel() for table, ids in batch.ids.items()}
         ids = {table: ids.to(torch.int64).contiguous() for table, ids in batch.ids.items()}
         return _Request(batch, Gathering(sizes, batch.pooling, self.signature.dims), ids)
 
     def _singles(self, plan: FeaturePlan, features: Mapping[str, Any]) -> _Request | None:
-        """Columns of one id a row, for which only the number of rows matters; None if there are others."""
+        """Compiles columns of one id a row, for which only the batch size matters; None for others."""
         size = None
         for name, feature in plan.features.items():
             ids = features[name]
@@ -219,8 +235,8 @@ class Servable:
         assert size is not None
         compiled = self._compiled.get(size)
         if compiled is None:
-            blank = torch.zeros(size, dtype=torch.int64)
-            compiled = self._columns(plan, dict.fromkeys(plan.features, blank))
+            zeros = torch.zeros(size, dtype=torch.int64)
+            compiled = self._columns(plan, dict.fromkeys(plan.features, zeros))
             if size <= _MAX_COMPILED_SIZE and len(self._compiled) < _MAX_COMPILED:
                 self._compiled[size] = compiled
         ids = {
@@ -230,18 +246,18 @@ class Servable:
         return _Request(compiled.batch, compiled.gathering, {t: each.contiguous() for t, each in ids.items()})
 
     def _fill(self, gathered: Gathered, request: _Request, fetch: Fetch) -> None:
-        """Rows from elsewhere."""
+        """Fetches the rows of an entry's request."""
         if not gathered.buffer.numel():
             return
         fetched = fetch(request.ids)
         for name, out in gathered.rows.items():
             if name not in fetched or fetched[name].shape != out.shape:
                 raise RemoteError(
-                    f"{self.signature.name}: fetch gave no rows {list(out.shape)} of table {name!r}",
+                    f"{self.signature.name}: fetch returned no rows {list(out.shape)} of table {name!r}",
                     code="INTERNAL",
                 )
             out.copy_(fetched[name])
-            if fetch is self._fetch:  # the parts do not say which ids they miss: these have rows of zeros
+            if fetch is self._fetch:  # parts do not report missing ids: their rows are zeros
                 self._count(out.shape[0], int((out == 0).all(1).sum()))
 
     def _dense(self, dense: Tensor | None, size: int) -> Tensor | None:
@@ -256,15 +272,25 @@ class Servable:
         return dense.to(torch.float32)
 
     def lookup(self, table: str, ids: Tensor) -> Tensor:
-        """Rows float32 [n, dim] of int64 ids [n]; zeros for an id without one.
+        """Returns the rows of ids; an id without a row reads as zeros.
 
-        Raises UnknownNameError, InputError, also for an id that another part has, or UsageError for an entry.
+        Args:
+            table: Name of the table.
+            ids: int64 [n].
+
+        Returns:
+            float32 [n, dim].
+
+        Raises:
+            UnknownNameError: The table is unknown.
+            InputError: The ids have a wrong dtype or shape, or belong to another part.
+            UsageError: This is an entry, or it is closed.
         """
         frozen = self._frozen
         self._check_open()
         self._check_table(table)
         if self._fetch is not None:
-            raise UsageError(f"{self.signature.name} holds no rows: ask the ps parts")
+            raise UsageError(f"{self.signature.name} holds no rows: look them up in the ps parts")
         if ids.dtype not in (torch.int64, torch.int32) or ids.dim() != 1:
             raise InputError(f"table {table!r}: ids must be int64 [n], got {ids.dtype} {list(ids.shape)}")
         ids = ids.to(torch.int64).contiguous()
@@ -278,12 +304,12 @@ class Servable:
         if overlay.hides_base or overlay.rows_of(table):
             rows, flags = overlay.read(table, ids)
             out.copy_(rows)
-            missing = int((flags != THERE).sum())
+            missing = int((flags != PRESENT).sum())
             skip = (flags != 0).to(torch.uint8)
         if not overlay.hides_base:
             missing = frozen.read(ids, out, skip)
             if skip is not None:
-                missing += int((flags == GONE).sum())
+                missing += int((flags == REMOVED).sum())
         self._count(ids.numel(), missing)
 
     def _count(self, looked_up: int, missing: int) -> None:
@@ -292,9 +318,9 @@ class Servable:
             self.counters.ids_missing += missing
 
     def warm_up(self) -> None:
-        """Answers the export's examples once, so that the first request does not wait for what is lazy.
+        """Computes the export's examples once, so that the first request does not pay for lazy setup.
 
-        An entry takes rows of zeros for that: the parts it would ask may not be there yet.
+        An entry uses rows of zeros for them, because its parts may not be available yet.
         """
         if self.signature.examples is None or self._program is None:
             return
@@ -305,16 +331,16 @@ class Servable:
     def _zeros(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: torch.zeros(each.numel(), self.signature.dims[name]) for name, each in ids.items()}
 
-    # ---- writes
+    # ---- writing
 
     @property
     def overlay(self) -> Overlay:
-        """What was written since the export."""
-        return self._shown.overlay
+        """The rows written since the export."""
+        return self._snapshot.overlay
 
     @property
     def dense_names(self) -> dict[str, tuple[int, ...]]:
-        """The weights of the dense program and their shapes; none for a ps part."""
+        """Name -> shape of the dense weights; empty for a ps part."""
         return {} if self._program is None else self._program.names
 
     @property
@@ -323,7 +349,17 @@ class Servable:
         return {} if self._program is None else self._program.weights
 
     def check(self, rows: RowsByTable, removed: Tensors = _NOTHING, dense: Tensors = _NOTHING) -> None:
-        """Raises InputError or UnknownNameError unless `apply` can take these."""
+        """Validates the arguments of `apply`.
+
+        Args:
+            rows: Table -> (ids int64 [n], rows float32 [n, dim]).
+            removed: Table -> ids int64 [n].
+            dense: Name -> dense weight.
+
+        Raises:
+            InputError: A tensor has a wrong dtype or shape, holds NaN or Inf, or is of another part.
+            UnknownNameError: A table is unknown.
+        """
         for name, (ids, values) in rows.items():
             self._check_ids(name, ids)
             dim = self.signature.tables[name].dim
@@ -342,40 +378,58 @@ class Servable:
             self._program.check(dense)
 
     def apply(self, rows: RowsByTable, removed: Tensors = _NOTHING, dense: Tensors = _NOTHING) -> None:
-        """Writes rows, removes ids, replaces dense weights; nothing if `check` raises."""
+        """Writes rows, then removes ids, then replaces dense weights; writes nothing if `check` raises.
+
+        Args:
+            rows: Table -> (ids int64 [n], rows float32 [n, dim]).
+            removed: Table -> ids int64 [n].
+            dense: Name -> dense weight.
+        """
         self.check(rows, removed, dense)
         self.write(rows, removed, dense)
 
     def write(self, rows: RowsByTable, removed: Tensors = _NOTHING, dense: Tensors = _NOTHING) -> None:
-        """`apply` for what `check` has let pass."""
+        """Does what `apply` does, for arguments that passed `check`."""
         self.overlay.apply(rows, removed)
         if dense:
-            self._shown = self._with(self.overlay, dense)
+            self._snapshot = self._with(self.overlay, dense)
 
     def reset(self) -> None:
-        """Back to the exported rows and weights, both at once."""
+        """Restores the exported rows and weights in one step."""
         copy = None if self._program is None else self._program.reset()
-        self._shown = _Shown(Overlay(self.signature.dims), copy)
+        self._snapshot = _Snapshot(Overlay(self.signature.dims), copy)
 
     def stage(self) -> Overlay:
-        """An empty overlay to fill and `adopt`: all rows there will be."""
+        """Returns an empty overlay to fill with all rows and then `adopt`."""
         return Overlay(self.signature.dims, hides_base=True)
 
     def adopt(self, overlay: Overlay, dense: Mapping[str, Tensor] | None = None) -> None:
-        """Puts an overlay in the place of this one's, and dense weights with it, both at once.
+        """Replaces the overlay, and dense weights, in one step.
 
-        Raises InputError if it is of other tables.
+        Args:
+            overlay: The new overlay.
+            dense: Name -> dense weight.
+
+        Raises:
+            InputError: The overlay has other tables, or a weight does not match.
         """
         self._check_overlay(overlay)
         if dense:
             self.check({}, {}, dense)
-        self._shown = self._with(overlay, dense)
+        self._snapshot = self._with(overlay, dense)
 
     def inherit(self, overlay: Overlay, dense: Mapping[str, Tensor] | None = None) -> None:
-        """`adopt` for the overlay of another version, which goes on as it is.
+        """Takes over the overlay of another version, which keeps it, and dense weights.
 
-        Only what differs from this version's own rows is taken over, so that an overlay does not grow from
-        version to version. Raises InputError if it is of other tables.
+        Only rows that differ from this version's exported rows are copied, so that overlays do not grow from
+        version to version.
+
+        Args:
+            overlay: The overlay of the other version.
+            dense: Name -> dense weight.
+
+        Raises:
+            InputError: The overlay has other tables, or a weight does not match.
         """
         self._check_overlay(overlay)
         if dense:
@@ -383,25 +437,25 @@ class Servable:
         own = Overlay(self.signature.dims)
         for table, frozen in self._frozen.items():
             for ids, rows, flags in overlay.scan(table):
-                there = flags == THERE
+                there = flags == PRESENT
                 known = frozen.find(ids) >= 0
                 exported = torch.empty_like(rows, memory_format=torch.contiguous_format)
                 frozen.read(ids, exported)
                 new = there & ~(known & (exported == rows).all(1))
                 own.apply({table: (ids[new], rows[new])}, {table: ids[~there & known]})
             for ids in frozen.ids.split(_PIECE) if overlay.hides_base else ():
-                own.apply({}, {table: ids[overlay.read(table, ids)[1] != THERE]})
-        self._shown = self._with(own, dense)
+                own.apply({}, {table: ids[overlay.read(table, ids)[1] != PRESENT]})
+        self._snapshot = self._with(own, dense)
 
-    def _with(self, overlay: Overlay, dense: Mapping[str, Tensor] | None = None) -> _Shown:
-        """An overlay and dense weights, those of now where none are given."""
+    def _with(self, overlay: Overlay, dense: Mapping[str, Tensor] | None = None) -> _Snapshot:
+        """Returns a snapshot of an overlay and dense weights; without weights, those in use."""
         if self._program is None:
-            return _Shown(overlay, None)
-        return _Shown(overlay, self._program.set(dense) if dense else self._program.front)
+            return _Snapshot(overlay, None)
+        return _Snapshot(overlay, self._program.set(dense) if dense else self._program.front)
 
     def _check_overlay(self, overlay: Overlay) -> None:
         if overlay.dims != self.signature.dims:
-            raise InputError(f"{self.signature.name}: this overlay is of tables {overlay.dims}")
+            raise InputError(f"{self.signature.name}: the overlay has other tables: {overlay.dims}")
 
     def _check_ids(self, table: str, ids: Tensor) -> None:
         self._check_table(table)
@@ -412,7 +466,7 @@ class Servable:
         self._check_owner(table, ids)
 
     def _check_owner(self, table: str, ids: Tensor) -> None:
-        """A part knows nothing of other parts' ids; it must not say that they have no rows."""
+        """Raises InputError for an id of another part, which must not read as a missing row."""
         shard = self.signature.shard
         if shard is None:
             return
@@ -434,7 +488,7 @@ class Servable:
             raise UsageError(f"{self.signature.name} of {self.directory} is closed")
 
     def close(self) -> None:
-        """It answers no more; files and rows are let go when calls under way have ended."""
+        """Closes the servable; files and rows are released when calls in progress have ended."""
         self._closed = True
         self._frozen = {}
         self._plan = self._program = None
@@ -444,7 +498,7 @@ Example = tuple[dict[str, Ragged], Tensor | None]
 
 
 def read_examples(path: Path) -> list[Example]:
-    """The warm-up requests of an export. Raises ExportError if they are none."""
+    """Reads the warm-up requests of an export. Raises ExportError if the file is malformed."""
     try:
         if path.stat().st_size > _MAX_EXAMPLES:
             raise ValueError("too long")
@@ -455,11 +509,11 @@ def read_examples(path: Path) -> list[Example]:
             examples.append((features, dense))
         return examples
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
-        raise ExportError(f"{path} holds no examples: {error}") from None
+        raise ExportError(f"{path} holds no valid examples: {error}") from None
 
 
-def write_examples(path: Path, examples: list[Example]) -> FileEntry:
-    """Writes warm-up requests."""
+def write_examples(path: Path, examples: list[Example]) -> StoredFile:
+    """Writes the warm-up requests of an export, and returns the entry of the file."""
     data = {
         "examples": [
             {
@@ -471,4 +525,4 @@ def write_examples(path: Path, examples: list[Example]) -> FileEntry:
     }
     text = json.dumps(data, allow_nan=False).encode()
     path.write_bytes(text)
-    return FileEntry(path.name, len(text), checksum(zlib.crc32(text)))
+    return StoredFile(path.name, len(text), checksum(zlib.crc32(text)))

@@ -1,15 +1,13 @@
-"""Batches on their way into a collection: columns out of what users hold, ids of each table, pooling.
+"""BatchPreparer: compiles what the user passes into the ids of each table and a Pooling.
 
-None of it needs a table or another rank, so a data worker can do it ahead.
+It needs no table and no other rank, so a data worker can run it ahead of the forward.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,76 +17,40 @@ from megalith.nn.combiners import FirstN
 from megalith.nn.feature_plan import CompiledBatch, FeaturePlan
 from megalith.nn.features import Feature
 from megalith.ragged import Ragged
-from megalith.shards import Lookup, Prepared
-
-
-@dataclass(frozen=True)
-class ReadyBatch:
-    """A batch compiled, and its ids checked and sorted: what `EmbeddingCollection.prepare` gives."""
-
-    batch: CompiledBatch
-    ids: Prepared
-
-
-class Started(NamedTuple):
-    """A batch compiled, and its look-up under way."""
-
-    ready: ReadyBatch
-    lookup: Lookup
-
-
-class StartedBatch(Mapping[str, Any]):
-    """A batch whose look-ups are under way: what `EmbeddingCollection.start` gives, and `Pipeline`.
-
-    It reads like the columns it was made of. A collection takes its look-up with its first forward; another
-    forward of the same batch looks up again.
-    """
-
-    def __init__(self, columns: Any, started: Mapping[Any, Started]) -> None:
-        self.columns = columns
-        self._started: dict[Any, Started] = dict(started)
-
-    def take(self, collection: object) -> Started | None:
-        """What was started for a collection and not taken before."""
-        return self._started.pop(collection, None)
-
-    @cached_property
-    def _named(self) -> Mapping[str, Any]:
-        if isinstance(self.columns, ReadyBatch):
-            return self.columns.batch.columns
-        return self.columns if isinstance(self.columns, Mapping) else Ragged.from_keyed(self.columns)
-
-    def __getitem__(self, name: str) -> Any:
-        return self._named[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._named)
-
-    def __len__(self) -> int:
-        return len(self._named)
+from megalith.shards import PreparedIds
 
 
 class BatchPreparer:
-    """Makes `ReadyBatch`es. absent_ok: a feature that is not in the batch counts as empty rows, and is warned
-    of."""
+    """Makes compiled batches. It can be pickled.
+
+    Args:
+        plan: The features and layouts of the collection.
+        prepare_ids: The preparer of the shards.
+        absent_ok: Whether a feature that is not in the batch has empty rows, with a warning, instead of
+            raising UnknownNameError.
+    """
 
     def __init__(
-        self, plan: FeaturePlan, prepare_ids: Callable[[Mapping[str, Tensor]], Prepared], absent_ok: bool
+        self, plan: FeaturePlan, prepare_ids: Callable[[Mapping[str, Tensor]], PreparedIds], absent_ok: bool
     ) -> None:
         self._plan = plan
         self._prepare_ids = prepare_ids
         self._absent_ok = absent_ok
 
-    def __call__(self, batch: Any) -> ReadyBatch:
-        """batch: what `EmbeddingCollection.forward` takes."""
-        compiled = self._plan.batch(self._columns(batch))
-        return ReadyBatch(compiled, self._prepare_ids(compiled.ids))
+    def __call__(self, batch: Any) -> CompiledBatch:
+        """Compile a batch: anything that `EmbeddingCollection.forward` accepts.
+
+        Raises:
+            InputError: For a batch or column of a wrong type, shape, dtype or device.
+            UnknownNameError: For a feature that is not in the batch, unless `absent_ok`.
+        """
+        return self._plan.compile(self._columns(batch), self._prepare_ids)
 
     def _columns(self, batch: Any) -> dict[str, Ragged]:
         if not isinstance(batch, Mapping):
             if not all(callable(getattr(batch, name, None)) for name in ("keys", "values", "lengths")):
                 raise InputError(
-                    "EmbeddingCollection: a batch is a mapping of columns, or has keys(), values() and "
+                    "EmbeddingCollection: a batch must be a mapping of columns, or have keys(), values() and "
                     f"lengths() like a KeyedJaggedTensor; got {type(batch).__name__}"
                 )
             batch = Ragged.from_keyed(batch)
@@ -111,12 +73,21 @@ class BatchPreparer:
 
 
 def column_of(feature: Feature, value: Any) -> Ragged:
-    """A feature's column of a batch, out of what users hold. Raises InputError if it is none."""
+    """Return the column of a feature.
+
+    Args:
+        feature: The feature.
+        value: A Ragged, a jagged nested tensor, int64 or int32 [B], or [B, L] padded with `feature.pad`.
+
+    Raises:
+        InputError: For another type, shape or dtype.
+        UsageError: For weights that require a gradient.
+    """
     if isinstance(value, Ragged):
         column = value
     elif isinstance(value, Tensor) and value.is_nested:
         if value.layout != torch.jagged:
-            raise InputError(f"feature {feature.name!r}: a nested tensor must have the layout torch.jagged")
+            raise InputError(f"feature {feature.name!r}: a nested tensor must have layout=torch.jagged")
         column = Ragged.from_nested(value)
     elif isinstance(value, Tensor) and value.dim() == 1:
         column = Ragged(value, torch.arange(value.shape[0] + 1, device=value.device))
@@ -130,19 +101,19 @@ def column_of(feature: Feature, value: Any) -> Ragged:
     if column.values.dtype not in (torch.int64, torch.int32) or column.values.dim() != 1:
         raise InputError(
             f"feature {feature.name!r}: ids must be int64 or int32 [n], got {column.values.dtype} "
-            f"{list(column.values.shape)} (strings become ids by megalith.hash_strings)"
+            f"{list(column.values.shape)} (for strings use megalith.hash_strings)"
         )
     if column.weights is not None and column.weights.requires_grad and feature.combiner is not None:
         raise UsageError(
-            f"feature {feature.name!r}: weights take no gradient here: detach them, or use combiner=None and "
-            "multiply the rows"
+            f"feature {feature.name!r}: weights cannot have a gradient: detach them, or use combiner=None "
+            "and multiply the rows"
         )
     return column
 
 
 def real_places(feature: Feature, column: Ragged) -> Tensor:
-    """Which of the places of a FirstN feature hold a row, bool [B, n]."""
+    """Return which positions of a FirstN feature hold a row, bool [B, n]."""
     if not isinstance(feature.combiner, FirstN):
-        raise InputError(f"feature {feature.name!r}: only a FirstN feature has places")
+        raise InputError(f"feature {feature.name!r}: only a FirstN feature has positions")
     lengths = column.lengths()
     return torch.arange(feature.combiner.n, device=lengths.device) < lengths[:, None]

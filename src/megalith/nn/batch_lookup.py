@@ -1,0 +1,95 @@
+"""BatchLookup: one forward of a collection, from its lookup to its update.
+
+A batch has three forms:
+
+    form                      class                                  made by
+    what the user passes      a mapping of columns, `data.Batch`     a reader, or the user
+    the compiled batch        `CompiledBatch`, plain data            EmbeddingCollection.prepare
+    the lookup in progress    `BatchLookup`                          EmbeddingCollection.start, forward
+
+`StartedBatch` is no fourth form: it is the mapping that the user passes, with the lookups that were started
+for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from megalith.errors import UsageError
+from megalith.nn.feature_plan import CompiledBatch
+from megalith.ragged import Ragged
+from megalith.shards import Lookup
+from megalith.shards.contract import version
+
+
+class BatchLookup:
+    """A compiled batch and its lookup.
+
+    Args:
+        batch: The compiled batch.
+        lookup: Its lookup, in progress or done.
+        push: Whether the update may return before its gradients are applied.
+
+    Attributes:
+        step: The global step at forward.
+        time: The last-update time of the rows, in seconds; None: the clock of their owner.
+        grads: One gradient per output, after backward.
+    """
+
+    def __init__(self, batch: CompiledBatch, lookup: Lookup, push: bool = False) -> None:
+        self.batch = batch
+        self.lookup = lookup
+        self.push = push
+        self.step = 0
+        self.time: float | None = None
+        self.grads: list[Tensor] | None = None
+        self._versions = {name: version(c.row_splits) for name, c in batch.columns.items()}
+
+    def check_unchanged(self) -> None:
+        """Raise UsageError if ids or row_splits were modified in place since the lookup."""
+        self.lookup.check_unchanged()
+        for name, column in self.batch.columns.items():
+            if column.row_splits.is_cpu and version(column.row_splits) != self._versions[name]:
+                raise UsageError(
+                    f"feature {name!r}: its row_splits were changed in place after forward; keep them until "
+                    "the update"
+                )
+
+
+class StartedBatch(Mapping[str, Any]):
+    """The columns of a batch, with lookups in progress; `EmbeddingCollection.start` and `Pipeline` return it.
+
+    It reads like the columns that it was made from. The first forward of a collection takes the lookup of
+    that collection; another forward of the same batch looks up again.
+
+    Args:
+        columns: What the user passed.
+        lookups: The lookup of each collection.
+    """
+
+    def __init__(self, columns: Any, lookups: Mapping[Any, BatchLookup]) -> None:
+        self.columns = columns
+        self._lookups: dict[Any, BatchLookup] = dict(lookups)
+
+    def take(self, collection: object) -> BatchLookup | None:
+        """Return the lookup of a collection, the first time; then None."""
+        return self._lookups.pop(collection, None)
+
+    @cached_property
+    def _named(self) -> Mapping[str, Any]:
+        if isinstance(self.columns, CompiledBatch):
+            return self.columns.columns
+        return self.columns if isinstance(self.columns, Mapping) else Ragged.from_keyed(self.columns)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._named[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._named)
+
+    def __len__(self) -> int:
+        return len(self._named)
