@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.manifest import FileEntry
-from megalith.storage.store import Store, checksum
+from megalith.storage.store import Store, StoredFile, checksum
 
 
 class MemoryStore(Store):
@@ -21,10 +21,10 @@ class MemoryStore(Store):
         self.files = {} if files is None else files
         self.reads: list[str] = []
 
-    def write(self, name: str, parts: Sequence[Any]) -> FileEntry:
+    def write(self, name: str, parts: Sequence[Any]) -> StoredFile:
         data = b"".join(bytes(memoryview(part).cast("B")) for part in parts)
         self.files[name] = data
-        return FileEntry(path=name, bytes=len(data), checksum=checksum(zlib.crc32(data)))
+        return StoredFile(path=name, bytes=len(data), checksum=checksum(zlib.crc32(data)))
 
     def size(self, name: str) -> int:
         return len(self._file(name))
@@ -41,6 +41,9 @@ class MemoryStore(Store):
         if len(data) > limit:
             raise OSError("the file is too large")
         return data
+
+    def upload(self, name: str, file: Path) -> None:
+        self.files[name] = file.read_bytes()
 
     def inside(self, folder: str) -> MemoryStore:
         raise NotImplementedError

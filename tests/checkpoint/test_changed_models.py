@@ -251,14 +251,14 @@ def test_progress_that_would_not_come_back_is_refused() -> None:
     for _ in range(120):
         deep = [deep]
     for progress in ({1: "a", "1": "b"}, {"x": deep}, {"x": {1, 2}}, {"x": float("inf")}):
-        with pytest.raises(InputError, match="progress must be JSON-able"):
+        with pytest.raises(InputError, match="progress must be JSON data"):
             checkpoint.save(Net([table()]), MemoryStore(), progress=progress)
 
 
 def test_two_tables_of_one_name_are_refused() -> None:
     net = Net([table("x.t")])
     net.emb.add_module("x", Net([table("t")]).emb)
-    with pytest.raises(UsageError, match=r"one name: emb\.x\.t, emb\.x\.t"):
+    with pytest.raises(UsageError, match=r"the same name: emb\.x\.t, emb\.x\.t"):
         checkpoint.save(net, MemoryStore())
 
 

@@ -208,5 +208,5 @@ def test_a_damaged_side_is_an_error(tmp_path: Path) -> None:
     a, b = saved(tmp_path / "a", {1: [1.0, 2.0]}), saved(tmp_path / "b", {1: [1.0, 2.0]})
     (piece,) = b.glob("data-*/tables/*/*.safetensors")
     piece.write_bytes(piece.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match="bytes, its manifest says"):
+    with pytest.raises(CheckpointError, match="bytes, but its manifest states"):
         checkpoint.diff(a, b)

@@ -14,9 +14,9 @@ import torch
 from megalith import SGD, EmbeddingCollection, Feature, TableConfig, Zeros, checkpoint
 from megalith.checkpoint import piece_writer as pen
 from megalith.checkpoint import save_job as job
-from megalith.checkpoint.manifest import NAME, FileEntry
+from megalith.checkpoint.manifest import NAME
 from megalith.errors import CheckpointError, UsageError
-from megalith.storage.store import LocalStore
+from megalith.storage.store import LocalStore, StoredFile
 from tests.checkpoint.memory import MemoryStore
 from tests.checkpoint.support import IDS, Model, assert_same, state_of, train
 from tests.table.support import ints
@@ -112,7 +112,7 @@ def test_a_delta_while_somebody_else_saves_is_refused_at_its_end() -> None:
     train(other, 2)
 
     class Overtaken(MemoryStore):
-        def write(self, name: str, parts: Any) -> FileEntry:
+        def write(self, name: str, parts: Any) -> StoredFile:
             if name.endswith("dense.safetensors"):
                 checkpoint.save_delta(other, store)
             return super().write(name, parts)
@@ -161,7 +161,7 @@ def test_a_checkpoint_that_is_compacted_while_a_delta_is_written_gets_it_all_the
     train(model, 3)
 
     class Compacted(MemoryStore):
-        def write(self, name: str, parts: Any) -> FileEntry:
+        def write(self, name: str, parts: Any) -> StoredFile:
             if name.endswith("dense.safetensors"):  # rows are written, the manifest is not
                 checkpoint.compact(store)
             return super().write(name, parts)
@@ -178,12 +178,12 @@ def test_a_save_whose_files_another_save_deleted_fails_and_does_no_harm() -> Non
     train(other, 2)
 
     class Overtaken(MemoryStore):
-        def write(self, name: str, parts: Any) -> FileEntry:
+        def write(self, name: str, parts: Any) -> StoredFile:
             if name.endswith("dense.safetensors"):
                 checkpoint.save(other, store)
             return super().write(name, parts)
 
-    with pytest.raises(CheckpointError, match="another save ended meanwhile"):
+    with pytest.raises(CheckpointError, match="another save ended in the meantime"):
         checkpoint.save(model, Overtaken(store.files))
     assert_same(state_of(loaded(store)), state_of(other))
 
@@ -249,7 +249,7 @@ def test_rows_of_a_save_that_failed_count_as_changed_again(word: str, monkeypatc
     before = dict(store.files)
     real = MemoryStore.write
 
-    def failing(self: MemoryStore, name: str, parts: Any) -> FileEntry:
+    def failing(self: MemoryStore, name: str, parts: Any) -> StoredFile:
         if word in name:
             raise OSError("disk full")
         return real(self, name, parts)
@@ -301,7 +301,7 @@ def test_a_manifest_that_lands_though_its_write_fails_is_the_checkpoint(
     train(model, 2)
     real = LocalStore.write
 
-    def lossy(self: LocalStore, name: str, parts: Any) -> FileEntry:
+    def lossy(self: LocalStore, name: str, parts: Any) -> StoredFile:
         entry = real(self, name, parts)
         if name == NAME:
             raise OSError("no answer")
@@ -375,7 +375,7 @@ class SlowStore(MemoryStore):
         super().__init__()
         self.go = threading.Event()
 
-    def write(self, name: str, parts: Any) -> FileEntry:
+    def write(self, name: str, parts: Any) -> StoredFile:
         assert self.go.wait(60)
         return super().write(name, parts)
 
@@ -394,7 +394,7 @@ def test_one_save_at_a_time_and_no_load_beside_it() -> None:
         checkpoint.load,
     ]
     for call in calls:
-        with pytest.raises(UsageError, match=r"under way: wait\(\) for its handle"):
+        with pytest.raises(UsageError, match=r"in progress: call wait\(\) on its handle"):
             call(model, good)
     assert not handle.done()
     with pytest.raises(TimeoutError):
@@ -414,7 +414,7 @@ def test_an_async_save_that_fails_says_so_to_whoever_waits(monkeypatch: pytest.M
     checkpoint.save(model, store)
     train(model, 2)
 
-    def failing(self: MemoryStore, name: str, parts: Any) -> FileEntry:
+    def failing(self: MemoryStore, name: str, parts: Any) -> StoredFile:
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:

@@ -18,9 +18,9 @@ import pytest
 from megalith import checkpoint
 from megalith.checkpoint import piece_writer as pen
 from megalith.checkpoint.manifest import NAME
-from megalith.errors import CheckpointError, MissingDependencyError, StoreError
+from megalith.errors import CheckpointError, InputError, MissingDependencyError, StoreError
 from megalith.storage import object_store as remote_module
-from megalith.storage.object_store import RemoteStore
+from megalith.storage.object_store import ObjectStore
 from megalith.storage.store import LocalStore, open_store
 from tests.checkpoint.support import Model, assert_same, state_of, train
 
@@ -51,9 +51,9 @@ def s3(server: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture(params=["s3", "memory"])
-def store(request: pytest.FixtureRequest) -> RemoteStore:
+def store(request: pytest.FixtureRequest) -> ObjectStore:
     """A store of each kind."""
-    return RemoteStore(request.getfixturevalue("s3") if request.param == "s3" else "memory:///")
+    return ObjectStore(request.getfixturevalue("s3") if request.param == "s3" else "memory:///")
 
 
 def loaded(place: Any) -> Model:
@@ -62,7 +62,7 @@ def loaded(place: Any) -> Model:
     return model
 
 
-def test_a_whole_life(store: RemoteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_life(store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pen, "PIECE_BYTES", 1000)
     model = Model()
     train(model, 1)
@@ -92,7 +92,7 @@ def test_a_whole_life(store: RemoteStore, tmp_path: Path, monkeypatch: pytest.Mo
     assert len(store.folders()) == 2
 
 
-def test_a_rotation(store: RemoteStore) -> None:
+def test_a_rotation(store: ObjectStore) -> None:
     rotation = checkpoint.Rotation(store, keep_last=2, keep_every=4)
     model = Model()
     assert rotation.latest() is None
@@ -127,7 +127,7 @@ def test_options_come_before_the_environment(server: str, monkeypatch: pytest.Mo
         "access_key_id": "test",
         "secret_access_key": "test",
     }
-    store = RemoteStore("s3://bucket/options", config=config, client_options={"allow_http": True})
+    store = ObjectStore("s3://bucket/options", config=config, client_options={"allow_http": True})
     model = Model()
     checkpoint.save(model, store)
     assert_same(state_of(loaded(store)), state_of(model))
@@ -138,19 +138,19 @@ def test_each_file_is_fetched_once(s3: str, monkeypatch: pytest.MonkeyPatch) -> 
     train(model, 1)
     manifest = checkpoint.save(model, s3)
     reads: list[str] = []
-    real = RemoteStore.read
+    real = ObjectStore.read
 
-    def counted(self: RemoteStore, name: str, size: int, start: int = 0) -> Any:
+    def counted(self: ObjectStore, name: str, size: int, start: int = 0) -> Any:
         reads.append(name)
         return real(self, name, size, start)
 
-    monkeypatch.setattr(RemoteStore, "read", counted)
+    monkeypatch.setattr(ObjectStore, "read", counted)
     loaded(s3)
     assert sorted(reads) == sorted(file.path for file in manifest.all_files())
 
 
 def test_large_files_go_in_parts(s3: str, tmp_path: Path) -> None:
-    store = RemoteStore(s3)
+    store = ObjectStore(s3)
     content = bytes(range(256)) * (12 << 12)  # 12 MiB, more than goes in one request
     entry = store.write("a", [content[:100], content[100:]])
     (tmp_path / "b").write_bytes(content)
@@ -164,7 +164,7 @@ def test_large_files_go_in_parts(s3: str, tmp_path: Path) -> None:
 # ---- what goes wrong
 
 
-def test_what_is_not_there_is_said(store: RemoteStore) -> None:
+def test_what_is_not_there_is_said(store: ObjectStore) -> None:
     with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
         checkpoint.load(Model(), store)
     with pytest.raises(FileNotFoundError):
@@ -175,7 +175,7 @@ def test_what_is_not_there_is_said(store: RemoteStore) -> None:
     assert store.folders() == []
 
 
-def test_damage_is_found_before_a_table_is_cleared_and_named_by_its_address(store: RemoteStore) -> None:
+def test_damage_is_found_before_a_table_is_cleared_and_named_by_its_address(store: ObjectStore) -> None:
     model = Model()
     train(model, 1)
     manifest = checkpoint.save(model, store)
@@ -185,9 +185,9 @@ def test_damage_is_found_before_a_table_is_cleared_and_named_by_its_address(stor
     before = state_of(other)
     content = bytes(store.read(file.path, file.bytes).numpy())
     for spoiled, words in (
-        (content[:-1], "bytes, its manifest says"),
+        (content[:-1], "bytes, but its manifest states"),
         (content[:-1] + b"x", "is damaged"),
-        (None, "cannot be read: there is no such object"),
+        (None, "cannot be read: the object does not exist"),
     ):
         store.remove(file.path)
         if spoiled is not None:
@@ -198,7 +198,7 @@ def test_damage_is_found_before_a_table_is_cleared_and_named_by_its_address(stor
         assert_same(state_of(other), before)
 
 
-def test_a_prefix_is_not_a_part_of_a_name(store: RemoteStore) -> None:
+def test_a_prefix_is_not_a_part_of_a_name(store: ObjectStore) -> None:
     for name in ("data-a/x", "data-ab/x", "data-a/y/z", "data-a.json"):
         store.write(name, [b"1"])
     store.remove("data-a")
@@ -209,7 +209,7 @@ def test_a_prefix_is_not_a_part_of_a_name(store: RemoteStore) -> None:
         store.size("data-a.json")
 
 
-def test_reading_behind_the_end_is_an_error(store: RemoteStore) -> None:
+def test_reading_behind_the_end_is_an_error(store: ObjectStore) -> None:
     store.write("x", [b"abc", b"", b"def"])
     assert bytes(store.read("x", 2, 3).numpy()) == b"de"
     assert store.read("x", 0).numel() == 0
@@ -256,7 +256,7 @@ def test_a_server_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch
 
         thread = threading.Thread(target=take, daemon=True)
         thread.start()
-        store = RemoteStore(
+        store = ObjectStore(
             "s3://bucket/silent",
             config={"endpoint": f"http://127.0.0.1:{silent.getsockname()[1]}"},
             client_options={"allow_http": True},
@@ -275,15 +275,15 @@ def test_a_save_that_cannot_be_finished_leaves_the_old_one(s3: str, monkeypatch:
     checkpoint.save(model, s3)
     before = state_of(model)
     train(model, 2)
-    real = RemoteStore.write
+    real = ObjectStore.write
 
-    def failing(self: RemoteStore, name: str, parts: Any) -> Any:
+    def failing(self: ObjectStore, name: str, parts: Any) -> Any:
         if name == NAME:
             raise StoreError("no answer")
         return real(self, name, parts)
 
     with monkeypatch.context() as patch:
-        patch.setattr(RemoteStore, "write", failing)
+        patch.setattr(ObjectStore, "write", failing)
         with pytest.raises(StoreError, match="no answer"):
             checkpoint.save(model, s3)
     assert_same(state_of(loaded(s3)), before)
@@ -312,7 +312,7 @@ def test_a_request_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv(name, value)
     with ThreadingHTTPServer(("127.0.0.1", 0), Busy) as busy:
         threading.Thread(target=busy.serve_forever, daemon=True).start()
-        store = RemoteStore(
+        store = ObjectStore(
             "s3://bucket/busy",
             config={"endpoint": f"http://127.0.0.1:{busy.server_port}"},
             client_options={"allow_http": True},
@@ -324,7 +324,7 @@ def test_a_request_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_addresses_that_are_none_are_refused() -> None:
-    with pytest.raises(CheckpointError, match="no address of an object store"):
+    with pytest.raises(InputError, match="does not name an object store"):
         checkpoint.load(Model(), "nonsense://x")
     assert isinstance(open_store("file:///tmp"), LocalStore)
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from megalith import checkpoint
-from megalith.checkpoint.manifest import FileEntry
 from megalith.errors import CheckpointError, InputError
 from megalith.routing import MODES, Router
+from megalith.storage.store import StoredFile
 from tests.checkpoint.logical_ranks import RankModel, new_models, on_all, outcomes_on_all
 from tests.checkpoint.memory import MemoryStore
 from tests.table.support import EXTREME_IDS, ints, whole
@@ -179,7 +179,7 @@ def test_another_mode_is_refused_unless_asked_for() -> None:
 class FarStore(MemoryStore):
     """One that pays for each byte it reads."""
 
-    is_near = False
+    is_local = False
 
 
 @pytest.mark.parametrize("kind", [MemoryStore, FarStore])
@@ -239,7 +239,7 @@ class FailingStore(MemoryStore):
         super().__init__(files)
         self.word = word
 
-    def write(self, name: str, parts: Any) -> FileEntry:
+    def write(self, name: str, parts: Any) -> StoredFile:
         if self.word in name:
             raise OSError("disk full")
         return super().write(name, parts)
@@ -288,7 +288,7 @@ def test_a_rank_that_never_comes_is_named() -> None:
     others_gave_up = threading.Event()
 
     class Sleeping(MemoryStore):
-        def write(self, name: str, parts: Any) -> FileEntry:
+        def write(self, name: str, parts: Any) -> StoredFile:
             others_gave_up.wait(60)
             return super().write(name, parts)
 

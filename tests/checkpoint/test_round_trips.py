@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from megalith import SGD, EmbeddingCollection, Feature, Segment, TableConfig, Zeros, checkpoint
 from megalith.checkpoint import piece_writer as pen
 from megalith.checkpoint import rewrite
-from megalith.checkpoint.manifest import FileEntry
 from megalith.errors import CheckpointError, UsageError
+from megalith.storage.store import StoredFile
 from megalith.table import Table
 from tests.checkpoint.memory import MemoryStore
 from tests.table.support import EXTREME_IDS, OPTIMIZERS, assert_same_tables, dyadic, ints, whole
@@ -97,7 +97,7 @@ class BrokenStore(MemoryStore):
         super().__init__(store.files, store.where)
         self._left = at
 
-    def write(self, name: str, parts: Any) -> FileEntry:
+    def write(self, name: str, parts: Any) -> StoredFile:
         if not self._left:
             raise OSError("disk full")
         self._left -= 1

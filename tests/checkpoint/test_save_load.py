@@ -201,19 +201,19 @@ def damage(root: Path, what: str) -> None:
     ("what", "words"),
     [
         ("no manifest", "no complete checkpoint"),
-        ("no JSON", "no JSON"),
+        ("no JSON", "is not valid JSON"),
         ("truncated", "bytes"),
         ("flipped", "damaged"),
         ("missing file", "cannot be read"),
-        ("other format", "no manifest"),
+        ("other format", "is not the manifest"),
         ("other version", "version"),
         ("traversal", "leads out"),
         ("absolute", "leads out"),
         ("wrong rows", "ids"),
         ("no rows", "rows is missing"),
-        ("bytes as text", "bytes must be a whole number"),
+        ("bytes as text", "bytes must be an integer"),
         ("no collections", "collections is missing"),
-        ("negative step", "global_step must be at least 0"),
+        ("negative step", "global_step must be from 0 to"),
     ],
 )
 def test_damage_is_named(tmp_path: Path, what: str, words: str) -> None:

@@ -106,7 +106,7 @@ def test_all_damage_is_listed_not_just_the_first(saved: Path) -> None:
     for problem, path, words in zip(
         problems,
         (first, second, third, saved / data["dense"]["path"], ""),
-        ("cannot be read", "bytes, its manifest says", "damaged", "0 bytes", "cannot be read"),
+        ("cannot be read", "bytes, but its manifest states", "damaged", "0 bytes", "cannot be read"),
         strict=True,
     ):
         assert str(path) in problem
@@ -182,4 +182,4 @@ def test_rows_on_the_wrong_shard(saved: Path, tmp_path: Path) -> None:
 def test_what_is_no_checkpoint_is_a_problem_too(tmp_path: Path) -> None:
     assert "no complete checkpoint" in checkpoint.verify(tmp_path).problems[0]
     (tmp_path / "manifest.json").write_text("{")
-    assert "no JSON" in checkpoint.verify(tmp_path).problems[0]
+    assert "is not valid JSON" in checkpoint.verify(tmp_path).problems[0]

@@ -29,7 +29,8 @@ from megalith.gather import (
     s3_store,
 )
 from megalith.gather.status import Fault
-from megalith.gather.store import UPLOAD_PART_BYTES, wait
+from megalith.gather.store import wait
+from megalith.storage.object_store import UPLOAD_PART_BYTES
 from tests.gather.support import RUN, peer_update, small_schema, weights
 
 pytest.importorskip("obstore")

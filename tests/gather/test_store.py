@@ -19,7 +19,6 @@ from megalith.errors import InputError, MissingDependencyError, StoreError
 from megalith.gather.faultserver import FaultServer, ServerFault, seeded_faults
 from megalith.gather.status import OUR_FAULTS, PEER_FAULTS, Fault, Status
 from megalith.gather.store import (
-    UPLOAD_PART_BYTES,
     Store,
     backoff,
     local_store,
@@ -29,6 +28,7 @@ from megalith.gather.store import (
     s3_store,
     wait,
 )
+from megalith.storage.object_store import UPLOAD_PART_BYTES
 
 pytest.importorskip("obstore")
 LIMIT = 20.0
@@ -253,7 +253,7 @@ def test_seeded_faults_depend_on_seed_and_uid_alone() -> None:
 
 def test_without_obstore_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore.store", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install megalith\[remote\]"):
+    with pytest.raises(MissingDependencyError, match=r"pip install 'megalith\[remote\]'"):
         memory_store()
 
 

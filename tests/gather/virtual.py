@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megalith.gather.status import Fault, Status
-from megalith.gather.store import ObjectInfo, Store
+from megalith.gather.store import Store
+from megalith.storage.object_store import ObjectInfo
 
 T = TypeVar("T")
 START = datetime(2026, 1, 1, tzinfo=UTC)

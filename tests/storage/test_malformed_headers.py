@@ -32,7 +32,7 @@ ONLY_WE_REFUSE = {"a key twice", "sixty-five dimensions"}
 
 
 def ours(data: bytes) -> dict[str, Tensor]:
-    return decode(torch.tensor(list(data), dtype=torch.uint8), "some/file")
+    return decode(torch.tensor(list(data), dtype=torch.uint8), "some/file", CheckpointError)
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:

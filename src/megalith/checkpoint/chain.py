@@ -1,11 +1,13 @@
-"""Chain: which checkpoint a model last saved or loaded, so that a delta continues that one and no other."""
+"""Chain: a base and the deltas on top of it, and which of them a model may continue.
+
+Each collection remembers the save that its rows come from (`CheckpointState.last_save`). A delta holds the
+rows changed since that save, so it can only be added to that checkpoint, and only if that save is still the
+last one there, the tip of the chain.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import TypeVar
-from weakref import WeakKeyDictionary
+from collections.abc import Iterable, Mapping
 
 from megalith.checkpoint.manifest import Manifest
 from megalith.distributed.ranks import RankGroup
@@ -15,94 +17,73 @@ from megalith.shards import Shards
 from megalith.storage.store import Store
 
 CONSUMER = "checkpoint"
-"""Under which name tables remember what changed since the last save."""
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Tip:
-    """The save that a model's rows come from: where it lies, and its id."""
-
-    address: str
-    id: str
-
-
-_tips: WeakKeyDictionary[EmbeddingCollection, Tip] = WeakKeyDictionary()
-_under_way: WeakKeyDictionary[EmbeddingCollection, object] = WeakKeyDictionary()
+"""The name under which tables track the rows changed since the last save."""
 
 
 def check_idle(collections: Mapping[str, EmbeddingCollection]) -> None:
-    """Raises UsageError if a save of one of them is under way."""
+    """Raise UsageError if a save of one of the collections is in progress."""
     for path, collection in collections.items():
-        if collection in _under_way:
-            raise UsageError(f"a save of collection {path!r} is under way: wait() for its handle first")
+        if collection.checkpoint_state.save_in_progress is not None:
+            raise UsageError(f"a save of collection {path!r} is in progress: call wait() on its handle first")
 
 
 def set_busy(collection: EmbeddingCollection, job: object) -> None:
-    """A save of a collection begins."""
-    _under_way[collection] = job
+    """Record that a save of a collection begins."""
+    collection.checkpoint_state.save_in_progress = job
 
 
 def set_idle(collection: EmbeddingCollection, job: object) -> None:
-    """That save has ended, well or not."""
-    if _under_way.get(collection) is job:
-        del _under_way[collection]
+    """Record that a save has ended, successfully or not."""
+    if collection.checkpoint_state.save_in_progress is job:
+        collection.checkpoint_state.save_in_progress = None
 
 
-def set_tip(collections: Iterable[EmbeddingCollection], store: Store, id: str) -> None:
-    """Remembers the save a model's rows now equal."""
+def set_last_save(collections: Iterable[EmbeddingCollection], store: Store, id: str) -> None:
+    """Record the save that the rows of these collections are now equal to."""
     for collection in collections:
-        _tips[collection] = Tip(store.address, id)
+        collection.checkpoint_state.last_save = (store.address, id)
 
 
-def forget_tip(collections: Iterable[EmbeddingCollection]) -> None:
-    """The model's rows now equal no save: a delta has nothing to go on top of."""
+def forget_last_save(collections: Iterable[EmbeddingCollection]) -> None:
+    """Record that the rows are equal to no save, so that no delta can be added."""
     for collection in collections:
-        _tips.pop(collection, None)
+        collection.checkpoint_state.last_save = None
 
 
-def check_tip(collections: Iterable[EmbeddingCollection], store: Store, manifest: Manifest) -> None:
-    """Raises unless a delta of this model may go on top of this checkpoint."""
-    tips = {_tips.get(collection) for collection in collections}
-    tip = tips.pop() if len(tips) == 1 else None
-    if tip is None or tip.address != store.address:
-        last = "none" if tip is None else tip.address
+def check_last_save(collections: Iterable[EmbeddingCollection], store: Store, manifest: Manifest) -> None:
+    """Raise unless a delta of these collections can be added to a checkpoint.
+
+    Args:
+        collections: All collections of the model.
+        store: The store of the checkpoint.
+        manifest: The manifest of the checkpoint.
+
+    Raises:
+        UsageError: The model was last saved to or loaded from another place, or never.
+        CheckpointError: The checkpoint was changed since this model saved or loaded it.
+    """
+    saves = {collection.checkpoint_state.last_save for collection in collections}
+    save = saves.pop() if len(saves) == 1 else None
+    if save is None or save[0] != store.address:
+        last = "none" if save is None else save[0]
         raise UsageError(
-            f"a delta goes on top of what this model last saved or loaded, which is {last}, not "
-            f"{store.where}: save a full checkpoint there first"
+            f"a delta can only be added to the checkpoint that this model last saved or loaded, which is "
+            f"{last}, not {store.where}: save a full checkpoint there first"
         )
-    if tip.id != manifest.tip:
+    if save[1] != manifest.tip:
         raise CheckpointError(
             f"{store.where} was changed since this model saved or loaded it: its last save is "
-            f"{manifest.tip}, this model's rows come from {tip.id}; save a full checkpoint, or load it first"
+            f"{manifest.tip}, this model's rows come from {save[1]}; save a full checkpoint, or load it first"
         )
 
 
-def start_over(shards: Shards) -> None:
-    """From now on tables remember what changes."""
+def track_changes(shards: Shards) -> None:
+    """Track the rows that change from now on, and forget earlier changes."""
     shards.track(CONSUMER)
     shards.drain_touched(CONSUMER)
 
 
 def ranks_of(collections: Mapping[str, EmbeddingCollection]) -> RankGroup:
-    """The ranks a model's tables are spread over."""
-    spread = [c.shards.ranks for c in collections.values()]
-    return max(spread, key=lambda ranks: ranks.size, default=RankGroup())
-
-
-def agree(ranks: RankGroup, work: Callable[[], T]) -> T:
-    """Does some work on every rank; if it fails on one, raises on all."""
-    if ranks.size == 1:
-        return work()
-    try:
-        result, problem = work(), None
-    except Exception as error:
-        result, problem = None, error
-    said = ranks.gather(None if problem is None else f"{type(problem).__name__}: {problem}")
-    if problem is not None:
-        raise problem
-    for rank, text in enumerate(said):
-        if text is not None:
-            raise CheckpointError(f"rank {rank}: {text}")
-    return result  # type: ignore[return-value]
+    """Return the ranks that the tables of a model are spread over."""
+    groups = [c.shards.ranks for c in collections.values()]
+    return max(groups, key=lambda ranks: ranks.size, default=RankGroup())

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.manifest import FileEntry, Manifest, Piece, TableEntry
+from megalith.checkpoint.manifest import Manifest, Piece, TableEntry
+from megalith.checkpoint.nested_state import unpack
 from megalith.checkpoint.saved_rows import read_chunk, read_manifest, read_removed, read_tensors
-from megalith.checkpoint.tree import unpack
+from megalith.errors import CheckpointError
 from megalith.routing import mix
-from megalith.storage.store import Store, open_store
+from megalith.storage.store import Store, StoredFile, open_store
 from megalith.table import Chunk
 
 BATCH_BYTES = 256 << 20
@@ -125,7 +126,7 @@ def diff(
     count = _RowCount(on_rows)
     with ExitStack() as stack:
         left, right = (
-            stack.enter_context(store.nearby(_needed(manifest)))
+            stack.enter_context(store.local_copy(_needed(manifest), CheckpointError))
             for store, manifest in zip(stores, (old, new), strict=True)
         )
         return Difference(
@@ -138,12 +139,12 @@ def diff(
             only_after=sorted(set(new_tables) - set(old_tables)),
             dense=_compare_dense(_read(left, old.latest.dense), _read(right, new.latest.dense)),
             optimizer=not _equal(_optimizer(left, old), _optimizer(right, new)),
-            steps=_changes(_steps(old), _steps(new)),
+            steps=_changes(old.steps, new.steps),
             progress=_changes(_flat(old.latest.progress), _flat(new.latest.progress)),
         )
 
 
-def _needed(manifest: Manifest) -> list[FileEntry]:
+def _needed(manifest: Manifest) -> list[StoredFile]:
     tables = [entry for entries in manifest.tables().values() for entry in entries]
     pieces = [piece.file for entry in tables for piece in (*entry.pieces, *entry.removed)]
     latest = manifest.latest
@@ -320,7 +321,7 @@ def _settings(entry: TableEntry) -> dict[str, Any]:
 # ---- the rest
 
 
-def _read(store: Store, file: FileEntry | None) -> dict[str, Tensor]:
+def _read(store: Store, file: StoredFile | None) -> dict[str, Tensor]:
     return {} if file is None else read_tensors(store, file)
 
 
@@ -354,10 +355,6 @@ def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(map(_equal, a, b))
     return type(a) is type(b) and bool(a == b)
-
-
-def _steps(manifest: Manifest) -> dict[str, Any]:
-    return {path: collection.global_step for path, collection in manifest.latest.collections.items()}
 
 
 def _flat(data: Any, name: str = "", depth: int = 0) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A model as a checkpoint sees it: collections by module path, and everything dense."""
+"""A model as a checkpoint sees it: its collections by module path, and its dense weights."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from megalith.shards import Shards
 
 
 def collections_of(model: nn.Module) -> dict[str, EmbeddingCollection]:
-    """The collections of a model by module path ("" if the model is one)."""
+    """Return the collections of a model by module path, which is "" if the model itself is a collection."""
     return {name: m for name, m in model.named_modules() if isinstance(m, EmbeddingCollection)}
 
 
 def tables_of(collections: Mapping[str, EmbeddingCollection]) -> list[tuple[str, str, Shards]]:
-    """The tables of this rank: collection path, name, and shards; those that collections share come once."""
+    """Return the tables of this rank as (collection path, table name, shards).
+
+    Tables of shards that several collections share are listed once.
+    """
     found: list[tuple[str, str, Shards]] = []
     seen: set[int] = set()
     for path, collection in collections.items():
@@ -30,7 +33,11 @@ def tables_of(collections: Mapping[str, EmbeddingCollection]) -> list[tuple[str,
 
 
 def dense_state(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, without the collections' rows."""
+    """Return the parameters and persistent buffers of a model by name, without the rows of its collections.
+
+    Raises:
+        UsageError: A module has extra state, which a checkpoint cannot hold.
+    """
     state: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         if isinstance(module, EmbeddingCollection):
@@ -47,30 +54,45 @@ def dense_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class DenseFit:
-    """Pairs of a model's tensor and a saved one that fit. missing: the model's that were not saved or do not
-    fit; extra: saved ones without a place."""
+class DenseMatch:
+    """Saved dense weights matched with those of a model.
+
+    Attributes:
+        pairs: Pairs of a tensor of the model and the saved tensor for it.
+        missing: Weights of the model that were not saved, or were saved with another shape.
+        extra: Saved weights that the model does not have.
+    """
 
     pairs: list[tuple[Tensor, Tensor]]
     missing: list[str]
     extra: list[str]
 
     def copy(self) -> None:
-        """Copies the saved ones into the model."""
+        """Copy the saved tensors into the model."""
         for here, there in self.pairs:
             here.data.copy_(there)
 
 
-def fit_dense(model: nn.Module, saved: Mapping[str, Tensor], allow_missing: bool = False) -> DenseFit:
-    """Matches saved dense weights with a model's, by name; copies nothing.
+def match_dense(model: nn.Module, saved: Mapping[str, Tensor], allow_missing: bool = False) -> DenseMatch:
+    """Match saved dense weights with those of a model, by name, without copying them.
 
-    Raises CheckpointError naming what does not fit, unless allow_missing.
+    Args:
+        model: The model.
+        saved: The saved weights by name.
+        allow_missing: Report weights that do not match instead of raising.
+
+    Returns:
+        The matching pairs, and what is missing or extra.
+
+    Raises:
+        CheckpointError: Names or shapes differ; the message names them.
     """
     state = dense_state(model)
     missing, extra = sorted(set(state) - set(saved)), sorted(set(saved) - set(state))
     if (missing or extra) and not allow_missing:
         raise CheckpointError(
-            f"dense weights do not fit this model: the checkpoint lacks {missing}, the model lacks {extra}"
+            f"the dense weights do not match this model: the checkpoint lacks {missing}, the model lacks "
+            f"{extra}"
         )
     pairs = []
     for name in sorted(set(state) & set(saved)):
@@ -80,5 +102,7 @@ def fit_dense(model: nn.Module, saved: Mapping[str, Tensor], allow_missing: bool
         elif allow_missing:
             missing.append(name)
         else:
-            raise CheckpointError(f"dense weight {name!r} is {list(there)} when saved, {list(here)} here")
-    return DenseFit(pairs, missing, extra)
+            raise CheckpointError(
+                f"dense weight {name!r} was saved with shape {list(there)}, the model's is {list(here)}"
+            )
+    return DenseMatch(pairs, missing, extra)

@@ -1,4 +1,4 @@
-"""Listing: which checkpoints lie in a place, complete or not. Only manifests are read."""
+"""Listing: the checkpoints below a path, complete or not. Only manifests are read."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from megalith.errors import CheckpointError
 from megalith.storage.store import Store, open_store
 
 MAX_DEPTH = 3
-"""How many folders deep checkpoints are looked for: runs/RUN/checkpoints/STEP."""
+"""How many levels of folders are searched: runs/RUN/checkpoints/STEP."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """A place with a checkpoint, or with one that cannot be read.
+class ListedCheckpoint:
+    """A checkpoint, possibly incomplete or damaged.
 
-    manifest: None where it is missing or wrong; `problem` says which. leftovers: folders of data that no
-    manifest names, of a save that is under way or was cut off.
+    Attributes:
+        path: Its directory or URL.
+        manifest: Its manifest; None if it is missing or not valid.
+        problem: Why there is no manifest; empty if there is one.
+        leftovers: Data folders that the manifest does not name, from a save that is in progress or was
+            interrupted.
     """
 
     path: str
@@ -31,49 +35,55 @@ class Found:
 
     @property
     def rows(self) -> int:
-        """Rows of all tables."""
+        """Number of rows of all tables."""
         tables = [] if self.manifest is None else self.manifest.tables().values()
         return sum(entries[-1].live for entries in tables)
 
     @property
     def bytes(self) -> int:
-        """Of all files of the base and the deltas."""
+        """Size of all files of the base and the deltas."""
         files = [] if self.manifest is None else self.manifest.all_files()
         return sum(file.bytes for file in files)
 
     @property
     def steps(self) -> dict[str, int]:
-        """Each collection's step."""
-        collections = {} if self.manifest is None else self.manifest.latest.collections
-        return {path: collection.global_step for path, collection in collections.items()}
+        """The global step of each collection."""
+        return {} if self.manifest is None else self.manifest.steps
 
 
-def find_checkpoints(path: str | PathLike[str]) -> list[Found]:
-    """The checkpoint at a path, or those in the folders below it, up to MAX_DEPTH deep, by path.
+def find_checkpoints(path: str | PathLike[str]) -> list[ListedCheckpoint]:
+    """List the checkpoint at a path, or those in the folders below it.
 
-    Raises CheckpointError if there is none.
+    Args:
+        path: A directory or a URL. Folders are searched up to MAX_DEPTH levels deep.
+
+    Returns:
+        The checkpoints, sorted by path.
+
+    Raises:
+        CheckpointError: There is none.
     """
     store = open_store(path)
-    found = _look(store, MAX_DEPTH)
+    found = _search(store, MAX_DEPTH)
     if not found:
         raise CheckpointError(f"{store.where} holds no checkpoint, and neither do the folders in it")
     return found
 
 
-def _look(store: Store, depth: int) -> list[Found]:
+def _search(store: Store, depth: int) -> list[ListedCheckpoint]:
     folders = store.folders()
     data = [folder for folder in folders if folder.startswith(DATA)]
     if is_checkpoint(store):
         return [_read(store, data)]
     if data:
-        return [Found(store.where, None, f"incomplete: it has no {NAME}", data)]
+        return [ListedCheckpoint(store.where, None, f"incomplete: it has no {NAME}", data)]
     if not depth:
         return []
-    return [found for folder in folders for found in _look(store.inside(folder), depth - 1)]
+    return [found for folder in folders for found in _search(store.inside(folder), depth - 1)]
 
 
 def is_checkpoint(path: str | PathLike[str] | Store) -> bool:
-    """Whether a checkpoint is there, whole or damaged."""
+    """Whether a path holds a checkpoint, intact or damaged."""
     try:
         open_store(path).size(NAME)
     except (FileNotFoundError, NotADirectoryError):
@@ -81,10 +91,11 @@ def is_checkpoint(path: str | PathLike[str] | Store) -> bool:
     return True
 
 
-def _read(store: Store, data: list[str]) -> Found:
+def _read(store: Store, data: list[str]) -> ListedCheckpoint:
     try:
         manifest = read_manifest(store)
     except CheckpointError as error:
-        return Found(store.where, None, f"damaged: {error}")
+        return ListedCheckpoint(store.where, None, f"damaged: {error}")
     named = {PurePosixPath(file.path).parts[:1] for file in manifest.all_files()}
-    return Found(store.where, manifest, leftovers=[folder for folder in data if (folder,) not in named])
+    leftovers = [folder for folder in data if (folder,) not in named]
+    return ListedCheckpoint(store.where, manifest, leftovers=leftovers)

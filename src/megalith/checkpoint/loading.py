@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from megalith.checkpoint.chain import agree, check_idle, forget_tip, ranks_of, set_tip, start_over
-from megalith.checkpoint.dense_state import DenseFit, collections_of, fit_dense
-from megalith.checkpoint.manifest import NAME, FileEntry, Manifest, Piece, TableEntry
+from megalith.checkpoint.chain import check_idle, forget_last_save, ranks_of, set_last_save, track_changes
+from megalith.checkpoint.dense_state import DenseMatch, collections_of, match_dense
+from megalith.checkpoint.manifest import NAME, Manifest, Piece, TableEntry
 from megalith.checkpoint.match_tables import Match, TableMatches, match_tables
+from megalith.checkpoint.nested_state import unpack
 from megalith.checkpoint.saved_rows import (
     MAX_MANIFEST,
     check_piece,
@@ -31,15 +32,16 @@ from megalith.checkpoint.saved_rows import (
     read_removed,
     read_tensors,
 )
-from megalith.checkpoint.tree import unpack
+from megalith.distributed.agreement import agree
 from megalith.distributed.ranks import RankGroup
 from megalith.errors import CheckpointError, InputError, RankFailedError, RankTimeoutError
 from megalith.nn import EmbeddingCollection
-from megalith.storage.store import Store, open_store
+from megalith.storage.store import Store, StoredFile, open_store
 from megalith.table import Chunk
 
 _TRIES = 5
 _Check = Callable[[Store], None]
+_agree = partial(agree, error=CheckpointError)
 
 
 @dataclass(frozen=True)
@@ -143,10 +145,10 @@ def _manifest_bytes(store: Store, ranks: RankGroup) -> bytes:
 
 def _load(model: nn.Module, store: Store, ranks: RankGroup, asked: _Asked) -> LoadReport:
     collections = collections_of(model)
-    agree(ranks, lambda: check_idle(collections))
-    text = agree(ranks, lambda: read_manifest(store).to_json() if ranks.rank == 0 else "")
+    _agree(ranks, lambda: check_idle(collections))
+    text = _agree(ranks, lambda: read_manifest(store).to_json() if ranks.rank == 0 else "")
     manifest = Manifest.from_json(ranks.broadcast(text), store.where)
-    found = agree(
+    found = _agree(
         ranks,
         lambda: match_tables(
             manifest,
@@ -159,18 +161,18 @@ def _load(model: nn.Module, store: Store, ranks: RankGroup, asked: _Asked) -> Lo
         ),
     )
     with _verified(store, ranks, _needed(manifest, found, store)) as near:
-        dense = agree(ranks, lambda: _fit_rest(near, manifest, model, asked))
-        tables = agree(ranks, lambda: _load_tables(near, found, ranks, asked.on_rows))
+        dense = _agree(ranks, lambda: _fit_rest(near, manifest, model, asked))
+        tables = _agree(ranks, lambda: _load_tables(near, found, ranks, asked.on_rows))
     dense.copy()
     _set_steps(manifest, collections)
     for collection in collections.values():
         collection.zero_grad()
         if asked.deltas:
-            start_over(collection.shards)
+            track_changes(collection.shards)
     if asked.deltas:
-        forget_tip(collections.values())
+        forget_last_save(collections.values())
     if asked.deltas and found.is_exact and not asked.rename:
-        set_tip(collections.values(), store, manifest.tip)
+        set_last_save(collections.values(), store, manifest.tip)
     report = LoadReport(
         manifest,
         _all_ranks(ranks, found, tables),
@@ -182,12 +184,12 @@ def _load(model: nn.Module, store: Store, ranks: RankGroup, asked: _Asked) -> Lo
     return report
 
 
-def _needed(manifest: Manifest, found: TableMatches, store: Store) -> dict[FileEntry, _Check]:
+def _needed(manifest: Manifest, found: TableMatches, store: Store) -> dict[StoredFile, _Check]:
     """The files a load reads, and how each is checked. Of a store that is far, this rank's alone."""
-    checks: dict[FileEntry, _Check] = {}
+    checks: dict[StoredFile, _Check] = {}
     for match in found.matches:
         for entry in match.entries:
-            for piece in entry.pieces if store.is_near else _relevant(entry, match):
+            for piece in entry.pieces if store.is_local else _relevant(entry, match):
                 checks[piece.file] = partial(check_piece, piece=piece, entry=entry)
             for piece in entry.removed:
                 checks[piece.file] = partial(check_removed, piece=piece)
@@ -196,19 +198,19 @@ def _needed(manifest: Manifest, found: TableMatches, store: Store) -> dict[FileE
 
 
 @contextmanager
-def _verified(store: Store, ranks: RankGroup, needed: dict[FileEntry, _Check]) -> Iterator[Store]:
+def _verified(store: Store, ranks: RankGroup, needed: dict[StoredFile, _Check]) -> Iterator[Store]:
     """The files, verified; of files that lie near each rank checks a share, and all agree."""
     files = list(needed)
-    share = files[ranks.rank :: ranks.size] if store.is_near else files
+    share = files[ranks.rank :: ranks.size] if store.is_local else files
     with ExitStack() as stack:
 
         def verify() -> Store:
-            near = stack.enter_context(store.nearby(share))
+            near = stack.enter_context(store.local_copy(share, CheckpointError))
             for file in share:
                 needed[file](near)
             return near
 
-        yield agree(ranks, verify)
+        yield _agree(ranks, verify)
 
 
 def _load_tables(
@@ -257,7 +259,7 @@ def _restore(match: Match, chunk: Chunk) -> None:
     match.table.restore(chunk)
 
 
-def _fit_rest(store: Store, manifest: Manifest, model: nn.Module, asked: _Asked) -> DenseFit:
+def _fit_rest(store: Store, manifest: Manifest, model: nn.Module, asked: _Asked) -> DenseMatch:
     """Reads what is not rows. Dense weights are only matched yet; the optimizer takes its state or raises."""
     latest, rename, optimizer = manifest.latest, asked.rename, asked.optimizer
     saved = {} if latest.dense is None else read_tensors(store, latest.dense)
@@ -268,7 +270,7 @@ def _fit_rest(store: Store, manifest: Manifest, model: nn.Module, asked: _Asked)
     renamed = {rename.get(name, name): tensor for name, tensor in saved.items()}
     if len(renamed) != len(saved):
         raise InputError(f"rename: two dense weights of {store.where} would have one name")
-    dense = fit_dense(model, renamed, asked.allow_missing)
+    dense = match_dense(model, renamed, asked.allow_missing)
     if optimizer is not None:
         if latest.optimizer is None:
             raise CheckpointError(f"{store.where} holds no optimizer state; load without optimizer=")

@@ -6,14 +6,14 @@ Its fields are those of docs/formats/checkpoint.md. Reading checks every field; 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
 from megalith.errors import CheckpointError, InputError
 from megalith.routing import MODES, Router
-from megalith.storage.strict_json import parse_json
+from megalith.storage.store import StoredFile
+from megalith.storage.strict_json import JsonFields, parse_json
 from megalith.table import TableConfig
 
 FORMAT = "megalith-checkpoint"
@@ -22,19 +22,10 @@ NAME = "manifest.json"
 
 
 @dataclass(frozen=True)
-class FileEntry:
-    """A file: its path below the checkpoint, its length and its checksum."""
-
-    path: str
-    bytes: int
-    checksum: str
-
-
-@dataclass(frozen=True)
 class Piece:
     """A file of a table's rows, or of ids, of one shard."""
 
-    file: FileEntry
+    file: StoredFile
     shard: int
     rows: int
 
@@ -104,12 +95,12 @@ class Save:
     id: str
     created: str
     collections: dict[str, CollectionEntry]
-    dense: FileEntry | None = None
+    dense: StoredFile | None = None
     optimizer: dict[str, Any] | None = None
-    optimizer_tensors: FileEntry | None = None
+    optimizer_tensors: StoredFile | None = None
     progress: dict[str, Any] = field(default_factory=dict)
 
-    def files(self) -> list[FileEntry]:
+    def files(self) -> list[StoredFile]:
         """Every file it names."""
         tables = [table for c in self.collections.values() for table in c.tables.values()]
         pieces = [piece.file for table in tables for piece in (*table.pieces, *table.removed)]
@@ -141,11 +132,16 @@ class Manifest(Save):
         return self.saves[-1]
 
     @property
+    def steps(self) -> dict[str, int]:
+        """The global step of each collection."""
+        return {path: collection.global_step for path, collection in self.latest.collections.items()}
+
+    @property
     def tip(self) -> str:
         """The id of the latest save, which the next delta must name."""
         return self.latest.id
 
-    def all_files(self) -> list[FileEntry]:
+    def all_files(self) -> list[StoredFile]:
         """Every file of the base and the deltas."""
         return [file for save in self.saves for file in save.files()]
 
@@ -166,26 +162,29 @@ class Manifest(Save):
         return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1, allow_nan=False)
 
     @classmethod
-    def from_json(cls, text: str, where: str) -> Manifest:
-        """Reads the text. Raises CheckpointError naming the field that is missing or wrong."""
-        try:
-            data = parse_json(text)
-        except ValueError as error:
-            raise CheckpointError(f"{where} is no JSON: {error}") from None
+    def from_json(cls, text: str | bytes, where: str) -> Manifest:
+        """Parse the text of a manifest.
+
+        Args:
+            text: The content of the file.
+            where: The file's name, for messages.
+
+        Raises:
+            CheckpointError: The text is not a manifest; the message names the field that is missing or wrong.
+        """
+        data = parse_json(text, lambda problem: CheckpointError(f"{where} {problem}"))
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise CheckpointError(f"{where} is no manifest of a Megalith checkpoint")
+            raise CheckpointError(f"{where} is not the manifest of a Megalith checkpoint")
         if data.get("version") != VERSION:
             raise CheckpointError(
-                f"{where} has version {data.get('version')!r}; this Megalith reads {VERSION}"
+                f"{where} has version {data.get('version')!r}; this Megalith reads version {VERSION}"
             )
-        read = _FieldReader(where)
+        fields = JsonFields(data, lambda problem: CheckpointError(f"{where}: {problem}"))
+        deltas = fields.objects("deltas") if "deltas" in data else []
         manifest = cls(
-            **_save(read, data),
-            megalith=read.text(data, "megalith"),
-            deltas=[
-                _delta(read.inside(f"deltas[{number}]"), each)
-                for number, each in enumerate(read.listing(data, "deltas") if "deltas" in data else [])
-            ],
+            **_save(fields),
+            megalith=fields.string("megalith"),
+            deltas=[Delta(**_save(delta), previous=delta.string("previous")) for delta in deltas],
         )
         _check_chain(manifest, where)
         _check_tables(manifest, where)
@@ -252,120 +251,92 @@ def describe(config: TableConfig) -> list[dict[str, Any]]:
     ]
 
 
-def _save(read: _FieldReader, data: dict[str, Any]) -> dict[str, Any]:
+def _save(fields: JsonFields) -> dict[str, Any]:
     return {
-        "id": read.text(data, "id"),
-        "created": read.text(data, "created"),
-        "collections": {
-            name: _collection(read.inside(f"collections.{name}"), each)
-            for name, each in read.named(data, "collections").items()
-        },
-        "dense": _file(read, data, "dense"),
-        "optimizer": read.mapping(data, "optimizer", optional=True),
-        "optimizer_tensors": _file(read, data, "optimizer_tensors"),
-        "progress": read.mapping(data, "progress", optional=True) or {},
+        "id": fields.string("id"),
+        "created": fields.string("created"),
+        "collections": {n: _collection(c) for n, c in fields.named_objects("collections").items()},
+        "dense": _optional_file(fields, "dense"),
+        "optimizer": fields.object("optimizer").data if "optimizer" in fields else None,
+        "optimizer_tensors": _optional_file(fields, "optimizer_tensors"),
+        "progress": fields.object("progress").data if "progress" in fields else {},
     }
 
 
-def _delta(read: _FieldReader, data: Any) -> Delta:
-    data = read.as_mapping(data)
-    return Delta(**_save(read, data), previous=read.text(data, "previous"))
-
-
-def _collection(read: _FieldReader, data: Any) -> CollectionEntry:
-    tables = read.named(read.as_mapping(data), "tables")
+def _collection(fields: JsonFields) -> CollectionEntry:
+    tables = fields.named_objects("tables")
     return CollectionEntry(
-        global_step=read.number(data, "global_step"),
-        tables={name: _table(read.inside(f"tables.{name}"), each) for name, each in tables.items()},
+        global_step=fields.integer("global_step"),
+        tables={name: _table(table) for name, table in tables.items()},
     )
 
 
-def _table(read: _FieldReader, data: Any) -> TableEntry:
-    data = read.as_mapping(data)
-    segments = read.listing(data, "segments")
+def _table(fields: JsonFields) -> TableEntry:
+    segments = fields.objects("segments")
     if not segments:
-        raise read.wrong("segments", "must not be empty")
-    for number, segment in enumerate(segments):
-        _check_segment(read.inside(f"segments[{number}]"), segment)
-    pieces = _pieces(read, data, "pieces")
-    routing = _routing(read.inside("routing"), read.mapping(data, "routing", optional=True) or {})
+        fields.fail("segments", "must not be empty")
+    for segment in segments:
+        segment.integer("dim", least=1)
+        segment.object("optimizer").string("name")
+        for state in segment.objects("state") if "state" in segment.data else []:
+            state.string("name")
+            state.integer("size", least=1)
+    pieces = _pieces(fields, "pieces")
+    routing = _routing(fields.object("routing")) if "routing" in fields else Routing()
     if routing.num_shards > 1 and any(piece.shard >= routing.num_shards for piece in pieces):
-        raise read.wrong("pieces", f"must be of shards below {routing.num_shards}")
+        fields.fail("pieces", f"must be of shards below {routing.num_shards}")
     return TableEntry(
-        segments=segments,
-        seed=read.number(data, "seed", least=-(2**63)),
+        segments=[segment.data for segment in segments],
+        seed=fields.integer("seed", least=-(2**63)),
         routing=routing,
         pieces=pieces,
-        live=read.number(data, "live") if "live" in data else sum(piece.rows for piece in pieces),
-        removed=_pieces(read, data, "removed") if "removed" in data else [],
+        live=fields.integer("live") if "live" in fields.data else sum(piece.rows for piece in pieces),
+        removed=_pieces(fields, "removed") if "removed" in fields.data else [],
     )
 
 
-def _check_segment(read: _FieldReader, segment: Any) -> None:
-    read.number(read.as_mapping(segment), "dim", least=1)
-    read.text(read.mapping(segment, "optimizer"), "name")
-    for number, state in enumerate(read.listing(segment, "state") if "state" in segment else []):
-        inside = read.inside(f"state[{number}]")
-        inside.text(inside.as_mapping(state), "name")
-        inside.number(state, "size", least=1)
-
-
-def _routing(read: _FieldReader, data: dict[str, Any]) -> Routing:
-    skip_first = data.get("skip_first", False)
-    if not isinstance(skip_first, bool):
-        raise read.wrong("skip_first", "must be true or false")
+def _routing(fields: JsonFields) -> Routing:
+    data = fields.data
     routing = Routing(
-        dist_type=read.text(data, "dist_type") if "dist_type" in data else "roundrobin",
-        num_shards=read.number(data, "num_shards", least=1) if "num_shards" in data else 1,
-        block_size=read.number(data, "block_size", least=1) if data.get("block_size") is not None else None,
-        skip_first=skip_first,
+        dist_type=fields.string("dist_type") if "dist_type" in data else "roundrobin",
+        num_shards=fields.integer("num_shards", least=1) if "num_shards" in data else 1,
+        block_size=fields.integer("block_size", least=1) if "block_size" in fields else None,
+        skip_first=fields.boolean("skip_first") if "skip_first" in data else False,
     )
     if routing.dist_type not in MODES:
-        raise read.wrong("dist_type", f"must be one of {', '.join(MODES)}, not {routing.dist_type!r}")
+        fields.fail("dist_type", f"must be one of {', '.join(MODES)}, not {routing.dist_type!r}")
     try:
         routing.router()
     except InputError as error:
-        raise read.wrong("num_shards", f"makes no sense: {error}") from None
+        fields.fail("num_shards", f"is not valid: {error}")
     return routing
 
 
-def read_pieces(data: Mapping[str, Any], key: str, where: str) -> list[Piece]:
-    """The pieces in a part of a manifest. Raises CheckpointError naming the field that is wrong."""
-    return _pieces(_FieldReader(where), data, key)
+def read_pieces(data: dict[str, Any], key: str, where: str) -> list[Piece]:
+    """Parse the pieces in a part of a manifest. Raises CheckpointError naming the field that is wrong."""
+    return _pieces(JsonFields(data, lambda problem: CheckpointError(f"{where}: {problem}")), key)
 
 
-def _pieces(read: _FieldReader, data: Mapping[str, Any], key: str) -> list[Piece]:
+def _pieces(fields: JsonFields, key: str) -> list[Piece]:
     return [
-        _piece(read.inside(f"{key}[{number}]"), each) for number, each in enumerate(read.listing(data, key))
+        Piece(_file(piece.object("file")), piece.integer("shard"), piece.integer("rows"))
+        for piece in fields.objects(key)
     ]
 
 
-def _piece(read: _FieldReader, data: Any) -> Piece:
-    data = read.as_mapping(data)
-    file = _file(read, data, "file")
-    if file is None:
-        raise read.wrong("file", "is missing")
-    return Piece(file=file, shard=read.number(data, "shard"), rows=read.number(data, "rows"))
+def _optional_file(fields: JsonFields, key: str) -> StoredFile | None:
+    return _file(fields.object(key)) if key in fields else None
 
 
-def _file(read: _FieldReader, data: Mapping[str, Any], key: str) -> FileEntry | None:
-    entry = read.mapping(data, key, optional=True)
-    if entry is None:
-        return None
-    inside = read.inside(key)
-    path, sum_ = inside.text(entry, "path"), inside.text(entry, "checksum")
+def _file(fields: JsonFields) -> StoredFile:
+    path = fields.string("path")
     if not _is_below(path):
-        raise inside.wrong("path", f"{path!r} leads out of the checkpoint")
-    return FileEntry(path=path, bytes=inside.number(entry, "bytes"), checksum=sum_)
-
-
-def _is_text(value: str) -> bool:
-    """Whether it can be printed; JSON can spell half of a character that takes two."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in value)
+        fields.fail("path", f"{path!r} leads out of the checkpoint")
+    return StoredFile(path, fields.integer("bytes"), fields.string("checksum"))
 
 
 def _is_below(path: str) -> bool:
-    """Whether a path is a plain way down: neither absolute nor with "..", and spelled as we spell it."""
+    """Whether a path is relative, normalized, printable and without ".."."""
     parts = PurePosixPath(path)
     return (
         str(parts) == path
@@ -375,57 +346,3 @@ def _is_below(path: str) -> bool:
         and "\\" not in path
         and path.isprintable()
     )
-
-
-class _FieldReader:
-    """Takes fields out of JSON; errors say which file and field."""
-
-    def __init__(self, where: str, field: str = "") -> None:
-        self._where = where
-        self._field = field
-
-    def inside(self, name: str) -> _FieldReader:
-        return _FieldReader(self._where, f"{self._field}{name}.")
-
-    def wrong(self, key: str, problem: str) -> CheckpointError:
-        return CheckpointError(f"{self._where}: field {self._field}{key} {problem}")
-
-    def as_mapping(self, data: Any) -> dict[str, Any]:
-        if not isinstance(data, dict):
-            raise CheckpointError(f"{self._where}: field {self._field.rstrip('.')} must be an object")
-        return data
-
-    def _typed(self, data: Mapping[str, Any], key: str, kind: type, name: str) -> Any:
-        value = data.get(key)
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise self.wrong(key, "is missing" if key not in data else f"must be {name}")
-        return value
-
-    def text(self, data: Mapping[str, Any], key: str) -> str:
-        value = str(self._typed(data, key, str, "a text"))
-        if not _is_text(value):
-            raise self.wrong(key, "must be a text")
-        return value
-
-    def named(self, data: Mapping[str, Any], key: str) -> Any:
-        """An object whose keys are names."""
-        value = self.mapping(data, key)
-        if not all(map(_is_text, value)):
-            raise self.wrong(key, "has a name that is no text")
-        return value
-
-    def number(self, data: Mapping[str, Any], key: str, least: int = 0) -> int:
-        value = int(self._typed(data, key, int, "a whole number"))
-        if value < least:
-            raise self.wrong(key, f"must be at least {least}")
-        if value >= 2**63:
-            raise self.wrong(key, "is too large")
-        return value
-
-    def listing(self, data: Mapping[str, Any], key: str) -> list[Any]:
-        return list(self._typed(data, key, list, "a list"))
-
-    def mapping(self, data: Mapping[str, Any], key: str, optional: bool = False) -> Any:
-        if optional and data.get(key) is None:
-            return None
-        return dict(self._typed(data, key, dict, "an object"))

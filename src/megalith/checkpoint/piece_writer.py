@@ -1,4 +1,4 @@
-"""PieceWriter: writes a snapshot's rows to files, one buffer being filled while others are being written."""
+"""PieceWriter: writes the rows of snapshots to files, filling one buffer while others are being written."""
 
 from __future__ import annotations
 
@@ -10,50 +10,65 @@ from torch import Tensor
 from megalith.checkpoint.manifest import Piece
 from megalith.checkpoint.saved_rows import write_chunk
 from megalith.storage.store import Store
-from megalith.table import Chunk, Table
+from megalith.table import Chunk, TableConfig
 from megalith.table.snapshot import Snapshot
 
 PIECE_BYTES = 32 << 20
-"""Of a file of rows."""
+"""The size of a file of rows."""
 BUFFERS = 3
-"""One is being filled, one copied to the system, one on its way to the disk: all the memory a pen takes."""
+"""One buffer is filled, one is copied to the operating system, one is flushed to the disk."""
 
 
 class PieceWriter:
-    """Writes rows of snapshots as files of a store. A write's error comes with a later call or `close`."""
+    """Writes rows of snapshots as files of a store; its memory is BUFFERS buffers of PIECE_BYTES.
+
+    Files are written by other threads: the error of a write is raised by a later call or by `close`.
+
+    Args:
+        store: Where the files go.
+        shard: The shard that the rows belong to.
+        precision: The dtype of the stored weights.
+    """
 
     def __init__(self, store: Store, shard: int, precision: torch.dtype) -> None:
         self._store, self._shard, self._precision = store, shard, precision
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * BUFFERS
-        self._busy: list[Future[None] | None] = [None] * BUFFERS
-        self._turn = 0
+        self._writes: list[Future[None] | None] = [None] * BUFFERS
+        self._next = 0
         self._failed = False
-        self._threads = ThreadPoolExecutor(BUFFERS - 1, "megalith pen")
+        self._threads = ThreadPoolExecutor(BUFFERS - 1, "megalith piece writer")
 
-    def write(self, snapshot: Snapshot, name: str, pieces: list[Piece]) -> int:
-        """Reads up to a file's rows of a snapshot and sends them off under this name; 0 at its end.
+    def write(self, snapshot: Snapshot, config: TableConfig, name: str, pieces: list[Piece]) -> int:
+        """Read the next rows of a snapshot, up to one file, and start writing them.
 
-        pieces: gets the file's entry once it is written.
+        Args:
+            snapshot: The snapshot to read.
+            config: The config of its table.
+            name: The name of the file.
+            pieces: Receives the file's entry when it is written.
+
+        Returns:
+            The number of rows read; 0 at the end of the snapshot, and then no file is written.
         """
-        chunk = self._blank(snapshot.table, snapshot.rows)
+        chunk = self._empty_chunk(config, snapshot.rows)
         count = snapshot.read(chunk)
         if count:
             rows = chunk.part(0, count)
-            self._busy[self._turn] = self._threads.submit(self._put, rows, name, pieces)
-            self._turn = (self._turn + 1) % BUFFERS
+            self._writes[self._next] = self._threads.submit(self._put, rows, name, pieces)
+            self._next = (self._next + 1) % BUFFERS
         return count
 
     def close(self) -> None:
-        """Returns when everything is written."""
+        """Wait until all files are written."""
         try:
-            for busy in self._busy:
-                if busy is not None:
-                    busy.result()
+            for write in self._writes:
+                if write is not None:
+                    write.result()
         finally:
             self._threads.shutdown()
 
     def _put(self, chunk: Chunk, name: str, pieces: list[Piece]) -> None:
-        if self._failed:  # a store that is away would keep us waiting again
+        if self._failed:  # an unreachable store would make us wait again for every file
             return
         try:
             pieces.append(write_chunk(self._store, name, chunk, self._shard, self._precision))
@@ -61,20 +76,21 @@ class PieceWriter:
             self._failed = True
             raise
 
-    def _blank(self, table: Table, rows: int) -> Chunk:
-        """A chunk in the buffer whose turn it is, when that is free."""
-        busy = self._busy[self._turn]
-        if busy is not None:
-            self._busy[self._turn] = None
-            busy.result()
-        row_bytes = 16 + 4 * table.config.row_floats
+    def _empty_chunk(self, config: TableConfig, rows: int) -> Chunk:
+        """Return a chunk in the next buffer, after waiting until that buffer is written."""
+        write = self._writes[self._next]
+        if write is not None:
+            self._writes[self._next] = None
+            write.result()
+        row_bytes = 16 + 4 * config.row_floats
         size = max(1, min(rows, PIECE_BYTES // row_bytes))
-        if self._buffers[self._turn].numel() < size * row_bytes:
-            self._buffers[self._turn] = torch.empty(size * row_bytes, dtype=torch.uint8)
-        return _carve(self._buffers[self._turn], table, size)
+        if self._buffers[self._next].numel() < size * row_bytes:
+            self._buffers[self._next] = torch.empty(size * row_bytes, dtype=torch.uint8)
+        return _chunk_in(self._buffers[self._next], config, size)
 
 
-def _carve(buffer: Tensor, table: Table, n: int) -> Chunk:
+def _chunk_in(buffer: Tensor, config: TableConfig, n: int) -> Chunk:
+    """Return a chunk of n rows whose columns are views of a buffer."""
     at = 0
 
     def take(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -86,6 +102,6 @@ def _carve(buffer: Tensor, table: Table, n: int) -> Chunk:
     return Chunk(
         take(torch.int64, n),
         time=take(torch.int64, n),
-        rows=take(torch.float32, n, table.dim),
-        state={c.key: take(torch.float32, n, c.end - c.start) for c in table.config.state_columns},
+        rows=take(torch.float32, n, config.dim),
+        state={c.key: take(torch.float32, n, c.end - c.start) for c in config.state_columns},
     )

@@ -13,21 +13,13 @@ from os import PathLike
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.manifest import (
-    CollectionEntry,
-    FileEntry,
-    Manifest,
-    Piece,
-    Routing,
-    TableEntry,
-    full_name,
-)
+from megalith.checkpoint.manifest import CollectionEntry, Manifest, Piece, Routing, TableEntry, full_name
 from megalith.checkpoint.piece_writer import PIECE_BYTES
 from megalith.checkpoint.save_job import DATA, commit, folders_of
 from megalith.checkpoint.saved_rows import latest_rows, read_manifest, write_chunk
 from megalith.errors import CheckpointError, InputError
 from megalith.routing import Router
-from megalith.storage.store import Store, open_store, read_file
+from megalith.storage.store import Store, StoredFile, open_store
 from megalith.table import Chunk
 
 OnRows = Callable[[int], None]
@@ -104,7 +96,7 @@ def _rewrite(
     tables = manifest.tables()
     done = 0
     try:
-        with source.nearby(manifest.all_files()) as near:
+        with source.local_copy(manifest.all_files(), CheckpointError) as near:
             collections = {}
             for c, (path, collection) in enumerate(latest.collections.items()):
                 collections[path] = CollectionEntry(collection.global_step, {})
@@ -208,5 +200,5 @@ def _join(chunks: list[Chunk]) -> Chunk:
     )
 
 
-def _copy(source: Store, target: Store, name: str, file: FileEntry | None) -> FileEntry | None:
-    return None if file is None else target.write(name, [read_file(source, file).numpy()])
+def _copy(source: Store, target: Store, name: str, file: StoredFile | None) -> StoredFile | None:
+    return None if file is None else target.write(name, [source.read_file(file, CheckpointError).numpy()])

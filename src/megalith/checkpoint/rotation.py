@@ -1,7 +1,7 @@
-"""Rotation: a series of checkpoints in one place, of which old ones are deleted.
+"""Rotation: a series of checkpoints under one path, of which old ones are deleted.
 
-A folder `step-000000012000` holds each. A checkpoint loses its manifest first when it is deleted, so that
-nobody takes what is left for one.
+Each is in a folder such as `step-000000012000`. Deleting a checkpoint begins with its manifest, so that a
+partly deleted folder is never taken for a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ _FOLDER = re.compile(r"step-(\d{12})")
 
 
 class Rotation:
-    """Checkpoints of a run by step.
+    """The checkpoints of a run by step. Old ones are deleted after each save.
 
-    path: a directory or address. keep_last: how many of the newest stay. keep_every: those of steps that this
-    divides stay too. Both are applied after each save.
+    Args:
+        path: A directory, a URL or a store.
+        keep_last: How many of the newest checkpoints are kept.
+        keep_every: Checkpoints whose step is a multiple of this are kept too.
     """
 
     def __init__(
@@ -39,51 +41,75 @@ class Rotation:
         self.keep_every = keep_every
 
     def path(self, step: int) -> str:
-        """Where the checkpoint of a step lies."""
-        return self._place(step).where
+        """Return the path of the checkpoint of a step."""
+        return self._store_of(step).where
 
-    def _place(self, step: int) -> Store:
+    def _store_of(self, step: int) -> Store:
         if not 0 <= step < 10**12:
             raise InputError(f"step must be between 0 and 10^12, got {step}")
         return self.store.inside(_folder(step))
 
     def steps(self) -> list[int]:
-        """The steps of all complete checkpoints, ascending."""
+        """Return the steps of all complete checkpoints, ascending."""
         return [step for step in self._all_steps() if self._is_complete(step)]
 
     def latest(self) -> str | None:
-        """Where the newest complete checkpoint lies, if there is one."""
+        """Return the path of the newest complete checkpoint; None if there is none."""
         steps = self.steps()
         return self.path(steps[-1]) if steps else None
 
     def save(self, model: nn.Module, step: int, **options: Any) -> Manifest:
-        """`checkpoint.save` under this step, then deletes what the rules do not keep."""
-        manifest = save(model, self._place(step), **options)
+        """Save a checkpoint of a step, then delete old ones.
+
+        Args:
+            model: The model.
+            step: The step, which names the folder.
+            **options: Those of `checkpoint.save`.
+
+        Returns:
+            The manifest of the checkpoint.
+        """
+        manifest = save(model, self._store_of(step), **options)
         if ranks_of(collections_of(model)).rank == 0:
             self.clean()
         return manifest
 
     def async_save(self, model: nn.Module, step: int, **options: Any) -> SaveHandle:
-        """`checkpoint.async_save` under this step; then deletes what the rules do not keep."""
-        first = ranks_of(collections_of(model)).rank == 0
-        return async_save(model, self._place(step), then=self.clean if first else None, **options)
+        """Save a checkpoint of a step while training continues, then delete old ones.
+
+        Args:
+            model: The model.
+            step: The step, which names the folder.
+            **options: Those of `checkpoint.async_save`.
+
+        Returns:
+            A handle to wait on.
+        """
+        is_first = ranks_of(collections_of(model)).rank == 0
+        return async_save(
+            model, self._store_of(step), on_complete=self.clean if is_first else None, **options
+        )
 
     def clean(self) -> list[int]:
-        """Deletes what the rules do not keep, and what saves that died left; the steps that are gone."""
+        """Delete the checkpoints that are not kept, and the remains of interrupted saves.
+
+        Returns:
+            The steps of the deleted checkpoints.
+        """
         steps = self.steps()
-        gone = [
+        deleted = [
             step
             for step in steps[: -self.keep_last]
             if self.keep_every is None or step % self.keep_every != 0
         ]
-        # A save under way is newer than all complete ones.
+        # A save in progress is newer than all complete ones.
         newest = steps[-1] if steps else 0
-        dead = [step for step in self._all_steps() if step not in steps and step < newest]
-        for step in gone:
+        interrupted = [step for step in self._all_steps() if step not in steps and step < newest]
+        for step in deleted:
             self.store.remove(f"{_folder(step)}/{NAME}")
-        for step in gone + dead:
+        for step in deleted + interrupted:
             self.store.remove(_folder(step))
-        return gone
+        return deleted
 
     def _all_steps(self) -> list[int]:
         found = (_FOLDER.fullmatch(name) for name in self.store.folders())

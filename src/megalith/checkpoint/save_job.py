@@ -1,11 +1,18 @@
-"""SaveJob: one save, frozen when it is made and written by `run`, in whatever thread.
+"""SaveJob: one save. Its state is frozen when the job is created and written by `run`, in any thread.
 
-Rows are frozen by snapshots, dense weights by a copy, so training can go on while they are written. Data goes
-into a folder of its own, then the manifest is replaced in one step: a reader sees the last complete
-checkpoint, whenever the writer stops. What no manifest names is deleted afterwards.
+Snapshots freeze the rows and copies freeze the dense weights, so training can continue during the writing.
+The data goes to a new folder `data-ID`, then the manifest is replaced in one step. A reader therefore always
+sees the last complete checkpoint, wherever the writer stops. Folders that the manifest does not name are
+deleted afterwards.
 
-With many ranks each writes its own rows and leaves a note of them in the folder; rank 0 puts the notes
-together. Nothing is exchanged between ranks once a save has begun.
+With several ranks, each rank writes its own rows. After the job is created the ranks exchange nothing except
+these files in the data folder:
+
+| file | written by | content | read by |
+| --- | --- | --- | --- |
+| ranks/RANK.json | each rank but 0 | {"tables": its files} or {"error": text} | rank 0, before it commits |
+| failed.json | rank 0, if it fails | {"error": text} | the other ranks, while they wait |
+| ../manifest.json | rank 0 | names this save's id: it is committed | the other ranks, while they wait |
 """
 
 from __future__ import annotations
@@ -27,13 +34,12 @@ from torch import nn
 
 from megalith.checkpoint.chain import (
     CONSUMER,
-    agree,
     check_idle,
-    check_tip,
+    check_last_save,
     ranks_of,
     set_busy,
     set_idle,
-    set_tip,
+    set_last_save,
 )
 from megalith.checkpoint.dense_state import collections_of, dense_state, tables_of
 from megalith.checkpoint.manifest import (
@@ -48,41 +54,49 @@ from megalith.checkpoint.manifest import (
     full_name,
     read_pieces,
 )
+from megalith.checkpoint.nested_state import pack
 from megalith.checkpoint.piece_writer import PieceWriter
 from megalith.checkpoint.saved_rows import MAX_MANIFEST, read_manifest, write_tensors
-from megalith.checkpoint.tree import pack
+from megalith.distributed.agreement import agree
 from megalith.errors import CheckpointError, InputError, UsageError
 from megalith.shards import Shards
 from megalith.storage.store import Store, open_store
 from megalith.storage.strict_json import parse_json
+from megalith.table import TableConfig
 from megalith.table.snapshot import Snapshot
 
 BUFFER_BYTES = 64 << 20
-"""Rows set aside while a save is under way, all tables together; when that is full, training waits."""
+"""Memory for rows that change during a save, for all tables together; when it is full, training waits."""
 DATA = "data-"
 PRECISIONS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_LOOK_EVERY = 0.02
+_POLL_SECONDS = 0.02
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SaveOptions:
-    """What `save` and its kin are asked for; see there."""
+    """The options of `save`, `save_delta` and `async_save`, which describe them.
+
+    Attributes:
+        track: Whether tables track the rows that change after this save.
+        delta: Whether only rows changed since the last save are written.
+    """
 
     optimizer: torch.optim.Optimizer | None
     progress: dict[str, Any] | None
     precision: str
-    track: bool
-    delta: bool
     on_rows: Callable[[int], None] | None
     timeout: float
+    track: bool
+    delta: bool
 
 
 @dataclass
-class _Frozen:
-    """A table of this rank: its snapshot, where its files go, and those written so far."""
+class _FrozenTable:
+    """A table of this rank: its snapshot, the folder of its files, and the files written so far."""
 
     collection: str
     name: str
+    config: TableConfig
     snapshot: Snapshot
     folder: str
     pieces: list[Piece] = field(default_factory=list)
@@ -91,7 +105,17 @@ class _Frozen:
 
 
 class SaveJob:
-    """A save under way. id: its own. waited: seconds that writers of rows stood still, known at its end."""
+    """A save of a model. A collective call: all ranks create the job together.
+
+    Args:
+        model: The model; its state at this moment is saved.
+        path: A directory, a URL or a store.
+        options: See `SaveOptions`.
+
+    Attributes:
+        id: The id of the save.
+        waited: Seconds for which training waited for memory; final when the job has ended.
+    """
 
     def __init__(self, model: nn.Module, path: str | PathLike[str] | Store, options: SaveOptions) -> None:
         self.store = open_store(path)
@@ -100,12 +124,12 @@ class SaveJob:
         self._collections = collections_of(model)
         self._ranks = ranks_of(self._collections)
         self._steps = {path: c.global_step for path, c in self._collections.items()}
-        self._tables: list[_Frozen] = []
-        agree(self._ranks, lambda: self._check(model))
+        self._tables: list[_FrozenTable] = []
+        agree(self._ranks, lambda: self._check(model), error=CheckpointError)
         self.id = str(self._ranks.broadcast(uuid.uuid4().hex[:12]))
         self._folder = f"{DATA}{self.id}"
         try:
-            agree(self._ranks, self._freeze)
+            agree(self._ranks, self._freeze, error=CheckpointError)
         except BaseException:
             self._end(give_back=True)
             raise
@@ -119,20 +143,20 @@ class SaveJob:
         check_idle(self._collections)
         names = [full_name(path, name) for path, name, _ in tables_of(self._collections)]
         if len(set(names)) != len(names):
-            raise UsageError(f"two tables of this model have one name: {', '.join(sorted(names))}")
+            raise UsageError(f"two tables of this model have the same name: {', '.join(sorted(names))}")
         try:
-            # A copy, too: the caller may go on changing what is inside.
+            # This also makes a copy: the caller may change the content later.
             self._progress: Any = parse_json(json.dumps(options.progress or {}, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
-            raise InputError(f"progress must be JSON-able: {error}") from None
-        # Copies: tied weights would share memory, and training goes on.
+            raise InputError(f"progress must be JSON data: {error}") from None
+        # Copies, because training continues and tied weights share memory.
         self._dense = {name: t.detach().clone() for name, t in dense_state(model).items()}
         self._structure: Any = None
         self._tensors: dict[str, torch.Tensor] = {}
         if options.optimizer is not None:
             self._structure, self._tensors = pack(options.optimizer.state_dict())
         if options.delta and self._ranks.rank == 0:
-            check_tip(self._collections.values(), self.store, read_manifest(self.store))
+            check_last_save(self._collections.values(), self.store, read_manifest(self.store))
 
     def _freeze(self) -> None:
         for collection in self._collections.values():
@@ -143,28 +167,36 @@ class SaveJob:
         tables = tables_of(self._collections)
         sizes = [max(1, shards.local[name].memory().rows) for _, name, shards in tables]
         for number, (path, name, shards) in enumerate(tables):
-            snapshot = shards.local[name].snapshot(
+            table = shards.local[name]
+            snapshot = table.snapshot(
                 consumer=CONSUMER if self._options.track else None,
                 touched_only=self._options.delta,
                 buffer_bytes=max(1 << 20, BUFFER_BYTES * sizes[number] // sum(sizes)),
             )
-            place = f"{list(self._collections).index(path)}-{list(shards.local).index(name)}"
-            self._tables.append(_Frozen(path, name, snapshot, f"{self._folder}/tables/{place}"))
+            folder = f"{list(self._collections).index(path)}-{list(shards.local).index(name)}"
+            folder = f"{self._folder}/tables/{folder}"
+            self._tables.append(_FrozenTable(path, name, table.config, snapshot, folder))
 
     # ---- writing
 
     def run(self) -> Manifest:
-        """Writes everything. If that fails, the checkpoint before stays, and rows count as changed again."""
+        """Write everything and commit it.
+
+        If it fails, the previous checkpoint remains, and the rows count as changed again.
+
+        Returns:
+            The manifest of the checkpoint, on every rank.
+        """
         try:
             self._write_tables()
-            manifest = self._finish() if self._ranks.rank == 0 else self._hand_in()
+            manifest = self._commit() if self._ranks.rank == 0 else self._report_and_wait()
         except BaseException as error:
             self._end(give_back=True)
-            self._give_up(error)
+            self._report_failure(error)
             raise
         self._end(give_back=False)
         if self._options.track:
-            set_tip(self._collections.values(), self.store, self.id)
+            set_last_save(self._collections.values(), self.store, self.id)
         return manifest
 
     def _end(self, *, give_back: bool) -> None:
@@ -177,14 +209,14 @@ class SaveJob:
     def _write_tables(self) -> None:
         shard = self._ranks.rank
         done = 0
-        pen = PieceWriter(self.store, shard, PRECISIONS[self._options.precision])
+        writer = PieceWriter(self.store, shard, PRECISIONS[self._options.precision])
         try:
             open_tables = list(self._tables)
             while open_tables:
-                # Where training is about to wait for room, rows are taken first.
+                # Tables first whose buffers of changed rows are filling up: training would have to wait.
                 frozen = max(open_tables, key=lambda f: f.snapshot.pressure > 0.5)
                 name = f"{frozen.folder}/{shard}-{frozen.files:05}.safetensors"
-                count = pen.write(frozen.snapshot, name, frozen.pieces)
+                count = writer.write(frozen.snapshot, frozen.config, name, frozen.pieces)
                 if not count:
                     open_tables.remove(frozen)
                     continue
@@ -193,7 +225,7 @@ class SaveJob:
                 if self._options.on_rows is not None:
                     self._options.on_rows(done)
         finally:
-            pen.close()
+            writer.close()
         for frozen in self._tables:
             frozen.pieces.sort(key=lambda piece: piece.file.path)
             assert sum(piece.rows for piece in frozen.pieces) == frozen.snapshot.rows, frozen.name
@@ -202,57 +234,56 @@ class SaveJob:
                 file = write_tensors(self.store, f"{frozen.folder}/{shard}-removed.safetensors", {"ids": ids})
                 frozen.removed.append(Piece(file, shard, ids.numel()))
 
-    def _finish(self) -> Manifest:
-        """On rank 0: waits for the other ranks' notes, writes the manifest, deletes what is old."""
-        notes = [self._note(), *(self._read_note(rank) for rank in range(1, self._ranks.size))]
+    def _commit(self) -> Manifest:
+        """On rank 0: wait for the reports of the other ranks, write the manifest, delete old files."""
+        reports = [self._report(), *(self._read_report(rank) for rank in range(1, self._ranks.size))]
         common = {
             "id": self.id,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "collections": self._entries(notes),
+            "collections": self._entries(reports),
             "dense": self._tensor_file("dense", self._dense),
             "optimizer": self._structure,
             "optimizer_tensors": self._tensor_file("optimizer", self._tensors),
             "progress": self._progress,
         }
         if self._options.delta:
-            before = read_manifest(self.store)  # it may have been compacted since
-            check_tip(self._collections.values(), self.store, before)
-            delta = Delta(**common, previous=before.tip)
-            manifest = replace(before, deltas=[*before.deltas, delta])
+            base = read_manifest(self.store)  # it may have been compacted in the meantime
+            check_last_save(self._collections.values(), self.store, base)
+            manifest = replace(base, deltas=[*base.deltas, Delta(**common, previous=base.tip)])
         else:
             manifest = Manifest(**common, megalith=megalith_version())
-        self._check_files(notes)
+        self._check_files(reports)
         commit(self.store, manifest)
         if self._ranks.size > 1:
-            with suppress(OSError):  # nobody reads them any more
+            with suppress(OSError):  # the reports are no longer needed
                 self.store.remove(f"{self._folder}/ranks")
         return manifest
 
-    def _check_files(self, notes: list[dict[str, Any]]) -> None:
-        """Raises CheckpointError if another save has deleted what was written: all, so the first tells."""
-        for note in notes:
-            paths = [piece["file"]["path"] for part in note.values() for piece in part["pieces"]]
+    def _check_files(self, reports: list[dict[str, Any]]) -> None:
+        """Raise CheckpointError if another save has deleted the data folder; one file per rank shows it."""
+        for report in reports:
+            paths = [piece["file"]["path"] for part in report.values() for piece in part["pieces"]]
             try:
                 for path in paths[:1]:
                     self.store.size(path)
             except FileNotFoundError:
                 raise CheckpointError(
-                    f"{self.store.where}: another save ended meanwhile and deleted this one's files; "
-                    "one at a time may write to a place"
+                    f"{self.store.where}: another save ended in the meantime and deleted this one's files; "
+                    "only one process at a time can save to a path"
                 ) from None
 
     def _tensor_file(self, name: str, tensors: dict[str, torch.Tensor]) -> Any:
         return write_tensors(self.store, f"{self._folder}/{name}.safetensors", tensors) if tensors else None
 
-    def _entries(self, notes: list[dict[str, Any]]) -> dict[str, CollectionEntry]:
+    def _entries(self, reports: list[dict[str, Any]]) -> dict[str, CollectionEntry]:
         where = f"{self.store.where}/{self._folder}"
         entries = {path: CollectionEntry(step, {}) for path, step in self._steps.items()}
         for frozen in self._tables:
             shards = self._collections[frozen.collection].shards
-            parts = [note[full_name(frozen.collection, frozen.name)] for note in notes]
+            parts = [report[full_name(frozen.collection, frozen.name)] for report in reports]
             entries[frozen.collection].tables[frozen.name] = TableEntry(
-                segments=describe(shards.configs[frozen.name]),
-                seed=frozen.snapshot.table.seed,
+                segments=describe(frozen.config),
+                seed=shards.local[frozen.name].seed,
                 routing=_routing(shards, frozen.name),
                 pieces=[piece for part in parts for piece in read_pieces(part, "pieces", where)],
                 live=sum(part["live"] for part in parts),
@@ -260,9 +291,9 @@ class SaveJob:
             )
         return entries
 
-    # ---- many ranks
+    # ---- several ranks
 
-    def _note(self) -> dict[str, Any]:
+    def _report(self) -> dict[str, Any]:
         return {
             full_name(frozen.collection, frozen.name): {
                 "pieces": [asdict(piece) for piece in frozen.pieces],
@@ -272,56 +303,56 @@ class SaveJob:
             for frozen in self._tables
         }
 
-    def _note_name(self, rank: int) -> str:
+    def _report_name(self, rank: int) -> str:
         return f"{self._folder}/ranks/{rank:05}.json"
 
-    def _read_note(self, rank: int) -> dict[str, Any]:
-        note: dict[str, Any] = self._await(
-            lambda: _read_json(self.store, self._note_name(rank)), f"rank {rank} to write its rows"
-        )
-        if "error" in note:
-            raise CheckpointError(f"rank {rank}: {note['error']}")
-        tables: dict[str, Any] = note["tables"]
+    def _read_report(self, rank: int) -> dict[str, Any]:
+        name = self._report_name(rank)
+        report = self._await(lambda: _read_json(self.store, name), f"rank {rank} to write its rows")
+        if "error" in report:
+            raise CheckpointError(f"rank {rank}: {report['error']}")
+        tables: dict[str, Any] = report["tables"]
         return tables
 
-    def _hand_in(self) -> Manifest:
-        """On other ranks: leaves a note, then waits until rank 0 has written the manifest."""
-        self._write_json(self._note_name(self._ranks.rank), {"tables": self._note()})
+    def _report_and_wait(self) -> Manifest:
+        """On other ranks: write the report, then wait until rank 0 has written the manifest."""
+        self._write_json(self._report_name(self._ranks.rank), {"tables": self._report()})
 
-        def look() -> Manifest | None:
+        def poll() -> Manifest | None:
             failed = _read_json(self.store, f"{self._folder}/failed.json")
             if failed is not None:
                 raise CheckpointError(f"rank 0: {failed['error']}")
             return read_manifest(self.store) if self._is_committed() else None
 
-        found: Manifest = self._await(look, "rank 0 to write the manifest")
+        found: Manifest = self._await(poll, "rank 0 to write the manifest")
         return found
 
-    def _await(self, look: Callable[[], Any], what: str) -> Any:
+    def _await(self, poll: Callable[[], Any], event: str) -> Any:
         deadline = clock.monotonic() + self._options.timeout
-        while (found := look()) is None:
+        while (found := poll()) is None:
             if clock.monotonic() > deadline:
                 raise CheckpointError(
-                    f"{self.store.where}: rank {self._ranks.rank} waited {self._options.timeout} s for {what}"
+                    f"{self.store.where}: rank {self._ranks.rank} waited {self._options.timeout} s for "
+                    f"{event}"
                 )
-            clock.sleep(_LOOK_EVERY)
+            clock.sleep(_POLL_SECONDS)
         return found
 
-    def _give_up(self, error: BaseException) -> None:
-        """Tells the other ranks; alone, leaves nothing behind."""
+    def _report_failure(self, error: BaseException) -> None:
+        """Report the error to the other ranks; with one rank, delete the data folder."""
         try:
             if self._ranks.size == 1:
                 if not self._is_committed():
                     self.store.remove(self._folder)
             else:
-                own = self._note_name(self._ranks.rank)
-                name = own if self._ranks.rank else f"{self._folder}/failed.json"
+                report = self._report_name(self._ranks.rank)
+                name = report if self._ranks.rank else f"{self._folder}/failed.json"
                 self._write_json(name, {"error": f"{type(error).__name__}: {error}"})
         except Exception:
-            return  # what went wrong first is what counts; the others time out
+            return  # the first error is raised; the other ranks time out
 
     def _is_committed(self) -> bool:
-        """Whether the manifest names this save: it may have been replaced before something went wrong."""
+        """Whether the manifest names this save; an error may have occurred after it was replaced."""
         try:
             return self.id.encode() in self.store.read_whole(NAME, MAX_MANIFEST)
         except FileNotFoundError:
@@ -332,9 +363,13 @@ class SaveJob:
 
 
 def commit(store: Store, manifest: Manifest, replaced: Manifest | None = None) -> None:
-    """Makes a manifest the checkpoint, and deletes what it does not name.
+    """Write a manifest, which makes it the checkpoint, and delete the data folders that it does not name.
 
-    replaced: deletes only what this one named, so that a save under way keeps its files.
+    Args:
+        store: The store of the checkpoint.
+        manifest: The new manifest; its files are already written.
+        replaced: If given, only folders that this manifest names are deleted, so that a save in progress
+            keeps its files.
     """
     store.write(NAME, [manifest.to_json().encode()])
     try:
@@ -348,7 +383,7 @@ def commit(store: Store, manifest: Manifest, replaced: Manifest | None = None) -
 
 
 def folders_of(manifest: Manifest) -> set[str]:
-    """The folders that hold a checkpoint's files."""
+    """Return the folders that hold the files of a checkpoint."""
     return {PurePosixPath(file.path).parts[0] for file in manifest.all_files()}
 
 
@@ -360,15 +395,15 @@ def _routing(shards: Shards, table: str) -> Routing:
 
 
 def _read_json(store: Store, name: str) -> Any:
-    """A small JSON file, or None if it is not there."""
+    """Return the content of a JSON file that another rank of this save wrote; None if it does not exist."""
     try:
-        return json.loads(store.read_whole(name, MAX_MANIFEST))
+        return parse_json(store.read_whole(name, MAX_MANIFEST), CheckpointError)
     except FileNotFoundError:
         return None
 
 
 def megalith_version() -> str:
-    """The version files say they were written by."""
+    """Return the version of Megalith, which manifests record."""
     from megalith import __version__
 
     return __version__

@@ -8,10 +8,10 @@ from os import PathLike
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.manifest import NAME, FileEntry, Manifest, Piece, TableEntry
+from megalith.checkpoint.manifest import NAME, Manifest, Piece, TableEntry
 from megalith.errors import CheckpointError
-from megalith.storage.store import Store, open_store, read_file, read_part
-from megalith.storage.tensor_files import Place, decode, encode, header_end, places
+from megalith.storage.store import Store, StoredFile, open_store
+from megalith.storage.tensor_files import TensorPlace, decode, encode, header_end, read_places
 from megalith.table import Chunk
 from megalith.table.table_data import MAX_TIME
 
@@ -34,14 +34,14 @@ def read_manifest(path: str | PathLike[str] | Store) -> Manifest:
     return Manifest.from_json(text, where)
 
 
-def write_tensors(store: Store, name: str, tensors: dict[str, Tensor]) -> FileEntry:
+def write_tensors(store: Store, name: str, tensors: dict[str, Tensor]) -> StoredFile:
     """Writes a file of tensors and returns its entry for the manifest."""
     return store.write(name, encode(tensors))
 
 
-def read_tensors(store: Store, entry: FileEntry) -> dict[str, Tensor]:
+def read_tensors(store: Store, entry: StoredFile) -> dict[str, Tensor]:
     """All tensors of a file."""
-    return decode(read_file(store, entry), f"{store.where}/{entry.path}")
+    return decode(store.read_file(entry, CheckpointError), f"{store.where}/{entry.path}", CheckpointError)
 
 
 def write_chunk(store: Store, name: str, chunk: Chunk, shard: int, precision: torch.dtype) -> Piece:
@@ -99,14 +99,15 @@ def check_removed(store: Store, piece: Piece) -> None:
     _check_removed(found, piece, f"{store.where}/{piece.file.path}")
 
 
-def _places(store: Store, file: FileEntry) -> dict[str, Place]:
+def _places(store: Store, file: StoredFile) -> dict[str, TensorPlace]:
     where = f"{store.where}/{file.path}"
-    end = header_end(read_part(store, file, min(8, file.bytes)), file.bytes, where)
-    return places(read_part(store, file, end), file.bytes, where)
+    head = store.read_part(file, min(8, file.bytes), error=CheckpointError)
+    head = store.read_part(file, header_end(head, file.bytes, where, CheckpointError), error=CheckpointError)
+    return read_places(head, file.bytes, where, CheckpointError)
 
 
-def _read_place(store: Store, file: FileEntry, place: Place) -> Tensor:
-    data = read_part(store, file, place.end - place.begin, place.begin)
+def _read_place(store: Store, file: StoredFile, place: TensorPlace) -> Tensor:
+    data = store.read_part(file, place.end - place.begin, place.begin, error=CheckpointError)
     return data.view(place.dtype).view(place.shape)
 
 

@@ -1,4 +1,4 @@
-"""save, save_delta, async_save: a model into a directory or an object store."""
+"""save, save_delta and async_save: write a model to a directory or an object store."""
 
 from __future__ import annotations
 
@@ -29,29 +29,33 @@ def save(
     on_rows: Callable[[int], None] | None = None,
     timeout: float = TIMEOUT,
 ) -> Manifest:
-    """Saves a model: rows of all its collections, dense weights, and what else is given.
+    """Save a model: the rows of all its collections, its dense weights, and the given extras.
 
-    path: a directory or an address like "s3://bucket/prefix"; a checkpoint that is there is replaced when the
-    new one is complete. optimizer: of the dense weights. progress: JSON-able data of the caller's (step, data
-    position, `rng_state()`); with many ranks, rank 0's. precision: of stored weights; "float16" and
-    "bfloat16" lose digits. deltas: tables remember what changes from now on, for `save_delta` to this path;
-    False leaves an earlier chain as it is. on_rows: called with the number of rows written so far.
-    timeout: seconds to wait for other ranks.
-    Memory beyond the tables: three pieces of 32 MiB, and up to 64 MiB of rows that change meanwhile.
+    Memory beyond the tables: three pieces of 32 MiB, and up to 64 MiB of rows that change in the meantime.
+
+    Args:
+        model: The model. With several ranks all of them call `save`; each writes its own rows.
+        path: A directory, a URL such as "s3://bucket/prefix", or a store. An existing checkpoint is replaced
+            when the new one is complete.
+        optimizer: The optimizer of the dense weights; its state is saved too.
+        progress: JSON data of the caller (step, data position, `rng_state()`); with several ranks, rank 0's.
+        precision: The precision of the stored weights. "float16" and "bfloat16" lose digits.
+        deltas: Whether tables track changes from now on, for `save_delta` to this path. False leaves an
+            earlier chain as it is.
+        on_rows: Called with the number of rows written so far.
+        timeout: Seconds to wait for other ranks.
+
+    Returns:
+        The manifest of the checkpoint.
+
+    Raises:
+        InputError: The precision is not known, or progress is not JSON data.
+        UsageError: Another save of the model is in progress.
+        CheckpointError: Another rank failed or did not finish in time. The previous checkpoint remains.
+        OSError: The files cannot be written. The previous checkpoint remains.
     """
-    return SaveJob(
-        model,
-        path,
-        SaveOptions(
-            optimizer=optimizer,
-            progress=progress,
-            precision=precision,
-            track=deltas,
-            delta=False,
-            on_rows=on_rows,
-            timeout=timeout,
-        ),
-    ).run()
+    options = SaveOptions(optimizer, progress, precision, on_rows, timeout, track=deltas, delta=False)
+    return SaveJob(model, path, options).run()
 
 
 def save_delta(
@@ -64,24 +68,19 @@ def save_delta(
     on_rows: Callable[[int], None] | None = None,
     timeout: float = TIMEOUT,
 ) -> Manifest:
-    """Adds to the checkpoint this model last saved or loaded: rows changed and ids removed since.
+    """Add the rows changed and the ids removed since the last save or load to that checkpoint.
 
-    Dense weights, and the optimizer if given, are saved whole. Raises UsageError if the model's last save or
-    load was elsewhere, CheckpointError if that checkpoint has changed since. Arguments as of `save`.
+    Dense weights, and the optimizer's state if given, are saved completely. See `save` for the arguments.
+
+    Returns:
+        The manifest of the checkpoint with the new delta.
+
+    Raises:
+        UsageError: The model was last saved to or loaded from another path.
+        CheckpointError: The checkpoint was changed since then. See `save` for the other errors.
     """
-    return SaveJob(
-        model,
-        path,
-        SaveOptions(
-            optimizer=optimizer,
-            progress=progress,
-            precision=precision,
-            track=True,
-            delta=True,
-            on_rows=on_rows,
-            timeout=timeout,
-        ),
-    ).run()
+    options = SaveOptions(optimizer, progress, precision, on_rows, timeout, track=True, delta=True)
+    return SaveJob(model, path, options).run()
 
 
 def async_save(
@@ -95,33 +94,44 @@ def async_save(
     deltas: bool = True,
     on_rows: Callable[[int], None] | None = None,
     timeout: float = TIMEOUT,
-    then: Callable[[], object] | None = None,
+    on_complete: Callable[[], object] | None = None,
 ) -> SaveHandle:
-    """`save`, or with delta=True `save_delta`, while training goes on. Returns once everything is frozen.
+    """Save a model in another thread while training continues.
 
-    What is saved is the model as it is now. A model has one save under way at a time: another raises
-    UsageError. on_rows, and `then` once the checkpoint is complete, are called from another thread.
+    The model is saved as it is at the time of the call. A model can have one save in progress at a time.
+    The other arguments are those of `save`.
+
+    Args:
+        model: The model.
+        path: A directory, a URL or a store.
+        delta: Do what `save_delta` does instead of `save`.
+        on_complete: Called when the checkpoint is complete. Like `on_rows`, it runs in the other thread.
+
+    Returns:
+        A handle to wait on, as soon as the state of the model is frozen.
+
+    Raises:
+        UsageError: Another save of the model is in progress.
     """
     began = clock.perf_counter()
     options = SaveOptions(
-        optimizer=optimizer,
-        progress=progress,
-        precision=precision,
-        track=deltas or delta,
-        delta=delta,
-        on_rows=on_rows,
-        timeout=timeout,
+        optimizer, progress, precision, on_rows, timeout, track=deltas or delta, delta=delta
     )
-    return SaveHandle(SaveJob(model, path, options), clock.perf_counter() - began, then)
+    return SaveHandle(SaveJob(model, path, options), clock.perf_counter() - began, on_complete)
 
 
 class SaveHandle:
-    """A save under way. id: what its manifest will call it. frozen: seconds until training could go on."""
+    """A save in progress.
 
-    def __init__(self, job: SaveJob, frozen: float, then: Callable[[], object] | None) -> None:
+    Attributes:
+        id: The id of the save in the manifest.
+        frozen: Seconds for which the call of `async_save` held up training.
+    """
+
+    def __init__(self, job: SaveJob, frozen: float, on_complete: Callable[[], object] | None) -> None:
         self.id = job.id
         self.frozen = frozen
-        self._then = then
+        self._on_complete = on_complete
         self._job = job
         self._result: Manifest | None = None
         self._error: BaseException | None = None
@@ -131,22 +141,36 @@ class SaveHandle:
     def _run(self) -> None:
         try:
             self._result = self._job.run()
-            if self._then is not None:
-                self._then()
+            if self._on_complete is not None:
+                self._on_complete()
         except BaseException as error:
-            self._error = error  # for whoever waits
+            self._error = error  # raised by wait()
 
     @property
     def waited(self) -> float:
-        """Seconds training stood still, as rows changed faster than they were written; known at the end."""
+        """Seconds for which training waited because rows changed faster than they were written.
+
+        Final when the save has ended.
+        """
         return self._job.waited
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the save has ended, successfully or not."""
         return not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> Manifest:
-        """The manifest, once the checkpoint is complete; raises what went wrong, or TimeoutError."""
+        """Wait for the end of the save.
+
+        Args:
+            timeout: Seconds to wait; None waits until the save has ended.
+
+        Returns:
+            The manifest of the complete checkpoint.
+
+        Raises:
+            TimeoutError: The save has not ended in time; it continues.
+            Exception: The error of the save, if it failed.
+        """
         self._thread.join(timeout)
         if self._thread.is_alive():
             raise TimeoutError(f"the save has not ended within {timeout} s")

@@ -14,11 +14,11 @@ from os import PathLike
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.manifest import FileEntry, Manifest, Piece, Save, TableEntry
+from megalith.checkpoint.manifest import Manifest, Piece, Save, TableEntry
+from megalith.checkpoint.nested_state import unpack
 from megalith.checkpoint.saved_rows import contains, read_chunk, read_manifest, read_removed, read_tensors
-from megalith.checkpoint.tree import unpack
 from megalith.errors import CheckpointError
-from megalith.storage.store import Store, open_store
+from megalith.storage.store import Store, StoredFile, open_store
 
 _THREADS = 4
 
@@ -112,7 +112,7 @@ class _Check:
         distinct: Tensor = torch.unique_consecutive(ids)
         return distinct
 
-    def _done(self, file: FileEntry) -> None:
+    def _done(self, file: StoredFile) -> None:
         self._files += 1
         self._bytes += file.bytes
         if self._on_bytes is not None:
@@ -129,12 +129,12 @@ class _Check:
             except (CheckpointError, ValueError) as error:
                 self._wrong(f"{self._store.where}: save {save.id}: {error}")
 
-    def _tensors(self, file: FileEntry | None) -> dict[str, Tensor] | None:
+    def _tensors(self, file: StoredFile | None) -> dict[str, Tensor] | None:
         if file is None:
             return {}
         tensors = None
         try:
-            with self._store.nearby([file]) as near:
+            with self._store.local_copy([file], CheckpointError) as near:
                 tensors = read_tensors(near, file)
         except CheckpointError as error:
             self._wrong(str(error))
@@ -158,7 +158,7 @@ class _Rows:
 
     def __call__(self, piece: Piece) -> _Read:
         try:
-            with self._store.nearby([piece.file]) as near:
+            with self._store.local_copy([piece.file], CheckpointError) as near:
                 ids = read_chunk(near, piece, self._entry).ids.clone()  # lets go of the rest of the file
         except CheckpointError as error:
             return _Read(None, [str(error)])
@@ -181,7 +181,7 @@ class _Removed:
 
     def __call__(self, piece: Piece) -> _Read:
         try:
-            with self._store.nearby([piece.file]) as near:
+            with self._store.local_copy([piece.file], CheckpointError) as near:
                 return _Read(read_removed(near, piece).clone(), [])
         except CheckpointError as error:
             return _Read(None, [str(error)])

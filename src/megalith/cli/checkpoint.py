@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megalith import checkpoint
-from megalith.checkpoint import Difference, Found, Manifest
+from megalith.checkpoint import Difference, ListedCheckpoint, Manifest
 from megalith.checkpoint.compare import Change
 from megalith.checkpoint.listing import is_checkpoint
 from megalith.checkpoint.manifest import Save
@@ -229,7 +229,7 @@ def _grid(*columns: str, title: str = "", right: tuple[str, ...] = ()) -> Table:
     return grid
 
 
-def _print_one(found: Found, manifest: Manifest) -> None:
+def _print_one(found: ListedCheckpoint, manifest: Manifest) -> None:
     out = console()
     out.print(Text.assemble("checkpoint ", (found.path, "bold")), soft_wrap=True)
     saved = f"saved {manifest.latest.created} by megalith {manifest.megalith}"
@@ -264,7 +264,7 @@ def _print_one(found: Found, manifest: Manifest) -> None:
         out.print(f"{folder} is of a save that is under way or was cut off; the next save deletes it")
 
 
-def _print_several(path: str, found: list[Found]) -> None:
+def _print_several(path: str, found: list[ListedCheckpoint]) -> None:
     numbers = ("rows", "bytes", "deltas", "step")
     grid = _grid("checkpoint", "rows", "bytes", "deltas", "created", "step", title=path, right=numbers)
     for each in found:
@@ -283,7 +283,7 @@ def _print_several(path: str, found: list[Found]) -> None:
     console().print(grid)
 
 
-def _as_dict(found: Found) -> dict[str, Any]:
+def _as_dict(found: ListedCheckpoint) -> dict[str, Any]:
     about = {"path": found.path, "complete": found.manifest is not None, "problem": found.problem}
     if found.manifest is None:
         return {**about, "leftovers": found.leftovers}

@@ -25,14 +25,15 @@ from megalith.gather.payload import Payload, header_limit, least_size
 from megalith.gather.plan import Plan
 from megalith.gather.schema import Schema
 from megalith.gather.status import RETRIED, Fault, Status
-from megalith.gather.store import PIECE_BYTES, ObjectInfo, Store, backoff
+from megalith.gather.store import Store, backoff
 from megalith.gather.validate import Checked, least_work_bytes, validate
+from megalith.storage.object_store import DOWNLOAD_PIECE_BYTES, ObjectInfo
 from megalith.units import show_bytes
 
 Tier = Literal["primary", "reserve"]
 TIERS: tuple[Tier, ...] = ("primary", "reserve")
 
-STREAM_BYTES = 4 * PIECE_BYTES
+STREAM_BYTES = 4 * DOWNLOAD_PIECE_BYTES
 """Memory of one download: a piece on its way in, one handed over, and what the client keeps."""
 _BYTES_PER_POSITION = 64  # of a block that is converted
 _log = logging.getLogger("megalith.gather")

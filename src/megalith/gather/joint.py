@@ -32,7 +32,7 @@ from megalith.gather.artifact import write_manifest, write_payloads
 from megalith.gather.columns import Columns
 from megalith.gather.decision import Decision, SkipReason, decide
 from megalith.gather.fetch import FetchOptions
-from megalith.gather.fields import canonical, digest, parse
+from megalith.gather.fields import canonical, digest
 from megalith.gather.fingerprint import Fingerprint, fingerprint
 from megalith.gather.gatherer import Gatherer
 from megalith.gather.manifest import make_manifest
@@ -49,6 +49,7 @@ from megalith.gather.status import Status
 from megalith.gather.store import Store
 from megalith.gather.tables import reduce_table
 from megalith.gather.update import ApplyRows, OuterUpdate, UpdateReport, momentum_names, table_step
+from megalith.storage.strict_json import parse_json_object
 
 Stage = Literal["fresh", "torn", "done"]
 """Of a rank's weights: as before the window, half-way, stepped."""
@@ -386,7 +387,7 @@ class JointWindow:
         problem = None if error is None else f"{type(error).__name__}: {error}"
         data = canonical({"message": message, "problem": problem})
         replies = [
-            parse(each, lambda wrong: RankFailedError(f"{what}: {wrong}")).data
+            parse_json_object(each, lambda wrong: RankFailedError(f"{what}: {wrong}")).data
             for each in self._ranks.exchange(what, data, patience=patience)
         ]
         if error is not None:

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from megalith.errors import ArtifactError, InputError
 from megalith.gather.decision import Decision, SkipReason
-from megalith.gather.fields import MAX_INT, Fields, canonical, parse
+from megalith.gather.fields import canonical
 from megalith.gather.fingerprint import Fingerprint
 from megalith.gather.merge import Gathered, as_result
 from megalith.gather.plan import Plan
 from megalith.gather.reduce import clip_factors
 from megalith.gather.schema import Schema
 from megalith.gather.status import Status
+from megalith.storage.strict_json import MAX_INT, JsonFields, parse_json_object
 
 FORMAT = "megalith-gather-artifact"
 VERSION = 1
@@ -97,45 +98,45 @@ class Manifest:
     @classmethod
     def from_bytes(cls, text: bytes, where: str) -> Manifest:
         """Reads the file. Raises ArtifactError naming the field that is missing or wrong."""
-        fields = parse(text, lambda problem: ArtifactError(f"{where} {problem}"))
-        if fields.text("format") != FORMAT or fields.number("version") != VERSION:
-            fields.wrong("format", f"must be {FORMAT!r}, version {VERSION}")
+        fields = parse_json_object(text, lambda problem: ArtifactError(f"{where} {problem}"))
+        if fields.string("format") != FORMAT or fields.integer("version") != VERSION:
+            fields.fail("format", f"must be {FORMAT!r}, version {VERSION}")
         try:
             plan = Plan.from_json(fields.object("plan"))
             schema = Schema.from_json(fields.object("schema"))
         except InputError as error:
             raise ArtifactError(f"{where}: {error}") from None
-        reason = fields.text("reason")
+        reason = fields.string("reason")
         if plan.schema != schema.digest or reason not in SkipReason.__members__:
-            fields.wrong("schema", "does not fit the plan, or the reason is not known")
+            fields.fail("schema", "does not fit the plan, or the reason is not known")
         manifest = cls(
             plan=plan,
             schema=schema,
             entries=tuple(_entry(each, schema) for each in fields.objects("entries")),
-            skipped=tuple(_skipped(fields, each) for each in fields.listing("skipped")),
-            excluded=tuple(fields.numbers("excluded")),
-            gram=tuple(_gram_row(fields, each) for each in fields.listing("gram")),
+            skipped=tuple(_skipped(fields, each) for each in fields.array("skipped")),
+            excluded=tuple(fields.integers("excluded")),
+            gram=tuple(_gram_row(fields, each) for each in fields.array("gram")),
             reason=SkipReason[reason],
-            outer_step=fields.number("outer_step"),
+            outer_step=fields.integer("outer_step"),
             weights_before=None
             if fields.data.get("weights_before") is None
-            else fields.sha("weights_before"),
-            weights=None if fields.data.get("weights") is None else fields.sha("weights"),
+            else fields.sha256("weights_before"),
+            weights=None if fields.data.get("weights") is None else fields.sha256("weights"),
             fingerprint=fields.object("fingerprint").data,
         )
         manifest._check(fields)
         return manifest
 
-    def _check(self, fields: Fields) -> None:
+    def _check(self, fields: JsonFields) -> None:
         uids = self.uids
         known = {*self.plan.primary, *self.plan.reserve}
         if len(set(uids)) != len(uids) or not set(uids) <= known or not set(self.excluded) <= set(uids):
-            fields.wrong("entries", "and excluded must be distinct uids of the plan")
+            fields.fail("entries", "and excluded must be distinct uids of the plan")
         primaries = set(self.plan.primary)
         if list(uids) != sorted(uids, key=lambda uid: (uid not in primaries, uid)):
-            fields.wrong("entries", "must be in canonical order")
+            fields.fail("entries", "must be in canonical order")
         if len(self.gram) not in (0, len(uids)) or any(len(row) != len(self.gram) for row in self.gram):
-            fields.wrong("gram", f"must be empty or {len(uids)} by {len(uids)}")
+            fields.fail("gram", f"must be empty or {len(uids)} by {len(uids)}")
 
 
 def make_manifest(
@@ -177,38 +178,38 @@ def make_manifest(
     )
 
 
-def _entry(fields: Fields, schema: Schema) -> Entry:
-    fields.only("uid", "digest", "norms", "factors")
+def _entry(fields: JsonFields, schema: Schema) -> Entry:
+    fields.allow_only("uid", "digest", "norms", "factors")
     norms, factors = _reals(fields, "norms"), _reals(fields, "factors")
     if len(norms) != len(schema.names) or len(factors) not in (0, len(schema.names)):
-        fields.wrong("norms", f"and factors must have {len(schema.names)} numbers")
+        fields.fail("norms", f"and factors must have {len(schema.names)} numbers")
     return Entry(
-        uid=fields.number("uid"),
-        digest=fields.sha("digest"),
+        uid=fields.integer("uid"),
+        digest=fields.sha256("digest"),
         norms=norms,
         factors=factors,
     )
 
 
-def _reals(fields: Fields, key: str) -> tuple[float, ...]:
-    values = fields.listing(key)
+def _reals(fields: JsonFields, key: str) -> tuple[float, ...]:
+    values = fields.array(key)
     if not all(isinstance(v, int | float) and not isinstance(v, bool) and 0 <= v < 1e300 for v in values):
-        fields.wrong(key, "must hold numbers, 0 or more")
+        fields.fail(key, "must hold numbers, 0 or more")
     return tuple(float(value) for value in values)
 
 
-def _skipped(fields: Fields, each: Any) -> tuple[int, Status]:
+def _skipped(fields: JsonFields, each: Any) -> tuple[int, Status]:
     if (
         not isinstance(each, list)
         or [type(part) for part in each] != [int, str]
         or each[1] not in set(Status)
         or not 0 <= each[0] <= MAX_INT
     ):
-        fields.wrong("skipped", "must hold [uid, status]")
+        fields.fail("skipped", "must hold [uid, status]")
     return each[0], Status(each[1])
 
 
-def _gram_row(fields: Fields, each: Any) -> tuple[int, ...]:
+def _gram_row(fields: JsonFields, each: Any) -> tuple[int, ...]:
     if not isinstance(each, list) or not all(type(n) is int and 0 <= n <= MAX_INT for n in each):
-        fields.wrong("gram", "must hold rows of counts")
+        fields.fail("gram", "must hold rows of counts")
     return tuple(each)

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from megalith.errors import InputError
 from megalith.gather.fetch import Fetched, Record, Tier
-from megalith.gather.fields import MAX_INT, Fields, canonical, parse, show_time
+from megalith.gather.fields import canonical, show_time
 from megalith.gather.payload import Payload
 from megalith.gather.plan import Plan
 from megalith.gather.schema import Schema
 from megalith.gather.status import Status
+from megalith.storage.strict_json import MAX_INT, JsonFields, parse_json_object
 
 VERSION = 1
 
@@ -96,19 +97,19 @@ class Partial:
     @classmethod
     def from_bytes(cls, text: bytes, plan: Plan, schema: Schema) -> Partial:
         """Another rank's control part. Raises InputError if it is damaged, or of another plan or schema."""
-        fields = parse(text, lambda problem: InputError(f"partial: {problem}"))
-        if fields.number("version") != VERSION or fields.sha("plan") != plan.digest:
-            fields.wrong("plan", f"must be {plan.digest[:12]}..., in version {VERSION}")
+        fields = parse_json_object(text, lambda problem: InputError(f"partial: {problem}"))
+        if fields.integer("version") != VERSION or fields.sha256("plan") != plan.digest:
+            fields.fail("plan", f"must be {plan.digest[:12]}..., in version {VERSION}")
         records = {record.uid: record for record in map(_record_from_json, fields.objects("records"))}
         accepted = {u for u, record in records.items() if record.status is Status.OK}
-        assigned = tuple(fields.numbers("assigned"))
+        assigned = tuple(fields.integers("assigned"))
         if set(records) != set(assigned) or len(set(assigned)) != len(assigned):
-            fields.wrong("records", "must be one for each assigned uid")
+            fields.fail("records", "must be one for each assigned uid")
         return cls(
             plan=plan,
             schema=schema,
-            rank=fields.number("rank"),
-            world_size=fields.number("world_size", 1),
+            rank=fields.integer("rank"),
+            world_size=fields.integer("world_size", 1),
             assigned=assigned,
             records=records,
             norms={u: _norms(fields, u, each, schema) for u, each in _by_uid(fields, "norms", accepted)},
@@ -116,8 +117,8 @@ class Partial:
             signature={
                 u: _digests(fields, u, each, schema) for u, each in _by_uid(fields, "signature", accepted)
             },
-            seconds=fields.real("seconds"),
-            error=None if fields.data.get("error") is None else fields.text("error", 1 << 16),
+            seconds=fields.number("seconds"),
+            error=None if fields.data.get("error") is None else fields.string("error", 1 << 16),
         )
 
 
@@ -182,43 +183,43 @@ def _record_to_json(record: Record) -> dict[str, Any]:
     }
 
 
-def _record_from_json(fields: Fields) -> Record:
-    tier, status = fields.text("tier"), fields.text("status")
+def _record_from_json(fields: JsonFields) -> Record:
+    tier, status = fields.string("tier"), fields.string("status")
     if tier not in get_args(Tier) or status not in set(Status):
-        fields.wrong("status", f"or tier is not known: {status:.40}, {tier:.40}")
+        fields.fail("status", f"or tier is not known: {status:.40}, {tier:.40}")
     return Record(
-        uid=fields.number("uid"),
+        uid=fields.integer("uid"),
         tier="primary" if tier == "primary" else "reserve",
         status=Status(status),
-        detail=fields.text("detail", 1 << 16),
-        bytes=fields.number("bytes"),
-        tries=fields.number("tries"),
-        last_modified=fields.moment("last_modified"),
-        etag=None if fields.data.get("etag") is None else fields.text("etag"),
-        digest=None if fields.data.get("digest") is None else fields.sha("digest"),
-        global_step=None if fields.data.get("global_step") is None else fields.number("global_step"),
-        seconds=fields.real("seconds"),
+        detail=fields.string("detail", 1 << 16),
+        bytes=fields.integer("bytes"),
+        tries=fields.integer("tries"),
+        last_modified=fields.time("last_modified"),
+        etag=None if fields.data.get("etag") is None else fields.string("etag"),
+        digest=None if fields.data.get("digest") is None else fields.sha256("digest"),
+        global_step=None if fields.data.get("global_step") is None else fields.integer("global_step"),
+        seconds=fields.number("seconds"),
     )
 
 
-def _by_uid(fields: Fields, key: str, accepted: set[int]) -> list[tuple[int, Any]]:
+def _by_uid(fields: JsonFields, key: str, accepted: set[int]) -> list[tuple[int, Any]]:
     found = fields.object(key).data
     if set(found) != {str(uid) for uid in accepted}:
-        fields.wrong(key, "must be there for each accepted uid and no other")
+        fields.fail(key, "must be there for each accepted uid and no other")
     return [(int(uid), value) for uid, value in found.items() if int(uid) <= MAX_INT]
 
 
-def _norms(fields: Fields, uid: int, given: Any, schema: Schema) -> tuple[float, ...]:
+def _norms(fields: JsonFields, uid: int, given: Any, schema: Schema) -> tuple[float, ...]:
     fits = isinstance(given, list) and len(given) == len(schema.names)
     if not fits or not all(isinstance(n, int | float) and isfinite(n) and n >= 0 for n in given):
-        fields.wrong("norms", f"of uid {uid} must be {len(schema.names)} numbers")
+        fields.fail("norms", f"of uid {uid} must be {len(schema.names)} numbers")
     return tuple(float(n) for n in given)
 
 
-def _digests(fields: Fields, uid: int, given: Any, schema: Schema) -> tuple[str, ...]:
+def _digests(fields: JsonFields, uid: int, given: Any, schema: Schema) -> tuple[str, ...]:
     fits = isinstance(given, list) and len(given) == len(schema.parameters)
     if not fits or not all(isinstance(each, str) and len(each) == 64 for each in given):
-        fields.wrong("signature", f"of uid {uid} must be {len(schema.parameters)} digests")
+        fields.fail("signature", f"of uid {uid} must be {len(schema.parameters)} digests")
     return tuple(given)
 
 
@@ -226,12 +227,12 @@ def _pack(lookups: Tensor) -> str:
     return base64.b64encode(lookups.numpy().astype("<f4").tobytes()).decode()
 
 
-def _unpack(fields: Fields, uid: int, given: Any, schema: Schema) -> Tensor:
+def _unpack(fields: JsonFields, uid: int, given: Any, schema: Schema) -> Tensor:
     count = sum(spec.bins for spec in schema.parameters)
     try:
         data = base64.b64decode(given, validate=True) if isinstance(given, str) else b""
     except (binascii.Error, ValueError):
         data = b""
     if len(data) != 4 * count:
-        fields.wrong("lookups", f"of uid {uid} must have {count} values")
+        fields.fail("lookups", f"of uid {uid} must have {count} values")
     return torch.from_numpy(np.frombuffer(data, "<f4").astype(np.float32))

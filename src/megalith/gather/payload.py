@@ -22,9 +22,10 @@ from torch import Tensor
 
 from megalith.errors import InputError, UsageError
 from megalith.gather.body import Body
-from megalith.gather.fields import MAX_INT, Fields, canonical, parse
+from megalith.gather.fields import canonical
 from megalith.gather.schema import LOOKUP_BYTES, ParameterSpec, Schema, TableSpec
 from megalith.gather.status import Fault, Status
+from megalith.storage.strict_json import MAX_INT, JsonFields, parse_json_object
 
 MAGIC = b"MEGAGATH"
 VERSION = 1
@@ -178,23 +179,25 @@ def parse_header(data: bytes | bytearray) -> Header:
     found = hashlib.sha256(bytes(data[:32]) + text).hexdigest()
     if found != claimed:
         raise _corrupt("its header does not fit the digest in its prelude")
-    fields = parse(text, _corrupt)
-    fields.only("format", "run", "window", "uid", "global_step", "metadata", "schema", "parameters", "tables")
-    if fields.text("format") != FORMAT:
-        fields.wrong("format", f"must be {FORMAT!r}")
+    fields = parse_json_object(text, _corrupt)
+    fields.allow_only(
+        "format", "run", "window", "uid", "global_step", "metadata", "schema", "parameters", "tables"
+    )
+    if fields.string("format") != FORMAT:
+        fields.fail("format", f"must be {FORMAT!r}")
     try:
         label = Label(
-            fields.text("run"),
-            fields.number("window"),
-            fields.number("uid"),
-            fields.number("global_step"),
+            fields.string("run"),
+            fields.integer("window"),
+            fields.integer("uid"),
+            fields.integer("global_step"),
             fields.object("metadata").data,
         )
     except InputError as error:
         raise _corrupt(str(error)) from None
     header = Header(
         label,
-        fields.sha("schema"),
+        fields.sha256("schema"),
         tuple(_parameter_entry(each) for each in fields.objects("parameters")),
         tuple(_table_entry(each) for each in fields.objects("tables")),
         header_bytes,
@@ -332,24 +335,26 @@ def _corrupt(detail: str) -> Fault:
     return Fault(Status.CORRUPT, detail)
 
 
-def _parameter_entry(fields: Fields) -> ParameterEntry:
-    fields.only("name", "shape", "chunk", "keep", "bins", "dct", "offset", "indices_sha256", "values_sha256")
+def _parameter_entry(fields: JsonFields) -> ParameterEntry:
+    fields.allow_only(
+        "name", "shape", "chunk", "keep", "bins", "dct", "offset", "indices_sha256", "values_sha256"
+    )
     return ParameterEntry(
         ParameterSpec.from_json(fields),
-        fields.number("offset"),
-        fields.sha("indices_sha256"),
-        fields.sha("values_sha256"),
+        fields.integer("offset"),
+        fields.sha256("indices_sha256"),
+        fields.sha256("values_sha256"),
     )
 
 
-def _table_entry(fields: Fields) -> TableEntry:
-    fields.only("name", "dim", "num_rows", "offset", "ids_sha256", "rows_sha256")
+def _table_entry(fields: JsonFields) -> TableEntry:
+    fields.allow_only("name", "dim", "num_rows", "offset", "ids_sha256", "rows_sha256")
     return TableEntry(
         TableSpec.from_json(fields),
-        fields.number("num_rows", most=1 << 48),
-        fields.number("offset"),
-        fields.sha("ids_sha256"),
-        fields.sha("rows_sha256"),
+        fields.integer("num_rows", most=1 << 48),
+        fields.integer("offset"),
+        fields.sha256("ids_sha256"),
+        fields.sha256("rows_sha256"),
     )
 
 

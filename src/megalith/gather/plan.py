@@ -15,8 +15,9 @@ from math import isfinite
 from typing import Any
 
 from megalith.errors import InputError
-from megalith.gather.fields import MAX_INT, Fields, as_utc, canonical, digest, parse, show_time
+from megalith.gather.fields import canonical, digest, show_time
 from megalith.gather.settings import OverlapConfig, UpdateConfig
+from megalith.storage.strict_json import MAX_INT, JsonFields, as_utc, parse_json_object
 
 VERSION = 1
 MAX_UIDS = 1 << 20
@@ -165,45 +166,45 @@ class Plan:
         """Reads what `to_bytes` wrote. Raises InputError naming the field that is wrong."""
         if len(text) > MAX_BYTES:
             raise InputError(f"a plan has at most {MAX_BYTES} bytes, this one {len(text)}")
-        return cls.from_json(parse(text, lambda problem: InputError(f"plan: {problem}")))
+        return cls.from_json(parse_json_object(text, lambda problem: InputError(f"plan: {problem}")))
 
     @classmethod
-    def from_json(cls, fields: Fields) -> Plan:
+    def from_json(cls, fields: JsonFields) -> Plan:
         """Reads what `to_json` gave."""
-        if fields.number("version") != VERSION:
-            fields.wrong("version", f"must be {VERSION}")
+        if fields.integer("version") != VERSION:
+            fields.fail("version", f"must be {VERSION}")
         locations = {}
-        for each in fields.listing("locations"):
+        for each in fields.array("locations"):
             if (
                 not isinstance(each, list)
                 or len(each) != 3
                 or isinstance(each[0], bool)
                 or [type(part) for part in each] != [int, str, str]
             ):
-                fields.wrong("locations", "must hold [uid, store, key]")
+                fields.fail("locations", "must hold [uid, store, key]")
             locations[each[0]] = Location(each[2], each[1])
         plan = cls(
-            run=fields.text("run", 128),
-            window=fields.number("window"),
-            attempt=fields.number("attempt"),
-            schema=fields.sha("schema"),
-            primary=tuple(fields.numbers("primary")),
-            reserve=tuple(fields.numbers("reserve")),
+            run=fields.string("run", 128),
+            window=fields.integer("window"),
+            attempt=fields.integer("attempt"),
+            schema=fields.sha256("schema"),
+            primary=tuple(fields.integers("primary")),
+            reserve=tuple(fields.integers("reserve")),
             locations=locations,
-            time_min=fields.moment("time_min"),
-            time_max=fields.moment("time_max"),
-            deadline=fields.real("deadline"),
-            grace=fields.real("grace"),
-            max_object_bytes=fields.number("max_object_bytes", 1),
-            max_value=fields.real("max_value"),
-            min_peers=fields.number("min_peers", 1),
-            backfill_rounds=fields.number("backfill_rounds"),
-            memory_budget=fields.number("memory_budget", 1),
-            accept_baseline=fields.flag("accept_baseline"),
+            time_min=fields.time("time_min"),
+            time_max=fields.time("time_max"),
+            deadline=fields.number("deadline"),
+            grace=fields.number("grace"),
+            max_object_bytes=fields.integer("max_object_bytes", 1),
+            max_value=fields.number("max_value"),
+            min_peers=fields.integer("min_peers", 1),
+            backfill_rounds=fields.integer("backfill_rounds"),
+            memory_budget=fields.integer("memory_budget", 1),
+            accept_baseline=fields.boolean("accept_baseline"),
             update=UpdateConfig.from_json(fields.object("update")),
             overlap=OverlapConfig.from_json(fields.object("overlap")),
         )
-        fields.only(*plan.to_json())
+        fields.allow_only(*plan.to_json())
         return plan
 
 

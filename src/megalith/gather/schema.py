@@ -16,7 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from megalith.errors import InputError, UnknownNameError
-from megalith.gather.fields import Fields, digest
+from megalith.gather.fields import digest
+from megalith.storage.strict_json import JsonFields
 
 MAX_CHUNK = 4096
 """Positions of a chunk at most: an index has 12 bits."""
@@ -113,23 +114,23 @@ class ParameterSpec:
         }
 
     @classmethod
-    def from_json(cls, fields: Fields) -> ParameterSpec:
+    def from_json(cls, fields: JsonFields) -> ParameterSpec:
         """Reads its fields; others may stand beside them."""
-        chunk = fields.numbers("chunk", 1, MAX_CHUNK)
-        shape = fields.numbers("shape", 0, MAX_ELEMENTS)
+        chunk = fields.integers("chunk", 1, MAX_CHUNK)
+        shape = fields.integers("shape", 0, MAX_ELEMENTS)
         if len(chunk) != 2 or len(shape) > 16:
-            fields.wrong("chunk" if len(chunk) != 2 else "shape", "has the wrong length")
+            fields.fail("chunk" if len(chunk) != 2 else "shape", "has the wrong length")
         try:
             return cls(
-                name=fields.text("name", MAX_NAME),
+                name=fields.string("name", MAX_NAME),
                 shape=tuple(shape),
                 chunk=(chunk[0], chunk[1]),
-                keep=fields.number("keep", 1, MAX_CHUNK),
-                bins=fields.number("bins", 2, 256),
-                dct=fields.flag("dct"),
+                keep=fields.integer("keep", 1, MAX_CHUNK),
+                bins=fields.integer("bins", 2, 256),
+                dct=fields.boolean("dct"),
             )
         except InputError as error:
-            fields.wrong("name", f"leads to a parameter that cannot be: {error}")
+            fields.fail("name", f"leads to a parameter that cannot be: {error}")
 
 
 @dataclass(frozen=True)
@@ -153,12 +154,12 @@ class TableSpec:
         return {"name": self.name, "dim": self.dim}
 
     @classmethod
-    def from_json(cls, fields: Fields) -> TableSpec:
+    def from_json(cls, fields: JsonFields) -> TableSpec:
         """Reads its fields; others may stand beside them."""
         try:
-            return cls(fields.text("name", MAX_NAME), fields.number("dim", 1, 1 << 20))
+            return cls(fields.string("name", MAX_NAME), fields.integer("dim", 1, 1 << 20))
         except InputError as error:
-            fields.wrong("name", f"leads to a table that cannot be: {error}")
+            fields.fail("name", f"leads to a table that cannot be: {error}")
 
 
 @dataclass(frozen=True)
@@ -240,7 +241,7 @@ class Schema:
         }
 
     @classmethod
-    def from_json(cls, fields: Fields) -> Schema:
+    def from_json(cls, fields: JsonFields) -> Schema:
         """Reads what `to_json` wrote."""
         try:
             return cls(
@@ -248,7 +249,7 @@ class Schema:
                 tuple(TableSpec.from_json(each) for each in fields.objects("tables")),
             )
         except InputError as error:
-            fields.wrong("parameters", str(error))
+            fields.fail("parameters", str(error))
 
 
 def _side(length: int, most: int, padding: bool) -> int:

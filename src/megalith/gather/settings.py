@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any, Literal, TypeVar, get_args
 
 from megalith.errors import InputError
-from megalith.gather.fields import Fields
+from megalith.storage.strict_json import JsonFields
 
 T = TypeVar("T")
 
@@ -57,10 +57,10 @@ class UpdateConfig:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, fields: Fields) -> UpdateConfig:
+    def from_json(cls, fields: JsonFields) -> UpdateConfig:
         """Reads what `to_json` wrote."""
-        given: dict[str, Any] = {k: fields.text(k, 32) for k in ("optimizer", "rule", "mean", "clip")}
-        given |= {k: fields.real(k) for k in ("lr", "momentum", "trim")}
+        given: dict[str, Any] = {k: fields.string(k, 32) for k in ("optimizer", "rule", "mean", "clip")}
+        given |= {k: fields.number(k) for k in ("lr", "momentum", "trim")}
         return _made(cls, given, fields)
 
 
@@ -102,11 +102,11 @@ class OverlapConfig:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, fields: Fields) -> OverlapConfig:
+    def from_json(cls, fields: JsonFields) -> OverlapConfig:
         """Reads what `to_json` wrote."""
-        given: dict[str, Any] = {k: fields.text(k, 32) for k in ("tie", "level", "exclude")}
-        given |= {k: fields.real(k) for k in ("threshold", "max_from", "mega_from")}
-        given["full_rows"] = fields.flag("full_rows")
+        given: dict[str, Any] = {k: fields.string(k, 32) for k in ("tie", "level", "exclude")}
+        given |= {k: fields.number(k) for k in ("threshold", "max_from", "mega_from")}
+        given["full_rows"] = fields.boolean("full_rows")
         return _made(cls, given, fields)
 
 
@@ -115,9 +115,9 @@ def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise InputError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
-def _made(kind: Callable[..., T], given: dict[str, Any], fields: Fields) -> T:
-    fields.only(*given)
+def _made(kind: Callable[..., T], given: dict[str, Any], fields: JsonFields) -> T:
+    fields.allow_only(*given)
     try:
         return kind(**given)
     except InputError as error:
-        fields.wrong(str(error).split()[0], f"does not fit: {error}")
+        fields.fail(str(error).split()[0], f"does not fit: {error}")

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from megalith.gather.body import Body
-from megalith.gather.fields import MAX_INT
 from megalith.gather.status import Fault, Status
+from megalith.storage.strict_json import MAX_INT
 
 _END = struct.Struct("<4sHHHHIIH")
 _LOCATOR = struct.Struct("<4sIQI")

@@ -1,18 +1,26 @@
-"""RemoteStore: checkpoints in an object store, by obstore (the extra `remote`).
+"""ObjectStore: files in S3 and other object stores, through obstore (`pip install 'megalith[remote]'`).
 
-A store that is away is given up after RETRY_SECONDS; obstore's own default is three minutes a request, and a
-save is many of them.
+It has two groups of methods. The methods of `Store` block; obstore retries each request until RETRY_SECONDS
+after its first failure, because its own default of three minutes is too long for a save of many requests. The
+asynchronous methods `head`, `get`, `get_range`, `put` and `list` each make one request with a time limit, for
+callers that schedule many requests and retry them on their own (then `retry_config` turns retries off).
+
+The environment variables AWS_ENDPOINT_URL, AWS_ALLOW_HTTP, AWS_REGION, AWS_DEFAULT_REGION, AWS_ACCESS_KEY_ID,
+AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN and the others that obstore knows apply; explicit options win.
 """
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import errno
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from datetime import timedelta
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from enum import StrEnum
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,31 +28,61 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.manifest import FileEntry
-from megalith.errors import CheckpointError, MissingDependencyError, StoreError
-from megalith.storage.store import LocalStore, Store, checksum, each, read_verified, view_of
+from megalith.errors import InputError, MegalithError, MissingDependencyError, StoreError
+from megalith.storage.store import LocalStore, Store, StoredFile, checksum, for_each, view_of
+from megalith.storage.strict_json import ErrorFactory, as_utc
 
 CONNECT_SECONDS = 5.0
 READ_SECONDS = 30.0
 """How long a connection may be silent."""
 RETRY_SECONDS = 20.0
-"""How long a request is tried again, from its first failure on."""
-_REQUEST_SECONDS = 3600.0  # a large file over a slow line; silence is what READ_SECONDS is for
+"""How long a request is retried, counted from its first failure."""
+_REQUEST_SECONDS = 3600.0  # a large file over a slow line; READ_SECONDS limits silence
+DOWNLOAD_PIECE_BYTES = 1 << 18
+"""The smallest piece that `ObjectStore.get` passes to its sink, except for the last one."""
+UPLOAD_PART_BYTES = 5 << 20
+_CONCURRENT_UPLOADS = 2
 
 
-class RemoteStore(Store):
-    """A prefix of an object store: "s3://bucket/prefix" and other addresses that obstore knows.
+class RequestFailure(StrEnum):
+    """Why an asynchronous request failed."""
 
-    options: obstore's own `config` (endpoint, region, keys), `client_options` and `retry_config`; they come
-    before environment variables (AWS_ENDPOINT_URL, AWS_ALLOW_HTTP, AWS_ACCESS_KEY_ID and so on), which
-    obstore reads by itself. Raises StoreError where the store does not answer or refuses.
+    NOT_FOUND = "NOT_FOUND"
+    CHANGED = "CHANGED"
+    """The object has another etag than the one asked for."""
+    TIMEOUT = "TIMEOUT"
+    STORE_ERROR = "STORE_ERROR"
+    """The store refused or failed: a status such as 500, 429 or 403, or no connection."""
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    """What a store reports about an object. last_modified: UTC."""
+
+    key: str
+    size: int
+    etag: str | None
+    last_modified: datetime
+
+
+class ObjectStore(Store):
+    """A prefix of an object store.
+
+    Args:
+        url: "s3://bucket/prefix", "memory:///", "file:///directory" or another URL that obstore knows.
+        **options: obstore's `config` (endpoint, region, keys), `client_options` and `retry_config`.
+
+    Raises:
+        InputError: obstore does not know the URL.
+        MissingDependencyError: obstore is not installed.
     """
 
-    is_near = False
+    is_local = False
 
     def __init__(self, url: str, **options: Any) -> None:
         try:
             import obstore
+            import obstore.exceptions
             from obstore.store import from_url
         except ImportError:
             raise MissingDependencyError(
@@ -53,23 +91,23 @@ class RemoteStore(Store):
         self.where = self.address = url.rstrip("/")
         self._obstore: Any = obstore
         self._prefix = ""
-        if not url.startswith("memory:"):
+        if not url.startswith(("memory:", "file:")):
             options["client_options"] = _client_options() | options.get("client_options", {})
             options.setdefault("retry_config", _retry_config())
         try:
             self._store: Any = from_url(url, **options)
         except Exception as error:  # obstore's own error types
-            raise CheckpointError(f"{url} is no address of an object store: {_short(error)}") from None
+            raise InputError(f"{url} does not name an object store: {_first_line(error)}") from None
 
-    def write(self, name: str, parts: Sequence[Any]) -> FileEntry:
+    def write(self, name: str, parts: Sequence[Any]) -> StoredFile:
         """See `Store.write`."""
         data = b"".join(memoryview(part).cast("B") for part in parts)
         with self._request(f"writing {name}"):
             self._obstore.put(self._store, self._key(name), data)
-        return FileEntry(path=name, bytes=len(data), checksum=checksum(zlib.crc32(data)))
+        return StoredFile(path=name, bytes=len(data), checksum=checksum(zlib.crc32(data)))
 
     def upload(self, name: str, file: Path) -> None:
-        """Writes a file of this machine's, in parts, so that it is never in memory as a whole."""
+        """See `Store.upload`."""
         with self._request(f"writing {name}"):
             self._obstore.put(self._store, self._key(name), file)
 
@@ -97,7 +135,7 @@ class RemoteStore(Store):
                 raise StoreError(f"{self.where}/{name} has more than {limit} bytes")
             return bytes(found.bytes())
 
-    def inside(self, folder: str) -> RemoteStore:
+    def inside(self, folder: str) -> ObjectStore:
         """See `Store.inside`."""
         inner = copy.copy(self)
         inner._prefix = self._key(folder)
@@ -118,34 +156,159 @@ class RemoteStore(Store):
             self._obstore.delete(self._store, inside or key)
 
     @contextmanager
-    def nearby(self, entries: Iterable[FileEntry]) -> Iterator[Store]:
-        """Fetches each file once, into a temporary directory."""
+    def local_copy(self, files: Iterable[StoredFile], error: ErrorFactory) -> Iterator[Store]:
+        """Fetch each file once into a temporary directory, verified; see `Store.local_copy`."""
         with TemporaryDirectory(prefix="megalith-") as folder:
             local = LocalStore(Path(folder))
             local.where = self.where
-            each(lambda entry: self._fetch(entry, local), list(entries))
+
+            def fetch(file: StoredFile) -> None:
+                data = self.read_verified(file, error)
+                target = local.root / file.path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(view_of(data))
+
+            for_each(fetch, list(files))
             yield local
 
-    def _fetch(self, entry: FileEntry, local: LocalStore) -> None:
-        data = read_verified(self, entry)
-        target = local.root / entry.path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(view_of(data))
+    # ---- asynchronous requests, each with a time limit in seconds
+
+    def request_error(self, failure: RequestFailure, message: str) -> Exception:
+        """Return the exception for a failed asynchronous request; a subclass can choose another type."""
+        return StoreError(message)
+
+    async def head(self, key: str, *, timeout: float) -> ObjectInfo:
+        """Return what the store reports about an object."""
+        async with self._limited("head", key, timeout):
+            return self._info(await self._obstore.head_async(self._store, self._key(key)))
+
+    async def get(
+        self, key: str, sink: Callable[[memoryview], None], *, etag: str | None = None, timeout: float
+    ) -> ObjectInfo:
+        """Stream an object into `sink`.
+
+        Args:
+            key: The object's name.
+            sink: Receives the bytes in order. Its errors are raised as they are.
+            etag: If given, the version that the object must have.
+            timeout: Seconds for the whole request.
+        """
+        async with self._limited("get", key, timeout):
+            options = {} if etag is None else {"if_match": etag}
+            answer = await self._obstore.get_async(self._store, self._key(key), options=options)
+            info = self._info(answer.meta)
+            done = 0
+            async for piece in answer.stream(min_chunk_size=DOWNLOAD_PIECE_BYTES):
+                view = memoryview(piece)
+                done += len(view)
+                if done > info.size:
+                    break
+                sink(view)
+            if done != info.size:
+                message = f"get of {key!r}: received {done} bytes, {info.size} were announced"
+                raise self.request_error(RequestFailure.STORE_ERROR, message)
+            return info
+
+    async def get_range(
+        self, key: str, start: int, length: int, *, etag: str | None = None, timeout: float
+    ) -> bytes:
+        """Return the bytes from `start` to `start + length`. Fewer bytes are a STORE_ERROR."""
+        async with self._limited("get", key, timeout):
+            options: dict[str, Any] = {"range": (start, start + length)}
+            if etag is not None:
+                options["if_match"] = etag
+            answer = await self._obstore.get_async(self._store, self._key(key), options=options)
+            data = bytes(await answer.bytes_async())
+            if len(data) != length:
+                message = f"get of {key!r}: received {len(data)} of {length} bytes at {start}"
+                raise self.request_error(RequestFailure.STORE_ERROR, message)
+            return data
+
+    async def put(self, key: str, data: bytes | Path, *, create: bool = False, timeout: float) -> bool:
+        """Write an object, completely or not at all.
+
+        Args:
+            key: The object's name.
+            data: The content, or a local file that holds it.
+            create: Write only if the object does not exist.
+            timeout: Seconds for the whole request.
+
+        Returns:
+            Whether the object was written.
+        """
+        small = isinstance(data, bytes) or data.stat().st_size <= UPLOAD_PART_BYTES
+        async with self._limited("put", key, timeout):
+            if create and not small:
+                # An upload in parts has no create-only mode: check first.
+                try:
+                    await self._obstore.head_async(self._store, self._key(key))
+                    return False
+                except FileNotFoundError:
+                    pass
+            mode = {"mode": "create", "use_multipart": False} if create and small else {}
+            try:
+                await self._obstore.put_async(
+                    self._store,
+                    self._key(key),
+                    data,
+                    chunk_size=UPLOAD_PART_BYTES,
+                    max_concurrency=_CONCURRENT_UPLOADS,
+                    **mode,
+                )
+            except self._obstore.exceptions.AlreadyExistsError:
+                return False
+            return True
+
+    async def list(self, prefix: str, *, timeout: float) -> list[ObjectInfo]:
+        """Return the objects below a prefix, which ends at a "/", sorted by key."""
+        async with self._limited("list", prefix, timeout):
+            found: list[ObjectInfo] = []
+            async for page in self._obstore.list(self._store, self._key(prefix)):
+                found += [self._info(each) for each in page]
+            return sorted(found, key=lambda info: info.key)
+
+    @asynccontextmanager
+    async def _limited(self, verb: str, key: str, timeout: float) -> AsyncIterator[None]:
+        """Limit the time of a request and convert obstore's errors."""
+        known = self._obstore.exceptions
+        where = f"{verb} of {key!r} in {self.where}"
+        try:
+            async with asyncio.timeout(timeout):
+                yield
+        except TimeoutError:
+            failure, problem = RequestFailure.TIMEOUT, f"no answer within {timeout:.3g} s"
+        except FileNotFoundError:
+            failure, problem = RequestFailure.NOT_FOUND, "the object does not exist"
+        except known.PreconditionError:
+            failure, problem = RequestFailure.CHANGED, "the object was replaced"
+        except known.BaseError as error:
+            failure, problem = RequestFailure.STORE_ERROR, _first_line(error)
+        except MegalithError:
+            raise
+        except ValueError as error:  # a key that is not a path
+            raise StoreError(f"{where}: {_first_line(error)}") from None
+        else:
+            return
+        raise self.request_error(failure, f"{where}: {problem}")
+
+    def _info(self, meta: Any) -> ObjectInfo:
+        key = str(meta["path"]).removeprefix(f"{self._prefix}/" if self._prefix else "")
+        return ObjectInfo(key, int(meta["size"]), meta["e_tag"], as_utc(meta["last_modified"]))
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix else name
 
     @contextmanager
-    def _request(self, doing: str) -> Iterator[None]:
-        """Turns obstore's errors into ours; what is not there stays a FileNotFoundError."""
+    def _request(self, action: str) -> Iterator[None]:
+        """Convert obstore's errors to StoreError; a missing object remains a FileNotFoundError."""
         try:
             yield
         except StoreError:
             raise
         except FileNotFoundError:
-            raise FileNotFoundError(errno.ENOENT, "there is no such object", self.where) from None
+            raise FileNotFoundError(errno.ENOENT, "the object does not exist", self.where) from None
         except Exception as error:  # obstore's own error types
-            raise StoreError(f"{self.where}: {doing} failed: {_short(error)}") from None
+            raise StoreError(f"{self.where}: {action} failed: {_first_line(error)}") from None
 
 
 def _client_options() -> dict[str, Any]:
@@ -159,11 +322,11 @@ def _client_options() -> dict[str, Any]:
 
 
 def _retry_config() -> dict[str, Any]:
-    """Bounded by time alone: ten tries, obstore's default, may be over within two seconds."""
+    """Limited by time only: obstore's default of ten tries may be over within two seconds."""
     pauses = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=3), "base": 2}
     return {"max_retries": 1000, "retry_timeout": timedelta(seconds=RETRY_SECONDS), "backoff": pauses}
 
 
-def _short(error: Exception) -> str:
-    """The first line; obstore adds pages of its insides."""
-    return str(error).partition("\n")[0]
+def _first_line(error: BaseException) -> str:
+    """The first line of a message; obstore appends pages of internal details."""
+    return str(error).partition("\n")[0][:300]

@@ -1,7 +1,9 @@
-"""Store: where the files of a checkpoint lie. A local directory here, an object store in `remote`.
+"""Store: named files in one place. A local directory is here, an object store is in `object_store`.
 
-A file is written whole or not at all: locally under a temporary name, flushed to the disk and renamed; an
-object store does that by itself. Names are relative, with "/" between their parts.
+A write replaces a file completely or not at all. Names are relative paths with "/" between their parts.
+
+A store raises OSError like Python's own files: FileNotFoundError, or StoreError from an object store. Methods
+that read a file of a manifest (`verify`, `read_file`, ...) raise the error type that the caller passes.
 """
 
 from __future__ import annotations
@@ -15,105 +17,179 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.manifest import FileEntry
-from megalith.errors import CheckpointError
+from megalith.storage.atomic import write_atomically
+from megalith.storage.strict_json import ErrorFactory
 
 _BLOCK = 1 << 22
 _THREADS = 4
 
 
+@dataclass(frozen=True)
+class StoredFile:
+    """An entry of a manifest: a file's name in its store, its length in bytes and its checksum."""
+
+    path: str
+    bytes: int
+    checksum: str
+
+
+def checksum(crc: int) -> str:
+    """Format a CRC-32 the way manifests store it: "crc32:0123abcd"."""
+    return f"crc32:{crc:08x}"
+
+
 def open_store(path: str | os.PathLike[str] | Store) -> Store:
-    """The store of a path: a directory, or "s3://bucket/prefix" and other addresses that obstore knows."""
+    """Open the store at a path.
+
+    Args:
+        path: A directory, a URL such as "s3://bucket/prefix", or a store, which is returned as it is.
+
+    Returns:
+        A `LocalStore` for a directory or a file:// URL, otherwise an `ObjectStore`.
+
+    Raises:
+        InputError: The URL does not name an object store.
+        MissingDependencyError: An object store is named, but obstore is not installed.
+    """
     if isinstance(path, Store):
         return path
     text = os.fspath(path)
     if "://" in text and not text.startswith("file://"):
-        from megalith.storage.object_store import RemoteStore
+        from megalith.storage.object_store import ObjectStore
 
-        return RemoteStore(text)
+        return ObjectStore(text)
     return LocalStore(Path(text.removeprefix("file://")))
 
 
 class Store(ABC):
-    """Files by name. where: what messages call it. address: the same for the same place. is_near: whether
-    reading a file again costs little."""
+    """Files by name.
+
+    Attributes:
+        where: The store's name in messages.
+        address: Equal for two stores exactly if they are the same place.
+        is_local: Whether reading a file twice is cheap.
+    """
 
     where: str
     address: str
-    is_near: bool = True
+    is_local: bool = True
 
     @abstractmethod
-    def write(self, name: str, parts: Sequence[Any]) -> FileEntry:
-        """Writes a file out of buffers, one behind the other, and returns its entry for a manifest."""
+    def write(self, name: str, parts: Sequence[Any]) -> StoredFile:
+        """Write a file from buffers, concatenated, and return its manifest entry."""
 
     @abstractmethod
     def size(self, name: str) -> int:
-        """Bytes of a file. Raises FileNotFoundError."""
+        """Return the length of a file in bytes. Raises FileNotFoundError."""
 
     @abstractmethod
     def read(self, name: str, size: int, start: int = 0) -> Tensor:
-        """`size` bytes of a file from `start` on, uint8. Raises OSError if there are fewer."""
+        """Return `size` bytes of a file from byte `start`, uint8. Raises OSError if there are fewer."""
 
     @abstractmethod
     def read_whole(self, name: str, limit: int) -> bytes:
-        """All of a small file, one version of it whoever replaces it meanwhile.
+        """Return all of a small file: one version of it, even if it is replaced at the same time.
 
-        Raises FileNotFoundError, and OSError if it has more than `limit` bytes.
+        Raises:
+            FileNotFoundError: The file does not exist.
+            OSError: The file has more than `limit` bytes.
         """
 
     @abstractmethod
+    def upload(self, name: str, file: Path) -> None:
+        """Write a copy of a local file, without reading all of it into memory."""
+
+    @abstractmethod
     def inside(self, folder: str) -> Store:
-        """The store of a folder of this one."""
+        """Return the store of a folder of this store."""
 
     @abstractmethod
     def folders(self) -> list[str]:
-        """The names of the folders at the top."""
+        """Return the names of the folders at the top level, sorted."""
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Deletes a file, or a folder with all that is in it; none is no error."""
+        """Delete a file, or a folder with its content. Does nothing if there is none."""
 
     @contextmanager
-    def nearby(self, entries: Iterable[FileEntry]) -> Iterator[Store]:
-        """A store with these files, verified, that is cheap to read more than once."""
-        entries = list(entries)
-        each(lambda entry: verify(self, entry), entries)
+    def local_copy(self, files: Iterable[StoredFile], error: ErrorFactory) -> Iterator[Store]:
+        """Verify some files and yield a store that holds them and is cheap to read more than once."""
+        for_each(lambda file: self.verify(file, error), list(files))
         yield self
+
+    # ---- files of a manifest
+
+    def read_file(self, file: StoredFile, error: ErrorFactory) -> Tensor:
+        """Return a file's bytes, uint8 [file.bytes], without computing the checksum."""
+        return self.read_part(file, file.bytes, error=error)
+
+    def read_part(self, file: StoredFile, size: int, start: int = 0, *, error: ErrorFactory) -> Tensor:
+        """Return `size` bytes of a file from byte `start`, uint8 [size]."""
+        try:
+            return self.read(file.path, size, start)
+        except OSError as problem:
+            raise self._unreadable(file, problem, error) from None
+
+    def read_verified(self, file: StoredFile, error: ErrorFactory) -> Tensor:
+        """Return a file's bytes, uint8 [file.bytes]; its length and checksum must be those of its entry."""
+        self._check_size(file, error)
+        data = self.read_file(file, error)
+        self._check_sum(file, zlib.crc32(view_of(data)), error)
+        return data
+
+    def verify(self, file: StoredFile, error: ErrorFactory) -> None:
+        """Raise unless the file exists with the length and checksum of its entry."""
+        self._check_size(file, error)
+        try:
+            crc = self._crc32(file)
+        except OSError as problem:
+            raise self._unreadable(file, problem, error) from None
+        self._check_sum(file, crc, error)
+
+    def _crc32(self, file: StoredFile) -> int:
+        return zlib.crc32(view_of(self.read(file.path, file.bytes)))
+
+    def _check_size(self, file: StoredFile, error: ErrorFactory) -> None:
+        try:
+            size = self.size(file.path)
+        except OSError as problem:
+            raise self._unreadable(file, problem, error) from None
+        if size != file.bytes:
+            raise error(f"{self.where}/{file.path} has {size} bytes, but its manifest states {file.bytes}")
+
+    def _check_sum(self, file: StoredFile, crc: int, error: ErrorFactory) -> None:
+        if checksum(crc) != file.checksum:
+            raise error(
+                f"{self.where}/{file.path} is damaged: its checksum is {checksum(crc)}, not {file.checksum}"
+            )
+
+    def _unreadable(self, file: StoredFile, problem: OSError, error: ErrorFactory) -> Exception:
+        return error(f"{self.where}/{file.path} cannot be read: {problem.strerror or problem}")
 
 
 class LocalStore(Store):
-    """A directory."""
+    """A local directory. Writes are atomic and flushed to the disk.
+
+    Args:
+        root: The directory. The first write creates it.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.where = str(root)
         self.address = os.path.realpath(root)
 
-    def write(self, name: str, parts: Sequence[Any]) -> FileEntry:
-        """See `Store.write`: temporary name, fsync, rename."""
-        target = self.root / name
-        _make_directory(target.parent)
-        temporary = target.with_name(target.name + ".tmp")
-        # A new file: what lies there may be a link to somewhere else.
-        temporary.unlink(missing_ok=True)
-        size, crc = 0, 0
-        with open(temporary, "xb", buffering=0) as file:
-            for part in parts:
-                view = memoryview(part).cast("B")
-                crc = zlib.crc32(view, crc)
-                size += len(view)
-                while view:
-                    view = view[file.write(view) :]
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-        _sync_directory(target.parent)
-        return FileEntry(path=name, bytes=size, checksum=checksum(crc))
+    def write(self, name: str, parts: Sequence[Any]) -> StoredFile:
+        """See `Store.write`."""
+        size, crc = write_atomically(self.root / name, parts)
+        return StoredFile(path=name, bytes=size, checksum=checksum(crc))
 
     def size(self, name: str) -> int:
         """See `Store.size`."""
@@ -137,8 +213,13 @@ class LocalStore(Store):
         self.size(name)  # opening a pipe would wait for its writer
         with open(self.root / name, "rb") as file:
             if _file_size(os.fstat(file.fileno())) > limit:
-                raise OSError(f"it has more than {limit} bytes")
+                raise OSError(f"the file has more than {limit} bytes")
             return file.read(limit)
+
+    def upload(self, name: str, file: Path) -> None:
+        """See `Store.upload`."""
+        with open(file, "rb") as source:
+            write_atomically(self.root / name, iter(lambda: source.read(_BLOCK), b""))
 
     def inside(self, folder: str) -> LocalStore:
         """See `Store.inside`."""
@@ -158,102 +239,29 @@ class LocalStore(Store):
         else:
             path.unlink(missing_ok=True)
 
-
-def read_verified(store: Store, entry: FileEntry) -> Tensor:
-    """A file's bytes, uint8. Raises CheckpointError unless its length and checksum are those of its entry."""
-    _check_size(store, entry)
-    data = read_file(store, entry)
-    _check_sum(store, entry, zlib.crc32(view_of(data)))
-    return data
-
-
-def verify(store: Store, entry: FileEntry) -> None:
-    """Raises CheckpointError unless the file is there with the length and checksum of its entry."""
-    if not isinstance(store, LocalStore):
-        read_verified(store, entry)
-        return
-    _check_size(store, entry)
-    crc = 0
-    block = memoryview(bytearray(_BLOCK))
-    try:
-        with open(store.root / entry.path, "rb", buffering=0) as file:
-            while count := file.readinto(block):
+    def _crc32(self, file: StoredFile) -> int:
+        crc = 0
+        block = memoryview(bytearray(_BLOCK))
+        with open(self.root / file.path, "rb", buffering=0) as opened:
+            while count := opened.readinto(block):
                 crc = zlib.crc32(block[:count], crc)
-    except OSError as error:
-        raise _unreadable(store, entry, error) from None
-    _check_sum(store, entry, crc)
+        return crc
 
 
-def read_file(store: Store, entry: FileEntry) -> Tensor:
-    """A file's bytes, uint8, of the length its entry states; the checksum is not computed again."""
-    return read_part(store, entry, entry.bytes)
-
-
-def read_part(store: Store, entry: FileEntry, size: int, start: int = 0) -> Tensor:
-    """Some bytes of a file, uint8. Raises CheckpointError if they cannot be read."""
-    try:
-        return store.read(entry.path, size, start)
-    except OSError as error:
-        raise _unreadable(store, entry, error) from None
-
-
-def _check_size(store: Store, entry: FileEntry) -> None:
-    try:
-        size = store.size(entry.path)
-    except OSError as error:
-        raise _unreadable(store, entry, error) from None
-    if size != entry.bytes:
-        raise CheckpointError(f"{store.where}/{entry.path} has {size} bytes, its manifest says {entry.bytes}")
-
-
-def _check_sum(store: Store, entry: FileEntry, crc: int) -> None:
-    if checksum(crc) != entry.checksum:
-        raise CheckpointError(
-            f"{store.where}/{entry.path} is damaged: its checksum is {checksum(crc)}, not {entry.checksum}"
-        )
-
-
-def _unreadable(store: Store, entry: FileEntry, error: OSError) -> CheckpointError:
-    return CheckpointError(f"{store.where}/{entry.path} cannot be read: {error.strerror or error}")
-
-
-def each(work: Callable[[FileEntry], None], entries: list[FileEntry]) -> None:
-    """Some work on every file, a few at a time."""
+def for_each(work: Callable[[StoredFile], None], files: list[StoredFile]) -> None:
+    """Call a function for every file, from a few threads."""
     with ThreadPoolExecutor(_THREADS) as pool:
-        for _ in pool.map(work, entries):
+        for _ in pool.map(work, files):
             pass
 
 
 def view_of(data: Tensor) -> memoryview:
-    """The bytes of a uint8 tensor, in the same memory."""
+    """Return the bytes of a uint8 tensor, in the same memory."""
     array: Any = data.numpy()
     return memoryview(array)
 
 
-def checksum(crc: int) -> str:
-    """A file's crc32 as a manifest has it."""
-    return f"crc32:{crc:08x}"
-
-
 def _file_size(found: os.stat_result) -> int:
     if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file")  # a pipe or a device may never end
+        raise OSError(errno.EINVAL, "it is not a regular file")  # a pipe or a device may never end
     return found.st_size
-
-
-def _make_directory(directory: Path) -> None:
-    """Makes a directory that lasts, and those above it."""
-    if directory.is_dir():
-        return
-    _make_directory(directory.parent)
-    directory.mkdir(exist_ok=True)
-    _sync_directory(directory.parent)
-
-
-def _sync_directory(directory: Path) -> None:
-    """Makes a rename in this directory last."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,46 +1,221 @@
-"""JSON of files that nobody vouches for: one meaning, or an error.
+"""Strict JSON: the one reader for JSON from files and peers, which is untrusted until validated.
 
-Stricter than `json.loads`: no NaN, no key twice in an object, no nesting that later code would stumble over.
+`parse_json` is stricter than `json.loads`: it limits size and nesting and rejects NaN, Infinity and duplicate
+keys. `JsonFields` then reads the fields of an object by name and type. The caller passes the error type.
 """
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any, NoReturn
 
+MAX_BYTES = 1 << 28
 MAX_DEPTH = 100
+MAX_INT = (1 << 63) - 1
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+ErrorFactory = Callable[[str], Exception]
+"""Makes the exception to raise from a message. An exception class is one."""
 
 
-def parse_json(text: str | bytes) -> Any:
-    """The data. Raises ValueError saying what is wrong with the text."""
+def parse_json(text: str | bytes, error: ErrorFactory = ValueError, *, max_bytes: int = MAX_BYTES) -> Any:
+    """Parse JSON text that is not trusted.
+
+    Args:
+        text: The text; bytes must be UTF-8.
+        error: Makes the exception from a message such as "is not valid JSON: a key is repeated".
+        max_bytes: The largest text that is accepted.
+
+    Returns:
+        The data: dicts, lists, strings, numbers, booleans and None.
+
+    Raises:
+        Exception: What `error` makes, if the text is too large, is not JSON, is nested more than MAX_DEPTH
+            levels deep, repeats a key within an object, or contains NaN or Infinity.
+    """
+    if len(text) > max_bytes:
+        raise error(f"has more than {max_bytes} bytes")
     try:
         text = text if isinstance(text, str) else text.decode()
-        data = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_distinct)
+        data = json.loads(text, parse_constant=_reject_constant, object_pairs_hook=_unique_keys)
     except RecursionError:
-        raise ValueError(f"it is nested more than {MAX_DEPTH} deep") from None
-    _check_depth(data)
+        raise error(_TOO_DEEP) from None
+    except ValueError as problem:
+        raise error(f"is not valid JSON: {problem}") from None
+    if text.count("[") + text.count("{") > MAX_DEPTH and _is_too_deep(data):
+        raise error(_TOO_DEEP)
     return data
 
 
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+def parse_json_object(text: str | bytes, error: ErrorFactory, *, max_bytes: int = MAX_BYTES) -> JsonFields:
+    """Parse JSON text that must be an object, see `parse_json`.
+
+    Args:
+        text: The text; bytes must be UTF-8.
+        error: Makes the exception from a message, here and for every field.
+        max_bytes: The largest text that is accepted.
+
+    Returns:
+        The object's fields.
+    """
+    data = parse_json(text, error, max_bytes=max_bytes)
+    if not isinstance(data, dict):
+        raise error("is not a JSON object")
+    return JsonFields(data, error)
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+class JsonFields:
+    """The fields of a JSON object, read by name and type.
+
+    Every method raises what `error` makes of a message that names the field, such as
+    "field tables[2].dim must be an integer".
+
+    Args:
+        data: The object.
+        error: Makes the exception from a message.
+        path: The object's own place in the document, with a final dot: "tables[2].".
+    """
+
+    def __init__(self, data: dict[str, Any], error: ErrorFactory, path: str = "") -> None:
+        self.data = data
+        self._error = error
+        self._path = path
+
+    def __contains__(self, key: str) -> bool:
+        """Whether the field is present and not null."""
+        return self.data.get(key) is not None
+
+    def fail(self, key: str, problem: str) -> NoReturn:
+        """Raise: this field has this problem."""
+        raise self._error(f"field {self._path}{key} {problem}")
+
+    def allow_only(self, *names: str) -> None:
+        """Raise if there are fields other than these."""
+        extra = sorted(set(self.data) - set(names))
+        if extra:
+            self.fail(extra[0][:64], "is not known")
+
+    def string(self, key: str, max_length: int = 4096) -> str:
+        """A string of bounded length, without unpaired surrogates."""
+        value = str(self._typed(key, str, "a string"))
+        if len(value) > max_length:
+            self.fail(key, f"is longer than {max_length} characters")
+        if not _is_text(value):
+            self.fail(key, "must be a string without unpaired surrogates")
+        return value
+
+    def sha256(self, key: str) -> str:
+        """64 lower-case hexadecimal digits."""
+        value = str(self._typed(key, str, "a string"))
+        if not _SHA256.fullmatch(value):
+            self.fail(key, "must be 64 hexadecimal digits")
+        return value
+
+    def integer(self, key: str, least: int = 0, most: int = MAX_INT) -> int:
+        """An integer in a range."""
+        value = int(self._typed(key, int, "an integer"))
+        if not least <= value <= most:
+            self.fail(key, f"must be from {least} to {most}")
+        return value
+
+    def number(self, key: str) -> float:
+        """A finite number."""
+        value = self._typed(key, int | float, "a number")
+        if abs(value) > 1e300:
+            self.fail(key, "is too large")
+        return float(value)
+
+    def boolean(self, key: str) -> bool:
+        """True or false."""
+        value = self.data.get(key)
+        if not isinstance(value, bool):
+            self.fail(key, "must be true or false" if key in self.data else "is missing")
+        return value
+
+    def time(self, key: str) -> datetime | None:
+        """A time in UTC, or None if the field is null."""
+        if key in self.data and self.data[key] is None:
+            return None
+        text = self.string(key, 40)
+        try:
+            return as_utc(datetime.fromisoformat(text))
+        except (ValueError, OverflowError):
+            self.fail(key, "must be a time like 2026-01-02T03:04:05.000000+00:00")
+
+    def array(self, key: str) -> list[Any]:
+        """A list of anything."""
+        return list(self._typed(key, list, "a list"))
+
+    def integers(self, key: str, least: int = 0, most: int = MAX_INT) -> list[int]:
+        """A list of integers in a range."""
+        values = self.array(key)
+        for value in values:
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+                self.fail(key, f"must hold integers from {least} to {most}")
+        return values
+
+    def object(self, key: str) -> JsonFields:
+        """A nested object."""
+        return JsonFields(self._typed(key, dict, "an object"), self._error, f"{self._path}{key}.")
+
+    def objects(self, key: str) -> list[JsonFields]:
+        """A list of objects."""
+        return [self._nested(f"{key}[{i}]", value) for i, value in enumerate(self.array(key))]
+
+    def named_objects(self, key: str) -> dict[str, JsonFields]:
+        """An object whose values are objects; its keys are names chosen by the writer."""
+        values: dict[str, Any] = self._typed(key, dict, "an object")
+        if not all(map(_is_text, values)):
+            self.fail(key, "has a name with an unpaired surrogate")
+        return {name: self._nested(f"{key}.{name}", value) for name, value in values.items()}
+
+    def _nested(self, key: str, value: Any) -> JsonFields:
+        if not isinstance(value, dict):
+            self.fail(key, "must be an object")
+        return JsonFields(value, self._error, f"{self._path}{key}.")
+
+    def _typed(self, key: str, kind: Any, name: str) -> Any:
+        value = self.data.get(key)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            self.fail(key, f"must be {name}" if key in self.data else "is missing")
+        return value
+
+
+def as_utc(time: datetime) -> datetime:
+    """Convert a time to UTC; a time without a zone is already in UTC."""
+    return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
+
+
+_TOO_DEEP = f"is nested more than {MAX_DEPTH} levels deep"
+
+
+def _reject_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not allowed")
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     data = dict(pairs)
     if len(data) != len(pairs):
         raise ValueError("an object has a key twice")
     return data
 
 
-def _check_depth(data: Any) -> None:
+def _is_too_deep(data: Any) -> bool:
     level = [data]
     for _ in range(MAX_DEPTH):
-        level = [x for each in level if isinstance(each, dict | list) for x in _inside(each)]
+        level = [x for each in level if isinstance(each, dict | list) for x in _children(each)]
         if not level:
-            return
-    raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+            return False
+    return True
 
 
-def _inside(data: dict[str, Any] | list[Any]) -> list[Any]:
+def _children(data: dict[str, Any] | list[Any]) -> list[Any]:
     return list(data.values()) if isinstance(data, dict) else data
+
+
+def _is_text(value: str) -> bool:
+    """Whether the text can be encoded; a JSON escape can hold one half of a surrogate pair."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in value)

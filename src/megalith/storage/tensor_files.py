@@ -1,6 +1,10 @@
-"""Tensors of a file: the safetensors format, written from memory as it lies and read without a copy.
+"""Tensor files: the safetensors format, written without copies of the tensors and read in place.
 
-Eight bytes of length, that many bytes of JSON, then the tensors' bytes one behind the other.
+    8 bytes     length n of the header, little-endian
+    n bytes     JSON: {name: {"dtype", "shape", "data_offsets": [begin, end]}}, padded with spaces
+    the rest    the tensors' bytes, concatenated without gaps
+
+Reading checks every field: a file is untrusted until it is validated. The caller passes the error type.
 """
 
 from __future__ import annotations
@@ -15,8 +19,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from megalith.errors import CheckpointError, InputError
-from megalith.storage.strict_json import parse_json
+from megalith.errors import InputError
+from megalith.storage.strict_json import ErrorFactory, parse_json
 
 MAX_HEADER = 100 << 20
 _MAX_BYTES = 1 << 40
@@ -37,8 +41,8 @@ _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
 @dataclass(frozen=True)
-class Place:
-    """A tensor of a file: its type and shape, and the bytes of the file that hold it."""
+class TensorPlace:
+    """The type and shape of a tensor, and the range of bytes of the file that holds it."""
 
     dtype: torch.dtype
     shape: list[int]
@@ -47,20 +51,40 @@ class Place:
 
 
 def encode(tensors: Mapping[str, Tensor]) -> list[Any]:
-    """The buffers of a file that holds these tensors. Raises InputError for a type it cannot hold."""
-    header, placed = lay_out({name: (tensor.dtype, list(tensor.shape)) for name, tensor in tensors.items()})
-    flat = (tensors[name].detach().cpu().contiguous().reshape(-1) for name in placed)
+    """Encode tensors as a file.
+
+    Args:
+        tensors: The tensors by name, of any shape and device.
+
+    Returns:
+        The buffers of the file, in order. Tensors on the CPU are not copied.
+
+    Raises:
+        InputError: The format cannot hold a tensor's dtype or number of dimensions.
+    """
+    header, places = plan_file({name: (tensor.dtype, list(tensor.shape)) for name, tensor in tensors.items()})
+    flat = (tensors[name].detach().cpu().contiguous().reshape(-1) for name in places)
     return [header, *(each.view(torch.uint8).numpy() for each in flat)]
 
 
-def lay_out(forms: Mapping[str, tuple[torch.dtype, list[int]]]) -> tuple[bytes, dict[str, Place]]:
-    """The beginning of a file of such tensors, and where each lies in the file, in its order."""
+def plan_file(forms: Mapping[str, tuple[torch.dtype, list[int]]]) -> tuple[bytes, dict[str, TensorPlace]]:
+    """Compute the layout of a file before its tensors exist.
+
+    Args:
+        forms: The dtype and shape of each tensor by name.
+
+    Returns:
+        The beginning of the file up to the first tensor, and the place of each tensor in file order.
+
+    Raises:
+        InputError: The format cannot hold a tensor's dtype or number of dimensions.
+    """
     header: dict[str, Any] = {}
     at = 0
     for name, (dtype, shape) in sorted(forms.items(), key=lambda item: -item[1][0].itemsize):
         if dtype not in _NAMES or len(shape) > _MAX_DIMS:
             raise InputError(
-                f"{name!r} is {dtype} of {len(shape)} dimensions, which a checkpoint cannot hold"
+                f"tensor {name!r} is {dtype} with {len(shape)} dimensions, which a tensor file cannot hold"
             )
         end = at + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [at, end]}
@@ -68,19 +92,30 @@ def lay_out(forms: Mapping[str, tuple[torch.dtype, list[int]]]) -> tuple[bytes, 
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
-    placed = {
-        name: Place(_TYPES[entry["dtype"]], entry["shape"], *(start + at for at in entry["data_offsets"]))
+    places = {
+        name: TensorPlace(
+            _TYPES[entry["dtype"]], entry["shape"], *(start + at for at in entry["data_offsets"])
+        )
         for name, entry in header.items()
     }
-    return struct.pack("<Q", len(text)) + text, placed
+    return struct.pack("<Q", len(text)) + text, places
 
 
-def decode(data: Tensor, where: str) -> dict[str, Tensor]:
-    """The tensors of a file's bytes (uint8), in the same memory. Raises CheckpointError if they are none."""
+def decode(data: Tensor, where: str, error: ErrorFactory) -> dict[str, Tensor]:
+    """Decode a file.
+
+    Args:
+        data: The bytes of the file, uint8 [size].
+        where: The name of the file, for messages.
+        error: Makes the exception for a file that is not valid.
+
+    Returns:
+        The tensors by name, which share memory with `data` where their alignment allows it.
+    """
     size = data.numel()
-    start = header_end(data[:8], size, where)
+    start = header_end(data[:8], size, where, error)
     tensors: dict[str, Tensor] = {}
-    for name, place in places(data[:start], size, where).items():
+    for name, place in read_places(data[:start], size, where, error).items():
         piece = data[place.begin : place.end]
         if piece.storage_offset() % place.dtype.itemsize:
             piece = piece.clone()
@@ -88,56 +123,71 @@ def decode(data: Tensor, where: str) -> dict[str, Tensor]:
     return tensors
 
 
-def header_end(head: Tensor, size: int, where: str) -> int:
-    """Where the tensors begin in a file of `size` bytes. head: its first eight bytes, uint8."""
+def header_end(head: Tensor, size: int, where: str, error: ErrorFactory) -> int:
+    """Return where the tensors begin in a file.
+
+    Args:
+        head: The first eight bytes of the file, uint8.
+        size: The length of the whole file in bytes.
+        where: The name of the file, for messages.
+        error: Makes the exception for a file that is not valid.
+    """
     if head.numel() < 8:
-        raise CheckpointError(f"{where} is no safetensors file: it has {size} bytes")
+        raise error(f"{where} is not a safetensors file: it has only {size} bytes")
     (length,) = struct.unpack("<Q", head.numpy().tobytes())
     if length > min(MAX_HEADER, size - 8):
-        raise CheckpointError(f"{where} is no safetensors file: its header would have {length} bytes")
+        raise error(f"{where} is not a safetensors file: its header would have {length} bytes")
     return 8 + int(length)
 
 
-def places(head: Tensor, size: int, where: str) -> dict[str, Place]:
-    """Where each tensor lies in a file of `size` bytes. head: the bytes up to `header_end`, uint8.
+def read_places(head: Tensor, size: int, where: str, error: ErrorFactory) -> dict[str, TensorPlace]:
+    """Return the place of each tensor of a file.
 
-    Raises CheckpointError unless the tensors fill the rest of the file, one behind the other.
+    Args:
+        head: The bytes of the file up to `header_end`, uint8.
+        size: The length of the whole file in bytes.
+        where: The name of the file, for messages.
+        error: Makes the exception for a file that is not valid, for example because its tensors overlap or
+            leave gaps.
     """
-    try:
-        header = parse_json(head[8:].numpy().tobytes())
-    except ValueError as error:
-        raise CheckpointError(f"{where} is no safetensors file: its header is no JSON ({error})") from None
+
+    def wrong(problem: str) -> Exception:
+        return error(f"{where} is not a safetensors file: its header {problem}")
+
+    header = parse_json(head[8:].numpy().tobytes(), wrong)
     if not isinstance(header, dict):
-        raise CheckpointError(f"{where} is no safetensors file: its header is no object")
-    metadata = header.get("__metadata__", {})
+        raise wrong("is not a JSON object")
+    metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-        raise CheckpointError(f"{where} is no safetensors file: its metadata are no texts")
-    start = head.numel()
-    found = {
-        name: _place(name, info, start, where) for name, info in header.items() if name != "__metadata__"
-    }
-    at = start
-    for name, place in sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)):
+        raise wrong("has metadata that are not strings")
+    start = at = head.numel()
+    places = {}
+    for name, info in header.items():
+        place = _place(info, start)
+        if place is None:
+            raise error(f"{where}: the header entry of tensor {name!r} is not valid: {str(info)[:200]!r}")
+        places[name] = place
+    for name, place in sorted(places.items(), key=lambda item: (item[1].begin, item[1].end)):
         if place.begin != at:
-            raise CheckpointError(
-                f"{where}: tensor {name!r} begins at byte {place.begin}, where {at} is the next one's place"
+            raise error(
+                f"{where}: tensor {name!r} begins at byte {place.begin}, but the previous tensor ends at {at}"
             )
         at = place.end
     if at > size:
-        raise CheckpointError(f"{where}: its tensors end at byte {at}, behind its end at {size}")
+        raise error(f"{where}: its tensors end at byte {at}, after the end of the file at {size}")
     if at < size:
-        raise CheckpointError(f"{where}: {size - at} bytes belong to no tensor")
-    return found
+        raise error(f"{where}: {size - at} bytes at the end belong to no tensor")
+    return places
 
 
-def _place(name: str, info: Any, start: int, where: str) -> Place:
+def _place(info: Any, start: int) -> TensorPlace | None:
     if isinstance(info, dict):
         dtype, shape, offsets = info.get("dtype"), info.get("shape"), info.get("data_offsets")
         if isinstance(dtype, str) and dtype in _TYPES and _are_sizes(shape) and _are_sizes(offsets):
-            bytes = math.prod(shape) * _TYPES[dtype].itemsize  # Python's numbers do not wrap around
+            bytes = math.prod(shape) * _TYPES[dtype].itemsize  # Python's integers do not overflow
             if len(offsets) == 2 and offsets[1] - offsets[0] == bytes and _fits_memory(shape):
-                return Place(_TYPES[dtype], shape, start + offsets[0], start + offsets[1])
-    raise CheckpointError(f"{where}: the header's entry of tensor {name!r} is wrong: {str(info)[:200]!r}")
+                return TensorPlace(_TYPES[dtype], shape, start + offsets[0], start + offsets[1])
+    return None
 
 
 def _are_sizes(numbers: Any) -> TypeGuard[list[int]]:
@@ -149,5 +199,5 @@ def _are_sizes(numbers: Any) -> TypeGuard[list[int]]:
 
 
 def _fits_memory(shape: list[int]) -> bool:
-    """Whether torch can make strides of it; a dimension of 0 does not excuse the others."""
+    """Whether torch can compute strides for a shape; a dimension of 0 does not excuse the others."""
     return math.prod(n for n in shape if n) < _MAX_BYTES

@@ -15,7 +15,7 @@ from megalith import checkpoint
 from megalith.checkpoint.saved_rows import latest_rows
 from megalith.errors import CheckpointError, InputError
 from megalith.serving.export.exporter import Provenance, RowSource, export_model
-from megalith.storage.store import open_store, verify
+from megalith.storage.store import open_store
 from megalith.training.run_model import config_of, find_checkpoint, load_dense, model_for
 
 COLLECTION = "embeddings"
@@ -59,7 +59,7 @@ def _export(
 ) -> Path:
     store = open_store(root)
     for entry in manifest.all_files():
-        verify(store, entry)
+        store.verify(entry, CheckpointError)
     config = config_of(manifest, root)
     progress = manifest.latest.progress
     model = model_for(config, progress["features"], progress["num_dense"])

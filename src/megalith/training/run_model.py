@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith import checkpoint
-from megalith.checkpoint.dense_state import fit_dense
+from megalith.checkpoint.dense_state import match_dense
 from megalith.checkpoint.saved_rows import read_tensors
 from megalith.distributed.ranks import world_size
 from megalith.errors import CheckpointError, InputError
@@ -93,7 +93,7 @@ def find_checkpoint(path: str | Path) -> Path:
 def load_dense(model: Model, root: Path, manifest: checkpoint.Manifest) -> None:
     """The dense weights of a checkpoint into a model whose tables stay empty."""
     store, entry = open_store(root), manifest.latest.dense
-    fit_dense(model, {} if entry is None else read_tensors(store, entry)).copy()
+    match_dense(model, {} if entry is None else read_tensors(store, entry)).copy()
 
 
 def load_trained(path: str | Path) -> tuple[Model, RunConfig]:

@@ -1,0 +1,106 @@
+"""Nested Python data as JSON data plus named tensors: how optimizer state is stored without pickle.
+
+| Python | JSON |
+| --- | --- |
+| None, bool, int, str | as it is |
+| float | {"float": hexadecimal text} (exact, infinities included) |
+| list | a list |
+| tuple | {"tuple": a list} |
+| dict | {"dict": a list of [key, value]} |
+| Tensor | {"tensor": its name among the tensors} |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from megalith.errors import CheckpointError, InputError
+
+
+def pack(data: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Split nested data into JSON data and tensors.
+
+    Args:
+        data: None, bool, int, float, str, tensors, and lists, tuples and dicts of them; dict keys are str or
+            int.
+
+    Returns:
+        The JSON data, and copies of the tensors by name.
+
+    Raises:
+        InputError: The data contains another type; the message names its position.
+    """
+    tensors: dict[str, Tensor] = {}
+    return _pack(data, "", tensors), tensors
+
+
+def unpack(data: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Restore the data that was given to `pack`.
+
+    Args:
+        data: The JSON data.
+        tensors: The tensors by name.
+
+    Returns:
+        The nested data, with the tensors themselves, not copies.
+
+    Raises:
+        CheckpointError: The JSON data is not valid, or a tensor is missing.
+    """
+    if isinstance(data, list):
+        return [unpack(x, tensors) for x in data]
+    if not isinstance(data, dict):
+        return data
+    if len(data) != 1:
+        raise CheckpointError(f"optimizer state: an object must have one field, not {len(data)}")
+    ((kind, value),) = data.items()
+    if kind == "tensor" and isinstance(value, str):
+        if value not in tensors:
+            raise CheckpointError(f"optimizer state: tensor {value!r} is missing")
+        return tensors[value]
+    if kind == "tuple" and isinstance(value, list):
+        return tuple(unpack(x, tensors) for x in value)
+    if kind == "float" and isinstance(value, str):
+        return _float(value)
+    if kind == "dict" and isinstance(value, list) and all(isinstance(p, list) and len(p) == 2 for p in value):
+        return {_key(k): unpack(v, tensors) for k, v in value}
+    raise CheckpointError(f"optimizer state: {kind!r} is not a known kind of value")
+
+
+def _float(text: str) -> float:
+    try:
+        return float.fromhex(text)
+    except (ValueError, OverflowError):
+        raise CheckpointError(f"optimizer state: {text!r} is not a float") from None
+
+
+def _key(key: Any) -> Any:
+    if isinstance(key, str | int):
+        return key
+    raise CheckpointError(f"optimizer state: {key!r} cannot be a key")
+
+
+def _pack(data: Any, at: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(data, Tensor):
+        name = at.lstrip(".") or "value"
+        tensors[name] = data.detach().clone()
+        return {"tensor": name}
+    if isinstance(data, float):
+        return {"float": data.hex()}
+    if data is None or isinstance(data, bool | int | str):
+        return data
+    if isinstance(data, list):
+        return [_pack(x, f"{at}.{i}", tensors) for i, x in enumerate(data)]
+    if isinstance(data, tuple):
+        return {"tuple": [_pack(x, f"{at}.{i}", tensors) for i, x in enumerate(data)]}
+    if isinstance(data, dict):
+        for key in data:
+            if not isinstance(key, str | int) or isinstance(key, bool):
+                raise InputError(
+                    f"state at {at or 'the top'} has the key {key!r}; keys must be strings or integers"
+                )
+        return {"dict": [[k, _pack(v, f"{at}.{k}", tensors)] for k, v in data.items()]}
+    raise InputError(f"state at {at or 'the top'} contains a {type(data).__name__}, which cannot be saved")
