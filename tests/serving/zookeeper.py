@@ -1,22 +1,30 @@
-"""A real ZooKeeper on loopback for tests, and a cable to it that can be cut."""
+"""A real ZooKeeper on loopback for tests, a cable to it that can be cut, and helpers to watch nodes."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import shutil
 import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from kazoo.client import KazooClient  # type: ignore[import-untyped]
 from kazoo.handlers.threading import KazooTimeoutError  # type: ignore[import-untyped]
 
+from megalith.serving.discovery import ZooKeeperDiscovery
+
+D = TypeVar("D", bound=ZooKeeperDiscovery)
+
+LIMIT = 30.0
+"""Seconds after which a wait of a test has failed."""
 JARS = Path("/usr/share/java")
 READY_SECONDS = 30.0
 LIFE_SECONDS = 900
@@ -187,3 +195,62 @@ def zookeeper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ZooKeeper]:
     server.start()
     yield server
     server.kill()
+
+
+@pytest.fixture
+def root() -> str:
+    """A root of the test's own."""
+    return f"test-{uuid.uuid4().hex[:8]}"
+
+
+class Changes:
+    """The values a watch was called with, in order."""
+
+    def __init__(self) -> None:
+        self.values: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def __call__(self, value: Any) -> None:
+        self.values.put(value)
+
+    def until(self, wanted: Callable[[Any], bool]) -> Any:
+        """Reads values until one is wanted; returns it."""
+        last = None
+        while True:
+            try:
+                last = self.values.get(timeout=LIMIT)
+            except queue.Empty:
+                raise AssertionError(f"not within {LIMIT} s; the last was {last}") from None
+            if wanted(last):
+                return last
+
+    def until_addresses(self, *addresses: str) -> None:
+        self.until(lambda replicas: [replica.address for replica in replicas] == list(addresses))
+
+
+def node_changes(client: Any, path: str) -> Changes:
+    """Records each state of a node, None while it does not exist."""
+    changes = Changes()
+    client.DataWatch(path, lambda data, stat: changes((data, stat) if stat else None))
+    return changes
+
+
+def within_limit(action: Callable[[], object]) -> None:
+    """Runs an action that must not hang; the polls last a minute."""
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    thread.join(LIMIT)
+    assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def opening(kind: Callable[..., D], **defaults: Any) -> Iterator[Callable[..., D]]:
+    """Yields a function that makes and starts a discovery; stops all of them at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def make(**options: Any) -> D:
+            discovery = kind(**{"session_seconds": 2.0, **defaults, **options})
+            stack.callback(discovery.stop)
+            discovery.start(LIMIT)
+            return discovery
+
+        yield make

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalith.compat.monolith.sync_config import SyncConfig, read_sync_config, refresh_sync_config
+from megalith.compat.monolith.znode_records import TargetExtraInfo
 from megalith.errors import InputError
-from megalith.serving.discovery import StaticDiscovery, SyncBackend, TargetExtraInfo
+from megalith.serving.discovery import StaticDiscovery, SyncBackend
 from megalith.serving.discovery.contract import SyncTargets
 from megalith.serving.proto import ClientConfig
 
@@ -86,11 +87,11 @@ def test_extra_info_that_does_not_match_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("config", "match"),
     [
-        (b"\xff\xff", "2 bytes that are no ClientConfig"),
+        (b"\xff\xff", "these 2 bytes are not a ClientConfig"),
         (ClientConfig(targets=["nowhere"]), "target: 'nowhere' is not an address"),
         (ClientConfig(timeout_in_ms=0), "timeout_in_ms must be above 0"),
         (ClientConfig(timeout_in_ms=-1), "timeout_in_ms must be above 0"),
-        (ClientConfig(targets=["a:1"] * 10_001), "10001 targets, but 10000 is the most"),
+        (ClientConfig(targets=["a:1"] * 10_001), "10001 targets, but at most 10000 are allowed"),
     ],
 )
 def test_configs_that_cannot_be_used_are_refused(config: object, match: str) -> None:

@@ -1,4 +1,4 @@
-"""Discovery without ZooKeeper: addresses, records, lists of servers, files of servers."""
+"""Discovery without ZooKeeper: names, addresses, lists of servers, files of servers."""
 
 from __future__ import annotations
 
@@ -20,25 +20,20 @@ from hypothesis import strategies as st
 
 from megalith.errors import DiscoveryError, InputError, UsageError
 from megalith.serving.discovery import (
-    Container,
-    ContainerServiceInfo,
     Discovery,
     FileDiscovery,
     Replica,
-    ReplicaMeta,
-    SavedModel,
-    SavedModelDeployConfig,
+    ServiceName,
     StaticDiscovery,
     ZooKeeperDiscovery,
     open_discovery,
 )
 from megalith.serving.discovery.addresses import check_address, is_wildcard
-from megalith.serving.discovery.file import parse
-from megalith.serving.model_state import ModelState
+from megalith.serving.discovery.file import parse_services
 
 LIMIT = 30.0
 
-# ---- addresses and records
+# ---- names and addresses
 
 
 @pytest.mark.parametrize("address", ["localhost:8500", "10.0.0.1:1", "a-b.c_d:65535", "[::1]:8500"])
@@ -57,29 +52,12 @@ def test_what_grpc_would_take_for_something_else_is_no_address(address: Any) -> 
         check_address(address, "target")
 
 
-@pytest.mark.parametrize(
-    ("meta", "expected"),
-    [
-        ({"address": "10.0.0.1:1", "address_ipv6": "[fe80::1]:1"}, ["10.0.0.1:1", "[fe80::1]:1"]),
-        ({"address": "0.0.0.0:1", "address_ipv6": "[fe80::1]:1"}, ["[fe80::1]:1", "[fe80::1]:1"]),
-        ({"address": "10.0.0.1:1", "address_ipv6": "[::]:1"}, ["10.0.0.1:1", "10.0.0.1:1"]),
-        ({"address": "10.0.0.1:1", "archon_address": "10.0.0.1:2"}, ["10.0.0.1:1", "10.0.0.1:1"]),
-        ({"address": "0.0.0.0:1"}, [None, None]),
-        ({"address": ""}, [None, None]),
-        ({}, [None, None]),
-    ],
-)
-def test_a_replica_is_called_by_its_family_else_the_other(
-    meta: dict[str, str], expected: list[str | None]
-) -> None:
-    replica = ReplicaMeta(**meta)  # type: ignore[arg-type]
-    assert [replica.get_address(), replica.get_address(address_family="ipv6")] == expected
-    assert replica.get_address(use_archon=True) == meta.get("archon_address")
-
-
-def test_an_unknown_family_is_refused() -> None:
-    with pytest.raises(InputError, match="'ipv4' or 'ipv6', got 'ipv5'"):
-        ReplicaMeta().get_address(address_family="ipv5")  # type: ignore[arg-type]
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a:b", "a\nb", "\0", "x" * 256, None, 3])
+def test_names_that_would_lead_elsewhere_are_refused(name: Any) -> None:
+    with pytest.raises(InputError, match="model name"):
+        ServiceName(name, "entry")
+    with pytest.raises(InputError, match="part of a model"):
+        ServiceName("movies", name)
 
 
 def test_wildcards() -> None:
@@ -88,75 +66,11 @@ def test_wildcards() -> None:
     assert not is_wildcard("[::1]:8500")
 
 
-def test_records_are_written_as_monolith_writes_them() -> None:
-    assert ReplicaMeta("localhost:8500", stat=ModelState.AVAILABLE).to_json() == (
-        b'{"address": "localhost:8500", "address_ipv6": null, "stat": 30, "model_name": null, "server_type": '
-        b'null, "task": -1, "replica": -1, "archon_address": null, "archon_address_ipv6": null}'
-    )
-    assert SavedModelDeployConfig("/m").to_json() == b'{"model_base_path": "/m", "version_policy": null}'
-    assert str(SavedModel("movies", "ps_0")) == "movies:ps_0"
-    assert str(Container("default", "asdf")) == "default:asdf"
-
-
-def test_records_come_back() -> None:
-    meta = ReplicaMeta("a:1", "[::1]:1", 30, "movies", "ps", 1, 2, "a:2", "[::1]:2")
-    assert ReplicaMeta.from_json(meta.to_json()) == meta
-    assert ReplicaMeta.from_json(b'{"stat": 31, "new": [1]}') == ReplicaMeta(stat=31)
-
-
-@pytest.mark.parametrize(
-    ("data", "match"),
-    [
-        (b"", "not JSON"),
-        (b"\xff", "not JSON"),
-        (b"[" * 60000, "not JSON"),
-        (b"3", "must be a JSON object"),
-        (b'{"stat": "30"}', "stat is '30'"),
-        (b'{"stat": true}', "stat is True"),
-        (b'{"stat": 1.5}', "stat is 1.5"),
-        (b'{"address": "x"}', "/a/b: address: 'x' is not an address"),
-        (b"{" + b" " * 70000 + b"}", "at most 65536"),
-    ],
-)
-def test_records_that_cannot_be_read_are_refused(data: bytes, match: str) -> None:
-    with pytest.raises(InputError, match=match):
-        ReplicaMeta.from_json(data, where="/a/b")
-
-
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=8,
 )
-KEYS = st.sampled_from(["address", "stat", "task", "grpc", "idc", "model_base_path"]) | st.text(max_size=4)
-
-
-@given(st.binary(max_size=30) | st.dictionaries(KEYS, JSON, max_size=4).map(lambda d: json.dumps(d).encode()))
-def test_any_bytes_are_a_record_or_refused(data: bytes) -> None:
-    for kind in (ReplicaMeta, ContainerServiceInfo, SavedModelDeployConfig):
-        try:
-            record = kind.from_json(data)
-        except InputError:
-            continue
-        assert kind.from_json(record.to_json()) == record
-
-
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a:b", "a\nb", "\0", "x" * 256, None, 3])
-def test_names_that_would_lead_elsewhere_are_refused(name: Any) -> None:
-    with pytest.raises(InputError, match="model name"):
-        SavedModel(name, "entry")
-    with pytest.raises(InputError, match="container id"):
-        Container("default", name)
-
-
-def test_a_path_needs_its_parts() -> None:
-    meta = ReplicaMeta(model_name="movies", server_type="ps", task=1, replica=2)
-    assert meta.get_path("demo") == "/demo/service/movies/ps:1/2"
-    assert meta.get_path("demo", idc="lf", cluster="blue") == "/demo/service/movies/lf:blue/ps:1/2"
-    with pytest.raises(InputError, match="idc and cluster go together"):
-        meta.get_path("demo", idc="lf")
-    with pytest.raises(InputError, match="server type"):
-        ReplicaMeta(model_name="movies").get_path("demo")
 
 
 # ---- what every discovery does
@@ -288,7 +202,7 @@ def test_json_and_toml_say_the_same(tmp_path: Path) -> None:
     expected = (Replica("b:1"), Replica("a:1", 3, "lf", "blue"))
     assert FileDiscovery(as_json).replicas("movies:entry") == expected
     assert FileDiscovery(as_toml).replicas("movies:entry") == expected
-    with pytest.raises(UsageError, match="TOML is only read"):
+    with pytest.raises(UsageError, match="TOML files are read-only"):
         FileDiscovery(as_toml).register("movies:entry", Replica("c:1"))
 
 
@@ -331,7 +245,7 @@ def test_a_file_that_cannot_be_read_changes_nothing(tmp_path: Path, caplog: pyte
     assert addresses(discovery, "movies:entry") == ["a:1"]
 
     whole = path.read_bytes()
-    with caplog.at_level(logging.WARNING, "megalith.discovery"):
+    with caplog.at_level(logging.WARNING, "megalith.serving.discovery"):
         for size in range(len(whole)):
             path.write_bytes(whole[:size])
             assert addresses(discovery, "movies:entry") == ["a:1"]
@@ -339,7 +253,7 @@ def test_a_file_that_cannot_be_read_changes_nothing(tmp_path: Path, caplog: pyte
         for _ in range(3):
             path.write_bytes(b"{")
             assert addresses(discovery, "movies:entry") == ["a:1"]
-    assert len([each for each in caplog.records if "going on with what it said before" in each.message]) <= 1
+    assert len([each for each in caplog.records if "keeping the previous list" in each.message]) <= 1
     path.unlink()
     assert addresses(discovery, "movies:entry") == ["a:1"]
     write(path)
@@ -358,9 +272,9 @@ def test_a_bad_file_is_an_error_at_the_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("[]", "must be a table that holds"),
-        ("{}", "must be a table that holds"),
-        ('{"services": []}', "must be a table that holds"),
+        ("[]", "must be a table with the key"),
+        ("{}", "must be a table with the key"),
+        ('{"services": []}', "must be a table with the key"),
         ('{"services": {"movies": []}}', "must be model:part"),
         ('{"services": {"movies:entry": "a:1"}}', "must be a list of servers"),
         ('{"services": {"movies:entry": [3]}}', "neither an address nor a table"),
@@ -373,14 +287,14 @@ def test_a_bad_file_is_an_error_at_the_start(tmp_path: Path) -> None:
 )
 def test_files_say_what_is_wrong(text: str, match: str) -> None:
     with pytest.raises(InputError, match=match):
-        parse(text.encode(), Path("servers.json"))
+        parse_services(text.encode(), Path("servers.json"))
 
 
 @given(st.binary(max_size=40) | JSON.map(lambda found: json.dumps({"services": found}).encode()))
 def test_any_bytes_are_a_file_or_refused(data: bytes) -> None:
     for name in ("a.json", "a.toml"):
         try:
-            listed = parse(data, Path(name))
+            listed = parse_services(data, Path(name))
         except InputError:
             continue
         assert all(isinstance(each, Replica) for servers in listed.values() for each in servers)
@@ -417,7 +331,7 @@ def test_another_writer_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("megalith.serving.discovery.file.LOCK_SECONDS", 0.05)
     with (tmp_path / ".servers.json.lock").open("a") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(DiscoveryError, match=r"servers.json.lock: another process holds it"):
+        with pytest.raises(DiscoveryError, match=r"servers.json.lock: another process has held the lock"):
             FileDiscovery(tmp_path / "servers.json").register("movies:entry", Replica("a:1"))
 
 
@@ -478,12 +392,6 @@ def test_other_addresses_are_refused(url: str) -> None:
 def test_times_of_zookeeper_are_checked(option: str, seconds: float) -> None:
     with pytest.raises(InputError, match=f"{option} must be above 0"):
         ZooKeeperDiscovery("a:1", **{option: seconds})
-
-
-def test_zookeeper_needs_to_be_started() -> None:
-    discovery = ZooKeeperDiscovery("localhost:1")
-    with pytest.raises(UsageError, match="not started"):
-        discovery.list_saved_models("movies")
 
 
 def test_without_kazoo_the_error_names_the_extra() -> None:

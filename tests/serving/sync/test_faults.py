@@ -22,7 +22,7 @@ from megalith.serving.discovery import StaticDiscovery, SyncBackend
 from megalith.serving.discovery.contract import SyncTargets
 from megalith.serving.export.servable import Servable
 from megalith.serving.proto.tf_tensors import Strings
-from megalith.serving.sync.backlog import Interval
+from megalith.serving.sync.changed_ids import Interval
 from megalith.serving.sync.message_header import MAX_PARTS, ModelLayout, Position, string
 from megalith.serving.sync.parameter_source import ParameterSource
 from megalith.serving.sync.publisher import Publisher
@@ -98,18 +98,18 @@ def test_a_server_that_never_takes_the_last_message_is_left_alone_for_longer_and
     """Its dense weights have another shape: rows arrive, the end of the interval does not."""
     model = make_model(hidden=(16,))
     replica = Replica(start, stack)
-    pauses: list[int] = []
-    monkeypatch.setattr(Sender, "_pause", lambda self, failures: pauses.append(failures))
-    monkeypatch.setattr("megalith.serving.sync.sender.PUSH_ROOM", 100)
+    pauses: list[tuple[int, str | None]] = []
+    monkeypatch.setattr(Sender, "_pause", lambda self, failures: pauses.append((failures, self.report.error)))
+    monkeypatch.setattr("megalith.serving.sync.sender.MAX_CONTENT_BYTES", 100)
     publisher = publisher_of(model, [replica], stack, start)
     model.embeddings.shards.assign({"user": (torch.arange(20), torch.ones(20, 5))})
 
     while len(pauses) < 4:
         publisher.flush(0.01)
 
-    assert pauses[:4] == [1, 2, 3, 4]
+    assert [failures for failures, _ in pauses[:4]] == [1, 2, 3, 4]
     assert publisher.report()[0].rows > 0
-    assert "dense:" in (publisher.report()[0].error or "")
+    assert all("dense:" in (error or "") for _, error in pauses[:4])
 
 
 def test_a_server_that_only_says_that_it_has_begun_is_not_believed(
@@ -154,7 +154,7 @@ def test_a_server_that_comes_back_is_sent_no_number_twice(
     start: Path, training: tuple[Model, Trainer], stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was given up meanwhile; a message of those days, late, must not count as one of the new ones."""
-    monkeypatch.setattr("megalith.serving.sync.publisher.PATIENCE", -1.0)
+    monkeypatch.setattr("megalith.serving.sync.publisher.MISSING_SECONDS", -1.0)
     model, trainer = training
     replica = Replica(start, stack)
     discovery = StaticDiscovery([])
@@ -223,7 +223,7 @@ def test_an_older_interval_does_not_take_back_a_newer_one(
     assert publisher.report()[0].complete == publisher.interval.time
 
 
-def test_the_journal_is_tidied_when_nothing_is_sent(
+def test_the_journal_is_compacted_when_nothing_is_sent(
     start: Path, training: tuple[Model, Trainer], stack: ExitStack
 ) -> None:
     model, _ = training

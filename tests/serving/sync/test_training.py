@@ -18,6 +18,7 @@ from megalith.models import Model
 from megalith.serving.export.servable import Servable
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.security import Security, read_token
+from megalith.serving.server.server_config import ServerConfig
 from megalith.training import Run, RunConfig, Watcher, load_trained
 from megalith.training.exporting import export_run
 from megalith.training.publishing import Pushed
@@ -28,7 +29,7 @@ from tests.serving.zookeeper import free_port
 
 def config_of(**flags: Any) -> RunConfig:
     return RunConfig().changed(
-        data_kind="teacher",
+        data_kind="synthetic",
         data_batch_size=32,
         data_options={"num_batches": 30},
         model_dim=4,
@@ -78,7 +79,9 @@ class Told(Watcher):
             exports = self._run.directory / "exports"
             export_run(self._run.directory, exports, name="clicks")
             self.server = self._stack.enter_context(
-                ModelServer(exports, port=self._port, allow_writes=True, checkpoint=self._run.directory)
+                ModelServer(
+                    exports, ServerConfig(port=self._port, allow_writes=True, checkpoint=self._run.directory)
+                )
             )
 
     def pushed(self, pushed: Pushed) -> None:
@@ -168,7 +171,9 @@ def test_ranks_push_each_its_own_rows_wherever_they_are_served(
     first.train()
     export_run(tmp_path / "run", tmp_path / "exports", name="clicks", num_shards=num_shards)
     url = f"file:{tmp_path / 'servers.json'}"
-    server = stack.enter_context(ModelServer(tmp_path / "exports", allow_writes=True, discovery=url))
+    server = stack.enter_context(
+        ModelServer(tmp_path / "exports", ServerConfig(allow_writes=True, discovery=url))
+    )
 
     rows = run_ranks(resume_on_ranks, tmp_path / "run", url)
 
@@ -182,7 +187,7 @@ def test_ranks_push_each_its_own_rows_wherever_they_are_served(
 
 def told_by_command(folder: Path, *flags: str) -> str:
     config = folder / "run.toml"
-    config.write_text('[data]\nkind = "teacher"\nbatch_size = 32\n[data.options]\nnum_batches = 4\n')
+    config.write_text('[data]\nkind = "synthetic"\nbatch_size = 32\n[data.options]\nnum_batches = 4\n')
     train = ["train", "--config", str(config), "--run", str(folder / "run")]
     result = CliRunner().invoke(
         app, [*train, "--publish-interval", "0.5", "--model-name", "clicks", *flags], terminal_width=200
@@ -216,7 +221,9 @@ def test_pushes_travel_by_tls_and_show_a_token(tmp_path: Path, stack: ExitStack)
     security = Security(
         certificate=certificates.server, key=certificates.server_key, token=read_token(tmp_path / "token")
     )
-    server = stack.enter_context(ModelServer(tmp_path / "exports", allow_writes=True, security=security))
+    server = stack.enter_context(
+        ModelServer(tmp_path / "exports", ServerConfig(allow_writes=True, security=security))
+    )
     address = f"localhost:{server.address.rpartition(':')[2]}"
     changes = {"publish": f"static:{address}", "publish_ca_file": str(certificates.authority)}
 

@@ -12,6 +12,7 @@ from megalith.models import Model
 from megalith.serving.discovery import ZooKeeperDiscovery
 from megalith.serving.export.servable import Servable
 from megalith.serving.server.model_server import ModelServer
+from megalith.serving.server.server_config import ServerConfig
 from megalith.serving.sync.publisher import Publisher
 from tests.serving.sync_support import LIMIT, Trainer, assert_equal, export_version, make_model
 from tests.serving.zookeeper import ZooKeeper, zookeeper
@@ -28,7 +29,7 @@ def stack() -> Iterator[ExitStack]:
 
 def serve(folder: Path, hosts: str, stack: ExitStack) -> ModelServer:
     discovery = stack.enter_context(ZooKeeperDiscovery(hosts, "sync", session_seconds=5.0))
-    return stack.enter_context(ModelServer(folder, allow_writes=True, discovery=discovery))
+    return stack.enter_context(ModelServer(folder, ServerConfig(allow_writes=True), discovery=discovery))
 
 
 def servable_of(server: ModelServer) -> Servable:

@@ -1,7 +1,7 @@
-"""DummySyncServer: a server that records what is pushed to it, for users' tests of parameter sync.
+"""DummySyncServer: a server that records pushed requests, for users' tests of parameter sync.
 
-A real gRPC PredictionService on loopback that keeps every request and applies none. It can be told to fail or
-to answer late, so that a test sees what its client makes of that. Whatever arrives, it goes on answering.
+It is a real gRPC PredictionService on loopback that stores every request and applies none. It can fail or
+answer late on request, so that a test can check how its client reacts. No request stops it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from megalith.errors import InputError, RemoteError, UsageError
 from megalith.serving.client.channels import MAX_MESSAGE_BYTES
 from megalith.serving.client.credentials import grpc_module
 from megalith.serving.discovery.addresses import is_loopback
-from megalith.serving.proto.schema import Message, protobuf
-from megalith.serving.proto.tf_serving import PredictRequest, PredictResponse
+from megalith.serving.proto.message_types import Message, PredictRequest, PredictResponse, protobuf
 from megalith.serving.proto.tf_tensors import Strings, from_tensor_protos, to_tensor_proto
 
-log = logging.getLogger("megalith.serving")
+logger = logging.getLogger(__name__)
 
 THREADS = 8
 _HOST_AND_PORT = re.compile(r"(?P<host>[^:]+|\[[^\]]+\]):(?P<port>[0-9]{1,5})", re.ASCII)
@@ -34,7 +33,7 @@ _HOST_AND_PORT = re.compile(r"(?P<host>[^:]+|\[[^\]]+\]):(?P<port>[0-9]{1,5})", 
 
 @dataclass(frozen=True)
 class RecordedRequest:
-    """A Predict request as it arrived. version: None if it named none."""
+    """A received Predict request. version: None if the request has none."""
 
     model: str
     signature: str
@@ -44,7 +43,7 @@ class RecordedRequest:
 
     @property
     def tables(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """The ids and rows of a `hashtable_assign`, by table."""
+        """The ids, int64 [n], and rows, float32 [n, dim], of a `hashtable_assign`, by table."""
         found = {}
         for name, ids in self.inputs.items():
             rows = self.inputs.get(f"{name.removesuffix('_id')}_value")
@@ -54,11 +53,17 @@ class RecordedRequest:
 
 
 class DummySyncServer:
-    """A recording PredictionService, running from the start until `shutdown`. Threads may share one.
+    """A recording PredictionService that runs until `shutdown`. Safe to share between threads.
 
-    address: host:port on loopback; port 0 picks a free one. Answers echo the model_spec, and hold
-    `{table}_result` int64 [1], the number of ids, for each `{table}_id`; for `raw_assign`, `result` = [0].
-    Raises InputError for an address elsewhere, UsageError if the port is taken.
+    An answer has the model_spec of the request and, for each `{table}_id`, a `{table}_result` int64 [1] with
+    the number of ids; for `raw_assign` it has `result` = [0].
+
+    Args:
+        address: host:port on loopback; port 0 picks a free port.
+
+    Raises:
+        InputError: The address is not on loopback.
+        UsageError: The port is in use.
     """
 
     def __init__(self, address: str = "localhost:0") -> None:
@@ -72,7 +77,7 @@ class DummySyncServer:
         self._failures: deque[Any] = deque()
         self._delay = 0.0
         grpc = grpc_module()
-        # Without so_reuseport=0 two servers could share a port, and each would get some of the requests.
+        # Without so_reuseport=0 two servers could share a port, and each would receive some of the requests.
         options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
         self._threads = ThreadPoolExecutor(THREADS, "dummy-sync-server")
         self._server = grpc.server(self._threads, options=options)
@@ -91,29 +96,29 @@ class DummySyncServer:
         self._server.start()
 
     def get_port(self) -> int:
-        """The port it listens on."""
+        """Returns the port it listens on."""
         return self._port
 
     @property
     def requests(self) -> list[RecordedRequest]:
-        """Those answered so far, or about to be, in the order of their arrival."""
+        """The requests with a successful answer, also those not answered yet, in the order of arrival."""
         with self._changed:
             return list(self._requests)
 
     @property
     def failed(self) -> list[RecordedRequest]:
-        """Those that `fail_next` had fail."""
+        """The requests that failed because of `fail_next`."""
         with self._changed:
             return list(self._failed)
 
     @property
     def refused(self) -> int:
-        """How many could not be decoded, and were answered with INVALID_ARGUMENT."""
+        """The number of requests that could not be decoded and were answered with INVALID_ARGUMENT."""
         with self._changed:
             return self._refused
 
     def wait(self, n: int = 1, timeout: float = 10.0) -> list[RecordedRequest]:
-        """The requests as soon as there are `n`; raises RemoteError after `timeout` seconds."""
+        """Waits for `n` requests and returns all requests; raises RemoteError after `timeout` seconds."""
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._requests) >= n, timeout):
                 raise RemoteError(
@@ -123,20 +128,20 @@ class DummySyncServer:
             return list(self._requests)
 
     def fail_next(self, n: int = 1, code: str = "UNAVAILABLE") -> None:
-        """Answers the next `n` requests with a status, by gRPC's name; raises InputError if there is none."""
+        """Fails the next `n` requests with a gRPC status; raises InputError if there is no such status."""
         status = grpc_module().StatusCode.__members__.get(code)
         if status is None or code == "OK":
-            raise InputError(f"fail_next: {code!r} is no status of a failure, such as 'UNAVAILABLE'")
+            raise InputError(f"fail_next: {code!r} is not the status of a failure, such as 'UNAVAILABLE'")
         with self._changed:
             self._failures.extend([status] * n)
 
     def delay(self, seconds: float) -> None:
-        """Lets `seconds` pass before each answer from now on; requests are recorded when they arrive."""
+        """Delays each answer by `seconds` from now on; requests are still recorded when they arrive."""
         with self._changed:
             self._delay = seconds
 
     def shutdown(self) -> None:
-        """Ends it at once, late answers included; doing so again is harmless."""
+        """Stops the server without waiting for delayed answers; a second call does nothing."""
         self._server.stop(None).wait()
         self._threads.shutdown()
 
@@ -162,14 +167,14 @@ class DummySyncServer:
             (self._requests if status is None else self._failed).append(recorded)
             delay = self._delay
             self._changed.notify_all()
-        log.debug("%s: %s %s", self.address, recorded.model, sorted(recorded.inputs))
+        logger.debug("%s: %s %s", self.address, recorded.model, sorted(recorded.inputs))
         if delay > 0:
-            # Ends early with the call, so that clients who gave up hold no threads.
+            # Ends early if the call ends, so that a client that gave up does not occupy a thread.
             ended = threading.Event()
             if context.add_callback(ended.set):
                 ended.wait(delay)
         if status is not None:
-            context.abort(status, "fail_next said so")
+            context.abort(status, "requested by fail_next")
         response = PredictResponse(model_spec=request.model_spec)
         for name, value in _outputs(recorded.inputs).items():
             response.outputs[name].CopyFrom(to_tensor_proto(value))

@@ -1,7 +1,7 @@
-"""Monolith's parameter sync by its own names: a client that pushes when it is told to, and says how it went.
+"""Monolith's parameter sync clients: each call pushes the changed rows and returns a result per target.
 
-For code that comes from Monolith, and for servers that speak its protocol. It sends rows and nothing else,
-and knows no positions; `Publisher` is what new code wants.
+They are for code written for Monolith and for servers with its protocol. They send rows only, without
+positions, deletions or dense weights; new code should use `megalith.serving.Publisher`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,17 @@ from megalith.compat.monolith.sync_config import SyncConfig, read_sync_config
 from megalith.errors import InputError, RemoteError, UsageError
 from megalith.serving.client.channels import Channels
 from megalith.serving.client.credentials import Credentials, grpc_module
-from megalith.serving.proto.parameter_sync import PushResult
-from megalith.serving.proto.schema import protobuf
-from megalith.serving.sync.id_sets import IdSets
+from megalith.serving.proto.message_types import PushResult, protobuf
+from megalith.serving.sync.changed_ids import IdSets
 from megalith.serving.sync.parameter_source import read_rows
-from megalith.serving.sync.push_messages import PUSH_ROOM, PushMessage, encode_request, inputs_of, is_assign
+from megalith.serving.sync.push_messages import (
+    MAX_CONTENT_BYTES,
+    PushMessage,
+    encode_request,
+    inputs_of,
+    is_assign,
+    row_bytes,
+)
 from megalith.serving.wire_names import HASHTABLE_ASSIGN
 from megalith.shards import Shards
 from megalith.table import Table
@@ -31,10 +37,12 @@ MAX_THREADS = 16
 
 
 class ParameterSyncClient:
-    """Pushes what changed in the tables attached to it, whenever `create_sync_op` is called.
+    """Pushes the changed rows of its tables at each `create_sync_op`. Not safe to share between threads.
 
-    config: a serialised ClientConfig, the targets until a call names others. name: under which tables
-    remember what has not been pushed. Not for several threads at once.
+    Args:
+        config: A serialised ClientConfig with the targets, used until a call passes another one.
+        name: The name of the consumer that tracks changes in the tables.
+        credentials: The credentials for the targets.
     """
 
     def __init__(
@@ -51,22 +59,34 @@ class ParameterSyncClient:
         self._waiting: dict[str, IdSets] = {}
 
     def attach(self, tables: Shards | Table) -> None:
-        """Pushes these tables too; their changes count from here on.
+        """Adds tables; their changes are tracked from now on.
 
-        Raises InputError if another table of that name is attached.
+        Args:
+            tables: A table, or the shards that hold tables.
+
+        Raises:
+            InputError: Another table with the same name is attached.
+            UsageError: The shards hold no table in this process.
         """
         for name, table in _by_name(tables).items():
             if self._tables.get(name, table) is not table:
-                raise InputError(f"another table named {name!r} is attached to {self.name!r}")
+                raise InputError(f"another table named {name!r} is already attached to {self.name!r}")
             self._tables[name] = table
             table.track(self.name)
 
     def create_sync_op(self, config: bytes | str | None = None) -> str:
-        """Pushes to every target, and returns a PushResult as JSON: a response for each, in their order.
+        """Pushes the changed rows to every target. Nothing is sent if nothing changed.
 
-        config: a serialised ClientConfig (as str: its bytes as Latin-1); empty: the last one. status_code is
-        0 or gRPC's; update_num is the number of ids pushed. Where nothing changed nothing is sent. Ids that
-        could not be pushed to a target are kept for it, and pushed with the next call.
+        Args:
+            config: A serialised ClientConfig (a str holds its bytes as Latin-1); empty: the last one.
+
+        Returns:
+            A PushResult as JSON with one response per target, in the order of the targets: status_code is 0
+            or gRPC's code, update_num is the number of ids pushed. Ids that could not be pushed are kept and
+            pushed by the next call.
+
+        Raises:
+            InputError: The config is malformed.
         """
         if config:
             self._config = _read(config)
@@ -96,12 +116,12 @@ class ParameterSyncClient:
         return {name: cat(table.drain_touched(self.name)) for name, table in self._tables.items()}
 
     def _push(self, target: str, config: SyncConfig) -> tuple[int, RemoteError | None]:
-        """How many ids went to a target, and what went wrong."""
+        """Pushes to one target; returns the number of ids pushed and the error, if any."""
         waiting, count = self._waiting[target], 0
-        costs = {name: 8 + 4 * table.dim for name, table in self._tables.items()}
+        costs = row_bytes({name: table.dim for name, table in self._tables.items()})
         signature = config.signature_name or HASHTABLE_ASSIGN
         while len(waiting):
-            ids = waiting.take(PUSH_ROOM, costs)
+            ids = waiting.take(MAX_CONTENT_BYTES, costs)
             push = PushMessage(read_rows(self._tables, ids)[0].rows)
             if not push.num_ids:
                 continue
@@ -115,10 +135,10 @@ class ParameterSyncClient:
         return count, None
 
     def close(self) -> None:
-        """Ends it; tables attached to it forget about it."""
+        """Closes the connections; the tables stop tracking changes for this client."""
         self._channels.close()
         for table in self._tables.values():
-            with suppress(KeyError):  # tables with one name for all clients may have been left already
+            with suppress(KeyError):  # another client with the same name may have stopped it already
                 table.untrack(self.name)
         self._tables = {}
 
@@ -132,14 +152,14 @@ class ParameterSyncClient:
 
 
 class DummySyncClient(ParameterSyncClient):
-    """Says that every push succeeded, without one; tables attached to it remember nothing."""
+    """Reports success for every push without sending anything; its tables track no changes."""
 
     def attach(self, tables: Shards | Table) -> None:
-        """Does nothing, if they are tables."""
+        """Checks the argument and does nothing else."""
         _by_name(tables)
 
     def create_sync_op(self, config: bytes | str | None = None) -> str:
-        """A PushResult as JSON: success for every target."""
+        """Returns a PushResult as JSON with success for every target."""
         result = PushResult()
         for target in _read(config).targets:
             result.responses.add(target=target, status_code=0, update_num=0)
@@ -149,12 +169,30 @@ class DummySyncClient(ParameterSyncClient):
 def parameter_sync_client_from_config(
     config: bytes | str | None = None, name_suffix: str = ""
 ) -> ParameterSyncClient:
-    """A client whose targets are those of a serialised ClientConfig, or none yet."""
+    """Makes a client.
+
+    Args:
+        config: A serialised ClientConfig with the targets; empty: none yet.
+        name_suffix: The end of the client's name.
+
+    Returns:
+        The client.
+    """
     return ParameterSyncClient(config, name=f"MonolithSyncClient_{name_suffix}")
 
 
 def create_parameter_sync_clients(ps_num: int) -> list[ParameterSyncClient]:
-    """A client for each of so many parts; for 0 parts one client. Raises InputError below that."""
+    """Makes one client per parameter server; one client for 0 servers.
+
+    Args:
+        ps_num: The number of parameter servers.
+
+    Returns:
+        The clients.
+
+    Raises:
+        InputError: The number is negative.
+    """
     if ps_num < 0:
         raise InputError(f"ps_num must be 0 or more, got {ps_num}")
     suffixes = [str(number) for number in range(ps_num)] or [""]
@@ -162,7 +200,7 @@ def create_parameter_sync_clients(ps_num: int) -> list[ParameterSyncClient]:
 
 
 def create_dummy_sync_client() -> DummySyncClient:
-    """A client that pushes nothing."""
+    """Makes a client that pushes nothing."""
     return DummySyncClient(name="MonolithDummySyncClient")
 
 

@@ -1,16 +1,15 @@
-"""Sync config: whom a trainer pushes a table's changes to, in the bytes Monolith's clients pass around."""
+"""Sync config: the targets of parameter sync, as the ClientConfig bytes that Monolith's clients take."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megalith.compat.monolith.znode_records import TargetExtraInfo
 from megalith.errors import InputError
 from megalith.serving.discovery.addresses import check_address
 from megalith.serving.discovery.contract import SyncBackend
-from megalith.serving.discovery.znode_records import TargetExtraInfo
-from megalith.serving.proto.parameter_sync import ClientConfig
-from megalith.serving.proto.schema import Message, protobuf
+from megalith.serving.proto.message_types import ClientConfig, Message, protobuf
 from megalith.serving.wire_names import HASHTABLE_ASSIGN
 
 TIMEOUT_MS = 3000
@@ -19,19 +18,19 @@ MAX_TARGETS = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class SyncConfig:
-    """A ClientConfig as a data class."""
+    """A ClientConfig message as a data class."""
 
     model_name: str = ""
     signature_name: str = ""
     targets: tuple[str, ...] = ()
-    """Addresses of the replicas to push to."""
+    """The addresses of the replicas to push to."""
     timeout_ms: int = 1000
-    """How long one push may take."""
+    """The time limit of one push."""
     extra_info: tuple[TargetExtraInfo, ...] = ()
-    """Where each target runs, in the order of the targets; none if that is not known of all."""
+    """Where each target runs, in the order of the targets; empty unless it is known for all of them."""
 
     def to_bytes(self) -> bytes:
-        """The serialised ClientConfig; a replica id of -1 is written out."""
+        """Returns the serialised ClientConfig; a replica id of -1 is written explicitly."""
         config = ClientConfig(
             model_name=self.model_name,
             signature_name=self.signature_name,
@@ -46,17 +45,24 @@ class SyncConfig:
 
 
 def read_sync_config(config: bytes | Message) -> SyncConfig:
-    """From a ClientConfig or its bytes; extra info of another number than the targets is left out.
+    """Reads a ClientConfig.
 
-    Raises InputError if it is not a ClientConfig, or a target is no address.
+    Args:
+        config: The message or its bytes.
+
+    Returns:
+        The config. Extra info is left out if there is not one entry per target.
+
+    Raises:
+        InputError: It is not a ClientConfig, or a target is not an address.
     """
     if isinstance(config, bytes):
         try:
             config = ClientConfig.FromString(config)
         except protobuf("message").DecodeError:
-            raise InputError(f"sync config: {len(config)} bytes that are no ClientConfig") from None
+            raise InputError(f"sync config: these {len(config)} bytes are not a ClientConfig") from None
     if len(config.targets) > MAX_TARGETS:
-        raise InputError(f"sync config: {len(config.targets)} targets, but {MAX_TARGETS} is the most")
+        raise InputError(f"sync config: {len(config.targets)} targets, but at most {MAX_TARGETS} are allowed")
     if config.timeout_in_ms <= 0:
         raise InputError(f"sync config: timeout_in_ms must be above 0, got {config.timeout_in_ms}")
     infos = config.targets_extra_info if len(config.targets_extra_info) == len(config.targets) else ()
@@ -77,9 +83,17 @@ def read_sync_config(config: bytes | Message) -> SyncConfig:
 
 
 def refresh_sync_config(backend: SyncBackend, ps_index: int) -> bytes:
-    """The serialised ClientConfig of part `ps_{ps_index}`: its replicas now, perhaps none.
+    """Makes the serialised ClientConfig of one parameter server.
 
-    Raises InputError if the backend names a target that is no address.
+    Args:
+        backend: Finds the replicas, for example a `Discovery`.
+        ps_index: The number of the parameter server; its part is `ps_{ps_index}`.
+
+    Returns:
+        The serialised ClientConfig with the current replicas, possibly none.
+
+    Raises:
+        InputError: The backend returns a target that is not an address.
     """
     name, targets = backend.get_sync_targets(f"ps_{ps_index}")
     return SyncConfig(

@@ -1,7 +1,7 @@
-"""Addresses of servers: what one looks like, and which of them can be called.
+"""Addresses of servers: their syntax, and which of them can be called.
 
-An address from a file or from ZooKeeper becomes a gRPC target, and gRPC takes `unix:...` or `dns:...` for
-something else than a host; only `host:port` passes here.
+An address that comes from a file or from ZooKeeper becomes a gRPC target. gRPC gives targets such as
+`unix:...` or `dns:...` a special meaning, so only `host:port` is accepted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,18 @@ _GRPC_SCHEMES = frozenset({"unix", "unix-abstract", "vsock", "dns", "ipv4", "ipv
 
 
 def check_address(address: object, what: str = "address") -> str:
-    """The address if it is `host:port` or `[ipv6]:port`; raises InputError, naming `what`, if not."""
+    """Checks an address.
+
+    Args:
+        address: The address to check.
+        what: What it is the address of, for the error message.
+
+    Returns:
+        The address.
+
+    Raises:
+        InputError: It is not `host:port` or `[ipv6]:port`.
+    """
     found = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
     if found is None or not 1 <= int(found["port"]) <= 65535 or found["host"].lower() in _GRPC_SCHEMES:
         shown = repr(address)[:100]
@@ -26,12 +37,12 @@ def check_address(address: object, what: str = "address") -> str:
 
 
 def is_wildcard(address: str) -> bool:
-    """Whether it says "all interfaces", which a server binds to and nobody can call."""
+    """Returns whether an address means "all interfaces": a server can bind to it, a client cannot call it."""
     return address.startswith(("0.0.0.0", "[::]"))
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a host, which is written without a port."""
+    """Returns whether a host, given without a port, can be reached from this machine only."""
     if host.lower() == "localhost":
         return True
     try:

@@ -1,8 +1,9 @@
-"""Discovery: who serves what. The contract, and the board that implementations pin their findings to.
+"""The discovery contract: which servers serve which part of which model.
 
-A service is a part of a model, named "movies:entry" or "movies:ps_0"; its replicas are servers that answer
-for it. A server registers itself; trainers and clients ask for replicas or watch them change. Every discovery
-is a `SyncBackend` too: the narrower view that parameter sync has of it.
+A service is one part of a model, named `model:part`: "movies:entry" or "movies:ps_0". Its replicas are the
+servers that answer requests for it. Servers register themselves; trainers and clients read the replicas or
+watch them change. Every `Discovery` is also a `SyncBackend`, the part of the interface that parameter sync
+needs. `ReplicaRegistry` does the watching and waiting for all implementations.
 """
 
 from __future__ import annotations
@@ -10,23 +11,75 @@ from __future__ import annotations
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Self
 
 from megalith.errors import DiscoveryError, InputError, UsageError
 from megalith.serving.discovery.addresses import check_address
-from megalith.serving.discovery.znode_records import SavedModel, TargetExtraInfo, check_name
 
-log = logging.getLogger("megalith.discovery")
+logger = logging.getLogger(__name__)
 
-SyncTargets = tuple[str, list[str] | dict[str, TargetExtraInfo]]
+SyncTargets = tuple[str, Collection[str]]
+"""The name a server knows the model by, and the addresses of the servers."""
+
+
+def check_name(name: object, what: str) -> str:
+    """Checks a name that becomes part of a path or of `a:b:c`.
+
+    Args:
+        name: The name to check.
+        what: What the name stands for, for the error message.
+
+    Returns:
+        The name.
+
+    Raises:
+        InputError: It is not a string of 1 to 255 printable characters without '/' and ':', or it is
+            "." or "..".
+    """
+    if not isinstance(name, str) or not 1 <= len(name) <= 255:
+        raise InputError(f"{what} must be a string of 1 to 255 characters, got {repr(name)[:100]}")
+    if name in (".", "..") or any(char in "/:" or not char.isprintable() for char in name):
+        raise InputError(f"{what} {name!r} must not contain '/', ':' or unprintable characters")
+    return name
+
+
+@dataclass(frozen=True, order=True)
+class ServiceName:
+    """The name of a service: a model and one of its parts, such as "standalone", "entry" or "ps_0"."""
+
+    model: str
+    part: str
+
+    def __post_init__(self) -> None:
+        check_name(self.model, "model name")
+        check_name(self.part, "part of a model")
+
+    def __str__(self) -> str:
+        return f"{self.model}:{self.part}"
+
+    @classmethod
+    def parse(cls, name: str) -> ServiceName:
+        """Parses "model:part"; raises InputError if it is malformed."""
+        model, colon, part = name.partition(":")
+        if not colon:
+            raise InputError(f"service {name!r} must be model:part, for example 'movies:entry'")
+        return cls(model, part)
 
 
 @dataclass(frozen=True)
 class Replica:
-    """A server of a service. address: host:port. replica_id: -1 if it has none."""
+    """A server of a service.
+
+    Args:
+        address: `host:port` or `[ipv6]:port`.
+        replica_id: Its number among the replicas; -1 if it has none.
+        idc: The data centre it runs in, if known.
+        cluster: The cluster it runs in, if known.
+    """
 
     address: str
     replica_id: int = -1
@@ -48,32 +101,36 @@ OnChange = Callable[[Replicas], None]
 
 
 class Watch:
-    """Ends a watch: after `cancel` its callback is not called again."""
+    """A subscription to changes. After `cancel` its callback is not called again."""
 
     def __init__(self, cancel: Callable[[], None]) -> None:
         self._cancel = cancel
 
     def cancel(self) -> None:
-        """Ends it; doing so again is harmless."""
+        """Ends the watch; a second call does nothing."""
         self._cancel()
 
 
 class SyncBackend(ABC):
-    """Where parameter sync finds its targets."""
+    """Finds the targets of parameter sync."""
 
     @abstractmethod
     def subscribe_model(self, model_name: str) -> None:
-        """Says which model is trained; again with the same name is harmless, another raises UsageError."""
+        """Sets the model in training.
+
+        Raises:
+            UsageError: Another model was set before; the same name again is accepted.
+        """
 
     @abstractmethod
     def get_sync_targets(self, sub_graph: str) -> SyncTargets:
-        """The name to call a part of the model by, and the addresses of its replicas, perhaps none."""
+        """Returns the name of a part of the model on its servers, and their addresses (possibly none)."""
 
     def start(self, timeout: float = 15.0) -> None:  # noqa: B027, most have nothing to start
-        """Makes it ready; raises DiscoveryError if that takes more than `timeout` seconds."""
+        """Makes the backend ready; raises DiscoveryError if that takes more than `timeout` seconds."""
 
     def stop(self) -> None:  # noqa: B027
-        """Ends it, at once; a stopped one is not started again."""
+        """Stops the backend without delay. A stopped backend cannot be started again."""
 
     def __enter__(self) -> Self:
         self.start()
@@ -86,59 +143,87 @@ class SyncBackend(ABC):
 
 
 class Discovery(SyncBackend):
-    """Who serves what. Threads may share one.
+    """Finds the replicas of services. Safe to share between threads.
 
-    Callbacks run one at a time, some in a thread of the discovery's, and must return soon.
+    Callbacks run one at a time, possibly in a thread of the discovery, and must return quickly. A subclass
+    implements `register`, `unregister` and `replicas`, and stores the replicas it finds in `self._registry`.
     """
 
     def __init__(self) -> None:
-        self._board = ReplicaRegistry()
+        self._registry = ReplicaRegistry()
         self._model: str | None = None
 
     @abstractmethod
     def register(self, service: str, replica: Replica) -> None:
-        """Says that a server answers for a service; again with the same address replaces what was said.
+        """Announces a server of a service; a replica with the same address is replaced.
 
-        Raises InputError for a bad name, DiscoveryError if it cannot be said.
+        Args:
+            service: "model:part".
+            replica: The server.
+
+        Raises:
+            InputError: The name of the service is malformed.
+            DiscoveryError: The replica cannot be announced.
         """
 
     @abstractmethod
     def unregister(self, service: str, address: str) -> None:
-        """Takes back what `register` said; harmless if nothing was."""
+        """Withdraws a registered server; does nothing if it is not registered."""
 
     @abstractmethod
     def replicas(self, service: str) -> Replicas:
-        """The servers of a service now, by replica id, then address; each address once."""
+        """Returns the current servers of a service, sorted by replica id and address, each address once."""
 
     def watch(self, service: str, callback: OnChange) -> Watch:
-        """Calls back with the replicas, at once and whenever they change."""
+        """Calls back with the replicas of a service, immediately and after every change.
+
+        Args:
+            service: "model:part".
+            callback: Called with a tuple of `Replica`. An exception it raises is logged.
+
+        Returns:
+            The watch, to be cancelled.
+        """
         self.replicas(service)
-        return self._board.watch(service, callback)
+        return self._registry.watch(service, callback)
 
     def wait(self, service: str, count: int = 1, timeout: float = 30.0) -> Replicas:
-        """The replicas as soon as there are `count`; raises DiscoveryError after `timeout` seconds."""
+        """Waits for the replicas of a service.
+
+        Args:
+            service: "model:part".
+            count: The number of replicas to wait for.
+            timeout: Seconds to wait.
+
+        Returns:
+            The replicas, at least `count`.
+
+        Raises:
+            DiscoveryError: There are fewer replicas after `timeout` seconds.
+        """
         self.replicas(service)
-        return self._board.wait(service, count, timeout)
+        return self._registry.wait(service, count, timeout)
 
     def subscribe_model(self, model_name: str) -> None:
         """See `SyncBackend.subscribe_model`."""
         check_name(model_name, "model name")
         if self._model not in (None, model_name):
             raise UsageError(
-                f"subscribed to model {self._model!r} already, not to {model_name!r}: use another discovery"
+                f"this discovery is subscribed to model {self._model!r} already, not to {model_name!r}: "
+                "use another discovery"
             )
         self._model = model_name
 
     def get_sync_targets(self, sub_graph: str) -> SyncTargets:
-        """("model:sub_graph", its addresses); raises UsageError before `subscribe_model`."""
+        """Returns ("model:sub_graph", addresses); raises UsageError before `subscribe_model`."""
         if self._model is None:
-            raise UsageError("no model is subscribed to: call subscribe_model first")
-        name = str(SavedModel(self._model, sub_graph))
+            raise UsageError("no model is subscribed: call subscribe_model first")
+        name = str(ServiceName(self._model, sub_graph))
         return name, [replica.address for replica in self.replicas(name)]
 
 
 class ReplicaRegistry:
-    """The replicas of each service as last found, and who wants to hear of changes."""
+    """The replicas of each service as last found, and the watches on them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition(threading.RLock())
@@ -146,13 +231,13 @@ class ReplicaRegistry:
         self._watches: dict[str, list[OnChange]] = {}
 
     def get(self, service: str) -> Replicas:
-        """What was found last; none at first."""
+        """Returns the replicas found last; empty at first."""
         with self._changed:
             return self._found.get(service, ())
 
     def set(self, service: str, replicas: Iterable[Replica]) -> None:
-        """Pins what was found, and calls back if that is new."""
-        found = in_order(replicas)
+        """Stores the replicas found, and calls back if they changed."""
+        found = sort_replicas(replicas)
         with self._changed:
             if found == self._found.get(service, ()):
                 return
@@ -162,22 +247,21 @@ class ReplicaRegistry:
                 call_back(callback, found, service)
 
     def watch(self, service: str, callback: OnChange) -> Watch:
-        """Calls back at once and at every change."""
+        """Calls back immediately and after every change."""
+        # A partial compares by identity: a function may watch twice and cancel one of the watches.
+        entry = partial(callback)
         with self._changed:
-            # One object for each call: the same function may watch twice, and cancel one of them.
-            entry: OnChange = lambda replicas: callback(replicas)  # noqa: E731
             self._watches.setdefault(service, []).append(entry)
             call_back(entry, self.get(service), service)
+        return Watch(partial(self._cancel, service, entry))
 
-        def cancel() -> None:
-            with self._changed:
-                if entry in self._watches[service]:
-                    self._watches[service].remove(entry)
-
-        return Watch(cancel)
+    def _cancel(self, service: str, entry: OnChange) -> None:
+        with self._changed:
+            if entry in self._watches[service]:
+                self._watches[service].remove(entry)
 
     def wait(self, service: str, count: int, timeout: float) -> Replicas:
-        """Waits until a service has `count` replicas."""
+        """Waits until a service has `count` replicas; raises DiscoveryError after `timeout` seconds."""
         with self._changed:
             if not self._changed.wait_for(lambda: len(self.get(service)) >= count, timeout):
                 raise DiscoveryError(
@@ -186,8 +270,8 @@ class ReplicaRegistry:
             return self.get(service)
 
 
-def in_order(replicas: Iterable[Replica]) -> Replicas:
-    """By replica id, then address; of two with one address the first."""
+def sort_replicas(replicas: Iterable[Replica]) -> Replicas:
+    """Sorts replicas by replica id and address, and keeps the first of each address."""
     first: dict[str, Replica] = {}
     for replica in sorted(replicas, key=lambda replica: (replica.replica_id, replica.address)):
         first.setdefault(replica.address, replica)
@@ -195,25 +279,36 @@ def in_order(replicas: Iterable[Replica]) -> Replicas:
 
 
 def call_back(callback: Callable[..., object], value: object, about: str) -> None:
-    """Calls a user's function; what it raises is logged, since no caller is there to hear of it."""
+    """Calls a user's function. An exception is logged, because there is no caller to raise it to."""
     try:
         callback(value)
     except Exception:
-        log.exception("%s: a callback failed", about)
+        logger.exception("%s: a callback failed", about)
 
 
-def replica_of(given: object, where: str) -> Replica:
-    """A Replica from an address or a mapping of its fields; raises InputError, naming `where`."""
+def parse_replica(given: object, where: str) -> Replica:
+    """Makes a Replica from an address or from a mapping of its fields.
+
+    Args:
+        given: A Replica, an address, or {"address": ..., "replica_id": ..., "idc": ..., "cluster": ...}.
+        where: The place it comes from, for the error message.
+
+    Returns:
+        The replica.
+
+    Raises:
+        InputError: A field is missing, unknown or malformed.
+    """
     if isinstance(given, Replica):
         return given
     if isinstance(given, str):
         given = {"address": given}
     if not isinstance(given, dict) or "address" not in given:
-        raise InputError(f"{where}: {repr(given)[:100]} is neither an address nor a table with one")
+        raise InputError(f"{where}: {repr(given)[:100]} is neither an address nor a table with an address")
     kinds = {"address": str, "replica_id": int, "idc": str, "cluster": str}
     for name, value in given.items():
         if name not in kinds:
-            raise InputError(f"{where}: {name!r} is unknown; a replica has {', '.join(kinds)}")
+            raise InputError(f"{where}: {name!r} is unknown; the fields of a replica are {', '.join(kinds)}")
         if isinstance(value, bool) or not isinstance(value, kinds[name]):
             raise InputError(f"{where}: {name} is {repr(value)[:100]}, not a {kinds[name].__name__}")
     try:

@@ -1,14 +1,15 @@
-"""FileDiscovery: servers listed in a file that people or programs rewrite while it is watched.
+"""FileDiscovery: servers listed in a file, which may be rewritten while it is watched.
 
-JSON, or TOML of the same shape: {"services": {"movies:entry": ["host:port", {"address": "host:port",
-"replica_id": 0, "idc": "a", "cluster": "b"}]}}. Whoever rewrites it should write another file and rename it;
-a file that is there only in part does no harm either, since what cannot be read changes nothing.
+The file is JSON, or TOML of the same structure: {"services": {"movies:entry": ["host:port", {"address":
+"host:port", "replica_id": 0, "idc": "a", "cluster": "b"}]}}. A program that rewrites it should write another
+file and rename it. A half-written file does no harm: a file that cannot be read changes nothing.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import threading
 import time
@@ -19,21 +20,29 @@ from pathlib import Path
 from typing import Any
 
 from megalith.errors import DiscoveryError, InputError, UsageError
-from megalith.serving.discovery.contract import Discovery, Replica, Replicas, log, replica_of
-from megalith.serving.discovery.znode_records import SavedModel
+from megalith.serving.discovery.contract import Discovery, Replica, Replicas, ServiceName, parse_replica
+
+logger = logging.getLogger(__name__)
 
 MAX_BYTES = 4 * 2**20
-"""The longest file that is read."""
+"""The maximum size of the file."""
 LOCK_SECONDS = 5.0
-"""How long another writer is waited for."""
+"""How long to wait for another writer."""
 
 
 class FileDiscovery(Discovery):
-    """The servers a file lists; no file yet is no servers.
+    """The servers listed in a file; a missing file lists no servers.
 
-    `replicas` reads the file; `start` begins to look every `interval` seconds for those who watch. `register`
-    rewrites a JSON file, under a lock beside it; `stop` takes back what was registered here, but a process
-    that is killed leaves its entries behind. Raises InputError unless the interval is 0.01 to 60 seconds.
+    `replicas` reads the file. `start` starts a thread that reads it every `interval` seconds and calls the
+    watches. `register` rewrites a JSON file and holds a lock file next to it. `stop` removes the replicas
+    registered through this object; the entries of a killed process stay in the file.
+
+    Args:
+        path: The file, *.json or *.toml.
+        interval: Seconds between two reads, 0.01 to 60.
+
+    Raises:
+        InputError: The interval is out of range.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, interval: float = 1.0) -> None:
@@ -46,41 +55,41 @@ class FileDiscovery(Discovery):
         self._last: bytes | None = None
         self._problem: str | None = None
         self._listed: dict[str, list[Replica]] = {}
-        self._mine: set[tuple[str, str]] = set()
+        self._own: set[tuple[str, str]] = set()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self, timeout: float = 15.0) -> None:
-        """Begins to look for changes; raises InputError if the file is there and cannot be read."""
+        """Starts to watch the file; raises InputError if the file exists and is malformed."""
         if self._stopping.is_set():
-            raise UsageError(f"{self.path}: a stopped discovery is not started again: make another")
+            raise UsageError(f"{self.path}: a stopped discovery cannot be started again: make another")
         if self._thread is None:
             data = self._read()
             if data is not None:
-                parse(data, self.path)
+                parse_services(data, self.path)
             self.refresh()
-            self._thread = threading.Thread(target=self._look, name=f"watch {self.path}", daemon=True)
+            self._thread = threading.Thread(target=self._poll, name=f"watch {self.path}", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
         """See `SyncBackend.stop`."""
         self._stopping.set()
-        for service, address in sorted(self._mine):
+        for service, address in sorted(self._own):
             try:
                 self.unregister(service, address)
             except (DiscoveryError, InputError) as error:
-                log.warning("%s is still listed: %s", address, error)
+                logger.warning("%s is still listed: %s", address, error)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def register(self, service: str, replica: Replica) -> None:
-        """See `Discovery.register`; raises UsageError for TOML, which is only read."""
-        name = str(SavedModel.parse(service))
+        """See `Discovery.register`; raises UsageError for a TOML file, which is read-only."""
+        name = str(ServiceName.parse(service))
         entry = {key: value for key, value in vars(replica).items() if value not in (None, -1)}
         with self._rewriting() as services:
             others = [server for server in services.get(name, []) if _address(server) != replica.address]
             services[name] = [*others, entry]
-        self._mine.add((name, replica.address))
+        self._own.add((name, replica.address))
         self.refresh()
 
     def unregister(self, service: str, address: str) -> None:
@@ -89,35 +98,35 @@ class FileDiscovery(Discovery):
             others = [server for server in services.get(service, []) if _address(server) != address]
             if service in services:
                 services[service] = others
-        self._mine.discard((service, address))
+        self._own.discard((service, address))
         self.refresh()
 
     def replicas(self, service: str) -> Replicas:
         """See `Discovery.replicas`."""
-        SavedModel.parse(service)
+        ServiceName.parse(service)
         self.refresh()
-        return self._board.get(service)
+        return self._registry.get(service)
 
     def refresh(self) -> None:
-        """Reads the file now; what cannot be read is logged once, and changes nothing."""
+        """Reads the file now. A file that cannot be read is logged once and changes nothing."""
         with self._lock:
             try:
                 data = self._read()
                 if data is None or data == self._last:
                     return
                 self._last = data
-                listed = parse(data, self.path)
+                listed = parse_services(data, self.path)
             except (InputError, DiscoveryError) as error:
                 if str(error) != self._problem:
                     self._problem = str(error)
-                    log.warning("%s; going on with what it said before", error)
+                    logger.warning("%s; keeping the previous list of servers", error)
                 return
             self._problem = None
             for service in {*self._listed, *listed}:
-                self._board.set(service, listed.get(service, ()))
+                self._registry.set(service, listed.get(service, ()))
             self._listed = listed
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         while not self._stopping.wait(self._interval):
             self.refresh()
 
@@ -135,13 +144,13 @@ class FileDiscovery(Discovery):
 
     @contextmanager
     def _rewriting(self) -> Iterator[dict[str, list[Any]]]:
-        """The services of the file, to be changed; written back if they were."""
+        """Yields the services of the file to be changed, and writes them back if they were."""
         if self.path.suffix == ".toml":
-            raise UsageError(f"{self.path}: TOML is only read; let servers register in a .json file")
+            raise UsageError(f"{self.path}: TOML files are read-only; let servers register in a .json file")
         with self._lock, self._locked():
             data = self._read()
             if data is not None:
-                parse(data, self.path)
+                parse_services(data, self.path)
             document = {"services": {}} if data is None else json.loads(data)
             before = json.dumps(document)
             yield document["services"]
@@ -158,25 +167,37 @@ class FileDiscovery(Discovery):
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        beside = self.path.with_name(f".{self.path.name}.lock")
+        """Holds the lock file, which all processes that rewrite the file use."""
+        path = self.path.with_name(f".{self.path.name}.lock")
         deadline = time.monotonic() + LOCK_SECONDS
         try:
-            file = beside.open("a")
+            file = path.open("a")
         except OSError as error:
-            raise DiscoveryError(f"{beside}: cannot be written: {error.strerror}") from None
+            raise DiscoveryError(f"{path}: cannot be written: {error.strerror}") from None
         with file:
             while True:
                 with suppress(BlockingIOError):
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 if time.monotonic() > deadline:
-                    raise DiscoveryError(f"{beside}: another process holds it for {LOCK_SECONDS:g} s now")
+                    raise DiscoveryError(f"{path}: another process has held the lock for {LOCK_SECONDS:g} s")
                 time.sleep(0.01)
             yield
 
 
-def parse(data: bytes, path: Path) -> dict[str, list[Replica]]:
-    """The replicas of each service; raises InputError, naming the file and the place in it."""
+def parse_services(data: bytes, path: Path) -> dict[str, list[Replica]]:
+    """Parses the content of a file.
+
+    Args:
+        data: The bytes of the file.
+        path: Its path: the suffix selects JSON or TOML, and errors name it.
+
+    Returns:
+        The replicas of each service.
+
+    Raises:
+        InputError: The content is malformed; the message names the file and the place in it.
+    """
     try:
         text = data.decode()
         found = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
@@ -184,17 +205,17 @@ def parse(data: bytes, path: Path) -> dict[str, list[Replica]]:
         raise InputError(f"{path}: cannot be read: {str(error)[:200]}") from None
     services = found.get("services") if isinstance(found, dict) else None
     if not isinstance(services, dict):
-        raise InputError(f'{path}: must be a table that holds "services", a table of lists')
+        raise InputError(f'{path}: must be a table with the key "services", a table of lists')
     listed: dict[str, list[Replica]] = {}
     for service, servers in services.items():
         where = f"{path}: {service[:100]!r}"
         try:
-            SavedModel.parse(service)
+            ServiceName.parse(service)
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
         if not isinstance(servers, list):
             raise InputError(f"{where} must be a list of servers")
-        listed[service] = [replica_of(server, where) for server in servers]
+        listed[service] = [parse_replica(server, where) for server in servers]
     return listed
 
 

@@ -1,4 +1,4 @@
-"""Discoveries by address, as commands take them."""
+"""`open_discovery`: a discovery from its URL, as commands take it."""
 
 from __future__ import annotations
 
@@ -34,11 +34,19 @@ _SCHEMES: dict[str, Callable[..., Discovery]] = {
 
 
 def open_discovery(url: str, **options: Any) -> Discovery:
-    """A discovery from "static:host:port,...", "file:path" or "zk://host:port,host:port/root".
+    """Makes a discovery, which is not started yet.
 
-    options: more arguments of its class. It is not started. Raises InputError for other addresses.
+    Args:
+        url: "static:host:port,...", "file:path" or "zk://host:port,host:port/root".
+        options: Further arguments of the discovery's class.
+
+    Returns:
+        The discovery.
+
+    Raises:
+        InputError: The URL is malformed.
     """
     scheme, colon, rest = url.partition(":")
     if not colon or scheme not in _SCHEMES:
-        raise InputError(f"discovery {url!r} must begin with one of {', '.join(f'{s}:' for s in _SCHEMES)}")
+        raise InputError(f"discovery {url!r} must start with one of {', '.join(f'{s}:' for s in _SCHEMES)}")
     return _SCHEMES[scheme](rest, **options)

@@ -1,71 +1,87 @@
-"""ZooKeeperSession: a connection to ZooKeeper that mends itself, nodes it keeps there, views it keeps fresh.
+"""ZooKeeperSession: a connection to ZooKeeper that repairs itself, with nodes it keeps and views it updates.
 
-A thread brings ZooKeeper and this process into line: it writes the nodes that are held here and reads the
-views that are watched here, whenever a watch fires, the connection comes back, or the poll interval is over.
-Each round starts from what is there, not from what an event said, so no lost event does lasting harm. What
-was seen last stays valid while ZooKeeper is away. A connection that stays away is replaced by a new one.
+A thread makes ZooKeeper and this process agree: it writes the held nodes and computes the views whenever a
+watch fires, the connection returns, or the poll interval ends. Each round starts from the current state of
+ZooKeeper and not from the content of an event, so a lost event does no lasting harm. Values seen last stay
+valid while ZooKeeper is unavailable. A connection that stays lost is replaced by a new one.
+
+States of a held node, as found in each round:
+
+    node in ZooKeeper                   | action of the thread
+    ------------------------------------+------------------------------------------------------------
+    absent                              | create it (ephemeral, with parents)
+    owned by the current session        | set its value if the value or the version differs
+    owned by an earlier session of ours | delete it, create it
+    owned by another process            | first round: delete it, create it; later: log and leave it
+    released by `release`               | delete it if one of our sessions owns it
+
+Invariants: after `stop` no node of ours is written; of two processes that hold one path, the one that came
+later has it; a task that fails does not keep the others from running.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 from megalith.errors import DiscoveryError, InputError, MissingDependencyError, UsageError
-from megalith.serving.discovery.contract import call_back, log
+from megalith.serving.discovery.contract import call_back
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 CLOSE_SECONDS = 1.0
-"""How long `stop` waits for a server that is connected to take leave of."""
+"""How long `stop` waits for a connected server to close the session."""
 _RETRY_SECONDS = 0.5
 _READ_TRIES = 5
 
 
 def kazoo(module: str) -> Any:
-    """A module of kazoo; raises MissingDependencyError if it is not installed."""
+    """Imports a module of kazoo; raises MissingDependencyError if kazoo is not installed."""
     try:
         return importlib.import_module(f"kazoo.{module}")
     except ImportError as error:
         raise MissingDependencyError("ZooKeeper needs kazoo: pip install megalith[discovery]") from error
 
 
-class Away(DiscoveryError):
-    """ZooKeeper cannot be reached now; the thread will try again."""
+class ZooKeeperUnavailable(DiscoveryError):
+    """ZooKeeper cannot be reached now; the thread retries."""
 
 
-class Task:
-    """Something the thread has to do, again whenever it is `touched`. name: a path."""
+class SessionTask:
+    """Work for the thread, repeated whenever it is marked due. name: the path of its node."""
 
     def __init__(self, name: str, wake: threading.Event) -> None:
         self.name = name
         self._wake = wake
         self.is_due = True
-        self.settled = threading.Event()
+        self.done = threading.Event()
         self.problem: str | None = None
 
-    def touched(self, _: object = None) -> None:
-        """Says that ZooKeeper may have changed. A bound method, so that kazoo sees one watch for a node."""
+    def mark_due(self, _: object = None) -> None:
+        """Runs the task again. A bound method, so that kazoo keeps one watch per node."""
         self.is_due = True
         self._wake.set()
 
 
-class Held(Task):
+class HeldNode(SessionTask):
     """An ephemeral node that this session keeps in ZooKeeper."""
 
     def __init__(self, path: str, value: bytes, wake: threading.Event) -> None:
         super().__init__(path, wake)
         self.value = value
-        self.is_taken = False
-        """Whether the node has been ours once; before that, one left by another session is replaced."""
+        self.was_owned = False
+        """Whether we have owned the node; until then, the node of another session is replaced."""
         self.written: tuple[int | None, int, bytes] | None = None
-        """Session, version and value as we wrote them last."""
+        """Session, version and value of our last write."""
 
 
-class View(Task, Generic[T]):
+class NodeView(SessionTask, Generic[T]):
     """A value computed from nodes, and computed again whenever one of them changes."""
 
     def __init__(
@@ -82,46 +98,51 @@ class View(Task, Generic[T]):
 
 
 class NodeReader:
-    """Reads nodes for a view, and leaves a watch on each of them."""
+    """Reads nodes for a view and sets a watch on each of them."""
 
-    def __init__(self, session: ZooKeeperSession, touched: Callable[[object], None]) -> None:
+    def __init__(self, session: ZooKeeperSession, mark_due: Callable[[object], None]) -> None:
         self._session = session
-        self._touched = touched
+        self._mark_due = mark_due
         self._missing: type[Exception] = kazoo("exceptions").NoNodeError
 
     def children(self, path: str) -> list[str]:
-        """The names below a node, sorted; none if there is no such node."""
+        """Returns the sorted names of the children of a node; empty if the node does not exist."""
         return sorted(self._answer(self._ask("get_children", path), "get_children", path) or ())
 
     def data(self, paths: Iterable[str]) -> dict[str, bytes]:
-        """The bytes of those nodes that are there, asked for all at once."""
+        """Returns the bytes of the nodes that exist. The requests are sent together."""
         asked = {path: self._ask("get", path) for path in paths}
         answers = {path: self._answer(answer, "get", path) for path, answer in asked.items()}
         return {path: bytes(answer[0]) for path, answer in answers.items() if answer is not None}
 
     def _ask(self, call: str, path: str) -> Any:
-        return self._session.send(call, path, watch=self._touched)
+        return self._session.send(call, path, watch=self._mark_due)
 
     def _answer(self, asked: Any, call: str, path: str) -> Any:
         for _ in range(_READ_TRIES):
             try:
-                return self._session.answer(asked, path)
+                return self._session.result(asked, path)
             except self._missing:
-                # Only `exists` can watch for a node to come.
-                if self._session.answer(self._ask("exists", path), path) is None:
+                # Only `exists` can watch for the creation of a node.
+                if self._session.result(self._ask("exists", path), path) is None:
                     return None
                 asked = self._ask(call, path)
-        raise Away(f"{path} comes and goes")
+        raise ZooKeeperUnavailable(f"{path} is created and deleted repeatedly")
 
 
 class ZooKeeperSession:
-    """See the module. Its methods may be called from any thread.
+    """A connection to ZooKeeper; see the module. Safe to share between threads.
 
-    hosts: "host:port,host:port". session_seconds: after how much silence ZooKeeper drops our nodes.
-    poll_seconds: how often everything is compared even if nothing was heard.
-    request_seconds: how long one answer is waited for.
-    client_options: more of KazooClient's arguments, for example for TLS (use_ssl, ca, certfile, keyfile) and
-    access control (auth_data, default_acl). Raises InputError for bad hosts or times.
+    Args:
+        hosts: "host:port,host:port".
+        session_seconds: The silence after which ZooKeeper deletes our nodes.
+        poll_seconds: The interval of a full comparison without any event.
+        request_seconds: How long to wait for one answer.
+        client_options: Further arguments of KazooClient, for example for TLS (use_ssl, ca, certfile, keyfile)
+            and access control (auth_data, default_acl).
+
+    Raises:
+        InputError: The hosts or a duration are malformed.
     """
 
     def __init__(
@@ -145,20 +166,20 @@ class ZooKeeperSession:
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._stopping = threading.Event()
-        self._held: dict[str, Held] = {}
-        self._released: dict[str, Task] = {}
-        self._views: list[View[Any]] = []
+        self._held: dict[str, HeldNode] = {}
+        self._released: dict[str, SessionTask] = {}
+        self._views: list[NodeView[Any]] = []
         self._sessions: set[int] = set()
-        self._away_since: float | None = None
+        self._unavailable_since: float | None = None
         self._client = self._new_client()
         self._thread: threading.Thread | None = None
 
-    # ---- life
+    # ---- start and stop
 
     def start(self, timeout: float = 15.0) -> None:
-        """Connects; with a timeout of 0 in the background. Raises DiscoveryError after `timeout` seconds."""
+        """Connects; raises DiscoveryError after `timeout` seconds. 0 connects in the background."""
         if self._stopping.is_set():
-            raise UsageError(f"ZooKeeper {self.hosts}: a stopped session is not started again: make another")
+            raise UsageError(f"ZooKeeper {self.hosts}: a stopped session cannot start again: make another")
         if self._thread is not None:
             return
         connected = self._client.start_async()
@@ -169,7 +190,7 @@ class ZooKeeperSession:
             raise DiscoveryError(f"ZooKeeper {self.hosts} did not answer within {timeout:g} seconds")
 
     def stop(self) -> None:
-        """Ends the session, and with it our nodes, if ZooKeeper can be reached; returns at once if not."""
+        """Ends the session, which deletes our nodes, if ZooKeeper is connected; does not block otherwise."""
         self._stopping.set()
         self._wake.set()
         was_connected = self.is_connected
@@ -181,55 +202,57 @@ class ZooKeeperSession:
 
     @property
     def is_connected(self) -> bool:
-        """Whether ZooKeeper answers now."""
+        """Whether the session is connected."""
         return bool(self._client.connected)
 
     @property
     def session_id(self) -> int | None:
-        """The number of the session; None while there is none."""
+        """The number of the session; None if there is none."""
         known = self._client.client_id
         return None if known is None else int(known[0])
 
     # ---- nodes of our own
 
-    def hold(self, path: str, value: bytes) -> Task:
-        """Keeps an ephemeral node with this value, through lost sessions, until `release` or `stop`.
+    def hold(self, path: str, value: bytes) -> SessionTask:
+        """Keeps an ephemeral node with this value, also in later sessions, until `release` or `stop`.
 
-        Of two sessions that hold one path the later has it. Returns at once; see `wait`.
+        Does not block; pass the result to `wait`.
         """
         with self._lock:
             held = self._held.get(path)
             if held is None:
-                held = self._held[path] = Held(path, value, self._wake)
+                held = self._held[path] = HeldNode(path, value, self._wake)
             held.value, held.is_due, held.problem = value, True, None
-            held.settled.clear()
+            held.done.clear()
             self._released.pop(path, None)
         self._wake.set()
         return held
 
-    def release(self, path: str) -> Task:
-        """Takes a held node away again. Returns at once; see `wait`."""
-        gone = Task(path, self._wake)
+    def release(self, path: str) -> SessionTask:
+        """Deletes a held node. Does not block; pass the result to `wait`."""
+        released = SessionTask(path, self._wake)
         with self._lock:
             if self._held.pop(path, None) is None:
-                gone.settled.set()
+                released.done.set()
             else:
-                self._released[path] = gone
+                self._released[path] = released
         self._wake.set()
-        return gone
+        return released
 
-    def wait(self, *tasks: Task) -> None:
-        """Returns when nodes are written or gone and views were computed once; at once if ZooKeeper is away.
+    def wait(self, *tasks: SessionTask) -> None:
+        """Waits until nodes are written or deleted and views computed; does not wait without a connection.
 
-        What is not done by then is done as soon as ZooKeeper is back. Raises DiscoveryError if it refuses to
-        write a node, which is then no longer held.
+        Unfinished tasks run when ZooKeeper is available again.
+
+        Raises:
+            DiscoveryError: ZooKeeper refuses to write a node, which is then no longer held.
         """
         # The thread cannot wait for itself.
         if self.is_connected and threading.current_thread() is not self._thread:
             deadline = time.monotonic() + self._request_seconds
             for task in tasks:
-                task.settled.wait(max(0.0, deadline - time.monotonic()))
-        refused = [task for task in tasks if isinstance(task, Held) and task.problem]
+                task.done.wait(max(0.0, deadline - time.monotonic()))
+        refused = [task for task in tasks if isinstance(task, HeldNode) and task.problem]
         if refused:
             with self._lock:
                 for task in refused:
@@ -239,16 +262,18 @@ class ZooKeeperSession:
 
     # ---- views
 
-    def view(self, name: str, read: Callable[[NodeReader], T], on_change: Callable[[T], object]) -> View[T]:
-        """Computes `read` soon and after every change of what it read; calls back when the value is new."""
-        view = View(name, read, on_change, self._wake)
+    def view(
+        self, name: str, read: Callable[[NodeReader], T], on_change: Callable[[T], object]
+    ) -> NodeView[T]:
+        """Computes `read` now and after every change of a node it read; calls back with each new value."""
+        view = NodeView(name, read, on_change, self._wake)
         with self._lock:
             self._views.append(view)
         self._wake.set()
         return view
 
-    def drop(self, view: View[Any]) -> None:
-        """Ends a view."""
+    def drop(self, view: NodeView[Any]) -> None:
+        """Removes a view."""
         with self._lock:
             if view in self._views:
                 self._views.remove(view)
@@ -256,32 +281,25 @@ class ZooKeeperSession:
     # ---- single requests
 
     def put(self, path: str, value: bytes) -> None:
-        """Creates a lasting node with its parents, or sets its value. Raises DiscoveryError."""
+        """Creates a persistent node with its parents, or sets its value; raises DiscoveryError."""
         try:
             self._ask("create", path, value, makepath=True)
         except kazoo("exceptions").NodeExistsError:
             self._ask("set", path, value)
 
     def remove(self, path: str) -> None:
-        """Deletes a node; harmless if it is not there. Raises DiscoveryError."""
+        """Deletes a node if it exists; raises DiscoveryError."""
         try:
             self._ask("delete", path)
         except kazoo("exceptions").NoNodeError:
             return
 
     def get(self, path: str) -> bytes | None:
-        """A node's bytes, None if it is not there. Raises DiscoveryError."""
+        """Returns the bytes of a node, None if it does not exist; raises DiscoveryError."""
         try:
             return bytes(self._ask("get", path)[0])
         except kazoo("exceptions").NoNodeError:
             return None
-
-    def children(self, path: str) -> list[str]:
-        """The names below a node, sorted, none if it is not there. Raises DiscoveryError."""
-        try:
-            return sorted(self._ask("get_children", path))
-        except kazoo("exceptions").NoNodeError:
-            return []
 
     def _ask(self, call: str, path: str, *args: Any, **options: Any) -> Any:
         errors = kazoo("exceptions")
@@ -292,21 +310,21 @@ class ZooKeeperSession:
         except (errors.NoNodeError, errors.NodeExistsError):
             raise
         except errors.KazooException as error:
-            raise DiscoveryError(f"ZooKeeper {self.hosts}: {path}: {_name(error)}") from None
+            raise DiscoveryError(f"ZooKeeper {self.hosts}: {path}: {_describe(error)}") from None
 
     def _request(self, call: str, path: str, *args: Any, **options: Any) -> Any:
-        return self.answer(self.send(call, path, *args, **options), path)
+        return self.result(self.send(call, path, *args, **options), path)
 
     def send(self, call: str, path: str, *args: Any, **options: Any) -> Any:
-        """Begins a request: one of kazoo's calls. Raises Away without a connection."""
+        """Sends a request, one of kazoo's calls; raises ZooKeeperUnavailable without a connection."""
         client = self._client
         if not client.connected:
-            # kazoo would queue it, and might write it long after the caller was told that it failed.
-            raise Away(f"ZooKeeper {self.hosts} is away")
+            # kazoo would queue the request, and might execute it long after the caller got an error.
+            raise ZooKeeperUnavailable(f"ZooKeeper {self.hosts} is unavailable")
         return getattr(client, f"{call}_async")(path, *args, **options)
 
-    def answer(self, sent: Any, path: str) -> Any:
-        """The answer to a request; raises Away if none comes, else what kazoo raises."""
+    def result(self, sent: Any, path: str) -> Any:
+        """Waits for an answer; raises ZooKeeperUnavailable if there is none, or what kazoo raises."""
         errors = kazoo("exceptions")
         try:
             return sent.get(timeout=self._request_seconds)
@@ -317,7 +335,7 @@ class ZooKeeperSession:
             errors.OperationTimeoutError,
             kazoo("handlers.threading").KazooTimeoutError,
         ) as error:
-            raise Away(f"ZooKeeper {self.hosts}: {path}: {_name(error)}") from None
+            raise ZooKeeperUnavailable(f"ZooKeeper {self.hosts}: {path}: {_describe(error)}") from None
 
     # ---- the thread
 
@@ -330,42 +348,42 @@ class ZooKeeperSession:
             if self._stopping.is_set():
                 return
             if time.monotonic() >= next_poll:
-                self._everything_is_due()
+                self._mark_all_due()
                 next_poll = time.monotonic() + self._poll_seconds
             pause = min(_RETRY_SECONDS, self._poll_seconds)
             try:
-                self._mend_connection()
-                self._settle()
+                self._check_connection()
+                self._run_due_tasks()
                 pause = max(0.0, next_poll - time.monotonic())
-            except Away as error:
-                log.debug("%s", error)
+            except ZooKeeperUnavailable as error:
+                logger.debug("%s", error)
             except Exception:
-                # Not foreseen; but what is held here must outlive it.
-                log.exception("ZooKeeper %s: will be tried again", self.hosts)
+                # Unexpected; but held nodes must survive it.
+                logger.exception("ZooKeeper %s: unexpected error, retrying", self.hosts)
 
-    def _mend_connection(self) -> None:
-        """Raises Away without a connection; makes a new one of a connection that has been away for long."""
+    def _check_connection(self) -> None:
+        """Raises ZooKeeperUnavailable without a connection; replaces one that has been lost for long."""
         if self._client.connected:
-            self._away_since = None
+            self._unavailable_since = None
             return
-        if self._away_since is None:
-            self._away_since = time.monotonic()
-        # By then the session is over on the server too. kazoo alone would try for ever with a session that an
-        # emptied ZooKeeper refuses, and does not survive errors in its own thread.
-        if time.monotonic() - self._away_since > 2 * self._session_seconds:
-            log.warning("ZooKeeper %s has been away for long: connecting anew", self.hosts)
+        if self._unavailable_since is None:
+            self._unavailable_since = time.monotonic()
+        # By then the session has expired on the server too. kazoo alone would retry forever with a session
+        # that a ZooKeeper without data refuses, and does not survive errors in its own thread.
+        if time.monotonic() - self._unavailable_since > 2 * self._session_seconds:
+            logger.warning("ZooKeeper %s has been unavailable for long: opening a new connection", self.hosts)
             _close(self._client)
             self._client = self._new_client()
             self._client.start_async()
-            self._away_since = None
-            if self._stopping.is_set():  # `stop` may have closed the one before
+            self._unavailable_since = None
+            if self._stopping.is_set():  # `stop` may have closed the previous client
                 _close(self._client)
-        raise Away(f"ZooKeeper {self.hosts} is away")
+        raise ZooKeeperUnavailable(f"ZooKeeper {self.hosts} is unavailable")
 
-    def _settle(self) -> None:
+    def _run_due_tasks(self) -> None:
         with self._lock:
             released = list(self._released.values())
-            tasks: list[Held | View[Any]] = [*self._held.values(), *self._views]
+            tasks: list[HeldNode | NodeView[Any]] = [*self._held.values(), *self._views]
         for gone in released:
             self._delete(gone)
         failed = None
@@ -374,68 +392,68 @@ class ZooKeeperSession:
                 continue
             task.is_due = False
             try:
-                if isinstance(task, Held):
+                if isinstance(task, HeldNode):
                     self._write(task)
                 else:
                     self._compute(task)
-            except Away:
+            except ZooKeeperUnavailable:
                 task.is_due = True
                 raise
             except Exception as error:
-                # One bad node or function must not keep the others from being written and read.
+                # A bad node or function must not keep the others from being written and read.
                 task.is_due = True
-                failed = f"{task.name}: {_name(error)}"
+                failed = f"{task.name}: {_describe(error)}"
                 if task.problem != failed:
                     task.problem = failed
-                    log.warning("ZooKeeper %s: %s", self.hosts, failed, exc_info=error)
-                task.settled.set()
+                    logger.warning("ZooKeeper %s: %s", self.hosts, failed, exc_info=error)
+                task.done.set()
         if failed:
-            raise Away(failed)
+            raise ZooKeeperUnavailable(failed)
 
-    def _write(self, held: Held) -> None:
-        """Makes the node ours and gives it its value."""
+    def _write(self, held: HeldNode) -> None:
+        """Takes ownership of a node and sets its value."""
         errors = kazoo("exceptions")
         path, value = held.name, held.value
         try:
-            session, stat = self.session_id, self._request("exists", path, watch=held.touched)
+            session, stat = self.session_id, self._request("exists", path, watch=held.mark_due)
             if stat is not None and stat.ephemeralOwner == session:
                 if held.written != (session, stat.version, value):
                     stat = self._request("set", path, value)
                     held.written = (session, stat.version, value)
-            elif stat is None or not held.is_taken or stat.ephemeralOwner in self._sessions:
+            elif stat is None or not held.was_owned or stat.ephemeralOwner in self._sessions:
                 if stat is not None:
                     self._request("delete", path, version=stat.version)
                 self._request("create", path, value, ephemeral=True, makepath=True)
                 held.written = (session, 0, value)
             else:
-                log.warning("ZooKeeper %s: %s is held by another session now", self.hosts, path)
+                logger.warning("ZooKeeper %s: another session holds %s now", self.hosts, path)
         except (errors.NodeExistsError, errors.NoNodeError, errors.BadVersionError):
-            held.touched()  # somebody else was at it in between; look again
+            held.mark_due()  # another session changed it in the meantime; check again
             return
-        held.is_taken, held.problem = True, None
-        held.settled.set()
+        held.was_owned, held.problem = True, None
+        held.done.set()
 
-    def _delete(self, gone: Task) -> None:
+    def _delete(self, released: SessionTask) -> None:
         try:
-            stat = self._request("exists", gone.name)
+            stat = self._request("exists", released.name)
             if stat is not None and stat.ephemeralOwner in self._sessions:
-                self._request("delete", gone.name)
+                self._request("delete", released.name)
         except kazoo("exceptions").NoNodeError:
             pass
         with self._lock:
-            if self._released.get(gone.name) is gone:
-                del self._released[gone.name]
-        gone.settled.set()
+            if self._released.get(released.name) is released:
+                del self._released[released.name]
+        released.done.set()
 
-    def _compute(self, view: View[Any]) -> None:
-        value = view.read(NodeReader(self, view.touched))
+    def _compute(self, view: NodeView[Any]) -> None:
+        value = view.read(NodeReader(self, view.mark_due))
         view.problem = None
-        if not view.settled.is_set() or value != view.value:
+        if not view.done.is_set() or value != view.value:
             view.value = value
             call_back(view.on_change, value, view.name)
-        view.settled.set()
+        view.done.set()
 
-    def _everything_is_due(self) -> None:
+    def _mark_all_due(self) -> None:
         with self._lock:
             for task in (*self._held.values(), *self._views):
                 task.is_due = True
@@ -455,7 +473,7 @@ class ZooKeeperSession:
             known = client.client_id
             if known is not None and client is self._client:
                 self._sessions.add(known[0])
-                self._everything_is_due()
+                self._mark_all_due()
             self._wake.set()
 
         client.add_listener(on_state)
@@ -463,20 +481,20 @@ class ZooKeeperSession:
 
 
 def _close(client: Any) -> threading.Thread:
-    """Closes a client in the background: kazoo waits for its own threads, perhaps for seconds."""
+    """Closes a client in the background: kazoo may wait seconds for its own threads."""
 
     def close() -> None:
         try:
             client.stop()
             client.close()
         except Exception as error:
-            log.debug("closing a connection to ZooKeeper: %s", error)
+            logger.debug("error while closing a connection to ZooKeeper: %s", error)
 
     thread = threading.Thread(target=close, name="close zookeeper", daemon=True)
     thread.start()
     return thread
 
 
-def _name(error: BaseException) -> str:
-    """kazoo's exceptions often have no text."""
+def _describe(error: BaseException) -> str:
+    """Names an exception; those of kazoo often have no text."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,1 +1,1 @@
-"""Parameter sync: a publisher beside training pushes what changed, a subscriber beside serving applies it."""
+"""Parameter sync: a publisher pushes what training changes, a subscriber applies it to a served model."""

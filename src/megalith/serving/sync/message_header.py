@@ -1,7 +1,24 @@
-"""Stamps: what a publisher writes beside each message, and what a subscriber says of where it stands.
+"""Message headers of parameter sync, and the position that a subscriber answers with.
 
-A stamp travels as gRPC metadata. A Monolith client sends none. The position is the outputs of the control
-signatures; both are hostile until read here.
+A header travels as gRPC metadata with every message of a publisher; messages of a Monolith client have none.
+
+    metadata key       | value
+    -------------------+------------------------------------------------------------------------
+    megalith-session   | 32 hex digits; all publishers of one training session share it
+    megalith-publisher | "r/n": publisher r of n
+    megalith-sequence  | the sequence number of the message, from 1; absent: not numbered
+    megalith-complete  | seconds since 1970; everything trained until then has been sent
+
+A position is the outputs of the control signatures:
+
+    output             | value
+    -------------------+------------------------------------------------------------------------
+    session            | the session that the subscriber follows; "" for none
+    base               | the id of the save below the pushed rows; "" while rows are being replaced
+    sequence, step     | the last sequence number of the asking publisher; the step of the export
+    layout             | JSON of `ModelLayout`: the part served, its tables and dense weights
+
+Headers and positions are untrusted until validated here.
 """
 
 from __future__ import annotations
@@ -9,6 +26,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,22 +42,30 @@ from megalith.serving.proto.tf_tensors import Strings
 SESSION, PUBLISHER = "megalith-session", "megalith-publisher"
 SEQUENCE, COMPLETE = "megalith-sequence", "megalith-complete"
 WINDOW = 2
-"""Messages of a publisher that may be under way at once; they are applied in their order all the same."""
+"""The number of messages of a publisher that may be in flight; they are applied in order."""
 MAX_PUBLISHERS = 65536
 MAX_LAYOUT = 1 << 22
 MAX_PARTS = 4096
-"""ps parts of a served model; a publisher looks for each of them."""
+"""The maximum number of ps parts of a served model; a publisher watches each of them."""
 MAX_SEQUENCE = 10**15
 _SESSION = re.compile(r"[0-9a-f]{32}")
 _PUBLISHER = re.compile(r"([0-9]{1,5})/([0-9]{1,5})")
-_WHOLE = re.compile(r"[0-9]{1,18}")
+_INTEGER = re.compile(r"[0-9]{1,18}")
 
 
 @dataclass(frozen=True)
 class MessageHeader:
-    """Who sent a message: which of `count` publishers of a session; the how-manieth it is (0: not said).
+    """The sender and the sequence number of a message.
 
-    complete: everything trained up to then (seconds since 1970) is in the messages up to this one.
+    Args:
+        session: The session, 32 hex digits.
+        index: The number of the publisher in the session, from 0.
+        count: The number of publishers in the session.
+        sequence: The sequence number of the message; 0 if it has none.
+        complete: Everything trained until this time (seconds since 1970) is in the messages up to this one.
+
+    Raises:
+        InputError: The session, the index or the count is malformed.
     """
 
     session: str
@@ -55,7 +81,7 @@ class MessageHeader:
             raise InputError(f"{PUBLISHER} must be r/n with r below n, got {self.index}/{self.count}")
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """As gRPC metadata."""
+        """Returns the gRPC metadata."""
         pairs = [(SESSION, self.session), (PUBLISHER, f"{self.index}/{self.count}")]
         if self.sequence:
             pairs.append((SEQUENCE, str(self.sequence)))
@@ -65,15 +91,25 @@ class MessageHeader:
 
     @classmethod
     def read(cls, metadata: Mapping[str, str]) -> MessageHeader | None:
-        """From gRPC metadata; None without a session. Raises InputError naming the key that is wrong."""
+        """Reads a header from gRPC metadata.
+
+        Args:
+            metadata: The metadata of a request.
+
+        Returns:
+            The header; None without a session.
+
+        Raises:
+            InputError: A value is malformed; the message names its key.
+        """
         if SESSION not in metadata:
             return None
         publisher = _PUBLISHER.fullmatch(metadata.get(PUBLISHER, "0/1"))
         if publisher is None:
             raise InputError(f"{PUBLISHER} must be r/n, got {metadata[PUBLISHER][:100]!r}")
         sequence = metadata.get(SEQUENCE, "0")
-        if not _WHOLE.fullmatch(sequence):
-            raise InputError(f"{SEQUENCE} must be a whole number, got {sequence[:100]!r}")
+        if not _INTEGER.fullmatch(sequence):
+            raise InputError(f"{SEQUENCE} must be an integer, got {sequence[:100]!r}")
         complete = None
         if COMPLETE in metadata:
             try:
@@ -85,9 +121,28 @@ class MessageHeader:
         return cls(metadata[SESSION], int(publisher[1]), int(publisher[2]), int(sequence), complete)
 
 
+class SequenceCounter:
+    """Numbers the messages to a target, each number once per session. Safe to share between threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.last = 0
+
+    def next(self) -> int:
+        """Returns the number of the next message."""
+        with self._lock:
+            self.last += 1
+            return self.last
+
+    def skip(self, used: int) -> None:
+        """Continues after a number that is known to be used."""
+        with self._lock:
+            self.last = max(self.last, used)
+
+
 @dataclass(frozen=True)
 class TableLayout:
-    """A served table: its columns, and which part has which id."""
+    """A served table: the number of columns, and the router that assigns ids to parts."""
 
     dim: int
     router: Router
@@ -95,21 +150,27 @@ class TableLayout:
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """Which part of a model a server has: "standalone", "entry" or "ps_0" ..., of how many ps parts."""
+    """What a server serves of a model.
+
+    Args:
+        part: "standalone", "entry", or "ps_0" and so on.
+        sub_graph_num: The number of ps parts of the model.
+        tables: The served tables.
+        dense: The names of the dense weights.
+    """
 
     part: str = "standalone"
     sub_graph_num: int = 0
     tables: Mapping[str, TableLayout] = field(default_factory=dict)
     dense: frozenset[str] = frozenset()
-    """The names of its dense weights."""
 
     @property
     def takes_rows(self) -> bool:
-        """Whether rows are for it."""
+        """Whether the part holds rows."""
         return self.part != "entry"
 
     def keep(self, table: str, ids: Tensor) -> Tensor:
-        """The ids of a table that are this part's."""
+        """Returns the ids of a table, int64 [n], that belong to this part."""
         if table not in self.tables or not self.takes_rows:
             return ids[:0]
         if not self.part.startswith("ps_"):
@@ -117,7 +178,7 @@ class ModelLayout:
         return ids[self.tables[table].router.owner(ids) == int(self.part.removeprefix("ps_"))]
 
     def to_json(self) -> bytes:
-        """As it travels."""
+        """Returns the wire format."""
         tables = {
             name: [
                 each.dim,
@@ -139,7 +200,7 @@ class ModelLayout:
 
     @classmethod
     def from_json(cls, data: bytes) -> ModelLayout:
-        """Raises InputError for anything else."""
+        """Reads the wire format; raises InputError if it is malformed."""
         try:
             if len(data) > MAX_LAYOUT:
                 raise ValueError(f"{len(data)} bytes")
@@ -153,19 +214,24 @@ class ModelLayout:
             tables = {}
             for name, (dim, mode, shards, block, skip) in found["tables"].items():
                 if isinstance(dim, bool) or not isinstance(dim, int) or not 1 <= dim <= 2**20:
-                    raise ValueError(f"table {name!r} of {dim!r} columns")
+                    raise ValueError(f"table {name!r} with {dim!r} columns")
                 tables[name] = TableLayout(dim, Router(mode, shards, block_size=block, skip_first=bool(skip)))
             dense = frozenset(map(str, found["dense"]))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise InputError(f"a server's layout cannot be read: {str(error)[:200]}") from None
+            raise InputError(f"malformed layout of a server: {str(error)[:200]}") from None
         return cls(part, count, tables, dense)
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a subscriber stands. base: the save its rows are of without what was pushed; "": being replaced.
+    """The position of a subscriber.
 
-    session: of the publishers it follows, "" for none. sequence: of the asking publisher's last message.
+    Args:
+        session: The session it follows; "" for none.
+        base: The id of the save below the pushed rows; "" while all rows are being replaced.
+        sequence: The last sequence number of the asking publisher.
+        step: The training step of the served export.
+        layout: What is served.
     """
 
     session: str
@@ -175,7 +241,7 @@ class Position:
     layout: ModelLayout
 
     def outputs(self) -> dict[str, Tensor | Strings]:
-        """As outputs of a control signature."""
+        """Returns the outputs of a control signature."""
         return {
             "session": string(self.session),
             "base": string(self.base),
@@ -186,26 +252,26 @@ class Position:
 
     @classmethod
     def read(cls, outputs: Mapping[str, Tensor | Strings]) -> Position:
-        """Raises InputError naming what is missing or wrong."""
-        sequence = _read_whole(outputs, "sequence")
+        """Reads outputs; raises InputError naming the output that is missing or malformed."""
+        sequence = _read_int(outputs, "sequence")
         if not 0 <= sequence <= MAX_SEQUENCE:
             raise InputError(f"'sequence' must be 0 to {MAX_SEQUENCE}, got {sequence}")
         return cls(
             read_string(outputs, "session"),
             read_string(outputs, "base"),
             sequence,
-            _read_whole(outputs, "step"),
+            _read_int(outputs, "step"),
             ModelLayout.from_json(_read_bytes(outputs, "layout")),
         )
 
 
 def string(text: str) -> Strings:
-    """A string as a tensor of one."""
+    """Returns a string as a tensor of shape [1]."""
     return _string(text.encode())
 
 
 def read_string(tensors: Mapping[str, Tensor | Strings], name: str, longest: int = 4096) -> str:
-    """The string of a tensor of one; raises InputError if it is none."""
+    """Reads the string of a tensor with one element; raises InputError if it is not one string."""
     try:
         return _read_bytes(tensors, name)[:longest].decode()
     except UnicodeDecodeError:
@@ -225,8 +291,8 @@ def _read_bytes(tensors: Mapping[str, Tensor | Strings], name: str) -> bytes:
     return data
 
 
-def _read_whole(tensors: Mapping[str, Tensor | Strings], name: str) -> int:
+def _read_int(tensors: Mapping[str, Tensor | Strings], name: str) -> int:
     value = tensors.get(name)
     if not isinstance(value, Tensor) or value.dtype != torch.int64 or value.numel() != 1:
-        raise InputError(f"{name!r} must be one whole number")
+        raise InputError(f"{name!r} must be one int64")
     return int(value)

@@ -126,8 +126,8 @@ def read_rows(tables: Mapping[str, Table], ids: Mapping[str, Tensor]) -> tuple[P
         ids: The ids of each table, int64 [n].
 
     Returns:
-        A message with the rows, and the ids without a row as removed; and the number of rows that are left out
-        because they are not finite.
+        A message with the rows, and the ids without a row as removed; and the number of rows that are left
+        out because they are not finite.
     """
     rows, removed, held_back = {}, {}, 0
     for name, wanted in ids.items():

@@ -1,9 +1,9 @@
-"""The publisher: rows trained a moment ago reach every server of a model.
+"""The publisher: pushes trained rows and dense weights to every server of a model.
 
-The training loop calls `step` after each step; once an interval has passed that collects the ids that changed
-and copies dense weights, which takes the training thread milliseconds. Everything else happens in one thread
-for each server (`sender.py`), so a server that is slow, hangs or is gone delays neither training nor the
-other servers. Who serves the model is found by a discovery, and may change at any time.
+The training loop calls `step` after each training step. Once an interval has passed, `step` collects the
+changed ids and copies the dense weights, which takes the training thread milliseconds. Everything else
+happens in one thread per server (`sender.py`), so a server that is slow, hangs or is gone delays neither
+training nor the other servers. A discovery finds the servers, which may change at any time.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time as clock
 import uuid
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Literal, Self
 
@@ -23,40 +24,53 @@ from torch import Tensor, nn
 from megalith.errors import InputError, UsageError
 from megalith.ops.bucketing import dedup
 from megalith.serving.client.credentials import Credentials
-from megalith.serving.discovery import Discovery, SyncBackend, Watch, open_discovery
+from megalith.serving.discovery import Discovery, ServiceName, SyncBackend, Watch, open_discovery
 from megalith.serving.discovery.addresses import check_address
-from megalith.serving.discovery.znode_records import SavedModel
-from megalith.serving.sync.backlog import Interval
-from megalith.serving.sync.journal import Journal, Swollen
-from megalith.serving.sync.message_header import MessageHeader, ModelLayout
+from megalith.serving.discovery.contract import Replicas
+from megalith.serving.sync.changed_ids import Interval, Journal, Uncompacted
+from megalith.serving.sync.message_header import MessageHeader, ModelLayout, SequenceCounter
 from megalith.serving.sync.parameter_source import ParameterSource
 from megalith.serving.sync.push_messages import is_assign
-from megalith.serving.sync.sender import Sender
-from megalith.serving.sync.target import SenderOptions, Sequence, TargetReport
+from megalith.serving.sync.sender import Sender, SenderOptions, TargetReport
 from megalith.serving.wire_names import HASHTABLE_ASSIGN
 from megalith.shards import Shards
 
-log = logging.getLogger("megalith.serving")
+logger = logging.getLogger(__name__)
 
-PATIENCE = 60.0
-"""Seconds that a target may be missing from discovery before it is given up."""
-TIDY_IDLE, TIDY_AT_ONCE = 0.5, 0.75
-"""How full the journal is when its ids are put together: while nothing is sent, and anyway."""
+MISSING_SECONDS = 60.0
+"""How long a target may be missing from discovery before its sender is closed."""
+COMPACT_IDLE, COMPACT_ALWAYS = 0.5, 0.75
+"""The fullness above which the journal is compacted: while nothing is being sent, and in any case."""
 _JOIN_SECONDS = 5.0
 
 
 class Publisher:
-    """Pushes a model's rows and dense weights to its servers, until `close`. For the training thread.
+    """Pushes the rows and dense weights of a model to its servers, until `close`.
 
-    model: in training, or the shards of its tables. targets: who serves it; a discovery that is given as an
-    address is started here and stopped by `close`. model_name: what it is called there. interval: seconds
-    between pushes. base: the id of the save that the model's rows are of now, if there is one: servers that
-    stand there need nothing but changes. dense: push dense weights too.
-    protocol: "monolith" for servers of Monolith's, which know no positions, deletions and dense weights.
-    signature: "hashtable_assign" or "raw_assign". max_backlog: rows that may wait for one target; one with
-    more starts over. max_journal: ids remembered for targets that come late. timeout: seconds of one message.
-    session, index, count: where several ranks publish, a session id they agreed on, and which of how many
-    this is.
+    Its methods are called by the training thread.
+
+    Args:
+        model: The model in training, or the shards of its tables.
+        targets: The discovery of the servers. One given as a URL is started here and stopped by `close`.
+        model_name: The name of the model on the servers.
+        interval: Seconds between pushes.
+        base: The id of the save that the model's rows are equal to now, if there is one. Servers at that save
+            need only later changes.
+        dense: Push dense weights too.
+        credentials: The credentials for the servers.
+        protocol: "megalith", or "monolith" for Monolith's servers, which have no positions, deletions and
+            dense weights.
+        signature: "hashtable_assign" or "raw_assign".
+        max_backlog: The number of rows that may wait for one target; beyond it the target starts over.
+        max_journal: The number of ids remembered for targets that come late.
+        timeout: Seconds for one message.
+        session: The session id that all ranks agreed on, 32 hex digits; random if not given.
+        index: The number of this publisher in the session, from 0.
+        count: The number of publishers in the session.
+
+    Raises:
+        InputError: An argument is out of range or malformed.
+        DiscoveryError: The discovery cannot be started.
     """
 
     def __init__(
@@ -80,19 +94,19 @@ class Publisher:
     ) -> None:
         _check(interval=interval, timeout=timeout, max_backlog=max_backlog)
         if protocol not in ("megalith", "monolith"):
-            raise InputError(f"protocol must be megalith or monolith, got {protocol!r}")
+            raise InputError(f"protocol must be 'megalith' or 'monolith', got {protocol!r}")
         if not is_assign(signature):
-            raise InputError(f"signature must be hashtable_assign or raw_assign, got {signature!r}")
+            raise InputError(f"signature must be 'hashtable_assign' or 'raw_assign', got {signature!r}")
         self.session = uuid.uuid4().hex if session is None else session
         MessageHeader(self.session, index, count)
-        self.model_name = SavedModel(model_name, "entry").model_name
+        self.model_name = ServiceName(model_name, "entry").model
         self._owned = open_discovery(targets) if isinstance(targets, str) else None
         self._targets: SyncBackend = self._owned or targets  # type: ignore[assignment]
         self.lock = threading.Condition(threading.RLock())
-        # Every rank has the same dense weights; one of them is enough to push them.
+        # Every rank has the same dense weights, so one rank pushes them.
         self.source = ParameterSource(model, dense=dense and index == 0 and protocol == "megalith")
         self.journal = Journal(max_journal)
-        # A name of its own: two publishers of one model must not drain each other's ids.
+        # A unique name: two publishers of one model must not drain each other's ids.
         self._consumer = f"publisher {self.session} {index}"
         self._seconds = interval
         self._options = SenderOptions(
@@ -100,23 +114,23 @@ class Publisher:
             index=index,
             count=count,
             signature=signature,
-            plain=protocol == "monolith",
+            monolith=protocol == "monolith",
             timeout=timeout,
             max_backlog=max_backlog,
             credentials=credentials,
             on_layout=self._watch_parts,
         )
         self._senders: dict[tuple[str, str], Sender] = {}
-        self._named: dict[str, set[tuple[str, str]]] = {}
-        """The targets of each service, as discovery has them."""
+        self._listed: dict[str, set[tuple[str, str]]] = {}
+        """The targets of each service that discovery lists."""
         self._parts: set[str] = set()
         self._missing_since: dict[tuple[str, str], float] = {}
-        self._sequences: dict[tuple[str, str], Sequence] = {}
+        self._sequences: dict[tuple[str, str], SequenceCounter] = {}
         self._watches: dict[str, Watch] = {}
-        self._tidying: threading.Thread | None = None
+        self._compacting: threading.Thread | None = None
         self._closed = False
         self.source.track(self._consumer)
-        self.journal.label(base or "")
+        self.journal.begin_epoch(base or "")
         self.interval = Interval(0, clock.time())
         self.dense: Mapping[str, Tensor] = self.source.copy_dense() or {}
         self.dense_number = 0 if self.dense else -1
@@ -133,14 +147,14 @@ class Publisher:
     # ---- the training thread
 
     def step(self) -> bool:
-        """To be called after every training step; whether this one ended an interval."""
+        """Call this after every training step; returns whether the step ended an interval."""
         if clock.monotonic() < self._due:
             return False
         self.publish()
         return True
 
     def publish(self) -> int:
-        """Ends the interval now, and returns its number: what changed is sent to every target."""
+        """Ends the interval now and sends the changes to every target; returns the number of the interval."""
         self._check_open()
         ids = self.source.drain(self._consumer)
         dense = self.source.copy_dense()
@@ -153,68 +167,78 @@ class Publisher:
                 sender.add(ids, self.interval)
             self.lock.notify_all()
             number = self.interval.number
-        self.tidy()
+        self.compact_journal()
         self._due = clock.monotonic() + self._seconds
         self._find_targets()
-        self._give_up_missing()
+        self._close_missing()
         return number
 
-    def tidy(self) -> None:
-        """Puts the journal's ids together, each once, in a thread of its own, where room gets scarce.
+    def compact_journal(self) -> None:
+        """Removes duplicate ids from the journal in another thread, if it is nearly full.
 
-        If it can wait, not while a target is being sent to, which needs the processor more.
+        If it can wait, it waits until no target is being sent to, which needs the processor more.
         """
         with self.lock:
             sending = any(each.report.error is None for each in self._lagging(self.interval.number))
-            if self.journal.fullness < (TIDY_AT_ONCE if sending else TIDY_IDLE):
+            if self.journal.fullness < (COMPACT_ALWAYS if sending else COMPACT_IDLE):
                 return
-            if self._closed or self._tidying is not None:
+            if self._closed or self._compacting is not None:
                 return
-            swollen = self.journal.swollen()
-            if swollen:
-                self._tidying = threading.Thread(
-                    target=self._tidy, args=(swollen,), name="megalith journal", daemon=True
+            uncompacted = self.journal.needs_compaction()
+            if uncompacted:
+                self._compacting = threading.Thread(
+                    target=self._compact, args=(uncompacted,), name="megalith journal", daemon=True
                 )
-                self._tidying.start()
+                self._compacting.start()
 
-    def _tidy(self, swollen: list[Swollen]) -> None:
-        for sets, table, parts in swollen:
+    def _compact(self, uncompacted: list[Uncompacted]) -> None:
+        for sets, table, parts in uncompacted:
             ids = dedup(torch.cat(parts)).ids
             with self.lock:
                 sets.replace(table, parts, ids)
         with self.lock:
-            self._tidying = None
+            self._compacting = None
             self.lock.notify_all()
 
     def checkpoint_taken(self, save_id: str) -> None:
-        """Says that the model as it is now is that save; to be called right after it was taken or begun.
+        """Records that the model is equal to a save; servers at that save are sent later changes only.
 
-        No training step may lie between. Servers that start from that save are sent what changed since.
+        Call this when the save is taken or begun, before the next training step.
+
+        Args:
+            save_id: The id of the save.
         """
         self._check_open()
         ids = self.source.drain(self._consumer)
         with self.lock:
             self.journal.add(ids)
-            # They belong to the interval under way, which the next call of `publish` ends.
+            # They belong to the interval in progress, which the next call of `publish` ends.
             for sender in self._senders.values():
                 sender.add(ids, self.interval)
-            self.journal.label(save_id)
+            self.journal.begin_epoch(save_id)
 
     def flush(self, timeout: float = 30.0) -> bool:
-        """Pushes everything and waits until all targets have acknowledged it; whether they have, in time."""
-        self.source.settle()
+        """Pushes everything and waits until all targets have acknowledged it.
+
+        Args:
+            timeout: Seconds to wait.
+
+        Returns:
+            Whether all targets have acknowledged in time.
+        """
+        self.source.flush()
         number = self.publish()
         with self.lock:
             return self.lock.wait_for(lambda: not self._lagging(number) and not self._unserved(), timeout)
 
     def close(self) -> None:
-        """Ends it: what has not been sent is not sent. Closing again is harmless."""
+        """Stops pushing; unsent changes are dropped. A second call does nothing."""
         with self.lock:
             if self._closed:
                 return
             self._closed = True
             senders, self._senders = list(self._senders.values()), {}
-            tidying = self._tidying
+            compacting = self._compacting
             watches = list(self._watches.values())
             self.lock.notify_all()
         for watch in watches:
@@ -225,8 +249,8 @@ class Publisher:
             self.lock.notify_all()
         for sender in senders:
             sender.join(_JOIN_SECONDS)
-        if tidying is not None:
-            tidying.join(_JOIN_SECONDS)
+        if compacting is not None:
+            compacting.join(_JOIN_SECONDS)
         if self._owned is not None:
             self._owned.stop()
         self.source.untrack(self._consumer)
@@ -243,76 +267,73 @@ class Publisher:
         if self._closed:
             raise UsageError("this publisher is closed; make a new one")
 
-    # ---- how it is getting on
+    # ---- progress
 
     def report(self) -> list[TargetReport]:
-        """How each target is getting on."""
+        """Returns the progress of each target."""
         with self.lock:
             return [replace(sender.report) for _, sender in sorted(self._senders.items())]
 
     def lagging(self) -> list[TargetReport]:
-        """The targets that have not acknowledged everything that was published."""
+        """Returns the targets that have not acknowledged everything published, and parts without a server."""
         with self.lock:
             lagging = [replace(sender.report) for sender in self._lagging(self.interval.number)]
-            nowhere = "discovery names no server of it"
-            return lagging + [TargetReport("nowhere", part, error=nowhere) for part in self._unserved()]
+            error = "discovery lists no server of it"
+            return lagging + [TargetReport("nowhere", part, error=error) for part in self._unserved()]
 
     def _lagging(self, number: int) -> list[Sender]:
         done = {sender.report.model for sender in self._senders.values() if sender.acknowledged >= number}
         return [
             sender
             for sender in self._senders.values()
-            # An address may be named for every part of a model, and have one of them.
-            if sender.report.named
+            # An address may be listed for every part of a model although it serves one of them.
+            if sender.report.listed
             and sender.acknowledged < number
             and not (sender.absent and sender.report.model in done)
         ]
 
     def _unserved(self) -> list[str]:
-        """The parts of an entry's rows that nobody is known to have."""
-        return sorted(service for service in self._parts if not self._named.get(service))
+        """Returns the parts of the entry's rows that no known server has."""
+        return sorted(service for service in self._parts if not self._listed.get(service))
 
     # ---- targets
 
     def _find_targets(self) -> None:
-        if self._options.plain or not isinstance(self._targets, Discovery):
+        if self._options.monolith or not isinstance(self._targets, Discovery):
             self._ask_for_targets()
             return
-        # A model that stands alone, and the entry of one in parts; both answer to the model's name.
+        # A standalone model, or the entry of a model in parts; both are called by the model's name.
         for part in ("standalone", "entry"):
             self._watch(f"{self.model_name}:{part}", self.model_name)
 
     def _ask_for_targets(self) -> None:
-        """Where changes are not told, and for Monolith: the servers of this rank's part."""
+        """Gets the servers of this rank's part, for Monolith and for backends without watches."""
         try:
             name, found = self._targets.get_sync_targets(f"ps_{self._options.index}")
             self._set_targets(name, {(check_address(address), name) for address in found})
-        except Exception as error:  # training goes on, whatever a backend of somebody else's raises
-            log.warning("%s: no targets now: %s: %s", self.model_name, type(error).__name__, error)
+        except Exception as error:  # an error of a user's backend must not stop training
+            logger.warning("%s: no targets now: %s: %s", self.model_name, type(error).__name__, error)
 
     def _watch(self, service: str, name: str) -> None:
         with self.lock:
             if self._closed or service in self._watches:
                 return
-            self._watches[service] = Watch(lambda: None)  # so that nobody else begins it
+            self._watches[service] = Watch(lambda: None)  # a placeholder: no other thread starts it
         assert isinstance(self._targets, Discovery)
         try:
-            watch = self._targets.watch(
-                service,
-                lambda replicas: self._set_targets(service, {(each.address, name) for each in replicas}),
-            )
+            watch = self._targets.watch(service, partial(self._set_replicas, service, name))
         except BaseException:
             with self.lock:
-                del self._watches[service]  # the next time, then
+                del self._watches[service]  # so that it is tried again
             raise
         with self.lock:
             self._watches[service] = watch
             closed = self._closed
-        if closed:  # not with the lock held: discovery holds its own when it calls back
+        if closed:  # without the lock: discovery holds its own lock when it calls back
             watch.cancel()
 
     def _watch_parts(self, layout: ModelLayout) -> None:
-        """Once an entry is met, the parts that hold its rows are targets too."""
+        """Watches the parts that hold the rows of an entry, once the layout of the entry is known."""
         if layout.part != "entry" or not isinstance(self._targets, Discovery):
             return
         services = [f"{self.model_name}:ps_{number}" for number in range(layout.sub_graph_num)]
@@ -321,33 +342,36 @@ class Publisher:
         for service in services:
             self._watch(service, service)
 
+    def _set_replicas(self, service: str, name: str, replicas: Replicas) -> None:
+        self._set_targets(service, {(each.address, name) for each in replicas})
+
     def _set_targets(self, service: str, targets: set[tuple[str, str]]) -> None:
         with self.lock:
             if self._closed:
                 return
-            self._named[service] = targets
-            named = set().union(*self._named.values())
-            for key in sorted(named - set(self._senders)):
-                sequence = self._sequences.setdefault(key, Sequence())
+            self._listed[service] = targets
+            listed = set().union(*self._listed.values())
+            for key in sorted(listed - set(self._senders)):
+                sequence = self._sequences.setdefault(key, SequenceCounter())
                 sender = Sender(*key, self, self._options, sequence)
                 self._senders[key] = sender
                 sender.start()
             for key, sender in self._senders.items():
-                sender.report.named = key in named
-                if key in named:
+                sender.report.listed = key in listed
+                if key in listed:
                     self._missing_since.pop(key, None)
                 else:
                     self._missing_since.setdefault(key, clock.monotonic())
             self.lock.notify_all()
 
-    def _give_up_missing(self) -> None:
-        """Ends the senders of targets that discovery has not named for long."""
+    def _close_missing(self) -> None:
+        """Closes the senders of targets that discovery has not listed for long."""
         with self.lock:
-            late = [key for key, since in self._missing_since.items() if clock.monotonic() - since > PATIENCE]
-            for key in late:
+            oldest = clock.monotonic() - MISSING_SECONDS
+            for key in [key for key, since in self._missing_since.items() if since < oldest]:
                 del self._missing_since[key]
                 sender = self._senders.pop(key)
-                log.warning("%s: no longer a server of %s", *key)
+                logger.warning("%s: no longer a server of %s", *key)
                 sender.close()
             self.lock.notify_all()
 

@@ -1,16 +1,21 @@
-"""Messages of parameter sync: pushed rows as PredictRequests, and back.
+"""Push messages: rows, removed ids and dense weights as the inputs of a PredictRequest.
 
-A `PushMessage` is rows, removed ids and dense weights. It travels as the inputs of signature
-`hashtable_assign` (named by table) or `raw_assign` (all tables in one). Requests are assembled from the
-tensors' own memory, since protobuf would copy every row twice more. What arrives is hostile until `read_push`
-has seen it.
+    signature        | input                  | value
+    -----------------+------------------------+--------------------------------------------------
+    hashtable_assign | {table}_id             | int64 [n]
+                     | {table}_value          | float32 [n, dim]
+                     | {table}:removed        | int64 [n], ids without a row
+    raw_assign       | id, id_split           | int64 [n], tables sorted by name; int64 [t + 1]
+                     | flat_value             | float32 [sum of n * dim]
+                     | removed, removed_split | int64 [n], int64 [t + 1]
+    both             | dense:{name}           | a dense weight
 
-`split_push` and `to_predict_request` are the same for Monolith's PushRequest.
+Requests are assembled from the memory of the tensors, because protobuf would copy every row twice more.
+Received inputs are untrusted until `read_push` has validated them.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -20,28 +25,31 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError
-from megalith.serving.proto.parameter_sync import PushRequest
-from megalith.serving.proto.schema import Message
-from megalith.serving.proto.tensorflow import TensorProto
-from megalith.serving.proto.tf_serving import ModelSpec, PredictRequest
-from megalith.serving.proto.tf_tensors import DTYPES, Strings, to_tensor_proto
+from megalith.serving.proto.message_types import ModelSpec, TensorProto
+from megalith.serving.proto.tf_tensors import DTYPES, Strings
 from megalith.serving.wire_names import HASHTABLE_ASSIGN, RAW_ASSIGN
 
 MAX_PUSH_BYTES = 4 * 2**20
-"""The largest request that is built, unless one dense weight alone is larger."""
-PUSH_ROOM = MAX_PUSH_BYTES - (1 << 16)
-"""What rows and dense weights may take of it; the rest is for names and shapes."""
+"""The maximum size of a request, unless one dense weight is larger."""
+MAX_CONTENT_BYTES = MAX_PUSH_BYTES - (1 << 16)
+"""The part of a request for rows and dense weights; the rest is for names and shapes."""
 DENSE = "dense:"
 
 Inputs: TypeAlias = Mapping[str, Tensor | Sequence[Tensor]]
-"""Tensors by name; several of one dtype travel as one, flat and in order."""
-Given: TypeAlias = Mapping[str, Tensor | Strings]
+"""Tensors by name. A sequence of tensors of one dtype is sent as one flat tensor."""
+ReceivedInputs: TypeAlias = Mapping[str, Tensor | Strings]
 _NO_IDS = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
 class PushMessage:
-    """What a message brings: rows {table: (ids int64 [n], float32 [n, dim])}, removed ids, dense weights."""
+    """The content of a message.
+
+    Args:
+        rows: The ids, int64 [n], and rows, float32 [n, dim], by table.
+        removed: The ids that no longer have a row, int64 [n], by table.
+        dense: The dense weights by name.
+    """
 
     rows: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     removed: Mapping[str, Tensor] = field(default_factory=dict)
@@ -49,18 +57,18 @@ class PushMessage:
 
     @property
     def num_ids(self) -> int:
-        """Ids with a row and ids without."""
+        """The number of ids with and without a row."""
         with_row = sum(ids.numel() for ids, _ in self.rows.values())
         return with_row + sum(ids.numel() for ids in self.removed.values())
 
 
 def is_raw(signature: str) -> bool:
-    """Whether a signature is raw_assign, perhaps below the name of a table set, as Monolith writes it."""
+    """Returns whether a signature is raw_assign, with or without Monolith's prefix of a table set."""
     return signature == RAW_ASSIGN or signature.endswith(f"/{RAW_ASSIGN}")
 
 
 def is_assign(signature: str) -> bool:
-    """Whether a signature writes rows."""
+    """Returns whether a signature writes rows."""
     return signature == HASHTABLE_ASSIGN or is_raw(signature)
 
 
@@ -68,7 +76,16 @@ def is_assign(signature: str) -> bool:
 
 
 def inputs_of(push: PushMessage, signature: str, tables: Iterable[str]) -> dict[str, Tensor | list[Tensor]]:
-    """A push as inputs of a signature. tables: all of the target's, whose order raw_assign goes by."""
+    """Converts a push to the inputs of a signature.
+
+    Args:
+        push: The content.
+        signature: hashtable_assign or raw_assign.
+        tables: The names of all tables of the target, which raw_assign needs.
+
+    Returns:
+        Tensors by name; a list of tensors is sent as one flat tensor.
+    """
     dense = {f"{DENSE}{name}": weight for name, weight in push.dense.items()}
     if not is_raw(signature):
         named: dict[str, Tensor | list[Tensor]] = {}
@@ -80,16 +97,56 @@ def inputs_of(push: PushMessage, signature: str, tables: Iterable[str]) -> dict[
     removed = [push.removed.get(table, _NO_IDS) for table in ordered]
     raw: dict[str, Tensor | list[Tensor]] = {
         "id": [ids for ids, _ in rows_of],
-        "id_split": _splits(ids.numel() for ids, _ in rows_of),
+        "id_split": splits_of(ids.numel() for ids, _ in rows_of),
         "flat_value": [rows.reshape(-1) for _, rows in rows_of],
     }
     if any(ids.numel() for ids in removed):
-        raw |= {"removed": removed, "removed_split": _splits(ids.numel() for ids in removed)}
+        raw |= {"removed": removed, "removed_split": splits_of(ids.numel() for ids in removed)}
     return raw | dense
 
 
+def row_bytes(dims: Mapping[str, int]) -> dict[str, int]:
+    """Returns the bytes that one id and its row take in a message, by table."""
+    return {name: 8 + 4 * dim for name, dim in dims.items()}
+
+
+def pack_inputs(
+    push: PushMessage, dense: Mapping[str, Tensor], signature: str, tables: Iterable[str], room: int
+) -> list[dict[str, Tensor | list[Tensor]]]:
+    """Distributes a push and dense weights over messages.
+
+    Args:
+        push: Rows and removed ids, which fit into one message.
+        dense: The dense weights. The first ones travel with the rows, as far as there is room.
+        signature: hashtable_assign or raw_assign.
+        tables: The names of all tables of the target.
+        room: The maximum number of bytes of rows and dense weights in a message.
+
+    Returns:
+        The inputs of each message; none without rows and weights.
+    """
+    messages = [inputs_of(push, signature, tables)] if push.num_ids else []
+    room_left = room - 8 * push.num_ids - sum(rows.nbytes for _, rows in push.rows.values())
+    for name, weight in dense.items():
+        if not messages or weight.nbytes > room_left:
+            messages.append(inputs_of(PushMessage(), signature, tables))
+            room_left = room
+        messages[-1][f"{DENSE}{name}"] = weight
+        room_left -= weight.nbytes
+    return messages
+
+
 def encode_request(model: str, signature: str, inputs: Inputs) -> bytes:
-    """A serialised PredictRequest; each tensor is copied once, into it."""
+    """Serialises a PredictRequest; each tensor is copied once.
+
+    Args:
+        model: The name of the model on the server.
+        signature: The signature name.
+        inputs: Tensors by name.
+
+    Returns:
+        The bytes of the request.
+    """
     spec = ModelSpec(name=model, signature_name=signature).SerializeToString()
     parts: list[bytes | memoryview] = [_field(1, len(spec)), spec]
     for name, given in inputs.items():
@@ -121,7 +178,7 @@ def _memory(tensor: Tensor) -> memoryview:
 
 
 def _field(number: int, length: int) -> bytes:
-    """The tag of a length-delimited field, and its length."""
+    """Returns the tag and the length of a length-delimited field."""
     out = bytearray([number << 3 | 2])
     while length >= 0x80:
         out.append(length & 0x7F | 0x80)
@@ -130,7 +187,8 @@ def _field(number: int, length: int) -> bytes:
     return bytes(out)
 
 
-def _splits(sizes: Iterable[int]) -> Tensor:
+def splits_of(sizes: Iterable[int]) -> Tensor:
+    """Returns the cumulative sums of sizes, starting with 0, int64 [n + 1]."""
     return torch.from_numpy(np.cumsum([0, *sizes], dtype=np.int64))
 
 
@@ -138,11 +196,21 @@ def _splits(sizes: Iterable[int]) -> Tensor:
 
 
 def read_push(
-    signature: str, inputs: Given, dims: Mapping[str, int], dense: Mapping[str, Sequence[int]]
+    signature: str, inputs: ReceivedInputs, dims: Mapping[str, int], dense: Mapping[str, Sequence[int]]
 ) -> PushMessage:
-    """The push that inputs of a signature hold. dims: of the tables; dense: shapes of the dense weights.
+    """Validates the inputs of a signature.
 
-    Raises InputError naming the input that is unknown, missing, or of another type or shape.
+    Args:
+        signature: hashtable_assign or raw_assign.
+        inputs: The received tensors.
+        dims: The number of columns of each table.
+        dense: The shape of each dense weight.
+
+    Returns:
+        The content of the message.
+
+    Raises:
+        InputError: An input is unknown, missing, or has the wrong type or shape; the message names it.
     """
     left = dict(inputs)
     read = _read_raw if is_raw(signature) else _read_named
@@ -153,7 +221,7 @@ def read_push(
         if weight is None:
             continue
         if not isinstance(weight, Tensor) or tuple(weight.shape) != tuple(shape):
-            raise InputError(f"input {DENSE + name!r} must be a tensor {list(shape)}, got {_told(weight)}")
+            raise InputError(f"input {DENSE + name!r} must be {list(shape)}, got {_describe(weight)}")
         weights[name] = weight
     if left:
         raise InputError(
@@ -164,16 +232,16 @@ def read_push(
 
 
 def result_of(push: PushMessage, signature: str) -> dict[str, Tensor]:
-    """What an assign answers: the number of ids of each table, or 0."""
+    """Returns the outputs of an assign: the number of ids of each table, or [0] for raw_assign."""
     if is_raw(signature):
         return {"result": torch.zeros(1, dtype=torch.int64)}
     return {f"{table}_result": torch.tensor([ids.numel()]) for table, (ids, _) in push.rows.items()}
 
 
-Read: TypeAlias = tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]
+RowsAndRemoved: TypeAlias = tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]
 
 
-def _read_named(left: dict[str, Tensor | Strings], dims: Mapping[str, int]) -> Read:
+def _read_named(left: dict[str, Tensor | Strings], dims: Mapping[str, int]) -> RowsAndRemoved:
     rows, removed = {}, {}
     for table, dim in dims.items():
         name, value = f"{table}_id", f"{table}_value"
@@ -185,9 +253,9 @@ def _read_named(left: dict[str, Tensor | Strings], dims: Mapping[str, int]) -> R
     return rows, removed
 
 
-def _read_raw(left: dict[str, Tensor | Strings], dims: Mapping[str, int]) -> Read:
+def _read_raw(left: dict[str, Tensor | Strings], dims: Mapping[str, int]) -> RowsAndRemoved:
     tables = sorted(dims)
-    parts = _cut(left, "id", "id_split", len(tables))
+    parts = _split_by_table(left, "id", "id_split", len(tables))
     sizes = [ids.numel() * dims[table] for table, ids in zip(tables, parts, strict=True)]
     flat = _floats(left, "flat_value", (sum(sizes),))
     rows = {
@@ -197,101 +265,36 @@ def _read_raw(left: dict[str, Tensor | Strings], dims: Mapping[str, int]) -> Rea
     }
     if "removed" not in left and "removed_split" not in left:
         return rows, {}
-    gone = _cut(left, "removed", "removed_split", len(tables))
+    gone = _split_by_table(left, "removed", "removed_split", len(tables))
     return rows, {table: ids for table, ids in zip(tables, gone, strict=True) if ids.numel()}
 
 
-def _cut(left: dict[str, Tensor | Strings], name: str, split: str, tables: int) -> list[Tensor]:
-    """One tensor of ids per table."""
+def _split_by_table(left: dict[str, Tensor | Strings], name: str, split: str, tables: int) -> list[Tensor]:
+    """Returns one tensor of ids per table."""
     ids, splits = _ids(left, name), _ids(left, split)
     sizes = splits.diff() if splits.numel() else splits
     ends = splits.numel() == tables + 1 and int(splits[0]) == 0 and int(splits[-1]) == ids.numel()
-    # Each split within the ids, so that no difference of hostile ones wraps around to a fitting size.
+    # Each split must be within the ids, so that no difference wraps around to a valid size.
     if not ends or bool(((splits < 0) | (splits > ids.numel())).any()) or bool((sizes < 0).any()):
-        raise InputError(
-            f"input {split!r} must be {tables + 1} numbers that go up from 0 to the {ids.numel()} of {name!r}"
-        )
+        raise InputError(f"input {split!r} must be {tables + 1} ascending numbers from 0 to {ids.numel()}")
     return list(ids.split(sizes.tolist()))
 
 
 def _ids(left: dict[str, Tensor | Strings], name: str) -> Tensor:
     given = left.pop(name, None)
     if not isinstance(given, Tensor) or given.dtype not in (torch.int64, torch.uint64) or given.dim() != 1:
-        raise InputError(f"input {name!r} must be int64 [n], got {_told(given)}")
+        raise InputError(f"input {name!r} must be int64 [n], got {_describe(given)}")
     return given.view(torch.int64)
 
 
 def _floats(left: dict[str, Tensor | Strings], name: str, shape: tuple[int, ...]) -> Tensor:
     given = left.pop(name, None)
     if not isinstance(given, Tensor) or given.dtype != torch.float32 or tuple(given.shape) != shape:
-        raise InputError(f"input {name!r} must be float32 {list(shape)}, got {_told(given)}")
+        raise InputError(f"input {name!r} must be float32 {list(shape)}, got {_describe(given)}")
     return given
 
 
-def _told(given: object) -> str:
+def _describe(given: object) -> str:
     if isinstance(given, Tensor):
         return f"{str(given.dtype).removeprefix('torch.')} {list(given.shape)}"
     return "nothing" if given is None else "strings"
-
-
-# ---- Monolith's PushRequest
-
-
-def split_push(request: Message, limit: int = MAX_PUSH_BYTES) -> list[Message]:
-    """A PushRequest in pieces, where it takes more than `limit` bytes.
-
-    There are size / limit of them, rounded up; every table is cut into as many parts of equal length, of
-    which the last has the rest.
-    """
-    count = math.ceil(request.ByteSize() / limit)
-    if count <= 1:
-        return [request]
-    pieces = []
-    for number in range(count):
-        piece = PushRequest()
-        piece.CopyFrom(request)
-        for deltas in (piece.delta_hash_tables, piece.delta_multi_hash_tables):
-            for delta in deltas:
-                each = len(delta.fids) // count
-                begin, end = number * each, (number + 1) * each if number < count - 1 else len(delta.fids)
-                ids, values = delta.fids[begin:end], delta.embeddings
-                del delta.fids[:]
-                delta.fids.extend(ids)
-                kept = values[begin * delta.dim_size : end * delta.dim_size]
-                del delta.embeddings[:]
-                delta.embeddings.extend(kept)
-        pieces.append(piece)
-    return pieces
-
-
-def to_predict_request(request: Message) -> Message:
-    """The PredictRequest of a PushRequest: hashtable_assign's inputs, or raw_assign's for multi tables.
-
-    Raises InputError if a delta has not dim_size values an id.
-    """
-    predict = PredictRequest()
-    predict.model_spec.name = request.model_name
-    predict.model_spec.signature_name = request.signature_name
-    inputs: dict[str, Tensor] = {}
-    for delta in request.delta_hash_tables:
-        ids, rows = _delta(delta)
-        inputs |= {f"{delta.unique_id}_id": ids, f"{delta.unique_id}_value": rows}
-    if request.delta_multi_hash_tables:
-        deltas = [_delta(delta) for delta in request.delta_multi_hash_tables]
-        inputs["id"] = torch.cat([ids for ids, _ in deltas])
-        inputs["id_split"] = _splits(ids.numel() for ids, _ in deltas)
-        inputs["flat_value"] = torch.cat([rows.reshape(-1) for _, rows in deltas])
-    for name, tensor in inputs.items():
-        predict.inputs[name].CopyFrom(to_tensor_proto(tensor))
-    return predict
-
-
-def _delta(delta: Message) -> tuple[Tensor, Tensor]:
-    count, dim = len(delta.fids), delta.dim_size
-    if dim < 0 or len(delta.embeddings) != count * dim:
-        raise InputError(
-            f"table {delta.unique_id[:100]!r}: {len(delta.embeddings)} values for {count} ids of dim {dim}"
-        )
-    ids = torch.from_numpy(np.fromiter(delta.fids, np.int64, count))
-    rows = torch.from_numpy(np.fromiter(delta.embeddings, np.float32, count * dim))
-    return ids, rows.view(count, dim)

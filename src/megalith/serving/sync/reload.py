@@ -1,7 +1,7 @@
-"""Reload: a served model catches up from the checkpoint of the run that trains it.
+"""Reload: reads the rows that bring a served model to the latest save of its training run.
 
-If the save it was exported from is in the checkpoint's chain, the deltas behind it are enough; otherwise all
-rows are read. Nothing of the served model changes here: what was read is for `Servable.adopt`.
+If the save that the model was exported from is in the chain of the checkpoint, the later deltas are enough;
+otherwise all rows are read. The served model is not changed here: the result is passed to `Servable.adopt`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from megalith.serving.export.servable import Servable
 
 FOLDER = "checkpoint"
-"""Where a run keeps its checkpoint."""
+"""The checkpoint's folder in the directory of a run."""
 
 
 @dataclass(frozen=True)
 class Reloaded:
-    """A checkpoint's rows over an export's, its dense weights, and the id of its latest save."""
+    """The rows of a checkpoint over those of an export, its dense weights, and the id of its latest save."""
 
     save: str
     overlay: Overlay
@@ -36,15 +36,22 @@ class Reloaded:
 
 
 def latest_save(checkpoint: Path) -> str:
-    """The id of a checkpoint's latest save. Raises CheckpointError if there is none."""
+    """Returns the id of the latest save of a checkpoint; raises CheckpointError if there is none."""
     return read_manifest(_store(checkpoint)).tip
 
 
 def read_newer(checkpoint: Path, servable: Servable) -> Reloaded:
-    """What a checkpoint holds beyond what a model was exported from.
+    """Reads what a checkpoint has in addition to the save a model was exported from.
 
-    checkpoint: its directory, or that of the run. Raises CheckpointError if it is missing, damaged, being
-    replaced, or of another model.
+    Args:
+        checkpoint: The directory of the checkpoint or of the run.
+        servable: The served model.
+
+    Returns:
+        The rows, the dense weights and the id of the save.
+
+    Raises:
+        CheckpointError: The checkpoint is missing, damaged, being replaced, or of another model.
     """
     store = _store(checkpoint)
     manifest = read_manifest(store)
@@ -89,7 +96,7 @@ def _read_rows(store: Store, manifest: Manifest, servable: Servable) -> Overlay:
 
 
 def _entries(manifest: Manifest, dims: Mapping[str, int], where: str) -> dict[str, list[TableEntry]]:
-    """Each served table's entries; raises CheckpointError for a table that is not there or another one."""
+    """Returns the entries of each served table; raises CheckpointError if a table is missing or differs."""
     found = {}
     all_entries = manifest.tables()
     for path, collection in manifest.collections.items():
@@ -101,13 +108,13 @@ def _entries(manifest: Manifest, dims: Mapping[str, int], where: str) -> dict[st
             raise CheckpointError(f"{where} has no table {table!r} (it has {', '.join(sorted(found))})")
         if found[table][0].dim != dim:
             raise CheckpointError(
-                f"{where}: table {table!r} has {found[table][0].dim} columns, the served one {dim}"
+                f"{where}: table {table!r} has {found[table][0].dim} columns, the served table has {dim}"
             )
     return {table: found[table] for table in dims}
 
 
 def _own(servable: Servable, table: str, ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The ids and rows that the served part has."""
+    """Returns the ids and rows that belong to the served part."""
     signature = servable.signature
     if signature.shard is None:
         return ids, rows

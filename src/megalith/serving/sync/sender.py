@@ -1,9 +1,31 @@
-"""The sender: brings one target up to date and keeps it there, in a thread of its own.
+"""The sender: brings one target up to date and keeps it there, in its own thread.
 
-Messages are applied strictly one after the other; one may travel while the one before is applied, and the
-next is built meanwhile. One that failed is sent again, the same bytes with the same sequence, until it is
-acknowledged; a target that refuses it as out of order is met anew: asked where it stands, then sent what
-changed since.
+    state     | event                                   | action                               | next state
+    ----------+-----------------------------------------+--------------------------------------+-----------
+    HANDSHAKE | position with a save in the journal     | sync_begin; backlog = ids since then | PUSHING
+    HANDSHAKE | position with an unknown save           | sync_reload; use its answer          | HANDSHAKE
+    HANDSHAKE | still an unknown save, or ""            | sync_begin ""; backlog = all ids     | REPLACING
+    HANDSHAKE | error                                   | wait, longer after each failure      | HANDSHAKE
+    REPLACING | the last id of the interval is queued   | queue sync_end                       | PUSHING
+    PUSHING   | an interval ends                        | queue rows and dense weights         | PUSHING
+    PUSHING   | interval acknowledged with base ""      | queue an empty message to ask again  | PUSHING
+    both      | acknowledged with an older save as base | drop backlog and queue               | HANDSHAKE
+    both      | a call fails                            | wait, send the same bytes again      | unchanged
+    both      | the target refuses a message            | drop backlog and queue               | HANDSHAKE
+    both      | the backlog overflows                   | drop backlog and queue               | HANDSHAKE
+    any       | `close`                                 | cancel all calls                     | CLOSED
+
+"both" means REPLACING and PUSHING. `_backlog is None` means HANDSHAKE, and `_replacing` means REPLACING.
+
+Invariants:
+- A sequence number belongs to one message: a message is sent again with the same bytes and number until it
+  is acknowledged or refused; a message built later has a higher number.
+- At most WINDOW messages are in flight. The target applies them in order; meanwhile the next ones are built.
+- An interval counts as complete when its last message is acknowledged and the answer names a base.
+- The backlog and the report are changed with the publisher's lock held.
+
+With Monolith's protocol there is no handshake: messages have no header, one is in flight at a time, and all
+ids in the journal are sent first.
 """
 
 from __future__ import annotations
@@ -15,87 +37,155 @@ import time as clock
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
 from megalith.errors import InputError, MegalithError, RemoteError
 from megalith.routing import Router
 from megalith.serving.client.channels import Call, Connection
-from megalith.serving.proto.schema import Message
-from megalith.serving.proto.tf_serving import PredictRequest
-from megalith.serving.proto.tf_tensors import Strings, from_tensor_protos, strings_to_tensor_proto
-from megalith.serving.sync.backlog import Backlog, Interval
-from megalith.serving.sync.message_header import (
-    WINDOW,
-    MessageHeader,
-    ModelLayout,
-    Position,
-    TableLayout,
-    read_string,
-    string,
-)
+from megalith.serving.client.credentials import Credentials
+from megalith.serving.proto.message_types import Message, PredictRequest
+from megalith.serving.proto.tf_tensors import from_tensor_protos, strings_to_tensor_proto
+from megalith.serving.sync import message_header as headers
+from megalith.serving.sync.changed_ids import Backlog, Interval, Journal
+from megalith.serving.sync.message_header import MessageHeader, ModelLayout, Position, SequenceCounter
+from megalith.serving.sync.parameter_source import ParameterSource
 from megalith.serving.sync.push_messages import (
-    DENSE,
-    PUSH_ROOM,
+    MAX_CONTENT_BYTES,
+    Inputs,
     PushMessage,
     encode_request,
     inputs_of,
+    pack_inputs,
+    row_bytes,
 )
-from megalith.serving.sync.target import PublisherState, SenderOptions, Sequence, TargetReport
 from megalith.serving.wire_names import SYNC_BEGIN, SYNC_END, SYNC_POSITION, SYNC_RELOAD
 
-log = logging.getLogger("megalith.serving")
+logger = logging.getLogger(__name__)
 
 RELOAD_TIMEOUT = 120.0
 REPLACING_PAUSE = 0.1
-MAX_ANSWER = 1 << 23
-_ALL = Router("roundrobin", 1)
-SHORTEST, LONGEST = 0.05, 5.0
-"""Seconds between tries, doubled from one to the other, and less by chance."""
+MAX_ANSWER_BYTES = 1 << 23
+MIN_PAUSE, MAX_PAUSE = 0.05, 5.0
+"""Seconds between two attempts: doubled after each failure, and shortened at random by up to half."""
+_REFUSALS = ("FAILED_PRECONDITION", "NOT_FOUND", "INVALID_ARGUMENT")
+_ONE_SHARD = Router("roundrobin", 1)
 
 
-class StartOver(MegalithError):
-    """A target must be met anew."""
+class HandshakeNeeded(MegalithError):
+    """A target needs a new handshake."""
+
+
+@dataclass
+class TargetReport:
+    """The progress of a target. Times are in seconds since 1970; None: not yet known."""
+
+    address: str
+    model: str
+    """The name of the model there."""
+    part: str | None = None
+    backlog: int = 0
+    """Rows to be sent."""
+    sequence: int = 0
+    rows: int = 0
+    """Rows sent and acknowledged."""
+    error: str | None = None
+    """The last error; None after a success."""
+    acknowledged_at: float | None = None
+    """The time of the last answer."""
+    complete: float | None = None
+    """Everything trained until this time has arrived."""
+    listed: bool = True
+    """Whether discovery still lists the target."""
+
+    @property
+    def staleness(self) -> float | None:
+        """Seconds of training that have not arrived; None before the first interval is complete."""
+        return None if self.complete is None else max(0.0, clock.time() - self.complete)
+
+
+class PublisherState(Protocol):
+    """The state of a publisher that its senders share; guarded by `lock`."""
+
+    lock: threading.Condition
+    source: ParameterSource
+    journal: Journal
+    interval: Interval
+    """The last interval that has ended."""
+    dense: Mapping[str, Tensor]
+    dense_number: int
+    """The number of the interval in which the dense weights changed last."""
+
+    def compact_journal(self) -> None:
+        """Called when an interval is complete at a target: there may be time to compact the journal."""
+
+
+@dataclass(frozen=True)
+class SenderOptions:
+    """The options that all senders of a publisher share."""
+
+    session: str
+    index: int
+    count: int
+    signature: str
+    monolith: bool
+    """Use Monolith's protocol: rows only, without positions."""
+    timeout: float
+    max_backlog: int
+    credentials: Credentials | None
+    on_layout: Callable[[ModelLayout], None]
+    """Called with the layout of each target at its handshake."""
 
 
 @dataclass(frozen=True)
 class _QueuedMessage:
     data: bytes
-    stamp: MessageHeader
+    header: MessageHeader
     rows: int = 0
     interval: Interval | None = None
-    """The one that is complete with it."""
+    """The interval that is complete with this message."""
 
 
 class Sender:
-    """Sends to one target until `close`. address: host:port. model: what it is called there.
+    """Sends to one target until `close`.
 
-    sequence: numbers its messages; of an earlier sender to this target, if there was one.
+    Args:
+        address: host:port.
+        model: The name of the model there.
+        publisher: The state shared with the publisher.
+        options: The options shared by all senders.
+        sequence: Numbers the messages; shared with an earlier sender to this target, if there was one.
     """
 
     def __init__(
-        self, address: str, model: str, desk: PublisherState, options: SenderOptions, sequence: Sequence
+        self,
+        address: str,
+        model: str,
+        publisher: PublisherState,
+        options: SenderOptions,
+        sequence: SequenceCounter,
     ) -> None:
         self.report = TargetReport(address, model, sequence=sequence.last)
         self.acknowledged = -1
-        """The last interval that is complete there."""
+        """The number of the last interval that is complete at the target."""
         self.absent = False
-        """Whether the server says that it does not have this model."""
-        self._desk = desk
+        """Whether the server answered that it does not serve this model."""
+        self._publisher = publisher
         self._options = options
-        self._backlog: Backlog | None = None
-        """None while the target does not stand anywhere in this session."""
-        self._layout = ModelLayout()
-        self._base: str | None = None
-        """The save whose rows lie below what is pushed; None where it does not matter."""
-        self._refused: str | None = None
-        """The save on which it could not begin."""
-        self._replacing = False
-        self._failures = 0
-        self._disturbed = 0
-        """Up to which message one may have come before an earlier one."""
-        self._dense_sent = -1
         self._sequence = sequence
+        self._backlog: Backlog | None = None
+        self._replacing = False
+        self._layout = ModelLayout()
+        self._row_bytes: dict[str, int] = {}
+        self._base: str | None = None
+        """The save below the pushed rows; None where it does not matter."""
+        self._refused_base: str | None = None
+        """The save on which the target refused to begin."""
+        self._failures = 0
+        self._reordered_until = 0
+        """Messages up to this sequence number may have arrived before an earlier one."""
+        self._dense_sent = -1
         self._ready: deque[_QueuedMessage] = deque()
         self._closed = threading.Event()
         self._connection = Connection(address, options.credentials)
@@ -103,29 +193,30 @@ class Sender:
         self._thread = threading.Thread(target=self._run, name=f"megalith push {address}", daemon=True)
 
     def start(self) -> None:
-        """Begins."""
+        """Starts the thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """Ends it, calls under way included, without waiting for its thread; `join` does."""
+        """Stops sending and cancels calls in progress; does not wait for the thread (see `join`)."""
         self._closed.set()
         self._connection.close()
 
     def join(self, timeout: float) -> None:
-        """Waits for its thread."""
+        """Waits for the thread."""
         self._thread.join(timeout)
 
     def add(self, ids: Mapping[str, Tensor], interval: Interval) -> None:
-        """Takes over what changed, with the publisher's lock held; a backlog without room is dropped."""
+        """Adds changed ids, with the publisher's lock held; a backlog that overflows is dropped."""
         if self._backlog is None:
-            return  # it is met later, and told then
+            return  # the handshake decides what to send
         if not self._backlog.add(ids, interval):
-            log.warning("%s: more than %d rows wait for it", self.report.address, self._options.max_backlog)
+            rows = self._options.max_backlog
+            logger.warning("%s: more than %d rows wait to be sent", self.report.address, rows)
             self._backlog = None
             self.report.error = "its backlog overflowed; it starts over"
-        self._tell()
+        self._update_report()
 
-    def _tell(self) -> None:
+    def _update_report(self) -> None:
         self.report.backlog = 0 if self._backlog is None else len(self._backlog)
         self.report.sequence = self._sequence.last
 
@@ -135,109 +226,102 @@ class Sender:
         while not self._closed.is_set():
             try:
                 if self._backlog is None:
-                    self._meet()
+                    self._handshake()
                 self._push()
             except MegalithError as error:
                 self.absent = isinstance(error, RemoteError) and error.code == "NOT_FOUND"
-                self._forget(self._told(error))
-            except Exception as error:  # a thread has nobody to raise to
-                log.exception("%s: pushing failed", self.report.address)
-                self._forget(f"{type(error).__name__}: {error}")
+                self._reset(self._describe(error))
+            except Exception as error:  # a thread has no caller to raise it to
+                logger.exception("%s: pushing failed", self.report.address)
+                self._reset(f"{type(error).__name__}: {error}")
             self._failures += 1
             self._pause(self._failures)
 
-    def _told(self, error: MegalithError) -> str:
-        """What went wrong; the report itself says where."""
+    def _describe(self, error: MegalithError) -> str:
+        """Returns the message of an error without the address, which the report has."""
         return str(error).removeprefix(f"{self.report.address}: ")
 
-    def _forget(self, why: str) -> None:
+    def _reset(self, reason: str) -> None:
         if self._closed.is_set():
             return
-        with self._desk.lock:
+        with self._publisher.lock:
             self._backlog = None
             self._ready.clear()
-            self.report.error = why
-            self._tell()
+            self.report.error = reason
+            self._update_report()
 
     def _pause(self, failures: int) -> None:
-        longest = min(LONGEST, SHORTEST * 2 ** min(failures, 10))
+        longest = min(MAX_PAUSE, MIN_PAUSE * 2 ** min(failures, 10))
         self._closed.wait(self._random.uniform(longest / 2, longest))
 
     def _push(self) -> None:
-        """Sends for as long as the target takes part."""
-        window = 1 if self._options.plain else WINDOW  # without a sequence nothing would keep two in order
-        flying: deque[tuple[_QueuedMessage, Call]] = deque()
+        """Sends messages until the target needs a new handshake or the sender is closed."""
+        # Without sequence numbers nothing would keep two messages in order.
+        window = 1 if self._options.monolith else headers.WINDOW
+        in_flight: deque[tuple[_QueuedMessage, Call]] = deque()
         try:
             while not self._closed.is_set():
-                while len(flying) < window and (message := self._next(wait=not flying)) is not None:
-                    flying.append((message, self._send(message)))
-                if not flying:
+                while len(in_flight) < window and (message := self._next(wait=not in_flight)) is not None:
+                    in_flight.append((message, self._send(message)))
+                if not in_flight:
                     return
                 self._fill(wait=False)
-                message, call = flying.popleft()
-                answer = self._answer(message, call.result, disturbs=flying[-1][0] if flying else None)
+                message, call = in_flight.popleft()
+                answer = self._await_answer(message, call, last=in_flight[-1][0] if in_flight else None)
                 self._acknowledge(message, answer)
         finally:
-            for _, call in flying:
+            for _, call in in_flight:
                 call.cancel()
 
     def _send(self, message: _QueuedMessage) -> Call:
-        return self._connection.start_predict(
-            message.data, timeout=self._options.timeout, metadata=self._metadata(message)
-        )
+        metadata = () if self._options.monolith else message.header.metadata()
+        return self._connection.start_predict(message.data, timeout=self._options.timeout, metadata=metadata)
 
-    def _metadata(self, message: _QueuedMessage) -> tuple[tuple[str, str], ...]:
-        return () if self._options.plain else message.stamp.metadata()
+    def _await_answer(self, message: _QueuedMessage, call: Call, *, last: _QueuedMessage | None) -> Message:
+        """Returns the answer to a message, which is sent again until there is one.
 
-    def _answer(
-        self, message: _QueuedMessage, result: Callable[[], Message], *, disturbs: _QueuedMessage | None
-    ) -> Message:
-        """What a target says to a message, which is sent again until it says something.
-
-        disturbs: the last message behind it, which may have come too early if this one has to go again.
+        last: The last message in flight after it, which arrives too early if this one is sent again.
         """
         failures = 0
         while True:
             try:
-                return result()
+                return call.result()
             except RemoteError as error:
-                early = not failures and message.stamp.sequence <= self._disturbed
-                if self._closed.is_set() or (self._is_final(error) and not early):
-                    raise StartOver(self._told(error)) from None
+                early = not failures and message.header.sequence <= self._reordered_until
+                if self._closed.is_set() or (self._is_refusal(error) and not early):
+                    raise HandshakeNeeded(self._describe(error)) from None
                 failures += 1
-                self._disturbed = max(self._disturbed, disturbs.stamp.sequence if disturbs else 0)
-                with self._desk.lock:
-                    self.report.error = self._told(error)
+                if last is not None:
+                    self._reordered_until = max(self._reordered_until, last.header.sequence)
+                with self._publisher.lock:
+                    self.report.error = self._describe(error)
             self._pause(failures)
             if self._closed.is_set():
-                raise StartOver("closed")
-            with self._desk.lock:
+                raise HandshakeNeeded("closed")
+            with self._publisher.lock:
                 if self._backlog is None:
-                    raise StartOver(self.report.error or "its backlog overflowed")
-            result = self._send(message).result
+                    raise HandshakeNeeded(self.report.error or "its backlog overflowed")
+            call = self._send(message)
 
-    def _is_final(self, error: RemoteError) -> bool:
-        """Whether sending the same again makes no sense."""
-        return not self._options.plain and error.code in (
-            "FAILED_PRECONDITION",
-            "NOT_FOUND",
-            "INVALID_ARGUMENT",
-        )
+    def _is_refusal(self, error: RemoteError) -> bool:
+        """Returns whether sending the same message again is useless."""
+        return not self._options.monolith and error.code in _REFUSALS
 
     def _acknowledge(self, message: _QueuedMessage, answer: Message) -> None:
         base = self._base
         if "base" in answer.outputs:
-            base = read_string(from_tensor_protos(answer.outputs, max_bytes=MAX_ANSWER), "base")
-        with self._desk.lock:
+            outputs = from_tensor_protos(answer.outputs, max_bytes=MAX_ANSWER_BYTES)
+            base = headers.read_string(outputs, "base")
+        with self._publisher.lock:
             if base and base != self._base:
-                # Another version is served. Unless it came from a later save, some of its rows are older.
-                if self._base is not None and not self._desk.journal.goes_on(self._base, base):
-                    raise StartOver(f"a version of save {base!r} is served now")
+                # Another version is served. Unless it is from a later save, some of its rows are older.
+                if self._base is not None and not self._publisher.journal.is_not_older(base, self._base):
+                    raise HandshakeNeeded(f"a version of save {base!r} is served now")
                 self._base = base
             self.report.rows += message.rows
             self.report.error = None
             self.report.acknowledged_at = clock.time()
-            self._tell()
+            self._update_report()
         if message.interval is not None:
             if base == "":
                 self._ask_again(message.interval)
@@ -245,185 +329,177 @@ class Sender:
                 self._complete(message.interval)
 
     def _ask_again(self, interval: Interval) -> None:
-        """All rows are being replaced, and other ranks are not done: nothing shows before they are."""
+        """Queues an empty message: other ranks still replace rows, and nothing is visible until then."""
         self._closed.wait(REPLACING_PAUSE)
-        data = encode_request(self.report.model, self._options.signature, self._inputs(PushMessage()))
-        stamp = self._stamp(self._sequence.next(), interval.time)
-        self._ready.append(_QueuedMessage(data, stamp, 0, interval))
+        self._queue(self._options.signature, self._inputs(PushMessage()), 0, interval)
+
+    def _complete(self, interval: Interval) -> None:
+        self._failures = 0  # only here: a target that never accepts the last message must back off
+        with self._publisher.lock:
+            if interval.number >= self.acknowledged:
+                self.acknowledged = interval.number
+                self.report.complete = interval.time
+            self._publisher.lock.notify_all()
+        self._publisher.compact_journal()
 
     # ---- building messages
 
     def _next(self, *, wait: bool) -> _QueuedMessage | None:
-        """The next message; None if there is none yet, the target must be met anew, or all is over."""
+        """Returns the next message; None if there is none yet, or the state is no longer PUSHING."""
         self._fill(wait=wait)
         return self._ready.popleft() if self._ready else None
 
     def _fill(self, *, wait: bool) -> None:
-        """Builds messages if none is ready and there is something to send."""
+        """Builds messages if the queue is empty and there is something to send."""
         if self._ready:
             return
-        with self._desk.lock:
+        with self._publisher.lock:
             if wait:
-                self._desk.lock.wait_for(lambda: self._closed.is_set() or self._waits())
-            if self._closed.is_set() or self._backlog is None or not self._backlog.waits:
+                self._publisher.lock.wait_for(self._has_work)
+            if self._closed.is_set() or self._backlog is None or not self._backlog.is_pending:
                 return
-            costs = {name: 8 + 4 * table.dim for name, table in self._layout.tables.items()}
-            ids, interval = self._backlog.take(PUSH_ROOM, costs)
+            ids, interval = self._backlog.take(MAX_CONTENT_BYTES, self._row_bytes)
             dense = self._dense_to_send() if interval is not None else {}
         self._build(ids, dense, interval)
 
-    def _waits(self) -> bool:
-        return self._backlog is None or self._backlog.waits
+    def _has_work(self) -> bool:
+        return self._closed.is_set() or self._backlog is None or self._backlog.is_pending
 
     def _dense_to_send(self) -> Mapping[str, Tensor]:
-        if not self._layout.dense or self._desk.dense_number <= self._dense_sent:
+        if not self._layout.dense or self._publisher.dense_number <= self._dense_sent:
             return {}
-        self._dense_sent = self._desk.dense_number
-        return {name: weight for name, weight in self._desk.dense.items() if name in self._layout.dense}
+        self._dense_sent = self._publisher.dense_number
+        return {name: weight for name, weight in self._publisher.dense.items() if name in self._layout.dense}
 
     def _build(
         self, ids: Mapping[str, Tensor], dense: Mapping[str, Tensor], interval: Interval | None
     ) -> None:
-        """Messages of rows and, where they complete an interval, of dense weights and of the end."""
-        push = self._desk.source.read(ids)
-        if self._options.plain:
+        """Queues messages of rows and, if they complete an interval, of dense weights and of its end."""
+        push = self._publisher.source.read(ids)
+        if self._options.monolith:
             push = PushMessage(push.rows)
-        contents = [self._inputs(push)] if push.num_ids else []
-        room = PUSH_ROOM - 8 * push.num_ids - sum(rows.nbytes for _, rows in push.rows.values())
-        for name, weight in dense.items():
-            if not contents or weight.nbytes > room:
-                contents.append(self._inputs(PushMessage()))
-                room = PUSH_ROOM
-            contents[-1][f"{DENSE}{name}"] = weight
-            room -= weight.nbytes
+        signature = self._options.signature
+        contents = pack_inputs(push, dense, signature, self._table_names(), MAX_CONTENT_BYTES)
         if interval is not None and not contents and not self._replacing:
-            if self._options.plain:
+            if self._options.monolith:
                 self._complete(interval)
                 return
             contents.append(self._inputs(PushMessage()))
-        requests = [(self._options.signature, inputs) for inputs in contents]
+        requests = [(signature, inputs) for inputs in contents]
         if interval is not None and self._replacing:
             self._replacing = False
             requests.append((SYNC_END, {}))
-        for number, (signature, inputs) in enumerate(requests, start=1):
-            last = interval if number == len(requests) else None
-            self._ready.append(
-                _QueuedMessage(
-                    encode_request(self.report.model, signature, inputs),
-                    self._stamp(self._sequence.next(), None if last is None else last.time),
-                    push.num_ids if number == 1 else 0,
-                    last,
-                )
-            )
+        for number, (name, inputs) in enumerate(requests, start=1):
+            rows = push.num_ids if number == 1 else 0
+            self._queue(name, inputs, rows, interval if number == len(requests) else None)
+
+    def _queue(self, signature: str, inputs: Inputs, rows: int, interval: Interval | None) -> None:
+        data = encode_request(self.report.model, signature, inputs)
+        header = self._header(self._sequence.next(), None if interval is None else interval.time)
+        self._ready.append(_QueuedMessage(data, header, rows, interval))
 
     def _inputs(self, push: PushMessage) -> dict[str, Tensor | list[Tensor]]:
-        tables = self._layout.tables if self._layout.takes_rows else ()
-        return inputs_of(push, self._options.signature, tables)
+        return inputs_of(push, self._options.signature, self._table_names())
 
-    def _complete(self, interval: Interval) -> None:
-        self._failures = 0  # not before: one that takes some messages and never the last must be left alone
-        with self._desk.lock:
-            if interval.number >= self.acknowledged:
-                self.acknowledged = interval.number
-                self.report.complete = interval.time
-            self._desk.lock.notify_all()
-        self._desk.tidy()
+    def _table_names(self) -> tuple[str, ...]:
+        return tuple(self._layout.tables) if self._layout.takes_rows else ()
 
-    def _stamp(self, sequence: int, complete: float | None = None) -> MessageHeader:
+    def _header(self, sequence: int, complete: float | None = None) -> MessageHeader:
         options = self._options
         return MessageHeader(options.session, options.index, options.count, sequence, complete)
 
-    # ---- meeting a target
+    # ---- handshake
 
-    def _meet(self) -> None:
-        """Finds out where a target stands, and what it has to be sent."""
-        if self._options.plain:
-            self._meet_plainly()
+    def _handshake(self) -> None:
+        """Asks for the position of the target, and decides what has to be sent."""
+        if self._options.monolith:
+            self._begin_monolith()
             return
-        position = self._position(SYNC_POSITION, 0)
-        self._layout = position.layout
-        self._check_layout()
+        position = self._ask_position(SYNC_POSITION, 0)
+        self._set_layout(position.layout)
         self._options.on_layout(position.layout)
         if position.session == self._options.session:
             self._sequence.skip(position.sequence)
         if position.base and not self._knows(position.base):
-            position = self._position(SYNC_RELOAD, self._sequence.next(), timeout=RELOAD_TIMEOUT)
+            position = self._ask_position(SYNC_RELOAD, self._sequence.next(), timeout=RELOAD_TIMEOUT)
         base = position.base if self._knows(position.base) else ""
         self._begin(base)
         if base:
-            with self._desk.lock:
-                self._start(self._desk.journal.since(base))
+            with self._publisher.lock:
+                self._start_backlog(self._publisher.journal.since(base))
             self._base = base
         else:
-            self._start_with_everything()
+            self._start_with_all_rows()
             self._base = None
         self._replacing = not base
 
     def _knows(self, base: str) -> bool:
-        """Whether it is known what changed since a save, and nothing speaks against beginning there."""
-        with self._desk.lock:
-            return base in self._desk.journal.labels and base != self._refused
+        """Returns whether the changes since a save are known, and the target can begin there."""
+        with self._publisher.lock:
+            return base in self._publisher.journal.labels and base != self._refused_base
 
     def _begin(self, base: str) -> None:
         sequence = self._sequence.next()
         try:
-            begun = self._position(SYNC_BEGIN, sequence, base=base)
+            begun = self._ask_position(SYNC_BEGIN, sequence, base=base)
         except RemoteError as error:
-            # A server that cannot go back to those rows is sent others the next time.
-            self._refused = base if error.code == "FAILED_PRECONDITION" else self._refused
+            # A server that cannot return to those rows is sent all rows the next time.
+            self._refused_base = base if error.code == "FAILED_PRECONDITION" else self._refused_base
             raise
         if (begun.session, begun.sequence) != (self._options.session, sequence):
-            raise StartOver("it answers, but has not begun")
-        self._refused = None
+            raise HandshakeNeeded("it answers, but has not begun")
+        self._refused_base = None
 
-    def _start_with_everything(self) -> None:
-        with self._desk.lock:
-            self._start({})  # from here on it hears of changes
-            interval = self._desk.interval
-        everything = self._desk.source.all_ids()
-        with self._desk.lock:
-            if self._backlog is None:
-                raise StartOver("its backlog overflowed")
-            self._backlog.begin(everything, interval)
-
-    def _meet_plainly(self) -> None:
-        """Without positions all that is known to have changed is sent, to whoever is met."""
-        tables = {name: TableLayout(table.dim, _ALL) for name, table in self._desk.source.tables.items()}
-        self._layout = ModelLayout(tables=tables)
-        with self._desk.lock:
-            labels = self._desk.journal.labels
+    def _begin_monolith(self) -> None:
+        """Sends all ids in the journal, because there are no positions."""
+        tables = self._publisher.source.tables.items()
+        layouts = {name: headers.TableLayout(table.dim, _ONE_SHARD) for name, table in tables}
+        self._set_layout(ModelLayout(tables=layouts))
+        with self._publisher.lock:
+            labels = self._publisher.journal.labels
             if labels:
-                self._start(self._desk.journal.since(labels[0]))
+                self._start_backlog(self._publisher.journal.since(labels[0]))
         if not labels:
-            self._start_with_everything()
+            self._start_with_all_rows()
 
-    def _start(self, ids: Mapping[str, Tensor] | None) -> None:
+    def _start_with_all_rows(self) -> None:
+        with self._publisher.lock:
+            self._start_backlog({})  # from here on, `add` adds changes
+            interval = self._publisher.interval
+        all_ids = self._publisher.source.all_ids()
+        with self._publisher.lock:
+            if self._backlog is None:
+                raise HandshakeNeeded("its backlog overflowed")
+            self._backlog.begin(all_ids, interval)
+
+    def _start_backlog(self, ids: Mapping[str, Tensor] | None) -> None:
         if ids is None:
-            raise StartOver("the journal does not go back that far any more")
+            raise HandshakeNeeded("the save of the target is no longer in the journal")
         self._backlog = Backlog(self._options.max_backlog, keep=self._layout.keep)
-        self._backlog.begin(ids, self._desk.interval)
+        self._backlog.begin(ids, self._publisher.interval)
         self._ready.clear()
         self._dense_sent = -1
         self.absent = False
-        self.report.part = None if self._options.plain else self._layout.part
-        self._tell()
+        self.report.part = None if self._options.monolith else self._layout.part
+        self._update_report()
 
-    def _check_layout(self) -> None:
-        for name, table in self._desk.source.tables.items():
-            served = self._layout.tables.get(name)
+    def _set_layout(self, layout: ModelLayout) -> None:
+        self._layout = layout
+        self._row_bytes = row_bytes({name: table.dim for name, table in layout.tables.items()})
+        for name, table in self._publisher.source.tables.items():
+            served = layout.tables.get(name)
             if served is not None and served.dim != table.dim:
                 raise InputError(f"table {name!r} has {served.dim} columns there, {table.dim} here")
 
-    def _position(
+    def _ask_position(
         self, signature: str, sequence: int, *, base: str | None = None, timeout: float | None = None
     ) -> Position:
         request = PredictRequest()
         request.model_spec.name = self.report.model
         request.model_spec.signature_name = signature
         if base is not None:
-            request.inputs["base"].CopyFrom(strings_to_tensor_proto(string(base)))
+            request.inputs["base"].CopyFrom(strings_to_tensor_proto(headers.string(base)))
         answer = self._connection.predict(
-            request, timeout=timeout or self._options.timeout, metadata=self._stamp(sequence).metadata()
+            request, timeout=timeout or self._options.timeout, metadata=self._header(sequence).metadata()
         )
-        outputs: dict[str, Tensor | Strings] = from_tensor_protos(answer.outputs, max_bytes=MAX_ANSWER)
-        return Position.read(outputs)
+        return Position.read(from_tensor_protos(answer.outputs, max_bytes=MAX_ANSWER_BYTES))

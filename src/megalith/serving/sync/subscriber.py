@@ -1,9 +1,40 @@
-"""The subscriber: applies what publishers push to a served model, each message once and in order.
+"""The subscriber: applies pushed messages to a served model, each message once and in order.
 
-There is one for each served model; it outlives the model's versions. Messages of a session are applied in
-their sequence; one that came before is acknowledged again, one that does not follow is refused with
-SequenceError, whereupon its publisher asks for the position and starts over. What a Monolith client pushes
-has no sequence and is applied as it comes. See docs/guides/online.md for the protocol.
+There is one subscriber per served model; it outlives the versions of the model.
+
+    state     | event                              | action                                     | next state
+    ----------+------------------------------------+--------------------------------------------+-----------
+    any       | sync_begin with the current base   | drop the rows of other sessions and bases  | FOLLOWING
+    REPLACING | same, from the session it follows  | refuse                                     | REPLACING
+    any       | sync_begin with another base       | refuse                                     | unchanged
+    any       | sync_begin ""                      | stage an empty set of rows                 | REPLACING
+    REPLACING | same, from its next publisher      | join the stage                             | REPLACING
+    FOLLOWING | assign                             | write rows; at interval ends dense weights | FOLLOWING
+    REPLACING | assign                             | write rows to the stage                    | REPLACING
+    REPLACING | sync_end of the last publisher     | adopt the stage and the dense weights      | FOLLOWING
+    any       | sync_reload, the save is new       | adopt the latest save of the checkpoint    | IDLE
+    FOLLOWING | new version, pushed rows fit       | carry the rows over, start the timer       | FOLLOWING
+    any       | new version otherwise              | drop pushed rows                           | IDLE
+    FOLLOWING | no message before the timer ends   | drop pushed rows                           | IDLE
+    any       | sync_position                      | answer with the position                   | unchanged
+
+`_session == ""` means IDLE, and `_stage is not None` means REPLACING.
+
+Order of messages, by their sequence number, for each publisher of the session:
+
+    number              | action
+    --------------------+----------------------------------------------------------------------------------
+    last + 1            | apply it
+    last or less        | acknowledge it again without applying it
+    up to last + WINDOW | wait up to EARLY_SECONDS for the ones before it, which were sent earlier
+    any other           | refuse it with SequenceError: the publisher asks for the position and starts over
+
+Invariants:
+- Nothing is written by a message that is refused.
+- Rows of two sessions are never mixed: a new session starts from the rows of a save, or replaces all rows.
+- While rows are being replaced, requests see the old rows; all publishers of a session replace together.
+
+Messages of a Monolith client have no header and are applied as they arrive. See docs/guides/online.md.
 """
 
 from __future__ import annotations
@@ -37,39 +68,42 @@ from megalith.serving.wire_names import CONTROLS, SYNC_BEGIN, SYNC_POSITION, SYN
 if TYPE_CHECKING:
     from megalith.serving.export.servable import Servable
 
-log = logging.getLogger("megalith.serving")
+logger = logging.getLogger(__name__)
 
 EARLY_SECONDS = 1.0
-"""How long a message waits for the one before it, which was sent before it."""
+"""How long a message waits for the one before it."""
 Tensors = Mapping[str, Tensor | Strings]
 Outputs = dict[str, Tensor | Strings]
 
 
 @dataclass
 class SyncCounters:
-    """What a subscriber has done so far."""
+    """Counts the actions of a subscriber."""
 
     messages: int = 0
-    """Applied, heartbeats included."""
+    """Messages applied, including empty ones."""
     rows: int = 0
     removed: int = 0
     duplicates: int = 0
-    """Acknowledged again without being applied."""
+    """Messages acknowledged again without being applied."""
     refused: int = 0
-    """Out of order, or not understood."""
+    """Messages out of order or malformed."""
     begun: int = 0
-    """How often a publisher started over."""
+    """How often a publisher began or started over."""
     reloads: int = 0
     replacements: int = 0
     dropped: int = 0
-    """How often pushed rows were dropped, since nobody went on pushing after a new version."""
+    """How often pushed rows were dropped because no message followed a new version."""
 
 
 class Subscriber:
-    """Keeps a served model up to date. Threads may share it.
+    """Keeps a served model up to date. Safe to share between threads.
 
-    checkpoint: that of the training run, or the run's directory, to catch up from when a publisher says so.
-    carry_seconds: how long pushed rows stay in front of a new version's without another message.
+    Args:
+        servable: The served model.
+        checkpoint: The checkpoint of the training run, or the directory of the run, to reload from when a
+            publisher asks for it.
+        carry_seconds: How long pushed rows stay on top of a new version without another message.
     """
 
     def __init__(
@@ -83,16 +117,16 @@ class Subscriber:
         self._base = servable.signature.base
         self._dense: dict[str, Tensor] = {}
         self._dirty = False
-        """Whether the rows are others than the base's."""
+        """Whether the rows differ from those of the base."""
         self._pushed_on: str | None = None
-        """The base that pushed rows went on top of; some rows of another one may be newer than they."""
+        """The base on which the rows were pushed; rows of another base may be newer than the pushed ones."""
         self._session = ""
         self._count = 0
         self._positions: dict[int, int] = {}
         self._completes: dict[int, float] = {}
         self._complete: float | None = None
         self._waiting: dict[int, dict[str, Tensor]] = {}
-        """Dense weights of intervals that are not complete, by publisher."""
+        """The dense weights of incomplete intervals, by publisher."""
         self._stage: Overlay | None = None
         self._ended: set[int] = set()
         self._timer: threading.Timer | None = None
@@ -100,65 +134,74 @@ class Subscriber:
     # ---- messages
 
     def handle(self, signature: str, inputs: Tensors, metadata: Mapping[str, str]) -> Outputs:
-        """Answers one message: an assign, or a control signature.
+        """Handles one message.
 
-        Raises InputError for what cannot be read, SequenceError for what does not follow the last message.
-        Nothing is written in either case.
+        Args:
+            signature: An assign or a control signature.
+            inputs: The inputs of the request.
+            metadata: The gRPC metadata of the request.
+
+        Returns:
+            The outputs of the answer.
+
+        Raises:
+            InputError: The message is malformed. Nothing is written.
+            SequenceError: The message does not follow the last one. Nothing is written.
         """
         with self._lock:
             try:
-                stamp = MessageHeader.read(metadata)
+                header = MessageHeader.read(metadata)
                 if signature == SYNC_POSITION:
-                    return self._position(stamp)
+                    return self._position(header)
                 if signature == SYNC_RELOAD:
-                    if not self._is_late(stamp):
+                    if not self._is_late(header):
                         self._reload()
-                    return self._position(stamp)
-                if stamp is not None:
-                    self._await_turn(stamp)
+                    return self._position(header)
+                if header is not None:
+                    self._await_turn(header)
                 if is_assign(signature):
-                    return self._assign(signature, inputs, stamp)
+                    return self._assign(signature, inputs, header)
                 if signature not in CONTROLS:
                     raise InputError(f"unknown signature {signature[:100]!r} of parameter sync")
-                if stamp is None or not stamp.sequence:
+                if header is None or not header.sequence:
                     raise InputError(f"{signature} needs a session and a sequence")
-                return self._begin(inputs, stamp) if signature == SYNC_BEGIN else self._end(stamp)
+                return self._begin(inputs, header) if signature == SYNC_BEGIN else self._end(header)
             except (InputError, SequenceError):
                 self.counters.refused += 1
                 raise
 
-    def _assign(self, signature: str, inputs: Tensors, stamp: MessageHeader | None) -> Outputs:
+    def _assign(self, signature: str, inputs: Tensors, header: MessageHeader | None) -> Outputs:
         spec = self.servable.signature
         dims = {} if spec.part == "entry" else spec.dims
         push = read_push(signature, inputs, dims, self.servable.dense_names)
         self.servable.check(push.rows, push.removed, push.dense)
         outputs: Outputs = {**result_of(push, signature)}
-        if stamp is None:
+        if header is None:
             self.servable.write(push.rows, push.removed, push.dense)
-            self._note(push, push.dense)
+            self._count_push(push, push.dense)
             return outputs
-        if self._follows(stamp):
-            self._write(push, stamp)
-        return outputs | self._base_shown()
+        if self._follows(header):
+            self._write(push, header)
+        return outputs | self._base_output()
 
-    def _write(self, push: PushMessage, stamp: MessageHeader) -> None:
-        # Several messages of dense weights change them together, when an interval is complete.
-        dense = {**self._waiting.pop(stamp.index, {}), **push.dense}
-        now = {} if stamp.complete is None or self._stage is not None else dense
+    def _write(self, push: PushMessage, header: MessageHeader) -> None:
+        # The dense weights of several messages change together, when an interval is complete.
+        dense = {**self._waiting.pop(header.index, {}), **push.dense}
+        now = {} if header.complete is None or self._stage is not None else dense
         if self._stage is not None:
             self._stage.apply(push.rows, push.removed)
         elif push.num_ids or now:
             self.servable.write(push.rows, push.removed, now)
         if dense and not now:
-            self._waiting[stamp.index] = dense
-        self._note(push, now)
-        self._advance(stamp)
+            self._waiting[header.index] = dense
+        self._count_push(push, now)
+        self._advance(header)
 
-    def _base_shown(self) -> Outputs:
-        """What every answer to a stamped message tells; "" while what was pushed does not show yet."""
+    def _base_output(self) -> Outputs:
+        """Returns the base for an answer; "" while pushed rows are not visible yet."""
         return {"base": string(self._base if self._stage is None else "")}
 
-    def _note(self, push: PushMessage, dense: Mapping[str, Tensor]) -> None:
+    def _count_push(self, push: PushMessage, dense: Mapping[str, Tensor]) -> None:
         self.counters.messages += 1
         self.counters.rows += sum(ids.numel() for ids, _ in push.rows.values())
         self.counters.removed += sum(ids.numel() for ids in push.removed.values())
@@ -167,89 +210,90 @@ class Subscriber:
 
     # ---- order
 
-    def _await_turn(self, stamp: MessageHeader) -> None:
-        """Lets a message that overtook the one before it wait for that one, not for long."""
+    def _await_turn(self, header: MessageHeader) -> None:
+        """Waits, not for long, until the message before this one has been applied."""
+        self._lock.wait_for(lambda: not self._is_early(header), EARLY_SECONDS)
 
-        def is_early() -> bool:
-            last = self._positions.get(stamp.index, stamp.sequence)
-            return stamp.session == self._session and last + 1 < stamp.sequence <= last + WINDOW
+    def _is_early(self, header: MessageHeader) -> bool:
+        last = self._positions.get(header.index, header.sequence)
+        return header.session == self._session and last + 1 < header.sequence <= last + WINDOW
 
-        self._lock.wait_for(lambda: not is_early(), EARLY_SECONDS)
-
-    def _follows(self, stamp: MessageHeader) -> bool:
-        """Whether a message is the next; False if it was before. Raises SequenceError if it is neither."""
-        last = self._positions.get(stamp.index)
-        if stamp.session != self._session or stamp.count != self._count or last is None:
+    def _follows(self, header: MessageHeader) -> bool:
+        """Returns whether to apply a message: False if it is repeated; raises SequenceError after a gap."""
+        last = self._positions.get(header.index)
+        if header.session != self._session or header.count != self._count or last is None:
             raise SequenceError(
-                f"publisher {stamp.index}/{stamp.count} of session {stamp.session} has not begun here: "
+                f"publisher {header.index}/{header.count} of session {header.session} has not begun here: "
                 "ask for sync_position, then sync_begin"
             )
-        if stamp.sequence > last + 1 or not stamp.sequence:
-            raise SequenceError(f"message {stamp.sequence} came after {last}: some between them are missing")
-        if stamp.sequence <= last:
+        if header.sequence > last + 1 or not header.sequence:
+            raise SequenceError(
+                f"message {header.sequence} came after {last}: messages between them are missing"
+            )
+        if header.sequence <= last:
             self.counters.duplicates += 1
-        return stamp.sequence == last + 1
+        return header.sequence == last + 1
 
-    def _advance(self, stamp: MessageHeader) -> None:
-        self._positions[stamp.index] = stamp.sequence
+    def _advance(self, header: MessageHeader) -> None:
+        self._positions[header.index] = header.sequence
         self._lock.notify_all()
-        if stamp.complete is not None:
-            self._completes[stamp.index] = stamp.complete
+        if header.complete is not None:
+            self._completes[header.index] = header.complete
         if len(self._completes) == self._count and self._stage is None:
             self._complete = min(self._completes.values())
         self._stop_timer()
 
-    def _position(self, stamp: MessageHeader | None) -> Outputs:
-        same = stamp is not None and stamp.session == self._session
+    def _position(self, header: MessageHeader | None) -> Outputs:
+        same = header is not None and header.session == self._session
         return Position(
             session=self._session,
             base="" if same and self._stage is not None else self._base,
-            sequence=self._positions.get(stamp.index, 0) if stamp is not None and same else 0,
+            sequence=self._positions.get(header.index, 0) if header is not None and same else 0,
             step=self.servable.signature.step,
             layout=_layout_of(self.servable),
         ).outputs()
 
-    # ---- starting over
+    # ---- begin, end, reload
 
-    def _begin(self, inputs: Tensors, stamp: MessageHeader) -> Outputs:
+    def _begin(self, inputs: Tensors, header: MessageHeader) -> Outputs:
         base = read_string(inputs, "base")
-        if self._is_late(stamp):
-            return self._position(stamp)
+        if self._is_late(header):
+            return self._position(header)
         if base:
-            self._begin_on(base, stamp)
-        elif self._stage is None or stamp.session != self._session or stamp.index in self._positions:
-            # Who begins a second time may have sent rows to the stage that are gone since, so all begin anew.
-            self._follow(stamp)
+            self._begin_on(base, header)
+        elif self._stage is None or header.session != self._session or header.index in self._positions:
+            # A publisher that begins twice may have staged rows that no longer exist, so all start over.
+            self._follow(header)
             self._stage = self.servable.stage()
         self.counters.begun += 1
-        self._positions[stamp.index] = stamp.sequence
+        self._positions[header.index] = header.sequence
         self._stop_timer()
-        return self._position(stamp)
+        return self._position(header)
 
-    def _is_late(self, stamp: MessageHeader | None) -> bool:
-        """Whether a control comes after others that its publisher sent later: it must not undo those."""
-        if stamp is None or stamp.session != self._session or not stamp.sequence:
+    def _is_late(self, header: MessageHeader | None) -> bool:
+        """Returns whether later messages of its publisher have arrived: a late control must not undo them."""
+        if header is None or header.session != self._session or not header.sequence:
             return False
-        late = stamp.sequence <= self._positions.get(stamp.index, 0)
+        late = header.sequence <= self._positions.get(header.index, 0)
         self.counters.duplicates += late
         return late
 
-    def _begin_on(self, base: str, stamp: MessageHeader) -> None:
-        """Back to the rows of the base, unless all that was pushed belongs to this session and base."""
-        staged = self._stage is not None and stamp.session == self._session
+    def _begin_on(self, base: str, header: MessageHeader) -> None:
+        """Returns to the rows of the base, unless all pushed rows belong to this session and base."""
+        staged = self._stage is not None and header.session == self._session
         if base == self._base and not staged:
-            if (stamp.session, base) == (self._session, self._pushed_on):
+            if (header.session, base) == (self._session, self._pushed_on):
                 return
             self._return_to_base()
         if base != self._base or staged:
             now = "being replaced" if staged else repr(self._base)
             raise SequenceError(f"the base is {now}, not {base[:100]!r}")
-        self._follow(stamp)
+        self._follow(header)
         self._pushed_on = base
 
-    def _follow(self, stamp: MessageHeader) -> None:
-        """Makes a session the one that is followed, from its beginning."""
-        self._session, self._count = stamp.session, stamp.count
+    def _follow(self, header: MessageHeader) -> None:
+        """Follows a session from its beginning."""
+        self._session, self._count = header.session, header.count
         self._forget_positions()
 
     def _forget_positions(self) -> None:
@@ -266,12 +310,12 @@ class Subscriber:
         else:
             self._reload(again=True)
 
-    def _end(self, stamp: MessageHeader) -> Outputs:
-        if not self._follows(stamp):
-            return self._base_shown()
+    def _end(self, header: MessageHeader) -> Outputs:
+        if not self._follows(header):
+            return self._base_output()
         if self._stage is None:
-            raise SequenceError("nothing is being replaced: sync_begin comes first")
-        ended = self._ended | {stamp.index}
+            raise SequenceError("nothing is being replaced: send sync_begin first")
+        ended = self._ended | {header.index}
         if len(ended) == self._count:
             for dense in self._waiting.values():
                 self._dense |= dense
@@ -281,14 +325,16 @@ class Subscriber:
             self.counters.replacements += 1
         self._ended = ended
         self.counters.messages += 1
-        self._advance(stamp)
-        return self._base_shown()
+        self._advance(header)
+        return self._base_output()
 
     def _reload(self, *, again: bool = False) -> None:
-        """Catches up from the checkpoint. again: even if it is the base already, to drop what was pushed.
+        """Adopts the latest save of the checkpoint.
 
-        Where there is none, or it cannot be read, everything stays as it is, the base included, which tells
-        the publisher.
+        Without a checkpoint, or if it cannot be read, nothing changes: the publisher sees the old base.
+
+        Args:
+            again: Reload even if the base is that save already, to drop pushed rows.
         """
         if self._checkpoint is None:
             return
@@ -298,9 +344,9 @@ class Subscriber:
             found = read_newer(self._checkpoint, self.servable)
             self.servable.adopt(found.overlay, found.dense or None)
         except (CheckpointError, InputError, OSError) as error:
-            log.warning("%s: cannot catch up from the checkpoint: %s", self.servable.signature.name, error)
+            logger.warning("%s: cannot reload from the checkpoint: %s", self.servable.signature.name, error)
             if again:
-                raise SequenceError(f"the rows of {self._base} cannot be read again: {error}") from None
+                raise SequenceError(f"the rows of save {self._base} cannot be read again: {error}") from None
             return
         self._base = found.save
         self._dense, self._dirty, self._pushed_on = dict(found.dense), False, None
@@ -312,17 +358,19 @@ class Subscriber:
     # ---- versions
 
     def move_to(self, servable: Servable) -> None:
-        """Goes on with another version, which inherits what was pushed while somebody goes on pushing."""
+        """Switches to another version, which inherits the pushed rows as long as messages keep coming."""
         with self._lock:
             before, self.servable = self.servable, servable
             self._base = servable.signature.base
             if not self._session or not self._dirty or not _continues(servable, before):
-                self._leave()  # publishers hear of it, and ask where it stands
+                self._leave()  # publishers get an error and ask for the position
                 return
             try:
                 servable.inherit(before.overlay, self._dense or None)
             except InputError as error:
-                log.warning("%s: pushed rows do not fit the new version: %s", servable.signature.name, error)
+                logger.warning(
+                    "%s: pushed rows do not fit the new version: %s", servable.signature.name, error
+                )
                 self._leave()
                 return
             self._stop_timer()
@@ -335,8 +383,8 @@ class Subscriber:
         with self._lock:
             if timer is not self._timer:
                 return
-            log.warning(
-                "%s: nothing was pushed for %g s after a new version came: it shows its own rows now",
+            logger.warning(
+                "%s: no message for %g s after a new version: its own rows are served now",
                 self.servable.signature.name,
                 self._carry_seconds,
             )
@@ -345,7 +393,7 @@ class Subscriber:
             self._leave()
 
     def _leave(self) -> None:
-        """Follows nobody, with the rows of the version alone, which may have been followed before."""
+        """Stops following and serves the rows of the version only."""
         self.servable.reset()
         self._stop_timer()
         self._session, self._dirty, self._dense, self._pushed_on = "", False, {}, None
@@ -357,20 +405,20 @@ class Subscriber:
             self._timer = None
 
     def close(self) -> None:
-        """Ends it; the served model stays as it is."""
+        """Stops the timer; the served model does not change."""
         with self._lock:
             self._stop_timer()
 
-    # ---- how it is getting on
+    # ---- progress
 
     def staleness(self) -> float | None:
-        """Seconds since the moment up to which everything trained has arrived; None before the first."""
-        complete = self._complete  # without the lock, which a reload holds for long
+        """Returns the seconds of training that have not arrived; None before the first complete interval."""
+        complete = self._complete  # without the lock, which a reload holds for a long time
         return None if complete is None else max(0.0, clock.time() - complete)
 
     @property
     def base(self) -> str:
-        """The id of the save whose rows lie below what was pushed."""
+        """The id of the save below the pushed rows."""
         with self._lock:
             return self._base
 
@@ -382,10 +430,10 @@ def _layout_of(servable: Servable) -> ModelLayout:
 
 
 def _continues(servable: Servable, before: Servable) -> bool:
-    """Whether what was pushed to one version makes sense above another.
+    """Returns whether rows pushed to one version are valid on top of another.
 
-    Not above an older one, some of whose rows may be older than what was pushed, nor where other ids are at
-    home: publishers would go on sending those of before.
+    They are not on an older version, and not if its layout differs: publishers would continue to send the ids
+    of the old layout.
     """
     old, new = before.signature, servable.signature
     newer = new.version > old.version and new.step >= old.step

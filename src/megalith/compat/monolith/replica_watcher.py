@@ -1,18 +1,21 @@
-"""ReplicaWatcher: the replicas of each task of a service, as ReplicaMeta nodes in ZooKeeper say.
+"""ReplicaWatcher: the replicas of each task of a service, read from the ReplicaMeta nodes in ZooKeeper.
 
-Replicas that are not AVAILABLE are not given out, nor those without an address that can be called. Nodes
-that cannot be read are left out and logged.
+A replica is returned only if it is AVAILABLE and has an address that can be called. Malformed nodes are
+skipped and logged.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 
+from megalith.compat.monolith.znode_records import AddressFamily, ReplicaMeta, ServerType, TargetExtraInfo
 from megalith.errors import InputError
-from megalith.serving.discovery.contract import SyncBackend, SyncTargets, log
+from megalith.serving.discovery.contract import SyncBackend, SyncTargets
 from megalith.serving.discovery.zk_session import NodeReader, ZooKeeperSession
-from megalith.serving.discovery.znode_records import AddressFamily, ReplicaMeta, ServerType, TargetExtraInfo
+
+logger = logging.getLogger(__name__)
 
 _TASK = re.compile(r"(?P<server_type>[a-z]+):(?P<task>[0-9]{1,9})")
 _REPLICA = re.compile(r"-?[0-9]{1,18}")
@@ -21,8 +24,8 @@ _SUB_GRAPH = re.compile(r"ps_(?P<task>[0-9]{1,9})")
 
 
 @dataclass(frozen=True)
-class _TaskReplicas:
-    """An AVAILABLE replica. task: for example "ps:1"."""
+class _TaskReplica:
+    """An AVAILABLE replica of a task such as "ps:1"."""
 
     server_type: str
     task: int
@@ -35,9 +38,14 @@ class _TaskReplicas:
 class ReplicaWatcher:
     """The replicas below a node, kept up to date until `stop`.
 
-    dc_aware: whether a level idc:cluster is between the service and its tasks. use_archon: give out archon
-    addresses. address_family: which addresses to prefer. Asking needs no connection: while ZooKeeper is away
-    the answers are those of before.
+    The getters need no connection: while ZooKeeper is unavailable they return the replicas found last.
+
+    Args:
+        session: The connection to ZooKeeper.
+        prefix: The path of the service.
+        dc_aware: Whether there is a level idc:cluster between the service and its tasks.
+        use_archon: Return archon addresses.
+        address_family: The preferred family of addresses.
     """
 
     def __init__(
@@ -53,14 +61,14 @@ class ReplicaWatcher:
         self._use_archon = use_archon
         self._family: AddressFamily = address_family
         self._prefix = prefix
-        self._found: tuple[_TaskReplicas, ...] = ()
+        self._found: tuple[_TaskReplica, ...] = ()
         self._is_stopped = False
         self._session = session
         self._view = session.view(prefix, self._read, self._changed)
         session.wait(self._view)
 
     def stop(self) -> None:
-        """Ends it, at once; afterwards there are no replicas."""
+        """Stops watching without delay; afterwards there are no replicas."""
         self._is_stopped = True
         self._session.drop(self._view)
         self._found = ()
@@ -68,7 +76,17 @@ class ReplicaWatcher:
     def get_replicas(
         self, server_type: ServerType, task: int, idc: str | None = None, cluster: str | None = None
     ) -> list[str]:
-        """The addresses of a task's replicas, by replica id; idc and cluster: only those there."""
+        """Returns the addresses of the replicas of a task, sorted by replica id.
+
+        Args:
+            server_type: "ps", "entry" or "dense".
+            task: The number of the task.
+            idc: Only replicas in this data centre.
+            cluster: Only replicas in this cluster.
+
+        Returns:
+            The addresses.
+        """
         return list(self.get_replicas_with_extra_info(server_type, task, idc, cluster))
 
     def get_replica(
@@ -79,14 +97,14 @@ class ReplicaWatcher:
         idc: str | None = None,
         cluster: str | None = None,
     ) -> list[str]:
-        """The addresses of one replica: none, one, or one for each place that has it."""
+        """Returns the addresses of one replica: at most one for each data centre and cluster."""
         found = self.get_replicas_with_extra_info(server_type, task, idc, cluster)
         return [address for address, info in found.items() if info.replica_id == replica]
 
     def get_all_replicas(
         self, server_type: ServerType, idc: str | None = None, cluster: str | None = None
     ) -> dict[str, list[str]]:
-        """The addresses of every task of a type, by "ps:1"; if dc_aware by "idc:cluster/ps:1"."""
+        """Returns the addresses of all tasks of a type by "ps:1", or by "idc:cluster/ps:1" if dc_aware."""
         result: dict[str, list[str]] = {}
         for each in self._matching(server_type, None, idc, cluster):
             place = f"{each.idc}:{each.cluster}/" if self._dc_aware else ""
@@ -96,17 +114,17 @@ class ReplicaWatcher:
     def get_replicas_with_extra_info(
         self, server_type: ServerType, task: int, idc: str | None = None, cluster: str | None = None
     ) -> dict[str, TargetExtraInfo]:
-        """The addresses of a task's replicas, and where each runs."""
+        """Returns the addresses of the replicas of a task, and where each of them runs."""
         found = self._matching(server_type, task, idc, cluster)
         return {each.address: TargetExtraInfo(each.idc, each.cluster, each.replica_id) for each in found}
 
     def to_sync_wrapper(self) -> SyncBackend:
-        """The same as parameter sync sees it: "ps_1" is task 1 of type ps, called by that name."""
+        """Returns the backend for parameter sync: the sub graph "ps_1" is task 1 of type ps."""
         return _SyncWrapper(self)
 
     def _matching(
         self, server_type: str, task: int | None, idc: str | None, cluster: str | None
-    ) -> list[_TaskReplicas]:
+    ) -> list[_TaskReplica]:
         return [
             each
             for each in self._found
@@ -116,11 +134,11 @@ class ReplicaWatcher:
             and cluster in (None, each.cluster)
         ]
 
-    def _changed(self, found: tuple[_TaskReplicas, ...]) -> None:
+    def _changed(self, found: tuple[_TaskReplica, ...]) -> None:
         if not self._is_stopped:
             self._found = found
 
-    def _read(self, reader: NodeReader) -> tuple[_TaskReplicas, ...]:
+    def _read(self, reader: NodeReader) -> tuple[_TaskReplica, ...]:
         places: dict[str, tuple[str | None, str | None]] = {self._prefix: (None, None)}
         if self._dc_aware:
             places = {}
@@ -128,16 +146,16 @@ class ReplicaWatcher:
                 place = _PLACE.fullmatch(name)
                 if place:
                     places[f"{self._prefix}/{name}"] = (place["idc"], place["cluster"])
-        found: list[_TaskReplicas] = []
+        found: list[_TaskReplica] = []
         for path, (idc, cluster) in places.items():
             for name in reader.children(path):
                 task = _TASK.fullmatch(name)
                 if task is None:
-                    log.warning("%s/%s is no task: type:number is", path, name)
+                    logger.warning("%s/%s is not a task, which is named type:number", path, name)
                     continue
                 for replica_id, address in self._read_task(reader, f"{path}/{name}"):
                     found.append(
-                        _TaskReplicas(
+                        _TaskReplica(
                             task["server_type"], int(task["task"]), replica_id, address, idc, cluster
                         )
                     )
@@ -151,7 +169,7 @@ class ReplicaWatcher:
             try:
                 meta = ReplicaMeta.from_json(data, where=place)
             except InputError as error:
-                log.warning("%s", error)
+                logger.warning("%s", error)
                 continue
             address = meta.get_address(self._use_archon, self._family)
             if meta.is_available and address is not None:
@@ -160,16 +178,16 @@ class ReplicaWatcher:
 
 
 class _SyncWrapper(SyncBackend):
-    """A ReplicaWatcher as the target list of parameter sync."""
+    """A ReplicaWatcher as the backend of parameter sync."""
 
     def __init__(self, watcher: ReplicaWatcher) -> None:
         self._watcher = watcher
 
     def subscribe_model(self, model_name: str) -> None:
-        """Nothing to do: a watcher is of one service."""
+        """Does nothing: a watcher belongs to one service."""
 
     def get_sync_targets(self, sub_graph: str) -> SyncTargets:
-        """("ps_1", its replicas with extra info); raises InputError for other parts than those of type ps."""
+        """Returns ("ps_1", replicas with extra info); raises InputError unless the sub graph is ps_N."""
         part = _SUB_GRAPH.fullmatch(sub_graph)
         if part is None:
             raise InputError(f"sub graph {sub_graph!r} must be ps_0, ps_1 and so on")

@@ -1,4 +1,4 @@
-"""Journal and backlog: which ids a target must be sent, within bounds."""
+"""Journal and backlog: which ids have to be sent to a target, within bounds."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalith.errors import InputError
-from megalith.serving.sync.backlog import Backlog, Interval
-from megalith.serving.sync.id_sets import IdSets
-from megalith.serving.sync.journal import MAX_LABELS, Journal
+from megalith.serving.sync.changed_ids import MAX_EPOCHS, Backlog, IdSets, Interval, Journal
 
 
 def ids(*values: int, table: str = "user") -> dict[str, Tensor]:
@@ -53,19 +51,19 @@ def test_taking_gives_every_id_once_within_the_budget(given: list[list[int]], bu
     assert sorted(taken) == sorted({(f"t{n % 2}", id) for n, values in enumerate(given) for id in values})
 
 
-def test_lazy_sets_are_put_together_by_others() -> None:
+def test_lazy_sets_are_compacted_by_their_owner() -> None:
     sets = IdSets(lazy=True)
     for _ in range(5):
         sets.add({"user": torch.arange(10_000)})
-    swollen = sets.swollen()
+    uncompacted = sets.needs_compaction()
     assert len(sets) == 50_000
-    sets.add({"user": torch.arange(5)})  # while somebody is at it
+    sets.add({"user": torch.arange(5)})  # while another thread compacts
 
-    sets.replace("user", swollen["user"], torch.arange(10_000))
-    sets.replace("user", swollen["user"], torch.arange(3))  # too late
+    sets.replace("user", uncompacted["user"], torch.arange(10_000))
+    sets.replace("user", uncompacted["user"], torch.arange(3))  # too late
 
     assert len(sets) == 10_005
-    assert sets.swollen() == {}
+    assert sets.needs_compaction() == {}
     assert plain(sets.tensors()) == {"user": list(range(10_000))}
 
 
@@ -74,9 +72,9 @@ def test_lazy_sets_are_put_together_by_others() -> None:
 
 def test_ids_since_a_label_are_those_added_after_it() -> None:
     journal = Journal()
-    journal.label("a")
+    journal.begin_epoch("a")
     journal.add(ids(1, 2))
-    journal.label("b")
+    journal.begin_epoch("b")
     journal.add(ids(2, 3))
 
     assert plain(journal.since("a")) == {"user": [1, 2, 3]}
@@ -87,11 +85,11 @@ def test_ids_since_a_label_are_those_added_after_it() -> None:
 
 def test_a_label_that_comes_again_moves_and_older_ones_lose_nothing() -> None:
     journal = Journal()
-    journal.label("a")
+    journal.begin_epoch("a")
     journal.add(ids(1))
-    journal.label("b")
+    journal.begin_epoch("b")
     journal.add(ids(2))
-    journal.label("b")
+    journal.begin_epoch("b")
     journal.add(ids(3))
 
     assert plain(journal.since("a")) == {"user": [1, 2, 3]}
@@ -101,45 +99,45 @@ def test_a_label_that_comes_again_moves_and_older_ones_lose_nothing() -> None:
 def test_the_oldest_labels_are_given_up_for_room() -> None:
     journal = Journal(max_ids=10)
     for label in "abc":
-        journal.label(label)
+        journal.begin_epoch(label)
         journal.add(ids(*range(4)))
 
     assert journal.labels == ("b", "c")
     journal.add(ids(*range(100, 111)))
     assert journal.labels == ()
     journal.add(ids(5))  # there is no label it could count for
-    journal.label("d")
+    journal.begin_epoch("d")
     journal.add(ids(6))
     assert plain(journal.since("d")) == {"user": [6]}
 
 
 def test_labels_are_bounded_too() -> None:
     journal = Journal()
-    for number in range(MAX_LABELS + 5):
-        journal.label(str(number))
+    for number in range(MAX_EPOCHS + 5):
+        journal.begin_epoch(str(number))
 
-    assert (len(journal.labels), journal.labels[0]) == (MAX_LABELS, "5")
+    assert (len(journal.labels), journal.labels[0]) == (MAX_EPOCHS, "5")
 
 
 def test_a_journal_counts_an_id_once_before_it_gives_up() -> None:
     journal = Journal(max_ids=10)
-    journal.label("a")
+    journal.begin_epoch("a")
     for _ in range(100):
         journal.add(ids(*range(10)))
-    assert journal.swollen() == []
+    assert journal.needs_compaction() == []
 
     assert plain(journal.since("a")) == {"user": list(range(10))}
 
 
-def test_one_label_goes_on_from_another_if_it_is_not_older() -> None:
+def test_labels_have_an_order() -> None:
     journal = Journal()
-    journal.label("a")
-    journal.label("b")
+    journal.begin_epoch("a")
+    journal.begin_epoch("b")
 
-    assert journal.goes_on("a", "b")
-    assert journal.goes_on("a", "a")
-    assert not journal.goes_on("b", "a")
-    assert not journal.goes_on("a", "c")
+    assert journal.is_not_older("b", "a")
+    assert journal.is_not_older("a", "a")
+    assert not journal.is_not_older("a", "b")
+    assert not journal.is_not_older("c", "a")
 
 
 def test_a_journal_without_room_is_refused() -> None:
@@ -161,19 +159,19 @@ def test_an_interval_is_complete_with_its_last_ids() -> None:
     assert (plain(first), done) == ({"user": [1, 2]}, None)
     second, done = backlog.take(2, COSTS)
     assert (plain(second), done) == ({"user": [3]}, ONE)
-    assert not backlog.waits
+    assert not backlog.is_pending
 
 
 def test_an_interval_without_changes_is_complete_too() -> None:
     backlog = Backlog(100)
     backlog.add({}, ONE)
 
-    assert backlog.waits
+    assert backlog.is_pending
     assert backlog.take(2, COSTS) == ({}, ONE)
     assert backlog.take(2, COSTS) == ({}, None)
 
 
-def test_later_ids_do_not_delay_the_interval_under_way() -> None:
+def test_later_ids_do_not_delay_the_interval_in_progress() -> None:
     backlog = Backlog(100)
     backlog.add(ids(1, 2), ONE)
     backlog.take(1, COSTS)
@@ -185,7 +183,7 @@ def test_later_ids_do_not_delay_the_interval_under_way() -> None:
     assert (plain(taken), done) == ({"user": [1, 5, 6]}, THREE)
 
 
-def test_a_full_backlog_says_so_and_the_first_ids_do_not_count() -> None:
+def test_a_full_backlog_reports_it_and_the_first_ids_do_not_count() -> None:
     backlog = Backlog(3)
     backlog.begin(ids(*range(10)), ONE)
 
@@ -206,7 +204,7 @@ def test_the_first_ids_go_before_those_that_changed_while_they_were_looked_for()
     assert plain(*backlog.take(100, {"user": 1})[:1]) == {"user": [1, 2, 3]}
     ids, complete = backlog.take(100, {"user": 1})
     assert (plain(ids), complete) == ({"user": [2]}, second)
-    assert not backlog.waits
+    assert not backlog.is_pending
 
 
 def test_ids_that_do_not_concern_the_target_are_left_out() -> None:

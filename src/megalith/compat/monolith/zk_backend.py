@@ -1,0 +1,158 @@
+"""ZKBackend: ZooKeeper discovery with the calls of Monolith's agents and controllers.
+
+In addition to the nodes of `ZooKeeperDiscovery`:
+
+    node below /{bzid}                                                | value                  | lifetime
+    ------------------------------------------------------------------+------------------------+-----------
+    saved_models/{model}/{sub_graph}                                  | SavedModelDeployConfig | persistent
+    layouts/{layout}/{model}:{sub_graph}                              | empty                  | persistent
+    service/{model}[/{idc}:{cluster}]/{server_type}:{task}/{replica}  | ReplicaMeta            | session
+
+Megalith's own servers use none of these calls: they register through `Discovery.register`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Set
+from functools import partial
+from typing import Any
+
+from megalith.compat.monolith.replica_watcher import ReplicaWatcher
+from megalith.compat.monolith.znode_records import (
+    AddressFamily,
+    ReplicaMeta,
+    SavedModel,
+    SavedModelDeployConfig,
+)
+from megalith.errors import InputError
+from megalith.serving.discovery.contract import ServiceName, Watch, check_name
+from megalith.serving.discovery.zk_session import NodeReader
+from megalith.serving.discovery.znodes import Container, ContainerServiceInfo
+from megalith.serving.discovery.zookeeper import ZooKeeperDiscovery, read_service_info
+
+logger = logging.getLogger(__name__)
+
+DeployedModels = list[tuple[SavedModel, SavedModelDeployConfig]]
+"""The saved models of a layout, each with its config."""
+
+
+class ZKBackend(ZooKeeperDiscovery):
+    """Monolith's backend in ZooKeeper.
+
+    Args:
+        bzid: The path that all nodes are below.
+        zk_servers: "host:port,host:port".
+        options: Further arguments of `ZooKeeperDiscovery`.
+    """
+
+    def __init__(self, bzid: str, zk_servers: str, **options: Any) -> None:
+        super().__init__(zk_servers, bzid, **options)
+
+    # ---- the calls of an agent
+
+    def report_service_info(self, container: Container, service_info: ContainerServiceInfo) -> None:
+        """Announces the addresses of a container for the lifetime of this session."""
+        self._session.wait(self._session.hold(self._container_path(container), service_info.to_json()))
+
+    def get_service_info(self, container: Container) -> ContainerServiceInfo | None:
+        """Returns the addresses of a container; None if its node is absent or malformed."""
+        path = self._container_path(container)
+        data = self._session.get(path)
+        return None if data is None else read_service_info(data, path)
+
+    def sync_available_saved_models(self, container: Container, saved_models: Set[SavedModel]) -> None:
+        """Replaces the bindings of a container by those of the given saved models."""
+        with self._lock:
+            tasks = self._bind(container, {saved_model.service for saved_model in saved_models})
+        self._session.wait(*tasks)
+
+    def register_layout_callback(self, layout: str, callback: Callable[[DeployedModels], object]) -> Watch:
+        """Calls back with the saved models of a layout, immediately and after every change.
+
+        Args:
+            layout: A name below /{bzid}/layouts, or a full path.
+            callback: Called with the saved models and their configs, sorted by name. A saved model without a
+                config is left out.
+
+        Returns:
+            The watch, to be cancelled.
+        """
+        path = self._layout_path(layout)
+        view = self._session.view(path, partial(self._read_layout, path), callback)
+        self._session.wait(view)
+        return Watch(partial(self._session.drop, view))
+
+    # ---- the calls of a controller
+
+    def decl_saved_model(self, saved_model: SavedModel, deploy_config: SavedModelDeployConfig) -> None:
+        """Stores the config of a saved model; raises DiscoveryError."""
+        self._session.put(self._saved_model_path(saved_model), deploy_config.to_json())
+
+    def add_to_layout(self, layout: str, saved_model: SavedModel) -> None:
+        """Adds a saved model to a layout; raises DiscoveryError."""
+        self._session.put(f"{self._layout_path(layout)}/{saved_model}", b"")
+
+    def remove_from_layout(self, layout: str, saved_model: SavedModel) -> None:
+        """Removes a saved model from a layout if it is there; raises DiscoveryError."""
+        self._session.remove(f"{self._layout_path(layout)}/{saved_model}")
+
+    # ---- replicas by task
+
+    def register_replica(
+        self, meta: ReplicaMeta, *, idc: str | None = None, cluster: str | None = None
+    ) -> None:
+        """Announces a replica of a task with its state; a second call for the same replica replaces it."""
+        path = meta.get_path(self.root, idc=idc, cluster=cluster)
+        self._session.wait(self._session.hold(path, meta.to_json()))
+
+    def unregister_replica(
+        self, meta: ReplicaMeta, *, idc: str | None = None, cluster: str | None = None
+    ) -> None:
+        """Withdraws a replica of a task."""
+        self._session.wait(self._session.release(meta.get_path(self.root, idc=idc, cluster=cluster)))
+
+    def watch_replicas(
+        self,
+        base_name: str,
+        *,
+        dc_aware: bool = False,
+        use_archon: bool = False,
+        address_family: AddressFamily = "ipv4",
+    ) -> ReplicaWatcher:
+        """Watches the replicas below /{bzid}/service/{base_name}; see `ReplicaWatcher` for the arguments."""
+        prefix = f"/{self.root}/service/{check_name(base_name, 'base name')}"
+        return ReplicaWatcher(
+            self._session, prefix, dc_aware=dc_aware, use_archon=use_archon, address_family=address_family
+        )
+
+    # ---- nodes
+
+    def _read_layout(self, path: str, reader: NodeReader) -> DeployedModels:
+        names: list[ServiceName] = []
+        for name in reader.children(path):
+            try:
+                names.append(ServiceName.parse(name))
+            except InputError as error:
+                logger.warning("%s: %s", path, error)
+        saved_models = [SavedModel(name.model, name.part) for name in names]
+        configs = reader.data([self._saved_model_path(saved_model) for saved_model in saved_models])
+        found: DeployedModels = []
+        for saved_model in saved_models:
+            place = self._saved_model_path(saved_model)
+            try:
+                found.append((saved_model, SavedModelDeployConfig.from_json(configs[place], where=place)))
+            except KeyError:
+                logger.warning("%s: %s has no config at %s", path, saved_model, place)
+            except InputError as error:
+                logger.warning("%s", error)
+        return found
+
+    def _saved_model_path(self, saved_model: SavedModel) -> str:
+        return f"/{self.root}/saved_models/{saved_model.model_name}/{saved_model.sub_graph}"
+
+    def _layout_path(self, layout: str) -> str:
+        path = layout if layout.startswith("/") else f"/{self.root}/layouts/{layout}"
+        for part in path[1:].split("/"):
+            check_name(part, "layout")
+        return path
