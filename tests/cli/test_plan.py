@@ -69,7 +69,7 @@ def test_a_hot_id_is_named(tmp_path: Path) -> None:
     ids = [7 if i % 2 else i for i in range(4000)]
     said = words(run(lines(tmp_path / "ids.txt", ids), "--ranks", "4", "--batch-size", "2"))
     assert "hottest ids: 7 (50.00%), 0 (0.03%)" in said
-    assert "hot id 7 (50.0% of the traffic); an even share is 25.0% a rank" in said
+    assert "hot id 7 (50.0% of the traffic); the mean is 25.0% per rank" in said
     assert "Hashing does not help" in said
 
 
@@ -97,7 +97,7 @@ def test_json(tmp_path: Path) -> None:
     found = data(lines(tmp_path / "ids.txt", [0, 2, 4, 4]), "--ranks", "2", "--batch-size", "2")
     assert (found["num_distinct"], found["occurrences"], found["ranks"]) == (3, 4, 2)
     plain = found["modes"]["roundrobin"]
-    assert plain["rows"] == {"per_rank": [3, 0], "imbalance": 2.0, "max_by_mean": 2.0}
+    assert plain["rows"] == {"per_rank": [3, 0], "imbalance": 2.0, "max_over_mean": 2.0}
     assert plain["traffic"]["per_rank"] == [4, 0]
     assert plain["sent"]["per_rank"] == [3, 0]
     assert found["hottest"][0] == {"id": 4, "occurrences": 2, "share": 0.5}
@@ -131,7 +131,7 @@ def test_a_part_of_a_checkpoint_makes_no_pattern_of_its_own(
     found = data(root, "--ranks", "4", "--sample", "10000")
     assert 10_000 <= found["num_distinct"] <= 10_100
     assert found["recommended"] == "roundrobin"
-    assert all(mode["rows"]["max_by_mean"] < 1.1 for mode in found["modes"].values())
+    assert all(mode["rows"]["max_over_mean"] < 1.1 for mode in found["modes"].values())
 
 
 def test_parquet_columns_of_numbers_texts_and_lists(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_parquet_columns_of_numbers_texts_and_lists(tmp_path: Path) -> None:
     assert read_sample(tmp_path, size=10, column="history").ids.tolist() == [1, 2, 3]
     genres = read_sample(path, size=10, column="genre")
     assert torch.equal(genres.ids, hash_strings(["a", "b", "a", "c"]))
-    assert genres.source == "4 ids of column genre (4 rows in all)"
+    assert genres.source == "4 ids of column genre (4 rows in total)"
     assert data(path, "--feature", "genre", "--ranks", "2")["num_distinct"] == 3
 
 
@@ -183,17 +183,17 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
     broken.write_bytes(b"PAR1 no")
     cases: list[tuple[Path, dict[str, Any], str]] = [
         (tmp_path / "none", {}, "no such file"),
-        (parquet, {}, r"with --column \(it has a, b\)"),
+        (parquet, {}, r"with --column \(the file has a, b\)"),
         (parquet, {"column": "c"}, "column 'c' is missing"),
-        (parquet, {"column": "b"}, "ids are whole numbers or text"),
-        (parquet, {"column": "a", "table": "t"}, "no checkpoint"),
+        (parquet, {"column": "b"}, "ids are integers or text"),
+        (parquet, {"column": "a", "table": "t"}, "is not a checkpoint"),
         (broken, {}, "cannot be read as Parquet"),
-        (lines(tmp_path / "e.txt", []), {}, "holds no ids"),
+        (lines(tmp_path / "e.txt", []), {}, "contains no ids"),
         (lines(tmp_path / "big.txt", [2**64]), {}, "64 bits"),
-        (lines(tmp_path / "t.txt", ["x"]), {"hash": False}, "no whole number"),
-        (lines(tmp_path / "l.txt", ["x" * 2_000_000]), {}, "line of over"),
+        (lines(tmp_path / "t.txt", ["x"]), {"hash": False}, "is not an integer"),
+        (lines(tmp_path / "l.txt", ["x" * 2_000_000]), {}, "a line has more than"),
         (lines(tmp_path / "c.csv", ["a", "1"]), {}, "--column"),
-        (lines(tmp_path / "i.txt", [1]), {"column": "a"}, "one a line"),
+        (lines(tmp_path / "i.txt", [1]), {"column": "a"}, "one id per line"),
     ]
     for source, options, message in cases:
         with pytest.raises(InputError, match=message):

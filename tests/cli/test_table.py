@@ -1,4 +1,4 @@
-"""megalith table: what it prints of a checkpoint, and what it says when asked for what is not there."""
+"""megalith table: its output for a checkpoint, and its errors."""
 
 from __future__ import annotations
 
@@ -94,14 +94,14 @@ def test_one_table(saved: Path) -> None:
     assert "largest rows id norm 1 5 " in said
     assert said.count("over 3 years 5 █") == 1
     assert "from 2001-09-08 21:46:40 UTC to 2001-09-09 01:46:40 UTC" in said
-    assert "--now newest counts back" in said
+    assert "--now newest shows ages" in said
 
 
 def test_ages_count_from_the_moment_asked_for(saved: Path) -> None:
     newest = words(run(saved, "--table", "user", "--now", "newest"))
     assert "under 10 seconds 1 █" in newest
     assert "1 to 6 hours 4 █" in newest
-    assert "counts back" not in newest
+    assert "shows ages" not in newest
     assert "1 to 7 days 5 █" in words(run(saved, "--table", "user", "--now", str(OLD + 5 * 86_400)))
     result = run(saved, "--table", "user", "--now", "yesterday")
     assert result.exit_code == 1
@@ -109,7 +109,7 @@ def test_ages_count_from_the_moment_asked_for(saved: Path) -> None:
 
 
 def test_a_table_without_rows(saved: Path) -> None:
-    assert "It has no rows." in words(run(saved, "--table", "empty"))
+    assert "The table has no rows." in words(run(saved, "--table", "empty"))
     data = json.loads(run(saved, "--table", "empty", "--json").stdout)
     assert (data["norms"]["median"], data["ages"]["bins"]) == (None, [])
 
@@ -147,11 +147,11 @@ def test_json_is_all_of_it(saved: Path) -> None:
     ("arguments", "message"),
     [
         (["--table", "users"], "no table 'users' (known: user, item, empty)"),
-        (["--id", "1"], "several tables, name one (known: user, item, empty)"),
-        (["--top", "3"], "several tables, name one"),
+        (["--id", "1"], "several tables; name one (known: user, item, empty)"),
+        (["--top", "3"], "several tables; name one"),
         (["--collection", "x"], "no collection 'x'"),
-        (["--table", "user", "--id", "99"], "table 'user' has no row of id 99; it has 5 rows"),
-        (["--table", "user", "--id", "Comedy"], "texts go to --string"),
+        (["--table", "user", "--id", "99"], "table 'user' has no row for id 99; it has 5 rows"),
+        (["--table", "user", "--id", "Comedy"], "use --string for text"),
         (["--table", "user", "--id", str(2**64)], "64 bits"),
         (["--table", "user", "--id", "1", "--string", "x"], "not both"),
     ],

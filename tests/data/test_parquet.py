@@ -252,17 +252,17 @@ def test_a_position_of_other_files_is_refused(tmp_path: Path) -> None:
 
 
 BAD_ROWS = [
-    ("y", [1.0, math.nan, 2.0], "no label", r"a.parquet: row 1, column 'y': nan is no label; .*on_error="),
-    ("y", [1.0, None, 2.0], "no label", r"row 1, column 'y': None is no label"),
+    ("y", [1.0, math.nan, 2.0], "no label", r"a.parquet: row 1, column 'y': nan is not a label; .*on_error="),
+    ("y", [1.0, None, 2.0], "no label", r"row 1, column 'y': None is not a label"),
     ("y", [1.0, math.inf, 2.0], "not finite", r"row 1, column 'y': inf is not a finite number"),
     ("y", ["1", "yes", "2"], "wrong type", r"row 1, column 'y': 'yes' is not a number"),
     ("d", [1.0, math.nan, 2.0], "not finite", r"row 1, column 'd': nan is not a finite number"),
     ("d", [1.0, -math.inf, 2.0], "not finite", r"row 1, column 'd': -inf is not"),
-    ("w", [1.0, -0.5, 2.0], "no weight", r"row 1, column 'w': -0.5 is no weight"),
-    ("w", [1.0, None, 2.0], "no weight", r"row 1, column 'w': None is no weight"),
+    ("w", [1.0, -0.5, 2.0], "no weight", r"row 1, column 'w': -0.5 is not a weight"),
+    ("w", [1.0, None, 2.0], "no weight", r"row 1, column 'w': None is not a weight"),
     ("t", [1, None, 2], "no time", r"row 1, column 't': None is missing"),
-    ("t", [1, 2**60, 2], "not finite", r"row 1, column 't': 1152921504606846976 is no time"),
-    ("c", ["1", "2.5", "3"], "wrong type", r"row 1, column 'c': '2.5' is not a whole number"),
+    ("t", [1, 2**60, 2], "not finite", r"row 1, column 't': 1152921504606846976 is not a time"),
+    ("c", ["1", "2.5", "3"], "wrong type", r"row 1, column 'c': '2.5' is not a 64-bit integer"),
     ("c", ["1", "18446744073709551616", "3"], "wrong type", r"column 'c'"),
 ]
 
@@ -318,7 +318,7 @@ def test_missing_columns_and_wrong_types(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"b.parquet: column 'c' is missing; the file has y, other"):
         ParquetReader([good, lacking], SCHEMA, batch_size=2)
     with pytest.raises(
-        InputError, match=r"c.parquet: column 'c' holds double; ids are whole numbers or text"
+        InputError, match=r"c.parquet: column 'c' holds double; ids are integers or text"
     ):
         ParquetReader([good, wrong], SCHEMA, batch_size=2)
     reader = ParquetReader([good, lacking, wrong], SCHEMA, batch_size=2, on_error="skip")
@@ -368,7 +368,7 @@ def test_a_damaged_page_costs_its_row_group(tmp_path: Path) -> None:
     start = pq.ParquetFile(path).metadata.row_group(1).column(0).data_page_offset
     data[start : start + 60] = b"\xff" * 60
     path.write_bytes(data)
-    with pytest.raises(InputError, match=r"a.parquet: row 100: cannot be read from here on"):
+    with pytest.raises(InputError, match=r"a.parquet: row 100: cannot be read from this row"):
         list(ParquetReader(path, SCHEMA, batch_size=64))
     reader = ParquetReader(path, SCHEMA, batch_size=64, on_error="skip")
     assert labels_of(reader) == [float(i) for i in (*range(100), *range(200, 300))]

@@ -59,7 +59,7 @@ def test_fitting_leaves_given_numbers_and_missing_values_alone() -> None:
         features={},
         dense=[DenseColumn("a", "standard"), DenseColumn("b", "standard", mean=0.0, std=1.0), "c"],
     )
-    with pytest.raises(UsageError, match=r"column 'a' has no mean and std yet.*reader.fit"):
+    with pytest.raises(UsageError, match=r"column 'a' has no mean and std.*reader.fit"):
         schema.normalise(np.zeros((1, 3)))
     raw = np.array([[1.0, 5.0, 9.0], [3.0, 5.0, 9.0], [np.nan, 5.0, 9.0]])
     a, b, c = schema.fitted(raw).dense_columns
@@ -80,7 +80,7 @@ def test_fitting_leaves_given_numbers_and_missing_values_alone() -> None:
         (lambda: Schema(label="y", features=["a"]), "features must map names to columns"),
         (lambda: Schema(label="y", features={"a": 3}), "feature must name a column, got 3"),
         (lambda: Schema(label="y", features={}, dense="abc"), "dense must be a list of columns"),
-        (lambda: FeatureColumn("c", slot=32768), r"slot of column 'c' must be 0 \.\. 32767, got 32768"),
+        (lambda: FeatureColumn("c", slot=32768), r"slot of column 'c' must be 0 to 32767, got 32768"),
         (lambda: FeatureColumn("c", separator=""), "separator of column 'c'"),
         (lambda: FeatureColumn("c", hash=2), "hash of column 'c'"),
         (lambda: DenseColumn("c", "cube"), "must be one of none, log1p, standard"),

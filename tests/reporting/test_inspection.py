@@ -161,10 +161,10 @@ def test_names_that_do_not_fit_are_answered_with_those_that_do(tmp_path: Path) -
         find_table(manifest, "users")
     with pytest.raises(UnknownNameError, match=r"no collection 'x' \(known: ''\)"):
         find_table(manifest, "user", "x")
-    with pytest.raises(UnknownNameError, match=r"several tables, name one \(known: user, item\)"):
+    with pytest.raises(UnknownNameError, match=r"several tables; name one \(known: user, item\)"):
         find_table(manifest)
     twice = replace(manifest, collections={"a": manifest.collections[""], "b": manifest.collections[""]})
-    with pytest.raises(UnknownNameError, match=r"several collections, name one \(known: 'a', 'b'\)"):
+    with pytest.raises(UnknownNameError, match=r"several collections; name one \(known: 'a', 'b'\)"):
         find_table(twice, "user")
     assert find_table(twice, "user", "b")[0].collection == "b"
 
@@ -173,7 +173,7 @@ def test_names_that_do_not_fit_are_answered_with_those_that_do(tmp_path: Path) -
     ("change", "words"),
     [
         (lambda t: t.pop("rows"), "lacks rows"),
-        (lambda t: t.update(rows=torch.zeros(4, 3)), r"rows \[4, 3\], its manifest says \[4, 2\]"),
+        (lambda t: t.update(rows=torch.zeros(4, 3)), r"rows \[4, 3\], but its manifest states \[4, 2\]"),
         (lambda t: t.update(ids=t["ids"][:2]), r"ids \[2\]"),
         (lambda t: t.update(ids=t["ids"].double()), "ids of torch.float64"),
         (lambda t: t.update(rows=t["rows"].long()), "rows of torch.int64"),

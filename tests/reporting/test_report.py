@@ -189,7 +189,7 @@ def test_calibration_in_numbers(run: Path) -> None:
         "mean prediction": "0.3000",
         "observed rate": "0.2000",
         "predicted / observed": "1.500",
-        "mean distance, weighted": "0.1000",
+        "weighted mean error": "0.1000",
     }.items():
         assert f'<td>{name}</td><td class="value">{value}</td>' in shown
 
@@ -256,7 +256,7 @@ def test_odd_records_are_left_out(run: Path) -> None:
 def test_a_damaged_checkpoint_is_named(run: Path) -> None:
     piece = next((run / "checkpoint").rglob("0-*.safetensors"))
     piece.write_bytes(b"x" * 100)
-    assert "its manifest says" in section(write_report(run).read_text(), "Age of rows")
+    assert "its manifest states" in section(write_report(run).read_text(), "Age of rows")
 
 
 def test_many_tables_and_features_are_cut_and_counted(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Errors of commands: one line that says what to do, and exit code 1."""
+"""Errors of commands: one line on stderr and exit code 1."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ errors = Console(stderr=True)
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Turns an expected error into a message and exit code 1."""
+    """Prints an expected error (MegalithError or OSError) to stderr and exits with code 1."""
     try:
         yield
     except BrokenPipeError:
-        raise  # whoever read our output has seen enough, which is no error
+        raise  # the reader of the output closed it, which is not an error
     except (MegalithError, OSError) as error:
         errors.print(f"[bold red]error:[/] {_plain(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
 
 
 def _plain(text: str) -> str:
-    """Text in which rich finds no markup."""
+    """Escapes text for rich."""
     return text.replace("[", r"\[")

@@ -1,4 +1,4 @@
-"""megalith eval: how good a trained model is on other data."""
+"""megalith eval: evaluates a trained model."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megalith.training import load_trained, open_reader, open_source
 
 
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="A run's directory, or a checkpoint of one.")],
+    run: Annotated[Path, typer.Argument(help="Directory of a run, or one of its checkpoints.")],
     path: Annotated[
-        Path | None, typer.Argument(help="Data with labels; left out: what the run held back.")
+        Path | None, typer.Argument(help="Data with labels. Default: the held-out data of the run.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Evaluate a trained model: AUC, log loss, calibration. Nothing is written.
+    """Evaluate a trained model: AUC, log loss and calibration. Nothing is written.
 
     Example: megalith eval runs/mine clicks-of-today.parquet
     """
@@ -30,7 +30,7 @@ def evaluate(
         model, config = load_trained(run)
         reader = open_source(config).test if path is None else open_reader(config.data, path)
         if reader is None:
-            raise InputError(f"{run} held no data back: name data to evaluate on")
+            raise InputError(f"{run} has no held-out data: name the data to evaluate on")
         with progress("evaluating", reader.num_rows) as on_batch:
             result = evaluate_model(model, reader, on_batch)
     if as_json:

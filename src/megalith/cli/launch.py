@@ -1,4 +1,4 @@
-"""Launch: a command as one of the ranks that a launcher started, or alone."""
+"""launched: joins a command with the other ranks that a launcher started."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from megalith.distributed.process_group import init_process_group
 
 @contextmanager
 def launched(run: Path, timeout: float) -> Iterator[RankSetup]:
-    """This process's place, joined with the other ranks where there are several.
+    """Creates the process group of the launcher's ranks. Without a launcher there is one rank.
 
-    run: the directory all of them share. timeout: seconds to wait for the others.
+    Args:
+        run: The directory that all ranks share.
+        timeout: Seconds to wait for the other ranks.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "no launcher", LaunchWarning)
@@ -25,5 +27,5 @@ def launched(run: Path, timeout: float) -> Iterator[RankSetup]:
     init_process_group(setup, timeout=timeout)
     yield setup
     if setup.size > 1:
-        # Not after an error: the other ranks may be anywhere, and the process is about to end.
+        # Not after an error: the state of the other ranks is unknown, and the process is about to exit.
         dist.destroy_process_group()

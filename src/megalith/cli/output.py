@@ -1,4 +1,4 @@
-"""Output of commands: a console for terminals and pipes, tables, JSON, progress of what takes long."""
+"""Output of commands: a console for terminals and pipes, tables, JSON and progress bars."""
 
 from __future__ import annotations
 
@@ -20,23 +20,32 @@ from megalith.checkpoint.manifest import Routing
 from megalith.units import show_number
 
 PATIENCE = 2.0
-"""Seconds before a progress bar shows."""
+"""Seconds before a progress bar appears."""
 
 _PIPED_WIDTH = 110
 _BAR_WIDTH = 36
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console; output that is no terminal's is wide enough for tables."""
+    """Returns a console that is wide enough for tables if the output is not a terminal.
+
+    Args:
+        stderr: Whether to print to stderr instead of stdout.
+    """
     stream = sys.stderr if stderr else sys.stdout
     return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else _PIPED_WIDTH)
 
 
 @contextmanager
 def progress(label: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """Gives a function to call with the amount done; total: None where nobody knows.
+    """Shows a progress bar on stderr after two seconds if it is a terminal.
 
-    A bar shows on stderr once two seconds have passed, if that is a terminal.
+    Args:
+        label: Text before the bar.
+        total: Amount of work. None: unknown.
+
+    Yields:
+        A function to call with the amount done.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     screen = console(stderr=True)
@@ -49,7 +58,7 @@ def progress(label: str, total: int | None) -> Iterator[Callable[[int], None]]:
         if time.monotonic() - begin > PATIENCE:
             bar.start()
 
-    # What is long in coming shows, too.
+    # The bar also appears if the first amount takes longer than that.
     alarm = threading.Timer(PATIENCE, bar.start)
     alarm.daemon = True
     alarm.start()
@@ -63,7 +72,13 @@ def progress(label: str, total: int | None) -> Iterator[Callable[[int], None]]:
 
 
 def bar_table(title: str, what: str, bins: Sequence[tuple[str, int]]) -> Table:
-    """Counts by label, with a bar each."""
+    """Returns a table of counts with bars.
+
+    Args:
+        title: Title of the table.
+        what: Header of the labels.
+        bins: Label and count of each row.
+    """
     most = max((count for _, count in bins), default=0)
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     table.add_column(what, justify="right")
@@ -76,14 +91,14 @@ def bar_table(title: str, what: str, bins: Sequence[tuple[str, int]]) -> Table:
 
 
 def show_routing(routing: Routing) -> str:
-    """How rows are spread, in a few words."""
+    """Returns a short description of a routing."""
     shards = f"{routing.num_shards} shard" + ("s" if routing.num_shards != 1 else "")
     block = f", blocks of {routing.block_size:,}" if routing.block_size else ""
-    return f"{routing.dist_type}, {shards}{block}" + (", first left empty" if routing.skip_first else "")
+    return f"{routing.dist_type}, {shards}{block}" + (", first shard empty" if routing.skip_first else "")
 
 
 def print_json(data: Any) -> None:
-    """JSON on stdout; it has no NaN and no infinity: they become null."""
+    """Prints JSON to stdout. NaN and infinity become null."""
     typer.echo(json.dumps(_finite(data), indent=1, allow_nan=False))
 
 

@@ -1,4 +1,4 @@
-"""megalith plan: what each routing mode would do to the ids of a source."""
+"""megalith plan: forecasts the load of each rank in each routing mode."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ def plan(
         Path,
         typer.Argument(
             help="A checkpoint; a Parquet, CSV or TSV file or a directory of them; or a text file with "
-            "an id or a text a line.",
+            "one id or text per line.",
             show_default=False,
         ),
     ],
-    ranks: Annotated[int, typer.Option(min=1, help="How many ranks share the rows.", show_default=False)],
+    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks.", show_default=False)],
     column: Annotated[
-        str | None, typer.Option("--column", "--feature", help="The column of ids, of a data file.")
+        str | None, typer.Option("--column", "--feature", help="Column of ids in data files.")
     ] = None,
-    table: Annotated[str | None, typer.Option(help="The table, of a checkpoint.")] = None,
+    table: Annotated[str | None, typer.Option(help="Table of the checkpoint.")] = None,
     block_size: Annotated[
         int | None,
-        typer.Option(min=1, help="Of mode continuous; as the ids need it if not given."),
+        typer.Option(min=1, help="Block size of mode continuous. Default: computed from the ids."),
     ] = None,
     batch_size: Annotated[
-        int, typer.Option(min=1, help="Ids of a batch: each travels once per batch.")
+        int, typer.Option(min=1, help="Ids per batch. An id is sent once per batch.")
     ] = 8192,
-    sample: Annotated[int, typer.Option(min=1, help="How many ids to look at.")] = 1_000_000,
-    dim: Annotated[int | None, typer.Option(min=1, help="Of a row, to show bytes.")] = None,
-    hash: Annotated[bool, typer.Option("--hash", help="Hash the text of whole numbers, too.")] = False,
+    sample: Annotated[int, typer.Option(min=1, help="Number of ids to sample.")] = 1_000_000,
+    dim: Annotated[int | None, typer.Option(min=1, help="Dimension of a row, to show bytes.")] = None,
+    hash: Annotated[bool, typer.Option("--hash", help="Hash integers as text, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Shows rows and traffic per rank under each routing mode, warns of skew and names the cure.
+    """Show rows and traffic per rank in each routing mode, with warnings about skew and the remedy.
 
-    Rows are distinct ids; traffic is occurrences; sent is what travels, as an id goes once per batch.
-    Imbalance is (max - min) / mean.
+    Rows are distinct ids, traffic is occurrences, and sent counts an id once per batch. Imbalance is
+    (max - min) / mean.
 
     \b
     Example:
@@ -88,7 +88,7 @@ def _print(out: Console, found: Sample, result: Forecast, dim: int | None) -> No
         listed = ", ".join(f"{hot.id} ({hot.share:.2%})" for hot in result.hottest[:5])
         share = sum(hot.share for hot in result.hottest)
         out.print(
-            Text(f"hottest ids: {listed}; the first {len(result.hottest)} have {share:.1%} of the traffic")
+            Text(f"hottest ids: {listed}; the top {len(result.hottest)} have {share:.1%} of the traffic")
         )
     for advice in result.advice:
         style = "bold yellow" if advice.is_warning else "bold"
@@ -101,10 +101,10 @@ def _print(out: Console, found: Sample, result: Forecast, dim: int | None) -> No
 
 def _summary(result: Forecast, dim: int | None) -> Table:
     grid = Table(title="max/mean and imbalance by mode", title_justify="left", title_style="bold")
-    for name in ("mode / block size", "of", "mean a rank", "least", "most", "max/mean", "imbalance"):
-        grid.add_column(name, justify="left" if name in ("mode / block size", "of") else "right")
+    for name in ("mode / block size", "load", "mean per rank", "min", "max", "max/mean", "imbalance"):
+        grid.add_column(name, justify="left" if name in ("mode / block size", "load") else "right")
     if dim is not None:
-        grid.add_column("most, bytes", justify="right")
+        grid.add_column("max, bytes", justify="right")
     for forecasted in result.modes.values():
         name = forecasted.mode
         if forecasted.block_size is not None:
@@ -143,7 +143,7 @@ def _numbers(load: Load) -> list[str]:
 
 
 def _bytes(what: str, load: Load, dim: int) -> str:
-    """Weights of the rows; for what travels, ids there and rows back."""
+    """Bytes of the weights of rows; for sent ids, of the ids and the rows in return."""
     each = dim * _WEIGHT_BYTES + (0 if what == "rows" else _ID_BYTES)
     return "" if what == "traffic" else show_bytes(max(load.per_rank) * each)
 
@@ -153,7 +153,7 @@ def _as_dict(found: Sample, result: Forecast) -> dict[str, Any]:
         mode: {
             "block_size": forecasted.block_size,
             **{
-                what: {"per_rank": load.per_rank, "imbalance": load.imbalance, "max_by_mean": load.peak}
+                what: {"per_rank": load.per_rank, "imbalance": load.imbalance, "max_over_mean": load.peak}
                 for what, load in _loads(forecasted)
             },
         }

@@ -1,4 +1,4 @@
-"""megalith report: the page of a run, written again."""
+"""megalith report: writes the report of a run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from megalith.reporting.report import write_report
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="A run's directory.")],
-    out: Annotated[Path | None, typer.Option(help="Where to write it; default RUN/report.html.")] = None,
+    run: Annotated[Path, typer.Argument(help="Directory of the run.")],
+    out: Annotated[Path | None, typer.Option(help="File to write. Default: RUN/report.html.")] = None,
     comparison: Annotated[Path | None, typer.Option(help="JSON of a benchmark to show.")] = None,
 ) -> None:
-    """Write report.html of a run: loss, AUC, calibration, growth, frequencies, ages. One self-contained page.
+    """Write report.html of a run: loss, AUC, calibration, table growth, id frequencies and row ages.
+
+    The page is self-contained.
 
     Example: megalith report runs/demo
     """

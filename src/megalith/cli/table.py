@@ -1,4 +1,4 @@
-"""megalith table: look into a checkpoint."""
+"""megalith table: shows the tables and rows of a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,25 +26,30 @@ from megalith.units import YEAR, show_bytes, show_number, show_span, show_time
 
 
 def table(
-    checkpoint: Annotated[Path, typer.Argument(help="The directory of a checkpoint.", show_default=False)],
-    name: Annotated[str | None, typer.Option("--table", help="Look inside this table.")] = None,
+    checkpoint: Annotated[Path, typer.Argument(help="Directory of a checkpoint.", show_default=False)],
+    name: Annotated[
+        str | None, typer.Option("--table", help="Show the norms and ages of this table.")
+    ] = None,
     collection: Annotated[
-        str | None, typer.Option(help="The collection it is in, where several have such a table.")
+        str | None,
+        typer.Option(help="Collection of the table, if several collections have a table of this name."),
     ] = None,
     top: Annotated[
-        int | None, typer.Option(min=0, help="How many ids of the largest rows to show; 10 if not given.")
+        int | None, typer.Option(min=0, help="Number of largest rows to show. Default: 10.")
     ] = None,
-    id: Annotated[str | None, typer.Option("--id", help="Show what is stored of this id.")] = None,
-    string: Annotated[str | None, typer.Option(help="Show what is stored of this text's id.")] = None,
+    id: Annotated[str | None, typer.Option("--id", help="Show the row of this id.")] = None,
+    string: Annotated[str | None, typer.Option(help="Show the row of the id of this text.")] = None,
     now: Annotated[
         str,
-        typer.Option(help='Ages count back from here: "clock", "newest" (row of the table), or seconds.'),
+        typer.Option(
+            help='Reference time of ages: "clock", "newest" (the newest row of the table), or seconds.'
+        ),
     ] = "clock",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Shows what a checkpoint holds: tables, norms, ages, the largest rows, or all of one id.
+    """Show the tables of a checkpoint, the norms, ages and largest rows of a table, or one row.
 
-    Exits with 1 if the checkpoint is damaged, or if the id asked for has no row.
+    The exit code is 1 if the checkpoint is damaged or the id has no row.
 
     \b
     Example:
@@ -94,7 +99,7 @@ def _show_all(manifest: Manifest, as_json: bool) -> None:
         cells = [*([t.collection] if with_collections else []), *cells, f"{t.global_step:,}"]
         grid.add_row(*(Text(cell) for cell in cells))
     out.print(grid)
-    out.print("Look inside one with --table NAME.")
+    out.print("Show one table with --table NAME.")
 
 
 def _show_table(
@@ -115,7 +120,7 @@ def _show_table(
     out = console()
     _print_summary(out, summary)
     if not norms.rows:
-        return out.print("It has no rows.")
+        return out.print("The table has no rows.")
     _print_norms(out, norms)
     _print_ages(out, ages, now)
 
@@ -134,7 +139,7 @@ def _show_row(
         row = inspection.find_row(root, entries, wanted, on_rows=advance)
     if row is None:
         raise UnknownNameError(
-            f"table {summary.name!r} has no row of id {wanted}; it has {summary.rows:,} rows of other ids"
+            f"table {summary.name!r} has no row for id {wanted}; it has {summary.rows:,} rows of other ids"
         )
     if as_json:
         return print_json({"collection": summary.collection, "table": summary.name, **asdict(row)})
@@ -146,14 +151,14 @@ def _show_row(
 
 def _wanted(id: str | None, string: str | None) -> int:
     if id is not None and string is not None:
-        raise InputError("give --id or --string, not both")
+        raise InputError("use either --id or --string, not both")
     if string is not None:
         return int(hash_strings([string])[0])
     assert id is not None
     try:
         value = int(id, 0)
     except ValueError:
-        raise InputError(f"--id must be a whole number, got {id!r}; texts go to --string") from None
+        raise InputError(f"--id must be an integer, got {id!r}; use --string for text") from None
     if not -(2**63) <= value < 2**64:
         raise InputError(f"--id must fit in 64 bits, got {id}")
     return signed(value)
@@ -181,10 +186,10 @@ def _print_summary(out: Console, t: TableSummary) -> None:
     where = f" of collection {t.collection}" if t.collection else ""
     out.print(Text.assemble((f"table {t.name}", "bold"), where))
     grid.add_row("rows", f"{t.rows:,}")
-    per_row = f", {show_bytes(t.bytes / t.rows)} a row" if t.rows else ""
+    per_row = f", {show_bytes(t.bytes / t.rows)} per row" if t.rows else ""
     files = "1 file" if t.num_files == 1 else f"{t.num_files:,} files"
     grid.add_row("on disk", f"{show_bytes(t.bytes)} in {files}{per_row}")
-    grid.add_row("in memory", f"{show_bytes(t.memory)} and the index")
+    grid.add_row("in memory", f"{show_bytes(t.memory)} without the index")
     for number, s in enumerate(t.segments):
         text = f"dim {s.dim}, {s.precision}, {s.settings}, {s.initializer}"
         grid.add_row(f"segment {number}", Text(text))
@@ -195,7 +200,7 @@ def _print_summary(out: Console, t: TableSummary) -> None:
 
 def _print_norms(out: Console, norms: Norms) -> None:
     if norms.num_nonfinite:
-        out.print(f"\n[bold red]{norms.num_nonfinite:,} rows hold a NaN or an infinity[/]")
+        out.print(f"\n[bold red]{norms.num_nonfinite:,} rows contain NaN or infinity[/]")
     if norms.minimum is None or norms.median is None or norms.maximum is None:
         return
     spread = f"min {norms.minimum:.4g}, median {norms.median:.4g}, max {norms.maximum:.4g}"
@@ -221,9 +226,9 @@ def _print_ages(out: Console, ages: Ages, now: str) -> None:
         return
     out.print()
     out.print(bar_table(f"age of rows: median {show_span(ages.median)}", "last updated", ages.bins))
-    out.print(f"from {show_time(ages.oldest)} to {show_time(ages.newest)}, seen from {show_time(ages.now)}")
+    out.print(f"from {show_time(ages.oldest)} to {show_time(ages.newest)}, relative to {show_time(ages.now)}")
     if now == "clock" and ages.now - ages.newest > YEAR:
-        out.print("The times are those of the data: --now newest counts back from the newest row.")
+        out.print("The times are those of the data: --now newest shows ages relative to the newest row.")
 
 
 def _print_row(out: Console, t: TableSummary, row: InspectedRow, now: int) -> None:
@@ -238,7 +243,7 @@ def _print_row(out: Console, t: TableSummary, row: InspectedRow, now: int) -> No
         grid.add_row(Text(f"state {key}"), _numbers(values))
     grid.add_row("norm", f"{row.norm:.6g}")
     age = now - row.time
-    ago = f"{show_span(age)} ago" if age >= 0 else f"{show_span(-age)} ahead"
+    ago = f"{show_span(age)} ago" if age >= 0 else f"{show_span(-age)} in the future"
     grid.add_row("last update", f"{show_time(row.time)} ({ago})")
     if row.count is not None:
         grid.add_row("updates", show_number(row.count))

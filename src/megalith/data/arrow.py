@@ -1,7 +1,7 @@
-"""Arrow arrays to tensors: ids, numbers and seconds out of columns of whatever type a file has.
+"""Conversion of Arrow arrays to tensors: ids, numbers and times from columns of any type.
 
-Each function returns what it read and the rows it could not read; what happens to those is the
-reader's business. pyarrow is imported on first use.
+Each function returns the values and the rows that it cannot read; the reader decides what happens to those
+rows. pyarrow is imported on first use.
 """
 
 from __future__ import annotations
@@ -23,31 +23,51 @@ from megalith.ops.ids import fid, hash_bytes
 from megalith.ragged import Ragged
 
 Mask = NDArray[np.bool_]
-_WHOLE = re.compile(r"[+-]?[0-9]{1,20}")
+NOT_AN_ID = "is not a 64-bit integer"
+_INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
 
 
 def arrow(module: str = "pyarrow") -> Any:
-    """pyarrow, or a module of it; raises MissingDependencyError if it is not installed."""
+    """Imports pyarrow or one of its modules.
+
+    Args:
+        module: Name of the module.
+
+    Raises:
+        MissingDependencyError: pyarrow is not installed.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:
         raise MissingDependencyError(
-            f"{module} is needed to read this file: pip install megalith[data]"
+            f"{module} is required to read this file: pip install megalith[data]"
         ) from error
 
 
 @dataclass(frozen=True)
 class ColumnFault:
-    """Rows whose value in a column cannot be used. rows: bool [n]. what: follows the value in a message."""
+    """Rows whose value in a column cannot be used."""
 
     rows: Mask
+    """Which rows, bool [n]."""
     column: str
     reason: str
+    """Key of `Reader.skipped`."""
     what: str
+    """The part of the error message that follows the value."""
 
 
 def numbers(array: Any, column: str) -> tuple[NDArray[np.float64], Mask, list[ColumnFault]]:
-    """Numbers as float64 [n] with NaN where missing, which are missing, and what could not be read."""
+    """Converts a column to numbers.
+
+    Args:
+        array: Arrow array [n] of numbers or text.
+        column: Name of the column, for messages.
+
+    Returns:
+        float64 [n] with NaN for missing values, a mask of the missing values, and the rows that are not
+        finite numbers.
+    """
     pa, pc = arrow(), arrow("pyarrow.compute")
     array = _plain(array)
     missing = np.asarray(array.is_null())
@@ -73,21 +93,39 @@ def numbers(array: Any, column: str) -> tuple[NDArray[np.float64], Mask, list[Co
 
 
 def seconds(array: Any, column: str) -> tuple[NDArray[np.int64], list[ColumnFault]]:
-    """Times in whole seconds, int64 [n]."""
+    """Converts a column to times in seconds.
+
+    Args:
+        array: Arrow array [n] of numbers, text, timestamps or dates.
+        column: Name of the column, for messages.
+
+    Returns:
+        int64 [n], and the rows that have no valid time.
+    """
     pa, pc = arrow(), arrow("pyarrow.compute")
     if pa.types.is_timestamp(array.type) or pa.types.is_date(array.type):
         array = pc.cast(pc.cast(array, pa.timestamp("s"), safe=False), pa.int64())
     values, missing, faults = numbers(array, column)
     if missing.any():
-        faults.append(ColumnFault(missing, column, "no time", "is missing, but is the time"))
+        faults.append(ColumnFault(missing, column, "no time", "is missing, but every row needs a time"))
     late = np.abs(values) > 2.0**53
     if late.any():
-        faults.append(ColumnFault(late, column, "not finite", "is no time in seconds"))
+        faults.append(ColumnFault(late, column, "not finite", "is not a time in seconds"))
     return np.nan_to_num(np.where(late, 0.0, values)).astype(np.int64), faults
 
 
 def ids(array: Any, feature: FeatureColumn) -> tuple[Ragged, list[ColumnFault]]:
-    """Ids of one column, a Ragged of n rows; a missing value is an empty row, one in a list left out."""
+    """Converts a column to ids.
+
+    A missing value is an empty row; a missing value in a list is left out.
+
+    Args:
+        array: Arrow array [n] of integers, text, or lists of them.
+        feature: How to read the column.
+
+    Returns:
+        A Ragged of n rows, and the rows that are not valid ids.
+    """
     pa, pc = arrow(), arrow("pyarrow.compute")
     array = _plain(array)
     if feature.separator is not None and _is_text(array.type):
@@ -108,7 +146,7 @@ def ids(array: Any, feature: FeatureColumn) -> tuple[Ragged, list[ColumnFault]]:
     if unread is not None:
         bad = np.zeros(len(lengths), bool)
         bad[rows[unread]] = True
-        faults.append(ColumnFault(bad, feature.column, "wrong type", "is not a whole number of 64 bits"))
+        faults.append(ColumnFault(bad, feature.column, "wrong type", NOT_AN_ID))
     if feature.slot is not None:
         values = fid(feature.slot, values)
     counts = np.bincount(rows, minlength=len(lengths))
@@ -116,7 +154,7 @@ def ids(array: Any, feature: FeatureColumn) -> tuple[Ragged, list[ColumnFault]]:
 
 
 def why_not_ids(kind: Any) -> str | None:
-    """Why a column of this Arrow type cannot hold ids, or None if it can."""
+    """Returns why a column of an Arrow type cannot hold ids, or None if it can."""
     types = arrow().types
     kind = _inner(kind)
     if _is_list(kind):
@@ -124,12 +162,12 @@ def why_not_ids(kind: Any) -> str | None:
     if types.is_integer(kind) or types.is_boolean(kind) or types.is_null(kind):
         return None
     if not _is_text(kind):
-        return f"holds {kind}; ids are whole numbers or text"
+        return f"holds {kind}; ids are integers or text"
     return None
 
 
 def why_not_numbers(kind: Any, *, time: bool = False) -> str | None:
-    """Why a column of this Arrow type cannot hold numbers (or times), or None if it can."""
+    """Returns why a column of an Arrow type cannot hold numbers (or times), or None if it can."""
     types = arrow().types
     kind = _inner(kind)
     known = (types.is_integer, types.is_floating, types.is_boolean, types.is_decimal, types.is_null)
@@ -140,7 +178,7 @@ def why_not_numbers(kind: Any, *, time: bool = False) -> str | None:
     return f"holds {kind}, not {'times' if time else 'numbers'}"
 
 
-# ---- the types of a column
+# ---- column types
 
 
 def _is_list(kind: Any) -> bool:
@@ -175,7 +213,7 @@ def _plain(array: Any) -> Any:
 
 
 def _as_text(array: Any) -> Any:
-    """Binary looked at as text, whether or not it is UTF-8."""
+    """Views binary data as text without checking that it is UTF-8."""
     pa = arrow()
     if pa.types.is_binary(array.type):
         return array.view(pa.string())
@@ -186,7 +224,7 @@ def _as_text(array: Any) -> Any:
 
 
 def _values(array: Any, feature: FeatureColumn) -> tuple[Tensor, Mask | None]:
-    """int64 [n] of an array without nulls, and which of them could not be read."""
+    """int64 [n] of an array without nulls, and a mask of the values that are not valid ids."""
     pa, pc = arrow(), arrow("pyarrow.compute")
     if pa.types.is_null(array.type):
         return torch.empty(0, dtype=torch.int64), None
@@ -195,16 +233,16 @@ def _values(array: Any, feature: FeatureColumn) -> tuple[Tensor, Mask | None]:
             return _hashed(pc.cast(array, pa.string())), None
         if pa.types.is_uint64(array.type):
             return torch.from_numpy(array.to_numpy().view(np.int64).copy()), None
-        whole = pc.cast(array, pa.int64())
-        return torch.from_numpy(whole.to_numpy(zero_copy_only=False).astype(np.int64)), None
+        integers = pc.cast(array, pa.int64())
+        return torch.from_numpy(integers.to_numpy(zero_copy_only=False).astype(np.int64)), None
     if feature.hash is not False:
         return _hashed(array), None
     try:
         return torch.from_numpy(pc.cast(_as_text(array), pa.int64()).to_numpy().copy()), None
     except pa.ArrowInvalid:
-        whole = [_whole(x) for x in _as_text(array).cast(pa.binary()).to_pylist()]
-        unread = np.array([x is None for x in whole], bool)
-        return torch.tensor([x or 0 for x in whole], dtype=torch.int64), unread if unread.any() else None
+        values = [_integer(x) for x in _as_text(array).cast(pa.binary()).to_pylist()]
+        unread = np.array([x is None for x in values], bool)
+        return torch.tensor([x or 0 for x in values], dtype=torch.int64), unread if unread.any() else None
 
 
 def _hashed(array: Any) -> Tensor:
@@ -226,10 +264,10 @@ def _float(text: bytes | None) -> float | None:
         return None
 
 
-def _whole(text: bytes) -> int | None:
-    """The int64 with the bits of a whole number of 64 bits, signed or not."""
+def _integer(text: bytes) -> int | None:
+    """The int64 with the bits of a signed or unsigned 64-bit integer, or None."""
     plain = text.decode("latin-1").strip(" \t")
-    value = int(plain) if _WHOLE.fullmatch(plain) else None
+    value = int(plain) if _INTEGER.fullmatch(plain) else None
     if value is None or not -(2**63) <= value < 2**64:
         return None
     return value - 2**64 if value >= 2**63 else value

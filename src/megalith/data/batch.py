@@ -1,7 +1,7 @@
 """Batch and Samples: rows of training data as tensors.
 
-`Samples` are any number of rows, column by column; readers cut them into `Batch`es, which are what a
-model is given. Where rows come from is the readers' business.
+`Samples` hold any number of rows, column by column. Readers cut them into batches; a `Batch` is the input of
+a model.
 """
 
 from __future__ import annotations
@@ -18,38 +18,39 @@ from megalith.ops import take
 from megalith.ragged import Ragged
 
 Position = dict[str, Any]
-"""Where a reader stands: a small dict that JSON can hold."""
+"""The position of a reader: a small JSON-compatible dict."""
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Some rows, and where the reader stands after them.
-
-    features: a Ragged of int64 ids per name. labels: float32 [B]; NaN where the data has no label column.
-    dense: float32 [B, k] or None. weights: float32 [B] or None. time: seconds, of the newest row, or None.
-    position: `reader.seek(position)` goes on with the batch after this one.
-    """
+    """B rows, and the position of the reader after them."""
 
     features: dict[str, Ragged]
+    """Feature name -> int64 ids, B rows."""
     labels: Tensor
+    """float32 [B]; NaN if the data has no label column."""
     dense: Tensor | None = None
+    """float32 [B, k]."""
     weights: Tensor | None = None
+    """float32 [B]."""
     time: int | None = None
+    """Time of the newest row in seconds."""
     position: Position = field(default_factory=dict)
+    """`reader.seek(position)` continues with the next batch."""
 
     def __len__(self) -> int:
         return self.labels.shape[0]
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
-        """The same on another device."""
+        """Returns the batch on another device."""
         return self._moved(lambda x: x.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
-        """The same in pinned memory; DataLoader calls it."""
+        """Returns the batch in pinned memory. DataLoader calls it."""
         return self._moved(lambda x: x.pin_memory())
 
     def part(self, start: int, end: int) -> Self:
-        """Rows start to end, maybe none, in the same memory; time and position stay those of the batch."""
+        """Returns rows `start` to `end` without a copy. Time and position stay those of the batch."""
         return self._moved(lambda x: x[start:end])
 
     def _moved(self, move: Any) -> Self:
@@ -63,17 +64,22 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """Rows in memory, column by column.
+    """n rows in memory, column by column.
 
-    features: a Ragged of n rows per name. labels: float32 [n]. dense: float32 [n, k] or None.
-    weights: float32 [n] or None. times: int64 [n], seconds, or None. Raises InputError if they differ in n.
+    Raises:
+        InputError: A column has another number of rows than the labels.
     """
 
     features: dict[str, Ragged]
+    """Feature name -> int64 ids, n rows."""
     labels: Tensor
+    """float32 [n]."""
     dense: Tensor | None = None
+    """float32 [n, k]."""
     weights: Tensor | None = None
+    """float32 [n]."""
     times: Tensor | None = None
+    """Times in seconds, int64 [n]."""
 
     def __post_init__(self) -> None:
         n = len(self)
@@ -86,7 +92,7 @@ class Samples:
         return self.labels.shape[0]
 
     def __getitem__(self, rows: slice) -> Samples:
-        """Some rows one after the other, without copying them."""
+        """Returns a range of rows without a copy."""
         return Samples(
             {name: ragged[rows] for name, ragged in self.features.items()},
             self.labels[rows],
@@ -94,7 +100,7 @@ class Samples:
         )
 
     def select(self, rows: Tensor) -> Samples:
-        """The rows with these numbers, int64 [m], in this order."""
+        """Returns the rows with these indices, int64 [m], in this order."""
         return Samples(
             {name: take(ragged, rows) for name, ragged in self.features.items()},
             self.labels[rows],
@@ -102,13 +108,13 @@ class Samples:
         )
 
     def to_batch(self, position: Position) -> Batch:
-        """These rows as a batch after which a reader stands at `position`."""
+        """Returns the rows as a batch. `position` is the position of the reader after them."""
         time = None if self.times is None or len(self) == 0 else int(self.times.max())
         return Batch(self.features, self.labels, self.dense, self.weights, time, position)
 
     @classmethod
     def concat(cls, parts: Sequence[Samples]) -> Samples:
-        """The rows of all parts, one after the other; all must have the same columns."""
+        """Concatenates the rows of parts with the same columns."""
         if len(parts) == 1:
             return parts[0]
         first = parts[0]

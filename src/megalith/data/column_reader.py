@@ -1,7 +1,7 @@
-"""ColumnReader: what readers of files with named columns have in common.
+"""ColumnReader: the base class of readers of files with named columns.
 
-It turns Arrow record batches into Samples by a Schema, and says which rows are bad. Opening files,
-sharding and positions are in `parquet.py` and `csv.py`.
+It converts Arrow record batches to Samples according to a Schema and finds bad rows. Opening files, sharding
+and positions are in `parquet.py` and `csv.py`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,31 @@ from megalith.errors import InputError
 
 
 class ColumnChunk(NamedTuple):
-    """Rows as they stand in a file. numbers: int64 [n], the number of each row there."""
+    """Rows of a file before they are decoded."""
 
     file: Path
     table: Any
+    """Arrow record batch of n rows."""
     numbers: NDArray[np.int64]
+    """Number of each row in the file, int64 [n]."""
     after: Callable[[int], Position]
-    """The position behind the row with this number."""
+    """Returns the position after the row with a number."""
 
 
 class ColumnReader(Reader):
-    """Reads files of named columns by a Schema.
+    """Reads files of named columns.
 
-    schema may be replaced before reading starts, as in `reader.schema = reader.fit()`.
+    `reader.schema` may be replaced before reading starts: `reader.schema = reader.fit()`.
+
+    Args:
+        paths: Files, directories or patterns.
+        schema: The columns to read.
+        batch_size: Rows per batch.
+        drop_last: See `Reader`.
+        on_error: See `Reader`.
+
+    Raises:
+        InputError: No file is found, or an argument is out of range.
     """
 
     suffixes: tuple[str, ...]
@@ -79,14 +91,24 @@ class ColumnReader(Reader):
 
     @abstractmethod
     def _chunks(self, position: Position) -> Iterator[ColumnChunk]:
-        """The rows of this shard from `position` on."""
+        """The rows of this shard from `position`."""
 
     def fit(self, rows: int = 100_000) -> Schema:
-        """The schema with mean and std of the first `rows` rows of all files wherever it has none yet."""
+        """Computes the missing means and standard deviations of dense columns.
+
+        Args:
+            rows: Number of rows to read, from the start of the first file.
+
+        Returns:
+            The schema with all means and standard deviations.
+
+        Raises:
+            InputError: There is no row or no value to fit.
+        """
         if all(column.is_fitted for column in self.schema.dense_columns):
             return self.schema
         seen, raw = 0, []
-        everything = self.shard(0, 1)  # so that all ranks fit the same
+        everything = self.shard(0, 1)  # all ranks must fit the same rows
         for chunk in everything._chunks(everything._start()):
             faults: list[ColumnFault] = []
             values = self._dense(chunk.table, faults)
@@ -97,7 +119,7 @@ class ColumnReader(Reader):
             if seen >= rows:
                 break
         if not raw:
-            raise InputError(f"{self.files[0]}: no row to fit the schema on")
+            raise InputError(f"{self.files[0]}: there is no row to fit the schema to")
         return self.schema.fitted(np.concatenate(raw))
 
     def _row_blocks(self, position: Position) -> Iterator[RowBlock]:
@@ -105,10 +127,10 @@ class ColumnReader(Reader):
             samples, kept = self._decode(chunk)
             yield RowBlock(samples, partial(_position_after, chunk, kept))
 
-    # ---- whole files
+    # ---- columns of a file
 
     def _columns_fault(self, kinds: dict[str, Any], file: Path) -> tuple[str, str] | None:
-        """Reason and message if a file with columns of these Arrow types cannot be read by the schema."""
+        """Reason and message if a file with columns of these Arrow types does not match the schema."""
         schema = self.schema
         for name in schema.columns:
             if name not in kinds:
@@ -127,7 +149,7 @@ class ColumnReader(Reader):
     # ---- rows
 
     def _decode(self, chunk: ColumnChunk) -> tuple[Samples, NDArray[np.int64]]:
-        """The good rows of a chunk and their numbers in the file."""
+        """The valid rows of a chunk and their numbers in the file."""
         faults: list[ColumnFault] = []
         samples = self._samples(chunk.table, faults)
         if not faults:
@@ -152,7 +174,7 @@ class ColumnReader(Reader):
                 found = [x for x in found if x.reason != "not finite"]
                 for fault in found:
                     unlabelled &= ~fault.rows
-                found.append(ColumnFault(unlabelled, schema.label, "no label", "is no label"))
+                found.append(ColumnFault(unlabelled, schema.label, "no label", "is not a label"))
             faults += found
         weights = None
         if schema.weight is not None:
@@ -160,7 +182,7 @@ class ColumnReader(Reader):
             faults += found
             wrong = missing | (weights < 0)
             if wrong.any():
-                faults.append(ColumnFault(wrong, schema.weight, "no weight", "is no weight, 0 or above"))
+                faults.append(ColumnFault(wrong, schema.weight, "no weight", "is not a weight of 0 or more"))
         times = None
         if schema.time is not None:
             times, found = seconds(table.column(schema.time), schema.time)

@@ -1,9 +1,9 @@
-"""CSV and TSV files, Criteo's among them, streamed block by block.
+"""CsvReader and CriteoReader: CSV and TSV files, read block by block.
 
-A block is about `block_bytes` of whole lines, and begins where the last one ended, so that a position is the
-offset of a block and a line in it. Each rank takes whole files where there are enough of them, else its part
-of the lines of every block. A row is a line: quoted line ends are not supported. Lines are counted from 1,
-the header included.
+A block is about `block_bytes` of complete lines and starts where the previous one ended. A position is the
+offset of a block and the number of lines read from it. If there are at least as many files as ranks, each
+rank reads its own files; otherwise each rank reads its part of the lines of every block. A row is one line:
+quoted line ends are not supported. Lines are counted from 1, including the header.
 """
 
 from __future__ import annotations
@@ -32,21 +32,31 @@ CRITEO_CATEGORIES = tuple(f"C{i}" for i in range(1, 27))
 
 
 class _Block(NamedTuple):
-    """Whole lines of a file. offset: of the first byte. line: the number of the first line."""
+    """Complete lines of a file."""
 
     data: bytes
     offset: int
+    """Offset of the first byte in the file."""
     line: int
+    """Number of the first line."""
 
 
 class CsvReader(ColumnReader):
-    """Batches out of CSV or TSV files (.gz accepted), a directory of them or a pattern.
+    """Reads CSV and TSV files, plain or compressed with gzip. An empty field is a missing value.
 
-    columns: the names, for files without a header; else the first line names them.
-    delimiter: one character; None takes a tab for files named .tsv or .txt (or .tsv.gz ...), else a comma.
-    quote: the quoting character, or None if fields are never quoted. An empty field is a missing value.
-    Raises InputError if a column is missing, and at a bad line; with on_error="skip" those are counted
-    instead (a column that the first file lacks always raises).
+    Args:
+        paths: Files, directories or patterns.
+        schema: The columns to read.
+        batch_size: Rows per batch.
+        columns: Column names of files without a header. None: the first line names the columns.
+        delimiter: One character. None: a tab for files named .tsv or .txt (also .tsv.gz ...), else a comma.
+        quote: The quote character. None: fields are never quoted.
+        drop_last: See `Reader`.
+        on_error: See `Reader`. A column that is missing in the first file always raises.
+        block_bytes: Approximate number of bytes to read at a time.
+
+    Raises:
+        InputError: A column is missing, or an argument is out of range.
     """
 
     suffixes = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz")
@@ -72,7 +82,7 @@ class CsvReader(ColumnReader):
         if block_bytes < 1:
             raise InputError(f"reader: block_bytes must be at least 1, got {block_bytes}")
         if columns is not None and len(set(columns)) < len(columns):
-            raise InputError("reader: columns must be names of their own")
+            raise InputError("reader: columns must have distinct names")
         self.columns = None if columns is None else list(columns)
         self.delimiter = delimiter
         self.quote = quote
@@ -99,7 +109,7 @@ class CsvReader(ColumnReader):
         return self._position(0, 0, 0, 0)
 
     def _position(self, file: int, offset: int, line: int, done: int) -> Position:
-        """done: how many lines of this shard's part of the block are behind; line: of the block's first."""
+        """line: number of the block's first line. done: lines of this shard's part that were read."""
         own = self._own()
         return {"file": file, "offset": offset, "line": line, "done": done, "name": own[file].name}
 
@@ -117,8 +127,8 @@ class CsvReader(ColumnReader):
             at = position if i == position["file"] else self._position(i, 0, 0, 0)
             try:
                 yield from self._file(i, path, at)
-            except (EOFError, OSError) as error:  # a damaged .gz, or a disk that fails
-                self._bad("unreadable file", f"{path}: cannot be read to its end: {error}")
+            except (EOFError, OSError) as error:  # a damaged .gz file or a failing disk
+                self._bad("unreadable file", f"{path}: cannot be read to the end: {error}")
 
     def _file(self, index: int, path: Path, at: Position) -> Iterator[ColumnChunk]:
         with open_bytes(path) as file:
@@ -139,7 +149,7 @@ class CsvReader(ColumnReader):
                 done = 0
 
     def _header(self, path: Path, file: BinaryIO) -> tuple[list[str], _Block]:
-        """The columns' names, and the empty block before the first row; the file is left there."""
+        """The column names, and the empty block before the first row, where the file is positioned."""
         begin = 3 if file.read(3) == b"\xef\xbb\xbf" else 0
         file.seek(begin)
         if self.columns is not None:
@@ -147,11 +157,11 @@ class CsvReader(ColumnReader):
         head = file.readline(MAX_LINE_BYTES)
         fields = self._fields(head.rstrip(b"\r\n"), self._delimiter(path))
         if fields is None:
-            raise InputError(f"{path}: line 1 should name the columns, but has an open quote or is no text")
+            raise InputError(f"{path}: line 1 must name the columns, but has an open quote or is not text")
         names = [field.decode("utf-8", "replace") for field in fields]
         if len(set(names)) < len(names):
             doubled = next(name for name in names if names.count(name) > 1)
-            raise InputError(f"{path}: line 1 names column {doubled!r} more than once")
+            raise InputError(f"{path}: line 1 names column {doubled!r} twice")
         return names, _Block(b"", begin + len(head), 2)
 
     def _delimiter(self, path: Path) -> str:
@@ -163,7 +173,7 @@ class CsvReader(ColumnReader):
         return self._columns_fault({name: arrow().binary() for name in names}, path)
 
     def _blocks(self, path: Path, file: BinaryIO, begin: _Block) -> Iterator[_Block]:
-        """The file's blocks from here on; each depends on its offset alone, and ends with a line end."""
+        """The blocks of the file from `begin`. A block depends only on its offset."""
         data, offset, line, wanted = b"", begin.offset, begin.line, self.block_bytes
         while True:
             data += file.read(wanted - len(data))
@@ -184,7 +194,7 @@ class CsvReader(ColumnReader):
     # ---- lines
 
     def _share(self, size: int) -> tuple[int, int]:
-        """Which of a block's lines are this shard's."""
+        """The range of a block's lines that belongs to this shard."""
         if self._by_file:
             return 0, size
         return size * self.rank // self.world_size, size * (self.rank + 1) // self.world_size
@@ -192,7 +202,7 @@ class CsvReader(ColumnReader):
     def _parse(
         self, index: int, path: Path, names: list[str], block: _Block, done: int
     ) -> ColumnChunk | None:
-        """This shard's part of a block, less its first `done` lines, as a table; None if nothing is left."""
+        """This shard's part of a block without its first `done` lines, or None if no line is left."""
         data, size = block.data, block.data.count(b"\n")
         start, stop = self._share(size)
         low = min(start + done, stop)
@@ -213,7 +223,7 @@ class CsvReader(ColumnReader):
     def _table(
         self, path: Path, names: list[str], data: bytes, numbers: NDArray[np.int64]
     ) -> tuple[Any, NDArray[np.int64]]:
-        """Lines as a record batch of bytes, and their numbers; bad and blank lines are left out."""
+        """Lines as a record batch of bytes, and their numbers. Bad and empty lines are left out."""
         stray = b"\r" in data and data.count(b"\r") != data.count(b"\r\n")
         if data and not stray:
             try:
@@ -225,7 +235,7 @@ class CsvReader(ColumnReader):
         return self._line_by_line(path, names, data, numbers)
 
     def _all_lines(self, path: Path, names: list[str], data: bytes) -> Any:
-        """What Arrow makes of good lines; of others it may raise, or give another number of rows."""
+        """Parses lines with Arrow. With bad lines it may raise or return another number of rows."""
         pa, csv = arrow(), arrow("pyarrow.csv")
         wanted = self.schema.columns
         table = csv.read_csv(
@@ -248,7 +258,7 @@ class CsvReader(ColumnReader):
     def _line_by_line(
         self, path: Path, names: list[str], data: bytes, numbers: NDArray[np.int64]
     ) -> tuple[Any, NDArray[np.int64]]:
-        """The same, slower, telling good lines from bad ones."""
+        """Parses lines one by one: slower, but finds the bad ones."""
         pa, wanted = arrow(), self.schema.columns
         places = [names.index(name) for name in wanted]
         rows: list[list[bytes | None]] = []
@@ -271,7 +281,7 @@ class CsvReader(ColumnReader):
         return pa.RecordBatch.from_arrays(arrays, wanted), np.array(kept, np.int64)
 
     def _fields(self, line: bytes, delimiter: str) -> list[bytes] | None:
-        """The fields of a line; None if it is not a line of its own."""
+        """The fields of a line, or None if the line has an open quote or a stray line end."""
         if b"\r" in line:
             return None
         if self.quote is None or self.quote.encode() not in line:
@@ -285,11 +295,22 @@ class CsvReader(ColumnReader):
 
 
 class CriteoReader(CsvReader):
-    """Batches out of Criteo's click logs: tab-separated label, 13 whole numbers, 26 hexadecimal categories.
+    """Reads Criteo's click logs: a label, 13 integers and 26 hexadecimal categories, separated by tabs.
 
-    Any of them but the label may be missing. Features are named C1 .. C26; dense is [B, 13] of I1 .. I13.
-    normalise: of the whole numbers; "standard" needs `reader.schema = reader.fit()`.
-    labelled: False for files without the label's column. Raises as CsvReader does.
+    Every value except the label may be missing. The features are named C1 to C26; `Batch.dense` is [B, 13]
+    with the integers I1 to I13.
+
+    Args:
+        paths: Files, directories or patterns.
+        batch_size: Rows per batch.
+        normalise: Normalisation of the integers. "standard" requires `reader.schema = reader.fit()`.
+        labelled: Whether the files have a label column.
+        drop_last: See `Reader`.
+        on_error: See `Reader`.
+        block_bytes: See `CsvReader`.
+
+    Raises:
+        InputError: A file cannot be read, or an argument is out of range.
     """
 
     def __init__(

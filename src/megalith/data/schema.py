@@ -1,7 +1,7 @@
-"""Schema: which columns of a file become features, dense values, label, weight and time.
+"""Schema: which columns of a file are features, dense values, label, weight and time.
 
-It is plain data with a JSON form, so that the schema a model was trained with (fitted means
-included) is the one evaluation and prediction read their files with.
+A schema has a JSON form that includes fitted means, so that evaluation and prediction read their files with
+the schema of training.
 """
 
 from __future__ import annotations
@@ -25,47 +25,49 @@ Normalise = Literal["none", "log1p", "standard"]
 
 @dataclass(frozen=True)
 class FeatureColumn:
-    """A column of ids: one a row, or a list of them; a missing value is an empty row.
+    """A column of ids: one id or a list of ids per row. A missing value is an empty row.
 
-    Raises InputError if a field makes no sense.
+    Raises:
+        InputError: A field is out of range or has the wrong type.
     """
 
     column: str
-    """Its name in the file."""
+    """Name of the column in the file."""
     slot: int | None = None
-    """0 .. 32767: ids become `fid(slot, id)`, so that features sharing a table do not collide."""
+    """0 to 32767: ids become `fid(slot, id)`, so that features that share a table do not collide."""
     hash: bool | None = None
-    """None hashes text and takes whole numbers as they are (all of a CSV file is text); True hashes the
-    text of whole numbers too; False takes whole numbers only, and reads them from the text of a CSV file."""
+    """None hashes text and uses integers as ids (every value of a CSV file is text). True hashes integers as
+    text too. False accepts only integers, also those written as text."""
     separator: str | None = None
-    """Divides one text into several ids: "a|b" with "|"."""
+    """Splits a text into several ids: "|" splits "a|b"."""
 
     def __post_init__(self) -> None:
         _name("feature", self.column)
         if self.slot is not None and not (isinstance(self.slot, int) and 0 <= self.slot < NUM_SLOTS):
             most = NUM_SLOTS - 1
-            raise InputError(f"schema: slot of column {self.column!r} must be 0 .. {most}, got {self.slot!r}")
+            raise InputError(f"schema: slot of column {self.column!r} must be 0 to {most}, got {self.slot!r}")
         if self.hash not in (None, True, False):
             raise InputError(f"schema: hash of column {self.column!r} must be True, False or None")
         if self.separator is not None and (not isinstance(self.separator, str) or not self.separator):
-            raise InputError(f"schema: separator of column {self.column!r} must be text of some length")
+            raise InputError(f"schema: separator of column {self.column!r} must be non-empty text")
 
 
 @dataclass(frozen=True)
 class DenseColumn:
-    """A column of numbers; a missing one becomes 0 after normalising.
+    """A column of numbers. A missing value is 0 after normalisation.
 
-    Raises InputError if a field makes no sense.
+    Raises:
+        InputError: A field is out of range or has the wrong type.
     """
 
     column: str
-    """Its name in the file."""
+    """Name of the column in the file."""
     normalise: Normalise = "none"
     """"log1p": sign(x) * log(1 + |x|). "standard": (x - mean) / std."""
     mean: float | None = None
-    """For "standard": given, or fitted by `reader.fit()`."""
+    """Mean for "standard", given or computed by `reader.fit()`."""
     std: float | None = None
-    """For "standard": above 0."""
+    """Standard deviation for "standard", above 0."""
 
     def __post_init__(self) -> None:
         _name("dense", self.column)
@@ -82,31 +84,32 @@ class DenseColumn:
 
     @property
     def is_fitted(self) -> bool:
-        """Whether nothing is left to be fitted."""
+        """Whether the column needs no fit."""
         return self.normalise != "standard" or self.mean is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schema:
-    """What to read from a file, and as what; a plain column name stands for a column with the defaults.
+    """The columns to read from a file. A column name stands for a column with default settings.
 
-    Raises InputError if a field makes no sense.
+    Raises:
+        InputError: A field has the wrong type, or there are neither features nor dense columns.
     """
 
     features: Mapping[str, str | FeatureColumn]
     """Feature name -> column of ids."""
     label: str | None
-    """The label's column; None reads data without labels (they come out as NaN)."""
+    """Label column. None: the data has no labels, and they are NaN."""
     dense: Sequence[str | DenseColumn] = ()
-    """Columns of `Batch.dense`, in this order."""
+    """Columns of `Batch.dense`, in order."""
     weight: str | None = None
-    """Column of row weights, none below 0."""
+    """Column of row weights of 0 or more."""
     time: str | None = None
-    """Column of event times: seconds, or timestamps."""
+    """Column of event times: seconds or timestamps."""
     feature_columns: dict[str, FeatureColumn] = field(init=False, repr=False, compare=False)
-    """`features` with every column spelled out."""
+    """`features` with a FeatureColumn for every name."""
     dense_columns: tuple[DenseColumn, ...] = field(init=False, repr=False, compare=False)
-    """`dense` with every column spelled out."""
+    """`dense` with a DenseColumn for every name."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.features, Mapping) or not all(isinstance(x, str) for x in self.features):
@@ -124,21 +127,28 @@ class Schema:
         object.__setattr__(self, "feature_columns", features)
         object.__setattr__(self, "dense_columns", dense)
         if not features and not dense:
-            raise InputError("schema: neither features nor dense columns are named")
+            raise InputError("schema: there are neither features nor dense columns")
 
     @property
     def columns(self) -> list[str]:
-        """The names of all columns to read, each once."""
+        """The distinct names of all columns to read."""
         names = [self.label, self.weight, self.time]
         names += [x.column for x in self.dense_columns] + [x.column for x in self.feature_columns.values()]
         return list(dict.fromkeys(name for name in names if name is not None))
 
-    # ---- normalising
+    # ---- normalisation
 
     def normalise(self, raw: NDArray[np.float64]) -> Tensor:
-        """Dense values ready for a model, float32 [n, k], from [n, k] where NaN means missing.
+        """Normalises dense values.
 
-        Raises UsageError if a standard column was never fitted.
+        Args:
+            raw: float64 [n, k]; NaN is a missing value.
+
+        Returns:
+            float32 [n, k].
+
+        Raises:
+            UsageError: A "standard" column is not fitted.
         """
         out = np.empty(raw.shape, np.float32)
         for i, column in enumerate(self.dense_columns):
@@ -148,15 +158,22 @@ class Schema:
             elif column.normalise == "standard":
                 if column.mean is None or column.std is None:
                     raise UsageError(
-                        f"schema: column {column.column!r} has no mean and std yet; "
-                        "give them, or use `reader.schema = reader.fit()`"
+                        f"schema: column {column.column!r} has no mean and std; "
+                        "set them, or use `reader.schema = reader.fit()`"
                     )
                 x = (x - column.mean) / column.std
             out[:, i] = np.clip(np.where(np.isnan(x), 0.0, x), -FLOAT32_MAX, FLOAT32_MAX)
         return torch.from_numpy(out)
 
     def fitted(self, raw: NDArray[np.float64]) -> Schema:
-        """This schema with mean and std of raw dense values [n, k] where they were not given."""
+        """Returns the schema with the missing means and standard deviations.
+
+        Args:
+            raw: Dense values, float64 [n, k]; NaN is a missing value.
+
+        Raises:
+            InputError: A column has no value.
+        """
         columns = []
         for i, column in enumerate(self.dense_columns):
             if not column.is_fitted:
@@ -171,7 +188,7 @@ class Schema:
     # ---- JSON
 
     def to_dict(self) -> dict[str, Any]:
-        """A form that JSON can hold."""
+        """Returns the JSON-compatible form."""
         return {
             "label": self.label,
             "features": {name: _slim(column) for name, column in self.feature_columns.items()},
@@ -182,7 +199,11 @@ class Schema:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Schema:
-        """The schema `to_dict` wrote; columns may also be plain names."""
+        """Creates a schema from the form that `to_dict` returns. Columns may also be plain names.
+
+        Raises:
+            InputError: The data does not have this form.
+        """
         try:
             fields = dict(data)
             features = {name: _column(FeatureColumn, x) for name, x in fields.pop("features").items()}

@@ -1,1 +1,1 @@
-"""Reports, charts, inspection of checkpoints, routing forecasts and id samples."""
+"""Reports, charts, inspection of checkpoints, routing forecasts and samples of ids."""

@@ -1,7 +1,7 @@
-"""Charts as inline SVG: lines, points and bars with axes, ticks and legends, for pages that stand alone.
+"""Charts as inline SVG: lines, points and bars with axes, ticks and legends, for self-contained pages.
 
-Colours come from CSS variables, so one drawing suits light and dark pages; `STYLE` holds them. Each chart has
-a title and a description that screen readers speak, and marks say their values when pointed at.
+Colours are CSS variables in `STYLE`, so that a chart works on light and dark pages. Each chart has a title
+and a description for screen readers, and marks show their values as tooltips.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megalith.units import show_number, show_short
 
 WIDTH, HEIGHT = 520, 300
 NUM_COLOURS = 8
-_FONT, _CHAR = 12, 7.0  # a label's size, and how wide a character of it may be
+_FONT, _CHAR = 12, 7.0  # font size of a label, and the width of a character
 _TOP, _RIGHT, _BOTTOM = 14, 18, 46
 _SLANT = math.radians(35)
 _LARGEST = 1e100
@@ -45,46 +45,86 @@ _LINES = {"line": "line", "faint": "line faint", "line and points": "line"}
 
 @dataclass(frozen=True)
 class Series:
-    """Named points; the legend leaves out what has no name.
-
-    sizes: how large each is drawn, by area. colour: 0 .. 7, by position if None.
-    """
+    """Points of a chart with a name."""
 
     name: str
+    """Name in the legend. Empty: the series is not in the legend."""
     points: Sequence[tuple[float, float]]
     mark: Mark = "line"
     sizes: Sequence[float] | None = None
+    """Relative area of each point."""
     colour: int | None = None
+    """Colour from 0 to 7. None: given by the position of the series."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis. low, high: its ends, else those of the data; log: by powers of ten."""
+    """An axis of a chart."""
 
     label: str
     log: bool = False
     low: float | None = None
+    """Lower end. None: the smallest value."""
     high: float | None = None
+    """Upper end. None: the largest value."""
 
 
 def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis) -> str:
-    """An SVG of lines. Points beyond 1e100, and those not above 0 on a log axis, are left out.
+    """Draws lines. Points beyond 1e100, and points of 0 or less on a log axis, are left out.
 
-    Raises InputError if no point is left.
+    Args:
+        title: Title for screen readers and errors.
+        series: The lines.
+        x: The x axis.
+        y: The y axis.
+
+    Returns:
+        An SVG element.
+
+    Raises:
+        InputError: There is no point to draw.
     """
     return _plot(title, series, x, y, False)
 
 
 def scatter_chart(title: str, series: Sequence[Series], x: Axis, y: Axis, *, diagonal: bool = False) -> str:
-    """An SVG of points; diagonal: with the line where y is x. Raises as line_chart."""
+    """Draws points.
+
+    Args:
+        title: Title for screen readers and errors.
+        series: The points; `mark` is ignored.
+        x: The x axis.
+        y: The y axis.
+        diagonal: Whether to draw the line y = x.
+
+    Returns:
+        An SVG element.
+
+    Raises:
+        InputError: There is no point to draw.
+    """
     points = [Series(s.name, s.points, "points", s.sizes, s.colour) for s in series]
     return _plot(title, points, x, y, diagonal)
 
 
 def bar_chart(title: str, bars: Sequence[tuple[str, float]], y: Axis, *, label: str, colour: int = 0) -> str:
-    """An SVG of upright bars with a label each; label: what they are. Raises InputError if there are none."""
+    """Draws vertical bars.
+
+    Args:
+        title: Title for screen readers and errors.
+        bars: Label and value of each bar.
+        y: The y axis.
+        label: Label of the x axis.
+        colour: Colour of the bars, 0 to 7.
+
+    Returns:
+        An SVG element.
+
+    Raises:
+        InputError: There is no bar, or a value is not between 0 and 1e100.
+    """
     if not bars or not all(0 <= value < _LARGEST for _, value in bars):
-        raise InputError(f"chart {title!r}: bars must be 0 .. 1e100, at least one")
+        raise InputError(f"chart {title!r}: needs at least one bar, and values between 0 and 1e100")
     ticks = _linear_ticks(0.0, max(value for _, value in bars) or 1.0)
     left = _left(ticks)
     widest = max(len(text) for text, _ in bars) * _CHAR
@@ -121,21 +161,26 @@ def bar_chart(title: str, bars: Sequence[tuple[str, float]], y: Axis, *, label: 
 
 @dataclass(frozen=True)
 class Scale:
-    """A stretch of numbers, to be mapped to 0 .. 1."""
+    """Maps a range of numbers to 0 .. 1."""
 
     low: float
     high: float
     log: bool
 
     def __call__(self, value: float) -> float:
-        """Where a number lies, 0 at the low end and 1 at the high one."""
+        """Returns the position of a number: 0 at the low end, 1 at the high end."""
         if self.log:
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
 
 
 def ticks_of(values: Sequence[float], axis: Axis) -> list[float]:
-    """Round numbers that cover all values; the first and last are the ends of the axis."""
+    """Returns round numbers that cover all values. The first and last are the ends of the axis.
+
+    Args:
+        values: The values to cover.
+        axis: The axis.
+    """
     low = min(values) if axis.low is None else axis.low
     high = max(values) if axis.high is None else axis.high
     return _log_ticks(low, high) if axis.log else _linear_ticks(low, high)
@@ -167,7 +212,7 @@ _MIDDLE = ' text-anchor="middle"'
 
 @dataclass(frozen=True)
 class _Frame:
-    """The plot's area within the SVG, legend above, labels left and below."""
+    """The plot area of the SVG, with the legend above and labels to the left and below."""
 
     left: float
     x_scale: Scale
@@ -229,7 +274,7 @@ def _plot(title: str, series: Sequence[Series], x: Axis, y: Axis, diagonal: bool
     drawn = [_clean(s, i, x, y) for i, s in enumerate(series)]
     drawn = [s for s in drawn if s.points]
     if not drawn:
-        raise InputError(f"chart {title!r}: there is no point to draw")
+        raise InputError(f"chart {title!r}: has no point to draw")
     x_ticks = ticks_of([px for s in drawn for px, _ in s.points], x)
     y_ticks = ticks_of([py for s in drawn for _, py in s.points], y)
     legend, legend_height = _legend(drawn)
@@ -267,7 +312,7 @@ def _marks(series: Series, frame: _Frame, x: Axis, y: Axis) -> str:
     if series.mark in _LINES:
         path = "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in places)
         if len(places) == 1:
-            path += "h0.01"  # a line of one point shows as its round end
+            path += "h0.01"  # a line of one point is drawn as its round cap
         parts.append(f'<path class="{_LINES[series.mark]}" stroke="{colour}" d="{path}"/>')
     if series.mark in ("points", "line and points"):
         largest = max(series.sizes or [1.0]) or 1.0
@@ -284,7 +329,7 @@ def _marks(series: Series, frame: _Frame, x: Axis, y: Axis) -> str:
 
 
 def _legend(series: Sequence[Series]) -> tuple[str, float]:
-    """Names and colours in rows above the plot, and how high that is; nothing for one series."""
+    """The legend above the plot and its height. Empty for one series."""
     series = [s for s in series if s.name]
     if len(series) < 2:
         return "", 0.0
@@ -307,12 +352,12 @@ def _legend(series: Sequence[Series]) -> tuple[str, float]:
 
 
 def _left(ticks: Sequence[float]) -> float:
-    """Room for the ticks' texts and the turned label beside them."""
+    """Width of the tick labels and the rotated axis label."""
     return 28 + max(map(len, _texts(ticks))) * _CHAR
 
 
 def _texts(ticks: Sequence[float]) -> list[str]:
-    """The ticks' texts, with as many digits as tell them apart."""
+    """The tick labels, with enough digits to be distinct."""
     texts = [show_short(tick) for tick in ticks]
     digits = 5
     while len(set(texts)) < len(texts) and digits < 17:
@@ -334,17 +379,26 @@ def _svg(title: str, description: str, height: float, parts: Sequence[str]) -> s
 
 
 def as_file(chart: str) -> str:
-    """A chart as the text of an SVG file, with its style and a ground that suits light and dark."""
-    ground = (
+    """Returns a chart as an SVG file with its style and a light or dark background.
+
+    Args:
+        chart: An SVG element of this module.
+    """
+    background = (
         ".chart { background:#fff; } @media (prefers-color-scheme: dark) { .chart { background:#14171c; } }"
     )
-    inside = f"<style>{STYLE}{ground}</style>"
+    inside = f"<style>{STYLE}{background}</style>"
     opened, rest = chart.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).split(">", 1)
     return f"{opened}>{inside}{rest}\n"
 
 
 def thin(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """At most `most` points: the means of neighbours, so that long runs stay small on the page."""
+    """Reduces points to means of neighbours, so that pages of long runs stay small.
+
+    Args:
+        points: The points.
+        most: Maximum number of points to return.
+    """
     if len(points) <= most:
         return list(points)
     edges = [len(points) * i // most for i in range(most + 1)]

@@ -1,6 +1,6 @@
-"""What routing would do to ids: rows and traffic per rank under each mode, and what to do about skew.
+"""Forecast of routing: rows and traffic per rank in each mode, and advice about skew.
 
-Pure analysis of a sample of ids. Where the sample comes from is `sampling.py`'s business.
+This is a pure analysis of a sample of ids, which `sampling.py` reads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megalith.errors import InputError
 from megalith.routing import Router
 
 SKEWED = 1.25
-"""A rank with more than this many times its even share is worth a word."""
+"""A rank with more than this multiple of the mean load is reported."""
 
 MAX_RANKS = 65_536
 _TOP = 10
@@ -28,43 +28,42 @@ Kind = Literal["pattern", "hot ids", "block size", "continuous", "small sample"]
 
 @dataclass(frozen=True)
 class Load:
-    """How much of something each rank gets."""
+    """The load of each rank: a number of rows, occurrences or sent ids."""
 
     per_rank: list[int]
 
     @property
     def mean(self) -> float:
-        """The even share."""
+        """Mean load."""
         return sum(self.per_rank) / len(self.per_rank)
 
     @property
     def imbalance(self) -> float:
-        """(max - min) / mean; 0 is even."""
+        """(max - min) / mean. 0 is balanced."""
         return (max(self.per_rank) - min(self.per_rank)) / self.mean if self.mean else 0.0
 
     @property
     def peak(self) -> float:
-        """max / mean; 1 is even, the number of ranks is all on one."""
+        """max / mean. 1 is balanced; the number of ranks means that one rank has everything."""
         return max(self.per_rank) / self.mean if self.mean else 1.0
 
 
 @dataclass(frozen=True)
 class ModeForecast:
-    """What one routing mode does.
-
-    rows: distinct ids. traffic: occurrences, None where they are not known. sent: what travels, each id once
-    per batch, None without a batch size.
-    """
+    """The loads of one routing mode."""
 
     mode: str
     block_size: int | None
     rows: Load
+    """Distinct ids."""
     traffic: Load | None
+    """Occurrences. None if they are unknown."""
     sent: Load | None
+    """Ids sent, each once per batch. None without a batch size."""
 
 
 class HotId(NamedTuple):
-    """An id and its part of all occurrences."""
+    """An id and its fraction of all occurrences."""
 
     id: int
     occurrences: int
@@ -73,20 +72,22 @@ class HotId(NamedTuple):
 
 @dataclass(frozen=True)
 class Advice:
-    """A thing to know about the ids, and what to do. is_warning: skew; else a remark."""
+    """An observation about the ids and the remedy."""
 
     kind: Kind
     text: str
     is_warning: bool = True
+    """Whether it is a warning about skew, or only a note."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Rows and traffic of a sample under each mode. occurrences: None where only distinct ids are known."""
+    """Rows and traffic of a sample in each mode."""
 
     ranks: int
     num_distinct: int
     occurrences: int | None
+    """None if only distinct ids are known."""
     batch_size: int | None
     modes: dict[str, ModeForecast]
     hottest: list[HotId]
@@ -103,12 +104,19 @@ def forecast(
     block_size: int | None = None,
     batch_size: int | None = None,
 ) -> Forecast:
-    """What each routing mode would do to a sample of ids.
+    """Computes the load of each rank in each routing mode for a sample of ids.
 
-    ids: int64 [n], in the order of the data. counts: int64 [n], how often each comes up, if not once.
-    distinct: ids are rows of a table, and nothing is known of how often they come up. block_size: of mode
-    "continuous"; None: ceil((largest id + 1) / ranks). batch_size: occurrences of a batch, to count what
-    travels, as an id is sent once per batch; not with counts. Raises InputError for what makes no sense.
+    Args:
+        ids: int64 [n], in the order of the data.
+        ranks: Number of ranks.
+        counts: Number of occurrences of each id, int64 [n]. None: once each.
+        distinct: Whether the ids are rows of a table, with an unknown number of occurrences.
+        block_size: Block size of mode "continuous". None: ceil((largest id + 1) / ranks).
+        batch_size: Occurrences per batch, to count the sent ids: an id is sent once per batch. Not allowed
+            with `counts`.
+
+    Raises:
+        InputError: An argument is out of range.
     """
     _check(ids, ranks, counts, batch_size)
     unique, inverse = torch.unique(ids, return_inverse=True)
@@ -150,7 +158,12 @@ def forecast(
 
 
 def fitting_block(unique: Tensor, ranks: int) -> int:
-    """The block size with which "continuous" covers all ids from 0 to the largest."""
+    """Returns the block size with which "continuous" covers all ids from 0 to the largest.
+
+    Args:
+        unique: Distinct ids, int64 [n].
+        ranks: Number of ranks.
+    """
     largest = max(int(unique.max()), 0)
     return min(-(-(largest + 1) // ranks), (2**63 - 1) // ranks)
 
@@ -162,11 +175,11 @@ def _check(ids: Tensor, ranks: int, counts: Tensor | None, batch_size: int | Non
     if ids.dtype != torch.int64 or ids.dim() != 1 or not len(ids):
         raise InputError(f"plan: ids must be int64 [n], n at least 1, got {ids.dtype} {list(ids.shape)}")
     if not 1 <= ranks <= MAX_RANKS:
-        raise InputError(f"plan: ranks must be within 1 .. {MAX_RANKS}, got {ranks}")
+        raise InputError(f"plan: ranks must be 1 to {MAX_RANKS}, got {ranks}")
     if counts is not None and (counts.shape != ids.shape or int(counts.min()) < 0):
-        raise InputError("plan: counts must be one per id, not below 0")
+        raise InputError("plan: counts must be one number of 0 or more per id")
     if batch_size is not None and (batch_size < 1 or counts is not None):
-        raise InputError("plan: batch_size must be at least 1, and needs ids in the order of the data")
+        raise InputError("plan: batch_size must be at least 1, and requires ids in the order of the data")
 
 
 def _load(owner: Tensor, weights: Tensor, ranks: int) -> Load:
@@ -175,7 +188,7 @@ def _load(owner: Tensor, weights: Tensor, ranks: int) -> Load:
 
 
 def _times_sent(inverse: Tensor, num_distinct: int, batch_size: int) -> Tensor:
-    """In how many batches each distinct id comes up, int64 [num_distinct]."""
+    """Number of batches that contain each distinct id, int64 [num_distinct]."""
     batch = torch.arange(len(inverse)) // batch_size
     once = torch.unique(batch * num_distinct + inverse)
     return torch.bincount(once % num_distinct, minlength=num_distinct)
@@ -201,7 +214,7 @@ class _Facts:
 
     @property
     def limit(self) -> float:
-        """The largest peak that chance explains: ids thrown at random are not even either."""
+        """The largest peak that chance explains: random placement is not perfectly balanced either."""
         return max(SKEWED, 1 + _NOISE * math.sqrt(self.ranks / len(self.unique)))
 
     @property
@@ -217,13 +230,13 @@ def _small(facts: _Facts) -> list[Advice]:
         return []
     text = (
         f"{len(facts.unique):,} distinct ids are few for {facts.ranks:,} ranks: "
-        "differences may be chance; take a larger sample"
+        "differences may be random; use a larger sample"
     )
     return [Advice("small sample", text, is_warning=False)]
 
 
 def _pattern(facts: _Facts) -> list[Advice]:
-    """Ids that fall on few ranks, which hashing cures."""
+    """Ids that fall on few ranks, which hashing fixes."""
     plain, hashed = facts.modes["roundrobin"], facts.modes["hash_roundrobin"]
     if facts.is_skewed(plain.rows) and not facts.is_skewed(hashed.rows):
         what, before, after = "rows", plain.rows, hashed.rows
@@ -232,61 +245,63 @@ def _pattern(facts: _Facts) -> list[Advice]:
         and hashed.traffic is not None
         and facts.is_skewed(plain.traffic)
         and not facts.is_skewed(hashed.traffic)
-        and facts.hottest[0].share < facts.fair / 4  # else it is one id, and where it falls is luck
+        and facts.hottest[0].share < facts.fair / 4  # otherwise it is one id, and its rank is chance
     ):
         what, before, after = "traffic", plain.traffic, hashed.traffic
     else:
         return []
     text = (
-        f"the ids follow a pattern{_stride(facts.unique, facts.ranks)}: under roundrobin "
+        f"the ids follow a pattern{_stride(facts.unique, facts.ranks)}: with roundrobin "
         f"{_busiest(before, what)}; use hash_roundrobin, where {_busiest(after, what)}"
     )
     return [Advice("pattern", text)]
 
 
 def _hot(facts: _Facts) -> list[Advice]:
-    """Ids so frequent that their owner has too much of the traffic under every mode."""
+    """Ids so frequent that their owner has too much traffic in every mode."""
     hashed = facts.modes["hash_roundrobin"]
     if hashed.traffic is None or not facts.is_skewed(hashed.traffic) or facts.is_skewed(hashed.rows):
         return []
     named = [hot for hot in facts.hottest if hot.share >= facts.fair / 4][:3] or facts.hottest[:1]
     names = ", ".join(f"{hot.id} ({hot.share:.1%} of the traffic)" for hot in named)
     text = (
-        f"hot id{'' if len(named) == 1 else 's'} {names}; an even share is {facts.fair:.1%} a rank. "
-        f"Hashing does not help, as an id has one owner: {_busiest(hashed.traffic, 'traffic')}."
+        f"hot id{'' if len(named) == 1 else 's'} {names}; the mean is {facts.fair:.1%} per rank. "
+        f"Hashing does not help, because an id has one owner: {_busiest(hashed.traffic, 'traffic')}."
     )
     if hashed.sent is None:
-        cure = "An id travels once per batch, which softens it; else cache the hottest rows on every rank"
-        return [Advice("hot ids", f"{text} {cure}")]
-    after = f"{text} Each id travels once per batch: in batches of {facts.batch_size:,} max/mean is "
+        remedy = (
+            "An id is sent once per batch, which reduces the skew; else cache the hottest rows on every rank"
+        )
+        return [Advice("hot ids", f"{text} {remedy}")]
+    after = f"{text} Each id is sent once per batch: with batches of {facts.batch_size:,} max/mean is "
     if facts.is_skewed(hashed.sent):
-        cure = "use larger batches, or cache the hottest rows on every rank"
-        return [Advice("hot ids", f"{after}still {hashed.sent.peak:.2f}; {cure}")]
-    return [Advice("hot ids", f"{after}{hashed.sent.peak:.2f}, nothing need be done", is_warning=False)]
+        remedy = "use larger batches, or cache the hottest rows on every rank"
+        return [Advice("hot ids", f"{after}still {hashed.sent.peak:.2f}; {remedy}")]
+    return [Advice("hot ids", f"{after}{hashed.sent.peak:.2f}, no action is needed", is_warning=False)]
 
 
 def _blocks(facts: _Facts, fixed: ModeForecast, recommended: str) -> list[Advice]:
-    """A block size that does not fit, or ids for which none would."""
+    """A wrong block size, or ids for which no block size works."""
     now, hashed = facts.modes["continuous"], facts.modes["hash_roundrobin"]
     asked = facts.block_size is not None
     low, high = int(facts.unique.min()), int(facts.unique.max())
     if facts.is_skewed(now.rows) and asked and not facts.is_skewed(fixed.rows):
         text = (
-            f"continuous with block size {facts.block_size:,} does not fit ids up to {high:,}: "
+            f"continuous with block size {facts.block_size:,} does not match ids up to {high:,}: "
             f"{_busiest(now.rows, 'rows')}; use --block-size {fixed.block_size}, "
             f"where {_busiest(fixed.rows, 'rows')}"
         )
         return [Advice("block size", text)]
     if facts.is_skewed(now.rows):
         text = (
-            f"continuous does not suit these ids ({low} .. {high}), whatever the block size: they do not "
-            f"fill 0 .. n evenly, {_busiest(now.rows, 'rows')}; use {recommended}"
+            f"continuous does not suit these ids ({low} to {high}) with any block size: they do not "
+            f"fill 0 to n evenly, {_busiest(now.rows, 'rows')}; use {recommended}"
         )
         return [Advice("continuous", text, is_warning=asked)]
     for what, load, other in (("sent ids", now.sent, hashed.sent), ("traffic", now.traffic, hashed.traffic)):
         if load and other and facts.is_skewed(load) and load.peak > SKEWED * other.peak:
             text = (
-                f"continuous does not suit these ids: frequent ones lie side by side, "
+                f"continuous does not suit these ids: frequent ids are next to each other, "
                 f"{_busiest(load, what)}; use {recommended}"
             )
             return [Advice("continuous", text, is_warning=asked)]
@@ -300,7 +315,7 @@ def _busiest(load: Load, what: str) -> str:
 
 
 def _stride(unique: Tensor, ranks: int) -> str:
-    """ " (all are 0 mod 8)" if a common step of the ids shares a factor with the number of ranks."""
+    """ " (all are 0 mod 8)" if the common step of the ids shares a factor with the number of ranks."""
     values = np.sort(unique.numpy().view(np.uint64))
     step = int(np.gcd.reduce(np.diff(values))) if len(values) > 1 else 0
     if math.gcd(step, ranks) > 1:

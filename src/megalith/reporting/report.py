@@ -1,7 +1,7 @@
-"""The report of a run: one HTML page with its numbers and plots, readable without a network or a script.
+"""The report of a run: one HTML page with numbers and plots that needs no network and no scripts.
 
-It is made of the files a run leaves behind: config.json, metrics.jsonl, evaluation.json, frequencies.json and
-checkpoint/. Each may be missing or damaged; its section then says so. All text is escaped.
+The input is the files of a run: config.json, metrics.jsonl, evaluation.json, frequencies.json and
+checkpoint/. If one is missing or damaged, its section reports that. All text is escaped.
 """
 
 from __future__ import annotations
@@ -54,10 +54,16 @@ tr.best td { font-weight:600; } details summary { cursor:pointer; }
 
 
 def write_report(run_dir: Path, out: Path | None = None, *, comparison: Path | None = None) -> Path:
-    """Writes the page of a run and returns where: `out`, or report.html in the run's directory.
+    """Writes the report of a run. The file is replaced as a whole.
 
-    comparison: a JSON file {"title", "date", "note", "rows": [{"name", "auc", "log_loss", "bytes"}]} to show
-    as a table. Nothing is left half written.
+    Args:
+        run_dir: Directory of the run.
+        out: File to write. None: report.html in the directory of the run.
+        comparison: A JSON file {"title", "date", "note", "rows": [{"name", "auc", "log_loss", "bytes"}]} to
+            show as a table.
+
+    Returns:
+        The file.
     """
     run = _Run(run_dir)
     target = run_dir / "report.html" if out is None else out
@@ -79,14 +85,14 @@ def write_report(run_dir: Path, out: Path | None = None, *, comparison: Path | N
 
 
 class _Absent(Exception):
-    """A section's input is not there; says what is missing."""
+    """The input of a section is missing; the message names it."""
 
 
 # ---- input
 
 
 class _Run:
-    """The files of a run, each read when first asked for."""
+    """The files of a run."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -98,12 +104,12 @@ class _Run:
         return [r for r in self.records if r.get("kind") == kind]
 
     def points(self, kind: str, field: str) -> list[tuple[float, float]]:
-        """(step, value) of a kind of record, where both are numbers."""
+        """(step, value) of the records of a kind in which both are numbers."""
         pairs = [(_number(r.get("step")), _number(r.get(field))) for r in self.of_kind(kind)]
         return [(step, value) for step, value in pairs if step is not None and value is not None]
 
     def last(self, field: str) -> float | None:
-        """The newest number under this name."""
+        """The newest value of a field."""
         found = [_number(r.get(field)) for r in self.of_kind("train") or self.records]
         return next((value for value in reversed(found) if value is not None), None)
 
@@ -114,7 +120,7 @@ def _text(path: Path) -> str:
             raise _Absent(f"{path.name} is too large to show")
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise _Absent(f"{path.name} is not there") from None
+        raise _Absent(f"{path.name} is missing") from None
     except (OSError, UnicodeDecodeError):
         raise _Absent(f"{path.name} cannot be read") from None
 
@@ -123,14 +129,14 @@ def _object(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(_text(path))
     except (ValueError, RecursionError):
-        raise _Absent(f"{path.name} is no JSON") from None
+        raise _Absent(f"{path.name} is not valid JSON") from None
     if not isinstance(data, dict):
-        raise _Absent(f"{path.name} holds no object")
+        raise _Absent(f"{path.name} is not a JSON object")
     return data
 
 
 def _records(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The lines that are objects, and how many are not."""
+    """The lines that are JSON objects, and the number of other lines."""
     try:
         lines = [line for line in _text(path).splitlines() if line.strip()]
     except _Absent:
@@ -166,7 +172,7 @@ def _number(value: Any) -> float | None:
 
 def _learning(run: _Run) -> str:
     if not run.records:
-        raise _Absent("metrics.jsonl is not there, or holds no record")
+        raise _Absent("metrics.jsonl is missing or has no records")
     return _plots(
         [_curves(run, "Loss", "loss", "loss"), _curves(run, "AUC", "auc", "AUC")],
         f"Lines of metrics.jsonl that could not be read: {run.unread}." if run.unread else "",
@@ -195,7 +201,7 @@ def _calibration(run: _Run) -> str:
     full = [(p, o, c) for p, o, c in values if p is not None and o is not None and c is not None]
     full = [(p, o, c) for p, o, c in full if 0 <= p <= 1 and 0 <= o <= 1 and c > 0]
     if not full:
-        raise _Absent("evaluation.json is not there, or holds no calibration")
+        raise _Absent("evaluation.json is missing or has no calibration")
     points = Series("bins of predictions", [(p, o) for p, o, _ in full], sizes=[c for _, _, c in full])
     high = max(max(p, o) for p, o, _ in full)
     chart = scatter_chart(
@@ -213,11 +219,11 @@ def _calibration(run: _Run) -> str:
         "mean prediction": f"{predicted:.4f}",
         "observed rate": f"{observed:.4f}",
         "predicted / observed": f"{predicted / observed:.3f}" if observed else "no positives",
-        "mean distance, weighted": f"{error:.4f}",
+        "weighted mean error": f"{error:.4f}",
     }
-    hint = "Points on the dashed line are right; below it the model promises too much. Area: samples."
-    beside = f'{_facts(facts)}<p class="muted">{hint}</p>'
-    return _plots([_card("Observed against predicted", chart), _card("In numbers", beside)])
+    hint = "Points on the dashed line are calibrated. Below it, predictions are too high. Area: samples."
+    numbers = f'{_facts(facts)}<p class="muted">{hint}</p>'
+    return _plots([_card("Observed against predicted", chart), _card("Statistics", numbers)])
 
 
 def _growth(run: _Run) -> str:
@@ -229,7 +235,7 @@ def _growth(run: _Run) -> str:
                 if (number := _number(value)) is not None:
                     tables.setdefault(name, []).append((step, number))
     if not tables:
-        raise _Absent("metrics.jsonl is not there, or holds no rows")
+        raise _Absent("metrics.jsonl is missing or has no row counts")
     shown, left = _largest(tables, lambda points: points[-1][1])
     series = [Series(name, thin(sorted(points), MAX_POINTS)) for name, points in shown.items()]
     rows = line_chart("Rows of each table over steps", series, Axis("step"), Axis("rows", low=0))
@@ -253,20 +259,20 @@ def _frequency(run: _Run) -> str:
         if good := [point for point in points if point is not None and min(point) > 0]:
             features[name] = good
     if not features:
-        raise _Absent("frequencies.json holds no feature")
+        raise _Absent("frequencies.json has no features")
     shown, left = _largest(features, lambda points: sum(ids for _, ids in points))
     series = [Series(name, _log_thin(points)) for name, points in shown.items()]
     chart = scatter_chart(
-        "Id frequency: how many ids come up how often",
+        "Id frequency: number of ids by number of occurrences",
         series,
         Axis("occurrences of an id", log=True),
         Axis("number of ids", log=True),
     )
     rows = [_concentration(name, points) for name, points in shown.items()]
-    head = ("feature", "ids", "seen once", "most frequent")
+    head = ("feature", "ids", "seen once", "most frequent id")
     table = _table(head, rows)
     note = f"Features with fewer ids not shown: {left}." if left else ""
-    return _plots([_card("Ids by frequency", chart), _card("In numbers", table)], note)
+    return _plots([_card("Ids by frequency", chart), _card("Statistics", table)], note)
 
 
 def _concentration(name: str, points: Sequence[tuple[float, float]]) -> list[str]:
@@ -280,7 +286,7 @@ def _concentration(name: str, points: Sequence[tuple[float, float]]) -> list[str
 def _ages(run: _Run) -> str:
     root = run.directory / "checkpoint"
     if not root.exists():
-        raise _Absent("checkpoint/ is not there")
+        raise _Absent("checkpoint/ is missing")
     try:
         manifest = read_manifest(root)
         found = []
@@ -300,13 +306,13 @@ def _ages(run: _Run) -> str:
     except MegalithError as error:
         raise _Absent(f"the checkpoint cannot be read: {error}") from None
     left = len(found) - len(cards)
-    note = f"Counted back from the newest update, {show_time(now)}."
+    note = f"Ages are relative to the newest update, {show_time(now)}."
     return _plots(cards, f"{note} Smaller tables not shown: {left}." if left else note)
 
 
 def _age_card(name: str, ages: inspection.Ages) -> str:
     bars = [(label, float(count)) for label, count in ages.bins]
-    chart = bar_chart(f"Age of rows of {name}", bars, Axis("rows"), label="last updated before the end")
+    chart = bar_chart(f"Age of rows of {name}", bars, Axis("rows"), label="time since the last update")
     median = show_span(ages.median or 0)
     return _card(f"{name}: {ages.rows:,} rows, median age {median}", chart)
 
@@ -316,7 +322,7 @@ def _comparison(path: Path) -> str:
     given = data.get("rows")
     rows = [row for row in given if isinstance(row, dict)] if isinstance(given, list) else []
     if not rows:
-        raise _Absent(f"{path.name} holds no rows")
+        raise _Absent(f"{path.name} has no rows")
     aucs = [_number(row.get("auc")) for row in rows]
     best = max((a for a in aucs if a is not None), default=None)
     lines = []
@@ -374,7 +380,7 @@ def _numbers(run: _Run) -> str:
 
 
 def _named(config: Mapping[str, Any] | None, key: str, names: Sequence[str]) -> str:
-    """config[key], or the first of these names in it, if it is text."""
+    """config[key], or the first of `names` in it, if it is a string."""
     found = (config or {}).get(key)
     if isinstance(found, dict):
         found = next((found[name] for name in names if isinstance(found.get(name), str)), None)
@@ -423,7 +429,7 @@ def _table(
     best: set[int] | None = None,
     plain: bool = False,
 ) -> str:
-    """Rows of text; all columns but the first are numbers, set to the right, unless plain."""
+    """A table of text. All columns but the first are right-aligned numbers unless `plain`."""
     value = "" if plain else ' class="value"'
     parts = []
     if head:
@@ -440,7 +446,7 @@ def _facts(facts: Mapping[str, str]) -> str:
     return _table(None, [list(item) for item in facts.items()])
 
 
-# ---- small steps
+# ---- helpers
 
 
 def _or_dash(value: float | None, show: Callable[[float], str]) -> str:
@@ -457,13 +463,13 @@ def _pair(pair: Any) -> tuple[float, float] | None:
 def _largest(
     named: Mapping[str, list[tuple[float, float]]], size: Callable[[list[tuple[float, float]]], float]
 ) -> tuple[dict[str, list[tuple[float, float]]], int]:
-    """The largest few, and how many are left out."""
+    """The largest series, and the number of others."""
     order = sorted(named, key=lambda name: -size(named[name]))
     return {name: named[name] for name in order[:MAX_SERIES]}, max(0, len(order) - MAX_SERIES)
 
 
 def _log_thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Points that fall together on a log-log plot, once."""
+    """One of the points that coincide on a log-log plot."""
     kept: dict[tuple[int, int], tuple[float, float]] = {}
     for a, b in points:
         kept.setdefault((round(40 * math.log10(a)), round(40 * math.log10(b))), (a, b))

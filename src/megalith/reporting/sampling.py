@@ -1,4 +1,4 @@
-"""A sample of ids for `megalith plan`: out of a checkpoint, a data file, or a list of ids or texts."""
+"""Reads a sample of ids for `megalith plan` from a checkpoint, data files or a text file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from megalith.bits import signed
 from megalith.checkpoint import read_manifest
 from megalith.checkpoint.manifest import NAME
-from megalith.data.arrow import arrow
+from megalith.data.arrow import NOT_AN_ID, arrow
 from megalith.data.csv import CsvReader
 from megalith.data.files import list_files
 from megalith.data.formats.compression import open_bytes
@@ -27,20 +27,21 @@ from megalith.reporting.inspection import find_table, read_ids
 
 MAX_LINE = 1 << 20
 _ROWS = 65_536
-_WHOLE = re.compile(rb"[+-]?[0-9]{1,20}")
+_INTEGER = re.compile(rb"[+-]?[0-9]{1,20}")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Ids in the order of the data. counts: updates of each, from a checkpoint that has them.
-
-    distinct: rows of a table, each once. source: where they are from, in words.
-    """
+    """n ids in the order of the data."""
 
     ids: Tensor
+    """int64 [n]."""
     counts: Tensor | None
+    """Number of updates of each id, int64 [n], if a checkpoint has them."""
     distinct: bool
+    """Whether the ids are the rows of a table, each once."""
     source: str
+    """Description of the source, for the user."""
 
 
 def read_sample(
@@ -51,16 +52,26 @@ def read_sample(
     table: str | None = None,
     hash: bool | None = None,
 ) -> Sample:
-    """About `size` ids of a source: from all over a checkpoint or Parquet files, else the first.
+    """Reads about `size` ids of a source.
 
-    source: a checkpoint; a Parquet, CSV or TSV file or a directory of such (column: the one to read); or a
-    text file with an id or a text a line. hash: None hashes what is not a whole number, True everything.
-    Raises InputError or CheckpointError naming what is wrong.
+    Ids of a checkpoint or of Parquet files are drawn from all of it; of other sources, the first are read.
+
+    Args:
+        source: A checkpoint; a Parquet, CSV or TSV file or a directory of them; or a text file with one id or
+            text per line.
+        size: Number of ids.
+        column: The column to read from data files.
+        table: The table to read from a checkpoint.
+        hash: None hashes values that are not integers, True hashes all values, False hashes none.
+
+    Raises:
+        InputError: The source or an argument is wrong.
+        CheckpointError: The checkpoint is damaged.
     """
     if (source / NAME).exists():
         return _from_checkpoint(source, size, table)
     if table is not None:
-        raise InputError(f"{source} is no checkpoint: --table has no meaning; name a column with --column")
+        raise InputError(f"{source} is not a checkpoint: use --column instead of --table")
     if not source.exists():
         raise InputError(f"{source}: no such file or directory")
     kind = _kind(source)
@@ -70,7 +81,7 @@ def read_sample(
         ids = _take(_csv(source, _named(column, source, kind), hash), size)
         return Sample(ids, None, False, f"the first {len(ids):,} ids of column {column}")
     if column is not None:
-        raise InputError(f"{source} is read as ids one a line; --column is for Parquet, CSV and TSV files")
+        raise InputError(f"{source} is read as one id per line; --column is for Parquet, CSV and TSV files")
     ids = _from_lines(source, size, hash)
     return Sample(ids, None, False, f"the first {len(ids):,} lines")
 
@@ -85,7 +96,7 @@ def _from_checkpoint(root: Path, size: int, table: str | None) -> Sample:
     ids, counts = [], []
     generator = torch.Generator().manual_seed(0)
     for found, count in read_ids(root, entries):
-        # Drawn at random: every n-th row of ids that count up would be a pattern of our own making.
+        # Random rows: every n-th row of consecutive ids would introduce a pattern.
         part = -(-size * len(found) // summary.rows)
         chosen = torch.randperm(len(found), generator=generator)[:part]
         ids.append(found[chosen])
@@ -101,20 +112,20 @@ def _from_parquet(source: Path, size: int, column: str, hash: bool | None) -> Sa
     reader = ParquetReader(source, _schema(column, hash), batch_size=_ROWS, on_error="skip")
     total = reader.num_rows
     if total > size:
-        reader = reader.shard(0, -(-total // size))  # whole row groups, or a part of each, all over the files
+        reader = reader.shard(0, -(-total // size))  # row groups, or a part of each, from all files
     ids = _take(_column(reader), size)
-    return Sample(ids, None, False, f"{len(ids):,} ids of column {column} ({total:,} rows in all)")
+    return Sample(ids, None, False, f"{len(ids):,} ids of column {column} ({total:,} rows in total)")
 
 
 def _csv(source: Path, column: str, hash: bool | None) -> Iterator[Tensor]:
     if hash is not None:
         return _column(CsvReader(source, _schema(column, hash), batch_size=_ROWS, on_error="skip"))
-    # All of a CSV file is text: numbers, if the first ones are.
+    # Every value of a CSV file is text. The ids are integers if the first ones are.
     try:
         reader = CsvReader(source, _schema(column, False), batch_size=1000)
         next(iter(reader), None)
     except InputError as error:
-        if "is not a whole number" not in str(error):
+        if NOT_AN_ID not in str(error):
             raise
         return _csv(source, column, True)
     return _csv(source, column, False)
@@ -124,12 +135,12 @@ def _from_lines(source: Path, size: int, hash: bool | None) -> Tensor:
     files = list_files(source, (".txt", ".txt.gz", ".ids"))
     lines = list(islice(_lines(files), size))
     if not lines:
-        raise InputError(f"{source} holds no ids")
-    if not hash and all(_WHOLE.fullmatch(line) for line in lines):
-        return torch.tensor([_whole(line, source) for line in lines])
+        raise InputError(f"{source} contains no ids")
+    if not hash and all(_INTEGER.fullmatch(line) for line in lines):
+        return torch.tensor([_integer(line, source) for line in lines])
     if hash is False:
-        wrong = next(line for line in lines if not _WHOLE.fullmatch(line))
-        raise InputError(f"{source}: {wrong[:60]!r} is no whole number")
+        wrong = next(line for line in lines if not _INTEGER.fullmatch(line))
+        raise InputError(f"{source}: {wrong[:60]!r} is not an integer")
     return hash_strings(lines)
 
 
@@ -139,14 +150,14 @@ def _lines(files: list[Path]) -> Iterator[bytes]:
             with open_bytes(path) as file:
                 while line := file.readline(MAX_LINE):
                     if len(line) == MAX_LINE:
-                        raise InputError(f"{path}: a line of over {MAX_LINE:,} bytes is no id")
+                        raise InputError(f"{path}: a line has more than {MAX_LINE:,} bytes")
                     if stripped := line.strip():
                         yield stripped
         except (EOFError, OSError) as error:
             raise InputError(f"{path} cannot be read: {error}") from None
 
 
-# ---- shared steps
+# ---- helpers
 
 
 def _kind(source: Path) -> str:
@@ -170,7 +181,7 @@ def _named(column: str | None, source: Path, kind: str) -> str:
             names = arrow("pyarrow.parquet").read_schema(first).names
         except (arrow().ArrowException, OSError) as error:
             raise InputError(f"{first} cannot be read as Parquet: {error}") from None
-        known = f" (it has {', '.join(names[:20])})"
+        known = f" (the file has {', '.join(names[:20])})"
     raise InputError(f"{source}: name the column of ids with --column{known}")
 
 
@@ -193,11 +204,11 @@ def _take(parts: Iterator[Tensor], size: int) -> Tensor:
             break
     ids = torch.cat(taken) if taken else torch.empty(0, dtype=torch.int64)
     if not len(ids):
-        raise InputError("the source holds no ids")
+        raise InputError("the source contains no ids")
     return ids
 
 
-def _whole(line: bytes, source: Path) -> int:
+def _integer(line: bytes, source: Path) -> int:
     value = int(line)
     if not -(2**63) <= value < 2**64:
         raise InputError(f"{source}: {value} does not fit in 64 bits")
