@@ -1,4 +1,4 @@
-// Pooling over all features of a call: shares the work among threads and repeats the rows of
+// Pooling over all features of a call: divides the work among threads and repeats the rows of
 // shared features.
 #pragma once
 
@@ -12,7 +12,7 @@
 
 namespace megalith {
 
-// Bags whose shared features read from and write to memory of their own, one row for all.
+// Bags whose shared features read from and write to a buffer of their own, with one row for all.
 template <class T>
 class OwnRows {
  public:
@@ -45,13 +45,13 @@ inline bool any_shared(const std::vector<BagsOf<T>>& bags) {
   return std::any_of(bags.begin(), bags.end(), [](const BagsOf<T>& b) { return b.shared; });
 }
 
-// Output rows that a feature's parts fill.
+// Number of output rows that the parts of a feature fill.
 template <class T>
 inline int64_t output_rows(const BagsOf<T>& b) {
   return b.num_parts ? b.num_bags / b.parts[0].inner * b.parts[0].tiles : 0;
 }
 
-// Writes rows [first, last) of a shared feature's outputs.
+// Writes rows [first, last) of the outputs of a shared feature.
 template <class T>
 inline void repeat_rows(const BagsOf<T>& to, const BagsOf<T>& from, int64_t first, int64_t last) {
   for (int p = 0; p < to.num_parts; ++p) {
@@ -66,7 +66,7 @@ inline void repeat_rows(const BagsOf<T>& to, const BagsOf<T>& from, int64_t firs
   }
 }
 
-// Sums a shared feature's gradients over the rows that repeat it, in their order.
+// Sums the gradients of a shared feature over the rows that repeat it, in order.
 template <class T>
 inline void fold_gradients(const BagsOf<T>& from, const BagsOf<T>& to) {
   for (int p = 0; p < from.num_parts; ++p) {
@@ -81,9 +81,8 @@ inline void fold_gradients(const BagsOf<T>& from, const BagsOf<T>& to) {
   }
 }
 
-// Calls one(bags, first_bag, last_bag) until every output is filled. Every task takes its share of
-// each feature's output rows, features in order, so that features added into one output never
-// meet in different threads.
+// Calls one(bags, first_bag, last_bag) until every output is filled. Every task processes its part of
+// each feature's output rows, features in order, so that two threads never add to the same output row.
 template <class T, class One>
 inline void pool_features(const std::vector<BagsOf<T>>& bags, int64_t n, int threads, One&& one) {
   constexpr int64_t kGrain = 4096;
@@ -104,7 +103,7 @@ inline void pool_features(const std::vector<BagsOf<T>>& bags, int64_t n, int thr
   });
 }
 
-// Rows in one piece of memory -> pooled outputs. Indices must lie within the memory.
+// Pools contiguous rows into outputs. Indices must be within the memory.
 template <class T>
 inline void pool_flat(const FlatKernels<T>& kernels, const FlatRows<T>& rows, int64_t n,
                       const std::vector<BagsOf<T>>& bags, int threads) {
@@ -113,7 +112,7 @@ inline void pool_flat(const FlatKernels<T>& kernels, const FlatRows<T>& rows, in
   });
 }
 
-// The way back: adds to the `size` elements at rows.data. Each task owns a range of them, so that
+// The gradient: adds to the `size` elements at rows.data. Each task owns a range of them, so that
 // sums do not depend on the number of threads.
 template <class T>
 inline void unpool_flat(const FlatKernels<T>& kernels, const FlatRows<T>& rows, int64_t n, int64_t size,

@@ -1,4 +1,4 @@
-// The Python side of the ops: dedup and bucket, gather and scatter, pool and unpool.
+// Python bindings of the ops: dedup and bucketize, gather and scatter, pool and unpool.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -20,6 +20,14 @@
 namespace megalith {
 namespace {
 
+// Divides 0 .. n into chunks of `grain` and calls one(begin, count) for each, on several threads.
+template <class One>
+void in_chunks(int64_t n, int64_t grain, int threads, One&& one) {
+  ThreadPool::get().run((n + grain - 1) / grain, threads, [&](int64_t t, int) {
+    one(t * grain, std::min(grain, n - t * grain));
+  });
+}
+
 int64_t* borrow_int64(handle tensor, const char* name, int64_t n) {
   TensorView v = borrow(tensor, Kind::int64, name);
   if (v.ndim != 1 || v.shape[0] != n)
@@ -33,14 +41,14 @@ bool ascends(const int64_t* splits, int64_t rows, int64_t end) {
   return good;
 }
 
-// Splits that ascend from 0 to n. `told` is what an error says of them.
-Ids borrow_splits(handle tensor, const char* name, int64_t n, const char* told = ": must ascend from 0 to ",
+// Borrows splits that must ascend from 0 to n; `rule` and `what` are parts of the error message.
+Ids borrow_splits(handle tensor, const char* name, int64_t n, const char* rule = ": must ascend from 0 to ",
                   const char* what = ", the number of values") {
   TensorView v = borrow(tensor, Kind::int64, name);
   require(v.ndim == 1 && v.shape[0] >= 1, "splits: expected [rows + 1]");
   const Ids splits{v.as<int64_t>(), v.shape[0] - 1};
   if (!ascends(splits.data, splits.n, n))
-    throw std::invalid_argument(std::string(name) + told + std::to_string(n) + what);
+    throw std::invalid_argument(std::string(name) + rule + std::to_string(n) + what);
   return splits;
 }
 
@@ -50,7 +58,7 @@ Ids borrow_splits(handle tensor, const char* name, int64_t n, const char* told =
                               " is out of range: expected 0 to " + std::to_string(limit - 1));
 }
 
-// Raises unless every index from number `begin` on lies in [low, high).
+// Raises unless every index from position `begin` on is in [low, high).
 template <class Int>
 void check_range(const Int* index, int64_t n, int64_t low, int64_t high, const std::string& name,
                  int64_t begin = 0) {
@@ -68,7 +76,7 @@ void check_range(const Int* index, int64_t n, int64_t low, int64_t high, const s
   }
 }
 
-// How many values of an index are legal: those whose `width` elements end within `size`.
+// The number of legal indices: those whose `width` elements end within `size`.
 int64_t index_limit(int64_t size, int64_t stride, int64_t width) {
   return size < width ? 0 : stride == 0 ? std::numeric_limits<int64_t>::max()
                                         : (size - width) / stride + 1;
@@ -133,7 +141,7 @@ void scatter_all(const FlatKernels<T>& kernels, nb::handle rows, nb::handle inde
   });
 }
 
-// Rows of up to `dim` columns that bags read; raises if an index leads out of the memory.
+// Borrows rows of up to `dim` columns for bags to read; raises if an index is outside the memory.
 template <class T>
 FlatRows<T> flat_rows(nb::handle source, nb::handle index, int64_t stride, int dim,
                       const std::string& name, int64_t* n, int64_t* size) {
@@ -142,7 +150,7 @@ FlatRows<T> flat_rows(nb::handle source, nb::handle index, int64_t stride, int d
   *size = s.numel();
   if (index.is_none()) {
     *n = index_limit(*size, stride, dim);
-    require(stride > 0 && stride == dim, "source: rows without an index must follow each other");
+    require(stride > 0 && stride == dim, "source: rows without an index must be contiguous");
     return {s.as<T>(), nullptr, stride};
   }
   TensorView i = borrow(index, Kind::int64, name.c_str());
@@ -152,8 +160,8 @@ FlatRows<T> flat_rows(nb::handle source, nb::handle index, int64_t stride, int d
   return {s.as<T>(), i.as<int64_t>(), stride};
 }
 
-// Raises unless the rows of each feature reach as far as its parts do. Rows of a flat buffer have
-// any width, so its last ones may be too narrow for some features.
+// Raises unless the rows of each feature have all columns of its parts. Rows of a flat buffer have
+// any width, so the last ones may be too narrow for some features.
 template <class T>
 void check_reach(const FlatRows<T>& rows, int64_t size, const std::vector<BagsOf<T>>& bags,
                  const std::string& name) {
@@ -188,7 +196,7 @@ void unpool(const FlatKernels<T>& kernels, nb::handle out, nb::handle index, int
   unpool_flat(kernels, rows, n, size, dim, list.views, threads);
 }
 
-// Rows of a column [n, width], and the same side by side [rows of the splits, length, width].
+// Rows of a column [n, width], and the padded rows [splits, length, width].
 struct Padding {
   TensorView rows, padded;
   int64_t bytes, length;
@@ -206,10 +214,7 @@ struct Padding {
 
   template <class Some>
   void run(int threads, Some&& some) const {
-    constexpr int64_t kGrain = 4096;
-    ThreadPool::get().run((splits.n + kGrain - 1) / kGrain, threads, [&](int64_t t, int) {
-      some(t * kGrain, std::min(splits.n, (t + 1) * kGrain));
-    });
+    in_chunks(splits.n, 4096, threads, [&](int64_t at, int64_t n) { some(at, at + n); });
   }
 };
 
@@ -229,7 +234,7 @@ std::vector<LayoutFeature> layout_features(nb::handle features, const Ids& offse
   return found;
 }
 
-// The bags of a batch in Monolith's encoding, with their parts; raises if an offset leads out of its list.
+// The bags of a batch in Monolith's encoding, with their parts; raises if an offset is outside its list.
 template <class T>
 class Layout {
  public:
@@ -247,7 +252,7 @@ class Layout {
     if (bags_->first_bad >= 0) {
       const int64_t value = p.as<int64_t>()[bags_->first_bad];
       throw std::invalid_argument("fid_offset[" + std::to_string(bags_->first_bad) +
-                                  "] leads out of the embeddings: list " + std::to_string(value >> 32) +
+                                  "] is outside the embeddings: list " + std::to_string(value >> 32) +
                                   ", element " + std::to_string(value & 0xffffffff));
     }
     const std::vector<TensorView> out = BagsList<T>::borrow_outputs(outputs);
@@ -272,7 +277,7 @@ class Layout {
 template <class T>
 void layout(const FlatKernels<T>& kernels, nb::handle lists, nb::handle packed, nb::handle row_offsets,
             nb::handle features, nb::handle outputs, int threads) {
-  // All lists are addressed from the lowest.
+  // All lists are addressed relative to the one with the lowest address.
   std::vector<TensorView> rows;
   for (handle list : lists) rows.push_back(borrow(list, kind_of<T>(), "embeddings_list"));
   T* lowest = nullptr;
@@ -307,6 +312,16 @@ void layout_gradient(const FlatKernels<T>& kernels, nb::handle out, nb::handle b
               bags.views, threads);
 }
 
+// Calls use(kernels) with the kernels for the tensor's float type.
+template <class Use>
+void with_kernels(handle tensor, const char* name, Use&& use) {
+  const Kernels* k = find_kernels(nullptr);
+  if (borrow(tensor, Kind::any, name).item_bytes == 8)
+    use(k->flat64);
+  else
+    use(k->flat32);
+}
+
 }  // namespace
 
 void bind_ops(nb::module_& m) {
@@ -321,11 +336,8 @@ void bind_ops(nb::module_& m) {
           int32_t* out = const_cast<int32_t*>(borrow_rows(owners, i.n));
           const Route r = make_route(rule);
           nb::gil_scoped_release release;
-          constexpr int64_t kGrain = 1 << 15;
-          ThreadPool::get().run((i.n + kGrain - 1) / kGrain, threads, [&](int64_t t, int) {
-            const int64_t at = t * kGrain;
-            route(i.data + at, std::min(kGrain, i.n - at), r, out + at);
-          });
+          in_chunks(i.n, 1 << 15, threads,
+                    [&](int64_t at, int64_t n) { route(i.data + at, n, r, out + at); });
         },
         nb::arg("ids"), nb::arg("rule"), nb::arg("owners"), nb::arg("threads"));
 
@@ -387,14 +399,12 @@ void bind_ops(nb::module_& m) {
           require(good, "offsets: must ascend within the data");
           const char* bytes = data.c_str();
           nb::gil_scoped_release release;
-          constexpr int64_t kGrain = 1 << 13;
-          ThreadPool::get().run((n + kGrain - 1) / kGrain, threads, [&](int64_t t, int) {
-            const int64_t first = t * kGrain;
-            hash_strings(bytes, at + first, std::min(kGrain, n - first), seed, o.as<int64_t>() + first);
+          in_chunks(n, 1 << 13, threads, [&](int64_t first, int64_t count) {
+            hash_strings(bytes, at + first, count, seed, o.as<int64_t>() + first);
           });
         });
 
-  // Row i of out (the last dimension is a row) becomes the elements from index[i] * stride on.
+  // Copies the elements at index[i] * stride to row i of out.
   m.def("gather",
         [](handle source, handle index, int64_t stride, handle out, const std::string& name,
            int threads) {
@@ -405,15 +415,13 @@ void bind_ops(nb::module_& m) {
           nb::gil_scoped_release release;
           check_range(i, n, 0, index_limit(s.numel(), stride, width), name);
           const Kernels* k = find_kernels(nullptr);
-          constexpr int64_t kGrain = 4096;
-          ThreadPool::get().run((n + kGrain - 1) / kGrain, threads, [&](int64_t t, int) {
-            const int64_t at = t * kGrain;
-            k->gather(s.as<char>(), i + at, std::min(kGrain, n - at), stride * s.item_bytes,
-                      width * s.item_bytes, o.as<char>() + at * width * s.item_bytes);
+          in_chunks(n, 4096, threads, [&](int64_t at, int64_t count) {
+            k->gather(s.as<char>(), i + at, count, stride * s.item_bytes, width * s.item_bytes,
+                      o.as<char>() + at * width * s.item_bytes);
           });
         });
 
-  // The other direction without sums: row i of rows goes to row place[i] of out.
+  // The reverse without sums: copies row i of rows to row place[i] of out.
   m.def("place",
         [](handle rows, handle place, handle out, int threads) {
           TensorView r = borrow(rows, Kind::any, "rows"), o = borrow(out, Kind::any, "out");
@@ -423,10 +431,8 @@ void bind_ops(nb::module_& m) {
           const int64_t* p = borrow_int64(place, "place", n);
           check_range(p, n, 0, o.shape[0], "place");
           nb::gil_scoped_release release;
-          constexpr int64_t kGrain = 4096;
-          ThreadPool::get().run((n + kGrain - 1) / kGrain, threads, [&](int64_t t, int) {
-            const int64_t at = t * kGrain;
-            place_rows(r.as<char>() + at * bytes, p + at, std::min(kGrain, n - at), bytes, o.as<char>());
+          in_chunks(n, 4096, threads, [&](int64_t at, int64_t count) {
+            place_rows(r.as<char>() + at * bytes, p + at, count, bytes, o.as<char>());
           });
         });
 
@@ -457,17 +463,15 @@ void bind_ops(nb::module_& m) {
           const int64_t item = v.shape[1] * v.item_bytes;
           std::atomic<bool> good{true};
           nb::gil_scoped_release release;
-          constexpr int64_t kGrain = 4096;
-          ThreadPool::get().run((to.n + kGrain - 1) / kGrain, threads, [&](int64_t t, int) {
-            const int64_t at = t * kGrain, n = std::min(kGrain, to.n - at);
+          in_chunks(to.n, 4096, threads, [&](int64_t at, int64_t n) {
             const TakeRoom room{v.shape[0], to.data + at};
             if (!take_rows(v.as<char>(), item, s.data, r + at, n, o.as<char>() + to.data[at] * item, &room))
               good = false;
           });
-          require(good, "new_splits: not those of the rows");
+          require(good, "new_splits: do not match the rows");
         });
 
-  // Rows [n, bytes] side by side, out [rows of splits, length, bytes], and back.
+  // Rows [n, bytes] to padded rows [splits, length, bytes], and back.
   m.def("pad_rows", [](handle rows, handle splits, handle out, int threads) {
     const Padding p(rows, splits, out);
     nb::gil_scoped_release release;
@@ -510,7 +514,7 @@ void bind_ops(nb::module_& m) {
             move_runs(s.as<float>(), f, t, wide, n, o.as<float>());
         });
 
-  // The first occurrence that leads out of its list, or -1.
+  // Returns the first occurrence outside its list, or -1.
   m.def("locate", [](handle packed, handle bases, handle ends, handle widths, handle out) {
     TensorView b = borrow(bases, Kind::int64, "bases"), e = borrow(ends, Kind::int64, "ends");
     TensorView o = borrow(out, Kind::int64, "out");
@@ -521,7 +525,7 @@ void bind_ops(nb::module_& m) {
     const int64_t* end = e.as<int64_t>();
     int64_t before = 0;
     for (int64_t f = 0; f < features; before = end[f++])
-      require(end[f] >= before && end[f] <= n, "feature_offset: must ascend within the occurrences");
+      require(end[f] >= before && end[f] <= n, "feature_offset must ascend within the occurrences");
     nb::gil_scoped_release release;
     return locate(p, b.as<int64_t>(), b.shape[0] - 1, end, w, features, o.as<int64_t>());
   });
@@ -537,11 +541,9 @@ void bind_ops(nb::module_& m) {
 
   m.def("layout_gradient", [](handle out, handle bases, handle packed, handle offsets, handle features,
                               handle gradients, int threads) {
-    const Kernels* k = find_kernels(nullptr);
-    if (borrow(out, Kind::any, "out").item_bytes == 8)
-      layout_gradient(k->flat64, out, bases, packed, offsets, features, gradients, threads);
-    else
-      layout_gradient(k->flat32, out, bases, packed, offsets, features, gradients, threads);
+    with_kernels(out, "out", [&](const auto& kernels) {
+      layout_gradient(kernels, out, bases, packed, offsets, features, gradients, threads);
+    });
   });
 
   m.def("scatter",
@@ -549,21 +551,17 @@ void bind_ops(nb::module_& m) {
            int threads) {
           require(nb::len(rows) == nb::len(index) && nb::len(rows) == nb::len(strides),
                   "scatter: lists of different lengths");
-          const Kernels* k = find_kernels(nullptr);
-          if (borrow(out, Kind::any, "out").item_bytes == 8)
-            scatter_all(k->flat64, rows, index, strides, out, name, threads);
-          else
-            scatter_all(k->flat32, rows, index, strides, out, name, threads);
+          with_kernels(out, "out", [&](const auto& kernels) {
+            scatter_all(kernels, rows, index, strides, out, name, threads);
+          });
         });
 
   m.def("pool",
         [](handle source, handle index, int64_t stride, int dim, handle bags, handle outputs,
            const std::string& name, int threads) {
-          const Kernels* k = find_kernels(nullptr);
-          if (borrow(source, Kind::any, "source").item_bytes == 8)
-            pool(k->flat64, source, index, stride, dim, bags, outputs, name, threads);
-          else
-            pool(k->flat32, source, index, stride, dim, bags, outputs, name, threads);
+          with_kernels(source, "source", [&](const auto& kernels) {
+            pool(kernels, source, index, stride, dim, bags, outputs, name, threads);
+          });
         },
         nb::arg("source"), nb::arg("index").none(), nb::arg("stride"), nb::arg("dim"), nb::arg("bags"),
         nb::arg("outputs"), nb::arg("name"), nb::arg("threads"));
@@ -571,11 +569,9 @@ void bind_ops(nb::module_& m) {
   m.def("unpool",
         [](handle out, handle index, int64_t stride, int dim, handle bags, handle gradients,
            const std::string& name, int threads) {
-          const Kernels* k = find_kernels(nullptr);
-          if (borrow(out, Kind::any, "out").item_bytes == 8)
-            unpool(k->flat64, out, index, stride, dim, bags, gradients, name, threads);
-          else
-            unpool(k->flat32, out, index, stride, dim, bags, gradients, name, threads);
+          with_kernels(out, "out", [&](const auto& kernels) {
+            unpool(kernels, out, index, stride, dim, bags, gradients, name, threads);
+          });
         },
         nb::arg("out"), nb::arg("index").none(), nb::arg("stride"), nb::arg("dim"), nb::arg("bags"),
         nb::arg("gradients"), nb::arg("name"), nb::arg("threads"));

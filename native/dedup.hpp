@@ -1,4 +1,4 @@
-// Distinct ids, their owners, and where each occurrence finds its own.
+// Distinct ids, their owners, and the distinct id of each occurrence.
 #pragma once
 
 #include <algorithm>
@@ -13,13 +13,13 @@
 
 namespace megalith {
 
-// A hash map of ids to their number of arrival. Open addressing, at most half full; its memory is
-// the thread's, so a thread has one at a time.
+// A hash map from ids to numbers in order of first occurrence. Open addressing, at most half full. Its
+// memory belongs to the thread, so a thread has one at a time.
 class Distinct {
  public:
   static constexpr int64_t kAhead = 32;
 
-  // Room for n ids.
+  // Reserves memory for n ids.
   explicit Distinct(int64_t n) {
     int bits = 4;
     while ((int64_t{1} << bits) < 2 * n) ++bits;
@@ -34,7 +34,7 @@ class Distinct {
 
   void prefetch(int64_t id) const { __builtin_prefetch(&slots_[home(id)]); }
 
-  // The id's number; `next` if it is new (it then has that number).
+  // Returns the id's number; a new id gets the number `next`.
   int32_t add(int64_t id, int32_t next) {
     for (uint64_t at = home(id);; at = (at + 1) & mask_) {
       Slot& s = slots_[at];
@@ -46,7 +46,7 @@ class Distinct {
     }
   }
 
-  // The id's number or -1.
+  // Returns the id's number, or -1.
   int32_t find(int64_t id) const {
     for (uint64_t at = home(id);; at = (at + 1) & mask_) {
       const Slot& s = slots_[at];
@@ -71,28 +71,28 @@ class Distinct {
   Slot* slots_;
 };
 
-// Which shard owns an id: a rule, or an owner per occurrence.
+// The owner of each id: by a routing rule, or given per occurrence.
 struct Owners {
   Route route;
-  const int32_t* given;  // null: by the rule
+  const int32_t* given;  // null: use the rule
 
   int32_t of(int64_t id, int64_t position) const { return given ? given[position] : route.owner(id); }
 };
 
 struct Deduped {
-  int64_t* index;    // [n] each occurrence's place among the distinct ids
-  int64_t* first;    // [n] positions of the distinct ids' first occurrences; the rest is unused
+  int64_t* index;    // [n] the number of each occurrence's distinct id
+  int64_t* first;    // [n] first occurrence of each distinct id; the rest is unused
   int64_t* unique;   // [n] the distinct ids; the rest is unused
-  int64_t* counts;   // [shards * lists] distinct ids of each
-  // When the distinct ids' rows lie one after the other, list m's `widths[m]` elements wide:
-  // [n] where each occurrence's row begins. Null: not wanted.
+  int64_t* counts;   // [shards * lists] number of distinct ids
+  // [n] where each occurrence's row begins in the concatenated rows of the distinct ids, which have
+  // `widths[m]` elements in list m. Null: not computed.
   int64_t* offsets;
   const int64_t* widths;
 };
 
 // Distinct ids of each list (ids[splits[m] .. splits[m + 1]) is list m), ordered by shard, then list,
 // then first occurrence. Without `distinct` every occurrence counts as an id of its own.
-// Owners must lie below `shards`. Returns the number of distinct ids.
+// Owners must be below `shards`. Returns the number of distinct ids.
 inline int64_t dedup(const int64_t* ids, const int64_t* splits, int64_t lists, const Owners& owners,
                      int64_t shards, bool distinct, const Deduped& out, int threads) {
   const int64_t n = splits[lists];
@@ -139,7 +139,7 @@ inline int64_t dedup(const int64_t* ids, const int64_t* splits, int64_t lists, c
   ThreadPool::get().run(lists, threads, [&](int64_t m, int) {
     const int64_t begin = splits[m], end = splits[m + 1];
     const int64_t width = out.offsets ? out.widths[m] : 0;
-    // From here on first[k] is the place of the list's k-th distinct id.
+    // From here on first[k] is the position of the list's k-th distinct id in the output.
     for (int64_t k = begin; k < begin + found[static_cast<size_t>(m)]; ++k) {
       Place& at = cursor[static_cast<size_t>(owner[k] * lists + m)];
       out.first[at.row] = first[k];
@@ -156,7 +156,7 @@ inline int64_t dedup(const int64_t* ids, const int64_t* splits, int64_t lists, c
   return next.row;
 }
 
-// The position of each query's first occurrence among the keys, -1 if it is not there.
+// Finds the position of the first key that equals each query, -1 if there is none.
 inline void match(const int64_t* keys, int64_t m, const int64_t* queries, int64_t n, int64_t* out,
                   int threads) {
   Distinct known(m);
@@ -174,9 +174,9 @@ inline void match(const int64_t* keys, int64_t m, const int64_t* queries, int64_
   });
 }
 
-// Places every value by its owner, keeping the order of the input inside a shard.
-// lengths [shards * rows]: values of each row in each shard. place [n]: where a value goes.
-// Rows are shared out in slices; each counts, then places from where its part of a shard begins.
+// Groups values by owner, in input order within a shard.
+// lengths [shards * rows]: number of values of each row in each shard. place [n]: the new position.
+// Rows are divided into slices: each slice counts its values, then places them from its own offset on.
 inline void bucketize(const int64_t* ids, const int64_t* splits, int64_t rows, const Owners& owners,
                       int64_t shards, int64_t* lengths, int64_t* place, int threads) {
   constexpr int64_t kGrain = 1 << 14;

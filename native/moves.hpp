@@ -1,4 +1,4 @@
-// Runs of elements that move as a whole: rows of a ragged column, chunks of a buffer, packed offsets.
+// Copies of runs of elements: rows of a ragged column, chunks of a buffer; packed offsets.
 #pragma once
 
 #include <algorithm>
@@ -11,15 +11,15 @@
 
 namespace megalith {
 
-// Where each of the chosen rows begins when they lie one after the other: new_splits [n + 1]. Returns how
-// many values they have.
+// Computes where each of the chosen rows begins when they are concatenated: new_splits [n + 1]. Returns the
+// number of values.
 inline int64_t take_splits(const int64_t* splits, const int64_t* rows, int64_t n, int64_t* new_splits) {
   int64_t total = new_splits[0] = 0;
   for (int64_t i = 0; i < n; ++i) new_splits[i + 1] = total += splits[rows[i] + 1] - splits[rows[i]];
   return total;
 }
 
-// What `take_rows` knows of its memory beyond the rows: how many values there are, and the new splits.
+// The bounds of the memory of `take_rows`: the number of values, and the new splits.
 struct TakeRoom {
   int64_t size;
   const int64_t* new_splits;
@@ -30,8 +30,8 @@ inline bool take_items(const Item* values, const int64_t* splits, const int64_t*
                        const TakeRoom* room) {
   constexpr int64_t kAhead = 16, kShort = 8;
   const int64_t* to = room ? room->new_splits : nullptr;
-  // Short rows are copied at full length while there is room behind them, in both buffers: the next row
-  // covers what was too much, and no branch depends on a length.
+  // Short rows are copied at full length while there is room after them in both buffers: the next row
+  // overwrites the excess, and no branch depends on a length.
   const int64_t last_from = room ? room->size - kShort : -1;
   const Item* last_out = room && to[n] - to[0] >= kShort ? out + (to[n] - to[0] - kShort) : nullptr;
   for (int64_t i = 0; i < n; ++i) {
@@ -52,8 +52,8 @@ inline bool take_items(const Item* values, const int64_t* splits, const int64_t*
   return true;
 }
 
-// The chosen rows one after the other; `out` has room for them. Where the room is told it is faster, and
-// stops, returning false, at a row that has another length than the new splits say.
+// Concatenates the chosen rows into `out`, which is large enough. With `room` it is faster, and it stops and
+// returns false at a row whose length differs from the new splits.
 inline bool take_rows(const char* values, int64_t item, const int64_t* splits, const int64_t* rows,
                       int64_t n, char* out, const TakeRoom* room = nullptr) {
   const auto as = [&](auto one) {
@@ -77,8 +77,8 @@ inline bool take_rows(const char* values, int64_t item, const int64_t* splits, c
   return true;
 }
 
-// Writes memory from front to back. What is too large for any cache goes past it: lines that are
-// written whole need not be read first.
+// Writes memory from front to back. Output larger than the cache bypasses it: a cache line that is
+// written completely need not be read first.
 class Writer {
  public:
   Writer(char* out, int64_t total, int64_t unit) : out_(out) {
@@ -130,8 +130,7 @@ class Writer {
   char* out_;
 };
 
-// Rows side by side: the first `length` rows of each split, rows of zeros where it has fewer. `total` is
-// the size of all of out.
+// Cuts or pads each split to `length` rows; missing rows are zeros. `total` is the size of out.
 inline void pad_rows(const char* rows, int64_t bytes, const int64_t* splits, int64_t first, int64_t last,
                      int64_t length, char* out, int64_t total = 0) {
   Writer to(out + first * length * bytes, total, bytes);
@@ -142,7 +141,7 @@ inline void pad_rows(const char* rows, int64_t bytes, const int64_t* splits, int
   }
 }
 
-// The way back: rows beyond `length` become zeros.
+// The reverse of pad_rows: rows beyond `length` become zeros.
 inline void unpad_rows(const char* padded, int64_t bytes, const int64_t* splits, int64_t first, int64_t last,
                        int64_t length, char* out, int64_t total = 0) {
   Writer to(out + splits[first] * bytes, total, bytes);
@@ -158,7 +157,7 @@ inline void place_fixed(const char* rows, const int64_t* place, int64_t n, char*
   for (int64_t i = 0; i < n; ++i) std::memcpy(out + place[i] * Bytes, rows + i * Bytes, Bytes);
 }
 
-// Row i, of `bytes` bytes, becomes row place[i] of out.
+// Copies row i, of `bytes` bytes, to row place[i] of out.
 inline void place_rows(const char* rows, const int64_t* place, int64_t n, int64_t bytes, char* out) {
   switch (bytes) {
     case 0: return;
@@ -170,7 +169,7 @@ inline void place_rows(const char* rows, const int64_t* place, int64_t n, int64_
     std::memcpy(out + place[i] * bytes, rows + i * bytes, static_cast<size_t>(bytes));
 }
 
-// Adds `widths[i]` elements from `from[i]` of the source to those from `to[i]` of out, in order.
+// Adds `widths[i]` elements at `from[i]` of the source to those at `to[i]` of out, in order.
 template <class T>
 inline void move_runs(const T* source, const int64_t* from, const int64_t* to, const int64_t* widths,
                       int64_t n, T* out) {
@@ -178,9 +177,9 @@ inline void move_runs(const T* source, const int64_t* from, const int64_t* to, c
     for (int64_t c = 0; c < widths[i]; ++c) out[to[i] + c] += source[from[i] + c];
 }
 
-// Monolith's packed offsets (a list's number in the high half, an element of it in the low half)
-// as elements, counted from where the lists' begins and ends are counted from. Occurrences
-// [first, last) read `width` elements each. Returns the first that leads out of its list, or -1.
+// Converts Monolith's packed offsets (the list in the high half, an element of it in the low half) to
+// elements, relative to the same origin as `begins` and `ends`. Occurrences [first, last) read `width`
+// elements each. Returns the first occurrence outside its list, or -1.
 inline int64_t locate_range(const int64_t* packed, int64_t first, int64_t last, const int64_t* begins,
                             const int64_t* ends, int64_t lists, int64_t width, int64_t* out) {
   for (int64_t i = first; i < last; ++i) {
@@ -194,7 +193,7 @@ inline int64_t locate_range(const int64_t* packed, int64_t first, int64_t last, 
   return -1;
 }
 
-// The same for lists that are joined: list k is elements [bases[k], bases[k + 1]). Occurrences of feature f
+// The same for concatenated lists: list k is elements [bases[k], bases[k + 1]). Occurrences of feature f
 // end at ends[f] and read widths[f] elements.
 inline int64_t locate(const int64_t* packed, const int64_t* bases, int64_t lists, const int64_t* ends,
                       const int64_t* widths, int64_t features, int64_t* out) {

@@ -1,5 +1,5 @@
-// Reading rows: one by one, or straight into pooled outputs, from a table's storage or from
-// rows in one piece of memory; and the way back of the latter.
+// Reads rows, one by one or directly into pooled outputs, from a table's storage or from contiguous
+// memory; and computes the gradient of the latter.
 
 constexpr int64_t kReadAhead = 40;
 
@@ -25,8 +25,8 @@ static void read(const TableView& table, const int32_t* rows, const int64_t* ids
   }
 }
 
-// ---- where an occurrence's row lies: `stored` finds it in memory (null: not there), `missing`
-// gives what to read instead (null: zeros)
+// ---- the row of an occurrence: `stored` finds it in memory (null: absent), `missing` gives what to read
+// instead (null: zeros)
 
 struct TableSource {
   typedef float Element;
@@ -63,7 +63,7 @@ struct FlatSource {
   const T* missing(int64_t) const { return nullptr; }
   bool rows_fill_lines() const { return false; }
   bool scattered() const { return rows.index != nullptr; }
-  // Rows of one column that follow each other, or null.
+  // Contiguous rows of one column, or null.
   const T* run() const { return rows.index || rows.stride != 1 ? nullptr : rows.data; }
 };
 
@@ -126,8 +126,8 @@ static inline void columns_read(const BagsOf<T>& bags, int* first, int* last) {
   }
 }
 
-// Hands the pooled columns of bags [first_bag, last_bag) to their parts. A bag's row begins with
-// column `first`, the next bag's lies `step` further.
+// Copies the pooled columns of bags [first_bag, last_bag) to their parts. A bag's row begins with
+// column `first`; the next bag's is `step` elements further.
 template <class T>
 static void hand_out(const BagsOf<T>& bags, int64_t first_bag, int64_t last_bag, const T* rows,
                      int64_t step, int first) {
@@ -150,9 +150,9 @@ static void hand_out(const BagsOf<T>& bags, int64_t first_bag, int64_t last_bag,
 }
 
 // The common case: all parts together read 8 * (Vectors - 1) + 1 to 8 * Vectors columns, at least 8. The
-// last vector may overlap the one before it. Addresses are computed once, when their lines are
-// requested, and kept in a ring until their turn. Several bags are pooled before they are handed to
-// their parts: a load waits long for a store it overlaps only in part.
+// last vector may overlap the one before it. Addresses are computed once, when they are prefetched, and
+// kept in a ring buffer until they are read. Several bags are pooled before they are copied to their parts,
+// because a load that partly overlaps a recent store stalls.
 template <int Vectors, bool Weighted, class Source, class T>
 static void pool_ahead(const Source& source, const BagsOf<T>& bags, int first, int width,
                        int64_t first_bag, int64_t last_bag) {
@@ -218,8 +218,8 @@ static void pool_ahead(const Source& source, const BagsOf<T>& bags, int first, i
   }
 }
 
-// The sum of x[0 .. n) in order, n at most 8; x has eight elements. Without a branch on n, which
-// nobody could predict.
+// The sum of x[0 .. n) in order, n at most 8; x has eight elements. It does not branch on n, which is not
+// predictable.
 template <class T>
 static inline T sum_up_to_8(const T* x, int n) {
   typedef typename Eight<T>::type Vec;
@@ -269,7 +269,7 @@ static void pool_column(const Source& source, const BagsOf<T>& bags, int column,
   }
 }
 
-// Any parts, any widths.
+// The general case: any parts, any widths.
 template <class Source, class T>
 static void pool_any(const Source& source, const BagsOf<T>& bags, int64_t first_bag, int64_t last_bag) {
   constexpr int kLine = 64 / sizeof(T);
@@ -349,7 +349,7 @@ static void pool_flat(const FlatRows<T>& rows, const BagsOf<T>& bags, int64_t fi
   pool_from(FlatSource<T>{rows}, bags, first_bag, last_bag);
 }
 
-// ---- the way back to rows in one piece of memory
+// ---- gradients of contiguous rows
 
 template <class T>
 static inline void add_to(T* sum, const T* x, int64_t n) {
@@ -375,7 +375,7 @@ static inline void bag_gradient(const BagsOf<T>& bags, int64_t bag, const T* wei
   }
 }
 
-// Adds x[0 .. n) to memory from element `at` on, as far as it lies within [low, high).
+// Adds x[0 .. n) to memory from element `at` on, limited to elements in [low, high).
 template <class T>
 static inline void add_within(T* memory, int64_t at, const T* x, int64_t n, int64_t low, int64_t high) {
   const int64_t from = at < low ? low : at, to = at + n > high ? high : at + n;
@@ -406,7 +406,7 @@ static void bag_gradients(const BagsOf<T>& bags, int64_t first_bag, int64_t last
 }
 
 // Adds each occurrence's gradient to its row, occurrences in order; elements outside
-// [low, high) belong to somebody else. `scratch` holds kGradientBags rows.
+// [low, high) belong to other tasks. `scratch` holds kGradientBags rows.
 template <class T>
 static void unpool_flat(const FlatRows<T>& rows, const BagsOf<T>& bags, int64_t low, int64_t high,
                         T* scratch) {

@@ -16,7 +16,7 @@ inline uint64_t murmur_finalizer(uint64_t x) {
   return x;
 }
 
-// Remainders by a divisor that is the same for many numbers: a multiplication instead of a
+// Remainders for a divisor that is the same for many numbers: a multiplication instead of a
 // division, exact for every 64-bit number (Granlund and Montgomery's method for n = 64).
 class Divider {
  public:
@@ -38,11 +38,11 @@ class Divider {
   int shift_ = 0;
 };
 
-// Owners are 0 .. owners - 1, moved up by `first`. `block` is used by continuous alone.
+// Owners are 0 .. owners - 1, plus `first`. Only continuous uses `block`.
 struct Route {
   RouteMode mode;
   Divider owners, block;
-  uint64_t covered;  // ids below lie in a block
+  uint64_t covered;  // ids below this belong to a block
   int32_t first;
 
   Route(RouteMode mode, uint64_t owners, uint64_t block, int32_t first)

@@ -1,7 +1,7 @@
 // Strings to ids: xxHash64, the twin of ops/ids.py.
 //
-// Words are read as they lie in memory, so the hash is the published one on
-// little-endian machines only, which all are that torch is built for.
+// Words are read in native byte order, so the hash is the published one on little-endian machines
+// only; torch supports no others.
 #pragma once
 
 #include <cstddef>
@@ -62,7 +62,7 @@ inline uint64_t xxhash64(const void* data, size_t n, uint64_t seed) {
   return hash ^ hash >> 32;
 }
 
-// String i is bytes[offsets[i]] .. bytes[offsets[i + 1]]; the caller has checked that they lie in it.
+// String i is bytes[offsets[i]] .. bytes[offsets[i + 1]]; the caller has checked the offsets.
 inline void hash_strings(const char* bytes, const int64_t* offsets, int64_t n, uint64_t seed,
                          int64_t* out) {
   for (int64_t i = 0; i < n; ++i) {

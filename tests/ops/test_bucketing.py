@@ -1,4 +1,4 @@
-"""Dedup, match, bucketize and split: what a plain model and the twins say, for any ids and any router."""
+"""Dedup, match, bucketize and split equal a plain model and their twins, for any ids and any router."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ MODELS: dict[str, Callable[[Tensor], Any]] = {
     "take": taken,
 }
 INSIDE_OTHERS = {"finalize_shared_tensor", "fused_reduce_and_split_gpu", "unique_key_with_value_and_offset"}
-# Strings are no tensors; `pool` and `unpool` are twins of `pool_rows`, for tables.
+# Strings are not tensors; `pool` and `unpool` are twins of `pool_rows`, for tables.
 NOT_COMPILED = {"hash_bytes", "hash_strings", "pool", "unpool"}
 
 

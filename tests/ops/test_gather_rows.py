@@ -1,4 +1,4 @@
-"""Gather and scatter: each other's gradient, equal to their twins whatever type, stride or thread."""
+"""Gather and scatter: each is the gradient of the other and equals its twin, for any type and thread count."""
 
 from __future__ import annotations
 

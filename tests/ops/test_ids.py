@@ -1,4 +1,4 @@
-"""Ids: published hash values, one hash whatever the container, and slots that come back."""
+"""Ids: published hash values, the same hash for every container, and slots of fids."""
 
 from __future__ import annotations
 
@@ -116,22 +116,22 @@ def test_numpy_arrays_keep_their_shape(array: Any, hashing: Hash) -> None:
     assert unsigned(hashes.view(-1)) == [WORDS[word] for word in ("a", "", "user:42", "héllo")]
 
 
-def test_no_strings(hashing: Hash) -> None:
+def test_empty_input(hashing: Hash) -> None:
     for nothing in ([], (), np.array([]), np.array([], dtype=object)):
         assert hashing(nothing).tolist() == []
     assert hashing(np.zeros((0, 3), dtype="U1")).shape == (0, 3)
 
 
 @pytest.mark.parametrize(
-    ("strings", "said"),
+    ("strings", "message"),
     [
-        ("user:42", r"is a single string; give a list of one: \[string\]"),
+        ("user:42", r"is a single string; pass a list: \[string\]"),
         (b"user:42", "is a single string"),
         (["a", None], r"strings\[1\] must be a str or bytes, got NoneType: None"),
         (["a", "b", 3], r"strings\[2\] must be a str or bytes, got int: 3"),
         ([b"a", 3.5], r"strings\[1\] must be a str or bytes, got float: 3.5"),
         ([["a"]], r"strings\[0\] must be a str or bytes, got list"),
-        (["a", "\ud800"], r"strings\[1\] has no UTF-8 form"),
+        (["a", "\ud800"], r"strings\[1\] cannot be encoded as UTF-8"),
         (np.array(["a", None], dtype=object), r"strings\[1\] must be a str or bytes, got NoneType"),
         (np.array([1, 2]), "must be an array of str or bytes, got int64"),
         ({"a": 1}, "must be a list, a tuple or a numpy array, got dict"),
@@ -139,8 +139,8 @@ def test_no_strings(hashing: Hash) -> None:
         ((x for x in "ab"), "got generator"),
     ],
 )
-def test_what_has_no_hash(strings: Any, said: str, hashing: Hash) -> None:
-    with pytest.raises(InputError, match=said):
+def test_invalid_strings(strings: Any, message: str, hashing: Hash) -> None:
+    with pytest.raises(InputError, match=message):
         hashing(strings)
 
 
@@ -172,13 +172,13 @@ def test_an_empty_buffer_holds_empty_strings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "offsets", "said"),
+    ("data", "offsets", "message"),
     [
-        (DATA, torch.tensor([-1, 3]), "never descend, within 0 .. 10"),
-        (DATA, torch.tensor([0, 11]), "never descend, within 0 .. 10"),
-        (DATA, torch.tensor([0, 5, 4, 10]), "never descend"),
-        (DATA, torch.tensor([0, 11, 10]), "never descend"),
-        (DATA, torch.tensor([0, 2**62, -(2**62), 10]), "never descend"),
+        (DATA, torch.tensor([-1, 3]), "must ascend within 0 .. 10"),
+        (DATA, torch.tensor([0, 11]), "must ascend within 0 .. 10"),
+        (DATA, torch.tensor([0, 5, 4, 10]), "must ascend within"),
+        (DATA, torch.tensor([0, 11, 10]), "must ascend within"),
+        (DATA, torch.tensor([0, 2**62, -(2**62), 10]), "must ascend within"),
         (DATA, torch.tensor([], dtype=torch.int64), r"must be \[n \+ 1\]"),
         (DATA, torch.tensor([[0, 1]]), r"must be \[n \+ 1\] on the CPU, got \[1, 2\]"),
         (DATA, torch.zeros(2, dtype=torch.int64, device="meta"), "on the CPU, got .* on meta"),
@@ -188,8 +188,8 @@ def test_an_empty_buffer_holds_empty_strings() -> None:
         (np.zeros((4, 4), np.uint8)[:, ::2], torch.tensor([0, 1]), "contiguous"),
     ],
 )
-def test_offsets_that_do_not_fit(data: Any, offsets: Any, said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_invalid_offsets(data: Any, offsets: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         hash_bytes(data, offsets)
 
 
@@ -246,10 +246,10 @@ def test_the_first_layout_becomes_the_second() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slot", "id", "said"),
+    ("slot", "id", "message"),
     [
-        (-1, 0, "slot must be within 0 .. 32767, got -1"),
-        (32768, 0, "slot must be within 0 .. 32767, got 32768"),
+        (-1, 0, "slot must be in 0 .. 32767, got -1"),
+        (32768, 0, "slot must be in 0 .. 32767, got 32768"),
         (32768, torch.tensor([0]), "got 32768"),
         (torch.tensor([0, 40000]), 0, "got 40000"),
         (torch.tensor(-5), torch.tensor([1, 2]), "got -5"),
@@ -263,16 +263,20 @@ def test_the_first_layout_becomes_the_second() -> None:
         (0, 2**64, "id must fit in 64 bits"),
         (0, -(2**63) - 1, "id must fit in 64 bits"),
         (torch.tensor([1, 2]), torch.tensor([1, 2, 3]), r"slot \[2\] and id \[3\] do not broadcast"),
-        (torch.tensor([1]), torch.zeros(1, dtype=torch.int64, device="meta"), "slot is on cpu, id on meta"),
+        (
+            torch.tensor([1]),
+            torch.zeros(1, dtype=torch.int64, device="meta"),
+            "slot is on cpu, id is on meta",
+        ),
     ],
 )
-def test_what_is_no_fid(slot: Any, id: Any, said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_invalid_fids(slot: Any, id: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         fid(slot, id)
 
 
 @pytest.mark.parametrize("function", [slot_of, fid_v1_to_v2])
-def test_what_holds_no_slot(function: Callable[[Any], Any]) -> None:
+def test_invalid_fids_for_slots(function: Callable[[Any], Any]) -> None:
     with pytest.raises(InputError, match=f"{function.__name__}: fid must be an int64 or int32 tensor"):
         function(torch.tensor([1.0]))
     with pytest.raises(InputError, match=f"{function.__name__}: fid must be an int"):

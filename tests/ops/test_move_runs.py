@@ -122,8 +122,8 @@ def test_packed_offsets_become_elements_of_all_lists(find) -> None:  # type: ign
         ([(-1, 0), (2, 2), (0, 4), (2, 0)], 0),
     ],
 )
-def test_packed_offsets_that_lead_out_of_their_list(find, pairs, position: int) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(InputError, match=rf"^fid_offset\[{position}\] leads out of the embeddings"):
+def test_packed_offsets_outside_their_list(find, pairs, position: int) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(InputError, match=rf"^fid_offset\[{position}\] is outside the embeddings"):
         find(packed(*pairs), BASES, ENDS, WIDTHS, "fid_offset")
 
 

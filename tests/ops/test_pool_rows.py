@@ -39,7 +39,7 @@ def test_an_index_into_a_flat_buffer_counts_elements() -> None:
     bags = [Bags(ints(0, 2), (OutputSlice(0, 0, 0, 4),)), Bags(ints(2, 3), (OutputSlice(1, 0, 0, 2),))]
     wide, narrow = pool_rows(buffer, ints(0, 3, 5), bags, [(1, 4), (1, 2)], dim=4)
     assert wide.tolist() == [[3, 5, 7, 9]]
-    assert narrow.tolist() == [[5, 6]]  # the buffer's end: there are no four elements from 5 on
+    assert narrow.tolist() == [[5, 6]]  # at the end of the buffer: fewer than four elements remain
 
 
 def test_weights_divisors_and_columns_left_alone() -> None:

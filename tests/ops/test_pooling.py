@@ -40,7 +40,7 @@ def test_sum_is_one_feature_into_one_output() -> None:
     assert pooled(pooling, ROWS) == [[[3.0, 30.0], [0.0, 0.0], [7.0, 70.0]]]
 
 
-def test_a_table_that_feeds_nothing_has_no_bags() -> None:
+def test_a_table_that_fills_no_output_has_no_bags() -> None:
     pooling = Pooling.sum("t", ints(0, 1), 2)
 
     assert len(pooling.of("t")) == 1
@@ -55,7 +55,7 @@ def test_bags_count_themselves() -> None:
 @pytest.mark.parametrize(
     "parts",
     [
-        (OutputSlice(0, 0, 0, 2),),  # columns 2 and 3 are nobody's
+        (OutputSlice(0, 0, 0, 2),),  # no part writes columns 2 and 3
         (OutputSlice(0, 0, 0, 2, accumulate=True), OutputSlice(0, 2, 0, 2, accumulate=True)),
         (),
     ],
@@ -231,7 +231,7 @@ def test_unpool_is_the_backward_of_pool(data: st.DataObject, seed: int) -> None:
 # ---- check
 
 
-def test_a_pooling_that_fits_passes() -> None:
+def test_a_matching_pooling_passes() -> None:
     pooling = one_feature(
         ints(0, 1, 3, 3), OutputSlice(0, 1, 0, 2), (3, 4), weights=torch.ones(3), divisor=torch.ones(3)
     )
@@ -257,16 +257,16 @@ def test_a_pooling_that_fits_passes() -> None:
         (ints(0, 1, 3), {"divisor": [1.0, 1.0]}, {}, r"divisor must be float32 \[2\]"),
         (ints(0, 1, 3), {}, {"output": 1}, "no output number 1"),
         (ints(0, 1, 3), {}, {"output": -1}, "no output number -1"),
-        (ints(0, 1, 3), {}, {"end": 3}, "slice 0:3 lies outside rows of 2 columns"),
+        (ints(0, 1, 3), {}, {"end": 3}, "slice 0:3 is outside rows of 2 columns"),
         (ints(0, 1, 3), {}, {"start": -1}, "slice -1:2"),
         (ints(0, 1, 3), {}, {"start": 2}, "slice 2:2"),
         (ints(0, 1, 3), {}, {"inner": 0}, "bags do not fill"),
         (ints(0, 1, 3), {}, {"inner": 2}, "bags do not fill"),
-        (ints(0, 1, 3), {}, {"column": -1}, "columns outside output 0"),
-        (ints(0, 1, 3), {}, {"column": 1}, "columns outside output 0"),
+        (ints(0, 1, 3), {}, {"column": -1}, "outside the columns of output 0"),
+        (ints(0, 1, 3), {}, {"column": 1}, "outside the columns of output 0"),
     ],
 )
-def test_a_pooling_that_does_not_fit_is_refused(
+def test_a_pooling_that_does_not_match_raises(
     offsets: Any, tensors: dict[str, Any], part: dict[str, Any], message: str
 ) -> None:
     fields = {"output": 0, "column": 0, "start": 0, "end": 2, **part}

@@ -1,4 +1,7 @@
-"""Pure functions on ids and rows."""
+"""Ops on ids and rows: pure functions, differentiable where a gradient makes sense.
+
+Each op runs native code on CPU tensors and plain torch on other devices. Ops know neither tables nor engines.
+"""
 
 from megalith.ops.bucketing import Bucketized, Deduped, bucketize, dedup, match, place_rows, split_rows
 from megalith.ops.gather_rows import gather, gather_pieces, scatter_pieces, scatter_sum

@@ -1,7 +1,8 @@
-"""Distinct ids, the shards that own them, and the way each occurrence finds its own.
+"""Group ids and rows by shard.
 
-`dedup` is what travels to other shards: every id once. `bucketize` keeps every occurrence. `match` finds
-ids in a list of ids, `split_rows` parts rows by a number each. The number of threads changes no result.
+`dedup` keeps each id once, as it is sent to other shards; `bucketize` keeps every occurrence. `match` finds
+the positions of ids in a list of ids. `split_rows` and `place_rows` move rows. Results do not depend on the
+number of threads.
 """
 
 from __future__ import annotations
@@ -19,35 +20,35 @@ from megalith.ops.gather_rows import _gather
 from megalith.ragged import Ragged
 from megalith.routing import Router
 
-Rule = Sequence[int]  # of a Router: see Router.rule; empty where owners are given
+Rule = Sequence[int]  # Router.rule; empty if owners are given
 
 
 class Deduped(NamedTuple):
-    """Distinct ids by shard, then list, then first occurrence."""
+    """Result of `dedup`: distinct ids, ordered by shard, then list, then first occurrence."""
 
     ids: Tensor
     """int64 [u]: the distinct ids."""
     first: Tensor
-    """int64 [u]: the position of each one's first occurrence."""
+    """int64 [u]: the position of the first occurrence of each distinct id."""
     counts: Tensor
-    """int64 [shards, lists]: distinct ids of each."""
+    """int64 [shards, lists]: the number of distinct ids of each shard and list."""
     inverse: Tensor
-    """int64 [n]: each occurrence's place among the distinct ids."""
+    """int64 [n]: the position of each occurrence's id in `ids`."""
     offsets: Tensor | None
-    """int64 [n]: where each occurrence's row begins, if widths were given."""
+    """int64 [n]: where the row of each occurrence begins in the concatenated rows; None without widths."""
 
 
 class Bucketized(NamedTuple):
-    """A column's values by shard, then row, then input order."""
+    """Result of `bucketize`: values ordered by shard, then row, then input order."""
 
     lengths: Tensor
-    """int64 [shards * rows]: values of each row in each shard."""
+    """int64 [shards * rows]: the number of values of each row in each shard, shard-major."""
     indices: Tensor
-    """The values, [n], in the type they came in."""
+    """[n]: the values, in their input dtype."""
     weights: Tensor | None
-    """Their weights, if there were any."""
+    """[n]: the weights of the values, if any."""
     permute: Tensor
-    """int64 [n]: where each input value went, so that `indices[permute]` is the input."""
+    """int64 [n]: the new position of each input value; `indices[permute]` is the input."""
 
 
 def dedup(
@@ -61,19 +62,31 @@ def dedup(
     widths: Sequence[int] | None = None,
     name: str = "owners",
 ) -> Deduped:
-    """Distinct ids of each list, ordered by the shard that owns them.
+    """Finds the distinct ids of each list and orders them by the shard that owns them.
 
-    ids: int64 or int32 [n]. splits: int64 [lists + 1] cuts ids into lists (default: one list); ids are
-    compared within a list. Owners come from the router, or from `owners` int32 [n] below `num_shards` (an
-    id's first occurrence decides), or all ids go to shard 0. distinct=False counts every occurrence as an id.
-    widths: elements of a row of each list, for `offsets` into the distinct ids' rows laid end to end.
+    Without `router` and `owners`, all ids go to shard 0.
+
+    Args:
+        ids: int64 or int32 [n].
+        splits: int64 [lists + 1], which divide the ids into lists; default one list. Ids are compared within
+            a list.
+        router: gives the owner of each id.
+        owners: int32 [n], the owner of each occurrence, in 0:num_shards; the first occurrence of an id
+            decides.
+        num_shards: the number of shards, with `owners`.
+        distinct: False keeps every occurrence as an id of its own.
+        widths: the row size of each list; adds `Deduped.offsets`.
+        name: the name of `owners` in error messages.
+
+    Raises:
+        InputError: an owner is out of range, or splits or widths do not match the ids.
     """
     ids = checks.int64(ids, "ids")
     lists = _one_list(ids) if splits is None else checks.int64(splits, "splits")
     rule, shards = _rule(router, num_shards)
     if owners is not None:
         if router is not None:
-            raise InputError("give a router or owners, not both")
+            raise InputError("pass a router or owners, not both")
         owners = checks.integers(owners, name, (ids.shape[0],))
         rule = []
     elif router is not None and num_shards not in (None, shards):
@@ -82,16 +95,19 @@ def dedup(
         raise InputError("splits must have the shape [lists + 1], got [0]")
     sizes = [] if widths is None else checks.sizes(widths, "widths", 0)
     if widths is not None and len(sizes) != lists.shape[0] - 1:
-        raise InputError(f"widths: {len(sizes)} for {lists.shape[0] - 1} lists")
+        raise InputError(f"widths has {len(sizes)} sizes for {lists.shape[0] - 1} lists")
     unique, first, counts, index, offsets = _dedup(ids, lists, owners, rule, shards, distinct, sizes, name)
     counts = counts.view(shards, lists.shape[0] - 1)
     return Deduped(unique, first, counts, index, None if widths is None else offsets)
 
 
 def bucketize(ragged: Ragged, router: Router, weights: Tensor | None = None) -> Bucketized:
-    """Parts a column by the shard that owns each id, rows and their order kept.
+    """Groups the values of a column by the shard that owns each id.
 
-    weights: [n], default the column's own. The result's `lengths` are shard-major.
+    Args:
+        ragged: the ids.
+        router: gives the owner of each id.
+        weights: float [n]; default the column's own.
     """
     if not isinstance(ragged, Ragged):
         raise InputError(f"ragged must be a Ragged, got {checks.kind(ragged)}")
@@ -109,9 +125,19 @@ def bucketize(ragged: Ragged, router: Router, weights: Tensor | None = None) -> 
 
 
 def match(keys: Tensor, queries: Tensor, *, name: str = "queries", missing_ok: bool = False) -> Tensor:
-    """The position of each query's first occurrence among the keys: int64 in the shape of the queries.
+    """Finds the position of the first key that equals each query.
 
-    Raises InputError naming the first query that is not there, unless missing_ok: then its position is -1.
+    Args:
+        keys: int [k].
+        queries: int [...].
+        name: the name of the queries in error messages.
+        missing_ok: gives -1 for a query without a key instead of raising.
+
+    Returns:
+        int64 in the shape of the queries.
+
+    Raises:
+        InputError: a query has no key.
     """
     keys = checks.int64(keys, "keys")
     flat = checks.int64(queries, name, None).reshape(-1)
@@ -120,7 +146,17 @@ def match(keys: Tensor, queries: Tensor, *, name: str = "queries", missing_ok: b
 
 
 def split_rows(rows: Tensor, indices: Tensor, num_splits: int, *, name: str = "indices") -> list[Tensor]:
-    """Row i goes to output `indices[i]`, order kept: [n, ...] -> num_splits x [k, ...]. Differentiable."""
+    """Splits rows: row i goes to output `indices[i]`, in input order. Differentiable.
+
+    Args:
+        rows: [n, ...].
+        indices: int [n], each in 0:num_splits.
+        num_splits: the number of outputs.
+        name: the name of the indices in error messages.
+
+    Returns:
+        `num_splits` tensors [k, ...].
+    """
     rows = _rows(rows)
     num_splits = checks.integer(num_splits, "num_splits")
     owners = checks.integers(indices, name, (rows.shape[0],))
@@ -131,18 +167,26 @@ def split_rows(rows: Tensor, indices: Tensor, num_splits: int, *, name: str = "i
 
 
 def place_rows(rows: Tensor, place: Tensor) -> Tensor:
-    """Row i goes to row place[i]: [n, ...] by a permutation int64 [n]. Differentiable."""
+    """Permutes rows: row i becomes row `place[i]`. Differentiable.
+
+    Args:
+        rows: [n, ...].
+        place: int64 [n], a permutation of 0:n.
+
+    Returns:
+        [n, ...].
+    """
     rows = _rows(rows)
     n = rows.shape[0]
     place = checks.int64(place, "place", (n,))
     taken = torch.zeros_like(place, dtype=torch.bool).index_fill(0, place.clamp(0, max(n - 1, 0)), True)
-    checks.require(taken & (place >= 0) & (place < n), "place must hold the number of every row once")
+    checks.require(taken & (place >= 0) & (place < n), "place must be a permutation of the row numbers")
     return _placed(rows, place)
 
 
 def _rows(rows: Tensor) -> Tensor:
     if checks.tensor(rows, "rows", None).dim() < 1:
-        raise InputError("rows must be a tensor of at least one dimension")
+        raise InputError("rows must have at least one dimension")
     return rows
 
 
@@ -200,7 +244,7 @@ def _dedup_twin(
     splits = checks.splits(splits, "splits", n)
     list_of = torch.repeat_interleave(torch.arange(lists, device=ids.device), torch.diff(splits))
     position = torch.arange(n, device=ids.device)
-    first_of = position.clone()  # of each occurrence: the first one of its id in its list
+    first_of = position.clone()  # the first occurrence of the same id in the same list
     if distinct:
         for begin, end in zip(splits[:-1].tolist(), splits[1:].tolist(), strict=True):
             unique, inverse = torch.unique(ids[begin:end], return_inverse=True)
@@ -221,7 +265,7 @@ def _dedup_twin(
 
 
 def _narrow(owners: Tensor, shards: int, name: str) -> Tensor:
-    """Given owners in the type that native code takes and checks."""
+    """Converts owners to the dtype that native code expects."""
     if owners.dtype == torch.int64:
         checks.index_range(owners, 0, shards, name)
     return owners.to(torch.int32).contiguous()
@@ -264,7 +308,7 @@ def _match_native(keys: Tensor, queries: Tensor, name: str, missing_ok: bool) ->
 def _match_twin(keys: Tensor, queries: Tensor, name: str, missing_ok: bool) -> Tensor:
     if keys.numel() == 0:
         return _all_found(torch.full_like(queries, -1), queries, name, missing_ok)
-    ordered, order = torch.sort(keys, stable=True)  # of equal keys the first comes first
+    ordered, order = torch.sort(keys, stable=True)  # equal keys stay in order
     at = torch.searchsorted(ordered, queries.contiguous()).clamp(max=keys.numel() - 1)
     found = torch.where(ordered[at] == queries, order[at], -1)
     return _all_found(found, queries, name, missing_ok)
@@ -273,7 +317,7 @@ def _match_twin(keys: Tensor, queries: Tensor, name: str, missing_ok: bool) -> T
 def _all_found(found: Tensor, queries: Tensor, name: str, missing_ok: bool) -> Tensor:
     if not missing_ok and bool((found < 0).any()):
         at = int((found < 0).nonzero()[0])
-        raise InputError(f"{name}: id {int(queries[at])} (number {at}) is not among the known ids")
+        raise InputError(f"{name}: id {int(queries[at])} (position {at}) is not among the keys")
     return found
 
 
@@ -334,11 +378,11 @@ _bucketize = define(
     fake=_bucketize_fake,
 )
 
-# ---- rows that move as a whole
+# ---- split and place rows
 
 
 def _matrix(rows: Tensor) -> Tensor:
-    """[n, ...] -> [n, width]."""
+    """Views [n, ...] as [n, width]."""
     return rows.reshape(rows.shape[0], -1) if rows.numel() else rows.new_empty(rows.shape[0], 0)
 
 

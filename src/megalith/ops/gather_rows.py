@@ -1,8 +1,8 @@
-"""Gather rows by index, and scatter them back: each is the gradient of the other.
+"""Gather rows by index and scatter-sum rows by index: each is the gradient of the other.
 
-Both address memory as elements: row i of a piece lies at `index[i] * stride`, `width` elements long. A
-matrix [m, d] has stride and width d; rows of many widths in one flat buffer have stride 1. Sums run in
-the order of the index, whatever the number of threads.
+Both address memory as elements: row i of a piece begins at element `index[i] * stride` and has `width`
+elements. A matrix [m, d] has stride and width d; rows of several widths in one flat buffer have stride 1.
+Sums run in the order of the index, for any number of threads.
 """
 
 from __future__ import annotations
@@ -18,13 +18,22 @@ from megalith.ops import checks
 
 Sizes = Sequence[int]
 
-# ---- what users call
+# ---- public functions
 
 
 def gather(rows: Tensor, index: Tensor, *, name: str = "index") -> Tensor:
-    """Row `index[...]` of a matrix for each index: [m, d], int [...] -> [..., d]. Differentiable.
+    """Gathers rows of a matrix. Differentiable.
 
-    Raises InputError, naming the argument `name`, for an index outside 0 to m - 1.
+    Args:
+        rows: [m, d].
+        index: int [...], each in 0:m.
+        name: the name of the index in error messages.
+
+    Returns:
+        [..., d].
+
+    Raises:
+        InputError: an index is out of range.
     """
     rows = checks.tensor(rows, "rows", (None, None))
     flat = checks.int64(index, name, None).reshape(-1)
@@ -37,9 +46,19 @@ def gather(rows: Tensor, index: Tensor, *, name: str = "index") -> Tensor:
 
 
 def scatter_sum(rows: Tensor, index: Tensor, num_rows: int, *, name: str = "index") -> Tensor:
-    """Sums rows that share an index: [n, d], int [n] -> [num_rows, d]. Differentiable.
+    """Sums rows that have the same index. Differentiable.
 
-    Rows nobody points at are zero. Raises InputError for an index outside 0 to num_rows - 1.
+    Args:
+        rows: float [n, d].
+        index: int [n], each in 0:num_rows.
+        num_rows: the number of rows of the result.
+        name: the name of the index in error messages.
+
+    Returns:
+        [num_rows, d]; rows without an index are zero.
+
+    Raises:
+        InputError: an index is out of range.
     """
     rows = checks.floats(rows, "rows", (None, None))
     index = checks.int64(index, name, (rows.shape[0],))
@@ -59,10 +78,20 @@ def gather_pieces(
     strides: Sizes | None = None,
     name: str = "index",
 ) -> list[Tensor]:
-    """Rows of several widths out of one buffer: piece k is [len(indices[k]), widths[k]]. Differentiable.
+    """Gathers rows of several widths from one buffer. Differentiable.
 
-    indices: int64 or int32 vectors. strides: elements an index counts (default 1 each).
-    Raises InputError, naming the argument `name`, for a row that ends beyond the buffer.
+    Args:
+        source: the buffer; a tensor of any shape is flattened.
+        indices: int [n] for each piece.
+        widths: the row size of each piece.
+        strides: the number of elements that an index counts, for each piece; default 1.
+        name: the name of the indices in error messages.
+
+    Returns:
+        A [n, width] for each piece.
+
+    Raises:
+        InputError: a row ends beyond the buffer.
     """
     indices = checks.as_list(indices, "indices")
     strides = [1] * len(indices) if strides is None else strides
@@ -81,7 +110,21 @@ def scatter_pieces(
     strides: Sizes | None = None,
     name: str = "index",
 ) -> Tensor:
-    """Adds rows of several widths into one buffer of zeros: the gradient of `gather_pieces`."""
+    """Sums rows of several widths into one buffer: the gradient of `gather_pieces`. Differentiable.
+
+    Args:
+        pieces: float [n, width] each.
+        indices: int [n] for each piece.
+        size: the number of elements of the buffer.
+        strides: the number of elements that an index counts, for each piece; default 1.
+        name: the name of the indices in error messages.
+
+    Returns:
+        [size].
+
+    Raises:
+        InputError: a row ends beyond the buffer.
+    """
     pieces, indices = checks.as_list(pieces, "pieces"), checks.as_list(indices, "indices")
     strides = [1] * len(pieces) if strides is None else strides
     strides = checks.sizes(strides, "strides", 0)
@@ -162,13 +205,13 @@ def _scatter_twin(
 
 
 def _elements(index: Tensor, stride: int, width: int, size: int, name: str) -> Tensor:
-    """The elements [n, width] that rows at this index cover."""
+    """Returns the elements [n, width] of the rows at this index."""
     checks.index_range(index, 0, index_limit(size, stride, width), name)
     return (index * stride)[:, None] + torch.arange(width, device=index.device)
 
 
 def index_limit(size: int, stride: int, width: int) -> int:
-    """The number of legal indices: those whose rows end within the buffer."""
+    """Returns the number of legal indices: those whose rows end within the buffer."""
     if size < width:
         return 0
     return (size - width) // stride + 1 if stride else 2**63 - 1

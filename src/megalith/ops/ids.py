@@ -1,10 +1,10 @@
-"""Ids: strings to 64-bit ids, and ids with a slot inside them.
+"""Ids: 64-bit ids of strings, and ids that contain a slot.
 
-`hash_strings` gives an id to any string, the same in every process and version: xxHash64 of its
-UTF-8 bytes. `fid` puts a slot (a feature's number) into an id's high bits, so that features sharing a table
-do not collide; the layout is Monolith's second one: bit 63 zero, 15 bits of slot, 48 bits of id.
+`hash_strings` maps a string to an id, the same in every process and version: xxHash64 of its UTF-8 bytes.
+`fid` puts a slot (the number of a feature) into the high bits of an id, so that features sharing a table
+do not collide. The layout is Monolith's second one: bit 63 is zero, then 15 bits of slot and 48 bits of id.
 
-Ids are not looked up here, and nothing remembers which string an id came from.
+This module does not look up ids and does not store the strings.
 """
 
 from __future__ import annotations
@@ -48,12 +48,20 @@ _PRIMES = (
 
 
 def hash_strings(strings: Strings, *, seed: int = 0) -> Tensor:
-    """An id for each string: xxHash64 of its UTF-8 bytes, as int64.
+    """Maps each string to an id: xxHash64 of its UTF-8 bytes.
 
-    strings: a list or tuple of str or bytes, giving [n], or a numpy array of them, giving its shape.
-    A str and its UTF-8 bytes hash alike. Ids may be negative; among n different strings, two share an id
-    with a probability of about n^2 / 2^65.
-    Raises InputError for a single string, and for an item that is not a string, naming its position.
+    A str and its UTF-8 bytes have the same id. Ids may be negative. Among n different strings, two have the
+    same id with a probability of about n^2 / 2^65.
+
+    Args:
+        strings: a list or tuple of n str or bytes, or a numpy array of them.
+        seed: 0 to 2^64 - 1.
+
+    Returns:
+        int64 [n], or int64 in the shape of the array.
+
+    Raises:
+        InputError: `strings` is a single string, or an item is not a string.
     """
     items, shape = _items(strings)
     data, offsets = _join(items)
@@ -61,7 +69,7 @@ def hash_strings(strings: Strings, *, seed: int = 0) -> Tensor:
 
 
 def hash_strings_twin(strings: Strings, *, seed: int = 0) -> Tensor:
-    """`hash_strings` in plain Python: what defines it."""
+    """Computes `hash_strings` in plain Python: the reference that tests compare with."""
     items, shape = _items(strings)
     seed = _check_seed(seed)
     hashes = [signed(_xxhash64(_encode(item, i), seed)) for i, item in enumerate(items)]
@@ -69,11 +77,19 @@ def hash_strings_twin(strings: Strings, *, seed: int = 0) -> Tensor:
 
 
 def hash_bytes(data: Buffer, offsets: Tensor, *, seed: int = 0) -> Tensor:
-    """`hash_strings` of strings that already lie in one buffer, as in an Arrow array.
+    """Maps strings in one buffer, as in an Arrow array, to the ids of `hash_strings`.
 
-    data: bytes, or a contiguous buffer, of which the used part is copied. offsets: int64 or int32 [n + 1];
-    string i is `data[offsets[i]:offsets[i + 1]]`, and the first need not be 0. Returns int64 [n].
-    Raises InputError if the offsets descend or leave the data.
+    Args:
+        data: bytes, or a contiguous buffer, of which the used part is copied.
+        offsets: int64 or int32 [n + 1]; string i is `data[offsets[i]:offsets[i + 1]]`. The first offset need
+            not be 0.
+        seed: 0 to 2^64 - 1.
+
+    Returns:
+        int64 [n].
+
+    Raises:
+        InputError: the offsets descend or are outside the data.
     """
     try:
         view = memoryview(data)
@@ -89,7 +105,7 @@ def hash_bytes(data: Buffer, offsets: Tensor, *, seed: int = 0) -> Tensor:
     offsets = offsets.to(torch.int64).contiguous()
     first, last = int(offsets[0]), int(offsets[-1])
     if first < 0 or last > len(view) or bool((offsets[1:] < offsets[:-1]).any()):
-        raise InputError(f"hash_bytes: offsets must never descend, within 0 .. {len(view)}, the data's size")
+        raise InputError(f"hash_bytes: offsets must ascend within 0 .. {len(view)}, the size of data")
     if isinstance(data, bytes):
         return _hash(data, offsets, _check_seed(seed))
     return _hash(bytes(view[first:last]), offsets - first, _check_seed(seed))
@@ -105,17 +121,25 @@ def fid(slot: Tensor, id: int | Tensor) -> Tensor: ...
 @overload
 def fid(slot: int, id: Tensor) -> Tensor: ...
 def fid(slot: int | Tensor, id: int | Tensor) -> int | Tensor:
-    """The id with its slot in the high bits: `slot << 48 | id`.
+    """Puts a slot into the high bits of an id: `slot << 48 | id`.
 
-    slot, id: ints, or int64 or int32 tensors, which broadcast; an int of two ints, else an int64 tensor.
-    An id of 0 .. 2^48 - 1 keeps its bits. Any other (negative, or from `hash_strings`) is mixed and cut to
-    48 bits, which folds ids together: among n such ids of a slot, two become one with a probability of about
-    n^2 / 2^49. Fids of Monolith's first layout are not ids in this sense: see `fid_v1_to_v2`.
-    Raises InputError for a slot outside 0 .. 32767; a slot tensor on a GPU is waited for.
+    An id in 0 .. 2^48 - 1 keeps its bits. Any other id (negative, or from `hash_strings`) is hashed to 48
+    bits: among n such ids of a slot, two collide with a probability of about n^2 / 2^49. Fids of Monolith's
+    first layout are not ids in this sense: use `fid_v1_to_v2`.
+
+    Args:
+        slot: an int, or an int64 or int32 tensor, in 0 .. 32767. Checking a tensor on a GPU waits for it.
+        id: an int, or an int64 or int32 tensor; slot and id broadcast.
+
+    Returns:
+        An int for two ints, otherwise an int64 tensor.
+
+    Raises:
+        InputError: a slot is out of range.
     """
-    slot, id = _check_whole(slot, "fid", "slot"), _check_whole(id, "fid", "id")
+    slot, id = _check_integer(slot, "fid", "slot"), _check_integer(id, "fid", "id")
     if isinstance(slot, Tensor) and isinstance(id, Tensor):
-        _check_together(slot, id)
+        _check_broadcast(slot, id)
     _check_slot(slot)
     if isinstance(id, Tensor):
         id = torch.where((id >= 0) & (id <= ID_MASK), id, mix(id) & ID_MASK)
@@ -130,11 +154,14 @@ def fid_v1_to_v2(fid: int) -> int: ...
 @overload
 def fid_v1_to_v2(fid: Tensor) -> Tensor: ...
 def fid_v1_to_v2(fid: int | Tensor) -> int | Tensor:
-    """A fid of Monolith's first layout (10 bits of slot, 54 of id) in the second, as Monolith converts it.
+    """Converts a fid of Monolith's first layout (10 bits of slot, 54 of id) to the second, as Monolith does.
 
-    The slot stays, the id loses its high 6 bits. fid: an int, or an int64 or int32 tensor.
+    The slot is kept; the id loses its high 6 bits.
+
+    Args:
+        fid: an int, or an int64 or int32 tensor.
     """
-    fid = _check_whole(fid, "fid_v1_to_v2", "fid")
+    fid = _check_integer(fid, "fid_v1_to_v2", "fid")
     converted: int | Tensor = (fid >> 54 & 0x3FF) << SLOT_SHIFT | fid & ID_MASK
     return converted
 
@@ -144,17 +171,21 @@ def slot_of(fid: int) -> int: ...
 @overload
 def slot_of(fid: Tensor) -> Tensor: ...
 def slot_of(fid: int | Tensor) -> int | Tensor:
-    """The slot inside a fid; bit 63 is not looked at. fid: an int, or an int64 or int32 tensor."""
-    slot: int | Tensor = _check_whole(fid, "slot_of", "fid") >> SLOT_SHIFT & (NUM_SLOTS - 1)
+    """Returns the slot of a fid; bit 63 is ignored.
+
+    Args:
+        fid: an int, or an int64 or int32 tensor.
+    """
+    slot: int | Tensor = _check_integer(fid, "slot_of", "fid") >> SLOT_SHIFT & (NUM_SLOTS - 1)
     return slot
 
 
-# ---- inside
+# ---- helpers
 
 
 def _items(strings: Strings) -> tuple[Sequence[Any], tuple[int, ...]]:
     if isinstance(strings, str | bytes):
-        raise InputError("hash_strings: strings is a single string; give a list of one: [string]")
+        raise InputError("hash_strings: strings is a single string; pass a list: [string]")
     if isinstance(strings, np.ndarray):
         if strings.size and strings.dtype.kind not in "USOT":
             raise InputError(f"hash_strings: strings must be an array of str or bytes, got {strings.dtype}")
@@ -174,14 +205,14 @@ def _encode(item: object, position: int) -> bytes:
     try:
         return item.encode()
     except UnicodeEncodeError:
-        raise InputError(f"hash_strings: strings[{position}] has no UTF-8 form: {item!r}") from None
+        raise InputError(f"hash_strings: strings[{position}] cannot be encoded as UTF-8: {item!r}") from None
 
 
 def _join(items: Sequence[Any]) -> tuple[bytes, Tensor]:
-    """All strings in one buffer, and where each begins, [n + 1]."""
+    """Concatenates the strings; returns the bytes and int64 offsets [n + 1]."""
     parts: Sequence[Any] = items
     try:
-        data = "".join(items).encode("ascii")  # then a string has as many bytes as characters
+        data = "".join(items).encode("ascii")  # so that a string has as many bytes as characters
     except (TypeError, UnicodeEncodeError):
         parts = [_encode(item, i) for i, item in enumerate(items)]
         data = b"".join(parts)
@@ -236,11 +267,11 @@ def _rotate(x: int, bits: int) -> int:
 
 def _check_seed(seed: int) -> int:
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= _WORD:
-        raise InputError(f"hash_strings: seed must be an int of 0 .. 2^64 - 1, got {seed!r}")
+        raise InputError(f"hash_strings: seed must be an int in 0 .. 2^64 - 1, got {seed!r}")
     return seed
 
 
-def _check_whole(x: int | Tensor, function: str, name: str) -> int | Tensor:
+def _check_integer(x: int | Tensor, function: str, name: str) -> int | Tensor:
     if isinstance(x, Tensor):
         if x.dtype not in (torch.int64, torch.int32):
             raise InputError(f"{function}: {name} must be an int64 or int32 tensor, got {x.dtype}")
@@ -258,18 +289,18 @@ def _check_whole(x: int | Tensor, function: str, name: str) -> int | Tensor:
 
 
 def _check_slot(slot: int | Tensor) -> None:
-    told = f"fid: slot must be within 0 .. {NUM_SLOTS - 1}"
+    message = f"fid: slot must be in 0 .. {NUM_SLOTS - 1}"
     if isinstance(slot, Tensor) and torch.compiler.is_compiling():
-        require((slot >= 0) & (slot < NUM_SLOTS), told)
+        require((slot >= 0) & (slot < NUM_SLOTS), message)
         return
     bad = slot[(slot < 0) | (slot >= NUM_SLOTS)][:1].tolist() if isinstance(slot, Tensor) else [slot]
     if bad and not 0 <= bad[0] < NUM_SLOTS:
-        raise InputError(f"{told}, got {bad[0]}")
+        raise InputError(f"{message}, got {bad[0]}")
 
 
-def _check_together(slot: Tensor, id: Tensor) -> None:
+def _check_broadcast(slot: Tensor, id: Tensor) -> None:
     if slot.device != id.device:
-        raise InputError(f"fid: slot is on {slot.device}, id on {id.device}; move one of them")
+        raise InputError(f"fid: slot is on {slot.device}, id is on {id.device}; move one of them")
     try:
         np.broadcast_shapes(slot.shape, id.shape)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Runs that move as a whole: rows of a column, chunks of a buffer, rows behind packed offsets."""
+"""Copy runs of values: rows of a column, padded rows, chunks of a buffer; locate packed offsets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from megalith.ragged import Ragged
 
 
 def take(ragged: Ragged, rows: Tensor) -> Ragged:
-    """The chosen rows of a column, in the order given: int [k], repeats allowed. Weights come along."""
+    """Selects rows of a column, with their weights. Differentiable.
+
+    Args:
+        ragged: the column.
+        rows: int [k], the numbers of the rows; a row may occur several times.
+
+    Returns:
+        A column of k rows, in the order of `rows`.
+    """
     if not isinstance(ragged, Ragged):
         raise InputError(f"ragged must be a Ragged, got {checks.kind(ragged)}")
     rows = checks.int64(rows, "rows")
@@ -32,9 +40,15 @@ def _taken(values: Tensor, splits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor
 
 
 def pad_rows(values: Tensor, splits: Tensor, length: int) -> Tensor:
-    """The first `length` values of each row of a column side by side: [n, ...] -> [rows, length, ...].
+    """Cuts or pads each row of a column to `length` values. Differentiable.
 
-    splits: int [rows + 1], from 0 to n. Zeros where a row has fewer. Differentiable.
+    Args:
+        values: [n, ...].
+        splits: int [rows + 1], from 0 to n.
+        length: the number of values of each row of the result.
+
+    Returns:
+        [rows, length, ...], with zeros where a row has fewer values.
     """
     values = checks.tensor(values, "values", None)
     if values.dim() < 1:
@@ -51,10 +65,23 @@ def pad_rows(values: Tensor, splits: Tensor, length: int) -> Tensor:
 def move_runs(
     values: Tensor, source: Tensor, target: Tensor, widths: Tensor, size: int, *, name: str = "source"
 ) -> Tensor:
-    """Adds chunks of a flat buffer into one of zeros: out[target:+width] += values[source:+width].
+    """Adds chunks of a flat buffer into a new one. Differentiable in `values`.
 
-    values: float [m]. source, target, widths: int64 [k]. Returns [size]. Differentiable in values.
-    Raises InputError, naming the argument `name`, for a chunk that leaves either buffer.
+    Chunk i is out[target[i]:target[i] + widths[i]] += values[source[i]:source[i] + widths[i]].
+
+    Args:
+        values: float [m].
+        source: int64 [k], where each chunk begins in `values`.
+        target: int64 [k], where each chunk begins in the result.
+        widths: int64 [k], the size of each chunk.
+        size: the number of elements of the result.
+        name: the name of the chunks in error messages.
+
+    Returns:
+        [size].
+
+    Raises:
+        InputError: a chunk is outside either buffer.
     """
     values = checks.floats(values, "values", (None,))
     widths = checks.int64(widths, "widths")
@@ -64,7 +91,7 @@ def move_runs(
 
 
 def moved(values: Tensor, source: Tensor, target: Tensor, widths: Tensor, size: int, name: str) -> Tensor:
-    """`move_runs` of arguments that need no check."""
+    """Computes `move_runs` of arguments that are already checked."""
     if torch.is_grad_enabled() and values.requires_grad:
         out: Tensor = _MoveRuns.apply(values, *apart([source, target, widths]), size, name)
         return out
@@ -73,11 +100,20 @@ def moved(values: Tensor, source: Tensor, target: Tensor, widths: Tensor, size: 
 
 
 def locate(packed: Tensor, bases: Tensor, ends: Tensor, widths: Tensor, name: str) -> Tensor:
-    """Packed (list, element) offsets as elements of all lists joined.
+    """Converts packed (list, element) offsets to elements of the concatenated lists.
 
-    packed: int64 [n], the list in the high 32 bits. bases: int64 [lists + 1], where each list begins.
-    ends, widths: int64 [features], where each feature's occurrences end and how many elements they read.
-    Raises InputError for one that leads out of its list.
+    Args:
+        packed: int64 [n], the list in the high 32 bits.
+        bases: int64 [lists + 1], where each list begins.
+        ends: int64 [features], where the occurrences of each feature end.
+        widths: int64 [features], the number of elements that an occurrence of each feature reads.
+        name: the name of the offsets in error messages.
+
+    Returns:
+        int64 [n].
+
+    Raises:
+        InputError: an offset is outside its list.
     """
     located: Tensor = _locate(packed, bases, ends, widths, name)
     return located
@@ -160,7 +196,7 @@ def _unpad_twin(padded: Tensor, splits: Tensor, size: int) -> Tensor:
 
 
 def _places(splits: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """The value at each place of a padded column, [rows, length], and which places have one."""
+    """Returns the value number of each place of a padded column, [rows, length], and whether it exists."""
     at = splits[:-1, None] + torch.arange(length, device=splits.device)
     return at, at < splits[1:, None]
 
@@ -266,7 +302,7 @@ def _locate_native(packed: Tensor, bases: Tensor, ends: Tensor, widths: Tensor, 
     out = torch.empty(packed.shape[0], dtype=torch.int64)
     bad = native.locate(packed.contiguous(), bases, ends.contiguous(), widths, out)
     if bad >= 0:
-        _refuse_packed(packed, bad, name)
+        _raise_packed(packed, bad, name)
     return out
 
 
@@ -274,21 +310,21 @@ def _locate_twin(packed: Tensor, bases: Tensor, ends: Tensor, widths: Tensor, na
     lists, element = packed >> 32, packed & 0xFFFFFFFF
     counts = torch.diff(ends, prepend=ends.new_zeros(1))
     if bool((counts < 0).any()) or (ends.numel() and int(ends[-1]) > packed.shape[0]):
-        raise InputError("feature_offset: must ascend within the occurrences")
+        raise InputError("feature_offset must ascend within the occurrences")
     known = (lists >= 0) & (lists < bases.shape[0] - 1)
     safe = torch.where(known, lists, 0)
     width = torch.repeat_interleave(widths, counts)
     at = bases[safe] + element
     bad = ~known | (at + width > bases[safe + 1])
     if bool(bad.any()):
-        _refuse_packed(packed, int(bad.nonzero()[0]), name)
+        _raise_packed(packed, int(bad.nonzero()[0]), name)
     return at
 
 
-def _refuse_packed(packed: Tensor, position: int, name: str) -> None:
+def _raise_packed(packed: Tensor, position: int, name: str) -> None:
     value = int(packed[position])
     raise InputError(
-        f"{name}[{position}] leads out of the embeddings: list {value >> 32}, element {value & 0xFFFFFFFF}"
+        f"{name}[{position}] is outside the embeddings: list {value >> 32}, element {value & 0xFFFFFFFF}"
     )
 
 

@@ -1,7 +1,7 @@
-"""Pooling rows that lie in one piece of memory, with gradients: the op under layouts and combiners.
+"""Pool rows of one tensor, with gradients: the op behind layouts and combiners.
 
-What a table does with its own storage (`Table.read` with a pooling) this does with any tensor: rows
-received from other shards, or rows a user holds.
+`Table.read` with a pooling does the same with the table's own storage. This op works on any tensor: rows
+received from other shards, or rows that a user holds.
 """
 
 from __future__ import annotations
@@ -28,13 +28,23 @@ def pool_rows(
     dim: int | None = None,
     name: str = "index",
 ) -> list[Tensor]:
-    """Reads rows into pooled outputs: one [rows, columns] per shape in `outputs`. Differentiable in source.
+    """Reads rows into pooled outputs. Differentiable in `source`.
 
-    source: float [m, dim], and index int64 [n] the row of each occurrence (-1: a row of zeros; None:
-    occurrence i is row i). Or source a flat buffer with `dim` given: then the index counts elements, and rows
-    may have any width up to `dim`. bags: as a table's in a `Pooling`, features in the order of the
-    occurrences; weights and divisors of any float type. Raises InputError for an index out of range or bags
-    that do not fit.
+    Args:
+        source: float [m, dim], or a flat buffer if `dim` is given.
+        index: int64 [n], the row of each occurrence; -1 is a row of zeros. For a flat buffer, the element
+            where the row begins. None: occurrence i is row i.
+        bags: as for a table in a `Pooling`, features in the order of the occurrences; weights and divisors
+            of any float type.
+        outputs: the shape (rows, columns) of each output.
+        dim: for a flat buffer, the largest width of a row.
+        name: the name of the index in error messages.
+
+    Returns:
+        A tensor for each shape.
+
+    Raises:
+        InputError: an index is out of range, or the bags do not match the occurrences or the outputs.
     """
     source = checks.floats(source, "source", None)
     flat = dim is not None
@@ -62,10 +72,15 @@ def pool_flat(
     dim: int,
     whole: Sequence[bool] | None = None,
 ) -> list[Tensor]:
-    """`pool_rows` from a flat float32 buffer, without gradients and torch.compile.
+    """Computes `pool_rows` of a flat float32 buffer, without gradients and without torch.compile.
 
-    bags: offsets int64, weights (one tensor for all) and divisors float32. whole: what `covered` says of
-    them, for callers that use them often.
+    Args:
+        source: float32 [m].
+        index: int64 [n], the element where the row of each occurrence begins.
+        bags: offsets int64, weights (one tensor for all) and divisors float32.
+        outputs: the shape (rows, columns) of each output.
+        dim: the largest width of a row.
+        whole: the result of `covered`, for callers that reuse it.
     """
     if source.is_cpu and native_module() is not None:
         return _pool_into(source, index, 1, dim, bags, outputs, "index", whole)
@@ -77,7 +92,7 @@ def pool_flat(
 
 
 def unpool_flat(grads: Sequence[Tensor], index: Tensor, bags: Sequence[Bags], size: int, dim: int) -> Tensor:
-    """The gradient of `pool_flat`: float32 [size], sums in the order of the occurrences."""
+    """Computes the gradient of `pool_flat`, float32 [size]; sums run in the order of the occurrences."""
     if index.is_cpu and native_module() is not None:
         return _unpool_into(grads, index, 1, dim, bags, size, "index")
     summed: Tensor = _unpool(list(grads), index, 1, dim, *arguments(bags, torch.float32), size, "index")
@@ -85,7 +100,15 @@ def unpool_flat(grads: Sequence[Tensor], index: Tensor, bags: Sequence[Bags], si
 
 
 def segment_sum(values: Tensor, splits: Tensor) -> Tensor:
-    """The sum of each segment's rows: [n, d], int64 [segments + 1] -> [segments, d]. Differentiable."""
+    """Sums the rows of each segment. Differentiable.
+
+    Args:
+        values: float [n, d].
+        splits: int64 [segments + 1], ascending from 0 to n.
+
+    Returns:
+        [segments, d].
+    """
     values = checks.floats(values, "values", (None, None))
     splits = checks.splits(splits, "splits", values.shape[0])
     dim = values.shape[1]
@@ -96,7 +119,7 @@ def segment_sum(values: Tensor, splits: Tensor) -> Tensor:
 
 
 def _checked(bags: Sequence[Bags]) -> list[Bags]:
-    """The bags, their tensors of the right types and shapes; what they hold is the op's to check."""
+    """Checks the dtypes and shapes of the bags' tensors; the op checks their values."""
     for number, each in enumerate(checks.as_list(bags, "bags")):
         if not isinstance(each, Bags):
             raise InputError(f"bags[{number}] must be Bags, got {checks.kind(each)}")
@@ -109,10 +132,12 @@ def _checked(bags: Sequence[Bags]) -> list[Bags]:
 
 
 def arguments(bags: Sequence[Bags], dtype: torch.dtype) -> tuple[Any, ...]:
-    """The bags as the ops `pool` and `unpool` take them."""
+    """Converts bags to the arguments of the ops `pool` and `unpool`."""
     weights = next((b.weights for b in bags if b.weights is not None), None)
     if any(b.weights is not None and b.weights is not weights for b in bags):
-        raise InputError("weights: all features of a call share one tensor, one weight per occurrence")
+        raise InputError(
+            "weights: all features of a call must share one tensor, a weight per occurrence"
+        )
     if weights is not None and weights.requires_grad:
         raise UsageError("weights take no gradient here: multiply the rows instead")
     return (
@@ -143,7 +168,7 @@ def _parts_tensor(bags: Sequence[Bags]) -> Tensor:
 def _bags(
     offsets: list[Tensor], divisors: list[Tensor], weighted: list[int], weights: Tensor | None, parts: Tensor
 ) -> list[Bags]:
-    """What the op's arguments describe."""
+    """Converts the op's arguments back to bags."""
     of: list[list[OutputSlice]] = [[] for _ in offsets]
     shared = [False] * len(offsets)
     for feature, output, column, start, end, inner, accumulate, step, is_shared in parts.tolist():
@@ -231,7 +256,7 @@ def _unpool_twin(grads: list[Tensor], index: Any, stride: int, dim: int, *plan: 
 
 
 def _index_twin(source: Tensor, index: Tensor | None, stride: int, dim: int, name: str) -> Tensor:
-    """The index, or where there is none that of every row."""
+    """Checks the index; without one, returns the number of every row."""
     if index is None:
         return torch.arange(index_limit(source.shape[0], stride, dim), device=source.device)
     checks.index_range(index, -1, index_limit(source.shape[0], stride, 1), name)
@@ -239,14 +264,14 @@ def _index_twin(source: Tensor, index: Tensor | None, stride: int, dim: int, nam
 
 
 def _elements(index: Tensor, stride: int, dim: int) -> Tensor:
-    """The elements [n, dim] of each occurrence's row; -1 counts as the first."""
+    """Returns the elements [n, dim] of the row of each occurrence; -1 counts as 0."""
     return (index.clamp(min=0) * stride)[:, None] + torch.arange(dim, device=index.device)
 
 
 def _check_twin(
     bags: list[Bags], shapes: Any, index: Tensor, size: int, stride: int, dim: int, name: str
 ) -> None:
-    """Raises InputError unless bags fit the occurrences, and rows reach as far as their parts do."""
+    """Raises InputError unless the bags match the occurrences and every row has the columns of its parts."""
     plain = tuple(Bags(b.offsets.cpu(), b.parts, shared=b.shared) for b in bags)
     Pooling(tuple(shapes), {name: plain}).check(name, index.shape[0], dim)
     for b in bags:

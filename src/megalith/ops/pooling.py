@@ -1,11 +1,11 @@
-"""Pooling: which occurrence goes where in which output, and how it is reduced.
+"""Pooling: which occurrence goes to which output, and how it is reduced.
 
-A `Pooling` is pure data, compiled once a batch from features and layouts. Engines read
-a table's rows straight into the outputs it describes, and use the same data backwards to
-find each occurrence's gradient. `pool` and `unpool` are the obvious torch twins that define the
-result; the order of every sum is the order of the occurrences.
+A `Pooling` is pure data, compiled once per batch from features and layouts. Engines read a table's rows
+directly into the outputs it describes, and use the same data in reverse to compute the gradient of each
+occurrence. `pool` and `unpool` are the torch twins that define the result; every sum runs in the order of the
+occurrences.
 
-It does not know tables, engines or modules.
+This module does not depend on tables, engines or modules.
 """
 
 from __future__ import annotations
@@ -23,60 +23,62 @@ from megalith.errors import InputError
 
 @dataclass(frozen=True)
 class OutputSlice:
-    """Columns `start:end` of a feature's pooled rows, and where they go.
+    """Columns `start:end` of a feature's pooled rows, and where in the outputs they go.
 
-    Bag `b` fills row `b // inner` of output number `output`, from column
-    `column + (b % inner) * step` on. `inner` is 1 except where a feature keeps its
-    first n rows side by side, `step` columns apart (0: without gaps). `accumulate` adds to what
-    earlier parts wrote there.
+    Bag `b` fills row `b // inner` of the output, beginning at column `column + (b % inner) * step`.
     """
 
     output: int
+    """The number of the output."""
     column: int
+    """The first column of the output."""
     start: int
+    """The first column of the pooled row."""
     end: int
+    """The column after the last one of the pooled row."""
     inner: int = 1
+    """Bags per output row: 1, or n for a feature that keeps its first n rows."""
     accumulate: bool = False
+    """Whether to add to what earlier parts wrote."""
     step: int = 0
+    """Columns from one bag of an output row to the next; 0 means `width`."""
 
     @property
     def width(self) -> int:
-        """Columns of one bag."""
+        """The number of columns of one bag."""
         return self.end - self.start
 
     @property
     def columns(self) -> list[slice]:
-        """The output's columns that bags 0 to inner - 1 fill."""
+        """The columns of the output that bags 0 to inner - 1 fill."""
         starts = [self.column + k * (self.step or self.width) for k in range(self.inner)]
         return [slice(start, start + self.width) for start in starts]
 
 
 @dataclass(frozen=True)
 class Bags:
-    """One feature's occurrences, cut into bags, and the outputs its bags feed.
-
-    offsets: int64 [bags + 1], ascending; bag b holds the table's occurrences
-        `offsets[b]:offsets[b + 1]`. Features of a table follow each other.
-    parts: the outputs fed; all with the same `inner`.
-    weights: float32 [occurrences of the table], each row is multiplied by its own.
-    divisor: float32 [bags], each bag's sum is divided by its own (a mean's counts).
-    shared: the bags stand for the whole batch; the outputs' rows repeat theirs.
-    """
+    """The occurrences of one feature, divided into bags, and the outputs that the bags fill."""
 
     offsets: Tensor
+    """int64 [bags + 1], ascending: bag b has the table's occurrences `offsets[b]:offsets[b + 1]`. The
+    features of a table follow each other."""
     parts: tuple[OutputSlice, ...]
+    """The outputs to fill; all parts have the same `inner`."""
     weights: Tensor | None = None
+    """float32 [occurrences of the table]: the factor of each row."""
     divisor: Tensor | None = None
+    """float32 [bags]: the divisor of each bag's sum, such as the counts of a mean."""
     shared: bool = False
+    """Whether the bags belong to the whole batch; the rows of the outputs then repeat theirs."""
 
     @property
     def num_bags(self) -> int:
-        """Number of bags."""
+        """The number of bags."""
         return self.offsets.numel() - 1
 
     @cached_property
     def native(self) -> tuple[Any, ...]:
-        """The form the native module takes."""
+        """The arguments for the native module."""
         parts = tuple(
             (p.output, p.column, p.start, p.end, p.inner, p.accumulate, p.step or p.width) for p in self.parts
         )
@@ -86,27 +88,34 @@ class Bags:
 
 @dataclass(frozen=True)
 class Pooling:
-    """What one batch's outputs look like and which tables' bags fill them.
-
-    outputs: the shape (rows, columns) of each output.
-    bags: for each table its features' bags, in the order of the table's occurrences. Tables are read
-        in this mapping's order, so a part that accumulates comes after the one it adds to.
-    """
+    """The outputs of one batch and the bags that fill them."""
 
     outputs: tuple[tuple[int, int], ...]
+    """The shape (rows, columns) of each output."""
     bags: Mapping[str, tuple[Bags, ...]]
+    """For each table, the bags of its features, in the order of the table's occurrences. Tables are read in
+    the order of this mapping, so a part that accumulates must come after the part it adds to."""
     _coverage: dict[tuple[str, ...], list[bool]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def sum(cls, table: str, offsets: Tensor, dim: int) -> Pooling:
-        """One feature of one table, summed: `offsets` int64 [bags + 1] -> one output [bags, dim]."""
+        """Makes a pooling that sums one feature of one table.
+
+        Args:
+            table: the name of the table.
+            offsets: int64 [bags + 1].
+            dim: the number of columns of a row.
+
+        Returns:
+            A Pooling with one output [bags, dim].
+        """
         return cls(
             outputs=((offsets.numel() - 1, dim),),
             bags={table: (Bags(offsets, (OutputSlice(0, 0, 0, dim),)),)},
         )
 
     def new_outputs(self, tables: Iterable[str] | None = None) -> list[Tensor]:
-        """Float32 outputs, one per shape, zero where no part of these tables (default: all) writes."""
+        """Allocates float32 outputs, zero where no part of these tables (default: all) writes."""
         covered = self._covered(tuple(self.bags if tables is None else tables))
         return [
             torch.empty(shape) if whole else torch.zeros(shape)
@@ -114,25 +123,29 @@ class Pooling:
         ]
 
     def _covered(self, tables: tuple[str, ...]) -> list[bool]:
-        """Which outputs have every column written by some part of the tables."""
+        """Returns which outputs have every column written by some part of the tables."""
         if tables not in self._coverage:
             bags = [bags for table in tables for bags in self.of(table)]
             self._coverage[tables] = covered(bags, self.outputs)
         return self._coverage[tables]
 
     def of(self, table: str) -> tuple[Bags, ...]:
-        """The bags of one table (none if it feeds no output)."""
+        """Returns the bags of one table, none if it fills no output."""
         return self.bags.get(table, ())
 
     def check(self, table: str, num_occurrences: int, dim: int) -> None:
-        """Raises InputError unless the table's bags fit its occurrences, its rows and the outputs."""
+        """Raises InputError unless the table's bags match its occurrences, its rows and the outputs."""
         self.check_ends(table, num_occurrences, dim)
         for bags in self.of(table):
             if bool((torch.diff(bags.offsets) < 0).any()):
                 raise _descends(table, num_occurrences)
 
     def check_ends(self, table: str, num_occurrences: int, dim: int) -> list[tuple[int, int]]:
-        """`check` without a look at offsets between the first and the last; these two, of each feature."""
+        """Checks everything but the offsets between the first and the last.
+
+        Returns:
+            The first and the last offset of each feature.
+        """
         found = []
         end = 0
         for bags in self.of(table):
@@ -154,11 +167,11 @@ class Pooling:
 
     def _check_part(self, table: str, part: OutputSlice, bags: Bags, dim: int) -> None:
         if not 0 <= part.output < len(self.outputs):
-            raise InputError(f"table {table!r}: no output number {part.output}")
+            raise InputError(f"table {table!r}: there is no output number {part.output}")
         rows, columns = self.outputs[part.output]
         if not 0 <= part.start < part.end <= dim:
             raise InputError(
-                f"table {table!r}: slice {part.start}:{part.end} lies outside rows of {dim} columns"
+                f"table {table!r}: slice {part.start}:{part.end} is outside rows of {dim} columns"
             )
         if part.inner < 1 or part.inner != bags.parts[0].inner or not _bags_fit(bags, part, rows):
             raise InputError(
@@ -170,11 +183,11 @@ class Pooling:
             raise InputError(f"table {table!r}: step {part.step} is below the width {part.width} of a part")
         end = part.column + (part.inner - 1) * (part.step or part.width) + part.width
         if part.column < 0 or end > columns:
-            raise InputError(f"table {table!r}: columns outside output {part.output}")
+            raise InputError(f"table {table!r}: a part is outside the columns of output {part.output}")
 
 
 def covered(bags: Sequence[Bags], outputs: Sequence[tuple[int, int]]) -> list[bool]:
-    """Which outputs have every column written by some part of the bags."""
+    """Returns which outputs have every column written by some part of the bags."""
     written: list[list[tuple[int, int]]] = [[] for _ in outputs]
     for part in (p for b in bags for p in b.parts):
         if not part.accumulate and 0 <= part.output < len(written):
@@ -189,7 +202,7 @@ def _descends(table: str, num_occurrences: int) -> InputError:
 
 
 def _bags_fit(bags: Bags, part: OutputSlice, rows: int) -> bool:
-    """Whether the bags fill the output's rows, once or, if shared, a whole number of times."""
+    """Returns whether the bags fill the output's rows, once or, if shared, a number of times."""
     if not bags.shared:
         return bags.num_bags == part.inner * rows
     period, rest = divmod(bags.num_bags, part.inner)
@@ -215,7 +228,7 @@ def _check_vector(table: str, field: str, tensor: Tensor, dtype: torch.dtype, si
 
 
 def _fills(intervals: list[tuple[int, int]], width: int) -> bool:
-    """Whether the intervals leave no gap in 0:width."""
+    """Returns whether the intervals cover 0:width."""
     reached = 0
     for start, end in sorted(intervals):
         if start > reached:
@@ -225,10 +238,12 @@ def _fills(intervals: list[tuple[int, int]], width: int) -> bool:
 
 
 def pool(source: Tensor, bags: Sequence[Bags], outputs: Sequence[Tensor]) -> None:
-    """Reduces rows into outputs: the twin of the native kernel.
+    """Reduces rows into outputs: the torch twin of the native kernel.
 
-    source: float [occurrences, dim], one row per occurrence of the table.
-    outputs: the tensors to fill, [rows, columns] each.
+    Args:
+        source: float [occurrences, dim], a row for each occurrence of the table.
+        bags: the bags of the table's features.
+        outputs: the tensors to fill, [rows, columns] each.
     """
     for feature in bags:
         lengths = torch.diff(feature.offsets)
@@ -255,9 +270,16 @@ def pool(source: Tensor, bags: Sequence[Bags], outputs: Sequence[Tensor]) -> Non
 def unpool(
     grads: Sequence[Tensor], bags: Sequence[Bags], num_occurrences: int, dim: int
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of each occurrence, and which occurrences reached an output.
+    """Computes the gradient of each occurrence: the reverse of `pool`.
 
-    grads: one [rows, columns] per output. Returns float [occurrences, dim], bool [occurrences].
+    Args:
+        grads: the gradient of each output, [rows, columns].
+        bags: the bags of the table's features.
+        num_occurrences: the number of occurrences of the table.
+        dim: the number of columns of a row.
+
+    Returns:
+        The gradients, float [occurrences, dim], and which occurrences are in an output, bool [occurrences].
     """
     like = grads[0] if grads else torch.empty(0)
     result = like.new_zeros(num_occurrences, dim)
@@ -282,7 +304,7 @@ def unpool(
 
 
 def _fold(grads: Tensor, period: int) -> Tensor:
-    """Sums rows that repeat the same `period` rows, in their order."""
+    """Sums gradients of rows that repeat the same `period` rows, in order."""
     total = grads.new_zeros(period, *grads.shape[1:])
     for first in range(0, grads.shape[0], period):
         total += grads[first : first + period]

@@ -1,4 +1,4 @@
-"""docs/coming-from-monolith.md: no name of Monolith is missing, and everything the page names is there."""
+"""docs/coming-from-monolith.md: no Monolith name is missing, and everything the page names exists."""
 
 import ast
 import importlib
@@ -18,7 +18,7 @@ TESTS = Path(__file__).parents[2]
 PAGE = TESTS.parent / "docs" / "coming-from-monolith.md"
 COLUMNS = ["Monolith's name", "ours", "what differs", "test", "cost"]
 
-# Written out by hand from Monolith's modules: each is looked for under its heading.
+# Copied by hand from Monolith's modules: each must be in a row under its heading.
 NAMES = {
     "Distribution ops": """
         split_by_indices ragged_split_by_indices unique_key_with_value_and_offset fill_with_offset_map
@@ -68,15 +68,16 @@ NAMES = {
         byteps_benchmark_ar byteps_benchmark_a2a bps_comm_benchmark MONOLITH_BENCHMARK_BPS
         MONOLITH_BENCHMARK_ITERS MONOLITH_BENCHMARK_BPS_AR_LEN MONOLITH_BENCHMARK_BPS_A2A_LEN
     """,
+    "Ids, records and checkpoints": "fid_v1_list fid_v2_list Example ExampleBatch Instance EntryDump",
     "Serving and parameter sync": """
         remote_predict create_parameter_sync_clients parameter_sync_client_from_config refresh_sync_config
         ParameterSyncClient create_sync_op create_dummy_sync_client create_dummy_sync_server DummySyncServer
         get_port shutdown hashtable_assign raw_assign lookup ZKBackend ReplicaWatcher SyncBackend AgentService
         GetReplicas HeartBeat
     """,
-    "TensorFlow's own notions": "as_op variant_type input_type",
+    "TensorFlow's own concepts": "as_op variant_type input_type",
 }
-NOTIONS = (
+CONCEPTS = (
     "control dependencies",
     "op versions 1 to 4",
     "variant",
@@ -97,7 +98,7 @@ class Row(NamedTuple):
 
 
 def read() -> list[Row]:
-    """All rows of all tables, with the second-level heading they stand under."""
+    """All rows of all tables, with their second-level heading."""
     rows = []
     for heading, section in re.findall(r"^##? (.+?)\n(.*?)(?=^##? |\Z)", PAGE.read_text(), re.M | re.S):
         for is_table, lines in groupby(section.splitlines(), lambda line: line.startswith("|")):
@@ -112,7 +113,7 @@ MAPPED = [row for row in ROWS if list(row.cells) == COLUMNS]
 
 
 def spans(cell: str) -> list[str]:
-    """What stands in backticks."""
+    """The texts in backticks."""
     return re.findall(r"`([^`]+)`", cell)
 
 
@@ -148,9 +149,9 @@ def test_no_name_is_missing(heading: str) -> None:
     assert [name for name in NAMES[heading].split() if name not in named] == []
 
 
-def test_the_notions_of_tensorflow_have_a_row() -> None:
-    named = [row.cells["Monolith's name"] for row in MAPPED if row.heading == "TensorFlow's own notions"]
-    assert [notion for notion in NOTIONS if not any(notion in name for name in named)] == []
+def test_tensorflow_concepts_have_a_row() -> None:
+    named = [row.cells["Monolith's name"] for row in MAPPED if row.heading == "TensorFlow's own concepts"]
+    assert [concept for concept in CONCEPTS if not any(concept in name for name in named)] == []
 
 
 def test_every_op_of_ours_is_on_the_page() -> None:
@@ -160,27 +161,27 @@ def test_every_op_of_ours_is_on_the_page() -> None:
     assert ops - {name for row in MAPPED for name in spans(row.cells["ours"])} == set()
 
 
-def test_every_cell_says_something() -> None:
+def test_no_cell_is_empty() -> None:
     assert {row.heading for row in MAPPED} == NAMES.keys()
     assert [row for row in ROWS if not all(row.cells.values())] == []
 
 
-def test_what_is_ours_can_be_imported_and_what_is_not_yet_cannot() -> None:
+def test_our_names_can_be_imported_and_planned_names_cannot() -> None:
     wrong = []
     for row in ROWS:
         here, _, planned = row.cells["ours"].partition("not yet: ")
         wrong += [f"{row}: {name} does not exist" for name in spans(here) if not exists(name)]
-        wrong += [f"{row}: {name} exists by now" for name in spans(planned) if exists(name)]
+        wrong += [f"{row}: {name} exists now" for name in spans(planned) if exists(name)]
         if not spans(here) and not spans(planned) and here != "nothing":
-            wrong.append(f"{row}: name something, or say nothing")
+            wrong.append(f"{row}: name something, or write nothing")
     assert wrong == []
 
 
-def test_tests_that_are_named_exist() -> None:
+def test_named_tests_exist() -> None:
     wrong = []
     for row in MAPPED:
         tests = [test.split("::") for test in spans(row.cells["test"])]
         wrong += [f"{row}: no {name} in tests/{file}" for file, name in tests if name not in functions(file)]
         if not tests and not re.match(r"- \w", row.cells["test"]):
-            wrong.append(f"{row}: name a test, or say why there is none")
+            wrong.append(f"{row}: name a test, or write why there is none")
     assert wrong == []

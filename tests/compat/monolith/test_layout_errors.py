@@ -1,4 +1,4 @@
-"""Wrong inputs of the layout ops: an InputError that names the argument, whoever made the encoding."""
+"""Wrong inputs of the layout ops: an InputError that names the argument, for any encoding."""
 
 from __future__ import annotations
 
@@ -111,12 +111,12 @@ LAYOUT: dict[str, tuple[Callable[[], Any], str]] = {
     "ints": (lambda: layout([r.long() for r in ROWS]), r"embeddings_list\[0\] must be a float"),
     "no tensors": (lambda: layout([1.0] * 4), r"embeddings_list\[0\] must be a float"),
     "two types": (lambda: layout([*ROWS[:3], ROWS[3].double()]), r"embeddings_list\[3\] is torch.float64"),
-    "short list": (lambda: layout([ROWS[0][:2], *ROWS[1:]]), r"fid_offset\[1\] leads out of the embeddings"),
+    "short list": (lambda: layout([ROWS[0][:2], *ROWS[1:]]), r"fid_offset\[1\] is outside the embeddings"),
     "other servers": (lambda: layout(ps_num=1), "expected 2: tables times servers"),
     "negative servers": (lambda: layout(ps_num=-1), "ps_num must be"),
-    "list 9": (lambda: layout(fid_offset=FOUND.fid_offset | 9 << 32), r"fid_offset\[0\] leads out"),
-    "far element": (lambda: layout(fid_offset=FOUND.fid_offset + 5), r"fid_offset\[0\] leads out"),
-    "negative": (lambda: layout(fid_offset=-FOUND.fid_offset - 1), r"fid_offset\[0\] leads out"),
+    "list 9": (lambda: layout(fid_offset=FOUND.fid_offset | 9 << 32), r"fid_offset\[0\] is outside"),
+    "far element": (lambda: layout(fid_offset=FOUND.fid_offset + 5), r"fid_offset\[0\] is outside"),
+    "negative": (lambda: layout(fid_offset=-FOUND.fid_offset - 1), r"fid_offset\[0\] is outside"),
     "floats": (lambda: layout(fid_offset=torch.ones(4)), "fid_offset must be"),
     "short fid_offset": (
         lambda: layout(fid_offset=FOUND.fid_offset[:3]),

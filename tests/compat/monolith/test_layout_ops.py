@@ -52,7 +52,7 @@ def embeddings(
 
 
 def encoding(found: ShardedFids) -> tuple[Any, ...]:
-    """What the layout op takes behind the embeddings."""
+    """The arguments of the layout op after the embeddings."""
     return (
         found.fid_list_row_split,
         found.fid_offset,

@@ -1,4 +1,4 @@
-"""Random layouts: the native kernels give the bits of their twins, whatever the number of threads."""
+"""Random layouts: the native kernels are bit-identical to their twins, for any number of threads."""
 
 from __future__ import annotations
 

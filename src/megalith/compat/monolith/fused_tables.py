@@ -1,7 +1,7 @@
-"""Block arithmetic of Monolith's fused path: K tables' ids from N shards in one flat tensor.
+"""fused_lookup and fused_apply_gradients: the ids of K tables from N shards in one flat tensor.
 
-Block n * K + k holds the ids that shard n asks of table k (tables by sorted name); embeddings
-and gradients lie in the same order, each id taking its table's dim.
+Block n * K + k holds the ids that shard n requests from table k (tables sorted by name). Embeddings and
+gradients have the same order; each id takes as many floats as its table's dim.
 """
 
 from __future__ import annotations
@@ -17,100 +17,18 @@ from megalith.shards.local import LocalShards
 
 
 class FusedLookup(NamedTuple):
-    """The five outputs of `fused_lookup`.
-
-    embeddings: float32, flat. embedding_splits: int32 [N], floats per shard. id_offsets and
-    emb_offsets: int32 [K * N + 1]. indices: the ids.
-    """
+    """Result of `fused_lookup` for N shards and K tables."""
 
     embeddings: Tensor
+    """float32 [floats]: the rows, block by block."""
     embedding_splits: Tensor
+    """int32 [N]: the number of floats of each shard."""
     id_offsets: Tensor
+    """int32 [K * N + 1]: where the ids of each block begin."""
     emb_offsets: Tensor
+    """int32 [K * N + 1]: where the floats of each block begin."""
     indices: Tensor
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """Where each id and its floats lie. `block`: of each id, int64 [n]; `start`: of its floats."""
-
-    dims: list[int]
-    block: Tensor
-    start: Tensor
-    id_offsets: Tensor
-    embedding_offsets: Tensor
-    embedding_splits: Tensor
-
-    def of_table(self, table: int) -> Tensor:
-        """Positions of a table's ids."""
-        return torch.nonzero(self.block % len(self.dims) == table).flatten()
-
-    def floats_of(self, table: int) -> Tensor:
-        """Positions of a table's floats, [ids, dim]."""
-        return self.start[self.of_table(table), None] + torch.arange(self.dims[table])
-
-    def check_offsets(self, id_offsets: Tensor, embedding_offsets: Tensor) -> None:
-        """Raises InputError unless these are this layout's offsets."""
-        for name, given, own in (
-            ("id_offsets", id_offsets, self.id_offsets),
-            ("grad_offsets", embedding_offsets, self.embedding_offsets),
-        ):
-            if given.shape != own.shape or not torch.equal(given.long(), own.long()):
-                raise InputError(f"{name} do not belong to these ids and sizes")
-
-
-def fused_blocks(ids: Tensor, sizes: Tensor, num_of_shards: int, dims: list[int]) -> Blocks:
-    """The layout of a fused call. Raises InputError if sizes and ids do not fit."""
-    tables = len(dims)
-    if ids.dim() != 1 or ids.dtype not in (torch.int64, torch.int32):
-        raise InputError(f"ids must be int64 [n], got {ids.dtype} {list(ids.shape)}")
-    if num_of_shards < 1 or sizes.dim() != 1 or sizes.numel() != num_of_shards * tables:
-        raise InputError(
-            f"fused_slot_size must have {num_of_shards} shards x {tables} tables entries, got {sizes.numel()}"
-        )
-    sizes = sizes.long()
-    if bool((sizes < 0).any()) or int(sizes.sum()) != ids.numel():
-        raise InputError(
-            f"fused_slot_size must not be negative and must add up to {ids.numel()} ids, got {sizes.tolist()}"
-        )
-    dim_of_block = torch.tensor(dims).repeat(num_of_shards)
-    id_offsets = _offsets(sizes)
-    embedding_offsets = _offsets(sizes * dim_of_block)
-    block = torch.repeat_interleave(torch.arange(sizes.numel()), sizes)
-    rank = torch.arange(ids.numel()) - id_offsets[block]
-    return Blocks(
-        dims=dims,
-        block=block,
-        start=embedding_offsets[block] + rank * dim_of_block[block],
-        id_offsets=_small(id_offsets),
-        embedding_offsets=_small(embedding_offsets),
-        embedding_splits=_small((sizes * dim_of_block).view(num_of_shards, tables).sum(1)),
-    )
-
-
-def scatter_blocks(blocks: Blocks, rows: list[Tensor]) -> Tensor:
-    """Rows per table -> one flat tensor in block order."""
-    flat = torch.empty(int(blocks.embedding_offsets[-1]))
-    for table, values in enumerate(rows):
-        flat[blocks.floats_of(table)] = values
-    return flat
-
-
-def gather_blocks(blocks: Blocks, flat: Tensor) -> list[Tensor]:
-    """One flat tensor in block order -> rows per table."""
-    size = int(blocks.embedding_offsets[-1])
-    if flat.dtype != torch.float32 or tuple(flat.shape) != (size,):
-        raise InputError(f"id_grads must be float32 [{size}], got {flat.dtype} {list(flat.shape)}")
-    return [flat[blocks.floats_of(table)] for table in range(len(blocks.dims))]
-
-
-def _offsets(sizes: Tensor) -> Tensor:
-    return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-
-
-def _small(x: Tensor) -> Tensor:
-    """int32 as Monolith has it, int64 where that would overflow."""
-    return x.to(torch.int32) if not x.numel() or int(x.max()) < 2**31 else x
+    """int64 [n]: the ids."""
 
 
 def fused_lookup(
@@ -120,23 +38,23 @@ def fused_lookup(
     num_of_shards: int,
     req_time: float | None = None,
 ) -> FusedLookup:
-    """Looks up many tables' ids, grouped by requesting shard, in one call.
+    """Looks up the ids of many tables, grouped by requesting shard, in one call.
 
-    ids: int64, shard-major and within a shard by table name. fused_slot_size: int32
-    [num_of_shards * tables], ids of each block. `req_time` is accepted for callers that pass it;
-    a look-up never ages a row.
+    Args:
+        shards: the tables.
+        ids: int64 [n], block by block.
+        fused_slot_size: int32 [num_of_shards * tables], the number of ids of each block.
+        num_of_shards: the number of requesting shards.
+        req_time: ignored; a lookup does not change a row's last-update time.
+
+    Raises:
+        InputError: the sizes do not match the ids or the tables.
     """
-    names = sorted(shards.configs)
-    dims = [shards.configs[name].dim for name in names]
-    blocks = fused_blocks(ids, fused_slot_size, num_of_shards, dims)
-    rows = [shards.local[name].lookup(ids[blocks.of_table(k)]) for k, name in enumerate(names)]
-    return FusedLookup(
-        scatter_blocks(blocks, rows),
-        blocks.embedding_splits,
-        blocks.id_offsets,
-        blocks.embedding_offsets,
-        ids,
-    )
+    names, blocks = _blocks(shards, ids, fused_slot_size, num_of_shards)
+    embeddings = torch.empty(int(blocks.emb_offsets[-1]))
+    for table, name in enumerate(names):
+        embeddings[blocks.floats_of(table)] = shards.local[name].lookup(ids[blocks.ids_of(table)])
+    return FusedLookup(embeddings, blocks.embedding_splits, blocks.id_offsets, blocks.emb_offsets, ids)
 
 
 def fused_apply_gradients(
@@ -151,23 +69,100 @@ def fused_apply_gradients(
     req_time: float | None,
     num_of_shards: int,
 ) -> None:
-    """The way back of `fused_lookup`: one summed step per distinct id, across shards too.
+    """Applies the gradients of a `fused_lookup`: one summed step per distinct id, also across shards.
 
-    id_grads: float32, flat, laid out as the embeddings were. The offsets must be those of the
-    look-up.
+    Args:
+        shards: the tables.
+        ids: int64 [n], as in the lookup.
+        indices: `FusedLookup.indices`.
+        fused_slot_size: as in the lookup.
+        id_grads: float32 [floats], in the order of the embeddings.
+        id_offsets: `FusedLookup.id_offsets`.
+        grad_offsets: `FusedLookup.emb_offsets`.
+        global_step: the step for learning rates.
+        req_time: the last-update time of the rows, in seconds; None is now.
+        num_of_shards: as in the lookup.
+
+    Raises:
+        InputError: the sizes, offsets or gradients do not match the lookup; nothing is written.
     """
-    names = sorted(shards.configs)
-    dims = [shards.configs[name].dim for name in names]
-    blocks = fused_blocks(ids, fused_slot_size, num_of_shards, dims)
-    blocks.check_offsets(id_offsets, grad_offsets)
+    names, blocks = _blocks(shards, ids, fused_slot_size, num_of_shards)
+    for name, given, own in (
+        ("id_offsets", id_offsets, blocks.id_offsets),
+        ("grad_offsets", grad_offsets, blocks.emb_offsets),
+    ):
+        if given.shape != own.shape or not torch.equal(given.long(), own.long()):
+            raise InputError(f"{name} do not belong to these ids and sizes; pass those of the lookup")
     if indices.shape != ids.shape:
         raise InputError(f"indices must have the shape of ids, {list(ids.shape)}")
-    grads = gather_blocks(blocks, id_grads)
-    positions = [blocks.of_table(k) for k in range(len(names))]
-    present = [k for k in range(len(names)) if positions[k].numel()]
+    size = int(blocks.emb_offsets[-1])
+    if id_grads.dtype != torch.float32 or tuple(id_grads.shape) != (size,):
+        raise InputError(f"id_grads must be float32 [{size}], got {id_grads.dtype} {list(id_grads.shape)}")
+    positions = {name: blocks.ids_of(k) for k, name in enumerate(names)}
+    grads = {name: id_grads[blocks.floats_of(k)] for k, name in enumerate(names)}
+    present = [name for name in names if positions[name].numel()]
     shards.apply_gradients(
-        {names[k]: ids[positions[k]] for k in present},
-        {names[k]: grads[k] for k in present},
+        {name: ids[positions[name]] for name in present},
+        {name: grads[name] for name in present},
         step=global_step,
         time=req_time,
     )
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Where each id and its floats are."""
+
+    dims: list[int]
+    """The dim of each table."""
+    block: Tensor
+    """int64 [n]: the block of each id."""
+    start: Tensor
+    """int64 [n]: the first float of each id."""
+    id_offsets: Tensor
+    emb_offsets: Tensor
+    embedding_splits: Tensor
+
+    def ids_of(self, table: int) -> Tensor:
+        """Returns the positions of a table's ids."""
+        return torch.nonzero(self.block % len(self.dims) == table).flatten()
+
+    def floats_of(self, table: int) -> Tensor:
+        """Returns the positions of a table's floats, [ids, dim]."""
+        return self.start[self.ids_of(table), None] + torch.arange(self.dims[table])
+
+
+def _blocks(shards: LocalShards, ids: Tensor, sizes: Tensor, num_of_shards: int) -> tuple[list[str], _Blocks]:
+    """Checks ids and sizes; returns the names of the tables and the blocks."""
+    names = sorted(shards.configs)
+    dims = [shards.configs[name].dim for name in names]
+    tables = len(dims)
+    if ids.dim() != 1 or ids.dtype not in (torch.int64, torch.int32):
+        raise InputError(f"ids must be int64 [n], got {ids.dtype} {list(ids.shape)}")
+    if num_of_shards < 1 or sizes.dim() != 1 or sizes.numel() != num_of_shards * tables:
+        raise InputError(
+            f"fused_slot_size must have {num_of_shards} shards x {tables} tables entries, got {sizes.numel()}"
+        )
+    sizes = sizes.long()
+    if bool((sizes < 0).any()) or int(sizes.sum()) != ids.numel():
+        raise InputError(
+            f"fused_slot_size must not be negative and must add up to {ids.numel()} ids, got {sizes.tolist()}"
+        )
+    dim_of_block = torch.tensor(dims).repeat(num_of_shards)
+    id_offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+    emb_offsets = torch.cat([sizes.new_zeros(1), (sizes * dim_of_block).cumsum(0)])
+    block = torch.repeat_interleave(torch.arange(sizes.numel()), sizes)
+    rank = torch.arange(ids.numel()) - id_offsets[block]
+    return names, _Blocks(
+        dims=dims,
+        block=block,
+        start=emb_offsets[block] + rank * dim_of_block[block],
+        id_offsets=_small(id_offsets),
+        emb_offsets=_small(emb_offsets),
+        embedding_splits=_small((sizes * dim_of_block).view(num_of_shards, tables).sum(1)),
+    )
+
+
+def _small(x: Tensor) -> Tensor:
+    """Converts to int32, Monolith's type, unless that would overflow."""
+    return x.to(torch.int32) if not x.numel() or int(x.max()) < 2**31 else x

@@ -127,7 +127,7 @@ def fused_embedding_to_layout_grad(
 
 
 class _Encoding(NamedTuple):
-    """The arguments that say which rows go where, as both ops take them."""
+    """The arguments of both ops that define which rows go where."""
 
     fid_offset: Tensor
     feature_offset: Tensor
