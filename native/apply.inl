@@ -1,5 +1,5 @@
-// The second half of an update: the entries of one part of the table (a range of rows)
-// become one summed gradient per distinct row, in input order, and one optimizer step each.
+// The second half of an update: sums the entries of one part of the table (a range of rows) into one gradient
+// per distinct row, in input order, and makes one optimizer step per row.
 
 using StepFunction = void (*)(const SegmentPlan&, float lr, float* weights, float* state,
                               const float* gradient);
@@ -25,12 +25,12 @@ static StepFunction step_function(const SegmentPlan& s) {
   return nullptr;
 }
 
-// Adds (or, for a row's first occurrence, writes) one occurrence's gradient.
+// Adds the gradient of one occurrence to the sum of its row, or writes it if it is the first one.
 struct GradientReader {
   const GradientView& gradient;
   int dim;
-  int view = 0;         // sources come in ascending order, so the feature only moves on
-  bool simple;          // one feature, one part as wide as the row
+  int view = 0;         // sources are in ascending order, so the feature number only increases
+  bool simple;          // one feature with one part that covers the whole row
   const float* base;
   int64_t stride;
   const float* divisor;
@@ -74,7 +74,7 @@ struct GradientReader {
     }
   }
 
-  // `occurrence` holds the sum of an occurrence's parts before it joins its row's.
+  // `occurrence` holds the sum of the parts of one occurrence before it is added to the sum of its row.
   void gather(uint32_t source, float weight, float* sum, bool first, float* occurrence) {
     if (simple) {
       add(sum, base + stride * source, dim, weight, divisor ? divisor[source] : 1.0f, first);
@@ -99,7 +99,7 @@ static void add_simple(float* sum, const float* g, bool first) {
     store8(sum + i, first ? load8(g + i) : load8(sum + i) + load8(g + i));
 }
 
-// Sums gradients per distinct row and returns how many there are.
+// Sums gradients per distinct row; returns the number of distinct rows.
 template <int Dim>
 static int64_t sum_by_row(const ApplyView& view, const Entry* entries, const float* weights,
                           int64_t n, const ApplyScratch& scratch) {
@@ -126,7 +126,7 @@ static int64_t sum_by_row(const ApplyView& view, const Entry* entries, const flo
   return distinct;
 }
 
-// Asks for the lines of n floats that will be written.
+// Prefetches the cache lines of n floats that will be written.
 MEGALITH_PREFETCHER request(const float* p, int n) {
   for (int i = 0; i < n; i += 16) __builtin_prefetch(p + i, 1);
   if (n > 0 && (reinterpret_cast<uintptr_t>(p) & 63)) __builtin_prefetch(p + n - 1, 1);

@@ -1,4 +1,5 @@
-// The Python module: checks arguments, lets go of the GIL, calls the core.
+// The Python module and its Table class: checks arguments, releases the GIL, calls the core. The other bind*.cpp
+// files add functions and classes to the module; no other file depends on Python.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
@@ -18,7 +19,7 @@
 namespace megalith {
 namespace {
 
-// dim, optimizer, its hyper-parameters, initializer, its two parameters
+// dim, optimizer, its hyperparameters, initializer, its two parameters
 using SegmentTuple = std::tuple<int, std::string, std::vector<float>, int, float, float>;
 
 TableOptions make_options(const std::string& name, const std::vector<SegmentTuple>& segments,
@@ -32,17 +33,17 @@ TableOptions make_options(const std::string& name, const std::vector<SegmentTupl
     if (plan.optimizer < 0)
       throw std::invalid_argument("the cpu engine has no optimizer \"" + optimizer + "\"");
     if (dim < 1 || hyper.size() > kMaxHyper || init < 0 || init > 3)
-      throw std::invalid_argument("bad segment");
+      throw std::invalid_argument("segments: invalid dim, hyperparameters or initializer");
     for (size_t k = 0; k < hyper.size(); ++k) plan.hyper[k] = hyper[k];
     plan.init = static_cast<InitKind>(init);
     plan.init_a = a;
     plan.init_b = b;
     options.segments.push_back(plan);
   }
-  if (options.segments.empty()) throw std::invalid_argument("a table needs a segment");
+  if (options.segments.empty()) throw std::invalid_argument("segments: expected at least one");
   options.key = key;
   options.missing_zeros = missing_zeros;
-  require(max_rows >= 0 && max_rows <= Rows::kMaxRows, "max_rows: at most 2^31 - 1");
+  require(max_rows >= 0 && max_rows <= Rows::kMaxRows, "max_rows: expected 0 to 2^31 - 1");
   options.max_rows = max_rows;
   options.kernels = kernels;
   return options;
@@ -56,17 +57,17 @@ float* borrow_matrix(handle tensor, const char* name, int64_t rows, int64_t colu
   return v.as<float>();
 }
 
-// Tensors float32 [n, width], one after the other the floats of a stored row.
+// Tensors float32 [n, width] which together hold the floats of a stored row, in order.
 std::vector<Column> borrow_columns(nb::sequence tensors, int64_t n, int row_floats) {
   std::vector<Column> columns;
   int32_t at = 0;
   for (handle tensor : tensors) {
     TensorView v = borrow(tensor, Kind::float32, "columns");
-    require(v.ndim == 2 && v.shape[0] == n, "columns: expected a row per id");
+    require(v.ndim == 2 && v.shape[0] == n, "columns: expected one row per id");
     columns.push_back({v.as<float>(), at, static_cast<int32_t>(v.shape[1])});
     at += columns.back().width;
   }
-  require(at == row_floats, "columns: not as wide as a stored row");
+  require(at == row_floats, "columns: their widths do not add up to a stored row");
   return columns;
 }
 
@@ -83,7 +84,7 @@ nb::bytes as_bytes(const std::vector<int64_t>& ids) {
 }  // namespace
 
 NB_MODULE(_native, m) {
-  nb::set_leak_warnings(false);  // tables that live until the interpreter ends are no mistake
+  nb::set_leak_warnings(false);  // a table that lives until the interpreter exits is not a leak
   nb::object errors = nb::module_::import_("megalith.errors");
   static nb::handle table_full = nb::object(errors.attr("TableFullError")).release();
   static nb::handle bad_input = nb::object(errors.attr("InputError")).release();
@@ -186,7 +187,7 @@ NB_MODULE(_native, m) {
              } else {
                list.emplace(bags, gradients, i.n, t.dim());
                u.bags = list->views;
-               if (u.bags.empty()) return;  // nothing reached an output
+               if (u.bags.empty()) return;  // no occurrence reaches an output
              }
              require(static_cast<int>(learning_rates.size()) == t.num_segments(),
                      "learning_rates: expected one per segment");
@@ -233,7 +234,7 @@ NB_MODULE(_native, m) {
              const Ids i = borrow_ids(ids);
              const std::vector<Column> c = borrow_columns(columns, i.n, t.row_floats());
              int64_t* when = borrow_times(times, i.n);
-             require(start >= 0, "start: negative");
+             require(start >= 0, "start: must not be negative");
              Table::ScanResult result;
              {
                nb::gil_scoped_release release;
@@ -243,7 +244,7 @@ NB_MODULE(_native, m) {
            })
       .def("begin_snapshot",
            [](Table& t, int consumer, bool touched_only, int64_t room) {
-             require(consumer < Table::kMaxConsumers && room > 0, "begin_snapshot: bad consumer or room");
+             require(consumer < Table::kMaxConsumers && room > 0, "begin_snapshot: consumer or room is out of range");
              std::vector<int64_t> removed;
              int64_t rows, live;
              {

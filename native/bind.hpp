@@ -1,4 +1,4 @@
-// What the files that know Python share: checking arguments and borrowing tensors.
+// Helpers of the bind*.cpp files: checking arguments and borrowing tensors.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -27,7 +27,7 @@ struct Ids {
 inline Ids borrow_ids(handle ids) {
   TensorView v = borrow(ids, Kind::int64, "ids");
   if (v.ndim != 1) throw std::invalid_argument("ids: expected one dimension");
-  if (v.shape[0] >= int64_t{1} << 31) throw std::invalid_argument("ids: at most 2^31 - 1 a call");
+  if (v.shape[0] >= int64_t{1} << 31) throw std::invalid_argument("ids: at most 2^31 - 1 per call");
   return {v.as<int64_t>(), v.shape[0]};
 }
 
@@ -38,8 +38,8 @@ inline const int32_t* borrow_rows(handle rows, int64_t n) {
   return v.as<int32_t>();
 }
 
-// A pooling in the form of ops/pooling.py's Bags.native(): per feature (offsets, weights, divisor,
-// shared, parts), a part being (output, column, start, end, inner, accumulate, step).
+// A pooling in the form of Bags.native in ops/pooling.py: per feature (offsets, weights, divisor, shared, parts);
+// a part is (output, column, start, end, inner, accumulate, step).
 template <class T>
 struct BagsList {
   std::vector<BagsOf<T>> views;
@@ -50,7 +50,7 @@ struct BagsList {
     int64_t end = 0;
     for (handle item : bags) {
       nb::tuple bag = nb::cast<nb::tuple>(item);
-      require(bag.size() == 5, "pooling: bad bags");
+      require(bag.size() == 5, "pooling: bags must have five fields");
       TensorView offsets = borrow(bag[0], Kind::int64, "offsets");
       require(offsets.ndim == 1 && offsets.shape[0] >= 1, "offsets: expected [bags + 1]");
       BagsOf<T> view{};
@@ -82,7 +82,7 @@ struct BagsList {
     std::vector<TensorView> out;
     for (handle o : outputs) {
       out.push_back(borrow(o, kind_of<T>(), "outputs"));
-      require(out.back().ndim == 2, "outputs: expected two dimensions each");
+      require(out.back().ndim == 2, "outputs: expected two dimensions");
     }
     return out;
   }
@@ -94,7 +94,7 @@ struct BagsList {
     for (const PartOf<T>& p : found)
       require(p.inner == found[0].inner && p.tiles == found[0].tiles,
               "pooling: parts of a feature differ in inner or in rows");
-    // Bags that follow each other without gaps need no division to find their place.
+    // Bags without gaps between them need no division to find their position.
     const auto linear = [](const PartOf<T>& p) { return p.stride == p.inner * p.step; };
     if (std::all_of(found.begin(), found.end(), linear))
       for (PartOf<T>& p : found) p.stride = p.step, p.inner = 1;
@@ -123,7 +123,7 @@ struct BagsList {
 
   static PartOf<T> part(nb::tuple p, const std::vector<TensorView>& out, const BagsOf<T>& bags,
                         int dim) {
-    require(p.size() == 7, "pooling: bad part");
+    require(p.size() == 7, "pooling: a part must have seven fields");
     const int64_t output = number(p[0]);
     require(output >= 0 && output < static_cast<int64_t>(out.size()), "pooling: no such output");
     const TensorView& o = out[static_cast<size_t>(output)];
@@ -152,8 +152,8 @@ struct BagsList {
   }
 };
 
-// The functions of ops/ (bind_ops.cpp), of other systems' files (bind_files.cpp), of exported rows
-// (bind_frozen.cpp), and of exchanges between processes (bind_mailbox.cpp).
+// Each adds functions or classes to the module: ops (bind_ops.cpp), files of other systems (bind_files.cpp), exported
+// rows (bind_frozen.cpp), and exchanges between processes (bind_mailbox.cpp).
 void bind_ops(nb::module_& m);
 void bind_files(nb::module_& m);
 void bind_frozen(nb::module_& m);

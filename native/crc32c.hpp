@@ -49,7 +49,7 @@ inline uint32_t crc32c(const void* data, size_t n) {
 
 #endif
 
-// As TFRecord files store it, so that checksums of checksums differ.
+// The masked form that TFRecord files store, so that a checksum of data with checksums stays useful.
 inline uint32_t masked_crc32c(const void* data, size_t n) {
   const uint32_t crc = crc32c(data, n);
   return (crc >> 15 | crc << 17) + 0xa282ead8u;

@@ -1,7 +1,6 @@
-// Batched look-up of ids: a block is hashed and its cache lines requested while the
-// block before it is answered.
+// Batched lookup of ids: hashes a block and prefetches its cache lines while it searches the previous block.
 
-// A bit for each slot that holds the key.
+// Returns a bit for each slot that holds the key.
 static inline uint32_t match(const Bucket& bucket, int64_t key) {
 #if defined(__AVX2__)
   __m256i four = _mm256_load_si256(reinterpret_cast<const __m256i*>(bucket.keys));
@@ -22,7 +21,7 @@ static inline const Bucket* home_of(const IndexView& index, uint64_t hash) {
   return index.next + high_product(hash, index.next_count);
 }
 
-// Follows the ids that found their home full. Rare, so it starts again from the hash.
+// Searches the buckets after a full home bucket. This is rare, so it starts again from the hash.
 static __attribute__((noinline)) int32_t find_displaced(const IndexView& index, int64_t id) {
   const uint64_t hash = slot_hash(id);
   const Bucket* buckets = index.buckets;
@@ -33,7 +32,7 @@ static __attribute__((noinline)) int32_t find_displaced(const IndexView& index, 
     count = index.next_count;
     b = high_product(hash, count);
   }
-  for (uint64_t left = count; left > 0; --left) {  // every bucket may have been passed once
+  for (uint64_t left = count; left > 0; --left) {  // at most once around all buckets
     uint32_t mask = match(buckets[b], id);
     if (mask) return buckets[b].rows[__builtin_ctz(mask)];
     if (buckets[b].meta < kPassedOne) return -1;

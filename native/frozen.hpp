@@ -1,7 +1,7 @@
-// Rows of a file that never change: ids in the order of their hash, rows beside them.
+// Read-only rows of a file: ids sorted by hash, and their rows.
 //
-// `buckets` cuts the ids by the leading bits of the hash; a bucket holds a few ids, which are compared one
-// by one. All of it may lie in a mapped file: a look-up reads the pages it needs.
+// `buckets` divides the ids by the leading bits of the hash; a bucket holds a few ids, which are compared in turn.
+// Everything may be in a mapped file: a lookup reads only the pages that it needs.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@ inline float half_to_float(uint16_t h) {
     bits = sign | 0x7f800000u | (fraction << 13);
   } else if (exponent) {
     bits = sign | ((exponent + 112) << 23) | (fraction << 13);
-  } else if (fraction) {  // below the least normal half, a normal float
+  } else if (fraction) {  // a subnormal half is a normal float
     exponent = 113;
     while (!(fraction & 0x400u)) fraction <<= 1, --exponent;
     bits = sign | (exponent << 23) | ((fraction & 0x3ffu) << 13);
@@ -37,7 +37,7 @@ struct FrozenRows {
   const int64_t* ids;
   const int64_t* buckets;  // [2^bits + 1]
   const void* rows;
-  const float* steps;  // int8: what 1 stands for, per column
+  const float* steps;  // int8: the value of 1, per column
   int64_t dim;
   int bits;
   Stored stored;
@@ -67,8 +67,8 @@ struct FrozenRows {
     }
   }
 
-  // Fills out[i] with the row of queries[i], zeros if there is none; where `skip` is not 0 it leaves it alone.
-  // Returns how many had none. The three passes over a block let its memory arrive together.
+  // Fills out[i] with the row of queries[i], or zeros if it has none; leaves out[i] unchanged if skip[i] is not 0.
+  // Returns how many queries had no row. Three passes over a block let its cache misses overlap.
   int64_t read(const int64_t* queries, int64_t n, const uint8_t* skip, float* out) const {
     constexpr int64_t kBlock = 32;
     uint64_t in[kBlock];
@@ -99,7 +99,7 @@ struct FrozenRows {
   }
 };
 
-// Whether every bucket ascends within 0 .. n, so that no look-up leaves the ids.
+// Returns whether the buckets ascend within 0 .. n, so that no lookup reads outside the ids.
 inline bool buckets_fit(const int64_t* buckets, int64_t count, int64_t n) {
   if (buckets[0] != 0 || buckets[count - 1] != n) return false;
   for (int64_t i = 1; i < count; ++i)

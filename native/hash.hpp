@@ -1,18 +1,15 @@
-// Integer mixing: where an id lives inside a table, and the counter-based
-// generator behind initial rows.
+// Integer mixing: the position of an id in the index, and the counter-based generator of initial rows.
 //
-// Everything here is `static inline` on purpose: this header is compiled once
-// per instruction set (see kernels.hpp), and internal linkage keeps the linker
-// from sharing an AVX2 body with code that must run on older CPUs.
+// Everything here is `static inline` on purpose: this header is compiled once per instruction set (see kernels.hpp),
+// and internal linkage keeps the linker from using an AVX2 function in code that must run on older CPUs.
 #pragma once
 
 #include <cstdint>
 
 namespace megalith {
 
-// A bijection of 64 bits (the constants are those of the "variant 13" finalizer).
-// Routing between shards uses another mixer, so that the ids of one shard do not
-// crowd into a part of its table.
+// A bijection of 64 bits (the constants are those of the "variant 13" finalizer). Routing between shards uses
+// another mixer, so that the ids of one shard are not concentrated in a part of its table.
 static inline uint64_t mix64(uint64_t x) {
   x ^= x >> 30;
   x *= 0xbf58476d1ce4e5b9ull;
@@ -33,12 +30,12 @@ static inline uint64_t slot_hash(int64_t id) {
   return mix64(static_cast<uint64_t>(id) + kGolden);
 }
 
-// The stream of random numbers of one row: a pure function of (seed, table, id).
+// The key of the random numbers of one row: a pure function of (seed, table, id).
 static inline uint64_t row_key(uint64_t table_key, int64_t id) {
   return mix64(static_cast<uint64_t>(id) ^ table_key);
 }
 
-// 24 random bits for a column; two columns share one 64-bit draw.
+// Returns 24 random bits for a column; two columns share one 64-bit number.
 static inline uint32_t draw24(uint64_t key, uint32_t column) {
   uint64_t x = mix64(key + (static_cast<uint64_t>(column >> 1) + 1) * kGolden);
   return static_cast<uint32_t>((column & 1 ? x >> 32 : x) & 0xffffffffu) >> 8;

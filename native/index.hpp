@@ -1,12 +1,11 @@
-// The index: id -> row number, open addressing in one-cache-line buckets.
+// The index: a hash map from ids to row numbers, with open addressing in buckets of one cache line.
 //
-// An id's home is the top bits of its hash, scaled to the number of buckets; an id that
-// finds its home full goes to the next bucket and leaves a count in each one it passes,
-// so a search stops at the first bucket nobody passed, and removal leaves no tombstones.
+// The home bucket of an id is given by the top bits of its hash, scaled to the number of buckets. If the home is
+// full, the id goes to the next bucket with a free slot and increments a count in each bucket that it passes. So a
+// search stops at the first bucket with count 0, and removal leaves no tombstones.
 //
-// Growth is incremental: a larger array is opened beside the old one and each call that inserts
-// moves the ids of as many more home buckets, in order. At any time an id is in exactly one
-// array, told by its home alone.
+// Growth is incremental: a larger array is allocated, and each call that inserts n ids moves the ids of at least n
+// more home buckets of the old array, in order. At any time an id is in exactly one array, which its home determines.
 #pragma once
 
 #include <algorithm>
@@ -21,8 +20,8 @@ namespace megalith {
 
 class Index {
  public:
-  // Room before growth, and what growth leaves. 0.66 / 1.4 keeps the index under
-  // 27.2 bytes an id just after growth and finds short.
+  // Load factor before growth, and factor of growth. 0.66 and 1.4 keep the index below 27.2 bytes per id right
+  // after growth, and searches short.
   static constexpr double kMaxLoad = 0.66;
   static constexpr double kReserveLoad = 0.55;
   static constexpr double kGrowth = 1.4;
@@ -37,7 +36,7 @@ class Index {
     return {array(now_), count_, array(next_), next_count_, cursor_};
   }
 
-  // Bytes of memory in use (what growth has already given back is not counted).
+  // Bytes in use, without the memory that growth has already freed.
   size_t bytes() const {
     size_t touched = next_count_ ? std::min<size_t>(next_.bytes(), touched_next()) : 0;
     return now_.bytes() - released_ + touched;
@@ -47,8 +46,8 @@ class Index {
     const uint64_t hash = slot_hash(id);
     const Array a = owner(hash);
     uint64_t b = high_product(hash, a.count);
-    // Counts outlive the ids that filled a bucket, so that every bucket may have been passed: one
-    // turn is enough in any case.
+    // A count can stay above 0 after the ids that filled the bucket are gone, so every bucket may have a count:
+    // the search stops after one turn.
     for (uint64_t left = a.count; left > 0; --left, b = following(b, a.count)) {
       const Bucket& bucket = a.buckets[b];
       for (uint32_t k = 0; k < (bucket.meta & kCountMask); ++k)
@@ -64,7 +63,7 @@ class Index {
     __builtin_prefetch(a.buckets + high_product(hash, a.count), 1);
   }
 
-  // Makes room for `more` further ids; may throw bad_alloc and then changes nothing that shows.
+  // Makes room for `more` ids. May throw bad_alloc; the contents are unchanged then.
   void prepare(int64_t more) {
     const int64_t wanted = size_ + more;
     if (growing() && wanted > limit(next_count_)) finish_growth();
@@ -74,7 +73,7 @@ class Index {
     }
   }
 
-  // Room for `total` ids without growth on the way; moves everything now.
+  // Makes room for `total` ids at once, without incremental growth.
   void reserve(int64_t total) {
     if (growing()) finish_growth();
     const uint64_t wanted = buckets_for(total, kReserveLoad);
@@ -83,14 +82,14 @@ class Index {
     finish_growth();
   }
 
-  // `id` must be absent and prepare() must have made room.
+  // The id must be absent, and prepare() must have made room.
   void insert(int64_t id, int32_t row) {
     place(id, row);
     ++size_;
   }
 
-  // Moves the ids of this many more homes. One for every insertion is enough to finish a growth
-  // before the next is due.
+  // Moves the ids of this many more home buckets. One per insertion is enough to finish a growth before the next
+  // one starts.
   void advance(uint64_t buckets) {
     while (buckets-- && growing()) {
       move_home(cursor_);
@@ -103,7 +102,7 @@ class Index {
     }
   }
 
-  // The row the id had, or -1.
+  // Returns the row that the id had, or -1.
   int32_t erase(int64_t id) {
     const uint64_t hash = slot_hash(id);
     const Array a = owner(hash);
@@ -165,7 +164,7 @@ class Index {
     if (b < home && growing() && a.count == count_) keep_through(b);
   }
 
-  // Puts the id into the first bucket from b on that has a free slot; returns that bucket.
+  // Inserts the id into the first bucket from b on that has a free slot; returns that bucket.
   static uint64_t put(const Array& a, uint64_t b, int64_t id, int32_t row) {
     while ((a.buckets[b].meta & kCountMask) == kBucketSlots) {
       a.buckets[b].meta += kPassedOne;
@@ -179,7 +178,7 @@ class Index {
     return b;
   }
 
-  // Removes slot k of bucket b; the last slot fills the gap, the passed buckets forget the id.
+  // Removes slot k of bucket b: the last slot moves into the gap, and the counts of the passed buckets decrease.
   void take_out(const Array& a, uint64_t home, uint64_t b, uint32_t k) {
     Bucket& bucket = a.buckets[b];
     const uint32_t last = (bucket.meta & kCountMask) - 1;
@@ -202,8 +201,8 @@ class Index {
     keep_through(last);
   }
 
-  // Ids that ran past the end lie in the first buckets, up to this one; their memory stays until
-  // the old array goes.
+  // Ids that wrapped around the end are in the first buckets, up to this one; their memory is kept until the old
+  // array is freed.
   void keep_through(uint64_t bucket) {
     released_to_ = std::max(released_to_, static_cast<size_t>((bucket + 1) * sizeof(Bucket)));
   }
@@ -240,7 +239,7 @@ class Index {
     released_ = 0;
   }
 
-  // The moved buckets are empty, so memory that reads as zeros stands for them.
+  // The moved buckets are empty: their memory is freed and reads as zeros.
   void release_moved() {
     const size_t to = cursor_ * sizeof(Bucket);
     if (to <= released_to_) return;
@@ -259,7 +258,7 @@ class Index {
 
   Block now_, next_;
   uint64_t count_ = 0, next_count_ = 0;
-  uint64_t cursor_ = 0;  // homes below this one have moved
+  uint64_t cursor_ = 0;  // homes below this one are moved
   int64_t size_ = 0;
   size_t released_ = 0, released_to_ = 0;
 };

@@ -1,5 +1,5 @@
-// Initial rows. Every operation is one IEEE rounding (add, multiply, square root), in
-// the order written, so that each engine can produce the same bits.
+// Initial rows. Every operation has one IEEE rounding (add, multiply, square root) and they run in the order
+// written, so that every engine can produce the same bits.
 
 static float natural_log(float y) {  // y normal and positive
   uint32_t bits;
@@ -69,9 +69,9 @@ static float initial_value(const SegmentPlan& s, uint64_t key, uint32_t column) 
       return s.init_a + s.init_b * (static_cast<float>(draw24(key, column)) * ulp);
     default: {
       int32_t odd = 2 * static_cast<int32_t>(draw24(key, column)) + 1 - (1 << 24);
-      float x = static_cast<float>(odd) * ulp;  // the middle of one of 2^24 cells of (-1, 1)
+      float x = static_cast<float>(odd) * ulp;  // the centre of one of 2^24 cells of (-1, 1)
       if (s.init == InitKind::normal) return s.init_a + s.init_b * (1.4142135f * inverse_erf(x));
-      float z = 1.4142135f * inverse_erf(x * 0.95449974f);  // the mass within two deviations
+      float z = 1.4142135f * inverse_erf(x * 0.95449974f);  // the probability within two standard deviations
       z = z < -2.0f ? -2.0f : z > 2.0f ? 2.0f : z;
       return s.init_a + s.init_b * z;
     }

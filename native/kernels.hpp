@@ -1,8 +1,7 @@
-// The hot loops, compiled twice: kernels_portable.cpp for any CPU, kernels_avx2.cpp
-// for those with AVX2. `find_kernels` picks at run time.
+// The hot loops, compiled twice: kernels_portable.cpp for any CPU, kernels_avx2.cpp for CPUs with AVX2.
+// `find_kernels` selects one at run time.
 //
-// Both give the same bits: vectors have eight lanes in either build, nothing is
-// reassociated or contracted.
+// Both produce the same bits: vectors have eight lanes in both builds, and nothing is reassociated or contracted.
 #pragma once
 
 #include <cstdint>
@@ -11,37 +10,36 @@
 
 namespace megalith {
 
-// What an update knows besides its entries. `bags` is null when gradients come one
-// row per occurrence.
+// The input of an update, without its entries. `bags` is null if there is one gradient per occurrence.
 struct GradientView {
-  const float* flat;       // [n, dim] when bags is null
+  const float* flat;       // [n, dim] if bags is null
   const BagsView* bags;
   int32_t num_bags_views;
   const int64_t* bag_base;  // first global bag of each view, num_bags_views + 1 long
   float scale;
-  float clip_norm;  // longest a row's gradient may be after scaling; 0: any
+  float clip_norm;  // largest L2 norm of a row's gradient after scaling; 0: no limit
 };
 
 struct ApplyView {
   TableView table;
   GradientView gradient;
-  const float* learning_rates;  // per segment
+  const float* learning_rates;  // one per segment
   uint32_t time;
   uint8_t touch;                // bits set in the row's flags
   uint32_t rows_per_part_shift;
 };
 
-// A worker's own memory: `slots` is zero on entry and on return.
+// The memory of one worker. `slots` is zero on entry and on return.
 struct ApplyScratch {
   uint32_t* slots;   // [1 << rows_per_part_shift]
-  int32_t* unique;   // [most distinct rows of a part]
-  float* sums;       // [most distinct rows of a part, dim]
+  int32_t* unique;   // [largest number of distinct rows of a part]
+  float* sums;       // [largest number of distinct rows of a part, dim]
   float* occurrence;  // [dim]
 };
 
-constexpr int64_t kGradientBags = 16;  // rows of scratch that `unpool` needs
+constexpr int64_t kGradientBags = 16;  // rows of scratch memory that `unpool` needs
 
-// Kernels on rows in one piece of memory, for one type of number.
+// Kernels on rows in one contiguous buffer, for one floating-point type.
 template <class T>
 struct FlatKernels {
   void (*pool)(const FlatRows<T>&, const BagsOf<T>&, int64_t first_bag, int64_t last_bag);
@@ -52,7 +50,7 @@ struct FlatKernels {
 
 struct Kernels {
   const char* name;
-  int (*state_size)(int optimizer, int dim);  // floats of optimizer state for a segment
+  int (*state_size)(int optimizer, int dim);  // number of floats of optimizer state of a segment
   void (*find)(const IndexView&, const int64_t* ids, int64_t n, int32_t* rows);
   void (*initialize)(const TableView&, const int32_t* rows, const int64_t* ids, int64_t n);
   void (*read)(const TableView&, const int32_t* rows, const int64_t* ids, int64_t n, float* out);
@@ -72,7 +70,7 @@ extern const Kernels kernels_portable;
 extern const Kernels kernels_avx2;
 #endif
 
-// The best kernels for this CPU, or the named ones. Null for a name this CPU or build lacks.
+// Returns the best kernels for this CPU, or the named ones; null if this CPU or build does not have them.
 const Kernels* find_kernels(const char* name);
 
 }  // namespace megalith

@@ -1,8 +1,8 @@
-// The kernels of one instruction set. The includer names it (MEGALITH_ISA) and the
-// table of functions it defines (MEGALITH_KERNELS).
+// The kernels of one instruction set. The including file defines its name (MEGALITH_ISA) and the name of the table
+// of functions (MEGALITH_KERNELS).
 //
-// Only C-like code here: an inline function of the standard library instantiated in
-// this file could be the copy that the linker keeps for everybody.
+// Only C-like code is allowed here: the linker might keep this file's copy of an inline function of the standard
+// library for the whole program.
 
 #include <cstdint>
 #include <cstring>
@@ -39,7 +39,7 @@ int state_size(int optimizer, int dim) {
 }
 
 bool all_finite(const float* values, int64_t n) {
-  // A finite float times zero is a zero; infinities and NaNs give NaN, which adds up.
+  // A finite float times zero is zero; an infinity or NaN times zero is NaN, which the sum keeps.
   Vec8 sums[4] = {};
   int64_t i = 0;
   for (; i + 32 <= n; i += 32)

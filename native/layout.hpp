@@ -1,4 +1,4 @@
-// Monolith's encoding of a batch as bags: packed offsets become rows, features become bags.
+// Monolith's encoding of a batch, converted to bags: packed offsets become rows, features become bags.
 #pragma once
 
 #include <cstdint>
@@ -12,23 +12,23 @@
 
 namespace megalith {
 
-// What a batch says of one feature.
+// One feature of a batch.
 struct LayoutFeature {
-  int64_t first_row, rows;  // of the rows' offsets
-  int64_t width;            // elements of a row of embeddings
-  int64_t keep;             // the first n occurrences of a row, side by side; 0: all, pooled
+  int64_t first_row, rows;  // range in the offsets of rows
+  int64_t width;            // number of elements of an embedding
+  int64_t keep;             // keep the first n occurrences of a row, concatenated; 0: pool all
   bool mean, shared;
 };
 
-// The bags of all features, without their parts. Occurrences lead to elements counted from where the
-// `begins` of the lists are counted from. Its memory is the thread's.
+// The bags of all features, without their parts. Occurrences refer to elements, counted from the same origin as the
+// `begins` of the lists. Its memory belongs to the thread.
 template <class T>
 class LayoutBags {
  public:
   LayoutBags(const int64_t* packed, const int64_t* row_offsets, const std::vector<LayoutFeature>& features,
              const int64_t* begins, const int64_t* ends, int64_t lists, int threads) {
     int64_t n = 0, bags = 0, means = 0;
-    std::vector<int64_t> kept, offset, divisor;  // where a feature's own begin
+    std::vector<int64_t> kept, offset, divisor;  // where the values of a feature begin
     for (const LayoutFeature& f : features) {
       n = row_offsets[f.first_row + f.rows];
       offset.push_back(bags), divisor.push_back(means), kept.push_back(0);
@@ -74,10 +74,10 @@ class LayoutBags {
   std::vector<BagsOf<T>> views;
   const int64_t* index;
   int64_t occurrences;
-  int64_t first_bad = -1;  // the first occurrence that leads out of its list
+  int64_t first_bad = -1;  // the first occurrence that is outside its list
 
  private:
-  // The first occurrences of each row, -1 where it has fewer.
+  // The first occurrences of each row; -1 where a row has fewer.
   static void keep_first(const int64_t* at, const int64_t* offsets, int64_t rows, int64_t keep,
                          int64_t* out) {
     for (int64_t r = 0; r < rows; ++r)

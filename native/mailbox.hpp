@@ -1,14 +1,20 @@
 // An all-to-all among the processes of one host, through shared memory. Linux only.
 //
-// Each rank owns a file and alone writes to it; the others map it read-only. An exchange goes in rounds:
-// all ranks write a slice of every part, publish the round's number, and copy the slices meant for them
-// once the writer has published too. A file has two halves that take turns, so that nobody waits for
-// readers: a rank that published round k - 1 had read all of round k - 2, and round k - 1 waited for
-// that, so what the half of round k held is no longer wanted. Small halves stay in the cache, and an
-// exchange of any size needs no more shared memory.
+// Each rank owns a file and is the only writer of it; the other ranks map it read-only. An exchange runs in rounds:
 //
-// Blocks are reserved when a file is made and stay, so that neither a full disk nor a dead peer ends in
-// a bus error. What a peer's file says is checked before it is used.
+//   1. write    a rank writes a slice of every part into one half of its own file
+//   2. publish  it publishes the number of the round and wakes the ranks that sleep on it
+//   3. read     it copies the slices for it from every peer that has published the round
+//
+// A file has two halves that alternate, so no rank waits for its readers: a rank that has published round k - 1 has
+// read all of round k - 2, and round k - 1 waited for that, so the old content of the half of round k is not needed.
+// Small halves stay in the cache, and an exchange of any size needs no more shared memory.
+//
+// Disk blocks are reserved when a file is created and are kept, so that neither a full disk nor a dead peer causes a
+// bus error. The content of a peer's file is validated before it is used.
+//
+// States: made -> connect() -> connected -> close() -> closed. A failed exchange or a timeout leads to broken, from
+// which only close() is possible.
 #pragma once
 
 #include <fcntl.h>
@@ -37,12 +43,12 @@
 
 namespace megalith {
 
-// A call that the state of a mailbox does not allow.
+// The state of a mailbox does not allow the call.
 struct MailboxMisuse : std::logic_error {
   using std::logic_error::logic_error;
 };
 
-// A system call about a file that failed.
+// A system call on a file failed.
 struct FileError : std::runtime_error {
   FileError(int code, const std::string& what, const std::string& path)
       : std::runtime_error(what + ": " + std::strerror(code)), code(code), path(path) {}
@@ -59,23 +65,23 @@ constexpr uint64_t kHalfBytes = 2 << 20;
 constexpr uint64_t kPageBytes = 4096;
 constexpr uint64_t kLine = 64;  // bytes of a cache line
 static_assert(kHalfBytes > 2 * kLine * kMaxRanks, "slices begin on a line");
-constexpr uint32_t kBefore = static_cast<uint32_t>(-100);  // the counter's wrap is met early, not after weeks
-constexpr std::chrono::milliseconds kSlice{100};           // of sleep between looks at clock and signals
-// How long to look for a peer before sleeping. To be woken takes tens of microseconds on an idle machine; on
-// a busy one the peer may be waiting for this CPU. Giving it away without sleeping is no way out: other
-// processes keep it for milliseconds.
+constexpr uint32_t kBefore = static_cast<uint32_t>(-100);  // so that the counter wraps early, not after weeks
+constexpr std::chrono::milliseconds kSlice{100};           // sleep between checks of the clock and of signals
+// How long to spin for a peer before sleeping. A wake-up takes tens of microseconds on an idle machine; on a busy
+// machine the peer may need this CPU. Yielding the CPU without sleeping does not help: other processes keep it for
+// milliseconds.
 constexpr std::chrono::nanoseconds kLeastSpin{300};
 constexpr std::chrono::microseconds kMostSpin{50};
 
 struct Header {
   uint64_t magic;
   uint32_t version, ranks, rank;
-  alignas(kLine) std::atomic<uint32_t> published;  // the last round written; others sleep on it
-  alignas(kLine) std::atomic<uint32_t> awaited;    // 1 + the rank this one sleeps on, or 0
-  alignas(kLine) std::atomic<uint64_t> rounds[2];  // by half: how many the exchange needs from this rank
+  alignas(kLine) std::atomic<uint32_t> published;  // the last published round; other ranks sleep on it
+  alignas(kLine) std::atomic<uint32_t> awaited;    // 1 + the rank that this rank sleeps on, or 0
+  alignas(kLine) std::atomic<uint64_t> rounds[2];  // by half: rounds that this rank needs for the exchange
 };
 
-// What a half holds for one rank. Two tables of these, by half and rank, follow the header.
+// The slice of a half for one rank. The header is followed by two tables of them, by half and rank.
 struct Slice {
   std::atomic<uint64_t> total;         // bytes of the whole part
   std::atomic<uint32_t> begin, bytes;  // in the half
@@ -115,7 +121,7 @@ class File {
   const int number;
 };
 
-// One rank's file, mapped.
+// The mapped file of one rank.
 class Outbox {
  public:
   Outbox() = default;
@@ -156,7 +162,7 @@ class Mailbox {
  public:
   using Sizes = std::vector<int64_t>;
 
-  // Makes the file, which must not exist yet.
+  // Creates the file, which must not exist.
   Mailbox(const std::string& path, int64_t rank, int64_t size) : path_(path), pid_(getpid()) {
     if (size < 1 || size > mailbox::kMaxRanks || rank < 0 || rank >= size)
       throw std::invalid_argument("mailbox: rank " + std::to_string(rank) + " of " + std::to_string(size) +
@@ -183,10 +189,10 @@ class Mailbox {
     if (getpid() == pid_) remove();
   }
 
-  // Maps the files of all ranks, in rank order, this one's included.
+  // Maps the files of all ranks, in rank order, including its own.
   void connect(const std::vector<std::string>& paths) {
     const Turn turn(*this);
-    if (state_ != State::made) refuse(state_ == State::closed ? "it is closed" : "it is connected already");
+    if (state_ != State::made) refuse(state_ == State::closed ? "it is closed" : "it is already connected");
     check_count(paths.size(), "paths");
     std::vector<mailbox::Outbox> peers;
     for (int r = 0; r < size_; ++r) peers.push_back(open_peer(r, paths[static_cast<size_t>(r)]));
@@ -194,22 +200,22 @@ class Mailbox {
     state_ = State::ready;
   }
 
-  // Sends part r of `send` to rank r and puts what rank r sent here into part r of `recv`. Returns the
-  // ranks that gave no sign for `timeout` seconds; after that, and after an exception about another rank,
-  // the mailbox is broken. `interrupted` is asked now and then in long waits; true ends them at once.
+  // Sends part r of `send` to rank r, and receives part r of `recv` from rank r. Returns the ranks that did not
+  // publish for `timeout` seconds; after that, and after an exception about another rank, the mailbox is broken.
+  // Long waits call `interrupted` regularly; if it returns true, they end at once.
   template <class Interrupted>
   std::vector<int> exchange(const char* send, const Sizes& send_sizes, char* recv, const Sizes& recv_sizes,
                             double timeout, Interrupted&& interrupted) {
     const Turn turn(*this);
-    if (state_ == State::made) refuse("connect() comes first");
+    if (state_ == State::made) refuse("call connect() first");
     if (state_ == State::closed) refuse("it is closed");
-    if (state_ == State::broken) refuse("an exchange failed or ran out of time; make new ones on all ranks");
+    if (state_ == State::broken) refuse("an exchange failed or timed out; make new mailboxes on all ranks");
     const Clock::duration patience = duration(timeout);
     check_count(send_sizes.size(), "send_sizes");
     check_count(recv_sizes.size(), "recv_sizes");
     uint64_t rounds = plan(send, send_sizes, recv, recv_sizes);
     const uint64_t own_rounds = rounds;
-    state_ = State::broken;  // until all has gone well
+    state_ = State::broken;  // until the exchange has succeeded
     for (uint64_t round = 0; round < rounds; ++round) {
       ++number_;
       write(round, own_rounds);
@@ -219,12 +225,12 @@ class Mailbox {
       if (!missing.empty()) return missing;
     }
     for (const Incoming& in : incoming_)
-      if (in.left > 0) distrust(in.rank, "damaged: its slices do not make up the part");
+      if (in.left > 0) distrust(in.rank, "damaged: its slices do not add up to the part");
     state_ = State::ready;
     return {};
   }
 
-  // Takes the file's name away; to be called when all ranks are connected.
+  // Unlinks the file; call it when all ranks are connected.
   void unlink() {
     const Turn turn(*this);
     remove();
@@ -244,7 +250,7 @@ class Mailbox {
 
   struct Outgoing {
     const char* from;
-    uint64_t bytes, step;  // the whole part, and how much of it a round
+    uint64_t bytes, step;  // size of the part, and bytes per round
   };
   struct Incoming {
     int rank;
@@ -252,7 +258,7 @@ class Mailbox {
     uint64_t bytes, left;
   };
 
-  // One call at a time, and none in a forked child.
+  // Allows one call at a time, and none in a forked child.
   class Turn {
    public:
     explicit Turn(Mailbox& box) : box_(box) {
@@ -286,7 +292,7 @@ class Mailbox {
 
   void check_count(size_t count, const char* name) const {
     if (count != static_cast<size_t>(size_))
-      throw std::invalid_argument(std::string(name) + ": expected one a rank, " + std::to_string(size_) +
+      throw std::invalid_argument(std::string(name) + ": expected one per rank, " + std::to_string(size_) +
                                   ", got " + std::to_string(count));
   }
 
@@ -314,7 +320,7 @@ class Mailbox {
 
   // ---- writing
 
-  // Lists the parts; returns in how many rounds this rank's own fit into its halves.
+  // Lists the parts; returns the number of rounds that this rank needs to send its parts.
   uint64_t plan(const char* send, const Sizes& send_sizes, char* recv, const Sizes& recv_sizes) {
     outgoing_.clear(), incoming_.clear();
     uint64_t total = 0;
@@ -329,7 +335,7 @@ class Mailbox {
       send += sent, recv += expected;
       if (r != rank_) total += sent;
     }
-    // Ranks start at different peers, so that not all wait for the same one.
+    // Ranks start with different peers, so that they do not all wait for the same one.
     std::rotate(incoming_.begin(), incoming_.begin() + rank_ + 1, incoming_.end());
     own_to_ = incoming_.back().to;
     incoming_.pop_back();
@@ -363,8 +369,8 @@ class Mailbox {
     }
   }
 
-  // Either a peer is seen to sleep on this rank, or it sees the new number before it goes to sleep: the
-  // stores and loads of both are sequentially consistent.
+  // Either this rank sees that a peer sleeps on it, or the peer sees the new number before it sleeps: the stores and
+  // loads of both are sequentially consistent.
   void publish() {
     std::atomic<uint32_t>& published = own_.header().published;
     published.store(number_);
@@ -378,16 +384,16 @@ class Mailbox {
   // ---- reading
 
   mailbox::Outbox open_peer(int rank, const std::string& path) const {
-    // Not to wait for the other end, should it be a pipe.
+    // Does not block if the file is a pipe.
     const mailbox::File file(path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK);
     struct stat found;
-    if (fstat(file.number, &found) != 0) throw FileError(errno, "cannot look at a mailbox", path);
+    if (fstat(file.number, &found) != 0) throw FileError(errno, "cannot stat a mailbox", path);
     if (!S_ISREG(found.st_mode) || found.st_size != static_cast<off_t>(mailbox::file_bytes(size_)))
       distrust(rank, path, "not a mailbox of " + std::to_string(size_) + " ranks");
     if (found.st_uid != geteuid()) distrust(rank, path, "it belongs to another user");
     mailbox::Outbox peer(file, path, size_, PROT_READ);
     const mailbox::Header& header = peer.header();
-    if (header.magic != mailbox::kMagic) distrust(rank, path, "not a mailbox: it begins with something else");
+    if (header.magic != mailbox::kMagic) distrust(rank, path, "not a mailbox: wrong magic number");
     check_equal(rank, path, "version", header.version, mailbox::kVersion);
     check_equal(rank, path, "number of ranks", header.ranks, static_cast<uint32_t>(size_));
     check_equal(rank, path, "rank", header.rank, static_cast<uint32_t>(rank));
@@ -403,12 +409,11 @@ class Mailbox {
 
   const mailbox::Header& header_of(int rank) const { return peers_[static_cast<size_t>(rank)].header(); }
 
-  // A round: takes what has come, in any order, and waits when nothing has. `rounds` becomes what the
-  // exchange needs if a peer has more to send.
+  // One round: copies slices in order of arrival, and waits if there is none. Raises `rounds` if a peer needs more.
   template <class Interrupted>
   std::vector<int> receive(uint64_t& rounds, Clock::time_point deadline, Interrupted& interrupted) {
-    auto waiting = incoming_.end();  // the end of those not yet taken
-    bool over = false;               // then a last look: this process may have slept longer than it asked for
+    auto waiting = incoming_.end();  // the end of the slices not copied yet
+    bool over = false;               // then check once more: this process may have slept longer than requested
     while (waiting != incoming_.begin()) {
       const auto before = waiting;
       waiting = std::partition(incoming_.begin(), before, [&](Incoming& in) { return !take(in, rounds); });
@@ -422,12 +427,12 @@ class Mailbox {
     return missing;
   }
 
-  // Copies a peer's slice if it has come.
+  // Copies the slice of a peer if it has been published.
   bool take(Incoming& in, uint64_t& rounds) {
     const mailbox::Outbox& peer = peers_[static_cast<size_t>(in.rank)];
     const uint32_t ahead = peer.header().published.load(std::memory_order_acquire) - number_;
     if (ahead == static_cast<uint32_t>(-1)) return false;
-    // Never two ahead: it waits for this rank in every round.
+    // A peer is never two rounds ahead: it waits for this rank in every round.
     if (ahead > 1) distrust(in.rank, "damaged: an impossible round");
     const uint32_t half = number_ % 2;
     const mailbox::Slice& slice = peer.slice(half, rank_);
@@ -443,7 +448,7 @@ class Mailbox {
     return true;
   }
 
-  // Returns false if the peer has not come: time is up, or a slice of it, or a signal arrived.
+  // Returns false if the peer has not published: the timeout or a part of it has passed, or a signal has arrived.
   bool await(int rank, Clock::time_point deadline) {
     const std::atomic<uint32_t>& published = header_of(rank).published;
     const uint32_t seen = number_ - 1;
@@ -472,10 +477,10 @@ class Mailbox {
   int rank_ = 0, size_ = 0;
   mailbox::Outbox own_;
   std::vector<mailbox::Outbox> peers_;
-  std::vector<Outgoing> outgoing_;  // of the exchange under way, by rank
-  std::vector<Incoming> incoming_;  // from others, in any order
+  std::vector<Outgoing> outgoing_;  // of the exchange in progress, by rank
+  std::vector<Incoming> incoming_;  // from other ranks, in any order
   char* own_to_ = nullptr;
-  uint32_t number_ = mailbox::kBefore;  // of the last round
+  uint32_t number_ = mailbox::kBefore;  // number of the last round
   Clock::duration spin_ = mailbox::kMostSpin;
   State state_ = State::made;
   bool linked_ = false;

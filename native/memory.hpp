@@ -1,4 +1,4 @@
-// Zeroed blocks straight from the system, on huge pages when that is wanted.
+// Zeroed blocks of memory from the operating system, on huge pages if enabled.
 #pragma once
 
 #include <atomic>
@@ -13,15 +13,15 @@ namespace megalith {
 constexpr size_t kPage = 4096;
 constexpr size_t kHugePage = size_t{2} << 20;
 
-// Process-wide: huge pages make random access 1.5 to 3 times faster in large tables, at
-// the price of slower first writes on some virtual machines.
+// Process-wide option. Huge pages make random access in large tables 1.5 to 3 times faster, but make the first write
+// of a page slower on some virtual machines.
 inline std::atomic<bool>& use_huge_pages() {
   static std::atomic<bool> on{true};
   return on;
 }
 
-// Asks for huge pages under memory that is about to be written for the first time; only whole ones
-// inside the range.
+// Requests huge pages for memory that is about to be written for the first time; only complete pages inside the
+// range.
 inline void prefer_huge_pages(void* data, size_t bytes) {
 #if defined(__linux__)
   const uintptr_t begin = reinterpret_cast<uintptr_t>(data);
@@ -33,13 +33,13 @@ inline void prefer_huge_pages(void* data, size_t bytes) {
 #endif
 }
 
-// Owns a zeroed, page-aligned mapping; pages take memory when first written.
+// Owns a zeroed, page-aligned mapping. A page uses memory after its first write.
 class Block {
  public:
   Block() = default;
   explicit Block(size_t bytes) : bytes_((bytes + kPage - 1) / kPage * kPage) {
     if (bytes_ == 0) return;
-    // Large blocks start on a huge page boundary: map more, give the rest back.
+    // Large blocks start at a huge page boundary: map more, then unmap the rest.
     const size_t slack = bytes_ >= kHugePage ? kHugePage : 0;
     void* mapped =
         mmap(nullptr, bytes_ + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -63,15 +63,15 @@ class Block {
     if (data_) munmap(data_, bytes_);
   }
 
-  // Asks for huge pages from here on.
+  // Requests huge pages for the block.
   void prefer_huge_pages() {
 #if defined(__linux__)
     if (data_ && bytes_ >= kHugePage && use_huge_pages()) madvise(data_, bytes_, MADV_HUGEPAGE);
 #endif
   }
 
-  // Gives the memory of a range back; it reads as zeros afterwards. Only whole huge pages inside
-  // the range go. Returns where the released range ends.
+  // Frees the memory of a range, which reads as zeros afterwards. Only complete huge pages inside the range are
+  // freed. Returns the end of the freed range.
   size_t release(size_t from, size_t to) {
 #if defined(__linux__)
     from = (from + kHugePage - 1) / kHugePage * kHugePage;

@@ -1,6 +1,6 @@
-// Optimizers by name. To add one: write optimizers/NAME.inl with a struct that has
-// state_size, initial_state and step (Elementwise<Rule> gives all three from a
-// per-weight rule), include it in optimizers/all.inl, and add a line to the list below.
+// Optimizers by name. To add one: write optimizers/NAME.inl with a struct that has state_size, initial_state and step
+// (Elementwise<Rule> makes all three from a rule for one weight), include it in optimizers/all.inl, and add a line to
+// the list below.
 #pragma once
 
 #include <cstring>
@@ -15,7 +15,7 @@ namespace megalith {
   X("adam", Adam)                       \
   X("ftrl", Ftrl)
 
-// -1 when the name is unknown.
+// Returns -1 if the name is unknown.
 inline int optimizer_index(const char* name) {
   int index = 0;
 #define X(text, type) \

@@ -1,10 +1,13 @@
-// Row storage: chunks that never move, so a row number stays good for a row's life.
+// Row storage: chunks that never move, so a row number stays valid for the life of the row.
 //
-// Rows are not padded. A row's optimizer state is followed by the time of its last update: one
-// place to touch in an update. Where weights alone fill cache lines evenly, a chunk's states lie together
-// behind its weights: reading touches weights only, and they stay aligned whatever the size of the
-// state. Else a row's state follows its weights. Then come the rows' ids and a bit each for "in use";
-// once somebody tracks changes, a block beside holds a byte each of touched flags.
+// Rows are not padded. The optimizer state of a row is followed by the time of its last update, so that an update
+// writes one place. There are two layouts of a chunk:
+//
+//   weights fill cache lines evenly   all weights | all states and times | ids | in-use bits
+//   otherwise                         per row: weights, state, time      | ids | in-use bits
+//
+// In the first layout a read touches weights only, and they stay aligned for any size of the state. While a consumer
+// tracks changes, a separate block holds one byte of touched flags per row.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +24,7 @@
 
 namespace megalith {
 
-// Floats of stored rows that lie together in memory: [n, width], from float `first` of a row on.
+// A column of stored rows: a contiguous matrix [n, width] that holds floats `first` .. `first + width` of each row.
 struct Column {
   float* data;
   int32_t first;
@@ -35,7 +38,7 @@ struct TableFull : std::length_error {
 class Rows {
  public:
   static constexpr int64_t kMaxRows = (int64_t{1} << 31) - 1;
-  // Large, so that what lies beside the rows fills huge pages too; only written pages take memory.
+  // Large, so that ids and flags fill huge pages too; only written pages use memory.
   static constexpr size_t kChunkBytes = size_t{64} << 20;
   static constexpr size_t kSmallTable = size_t{4} << 20;
 
@@ -51,7 +54,7 @@ class Rows {
 
   uint32_t row_size() const { return weight_bytes_ + state_bytes_; }
   int64_t used() const { return high_ - static_cast<int64_t>(free_.size()); }
-  int64_t high() const { return high_; }  // every row number ever given lies below
+  int64_t high() const { return high_; }  // all row numbers in use are below
   bool tracked() const { return tracking_; }
 
   RowsView view() const {
@@ -59,7 +62,7 @@ class Rows {
             shift_,          stride(),       state_stride(), state_bytes_};
   }
 
-  // Makes room for `more` rows; may throw and then changes nothing that shows.
+  // Makes room for `more` rows. May throw; the contents are unchanged then.
   void prepare(int64_t more) {
     const int64_t fresh = more - static_cast<int64_t>(free_.size());
     if (fresh <= 0) return;
@@ -69,13 +72,13 @@ class Rows {
                       std::to_string(max_rows_) + " rows; spread the table over more shards");
     const size_t chunks = static_cast<size_t>((high_ + fresh + mask()) >> shift_);
     while (chunks_.size() < chunks) add_chunk();
-    // A table of ten rows stays on small pages.
+    // A small table stays on small pages.
     if (static_cast<size_t>(high_ + fresh) * row_size() > kSmallTable) {
       for (; huge_ < chunks_.size(); ++huge_) chunks_[huge_].prefer_huge_pages();
     }
   }
 
-  // Needs room made by prepare().
+  // prepare() must have made room.
   int32_t take(int64_t id) {
     int32_t row;
     if (free_.empty()) {
@@ -89,7 +92,7 @@ class Rows {
     return row;
   }
 
-  // Room to give back this many rows without allocating.
+  // Makes room to free this many rows without an allocation.
   void prepare_give_back(int64_t n) {
     const size_t wanted = free_.size() + static_cast<size_t>(n);
     if (wanted > free_.capacity()) free_.reserve(std::max(wanted, 2 * free_.capacity()));
@@ -115,7 +118,7 @@ class Rows {
     std::memcpy(raw, weights(row), weight_bytes_);
     std::memcpy(raw + weight_bytes_ / 4, state(row), state_bytes_);
   }
-  // A row's floats to and from place `at` of columns, each within weights or within state.
+  // Copies the floats of a row from and to position `at` of columns. A column is within weights or within state.
   void copy_out(int32_t row, const std::vector<Column>& columns, int64_t at) const {
     for (const Column& c : columns)
       std::memcpy(c.data + at * c.width, floats_from(row, c.first), static_cast<size_t>(c.width) * 4);
@@ -130,7 +133,7 @@ class Rows {
   }
   uint8_t& flag(int32_t row) const { return flags_[row >> shift_][row & mask()]; }
 
-  // 64 rows at a time: a bit each for those in use, for those flagged with `bit`. Rows not yet given have none.
+  // A word of 64 rows: one bit for each row in use, or for each row flagged with `bit`. Rows never used have none.
   uint64_t live_of(size_t word) const {
     const int32_t row = static_cast<int32_t>(word * 64);
     return live_[row >> shift_][(row & mask()) >> 6];
@@ -165,7 +168,7 @@ class Rows {
     tracking_ = false;
   }
 
-  // Bytes written so far: weights and state, and everything else.
+  // Bytes in use: weights and state, and everything else.
   size_t row_bytes() const { return static_cast<size_t>(high_) * row_size(); }
   size_t side_bytes() const {
     size_t per_row = sizeof(int64_t) + sizeof(uint32_t) + (tracking_ ? 1 : 0);
@@ -218,7 +221,7 @@ class Rows {
   bool together_;
   int64_t high_ = 0;
   bool tracking_ = false;
-  size_t huge_ = 0;  // chunks that asked for huge pages
+  size_t huge_ = 0;  // number of chunks that requested huge pages
   std::vector<int32_t> free_;
   std::vector<Block> chunks_, flag_blocks_;
   std::vector<char*> weights_, states_;

@@ -1,4 +1,4 @@
-// Memory that calls reuse: one set per calling thread, borrowed for a call.
+// Scratch memory that calls reuse: one set per calling thread, borrowed for one call.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace megalith {
 
-// Grows and never initialises; keeps at most 64 MiB between calls.
+// Grows without initialising its memory; keeps at most 64 MiB between calls.
 template <class T>
 class Buffer {
  public:
@@ -37,7 +37,7 @@ class Buffer {
 };
 
 struct WorkerScratch {
-  std::vector<uint32_t> slots;  // zeros between calls
+  std::vector<uint32_t> slots;  // zero between calls
   Buffer<int32_t> unique;
   Buffer<float> sums;
 };
@@ -57,7 +57,7 @@ struct Scratch {
   }
 };
 
-// Borrows the thread's scratch for one call.
+// Borrows the scratch memory of the thread for one call.
 class Lease {
  public:
   Lease() : scratch_(mine()) {}

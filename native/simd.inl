@@ -1,8 +1,8 @@
-// Eight numbers at a time, on every CPU: compilers lower Vec8 to what the target has.
+// Vectors of eight numbers on every CPU: the compiler lowers Vec8 to the registers of the target.
 // Included inside an anonymous namespace of one instruction set.
 
-// GCC takes a function that only prefetches for one without effect and drops calls of it;
-// inlining it by force comes before that.
+// GCC treats a function that only prefetches as one without side effects and removes calls to it; forced inlining
+// happens before that.
 #define MEGALITH_PREFETCHER static inline __attribute__((always_inline)) void
 
 typedef float Vec8 __attribute__((vector_size(32)));
@@ -40,7 +40,7 @@ static inline Vec8 root(Vec8 x) {
 #endif
 }
 
-// condition ? a : b, lane by lane.
+// condition ? a : b, per lane.
 static inline float choose(bool condition, float a, float b) { return condition ? a : b; }
 typedef int32_t Mask8 __attribute__((vector_size(32)));
 static inline Vec8 choose(Mask8 condition, Vec8 a, Vec8 b) { return condition ? a : b; }

@@ -1,5 +1,5 @@
-// Raw Snappy, unpacked: the twin of snappy.py. The input is hostile: nothing outside `in` and `out` is
-// touched whatever it says.
+// Decompression of raw Snappy: the twin of snappy.py. The input is untrusted: nothing outside `in` and `out` is read
+// or written, whatever it contains.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@ namespace snappy {
 
 enum class Result { good, no_length, cut_off, too_long, bad_copy, too_short };
 
-// The length of the unpacked bytes, a varint of at most 32 bits, and where the elements begin.
+// Reads the length of the decompressed bytes, a varint of at most 32 bits; `at` becomes the start of the elements.
 inline Result read_length(const uint8_t* in, size_t n, uint64_t& length, size_t& begin) {
   length = 0;
   for (size_t k = 0; k < 5 && k < n; ++k) {
@@ -31,7 +31,7 @@ inline uint64_t little_endian(const uint8_t* in, size_t n) {
   return value;
 }
 
-// Copies what may overlap: a copy repeats the last `offset` bytes as often as it takes.
+// Copies bytes that may overlap: the copy repeats the last `offset` bytes as often as necessary.
 inline void repeat(uint8_t* to, uint64_t offset, uint64_t size) {
   if (offset >= size) {
     std::memcpy(to, to - offset, size);
@@ -40,7 +40,7 @@ inline void repeat(uint8_t* to, uint64_t offset, uint64_t size) {
   for (uint64_t k = 0; k < size; ++k) to[k] = to[k - offset];
 }
 
-// Elements from in[at] on must fill exactly out[0] .. out[length]. `at` ends where it went wrong.
+// Decodes elements from in[at] on, which must fill exactly `length` bytes of out. On an error `at` is its position.
 inline Result unpack(const uint8_t* in, size_t n, size_t& at, uint8_t* out, uint64_t length) {
   uint64_t done = 0;
   while (at < n) {

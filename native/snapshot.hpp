@@ -1,8 +1,8 @@
-// A table as it was at one moment, read in pieces while training goes on.
+// A table as it was at one moment, read in pieces while training continues.
 //
-// A row that is about to change is first set aside, unless it was read already. The rows set aside are
-// bounded: when there is no more room, the call that writes waits until the reader has taken some.
-// Guarded by the table's lock: writers hold it alone, the one reader shares it with look-ups.
+// Before a row changes, a copy of it is saved, unless the reader has read it already. The number of saved rows is
+// bounded: when there is no room, the writer waits until the reader has taken some. The lock of the table guards a
+// snapshot: writers hold it exclusively, the one reader shares it with lookups.
 #pragma once
 
 #include <unistd.h>
@@ -21,7 +21,7 @@ namespace megalith {
 
 class Snapshot {
  public:
-  // Of all rows in use, or of those flagged with `bit` alone. Takes the flags away.
+  // Takes a snapshot of all rows in use, or only of those flagged with `bit`. Clears the flags.
   Snapshot(const Rows& rows, uint8_t bit, bool touched_only, std::vector<int64_t> removed, int64_t room)
       : bit_(bit),
         room_(room),
@@ -39,7 +39,7 @@ class Snapshot {
       done_[w] = ~members;
       size_ += static_cast<int64_t>(std::bitset<64>(members).count());
     }
-    // All memory now: later on a writer stands still for it. Pages are taken as they fill.
+    // Allocates all memory now, because a writer would wait for it later. A page uses memory once it is written.
     const size_t most = static_cast<size_t>(std::min(room_, size_));
     ids_.reserve(most), times_.reserve(most), raw_.reserve(most * (rows.row_size() / 4));
     if (!bit) return;
@@ -47,20 +47,20 @@ class Snapshot {
   }
 
   int64_t size() const { return size_; }
-  int64_t live() const { return live_; }  // rows of the whole table when it was taken
+  int64_t live() const { return live_; }  // number of rows of the table when the snapshot was taken
   const std::vector<int64_t>& removed() const { return removed_; }
   bool finished() const { return cursor_ >= high_ && ids_.empty(); }
-  // A child of fork() has the rows but not the reader.
+  // A child of fork() has the rows but not the reader thread.
   bool abandoned() const { return owner_ != getpid(); }
   double waited() const { return waited_; }
-  // How full the room for rows set aside is, 0 to 1.
+  // Used part of the room for saved rows, 0 to 1.
   double pressure() const { return static_cast<double>(ids_.size()) / static_cast<double>(room_); }
   size_t bytes() const {
     return (done_.capacity() + flagged_.capacity() + ids_.capacity() + removed_.capacity()) * 8 +
            (times_.capacity() + raw_.capacity()) * 4;
   }
 
-  // Before rows change. False: no room; wait, find the rows again, and repeat.
+  // Saves rows before they change. False: no room; the caller waits, finds the rows again, and repeats.
   bool set_aside(const Rows& rows, const int32_t* which, int64_t n) {
     if (cursor_ >= high_) return true;
     const size_t floats = rows.row_size() / 4;
@@ -78,7 +78,7 @@ class Snapshot {
     return true;
   }
 
-  // Lets go of the lock until the reader has been here.
+  // Releases the lock until the reader has read.
   template <class Lock>
   void wait(Lock& hold) {
     const auto start = std::chrono::steady_clock::now();
@@ -87,7 +87,7 @@ class Snapshot {
   }
   void wake() { changed_.notify_all(); }
 
-  // The next rows, at most `limit`; 0 at the end. Rows set aside come first.
+  // Reads the next rows, at most `limit`; returns their number, 0 at the end. Saved rows come first.
   int64_t read(const Rows& rows, int64_t limit, int64_t* ids, const std::vector<Column>& columns,
                int64_t* times) {
     std::lock_guard<std::mutex> turn(reading_);
@@ -104,7 +104,7 @@ class Snapshot {
     return count;
   }
 
-  // Flags again what was flagged when it was taken, where a row is still in use.
+  // Restores the flags of rows that were flagged when the snapshot was taken and are still in use.
   void give_back(const Rows& rows) const {
     for (int64_t r = 0; bit_ && r < high_; ++r) {
       const int32_t row = static_cast<int32_t>(r);
@@ -138,10 +138,10 @@ class Snapshot {
   const int64_t room_, high_, live_;
   const pid_t owner_;
   int64_t cursor_ = 0, size_ = 0;
-  std::vector<uint64_t> done_;     // read, set aside, or not part of it
-  std::vector<uint64_t> flagged_;  // touched when it was taken
+  std::vector<uint64_t> done_;     // read, saved, or not part of the snapshot
+  std::vector<uint64_t> flagged_;  // touched when the snapshot was taken
   std::vector<int64_t> removed_;
-  std::vector<int64_t> ids_;  // the rows set aside
+  std::vector<int64_t> ids_;  // the saved rows
   std::vector<uint32_t> times_;
   std::vector<float> raw_;
   std::mutex reading_;

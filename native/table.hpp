@@ -1,8 +1,8 @@
-// A table: index + rows + the calls of the contract. Knows nothing of Python.
+// A table: index, rows, and the calls of the Engine contract. It does not depend on Python.
 //
-// Reads share the lock, a write holds it alone, so a write is atomic for readers. Every
-// result is independent of the number of threads: work is cut by position or by row range, and
-// each row's gradient is summed by one thread in input order.
+// Reads share the lock and a write holds it exclusively, so a write is atomic for readers. Results do not depend on
+// the number of threads: work is divided by position or by row range, and the gradient of a row is summed by one
+// thread in input order.
 #pragma once
 
 #include <algorithm>
@@ -27,8 +27,8 @@
 namespace megalith {
 
 struct TableOptions {
-  std::string name;                   // for messages
-  std::vector<SegmentPlan> segments;  // dim, optimizer, init and hyper given; offsets are computed
+  std::string name;                   // for error messages
+  std::vector<SegmentPlan> segments;  // with dim, optimizer, init and hyper; the table computes offsets
   uint64_t key = 0;
   bool missing_zeros = false;
   int64_t max_rows = Rows::kMaxRows;
@@ -37,13 +37,13 @@ struct TableOptions {
 
 struct Update {
   const int32_t* rows = nullptr;  // null: find them
-  int64_t epoch = -1;             // when rows were found; -1: unknown, each is checked
+  int64_t epoch = -1;             // when rows were found; -1: unknown, so each row is verified
   const int64_t* ids = nullptr;
   int64_t n = 0;
-  const float* flat = nullptr;  // [n, dim], when bags is empty
+  const float* flat = nullptr;  // [n, dim], if bags is empty
   std::vector<BagsView> bags;
   float scale = 1.0f;
-  float clip_norm = 0.0f;  // 0: none
+  float clip_norm = 0.0f;  // 0: no limit
   const float* learning_rates = nullptr;
   uint32_t time = 0;
 };
@@ -58,7 +58,7 @@ class Table {
         rows_(options_.name, 4 * weight_floats(options_.segments), 4 * state_floats(options_.segments),
               options_.max_rows),
         kernels_(find_kernels(options_.kernels.empty() ? nullptr : options_.kernels.c_str())) {
-    if (!kernels_) throw std::invalid_argument("this CPU or build has no such kernels");
+    if (!kernels_) throw std::invalid_argument("kernels: not available on this CPU or in this build");
     dim_ = static_cast<int>(weight_floats(options_.segments));
   }
 
@@ -76,9 +76,9 @@ class Table {
     return epoch_;
   }
 
-  // ---- reading
+  // ---- reads
 
-  // Fills rows and returns the epoch they belong to.
+  // Fills rows and returns the epoch in which they are valid.
   int64_t find(const int64_t* ids, int64_t n, int32_t* rows, int threads) const {
     std::shared_lock<ForkSafeLock> hold(lock_);
     find_rows(ids, n, rows, threads);
@@ -114,7 +114,7 @@ class Table {
   // Gradients must be finite and bags' offsets ascend within [0, n]. In update.hpp.
   void update(const Update& u, int threads);
 
-  // ---- writing rows
+  // ---- writes
 
   void assign(const int64_t* ids, int64_t n, const float* values, bool add, uint32_t time,
               int threads) {
@@ -165,7 +165,7 @@ class Table {
     return removed;
   }
 
-  // Whole rows, optimizer state included, as scan() gave them.
+  // Writes complete rows with optimizer state, as scan() returned them.
   void restore(const int64_t* ids, int64_t n, const std::vector<Column>& columns, const int64_t* times,
                int threads) {
     std::unique_lock<ForkSafeLock> hold(lock_);
@@ -173,7 +173,7 @@ class Table {
     keep_for_snapshot(ids, n, *lease, threads, hold);
     const int64_t before = index_.size();
     const int32_t* rows = find_or_create(ids, n, *lease, threads, /*initialize=*/false);
-    // Ids that are all new are all different: then the order of writing has no meaning.
+    // If every id created a row, the ids are distinct, and the order of writes does not matter.
     const int64_t grain = index_.size() - before == n ? kReadGrain : std::max<int64_t>(n, 1);
     for_ranges(n, grain, threads, [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; ++i) {
@@ -203,11 +203,11 @@ class Table {
     index_.reserve(n);
   }
 
-  // ---- walking the table in row order
+  // ---- scan in row order
 
   struct ScanResult {
     int64_t count;
-    int64_t next;  // where to go on; -1 at the end
+    int64_t next;  // where to continue; -1 at the end
   };
   ScanResult scan(int64_t start, int64_t limit, int64_t* ids, const std::vector<Column>& columns,
                   int64_t* times) const {
@@ -224,18 +224,19 @@ class Table {
     return {count, r < rows_.high() ? r : -1};
   }
 
-  // ---- the table as it is now, read while it changes; see snapshot.hpp
+  // ---- snapshots; see snapshot.hpp
 
-  // Of all rows, or of those touched for a consumer, whose touched rows it drains; consumer -1: of nobody's.
-  // Returns the number of rows. `room`: rows that may be set aside before writers wait.
+  // Starts a snapshot of all rows, or of the rows touched for a consumer. It drains the touched rows of the consumer
+  // (-1: none). `room`: number of rows that may be saved before writers wait. Returns the number of rows.
   int64_t begin_snapshot(int consumer, bool touched_only, int64_t room, std::vector<int64_t>& removed) {
     std::unique_lock<ForkSafeLock> hold(lock_);
-    if (snapshot()) throw std::invalid_argument("a snapshot of table '" + options_.name + "' is being read");
+    if (snapshot())
+      throw std::invalid_argument("table '" + options_.name + "' already has an open snapshot: close it first");
     uint8_t bit = 0;
     std::vector<int64_t> gone;
     if (consumer >= 0) {
       bit = static_cast<uint8_t>(1u << consumer);
-      if (!(tracked_ & bit)) throw std::invalid_argument("no such consumer");
+      if (!(tracked_ & bit)) throw std::invalid_argument("consumer: not tracked");
       keep_distinct(removed_[consumer]);
       for (int64_t id : removed_[consumer])
         if (index_.find(id) < 0) gone.push_back(id);
@@ -249,7 +250,7 @@ class Table {
 
   int64_t read_snapshot(int64_t limit, int64_t* ids, const std::vector<Column>& columns, int64_t* times) {
     std::shared_lock<ForkSafeLock> hold(lock_);
-    if (!snapshot_) throw std::invalid_argument("table '" + options_.name + "' has no snapshot");
+    if (!snapshot_) throw std::invalid_argument("table '" + options_.name + "' has no open snapshot");
     return snapshot_->read(rows_, limit, ids, columns, times);
   }
 
@@ -263,7 +264,7 @@ class Table {
     return snapshot_ ? snapshot_->pressure() : 0.0;
   }
 
-  // Ends it; `give_back`: its touched rows belong to the consumer again. Returns the seconds that writers waited.
+  // Ends the snapshot. `give_back`: marks its touched rows again. Returns the seconds that writers waited.
   double end_snapshot(bool give_back) {
     std::unique_lock<ForkSafeLock> hold(lock_);
     if (!snapshot()) return 0;
@@ -307,7 +308,7 @@ class Table {
     keep_distinct(removed_[consumer]);
     for (int64_t id : removed_[consumer])
       if (index_.find(id) < 0) removed.push_back(id);
-    // Nothing can fail from here on: forget what the caller now has.
+    // Nothing can fail from here on: clear what the caller now has.
     for (int64_t r = 0; r < rows_.high(); ++r)
       rows_.flag(static_cast<int32_t>(r)) &= static_cast<uint8_t>(~bit);
     removed_[consumer].clear();
@@ -326,7 +327,7 @@ class Table {
     }
   }
 
-  // ---- looking inside
+  // ---- state
 
   struct Memory {
     size_t index, rows, side;
@@ -397,7 +398,7 @@ class Table {
     });
   }
 
-  // The rows to use now: the caller's when they are of this epoch, else found again.
+  // Returns the rows to use: those of the caller if they are of this epoch, otherwise found again.
   const int32_t* current_rows(const int32_t* rows, int64_t epoch, const int64_t* ids, int64_t n,
                               Scratch& scratch, int threads) const {
     const bool current = epoch == epoch_, unknown = epoch == kUnknownEpoch;
@@ -407,7 +408,7 @@ class Table {
       find_rows(ids, n, found, threads);
       return found;
     }
-    // An id that was absent may have come since; a row of unknown epoch is checked.
+    // An absent id may have been created since; a row of unknown epoch is verified.
     const int64_t high = rows_.high();
     for (int64_t i = 0; i < n; ++i) {
       const int32_t row = rows[i];
@@ -439,9 +440,9 @@ class Table {
     return rows;
   }
 
-  // Creating rows for the positions in scratch.missing has two halves. This one may throw, and
-  // then nothing that shows has changed: it numbers the distinct ids by first occurrence (the
-  // number stands in rows until the second half) and makes room for all of them.
+  // Creating rows for the positions in scratch.missing has two halves. This half may throw, and then the contents are
+  // unchanged: it numbers the distinct ids by first occurrence (`rows` holds the numbers until the second half) and
+  // makes room for all of them.
   int64_t prepare_missing(const int64_t* ids, int32_t* rows, int64_t count, Scratch& scratch) {
     if (count == 0) return 0;
     const int32_t* missing = scratch.missing.get(count);
@@ -453,7 +454,7 @@ class Table {
     return created;
   }
 
-  // The half that cannot fail: inserts them and, unless the caller fills whole rows, initializes them.
+  // The half that cannot fail: inserts the ids and initializes their rows, unless the caller writes complete rows.
   void create_missing(int32_t* rows, int64_t count, int64_t created, Scratch& scratch, int threads,
                       bool initialize = true) {
     if (count == 0) return;
@@ -475,8 +476,8 @@ class Table {
     });
   }
 
-  // Numbers the distinct ids at the missing positions by first occurrence: into rows the number, into
-  // distinct the ids. Returns how many.
+  // Numbers the distinct ids at the missing positions by first occurrence: writes the numbers to rows and the ids to
+  // distinct. Returns the number of distinct ids.
   static int64_t number_distinct(const int64_t* ids, int32_t* rows, const int32_t* missing,
                                  int64_t count, int64_t* distinct, Scratch& scratch) {
     int bits = 4;
@@ -498,9 +499,10 @@ class Table {
     return found;
   }
 
-  // The snapshot under way, if its reader is in this process.
+  // The open snapshot, if its reader is in this process.
   Snapshot* snapshot() {
-    if (snapshot_ && snapshot_->abandoned()) new std::shared_ptr<Snapshot>(std::move(snapshot_));  // kept, unused
+    // Leaked on purpose: a thread that this process does not have may hold its mutex.
+    if (snapshot_ && snapshot_->abandoned()) new std::shared_ptr<Snapshot>(std::move(snapshot_));
     return snapshot_.get();
   }
 
@@ -509,7 +511,7 @@ class Table {
     waiting->wait(hold);
   }
 
-  // Before the rows of these ids change.
+  // Saves the rows of these ids for the snapshot before they change.
   void keep_for_snapshot(const int64_t* ids, int64_t n, Scratch& scratch, int threads,
                          std::unique_lock<ForkSafeLock>& hold) {
     while (snapshot()) {
@@ -525,8 +527,8 @@ class Table {
     if (tracked_) rows_.flag(row) |= tracked_;
   }
 
-  // Room to note this many removals without allocating. Repeated ids are dropped before a list
-  // grows, so it holds at most twice the ids that are really gone.
+  // Makes room to record this many removals without an allocation. Repeated ids are dropped before a list grows, so it
+  // holds at most twice as many entries as removed ids.
   void prepare_removed(int64_t n) {
     for (int c = 0; c < kMaxConsumers; ++c) {
       if (!(tracked_ & (1u << c))) continue;
@@ -546,7 +548,7 @@ class Table {
       if (tracked_ & (1u << c)) removed_[c].push_back(id);
   }
 
-  // The parts of an update; see update.hpp.
+  // The stages of an update; see update.hpp.
   struct Reached;
   struct Parts;
   Parts divide(const Reached& reached, int64_t high, int threads, Scratch& scratch) const;

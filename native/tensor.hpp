@@ -1,7 +1,7 @@
-// Borrowing a torch tensor's memory without copying it and without building against torch.
+// Borrows the memory of a torch tensor, without a copy and without building against torch.
 //
-// Torch publishes a table of C functions on its tensor type (DLPack's exchange API); where
-// that is missing, the tensor is asked through its Python attributes.
+// Torch publishes a table of C functions on its tensor type (DLPack's exchange API). If a torch version does not have
+// it, this file reads the Python attributes of the tensor.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -40,7 +40,7 @@ struct Header {
   Version version;
   Header* previous;
 };
-// Only the part this file uses has types; the order is DLPack's.
+// Only the fields that this file uses have types; the order is DLPack's.
 struct ExchangeApi {
   Header header;
   void* managed_tensor_allocator;
@@ -57,7 +57,7 @@ constexpr uint8_t kInt = 0, kUInt = 1, kFloat = 2;
 
 enum class Kind { uint8, int32, int64, float32, float64, any };
 
-// A contiguous CPU tensor, borrowed for the length of a call.
+// A contiguous CPU tensor, borrowed for the duration of a call.
 struct TensorView {
   void* data = nullptr;
   int ndim = 0;
@@ -85,7 +85,7 @@ inline const dlpack::ExchangeApi* exchange_api(PyObject* object) {
     PyTypeObject* type;
     const dlpack::ExchangeApi* api;
   };
-  static Known known[4] = {};  // Tensor, Parameter and what else comes by; types live for ever
+  static Known known[4] = {};  // Tensor, Parameter and other subclasses; types are never freed
   static int next = 0;
   PyTypeObject* type = Py_TYPE(object);
   for (const Known& k : known)
@@ -183,7 +183,7 @@ inline TensorView borrow(nb::handle object, Kind kind, const char* name) {
     if (t.shape[d] > 1 && t.strides[d] != expected) refuse(name, kind);
     expected *= t.shape[d];
   }
-  if (!t.data && view.numel() > 0) refuse(name, kind);  // a tensor without memory, as in tracing
+  if (!t.data && view.numel() > 0) refuse(name, kind);  // a tensor without memory, for example in tracing
   view.data = static_cast<char*>(t.data) + t.byte_offset;
   return view;
 }

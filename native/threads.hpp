@@ -1,8 +1,7 @@
-// A small pool of sleeping workers, and a lock for many readers or one writer.
+// A thread pool, and a lock for many readers or one writer.
 //
-// Both survive fork(): before a fork every table is locked and the pool is idle, so the
-// child sees whole tables and starts workers of its own when it needs them. No OpenMP, whose
-// pool does not come back in a forked child.
+// Both survive fork(): before a fork every table is locked and the pool is idle, so the child sees complete tables and
+// starts its own workers when it needs them. OpenMP is not used, because its pool does not work in a forked child.
 #pragma once
 
 #include <pthread.h>
@@ -22,7 +21,7 @@
 
 namespace megalith {
 
-// Writers go first: a stream of readers cannot keep a writer waiting for ever.
+// Writers have priority: a stream of readers cannot starve a writer.
 class ReadWriteLock {
  public:
   void lock() {
@@ -63,9 +62,9 @@ class ThreadPool {
     return *h.pool.load(std::memory_order_acquire);
   }
 
-  // Calls work(task, worker) for every task below `tasks`, worker below `threads`. Tasks start in
-  // order but may end in any; an exception of one is thrown here after all have stopped. A
-  // pool that is busy with another call leaves the whole work to the caller.
+  // Calls work(task, worker) for every task below `tasks`; worker is below `threads`. Tasks start in order and end in
+  // any order. An exception of a task is rethrown here after all tasks have stopped. If the pool is busy with another
+  // call, the caller does all the work.
   template <class Work>
   void run(int64_t tasks, int threads, Work&& work) {
     if (threads > kMaxThreads) threads = kMaxThreads;
@@ -87,7 +86,7 @@ class ThreadPool {
         try {
           std::thread([this, index = workers_ + 1] { serve(index); }).detach();
         } catch (...) {
-          break;  // no thread to be had: fewer helpers, the same work
+          break;  // the system has no thread left: continue with fewer
         }
         ++workers_;
       }
@@ -104,8 +103,7 @@ class ThreadPool {
   }
 
  private:
-  // The caller's way with tiny numbers (flush to zero or not) is a flag of its CPU; helpers must
-  // compute as the caller would.
+  // Whether subnormal numbers are flushed to zero is a flag of the CPU core; workers must use the flag of the caller.
   struct Rounding {
 #if defined(__x86_64__)
     unsigned flags = _mm_getcsr();
@@ -119,7 +117,7 @@ class ThreadPool {
     Rounding rounding;
     int64_t tasks = 0;
     int helpers = 0;
-    int active = 0;  // guarded by the pool's mutex
+    int active = 0;  // guarded by the mutex of the pool
     std::atomic<int64_t> next{0};
     void* context = nullptr;
     void (*call)(void*, int64_t, int) = nullptr;
@@ -174,7 +172,7 @@ class ThreadPool {
     get().mutex_.unlock();
     get().turn_.unlock();
   }
-  // The workers did not come along; neither may their half-used mutexes.
+  // The child has no workers, and must not use mutexes that they may have held.
   static void after_fork_child() { holder().pool.store(new ThreadPool); }
 
   std::mutex turn_;  // held by the call that uses the workers
@@ -185,11 +183,11 @@ class ThreadPool {
   int workers_ = 0;
 };
 
-// A lock that fork() waits for and that a child gets back open.
+// A lock that fork() waits for; it is unlocked in the child.
 class ForkSafeLock {
  public:
   ForkSafeLock() : lock_(new ReadWriteLock) {
-    ThreadPool::get();  // its handlers run inside ours: tables first, then the pool
+    ThreadPool::get();  // registers its fork handlers first: before a fork, tables are locked before the pool
     Registry& r = registry();
     std::lock_guard<std::mutex> hold(r.mutex);
     r.locks.insert(this);

@@ -1,5 +1,5 @@
-// Table::update: occurrences are parted by row range (stably, so input order is kept inside a
-// part), then each part is summed and applied by one thread.
+// Table::update: divides occurrences into parts by row range (stably, so input order is kept within a part); then one
+// thread per part sums the gradients and applies them.
 #pragma once
 
 #include <algorithm>
@@ -8,8 +8,8 @@
 
 namespace megalith {
 
-// The occurrences that reach an output: a range per feature, and each feature's first bag when the
-// bags of all features are counted through.
+// The occurrences that reach an output: a range per feature, and the number of its first bag among the bags of all
+// features.
 struct Table::Reached {
   struct Range {
     int64_t first, last;
@@ -29,25 +29,25 @@ struct Table::Reached {
   }
 };
 
-// Parts of 1 << shift rows. Slices are ranges of positions, one per thread; each knows where its
-// entries of each part begin (`starts`, slice-major), so the order of the input is kept.
+// Parts of 1 << shift rows. Slices are ranges of positions, one per thread; `starts` (slice-major) holds where the
+// entries of a slice begin in each part, so input order is kept.
 struct Table::Parts {
   uint32_t shift;
   int64_t count, slices;
   int64_t* starts;
-  int64_t* begin;  // of each part, count + 1 long
-  int64_t most = 0;  // entries of the fullest part
+  int64_t* begin;  // first entry of each part, count + 1 long
+  int64_t most = 0;  // number of entries of the largest part
   Entry* entries;
   float* weights;
 };
 
-// Sizes everything an update will write to, so that nothing can fail once rows are created.
-// `high`: row numbers will lie below.
+// Allocates everything that an update writes to, so that nothing can fail after rows are created.
+// `high`: all row numbers will be below it.
 inline Table::Parts Table::divide(const Reached& reached, int64_t high, int threads,
                                   Scratch& scratch) const {
   Parts parts{};
-  // Few enough occurrences for the sums to stay in cache, enough for the gradients they read
-  // to share pages; a map of at most 2^16 rows; at most 4096 parts.
+  // A part has few enough occurrences for its sums to stay in cache, and enough for the gradients that it reads to
+  // share pages. It has at most 2^16 rows, and there are at most 4096 parts.
   const double wanted = 262144.0 / dim_ + 1.0;
   const double rows_per_part = static_cast<double>(high) * wanted / static_cast<double>(reached.n + 1);
   parts.shift = 6;
@@ -73,7 +73,7 @@ inline Table::Parts Table::divide(const Reached& reached, int64_t high, int thre
   return parts;
 }
 
-// Counts, then places every occurrence into its part.
+// Counts the occurrences of each part, then places them.
 inline void Table::place(const Update& u, const Reached& reached, const int32_t* rows, Parts& parts,
                          int threads) const {
   std::fill(parts.starts, parts.starts + parts.slices * parts.count, 0);
@@ -143,7 +143,7 @@ inline void Table::update(const Update& u, int threads) {
     rows = current_rows(u.rows, u.epoch, u.ids, u.n, scratch, threads);
   }
   int64_t missing = 0, created = 0;
-  if (rows != u.rows) {  // the caller's are all there; these may have gaps
+  if (rows != u.rows) {  // rows of the caller all exist; these may have gaps
     int32_t* mine = scratch.rows.get(u.n);
     int32_t* where = scratch.missing.get(u.n);
     for (const Reached::Range& r : reached.ranges)

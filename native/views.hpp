@@ -1,13 +1,12 @@
-// The plain data that kernels see: no classes, no ownership, no standard containers.
+// The plain data that kernels use: no classes, no ownership, no standard containers.
 #pragma once
 
 #include <cstdint>
 
 namespace megalith {
 
-// One cache line of the index: five ids, their rows, and in `meta` the number of
-// used slots (low 3 bits) and the number of ids that found this bucket full and
-// moved on (the rest). Used slots come first.
+// One cache line of the index: five ids, their rows, and `meta`: the number of used slots (low 3 bits) and the number
+// of ids that passed this bucket because it was full (the other bits). Used slots come first.
 struct alignas(64) Bucket {
   int64_t keys[5];
   int32_t rows[5];
@@ -18,7 +17,7 @@ constexpr uint32_t kBucketSlots = 5;
 constexpr uint32_t kCountMask = 7;
 constexpr uint32_t kPassedOne = 8;
 
-// While the index grows, ids whose home in `buckets` lies below `cursor` live in `next`.
+// While the index grows, ids whose home in `buckets` is below `cursor` are in `next`.
 struct IndexView {
   const Bucket* buckets;
   uint64_t count;
@@ -31,14 +30,14 @@ enum class InitKind : int32_t { constant, uniform, normal, truncated_normal };
 
 constexpr int kMaxHyper = 6;
 
-// A segment of a row. Offsets and sizes are in floats, from the row's first weight and from
-// its first float of state.
+// A segment of a row. Offsets and sizes are in floats, from the first weight and from the first float of state of the
+// row.
 struct SegmentPlan {
   int32_t dim;
   int32_t offset;
   int32_t state_offset;
   int32_t state_size;
-  int32_t optimizer;  // index into the optimizers' table of names
+  int32_t optimizer;  // position in the list of optimizers
   InitKind init;
   float init_a;
   float init_b;
@@ -46,11 +45,11 @@ struct SegmentPlan {
 };
 
 struct RowsView {
-  char* const* weights;      // of 1 << shift rows each
-  char* const* states;       // of the same rows, each followed by its time; may lie between the weights
-  uint8_t* const* flags;     // touched bits, null when nobody tracks
+  char* const* weights;      // chunks of 1 << shift rows
+  char* const* states;       // of the same rows, each followed by its time; may be interleaved with weights
+  uint8_t* const* flags;     // touched bits; null if there is no consumer
   uint32_t shift;
-  uint32_t stride;           // bytes from row to row, of weights
+  uint32_t stride;           // bytes from the weights of a row to those of the next
   uint32_t state_stride;
   uint32_t state_bytes;
 };
@@ -59,15 +58,14 @@ struct TableView {
   RowsView rows;
   const SegmentPlan* segments;
   int32_t num_segments;
-  int32_t dim;               // weights of a row, all segments
-  uint64_t key;              // of (seed, table name)
+  int32_t dim;               // number of weights of a row
+  uint64_t key;              // derived from the seed and the table's name
   bool missing_zeros;
 };
 
-// Where a slice of a feature's pooled rows goes: output row `bag / inner`, columns
-// from `column + (bag % inner) * step`. `data` is the output in a read
-// and the output's gradient in an update. A shared feature's rows stand for the whole
-// batch: the output repeats them `tiles` times.
+// Where a slice of the pooled rows of a feature goes: output row `bag / inner`, columns from
+// `column + (bag % inner) * step`. `data` is the output in a read and the gradient of the output in an update. The
+// rows of a shared feature apply to the whole batch: the output repeats them `tiles` times.
 template <class T>
 struct PartOf {
   T* data;
@@ -82,7 +80,7 @@ struct PartOf {
 };
 using PartView = PartOf<float>;
 
-// The occurrences offsets[b] .. offsets[b + 1] - 1 form bag b.
+// Bag b holds the occurrences offsets[b] .. offsets[b + 1] - 1.
 template <class T>
 struct BagsOf {
   const int64_t* offsets;
@@ -95,8 +93,8 @@ struct BagsOf {
 };
 using BagsView = BagsOf<float>;
 
-// Rows in one piece of memory: occurrence i reads from element index[i] * stride on, or zeros
-// where the index is negative. Without an index it reads row i.
+// Rows in one contiguous buffer: occurrence i reads from element index[i] * stride on, or zeros if the index is
+// negative. Without an index it reads row i.
 template <class T>
 struct FlatRows {
   T* data;
@@ -104,8 +102,8 @@ struct FlatRows {
   int64_t stride;
 };
 
-// One occurrence on its way to its row's gradient sum: `source` counts the bags of
-// all features of the table (or is the occurrence itself when nothing is pooled).
+// One occurrence whose gradient is added to the sum of its row. `source` is the number of its bag among the bags of all
+// features of the table, or the occurrence itself without pooling.
 struct Entry {
   int32_t row;
   uint32_t source;
@@ -116,7 +114,7 @@ static inline float* weights_at(const RowsView& rows, int32_t row) {
   return reinterpret_cast<float*>(rows.weights[r >> rows.shift] + uint64_t{in_chunk} * rows.stride);
 }
 
-// A row's optimizer state. The time of its last update, in seconds, stands behind it.
+// The optimizer state of a row. The time of the last update, in seconds, follows it.
 static inline float* state_at(const RowsView& rows, int32_t row) {
   const uint32_t r = static_cast<uint32_t>(row), in_chunk = r & ((1u << rows.shift) - 1);
   return reinterpret_cast<float*>(rows.states[r >> rows.shift] +

@@ -1,4 +1,4 @@
-// State: m, v, then the number of updates this row has had.
+// State: m, v, then the number of updates of the row.
 // hyper: beta1, beta2, eps, weight decay
 struct AdamRule {
   static constexpr int kStates = 2;

@@ -1,5 +1,5 @@
-// Runs an optimizer that treats every weight alike: eight at a time, then the rest.
-// State arrays lie one after the other, each as long as the segment.
+// Runs an optimizer whose rule is the same for every weight: eight weights at a time, then the rest.
+// The state arrays are concatenated; each is as long as the segment.
 
 template <class Rule, int Dim>
 static void elementwise_step(const SegmentPlan& plan, float lr, float* w, float* s, const float* g) {

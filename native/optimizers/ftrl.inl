@@ -9,7 +9,7 @@ struct FtrlRule {
     V n = state[0] + g * g;
     V sigma = (root(n) - root(state[0])) / lr;
     V z = state[1] + (g - sigma * w);
-    V shrunk = choose(z < zero, z + l1, z - l1);  // z moved towards zero by l1
+    V shrunk = choose(z < zero, z + l1, z - l1);  // z, moved towards zero by l1
     V magnitude = choose(z < zero, -z, z);
     state[0] = n;
     state[1] = z;

@@ -1,4 +1,4 @@
-// One accumulator for the whole segment: the mean of the squared gradient.
+// State: one sum for the whole segment, of the mean squared gradient.
 // hyper: initial accumulator, eps, weight decay
 struct RowWiseAdagrad {
   static int state_size(int) { return 1; }

@@ -190,7 +190,7 @@ void who_does_not_come_is_named() {
   exchange_nothing(*boxes[3], 4, 0, {0, 1, 2});  // it came, if too early
   exchange_nothing(*boxes[1], 4, 0.05, {0, 2});
   const std::string why = told<MailboxMisuse>([&] { exchange_nothing(*boxes[1], 4, 0, {}); });
-  CHECK(says(why, "make new ones on all ranks"));
+  CHECK(says(why, "make new mailboxes on all ranks"));
 }
 
 void a_killed_rank_is_named() {
@@ -235,14 +235,14 @@ void bad_arguments_change_nothing() {
   const auto refused = [&](const Mailbox::Sizes& out, const Mailbox::Sizes& in, double timeout) {
     return told<std::invalid_argument>([&] { box.exchange(bytes, out, bytes + 4, in, timeout, never); });
   };
-  CHECK(says(refused({1}, {0, 0}, 1), "send_sizes: expected one a rank, 2, got 1"));
-  CHECK(says(refused({0, 0}, {0, 0, 0}, 1), "recv_sizes: expected one a rank, 2, got 3"));
+  CHECK(says(refused({1}, {0, 0}, 1), "send_sizes: expected one per rank, 2, got 1"));
+  CHECK(says(refused({0, 0}, {0, 0, 0}, 1), "recv_sizes: expected one per rank, 2, got 3"));
   CHECK(says(refused({0, -1}, {0, 0}, 1), "negative for rank 1"));
   CHECK(says(refused({0, 0}, {0, -1}, 1), "negative for rank 1"));
   CHECK(says(refused({1, 0}, {2, 0}, 1), "rank 0 sent 1 bytes to rank 0, which expected 2"));
   CHECK(says(refused({0, 0}, {0, 0}, -1), "timeout"));
   CHECK(says(refused({0, 0}, {0, 0}, std::stod("nan")), "timeout"));
-  CHECK(says(told<MailboxMisuse>([&] { box.connect(folder.files(2)); }), "connected already"));
+  CHECK(says(told<MailboxMisuse>([&] { box.connect(folder.files(2)); }), "already connected"));
   std::thread other([&] { exchange_nothing(*boxes[1], 2, kLong, {}); });
   exchange_nothing(box, 2, std::stod("inf"), {});
   other.join();
@@ -253,8 +253,8 @@ void bad_arguments_change_nothing() {
 void calls_in_the_wrong_order_are_refused() {
   const Folder folder;
   Mailbox box(folder.file(0), 0, 1);
-  CHECK(says(told<MailboxMisuse>([&] { exchange_nothing(box, 1, 0, {}); }), "connect() comes first"));
-  CHECK(says(told<std::invalid_argument>([&] { box.connect({}); }), "paths: expected one a rank"));
+  CHECK(says(told<MailboxMisuse>([&] { exchange_nothing(box, 1, 0, {}); }), "call connect() first"));
+  CHECK(says(told<std::invalid_argument>([&] { box.connect({}); }), "paths: expected one per rank"));
   box.connect({folder.file(0)});
   box.close();
   box.close();
@@ -368,7 +368,7 @@ struct Forged {
 
 void files_that_are_no_mailbox_are_refused() {
   const std::pair<const char*, std::function<void(Forged&)>> damages[] = {
-      {"not a mailbox: it begins", [](Forged& f) { f.file.header().magic = 0; }},
+      {"not a mailbox: wrong magic number", [](Forged& f) { f.file.header().magic = 0; }},
       {"its version is 9, expected 1", [](Forged& f) { f.file.header().version = 9; }},
       {"its number of ranks is 3, expected 2", [](Forged& f) { f.file.header().ranks = 3; }},
       {"its rank is 0, expected 1", [](Forged& f) { f.file.header().rank = 0; }},
@@ -411,7 +411,7 @@ void headers_that_cannot_be_are_refused() {
       {"a slice of impossible size", [](Forged& f) { f.slice().bytes = kMost; }},
       {"a slice of impossible size", [](Forged& f) { f.slice().begin = kHalf - 9; }},
       {"a slice of impossible size", [](Forged& f) { f.slice().begin = kMost; }},
-      {"do not make up the part", [](Forged& f) { f.slice().bytes = 9; }},
+      {"do not add up to the part", [](Forged& f) { f.slice().bytes = 9; }},
   };
   for (const auto& [expected, damage] : damages) {
     Forged forged;

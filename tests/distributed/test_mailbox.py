@@ -123,7 +123,7 @@ def leave_first(box: Mailbox, rank: int, size: int) -> None:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     assert box.exchange(nothing(), [0, 0], nothing(), [0, 0], 0.2) == [1]
-    with pytest.raises(UsageError, match="make new ones on all ranks"):
+    with pytest.raises(UsageError, match="make new mailboxes on all ranks"):
         box.exchange(nothing(), [0, 0], nothing(), [0, 0], 0.2)
 
 
@@ -238,7 +238,7 @@ def test_one_rank_gets_its_own_part(folder: Path) -> None:
 def test_bad_arguments_are_told_and_change_nothing(folder: Path) -> None:
     box = Mailbox(str(folder / "a"), 0, 1)
     send, recv = torch.arange(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
-    with pytest.raises(UsageError, match=r"connect\(\) comes first"):
+    with pytest.raises(UsageError, match=r"call connect\(\) first"):
         box.exchange(send, [4], recv, [4], 1)
     box.connect([str(folder / "a")])
     with pytest.raises(TypeError, match="send: expected a contiguous uint8 tensor on the CPU"):
@@ -249,7 +249,7 @@ def test_bad_arguments_are_told_and_change_nothing(folder: Path) -> None:
         box.exchange(send, [3], recv, [4], 1)
     with pytest.raises(InputError, match=r"recv_sizes: .* add up to the 4 bytes of recv"):
         box.exchange(send, [4], recv, [2**62], 1)
-    with pytest.raises(InputError, match="recv_sizes: expected one a rank, 1, got 2"):
+    with pytest.raises(InputError, match="recv_sizes: expected one per rank, 1, got 2"):
         box.exchange(send, [4], recv, [4, 0], 1)
     with pytest.raises(InputError, match="recv: shares memory with send"):
         box.exchange(send, [4], send, [4], 1)
@@ -297,7 +297,7 @@ def test_a_path_that_is_missing_is_named(folder: Path) -> None:
     other.close()
     with pytest.raises(FileNotFoundError, match=paths[1]):
         box.connect(paths)
-    with pytest.raises(InputError, match="paths: expected one a rank, 2, got 1"):
+    with pytest.raises(InputError, match="paths: expected one per rank, 2, got 1"):
         box.connect(paths[:1])
     box.close()
 

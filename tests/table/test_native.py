@@ -186,13 +186,13 @@ def test_the_native_layer_checks_shapes_itself() -> None:
         table.update(None, -1, GOOD_IDS, GOOD_VALUES, None, [1.0, 1.0], 0, 1.0, 0.0, 1)
     with pytest.raises(ValueError, match="times"):
         table.restore(GOOD_IDS, [GOOD_VALUES], ints(1), 1)
-    with pytest.raises(ValueError, match="columns: expected a row per id"):
+    with pytest.raises(ValueError, match="columns: expected one row per id"):
         table.restore(GOOD_IDS, [GOOD_VALUES[:1]], GOOD_IDS, 1)
-    with pytest.raises(ValueError, match="columns: not as wide"):
+    with pytest.raises(ValueError, match="columns: their widths do not add up"):
         table.restore(GOOD_IDS, [GOOD_VALUES, GOOD_VALUES], GOOD_IDS, 1)
-    with pytest.raises(ValueError, match="has no snapshot"):
+    with pytest.raises(ValueError, match="has no open snapshot"):
         table.read_snapshot(GOOD_IDS.clone(), [GOOD_VALUES.clone()], GOOD_IDS.clone())
-    with pytest.raises(ValueError, match="no such consumer"):
+    with pytest.raises(ValueError, match="consumer: not tracked"):
         table.begin_snapshot(3, True, 1)
     assert len(table) == 0
 

@@ -20,6 +20,8 @@ from megalith.table.schedules import FLOAT32_MAX
 from megalith.table.table_config import TableConfig
 from megalith.table.table_data import MAX_TIME, Chunk, Step
 
+_NATIVE = native_module()
+
 
 def check_table_name(table: str, known: Collection[str]) -> None:
     """Raises UnknownNameError, which lists the known tables, unless `table` is one of them."""
@@ -214,7 +216,6 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def _all_finite(tensor: Tensor) -> bool:
-    native = native_module()
-    if native is None:
+    if _NATIVE is None:
         return bool(torch.isfinite(tensor).all())
-    return bool(native.all_finite(tensor, torch.get_num_threads()))
+    return bool(_NATIVE.all_finite(tensor, torch.get_num_threads()))
