@@ -21,6 +21,7 @@ from typing import Any
 
 from megalith.errors import DiscoveryError, InputError, UsageError
 from megalith.serving.discovery.contract import Discovery, Replica, Replicas, ServiceName, parse_replica
+from megalith.storage.strict_json import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -199,8 +200,7 @@ def parse_services(data: bytes, path: Path) -> dict[str, list[Replica]]:
         InputError: The content is malformed; the message names the file and the place in it.
     """
     try:
-        text = data.decode()
-        found = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        found = tomllib.loads(data.decode()) if path.suffix == ".toml" else parse_json(data)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read: {str(error)[:200]}") from None
     services = found.get("services") if isinstance(found, dict) else None

@@ -15,6 +15,7 @@ from typing import Any, Self, get_type_hints
 from megalith.errors import InputError
 from megalith.serving.discovery.addresses import check_address
 from megalith.serving.discovery.contract import check_name
+from megalith.storage.strict_json import parse_json
 
 MAX_RECORD_BYTES = 65536
 """The maximum size of a record."""
@@ -41,14 +42,9 @@ class ZnodeRecord:
         Raises:
             InputError: The content is too long, not a JSON object, or a field has the wrong type or value.
         """
-        if len(data) > MAX_RECORD_BYTES:
-            raise InputError(
-                f"{where}: {len(data)} bytes, but a {cls.__name__} has at most {MAX_RECORD_BYTES}"
-            )
-        try:
-            found = json.loads(data)
-        except (ValueError, RecursionError):
-            raise InputError(f"{where}: not JSON") from None
+        found = parse_json(
+            data, lambda problem: InputError(f"{where}: {problem}"), max_bytes=MAX_RECORD_BYTES
+        )
         if not isinstance(found, dict):
             raise InputError(f"{where}: a {cls.__name__} must be a JSON object")
         kinds = get_type_hints(cls)

@@ -29,7 +29,6 @@ import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +37,7 @@ from torch import Tensor
 from megalith.errors import InputError
 from megalith.routing import Router
 from megalith.serving.proto.tf_tensors import Strings
+from megalith.storage.strict_json import parse_json
 
 SESSION, PUBLISHER = "megalith-session", "megalith-publisher"
 SEQUENCE, COMPLETE = "megalith-sequence", "megalith-complete"
@@ -202,9 +202,7 @@ class ModelLayout:
     def from_json(cls, data: bytes) -> ModelLayout:
         """Reads the wire format; raises InputError if it is malformed."""
         try:
-            if len(data) > MAX_LAYOUT:
-                raise ValueError(f"{len(data)} bytes")
-            found: Any = json.loads(data)
+            found = parse_json(data, max_bytes=MAX_LAYOUT)
             part = found["part"]
             if not isinstance(part, str) or not re.fullmatch(r"standalone|entry|ps_[0-9]{1,9}", part):
                 raise ValueError(f"part {part!r}")
@@ -217,7 +215,7 @@ class ModelLayout:
                     raise ValueError(f"table {name!r} with {dim!r} columns")
                 tables[name] = TableLayout(dim, Router(mode, shards, block_size=block, skip_first=bool(skip)))
             dense = frozenset(map(str, found["dense"]))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise InputError(f"malformed layout of a server: {str(error)[:200]}") from None
         return cls(part, count, tables, dense)
 
