@@ -2,6 +2,7 @@
 # make test   install what tests need, then lint, native tests under sanitizers, Python tests
 # make bench  side-by-side speed against other libraries    make soak  slow tests
 # make lint   ruff and mypy                                 make docs  the documentation as pages
+# make protos descriptor sets from the .proto files
 
 PYTHON ?= python3
 VENV := .venv
@@ -13,7 +14,7 @@ NATIVE := CMakeLists.txt $(wildcard native/*.* native/optimizers/*)
 # pytest-xdist stops when a worker is lost, and `timeout` ends everything else.
 PYTEST := timeout --kill-after=30 3000 $(BIN)/python -m pytest
 
-.PHONY: demo test test-python test-native lint bench soak docs clean
+.PHONY: demo test test-python test-native lint bench soak protos docs clean
 
 demo: $(VENV)/installed
 	$(BIN)/megalith train --data movielens --run runs/demo --start-over --fallback \
@@ -53,6 +54,21 @@ bench: $(VENV)/bench
 soak: $(VENV)/dev
 	$(BIN)/python -m pytest -m soak
 	MEGALITH_EXAMPLES=explore $(BIN)/python -m pytest -m "hypothesis and not soak"
+
+# Compiles the .proto files of each package to one descriptor set. The compiler stays out of the project's
+# environment; code of grpcio-tools 1.81.1 works with protobuf 6.33.5 up to 8.
+PROTOS := src/megalith/serving/proto src/megalith/compat/monolith/proto
+
+protos: build/protoc/created
+	for folder in $(PROTOS); do (cd $$folder && files=$$(find . -name '*.proto' -printf '%P\n' | sort) \
+	  && $(abspath build/protoc)/bin/python -m grpc_tools.protoc -I. --include_imports \
+	    --descriptor_set_out=descriptors.binpb $$files \
+	  && sha256sum descriptors.binpb $$files > descriptors.sha256) || exit 1; done
+
+build/protoc/created:
+	$(PYTHON) -m venv build/protoc
+	build/protoc/bin/pip install -q grpcio-tools==1.81.1
+	@touch $@
 
 docs: $(VENV)/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site

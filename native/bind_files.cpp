@@ -1,6 +1,8 @@
-// The Python side of other systems' files: checksums, Snappy, Monolith's entries.
+// The Python side of other systems' files: checksums, Snappy, Monolith's entries and records.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -13,6 +15,7 @@
 #include "bind.hpp"
 #include "crc32c.hpp"
 #include "entries.hpp"
+#include "examples.hpp"
 #include "snappy.hpp"
 
 namespace megalith {
@@ -22,7 +25,7 @@ using PieceTuple = std::tuple<uint64_t, int64_t, int64_t>;
 using SegmentTuple = std::tuple<uint64_t, bool, std::vector<PieceTuple>>;
 using LayoutTuple = std::tuple<int64_t, int64_t, bool, bool, std::vector<SegmentTuple>>;
 
-const char* told(snappy::Result result) {
+const char* problem_of(snappy::Result result) {
   switch (result) {
     case snappy::Result::no_length:
       return "it does not begin with a length of 32 bits";
@@ -38,7 +41,7 @@ const char* told(snappy::Result result) {
 }
 
 [[noreturn]] void refuse(snappy::Result result, size_t at) {
-  throw std::invalid_argument("snappy: " + std::string(told(result)) + ", at byte " + std::to_string(at));
+  throw std::invalid_argument("snappy: " + std::string(problem_of(result)) + ", at byte " + std::to_string(at));
 }
 
 nb::object unsnap(nb::bytes data, uint64_t max_bytes) {
@@ -77,9 +80,9 @@ EntryLayout make_layout(const LayoutTuple& tuple) {
   return layout;
 }
 
-// (rows, bytes used, end): 0 wants more bytes, 1 has as many rows as asked for, 2 met a wrong record.
-std::tuple<int64_t, int64_t, int> entries(nb::bytes data, int64_t limit, int64_t max_bytes,
-                                          const LayoutTuple& tuple, handle ids, handle rows, handle times) {
+// Returns (rows, bytes used).
+std::tuple<int64_t, int64_t> entries(nb::bytes data, int64_t at, int64_t limit, int64_t max_bytes,
+                                     const LayoutTuple& tuple, handle ids, handle rows, handle times) {
   const EntryLayout layout = make_layout(tuple);
   TensorView i = borrow(ids, Kind::int64, "ids"), r = borrow(rows, Kind::float32, "rows"),
              t = borrow(times, Kind::int64, "times");
@@ -89,19 +92,60 @@ std::tuple<int64_t, int64_t, int> entries(nb::bytes data, int64_t limit, int64_t
   const uint8_t* in = reinterpret_cast<const uint8_t*>(data.c_str());
   const int64_t size = static_cast<int64_t>(data.size());
   nb::gil_scoped_release release;
-  const EntriesRead read = read_entries(in, size, limit, static_cast<uint64_t>(max_bytes), &layout,
+  const EntriesRead read = read_entries(in, size, at, limit, static_cast<uint64_t>(max_bytes), &layout,
                                         i.as<int64_t>(), r.as<float>(), t.as<int64_t>());
-  return {read.rows, read.used, static_cast<int>(read.end)};
+  return {read.rows, read.used};
 }
 
-std::tuple<int64_t, int64_t, int> skip_entries(nb::bytes data, int64_t limit, int64_t max_bytes) {
+std::tuple<int64_t, int64_t> skip_entries(nb::bytes data, int64_t at, int64_t limit, int64_t max_bytes) {
   require(limit >= 0 && max_bytes >= 0 && max_bytes < int64_t{1} << 62, "skip_entries: bad limits");
   const uint8_t* in = reinterpret_cast<const uint8_t*>(data.c_str());
   const int64_t size = static_cast<int64_t>(data.size());
   nb::gil_scoped_release release;
   const EntriesRead read =
-      read_entries(in, size, limit, static_cast<uint64_t>(max_bytes), nullptr, nullptr, nullptr, nullptr);
-  return {read.rows, read.used, static_cast<int>(read.end)};
+      read_entries(in, size, at, limit, static_cast<uint64_t>(max_bytes), nullptr, nullptr, nullptr, nullptr);
+  return {read.rows, read.used};
+}
+
+// ---- records
+
+// A numpy array that owns a vector.
+template <class Element, class T>
+nb::object to_numpy(std::vector<T>&& values) {
+  static_assert(sizeof(Element) == sizeof(T));
+  auto* owned = new std::vector<T>(std::move(values));
+  nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+  const size_t shape[] = {owned->size()};
+  return nb::cast(nb::ndarray<nb::numpy, Element>(owned->data(), 1, shape, owner));
+}
+
+// Returns (columns, labels, weights, times, has_time, rows of each record, errors); a column is
+// (ids, floats, kinds, lengths), an error (record, byte, problem).
+nb::tuple decode_records(int kind, const std::vector<nb::bytes>& messages, const std::vector<std::string>& names,
+                         int64_t label_index) {
+  require(kind >= 0 && kind <= 2 && label_index >= 0, "decode_records: bad kind or label_index");
+  RecordDecoder decoder(static_cast<RecordKind>(kind), names, label_index);
+  {
+    std::vector<std::pair<const uint8_t*, size_t>> spans;
+    for (const nb::bytes& message : messages)
+      spans.emplace_back(reinterpret_cast<const uint8_t*>(message.c_str()), message.size());
+    nb::gil_scoped_release release;
+    for (const auto& [data, size] : spans) decoder.decode(data, size);
+  }
+  nb::list columns, errors;
+  for (Column& column : decoder.columns)
+    columns.append(nb::make_tuple(to_numpy<int64_t>(std::move(column.ids)), to_numpy<float>(std::move(column.floats)),
+                                  to_numpy<uint8_t>(std::move(column.kinds)),
+                                  to_numpy<int64_t>(std::move(column.lengths))));
+  for (const RecordError& error : decoder.errors)
+    errors.append(nb::make_tuple(error.record, error.at,
+                                 nb::steal(PyUnicode_DecodeUTF8(error.problem.data(),
+                                                                static_cast<Py_ssize_t>(error.problem.size()),
+                                                                "replace"))));
+  return nb::make_tuple(columns, to_numpy<float>(std::move(decoder.labels)),
+                        to_numpy<float>(std::move(decoder.weights)), to_numpy<int64_t>(std::move(decoder.times)),
+                        to_numpy<uint8_t>(std::move(decoder.has_time)), to_numpy<int64_t>(std::move(decoder.rows)),
+                        errors);
 }
 
 }  // namespace
@@ -111,6 +155,7 @@ void bind_files(nb::module_& m) {
   m.def("unsnap", unsnap);
   m.def("entries", entries);
   m.def("skip_entries", skip_entries);
+  m.def("decode_records", decode_records);
 }
 
 }  // namespace megalith

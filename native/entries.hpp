@@ -1,232 +1,199 @@
-// Monolith's EntryDumps out of TFRecords: the twin of checkpoint/importers/entries.py, which says what the
-// fields mean. What is wrong with a record is the twin's to say; here it is only found. Records are
-// hostile: no stated length is believed.
+// Monolith's EntryDumps out of TFRecords; compat/monolith/proto has the messages. Files are untrusted: checksums
+// are checked, lengths are bounded, and each entry must have exactly the floats of the table's rows.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "crc32c.hpp"
+#include "wire.hpp"
 
 namespace megalith {
 
-// Where the floats of a record go: row[start] .. row[start + size].
+// A field whose floats go to row[start] .. row[start + size - 1].
 struct EntryPiece {
   uint64_t field;
   int64_t start, size;
 };
 
-// A segment's optimizer state: the field of SingleOptimizerDump that holds it, and the floats in there.
-// May be empty: whether an empty SingleOptimizerDump will do.
+// A segment's optimizer state: the field of SingleOptimizerDump that holds it, and the floats inside.
+// may_be_empty: an empty SingleOptimizerDump is accepted.
 struct EntrySegment {
   uint64_t kind;
   bool may_be_empty;
   std::vector<EntryPiece> pieces;
 };
 
-// needs_state: a record without optimizer state is wrong. reads_state: false leaves all state alone.
+// reads_state: false ignores all optimizer state. needs_state: a record without optimizer state is an error.
 struct EntryLayout {
   int64_t dim, width;
   bool reads_state, needs_state;
   std::vector<EntrySegment> segments;
 };
 
-namespace wire {
+// The optimizer whose state a field of SingleOptimizerDump holds.
+inline std::string optimizer_name(uint64_t kind) {
+  static const char* const names[] = {"",        "adagrad", "sgd",      "ftrl", "dynamic_wd_adagrad", "",
+                                      "adadelta", "adam",    "amsgrad",  "momentum", "", "rmsprop",
+                                      "rmspropv2", "group_ftrl", "batch_softmax", "group_adagrad"};
+  const bool known = kind < sizeof names / sizeof names[0] && *names[kind];
+  return known ? names[kind] : "unknown kind " + std::to_string(kind);
+}
 
-enum Type { varint = 0, fixed64 = 1, bytes = 2, fixed32 = 5 };
-
-struct Field {
-  uint64_t number, type, value;  // bytes: value is the length
-  const uint8_t* data;           // of bytes, fixed32 and fixed64
+// An entry that does not have the layout of the table.
+struct EntryError : std::runtime_error {
+  using std::runtime_error::runtime_error;
 };
-
-// The fields of a message one after the other; `good` is false from the first byte that is not protobuf.
-class Fields {
- public:
-  Fields(const uint8_t* at, uint64_t size) : at_(at), end_(at + size) {}
-
-  bool next(Field& field) {
-    if (!good_ || at_ == end_) return false;
-    uint64_t key;
-    if (!read_varint(key)) return false;
-    field.number = key >> 3;
-    field.type = key & 7;
-    if (field.number < 1 || field.number > (uint64_t{1} << 29) - 1) return fail();
-    field.value = 0;
-    field.data = at_;
-    uint64_t size = 0;
-    if (field.type == varint) return read_varint(field.value);
-    if (field.type == bytes) {
-      if (!read_varint(size)) return false;
-      field.value = size;
-      field.data = at_;
-    } else if (field.type == fixed64 || field.type == fixed32) {
-      size = field.type == fixed64 ? 8 : 4;
-    } else {
-      return fail();
-    }
-    if (size > static_cast<uint64_t>(end_ - at_)) return fail();
-    at_ += size;
-    return true;
-  }
-
-  bool good() const { return good_; }
-
- private:
-  bool fail() { return good_ = false; }
-
-  bool read_varint(uint64_t& value) {
-    value = 0;
-    for (int k = 0; k < 10; ++k) {
-      if (at_ == end_) return fail();
-      const uint8_t byte = *at_++;
-      if (k == 9 && byte > 1) return fail();
-      value |= static_cast<uint64_t>(byte & 0x7f) << 7 * k;
-      if (byte < 0x80) return true;
-    }
-    return fail();
-  }
-
-  const uint8_t *at_, *end_;
-  bool good_ = true;
-};
-
-}  // namespace wire
 
 // One EntryDump into one row.
 class EntryParser {
  public:
   explicit EntryParser(const EntryLayout& layout) : layout_(layout) {}
 
-  // `time` is 0 where the record has none.
-  bool parse(const uint8_t* data, uint64_t size, int64_t& id, float* row, int64_t& time) {
+  // Sets `time` to 0 if the record has none. Throws wire::Error or EntryError if the record is wrong.
+  void parse(const uint8_t* data, uint64_t size, int64_t& id, float* row, int64_t& time) {
     bool has_id = false;
     int64_t weights = 0;
     size_t segments = 0;
     time = 0;
-    wire::Fields fields(data, size);
+    wire::Fields fields({data, size, data});
     wire::Field field;
     while (fields.next(field)) {
-      switch (field.number) {
-        case 1:
-          if (field.type != wire::fixed64) return false;
-          std::memcpy(&id, field.data, 8);
-          has_id = true;
-          break;
-        case 2:
-          if (!floats(field, row, layout_.dim, weights)) return false;
-          break;
-        case 3:
-          if (field.type != wire::bytes) return false;
-          if (layout_.reads_state && !optimizers(field, row, segments)) return false;
-          break;
-        case 4:
-          if (field.type != wire::varint) return false;
-          time = static_cast<int64_t>(field.value);
-          break;
-        default:
-          break;
+      if (field.number == 1) {
+        id = static_cast<int64_t>(field.fixed<uint64_t>());
+        has_id = true;
+      } else if (field.number == 2) {
+        floats(field, row, layout_.dim, weights, "weights");
+      } else if (field.number == 3) {
+        const wire::Span& opt = field.message();
+        if (layout_.reads_state) optimizers(opt, row, segments);
+      } else if (field.number == 4) {
+        time = field.int64();
       }
     }
-    const bool stateless = !layout_.needs_state && segments == 0;
-    return fields.good() && has_id && weights == layout_.dim &&
-           (!layout_.reads_state || stateless || segments == layout_.segments.size());
+    const size_t expected = layout_.segments.size();
+    if (!has_id) throw EntryError("it has no id");
+    if (weights != layout_.dim)
+      throw EntryError("it has " + std::to_string(weights) + " weights, but the rows of the table have " +
+                       std::to_string(layout_.dim));
+    if (layout_.reads_state && segments != expected && (layout_.needs_state || segments))
+      throw EntryError("it has optimizer state for " + std::to_string(segments) + " segments, but the table has " +
+                       std::to_string(expected));
   }
 
  private:
-  // Appends what one field holds of `size` floats, packed or not.
-  static bool floats(const wire::Field& field, float* to, int64_t size, int64_t& done) {
-    uint64_t n;
-    if (field.type == wire::fixed32) {
-      n = 1;
-    } else {
-      if (field.type != wire::bytes || field.value % 4) return false;
-      n = field.value / 4;
-    }
-    if (n > static_cast<uint64_t>(size - done)) return false;
-    if (n) std::memcpy(to + done, field.data, n * 4);
+  // Appends the floats of one field, packed or not, to the `done` of `size` floats that are there.
+  static void floats(const wire::Field& field, float* to, int64_t size, int64_t& done, const char* what) {
+    const size_t n = field.count(4);
+    if (n > static_cast<uint64_t>(size - done))
+      throw EntryError("field " + std::to_string(field.number) + " has more than " + std::to_string(size) + " " +
+                       what);
+    if (n) std::memcpy(to + done, field.span.data, n * 4);
     done += static_cast<int64_t>(n);
-    return true;
   }
 
-  bool optimizers(const wire::Field& opt, float* row, size_t& segments) {
-    wire::Fields dumps(opt.data, opt.value);
+  void optimizers(const wire::Span& opt, float* row, size_t& segments) {
+    wire::Fields dumps(opt);
     wire::Field dump;
     while (dumps.next(dump)) {
       if (dump.number != 1) continue;
-      if (dump.type != wire::bytes || segments == layout_.segments.size()) return false;
-      if (!segment(dump, layout_.segments[segments++], row)) return false;
+      if (segments == layout_.segments.size())
+        throw EntryError("it has optimizer state for more than the " + std::to_string(segments) +
+                         " segments of the table");
+      segment(dump.message(), segments, row);
+      ++segments;
     }
-    return dumps.good();
   }
 
-  bool segment(const wire::Field& dump, const EntrySegment& expected, float* row) {
+  void segment(const wire::Span& dump, size_t number, float* row) {
+    const EntrySegment& expected = layout_.segments[number];
     bool found = false;
-    wire::Fields kinds(dump.data, dump.value);
+    wire::Fields kinds(dump);
     wire::Field kind;
     while (kinds.next(kind)) {
-      if (found || kind.number != expected.kind || kind.type != wire::bytes) return false;
-      if (!state(kind, expected.pieces, row)) return false;
+      if (found || kind.number != expected.kind)
+        differs(number, "holds the state of " + optimizer_name(kind.number) + (found ? " as well" : ""));
+      state(kind.message(), expected, row);
       found = true;
     }
-    return kinds.good() && (found || expected.may_be_empty);
+    if (!found && !expected.may_be_empty) differs(number, "holds no state");
   }
 
-  bool state(const wire::Field& kind, const std::vector<EntryPiece>& pieces, float* row) {
-    done_.assign(pieces.size(), 0);
-    wire::Fields fields(kind.data, kind.value);
+  [[noreturn]] void differs(size_t number, const std::string& found) const {
+    throw EntryError("segment " + std::to_string(number) + " " + found + ", but the table keeps that of " +
+                     optimizer_name(layout_.segments[number].kind) +
+                     "; pass drop_optimizer_state=True to start with fresh state");
+  }
+
+  void state(const wire::Span& kind, const EntrySegment& segment, float* row) {
+    done_.assign(segment.pieces.size(), 0);
+    wire::Fields fields(kind);
     wire::Field field;
     while (fields.next(field))
-      for (size_t k = 0; k < pieces.size(); ++k)
-        if (field.number == pieces[k].field && !floats(field, row + pieces[k].start, pieces[k].size, done_[k]))
-          return false;
-    for (size_t k = 0; k < pieces.size(); ++k)
-      if (done_[k] != pieces[k].size) return false;
-    return fields.good();
+      for (size_t k = 0; k < segment.pieces.size(); ++k)
+        if (field.number == segment.pieces[k].field)
+          floats(field, row + segment.pieces[k].start, segment.pieces[k].size, done_[k], "numbers");
+    for (size_t k = 0; k < segment.pieces.size(); ++k)
+      if (done_[k] != segment.pieces[k].size)
+        throw EntryError("field " + std::to_string(segment.pieces[k].field) + " of " + optimizer_name(segment.kind) +
+                         " has " + std::to_string(done_[k]) + " numbers, not " +
+                         std::to_string(segment.pieces[k].size));
   }
 
   const EntryLayout& layout_;
   std::vector<int64_t> done_;
 };
 
-enum class EntriesEnd { more, full, bad };  // wants more bytes, as many rows as asked for, a wrong record
-
 struct EntriesRead {
   int64_t rows, used;
-  EntriesEnd end;
 };
 
-// TFRecords of EntryDumps, at most `limit`, into rows of `layout.width` floats; without a layout records are
-// only checked and counted. `used` ends before the first record that is incomplete or wrong.
-inline EntriesRead read_entries(const uint8_t* data, int64_t size, int64_t limit, uint64_t max_bytes,
+// Reads complete TFRecords of EntryDumps, at most `limit`, into rows of `layout.width` floats; without a layout,
+// records are only checked and counted. `at`: the position of `data` in its stream, for errors.
+// Throws std::invalid_argument, with the reason and the byte, at the first wrong record.
+inline EntriesRead read_entries(const uint8_t* data, int64_t size, int64_t at, int64_t limit, uint64_t max_bytes,
                                 const EntryLayout* layout, int64_t* ids, float* rows, int64_t* times) {
   std::vector<EntryParser> parser;
   if (layout) parser.emplace_back(*layout);
-  EntriesRead read{0, 0, EntriesEnd::more};
+  EntriesRead read{0, 0};
   for (; read.rows < limit; ++read.rows) {
-    const uint8_t* at = data + read.used;
+    const uint8_t* record = data + read.used;
+    const int64_t start = at + read.used;
     const uint64_t left = static_cast<uint64_t>(size - read.used);
-    if (left < 12) return read;
+    if (left < 12) break;
     uint64_t length;
     uint32_t crc;
-    std::memcpy(&length, at, 8);
-    std::memcpy(&crc, at + 8, 4);
-    read.end = EntriesEnd::bad;
-    if (crc != masked_crc32c(at, 8) || length > max_bytes) return read;
-    if (left - 12 < length + 4) {
-      read.end = EntriesEnd::more;
-      return read;
-    }
-    std::memcpy(&crc, at + 12 + length, 4);
-    if (crc != masked_crc32c(at + 12, length)) return read;
+    std::memcpy(&length, record, 8);
+    std::memcpy(&crc, record + 8, 4);
+    if (crc != masked_crc32c(record, 8))
+      throw std::invalid_argument("the checksum at byte " + std::to_string(start + 8) +
+                                  " does not match the length before it");
+    if (length > max_bytes)
+      throw std::invalid_argument("the length at byte " + std::to_string(start) + " is " + std::to_string(length) +
+                                  ", over the limit of " + std::to_string(max_bytes));
+    if (left - 12 < length + 4) break;
+    const int64_t end = start + 12 + static_cast<int64_t>(length);
+    std::memcpy(&crc, record + 12 + length, 4);
+    if (crc != masked_crc32c(record + 12, length))
+      throw std::invalid_argument("the checksum at byte " + std::to_string(end) +
+                                  " does not match the record before it");
     const int64_t r = read.rows;
-    if (layout && !parser[0].parse(at + 12, length, ids[r], rows + r * layout->width, times[r])) return read;
+    const auto wrong = [&](const std::string& problem) {
+      return std::invalid_argument("the entry at byte " + std::to_string(start + 12) + ": " + problem);
+    };
+    try {
+      if (layout) parser[0].parse(record + 12, length, ids[r], rows + r * layout->width, times[r]);
+    } catch (const EntryError& error) {
+      throw wrong(error.what());
+    } catch (const wire::Error& error) {
+      throw wrong("protobuf: " + std::string(error.what()) + " at byte " + std::to_string(start + 12 + error.at));
+    }
     read.used += static_cast<int64_t>(16 + length);
-    read.end = EntriesEnd::more;
   }
-  read.end = EntriesEnd::full;
   return read;
 }
 

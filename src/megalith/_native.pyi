@@ -1,6 +1,7 @@
-"""The native module (native/bind.cpp). Private: use `megalith.Table`."""
+"""The native module (native/bind*.cpp). Private: use `megalith.Table` and `megalith.ops`."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -102,6 +103,7 @@ def crc32c(data: bytes, /) -> int: ...
 def unsnap(data: bytes, max_bytes: int, /) -> bytes: ...
 def entries(
     data: bytes,
+    at: int,
     limit: int,
     max_bytes: int,
     layout: tuple[object, ...],
@@ -109,8 +111,11 @@ def entries(
     rows: Tensor,
     times: Tensor,
     /,
-) -> tuple[int, int, int]: ...
-def skip_entries(data: bytes, limit: int, max_bytes: int, /) -> tuple[int, int, int]: ...
+) -> tuple[int, int]: ...
+def skip_entries(data: bytes, at: int, limit: int, max_bytes: int, /) -> tuple[int, int]: ...
+def decode_records(
+    kind: int, messages: list[bytes], names: list[str], label_index: int, /
+) -> tuple[Any, ...]: ...
 
 class Mailbox:  # Linux only
     def __init__(self, path: str, rank: int, size: int) -> None: ...

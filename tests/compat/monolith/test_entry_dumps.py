@@ -1,4 +1,4 @@
-"""Entries out of files: streams, limits, damage; native parser and twin alike on any bytes."""
+"""Entries from files: streams, limits, damage; native code and protobuf agree on any bytes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,9 +19,9 @@ from megalith.compat.monolith.entry_dumps import (
     EntryLayout,
     SegmentLayout,
     read_entries,
-    read_entries_twin,
 )
-from megalith.errors import CheckpointError, InputError
+from megalith.compat.monolith.monolith_protos import message_type
+from megalith.errors import CheckpointError, InputError, NativeMissingError
 from tests.compat.importing import (
     ADAGRAD,
     adagrad,
@@ -74,7 +75,8 @@ def test_a_file_plain_and_packed(tmp_path: Path, pack: Any, monkeypatch: pytest.
     monkeypatch.setattr(entries, "chunk_rows", lambda _: 13)
     assert read(path, ADAGRAD) == expected(300)
     monkeypatch.setattr(entries, "native_module", lambda: None)
-    assert read(path, ADAGRAD) == expected(300)
+    with pytest.raises(NativeMissingError, match="native module"):
+        read(path, ADAGRAD)
 
 
 def test_an_empty_file(tmp_path: Path) -> None:
@@ -114,11 +116,13 @@ def test_more_or_less_than_was_promised(tmp_path: Path) -> None:
     path = write(tmp_path / "t", tfrecords(*some(5)))
     file = EntryFile(path)
     list(file.read(ADAGRAD, 4))
-    with pytest.raises(CheckpointError, match=r"t: there is more at byte \d+ than its .meta file lists"):
+    with pytest.raises(
+        CheckpointError, match=r"t: there are more entries at byte \d+ than its .meta file lists"
+    ):
         file.finish()
-    with pytest.raises(CheckpointError, match=r"t: it ends after 5 of 6 entries"):
+    with pytest.raises(CheckpointError, match=r"t: the file ends after 5 of 6 entries"):
         read(path, ADAGRAD, 6)
-    with pytest.raises(CheckpointError, match=r"t: it ends after 5 of 9 entries"):
+    with pytest.raises(CheckpointError, match=r"t: the file ends after 5 of 9 entries"):
         EntryFile(path).skip(9)
 
 
@@ -133,27 +137,31 @@ TWO_SEGMENTS = EntryLayout(
 @pytest.mark.parametrize(
     ("body", "layout", "said"),
     [
-        (entry(1, (1,), adagrad(3, 4)), ADAGRAD, "it has 1 weights, the table's rows have 2"),
+        (entry(1, (1,), adagrad(3, 4)), ADAGRAD, "it has 1 weights, but the rows of the table have 2"),
         (entry(1, (1, 2, 3), adagrad(3, 4)), ADAGRAD, "field 2 has more than 2 weights"),
         (GOOD[9:], ADAGRAD, "it has no id"),
-        (entry(1, (1, 2)), ADAGRAD, "optimizer state of 0 segments, the table has 1"),
+        (entry(1, (1, 2)), ADAGRAD, "optimizer state for 0 segments, but the table has 1"),
         (GOOD, TWO_SEGMENTS, "field 1 has more than 1 numbers"),
-        (entry(1, (1, 2), adagrad(3)), TWO_SEGMENTS, "optimizer state of 1 segments, the table has 2"),
-        (entry(1, (1, 2), adagrad(3), sgd(), sgd()), TWO_SEGMENTS, "more segments than the table's 2"),
+        (entry(1, (1, 2), adagrad(3)), TWO_SEGMENTS, "state for 1 segments, but the table has 2"),
+        (
+            entry(1, (1, 2), adagrad(3), sgd(), sgd()),
+            TWO_SEGMENTS,
+            "for more than the 2 segments",
+        ),
         (
             entry(1, (1, 2), adam((1, 2), (3, 4), 0.9, 0.99)),
             ADAGRAD,
-            "segment 0 holds the state of adam, the table keeps that of adagrad; drop_optimizer_state=True",
+            "segment 0 holds the state of adam, but the table keeps that of adagrad; pass drop_opt",
         ),
         (entry(1, (1, 2), message(99)), ADAGRAD, "holds the state of unknown kind 99"),
-        (entry(1, (1, 2), adagrad(3, 4) + adagrad(5, 6)), ADAGRAD, "holds the state of adagrad too"),
-        (entry(1, (1, 2), b""), ADAGRAD, "segment 0 holds no state, the table keeps that of adagrad"),
+        (entry(1, (1, 2), adagrad(3, 4) + adagrad(5, 6)), ADAGRAD, "holds the state of adagrad as well"),
+        (entry(1, (1, 2), b""), ADAGRAD, "segment 0 holds no state, but the table keeps that of adagrad"),
         (entry(1, (1, 2), adagrad(3)), ADAGRAD, "field 1 of adagrad has 1 numbers, not 2"),
         (GOOD + b"\x0b", ADAGRAD, "is a group, which is not supported"),
         (GOOD + b"\x20", ADAGRAD, "a varint is cut off"),
         (message(1, b"12345678"), ADAGRAD, "field 1 is length-delimited, not 8 bytes"),
         (GOOD + varint(3 << 3) + b"\x01", WEIGHTS, "field 3 is a varint, not length-delimited"),
-        (GOOD + message(2, b"123"), ADAGRAD, "3 bytes are no run of 4-byte numbers"),
+        (GOOD + message(2, b"123"), ADAGRAD, "3 bytes are not a multiple of 4"),
     ],
 )
 def test_wrong_entries_are_explained(tmp_path: Path, body: bytes, layout: EntryLayout, said: str) -> None:
@@ -171,7 +179,7 @@ def test_a_file_cut_off_anywhere(tmp_path: Path) -> None:
     for cut in set(range(1, len(data))) - {half}:
         path = write(tmp_path / "t", data[:cut])
         with pytest.raises(
-            CheckpointError, match=rf"t: it ends within the record at byte {half if cut > half else 0}"
+            CheckpointError, match=rf"t: the file ends within the record at byte {half if cut > half else 0}"
         ):
             read(path, ADAGRAD)
 
@@ -188,13 +196,13 @@ def test_a_flipped_bit_anywhere(tmp_path: Path) -> None:
 def test_lengths_are_not_believed(tmp_path: Path) -> None:
     length = struct.pack("<Q", 2**40)
     path = write(tmp_path / "t", length + checksum(length) + b"abc")
-    with pytest.raises(CheckpointError, match="the length at byte 0 is 1099511627776, over"):
+    with pytest.raises(CheckpointError, match="the length at byte 0 is 1099511627776, over the limit"):
         read(path, ADAGRAD)
     with pytest.raises(CheckpointError, match="the Snappy block at byte 0 states"):
         read(write(tmp_path / "t", b"\xff" * 20), ADAGRAD)
 
 
-# ---- native code and twin
+# ---- native code and protobuf
 
 LAYOUTS = [
     ADAGRAD,
@@ -212,44 +220,83 @@ BODIES = [
 ]
 
 
-def outcome(reader: Any, data: bytes, layout: EntryLayout, limit: int) -> object:
-    into = room(4, layout.width)
+def protobuf_row(body: bytes, layout: EntryLayout) -> tuple[int, list[float], int] | None:
+    """The row that protobuf reads, or None if it refuses the entry or the entry does not fit the layout."""
     try:
-        n, used = reader(data, 0, limit, layout, into)
+        dump = message_type("monolith.hash_table.EntryDump").FromString(body)
+    except DecodeError:
+        return None
+    floats = list(dump.num)
+    dumps = list(dump.opt.dump) if layout.reads_state else []
+    if not dump.HasField("id") or len(floats) != layout.dim:
+        return None
+    if layout.reads_state and len(dumps) != len(layout.segments) and (dumps or layout.needs_state):
+        return None
+    for segment, state in zip(layout.segments, dumps, strict=False):
+        for number, start, size in segment.pieces:
+            kind = state.DESCRIPTOR.fields_by_number[segment.kind]
+            if not state.HasField(kind.name):
+                return None
+            inner = getattr(state, kind.name)
+            field = inner.DESCRIPTOR.fields_by_number[number]
+            value = getattr(inner, field.name)
+            values = list(value) if field.is_repeated else [value]
+            if len(values) != size or len(floats) != start:
+                return None
+            floats += values
+    return dump.id, floats, dump.last_update_ts_sec
+
+
+def native_row(body: bytes, layout: EntryLayout) -> tuple[int, list[float], int] | str:
+    into = room(1, layout.width)
+    data = record(body)
+    try:
+        assert read_entries(data, 0, 1, layout, into) == (1, len(data))
     except InputError as error:
         return str(error)
-    return (
-        n,
-        used,
-        [column[:n].tolist() for column in (into.ids, into.times)],
-        into.floats[:n].view(torch.int32).tolist(),
-    )
+    stateless = layout.reads_state and not layout.needs_state
+    (row,) = listed(into)
+    return row[0], row[1][: layout.dim] if stateless else row[1], row[2]
 
 
 @given(
     body=st.sampled_from(BODIES),
-    layout=st.sampled_from(LAYOUTS),
+    layout=st.sampled_from([layout for layout in LAYOUTS if layout.reads_state]),
     edits=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), max_size=3),
     cut=st.integers(0, 200),
     insert=st.tuples(st.integers(0, 60), st.binary(max_size=12)),
-    limit=st.integers(0, 4),
 )
-def test_both_agree_on_any_message(
-    body: bytes,
-    layout: EntryLayout,
-    edits: list[tuple[int, int]],
-    cut: int,
-    insert: tuple[int, bytes],
-    limit: int,
+def test_what_is_read_is_what_protobuf_reads(
+    body: bytes, layout: EntryLayout, edits: list[tuple[int, int]], cut: int, insert: tuple[int, bytes]
 ) -> None:
     damaged = bytearray(body[: insert[0]] + insert[1] + body[insert[0] :])
     for at, byte in edits:
         damaged[at % len(damaged)] = byte
-    data = record(body) + record(bytes(damaged[:cut])) + record(body)
-    assert outcome(read_entries, data, layout, limit) == outcome(read_entries_twin, data, layout, limit)
+    got = native_row(bytes(damaged[:cut]), layout)
+    if isinstance(got, str):
+        assert got.startswith("the entry at byte 12: ")
+    else:
+        assert repr(got) == repr(protobuf_row(bytes(damaged[:cut]), layout))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("body", BODIES)
+def test_good_entries_are_read_if_and_only_if_they_fit(body: bytes, layout: EntryLayout) -> None:
+    expected = protobuf_row(body, layout)
+    got = native_row(body, layout)
+    if not isinstance(got, str):
+        assert repr(got) == repr(expected)
+    elif expected is not None:  # refused only because the state of another optimizer would be dropped
+        assert "holds" in got
 
 
 @given(data=st.binary(max_size=60), keep=st.integers(0, 100))
-def test_both_agree_on_any_bytes(data: bytes, keep: int) -> None:
+def test_any_bytes_are_read_or_refused(data: bytes, keep: int) -> None:
     stream = record(GOOD)[:keep] + data
-    assert outcome(read_entries, stream, ADAGRAD, 4) == outcome(read_entries_twin, stream, ADAGRAD, 4)
+    into = room(4, ADAGRAD.width)
+    try:
+        rows, used = read_entries(stream, 7, 4, ADAGRAD, into)
+    except InputError:
+        return
+    assert used == rows * len(record(GOOD)) <= len(stream)
+    assert listed(Entries(*(column[:rows] for column in into))) == [(1, [1, 2, 3, 4], 0)] * rows

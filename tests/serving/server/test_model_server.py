@@ -29,7 +29,7 @@ from megalith.serving.proto import (
     from_infer_request,
     to_infer_request,
 )
-from megalith.serving.proto.inference import ModelInferResponse
+from megalith.serving.proto.message_types import ModelInferResponse
 from megalith.serving.server.methods import remaining
 from megalith.serving.server.model_server import ModelServer
 from tests.serving.exports import NAMES, NUM_DENSE, Asked, export_version, logits, request_of, rows

@@ -1,8 +1,10 @@
-"""What lies in the assets of a Monolith checkpoint: which tables, in which files.
+"""The files of a Monolith checkpoint, and the tables in each.
 
-A hash table is a set of files `NAME-SSSSS-of-NNNNN`, : and / in its name replaced by -. A native multi-table
-is a set `SHARED_NAME-SSSSS-of-NNNNN` with a set `SHARED_NAME.meta-SSSSS-of-NNNNN`: TFRecords that list, in
-order, the tables of the file beside it and how many entries each has there. Sets must be complete.
+    NAME-SSSSS-of-NNNNN              entries of one hash table; `:` and `/` in its name are replaced by `-`
+    SHARED_NAME-SSSSS-of-NNNNN       entries of a native multi-table, table after table
+    SHARED_NAME.meta-SSSSS-of-NNNNN  TFRecords with the name and number of entries of each table, in order
+
+Sets of files must be complete.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ from pathlib import Path
 
 from megalith.data.formats.record_files import RecordFile
 from megalith.errors import CheckpointError, InputError
-from megalith.protowire import fields
 
 _FILE = re.compile(r"(.+?)(\.meta)?-(\d{5,9})-of-(\d{5,9})")
 _UNFINISHED = re.compile(r".+-tmp-\d+")
@@ -21,20 +22,25 @@ _UNFINISHED = re.compile(r".+-tmp-\d+")
 
 @dataclass(frozen=True)
 class EntrySource:
-    """A file of entries, and the tables in it one after the other. count: None is all to the end."""
+    """A file of entries. tables: (name, number of entries) in order; None means all entries of the file."""
 
     path: Path
     tables: tuple[tuple[str, int | None], ...]
 
 
 def find_sources(path: Path) -> list[EntrySource]:
-    """The files of a checkpoint. path: its directory of assets, or the checkpoint's name without `.assets`.
+    """Finds the files of a checkpoint.
 
-    Raises CheckpointError if there are none, or a set of files is not complete.
+    Args:
+        path: the directory `model.ckpt-STEP.assets`, or `model.ckpt-STEP`.
+
+    Raises:
+        CheckpointError: there are no files, or a set of files is not complete.
+        MissingDependencyError: there is a .meta file, and protobuf is not installed.
     """
     root = path if path.is_dir() else path.with_name(path.name + ".assets")
     if not root.is_dir():
-        raise CheckpointError(f"{path}: no such directory, nor is there {root.name}")
+        raise CheckpointError(f"{path}: there is no such directory, and no {root.name}")
     sets: dict[tuple[str, bool], dict[tuple[int, int], Path]] = {}
     for file in sorted(root.iterdir()):
         match = _FILE.fullmatch(file.name)
@@ -45,7 +51,7 @@ def find_sources(path: Path) -> list[EntrySource]:
     for (name, is_meta), places in sets.items():
         if is_meta:
             if (name, False) not in sets:
-                raise CheckpointError(f"{root}: {name}.meta has no entries beside it, {name}-SSSSS-of-NNNNN")
+                raise CheckpointError(f"{root}: {name}.meta has no entries, {name}-SSSSS-of-NNNNN")
             continue
         files = _complete(root, name, places)
         if (name, True) not in sets:
@@ -56,20 +62,20 @@ def find_sources(path: Path) -> list[EntrySource]:
             raise CheckpointError(f"{root}: {name} has {len(files)} shards, {name}.meta has {len(metas)}")
         sources += (EntrySource(f, _tables_of(m)) for f, m in zip(files, metas, strict=True))
     if not sources:
-        raise CheckpointError(f"{root}: no files NAME-SSSSS-of-NNNNN of hash tables in it")
+        raise CheckpointError(f"{root}: it has no files NAME-SSSSS-of-NNNNN of hash tables")
     return sources
 
 
 def file_name(table: str) -> str:
-    """A table's name as Monolith writes it into file names."""
+    """Returns the name of a table as Monolith writes it in file names."""
     return re.sub("[:/]", "-", table)
 
 
 def _complete(root: Path, name: str, places: dict[tuple[int, int], Path]) -> list[Path]:
-    """A set's files in order."""
+    """The files of a set in order."""
     sizes = sorted({of for _, of in places})
     if len(sizes) != 1:
-        raise CheckpointError(f"{root}: {name} has files of sets of {sizes}; keep those of one save")
+        raise CheckpointError(f"{root}: {name} has files of sets of {sizes}; keep the files of one save")
     shards = {shard for shard, _ in places}
     for shard in range(sizes[0]):
         if shard not in shards:
@@ -82,22 +88,22 @@ def _complete(root: Path, name: str, places: dict[tuple[int, int], Path]) -> lis
 
 
 def _tables_of(path: Path) -> tuple[tuple[str, int | None], ...]:
-    """MultiHashTableMetadata: string table_name = 1, uint64 num_entries = 2."""
+    """The tables that a .meta file lists, as records of MultiHashTableMetadata."""
+    from megalith.compat.monolith.monolith_protos import parse_message  # needs protobuf
+
     tables: dict[str, int | None] = {}
     try:
         for record in RecordFile(path, "tfrecord", max_bytes=1 << 20).read():
-            name, count = "", 0
-            for field in fields(record.message, at=record.at):
-                if field.number == 1:
-                    name = field.text()
-                elif field.number == 2:
-                    count = field.uint64()
-            if not name or name in tables or count >= 2**62:
+            try:
+                table = parse_message("monolith.hash_table.MultiHashTableMetadata", record.message)
+            except InputError as error:
+                raise InputError(f"{path}: the record at byte {record.at}: {error}") from None
+            name, count = table.table_name, table.num_entries
+            if not isinstance(name, str) or not name or name in tables or count >= 2**62:  # bytes: not UTF-8
                 raise InputError(
-                    f"{path}: the table at byte {record.at} has no name, is there twice, or is too large"
+                    f"{path}: the table at byte {record.at} has no name, is listed twice, or is too large"
                 )
             tables[name] = count
     except InputError as error:
-        told = str(error)
-        raise CheckpointError(told if told.startswith(str(path)) else f"{path}: {told}") from None
+        raise CheckpointError(str(error)) from None
     return tuple(tables.items())

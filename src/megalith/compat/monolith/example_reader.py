@@ -1,57 +1,82 @@
-"""MonolithReader: batches out of Monolith's Example, ExampleBatch and Instance records.
+"""MonolithReader: batches from files of Monolith's Example, ExampleBatch and Instance records.
 
-Fids, whole numbers and bytes (hashed) become features, floats become dense columns. How records are
-framed is in `records.py`, what they say in `messages.py`.
+Fids, integers and bytes (hashed) become features, floats become dense columns. `record_files` defines how
+records are framed in a file, `examples` how they are decoded into columns. This module checks each row and
+builds the batches.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megalith.compat.monolith.examples import ExampleRow, Value, example, example_batch, instance
+from megalith.compat.monolith.examples import (
+    FLOATS,
+    IDS,
+    KINDS,
+    DecodedRecords,
+    Kind,
+    RecordColumn,
+    decode_records,
+)
 from megalith.data.batch import Position, Samples
 from megalith.data.files import Paths, list_files
 from megalith.data.formats.record_files import HEADERS, MAX_RECORD_BYTES, FramedRecord, Framing, RecordFile
 from megalith.data.reader import OnError, Reader, RowBlock, check_file, position_integer
 from megalith.errors import InputError
-from megalith.ops.ids import hash_strings
 from megalith.ragged import Ragged
 
-Kind = Literal["example", "example_batch", "instance"]
-_PARSE: dict[str, Callable[[bytes, int, Collection[str]], list[ExampleRow]]] = {
-    "example": example,
-    "example_batch": example_batch,
-    "instance": instance,
-}
+_GROUP_RECORDS, _GROUP_BYTES = 256, 4 << 20
+"""Records that are decoded in one call: a batch of them, at least this many, at most this many bytes."""
 
 
-class _Sample(NamedTuple):
-    """A row's wanted columns, in the reader's order."""
+class _RecordGroup(NamedTuple):
+    """Records of one file. offsets: where each begins, its header included."""
 
-    ids: list[NDArray[np.int64]]
-    dense: list[NDArray[np.float32]]
-    label: float
-    weight: float
-    time: int
+    file: int
+    offsets: list[int]
+    records: list[FramedRecord]
+
+
+class _BadRow(NamedTuple):
+    """Why a row, or the record before it, is left out."""
+
+    row: int
+    reason: str
+    problem: str
 
 
 class MonolithReader(Reader):
-    """Batches out of files of Monolith records (.gz accepted), a directory of them or a pattern.
+    """Reads batches from files of Monolith records (.gz accepted), a directory of them or a pattern.
 
-    kind: which message the records are. features: names, or our name -> Monolith's; a feature that a record
-    lacks is an empty row. In an Instance, fids stand under fc_slot_<slot>, and `value` is a list of floats.
-    dense: name -> width; they become `Batch.dense` side by side, and each must have its width in every row.
-    label_index: which of several labels. weights: whether to give instance weights (1 if not stated).
-    time: whether to give times, the line id's req_time. header: before lengths, some of `records.HEADERS`.
-    A shard is every world_size-th record. Raises InputError, naming file, record and byte, where a record
-    is not what it should be; with on_error="skip" it is counted, and a file is left where its framing breaks.
+    A shard is every world_size-th record.
+
+    Args:
+        paths: files, directories or patterns.
+        kind: the message of a record: "example", "example_batch" or "instance".
+        features: names, or a dict of our name -> Monolith's name. A feature that a record lacks is an empty
+            row. The fids of an Instance are named `fc_slot_<slot>`, its floats `value`.
+        batch_size: number of rows of a batch.
+        dense: name -> width. The columns are concatenated to `Batch.dense`, float32 [batch, sum of widths];
+            each must have its width in every row.
+        framing: "length" or "tfrecord", see `record_files`.
+        header: what precedes each length, some of `record_files.HEADERS`.
+        label_index: which of several labels to use.
+        weights: whether to read instance weights (1 where a record has none).
+        time: whether to read times, the req_time of the line id.
+        drop_last: whether to leave out a last batch that is not full.
+        on_error: "raise", or "skip" to count bad records and rows in `skipped`. A file is left where its
+            framing breaks.
+        max_bytes: the maximum length of a record.
+
+    Raises:
+        InputError: an argument is wrong; or, while iterating, a record is wrong. The message names the file,
+            the record and the byte.
     """
 
     suffixes = (".pb", ".tfrecord", ".tfrecords", ".records", ".pb.gz", ".tfrecord.gz", ".tfrecords.gz")
@@ -74,8 +99,8 @@ class MonolithReader(Reader):
         max_bytes: int = MAX_RECORD_BYTES,
     ) -> None:
         super().__init__(batch_size=batch_size, drop_last=drop_last, on_error=on_error)
-        if kind not in _PARSE:
-            raise InputError(f"monolith: kind must be one of {', '.join(_PARSE)}, got {kind!r}")
+        if kind not in KINDS:
+            raise InputError(f"monolith: kind must be one of {', '.join(KINDS)}, got {kind!r}")
         if framing not in ("length", "tfrecord") or (framing == "tfrecord" and header):
             raise InputError('monolith: framing must be "length" (which may have headers) or "tfrecord"')
         if isinstance(header, str) or not set(header) <= set(HEADERS):
@@ -89,7 +114,7 @@ class MonolithReader(Reader):
         self.weights, self.time = weights, time
         paths = list_files(paths, self.suffixes)
         self.files = [RecordFile(x, framing, header=header, max_bytes=max_bytes) for x in paths]
-        self._wanted = {*self.features.values(), *self.dense}
+        self._names = list(dict.fromkeys([*self.features.values(), *self.dense]))
 
     @property
     def feature_names(self) -> list[str]:
@@ -105,7 +130,7 @@ class MonolithReader(Reader):
         return self._position(0, 0, 0, 0)
 
     def _position(self, file: int, offset: int, record: int, row: int) -> Position:
-        """row: how many rows of record number `record`, which begins at `offset`, are behind."""
+        """The position after the first `row` rows of record number `record`, which begins at `offset`."""
         name = self.files[file].path.name
         return {"file": file, "offset": offset, "record": record, "row": row, "name": name}
 
@@ -114,113 +139,160 @@ class MonolithReader(Reader):
             position_integer(position, key)
         check_file(position, "file", [file.path for file in self.files])
 
-    # ---- records to rows to tensors
+    # ---- files to groups of records to rows
 
     def _row_blocks(self, position: Position) -> Iterator[RowBlock]:
-        rows: list[_Sample] = []
-        after: list[Position] = []
-        for row, behind in self._rows(position):
-            rows.append(row)
-            after.append(behind)
-            if len(rows) == self.batch_size:
-                yield RowBlock(self._samples(rows), partial(_position_after, after))
-                rows, after = [], []
-        if rows:
-            yield RowBlock(self._samples(rows), partial(_position_after, after))
-
-    def _rows(self, position: Position) -> Iterator[tuple[_Sample, Position]]:
-        """The good rows from `position` on, each with the position behind it."""
         for i in range(position["file"], len(self.files)):
             at = position if i == position["file"] else self._position(i, 0, 0, 0)
-            offset, done = at["offset"], at["row"]
-            records = self.files[i].read(offset=offset, number=at["record"])
-            while (record := self._next(records)) is not None:
+            for group in self._groups(i, at["offset"], at["record"]):
+                done = at["row"] if group.records[0].number == at["record"] else 0
+                yield from self._blocks(group, done)
+
+    def _groups(self, file: int, offset: int, number: int) -> Iterator[_RecordGroup]:
+        """The records of this shard from record `number` on, which begins at byte `offset`."""
+        most = max(self.batch_size, _GROUP_RECORDS) if self.kind != "example_batch" else 1
+        group, size, failure = _RecordGroup(file, [], []), 0, None
+        try:
+            for record in self.files[file].read(offset=offset, number=number):
                 if record.number % self.world_size == self.rank:
-                    for number, row in enumerate(self._parse(i, record)):
-                        if number >= done:
-                            sample = self._sample(i, record, number, row)
-                            if sample is not None:
-                                yield sample, self._position(i, offset, record.number, number + 1)
-                offset, done = record.end, 0
-
-    def _next(self, records: Iterator[FramedRecord]) -> FramedRecord | None:
-        try:
-            return next(records, None)
+                    group.offsets.append(offset)
+                    group.records.append(record)
+                    size += len(record.message)
+                    if len(group.records) == most or size >= _GROUP_BYTES:
+                        yield group
+                        group, size = _RecordGroup(file, [], []), 0
+                offset = record.end
         except InputError as error:
-            self._bad("broken framing", str(error))
-            return None
+            failure = str(error)
+        if group.records:
+            yield group
+        if failure is not None:
+            self._bad("broken framing", failure)
 
-    def _parse(self, file: int, record: FramedRecord) -> list[ExampleRow]:
-        try:
-            return _PARSE[self.kind](record.message, record.at, self._wanted)
-        except InputError as error:
-            self._bad("unreadable record", f"{self._where(file, record)}: {error}")
-            return []
+    def _blocks(self, group: _RecordGroup, done: int) -> Iterator[RowBlock]:
+        """The good rows of a group, without the first `done` of its first record."""
+        messages = [record.message for record in group.records]
+        decoded = decode_records(self.kind, messages, self._names, label_index=self.label_index)
+        good = np.ones(len(decoded.labels), bool)
+        good[: min(done, int(decoded.rows[0]))] = False
+        bad = self._check_rows(group, decoded, good)
+        if bad and self.on_error == "raise":
+            good[bad[0].row :] = False  # rows before the error still make batches
+        if good.any():
+            after = partial(self._after, group, decoded.rows, np.flatnonzero(good))
+            yield RowBlock(self._samples(decoded, good), after)
+        for row in bad:
+            self._bad(row.reason, row.problem)
 
-    def _where(self, file: int, record: FramedRecord) -> str:
-        return f"{self.files[file].path}: record {record.number} at byte {record.at}"
+    def _after(
+        self, group: _RecordGroup, rows: NDArray[np.int64], places: NDArray[np.int64], k: int
+    ) -> Position:
+        """The position after the k-th row of a block. places: int64 [block], rows of the group."""
+        place = int(places[k - 1])
+        ends = np.cumsum(rows)
+        record = int(np.searchsorted(ends, place, side="right"))
+        number = group.records[record].number
+        row = place - int(ends[record] - rows[record])
+        return self._position(group.file, group.offsets[record], number, row + 1)
 
-    def _sample(self, file: int, record: FramedRecord, number: int, row: ExampleRow) -> _Sample | None:
-        """A row's columns, or None if it is bad."""
-        reason, problem, name = "", "", ""
-        if len(row.labels) <= self.label_index or math.isnan(row.labels[self.label_index]):
-            reason, problem = "no label", f"has no label {self.label_index}"
-        elif not math.isfinite(row.labels[self.label_index]):
-            reason, problem = "not finite", "has an infinite label"
-        elif not (math.isfinite(row.weight) and row.weight >= 0):
-            reason, problem = "no weight", f"has the weight {row.weight}, not 0 or above"
-        elif self.time and row.time is None:
-            reason, problem = "no time", "has no line id with a req_time"
-        else:
-            try:
-                ids, dense = [], []
-                for name in self.features.values():
-                    ids.append(_as_ids(row.features.get(name)))
-                for name, width in self.dense.items():
-                    dense.append(_as_floats(row.features.get(name), width))
-                return _Sample(ids, dense, row.labels[self.label_index], row.weight, row.time or 0)
-            except InputError as error:
-                reason, problem = "wrong type", f"column {name!r} {error}"
-        self._bad(reason, f"{self._where(file, record)}: row {number} of it: {problem}")
-        return None
+    # ---- checks
 
-    def _samples(self, rows: list[_Sample]) -> Samples:
-        features = {}
-        for i, name in enumerate(self.features):
-            lists = [row.ids[i] for row in rows]
-            lengths = torch.tensor([len(x) for x in lists])
-            features[name] = Ragged.from_lengths(torch.from_numpy(np.concatenate(lists)), lengths)
-        dense = None
-        if self.dense:
-            flat = np.concatenate([values for row in rows for values in row.dense])
-            dense = torch.from_numpy(flat).view(len(rows), -1)
+    def _check_rows(
+        self, group: _RecordGroup, decoded: DecodedRecords, good: NDArray[np.bool_]
+    ) -> list[_BadRow]:
+        """Clears `good` of bad rows and returns them in order, along with unreadable records."""
+        ends = np.cumsum(decoded.rows)
+        bad = [
+            _BadRow(
+                int(ends[each.record]),
+                "unreadable record",
+                f"{self._where(group, each.record)}: cannot be read: {each.problem} at byte "
+                f"{group.records[each.record].at + each.byte}",
+            )
+            for each in decoded.errors
+        ]
+        for is_bad, reason, problem in self._row_checks(decoded):
+            if not is_bad.any():
+                continue
+            for row in np.flatnonzero(is_bad & good).tolist():
+                record = int(np.searchsorted(ends, row, side="right"))
+                number = row - int(ends[record] - decoded.rows[record])
+                found = problem if isinstance(problem, str) else problem(row)
+                where = f"{self._where(group, record)}: row {number} of it"
+                bad.append(_BadRow(row, reason, f"{where}: {found}"))
+            good &= ~is_bad
+        return sorted(bad, key=lambda each: each.row)
+
+    def _row_checks(self, decoded: DecodedRecords) -> Iterator[_Check]:
+        """What makes a row bad; the first that applies is reported."""
+        labels, weights = decoded.labels, decoded.weights
+        yield np.isnan(labels), "no label", f"has no label {self.label_index}"
+        yield np.isinf(labels), "not finite", "has an infinite label"
+        unweighted = ~(np.isfinite(weights) & (weights >= 0))
+        yield unweighted, "no weight", lambda row: f"has the weight {weights[row]}, not 0 or above"
+        if self.time:
+            yield decoded.has_time == 0, "no time", "has no line id with a req_time"
+        columns = dict(zip(self._names, decoded.columns, strict=True))
+        for name in self.features.values():
+            problem = f"column {name!r} holds floats, not ids; is it a dense column?"
+            yield columns[name].kinds == FLOATS, "wrong type", problem
+        for name, width in self.dense.items():
+            problem = f"column {name!r} is missing or does not hold floats; is it a feature?"
+            yield columns[name].kinds != FLOATS, "wrong type", problem
+            wrong = partial(_wrong_width, name, width, columns[name].lengths)
+            yield _not_finite(columns[name], width), "wrong type", wrong
+
+    def _where(self, group: _RecordGroup, record: int) -> str:
+        framed = group.records[record]
+        return f"{self.files[group.file].path}: record {framed.number} at byte {framed.at}"
+
+    # ---- columns to tensors
+
+    def _samples(self, decoded: DecodedRecords, good: NDArray[np.bool_]) -> Samples:
+        columns = dict(zip(self._names, decoded.columns, strict=True))
+        keep = slice(None) if good.all() else good
+        features = {ours: _ragged(columns[name], keep) for ours, name in self.features.items()}
+        dense = [_dense(columns[name], keep, width) for name, width in self.dense.items()]
         return Samples(
             features,
-            torch.tensor([row.label for row in rows], dtype=torch.float32),
-            dense,
-            torch.tensor([row.weight for row in rows], dtype=torch.float32) if self.weights else None,
-            torch.tensor([row.time for row in rows], dtype=torch.int64) if self.time else None,
+            torch.from_numpy(decoded.labels[keep]),
+            torch.from_numpy(np.concatenate(dense, axis=1)) if dense else None,
+            torch.from_numpy(decoded.weights[keep]) if self.weights else None,
+            torch.from_numpy(decoded.times[keep]) if self.time else None,
         )
 
 
-def _position_after(after: list[Position], k: int) -> Position:
-    return after[k - 1]
+_Check = tuple[NDArray[np.bool_], str, str | Callable[[int], str]]
+_Rows = slice | NDArray[np.bool_]
 
 
-def _as_ids(value: Value | None) -> NDArray[np.int64]:
-    if value is None:
-        return np.empty(0, np.int64)
-    if isinstance(value, list):
-        hashed: NDArray[np.int64] = hash_strings(value).numpy()
-        return hashed
-    if value.dtype != np.int64:
-        raise InputError("holds floats, not ids; is it a dense column?")
-    return value.astype(np.int64, copy=False)
+def _wrong_width(name: str, width: int, lengths: NDArray[np.int64], row: int) -> str:
+    return f"column {name!r} holds {lengths[row]} floats where {width} finite ones are needed"
 
 
-def _as_floats(value: Value | None, width: int) -> NDArray[np.float32]:
-    if value is None or isinstance(value, list) or value.dtype != np.float32:
-        raise InputError("is missing, or holds no floats; is it a feature?")
-    if len(value) != width or not np.isfinite(value).all():
-        raise InputError(f"holds {len(value)} floats where {width} finite ones are needed")
-    return value.astype(np.float32, copy=False)
+def _not_finite(column: RecordColumn, width: int) -> NDArray[np.bool_]:
+    """Which cells do not hold `width` finite floats."""
+    bad: NDArray[np.bool_] = column.lengths != width
+    finite = np.isfinite(column.floats)
+    if not finite.all():
+        rows = np.repeat(np.arange(len(column.kinds)), _lengths(column, FLOATS))
+        bad[rows[~finite]] = True
+    return bad
+
+
+def _lengths(column: RecordColumn, kind: int) -> NDArray[np.int64]:
+    return np.where(column.kinds == kind, column.lengths, 0)
+
+
+def _ragged(column: RecordColumn, keep: _Rows) -> Ragged:
+    ids, lengths = column.ids, _lengths(column, IDS)
+    if not isinstance(keep, slice):
+        ids = ids[np.repeat(keep, lengths)]
+    return Ragged.from_lengths(torch.from_numpy(ids), torch.from_numpy(lengths[keep]))
+
+
+def _dense(column: RecordColumn, keep: _Rows, width: int) -> NDArray[np.float32]:
+    floats = column.floats
+    if not isinstance(keep, slice):
+        floats = floats[np.repeat(keep, _lengths(column, FLOATS))]
+    return floats.reshape(-1, width)

@@ -10,19 +10,20 @@ It computes no tensors.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from enum import IntEnum
 from operator import index
 from typing import TYPE_CHECKING, Any, Self
 
 from megalith.errors import InputError, UnknownNameError
-from megalith.protowire import Field, Writer, fields
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 Shape = tuple[int, ...]
+_PACKAGE = "monolith.io.proto"
 
 
 class PoolingType(IntEnum):
@@ -43,28 +44,51 @@ class OutType(IntEnum):
 
 
 class _ConfigMessage:
-    """What all messages share: they are written to and read from Monolith's bytes."""
+    """What all messages share: they are read from and written to Monolith's protobuf bytes."""
 
-    __slots__ = ()
+    __slots__: tuple[str, ...] = ()
 
     def to_proto(self) -> bytes:
-        """The message as protobuf; equal messages give equal bytes."""
-        return bytes(self._write())
+        """Serializes the message; equal messages give equal bytes.
+
+        Raises:
+            InputError: a string cannot be encoded in UTF-8.
+            MissingDependencyError: protobuf is not installed.
+        """
+        from megalith.compat.monolith.monolith_protos import message_type
+
+        message = message_type(f"{_PACKAGE}.{type(self).__name__}")()
+        try:
+            self._write(message)
+        except (UnicodeEncodeError, ValueError) as error:
+            raise InputError(f"{type(self).__name__}: a string cannot be encoded in UTF-8: {error}") from None
+        data: bytes = message.SerializeToString(deterministic=True)
+        return data
 
     @classmethod
     def from_proto(cls, message: Buffer) -> Self:
-        """The message in some bytes, fields it does not know left out.
+        """Parses a serialized message; unknown fields are ignored.
 
-        Raises InputError if they are not protobuf, or hold another message or an unknown enum value.
+        Raises:
+            InputError: the bytes are not a valid message, or an enum has an unknown value.
+            MissingDependencyError: protobuf is not installed.
         """
-        return cls._read(fields(message))
+        from megalith.compat.monolith.monolith_protos import parse_message
 
-    def _write(self) -> Writer:
-        raise NotImplementedError
+        return cls._read(parse_message(f"{_PACKAGE}.{cls.__name__}", bytes(message)))
+
+    def _write(self, message: Any) -> None:
+        """Copies the fields to a protobuf message, which has the same names."""
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if isinstance(value, tuple):
+                getattr(message, name).extend(value)
+            else:
+                setattr(message, name, value)
 
     @classmethod
-    def _read(cls, message: Iterable[Field]) -> Self:
-        raise NotImplementedError
+    def _read(cls, message: Any) -> Self:
+        return cls(**{name: getattr(message, name) for name in cls.__slots__})
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,33 +118,6 @@ class SliceConfig(_ConfigMessage):
         """Number of columns."""
         return self.end - self.start
 
-    def _write(self) -> Writer:
-        writer = Writer()
-        writer.text(1, self.feature_name)
-        for number, name in _SLICE_INTS.items():
-            writer.varint(number, getattr(self, name))
-        return writer
-
-    @classmethod
-    def _read(cls, message: Iterable[Field]) -> Self:
-        values: dict[str, Any] = {}
-        for part in message:
-            if part.number == 1:
-                values["feature_name"] = part.text()
-            elif part.number in _SLICE_INTS:
-                values[_SLICE_INTS[part.number]] = part.int32()
-        return cls(**values)
-
-
-_SLICE_INTS = {
-    2: "start",
-    3: "end",
-    4: "feature_idx",
-    5: "slice_idx",
-    10: "pooling_type",
-    11: "max_sequence_length",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class OutConfig(_ConfigMessage):
@@ -143,31 +140,17 @@ class OutConfig(_ConfigMessage):
         shapes = enumerate(_items(self, "shape", self.shape))
         object.__setattr__(self, "shape", tuple(_int32s(self, f"shape[{i}]", dims) for i, dims in shapes))
 
-    def _write(self) -> Writer:
-        writer = Writer()
+    def _write(self, message: Any) -> None:
         for each in self.slice_configs:
-            writer.message(1, each._write())
-        writer.varint(2, self.out_type)
+            each._write(message.slice_configs.add())
+        message.out_type = self.out_type
         for dims in self.shape:
-            shape = Writer()
-            shape.varints(1, dims)
-            writer.message(3, shape)
-        return writer
+            message.shape.add(dims=dims)
 
     @classmethod
-    def _read(cls, message: Iterable[Field]) -> Self:
-        slices: list[SliceConfig] = []
-        shapes: list[list[int]] = []
-        values: dict[str, Any] = {"slice_configs": slices, "shape": shapes}
-        for part in message:
-            if part.number == 1:
-                slices.append(SliceConfig._read(part.message()))
-            elif part.number == 2:
-                values["out_type"] = part.int32()
-            elif part.number == 3:
-                dims = [d for dim in part.message() if dim.number == 1 for d in dim.int32s().tolist()]
-                shapes.append(dims)
-        return cls(**values)
+    def _read(cls, message: Any) -> Self:
+        slices = tuple(map(SliceConfig._read, message.slice_configs))
+        return cls(slices, message.out_type, tuple(tuple(shape.dims) for shape in message.shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,29 +176,6 @@ class FeatureConfig(_ConfigMessage):
         """Number of columns of its rows."""
         return sum(self.slice_dims)
 
-    def _write(self) -> Writer:
-        writer = Writer()
-        writer.text(1, self.table)
-        writer.varint(2, self.pooling_type)
-        writer.varints(3, self.slice_dims)
-        writer.varint(4, self.max_sequence_length)
-        return writer
-
-    @classmethod
-    def _read(cls, message: Iterable[Field]) -> Self:
-        dims: list[int] = []
-        values: dict[str, Any] = {"slice_dims": dims}
-        for part in message:
-            if part.number == 1:
-                values["table"] = part.text()
-            elif part.number == 2:
-                values["pooling_type"] = part.int32()
-            elif part.number == 3:
-                dims += part.int32s().tolist()
-            elif part.number == 4:
-                values["max_sequence_length"] = part.int32()
-        return cls(**values)
-
 
 @dataclass(frozen=True, slots=True)
 class FeatureConfigs(_ConfigMessage):
@@ -224,12 +184,12 @@ class FeatureConfigs(_ConfigMessage):
     feature_configs: Mapping[str, FeatureConfig] = field(default_factory=dict)
     out_configs: Mapping[str, OutConfig] = field(default_factory=dict)
     encoded: str = field(init=False, repr=False, compare=False)
-    """The bytes of `to_proto`, a character each: the form in which ops take it."""
+    """The configs as JSON, the form in which ops take them; equal configs give equal text."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "feature_configs", _named(self, "feature_configs", FeatureConfig))
         object.__setattr__(self, "out_configs", _named(self, "out_configs", OutConfig))
-        object.__setattr__(self, "encoded", self.to_proto().decode("latin-1"))
+        object.__setattr__(self, "encoded", self._encode())
 
     # ---- names, in the order that numbers them in Monolith's encodings
 
@@ -344,30 +304,36 @@ class FeatureConfigs(_ConfigMessage):
 
     # ---- bytes
 
-    def _write(self) -> Writer:
-        writer = Writer()
-        for number, configs in ((1, self.feature_configs), (2, self.out_configs)):
-            for name, config in sorted(configs.items()):
-                entry = Writer()
-                entry.text(1, name, always=True)
-                entry.message(2, config._write())
-                writer.message(number, entry)
-        return writer
+    def _write(self, message: Any) -> None:
+        for name in ("feature_configs", "out_configs"):
+            for key, config in getattr(self, name).items():
+                config._write(getattr(message, name)[key])
 
     @classmethod
-    def _read(cls, message: Iterable[Field]) -> Self:
-        features: dict[str, FeatureConfig] = {}
-        layouts: dict[str, OutConfig] = {}
-        for part in message:
-            if part.number not in (1, 2):
-                continue
-            key, value = part.map_entry()
-            name = key.text() if key else ""
-            if part.number == 1:
-                features[name] = FeatureConfig._read(value.message() if value else ())
-            else:
-                layouts[name] = OutConfig._read(value.message() if value else ())
-        return cls(features, layouts)
+    def _read(cls, message: Any) -> Self:
+        features = {name: FeatureConfig._read(each) for name, each in message.feature_configs.items()}
+        return cls(features, {name: OutConfig._read(each) for name, each in message.out_configs.items()})
+
+    @classmethod
+    def from_encoded(cls, encoded: str) -> Self:
+        """Returns the configs whose `encoded` this is."""
+        features, outs = json.loads(encoded)
+        return cls(
+            {name: FeatureConfig(**each) for name, each in features.items()},
+            {
+                name: OutConfig(tuple(SliceConfig(**cut) for cut in slices), **rest)
+                for name, (slices, rest) in outs.items()
+            },
+        )
+
+    def _encode(self) -> str:
+        outs = {}
+        for name, out in self.out_configs.items():
+            rest = asdict(out)
+            outs[name] = rest.pop("slice_configs"), rest
+        return json.dumps(
+            [{name: asdict(each) for name, each in self.feature_configs.items()}, outs], sort_keys=True
+        )
 
 
 def _unfit(layout: str, problem: str, out: OutConfig | None = None, i: int = 0) -> InputError:

@@ -46,7 +46,7 @@ def layout_plan(encoded: str) -> LayoutPlan:
     Args:
         encoded: `FeatureConfigs.encoded`, a string because torch ops take strings and not objects.
     """
-    configs = FeatureConfigs.from_proto(encoded.encode("latin-1"))
+    configs = FeatureConfigs.from_encoded(encoded)
     configs.validate()
     names, tables = configs.feature_names, configs.table_names
     features = [configs.feature_configs[n] for n in names]

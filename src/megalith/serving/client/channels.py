@@ -21,10 +21,10 @@ from megalith.errors import RemoteError, UsageError
 from megalith.serving.client.credentials import Credentials, grpc_module
 from megalith.serving.discovery.addresses import check_address, is_loopback
 from megalith.serving.proto.limits import MAX_BYTES
-from megalith.serving.proto.schema import Message
-from megalith.serving.proto.tf_serving import (
+from megalith.serving.proto.message_types import (
     GetModelMetadataResponse,
     GetModelStatusResponse,
+    Message,
     PredictResponse,
 )
 

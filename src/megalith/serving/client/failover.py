@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from megalith.errors import DiscoveryError, RemoteError
 from megalith.serving.client.channels import Channels, Connection
 from megalith.serving.discovery.contract import Discovery, Replicas
-from megalith.serving.proto.schema import Message
+from megalith.serving.proto.message_types import Message
 
 FINAL = frozenset({"INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED"})
 """What says something about the request. Whatever else went wrong, another replica may do better."""

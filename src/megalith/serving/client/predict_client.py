@@ -27,9 +27,7 @@ from megalith.serving.discovery.contract import Discovery
 from megalith.serving.discovery.urls import open_discovery
 from megalith.serving.discovery.znode_records import SavedModel
 from megalith.serving.proto.limits import MAX_BYTES
-from megalith.serving.proto.schema import Message
-from megalith.serving.proto.tensorflow import DataType
-from megalith.serving.proto.tf_serving import PredictRequest
+from megalith.serving.proto.message_types import DataType, Message, PredictRequest
 from megalith.serving.proto.tf_tensors import (
     Strings,
     from_tensor_proto,

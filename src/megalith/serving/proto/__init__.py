@@ -11,44 +11,44 @@ from megalith.serving.proto.infer_tensors import (
     from_values,
     to_infer_request,
 )
-from megalith.serving.proto.inference import (
+from megalith.serving.proto.limits import MAX_BYTES
+from megalith.serving.proto.message_types import (
+    POOL,
+    ClientConfig,
+    DataType,
+    ErrorCode,
+    GetModelMetadataRequest,
+    GetModelMetadataResponse,
+    GetModelStatusRequest,
+    GetModelStatusResponse,
     InferParameter,
     InferTensorContents,
+    Message,
     ModelInferRequest,
     ModelInferResponse,
     ModelMetadataRequest,
     ModelMetadataResponse,
     ModelReadyRequest,
     ModelReadyResponse,
+    ModelSpec,
+    ModelVersionStatus,
+    PredictRequest,
+    PredictResponse,
+    PushRequest,
+    PushResponse,
+    PushResult,
     ServerLiveRequest,
     ServerLiveResponse,
     ServerMetadataRequest,
     ServerMetadataResponse,
     ServerReadyRequest,
     ServerReadyResponse,
-)
-from megalith.serving.proto.limits import MAX_BYTES
-from megalith.serving.proto.parameter_sync import ClientConfig, PushRequest, PushResponse, PushResult
-from megalith.serving.proto.schema import POOL, Message
-from megalith.serving.proto.tensorflow import (
-    DataType,
-    ErrorCode,
     SignatureDef,
+    SignatureDefMap,
+    StatusProto,
     TensorInfo,
     TensorProto,
     TensorShapeProto,
-)
-from megalith.serving.proto.tf_serving import (
-    GetModelMetadataRequest,
-    GetModelMetadataResponse,
-    GetModelStatusRequest,
-    GetModelStatusResponse,
-    ModelSpec,
-    ModelVersionStatus,
-    PredictRequest,
-    PredictResponse,
-    SignatureDefMap,
-    StatusProto,
 )
 from megalith.serving.proto.tf_tensors import (
     Strings,

@@ -1,99 +1,150 @@
-"""Contents: large tensors of a PredictRequest, taken out of it before protobuf reads the rest.
+"""Cuts the contents of large tensors out of a serialized PredictRequest before protobuf parses the rest.
 
-Protobuf copies a tensor's bytes when it reads a request and again whenever they are looked at. A push of
-training is megabytes of little else, so its tensors are copied once, straight from what arrived. Reading
-here is slow where there are many small fields; a push has few, so what has more is left to protobuf.
+Protobuf copies a tensor's bytes when it parses a request, and again at each access. A push from training is
+megabytes of tensors, so they are copied once, directly from the received bytes. The scanner below is slow for
+many small fields. A push has few fields, so a request with more is left to protobuf.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from megalith.errors import InputError
-from megalith.protowire import BYTES, VARINT, Field, Writer, fields
 
 LARGE = 1 << 16
-"""Bytes of a tensor from which it is taken out."""
+"""Minimum number of bytes of a tensor that is cut out."""
 MAX_FIELDS = 4096
-"""Fields that are looked at, those of messages inside included."""
+"""Maximum number of fields that are scanned, including those of nested messages."""
 _MODEL_SPEC, _INPUTS, _SIGNATURE_NAME, _TENSOR_CONTENT = 1, 2, 3, 4
+_VARINT, _BYTES = 0, 2
 
 
 def cut_contents(
     data: bytes, wanted: Callable[[str], bool] = lambda signature: True
 ) -> tuple[bytes, dict[str, memoryview]]:
-    """A serialised PredictRequest without the `tensor_content` of its large inputs; and these by name.
+    """Cuts the `tensor_content` of large inputs out of a serialized PredictRequest.
 
-    Views of `data`. wanted: whether to do so for a signature. Whatever is not as expected is left to
-    protobuf: then the request is `data` itself.
+    Args:
+        data: the request.
+        wanted: whether to cut requests for a signature.
+
+    Returns:
+        The request without the contents, and views of `data` with the contents by input name. A request with
+        unexpected or invalid fields is returned unchanged, for protobuf to parse or refuse.
     """
-    kept, contents, count = Writer(), dict[str, memoryview](), _FieldCount()
+    kept: list[bytes | memoryview] = []
+    contents: dict[str, memoryview] = {}
+    scanner = _Scanner()
     try:
-        for field in count(fields(data)):
-            if field.number == _MODEL_SPEC and not wanted(_signature(field, count)):
+        for field in scanner.fields(memoryview(data)):
+            if field.number == _MODEL_SPEC and not wanted(_signature(field, scanner)):
                 return data, {}
             if field.number != _INPUTS:
-                _copy(field, kept)
+                kept.append(field.encoded)
                 continue
-            name, value = _entry(field, count)
-            tensor, entry = Writer(), Writer()
-            content = _cut(value, tensor, count)
-            contents.pop(name, None)  # of two entries with one name the last counts
+            name, tensor = _entry(field, scanner)
+            small, content = _cut(tensor, scanner)
+            contents.pop(_text(name), None)  # of two entries with the same name, the last counts
             if content is not None:
-                contents[name] = content
-            entry.text(1, name)
-            entry.message(2, tensor)
-            kept.message(_INPUTS, entry)
+                contents[_text(name)] = content
+            kept.append(_encoded(_INPUTS, bytes(name.encoded) + _encoded(2, small)))
     except InputError:
         return data, {}
-    return bytes(kept), contents
+    return b"".join(kept), contents
 
 
-class _FieldCount:
-    """Counts the fields of a request as they are looked at; raises InputError when there are too many."""
+class _WireField(NamedTuple):
+    """A varint or a length-delimited field. payload: None for a varint. encoded: with its key."""
+
+    number: int
+    payload: memoryview | None
+    encoded: memoryview
+
+    def message(self) -> memoryview:
+        if self.payload is None:
+            raise InputError(f"field {self.number} is not length-delimited")
+        return self.payload
+
+
+class _Scanner:
+    """Scans the fields of messages; raises InputError after MAX_FIELDS, or for what protobuf must judge."""
 
     def __init__(self) -> None:
         self._left = MAX_FIELDS
 
-    def __call__(self, found: Iterator[Field]) -> Iterator[Field]:
-        for field in found:
+    def fields(self, data: memoryview) -> Iterator[_WireField]:
+        start, end = 0, len(data)
+        while start < end:
             self._left -= 1
-            if self._left < 0:
-                raise InputError(f"more than {MAX_FIELDS} fields are left to protobuf")
-            yield field
+            key, at = _varint(data, start)
+            if self._left < 0 or not key >> 3:
+                raise InputError(f"more than {MAX_FIELDS} fields, or a field number of 0")
+            payload = None
+            if key & 7 == _BYTES:
+                size, begin = _varint(data, at)
+                at = begin + size
+                payload = data[begin:at]
+            elif key & 7 == _VARINT:
+                _, at = _varint(data, at)
+            else:
+                raise InputError(f"field {key >> 3} is not a varint or length-delimited")
+            if at > end:
+                raise InputError(f"field {key >> 3} is cut off")
+            yield _WireField(key >> 3, payload, data[start:at])
+            start = at
 
 
-def _signature(spec: Field, count: _FieldCount) -> str:
+def _varint(data: memoryview, at: int) -> tuple[int, int]:
+    """The varint at `at`, of at most 35 bits, and its end. Longer ones are left to protobuf."""
+    value = 0
+    for k, byte in enumerate(data[at : at + 5]):
+        value |= (byte & 0x7F) << 7 * k
+        if byte < 0x80:
+            return value, at + k + 1
+    raise InputError("a varint is cut off or has more than 5 bytes")
+
+
+def _signature(spec: _WireField, scanner: _Scanner) -> str:
     name = ""
-    for field in count(spec.message()):
+    for field in scanner.fields(spec.message()):
         if field.number == _SIGNATURE_NAME:
-            name = field.text()
+            name = _text(field)
     return name
 
 
-def _entry(entry: Field, count: _FieldCount) -> tuple[str, Field]:
-    """Name and tensor of an input."""
-    found = sorted(count(entry.message()), key=lambda field: field.number)
+def _entry(entry: _WireField, scanner: _Scanner) -> tuple[_WireField, _WireField]:
+    """The name and the tensor of an input."""
+    found = sorted(scanner.fields(entry.message()), key=lambda field: field.number)
     if [field.number for field in found] != [1, 2]:
-        raise InputError("an input without a name or a tensor, or with two, is left to protobuf")
-    return found[0].text(), found[1]
+        raise InputError("an input must have one name and one tensor")
+    return found[0], found[1]
 
 
-def _cut(value: Field, kept: Writer, count: _FieldCount) -> memoryview | None:
-    """Copies a TensorProto but for its content, which is returned if it is large."""
+def _cut(tensor: _WireField, scanner: _Scanner) -> tuple[bytes, memoryview | None]:
+    """A TensorProto without its content if that is large, and the content."""
+    kept: list[memoryview] = []
     content = None
-    for field in count(value.message()):
-        if field.number == _TENSOR_CONTENT and len(field.raw()) >= LARGE and content is None:
-            content = field.raw()
+    for field in scanner.fields(tensor.message()):
+        if field.number == _TENSOR_CONTENT and len(field.message()) >= LARGE and content is None:
+            content = field.message()
         else:
-            _copy(field, kept)
-    return content
+            kept.append(field.encoded)
+    return b"".join(kept), content
 
 
-def _copy(field: Field, kept: Writer) -> None:
-    if field.wire_type == BYTES:
-        kept.raw(field.number, field.raw(), always=True)
-    elif field.wire_type == VARINT:
-        kept.varint(field.number, field.uint64(), always=True)
-    else:
-        raise InputError(f"field {field.number} is left to protobuf")
+def _text(field: _WireField) -> str:
+    try:
+        return str(field.message(), "utf-8")
+    except UnicodeDecodeError:
+        raise InputError(f"field {field.number} is not UTF-8") from None
+
+
+def _encoded(number: int, payload: bytes) -> bytes:
+    """A length-delimited field."""
+    size, out = len(payload), bytearray([number << 3 | _BYTES])
+    while size >= 0x80:
+        out.append(size & 0x7F | 0x80)
+        size >>= 7
+    out.append(size)
+    return bytes(out) + payload

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError
-from megalith.serving.proto.inference import ModelInferRequest
 from megalith.serving.proto.limits import (
     BITS,
     MAX_BYTES,
@@ -24,7 +23,7 @@ from megalith.serving.proto.limits import (
     checked_shape,
     tensor_of_bytes,
 )
-from megalith.serving.proto.schema import Message
+from megalith.serving.proto.message_types import Message, ModelInferRequest
 from megalith.serving.proto.tf_tensors import Strings
 
 BYTES = "BYTES"

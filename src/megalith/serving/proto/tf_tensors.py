@@ -29,13 +29,12 @@ from megalith.serving.proto.limits import (
     tensor_of_bits,
     tensor_of_bytes,
 )
-from megalith.serving.proto.schema import Message
-from megalith.serving.proto.tensorflow import DataType, TensorInfo, TensorProto
+from megalith.serving.proto.message_types import DataType, Message, TensorInfo, TensorProto
 
 Strings = NDArray[np.object_]
 """An array of bytes objects."""
 
-DTYPES: dict[torch.dtype, DataType] = {
+DTYPES: dict[torch.dtype, int] = {
     torch.float32: DataType.DT_FLOAT,
     torch.float64: DataType.DT_DOUBLE,
     torch.float16: DataType.DT_HALF,

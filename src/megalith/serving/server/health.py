@@ -15,7 +15,7 @@ from typing import Any
 
 from megalith.errors import MissingDependencyError
 from megalith.serving.client.credentials import grpc_module
-from megalith.serving.proto.schema import POOL
+from megalith.serving.proto.message_types import POOL
 from megalith.serving.server.request_errors import Code
 from megalith.serving.server.security import Security
 

@@ -24,8 +24,7 @@ from megalith.ragged import Ragged
 from megalith.serving.export.signature import FeatureSpec, Signature
 from megalith.serving.proto.infer_tensors import from_infer_request
 from megalith.serving.proto.limits import MAX_BYTES
-from megalith.serving.proto.schema import Message
-from megalith.serving.proto.tensorflow import DataType
+from megalith.serving.proto.message_types import DataType, Message
 from megalith.serving.proto.tf_tensors import Strings, from_tensor_protos
 
 SPLITS, WEIGHTS = ":row_splits", ":weights"

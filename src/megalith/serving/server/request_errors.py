@@ -15,7 +15,7 @@ from megalith.errors import (
     UsageError,
 )
 from megalith.serving.client.credentials import grpc_module
-from megalith.serving.proto.schema import protobuf
+from megalith.serving.proto.message_types import protobuf
 
 log = logging.getLogger("megalith.serving")
 

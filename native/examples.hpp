@@ -1,0 +1,540 @@
+// Monolith's Example, ExampleBatch and Instance records into columns; compat/monolith/proto has the messages.
+//
+//   record -> rows; a row has a cell in each wanted column, a label, a weight and maybe a time.
+//   Example, Instance   one row
+//   ExampleBatch        batch_size rows, stored by column; a SHARED column has one value for all rows
+//
+// Repeated fields, oneofs and submessages that occur twice are merged as protobuf merges them. Of two features
+// with the same name in a record, the last counts. v1 fids become v2 fids, lists of lists are flattened, bytes
+// become xxHash64 ids. Records are untrusted: each is read completely or not at all, with its reason and byte.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "strings.hpp"
+#include "wire.hpp"
+
+namespace megalith {
+
+enum class RecordKind { example, example_batch, instance };
+
+// What a cell holds; `none` also stands for a feature without values.
+enum class CellKind : uint8_t { none, ids, floats };
+
+constexpr int64_t kMaxBatchRows = int64_t{1} << 20;
+// Values that the shared columns of one ExampleBatch may expand to.
+constexpr int64_t kMaxSharedValues = int64_t{1} << 26;
+
+inline int64_t fid_v1_to_v2(uint64_t fid) {
+  return static_cast<int64_t>((fid >> 54) << 48 | (fid & ((uint64_t{1} << 48) - 1)));
+}
+
+// The cells of one wanted name. A cell has values in `ids` or in `floats`, by its kind.
+class Column {
+ public:
+  std::vector<int64_t> ids;
+  std::vector<float> floats;
+  std::vector<CellKind> kinds;
+  std::vector<int64_t> lengths;
+
+  void begin_record() {
+    record_ids_ = ids.size();
+    record_floats_ = floats.size();
+    record_cells_ = kinds.size();
+  }
+
+  // Removes the cells of the current record.
+  void reset_record() {
+    ids.resize(record_ids_);
+    floats.resize(record_floats_);
+    kinds.resize(record_cells_);
+    lengths.resize(record_cells_);
+  }
+
+  void end_record(int64_t rows) {
+    kinds.resize(record_cells_ + static_cast<size_t>(rows), CellKind::none);
+    lengths.resize(kinds.size(), 0);
+  }
+
+  void begin_cell() {
+    cell_ids_ = ids.size();
+    cell_floats_ = floats.size();
+    kind = CellKind::none;
+    is_bytes = false;
+  }
+
+  void clear_cell() {
+    ids.resize(cell_ids_);
+    floats.resize(cell_floats_);
+  }
+
+  void end_cell() {
+    kinds.push_back(kind);
+    lengths.push_back(cell_length());
+  }
+
+  int64_t cell_length() const {
+    return static_cast<int64_t>(ids.size() - cell_ids_ + floats.size() - cell_floats_);
+  }
+
+  float cell_float(int64_t i) const { return floats[cell_floats_ + static_cast<size_t>(i)]; }
+
+  // Repeats the last cell until there are `copies`.
+  void repeat_cell(int64_t copies) {
+    const size_t new_ids = ids.size() - cell_ids_, new_floats = floats.size() - cell_floats_;
+    for (int64_t k = 1; k < copies; ++k) {
+      kinds.push_back(kinds.back());
+      lengths.push_back(lengths.back());
+      ids.resize(ids.size() + new_ids);
+      floats.resize(floats.size() + new_floats);
+      std::copy_n(ids.end() - 2 * static_cast<ptrdiff_t>(new_ids), new_ids, ids.end() - static_cast<ptrdiff_t>(new_ids));
+      std::copy_n(floats.end() - 2 * static_cast<ptrdiff_t>(new_floats), new_floats,
+                  floats.end() - static_cast<ptrdiff_t>(new_floats));
+    }
+  }
+
+  // ---- values of the open cell
+
+  void add_fids(const wire::Field& field, bool is_v1) {
+    const size_t n = field.count(8), old = ids.size();
+    ids.resize(old + n);
+    if (n) std::memcpy(ids.data() + old, field.span.data, n * 8);
+    for (size_t i = old; is_v1 && i < ids.size(); ++i) ids[i] = fid_v1_to_v2(static_cast<uint64_t>(ids[i]));
+  }
+
+  void add_floats(const wire::Field& field) {
+    const size_t n = field.count(4), old = floats.size();
+    floats.resize(old + n);
+    if (n) std::memcpy(floats.data() + old, field.span.data, n * 4);
+  }
+
+  void add_doubles(const wire::Field& field) {
+    const size_t n = field.count(8);
+    for (size_t i = 0; i < n; ++i) {
+      double value;
+      std::memcpy(&value, field.span.data + 8 * i, 8);
+      add_double(value);
+    }
+  }
+
+  // A double that float32 cannot hold becomes infinite.
+  void add_double(double value) { floats.push_back(static_cast<float>(value)); }
+
+  void add_int64s(const wire::Field& field) {
+    if (field.type == wire::varint) return ids.push_back(field.int64());
+    for (wire::Fields run(field.message()); !run.done();) ids.push_back(static_cast<int64_t>(run.read_varint(10)));
+  }
+
+  void add_bytes(const wire::Field& field) {
+    const wire::Span& value = field.message();
+    if (cell_length() == 0) first_bytes = value;
+    ids.push_back(static_cast<int64_t>(xxhash64(value.data, value.size, 0)));
+  }
+
+  CellKind kind = CellKind::none;   // of the open cell
+  bool is_bytes = false;            // of the open cell: its ids are hashes
+  wire::Span first_bytes{};         // of the open cell, if it holds bytes
+
+ private:
+  size_t record_ids_ = 0, record_floats_ = 0, record_cells_ = 0, cell_ids_ = 0, cell_floats_ = 0;
+};
+
+// Why a record could not be read. at: the byte, counted from the first of the record.
+struct RecordError {
+  int64_t record, at;
+  std::string problem;
+};
+
+// Decodes records into columns, row after row.
+class RecordDecoder {
+ public:
+  // names: the wanted columns. label_index: which label of a row counts.
+  RecordDecoder(RecordKind kind, const std::vector<std::string>& names, int64_t label_index)
+      : columns(names.size()), kind_(kind), label_index_(label_index) {
+    slots_.fill(-1);
+    for (size_t i = 0; i < names.size(); ++i) {
+      by_name_.emplace_back(names[i], static_cast<int>(i));
+      for (int slot = 0; names[i].rfind("fc_slot_", 0) == 0 && slot < 1024; ++slot)
+        if (names[i] == "fc_slot_" + std::to_string(slot)) slots_[static_cast<size_t>(slot)] = static_cast<int>(i);
+      if (names[i] == "value") value_ = static_cast<int>(i);
+    }
+    if (kind != RecordKind::instance)
+      for (int i = 0; i < 3; ++i) by_name_.emplace_back(special_names[i], label_column - i);
+    std::stable_sort(by_name_.begin(), by_name_.end(), [](const Named& a, const Named& b) {
+      return a.first != b.first ? a.first < b.first : a.second < b.second;
+    });
+    own_cells_.assign(columns.size(), 0);
+  }
+
+  std::vector<Column> columns;
+  std::vector<float> labels, weights;  // [rows]; a missing label is NaN, a missing weight is 1
+  std::vector<int64_t> times;          // [rows]; 0 where unknown
+  std::vector<uint8_t> has_time;       // [rows]
+  std::vector<int64_t> rows;           // [records]; 0 for a record with an error
+  std::vector<RecordError> errors;
+
+  void decode(const uint8_t* data, size_t size) {
+    const wire::Span record{data, size, data};
+    const size_t first = labels.size();
+    for (Column& column : columns) column.begin_record();
+    try {
+      const int64_t count = kind_ == RecordKind::example         ? example(record)
+                            : kind_ == RecordKind::example_batch ? example_batch(record)
+                                                                 : instance(record);
+      for (Column& column : columns) column.end_record(count);
+      rows.push_back(count);
+    } catch (const wire::Error& error) {
+      for (Column& column : columns) column.reset_record();
+      resize_rows(first);
+      errors.push_back({static_cast<int64_t>(rows.size()), error.at, error.what()});
+      rows.push_back(0);
+    }
+  }
+
+ private:
+  using Named = std::pair<std::string, int>;
+  static constexpr int label_column = -1, weight_column = -2, line_id_column = -3, unwanted = -4;
+  static constexpr const char* special_names[] = {"__LABEL__", "instance_weight", "__LINE_ID__"};
+
+  void resize_rows(size_t n) {
+    labels.resize(n, std::numeric_limits<float>::quiet_NaN());
+    weights.resize(n, 1.0f);
+    times.resize(n, 0);
+    has_time.resize(n, 0);
+    label_counts_.assign(n - std::min(n, row_), 0);
+  }
+
+  // Adds rows for the current record.
+  void add_rows(int64_t n) {
+    row_ = labels.size();
+    resize_rows(row_ + static_cast<size_t>(n));
+  }
+
+  // The column of a name; specials are below zero and win over wanted columns of the same name.
+  int find(std::string_view name) const {
+    const auto at = std::lower_bound(by_name_.begin(), by_name_.end(), name,
+                                     [](const Named& a, std::string_view b) { return a.first < b; });
+    return at != by_name_.end() && at->first == name ? at->second : unwanted;
+  }
+
+  void add_label(size_t row, float value) {
+    if (label_counts_[row - row_]++ == label_index_) labels[row] = value;
+  }
+
+  void add_labels(size_t row, const wire::Field& field) {
+    const size_t n = field.count(4);
+    for (size_t i = 0; i < n; ++i) {
+      float value;
+      std::memcpy(&value, field.span.data + 4 * i, 4);
+      add_label(row, value);
+    }
+  }
+
+  void line_id(size_t row, const wire::Span& message) {
+    wire::Fields fields(message);
+    wire::Field field;
+    while (fields.next(field))
+      if (field.number == 3) {
+        times[row] = field.int64();
+        has_time[row] = 1;
+      }
+  }
+
+  // ---- the three messages
+
+  int64_t example(const wire::Span& message) {
+    add_rows(1);
+    wire::Field field;
+    for (wire::Fields fields(message); fields.next(field);)
+      if (field.number == 1) named_feature(field.message());
+    for (wire::Fields fields(message); fields.next(field);) {  // after the special columns, in any order
+      if (field.number == 100)
+        line_id(row_, field.message());
+      else if (field.number == 101)
+        add_labels(row_, field);
+      else if (field.number == 102)
+        weights[row_] = field.fixed<float>();
+    }
+    return 1;
+  }
+
+  void named_feature(const wire::Span& message) {
+    std::string_view name;
+    bool has_feature = false;
+    wire::Field field;
+    for (wire::Fields fields(message); fields.next(field);) {
+      if (field.number == 1)
+        name = field.text();
+      else if (field.number == 2)
+        has_feature = true;
+    }
+    const int place = find(name);
+    Column& to = place >= 0 ? columns[static_cast<size_t>(place)] : scratch_;
+    if (place < 0) to.begin_record();
+    if (place < 0 || has_feature) to.reset_record();
+    to.begin_cell();
+    int member = 0;
+    for (wire::Fields fields(message); fields.next(field);)
+      if (field.number == 2) feature(field.message(), to, member);
+    if (place >= 0 && has_feature) to.end_cell();
+    if (place < 0 && has_feature) special(place, row_, message);
+    if (place < 0) to.reset_record();
+  }
+
+  int64_t example_batch(const wire::Span& message) {
+    int64_t count = 0;
+    wire::Field field;
+    for (wire::Fields fields(message); fields.next(field);)
+      if (field.number == 3) count = field.int32();
+    if (count < 0 || count > std::min(static_cast<int64_t>(message.size), kMaxBatchRows))
+      message.fail("batch_size is " + std::to_string(count) + " in a message of " + std::to_string(message.size) +
+                   " bytes");
+    add_rows(count);
+    shared_values_ = 0;
+    for (wire::Fields fields(message); fields.next(field);)
+      if (field.number == 1) named_list(field.message(), count);
+    return count;
+  }
+
+  void named_list(const wire::Span& message, int64_t count) {
+    std::string_view name;
+    bool is_shared = false;
+    int64_t values = 0;
+    wire::Field field;
+    for (wire::Fields fields(message); fields.next(field);) {
+      if (field.number == 1)
+        name = field.text();
+      else if (field.number == 2)
+        ++values;
+      else if (field.number == 3)
+        is_shared = field.int32() == 1;
+    }
+    const int place = find(name);
+    if (place != unwanted && (is_shared ? values == 0 : values != count))
+      message.fail("column '" + std::string(name) + "' has " + std::to_string(values) + " values in a batch of " +
+                   std::to_string(count));
+    Column& to = place >= 0 ? columns[static_cast<size_t>(place)] : scratch_;
+    if (place < 0) to.begin_record();
+    to.reset_record();
+    size_t row = row_;
+    for (wire::Fields fields(message); fields.next(field);) {
+      if (field.number != 2) continue;
+      const bool used = place != unwanted && !(is_shared && row > row_);
+      Column& cell = used ? to : scratch_;
+      if (!used) scratch_.begin_record();
+      cell.begin_cell();
+      int member = 0;
+      feature(field.message(), cell, member);
+      if (place >= 0 && used) {
+        if (!is_shared || count > 0) cell.end_cell();
+        else cell.clear_cell();
+      }
+      if (used && is_shared) share(cell, place, name, message, count);
+      else if (used && place < 0) special(place, row, message);
+      if (place < 0 || !used) scratch_.reset_record();
+      ++row;
+    }
+  }
+
+  void share(Column& cell, int place, std::string_view name, const wire::Span& message, int64_t count) {
+    if (place < 0) {
+      for (int64_t k = 0; k < count; ++k) special(place, row_ + static_cast<size_t>(k), message);
+      return;
+    }
+    if (count == 0) return;
+    const int64_t length = cell.lengths.back();
+    shared_values_ += length * count;
+    if (shared_values_ > kMaxSharedValues)
+      message.fail("column '" + std::string(name) + "' repeats " + std::to_string(length) + " values for " +
+                   std::to_string(count) + " rows, more than a record may expand to");
+    cell.repeat_cell(count);
+  }
+
+  // The label, weight or line id in the open scratch cell.
+  void special(int place, size_t row, const wire::Span& message) {
+    if (place == unwanted) return;
+    const std::string name = special_names[label_column - place];
+    if (place == line_id_column) {
+      if (!scratch_.is_bytes) message.fail("column '" + name + "' does not hold bytes");
+      if (scratch_.cell_length()) line_id(row, scratch_.first_bytes);
+      return;
+    }
+    if (scratch_.kind != CellKind::floats) message.fail("column '" + name + "' does not hold floats");
+    const int64_t n = scratch_.cell_length();
+    if (place == weight_column) weights[row] = n ? scratch_.cell_float(0) : 1.0f;
+    for (int64_t i = 0; place == label_column && i < n; ++i) add_label(row, scratch_.cell_float(i));
+  }
+
+  int64_t instance(const wire::Span& message) {
+    add_rows(1);
+    wire::Fields fields(message);
+    wire::Field field;
+    while (fields.next(field)) {
+      if (field.number == 1)
+        slot_fids(field);
+      else if (field.number == 2)
+        value_floats(field);
+      else if (field.number == 3)
+        add_labels(row_, field);
+      else if (field.number == 4)
+        weights[row_] = field.fixed<float>();
+      else if (field.number == 5)
+        line_id(row_, field.message());
+      else if (field.number == 9)
+        instance_feature(field.message());
+    }
+    return 1;
+  }
+
+  // Opens the cell of a column that field 1 or 2 of an Instance fills; these win over named features.
+  Column& own_cell(int place, CellKind kind) {
+    Column& to = columns[static_cast<size_t>(place)];
+    size_t& last = own_cells_[static_cast<size_t>(place)];
+    if (last != rows.size() + 1) {
+      last = rows.size() + 1;
+      to.reset_record();
+      to.begin_cell();
+      to.kind = kind;
+      to.end_cell();
+    }
+    return to;
+  }
+
+  void slot_fids(const wire::Field& field) {
+    const size_t n = field.count(8);
+    for (size_t i = 0; i < n; ++i) {
+      uint64_t fid;
+      std::memcpy(&fid, field.span.data + 8 * i, 8);
+      const int place = slots_[fid >> 54];
+      if (place < 0) continue;
+      Column& to = own_cell(place, CellKind::ids);
+      to.ids.push_back(fid_v1_to_v2(fid));
+      ++to.lengths.back();
+    }
+  }
+
+  void value_floats(const wire::Field& field) {
+    const size_t n = field.count(4);
+    if (value_ < 0 || n == 0) return;
+    Column& to = own_cell(value_, CellKind::floats);
+    to.add_floats(field);
+    to.lengths.back() += static_cast<int64_t>(n);
+  }
+
+  void instance_feature(const wire::Span& message) {
+    std::string_view name;
+    uint32_t member = 10;  // the first field that has values
+    wire::Field field;
+    for (wire::Fields fields(message); fields.next(field);) {
+      if (field.number == 1)
+        name = field.text();
+      else if (field.number >= 2 && field.number <= 9) {
+        const bool is_run = field.number <= 4 && field.type == wire::bytes;
+        if (!is_run || field.span.size) member = std::min(member, field.number);
+      }
+    }
+    const int place = member == 10 ? unwanted : find(name);
+    const bool used = place >= 0 && own_cells_[static_cast<size_t>(place)] != rows.size() + 1;
+    Column& to = used ? columns[static_cast<size_t>(place)] : scratch_;
+    if (!used) scratch_.begin_record();
+    to.reset_record();
+    to.begin_cell();
+    for (wire::Fields fields(message); fields.next(field);) {
+      if (field.number < 2 || field.number > 9) continue;
+      if (field.number == member) {
+        instance_values(field, to);
+      } else {  // only checked
+        Column other;
+        other.begin_cell();
+        instance_values(field, other);
+      }
+    }
+    if (used)
+      to.end_cell();
+    else
+      to.reset_record();
+  }
+
+  static void instance_values(const wire::Field& field, Column& to) {
+    const uint32_t type = (field.number - 2) % 4;
+    to.kind = type == 1 ? CellKind::floats : CellKind::ids;
+    if (field.number <= 5) return add_values(field, to, type);
+    wire::Fields list(field.message());
+    wire::Field value;
+    while (list.next(value))
+      if (value.number == 1) add_values(value, to, type);
+  }
+
+  // ---- features
+
+  // type: 0 fids, 1 floats, 2 int64, 3 bytes, 4 doubles, 5 v1 fids.
+  static void add_values(const wire::Field& field, Column& to, uint32_t type) {
+    if (type == 0 || type == 5) return to.add_fids(field, type == 5);
+    if (type == 1) return to.add_floats(field);
+    if (type == 2) return to.add_int64s(field);
+    if (type == 3) return to.add_bytes(field);
+    to.add_doubles(field);
+  }
+
+  // Adds a Feature to the open cell. member: the field of the oneof that is set so far, 0 for none.
+  static void feature(const wire::Span& message, Column& to, int& member) {
+    // Of each member: the type of its values, and how many messages deep they are.
+    static constexpr uint8_t types[] = {0, 5, 0, 1, 4, 2, 3, 0, 1, 4, 2, 3, 2, 1, 4, 3, 5};
+    static constexpr uint8_t depths[] = {0, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 0, 0, 0, 0, 2};
+    wire::Fields fields(message);
+    wire::Field field;
+    while (fields.next(field)) {
+      if (field.number < 1 || field.number > 16) continue;
+      const uint8_t type = types[field.number], depth = depths[field.number];
+      if (static_cast<int>(field.number) != member || depth == 0) to.clear_cell();
+      member = static_cast<int>(field.number);
+      to.kind = type == 1 || type == 4 ? CellKind::floats : CellKind::ids;
+      to.is_bytes = type == 3;
+      if (depth == 0)
+        single(field, to, type);
+      else
+        lists(field.message(), to, type, depth);
+    }
+  }
+
+  static void lists(const wire::Span& message, Column& to, uint8_t type, int depth) {
+    wire::Fields fields(message);
+    wire::Field field;
+    while (fields.next(field)) {
+      if (field.number != 1) continue;
+      if (depth == 1)
+        add_values(field, to, type);
+      else
+        lists(field.message(), to, type, depth - 1);
+    }
+  }
+
+  static void single(const wire::Field& field, Column& to, uint8_t type) {
+    if (type == 1) return to.floats.push_back(field.fixed<float>());
+    if (type == 2) return to.ids.push_back(field.int64());
+    if (type == 3) return to.add_bytes(field);
+    to.add_double(field.fixed<double>());
+  }
+
+  RecordKind kind_;
+  int64_t label_index_;
+  std::vector<Named> by_name_;           // sorted
+  std::array<int, 1024> slots_{};        // column of each slot, -1 for none
+  int value_ = -1;                       // column "value", -1 for none
+  Column scratch_;                       // a cell that is only checked, or of a special column
+  std::vector<size_t> own_cells_;        // per column: the last record, counted from 1, with an own_cell()
+  std::vector<int64_t> label_counts_;    // per row of the record: labels so far
+  size_t row_ = 0;                       // the first row of the record
+  int64_t shared_values_ = 0;
+};
+
+}  // namespace megalith
