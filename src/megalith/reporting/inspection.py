@@ -1,7 +1,7 @@
-"""Looking into a checkpoint without a model: what its tables hold, how large and how old their rows are.
+"""Inspection of a checkpoint without a model: its tables, and the norms and ages of their rows.
 
-Files are read one after the other, so memory stays at one file (32 MiB as `save` writes them) however
-large the table is. Nothing is printed here and nothing is changed.
+Files are read one at a time, so that the memory is that of one file (64 MiB as `save` writes them) for a
+table of any size. Nothing is printed or changed here.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megalith.checkpoint.manifest import Manifest, Routing, TableEntry, full_name
 from megalith.checkpoint.saved_rows import latest_rows
-from megalith.errors import UnknownNameError
-from megalith.storage.store import open_store, verify
+from megalith.errors import CheckpointError, UnknownNameError
+from megalith.storage.store import open_store
 from megalith.table import Chunk
 from megalith.units import DAY, HOUR, MINUTE, MONTH, WEEK, YEAR
 
@@ -48,7 +48,7 @@ _FLOAT32_MAX = np.finfo(np.float32).max
 
 @dataclass(frozen=True)
 class SegmentSummary:
-    """A segment as its manifest describes it."""
+    """A segment as described by the manifest."""
 
     dim: int
     precision: str
@@ -59,17 +59,15 @@ class SegmentSummary:
 
 @dataclass(frozen=True)
 class TableSummary:
-    """A table as its manifest describes it.
-
-    bytes: of its files on disk. memory: of weights, optimizer state, ids and times once loaded; an engine's
-    index comes on top.
-    """
+    """A table as described by the manifest."""
 
     collection: str
     name: str
     rows: int
     bytes: int
+    """Size of its files on disk."""
     memory: int
+    """Bytes of weights, optimizer state, ids and times in memory, without the index of the engine."""
     dim: int
     num_files: int
     global_step: int
@@ -79,7 +77,7 @@ class TableSummary:
 
 @dataclass(frozen=True)
 class Histogram:
-    """counts[i] values lie from edges[i] to edges[i + 1]."""
+    """counts[i] is the number of values between edges[i] and edges[i + 1]."""
 
     edges: list[float]
     counts: list[int]
@@ -94,57 +92,61 @@ class TopRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Norms:
-    """L2 norms of the rows of a table; the numbers are None if it has no finite row.
-
-    The median is right to 0.02 %. num_zero: rows of zeros. num_nonfinite: rows with a NaN or an infinity,
-    which count nowhere else. top: the largest, the smaller id first among equals.
-    """
+    """L2 norms of the rows of a table. The statistics are None if there is no finite row."""
 
     rows: int
     minimum: float | None
     median: float | None
+    """Accurate to 0.02 %."""
     maximum: float | None
     num_zero: int
+    """Number of rows of zeros."""
     num_nonfinite: int
+    """Number of rows with a NaN or infinity; the other fields do not include them."""
     histogram: Histogram
     top: list[TopRow]
+    """The largest rows; of rows with equal norms, the smaller id first."""
 
 
 @dataclass(frozen=True)
 class Ages:
-    """How long ago the rows of a table were last updated, counted in seconds back from `now`.
-
-    oldest, newest: times in seconds; median: an age. bins: (label, rows), from young to old, from the first
-    that holds a row to the last. None and no bins if the table is empty.
-    """
+    """The times since the last update of the rows of a table."""
 
     now: int
+    """The time that ages are relative to, in seconds."""
     rows: int
     newest: int | None
+    """Time of the last update of any row, in seconds. None if the table is empty."""
     oldest: int | None
+    """Time of the last update of the oldest row, in seconds. None if the table is empty."""
     median: float | None
+    """Median age in seconds. None if the table is empty."""
     bins: list[tuple[str, int]]
+    """(label, rows) from young to old, without empty bins at either end."""
 
 
 @dataclass(frozen=True)
 class InspectedRow:
-    """All that is stored of an id. state: by "segment number/name". count: updates, where a policy counts."""
+    """The stored data of an id."""
 
     id: int
     weights: list[float]
     norm: float
     state: dict[str, list[float]]
+    """Optimizer state by "segment number/name"."""
     time: int
+    """Time of the last update in seconds."""
     count: int | None
+    """Number of updates, if a policy counts them."""
 
 
 def _row_bytes(entry: TableEntry) -> int:
-    """Weights and state as float32, the id, the time of the last update (4 bytes)."""
+    """Bytes of weights and state as float32, the id, and the time of the last update (4 bytes)."""
     return 4 * (entry.dim + sum(entry.state_sizes.values())) + 8 + 4
 
 
 def summarize(manifest: Manifest) -> list[TableSummary]:
-    """Every table of a checkpoint with its deltas, in the manifest's order."""
+    """Summarizes each table of a checkpoint, including its deltas, in the order of the manifest."""
     tables = manifest.tables()
     return [
         _summary(path, name, tables[full_name(path, name)], manifest.latest.collections[path].global_step)
@@ -173,10 +175,18 @@ def _summary(path: str, name: str, entries: list[TableEntry], step: int) -> Tabl
 def find_table(
     manifest: Manifest, name: str | None = None, collection: str | None = None
 ) -> tuple[TableSummary, list[TableEntry]]:
-    """The one table with this name, in this collection if given; without a name, the only one.
+    """Finds a table of a checkpoint.
 
-    Its entries are those of the base and of each delta.
-    Raises UnknownNameError naming what there is if none fits, or several do.
+    Args:
+        manifest: The manifest of the checkpoint.
+        name: Name of the table. None: the checkpoint has only one table.
+        collection: Collection of the table. None: any.
+
+    Returns:
+        The summary, and the entries of the table in the base and in each delta.
+
+    Raises:
+        UnknownNameError: No table or several tables match; the message lists the known ones.
     """
     if collection is not None and collection not in manifest.collections:
         known = ", ".join(map(repr, manifest.collections)) or "none"
@@ -191,17 +201,24 @@ def find_table(
         raise UnknownNameError(f"no table {name!r} (known: {known})" if name else "there is no table")
     if len({t.name for t in fits}) > 1:
         known = ", ".join(dict.fromkeys(t.name for t in fits))
-        raise UnknownNameError(f"there are several tables, name one (known: {known})")
+        raise UnknownNameError(f"the checkpoint has several tables; name one (known: {known})")
     known = ", ".join(repr(t.collection) for t in fits)
-    raise UnknownNameError(f"table {fits[0].name!r} is in several collections, name one (known: {known})")
+    raise UnknownNameError(f"table {fits[0].name!r} is in several collections; name one (known: {known})")
 
 
 def measure_norms(
     root: Path, entries: Sequence[TableEntry], *, top: int = 10, on_rows: OnRows | None = None
 ) -> Norms:
-    """The norms of all rows. Files are checked; raises CheckpointError if one is damaged.
+    """Measures the norms of all rows.
 
-    on_rows: called with the number of rows read so far.
+    Args:
+        root: Directory of the checkpoint.
+        entries: The entries of the table in the base and in each delta.
+        top: Number of largest rows to return.
+        on_rows: Called with the number of rows read so far.
+
+    Raises:
+        CheckpointError: A file is damaged.
     """
     spread = _Spread()
     best: list[TopRow] = []
@@ -229,13 +246,22 @@ def measure_norms(
 
 
 def newest_time(root: Path, entries: Sequence[TableEntry]) -> int | None:
-    """The last update of any row, in seconds; None if there is no row."""
+    """Returns the time of the last update of any row in seconds, or None if there is no row."""
     latest = [int(chunk.time.max()) for chunk in _read(root, entries) if chunk.ids.numel()]
     return max(latest, default=None)
 
 
 def measure_ages(root: Path, entries: Sequence[TableEntry], *, now: int) -> Ages:
-    """The ages of all rows at `now`, in seconds."""
+    """Measures the ages of all rows.
+
+    Args:
+        root: Directory of the checkpoint.
+        entries: The entries of the table in the base and in each delta.
+        now: The time that ages are relative to, in seconds.
+
+    Raises:
+        CheckpointError: A file is damaged.
+    """
     limits = np.array([0, *(limit for limit, _ in AGE_LIMITS)], np.int64)
     counts = np.zeros(len(limits) + 1, np.int64)
     spread = _Spread()
@@ -264,7 +290,20 @@ def measure_ages(root: Path, entries: Sequence[TableEntry], *, now: int) -> Ages
 def find_row(
     root: Path, entries: Sequence[TableEntry], id: int, *, on_rows: OnRows | None = None
 ) -> InspectedRow | None:
-    """What is stored of an id, or None. Files are checked."""
+    """Finds the row of an id.
+
+    Args:
+        root: Directory of the checkpoint.
+        entries: The entries of the table in the base and in each delta.
+        id: The id, as int64.
+        on_rows: Called with the number of rows read so far.
+
+    Returns:
+        The row, or None if the id has no row.
+
+    Raises:
+        CheckpointError: A file is damaged.
+    """
     done = 0
     for chunk in _read(root, entries):
         at = torch.nonzero(chunk.ids == id)
@@ -277,7 +316,7 @@ def find_row(
 
 
 def read_ids(root: Path, entries: Sequence[TableEntry]) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """The ids of a table, file by file: int64 [n], and how often each was updated if that was counted."""
+    """Yields the ids of a table file by file, int64 [n], and their numbers of updates if they are counted."""
     for chunk in _read(root, entries):
         if chunk.ids.numel():
             yield chunk.ids, chunk.count
@@ -287,11 +326,11 @@ def read_ids(root: Path, entries: Sequence[TableEntry]) -> Iterator[tuple[Tensor
 
 
 def _read(root: Path, entries: Sequence[TableEntry]) -> Iterator[Chunk]:
-    """Every row once, out of files that are as the manifest says."""
+    """Yields every row once. Raises CheckpointError if a file does not match the manifest."""
     store = open_store(root)
     for entry in entries:
         for piece in (*entry.pieces, *entry.removed):
-            verify(store, piece.file)
+            store.verify(piece.file, CheckpointError)
     return latest_rows(store, entries)
 
 
@@ -309,7 +348,7 @@ def _row(chunk: Chunk, at: int) -> InspectedRow:
 
 def _segment(segment: dict[str, object]) -> SegmentSummary:
     optimizer = segment["optimizer"]
-    assert isinstance(optimizer, dict)  # the manifest's reader checked it
+    assert isinstance(optimizer, dict)  # validated when the manifest was read
     return SegmentSummary(
         dim=int(str(segment["dim"])),
         precision=str(segment.get("precision", "float32")),
@@ -335,9 +374,9 @@ def _largest(
 
 
 class _Spread:
-    """The distribution of numbers from 0 up, in 8 MB whatever their number.
+    """The distribution of any number of non-negative numbers, in 8 MB.
 
-    Numbers fall into bins by the high bits of their float32 form, 0.025 % wide.
+    The bins are given by the high bits of the float32 form and are 0.025 % wide.
     """
 
     def __init__(self) -> None:
@@ -363,7 +402,7 @@ class _Spread:
         return float(values[np.searchsorted(counts.cumsum(), (counts.sum() + 1) // 2)])
 
     def histogram(self) -> Histogram:
-        """Up to 12 bins of equal width; of equal ratio when the largest number is far above the median."""
+        """Up to 12 bins of equal width, or of equal ratio if the largest number is far above the median."""
         values, counts = self._held()
         middle = self.median()
         if self.minimum is None or self.maximum is None or middle is None:
@@ -380,7 +419,7 @@ class _Spread:
         return Histogram(edges.tolist(), np.bincount(bins, counts, _NUM_BINS).astype(np.int64).tolist())
 
     def _held(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """The middle of every bin that holds something, and how much."""
+        """The middle and the count of every bin that is not empty."""
         held = np.flatnonzero(self._counts)
         middle = (held.astype(np.uint32) << _DROPPED_BITS) | (1 << (_DROPPED_BITS - 1))
         values = middle.view(np.float32).astype(np.float64)
