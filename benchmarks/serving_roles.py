@@ -29,6 +29,7 @@ from megalith import Adagrad
 from megalith.models import EmbeddingConfig, Model, build_model
 from megalith.serving.proto import DataType, PredictRequest, PredictResponse, to_tensor_proto
 from megalith.serving.server.model_server import ModelServer
+from megalith.serving.server.server_config import ServerConfig
 
 NAME = "scores"
 PREDICT = "/tensorflow.serving.PredictionService/Predict"
@@ -107,7 +108,7 @@ def answer(ready: dict[str, Any], reply: Callable[[dict[str, Any]], dict[str, An
 
 def model_server(directory: str, follow: str) -> None:
     torch.set_num_threads(1)
-    with ModelServer(directory, allow_writes=follow == "follow", poll_seconds=60.0) as server:
+    with ModelServer(directory, ServerConfig(allow_writes=follow == "follow", poll_seconds=60.0)) as server:
         answer({"address": server.address}, lambda _: {})
 
 

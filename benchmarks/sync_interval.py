@@ -3,7 +3,7 @@
     python benchmarks/sync_interval.py [--quick] [--seeds N] [--output PATH] [--plots FOLDER]
     python benchmarks/sync_interval.py --draw RESULT [--plots FOLDER]
 
-The experiment of the Monolith paper, on made-up clicks. A batch stands for 5 seconds of a feed with 100 views
+The experiment of the Monolith paper, on synthetic clicks. A batch stands for 5 seconds of a feed with 100 views
 a second. Four servers answer from one export, made after an hour of training: three get what was trained
 every 10 seconds, every minute and every 10 minutes of the stream, one gets nothing. For two hours each batch
 is scored by all of them, over gRPC, before the model trains on it. Pushes go through Publisher and
@@ -51,6 +51,7 @@ from megalith.reporting.charts import Axis, Series, as_file, line_chart
 from megalith.serving.client.predict_client import PredictClient
 from megalith.serving.export.exporter import Provenance, export_model
 from megalith.serving.server.model_server import ModelServer
+from megalith.serving.server.server_config import ServerConfig
 from megalith.serving.sync.publisher import Publisher
 from megalith.units import HOUR, MINUTE
 
@@ -134,7 +135,7 @@ class Replica:
 
     def __init__(self, directory: Path, model: nn.Module, seconds: int | None, stack: ExitStack) -> None:
         self._seconds = seconds
-        server = ModelServer(directory, allow_writes=seconds is not None, poll_seconds=FOREVER)
+        server = ModelServer(directory, ServerConfig(allow_writes=seconds is not None, poll_seconds=FOREVER))
         stack.enter_context(server)
         target = f"static:{server.address}"
         self._client = stack.enter_context(PredictClient(target, "feed", "standalone", deadline_ms=60_000))

@@ -21,7 +21,7 @@ from megalith import Adagrad
 from megalith.data import Batch, SyntheticFeature, SyntheticReader
 from megalith.metrics import auc
 from megalith.models import DeepFM, EmbeddingConfig, forward_batch
-from megalith.serving import ModelServer, PredictClient, Publisher, Servable
+from megalith.serving import ModelServer, PredictClient, Publisher, Servable, ServerConfig
 from megalith.serving.export.exporter import Provenance, export_model
 
 WARM_UP = 300  # batches before the model is exported
@@ -81,7 +81,7 @@ def main(seconds: float) -> None:
         export_model(trainer.model, folder, name="feed", version=1, source=Provenance("start", trainer.steps))
         copy = Servable(Path(folder) / "1")
         with (
-            ModelServer(folder, allow_writes=True) as server,
+            ModelServer(folder, ServerConfig(allow_writes=True)) as server,
             PredictClient(f"static:{server.address}", "feed", "standalone", deadline_ms=5_000) as client,
             Publisher(
                 trainer.model, f"static:{server.address}", model_name="feed", interval=1.0, base="start"

@@ -119,7 +119,7 @@ def test_a_run_is_exported_again_only_if_it_has_gone_on(tmp_path: Path) -> None:
         (["absent", "--follow", "--host", "0.0.0.0"], "--token-file"),
         (["absent", "--token-file", "nowhere"], "token: cannot read nowhere"),
         (["absent", "--tls-cert", "x"], "--tls-key"),
-        (["absent", "--discovery", "dns:x"], "must begin with one of"),
+        (["absent", "--discovery", "dns:x"], "must start with one of"),
         (["absent", "--discovery", "static:h:1", "--host", "0.0.0.0"], "--advertise"),
     ],
 )

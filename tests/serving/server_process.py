@@ -58,10 +58,11 @@ def main() -> None:
     import torch
 
     from megalith.serving.server.model_server import ModelServer
+    from megalith.serving.server.server_config import ServerConfig
 
     torch.set_num_threads(1)
     discovery = sys.argv[2] if len(sys.argv) > 2 else None
-    with ModelServer(sys.argv[1], discovery=discovery, poll_seconds=60.0) as server:
+    with ModelServer(sys.argv[1], ServerConfig(discovery=discovery, poll_seconds=60.0)) as server:
         print(server.address, flush=True)
         sys.stdin.read()
 

@@ -21,6 +21,7 @@ import torch
 from megalith import checkpoint
 from megalith.serving.discovery import StaticDiscovery
 from megalith.serving.server.model_server import ModelServer
+from megalith.serving.server.server_config import ServerConfig
 from megalith.serving.sync.publisher import Publisher
 from tests.serving.sync_support import Trainer, make_model
 
@@ -63,10 +64,7 @@ def train(pipe: Connection, folder: Path, seed: int, addresses: list[str]) -> No
 def serve(pipe: Connection, folder: Path, port: int) -> None:
     with ModelServer(
         folder / "export",
-        port=port,
-        allow_writes=True,
-        checkpoint=folder / "checkpoint",
-        poll_seconds=0.2,
+        ServerConfig(port=port, allow_writes=True, checkpoint=folder / "checkpoint", poll_seconds=0.2),
     ) as server:
         pipe.send(f"serving on {server.address}")
         _listen(pipe, threading.Event())

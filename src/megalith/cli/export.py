@@ -1,4 +1,4 @@
-"""megalith export: a checkpoint becomes a directory that `megalith serve` answers from."""
+"""megalith export: writes a checkpoint as a version for `megalith serve`."""
 
 from __future__ import annotations
 
@@ -12,21 +12,34 @@ from megalith.cli.output import console, progress
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A run's directory, or a checkpoint of one.")],
-    out: Annotated[Path, typer.Argument(help="Where versions go: OUT/VERSION, or OUT/entry, OUT/ps_0 ...")],
+    checkpoint: Annotated[Path, typer.Argument(help="The directory of a run, or a checkpoint.")],
+    out: Annotated[
+        Path,
+        typer.Argument(
+            help="Directory of the versions: OUT/VERSION, or OUT/entry/VERSION, OUT/ps_0/VERSION ..."
+        ),
+    ],
     name: Annotated[
-        str | None, typer.Option("--model-name", help="What requests call it; default: the kind of model.")
+        str | None,
+        typer.Option("--model-name", help="Name of the model in requests. Default: the kind of model."),
     ] = None,
-    precision: Annotated[str, typer.Option(help="Of the rows: float32, float16 or int8.")] = "float32",
+    precision: Annotated[
+        str, typer.Option(help="Precision of the rows: float32, float16 or int8.")
+    ] = "float32",
     shards: Annotated[
-        int, typer.Option(min=0, help="Spread rows over so many ps parts; 0: one process holds everything.")
+        int,
+        typer.Option(
+            min=0, help="Number of ps parts to distribute rows over; 0: one process holds everything."
+        ),
     ] = 0,
-    version: Annotated[int | None, typer.Option(min=0, help="Default: the checkpoint's step.")] = None,
+    version: Annotated[
+        int | None, typer.Option(min=0, help="Number of the version. Default: the step of the checkpoint.")
+    ] = None,
     block_size: Annotated[
-        int | None, typer.Option(min=1, help="Ids of a part, for tables spread in blocks (continuous).")
+        int | None, typer.Option(min=1, help="Ids of a part, for tables of dist_type continuous.")
     ] = None,
 ) -> None:
-    """Write a trained model in the form that servers map into memory.
+    """Write a trained model as files that servers map into memory.
 
     Example: megalith export runs/mine exports/movies --precision float16
     """

@@ -1,4 +1,4 @@
-"""megalith serve: exported models, or a run of `megalith train`, answer requests."""
+"""megalith serve: answers requests from exported models, or from a run of `megalith train`."""
 
 from __future__ import annotations
 
@@ -7,148 +7,112 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from megalith.cli.config_options import config_options
 from megalith.cli.console import exit_on_error
 from megalith.cli.output import console
 from megalith.errors import InputError
+from megalith.serving.client.credentials import Credentials
+from megalith.serving.server.security import Security, read_token
+from megalith.serving.server.server_config import Batching, ServerConfig
 
 CHECKPOINT, EXPORTS = "checkpoint", "exports"
 MANIFEST = "manifest.json"
 _POLL_SECONDS = 0.5
 
 
+@config_options(
+    "server",
+    ServerConfig,
+    flags={"allow_writes": "--follow"},
+    defaults={"port": 8500},
+    omit=["poll_seconds", "carry_seconds", "max_request_bytes", "security", "batching", "fetch_credentials"],
+)
+@config_options(
+    "security",
+    Security,
+    flags={"certificate": "--tls-cert", "key": "--tls-key", "client_ca": "--tls-ca"},
+    omit=["token"],
+)
+@config_options(
+    "batching", Batching, flags={"max_rows": "--max-batch-rows"}, omit=["max_bytes", "max_queue_bytes"]
+)
 def serve(
     directory: Annotated[
-        Path,
-        typer.Argument(help="What `megalith export` wrote, a directory of several, or a run's directory."),
+        Path, typer.Argument(help="An export, a directory of several exports, or the directory of a run.")
     ],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Of gRPC; 0 picks a free one.")] = 8500,
-    http_port: Annotated[int | None, typer.Option(min=0, max=65535, help="Of REST; default: none.")] = None,
-    metrics_port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Of Prometheus metrics; default: none.")
-    ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    metrics_host: Annotated[str, typer.Option(help="Address of the metrics.")] = "127.0.0.1",
+    server: dict[str, Any],
+    security: dict[str, Any],
+    batching: dict[str, Any],
     model_name: Annotated[
-        str | None, typer.Option(help="What requests call a run's model; default: the kind of model.")
+        str | None, typer.Option(help="Name of a run's model in requests. Default: the kind of model.")
     ] = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", help="Take rows that `megalith train --publish` pushes.")
-    ] = False,
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="Of the run that pushes, to catch up from; default: the run's own.")
+    token_file: Annotated[
+        Path | None,
+        typer.Option(help="File of the token that clients must send, or set MEGALITH_SERVE_TOKEN."),
     ] = None,
-    discovery: Annotated[
-        str | None, typer.Option(help="Where to register: file:PATH, zk://HOST:PORT/ROOT or static:...")
-    ] = None,
-    advertise: Annotated[
-        str | None, typer.Option(help="HOST:PORT that others reach this server by; default: as it listens.")
-    ] = None,
-    replica_id: Annotated[int, typer.Option(min=-1, help="Of this server among replicas.")] = -1,
-    fail_soft: Annotated[
-        bool, typer.Option("--fail-soft", help="An entry takes rows it cannot fetch for zeros.")
-    ] = False,
     fetch_token_file: Annotated[
-        Path | None, typer.Option(help="The token that an entry shows to the servers of its rows.")
+        Path | None, typer.Option(help="File of the token that an entry sends to the servers of its rows.")
     ] = None,
     fetch_ca: Annotated[
-        Path | None, typer.Option(help="Fetch rows over TLS, from servers of this authority, PEM.")
+        Path | None,
+        typer.Option(help="Fetch rows over TLS; PEM file of the authority of the servers' certificates."),
     ] = None,
-    fetch_deadline_ms: Annotated[float, typer.Option(min=1, help="For an entry to fetch rows.")] = 1000.0,
-    token_file: Annotated[
-        Path | None, typer.Option(help="Ask clients for this token; or set MEGALITH_SERVE_TOKEN.")
-    ] = None,
-    tls_cert: Annotated[Path | None, typer.Option(help="The server's certificate, PEM.")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="Its key, PEM.")] = None,
-    tls_ca: Annotated[
-        Path | None, typer.Option(help="Only clients with a certificate of this authority, PEM.")
-    ] = None,
-    max_batch_rows: Annotated[int, typer.Option(min=1, help="Rows computed at once.")] = 1024,
-    max_wait_us: Annotated[int, typer.Option(min=0, help="Microseconds to wait for a fuller batch.")] = 0,
-    max_queue_rows: Annotated[int, typer.Option(min=1, help="Rows that may wait.")] = 16384,
-    workers: Annotated[int, typer.Option(min=1, help="Threads that compute, for each model.")] = 1,
-    max_concurrent: Annotated[int, typer.Option(min=1, help="Requests under way at once.")] = 128,
-    keep_versions: Annotated[
-        int | None, typer.Option(min=1, help="Newest versions that answer; 2 for ps parts, else 1.")
-    ] = None,
-    drain_seconds: Annotated[
-        float, typer.Option(min=0, help="How long requests under way may take at the end.")
-    ] = 30.0,
 ) -> None:
     """Answer requests over gRPC and REST until SIGTERM or SIGINT.
 
     Example: megalith serve exports/movies --port 8500 --http-port 8501
     """
-    with exit_on_error(), _signalled() as stop:
-        from megalith.serving.client.credentials import Credentials
-        from megalith.serving.server.batching import Batching
-        from megalith.serving.server.model_server import ModelServer
-        from megalith.serving.server.security import Security, read_token
-
-        security = Security(read_token(token_file), tls_cert, tls_key, tls_ca)
-        security.check_exposure(host, writes=follow)
-        fetch_credentials = Credentials.from_files(
-            token=fetch_token_file,
-            root_certificates=fetch_ca,
-            certificate=None if fetch_ca is None else tls_cert,
-            key=None if fetch_ca is None else tls_key,
-        )
-        batching = Batching(
-            max_rows=max_batch_rows,
-            max_wait_us=max_wait_us,
-            max_queue_rows=max_queue_rows,
-            workers=workers,
+    with exit_on_error(), _stop_on_signal() as stop:
+        tls = Security(**security)
+        config = ServerConfig(
+            **server,
+            batching=Batching(**batching),
+            security=replace(tls, token=read_token(token_file)),
+            fetch_credentials=Credentials.from_files(
+                token=fetch_token_file,
+                root_certificates=fetch_ca,
+                certificate=None if fetch_ca is None else tls.certificate,
+                key=None if fetch_ca is None else tls.key,
+            ),
         )
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
         logging.getLogger("kazoo").setLevel(logging.WARNING)
-        models = _models(directory, model_name, follow, stop)
+        models = _find_models(directory, model_name, config.allow_writes, stop)
         if models is None:
             return
-        if models != directory and checkpoint is None:
-            checkpoint = directory
-        server = ModelServer(
-            models,
-            host=host,
-            port=port,
-            http_port=http_port,
-            metrics_port=metrics_port,
-            metrics_host=metrics_host,
-            security=security,
-            batching=batching,
-            allow_writes=follow,
-            checkpoint=checkpoint,
-            discovery=discovery,
-            advertise=advertise,
-            replica_id=replica_id,
-            fail_soft=fail_soft,
-            fetch_deadline_ms=fetch_deadline_ms,
-            fetch_credentials=fetch_credentials,
-            keep_versions=keep_versions,
-            drain_seconds=drain_seconds,
-            max_concurrent=max_concurrent,
-        )
-        try:
-            if stop.until(server.start):
-                _say(server)
-                stop.wait()
-            console().print("shutting down", markup=False)
-        finally:
-            server.stop()
+        if models != directory and config.checkpoint is None:
+            config = replace(config, checkpoint=directory)
+        _serve(models, config, stop)
 
 
-class _Stop(threading.Event):
-    """Set by the first signal to end."""
+def _serve(models: Path, config: ServerConfig, stop: _StopEvent) -> None:
+    from megalith.serving.server.model_server import ModelServer
+
+    server = ModelServer(models, config)
+    try:
+        if stop.interrupt(server.start):
+            _print_addresses(server)
+            stop.wait()
+        console().print("shutting down", markup=False)
+    finally:
+        server.stop()
+
+
+class _StopEvent(threading.Event):
+    """Set by the first SIGTERM or SIGINT."""
 
     def __init__(self) -> None:
         super().__init__()
         self.interrupts = False
 
-    def until(self, work: Callable[[], object]) -> bool:
-        """Does some work, which a signal ends: it may take long and asks no event. Whether none came."""
+    def interrupt(self, work: Callable[[], object]) -> bool:
+        """Runs long work that a signal interrupts; returns whether no signal arrived."""
         try:
             self.interrupts = True
             if not self.is_set():
@@ -161,9 +125,9 @@ class _Stop(threading.Event):
 
 
 @contextmanager
-def _signalled() -> Iterator[_Stop]:
-    """An event that SIGTERM and SIGINT set; a second signal does what it does without us."""
-    stop = _Stop()
+def _stop_on_signal() -> Iterator[_StopEvent]:
+    """Gives an event that SIGTERM and SIGINT set; a second signal has its usual effect."""
+    stop = _StopEvent()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def restore() -> None:
@@ -184,16 +148,20 @@ def _signalled() -> Iterator[_Stop]:
         restore()
 
 
-def _models(directory: Path, name: str | None, wait: bool, stop: threading.Event) -> Path | None:
-    """The directory of exports: of a run, those made of its checkpoints, the newest included.
+def _find_models(directory: Path, name: str | None, wait: bool, stop: threading.Event) -> Path | None:
+    """Returns the directory of the exports; the newest checkpoint of a run is exported first.
 
-    wait: for a run's first checkpoint. None if the process is told to end meanwhile.
+    Args:
+        directory: What the user gave: exports, or a run.
+        name: The name of a run's model.
+        wait: Wait for a run's first checkpoint.
+        stop: Ends the wait; the result is then None.
     """
     manifest = directory / CHECKPOINT / MANIFEST
     if not manifest.exists():
         if not wait or _has_versions(directory):
             if name is not None:
-                raise InputError("--model-name is for a run; an export has its name already")
+                raise InputError("--model-name applies to a run; an export already has a name")
             return directory
         console().print(f"waiting for the first checkpoint in {directory}", markup=False, soft_wrap=True)
         while not manifest.exists():
@@ -204,7 +172,12 @@ def _models(directory: Path, name: str | None, wait: bool, stop: threading.Event
 
 
 def export_newest(run: Path, name: str | None) -> None:
-    """Makes the newest checkpoint of a run the newest version of its exports, unless it is."""
+    """Exports the newest checkpoint of a run as a new version, unless the newest version is of it.
+
+    Args:
+        run: The directory of the run.
+        name: The name of the model in requests (None: the kind of model).
+    """
     from megalith.checkpoint import read_manifest
     from megalith.serving.export.signature import Signature
     from megalith.serving.server.repository import versions_of
@@ -229,15 +202,15 @@ def _has_versions(directory: Path) -> bool:
     return any(True for _ in version_roots(directory, DEPTH))
 
 
-def _say(server: Any) -> None:
+def _print_addresses(server: Any) -> None:
     screen = console()
     for model in server.models:
         if model.available:
             screen.print(f"{model.name} version {model.newest.number}", markup=False, soft_wrap=True)
-    for what, address in (
+    for protocol, address in (
         ("gRPC", server.address),
         ("REST", server.http_address),
         ("metrics", server.metrics_address),
     ):
         if address is not None:
-            screen.print(f"{what} on {address}", markup=False, soft_wrap=True)
+            screen.print(f"{protocol} on {address}", markup=False, soft_wrap=True)

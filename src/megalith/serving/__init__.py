@@ -1,66 +1,48 @@
-"""Serving: trained models answer requests, and rows trained a moment ago reach them.
+"""Serving: exports trained models, answers requests, and updates servers while training continues.
 
-    export/     a trained model as files that servers map into memory
-    server/     gRPC and REST in front of them
-    client/     asking servers: `remote_predict`, `PredictClient`
-    sync/       from training to serving: `Publisher`, and Monolith's `ParameterSyncClient`
-    discovery/  who serves what
-    proto/      the messages on the wire
+    export/     writes a trained model as files that servers map into memory
+    server/     gRPC and REST: `ModelServer`
+    client/     requests to servers: `PredictClient`, `remote_predict`
+    sync/       sends rows from training to serving: `Publisher`, `Subscriber`
+    discovery/  which server serves which model
+    proto/      protobuf messages
 
-They need the extras `serve` and `discovery`; `import megalith` imports none of it, and the names here are
-imported when they are asked for.
+Serving needs the extras `serve` and `discovery`. `import megalith` imports none of it, and the names of this
+module are imported on first use.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from megalith.library import lazy_names
 
 if TYPE_CHECKING:
-    from megalith.serving.client.credentials import Credentials
-    from megalith.serving.client.predict_client import PredictClient, remote_predict, set_default_discovery
-    from megalith.serving.export.exporter import export_model
-    from megalith.serving.export.servable import Servable
-    from megalith.serving.server.batching import Batching
-    from megalith.serving.server.model_server import ModelServer
-    from megalith.serving.server.security import Security
-    from megalith.serving.sync.publisher import Publisher
-    from megalith.serving.sync.subscriber import Subscriber
+    from megalith.serving.client.credentials import Credentials as Credentials
+    from megalith.serving.client.predict_client import PredictClient as PredictClient
+    from megalith.serving.client.remote_predict import remote_predict as remote_predict
+    from megalith.serving.client.remote_predict import set_default_discovery as set_default_discovery
+    from megalith.serving.export.exporter import export_model as export_model
+    from megalith.serving.export.servable import Servable as Servable
+    from megalith.serving.server.model_server import ModelServer as ModelServer
+    from megalith.serving.server.security import Security as Security
+    from megalith.serving.server.server_config import Batching as Batching
+    from megalith.serving.server.server_config import ServerConfig as ServerConfig
+    from megalith.serving.sync.publisher import Publisher as Publisher
+    from megalith.serving.sync.subscriber import Subscriber as Subscriber
 
-_HOMES = {
-    "Batching": "server.batching",
-    "Credentials": "client.credentials",
-    "ModelServer": "server.model_server",
-    "PredictClient": "client.predict_client",
-    "Publisher": "sync.publisher",
-    "Security": "server.security",
-    "Servable": "export.servable",
-    "Subscriber": "sync.subscriber",
-    "export_model": "export.exporter",
-    "remote_predict": "client.predict_client",
-    "set_default_discovery": "client.predict_client",
-}
-
-__all__ = [
-    "Batching",
-    "Credentials",
-    "ModelServer",
-    "PredictClient",
-    "Publisher",
-    "Security",
-    "Servable",
-    "Subscriber",
-    "export_model",
-    "remote_predict",
-    "set_default_discovery",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        ".client.credentials": "Credentials",
+        ".client.predict_client": "PredictClient",
+        ".client.remote_predict": "remote_predict set_default_discovery",
+        ".export.exporter": "export_model",
+        ".export.servable": "Servable",
+        ".server.model_server": "ModelServer",
+        ".server.security": "Security",
+        ".server.server_config": "Batching ServerConfig",
+        ".sync.publisher": "Publisher",
+        ".sync.subscriber": "Subscriber",
+    },
+)

@@ -1,4 +1,4 @@
-"""Wire names: the signatures by which a PredictRequest says what it asks for."""
+"""Wire names: the signatures that select what a PredictRequest does, and the default size limit."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ SYNC_POSITION, SYNC_BEGIN, SYNC_END, SYNC_RELOAD = "sync_position", "sync_begin"
 CONTROLS = (SYNC_POSITION, SYNC_BEGIN, SYNC_END, SYNC_RELOAD)
 WRITES = (HASHTABLE_ASSIGN, RAW_ASSIGN, *CONTROLS)
 SIGNATURES = (PREDICT, LOOKUP, *WRITES)
+MAX_REQUEST_BYTES = 64 * 2**20
+"""Default limit of the bytes that the tensors of one request take."""
 
 
 def write_signature(name: str) -> str | None:

@@ -1,6 +1,6 @@
-"""Exporting a run: its newest checkpoint becomes a version that a server answers from.
+"""Export of a run: writes its newest checkpoint as a version for servers.
 
-Rows go from the checkpoint's files into the export's; the tables are never in memory as a whole.
+Rows are copied from the files of the checkpoint to those of the export in chunks; no table is loaded whole.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megalith.storage.store import open_store
 from megalith.training.run_model import config_of, find_checkpoint, load_dense, model_for
 
 COLLECTION = "embeddings"
-"""Where a `Model` holds its tables."""
+"""The attribute of a `Model` that holds its collection."""
 _TRIES = 5
 
 
@@ -31,12 +31,23 @@ def export_run(
     block_size: int | None = None,
     **options: Any,
 ) -> Path:
-    """Writes the newest checkpoint of a run, or a checkpoint of one, as a version below `out`.
+    """Writes a checkpoint of a run as a version below `out`.
 
-    name: of the model in requests (None: the kind of model, such as "deepfm"). block_size: of tables that are
-    spread in blocks (None: as training had it). options: precision, num_shards,
-    version and on_rows of `export_model`.
-    A checkpoint that is replaced while it is read is read again.
+    A checkpoint that training replaces meanwhile is read again.
+
+    Args:
+        path: The directory of a run, whose newest checkpoint is exported, or a checkpoint.
+        out: Directory of the versions.
+        name: Name of the model in requests (None: the kind of model, such as "deepfm").
+        block_size: Ids of a part, for tables of dist_type "continuous" (None: as in training).
+        options: precision, num_shards, version and on_rows of `export_model`.
+
+    Returns:
+        `out`.
+
+    Raises:
+        CheckpointError: The checkpoint is missing or damaged.
+        ExportError: The version exists or cannot be written.
     """
     for _ in range(_TRIES - 1):
         root = find_checkpoint(path)
@@ -45,7 +56,7 @@ def export_run(
             return _export(root, manifest, out, name, block_size, options)
         except (CheckpointError, OSError):
             if checkpoint.read_manifest(root).tip == manifest.tip:
-                raise  # otherwise training has replaced the checkpoint meanwhile
+                raise  # otherwise training has replaced the checkpoint
     return _export(root, checkpoint.read_manifest(root), out, name, block_size, options)
 
 
@@ -79,7 +90,7 @@ def _export(
 
 
 def count_rows(path: str | Path) -> int:
-    """How many rows a run's newest checkpoint has."""
+    """Returns the number of rows of a run's newest checkpoint."""
     manifest = checkpoint.read_manifest(find_checkpoint(path))
     return sum(entries[-1].live for entries in manifest.tables().values())
 
@@ -98,7 +109,7 @@ def _rows_of(root: Path, manifest: checkpoint.Manifest) -> RowSource:
 
 
 def _block_size(manifest: checkpoint.Manifest, num_shards: int) -> int | None:
-    """For tables spread in blocks: as many ids as training had, over so many parts."""
+    """Returns the block size that distributes the ids of training over the parts; None without blocks."""
     sizes = [
         routing.block_size * routing.num_shards
         for entries in manifest.tables().values()

@@ -90,7 +90,7 @@ def test_a_token_in_the_open_is_warned_of_except_on_loopback(caplog: pytest.LogC
             Connection(address, Credentials(token="s3cret")).close()
         assert caplog.messages == []
         Connection("10.0.0.1:1", Credentials(token="s3cret")).close()
-    assert caplog.messages == ["10.0.0.1:1: the token travels unencrypted; use TLS"]
+    assert caplog.messages == ["10.0.0.1:1: the token is sent unencrypted; use TLS"]
 
 
 @pytest.fixture(scope="module")

@@ -23,9 +23,10 @@ from megalith import Ragged
 from megalith.compat.monolith.dummy_server import DummySyncServer
 from megalith.errors import DiscoveryError, InputError, MegalithError, RemoteError, UsageError
 from megalith.serving.client import failover
-from megalith.serving.client import predict_client as client_module
+from megalith.serving.client import remote_predict as remote_module
 from megalith.serving.client.channels import Channels
-from megalith.serving.client.predict_client import PredictClient, remote_predict, set_default_discovery
+from megalith.serving.client.predict_client import PredictClient
+from megalith.serving.client.remote_predict import remote_predict, set_default_discovery
 from megalith.serving.discovery import Replica, StaticDiscovery
 from megalith.serving.proto import (
     PredictResponse,
@@ -351,7 +352,7 @@ def test_a_replica_that_comes_or_goes_is_noticed() -> None:
     discovery = StaticDiscovery({})
     with plain_server(doubled) as a, plain_server(doubled) as b:
         c = PredictClient(discovery, "movies", deadline_ms=LONG_MS)
-        with pytest.raises(RemoteError, match="movies:entry: discovery knows no server of it") as raised:
+        with pytest.raises(RemoteError, match="movies:entry: discovery knows no server of") as raised:
             c.predict({"x": X})
         assert (raised.value.code, raised.value.targets) == ("UNAVAILABLE", ())
         discovery.register("movies:entry", Replica(a.address))
@@ -427,9 +428,9 @@ SHORT.tensor_shape.dim.add(size=1)
     ("answer", "message"),
     [
         (b"\xff\xff\xff", "INTERNAL"),
-        (response(), "movies:entry: output 'y' is not in the answer; found nothing"),
+        (response(), "movies:entry: output 'y' is missing from the response; found nothing"),
         (response(z=to_tensor_proto(X)), "found z"),
-        (response(y=strings_to_tensor_proto([b"a"])), "output 'y' is strings"),
+        (response(y=strings_to_tensor_proto([b"a"])), "output 'y' holds strings"),
         (response(y=HUGE), "output 'y': shape"),
         (response(y=SHORT), "output 'y': 3 bytes"),
         (response(y=TensorProto(dtype=77)), "output 'y': dtype 77"),
@@ -517,8 +518,8 @@ def test_remote_predict_needs_a_model_name(name: str | None) -> None:
     ("inputs", "tensors", "outputs", "message"),
     [
         (["x"], [], ["y"], "1 input aliases for 0 tensors"),
-        (["x", "x"], [X, X], ["y"], "input_tensor_alias holds a name twice"),
-        (["x"], [X], ["y", "y"], "output_tensor_alias holds a name twice"),
+        (["x", "x"], [X, X], ["y"], "input_tensor_alias contains a name twice"),
+        (["x"], [X], ["y", "y"], "output_tensor_alias contains a name twice"),
         (["x"], [X], [], "output_tensor_alias must name an output"),
     ],
 )
@@ -558,7 +559,7 @@ def test_calls_share_connections_until_the_default_changes() -> None:
         set_default_discovery(discovery)
         for _ in range(5):
             remote_predict(["t_id"], [torch.arange(3)], ["t_result"], "movies", 0, None, -1, True, LONG_MS)
-        shared = client_module._shared
+        shared = remote_module._shared
         assert len(shared.clients) == len(shared.channels) == 1
         set_default_discovery(None)
         assert not shared.clients
@@ -596,7 +597,7 @@ def test_a_discovery_that_does_not_open_costs_a_call_its_deadline_and_others_not
 ) -> None:
     with plain_server(doubled) as server:
         slow, quick = Opening(server.address), StaticDiscovery([server.address])
-        monkeypatch.setattr(client_module, "open_discovery", {"slow": slow, "quick": quick}.__getitem__)
+        monkeypatch.setattr(remote_module, "open_discovery", {"slow": slow, "quick": quick}.__getitem__)
         with pytest.raises(DiscoveryError, match=r"slow did not answer within 0.05 seconds"):
             ask("slow", 50)
         empty = remote_predict(["x"], [X], ["y"], "movies", 0, None, -1, False, 50, discovery="slow")
@@ -612,7 +613,7 @@ def test_a_discovery_that_does_not_open_costs_a_call_its_deadline_and_others_not
 
 def test_a_discovery_that_opens_after_all_was_closed_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Opening("localhost:1")
-    monkeypatch.setattr(client_module, "open_discovery", {"slow": slow}.__getitem__)
+    monkeypatch.setattr(remote_module, "open_discovery", {"slow": slow}.__getitem__)
     with pytest.raises(DiscoveryError):
         ask("slow", 50)
     set_default_discovery(None)
@@ -631,7 +632,7 @@ def test_a_discovery_that_failed_to_open_is_tried_again(monkeypatch: pytest.Monk
                 raise made
             return made
 
-        monkeypatch.setattr(client_module, "open_discovery", opens)
+        monkeypatch.setattr(remote_module, "open_discovery", opens)
         with pytest.raises(DiscoveryError, match="nobody is there"):
             ask("some")
         assert ask("some") == [2.0, 5.0]

@@ -244,7 +244,7 @@ def test_replicas_of_a_part_stand_in_for_each_other() -> None:
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ({}, "'user_value' is not in the answer"),
+        ({}, "'user_value' is missing from the response"),
         ({"user_value": torch.zeros(1, 3)}, r"is torch.float32 \[1, 3\], expected float32 \[1, 2\]"),
         ({"user_value": torch.zeros(2, 2)}, r"expected float32 \[1, 2\]"),
         ({"user_value": torch.zeros(1, 2, dtype=torch.float64)}, "torch.float64"),

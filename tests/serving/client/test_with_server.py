@@ -15,12 +15,14 @@ from torch import Tensor
 from megalith import Ragged, Sum
 from megalith.errors import RemoteError
 from megalith.models import DeepFM, EmbeddingConfig
-from megalith.serving.client.predict_client import PredictClient, remote_predict
+from megalith.serving.client.predict_client import PredictClient
+from megalith.serving.client.remote_predict import remote_predict
 from megalith.serving.client.row_fetcher import RowFetcher
 from megalith.serving.discovery import StaticDiscovery
 from megalith.serving.export.exporter import export_model
 from megalith.serving.export.signature import Signature
 from megalith.serving.server.model_server import ModelServer
+from megalith.serving.server.server_config import ServerConfig
 from tests.serving.server_process import server_processes
 
 LONG_MS = 60_000.0
@@ -127,7 +129,7 @@ def in_parts(
     discovery = StaticDiscovery({})
     with ExitStack() as stack:
         servers = [
-            stack.enter_context(ModelServer(out / part, discovery=discovery, **settings))
+            stack.enter_context(ModelServer(out / part, ServerConfig(**settings), discovery=discovery))
             for part in ("ps_0", "ps_1", "entry")
         ]
         yield discovery, servers
@@ -173,8 +175,11 @@ def test_a_killed_part_fails_softly(tmp_path: Path, expected: dict[str, Tensor])
     entry = tmp_path / "out" / "entry"
     with server_processes(*ps) as parts:
         found = StaticDiscovery({f"movies:ps_{k}": [part.wait()] for k, part in enumerate(parts)})
-        settings: Any = {"discovery": found, "fetch_deadline_ms": LONG_MS}
-        with ModelServer(entry, fail_soft=True, **settings) as soft, ModelServer(entry, **settings) as hard:
+        settings: Any = {"fetch_deadline_ms": LONG_MS}
+        with (
+            ModelServer(entry, ServerConfig(fail_soft=True, **settings), discovery=found) as soft,
+            ModelServer(entry, ServerConfig(**settings), discovery=found) as hard,
+        ):
             with client(soft.address) as c:
                 assert torch.equal(c.predict(inputs())["logits"], expected["logits"])
                 parts[1].kill()
@@ -218,10 +223,10 @@ def test_an_entry_gets_rows_of_its_own_version_while_parts_become_more(
     for part in ("ps_0", "ps_1"):
         shutil.copytree(old / part, rows / part)
     found = StaticDiscovery({})
-    settings: Any = {"discovery": found, "poll_seconds": 1000, "fetch_deadline_ms": LONG_MS}
+    settings: Any = {"poll_seconds": 1000, "fetch_deadline_ms": LONG_MS}
     with (
-        ModelServer(rows, **settings) as parts,
-        ModelServer(old / "entry", fail_soft=fail_soft, **settings) as entry,
+        ModelServer(rows, ServerConfig(**settings), discovery=found) as parts,
+        ModelServer(old / "entry", ServerConfig(fail_soft=fail_soft, **settings), discovery=found) as entry,
     ):
         for part in ("ps_0", "ps_1", "ps_2"):
             publish(new, rows, part)
@@ -246,10 +251,10 @@ def test_where_the_version_of_the_entry_is_gone_an_answer_is_right_or_an_error(
     for part in ("ps_0", "ps_1"):
         shutil.copytree(old / part, rows / part)
     found = StaticDiscovery({})
-    settings: Any = {"discovery": found, "poll_seconds": 1000, "fetch_deadline_ms": LONG_MS}
+    settings: Any = {"poll_seconds": 1000, "fetch_deadline_ms": LONG_MS}
     with (
-        ModelServer(rows, keep_versions=1, **settings) as parts,
-        ModelServer(old / "entry", **settings) as entry,
+        ModelServer(rows, ServerConfig(keep_versions=1, **settings), discovery=found) as parts,
+        ModelServer(old / "entry", ServerConfig(**settings), discovery=found) as entry,
     ):
         assert torch.equal(asked(found), expected["logits"])
         for part in ("ps_0", "ps_1", "ps_2"):

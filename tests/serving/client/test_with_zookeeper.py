@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from megalith.errors import RemoteError
-from megalith.serving.client.predict_client import PredictClient, remote_predict, set_default_discovery
+from megalith.serving.client.predict_client import PredictClient
+from megalith.serving.client.remote_predict import remote_predict, set_default_discovery
 from megalith.serving.discovery import open_discovery
 from megalith.serving.server.model_server import ModelServer
+from megalith.serving.server.server_config import ServerConfig
 from tests.serving.exports import export_version
 from tests.serving.zookeeper import ZooKeeper, zookeeper
 
@@ -31,10 +33,10 @@ def test_servers_are_found_while_they_come_and_go(url: str, tmp_path: Path) -> N
     with open_discovery(url) as found, PredictClient(found, "movies", deadline_ms=1000 * LIMIT) as client:
         with pytest.raises(RemoteError, match="discovery knows no server"):
             client.predict(INPUTS)
-        with ModelServer(tmp_path, discovery=url) as first:
+        with ModelServer(tmp_path, ServerConfig(discovery=url)) as first:
             assert found.wait("movies:entry", 1, LIMIT)[0].address == first.address
             scores = client.predict(INPUTS)["logits"]
-            with ModelServer(tmp_path, discovery=url):
+            with ModelServer(tmp_path, ServerConfig(discovery=url)):
                 found.wait("movies:entry", 2, LIMIT)
                 first.stop()
                 for _ in range(10):
@@ -43,7 +45,7 @@ def test_servers_are_found_while_they_come_and_go(url: str, tmp_path: Path) -> N
 
 def test_remote_predict_by_an_address_of_zookeeper(url: str, tmp_path: Path) -> None:
     export_version(tmp_path, version=1)
-    with ModelServer(tmp_path, discovery=url), open_discovery(url) as found:
+    with ModelServer(tmp_path, ServerConfig(discovery=url)), open_discovery(url) as found:
         found.wait("movies:ps_0", 1, LIMIT)
         set_default_discovery(url)
         (scores,) = remote_predict(

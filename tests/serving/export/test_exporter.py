@@ -210,11 +210,11 @@ class Unpooled(Wide):
 @pytest.mark.parametrize(
     ("model", "options", "error", "says"),
     [
-        (Wide, {"name": "a/b"}, InputError, "must not hold"),
+        (Wide, {"name": "a/b"}, InputError, "must not contain"),
         (Wide, {"name": ""}, InputError, "1 to 4096"),
-        (Wide, {"version": -1}, InputError, "whole number"),
-        (Wide, {"version": True}, InputError, "whole number"),
-        (Wide, {"version": 2**63}, InputError, "whole number"),
+        (Wide, {"version": -1}, InputError, "must be an integer"),
+        (Wide, {"version": True}, InputError, "must be an integer"),
+        (Wide, {"version": 2**63}, InputError, "must be an integer"),
         (Wide, {"precision": "int4"}, InputError, "precision"),
         (Wide, {"num_shards": -1}, InputError, "num_shards"),
         (lambda: nn.Linear(1, 1), {}, InputError, "Linear without embeddings"),
@@ -233,7 +233,7 @@ def test_wrong_arguments_leave_nothing(
 
 
 def test_blocks_need_a_size(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"'user' is spread in blocks.*give block_size"):
+    with pytest.raises(InputError, match=r"'user' has dist_type 'continuous': give block_size"):
         export_model(trained("deepfm", dist_type="continuous"), tmp_path, name="m", num_shards=2)
     assert files(tmp_path) == set()
 
@@ -297,7 +297,7 @@ def test_tables_whose_names_differ_only_in_case_or_signs(tmp_path: Path) -> None
 def test_a_version_is_never_replaced(tmp_path: Path, fast: None) -> None:
     export_model(wide(), tmp_path, name="m", version=1)
     before = files(tmp_path)
-    with pytest.raises(ExportError, match="is there already: choose another version"):
+    with pytest.raises(ExportError, match="exists: choose another version"):
         export_model(wide(), tmp_path, name="other", version=1)
     assert files(tmp_path) == before
     assert Signature.read(tmp_path / "1").model == "m"
@@ -326,7 +326,7 @@ def test_parts_appear_all_or_none(tmp_path: Path, fast: None) -> None:
     def occupy(_: int) -> None:
         (tmp_path / "entry" / "1" / "x").mkdir(parents=True, exist_ok=True)
 
-    with pytest.raises(ExportError, match="cannot be written"):
+    with pytest.raises(ExportError, match="cannot write"):
         export_model(wide(), tmp_path, name="m", version=1, num_shards=2, on_rows=occupy)
     assert not list(tmp_path.glob("ps_*/*"))
     assert not list(tmp_path.rglob(".draft*"))
@@ -348,11 +348,11 @@ def test_the_draft_of_an_export_under_way_is_left_alone(tmp_path: Path, fast: No
 def test_a_place_that_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "file", tmp_path / "file" / "out", tmp_path / ("x" * 300)):
-        with pytest.raises(ExportError, match="cannot be written"):
+        with pytest.raises(ExportError, match="cannot write"):
             export_model(wide(), out, name="m", version=1)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "ps_1").write_text("")
-    with pytest.raises(ExportError, match="cannot be written"):
+    with pytest.raises(ExportError, match="cannot write"):
         export_model(wide(), tmp_path / "out", name="m", version=1, num_shards=2)
     assert files(tmp_path / "out") == {"ps_1"}
     assert not list(tmp_path.rglob(".draft*"))
@@ -381,7 +381,7 @@ def test_a_disk_without_room_is_an_error_and_no_crash(tmp_path: Path, fast: None
 
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-        with pytest.raises(ExportError, match=r"cannot be written.*File too large"):
+        with pytest.raises(ExportError, match=r"cannot write.*File too large"):
             export_model(model, tmp_path, name="m", version=1)
 
     assert in_child(limited) == 0

@@ -92,6 +92,6 @@ def test_the_older_format_is_never_read(tmp_path: Path) -> None:
     check_archive(path.read_bytes(), "here")
     with zipfile.ZipFile(path) as seen:
         assert seen.namelist() == list(older)
-    with pytest.raises(ExportError, match="is no program"):
+    with pytest.raises(ExportError, match="is not a program"):
         DenseProgram(path)
     assert not (tmp_path / "touched").exists()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megalith.serving.export.overlay import GONE, THERE, Overlay
+from megalith.serving.export.overlay import PRESENT, REMOVED, Overlay
 from tests.serving.export.test_frozen_rows import write
 
 SMALL = st.integers(-3, 12)
@@ -31,34 +31,37 @@ def read(overlay: Overlay, ids: list[int]) -> tuple[list[list[float]], list[floa
 def test_written_removed_and_untouched_ids() -> None:
     overlay = Overlay({"t": 2})
     overlay.apply({"t": rows([1, 2], 0.5)}, {"t": torch.tensor([2, 3])})
-    assert read(overlay, [1, 2, 3, 4]) == ([[1.5, 0.5], [0, 0], [0, 0], [0, 0]], [THERE, GONE, GONE, 0])
+    assert read(overlay, [1, 2, 3, 4]) == (
+        [[1.5, 0.5], [0, 0], [0, 0], [0, 0]],
+        [PRESENT, REMOVED, REMOVED, 0],
+    )
     assert (len(overlay), overlay.rows_of("t")) == (3, 3)
 
 
 def test_the_last_of_a_repeated_id_counts() -> None:
     overlay = Overlay({"t": 2})
     overlay.apply({"t": (torch.tensor([5, 5]), torch.tensor([[1.0, 1.0], [2.0, 2.0]]))})
-    assert read(overlay, [5]) == ([[2, 2]], [THERE])
+    assert read(overlay, [5]) == ([[2, 2]], [PRESENT])
 
 
 def test_a_row_of_zeros_is_there() -> None:
     overlay = Overlay({"t": 2})
     overlay.apply({"t": (torch.tensor([5]), torch.zeros(1, 2))})
-    assert read(overlay, [5]) == ([[0, 0]], [THERE])
+    assert read(overlay, [5]) == ([[0, 0]], [PRESENT])
 
 
 def test_a_row_comes_back_after_its_removal() -> None:
     overlay = Overlay({"t": 2})
     overlay.apply({}, {"t": torch.tensor([1, 2])})
     overlay.apply({"t": rows([1], 1.0)})
-    assert read(overlay, [1, 2]) == ([[2, 1], [0, 0]], [THERE, GONE])
+    assert read(overlay, [1, 2]) == ([[2, 1], [0, 0]], [PRESENT, REMOVED])
 
 
 def test_where_the_base_is_hidden_a_removal_needs_no_row() -> None:
     overlay = Overlay({"t": 2}, hides_base=True)
     overlay.apply({"t": rows([1, 2])}, {"t": torch.tensor([2, 3])})
     assert len(overlay) == 1
-    assert read(overlay, [1, 2, 3])[1] == [THERE, 0, 0]
+    assert read(overlay, [1, 2, 3])[1] == [PRESENT, 0, 0]
 
 
 def test_scan_gives_all_that_was_written() -> None:
@@ -66,7 +69,7 @@ def test_scan_gives_all_that_was_written() -> None:
     overlay.apply({"t": rows([1, 2], 0.5)}, {"t": torch.tensor([7])})
     found = [each for ids, *rest in overlay.scan("t") for each in zip(ids.tolist(), *rest, strict=True)]
     by_id = {id: (values.tolist(), float(flag)) for id, values, flag in found}
-    assert by_id == {1: ([1.5, 0.5], THERE), 2: ([2.5, 0.5], THERE), 7: ([0, 0], GONE)}
+    assert by_id == {1: ([1.5, 0.5], PRESENT), 2: ([2.5, 0.5], PRESENT), 7: ([0, 0], REMOVED)}
     assert list(overlay.scan("u")) == []
 
 
@@ -103,7 +106,7 @@ def test_a_reader_beside_a_writer_sees_whole_rows() -> None:
         while True:
             last = done.is_set()
             values, flags = overlay.read("t", ids)
-            whole = (values == values[:, :1]).all(1) & ((flags == THERE) | (values == 0).all(1))
+            whole = (values == values[:, :1]).all(1) & ((flags == PRESENT) | (values == 0).all(1))
             if not bool(whole.all()):
                 torn.append(values)
             if last:

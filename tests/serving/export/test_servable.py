@@ -131,7 +131,7 @@ def test_requests_of_one_id_a_row_read_their_own_ids(servable: Servable) -> None
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [
-        ({"user": None}, UnknownNameError, "'user' is not in the request"),
+        ({"user": None}, UnknownNameError, "'user' is missing from the request"),
         ({"user": torch.rand(3)}, InputError, "int64 or int32"),
         ({"user": "text"}, InputError, "'user'"),
         ({"user": torch.arange(4)}, InputError, "has 4"),
@@ -392,7 +392,7 @@ def test_wrong_writes_change_nothing(servable: Servable, tmp_path: Path) -> None
         with pytest.raises(error):
             servable.apply(**writes)
         assert (look(servable, 1), len(servable.overlay)) == (before, 0)
-    with pytest.raises(InputError, match="is of tables"):
+    with pytest.raises(InputError, match="has other tables"):
         servable.adopt(served(trained("din"), tmp_path).stage())
 
 
@@ -466,7 +466,7 @@ def test_warm_up_asks_the_examples(servable: Servable) -> None:
 )
 def test_wrong_examples_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "examples.json").write_text(text)
-    with pytest.raises(ExportError, match="holds no examples"):
+    with pytest.raises(ExportError, match="holds no valid examples"):
         read_examples(tmp_path / "examples.json")
 
 
@@ -495,17 +495,17 @@ def test_an_entry_warms_up_without_its_parts(tmp_path: Path, monkeypatch: pytest
 
 
 def test_an_entry_needs_a_fetch_and_others_take_none(version: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="fetch is for an entry"):
+    with pytest.raises(UsageError, match="only an entry takes"):
         Servable(version, fetch=lambda ids: {})
     export_model(trained(), tmp_path, name="movies", version=1, num_shards=1)
-    with pytest.raises(UsageError, match="needs a fetch"):
+    with pytest.raises(UsageError, match="needs `fetch`"):
         Servable(tmp_path / "entry" / "1")
     part = Servable(tmp_path / "ps_0" / "1")
-    with pytest.raises(UsageError, match="ask the entry"):
+    with pytest.raises(UsageError, match="request scores from the entry"):
         part.predict(request(1)[0])
     assert part.dense_names == {}
     entry = Servable(tmp_path / "entry" / "1", fetch=lambda ids: {})
-    with pytest.raises(UsageError, match="ask the ps parts"):
+    with pytest.raises(UsageError, match="look them up in the ps parts"):
         entry.lookup("user", torch.arange(1))
     with pytest.raises(InputError, match="push them to the ps parts"):
         entry.apply({"user": (torch.arange(1), torch.zeros(1, entry.signature.dims["user"]))})
@@ -517,7 +517,7 @@ def test_an_entry_needs_a_fetch_and_others_take_none(version: Path, tmp_path: Pa
 def test_a_fetch_that_gives_something_else_is_an_error(tmp_path: Path, rows: dict[str, Tensor]) -> None:
     export_model(trained(), tmp_path, name="movies", version=1, num_shards=1)
     entry = Servable(tmp_path / "entry" / "1", fetch=lambda ids: rows)
-    with pytest.raises(RemoteError, match="fetch gave no rows"):
+    with pytest.raises(RemoteError, match="fetch returned no rows"):
         entry.predict(request(2)[0])
 
 

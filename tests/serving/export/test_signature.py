@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalith.checkpoint.manifest import FileEntry, Routing
+from megalith.checkpoint.manifest import Routing
 from megalith.errors import ExportError, InputError
 from megalith.nn import Feature, FirstN, Layout, Mean, Slice, Sqrtn, Sum
 from megalith.serving.export.signature import (
@@ -22,9 +22,10 @@ from megalith.serving.export.signature import (
     Signature,
     check_name,
 )
+from megalith.storage.store import StoredFile
 from tests.checkpoint.test_schema import problems
 
-FILE = FileEntry("user.safetensors", 100, "crc32:00000000")
+FILE = StoredFile("user.safetensors", 100, "crc32:00000000")
 
 
 def example(**changes: Any) -> Signature:
@@ -259,7 +260,7 @@ def test_no_directory_no_file_a_pipe_and_a_directory(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"it has no signature\.json"):
         Signature.read(tmp_path / "nowhere")
     os.mkfifo(tmp_path / "signature.json")
-    with pytest.raises(ExportError, match="no regular file"):
+    with pytest.raises(ExportError, match="not a regular file"):
         Signature.read(tmp_path)
     (tmp_path / "d" / "signature.json").mkdir(parents=True)
     with pytest.raises(ExportError, match="cannot be read"):

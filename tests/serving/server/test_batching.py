@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from megalith.errors import InputError, RemoteError
-from megalith.serving.server.batching import Batcher, Batching
+from megalith.serving.server.batching import Batcher
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.request_errors import Code, RequestError
+from megalith.serving.server.server_config import Batching, ServerConfig
 from tests.serving.exports import Asked, export_version, logits, request_of, rows
 
 LIMIT = 30.0
@@ -90,7 +91,7 @@ def test_a_batch_takes_at_most_so_many_bytes() -> None:
 
 
 def test_requests_that_share_a_feature_are_computed_alone() -> None:
-    with busy(joins=False) as (_, gate, ask):
+    with busy(combines=False) as (_, gate, ask):
         asked = [ask(1), ask(2)]
         gate.go.release(3)
         assert [each.result(LIMIT) for each in asked] == [10, 20]
@@ -109,7 +110,7 @@ def test_an_error_is_its_request_s_alone() -> None:
 def test_a_full_queue_refuses() -> None:
     with busy(Batching(max_queue_rows=3)) as (_, gate, ask):
         waiting = ask(1, 2)
-        with pytest.raises(RequestError, match="2 rows are waiting") as raised:
+        with pytest.raises(RequestError, match="2 rows are already queued") as raised:
             ask(2, 2).result(LIMIT)
         assert raised.value.code == Code.RESOURCE_EXHAUSTED
         gate.go.release(2)
@@ -119,7 +120,7 @@ def test_a_full_queue_refuses() -> None:
 def test_a_queue_full_of_bytes_refuses() -> None:
     with busy(Batching(max_queue_bytes=100)) as (_, gate, ask):
         waiting = ask(1, cost=60)
-        with pytest.raises(RequestError, match="1 rows are waiting"):
+        with pytest.raises(RequestError, match="1 rows are already queued"):
             ask(2, cost=60).result(LIMIT)
         gate.go.release(2)
         assert waiting.result(LIMIT) == 10
@@ -129,7 +130,7 @@ def test_a_queue_full_of_bytes_refuses() -> None:
 def test_an_empty_queue_refuses_what_no_queue_has_room_for(size: dict[str, int]) -> None:
     with (
         busy(Batching(max_queue_rows=3, max_queue_bytes=100)) as (batcher, _, _),
-        pytest.raises(InputError, match=r"room for 3 rows and 100 bytes"),
+        pytest.raises(InputError, match=r"the limits are 3 rows and 100 bytes"),
     ):
         batcher.submit(1, **size, timeout=LIMIT)
 
@@ -209,7 +210,7 @@ def test_settings_that_make_no_sense(settings: dict[str, int]) -> None:
 def test_concurrent_requests_get_their_own_scores(tmp_path: Path) -> None:
     model = export_version(tmp_path)
     with (
-        ModelServer(tmp_path, batching=Batching(max_rows=64, workers=2)) as server,
+        ModelServer(tmp_path, ServerConfig(batching=Batching(max_rows=64, workers=2))) as server,
         Asked(server.address) as ask,
     ):
 
@@ -232,7 +233,10 @@ def test_concurrent_requests_get_their_own_scores(tmp_path: Path) -> None:
 
 def test_a_request_of_many_rows_is_computed_in_pieces(tmp_path: Path) -> None:
     model = export_version(tmp_path)
-    with ModelServer(tmp_path, batching=Batching(max_rows=4)) as server, Asked(server.address) as ask:
+    with (
+        ModelServer(tmp_path, ServerConfig(batching=Batching(max_rows=4))) as server,
+        Asked(server.address) as ask,
+    ):
         features, dense = rows(10)
         expected = logits(model, features, dense)
         torch.testing.assert_close(ask({**features, "dense": dense})["logits"], expected)
@@ -317,7 +321,7 @@ class Held:
 @contextmanager
 def held(directory: Path, **options: Any) -> Iterator[Held]:
     export_version(directory)
-    with ModelServer(directory, **options) as server:
+    with ModelServer(directory, ServerConfig(**options)) as server:
         made = Held(server)
         try:
             yield made

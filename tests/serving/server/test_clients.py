@@ -18,6 +18,7 @@ from megalith.models import Model
 from megalith.serving import proto
 from megalith.serving.export.exporter import export_model
 from megalith.serving.server.model_server import ModelServer
+from megalith.serving.server.server_config import ServerConfig
 from tests.serving.exports import logits, make_model
 
 RECORDED = {
@@ -38,7 +39,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Model, Mode
     model = make_model(names=("ids", "words"))
     model.embeddings.shards.local["words"].assign(hash_strings(WORDS), torch.randn(2, 5))
     export_model(model, out, name="movies", version=3)
-    with ModelServer(out, http_port=0) as server:
+    with ModelServer(out, ServerConfig(http_port=0)) as server:
         yield model, server
 
 
@@ -75,7 +76,7 @@ def test_metadata_and_status_of_ovmsclient(made: tuple[Model, ModelServer]) -> N
 def test_an_inference_of_tritonclient(made: tuple[Model, ModelServer]) -> None:
     model, server = made
     request = proto.ModelInferRequest.FromString(RECORDED["inference.ModelInferRequest"])
-    with pytest.raises(grpc.RpcError, match="output 'p' is unknown; the model gives logits, probabilities"):
+    with pytest.raises(grpc.RpcError, match="output 'p' is unknown; the model returns logits, probabilities"):
         call(server, "inference.GRPCInferenceService/ModelInfer", request.SerializeToString())
     request.outputs[0].name = "logits"
     data = call(server, "inference.GRPCInferenceService/ModelInfer", request.SerializeToString())

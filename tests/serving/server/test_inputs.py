@@ -137,7 +137,7 @@ def test_no_request_gathers_more_than_it_may() -> None:
     inputs: Inputs = {name: torch.zeros(10, dtype=torch.int64) for name in NAMES}
     inputs["dense"] = torch.zeros(10, 1)
     plain = request_of(inputs).inputs
-    with pytest.raises(InputError, match="take 680 bytes, more than the 679"):
+    with pytest.raises(InputError, match="take 680 bytes, more than the limit of 679"):
         InputReader(signature, max_bytes=679).read_protos(plain)
     assert InputReader(signature, max_bytes=680).read_protos(plain).plain is not None
 
@@ -153,7 +153,7 @@ def test_the_pieces_of_a_request_are_it(made: tuple, how: str, size: int) -> Non
     rows = read(made[0], how)
     pieces = READER.pieces(rows, size)
     assert all(piece.count <= size for piece in pieces)
-    assert sum(map(READER.cost, pieces)) == READER.cost(rows)
+    assert sum(piece.cost for piece in pieces) == rows.cost
     (whole, dense), (joined, same) = READER.join([rows]), READER.join(pieces)
     assert dense is not None
     assert same is not None
@@ -197,7 +197,7 @@ def test_a_shared_feature_has_one_row_for_all() -> None:
             [[1], [2], [3]],
             None,
         )
-    with pytest.raises(InputError, match="'user' is shared by the batch: it has 1 row, not 3"):
+    with pytest.raises(InputError, match="'user' is shared by the batch: it must have 1 row, not 3"):
         reader.read({**inputs, "user": torch.tensor([1, 2, 3])})
 
 

@@ -32,6 +32,7 @@ from megalith.serving.proto import (
 from megalith.serving.proto.message_types import ModelInferResponse
 from megalith.serving.server.methods import remaining
 from megalith.serving.server.model_server import ModelServer
+from megalith.serving.server.server_config import ServerConfig
 from tests.serving.exports import NAMES, NUM_DENSE, Asked, export_version, logits, request_of, rows
 
 
@@ -39,7 +40,7 @@ from tests.serving.exports import NAMES, NUM_DENSE, Asked, export_version, logit
 def model_and_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Model, ModelServer]]:
     out = tmp_path_factory.mktemp("exports")
     model = export_version(out, version=3)
-    with ModelServer(out, metrics_port=0) as server:
+    with ModelServer(out, ServerConfig(metrics_port=0)) as server:
         yield model, server
 
 
@@ -174,22 +175,20 @@ def test_bad_inputs_are_named(ask: Asked) -> None:
     refused(ask, {**good, "dense": torch.zeros(3, NUM_DENSE)}, "'dense' has 3 rows, but 'user' has 2")
     refused(ask, {**good, "dense": torch.zeros(2, 9)}, r"'dense' must be \[rows, 3\], not \[2, 9\]")
     refused(ask, features, "'dense' is missing")
-    refused(
-        ask, {**good, "item": torch.zeros(2)}, "'item' must be whole numbers or strings, not torch.float32"
-    )
+    refused(ask, {**good, "item": torch.zeros(2)}, "'item' must be integers or strings, not torch.float32")
     refused(ask, {**good, "item": torch.zeros(2, 1, 1, dtype=torch.int64)}, "'item' must be .rows. or")
-    refused(ask, {**good, "item:row_splits": torch.tensor([0, 1])}, "must go from 0 to 2")
-    refused(ask, {**good, "item:row_splits": torch.tensor([0, 2, 1, 2])}, "never descend")
-    refused(ask, {**good, "item:row_splits": torch.zeros(0, dtype=torch.int64)}, "must go from 0 to 2")
+    refused(ask, {**good, "item:row_splits": torch.tensor([0, 1])}, "must rise from 0 to 2")
+    refused(ask, {**good, "item:row_splits": torch.tensor([0, 2, 1, 2])}, "without decreasing")
+    refused(ask, {**good, "item:row_splits": torch.zeros(0, dtype=torch.int64)}, "must rise from 0 to 2")
     refused(ask, {**good, "item:weights": torch.zeros(3)}, r"must be \[2\] like 'item', not \[3\]")
     del good["item"]
-    refused(ask, {**good, "item:weights": torch.zeros(2)}, "'item:weights' is there without 'item'")
+    refused(ask, {**good, "item:weights": torch.zeros(2)}, "'item:weights' is given without 'item'")
 
 
 def test_unknown_models_versions_and_signatures(ask: Asked) -> None:
     features, dense = rows(1)
     good = {**features, "dense": dense}
-    refused(ask, good, "model 'films' is unknown; there is movies", "NOT_FOUND", model="films")
+    refused(ask, good, "model 'films' is unknown; known models: movies", "NOT_FOUND", model="films")
     refused(ask, good, "has no version 4; it has 3", "NOT_FOUND", version=4)
     refused(ask, good, "signature 'classify' is unknown", signature="classify")
 
@@ -207,7 +206,7 @@ def test_bytes_that_are_no_message(channel: grpc.Channel) -> None:
 def test_a_request_that_is_too_large(tmp_path: Path) -> None:
     export_version(tmp_path)
     features, dense = rows(2)
-    with ModelServer(tmp_path, max_request_bytes=1000) as server, Asked(server.address) as ask:
+    with ModelServer(tmp_path, ServerConfig(max_request_bytes=1000)) as server, Asked(server.address) as ask:
         # In the message, whose size is checked when it is read ...
         refused(ask, {**features, "item": torch.zeros(200, dtype=torch.int64)}, "bytes left to this request")
         # ... and as a message, which gRPC does not even read.
@@ -337,8 +336,8 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
     export_version(tmp_path)
     with ModelServer(tmp_path) as first:
         port = int(first.address.rpartition(":")[2])
-        with pytest.raises(OSError, match="cannot be listened on"):
-            ModelServer(tmp_path, port=port).start()
+        with pytest.raises(OSError, match="cannot listen on"):
+            ModelServer(tmp_path, ServerConfig(port=port)).start()
 
 
 def test_a_server_is_started_once(tmp_path: Path) -> None:
@@ -347,7 +346,7 @@ def test_a_server_is_started_once(tmp_path: Path) -> None:
     with server:
         pass
     server.stop()
-    with pytest.raises(UsageError, match="started once"):
+    with pytest.raises(UsageError, match="started only once"):
         server.start()
 
 
@@ -356,7 +355,7 @@ def test_a_second_port_that_is_taken(tmp_path: Path, port: str) -> None:
     export_version(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         ports = {"http_port": 0, "metrics_port": 0, port: taken.getsockname()[1]}
-        server = ModelServer(tmp_path, **ports)
+        server = ModelServer(tmp_path, ServerConfig(**ports))
         raised: list[OSError] = []
 
         def start() -> None:
@@ -374,7 +373,7 @@ def test_a_second_port_that_is_taken(tmp_path: Path, port: str) -> None:
 def test_version_0_is_a_version(tmp_path: Path) -> None:
     for version in (0, 1):
         export_version(tmp_path, version=version)
-    with ModelServer(tmp_path, keep_versions=2) as server, Asked(server.address) as ask:
+    with ModelServer(tmp_path, ServerConfig(keep_versions=2)) as server, Asked(server.address) as ask:
         features, dense = rows(1)
         inputs = {**features, "dense": dense}
         asked = [ask.send(request_of(inputs, version=version))[1] for version in (0, 1, None)]

@@ -18,6 +18,7 @@ from megalith.models import Model
 from megalith.serving.server.http import MAX_CONNECTIONS
 from megalith.serving.server.infer_json import HEADER_LENGTH
 from megalith.serving.server.model_server import ModelServer
+from megalith.serving.server.server_config import ServerConfig
 from tests.serving.exports import NAMES, export_version, logits, rows
 
 FEATURES, DENSE = rows(2)
@@ -28,7 +29,7 @@ Made = tuple[Model, ModelServer]
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
     out = tmp_path_factory.mktemp("exports")
     model = export_version(out, version=3)
-    with ModelServer(out, http_port=0, max_request_bytes=2**20) as server:
+    with ModelServer(out, ServerConfig(http_port=0, max_request_bytes=2**20)) as server:
         yield model, server
 
 
@@ -271,6 +272,6 @@ def test_a_path_that_is_none(made: Made) -> None:
 
 def test_nothing_is_written_over_rest(tmp_path: Path) -> None:
     export_version(tmp_path)
-    with ModelServer(tmp_path, http_port=0, allow_writes=True) as server:
+    with ModelServer(tmp_path, ServerConfig(http_port=0, allow_writes=True)) as server:
         request = {"inputs": [{"name": "user_id", "datatype": "INT64", "shape": [1], "data": [1]}]}
         assert Rest(server).infer(request)[0] == 400

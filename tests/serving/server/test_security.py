@@ -26,6 +26,7 @@ from megalith.serving.server.health import MAX_STREAMS
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.security import Security, read_token
 from megalith.serving.server.served_model import MAX_WRITERS
+from megalith.serving.server.server_config import ServerConfig
 from tests.serving.certificates import Certificates, make_certificates
 from tests.serving.exports import Asked, export_version, rows
 
@@ -48,7 +49,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 @pytest.fixture(scope="module")
 def guarded(exported: Path) -> Iterator[ModelServer]:
-    with ModelServer(exported, http_port=0, security=Security(TOKEN)) as server:
+    with ModelServer(exported, ServerConfig(http_port=0, security=Security(TOKEN))) as server:
         yield server
 
 
@@ -72,7 +73,7 @@ def test_others_are_not(guarded: ModelServer, token: str | None) -> None:
         assert code_of(ask) == "UNAUTHENTICATED"
         request = GetModelStatusRequest()
         request.model_spec.name = "movies"
-        with pytest.raises(RemoteError, match="asks for a token"):
+        with pytest.raises(RemoteError, match="requires a token"):
             ask.connection.get_model_status(request, timeout=5)
 
 
@@ -167,7 +168,10 @@ def test_a_token_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
 def test_tls(exported: Path, certificates: Certificates) -> None:
     security = Security(certificate=certificates.server, key=certificates.server_key)
     with ModelServer(
-        exported, host="localhost", http_port=0, metrics_host="localhost", metrics_port=0, security=security
+        exported,
+        ServerConfig(
+            host="localhost", http_port=0, metrics_host="localhost", metrics_port=0, security=security
+        ),
     ) as server:
         trusting = Credentials.from_files(root_certificates=certificates.authority)
         with Asked(server.address, credentials=trusting) as ask:
@@ -188,7 +192,7 @@ def test_clients_show_certificates_where_asked(exported: Path, certificates: Cer
     security = Security(
         certificate=certificates.server, key=certificates.server_key, client_ca=certificates.authority
     )
-    with ModelServer(exported, host="localhost", http_port=0, security=security) as server:
+    with ModelServer(exported, ServerConfig(host="localhost", http_port=0, security=security)) as server:
         known = Credentials.from_files(
             root_certificates=certificates.authority,
             certificate=certificates.client,
@@ -210,7 +214,7 @@ def test_clients_show_certificates_where_asked(exported: Path, certificates: Cer
 def test_files_that_are_no_certificates(exported: Path, tmp_path: Path, certificates: Certificates) -> None:
     with pytest.raises(InputError, match="both a certificate and its key"):
         Security(certificate=certificates.server)
-    with pytest.raises(InputError, match="over TLS only"):
+    with pytest.raises(InputError, match="client certificates need TLS"):
         Security(client_ca=certificates.authority)
     bad = tmp_path / "bad.pem"
     bad.write_text("no certificate")
@@ -220,7 +224,7 @@ def test_files_that_are_no_certificates(exported: Path, tmp_path: Path, certific
         Security(certificate=certificates.server, key=certificates.client_key),
     ):
         with pytest.raises(InputError, match="TLS: "):
-            ModelServer(exported, security=security).start()
+            ModelServer(exported, ServerConfig(security=security)).start()
 
 
 # ---- writes
@@ -237,7 +241,7 @@ def test_writes_are_refused_unless_allowed(exported: Path, guarded: ModelServer,
 
 
 def test_a_write_shows_at_once(exported: Path) -> None:
-    with ModelServer(exported, allow_writes=True) as server, Asked(server.address) as ask:
+    with ModelServer(exported, ServerConfig(allow_writes=True)) as server, Asked(server.address) as ask:
         before = ask(INPUTS)
         ids = FEATURES["user"][:1]
         result = ask({"user_id": ids, "user_value": torch.full((1, 5), 2.0)}, signature="hashtable_assign")
@@ -253,7 +257,7 @@ def test_a_write_shows_at_once(exported: Path) -> None:
 
 
 def test_writes_wait_for_one_another(exported: Path) -> None:
-    with ModelServer(exported, allow_writes=True) as server, Asked(server.address) as ask:
+    with ModelServer(exported, ServerConfig(allow_writes=True)) as server, Asked(server.address) as ask:
         (model,) = server.models
         for _ in range(MAX_WRITERS):
             assert model.writers.acquire(blocking=False)
@@ -272,9 +276,9 @@ def test_writes_wait_for_one_another(exported: Path) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org"])
 def test_writes_from_elsewhere_need_a_credential(exported: Path, host: str) -> None:
     with pytest.raises(UsageError, match=r"--token-file.*--tls-ca"):
-        ModelServer(exported, host=host, allow_writes=True)
-    ModelServer(exported, host=host, allow_writes=True, security=Security(TOKEN)).stop()
-    ModelServer(exported, host=host).stop()
+        ModelServer(exported, ServerConfig(host=host, allow_writes=True))
+    ModelServer(exported, ServerConfig(host=host, allow_writes=True, security=Security(TOKEN))).stop()
+    ModelServer(exported, ServerConfig(host=host)).stop()
 
 
 def test_loopback() -> None:

@@ -19,6 +19,7 @@ from megalith.serving.discovery import FileDiscovery, StaticDiscovery
 from megalith.serving.proto import GetModelStatusRequest
 from megalith.serving.server import repository
 from megalith.serving.server.model_server import ModelServer
+from megalith.serving.server.server_config import ServerConfig
 from tests.serving.exports import Asked, export_version, logits, request_of, rows
 
 FEATURES, DENSE = rows(4)
@@ -48,7 +49,7 @@ def test_the_newest_version_answers(tmp_path: Path) -> None:
 
 def test_several_versions_answer_where_asked_to(tmp_path: Path) -> None:
     models = {version: export_version(tmp_path, version=version, seed=version) for version in (1, 2, 3)}
-    with ModelServer(tmp_path, keep_versions=2) as server, Asked(server.address) as ask:
+    with ModelServer(tmp_path, ServerConfig(keep_versions=2)) as server, Asked(server.address) as ask:
         assert version_of(ask) == 3
         for version in (2, 3):
             outputs = ask(INPUTS, version=version)
@@ -58,7 +59,7 @@ def test_several_versions_answer_where_asked_to(tmp_path: Path) -> None:
 
 def test_a_new_version_takes_over_without_dropping_a_request(tmp_path: Path) -> None:
     before = logits(export_version(tmp_path, version=1, seed=1), FEATURES, DENSE)
-    with ModelServer(tmp_path, poll_seconds=0.01) as server, Asked(server.address) as ask:
+    with ModelServer(tmp_path, ServerConfig(poll_seconds=0.01)) as server, Asked(server.address) as ask:
         stop = threading.Event()
         switched = threading.Event()
 
@@ -88,7 +89,7 @@ def test_a_new_version_takes_over_without_dropping_a_request(tmp_path: Path) -> 
 
 def test_a_broken_version_is_reported_and_the_old_one_goes_on(tmp_path: Path) -> None:
     export_version(tmp_path, version=1)
-    with ModelServer(tmp_path, poll_seconds=3600) as server, Asked(server.address) as ask:
+    with ModelServer(tmp_path, ServerConfig(poll_seconds=3600)) as server, Asked(server.address) as ask:
         export_version(tmp_path, version=2)
         table = tmp_path / "2" / "signature.json"
         table.write_text(table.read_text().replace('"format_version": 1', '"format_version": 99'))
@@ -110,14 +111,14 @@ def test_a_model_that_was_never_opened_has_a_status_too(tmp_path: Path) -> None:
     with ModelServer(tmp_path) as server, Asked(server.address) as ask:
         state, error = statuses(ask, "songs")[1]
         assert (state, "signature.json" in error) == (50, True)
-        with pytest.raises(RemoteError, match="has no version that answers") as raised:
+        with pytest.raises(RemoteError, match="has no available version") as raised:
             ask(INPUTS, model="songs")
         assert raised.value.code == "UNAVAILABLE"
 
 
 def test_a_version_in_use_is_closed_by_its_last_user(tmp_path: Path) -> None:
     export_version(tmp_path, version=1)
-    with ModelServer(tmp_path, poll_seconds=3600, drain_seconds=0.0) as server:
+    with ModelServer(tmp_path, ServerConfig(poll_seconds=3600, drain_seconds=0.0)) as server:
         (model,) = server.models
         with model.version(1) as used:
             export_version(tmp_path, version=2)
@@ -132,7 +133,7 @@ def test_a_version_in_use_is_closed_by_its_last_user(tmp_path: Path) -> None:
 def test_a_version_that_is_mended_is_served(tmp_path: Path) -> None:
     export_version(tmp_path, version=1)
     (tmp_path / "2").mkdir()
-    with ModelServer(tmp_path, poll_seconds=3600) as server, Asked(server.address) as ask:
+    with ModelServer(tmp_path, ServerConfig(poll_seconds=3600)) as server, Asked(server.address) as ask:
         assert version_of(ask) == 1
         shutil.rmtree(tmp_path / "2")
         export_version(tmp_path, version=2)
@@ -143,7 +144,7 @@ def test_a_version_that_is_mended_is_served(tmp_path: Path) -> None:
 def test_going_back_is_deleting_the_newest_version(tmp_path: Path) -> None:
     for version in (1, 2):
         export_version(tmp_path, version=version)
-    with ModelServer(tmp_path, poll_seconds=3600) as server, Asked(server.address) as ask:
+    with ModelServer(tmp_path, ServerConfig(poll_seconds=3600)) as server, Asked(server.address) as ask:
         shutil.rmtree(tmp_path / "2")
         server.refresh()
         assert version_of(ask) == 1
@@ -157,7 +158,7 @@ def test_going_back_takes_what_is_pushed_along(tmp_path: Path) -> None:
         export_version(tmp_path, version=version)
     ids, row = torch.tensor([7]), torch.full((1, 5), 3.0)
     with (
-        ModelServer(tmp_path, poll_seconds=3600, allow_writes=True) as server,
+        ModelServer(tmp_path, ServerConfig(poll_seconds=3600, allow_writes=True)) as server,
         Asked(server.address) as ask,
     ):
         ask({"user_id": ids, "user_value": torch.ones(1, 5)}, signature="hashtable_assign")
@@ -172,7 +173,7 @@ def test_going_back_takes_what_is_pushed_along(tmp_path: Path) -> None:
 def test_a_version_in_use_holds_up_no_other_model(tmp_path: Path) -> None:
     for name in ("films", "songs"):
         export_version(tmp_path / name, name=name)
-    with ModelServer(tmp_path, poll_seconds=3600) as server, Asked(server.address) as ask:
+    with ModelServer(tmp_path, ServerConfig(poll_seconds=3600)) as server, Asked(server.address) as ask:
         films = server.models[0]
         with films.version(1):
             for name in ("films", "songs"):
@@ -187,16 +188,16 @@ def test_a_version_that_could_not_be_opened_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     export_version(tmp_path, version=1)
-    with ModelServer(tmp_path, poll_seconds=3600) as server, Asked(server.address) as ask:
+    with ModelServer(tmp_path, ServerConfig(poll_seconds=3600)) as server, Asked(server.address) as ask:
         export_version(tmp_path, version=2)
-        opens, failures = server._repository._opens, [OSError("too many open files")] * 2
+        opens, failures = server._repository._open_version, [OSError("too many open files")] * 2
 
         def fails(directory: Path) -> Any:
             if failures:
                 raise failures.pop()
             return opens(directory)
 
-        monkeypatch.setattr(server._repository, "_opens", fails)
+        monkeypatch.setattr(server._repository, "_open_version", fails)
         server.refresh()
         server.refresh()
         assert len(failures) == 1, "not at once"
@@ -217,7 +218,7 @@ def test_a_version_that_is_mended_in_its_place_is_served(tmp_path: Path) -> None
     signature = tmp_path / "2" / "signature.json"
     text = signature.read_text()
     signature.write_text(text[:-10])
-    with ModelServer(tmp_path, poll_seconds=3600) as server, Asked(server.address) as ask:
+    with ModelServer(tmp_path, ServerConfig(poll_seconds=3600)) as server, Asked(server.address) as ask:
         assert version_of(ask) == 1
         signature.write_text(text)
         server.refresh()
@@ -234,7 +235,7 @@ def test_versions_are_int64_and_as_many_as_there_are(tmp_path: Path) -> None:
 def test_a_directory_of_models(tmp_path: Path) -> None:
     for name, seed in (("films", 1), ("books", 2)):
         export_version(tmp_path / f"any-{name}", name=name, seed=seed)
-    with ModelServer(tmp_path, poll_seconds=3600) as server, Asked(server.address) as ask:
+    with ModelServer(tmp_path, ServerConfig(poll_seconds=3600)) as server, Asked(server.address) as ask:
         assert [model.name for model in server.models] == ["books", "films"]
         films, books = (ask(INPUTS, model=name)["logits"] for name in ("films", "books"))
         assert not torch.equal(films, books)
@@ -257,13 +258,13 @@ def test_a_version_that_was_renamed_is_refused(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "1", tmp_path / "5")
     with ModelServer(tmp_path) as server, Asked(server.address) as ask:
         assert version_of(ask) == 1
-        assert "says version 1" in statuses(ask)[5][1]
+        assert "has version 1" in statuses(ask)[5][1]
 
 
 def test_parts_of_a_model_in_one_server(tmp_path: Path) -> None:
     model = export_version(tmp_path, num_shards=2)
     discovery = StaticDiscovery({})
-    with ModelServer(tmp_path, discovery=discovery, fetch_deadline_ms=20_000) as server:
+    with ModelServer(tmp_path, ServerConfig(fetch_deadline_ms=20_000), discovery=discovery) as server:
         assert [each.name for each in server.models] == ["movies:entry", "movies:ps_0", "movies:ps_1"]
         services = ["movies:entry", "movies:ps_0", "movies:ps_1"]
         assert [discovery.replicas(each)[0].address for each in services] == [server.address] * 3
@@ -271,7 +272,7 @@ def test_parts_of_a_model_in_one_server(tmp_path: Path) -> None:
             for name in ("movies", "movies:entry"):
                 outputs = ask(INPUTS, model=name)
                 torch.testing.assert_close(outputs["logits"], logits(model, FEATURES, DENSE))
-            with pytest.raises(RemoteError, match="holds rows: ask it with signature 'lookup'"):
+            with pytest.raises(RemoteError, match="holds rows: send it the signature 'lookup'"):
                 ask(INPUTS, model="movies:ps_0")
             for shard, ids in enumerate((torch.tensor([2, 4]), torch.tensor([3, 5]))):
                 part: Any = {"model": f"movies:ps_{shard}", "signature": "lookup"}
@@ -285,7 +286,9 @@ def test_parts_of_a_model_in_one_server(tmp_path: Path) -> None:
 def test_the_hit_rate_of_an_entry(tmp_path: Path) -> None:
     export_version(tmp_path, num_shards=2)
     with (
-        ModelServer(tmp_path, discovery=StaticDiscovery({}), fetch_deadline_ms=20_000) as server,
+        ModelServer(
+            tmp_path, ServerConfig(fetch_deadline_ms=20_000), discovery=StaticDiscovery({})
+        ) as server,
         Asked(server.address) as ask,
     ):
         ask({**INPUTS, "user": torch.tensor([1, 2, 3, 10**9])}, model="movies:entry")
@@ -298,7 +301,7 @@ def test_discovery_hears_of_models_and_of_the_end(tmp_path: Path) -> None:
     export_version(tmp_path / "models" / "movies")
     path = tmp_path / "servers.json"
     with (
-        ModelServer(tmp_path / "models", discovery=f"file:{path}", replica_id=4) as server,
+        ModelServer(tmp_path / "models", ServerConfig(discovery=f"file:{path}", replica_id=4)) as server,
         FileDiscovery(path) as discovery,
     ):
         for part in ("standalone", "entry", "ps_0"):

@@ -1,9 +1,8 @@
-"""Channels: connections to model servers, with the limits and credentials all clients share.
+"""Channels: connections to model servers, with limits and credentials.
 
-A `Connection` is a channel to one address and the calls a client makes over it: TF Serving's Predict,
-GetModelMetadata and GetModelStatus. Every call has a deadline, and every failure is a RemoteError. Which
-server to call, and what to do when one fails, is for the caller to say. Needs grpcio:
-`pip install megalith[serve]`.
+A `Connection` is a channel to one address and the calls of TF Serving's Predict, GetModelMetadata and
+GetModelStatus over it. Every call has a deadline, and every failure raises RemoteError. The caller chooses
+the server, and decides what happens when it fails. Needs grpcio: `pip install megalith[serve]`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Self
 
 from megalith.errors import RemoteError, UsageError
@@ -28,7 +26,7 @@ from megalith.serving.proto.message_types import (
     PredictResponse,
 )
 
-log = logging.getLogger("megalith.serving")
+logger = logging.getLogger(__name__)
 
 Metadata = Sequence[tuple[str, str]]
 
@@ -37,51 +35,57 @@ GET_MODEL_METADATA = "/tensorflow.serving.PredictionService/GetModelMetadata"
 GET_MODEL_STATUS = "/tensorflow.serving.ModelService/GetModelStatus"
 
 MAX_MESSAGE_BYTES = MAX_BYTES + 2**20
-"""The largest message sent or received: the tensors of a request, and room for their names."""
+"""The largest message: the tensors of a request, and space for their names."""
 MAX_CONNECTIONS = 256
 MAX_WORKERS = 256
-"""Calls that one set of channels has under way beside those that block their callers."""
+"""Maximum number of calls in progress in worker threads of one set of channels."""
 MAX_DETAILS = 500
-"""How much of a server's error text is shown."""
+"""Maximum number of characters of a server's error message that are shown."""
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # A host that vanished is noticed, although only calls under way may ask: servers punish idle pings.
+    # Detects a host that vanished, but only during calls: servers reject pings on idle connections.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    # gRPC's own backoff reaches two minutes, which is long for a server that has been restarted.
+    # gRPC's default backoff grows to two minutes, which is too long for a server that restarts.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 3_000),
-    # Addresses come from discovery, so a proxy named in the environment is not meant for them.
+    # Addresses come from discovery, so a proxy in the environment does not apply to them.
     ("grpc.enable_http_proxy", 0),
-    # Otherwise a new connection inherits the backoff of a closed one to the same address.
+    # Otherwise a new connection would inherit the backoff of a closed one to the same address.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
 
 class Call:
-    """A call under way."""
+    """A call in progress."""
 
     def __init__(self, future: Any, address: str) -> None:
         self._future = future
         self.address = address
 
     def result(self) -> Message:
-        """Waits for the answer, at most until the call's deadline; raises RemoteError."""
+        """Waits for the response until the call's deadline; raises RemoteError."""
         with _failures(self.address):
             return self._future.result()
 
     def cancel(self) -> None:
-        """Gives up; `result` then raises RemoteError with the code CANCELLED."""
+        """Cancels the call; `result` then raises RemoteError with the code CANCELLED."""
         self._future.cancel()
 
 
 class Connection:
-    """A channel to one server, and the calls over it. Threads may share one.
+    """A channel to one server, and the calls over it. Thread-safe; connects at the first call.
 
-    address: host:port; raises InputError if it is none. Nothing is sent before the first call. Requests are
-    messages, or their bytes; `timeout` is in seconds.
+    Requests are messages or their bytes. Timeouts are in seconds.
+
+    Args:
+        address: host:port.
+        credentials: What the client presents to the server.
+
+    Raises:
+        InputError: The address is malformed.
     """
 
     def __init__(self, address: str, credentials: Credentials | None = None) -> None:
@@ -96,41 +100,39 @@ class Connection:
             self.channel = grpc_module().secure_channel(self.address, secrets, options=OPTIONS)
         else:
             if token is not None and not is_loopback(self.address.rpartition(":")[0]):
-                log.warning("%s: the token travels unencrypted; use TLS", self.address)
+                logger.warning("%s: the token is sent unencrypted; use TLS", self.address)
             self.channel = grpc_module().insecure_channel(self.address, options=OPTIONS)
         self._predict = self._method(PREDICT, PredictResponse)
         self._get_model_metadata = self._method(GET_MODEL_METADATA, GetModelMetadataResponse)
         self._get_model_status = self._method(GET_MODEL_STATUS, GetModelStatusResponse)
 
     def predict(self, request: Message | bytes, *, timeout: float, metadata: Metadata = ()) -> Message:
-        """The PredictResponse to a PredictRequest; raises RemoteError."""
+        """Sends a PredictRequest and returns the PredictResponse; raises RemoteError."""
         return self._call(self._predict, request, timeout, metadata)
 
     def start_predict(self, request: Message | bytes, *, timeout: float, metadata: Metadata = ()) -> Call:
-        """The same without waiting; the result raises what `predict` would."""
+        """Sends a PredictRequest and returns the call in progress."""
         with _failures(self.address):
             sent = (*self._metadata, *metadata)
             future = self._predict.future(_to_bytes(request), timeout=timeout, metadata=sent)
             return Call(future, self.address)
 
     def get_model_metadata(self, request: Message | bytes, *, timeout: float) -> Message:
-        """The GetModelMetadataResponse; raises RemoteError."""
+        """Returns the GetModelMetadataResponse; raises RemoteError."""
         return self._call(self._get_model_metadata, request, timeout)
 
     def get_model_status(self, request: Message | bytes, *, timeout: float) -> Message:
-        """The GetModelStatusResponse; raises RemoteError."""
+        """Returns the GetModelStatusResponse; raises RemoteError."""
         return self._call(self._get_model_status, request, timeout)
 
     def close(self) -> None:
-        """Ends it at once, calls under way included; closing again is harmless."""
+        """Closes the channel and cancels calls in progress; further calls do nothing."""
         self.channel.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _method(self, path: str, response: Any) -> Any:
@@ -140,14 +142,17 @@ class Connection:
         self, method: Any, request: Message | bytes, timeout: float, metadata: Metadata = ()
     ) -> Message:
         with _failures(self.address):
-            # Blocking calls of grpcio's are faster than its futures.
+            # Blocking calls of grpcio are faster than its futures.
             return method(_to_bytes(request), timeout=timeout, metadata=(*self._metadata, *metadata))
 
 
 class Channels:
-    """Connections by address, opened when first asked for, and closed together. Threads may share one.
+    """Connections by address, opened on first use and closed together. Thread-safe.
 
-    At most MAX_CONNECTIONS: the one unused for longest is closed to make room.
+    Beyond MAX_CONNECTIONS the least recently used connection is closed.
+
+    Args:
+        credentials: What clients present to all servers.
     """
 
     def __init__(self, credentials: Credentials | None = None) -> None:
@@ -158,7 +163,12 @@ class Channels:
         self._closed = False
 
     def get(self, address: str) -> Connection:
-        """The connection to an address; raises InputError if it is none, UsageError after `close`."""
+        """Returns the connection to an address.
+
+        Raises:
+            InputError: The address is malformed.
+            UsageError: The channels are closed.
+        """
         with self._lock:
             if self._closed:
                 raise UsageError("these channels are closed; open new ones")
@@ -172,9 +182,10 @@ class Channels:
         return connection
 
     def submit(self, work: Callable[[], object]) -> None:
-        """Runs a call in a thread that is kept: grpcio would start one for each of its own futures.
+        """Runs a call in a pooled thread; grpcio would start a thread for each of its futures.
 
-        Raises UsageError after `close`.
+        Raises:
+            UsageError: The channels are closed.
         """
         with self._lock:
             if self._closed:
@@ -184,7 +195,7 @@ class Channels:
             self._workers.submit(work)
 
     def close(self) -> None:
-        """Closes all of them at once; closing again is harmless."""
+        """Closes all connections; further calls do nothing."""
         with self._lock:
             self._closed = True
             connections = list(self._open.values())
@@ -197,15 +208,13 @@ class Channels:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 @contextmanager
 def _failures(address: str) -> Iterator[None]:
-    """What grpcio raises, as a RemoteError."""
+    """Raises errors of grpcio as RemoteError."""
     grpc = grpc_module()
     try:
         yield
@@ -214,7 +223,7 @@ def _failures(address: str) -> Iterator[None]:
     except grpc.RpcError as error:
         raise _error(address, error.code().name, error.details() or "") from None
     except ValueError as error:
-        # grpcio's way to say that the channel is closed.
+        # grpcio raises it for a closed channel.
         raise _error(address, "CANCELLED", str(error)) from None
 
 

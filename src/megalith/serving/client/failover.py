@@ -1,9 +1,15 @@
-"""Failover: one request, several servers that could answer it, one deadline for all tries together.
+"""Failover: sends a request to one of several servers, and to others if it fails or is slow.
 
-Servers are tried in turn. One that fails makes way for the next at once. One that is slow gets company from
-the next when half of the time left is gone, and the first answer counts: another try, however it ends, never
-costs an answer that would have come in time. So requests must be harmless to repeat: predictions and lookups
-are, writes are not. Several requests may run at once, each with servers of its own.
+    event                                     effect
+    a server fails                            the next one is tried at once
+    half of the remaining time has passed     the next one is tried too (hedging); the first response wins
+    a server returns a code of FINAL          no other server is tried; those in progress may still answer
+    every server fails, one with NOT_FOUND    the next route is tried, if there is one
+    the deadline passes, or no server is left   RemoteError
+
+One deadline applies to all tries together. A hedged try never costs a response that would have arrived in
+time. Requests must be idempotent: predictions and lookups are, writes are not. Several requests can run at
+once, each with its own servers.
 """
 
 from __future__ import annotations
@@ -21,18 +27,23 @@ from megalith.serving.discovery.contract import Discovery, Replicas
 from megalith.serving.proto.message_types import Message
 
 FINAL = frozenset({"INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED"})
-"""What says something about the request. Whatever else went wrong, another replica may do better."""
+"""Codes that are about the request; after any other code another replica may succeed."""
 NOT_FOUND = "NOT_FOUND"
-"""A replica may lack what another one has, and is well otherwise."""
+"""The replica works but lacks the model, which another replica may have."""
 REST_SECONDS = 1.0
-"""How long a replica that failed is tried last."""
+"""Seconds for which a replica that failed is tried last."""
 
 
 class Targets:
-    """The replicas of a service, in an order that spreads the load. Threads may share one.
+    """The replicas of a service, in an order that balances the load. Thread-safe.
 
-    Each call begins one further along, the first at random, so that clients started together do not all ask
-    the same replica. Replicas that failed a moment ago come last. The discovery must have been started.
+    Each call starts at the next replica, the first call at a random one, so that clients that start together
+    do not all use the same replica. Replicas that failed recently come last.
+
+    Args:
+        discovery: A started discovery.
+        service: The name of the service.
+        channels: The connections.
     """
 
     def __init__(self, discovery: Discovery, service: str, channels: Channels) -> None:
@@ -45,7 +56,7 @@ class Targets:
         self._watch = discovery.watch(service, self._set)
 
     def in_turn(self) -> list[str]:
-        """The addresses of all of them, best first; perhaps none. Raises DiscoveryError."""
+        """Returns the addresses of all replicas, best first. Raises DiscoveryError."""
         replicas = self._replicas or self._discovery.replicas(self.service)
         start = next(self._turn) % max(len(replicas), 1)
         rested = time.monotonic() - REST_SECONDS
@@ -54,11 +65,11 @@ class Targets:
         return addresses
 
     def failed(self, address: str) -> None:
-        """Remembers that a replica did not answer."""
+        """Records that a replica failed."""
         self._failed[address] = time.monotonic()
 
     def close(self) -> None:
-        """Ends the watch; the channels stay open."""
+        """Stops watching the discovery; the channels stay open."""
         self._watch.cancel()
 
     def _set(self, replicas: Replicas) -> None:
@@ -70,7 +81,7 @@ class Targets:
 
 @dataclass(frozen=True)
 class Route:
-    """A request and who may answer it."""
+    """A serialized request and the replicas that can answer it."""
 
     targets: Targets
     request: bytes
@@ -89,38 +100,43 @@ Ended = queue.SimpleQueue[tuple[Try, Outcome]]
 
 
 class Attempt:
-    """A request under way, over its first route; the next one serves if a server of the first lacks the model
-    and none of them answers.
+    """A request in progress. It uses its first route, and the next one if a server lacks the model.
+
+    Args:
+        routes: At least one route.
     """
 
     def __init__(self, routes: Sequence[Route]) -> None:
         self.done = False
         self.wakes_at = 0.0
-        """When to call `wake`, if nothing has ended before."""
+        """When to call `wake`, unless a try ends before."""
         self._response: Message = None
         self._error: RemoteError | DiscoveryError | None = None
         self._routes = list(routes)
         self._waiting: list[str] = []
-        self._under_way: list[Try] = []
+        self._in_progress: list[Try] = []
         self._tried: list[str] = []
-        self._missed = False
+        self._not_found = False
         """Whether a server of this route lacks the model."""
         self._final: RemoteError | None = None
-        """Why no other server is asked any more."""
+        """The error after which no other server is tried."""
 
     def result(self) -> Message:
-        """The response; raises RemoteError or DiscoveryError."""
+        """Returns the response; raises RemoteError or DiscoveryError."""
         if self._error is not None:
             raise self._error
         return self._response
 
     def begin(self, end: float, ended: Ended, *, alone: bool) -> None:
-        """Sends it to the first server of the first route that has any.
+        """Sends the request to the first server of the first route that has any.
 
-        end: the deadline. ended: where its tries go when they have ended. alone: whether it may block.
+        Args:
+            end: The deadline, of `time.monotonic`.
+            ended: Where tries are put when they end.
+            alone: Whether the call may block, because no other request runs.
         """
         self._end, self._ended, self._alone = end, ended, alone
-        self._missed = False
+        self._not_found = False
         try:
             while not (waiting := self._routes[0].targets.in_turn()) and len(self._routes) > 1:
                 self._routes.pop(0)
@@ -128,17 +144,17 @@ class Attempt:
             self._finish(error=error)
             return
         if not waiting:
-            self._fail("UNAVAILABLE", "discovery knows no server of it")
+            self._fail("UNAVAILABLE", "discovery knows no server of this service")
             return
         self._waiting = waiting
         self._send()
 
     def take(self, ended: Try, outcome: Outcome) -> None:
-        """A try has ended: with the answer, or with a reason to go on or to give up."""
-        if ended not in self._under_way:
+        """Handles the end of a try: a response, or an error after which to continue or to fail."""
+        if ended not in self._in_progress:
             return
-        slower = self._under_way[: self._under_way.index(ended)]
-        self._under_way.remove(ended)
+        slower = self._in_progress[: self._in_progress.index(ended)]
+        self._in_progress.remove(ended)
         if isinstance(outcome, RemoteError):
             self._take_failure(outcome)
             return
@@ -147,11 +163,11 @@ class Attempt:
         self._finish(response=outcome)
 
     def wake(self, now: float) -> None:
-        """Time has passed: the next server is asked too, or the time is up."""
+        """Tries the next server too, or fails at the deadline."""
         if now >= self._end:
-            for each in self._under_way:
+            for each in self._in_progress:
                 self._routes[0].targets.failed(each.address)
-            self._give_up("DEADLINE_EXCEEDED", "no answer in time")
+            self._give_up("DEADLINE_EXCEEDED", "no response in time")
         elif now >= self.wakes_at and self._waiting:
             self._send()
 
@@ -163,12 +179,12 @@ class Attempt:
         left = max(self._end - now, 0.0)
         self.wakes_at = now + left / 2 if self._waiting else self._end
         sent, request, ended = Try(self, address), self._routes[0].request, self._ended
-        self._under_way.append(sent)
-        if self._alone and not self._waiting and len(self._under_way) == 1:
-            self.take(sent, _ask(connection, request, left))
+        self._in_progress.append(sent)
+        if self._alone and not self._waiting and len(self._in_progress) == 1:
+            self.take(sent, _predict(connection, request, left))
         else:
             self._routes[0].targets.channels.submit(
-                lambda: ended.put((sent, _ask(connection, request, left)))
+                lambda: ended.put((sent, _predict(connection, request, left)))
             )
 
     def _take_failure(self, error: RemoteError) -> None:
@@ -176,15 +192,15 @@ class Attempt:
             self._final = error
             self._waiting, self.wakes_at = [], self._end
         elif error.code == NOT_FOUND:
-            self._missed = True
+            self._not_found = True
         else:
             self._routes[0].targets.failed(error.targets[0])
-        if self._under_way:
+        if self._in_progress:
             return
         in_time = time.monotonic() < self._end
         if self._waiting and in_time:
             self._send()
-        elif self._missed and len(self._routes) > 1 and self._final is None and in_time:
+        elif self._not_found and len(self._routes) > 1 and self._final is None and in_time:
             self._routes.pop(0)
             self.begin(self._end, self._ended, alone=self._alone)
         else:
@@ -201,13 +217,18 @@ class Attempt:
         self._finish(error=RemoteError(message, code=code, targets=tuple(self._tried)))
 
     def _finish(self, *, response: Message = None, error: RemoteError | DiscoveryError | None = None) -> None:
-        # What is still under way ends by itself, at the deadline at the latest.
-        self._under_way = []
+        # Tries in progress end by themselves, at the latest at the deadline.
+        self._in_progress = []
         self._response, self._error, self.done = response, error, True
 
 
 def run(attempts: Sequence[Attempt], seconds: float) -> None:
-    """Runs all of them at once, until each has a response or an error; at most for `seconds`."""
+    """Runs requests concurrently until each has a response or an error.
+
+    Args:
+        attempts: The requests.
+        seconds: The deadline of all of them.
+    """
     end = time.monotonic() + seconds
     ended: Ended = queue.SimpleQueue()
     for attempt in attempts:
@@ -224,7 +245,7 @@ def run(attempts: Sequence[Attempt], seconds: float) -> None:
             sent.attempt.take(sent, outcome)
 
 
-def _ask(connection: Connection, request: bytes, seconds: float) -> Outcome:
+def _predict(connection: Connection, request: bytes, seconds: float) -> Outcome:
     try:
         return connection.predict(request, timeout=seconds)
     except RemoteError as error:

@@ -1,12 +1,12 @@
-"""RowFetcher: the rows an entry server needs, from the ps parts that have them.
+"""RowFetcher: fetches the rows that an entry server needs from the ps parts.
 
-Each table's distinct ids are parted by the model's routing; every part is asked once, for all tables
-together, and all parts at the same time. Rows come back in the order of the ids. More rows than a message
-holds are asked for in pieces.
+The distinct ids of each table are grouped by the model's routing. Every part gets one request for all tables,
+and all parts are requested at the same time; more rows than fit into a message take several requests. The
+rows are returned in the order of the ids.
 
-A part is asked for the version of the entry, since another may have its rows spread in another way; for the
-newest, where that one is gone. A part refuses ids that are not its own, so no row is taken for missing
-because it lies elsewhere.
+A part is asked for the entry's version, because another version may distribute rows differently; if that
+version is gone, for its newest one. A part refuses ids that it does not own, so a row on another part never
+reads as missing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -39,13 +38,13 @@ from megalith.serving.proto.tf_tensors import to_tensor_proto
 from megalith.serving.wire_names import LOOKUP
 
 MAX_PIECE_BYTES = MAX_BYTES
-"""What the ids of a request, and the rows of its answer, may take: a part answers no more at once."""
+"""Maximum bytes of the ids of a request, and of the rows of its response; the limit of a part."""
 _ID_BYTES, _WEIGHT_BYTES = 8, 4
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """What one request asks of a part. ids: int64 [n] by table; rows: float32 [n, dim], where they go."""
+    """One request to a part: ids int64 [n] by table, and where their rows float32 [n, dim] go."""
 
     shard: int
     ids: dict[str, Tensor]
@@ -53,11 +52,17 @@ class _Piece:
 
 
 class RowFetcher:
-    """{table: ids int64 [n]} -> {table: rows float32 [n, dim]}, fetched from the parts of a model.
+    """Fetches rows from the ps parts of a model. Thread-safe.
 
-    discovery: who serves "{model}:ps_0" and so on; started by the caller. fail_soft: a part that does not
-    answer gives zeros, and is counted, instead of an error. deadline_ms: for a whole fetch. Threads may share
-    one. Raises InputError for a model that has no ps parts.
+    Args:
+        discovery: A started discovery of the services "{model}:ps_0" and so on.
+        signature: The model.
+        fail_soft: Use zeros for the rows of a part that does not answer, and count them.
+        deadline_ms: Deadline of a whole fetch.
+        credentials: What the client presents to servers.
+
+    Raises:
+        InputError: The model has no ps parts, or a table is routed to more parts than there are.
     """
 
     def __init__(
@@ -88,15 +93,24 @@ class RowFetcher:
         self._specs = [[model_spec(service, LOOKUP, version) for version in versions] for service in services]
         self._counting = threading.Lock()
         self.failed_shards = 0
-        """Parts that did not answer, or not for all ids, each time."""
+        """Number of times a part failed to answer for some or all ids."""
         self.rows_missing_by_failure = 0
-        """Distinct ids that got zeros because of that."""
+        """Number of distinct ids that read as zeros because of that."""
 
     def __call__(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The rows of the ids, in their order; an id that no part has gives zeros.
+        """Fetches the rows of ids; an id without a row reads as zeros.
 
-        Raises UnknownNameError for a table, InputError for ids, RemoteError or DiscoveryError for a part that
-        does not answer in time.
+        Args:
+            ids: Table -> int64 [n].
+
+        Returns:
+            Table -> float32 [n, dim], in the order of the ids.
+
+        Raises:
+            UnknownNameError: A table is unknown.
+            InputError: Ids have another dtype or shape.
+            RemoteError: A part did not answer in time.
+            DiscoveryError: The discovery failed.
         """
         distinct: dict[str, list[Tensor]] = {}
         inverse: dict[str, Tensor] = {}
@@ -110,7 +124,7 @@ class RowFetcher:
         return {table: found[table][inverse[table]] for table in ids}
 
     def close(self) -> None:
-        """Ends it, fetches under way included; closing again is harmless."""
+        """Closes the fetcher and cancels fetches in progress; further calls do nothing."""
         for targets in self._targets:
             targets.close()
         self._channels.close()
@@ -118,9 +132,7 @@ class RowFetcher:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _parts(self, table: str, ids: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -137,7 +149,7 @@ class RowFetcher:
     def _cut(
         self, shard: int, distinct: Mapping[str, list[Tensor]], found: Mapping[str, Tensor]
     ) -> Iterator[_Piece]:
-        """What a part is asked for, none of it too large; usually one piece, and none if it has no ids."""
+        """Yields the requests to a part, none of them too large; usually one, and none without ids."""
         piece, left = _Piece(shard, {}, {}), MAX_PIECE_BYTES
         for table, parts in distinct.items():
             ids, begin = parts[shard], sum(part.numel() for part in parts[:shard])
@@ -155,7 +167,7 @@ class RowFetcher:
             yield piece
 
     def _fetch(self, pieces: list[_Piece]) -> None:
-        """Fills the rows of the pieces."""
+        """Sends the requests and copies the rows of their responses."""
         attempts = []
         for piece in pieces:
             body = inputs_and_outputs(

@@ -1,9 +1,9 @@
-"""Archives of torch.export that are data only: what a hostile one could make the loader run is refused.
+"""Archives of torch.export that are data only, so that an untrusted archive cannot run code.
 
-`torch.export.load` trusts its file: it unpickles, evaluates expressions, calls whatever function a node
-names, and loads native libraries. `check_archive` reads the file first, with the same reader, and lets pass
-graphs of aten's ops over tensors stored as bytes. `write_archive` makes such a file, and leaves out the paths
-of sources that torch would note in it.
+`torch.export.load` trusts its file: it unpickles, evaluates expressions, calls any function that a node
+names, and loads native libraries. `check_archive` validates the file first, with the same reader, and accepts
+only graphs of aten ops over tensors stored as bytes. `write_archive` writes such a file, without the source
+paths that torch would include.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ _SAMPLES = "data/sample_inputs/model.pt"
 _CONFIGS = ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json")
 _STORED = re.compile(r"(weight|tensor)_\d+")
 _NAME = re.compile(r"[A-Za-z0-9_.]*")
-_PLAIN = re.compile(r"[\w .,:;=<>+*/()-]*")  # nothing that ends a string in source code
+_PLAIN = re.compile(r"[\w .,:;=<>+*/()-]*")  # no character that ends a string in source code
 _TARGET = re.compile(
     r"torch\.ops\.aten\.(?P<op>[a-z0-9][a-z0-9_]*|mT|mH|_assert_scalar|_assert_tensor_metadata)"
     r"\.[A-Za-z0-9][A-Za-z0-9_]*|torch\.sym_[a-z]+"
     r"|_operator\.(getitem|add|sub|mul|floordiv|truediv|mod|neg|eq|ne|lt|le|gt|ge)"
 )
-# Of aten, what names that begin with _ stand for is for torch's own use, and checks little. Denied beside it:
-# files and logs; what the whole process shares; memory that was never written to, or is of another size than
-# its tensor; forms of tensors whose indices are trusted; and kernels of gradients, which a score has none of.
+# Ops of aten whose names begin with _ are internal to torch and check little, so _TARGET excludes them. Also
+# denied: ops on files and logs; on state that the process shares; on uninitialized memory, or memory of
+# another size than its tensor; tensor formats with unchecked indices; and gradient kernels, which no score
+# needs.
 _DENIED = re.compile(
     r"from_file|save|warn|wait|(manual_|initial_)?seed|set|set_|set_data|set_grad_enabled|requires_grad_"
     r"|retain_grad|record_stream|pin_memory|segment_reduce|q_.*|int_repr|choose_qparams.*"
@@ -49,17 +50,17 @@ _EXPRESSION = re.compile(
     r"|[su]\d+|Add|Mul|Max|Min|Mod|FloorDiv|CleanDiv|PythonMod|[(), ])*"
 )
 _MAX_EXPRESSION = 1000
-_FLOAT = re.compile(r"-?Infinity|NaN")  # as JSON has no number for them
+_FLOAT = re.compile(r"-?Infinity|NaN")  # JSON has no numbers for them
 _CONTAINERS = (None, "builtins.dict", "builtins.list", "builtins.tuple")
 
 
 def write_archive(program: ExportedProgram) -> bytes:
-    """The file of a program. Raises ExportError for one that `check_archive` would refuse."""
+    """Serializes a program. Raises ExportError for one that `check_archive` would refuse."""
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             node.meta = {name: value for name, value in node.meta.items() if name == "val"}
     program.example_inputs = None
-    # Source code that checks sizes; what a Servable gives the program is of one size.
+    # Source code that checks sizes; the inputs from a Servable have one batch size.
     program._guards_code = []
     file = io.BytesIO()
     torch.export.save(program, file)
@@ -69,7 +70,12 @@ def write_archive(program: ExportedProgram) -> bytes:
 
 
 def check_archive(data: bytes, where: str) -> None:
-    """Raises ExportError unless these bytes are a program that computes and does nothing else."""
+    """Raises ExportError unless an archive holds a program that only computes.
+
+    Args:
+        data: The archive.
+        where: Its name, for messages.
+    """
     from torch.export.pt2_archive._package import PT2ArchiveReader
 
     try:
@@ -84,14 +90,14 @@ def check_archive(data: bytes, where: str) -> None:
                 _check_config(_parse(archive.read_bytes(name)))
             _check_graph(_parse(archive.read_bytes(_GRAPH)))
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OSError) as error:
-        raise ExportError(f"{where} is no program that a server may run: {error}") from None
+        raise ExportError(f"{where} is not a program that a server may run: {error}") from None
 
 
 def load_archive(data: bytes) -> ExportedProgram:
-    """The program of an archive that was checked.
+    """Loads the program of an archive that passed `check_archive`.
 
-    Not by torch.export.load: where that fails it tries an older format, which is unpickled, with another
-    reader of zip files, and one file can show two readers two different archives.
+    It does not use torch.export.load: when that fails, it tries an older, pickled format with another zip
+    reader, and one file can look like different archives to two readers.
     """
     from torch.export.pt2_archive._package import load_pt2
 
@@ -118,7 +124,7 @@ def _check_graph(data: Any) -> None:
 
 
 def _check_inside(data: Any, key: str) -> None:
-    """Each string by what torch does with it, which depends on the key it stands under."""
+    """Checks each string by how torch uses it, which depends on its key."""
     if isinstance(data, dict):
         for name, each in data.items():
             if not _PLAIN.fullmatch(name):
@@ -141,7 +147,7 @@ def _is_expression(text: str) -> bool:
 
 
 def _is_structure(text: str) -> bool:
-    """Whether it says how dicts, lists and tuples hold each other; other types would be imported by name."""
+    """Returns whether a tree spec has only dicts, lists and tuples; other types would be imported by name."""
     level = [parse_json(text)[1]]
     while level:
         if any(each["type"] not in _CONTAINERS for each in level):

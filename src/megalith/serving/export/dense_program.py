@@ -1,7 +1,7 @@
-"""The dense program: what torch.export made of a model's `score`, with weights that can be replaced.
+"""Dense program: a model's `score`, traced by torch.export, with weights that can be replaced.
 
-There are two copies. Requests run the one in front; new weights go into the other, which then takes its
-place, so no request sees half of them. A copy that is in use keeps its weights.
+There are two copies. Requests run the front copy. New weights are written to the back copy, which then
+becomes the front copy, so no request sees a mixture. A copy that is in use keeps its weights.
 """
 
 from __future__ import annotations
@@ -20,13 +20,17 @@ from megalith.errors import ExportError, InputError
 from megalith.serving.export.archive import check_archive, load_archive
 
 PREFIX = "model."
-"""What torch.export puts before the names of the model's weights."""
+"""Prefix that torch.export adds to the names of the model's weights."""
 
 
 class DenseProgram:
-    """Rows by name and dense values in, logits [B] out. Threads may share it.
+    """Computes logits [B] from rows by name and dense values. Thread-safe.
 
-    path: an archive of torch.export. Raises ExportError if it is none, or one that does more than compute.
+    Args:
+        path: An archive of torch.export.
+
+    Raises:
+        ExportError: The file is not such an archive, or it does more than compute.
     """
 
     def __init__(self, path: Path) -> None:
@@ -35,13 +39,13 @@ class DenseProgram:
             check_archive(data, str(path))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                # Loaded twice: two modules of one program would share their weights.
+                # Loaded twice: two modules of one program would share weights.
                 programs = [load_archive(data) for _ in range(2)]
-                self._copies = [Copy(program) for program in programs]
+                self._copies = [ProgramCopy(program) for program in programs]
         except ExportError:
             raise
         except Exception as error:  # whatever torch raises for a damaged archive
-            raise ExportError(f"{path} is no program of torch.export: {error}") from None
+            raise ExportError(f"{path} is not a program of torch.export: {error}") from None
         self._front = 0
         self._writing = threading.Lock()
         self._same = self._copies[0].same
@@ -50,29 +54,29 @@ class DenseProgram:
 
     @property
     def names(self) -> dict[str, tuple[int, ...]]:
-        """The weights and their shapes; one that has several names by its first."""
+        """Name -> shape of each weight; a weight with several names has its first."""
         return {name: tuple(weight.shape) for name, weight in self._exported.items()}
 
     @property
-    def front(self) -> Copy:
-        """The copy with the weights set last."""
+    def front(self) -> ProgramCopy:
+        """The copy with the newest weights."""
         return self._copies[self._front]
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The weights in use; not to be written to."""
+        """The weights in use; do not write to them."""
         return dict(self._now)
 
     def __call__(self, rows: dict[str, Any], dense: Tensor | None) -> Tensor:
-        """The logits, float32 [B]."""
+        """Returns the logits, float32 [B]."""
         while True:
             copy = self.front
             with copy:
-                if copy is self.front:  # else it went behind meanwhile, and may be about to change
+                if copy is self.front:  # otherwise it was replaced and may change
                     return copy(rows, dense)
 
     def check(self, weights: Mapping[str, Tensor]) -> None:
-        """Raises InputError unless these are weights of the program, finite and of their shapes."""
+        """Raises InputError unless these are finite weights of the program with their dtypes and shapes."""
         for name, weight in weights.items():
             if name not in self._same:
                 raise InputError(f"dense weight {name!r} is unknown (known: {', '.join(self._exported)})")
@@ -85,10 +89,19 @@ class DenseProgram:
             if weight.is_floating_point() and not bool(torch.isfinite(weight).all()):
                 raise InputError(f"dense weight {name!r} holds NaN or Inf")
 
-    def set(self, weights: Mapping[str, Tensor]) -> Copy:
-        """Replaces weights, all at once; those not named stay. Returns the copy that has them.
+    def set(self, weights: Mapping[str, Tensor]) -> ProgramCopy:
+        """Replaces weights in one step.
 
-        The copy that was in front keeps its weights until the next call.
+        The previous front copy keeps its weights until the next call.
+
+        Args:
+            weights: Name -> weight; other weights stay.
+
+        Returns:
+            The new front copy.
+
+        Raises:
+            InputError: A weight is unknown, not finite, or has another dtype or shape.
         """
         self.check(weights)
         with self._writing:
@@ -101,19 +114,22 @@ class DenseProgram:
             self._front = 1 - self._front
             return back
 
-    def reset(self) -> Copy:
-        """Back to the exported weights, as `set`."""
+    def reset(self) -> ProgramCopy:
+        """Restores the exported weights; see `set`."""
         return self.set(self._exported)
 
 
-class Copy:
-    """A copy of the program, and how many use it: `with` it, its weights stay as they are.
+class ProgramCopy:
+    """One copy of the program. As a context manager it keeps its weights unchanged.
 
-    weights: its parameters and persistent buffers, each once. same: all their names, and the one in weights.
+    Attributes:
+        module: The module that computes.
+        weights: Its parameters and persistent buffers, each once.
+        same: Every name of a weight -> its name in `weights`.
     """
 
     def __init__(self, program: ExportedProgram) -> None:
-        # Guards would be source code out of the archive; a Servable's batches are of one size.
+        # Guards would be source code from the archive; the batches of a Servable have one size.
         self.module = program.module(check_guards=False)
         constant = set(program.graph_signature.non_persistent_buffers)
         self.weights: dict[str, Tensor] = {}
@@ -123,7 +139,7 @@ class Copy:
             if full in constant:
                 continue
             name = full.removeprefix(PREFIX)
-            # Modules that share a weight share its memory; an empty one has none.
+            # A shared weight shares its memory; an empty weight has none.
             place = (weight.data_ptr(), tuple(weight.shape))
             self.same[name] = first.setdefault(place, name) if weight.numel() else name
             if self.same[name] == name:
@@ -132,8 +148,8 @@ class Copy:
         self._changed = threading.Condition()
 
     def __call__(self, rows: dict[str, Any], dense: Tensor | None) -> Tensor:
-        """The logits, float32 [B]."""
-        # Without the hooks of a module's call, which check sizes for longer than all else takes.
+        """Returns the logits, float32 [B]."""
+        # `forward` skips the hooks of a module's call, whose size checks would dominate the time.
         logits: Tensor = self.module.forward(rows, dense)
         return logits
 
@@ -148,6 +164,6 @@ class Copy:
                 self._changed.notify_all()
 
     def wait_idle(self) -> None:
-        """Waits until nobody uses it."""
+        """Waits until no request uses the copy."""
         with self._changed:
             self._changed.wait_for(lambda: not self._running)

@@ -1,10 +1,10 @@
-"""Export: a model becomes a directory that a server maps into memory and answers from.
+"""Export: writes a model as a directory that a server maps into memory.
 
-    OUT/{version}/                         one process holds everything
-    OUT/entry/{version}/  OUT/ps_0/{version}/  ...   an entry has the model, the ps parts the rows
+    OUT/{version}/                                   one process holds everything
+    OUT/entry/{version}/  OUT/ps_0/{version}/  ...   the entry has the model, the ps parts have the rows
 
-A version is written under another name and renamed when it is complete; what a killed process left behind is
-removed by the next one that writes there. docs/formats/export.md has the page.
+A version is written to a staging directory and renamed when it is complete. The staging directory of a killed
+process is removed by the next export to the same place. docs/formats/export.md specifies the format.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from megalith.checkpoint.manifest import FileEntry, Routing
+from megalith.checkpoint.manifest import Routing
 from megalith.checkpoint.save_job import megalith_version
 from megalith.errors import ExportError, InputError, MegalithError, UsageError
 from megalith.nn import EmbeddingCollection
@@ -47,33 +47,36 @@ from megalith.serving.export.signature import (
     Signature,
     check_name,
 )
-from megalith.storage.store import checksum
+from megalith.storage.atomic import sync_path
+from megalith.storage.store import StoredFile, checksum
 from megalith.table import TableConfig
 
 RowSource = Callable[[str], Iterator[tuple[Tensor, Tensor]]]
-"""A table's rows in pieces: ids int64 [k], rows float32 [k, dim], an id once. It is called twice."""
+"""Table -> chunks of distinct ids int64 [k] and rows float32 [k, dim]. Called twice for each table."""
 _EXAMPLE_SIZES = (1, 8)
 _MAX_FILE_NAME = 100
-_DRAFT = ".draft-"
+_STAGING_PREFIX = ".draft-"
 
 
 class Exportable(Protocol):
-    """What `export_model` needs of a model; `megalith.models.Model` has it."""
+    """A model that `export_model` accepts, such as a `megalith.models.Model`."""
 
     embeddings: EmbeddingCollection
     masks: Mapping[str, str]
     num_dense: int
 
     def score(self, rows: dict[str, Tensor], dense: Tensor | None) -> Tensor:
-        """The dense part: embeddings and masks by name, dense values -> logits [B]."""
+        """Computes logits [B] from embeddings and masks by name, and dense values."""
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where an export comes from. base: the id of a checkpoint's latest save."""
+    """The checkpoint that an export is made of."""
 
     base: str
+    """Id of the checkpoint's latest save."""
     step: int
+    """Global step of that save."""
 
 
 def export_model(
@@ -89,21 +92,33 @@ def export_model(
     source: Provenance | None = None,
     on_rows: Callable[[int], object] | None = None,
 ) -> Path:
-    """Writes a version of a model below `out` and returns `out`.
+    """Writes a version of a model below `out`. A call that fails leaves no files.
 
-    name: what requests call it. precision: of the rows, "float32", "float16" or "int8". num_shards: 0 for a
-    model that stands alone, or the number of ps parts its rows are spread over by each table's dist_type.
-    version: a whole number (None: the step). block_size: for tables of dist_type "continuous". rows: where
-    rows come from (None: the model's tables). source: the checkpoint those are of. on_rows: told how many
-    rows were written, piece by piece.
-    Raises ExportError if the version is there already or cannot be written, InputError for what cannot be
-    exported. A call that fails leaves nothing behind.
+    Args:
+        model: The model; its `score` is traced in eval mode.
+        out: Directory of the versions.
+        name: Name of the model in requests.
+        precision: Precision of the rows: "float32", "float16" or "int8".
+        num_shards: Number of ps parts, over which rows are distributed by each table's dist_type; 0 writes a
+            standalone model.
+        version: A number below 2^63 (None: the step).
+        block_size: Ids of a part, for tables of dist_type "continuous".
+        rows: Source of the rows (None: the model's tables).
+        source: The checkpoint of the rows.
+        on_rows: Called with the number of rows of each chunk written.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ExportError: The version exists or cannot be written.
+        InputError: The model, or an argument, cannot be exported.
     """
     collection = _collection(model)
     check_name(name)
     precisions.dtype_of(precision)
     if num_shards < 0:
-        raise InputError(f"export: num_shards must be 0 or above, got {num_shards}")
+        raise InputError(f"export: num_shards must be 0 or more, got {num_shards}")
     if rows is None:
         rows = _live_rows(collection)
     source = source or Provenance(f"live-{uuid.uuid4().hex}", collection.global_step)
@@ -125,22 +140,24 @@ def export_model(
         dense_name=_dense_name(collection),
     )
     try:
-        with _Drafts(Path(out), signature.version, num_shards) as drafts:
+        with _StagingDirectories(Path(out), signature.version, num_shards) as staging:
             tables = {
-                table: _Tables(drafts, table, config, precision, num_shards, block_size).write(rows, on_rows)
+                table: _TableExporter(staging, table, config, precision, num_shards, block_size).write(
+                    rows, on_rows
+                )
                 for table, config in collection.shards.configs.items()
             }
-            _write_parts(model, drafts, signature, tables)
-            drafts.publish()
+            _write_parts(model, staging, signature, tables)
+            staging.publish()
     except OSError as error:
         if isinstance(error, MegalithError):
             raise
-        raise ExportError(f"{out} cannot be written: {error}") from error
+        raise ExportError(f"cannot write {out}: {error}") from error
     return Path(out)
 
 
 def _collection(model: Any) -> EmbeddingCollection:
-    """The model's tables, if it is a model that `score` covers."""
+    """Returns the model's collection; raises InputError unless it is the only one."""
     lacking = [name for name in ("embeddings", "masks", "num_dense", "score") if not hasattr(model, name)]
     if not isinstance(model, nn.Module) or lacking:
         raise InputError(
@@ -150,14 +167,14 @@ def _collection(model: Any) -> EmbeddingCollection:
     collections = [each for each in model.modules() if isinstance(each, EmbeddingCollection)]
     if len(collections) != 1 or collections[0] is not model.embeddings:
         raise InputError(
-            f"export: {type(model).__name__} has {len(collections)} EmbeddingCollections; a model has one, "
-            "`embeddings`, and `score` reads no other"
+            f"export: {type(model).__name__} has {len(collections)} EmbeddingCollections; it must have "
+            "exactly one, `embeddings`"
         )
     return collections[0]
 
 
 def _dense_name(collection: EmbeddingCollection) -> str:
-    """What requests call the dense values: a name that no feature has."""
+    """Returns the name of the dense values in requests, which no feature has."""
     name = DENSE
     while any(feature.name == name for feature in collection.features):
         name += "_values"
@@ -165,13 +182,13 @@ def _dense_name(collection: EmbeddingCollection) -> str:
 
 
 def _write_parts(
-    model: Exportable, drafts: _Drafts, signature: Signature, tables: Mapping[str, _Written]
+    model: Exportable, staging: _StagingDirectories, signature: Signature, tables: Mapping[str, _WrittenTable]
 ) -> None:
-    front = drafts.parts[-1]
-    program = export_program(model, drafts.path(front) / "dense.pt2")
+    front = staging.parts[-1]
+    program = export_program(model, staging.path(front) / "dense.pt2")
     samples = {table: written.sample for table, written in tables.items()}
-    examples = write_examples(drafts.path(front) / "examples.json", _examples(signature, samples))
-    for number, part in enumerate(drafts.parts):
+    examples = write_examples(staging.path(front) / "examples.json", _examples(signature, samples))
+    for number, part in enumerate(staging.parts):
         own = replace(
             signature,
             part=part,
@@ -184,14 +201,14 @@ def _write_parts(
             own = replace(own, program=program, examples=examples)
         else:
             own = replace(own, features=(), layouts=None, masks={}, num_dense=0)
-        drafts.write(part, own)
+        staging.write(part, own)
 
 
 # ---- rows
 
 
 @dataclass(frozen=True)
-class _Written:
+class _WrittenTable:
     """A table of the export: its spec in each ps part (or the one part), and some of its ids."""
 
     specs: list[ExportedTable]
@@ -202,40 +219,39 @@ class _Written:
         return replace(self.specs[0], rows=0, file=None)
 
 
-class _Tables:
-    """Writes one table's rows, each to the part that has it."""
+class _TableExporter:
+    """Writes the rows of one table, each to its part."""
 
     def __init__(
         self,
-        drafts: _Drafts,
+        staging: _StagingDirectories,
         table: str,
         config: TableConfig,
         precision: str,
         num_shards: int,
         block_size: int | None,
     ) -> None:
-        self._drafts, self._table, self._config, self._precision = drafts, table, config, precision
-        self._parts = [part for part in drafts.parts if part != ENTRY]
+        self._staging, self._table, self._config, self._precision = staging, table, config, precision
+        self._parts = [part for part in staging.parts if part != ENTRY]
         mode = config.dist_type or "roundrobin"
         block = block_size if mode == "continuous" and num_shards > 1 else None
         if mode == "continuous" and num_shards > 1 and block is None:
             raise InputError(
-                f"table {table!r} is spread in blocks (dist_type 'continuous'): give block_size, "
-                "the number of ids of a part"
+                f"table {table!r} has dist_type 'continuous': give block_size, the number of ids of a part"
             )
         self._routing = Routing(mode, max(1, num_shards), block)
         self._router = self._routing.router()
 
-    def write(self, rows: RowSource, on_rows: Callable[[int], object] | None) -> _Written:
+    def write(self, rows: RowSource, on_rows: Callable[[int], object] | None) -> _WrittenTable:
         segments = [segment.dim for segment in self._config.segments]
         ids, largest = self._first_pass(rows, segments)
         steps = precisions.steps_for(largest, self._precision)
         spec = ExportedTable(tuple(segments), tuple(steps), self._routing)
         owners = None if self._router is None else self._router.owner(ids)
-        file = f"{_plain(self._table)}.safetensors"
+        file = f"{_file_name(self._table)}.safetensors"
         writers = [
             FrozenWriter(
-                self._drafts.path(part) / file,
+                self._staging.path(part) / file,
                 ids if owners is None else ids[owners == number],
                 dim=self._config.dim,
                 precision=self._precision,
@@ -251,7 +267,7 @@ class _Tables:
             if on_rows is not None:
                 on_rows(piece.numel())
         specs = [replace(spec, rows=writer.rows, file=writer.close()) for writer in writers]
-        return _Written(specs, ids[: max(_EXAMPLE_SIZES)].tolist())
+        return _WrittenTable(specs, ids[: max(_EXAMPLE_SIZES)].tolist())
 
     def _add(self, writer: FrozenWriter, ids: Tensor, rows: Tensor) -> None:
         try:
@@ -260,7 +276,7 @@ class _Tables:
             raise InputError(f"table {self._table!r}: {error}") from None
 
     def _first_pass(self, rows: RowSource, segments: list[int]) -> tuple[Tensor, list[float]]:
-        """All ids, and the largest magnitude of each segment where the precision needs it."""
+        """Returns all ids, and the largest magnitude of each segment if the precision needs it."""
         found = [torch.empty(0, dtype=torch.int64)]
         largest = [0.0] * len(segments)
         for ids, values in rows(self._table):
@@ -274,7 +290,9 @@ class _Tables:
 
 def _live_rows(collection: EmbeddingCollection) -> RowSource:
     if collection.shards.world_size > 1:
-        raise UsageError("export: this process has only its rank's rows: save a checkpoint and export that")
+        raise UsageError(
+            "export: this process has only the rows of its rank: save a checkpoint and export that"
+        )
 
     def rows(table: str) -> Iterator[tuple[Tensor, Tensor]]:
         for chunk in collection.shards.scan(table):
@@ -298,8 +316,19 @@ class _Score(nn.Module):
         return logits
 
 
-def export_program(model: Exportable, path: Path) -> FileEntry:
-    """Writes `score` through torch.export, for any batch size. Raises InputError if it cannot be traced."""
+def export_program(model: Exportable, path: Path) -> StoredFile:
+    """Traces `score` with torch.export, for any batch size, and writes it.
+
+    Args:
+        model: The model.
+        path: The new file.
+
+    Returns:
+        The entry of the file.
+
+    Raises:
+        InputError: `score` cannot be traced.
+    """
     assert isinstance(model, nn.Module)
     plan = model.embeddings.plan
     size = 3
@@ -324,16 +353,16 @@ def export_program(model: Exportable, path: Path) -> FileEntry:
             warnings.simplefilter("ignore")
             program = torch.export.export(_Score(model), (rows, dense), dynamic_shapes=dynamic)
             data = write_archive(program)
-    except Exception as error:  # whatever torch raises for what it cannot trace
+    except Exception as error:  # torch raises many types
         raise InputError(
-            f"{type(model).__name__}.score cannot be exported: it must be tensors in, tensors out, without "
-            f"branches on values ({error})"
+            f"{type(model).__name__}.score cannot be exported: it must compute tensors from tensors, "
+            f"without branches on values ({error})"
         ) from error
     finally:
         for module in training:
             module.training = True
     path.write_bytes(data)
-    return FileEntry(path.name, len(data), checksum(zlib.crc32(data)))
+    return StoredFile(path.name, len(data), checksum(zlib.crc32(data)))
 
 
 def _layouts(plan: FeaturePlan) -> tuple[LayoutSpec, ...] | None:
@@ -356,8 +385,8 @@ def _examples(signature: Signature, samples: Mapping[str, list[int]]) -> list[Ex
 # ---- directories
 
 
-class _Drafts:
-    """The directories of the parts while they are written, side by side with where they go."""
+class _StagingDirectories:
+    """The directories in which the parts are written, next to their final places."""
 
     def __init__(self, out: Path, version: int, num_shards: int) -> None:
         self._out, self._version = out, version
@@ -365,22 +394,22 @@ class _Drafts:
             [*(f"ps_{number}" for number in range(num_shards)), ENTRY] if num_shards else [STANDALONE]
         )
         if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 2**63:
-            raise InputError(f"export: version must be a whole number below 2^63, got {version!r}")
-        self._mark = f"{_DRAFT}{version}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._held = ExitStack()
+            raise InputError(f"export: version must be an integer from 0 below 2^63, got {version!r}")
+        self._name = f"{_STAGING_PREFIX}{version}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._locks = ExitStack()
 
     def _base(self, part: str) -> Path:
         return self._out if part == STANDALONE else self._out / part
 
     def path(self, part: str) -> Path:
-        """Where a part is being written."""
-        return self._base(part) / self._mark
+        """Returns the staging directory of a part."""
+        return self._base(part) / self._name
 
-    def __enter__(self) -> _Drafts:
+    def __enter__(self) -> _StagingDirectories:
         for part in self.parts:
             if (self._base(part) / str(self._version)).exists():
                 raise ExportError(
-                    f"{self._base(part) / str(self._version)} is there already: choose another version "
+                    f"{self._base(part) / str(self._version)} exists: choose another version "
                     "(--version), or another directory"
                 )
         try:
@@ -392,43 +421,44 @@ class _Drafts:
         return self
 
     def _make(self, part: str) -> None:
-        """A draft that is locked while this process lives, in the place of those whose processes do not."""
+        """Creates a staging directory, locked while this process lives, and removes abandoned ones."""
         base = self._base(part)
         base.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as alone:
-            with suppress(OSError):  # where nothing can be locked, nobody removes a draft
-                alone.enter_context(_locked(base))  # or one could be seen that is made and not locked yet
-            for draft in base.glob(f"{_DRAFT}*"):
-                with suppress(OSError), _locked(draft, wait=False):
-                    shutil.rmtree(draft, ignore_errors=True)
+        with ExitStack() as exclusive:
+            with suppress(OSError):  # without locks, no staging directory is removed
+                # Otherwise another process could see a directory before it is locked.
+                exclusive.enter_context(_locked(base))
+            for abandoned in base.glob(f"{_STAGING_PREFIX}*"):
+                with suppress(OSError), _locked(abandoned, wait=False):
+                    shutil.rmtree(abandoned, ignore_errors=True)
             self.path(part).mkdir()
             with suppress(OSError):
-                self._held.enter_context(_locked(self.path(part)))
+                self._locks.enter_context(_locked(self.path(part)))
 
     def __exit__(self, *_: object) -> None:
         for part in self.parts:
             shutil.rmtree(self.path(part), ignore_errors=True)
-        self._held.close()
+        self._locks.close()
 
     def write(self, part: str, signature: Signature) -> None:
-        """Writes a part's signature, the last of its files, and makes them last."""
+        """Writes the signature of a part, the last of its files, and flushes all files to disk."""
         path = self.path(part)
         text = signature.to_json()
-        # What a server could not read must not be published.
+        # A signature that servers cannot read must not be published.
         Signature.from_dict(json.loads(text), f"export: {NAME}")
         (path / NAME).write_text(text)
         for each in path.iterdir():
-            _sync(each)
-        _sync(path)
+            sync_path(each)
+        sync_path(path)
 
     def publish(self) -> None:
-        """Gives all parts their names, or none; the entry, which asks the others, last."""
+        """Renames all parts to their final names, or none; the entry last, because it needs the others."""
         done: list[str] = []
         try:
             for part in self.parts:
                 os.rename(self.path(part), self._base(part) / str(self._version))
                 done.append(part)
-                _sync(self._base(part))
+                sync_path(self._base(part))
         except OSError:
             for part in done:
                 os.rename(self._base(part) / str(self._version), self.path(part))
@@ -437,7 +467,7 @@ class _Drafts:
 
 @contextmanager
 def _locked(directory: Path, *, wait: bool = True) -> Iterator[None]:
-    """Holds a lock that the system takes back when the process ends, however it does. Raises OSError."""
+    """Holds a lock that the system releases when the process ends, even if it is killed. Raises OSError."""
     handle = os.open(directory, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -446,16 +476,8 @@ def _locked(directory: Path, *, wait: bool = True) -> Iterator[None]:
         os.close(handle)
 
 
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _plain(table: str) -> str:
-    """A file name for a table, whatever its name holds."""
+def _file_name(table: str) -> str:
+    """Returns a file name for a table of any name."""
     plain = "".join(char if char.isascii() and (char.isalnum() or char in "-_") else "_" for char in table)
     if plain == table and len(table) <= _MAX_FILE_NAME:
         return plain

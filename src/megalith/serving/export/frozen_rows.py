@@ -1,7 +1,12 @@
-"""Frozen rows: one table of an export, a file that is mapped into memory and never changes.
+"""Frozen rows: one table of an export, a memory-mapped file that never changes.
 
-The file is safetensors: `ids` int64 [n] in the order of their hash, `buckets` int64 [2^k + 1] where the ids
-of each leading k bits of the hash begin, `rows` [n, dim] beside the ids. docs/formats/export.md has the page.
+The file is safetensors:
+
+    ids      int64 [n]          sorted by hash
+    buckets  int64 [2^k + 1]    where the ids with each value of the leading k bits of the hash begin
+    rows     [n, dim]           in the order of the ids
+
+docs/formats/export.md specifies it.
 """
 
 from __future__ import annotations
@@ -16,32 +21,37 @@ import torch
 from torch import Tensor
 
 from megalith.bits import mix64, shift_right, signed
-from megalith.checkpoint.manifest import FileEntry
 from megalith.errors import ExportError
 from megalith.library import native_module
 from megalith.serving.export import precision as precisions
-from megalith.storage.store import checksum, view_of
-from megalith.storage.tensor_files import decode as tensors_of
-from megalith.storage.tensor_files import lay_out
+from megalith.storage.store import StoredFile, checksum, view_of
+from megalith.storage.tensor_files import decode, plan_file
 
 _IDS_PER_BUCKET = 4
 _GOLDEN = signed(0x9E3779B97F4A7C15)
 
 
 def slot_hash(ids: Tensor) -> Tensor:
-    """The hash that orders ids, its 64 bits as int64."""
+    """Returns the hash by which ids are sorted, its 64 bits as int64 [n]."""
     return mix64(ids + _GOLDEN)
 
 
 class FrozenRows:
-    """Rows of a mapped file. steps: float32 [dim], what 1 stands for in int8 rows.
+    """The rows of a memory-mapped file.
 
-    Raises ExportError unless the file holds what it should.
+    Args:
+        path: The file.
+        dim: Width of a row.
+        precision: "float32", "float16" or "int8".
+        steps: Step size of each column of int8 rows, float32 [dim].
+
+    Raises:
+        ExportError: The file is damaged, or holds other rows.
     """
 
     def __init__(self, path: Path, *, dim: int, precision: str, steps: Tensor) -> None:
         self._path = path
-        tensors = tensors_of(_mapped(path), str(path))
+        tensors = decode(_mapped(path), str(path), ExportError)
         forms = {name: (tensor.dtype, tensor.dim()) for name, tensor in tensors.items()}
         wanted = {"ids": (torch.int64, 1), "buckets": (torch.int64, 1)}
         wanted["rows"] = (precisions.dtype_of(precision), 2)
@@ -55,7 +65,7 @@ class FrozenRows:
         self._check_buckets()
 
     def _check_buckets(self) -> None:
-        """A bucket that leaves the ids would send a look-up astray."""
+        """Raises ExportError for a bucket that reaches beyond the ids, which lookups would follow."""
         n, native = self.ids.numel(), native_module()
         if native is not None:
             fits = bool(native.frozen_fits(self._buckets, n))
@@ -63,15 +73,21 @@ class FrozenRows:
             ends = (int(self._buckets[0]), int(self._buckets[-1]))
             fits = ends == (0, n) and not bool((self._buckets.diff() < 0).any())
         if not fits:
-            raise ExportError(f"{self._path} is damaged: its buckets do not cut its {n} ids")
+            raise ExportError(f"{self._path} is damaged: its buckets do not partition its {n} ids")
 
     def __len__(self) -> int:
         return self.ids.numel()
 
     def read(self, ids: Tensor, out: Tensor, skip: Tensor | None = None) -> int:
-        """Fills out, float32 [n, dim], with the rows of int64 ids [n], zeros for those without; how many.
+        """Reads rows; an id without a row reads as zeros. All tensors are contiguous.
 
-        All are contiguous. skip: uint8 [n], not 0 where out is to be left alone.
+        Args:
+            ids: int64 [n].
+            out: Where the rows go, float32 [n, dim].
+            skip: uint8 [n]; `out` is unchanged where it is not 0.
+
+        Returns:
+            Number of ids without a row.
         """
         native = native_module()
         if native is None:
@@ -80,7 +96,7 @@ class FrozenRows:
         return missing
 
     def read_twin(self, ids: Tensor, out: Tensor, skip: Tensor | None = None) -> int:
-        """`read` in plain torch: what defines it."""
+        """The reference implementation of `read` in torch."""
         found = self.find(ids)
         wanted = torch.ones_like(found, dtype=torch.bool) if skip is None else skip == 0
         has = wanted & (found >= 0)
@@ -89,7 +105,7 @@ class FrozenRows:
         return int((wanted & ~has).sum())
 
     def find(self, ids: Tensor) -> Tensor:
-        """The row of each id, int64 [n]; -1 where there is none."""
+        """Returns the row index of each id, int64 [n]; -1 where there is none."""
         bucket = shift_right(slot_hash(ids), 64 - self._bits) if self._bits else torch.zeros_like(ids)
         begin, end = self._buckets[bucket], self._buckets[bucket + 1]
         found = torch.full_like(ids, -1)
@@ -101,10 +117,17 @@ class FrozenRows:
 
 
 class FrozenWriter:
-    """Writes the rows of these ids, int64 [n], an id once, to a new file. steps: as of `FrozenRows`.
+    """Writes the rows of one table to a new file.
 
-    Room on the disk is taken first, where the system can: a full disk is an OSError here and no crash later.
-    Memory: 40 bytes a row at first, 8 while rows come in, and the rows given at a time.
+    Disk space is allocated first where the system supports it, so that a full disk raises OSError here
+    instead of crashing later. Memory: 40 bytes a row at first, then 8 bytes a row and the rows of one `add`.
+
+    Args:
+        path: The new file.
+        ids: Distinct ids, int64 [n].
+        dim: Width of a row.
+        precision: "float32", "float16" or "int8".
+        steps: Step size of each column of int8 rows, float32 [dim].
     """
 
     def __init__(self, path: Path, ids: Tensor, *, dim: int, precision: str, steps: Tensor) -> None:
@@ -112,7 +135,7 @@ class FrozenWriter:
         hashes = slot_hash(ids)
         order = torch.argsort(hashes ^ signed(1 << 63))  # as unsigned numbers
         bits = max(0, (ids.numel() // _IDS_PER_BUCKET).bit_length() - 1)
-        header, placed = lay_out(
+        header, placed = plan_file(
             {
                 "ids": (torch.int64, [ids.numel()]),
                 "buckets": (torch.int64, [(1 << bits) + 1]),
@@ -126,7 +149,7 @@ class FrozenWriter:
             file.write(header)
             file.truncate(self._size)
         self._data = torch.from_file(str(path), shared=True, size=self._size, dtype=torch.uint8)
-        tensors = tensors_of(self._data, str(path))
+        tensors = decode(self._data, str(path), ExportError)
         torch.index_select(ids, 0, order, out=tensors["ids"])
         tensors["buckets"].copy_(_buckets(hashes, bits))
         self._ids, self._rows = tensors["ids"], tensors["rows"]
@@ -136,9 +159,15 @@ class FrozenWriter:
         self._written = 0
 
     def add(self, ids: Tensor, rows: Tensor) -> None:
-        """The next rows, float32 [k, dim], and their ids, int64 [k], in the order they were announced.
+        """Writes the next rows, in the order of the constructor's ids.
 
-        Raises ExportError for other ids, InputError for values that cannot be stored.
+        Args:
+            ids: int64 [k].
+            rows: float32 [k, dim].
+
+        Raises:
+            ExportError: The ids are not the next ones.
+            InputError: A value cannot be stored.
         """
         places = self._places[self._written : self._written + ids.numel()]
         if not torch.equal(self._ids[places], ids):
@@ -146,14 +175,14 @@ class FrozenWriter:
         self._rows[places] = precisions.encode(rows, self._precision, self._steps)
         self._written += ids.numel()
 
-    def close(self) -> FileEntry:
-        """Makes the file last. Raises ExportError if rows are missing."""
+    def close(self) -> StoredFile:
+        """Flushes the file to disk and returns its entry. Raises ExportError if rows are missing."""
         if self._written != self.rows:
             raise ExportError(f"{self._path}: {self._written} rows for {self.rows} ids")
         crc = zlib.crc32(view_of(self._data))
         with open(self._path, "rb") as file:
             os.fsync(file.fileno())
-        return FileEntry(path=self._path.name, bytes=self._size, checksum=checksum(crc))
+        return StoredFile(path=self._path.name, bytes=self._size, checksum=checksum(crc))
 
 
 def _buckets(hashes: Tensor, bits: int) -> Tensor:
@@ -165,17 +194,17 @@ def _buckets(hashes: Tensor, bits: int) -> Tensor:
 def _bits(buckets: int, path: Path) -> int:
     bits = (buckets - 1).bit_length() - 1 if buckets > 1 else -1
     if buckets != (1 << max(bits, 0)) + 1 or bits > 40:
-        raise ExportError(f"{path} is damaged: {buckets} bounds of buckets are not a power of two and one")
+        raise ExportError(f"{path} is damaged: it has {buckets} bucket bounds, not 2^k + 1")
     return bits
 
 
 def _mapped(path: Path) -> Tensor:
-    """A file's bytes, uint8, to be read only."""
+    """Maps a file into memory; returns its bytes, uint8, read-only."""
     try:
         with open(path, "rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
         raise ExportError(f"{path} cannot be mapped: {error}") from None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of memory that must not be written to
+        warnings.simplefilter("ignore")  # the warning that the memory is read-only
         return torch.frombuffer(data, dtype=torch.uint8)

@@ -1,7 +1,7 @@
-"""The overlay: rows written since an export, in front of its frozen ones.
+"""Overlay: rows written since an export, which take precedence over its frozen rows.
 
-Each table's rows lie in a Table of one column more, which says whether the row is there or gone. So a row and
-its end are one write, and a reader beside a writer sees the one or the other.
+The rows of each table are in a Table with one more column, a flag: PRESENT or REMOVED. A row and its removal
+are thus one write each, and a concurrent reader sees the state before or after it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from torch import Tensor
 
 from megalith.table import SGD, Table, TableConfig, Zeros
 
-THERE, GONE = 1.0, -1.0
+PRESENT, REMOVED = 1.0, -1.0
 RowsByTable = Mapping[str, tuple[Tensor, Tensor]]
 _NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class Overlay:
-    """Rows by table, written over frozen ones. dims: the width of each table's rows.
+    """Rows by table that take precedence over frozen ones. Thread-safe; one thread at a time writes.
 
-    hides_base: an id that is not here has no row, whatever lies below. Threads may share it; one at a time
-    writes.
+    Args:
+        dims: Table -> width of its rows.
+        hides_base: An id that is not in the overlay has no row, even if it has a frozen one.
     """
 
     def __init__(self, dims: Mapping[str, int], *, hides_base: bool = False) -> None:
@@ -40,28 +41,38 @@ class Overlay:
         return sum(len(table) for table in self._tables.values())
 
     def rows_of(self, table: str) -> int:
-        """How many ids of a table were written, removals included."""
+        """Returns the number of written ids of a table, including removed ones."""
         return len(self._tables[table])
 
     def apply(self, rows: RowsByTable, removed: Mapping[str, Tensor] = _NOTHING) -> None:
-        """Writes rows float32 [n, dim], then removes ids; what is given is taken to be checked."""
+        """Writes rows, then removes ids; the caller has validated both.
+
+        Args:
+            rows: Table -> (ids int64 [n], rows float32 [n, dim]).
+            removed: Table -> ids int64 [n].
+        """
         for name, (ids, values) in rows.items():
-            there = torch.full((ids.numel(), 1), THERE)
-            self._tables[name].assign(ids, torch.cat([values, there], 1))  # faster than filling columns
+            present = torch.full((ids.numel(), 1), PRESENT)
+            self._tables[name].assign(ids, torch.cat([values, present], 1))  # faster than filling columns
         for name, ids in removed.items():
             if self.hides_base:
                 self._tables[name].remove(ids)
                 continue
             flagged = torch.zeros(ids.numel(), self.dims[name] + 1)
-            flagged[:, -1] = GONE
+            flagged[:, -1] = REMOVED
             self._tables[name].assign(ids, flagged)
 
     def read(self, table: str, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows float32 [n, dim], zeros where none is, and float32 [n]: THERE, GONE, or 0 for not written."""
+        """Reads rows.
+
+        Returns:
+            Rows float32 [n, dim], zeros where there is none; and flags float32 [n]: PRESENT, REMOVED, or 0 if
+            the id was not written.
+        """
         flagged = self._tables[table].lookup(ids)
         return flagged[:, :-1], flagged[:, -1]
 
     def scan(self, table: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """All that was written, piece by piece: ids, rows, flags."""
+        """Yields everything written, in chunks of ids, rows and flags."""
         for chunk in self._tables[table].scan():
             yield chunk.ids, chunk.rows[:, :-1], chunk.rows[:, -1]

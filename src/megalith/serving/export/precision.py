@@ -1,7 +1,7 @@
-"""Serving precisions: how rows are stored in an export, and what reads them back.
+"""Serving precisions: how an export stores rows.
 
-float32 and float16 are what they say. int8 is Monolith's fixed point: whole steps of r / 128, r for each
-segment of a row, values beyond r at the nearest end.
+int8 is Monolith's fixed point: a value is an integer number of steps, with one step size for each segment of
+a row. Values beyond the range are clamped.
 """
 
 from __future__ import annotations
@@ -19,16 +19,21 @@ _SMALLEST_STEP = torch.finfo(torch.float32).tiny
 
 
 def dtype_of(precision: str) -> torch.dtype:
-    """The type rows are stored in. Raises InputError for an unknown precision."""
+    """Returns the dtype of stored rows. Raises InputError for an unknown precision."""
     if precision not in PRECISIONS:
         raise InputError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
     return PRECISIONS[precision]
 
 
 def steps_for(largest: Sequence[float], precision: str) -> list[float]:
-    """Returns the step of each segment, given its largest magnitude, which becomes 127 steps; 1 if unused.
+    """Returns the step size of each segment.
 
-    A step is at least float32's smallest normal number, so that it never underflows to 0.
+    Args:
+        largest: The largest magnitude of each segment, which becomes 127 steps.
+        precision: Steps are 1 except for "int8".
+
+    Returns:
+        Step sizes of at least float32's smallest normal number, so that none underflows to 0.
     """
     if precision != "int8":
         return [1.0] * len(largest)
@@ -36,9 +41,15 @@ def steps_for(largest: Sequence[float], precision: str) -> list[float]:
 
 
 def encode(rows: Tensor, precision: str, steps: Tensor) -> Tensor:
-    """float32 rows [n, dim] as they are stored. steps: float32 [dim], for int8.
+    """Converts rows to their stored form.
 
-    Raises InputError for NaN and Inf, and for values that float16 cannot hold.
+    Args:
+        rows: float32 [n, dim].
+        precision: "float32", "float16" or "int8".
+        steps: Step size of each column, float32 [dim]; used for int8.
+
+    Raises:
+        InputError: A row holds NaN, Inf, or a value beyond float16.
     """
     if not bool(torch.isfinite(rows).all()):
         raise InputError("a row holds NaN or Inf")
@@ -52,13 +63,13 @@ def encode(rows: Tensor, precision: str, steps: Tensor) -> Tensor:
 
 
 def decode(stored: Tensor, steps: Tensor) -> Tensor:
-    """What `encode` gave, as float32 [n, dim]."""
+    """Converts stored rows to float32 [n, dim]; the inverse of `encode`."""
     rows = stored.to(torch.float32)
     return rows * steps if stored.dtype == torch.int8 else rows
 
 
 def fixed_r8(rows: Tensor, steps: Tensor) -> Tensor:
-    """Values in whole steps, halves away from zero, within -128 .. 127; NaN is 0."""
+    """Rounds values to steps, halves away from zero, clamped to -128 .. 127; NaN becomes 0."""
     half = torch.where(rows < 0, -steps / 2, steps / 2)
-    whole = torch.trunc((rows + half) / steps).clamp(-128, 127)
-    return torch.nan_to_num(whole, nan=0.0).to(torch.int8)
+    rounded = torch.trunc((rows + half) / steps).clamp(-128, 127)
+    return torch.nan_to_num(rounded, nan=0.0).to(torch.int8)

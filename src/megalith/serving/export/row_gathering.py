@@ -1,7 +1,7 @@
-"""Gathering: the rows of a request's ids, table behind table in one buffer, and the pooling over them.
+"""Gathering: the rows of a request in one buffer, table after table, and the pooling over them.
 
-What does not depend on the ids is compiled once: requests of one shape, above all those with one id a
-feature, use it again.
+What does not depend on the ids is compiled once and reused by requests of the same shape, above all by those
+with one id for each feature.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from megalith.shards.joint_pooling import joint_weights
 
 
 class Gathering:
-    """A pooling over rows of one buffer. sizes: how many ids each table has. dims: widths of their rows."""
+    """A pooling over the rows of one buffer.
+
+    Args:
+        sizes: Table -> number of ids.
+        pooling: How rows are reduced.
+        dims: Table -> width of a row.
+    """
 
     def __init__(self, sizes: Mapping[str, int], pooling: Pooling, dims: Mapping[str, int]) -> None:
         self._outputs = pooling.outputs
@@ -40,18 +46,18 @@ class Gathering:
         self._covered = covered(self._bags, self._outputs)
 
     def rows(self) -> Gathered:
-        """Room for the rows of a request."""
+        """Allocates the buffer of a request."""
         buffer = torch.empty(sum(self._sizes))
         parts = zip(self._shapes.items(), buffer.split(self._sizes), strict=True)
         return Gathered(buffer, {name: part.view(shape) for (name, shape), part in parts})
 
     def pool(self, gathered: Gathered) -> list[Tensor]:
-        """The pooling's outputs, read from the rows."""
+        """Returns the outputs of the pooling."""
         return pool_flat(gathered.buffer, self._index, self._bags, self._outputs, self._dim, self._covered)
 
 
 class Gathered:
-    """Rows to be filled: float32 [n, dim] by table, all in one buffer."""
+    """Rows to fill, float32 [n, dim] by table, all in one buffer."""
 
     def __init__(self, buffer: Tensor, rows: dict[str, Tensor]) -> None:
         self.buffer = buffer

@@ -33,7 +33,7 @@ from megalith.ops.checks import all_finite
 from megalith.ragged import Ragged
 from megalith.serving.export.dense_program import DenseProgram, ProgramCopy
 from megalith.serving.export.frozen_rows import FrozenRows
-from megalith.serving.export.overlay import REMOVED, PRESENT, Overlay, RowsByTable
+from megalith.serving.export.overlay import PRESENT, REMOVED, Overlay, RowsByTable
 from megalith.serving.export.row_gathering import Gathered, Gathering
 from megalith.serving.export.signature import ENTRY, Signature
 from megalith.storage.store import LocalStore, StoredFile, checksum

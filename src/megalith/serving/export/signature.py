@@ -1,6 +1,6 @@
-"""The signature of an exported model: what it takes, what it gives, and where its rows and weights lie.
+"""Signature of an exported model: its inputs, its outputs, and the files of its rows and weights.
 
-A JSON file, written last; its fields are those of docs/formats/export.md. Reading checks every field.
+It is a JSON file, written last; docs/formats/export.md describes its fields. Reading validates every field.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megalith.checkpoint.manifest import FileEntry, Routing
+from megalith.checkpoint.manifest import Routing
 from megalith.errors import ExportError, InputError
 from megalith.nn import Combiner, Feature, FirstN, Layout, Mean, Slice, Sqrtn, Sum
 from megalith.nn.feature_plan import FeaturePlan
 from megalith.routing import MODES, Router
 from megalith.serving.export.precision import PRECISIONS
-from megalith.storage.store import LocalStore
+from megalith.storage.store import LocalStore, StoredFile
 from megalith.storage.strict_json import parse_json
 from megalith.table import SGD, Segment, TableConfig
 
@@ -36,7 +36,7 @@ _COMBINERS: dict[str, type[Combiner]] = {"sum": Sum, "mean": Mean, "sqrtn": Sqrt
 
 @dataclass(frozen=True)
 class FeatureSpec:
-    """A column of ids that the model takes. max_length: of a FirstN feature; what is beyond is not used."""
+    """A feature of the model; `max_length` is the number of ids that a FirstN feature uses."""
 
     name: str
     table: str
@@ -46,7 +46,7 @@ class FeatureSpec:
     max_length: int | None = None
 
     def feature(self) -> Feature:
-        """As the collection had it."""
+        """Returns the feature of the collection."""
         if self.combiner == "first_n":
             combiner: Combiner = FirstN(self.max_length or 0)
         elif self.combiner in _COMBINERS:
@@ -57,7 +57,7 @@ class FeatureSpec:
 
     @classmethod
     def of(cls, feature: Feature) -> FeatureSpec:
-        """Raises InputError for a feature without a combiner, which has no place in an export."""
+        """Describes a feature. Raises InputError for a feature without a combiner."""
         combiner = feature.combiner
         if isinstance(combiner, FirstN):
             return cls(feature.name, feature.table, "first_n", feature.shared, feature.pad, combiner.n)
@@ -69,58 +69,63 @@ class FeatureSpec:
 
 @dataclass(frozen=True)
 class LayoutSpec:
-    """A tensor the dense program takes: slices [feature, start, end] put together."""
+    """An input of the dense program, assembled from slices [feature, start, end]."""
 
     name: str
     kind: str
     slices: tuple[tuple[str, int, int], ...]
 
     def layout(self) -> Layout:
-        """As the collection had it."""
+        """Returns the layout of the collection."""
         return Layout(self.name, [Slice(*each) for each in self.slices], self.kind)
 
     @classmethod
     def of(cls, layout: Layout) -> LayoutSpec:
-        """Of a collection's layout."""
+        """Describes a layout."""
         cuts = tuple((cut.feature, cut.start, cut.end) for cut in layout.slices)
         return cls(layout.name, layout.kind, cuts)
 
 
 @dataclass(frozen=True)
 class ExportedTable:
-    """A table: widths of its segments, the steps of int8 rows for each, which shard has which id, its file.
-
-    rows, file: of this part; a part without this table's rows has None.
-    """
+    """A table of an export."""
 
     segments: tuple[int, ...]
+    """Width of each segment."""
     steps: tuple[float, ...]
+    """Step size of the int8 values of each segment."""
     routing: Routing
+    """Which ps part has an id."""
     rows: int = 0
-    file: FileEntry | None = None
+    """Number of rows in this part."""
+    file: StoredFile | None = None
 
     @property
     def dim(self) -> int:
-        """Weights of a row."""
+        """Width of a row."""
         return sum(self.segments)
 
     @property
     def column_steps(self) -> list[float]:
-        """The step of each column."""
+        """Step size of each column."""
         pairs = zip(self.steps, self.segments, strict=True)
         return [step for step, dim in pairs for _ in range(dim)]
 
     def router(self) -> Router:
-        """Which part ps_i has an id; of a standalone model all are ps_0's."""
+        """Returns the router of ids to ps parts; in a standalone model all ids belong to ps_0."""
         return self.routing.router() or Router("roundrobin", 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Signature:
-    """An exported model, or one part of it: "standalone", "entry" or "ps_0", "ps_1" ...
+    """An exported model, or one part of it.
 
-    sub_graph_num: how many ps parts there are, 0 for a standalone model. base, step: the id of the save it
-    was exported from, and its step.
+    Attributes:
+        part: "standalone", "entry", "ps_0", "ps_1" and so on.
+        sub_graph_num: Number of ps parts; 0 for a standalone model.
+        base: Id of the save that was exported.
+        step: Global step of that save.
+        masks: Name -> FirstN feature; the mask tells which of its places hold ids.
     """
 
     model: str
@@ -139,22 +144,22 @@ class Signature:
     num_dense: int = 0
     dense_name: str = DENSE
     outputs: tuple[str, ...] = OUTPUTS
-    program: FileEntry | None = None
-    examples: FileEntry | None = None
+    program: StoredFile | None = None
+    examples: StoredFile | None = None
 
     @property
     def name(self) -> str:
-        """What requests call it: the model, and behind a colon its part unless it stands alone."""
+        """The name in requests: the model, followed by a colon and the part unless it is standalone."""
         return self.model if self.part == STANDALONE else f"{self.model}:{self.part}"
 
     @property
     def shard(self) -> int | None:
-        """The number of a ps part."""
+        """The number of a ps part; None for other parts."""
         return int(self.part.removeprefix("ps_")) if self.part.startswith("ps_") else None
 
     @property
     def predicts(self) -> bool:
-        """Whether it gives scores; a ps part only gives rows."""
+        """Whether it computes scores; a ps part only returns rows."""
         return self.program is not None
 
     @property
@@ -164,11 +169,11 @@ class Signature:
 
     @property
     def dims(self) -> dict[str, int]:
-        """The width of each table's rows."""
+        """Table -> width of its rows."""
         return {name: table.dim for name, table in self.tables.items()}
 
     def plan(self) -> FeaturePlan:
-        """What compiles requests. Raises InputError or UnknownNameError if the parts do not fit."""
+        """Returns the plan that compiles requests; raises InputError or UnknownNameError for bad names."""
         configs = {
             name: TableConfig(name, segments=[Segment(dim, optimizer=SGD(0.0)) for dim in table.segments])
             for name, table in self.tables.items()
@@ -177,35 +182,48 @@ class Signature:
         return FeaturePlan([each.feature() for each in self.features], layouts, configs)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
+        """Returns the signature as plain data for JSON."""
         return {"format": FORMAT, "format_version": VERSION, **asdict(self)}
 
     def to_json(self) -> str:
-        """The file's text."""
+        """Returns the text of the file."""
         return json.dumps(self.to_dict(), indent=1, allow_nan=False)
 
     @classmethod
     def read(cls, directory: Path) -> Signature:
-        """The signature of an exported version. Raises ExportError if there is none or it is wrong."""
+        """Reads the signature of an exported version.
+
+        Args:
+            directory: The directory of the version.
+
+        Raises:
+            ExportError: The file is missing or malformed.
+        """
         path = directory / NAME
         try:
-            data = parse_json(LocalStore(directory).read_whole(NAME, MAX_BYTES))
+            text = LocalStore(directory).read_whole(NAME, MAX_BYTES)
         except FileNotFoundError:
             raise ExportError(f"{directory} holds no exported model: it has no {NAME}") from None
         except OSError as error:
             raise ExportError(f"{path} cannot be read: {error.strerror or error}") from None
-        except ValueError as error:
-            raise ExportError(f"{path} is no JSON: {error}") from None
-        return cls.from_dict(data, str(path))
+        return cls.from_dict(parse_json(text, lambda problem: ExportError(f"{path} {problem}")), str(path))
 
     @classmethod
     def from_dict(cls, data: Any, where: str) -> Signature:
-        """Reads plain data. Raises ExportError naming what is missing or wrong."""
+        """Validates plain data.
+
+        Args:
+            data: The parsed JSON.
+            where: The file, for messages.
+
+        Raises:
+            ExportError: A field is missing or wrong; the message names it.
+        """
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise ExportError(f"{where} is no signature of an exported model")
+            raise ExportError(f"{where} is not the signature of an exported model")
         if data.get("format_version") != VERSION:
             raise ExportError(
-                f"{where} has version {data.get('format_version')!r}; this Megalith reads {VERSION}"
+                f"{where} has format version {data.get('format_version')!r}; this Megalith reads {VERSION}"
             )
         try:
             signature = _signature(data)
@@ -219,7 +237,7 @@ class Signature:
 def _signature(data: Mapping[str, Any]) -> Signature:
     layouts = data["layouts"]
     texts: dict[str, Any] = {name: _text(data[name], name) for name in _TEXTS}
-    numbers: dict[str, Any] = {name: _whole(data[name], name) for name in _NUMBERS}
+    numbers: dict[str, Any] = {name: _integer(data[name], name) for name in _NUMBERS}
     return Signature(
         **texts,
         **numbers,
@@ -239,7 +257,7 @@ _NUMBERS = ("version", "sub_graph_num", "step", "num_dense")
 
 def _feature(data: Mapping[str, Any]) -> FeatureSpec:
     length = data["max_length"]
-    if length is not None and not 1 <= _whole(length, "max_length") <= 1 << 20:
+    if length is not None and not 1 <= _integer(length, "max_length") <= 1 << 20:
         raise ValueError(f"max_length is {length}")
     pad = data["pad"]
     if isinstance(pad, bool) or not isinstance(pad, int) or not -(2**63) <= pad < 2**63:
@@ -250,7 +268,7 @@ def _feature(data: Mapping[str, Any]) -> FeatureSpec:
 
 def _layout(data: Mapping[str, Any]) -> LayoutSpec:
     slices = tuple(
-        (_text(name, "slice"), _whole(start, "slice"), _whole(end, "slice"))
+        (_text(name, "slice"), _integer(start, "slice"), _integer(end, "slice"))
         for name, start, end in data["slices"]
     )
     return LayoutSpec(_text(data["name"], "name"), _text(data["kind"], "kind"), slices)
@@ -260,15 +278,15 @@ def _table(data: Mapping[str, Any]) -> ExportedTable:
     routing = data["routing"]
     block = routing["block_size"]
     table = ExportedTable(
-        segments=tuple(_whole(each, "segments") for each in data["segments"]),
+        segments=tuple(_integer(each, "segments") for each in data["segments"]),
         steps=tuple(_number(each, "steps") for each in data["steps"]),
         routing=Routing(
             _text(routing["dist_type"], "dist_type"),
-            _whole(routing["num_shards"], "num_shards"),
-            None if block is None else _whole(block, "block_size"),
+            _integer(routing["num_shards"], "num_shards"),
+            None if block is None else _integer(block, "block_size"),
             _flag(routing["skip_first"], "skip_first"),
         ),
-        rows=_whole(data["rows"], "rows"),
+        rows=_integer(data["rows"], "rows"),
         file=_file(data["file"]),
     )
     if not 1 <= table.dim <= 1 << 20 or min(table.segments) < 1 or len(table.steps) != len(table.segments):
@@ -276,35 +294,37 @@ def _table(data: Mapping[str, Any]) -> ExportedTable:
     if not all(0 < step < float("inf") for step in table.steps):
         raise ValueError("steps must be positive and finite")
     if table.routing.dist_type not in MODES:
-        raise ValueError(f"dist_type {table.routing.dist_type!r} is none of {', '.join(MODES)}")
+        raise ValueError(f"dist_type {table.routing.dist_type!r} is not one of {', '.join(MODES)}")
     table.router()
     return table
 
 
-def _file(data: Any) -> FileEntry | None:
+def _file(data: Any) -> StoredFile | None:
     if data is None:
         return None
-    entry = FileEntry(
-        _text(data["path"], "path"), _whole(data["bytes"], "bytes"), _text(data["checksum"], "checksum")
+    entry = StoredFile(
+        _text(data["path"], "path"), _integer(data["bytes"], "bytes"), _text(data["checksum"], "checksum")
     )
     if any(char in "/\\" or not char.isprintable() for char in entry.path) or entry.path.startswith("."):
-        raise ValueError(f"a file's path is a plain name, not {entry.path!r}")
+        raise ValueError(f"the path of a file must be a plain name, not {entry.path!r}")
     return entry
 
 
 def check_name(model: str) -> None:
-    """Raises InputError unless requests can call a model so."""
+    """Raises InputError unless a string can be the name of a model."""
     if not isinstance(model, str) or not 1 <= len(model) <= _MAX_TEXT:
-        raise InputError(f"a model's name is a text of 1 to {_MAX_TEXT} characters, not {repr(model)[:100]}")
+        raise InputError(
+            f"the name of a model must be a string of 1 to {_MAX_TEXT} characters, not {repr(model)[:100]}"
+        )
     if any(char in "/:" or not char.isprintable() for char in model):
-        raise InputError(f"model {model!r} must not hold '/', ':' or unprintable characters")
+        raise InputError(f"model {model!r} must not contain '/', ':' or unprintable characters")
 
 
 def _check(signature: Signature) -> None:
     check_name(signature.model)
     part = signature.part
     if part not in (STANDALONE, ENTRY) and not re.fullmatch(r"ps_(0|[1-9][0-9]{0,8})", part):
-        raise ValueError(f"part {part!r} is none of standalone, entry, ps_0, ps_1 ...")
+        raise ValueError(f"part must be standalone, entry, ps_0, ps_1 ..., not {part!r}")
     if signature.precision not in PRECISIONS:
         raise ValueError(f"precision {signature.precision!r} is unknown")
     if (signature.sub_graph_num == 0) != (part == STANDALONE) or (signature.shard or 0) > max(
@@ -315,7 +335,7 @@ def _check(signature: Signature) -> None:
         if (table.file is None) != (part == ENTRY):
             raise ValueError(f"table {name!r} has {'no' if table.file is None else 'a'} file in {part!r}")
         if table.routing.num_shards > max(1, signature.sub_graph_num):
-            raise ValueError(f"table {name!r} is spread over {table.routing.num_shards} parts")
+            raise ValueError(f"table {name!r} is distributed over {table.routing.num_shards} parts")
     if signature.predicts == (signature.shard is not None):
         raise ValueError(f"part {part!r} has {'a' if signature.predicts else 'no'} program")
     if not signature.predicts:
@@ -323,11 +343,11 @@ def _check(signature: Signature) -> None:
     if signature.outputs != OUTPUTS:
         raise ValueError(f"outputs are {', '.join(signature.outputs)}, not {', '.join(OUTPUTS)}")
     if signature.num_dense and any(spec.name == signature.dense_name for spec in signature.features):
-        raise ValueError(f"a feature is called {signature.dense_name!r}, as are the dense values")
+        raise ValueError(f"a feature and the dense values have the same name {signature.dense_name!r}")
     plan = signature.plan()
     for name, feature in signature.masks.items():
         if feature not in plan.features or not isinstance(plan.features[feature].combiner, FirstN):
-            raise ValueError(f"mask {name!r} is of {feature!r}, which is no FirstN feature")
+            raise ValueError(f"mask {name!r} refers to {feature!r}, which is not a FirstN feature")
 
 
 def _text(value: Any, name: str) -> str:
@@ -336,15 +356,15 @@ def _text(value: Any, name: str) -> str:
     return value
 
 
-def _whole(value: Any, name: str) -> int:
+def _integer(value: Any, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-        raise ValueError(f"{name} must be a whole number, got {repr(value)[:100]}")
+        raise ValueError(f"{name} must be an integer from 0 below 2^63, got {repr(value)[:100]}")
     return value
 
 
 def _number(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name} must be numbers, got {repr(value)[:100]}")
+        raise ValueError(f"{name} must hold numbers, got {repr(value)[:100]}")
     return float(value)
 
 

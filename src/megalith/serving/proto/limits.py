@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megalith.errors import InputError
+from megalith.serving.wire_names import MAX_REQUEST_BYTES
 
-MAX_BYTES = 64 * 2**20
+MAX_BYTES = MAX_REQUEST_BYTES
 """What the tensors of one request may take, unless told otherwise."""
 MAX_RANK = 32
 POINTER_BYTES = 8

@@ -1,8 +1,8 @@
-"""Batching: concurrent requests computed together.
+"""Batcher: computes concurrent requests together.
 
-Each caller waits for its own result; a worker takes what is queued, computes it in one go and wakes them.
-The queue is bounded, in rows and in the bytes that computing them takes. What nobody waits for any more is
-not computed.
+Each caller waits for its own result. A worker takes the queued requests, computes them as one batch and wakes
+the callers. The queue is bounded by rows, and by the bytes that the computation gathers. Requests whose
+caller no longer waits are not computed.
 """
 
 from __future__ import annotations
@@ -11,43 +11,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from megalith.errors import InputError
-from megalith.serving.proto.limits import MAX_BYTES
 from megalith.serving.server.request_errors import Code, RequestError
+from megalith.serving.server.server_config import Batching
 
 Work = TypeVar("Work")
 Result = TypeVar("Result")
 Alive = Callable[[], bool]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Batching:
-    """How requests are put together. Raises InputError for numbers that make no sense."""
-
-    max_rows: int = 1024
-    """Rows computed at once; a request of more is cut."""
-    max_bytes: int = MAX_BYTES
-    """Bytes of embedding rows and dense values gathered at once; a request of more is computed alone."""
-    max_wait_us: int = 0
-    """Microseconds to wait for a batch to fill up; 0 takes what is queued."""
-    max_queue_rows: int = 16384
-    """Rows that may wait; requests beyond are refused."""
-    max_queue_bytes: int = 4 * MAX_BYTES
-    """Bytes that those which wait may gather."""
-    workers: int = 1
-    """Threads that compute, for each version of a model."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_rows", "max_bytes", "max_wait_us", "max_queue_rows", "max_queue_bytes", "workers"):
-            value, low = getattr(self, name), 0 if name == "max_wait_us" else 1
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise InputError(f"batching: {name} must be a whole number from {low}, got {value!r}")
-
-
-class _Ticket(Generic[Work, Result]):
+class _QueuedRequest(Generic[Work, Result]):
     """A request in the queue."""
 
     __slots__ = ("alive", "cost", "deadline", "error", "result", "rows", "since", "wake", "work")
@@ -68,8 +43,12 @@ class _Ticket(Generic[Work, Result]):
 class Batcher(Generic[Work, Result]):
     """A queue of requests and the threads that compute them.
 
-    compute: a batch of work -> a result or an error for each. joins: whether work may be put together at all.
-    on_batch: told the rows of each batch.
+    Args:
+        compute: Maps a batch of work to a result or an error for each item.
+        settings: Limits of batches and of the queue.
+        name: Names the threads.
+        combines: Whether a batch may hold more than one request.
+        on_batch: Called with the number of rows of each batch.
     """
 
     def __init__(
@@ -78,14 +57,14 @@ class Batcher(Generic[Work, Result]):
         settings: Batching,
         *,
         name: str,
-        joins: bool = True,
+        combines: bool = True,
         on_batch: Callable[[int], object] = lambda rows: None,
     ) -> None:
         self._compute = compute
         self._settings = settings
-        self._joins = joins
+        self._combines = combines
         self._on_batch = on_batch
-        self._queue: deque[_Ticket[Work, Result]] = deque()
+        self._queue: deque[_QueuedRequest[Work, Result]] = deque()
         self._changed = threading.Condition()
         self._rows = 0
         self._cost = 0
@@ -99,49 +78,62 @@ class Batcher(Generic[Work, Result]):
 
     @property
     def queued_rows(self) -> int:
-        """Rows that wait."""
+        """Number of queued rows."""
         return self._rows
 
     def check(self, rows: int, cost: int = 0) -> None:
-        """Raises InputError for work that no queue has room for, however empty."""
+        """Raises InputError for a request that is larger than the empty queue.
+
+        Args:
+            rows: Number of rows.
+            cost: Bytes that the computation gathers.
+        """
         settings = self._settings
         if rows > settings.max_queue_rows or cost > settings.max_queue_bytes:
             raise InputError(
-                f"a request of {rows} rows that takes {cost} bytes is too large: there is room for "
+                f"a request of {rows} rows and {cost} bytes is too large: the limits are "
                 f"{settings.max_queue_rows} rows and {settings.max_queue_bytes} bytes; send it in parts"
             )
 
     def submit(
         self, work: Work, rows: int, *, cost: int = 0, timeout: float, alive: Alive | None = None
     ) -> Result:
-        """Waits for the result; at most `timeout` seconds.
+        """Queues work and waits for its result.
 
-        cost: bytes that computing it takes. alive: whether somebody still waits for it. Raises InputError
-        for what is too large, RequestError if the queue is full or the time is over, and what computing it
-        raised.
+        Args:
+            work: What `compute` gets.
+            rows: Number of rows.
+            cost: Bytes that the computation gathers.
+            timeout: Seconds to wait for the result.
+            alive: Returns whether the client still waits; asked before the computation.
+
+        Raises:
+            InputError: The request is larger than the empty queue.
+            RequestError: The queue is full, or the time is over.
+            Exception: What `compute` returned for this request.
         """
         self.check(rows, cost)
-        ticket: _Ticket[Work, Result] = _Ticket(work, rows, cost, timeout, alive)
+        queued: _QueuedRequest[Work, Result] = _QueuedRequest(work, rows, cost, timeout, alive)
         with self._changed:
             if self._closed:
                 raise RequestError(Code.UNAVAILABLE, "the server is shutting down")
             settings = self._settings
             if self._rows + rows > settings.max_queue_rows or self._cost + cost > settings.max_queue_bytes:
                 raise RequestError(
-                    Code.RESOURCE_EXHAUSTED, f"{self._rows} rows are waiting already; try again later"
+                    Code.RESOURCE_EXHAUSTED, f"{self._rows} rows are already queued; try again later"
                 )
-            self._queue.append(ticket)
+            self._queue.append(queued)
             self._rows += rows
             self._cost += cost
             self._changed.notify()
-        if not ticket.wake.acquire(timeout=max(timeout, 0.0)):
+        if not queued.wake.acquire(timeout=max(timeout, 0.0)):
             raise _too_late()
-        if ticket.error is not None:
-            raise ticket.error
-        return ticket.result  # type: ignore[return-value]
+        if queued.error is not None:
+            raise queued.error
+        return queued.result  # type: ignore[return-value]
 
     def close(self) -> None:
-        """Computes what is queued, then ends; closing again is harmless."""
+        """Computes the queued requests, then ends the threads; further calls do nothing."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -150,49 +142,49 @@ class Batcher(Generic[Work, Result]):
 
     def _work(self) -> None:
         while batch := self._take():
-            waiting = [ticket for ticket in batch if _awaited(ticket)]
+            waiting = [queued for queued in batch if _awaited(queued)]
             if not waiting:
                 continue
             results: Sequence[Result | Exception]
             try:
-                self._on_batch(sum(ticket.rows for ticket in waiting))
-                results = self._compute([ticket.work for ticket in waiting])
+                self._on_batch(sum(queued.rows for queued in waiting))
+                results = self._compute([queued.work for queued in waiting])
             except Exception as error:
                 results = [error] * len(waiting)
-            for ticket, result in zip(waiting, results, strict=True):
+            for queued, result in zip(waiting, results, strict=True):
                 if isinstance(result, Exception):
-                    ticket.error = result
+                    queued.error = result
                 else:
-                    ticket.result = result
-                ticket.wake.release()
+                    queued.result = result
+                queued.wake.release()
 
-    def _take(self) -> list[_Ticket[Work, Result]]:
-        """The next batch; empty at the end."""
+    def _take(self) -> list[_QueuedRequest[Work, Result]]:
+        """Waits for the next batch; empty once the queue is closed and empty."""
         with self._changed:
-            batch: list[_Ticket[Work, Result]] = []
+            batch: list[_QueuedRequest[Work, Result]] = []
             while not batch:
                 while not self._queue:
                     if self._closed:
                         return []
                     self._changed.wait()
-                if self._settings.max_wait_us and self._joins:
+                if self._settings.max_wait_us and self._combines:
                     self._wait_for_more()
                 batch = self._cut()
             return batch
 
-    def _cut(self) -> list[_Ticket[Work, Result]]:
-        """The front of the queue; empty if another worker took it."""
-        batch: list[_Ticket[Work, Result]] = []
+    def _cut(self) -> list[_QueuedRequest[Work, Result]]:
+        """Takes a batch from the front of the queue; empty if another worker took it."""
+        batch: list[_QueuedRequest[Work, Result]] = []
         rows = cost = 0
         while self._queue:
-            ticket = self._queue[0]
-            rows, cost = rows + ticket.rows, cost + ticket.cost
+            queued = self._queue[0]
+            rows, cost = rows + queued.rows, cost + queued.cost
             full = rows > self._settings.max_rows or cost > self._settings.max_bytes
-            if batch and (full or not self._joins):
+            if batch and (full or not self._combines):
                 break
             batch.append(self._queue.popleft())
-            self._rows -= ticket.rows
-            self._cost -= ticket.cost
+            self._rows -= queued.rows
+            self._cost -= queued.cost
         return batch
 
     def _wait_for_more(self) -> None:
@@ -205,15 +197,15 @@ class Batcher(Generic[Work, Result]):
                 return
 
 
-def _awaited(ticket: _Ticket[Work, Result]) -> bool:
-    """Whether a ticket is worth computing; one that is not gets its error."""
-    if ticket.deadline <= time.monotonic():
-        ticket.error = _too_late()
-    elif ticket.alive is not None and not ticket.alive():
-        ticket.error = RequestError(Code.CANCELLED, "the client does not wait any more")
+def _awaited(queued: _QueuedRequest[Work, Result]) -> bool:
+    """Returns whether a caller still waits; otherwise sets the error of its request."""
+    if queued.deadline <= time.monotonic():
+        queued.error = _too_late()
+    elif queued.alive is not None and not queued.alive():
+        queued.error = RequestError(Code.CANCELLED, "the client no longer waits")
     else:
         return True
-    ticket.wake.release()
+    queued.wake.release()
     return False
 
 

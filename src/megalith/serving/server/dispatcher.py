@@ -1,7 +1,7 @@
-"""Dispatch: from a request, whatever protocol it came by, to the model it names and back.
+"""Dispatcher: passes each request, of any protocol, to the model that it names.
 
-Every request passes here: it is counted, timed, refused while the server is full or shutting down, and what
-goes wrong becomes a RequestError with the code its client gets.
+Every request is admitted here. It is counted and timed, and refused while the server is full or shutting
+down. Any error becomes a RequestError with the status code that the client gets.
 """
 
 from __future__ import annotations
@@ -10,222 +10,246 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from types import TracebackType
+from typing import Protocol
 
 from torch import Tensor
 
 from megalith.errors import InputError
 from megalith.serving.proto.tf_tensors import Strings
 from megalith.serving.server.batching import Alive
-from megalith.serving.server.inputs import InputReader, Rows
+from megalith.serving.server.inputs import InputReader, Inputs, Rows
 from megalith.serving.server.repository import Repository
 from megalith.serving.server.request_errors import Code, RequestError, as_request_error
 from megalith.serving.server.served_model import Array, ServedModel, lookup_rows
+from megalith.serving.server.server_config import ServerConfig
 from megalith.serving.server.server_metrics import UNKNOWN, Metrics
 from megalith.serving.wire_names import LOOKUP, PREDICT, SIGNATURES
 
-MAX_TIMEOUT = 3600.0
+DEFAULT_TIMEOUT, MAX_TIMEOUT = 60.0, 3600.0
+"""Seconds of a request without a deadline, and the longest deadline."""
 
-Answer = TypeVar("Answer")
 
+class ScoreRequest(Protocol):
+    """A request for scores, as a protocol received it."""
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """What a request asks to be scored."""
+    model: str
+    version: int | None
+    """None: the newest version."""
+    outputs: Sequence[str]
+    """Names of the outputs to return; empty: all. Valid after `read`."""
+    timeout: float | None
+    """Seconds until the client stops waiting; None: no deadline. Valid after `read`."""
+    alive: Alive | None
+    """Whether the client still waits."""
 
-    read: Callable[[InputReader], Rows]
-    """Reads its rows."""
-    outputs: Sequence[str] = ()
-    """Those wanted; none means all."""
-    timeout: float | None = None
-    """Seconds until nobody waits for the answer; None if it names no deadline."""
+    def read(self, reader: InputReader) -> Rows:
+        """Reads the rows; called once the request is admitted. Raises InputError or RequestError."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreResult:
-    """Outputs by name, each [rows], and the version that gave them."""
+    """Outputs by name, each [rows], and the version that computed them."""
 
-    model: str
     version: int
     outputs: dict[str, Array]
 
 
 class Dispatcher:
-    """Requests to the models of a repository.
+    """Passes requests to the models of a repository.
 
-    max_concurrent: requests under way at once. timeout: seconds for those that name no deadline.
+    Args:
+        repository: The models.
+        metrics: Where requests are counted.
+        config: Limits, and whether writes are allowed.
     """
 
-    def __init__(
-        self,
-        repository: Repository,
-        metrics: Metrics,
-        *,
-        allow_writes: bool,
-        max_bytes: int,
-        max_concurrent: int,
-        timeout: float = 60.0,
-    ) -> None:
+    def __init__(self, repository: Repository, metrics: Metrics, config: ServerConfig) -> None:
         self.repository = repository
         self.metrics = metrics
-        self.allow_writes = allow_writes
-        self.max_bytes = max_bytes
-        self._max_concurrent = max_concurrent
-        self._timeout = timeout
+        self.allow_writes = config.allow_writes
+        self.max_bytes = config.max_request_bytes
+        self._max_concurrent = config.max_concurrent
         self._changed = threading.Condition()
         self._running = 0
         self._closing = False
 
     @property
     def ready(self) -> bool:
-        """Whether requests are answered."""
+        """Whether some model is available and the server is not shutting down."""
         return not self._closing and any(model.available for model in self.repository.models)
 
     @property
     def closing(self) -> bool:
-        """Whether the server is about to end."""
+        """Whether the server is shutting down."""
         return self._closing
 
-    def predict(
-        self,
-        name: str,
-        version: int | None,
-        asks: Callable[[], Question],
-        *,
-        alive: Alive | None = None,
-    ) -> ScoreResult:
-        """Scores of a request's rows. asks: called when the request is admitted, not before."""
-
-        def work(model: ServedModel) -> ScoreResult:
-            with model.version(version) as found:
-                if not found.signature.predicts:
-                    raise RequestError(
-                        Code.INVALID_ARGUMENT,
-                        f"{model.name} holds rows: ask it with signature {LOOKUP!r}, or its entry for scores",
-                    )
-                question = asks()
-                rows = question.read(found.reader)
-                for feature in found.reader.missing(rows):
-                    self.metrics.missing_feature(model.name, feature)
-                scores = found.predict(rows, timeout=self._seconds(question.timeout), alive=alive)
-                return ScoreResult(found.signature.name, found.number, _picked(scores, question.outputs))
-
-        return self.run(name, PREDICT, work)
+    def predict(self, request: ScoreRequest) -> ScoreResult:
+        """Returns the scores of a request's rows. Raises RequestError."""
+        with self.admit(request.model, PREDICT) as model, model.version(request.version) as version:
+            if not version.signature.predicts:
+                raise RequestError(
+                    Code.INVALID_ARGUMENT,
+                    f"{model.name} holds rows: send it the signature {LOOKUP!r}, or ask its entry for scores",
+                )
+            rows = request.read(version.reader)
+            for feature in version.reader.missing(rows):
+                self.metrics.missing_feature(model.name, feature)
+            scores = version.predict(rows, timeout=_seconds(request.timeout), alive=request.alive)
+            return ScoreResult(version.number, _select_outputs(scores, request.outputs))
 
     def lookup(
-        self,
-        name: str,
-        version: int | None,
-        inputs: Callable[[], Mapping[str, Tensor | Strings]],
-        *,
-        timeout: float | None = None,
+        self, name: str, version: int | None, read: Callable[[], Inputs], *, timeout: float | None = None
     ) -> tuple[int, dict[str, Tensor]]:
-        """The rows of ids, and the version they are of."""
+        """Returns the version, and the rows of the ids that a request holds.
 
-        def work(model: ServedModel) -> tuple[int, dict[str, Tensor]]:
-            _check_in_time(timeout)
+        Args:
+            name: The model.
+            version: None: the newest version.
+            read: Reads the inputs; called once the request is admitted.
+            timeout: Seconds until the client stops waiting.
+
+        Raises:
+            RequestError: The request cannot be answered.
+        """
+        with self.admit(name, LOOKUP) as model:
+            _check_deadline(timeout)
             with model.version(version) as found:
-                return found.number, lookup_rows(found, inputs(), max_bytes=self.max_bytes)
-
-        return self.run(name, LOOKUP, work)
+                return found.number, lookup_rows(found, read(), max_bytes=self.max_bytes)
 
     def write(
         self,
         name: str,
         signature: str,
-        inputs: Callable[[], Mapping[str, Tensor | Strings]],
+        read: Callable[[], Inputs],
         metadata: Mapping[str, str],
         *,
         timeout: float | None = None,
     ) -> dict[str, Tensor | Strings]:
-        """A push of training's, or a question about pushes."""
+        """Passes a message of a publisher to the model's subscriber, and returns its response.
 
-        def work(model: ServedModel) -> dict[str, Tensor | Strings]:
-            _check_in_time(timeout)
+        Args:
+            name: The model.
+            signature: One of WRITES.
+            read: Reads the inputs; called once the request is admitted.
+            metadata: The header of the message.
+            timeout: Seconds until the client stops waiting.
+
+        Raises:
+            RequestError: Writes are not allowed, or the message cannot be applied.
+        """
+        with self.admit(name, signature) as model:
+            _check_deadline(timeout)
             if not self.allow_writes or model.subscriber is None:
                 raise RequestError(
-                    Code.PERMISSION_DENIED,
-                    "this server takes no writes; --follow allows them",
+                    Code.PERMISSION_DENIED, "this server accepts no writes; start it with --follow"
                 )
-            if not model.writers.acquire(timeout=self._seconds(timeout)):
+            if not model.writers.acquire(timeout=_seconds(timeout)):
                 raise RequestError(Code.DEADLINE_EXCEEDED, f"{model.name}: too many writes at once")
             try:
-                answer: dict[str, Tensor | Strings] = model.subscriber.handle(signature, inputs(), metadata)
-                return answer
+                response: dict[str, Tensor | Strings] = model.subscriber.handle(signature, read(), metadata)
+                return response
             finally:
                 model.writers.release()
 
-        return self.run(name, signature, work)
+    def admit(self, name: str, signature: str) -> _Admission:
+        """Returns a context manager that admits a request and gives the model it names.
 
-    def run(self, name: str, signature: str, work: Callable[[ServedModel], Answer]) -> Answer:
-        """Does a request's work with the model it names. Raises RequestError, whatever went wrong."""
-        started = time.perf_counter()
-        label, code = UNKNOWN, "OK"
-        try:
-            self._enter()
-            try:
-                model = self.repository.find(name)
-                label = model.name
-                return work(model)
-            finally:
-                self._leave()
-        except Exception as error:
-            status, text = as_request_error(error, f"{signature} of {label}")
-            code = status.name
-            raise RequestError(status, text) from None
-        finally:
-            shown = signature if signature in SIGNATURES else UNKNOWN
-            self.metrics.request(label, shown, code, time.perf_counter() - started)
+        Any error within it, or of the admission, is raised as a RequestError and counted.
+        """
+        return _Admission(self, name, signature)
 
-    def refused(self, error: Exception) -> RequestError:
-        """The end of a request that could not even be read."""
+    def reject(self, error: Exception) -> RequestError:
+        """Counts a request that cannot be parsed, and returns the error to raise."""
         status, text = as_request_error(error, "a request")
         self.metrics.request(UNKNOWN, UNKNOWN, status.name, 0.0)
         return RequestError(status, text)
 
     def close(self, timeout: float) -> bool:
-        """Refuses what comes, and waits for what is under way; False if some of it still is."""
+        """Refuses new requests and waits for those in progress; returns False if some remain."""
         with self._changed:
             self._closing = True
             return self._changed.wait_for(lambda: not self._running, timeout)
 
-    def _seconds(self, timeout: float | None) -> float:
-        return min(self._timeout if timeout is None else timeout, MAX_TIMEOUT)
-
-    def _enter(self) -> None:
+    def enter(self) -> None:
+        """Counts a request in; raises RequestError if the server is full or shutting down."""
         with self._changed:
             if self._closing:
                 raise RequestError(Code.UNAVAILABLE, "the server is shutting down")
             if self._running >= self._max_concurrent:
                 raise RequestError(
-                    Code.RESOURCE_EXHAUSTED,
-                    f"{self._running} requests are under way; try again later",
+                    Code.RESOURCE_EXHAUSTED, f"{self._running} requests are in progress; try again later"
                 )
             self._running += 1
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Counts a request out."""
         with self._changed:
             self._running -= 1
             if self._closing:
                 self._changed.notify_all()
 
 
-def _check_in_time(timeout: float | None) -> None:
-    if timeout is not None and timeout <= 0:
-        raise RequestError(Code.DEADLINE_EXCEEDED, "the deadline passed before the request was looked at")
+class _Admission:
+    """One request between its admission and its end."""
 
+    __slots__ = ("_dispatcher", "_label", "_name", "_signature", "_started")
 
-def _picked(scores: dict[str, Array], wanted: Sequence[str]) -> dict[str, Array]:
-    if not wanted:
-        return scores
-    for name in wanted:
-        if name not in scores:
-            raise InputError(f"output {name[:100]!r} is unknown; the model gives {', '.join(scores)}")
-    return {name: scores[name] for name in dict.fromkeys(wanted)}
+    def __init__(self, dispatcher: Dispatcher, name: str, signature: str) -> None:
+        self._dispatcher, self._name, self._signature = dispatcher, name, signature
+        self._label = UNKNOWN
+        self._started = time.perf_counter()
+
+    def __enter__(self) -> ServedModel:
+        try:
+            self._dispatcher.enter()
+        except RequestError as error:
+            raise self._end(error) from None
+        try:
+            model = self._dispatcher.repository.find(self._name)
+        except Exception as error:
+            self._dispatcher.leave()
+            raise self._end(error) from None
+        self._label = model.name
+        return model
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._dispatcher.leave()
+        if isinstance(error, Exception):
+            raise self._end(error) from None
+        self._count("OK")
+
+    def _end(self, error: Exception) -> RequestError:
+        status, text = as_request_error(error, f"{self._signature} of {self._label}")
+        self._count(status.name)
+        return RequestError(status, text)
+
+    def _count(self, code: str) -> None:
+        signature = self._signature if self._signature in SIGNATURES else UNKNOWN
+        self._dispatcher.metrics.request(self._label, signature, code, time.perf_counter() - self._started)
 
 
 def unknown_signature(name: str) -> RequestError:
-    """The error for a signature that no model has."""
-    return RequestError(
-        Code.INVALID_ARGUMENT, f"signature {name[:100]!r} is unknown; there is {', '.join(SIGNATURES)}"
-    )
+    """Returns the error for a signature that no model has."""
+    known = ", ".join(SIGNATURES)
+    return RequestError(Code.INVALID_ARGUMENT, f"signature {name[:100]!r} is unknown; use one of {known}")
+
+
+def _seconds(timeout: float | None) -> float:
+    return min(DEFAULT_TIMEOUT if timeout is None else timeout, MAX_TIMEOUT)
+
+
+def _check_deadline(timeout: float | None) -> None:
+    if timeout is not None and timeout <= 0:
+        raise RequestError(Code.DEADLINE_EXCEEDED, "the deadline passed before the request was read")
+
+
+def _select_outputs(scores: dict[str, Array], names: Sequence[str]) -> dict[str, Array]:
+    if not names:
+        return scores
+    for name in names:
+        if name not in scores:
+            raise InputError(f"output {name[:100]!r} is unknown; the model returns {', '.join(scores)}")
+    return {name: scores[name] for name in dict.fromkeys(names)}

@@ -1,8 +1,9 @@
-"""gRPC's own services beside the models': health and reflection; and the guard before all of them.
+"""gRPC's own services, health and reflection, and the interceptor that guards all services.
 
-Health is open to all who can connect, since probes carry no token; everything else asks for the token, if
-there is one. Who shows none is refused unread, and health reads only so many at once and not for long: a
-call that never sends its message would hold a thread for ever. Streams are few for the same reason.
+Health needs no token, because probes send none; every other service requires the token, if there is one. A
+call without the token is refused before its message is read. A call that never sends its message would occupy
+a thread forever, so the number of health checks and of streams is limited, and a health check must send its
+message within READ_SECONDS.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megalith.serving.server.security import Security
 HEALTH = "grpc.health.v1.Health"
 MAX_STREAMS = MAX_CHECKS = 16
 READ_SECONDS = 5.0
-"""For the message of a health check to arrive."""
+"""Seconds in which the message of a health check must arrive."""
 
 
 def _module(package: str, name: str) -> Any:
@@ -33,7 +34,7 @@ def _module(package: str, name: str) -> Any:
 
 
 class Health:
-    """Which services and models answer, for gRPC's health checks; "" is the server itself."""
+    """Health of the services and models, for gRPC's health checks; "" is the server itself."""
 
     def __init__(self) -> None:
         health = _module("grpcio-health-checking", "grpc_health.v1.health")
@@ -48,22 +49,22 @@ class Health:
         stubs.add_HealthServicer_to_server(self._servicer, server)
 
     def set(self, serving: Iterable[str]) -> None:
-        """These answer, and so does the server if there are any; those known from before do not."""
+        """Sets these names, and the server if there are any, to SERVING, and earlier names to NOT_SERVING."""
         now = set(serving)
         states = self._messages.HealthCheckResponse
         for name in {*self._known, *now, ""}:
             state = states.SERVING if name in now or (now and not name) else states.NOT_SERVING
-            if self._known.get(name) != state:  # who watches wants to hear of changes only
+            if self._known.get(name) != state:  # watchers are notified of changes only
                 self._known[name] = state
                 self._servicer.set(name, state)
 
     def shut_down(self) -> None:
-        """Nothing answers any more, for good."""
+        """Sets everything to NOT_SERVING permanently."""
         self._servicer.enter_graceful_shutdown()
 
 
 def add_reflection(server: Any, services: Sequence[str]) -> None:
-    """Lets clients such as grpcurl ask which services, methods and messages there are."""
+    """Adds reflection, by which clients such as grpcurl list services, methods and messages."""
     reflection = _module("grpcio-reflection", "grpc_reflection.v1alpha.reflection")
     for name in ("grpc_health.v1.health_pb2", "grpc_reflection.v1alpha.reflection_pb2"):
         POOL.AddSerializedFile(importlib.import_module(name).DESCRIPTOR.serialized_pb)
@@ -72,47 +73,47 @@ def add_reflection(server: Any, services: Sequence[str]) -> None:
 
 
 def guard(security: Security) -> Any:
-    """A gRPC interceptor that asks for the token and counts streams."""
+    """Returns a gRPC interceptor that requires the token and limits health checks and streams."""
     grpc = grpc_module()
     streams, checks = (threading.BoundedSemaphore(number) for number in (MAX_STREAMS, MAX_CHECKS))
 
     def refuse(_: Any, context: Any) -> None:
-        context.abort(Code.UNAUTHENTICATED, "this server asks for a token: authorization: Bearer ...")
+        context.abort(Code.UNAUTHENTICATED, "this server requires a token: authorization: Bearer ...")
 
-    # One that takes a stream begins before anything has arrived; one that takes a message waits for it.
+    # A handler of a stream starts before a message arrives; a handler of one message waits for it.
     refused = grpc.stream_unary_rpc_method_handler(refuse)
 
     class Guard(grpc.ServerInterceptor):  # type: ignore[misc, name-defined]
         def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
             is_health = details.method.startswith(f"/{HEALTH}/")
             if security.token is not None and not is_health:
-                shown = [value for key, value in details.invocation_metadata if key == "authorization"]
-                if len(shown) != 1 or not security.admits(shown[0]):
+                sent = [value for key, value in details.invocation_metadata if key == "authorization"]
+                if len(sent) != 1 or not security.admits(sent[0]):
                     return refused
             handler = continuation(details)
             if handler is None:
                 return None
             if is_health and not handler.response_streaming:
                 return grpc.stream_unary_rpc_method_handler(
-                    _placed(_first(handler.unary_unary), checks),
+                    _limited(_first_message(handler.unary_unary), checks),
                     handler.request_deserializer,
                     handler.response_serializer,
                 )
             if is_health:
                 return grpc.stream_stream_rpc_method_handler(
-                    _placed(_first(handler.unary_stream), streams),
+                    _limited(_first_message(handler.unary_stream), streams),
                     handler.request_deserializer,
                     handler.response_serializer,
                 )
             if handler.response_streaming:
-                return handler._replace(stream_stream=_placed(handler.stream_stream, streams))
+                return handler._replace(stream_stream=_limited(handler.stream_stream, streams))
             return handler
 
     return Guard()
 
 
-def _first(behavior: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of one message as one of a stream, whose first must come soon."""
+def _first_message(behavior: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a method of one message a method of a stream, whose first message must arrive in time."""
 
     @functools.wraps(behavior)
     def call(requests: Iterator[Any], context: Any, *more: Any) -> Any:
@@ -130,16 +131,16 @@ def _first(behavior: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _placed(behavior: Callable[..., Any], places: threading.BoundedSemaphore) -> Callable[..., Any]:
-    """A method that takes one of the places while it lasts."""
+def _limited(behavior: Callable[..., Any], slots: threading.BoundedSemaphore) -> Callable[..., Any]:
+    """Limits the number of concurrent calls of a method to the slots of a semaphore."""
 
     @functools.wraps(behavior)
     def call(request: Any, context: Any, *more: Any) -> Any:
-        if not places.acquire(blocking=False):
-            context.abort(Code.RESOURCE_EXHAUSTED, "too many such calls are open already")
-        if not context.add_callback(places.release):
-            places.release()
-            context.abort(Code.CANCELLED, "the client does not wait any more")
+        if not slots.acquire(blocking=False):
+            context.abort(Code.RESOURCE_EXHAUSTED, "too many calls of this kind are in progress")
+        if not context.add_callback(slots.release):
+            slots.release()
+            context.abort(Code.CANCELLED, "the client no longer waits")
         return behavior(request, context, *more)
 
     return call

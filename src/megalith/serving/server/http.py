@@ -1,7 +1,7 @@
-"""HTTP: a server of threads, one for each connection, and what its handlers share.
+"""HTTP: a server with one thread for each connection, and the base class of its handlers.
 
-Connections, requests and waits are bounded: who says nothing, or says it too slowly, is hung up on, and who
-comes when all places are taken is told so.
+Connections, requests and waits are limited. A connection that is silent, or sends its request too slowly, is
+closed. Beyond MAX_CONNECTIONS a client gets a bare 503.
 """
 
 from __future__ import annotations
@@ -24,18 +24,25 @@ from megalith.serving.server.security import Security
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-log = logging.getLogger("megalith.serving")
+logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 128
 IDLE_SECONDS = 30.0
-"""How long a connection may say nothing, in the middle of a request too."""
+"""Seconds after which a silent connection is closed, also within a request."""
 REQUEST_SECONDS = 120.0
-"""How long a request may take to arrive, however busily it does."""
+"""Seconds in which a request must arrive completely."""
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
 class HttpServer(ThreadingMixIn, HTTPServer):
-    """The server; `start` and `stop` it. handler: answers the requests of a connection."""
+    """An HTTP server; `start` and `stop` it.
+
+    Args:
+        handler: Handles the requests of a connection.
+        security: Whether to use TLS.
+        host: Address to listen on.
+        port: 0 picks a free port.
+    """
 
     daemon_threads = True
     block_on_close = False
@@ -43,7 +50,7 @@ class HttpServer(ThreadingMixIn, HTTPServer):
 
     def __init__(self, handler: type[Handler], security: Security, host: str, port: int) -> None:
         self._context = security.ssl_context()
-        self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._changed = threading.Condition()
         self._busy = 0
         if ":" in host:
@@ -53,12 +60,12 @@ class HttpServer(ThreadingMixIn, HTTPServer):
         self._thread = threading.Thread(target=self.serve_forever, name="megalith-http", daemon=True)
 
     def start(self) -> None:
-        """Begins to answer."""
+        """Starts to accept connections."""
         self._thread.start()
 
     def stop(self, timeout: float) -> None:
-        """Takes no more connections, and waits `timeout` seconds for answers that are being written."""
-        if self._thread.ident is not None:  # `shutdown` waits for a loop that must have begun
+        """Accepts no further connections, and waits `timeout` seconds for responses in progress."""
+        if self._thread.ident is not None:  # `shutdown` would wait forever for a loop that never started
             self.shutdown()
             self._thread.join()
         self.server_close()
@@ -67,7 +74,7 @@ class HttpServer(ThreadingMixIn, HTTPServer):
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """While a request is read and answered."""
+        """Marks a request as in progress."""
         with self._changed:
             self._busy += 1
         try:
@@ -78,10 +85,10 @@ class HttpServer(ThreadingMixIn, HTTPServer):
                 self._changed.notify_all()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Gives a connection a thread, or a bare refusal if there are too many."""
-        if not self._places.acquire(blocking=False):
+        """Starts a thread for a connection, or sends a bare 503 if there are too many."""
+        if not self._slots.acquire(blocking=False):
             try:
-                if self._context is None:  # TLS would have to shake hands first
+                if self._context is None:  # TLS would need a handshake first
                     request.send(_FULL)
             finally:
                 self.shutdown_request(request)
@@ -89,11 +96,11 @@ class HttpServer(ThreadingMixIn, HTTPServer):
         try:
             super().process_request(request, client_address)
         except BaseException:
-            self._places.release()
+            self._slots.release()
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Serves a connection; shakes hands here, so that a slow client holds up no other."""
+        """Serves a connection; the TLS handshake happens here, so that a slow client delays no other."""
         try:
             request.settimeout(IDLE_SECONDS)
             if self._context is not None:
@@ -104,37 +111,44 @@ class HttpServer(ThreadingMixIn, HTTPServer):
                     return
             super().process_request_thread(request, client_address)
         finally:
-            self._places.release()
+            self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that broke is its client's business."""
-        log.debug("a connection ended", exc_info=True)
+        """Logs a broken connection for debugging only."""
+        logger.debug("a connection broke", exc_info=True)
 
 
 class Handler(BaseHTTPRequestHandler):
-    """The requests of a connection; `do_GET` and the like answer them, by `reply`."""
+    """Handles the requests of a connection; subclasses define `do_GET` and others, which call `reply`."""
 
     protocol_version = "HTTP/1.1"
     server_version = f"megalith/{__version__}"
     sys_version = ""
-    # Status line, headers and body would be packets of their own, each waiting for the one before.
+    # Unbuffered, the status line, headers and body would be separate packets that wait for each other.
     wbufsize = -1
     disable_nagle_algorithm = True
 
     def setup(self) -> None:
-        """Reads what comes within its time."""
+        """Replaces the reader by one with deadlines."""
         super().setup()
         self.rfile.close()
-        self._arriving = _Arriving(self.connection)
-        self.rfile = io.BufferedReader(self._arriving)
+        self._reader = _DeadlineReader(self.connection)
+        self.rfile = io.BufferedReader(self._reader)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Requests are counted, not logged."""
-        log.debug(format, *args)
+        logger.debug(format, *args)
 
     def reply(self, status: int, kind: str, body: bytes, **headers: str) -> None:
-        """Sends an answer; the next request has a time of its own."""
-        self._arriving.begin()
+        """Sends a response, and starts the deadline of the next request.
+
+        Args:
+            status: HTTP status.
+            kind: Content type.
+            body: Content.
+            headers: Further headers, with "_" for "-" in their names.
+        """
+        self._reader.begin()
         self.connection.settimeout(IDLE_SECONDS)
         self.send_response(status)
         self.send_header("Content-Type", kind)
@@ -148,23 +162,23 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
 
-class _Arriving(io.RawIOBase):
-    """What a connection sends. Reading raises TimeoutError if it is silent, or a request takes too long."""
+class _DeadlineReader(io.RawIOBase):
+    """Reads from a connection; raises TimeoutError if it is silent, or if a request takes too long."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self.begin()
 
     def begin(self) -> None:
-        """Another request may come."""
+        """Starts the deadline of the next request."""
         self._deadline = time.monotonic() + REQUEST_SECONDS
 
     def readable(self) -> bool:
-        """It is."""
+        """Returns True."""
         return True
 
     def readinto(self, buffer: Buffer) -> int:
-        """As a socket's file does."""
+        """Reads into a buffer, as the file of a socket does."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("the request took too long")

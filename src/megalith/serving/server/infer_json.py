@@ -1,13 +1,12 @@
-"""Inference requests and answers as JSON: the Open Inference Protocol's, with tensors as bytes behind them.
+"""Inference requests and responses as JSON, with the binary data extension of the Open Inference Protocol.
 
-A body is JSON; where a header says how long that is, the bytes of tensors follow it.
+A body is JSON. If the header HEADER_LENGTH gives the length of the JSON, the bytes of tensors follow it.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -16,42 +15,56 @@ from megalith.errors import InputError
 from megalith.serving.proto.infer_tensors import BYTES, from_raw, from_values
 from megalith.serving.proto.limits import MAX_RANK, POINTER_BYTES
 from megalith.serving.proto.tf_tensors import Strings
-from megalith.serving.server.dispatcher import Question, ScoreResult
+from megalith.serving.server.batching import Alive
+from megalith.serving.server.dispatcher import ScoreResult
+from megalith.serving.server.inputs import InputReader, Rows
 from megalith.serving.server.request_errors import Code, RequestError
 from megalith.serving.server.served_model import Array
+from megalith.storage.strict_json import parse_json
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
-"""How many bytes of a body are JSON; tensors follow."""
+"""Header that gives the number of bytes of JSON in a body; tensors follow."""
 MAX_JSON_BYTES = 4 << 20
-"""JSON takes up to 25 times its size in memory; large tensors are sent as bytes."""
+"""Parsed JSON takes up to 25 times its size in memory, so large tensors must be sent as bytes."""
 
 
 class InferRequest:
-    """A body that was read. header: what HEADER_LENGTH says. Raises InputError or RequestError."""
+    """A request for scores; see ScoreRequest. `read` parses the body.
 
-    def __init__(self, body: bytes, header: str | None) -> None:
-        self._request, self._tensors = _split(body, header)
-        self._wanted = _outputs(self._request)
-        self._timeout = _timeout(self._request)
+    Args:
+        model: The name in the path.
+        version: None: the newest version.
+        body: JSON, perhaps followed by tensors.
+        header: The value of HEADER_LENGTH.
+    """
 
-    def question(self) -> Question:
-        """What it asks."""
-        return Question(
-            lambda reader: reader.read(_inputs(self._request, self._tensors, reader.max_bytes)),
-            list(self._wanted),
-            self._timeout,
-        )
+    alive: Alive | None = None
 
-    def answer(self, name: str, scored: ScoreResult) -> tuple[dict[str, Any], bytes]:
-        """The JSON and bytes that answer it. name: what it called the model."""
+    def __init__(self, model: str, version: int | None, body: bytes, header: str | None) -> None:
+        self.model, self.version = model, version
+        self.outputs: Sequence[str] = ()
+        self.timeout: float | None = None
+        self._body, self._header = body, header
+        self._request: dict[str, Any] = {}
+        self._binary: dict[str, bool] = {}
+
+    def read(self, reader: InputReader) -> Rows:
+        """Parses the body and reads the rows. Raises InputError or RequestError."""
+        self._request, tensors = _split(self._body, self._header)
+        self._binary = _outputs(self._request)
+        self.outputs, self.timeout = list(self._binary), _timeout(self._request)
+        return reader.read(_inputs(self._request, tensors, reader.max_bytes))
+
+    def response(self, scored: ScoreResult) -> tuple[dict[str, Any], bytes]:
+        """Returns the JSON of the response, and the bytes of the tensors that follow it."""
         given = _parameters(self._request).get("binary_data_output") is True
-        reply: dict[str, Any] = {"model_name": name, "model_version": str(scored.version)}
+        reply: dict[str, Any] = {"model_name": self.model, "model_version": str(scored.version)}
         if isinstance(self._request.get("id"), str):
             reply["id"] = self._request["id"]
         outputs, binary = [], []
         for output, array in scored.outputs.items():
             described: dict[str, Any] = {"name": output, "datatype": "FP32", "shape": list(array.shape)}
-            if self._wanted.get(output, given):
+            if self._binary.get(output, given):
                 described["parameters"] = {"binary_data_size": array.nbytes}
                 binary.append(array.tobytes())
             else:
@@ -61,7 +74,7 @@ class InferRequest:
 
 
 def _split(body: bytes, header: str | None) -> tuple[dict[str, Any], bytes]:
-    """The JSON of a body, and the bytes of tensors behind it."""
+    """Splits a body into its JSON and the bytes of the tensors that follow."""
     length = len(body)
     if header is not None:
         if not header.isascii() or not header.isdecimal() or len(header) > 18 or int(header) > length:
@@ -72,17 +85,14 @@ def _split(body: bytes, header: str | None) -> tuple[dict[str, Any], bytes]:
             Code.OUT_OF_RANGE,
             f"the body has {length} bytes of JSON, more than {MAX_JSON_BYTES}; send tensors as bytes",
         )
-    try:
-        request = json.loads(body[:length], parse_constant=_refuse)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"the body is no JSON: {str(error)[:200]}") from None
+    request = parse_json(body[:length], _body_error)
     if not isinstance(request, dict) or not isinstance(request.get("inputs"), list):
         raise InputError('the body must be a JSON object with "inputs", a list')
     return request, body[length:]
 
 
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+def _body_error(problem: str) -> InputError:
+    return InputError(f"the body {problem[:200]}")
 
 
 def _parameters(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,17 +103,17 @@ def _parameters(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _timeout(request: Mapping[str, Any]) -> float | None:
-    """Seconds until nobody waits for the answer; the parameter is microseconds, as Triton has it."""
+    """Returns the timeout in seconds; the parameter is in microseconds, as in Triton."""
     given = _parameters(request).get("timeout")
     if given is None:
         return None
     if type(given) is not int or given < 0:
-        raise InputError("timeout must be a whole number of microseconds")
+        raise InputError("timeout must be an integer number of microseconds")
     return given / 1e6
 
 
 def _outputs(request: Mapping[str, Any]) -> dict[str, bool]:
-    """The outputs wanted, and whether as bytes."""
+    """Returns the requested outputs, and whether each is returned as bytes."""
     default = _parameters(request).get("binary_data_output") is True
     outputs = request.get("outputs", [])
     if not isinstance(outputs, list):
@@ -124,10 +134,10 @@ def _inputs(request: Mapping[str, Any], tensors: bytes, max_bytes: int) -> dict[
             raise InputError("an input must be a JSON object with a name")
         name = f"input {given['name'][:100]!r}"
         datatype, shape = given.get("datatype"), given.get("shape")
-        if not isinstance(datatype, str) or not isinstance(shape, list) or not _whole(shape):
-            raise InputError(f"{name} needs a datatype and a shape, a list of whole numbers")
+        if not isinstance(datatype, str) or not isinstance(shape, list) or not _are_integers(shape):
+            raise InputError(f"{name} needs a datatype and a shape, a list of integers")
         if given["name"] in read:
-            raise InputError(f"{name} is there twice")
+            raise InputError(f"{name} is given twice")
         size = _parameters(given).get("binary_data_size")
         if size is not None:
             if type(size) is not int or not 0 <= size <= len(tensors) - at or "data" in given:
@@ -142,7 +152,7 @@ def _inputs(request: Mapping[str, Any], tensors: bytes, max_bytes: int) -> dict[
         read[given["name"]] = value
         left -= value.nbytes if isinstance(value, Tensor) else value.size * POINTER_BYTES
     if at != len(tensors):
-        raise InputError(f"{len(tensors) - at} bytes behind the last tensor")
+        raise InputError(f"{len(tensors) - at} bytes after the last tensor")
     return read
 
 
@@ -150,15 +160,15 @@ def _encoded(values: list[Any], name: str) -> list[Any]:
     try:
         return [value.encode() if isinstance(value, str) else value for value in values]
     except UnicodeEncodeError:
-        raise InputError(f"{name}: half of a surrogate pair is no text") from None
+        raise InputError(f"{name}: half of a surrogate pair is not text") from None
 
 
-def _whole(sizes: list[Any]) -> bool:
+def _are_integers(sizes: list[Any]) -> bool:
     return all(type(size) is int for size in sizes)
 
 
 def _flat(data: Any, name: str) -> list[Any]:
-    """Values in row-major order, from a flat list or lists in lists."""
+    """Returns values in row-major order, from a flat list or from nested lists."""
     if not isinstance(data, list):
         raise InputError(f"{name} needs data, a list")
     values: list[Any] = data
@@ -172,5 +182,5 @@ def _flat(data: Any, name: str) -> list[Any]:
 
 
 def _numbers(array: Array) -> list[float | None]:
-    """Values as JSON has them; it has no name for what is not finite."""
+    """Returns values for JSON: null where they are not finite."""
     return [value if math.isfinite(value) else None for value in array.tolist()]

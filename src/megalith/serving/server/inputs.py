@@ -1,11 +1,11 @@
-"""Inputs: the tensors of a request as columns of a model, and many requests as one batch.
+"""Inputs: reads the tensors of requests into columns of a model, and many requests into one batch.
 
-A feature arrives as `name` [B], one id each; or [B, L], filled up with the feature's pad; or as values [n]
-with `name:row_splits` [B + 1]. Weights come as `name:weights`, shaped like the values. Ids are whole numbers,
-or strings, which are hashed. Dense values are floats [B, k].
+A feature is sent as `name` [B] with one id a row; or as [B, L], padded with the feature's pad; or as values
+[n] with `name:row_splits` [B + 1]. Weights are sent as `name:weights`, shaped like the values. Ids are
+integers, or strings, which are hashed. Dense values are floats [B, k].
 
-Columns are kept as the bytes they travel in, so most requests are read without making a tensor, and joining
-requests is joining bytes. Everything is hostile until read: an InputError names the input.
+Columns stay the bytes that were received, so most requests are read without creating a tensor, and a batch is
+a concatenation of bytes. Input is untrusted until validated: an InputError names the input.
 """
 
 from __future__ import annotations
@@ -31,22 +31,25 @@ SPLITS, WEIGHTS = ":row_splits", ":weights"
 Inputs = Mapping[str, Tensor | Strings]
 _INT64, _FLOAT = int(DataType.DT_INT64), int(DataType.DT_FLOAT)
 _Raw = tuple[int | str, list[int], bytes]
-"""Type, shape and little-endian bytes of a tensor."""
+"""dtype, shape and little-endian bytes of a tensor."""
 _NONE: _Raw = ("", [], b"")
-_WHOLE = {torch.int64, torch.int32, torch.int16, torch.int8}
-_WHOLE |= {torch.uint64, torch.uint32, torch.uint16, torch.uint8}
+_INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8}
+_INTEGERS |= {torch.uint64, torch.uint32, torch.uint16, torch.uint8}
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A feature of a request: ids int64, lengths int64 of its rows (None: one each), weights float32."""
+    """A feature of a request, as bytes: ids int64, weights float32, and the int64 lengths of its rows.
+
+    Without lengths every row has one id.
+    """
 
     ids: bytes
     lengths: bytes | None = None
     weights: bytes | None = None
 
     def piece(self, begin: int, end: int) -> Column:
-        """Some of its rows."""
+        """Returns the rows from begin to end (exclusive)."""
         lengths, first, last = None, begin, end
         if self.lengths is not None:
             lengths = self.lengths[8 * begin : 8 * end]
@@ -58,23 +61,31 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What a request asks to be scored. columns: by feature in the signature's order; None is not given.
-
-    plain: instead of columns, where every feature is given, with one id each and no weights: the ids.
-    """
+    """The rows of a request for scores."""
 
     count: int
+    """Number of rows."""
     columns: tuple[Column | None, ...]
+    """The features in the signature's order; None: the request lacks the feature."""
     dense: bytes | None
+    """Dense values, float32 [count, num_dense]."""
+    cost: int
+    """Bytes that the embedding rows of all ids and the dense values take."""
     plain: tuple[bytes, ...] | None = None
+    """The ids of each feature, instead of columns, if every feature has one id a row and no weights."""
 
     def column(self, k: int) -> Column | None:
-        """The k-th feature's."""
+        """Returns the column of the k-th feature."""
         return self.columns[k] if self.plain is None else Column(self.plain[k])
 
 
 class InputReader:
-    """Reads requests to one model, and joins them."""
+    """Reads the requests to one model, and concatenates them.
+
+    Args:
+        signature: The model.
+        max_bytes: Maximum number of bytes of a request's tensors, and of the rows of its ids.
+    """
 
     def __init__(self, signature: Signature, *, max_bytes: int = MAX_BYTES) -> None:
         self.features = signature.features
@@ -84,14 +95,15 @@ class InputReader:
         self.max_bytes = max_bytes
         self._position = {name: k for k, name in enumerate(self.names)}
         self._dims = tuple(signature.tables[feature.table].dim for feature in signature.features)
+        self._row_bytes = 4 * sum(self._dims)
         self._shared = any(feature.shared for feature in signature.features)
 
     def read_protos(self, protos: Mapping[str, Message]) -> Rows:
-        """The inputs of a PredictRequest. Raises InputError."""
+        """Reads the inputs of a PredictRequest. Raises InputError."""
         return self._read_plain(protos) or self.read(from_tensor_protos(protos, max_bytes=self.max_bytes))
 
     def read_infer(self, request: Message) -> Rows:
-        """The inputs of a ModelInferRequest. Raises InputError."""
+        """Reads the inputs of a ModelInferRequest. Raises InputError."""
         raw = request.raw_input_contents
         if len(raw) == len(request.inputs) and not self._shared:
             given = {}
@@ -104,7 +116,7 @@ class InputReader:
         return self.read(from_infer_request(request, max_bytes=self.max_bytes))
 
     def read(self, inputs: Inputs) -> Rows:
-        """Inputs by name. Raises InputError."""
+        """Reads inputs by name. Raises InputError, naming the input."""
         for name in inputs:
             self._check_known(name, inputs)
         counts: dict[str, int] = {}
@@ -118,9 +130,11 @@ class InputReader:
             if not feature.shared:
                 counts[feature.name] = count
             elif count != 1:
-                raise InputError(f"input {feature.name!r} is shared by the batch: it has 1 row, not {count}")
+                raise InputError(
+                    f"input {feature.name!r} is shared by the batch: it must have 1 row, not {count}"
+                )
         if self.names and not any(columns):
-            raise InputError(f"the request has none of the model's features {_some(self.names)}")
+            raise InputError(f"the request has none of the model's features {_shorten(self.names)}")
         dense = None
         if self.num_dense:
             dense, counts[self.dense_name] = self._read_dense(inputs)
@@ -129,26 +143,21 @@ class InputReader:
             if other != count:
                 first = next(iter(counts))
                 raise InputError(f"input {name!r} has {other} rows, but {first!r} has {count}")
-        return self._affordable(Rows(count, tuple(columns), dense))
-
-    def cost(self, rows: Rows) -> int:
-        """Bytes that the embedding rows of a request's ids take, and its dense values."""
-        if rows.plain is not None:
-            values = rows.count * sum(self._dims)
-        else:
-            given = zip(rows.columns, self._dims, strict=True)
-            values = sum(len(column.ids) // 8 * dim for column, dim in given if column is not None)
-        return 4 * values + len(rows.dense or b"")
+        return self._check_cost(self._rows(count, tuple(columns), dense))
 
     def pieces(self, rows: Rows, size: int) -> list[Rows]:
-        """A request cut into ones of at most `size` rows each."""
+        """Splits a request into parts of at most `size` rows each."""
         if rows.count <= size:
             return [rows]
         ends = [*range(size, rows.count, size), rows.count]
         return [self._piece(rows, begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
     def join(self, batch: Sequence[Rows]) -> tuple[dict[str, Ragged | Tensor], Tensor | None]:
-        """Features and dense values of all requests, one after the other."""
+        """Concatenates the features and the dense values of requests.
+
+        Returns:
+            Features by name, and the dense values float32 [B, num_dense].
+        """
         features: dict[str, Ragged | Tensor] = {}
         plain = [rows.plain for rows in batch if rows.plain is not None]
         if len(plain) == len(batch):
@@ -157,20 +166,20 @@ class InputReader:
         else:
             for k, name in enumerate(self.names):
                 shared = self.features[k].shared
-                features[name] = _joined([(r.column(k), 1 if shared else r.count) for r in batch])
+                features[name] = _concatenate([(r.column(k), 1 if shared else r.count) for r in batch])
         dense = None
         if self.num_dense:
             dense = _float32([rows.dense or b"" for rows in batch]).view(-1, self.num_dense)
         return features, dense
 
     def missing(self, rows: Rows) -> list[str]:
-        """Names of the features that a request does not give."""
+        """Returns the names of the features that a request lacks."""
         if rows.plain is not None:
             return []
         return [name for name, column in zip(self.names, rows.columns, strict=True) if column is None]
 
     def _read_plain(self, protos: Mapping[str, Message]) -> Rows | None:
-        """A PredictRequest whose tensors all lie in tensor_content, if it is plain."""
+        """Reads a plain PredictRequest, whose tensors all are in tensor_content; None for others."""
         if self._shared or len(protos) > len(self.names) + 1:
             return None
         given = {}
@@ -182,7 +191,7 @@ class InputReader:
         return self._plain(given, _INT64, _FLOAT)
 
     def _plain(self, given: Mapping[str, _Raw], int64: int | str, float32: int | str) -> Rows | None:
-        """The common request: every feature is int64 [B], the dense values float32; None for all others."""
+        """Reads the common request: int64 [B] for every feature, float32 dense values; None for others."""
         if not self.names or len(given) != len(self.names) + (self.num_dense > 0):
             return None
         ids = []
@@ -201,15 +210,22 @@ class InputReader:
                 return None
         if 8 * count * len(ids) + len(dense or b"") > self.max_bytes:
             return None
-        return self._affordable(Rows(count, (), dense, tuple(ids)))
+        return self._check_cost(self._plain_rows(count, tuple(ids), dense))
 
-    def _affordable(self, rows: Rows) -> Rows:
-        # A few bytes may stand for many ids: typed values are filled up with the last one.
-        cost = self.cost(rows)
-        if cost > self.max_bytes:
+    def _rows(self, count: int, columns: tuple[Column | None, ...], dense: bytes | None) -> Rows:
+        given = zip(columns, self._dims, strict=True)
+        values = sum(len(column.ids) // 8 * dim for column, dim in given if column is not None)
+        return Rows(count, columns, dense, 4 * values + len(dense or b""))
+
+    def _plain_rows(self, count: int, ids: tuple[bytes, ...], dense: bytes | None) -> Rows:
+        return Rows(count, (), dense, count * self._row_bytes + len(dense or b""), ids)
+
+    def _check_cost(self, rows: Rows) -> Rows:
+        # A few bytes can represent many ids: TensorProto repeats the last of its typed values.
+        if rows.cost > self.max_bytes:
             raise InputError(
-                f"the rows of the request's ids and its dense values take {cost} bytes, more than the "
-                f"{self.max_bytes} a request may; send it in parts"
+                f"the rows of the request's ids and its dense values take {rows.cost} bytes, more than the "
+                f"limit of {self.max_bytes}; send the request in parts"
             )
         return rows
 
@@ -217,12 +233,13 @@ class InputReader:
         width = 4 * self.num_dense
         dense = None if rows.dense is None else rows.dense[begin * width : end * width]
         if rows.plain is not None:
-            return Rows(end - begin, (), dense, tuple(ids[8 * begin : 8 * end] for ids in rows.plain))
+            ids = tuple(ids[8 * begin : 8 * end] for ids in rows.plain)
+            return self._plain_rows(end - begin, ids, dense)
         columns = (
             column if column is None or feature.shared else column.piece(begin, end)
             for feature, column in zip(self.features, rows.columns, strict=True)
         )
-        return Rows(end - begin, tuple(columns), dense)
+        return self._rows(end - begin, tuple(columns), dense)
 
     def _check_known(self, name: str, inputs: Inputs) -> None:
         if name in self._position or (name == self.dense_name and self.num_dense):
@@ -231,10 +248,10 @@ class InputReader:
             feature = name.removesuffix(suffix)
             if name.endswith(suffix) and feature in self._position:
                 if feature not in inputs:
-                    raise InputError(f"input {name!r} is there without {feature!r}")
+                    raise InputError(f"input {name!r} is given without {feature!r}")
                 return
         dense = (self.dense_name,) if self.num_dense else ()
-        raise InputError(f"input {name[:100]!r} is unknown; the model takes {_some(self.names + dense)}")
+        raise InputError(f"input {name[:100]!r} is unknown; the model takes {_shorten(self.names + dense)}")
 
     def _read_dense(self, inputs: Inputs) -> tuple[bytes, int]:
         name = self.dense_name
@@ -249,7 +266,7 @@ class InputReader:
 
 
 def _read_column(feature: FeatureSpec, inputs: Inputs) -> tuple[Column, int]:
-    """A feature's column, and how many rows it has."""
+    """Reads the column of a feature; returns it and its number of rows."""
     name = feature.name
     ids, absent = _ids(feature, inputs[name])
     given = inputs.get(name + WEIGHTS)
@@ -274,12 +291,12 @@ def _read_column(feature: FeatureSpec, inputs: Inputs) -> tuple[Column, int]:
 
 
 def _ids(feature: FeatureSpec, given: Tensor | Strings) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Ids of any shape, and where they only fill up: the feature's pad, or an empty string."""
+    """Returns ids of any shape, and where they are padding: the feature's pad, or an empty string."""
     if not isinstance(given, Tensor):
         ids: NDArray[np.int64] = hash_strings(given).numpy()
         return ids, np.asarray(given == b"", dtype=bool).reshape(given.shape)
-    if given.dtype not in _WHOLE:
-        raise InputError(f"input {feature.name!r} must be whole numbers or strings, not {given.dtype}")
+    if given.dtype not in _INTEGERS:
+        raise InputError(f"input {feature.name!r} must be integers or strings, not {given.dtype}")
     array = given.numpy()
     ids = array.view(np.int64) if array.dtype == np.uint64 else array.astype(np.int64, copy=False)
     return ids, ids == feature.pad
@@ -303,13 +320,13 @@ def _lengths(name: str, given: Tensor | Strings, num_values: int) -> NDArray[np.
     splits = given.numpy().astype(np.int64, copy=False)
     if not splits.size or splits[0] != 0 or splits[-1] != num_values or (splits[1:] < splits[:-1]).any():
         raise InputError(
-            f"input {name!r} must go from 0 to {num_values}, the number of values, and never descend"
+            f"input {name!r} must rise from 0 to {num_values}, the number of values, without decreasing"
         )
     return np.diff(splits)
 
 
-def _joined(columns: Sequence[tuple[Column | None, int]]) -> Ragged:
-    """A feature of all requests; of one that lacks it, as many empty rows as it has."""
+def _concatenate(columns: Sequence[tuple[Column | None, int]]) -> Ragged:
+    """Concatenates a feature of several requests; a request without it has empty rows."""
     ids, lengths = [], []
     for column, count in columns:
         if column is None:
@@ -334,15 +351,15 @@ def _weights_of(column: Column) -> bytes:
 
 
 def _int64(parts: Sequence[bytes]) -> Tensor:
-    joined = bytearray().join(parts)
-    return torch.frombuffer(joined, dtype=torch.int64) if joined else torch.empty(0, dtype=torch.int64)
+    data = bytearray().join(parts)
+    return torch.frombuffer(data, dtype=torch.int64) if data else torch.empty(0, dtype=torch.int64)
 
 
 def _float32(parts: Sequence[bytes]) -> Tensor:
-    joined = bytearray().join(parts)
-    return torch.frombuffer(joined, dtype=torch.float32) if joined else torch.empty(0)
+    data = bytearray().join(parts)
+    return torch.frombuffer(data, dtype=torch.float32) if data else torch.empty(0)
 
 
-def _some(names: Sequence[str]) -> str:
+def _shorten(names: Sequence[str]) -> str:
     shown = ", ".join(names[:20])
     return shown if len(names) <= 20 else f"{shown} and {len(names) - 20} more"

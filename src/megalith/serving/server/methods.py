@@ -1,7 +1,7 @@
-"""Methods: what the gRPC services share, to take bytes, give bytes, and end with a status.
+"""Methods: what the gRPC services share to read requests, write responses and return a status.
 
-Reading a request into a message is the first thing that may go wrong with it, so it happens here and not in
-gRPC, which would tell the client nothing.
+Methods take and return bytes. Parsing is the first step that can fail, so it happens here: gRPC would report
+such a failure without a reason.
 """
 
 from __future__ import annotations
@@ -16,19 +16,27 @@ from megalith.serving.server.request_errors import RequestError
 
 Method = Callable[[bytes, Any], bytes]
 NO_DEADLINE = 1e9
-"""Seconds from which a deadline is none: gRPC gives a request without one some centuries."""
+"""Seconds above which a deadline counts as none: gRPC reports centuries for a call without a deadline."""
 
 
-def handler_of(service: str, methods: Mapping[str, Method]) -> Any:
-    """A gRPC handler of methods that take bytes and raise RequestErrors."""
+def grpc_handler(service: str, methods: Mapping[str, Method]) -> Any:
+    """Returns a gRPC handler of a service.
+
+    Args:
+        service: Full name of the service.
+        methods: Name -> method, which takes bytes, returns bytes, and raises RequestErrors.
+    """
     grpc = grpc_module()
     return grpc.method_handlers_generic_handler(
         service,
-        {name: grpc.unary_unary_rpc_method_handler(_ended(method)) for name, method in methods.items()},
+        {
+            name: grpc.unary_unary_rpc_method_handler(_abort_on_error(method))
+            for name, method in methods.items()
+        },
     )
 
 
-def _ended(method: Method) -> Method:
+def _abort_on_error(method: Method) -> Method:
     def call(data: bytes, context: Any) -> bytes:
         try:
             return method(data, context)
@@ -39,21 +47,27 @@ def _ended(method: Method) -> Method:
     return call
 
 
-def parsed(dispatcher: Dispatcher, kind: Any, data: bytes) -> Message:
-    """A message of a kind. Raises RequestError, and has it counted, if the bytes are none."""
+def parse(dispatcher: Dispatcher, kind: Any, data: bytes) -> Message:
+    """Parses a message; counts the request and raises RequestError if the bytes are malformed.
+
+    Args:
+        dispatcher: Counts malformed requests.
+        kind: The message class.
+        data: The serialized message.
+    """
     try:
         return kind.FromString(data)
     except Exception as error:
-        raise dispatcher.refused(error) from None
+        raise dispatcher.reject(error) from None
 
 
-def serialised(message: Message) -> bytes:
-    """A message as it travels."""
+def serialize(message: Message) -> bytes:
+    """Returns the bytes of a message."""
     data: bytes = message.SerializeToString()
     return data
 
 
 def remaining(context: Any) -> float | None:
-    """Seconds until a call's deadline; None if it has none."""
+    """Returns the seconds until a call's deadline; None if it has none."""
     seconds: float | None = context.time_remaining()
     return None if seconds is None or seconds > NO_DEADLINE else seconds

@@ -1,7 +1,16 @@
-"""The Open Inference Protocol, version 2, over gRPC: live, ready, metadata, infer."""
+"""The Open Inference Protocol, version 2, over gRPC.
+
+method                         response
+ServerLive, ServerReady        whether the server runs; whether a model is available
+ModelReady                     whether a version of a model is available
+ServerMetadata, ModelMetadata  name and version; inputs and outputs
+ModelInfer                     scores
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +19,7 @@ from megalith import __version__
 from megalith.errors import InputError
 from megalith.serving.export.signature import Signature
 from megalith.serving.proto import (
+    Message,
     ModelInferRequest,
     ModelInferResponse,
     ModelMetadataRequest,
@@ -21,15 +31,31 @@ from megalith.serving.proto import (
     ServerReadyResponse,
     datatype_of,
 )
-from megalith.serving.server.dispatcher import Dispatcher, Question
-from megalith.serving.server.methods import handler_of, parsed, remaining, serialised
+from megalith.serving.server.batching import Alive
+from megalith.serving.server.dispatcher import Dispatcher
+from megalith.serving.server.inputs import InputReader, Rows
+from megalith.serving.server.methods import grpc_handler, parse, remaining, serialize
 from megalith.serving.server.request_errors import RequestError
-from megalith.serving.server.served_model import ServedModel
 from megalith.serving.server.tf_service import inputs_of
 
 SERVICE = "inference.GRPCInferenceService"
 SERVER, PLATFORM = "megalith", "megalith"
 EXTENSIONS = ("binary_tensor_data",)
+
+
+@dataclass(slots=True)
+class _InferScoreRequest:
+    """A ModelInferRequest; see ScoreRequest."""
+
+    model: str
+    version: int | None
+    outputs: Sequence[str]
+    timeout: float | None
+    alive: Alive | None
+    message: Message
+
+    def read(self, reader: InputReader) -> Rows:
+        return reader.read_infer(self.message)
 
 
 class OIPService:
@@ -39,7 +65,7 @@ class OIPService:
         self._dispatcher = dispatcher
 
     def handlers(self) -> list[Any]:
-        """What a gRPC server needs of them."""
+        """Returns the handlers to register with a gRPC server."""
         methods = {
             "ServerLive": self.server_live,
             "ServerReady": self.server_ready,
@@ -48,43 +74,44 @@ class OIPService:
             "ModelMetadata": self.model_metadata,
             "ModelInfer": self.model_infer,
         }
-        return [handler_of(SERVICE, methods)]
+        return [grpc_handler(SERVICE, methods)]
 
     def server_live(self, data: bytes, context: Any) -> bytes:
-        """That it answers at all."""
-        return serialised(ServerLiveResponse(live=True))
+        """Returns true: the server runs."""
+        return serialize(ServerLiveResponse(live=True))
 
     def server_ready(self, data: bytes, context: Any) -> bytes:
-        """Whether some model answers."""
-        return serialised(ServerReadyResponse(ready=self._dispatcher.ready))
+        """Returns whether some model is available."""
+        return serialize(ServerReadyResponse(ready=self._dispatcher.ready))
 
     def model_ready(self, data: bytes, context: Any) -> bytes:
-        """Whether a version of a model answers."""
-        request = parsed(self._dispatcher, ModelReadyRequest, data)
+        """Returns whether a version of a model is available; `version` "" is the newest."""
+        request = parse(self._dispatcher, ModelReadyRequest, data)
         ready = model_ready(self._dispatcher, request.name, request.version)
-        return serialised(ModelReadyResponse(ready=ready))
+        return serialize(ModelReadyResponse(ready=ready))
 
     def server_metadata(self, data: bytes, context: Any) -> bytes:
-        """Name and version of this server."""
-        return serialised(ServerMetadataResponse(name=SERVER, version=__version__, extensions=EXTENSIONS))
+        """Returns name and version of this server."""
+        return serialize(ServerMetadataResponse(name=SERVER, version=__version__, extensions=EXTENSIONS))
 
     def model_metadata(self, data: bytes, context: Any) -> bytes:
-        """Inputs and outputs of a version."""
-        request = parsed(self._dispatcher, ModelMetadataRequest, data)
+        """Returns the inputs and outputs of a version."""
+        request = parse(self._dispatcher, ModelMetadataRequest, data)
         described = describe(self._dispatcher, request.name, request.version)
-        return serialised(ModelMetadataResponse(**described))
+        return serialize(ModelMetadataResponse(**described))
 
     def model_infer(self, data: bytes, context: Any) -> bytes:
-        """Scores."""
-        request = parsed(self._dispatcher, ModelInferRequest, data)
-        question = Question(
-            lambda reader: reader.read_infer(request),
-            [output.name for output in request.outputs],
-            remaining(context),
-        )
-        version = self._version(request.model_version)
+        """Returns the scores of the request's rows."""
+        request = parse(self._dispatcher, ModelInferRequest, data)
         scored = self._dispatcher.predict(
-            request.model_name, version, lambda: question, alive=context.is_active
+            _InferScoreRequest(
+                request.model_name,
+                self._version(request.model_version),
+                [output.name for output in request.outputs],
+                remaining(context),
+                context.is_active,
+                request,
+            )
         )
         response = ModelInferResponse(
             model_name=request.model_name, model_version=str(scored.version), id=request.id
@@ -92,26 +119,26 @@ class OIPService:
         for name, array in scored.outputs.items():
             response.outputs.add(name=name, datatype="FP32", shape=array.shape)
             response.raw_output_contents.append(array.tobytes())
-        return serialised(response)
+        return serialize(response)
 
     def _version(self, text: str) -> int | None:
         try:
             return parse_version(text)
         except InputError as error:
-            raise self._dispatcher.refused(error) from None
+            raise self._dispatcher.reject(error) from None
 
 
 def parse_version(text: str) -> int | None:
-    """A version as the protocol writes it; "" is the newest. Raises InputError."""
+    """Parses a version of the protocol; "" (the newest) gives None. Raises InputError."""
     if not text:
         return None
     if not text.isascii() or not text.isdecimal() or len(text) > 19:
-        raise InputError(f"version {text[:100]!r} is no whole number")
+        raise InputError(f"version {text[:100]!r} is not a number")
     return int(text)
 
 
 def model_ready(dispatcher: Dispatcher, name: str, version: str) -> bool:
-    """Whether a version of a model answers."""
+    """Returns whether a version of a model is available; `version` "" is the newest."""
     try:
         number = parse_version(version)
         model = dispatcher.repository.find(name)
@@ -121,22 +148,27 @@ def model_ready(dispatcher: Dispatcher, name: str, version: str) -> bool:
 
 
 def describe(dispatcher: Dispatcher, name: str, version: str) -> dict[str, Any]:
-    """A model's metadata as the protocol has it. Raises RequestError."""
+    """Returns the metadata of a model in the form of the protocol.
 
-    def work(model: ServedModel) -> dict[str, Any]:
-        with model.version(parse_version(version)) as found:
-            return {
-                "name": name,
-                "versions": [str(number) for number in model.versions],
-                "platform": PLATFORM,
-                "inputs": [
-                    {"name": given, "datatype": datatype_of(dtype), "shape": _sizes(shape)}
-                    for given, dtype, shape in inputs_of(found.signature)
-                ],
-                "outputs": _outputs(found.signature),
-            }
+    Args:
+        dispatcher: Admits the request.
+        name: The model.
+        version: "" is the newest.
 
-    return dispatcher.run(name, "metadata", work)
+    Raises:
+        RequestError: The model or the version is unknown.
+    """
+    with dispatcher.admit(name, "metadata") as model, model.version(parse_version(version)) as found:
+        return {
+            "name": name,
+            "versions": [str(number) for number in model.versions],
+            "platform": PLATFORM,
+            "inputs": [
+                {"name": given, "datatype": datatype_of(dtype), "shape": _sizes(shape)}
+                for given, dtype, shape in inputs_of(found.signature)
+            ],
+            "outputs": _outputs(found.signature),
+        }
 
 
 def _outputs(signature: Signature) -> list[dict[str, Any]]:

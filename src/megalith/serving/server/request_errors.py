@@ -1,4 +1,4 @@
-"""Status: how a request ends when it does not end well, in gRPC's codes and in HTTP's."""
+"""Request errors: the gRPC status and the HTTP status of a request that fails."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megalith.errors import (
 from megalith.serving.client.credentials import grpc_module
 from megalith.serving.proto.message_types import protobuf
 
-log = logging.getLogger("megalith.serving")
+logger = logging.getLogger(__name__)
 
 Code: Any = grpc_module().StatusCode
 DecodeError: type[Exception] = protobuf("message").DecodeError
 MAX_MESSAGE = 1000
-"""Characters of an error that a client is told; some errors quote what the client sent."""
+"""Maximum length of an error message for a client; some messages quote what the client sent."""
 HTTP_STATUS: dict[Any, int] = {
     Code.OK: 200,
     Code.INVALID_ARGUMENT: 400,
@@ -41,7 +41,7 @@ HTTP_STATUS: dict[Any, int] = {
 
 
 class RequestError(MegalithError):
-    """A request that is refused. code: gRPC's status."""
+    """A request that is refused; `code` is the gRPC status."""
 
     def __init__(self, code: Any, message: str) -> None:
         super().__init__(message)
@@ -49,17 +49,22 @@ class RequestError(MegalithError):
 
 
 def as_request_error(error: Exception, where: str) -> tuple[Any, str]:
-    """The code and the text a client gets for an error; one that nobody expected is logged and not shown."""
+    """Returns the status code and the message that a client gets for an error.
+
+    Args:
+        error: What was raised; an unexpected error is logged, and its message is not sent.
+        where: What failed, for the log.
+    """
     if isinstance(error, RequestError):
         return error.code, str(error)[:MAX_MESSAGE]
     if isinstance(error, DecodeError):
-        return Code.INVALID_ARGUMENT, "the request is no message of the type that this method takes"
+        return Code.INVALID_ARGUMENT, "the request is not a message of the type that this method takes"
     if isinstance(error, SequenceError):
         return Code.FAILED_PRECONDITION, str(error)[:MAX_MESSAGE]
     if isinstance(error, RemoteError | DiscoveryError):
-        # The rows of a part could not be fetched: the client did nothing wrong and may try again.
+        # The rows of a part could not be fetched: the client may retry.
         return Code.UNAVAILABLE, str(error)[:MAX_MESSAGE]
     if isinstance(error, InputError | UnknownNameError | UsageError):
         return Code.INVALID_ARGUMENT, str(error)[:MAX_MESSAGE]
-    log.error("%s failed", where, exc_info=error)
-    return Code.INTERNAL, "the server failed; its log says why"
+    logger.error("%s failed", where, exc_info=error)
+    return Code.INTERNAL, "internal error; see the log of the server"

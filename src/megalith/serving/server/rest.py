@@ -1,8 +1,14 @@
-"""The Open Inference Protocol, version 2, as REST: paths, bodies and statuses."""
+"""The Open Inference Protocol, version 2, over REST.
+
+GET   /v2                                          name and version of the server
+GET   /v2/health/live, /v2/health/ready            health; needs no token
+GET   /v2/models/NAME[/versions/VERSION]           inputs and outputs of a model
+GET   /v2/models/NAME[/versions/VERSION]/ready     whether it is available
+POST  /v2/models/NAME[/versions/VERSION]/infer     scores
+"""
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -18,11 +24,11 @@ from megalith.serving.server.request_errors import HTTP_STATUS, Code, RequestErr
 from megalith.serving.server.security import Security
 
 Reply = tuple[int, dict[str, Any], bytes]
-"""Status, JSON, and the bytes of tensors behind it."""
+"""Status, JSON, and the bytes of the tensors that follow it."""
 
 
 class RestServer(HttpServer):
-    """The server; `start` and `stop` it."""
+    """The HTTP server of the protocol."""
 
     def __init__(self, dispatcher: Dispatcher, security: Security, host: str, port: int) -> None:
         self.dispatcher = dispatcher
@@ -58,30 +64,30 @@ class _RestHandler(Handler):
             self.reply(status, "application/json", text)
 
     def _admitted(self) -> list[str]:
-        """The parts of the path; raises RequestError, and ends the connection, before the body is read."""
+        """Returns the parts of the path; otherwise raises RequestError and ends the connection unread."""
         close, self.close_connection = self.close_connection, True
         try:
             parts = [unquote(part) for part in urlsplit(self.path).path.split("/")[1:]]
         except ValueError:
-            raise RequestError(Code.INVALID_ARGUMENT, "the path is no path of a URL") from None
+            raise RequestError(Code.INVALID_ARGUMENT, "the path is malformed") from None
         open_to_all = parts[:2] == ["v2", "health"]
         if not open_to_all and not self.server.security.admits(self.headers.get("authorization")):
-            raise RequestError(Code.UNAUTHENTICATED, "this server asks for a token")
+            raise RequestError(Code.UNAUTHENTICATED, "this server requires a token")
         self.close_connection = close
         return parts
 
     def _body(self) -> bytes:
-        """The request's body; raises RequestError, and ends the connection, if it is not to be read."""
+        """Reads the body; raises RequestError, and ends the connection, if it must not be read."""
         close, self.close_connection = self.close_connection, True
         if (
             self.headers.get("transfer-encoding")
             or self.headers.get("content-encoding", "identity") != "identity"
         ):
-            raise RequestError(Code.INVALID_ARGUMENT, "send the body as it is, with a Content-Length")
+            raise RequestError(Code.INVALID_ARGUMENT, "send the body unencoded, with a Content-Length")
         lengths = self.headers.get_all("content-length", ["0"])
         given = lengths[0]
         if len(lengths) > 1 or not given.isascii() or not given.isdecimal() or len(given) > 18:
-            raise RequestError(Code.INVALID_ARGUMENT, "Content-Length is no whole number")
+            raise RequestError(Code.INVALID_ARGUMENT, "Content-Length must be one decimal number")
         if int(given) > self.server.dispatcher.max_bytes:
             limit = self.server.dispatcher.max_bytes
             raise RequestError(Code.OUT_OF_RANGE, f"the body has more than {limit} bytes")
@@ -123,10 +129,9 @@ class _RestHandler(Handler):
         try:
             number = parse_version(version)
         except InputError as error:
-            raise dispatcher.refused(error) from None
-        request = functools.cache(lambda: InferRequest(body, self.headers.get(HEADER_LENGTH)))
-        scored = dispatcher.predict(name, number, lambda: request().question())
-        return 200, *request().answer(name, scored)
+            raise dispatcher.reject(error) from None
+        request = InferRequest(name, number, body, self.headers.get(HEADER_LENGTH))
+        return 200, *request.response(dispatcher.predict(request))
 
 
 def _ready(ready: bool) -> Reply:
@@ -134,4 +139,4 @@ def _ready(ready: bool) -> Reply:
 
 
 def _no_such_path() -> RequestError:
-    return RequestError(Code.NOT_FOUND, "there is no such path; see the Open Inference Protocol, version 2")
+    return RequestError(Code.NOT_FOUND, "unknown path; see the Open Inference Protocol, version 2")

@@ -1,7 +1,8 @@
-"""Security: who may connect, who may ask, who may write.
+"""Security: who may connect to a server, send requests, and write.
 
-TLS decides who may connect (with a certificate authority, only clients it vouches for); a token, who may
-ask; and writes are refused unless allowed, and beyond this machine need one of the two.
+TLS controls who may connect: with a certificate authority, only clients that it signed. A token controls who
+may send requests. Writes are refused unless they are allowed; beyond this machine they require a token or
+client certificates.
 """
 
 from __future__ import annotations
@@ -24,16 +25,20 @@ TOKEN_VARIABLE = "MEGALITH_SERVE_TOKEN"
 
 @dataclass(frozen=True)
 class Security:
-    """What a server shows, and what it asks of its clients. Raises InputError for what does not fit."""
+    """What a server presents to its clients and requires of them.
+
+    Raises:
+        InputError: The token is malformed, or the files for TLS are incomplete.
+    """
 
     token: str | None = field(default=None, repr=False)
-    """Asked for as `authorization: Bearer ...`."""
+    """Token that clients must send as `authorization: Bearer ...`."""
     certificate: Path | None = None
-    """The server's own chain, PEM; makes every port TLS."""
+    """PEM file of the server's certificate chain; every port then uses TLS."""
     key: Path | None = None
-    """Of the certificate, PEM."""
+    """PEM file of the certificate's private key."""
     client_ca: Path | None = None
-    """Clients must show a certificate that one of these vouches for."""
+    """PEM file of the authority that must have signed the certificates of clients."""
 
     def __post_init__(self) -> None:
         if self.token is not None and not re.fullmatch(r"[\x21-\x7e]{8,4096}", self.token):
@@ -41,46 +46,51 @@ class Security:
         if (self.certificate is None) != (self.key is None):
             raise InputError("TLS needs both a certificate and its key: --tls-cert and --tls-key")
         if self.client_ca is not None and self.certificate is None:
-            raise InputError("clients show certificates over TLS only: give --tls-cert and --tls-key too")
+            raise InputError("client certificates need TLS: give --tls-cert and --tls-key too")
 
     @property
     def secure(self) -> bool:
-        """Whether ports are TLS."""
+        """Whether ports use TLS."""
         return self.certificate is not None
 
     @property
-    def asks(self) -> bool:
-        """Whether clients must show anything."""
+    def authenticates(self) -> bool:
+        """Whether clients must present a token or a certificate."""
         return self.token is not None or self.client_ca is not None
 
     def check_exposure(self, host: str, *, writes: bool) -> None:
-        """Raises UsageError if anyone beyond this machine could write."""
-        if writes and not is_loopback(host) and not self.asks:
+        """Raises UsageError if anyone beyond this machine could write.
+
+        Args:
+            host: The address that the server listens on.
+            writes: Whether the server accepts writes.
+        """
+        if writes and not is_loopback(host) and not self.authenticates:
             raise UsageError(
-                f"whoever reaches {host} could change the model: give a token (--token-file, or "
-                f"{TOKEN_VARIABLE}) or ask for client certificates (--tls-ca), or listen on 127.0.0.1"
+                f"anyone who can reach {host} could change the model: give a token (--token-file, or "
+                f"{TOKEN_VARIABLE}), require client certificates (--tls-ca), or listen on 127.0.0.1"
             )
 
     def admits(self, authorization: str | bytes | None) -> bool:
-        """Whether a request's `authorization` carries the token; the comparison's time tells nothing."""
+        """Returns whether an `authorization` header carries the token; compares in constant time."""
         if self.token is None:
             return True
         given = authorization or ""
         data = given if isinstance(given, bytes) else given.encode("utf-8", "replace")
-        scheme, _, shown = data.partition(b" ")
-        return hmac.compare_digest(shown.strip(), self.token.encode()) and scheme.lower() == b"bearer"
+        scheme, _, token = data.partition(b" ")
+        return hmac.compare_digest(token.strip(), self.token.encode()) and scheme.lower() == b"bearer"
 
     def grpc_credentials(self) -> Any:
-        """Credentials of a gRPC port; None without TLS."""
+        """Returns the credentials of a gRPC port; None without TLS."""
         if self.certificate is None or self.key is None:
             return None
-        self.ssl_context()  # says what is wrong with the files, which gRPC does not
+        self.ssl_context()  # its errors name the file; those of gRPC do not
         pair = (read_secret("key", self.key), read_secret("certificate", self.certificate))
         roots = None if self.client_ca is None else read_secret("client CA", self.client_ca)
         return grpc_module().ssl_server_credentials([pair], roots, self.client_ca is not None)
 
     def ssl_context(self) -> ssl.SSLContext | None:
-        """The same for HTTP."""
+        """Returns the TLS context of an HTTP port; None without TLS."""
         if self.certificate is None or self.key is None:
             return None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -96,9 +106,17 @@ class Security:
 
 
 def read_token(path: Path | None, environment: Mapping[str, str] | None = None) -> str | None:
-    """The token of a file, else of the environment, else None; never of a command line, which others see.
+    """Reads the token of a server; it is not an option of the command line, which other users can see.
 
-    Raises InputError if the file cannot be read.
+    Args:
+        path: File of the token.
+        environment: Where MEGALITH_SERVE_TOKEN is looked up without a file (None: os.environ).
+
+    Returns:
+        The token, or None if neither is given.
+
+    Raises:
+        InputError: The file cannot be read.
     """
     if path is not None:
         return read_secret("token", path).decode("ascii", "replace").strip()

@@ -1,7 +1,13 @@
-"""Served models: versions that answer, and the model they are versions of.
+"""Served models and their versions.
 
-A version is used by requests while they run; it is closed when it has been retired and nobody uses it. A
-model hands its requests to the newest version, or to the one they name.
+A model passes its requests to the newest version, or to the one that they name. Requests hold the version
+that they use. A retired version accepts no further requests and is closed when the last one ends.
+
+    ModelState   meaning                                          next
+    LOADING      the version is being opened and warmed up        AVAILABLE, END
+    AVAILABLE    the version answers requests                     UNLOADING
+    UNLOADING    retired; requests in progress still use it       END
+    END          closed, or failed to open (with the reason)      LOADING
 """
 
 from __future__ import annotations
@@ -23,28 +29,35 @@ from megalith.serving.client.row_fetcher import RowFetcher
 from megalith.serving.export.servable import Servable
 from megalith.serving.export.signature import ENTRY, STANDALONE, Signature
 from megalith.serving.model_state import ModelState
-from megalith.serving.server.batching import Alive, Batcher, Batching
+from megalith.serving.server.batching import Alive, Batcher
 from megalith.serving.server.inputs import InputReader, Rows
 from megalith.serving.server.request_errors import Code, RequestError
+from megalith.serving.server.server_config import ServerConfig
 from megalith.serving.sync.subscriber import Subscriber
 
 Array = NDArray[np.generic]
 Scores = tuple[dict[str, Array], int, int]
-"""The outputs of a batch, and which of their rows are a request's."""
+"""The outputs of a batch, and the first and last (exclusive) row of a request in them."""
 
 MAX_WRITERS = 8
-"""Writes of a model under way at once; each holds a thread of the server's."""
+"""Maximum number of concurrent writes to a model; each occupies a thread of the server."""
 
 
 class Version:
-    """A version of a model that answers requests. fetcher: where an entry's rows come from."""
+    """A version of a model that answers requests.
+
+    Args:
+        servable: The opened export.
+        config: Options of the server.
+        on_batch: Called with the number of rows of each batch.
+        fetcher: Fetches the rows of an entry.
+    """
 
     def __init__(
         self,
         servable: Servable,
-        batching: Batching,
+        config: ServerConfig,
         *,
-        max_bytes: int,
         on_batch: Callable[[int], object] = lambda rows: None,
         fetcher: RowFetcher | None = None,
     ) -> None:
@@ -52,71 +65,85 @@ class Version:
         self.fetcher = fetcher
         self.signature = servable.signature
         self.number = servable.signature.version
-        self.reader = InputReader(servable.signature, max_bytes=max_bytes)
-        self._max_rows = batching.max_rows
+        self.reader = InputReader(servable.signature, max_bytes=config.max_request_bytes)
+        self._max_rows = config.batching.max_rows
         self._batcher: Batcher[Rows, Scores] = Batcher(
             self._compute,
-            batching,
+            config.batching,
             name=f"{self.signature.name}-{self.number}",
-            joins=self.signature.batchable,
+            combines=self.signature.batchable,
             on_batch=on_batch,
         )
         self._unused = threading.Condition()
         self._users = 0
         self._retired = False
-        self._left_behind = False
+        self._close_on_release = False
         self._on_end: Callable[[], object] = lambda: None
 
     @property
     def queued_rows(self) -> int:
-        """Rows that wait to be computed."""
+        """Number of rows that wait to be computed."""
         return self._batcher.queued_rows
 
-    @contextmanager
-    def used(self) -> Iterator[bool]:
-        """Keeps the version open meanwhile; gives False if it has been retired already."""
+    def acquire(self) -> bool:
+        """Keeps the version open until `release`; returns False if it has been retired."""
         with self._unused:
-            usable = not self._retired
-            self._users += usable
-        try:
-            yield usable
-        finally:
-            if usable:
-                with self._unused:
-                    self._users -= 1
-                    self._unused.notify_all()
-                    last = self._left_behind and not self._users
-                if last:
-                    self._close()
+            self._users += not self._retired
+            return not self._retired
+
+    def release(self) -> None:
+        """Ends what `acquire` began; the last user of a retired version closes it."""
+        with self._unused:
+            self._users -= 1
+            self._unused.notify_all()
+            last = self._close_on_release and not self._users
+        if last:
+            self._close()
 
     def predict(self, rows: Rows, *, timeout: float, alive: Alive | None = None) -> dict[str, Array]:
-        """Outputs by name, each [rows]. Raises RequestError, InputError, or what the model raises."""
+        """Computes the scores of a request, together with those of other requests.
+
+        Args:
+            rows: What to score.
+            timeout: Seconds to wait.
+            alive: Returns whether the client still waits.
+
+        Returns:
+            Outputs by name, each [rows].
+
+        Raises:
+            InputError: The request is too large.
+            RequestError: The queue is full, or the time is over.
+        """
         if not rows.count:
             return {name: np.empty(0, np.float32) for name in self.signature.outputs}
-        self._batcher.check(rows.count, self.reader.cost(rows))
+        if rows.count <= self._max_rows:
+            return self._score(rows, timeout, alive)
+        self._batcher.check(rows.count, rows.cost)
         end = time.monotonic() + timeout
         parts = [
             self._score(piece, end - time.monotonic(), alive)
             for piece in self.reader.pieces(rows, self._max_rows)
         ]
-        if len(parts) == 1:
-            return parts[0]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def _score(self, rows: Rows, timeout: float, alive: Alive | None) -> dict[str, Array]:
-        cost = self.reader.cost(rows)
-        outputs, begin, end = self._batcher.submit(rows, rows.count, cost=cost, timeout=timeout, alive=alive)
+        outputs, begin, end = self._batcher.submit(
+            rows, rows.count, cost=rows.cost, timeout=timeout, alive=alive
+        )
         return {name: array[begin:end] for name, array in outputs.items()}
 
     def retire(self, timeout: float = 0.0, on_end: Callable[[], object] = lambda: None) -> None:
-        """Lets nobody else use it; closes it when nobody does any more, then calls `on_end`.
+        """Accepts no further requests, and closes the version when the last request has ended.
 
-        Waits for that at most `timeout` seconds: later, its last user closes it.
+        Args:
+            timeout: Seconds to wait for that; afterwards the last request closes the version.
+            on_end: Called when the version is closed.
         """
         with self._unused:
             self._retired, self._on_end = True, on_end
             idle = self._unused.wait_for(lambda: not self._users, timeout)
-            self._left_behind = not idle
+            self._close_on_release = not idle
         if idle:
             self._close()
 
@@ -132,7 +159,7 @@ class Version:
             features, dense = self.reader.join(batch)
             outputs = self.servable.predict(features, dense)
         except Exception as error:
-            if len(batch) == 1 or _is_absence(error):
+            if len(batch) == 1 or _is_unavailable(error):
                 return [error] * len(batch)
             # One bad request must not fail the others.
             return [result for rows in batch for result in self._compute([rows])]
@@ -145,8 +172,8 @@ class Version:
         return results
 
 
-def _is_absence(error: Exception) -> bool:
-    """Whether a part of the model did not answer: no fault of a request's, nor mended by asking for each."""
+def _is_unavailable(error: Exception) -> bool:
+    """Returns whether a part of the model did not answer, so that splitting the batch would not help."""
     if isinstance(error, RemoteError):
         return error.code in ("UNAVAILABLE", "DEADLINE_EXCEEDED")
     return isinstance(error, DiscoveryError)
@@ -154,16 +181,18 @@ def _is_absence(error: Exception) -> bool:
 
 @dataclass(frozen=True)
 class VersionStatus:
-    """Where a version is in its life, and what went wrong."""
+    """State of a version, and why it ended."""
 
     state: ModelState
     error: str = ""
 
 
 class ServedModel:
-    """A model, or one part of it, and its versions. Threads may share it.
+    """A model, or one part of it, and its versions. Thread-safe.
 
-    name: what requests call it. root: the directory its versions are in, for people.
+    Args:
+        name: The name in requests.
+        root: The directory of the versions, for messages.
     """
 
     def __init__(self, name: str, root: str) -> None:
@@ -178,28 +207,28 @@ class ServedModel:
 
     @property
     def newest(self) -> Version | None:
-        """The version that requests get unless they name one; None before there is any."""
+        """The version for requests that name none; None while no version is available."""
         return self._newest
 
     @property
     def versions(self) -> dict[int, Version]:
-        """Those that answer, by number."""
+        """The available versions by number."""
         with self._lock:
             return dict(sorted(self._versions.items()))
 
     @property
     def statuses(self) -> dict[int, VersionStatus]:
-        """Every version seen, newest first."""
+        """The status of every known version, newest first."""
         with self._lock:
             return dict(sorted(self._status.items(), reverse=True))
 
     @property
     def available(self) -> bool:
-        """Whether it answers."""
+        """Whether some version is available."""
         return self._newest is not None
 
     def set_status(self, number: int, state: ModelState, error: str = "") -> None:
-        """Notes where a version is; old ends are forgotten."""
+        """Sets the status of a version; only the newest 16 ended versions are kept."""
         with self._lock:
             self._status[number] = VersionStatus(state, error)
             ended = [n for n, status in sorted(self._status.items()) if status.state == ModelState.END]
@@ -207,14 +236,14 @@ class ServedModel:
                 del self._status[old]
 
     def add(self, version: Version) -> None:
-        """Lets a version answer; the highest number is the newest."""
+        """Makes a version available; the highest number is the newest."""
         with self._lock:
             self._versions[version.number] = version
             self._newest = self._versions[max(self._versions)]
         self.set_status(version.number, ModelState.AVAILABLE)
 
     def remove(self, number: int, timeout: float = 0.0) -> None:
-        """Takes a version away from new requests; it ends with its last one, which is waited for so long."""
+        """Retires a version; see `Version.retire`."""
         with self._lock:
             version = self._versions.pop(number)
             self._newest = self._versions[max(self._versions)] if self._versions else None
@@ -222,35 +251,39 @@ class ServedModel:
         version.retire(timeout, lambda: self._ended(number))
 
     def _ended(self, number: int) -> None:
-        if number not in self.versions:  # another one may have come under its number
+        if number not in self.versions:  # the same number may have been loaded again
             self.set_status(number, ModelState.END)
 
     @contextmanager
     def version(self, number: int | None) -> Iterator[Version]:
-        """A version for the time of one request; None is the newest. Raises RequestError if there is none.
+        """Gives a version for the time of one request. Raises RequestError if there is none.
 
-        0 is the newest too where no version has that number: some clients send it for none.
+        Args:
+            number: None is the newest version. So is 0 if no version has that number, because some clients
+                send 0 instead of no version.
         """
         while True:
             with self._lock:
                 found = self._newest if number is None else self._versions.get(number)
                 found = found or (None if number else self._newest)
             if found is None:
-                raise self._absent(number)
-            with found.used() as usable:
-                if usable:
-                    yield found
-                    return
+                raise self._not_found(number)
+            if found.acquire():
+                break
+        try:
+            yield found
+        finally:
+            found.release()
 
-    def _absent(self, number: int | None) -> RequestError:
+    def _not_found(self, number: int | None) -> RequestError:
         if number is None:
-            return RequestError(Code.UNAVAILABLE, f"model {self.name!r} has no version that answers")
+            return RequestError(Code.UNAVAILABLE, f"model {self.name!r} has no available version")
         known = ", ".join(map(str, self.versions)) or "none"
         return RequestError(Code.NOT_FOUND, f"model {self.name!r} has no version {number}; it has {known}")
 
 
 def names_of(signature: Signature) -> list[str]:
-    """What requests may call a model: a standalone one by each part it stands for."""
+    """Returns the names of a model in requests; a standalone model also has the names of parts."""
     model = signature.model
     if signature.part == STANDALONE:
         return [model, f"{model}:{STANDALONE}", f"{model}:{ENTRY}", f"{model}:ps_0"]
@@ -258,14 +291,23 @@ def names_of(signature: Signature) -> list[str]:
 
 
 def services_of(signature: Signature) -> list[str]:
-    """What discovery calls it."""
+    """Returns the names under which discovery registers a model."""
     return [name for name in names_of(signature) if ":" in name]
 
 
 def lookup_rows(version: Version, inputs: Mapping[str, Any], *, max_bytes: int) -> dict[str, Tensor]:
-    """`{table}_id` int64 [n] -> `{table}_value` float32 [n, dim].
+    """Returns the rows of ids.
 
-    max_bytes: what the rows may take together. Raises InputError, naming the input.
+    Args:
+        version: Holds the rows.
+        inputs: `{table}_id` -> int64 [n].
+        max_bytes: Maximum number of bytes of all rows together.
+
+    Returns:
+        `{table}_value` -> float32 [n, dim].
+
+    Raises:
+        InputError: An input is unknown, has another dtype or shape, or has too many ids.
     """
     tables = version.signature.tables
     outputs = {}
@@ -280,7 +322,7 @@ def lookup_rows(version: Version, inputs: Mapping[str, Any], *, max_bytes: int) 
         left -= 4 * ids.numel() * tables[table].dim
         if left < 0:
             raise InputError(
-                f"the rows of {name!r} would take more than {max_bytes} bytes; ask for fewer ids"
+                f"the rows of {name!r} would take more than {max_bytes} bytes; request fewer ids"
             )
         outputs[f"{table}_value"] = version.servable.lookup(table, ids)
     return outputs

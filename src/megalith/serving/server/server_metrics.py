@@ -1,7 +1,7 @@
-"""Metrics of the server, in Prometheus's format, on an HTTP port of their own.
+"""Metrics of the server in Prometheus's format, on a separate HTTP port.
 
-Counts and times are noted as requests end; the rest (queues, hit rates, staleness, versions) is read from
-the models when somebody asks. Names of models and signatures become labels only if the server knows them.
+Counts and latencies are recorded when requests end. Queues, hit rates, staleness and versions are read from
+the models when the metrics are requested. Only known names of models and signatures become labels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ UNKNOWN = "unknown"
 
 
 def prometheus(module: str = "prometheus_client") -> Any:
-    """A module of prometheus_client; raises MissingDependencyError if it is not installed."""
+    """Imports a module of prometheus_client; raises MissingDependencyError if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -30,14 +30,18 @@ def prometheus(module: str = "prometheus_client") -> Any:
 
 
 class Metrics:
-    """What one server counts. models: asked for the models when the metrics are read."""
+    """The metrics of one server.
+
+    Args:
+        models: Returns the models; called when the metrics are requested.
+    """
 
     def __init__(self, models: Callable[[], Iterable[ServedModel]]) -> None:
         client = prometheus()
         self.registry = client.CollectorRegistry()
         self._latency = client.Histogram(
             "megalith_request_seconds",
-            "Time from a request's arrival to its answer.",
+            "Time from the arrival of a request to its response.",
             ["model", "signature", "code"],
             buckets=BUCKETS,
             registry=self.registry,
@@ -46,7 +50,7 @@ class Metrics:
             "megalith_batch_rows", "Rows computed at once.", ["model"], buckets=ROWS, registry=self.registry
         )
         self._refused = client.Counter(
-            "megalith_refused", "Requests that were not computed.", ["model", "code"], registry=self.registry
+            "megalith_refused", "Requests that were refused.", ["model", "code"], registry=self.registry
         )
         self._missing = client.Counter(
             "megalith_missing_features",
@@ -56,7 +60,7 @@ class Metrics:
         )
         self._failed_loads = client.Counter(
             "megalith_failed_versions",
-            "Versions that could not be served.",
+            "Versions that failed to load.",
             ["model"],
             registry=self.registry,
         )
@@ -64,30 +68,30 @@ class Metrics:
         self._children: dict[tuple[str, ...], Any] = {}
 
     def request(self, model: str, signature: str, code: str, seconds: float) -> None:
-        """A request has ended. code: the name of its status."""
+        """Records the end of a request; `code` is the name of its status."""
         self._child(self._latency, "latency", model, signature, code).observe(seconds)
         if code not in ("OK", "INTERNAL"):
             self._child(self._refused, "refused", model, code).inc()
 
     def batch(self, model: str, rows: int) -> None:
-        """A batch is computed."""
+        """Records the rows of a batch."""
         self._child(self._batches, "batches", model).observe(rows)
 
     def missing_feature(self, model: str, feature: str) -> None:
-        """A request lacks a feature."""
+        """Counts a request without a feature."""
         self._child(self._missing, "missing", model, feature).inc()
 
     def load_failed(self, model: str) -> None:
-        """A version cannot be served."""
+        """Counts a version that failed to load."""
         self._failed_loads.labels(model).inc()
 
     def text(self) -> bytes:
-        """All of them as Prometheus reads them."""
+        """Returns the metrics in Prometheus's text format."""
         data: bytes = prometheus().generate_latest(self.registry)
         return data
 
     def _child(self, metric: Any, kind: str, *labels: str) -> Any:
-        """A metric's child, kept here because looking one up takes longer than counting."""
+        """Returns a child of a metric; cached, because the library's own lookup is slower than counting."""
         key = (kind, *labels)
         child = self._children.get(key)
         if child is None:
@@ -96,13 +100,13 @@ class Metrics:
 
 
 class _Models:
-    """What is read from the models when the metrics are."""
+    """Metrics that are read from the models on request."""
 
     def __init__(self, models: Callable[[], Iterable[ServedModel]]) -> None:
         self._models = models
 
     def collect(self) -> Iterator[Any]:
-        """The metrics of all models now."""
+        """Yields the current metrics of all models."""
         core = prometheus("prometheus_client.core")
 
         def gauge(name: str, text: str, *labels: str) -> Any:
@@ -114,11 +118,11 @@ class _Models:
         queue = gauge("queue_rows", "Rows that wait to be computed.")
         state = gauge("version_state", "State of a version: 20 loading, 30 available, 50 ended.", "version")
         overlay = gauge("overlay_rows", "Rows written since the export.")
-        stale = gauge("staleness_seconds", "Age of what training has pushed.")
-        looked_up = counter("ids_looked_up", "Ids of requests.")
-        missing = counter("ids_missing", "Ids of requests that have no row.")
-        failed = counter("fetch_failures", "Parts that did not give the rows of a request.")
-        zeros = counter("fetch_missing_rows", "Ids that got zeros because of that.")
+        stale = gauge("staleness_seconds", "Age of the newest pushed parameters.")
+        looked_up = counter("ids_looked_up", "Ids looked up by requests.")
+        missing = counter("ids_missing", "Ids of requests without a row.")
+        failed = counter("fetch_failures", "Parts that failed to return the rows of a request.")
+        zeros = counter("fetch_missing_rows", "Ids that read as zeros because a part failed.")
         for model in self._models():
             for number, status in model.statuses.items():
                 state.add_metric([model.name, str(number)], float(status.state))
@@ -142,7 +146,7 @@ class _Models:
 
 
 class MetricsServer(HttpServer):
-    """An HTTP server of the metrics, whatever the path; TLS where the other ports are."""
+    """An HTTP server of the metrics, for any path; it uses TLS if the other ports do."""
 
     def __init__(self, metrics: Metrics, security: Security, host: str, port: int) -> None:
         self.metrics = metrics

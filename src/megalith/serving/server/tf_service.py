@@ -1,8 +1,19 @@
-"""TF Serving's services: Predict, GetModelMetadata and GetModelStatus over gRPC."""
+"""TF Serving's services over gRPC: Predict, GetModelMetadata and GetModelStatus.
+
+The signature of a PredictRequest selects what Predict does:
+
+    signature                                   effect
+    serving_default                             scores of the request's rows
+    lookup                                      rows of ids
+    hashtable_assign, raw_assign, NAME/raw_assign   write rows and dense weights
+    sync_position, sync_begin, sync_end, sync_reload   state of parameter sync
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,19 +39,35 @@ from megalith.serving.proto import (
     to_tensor_proto,
 )
 from megalith.serving.proto.contents import LARGE, cut_contents
-from megalith.serving.server.dispatcher import Dispatcher, Question, unknown_signature
-from megalith.serving.server.methods import handler_of, parsed, remaining, serialised
+from megalith.serving.server.batching import Alive
+from megalith.serving.server.dispatcher import Dispatcher, unknown_signature
+from megalith.serving.server.inputs import InputReader, Rows
+from megalith.serving.server.methods import grpc_handler, parse, remaining, serialize
 from megalith.serving.server.request_errors import Code, RequestError
-from megalith.serving.server.served_model import ServedModel
 from megalith.serving.wire_names import HASHTABLE_ASSIGN, LOOKUP, PREDICT, write_signature
 
 PREDICTION_SERVICE = "tensorflow.serving.PredictionService"
 MODEL_SERVICE = "tensorflow.serving.ModelService"
 METHOD = "tensorflow/serving/predict"
 METADATA_FIELD = "signature_def"
-SENT = "megalith-"
-"""What the names of metadata that concern us begin with."""
+METADATA_PREFIX = "megalith-"
+"""Prefix of the metadata that parameter sync uses."""
 _FLOAT = int(DataType.DT_FLOAT)
+
+
+@dataclass(slots=True)
+class _ProtoScoreRequest:
+    """A PredictRequest for scores; see ScoreRequest."""
+
+    model: str
+    version: int | None
+    outputs: Sequence[str]
+    timeout: float | None
+    alive: Alive | None
+    inputs: Mapping[str, Message]
+
+    def read(self, reader: InputReader) -> Rows:
+        return reader.read_protos(self.inputs)
 
 
 class TFService:
@@ -50,67 +77,75 @@ class TFService:
         self._dispatcher = dispatcher
 
     def handlers(self) -> list[Any]:
-        """What a gRPC server needs of them."""
+        """Returns the handlers to register with a gRPC server."""
         return [
-            handler_of(
+            grpc_handler(
                 PREDICTION_SERVICE,
                 {"Predict": self.predict, "GetModelMetadata": self.get_model_metadata},
             ),
-            handler_of(MODEL_SERVICE, {"GetModelStatus": self.get_model_status}),
+            grpc_handler(MODEL_SERVICE, {"GetModelStatus": self.get_model_status}),
         ]
 
     def predict(self, data: bytes, context: Any) -> bytes:
-        """Scores, rows, or the acknowledgement of a write, as the signature says."""
+        """Returns scores, rows, or the response to a write, depending on the signature."""
         small, contents = cut_contents(data, _is_large) if len(data) >= LARGE else (data, {})
-        request = self._parsed(PredictRequest, small)
+        request = self._parse(PredictRequest, small)
         spec = request.model_spec
         signature = spec.signature_name or PREDICT
         timeout = remaining(context)
         if signature == PREDICT:
-            response = self._scores(self._parsed(PredictRequest, data) if contents else request, context)
+            response = self._scores(self._parse(PredictRequest, data) if contents else request, context)
         elif signature == LOOKUP:
             number, rows = self._dispatcher.lookup(
-                spec.name, version_of(spec), lambda: self._inputs(request, contents), timeout=timeout
+                spec.name,
+                version_of(spec),
+                functools.partial(self._read_inputs, request, contents),
+                timeout=timeout,
             )
             response = _response(spec, signature, rows, number)
         elif (write := write_signature(signature)) is not None:
             metadata = {
                 key: value
                 for key, value in context.invocation_metadata()
-                if key.startswith(SENT) and isinstance(value, str)
+                if key.startswith(METADATA_PREFIX) and isinstance(value, str)
             }
             outputs = self._dispatcher.write(
-                spec.name, write, lambda: self._inputs(request, contents), metadata, timeout=timeout
+                spec.name,
+                write,
+                functools.partial(self._read_inputs, request, contents),
+                metadata,
+                timeout=timeout,
             )
             response = _response(spec, signature, outputs)
         else:
-            raise self._dispatcher.refused(unknown_signature(signature))
-        return serialised(response)
+            raise self._dispatcher.reject(unknown_signature(signature))
+        return serialize(response)
 
     def get_model_metadata(self, data: bytes, context: Any) -> bytes:
-        """The signatures of a version."""
-        request = self._parsed(GetModelMetadataRequest, data)
+        """Returns the signatures of a version."""
+        request = self._parse(GetModelMetadataRequest, data)
         if list(request.metadata_field) != [METADATA_FIELD]:
             error = InputError(f"metadata_field must be [{METADATA_FIELD!r}]")
-            raise self._dispatcher.refused(error)
+            raise self._dispatcher.reject(error)
 
-        def work(model: ServedModel) -> Message:
-            with model.version(version_of(request.model_spec)) as version:
-                response = GetModelMetadataResponse()
-                response.model_spec.name = request.model_spec.name
-                response.model_spec.version.value = version.number
-                signatures = _signatures(version.signature, self._dispatcher.allow_writes)
-                response.metadata[METADATA_FIELD].Pack(signatures)
-                return response
-
-        return serialised(self._dispatcher.run(request.model_spec.name, "metadata", work))
+        spec = request.model_spec
+        with (
+            self._dispatcher.admit(spec.name, "metadata") as model,
+            model.version(version_of(spec)) as version,
+        ):
+            response = GetModelMetadataResponse()
+            response.model_spec.name = spec.name
+            response.model_spec.version.value = version.number
+            signatures = _signatures(version.signature, self._dispatcher.allow_writes)
+            response.metadata[METADATA_FIELD].Pack(signatures)
+        return serialize(response)
 
     def get_model_status(self, data: bytes, context: Any) -> bytes:
-        """Where each version is in its life; of one version, if the request names it (0 is none)."""
-        request = self._parsed(GetModelStatusRequest, data)
+        """Returns the state of each version, or of the one that the request names (0 names none)."""
+        request = self._parse(GetModelStatusRequest, data)
         number = version_of(request.model_spec)
 
-        def work(model: ServedModel) -> Message:
+        with self._dispatcher.admit(request.model_spec.name, "status") as model:
             response = GetModelStatusResponse()
             for each, status in model.statuses.items():
                 if number and each != number:
@@ -120,17 +155,19 @@ class TFService:
                 added.status.error_message = status.error
             if number and not response.model_version_status:
                 raise RequestError(Code.NOT_FOUND, f"model {model.name!r} has no version {number}")
-            return response
-
-        return serialised(self._dispatcher.run(request.model_spec.name, "status", work))
+        return serialize(response)
 
     def _scores(self, request: Message, context: Any) -> Message:
         spec = request.model_spec
-        question = Question(
-            lambda reader: reader.read_protos(request.inputs), request.output_filter, remaining(context)
-        )
         scored = self._dispatcher.predict(
-            spec.name, version_of(spec), lambda: question, alive=context.is_active
+            _ProtoScoreRequest(
+                spec.name,
+                version_of(spec),
+                request.output_filter,
+                remaining(context),
+                context.is_active,
+                request.inputs,
+            )
         )
         response = PredictResponse()
         _fill_spec(response, spec.name, PREDICT, scored.version)
@@ -141,26 +178,28 @@ class TFService:
             proto.tensor_content = array.tobytes()
         return response
 
-    def _inputs(self, request: Message, contents: Mapping[str, memoryview]) -> dict[str, Tensor | Strings]:
+    def _read_inputs(
+        self, request: Message, contents: Mapping[str, memoryview]
+    ) -> dict[str, Tensor | Strings]:
         limit = self._dispatcher.max_bytes
         return from_tensor_protos(request.inputs, max_bytes=limit, contents=contents)
 
-    def _parsed(self, kind: Any, data: bytes) -> Message:
-        request = parsed(self._dispatcher, kind, data)
+    def _parse(self, kind: Any, data: bytes) -> Message:
+        request = parse(self._dispatcher, kind, data)
         try:
             version_of(request.model_spec)
         except RequestError as error:
-            raise self._dispatcher.refused(error) from None
+            raise self._dispatcher.reject(error) from None
         return request
 
 
 def _is_large(signature: str) -> bool:
-    """Whether requests of a signature have few, large tensors."""
+    """Returns whether requests of a signature have few, large tensors."""
     return signature == LOOKUP or write_signature(signature) is not None
 
 
 def version_of(spec: Message) -> int | None:
-    """The version a request names; None if it names none. Raises RequestError for a label."""
+    """Returns the version of a ModelSpec; None if it has none. Raises RequestError for a label."""
     if spec.version_label:
         raise RequestError(Code.NOT_FOUND, f"version label {spec.version_label[:100]!r} is unknown")
     return spec.version.value if spec.HasField("version") else None
@@ -186,7 +225,7 @@ def _fill_spec(response: Message, name: str, signature: str, version: int | None
 
 
 def _signatures(signature: Signature, writes: bool) -> Message:
-    """A SignatureDefMap of what a version can be asked."""
+    """Returns the SignatureDefMap of a version."""
     made = SignatureDefMap()
 
     def define(name: str, inputs: dict[str, Message], outputs: dict[str, Message]) -> None:
@@ -217,7 +256,7 @@ def _signatures(signature: Signature, writes: bool) -> Message:
 
 
 def inputs_of(signature: Signature) -> list[tuple[str, torch.dtype, list[int | None]]]:
-    """The inputs of serving_default: name, type and shape; None is a size that varies."""
+    """Returns name, dtype and shape of each input of serving_default; None is a size that varies."""
     described: list[tuple[str, torch.dtype, list[int | None]]] = []
     for feature in signature.features:
         length = [] if feature.max_length == 1 else [None]

@@ -1,0 +1,120 @@
+"""ServerConfig: every option of a model server, in Python and on the command line.
+
+`megalith serve` makes its options from these dataclasses: a field is an option, and its docstring is the
+option's help. This module imports neither grpc nor protobuf, so that the help needs no extras.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megalith.errors import InputError
+from megalith.serving.client.credentials import Credentials
+from megalith.serving.server.security import Security
+from megalith.serving.wire_names import MAX_REQUEST_BYTES
+
+_MAX_PORT = 65535
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batching:
+    """How the server combines requests into batches.
+
+    Raises:
+        InputError: A value is out of range.
+    """
+
+    max_rows: int = 1024
+    """Maximum number of rows computed at once; a larger request is split."""
+    max_bytes: int = MAX_REQUEST_BYTES
+    """Maximum bytes of embedding rows and dense values of a batch; a larger request is a batch of its own."""
+    max_wait_us: int = 0
+    """Microseconds to wait for a fuller batch; 0 takes what is queued."""
+    max_queue_rows: int = 16384
+    """Maximum number of queued rows; further requests are refused."""
+    max_queue_bytes: int = 4 * MAX_REQUEST_BYTES
+    """Maximum bytes of embedding rows and dense values of the queued requests."""
+    workers: int = 1
+    """Number of compute threads for each version of a model."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_rows", "max_bytes", "max_wait_us", "max_queue_rows", "max_queue_bytes", "workers"):
+            _check_integer(self, name, 0 if name == "max_wait_us" else 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Options of a `ModelServer`.
+
+    Raises:
+        InputError: A value is out of range.
+        UsageError: Anyone beyond this machine could write to the model.
+    """
+
+    port: int = 0
+    """Port of gRPC; 0 picks a free port."""
+    http_port: int | None = None
+    """Port of REST; 0 picks a free port. Default: no REST."""
+    metrics_port: int | None = None
+    """Port of Prometheus metrics; 0 picks a free port. Default: no metrics."""
+    host: str = "127.0.0.1"
+    """Address that gRPC and REST listen on."""
+    metrics_host: str = "127.0.0.1"
+    """Address that the metrics listen on."""
+    allow_writes: bool = False
+    """Accept the rows that `megalith train --publish` pushes."""
+    checkpoint: Path | None = None
+    """Checkpoint of the run that pushes, to catch up from. Default: that of the run, if a run is served."""
+    discovery: str | None = None
+    """Where to register this server and find others: file:PATH, zk://HOST:PORT/ROOT or static:..."""
+    advertise: str | None = None
+    """HOST:PORT by which others reach this server. Default: the address it listens on."""
+    replica_id: int = -1
+    """Number of this server among the replicas of its models."""
+    fail_soft: bool = False
+    """Use zeros for rows that an entry cannot fetch."""
+    fetch_deadline_ms: float = 1000.0
+    """Milliseconds in which an entry must fetch its rows."""
+    max_concurrent: int = 128
+    """Maximum number of requests in progress."""
+    keep_versions: int | None = None
+    """Number of the newest versions that are served. Default: 2 for ps parts, otherwise 1."""
+    drain_seconds: float = 30.0
+    """Seconds in which requests in progress may end when the server stops."""
+    poll_seconds: float = 1.0
+    """Seconds between two checks of the directory for new versions."""
+    carry_seconds: float = 60.0
+    """Seconds for which pushed rows override those of a new version while no further push arrives."""
+    max_request_bytes: int = MAX_REQUEST_BYTES
+    """Maximum bytes of a request's tensors, and of the rows of its ids."""
+    security: Security = field(default_factory=Security)
+    """Token and TLS of this server."""
+    batching: Batching = field(default_factory=Batching)
+    """How requests are combined."""
+    fetch_credentials: Credentials | None = None
+    """What an entry presents to the servers of its rows."""
+
+    def __post_init__(self) -> None:
+        for name in ("port", "http_port", "metrics_port"):
+            _check_integer(self, name, 0, _MAX_PORT)
+        for name in ("max_concurrent", "keep_versions", "max_request_bytes"):
+            _check_integer(self, name, 1)
+        _check_integer(self, "replica_id", -1)
+        for name in ("fetch_deadline_ms", "drain_seconds", "poll_seconds", "carry_seconds"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+                raise InputError(f"{name} must be a number of 0 or more, got {value!r}")
+        self.security.check_exposure(self.host, writes=self.allow_writes)
+
+
+def _check_integer(config: Any, name: str, low: int, high: int | None = None) -> None:
+    """Raises InputError unless a field is an integer of a range, or None where that is its default."""
+    value = getattr(config, name)
+    if value is None and getattr(type(config), name) is None:
+        return
+    valid = isinstance(value, int) and not isinstance(value, bool)
+    if not valid or value < low or (high is not None and value > high):
+        limit = f"of {low} or more" if high is None else f"from {low} to {high}"
+        raise InputError(f"{name} must be an integer {limit}, got {value!r}")
