@@ -287,8 +287,10 @@ def _lengths(column: RecordColumn, kind: int) -> NDArray[np.int64]:
 def _ragged(column: RecordColumn, keep: _Rows) -> Ragged:
     ids, lengths = column.ids, _lengths(column, IDS)
     if not isinstance(keep, slice):
-        ids = ids[np.repeat(keep, lengths)]
-    return Ragged.from_lengths(torch.from_numpy(ids), torch.from_numpy(lengths[keep]))
+        ids, lengths = ids[np.repeat(keep, lengths)], lengths[keep]
+    row_splits = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=row_splits[1:])
+    return Ragged.trusted(torch.from_numpy(ids), torch.from_numpy(row_splits))
 
 
 def _dense(column: RecordColumn, keep: _Rows, width: int) -> NDArray[np.float32]:

@@ -68,31 +68,25 @@ class RecordFile:
         try:
             with open_bytes(self.path) as file:
                 file.seek(offset)
-                while True:
-                    record = self._record(file, offset, number)
-                    if record is None:
-                        return
+                cursor = _Cursor(self.path, file, offset)
+                while cursor.begin_record():
+                    record = self._record(cursor, number)
                     yield record
                     offset, number = record.end, number + 1
         except (EOFError, OSError) as error:
             raise InputError(f"{self.path}: cannot be read behind byte {offset}: {error}") from error
 
-    def _record(self, file: BinaryIO, offset: int, number: int) -> FramedRecord | None:
-        first = file.read(1)
-        if not first:
-            return None
-        cursor = _Cursor(self, file, offset, first)
-        if self.framing == "tfrecord":
-            head = cursor.take(8)
-            cursor.check(head, "length")
-            message = cursor.take(self._size(head, offset))
-            at = cursor.at - len(message)
-            cursor.check(message, "record")
-        else:
+    def _record(self, cursor: _Cursor, number: int) -> FramedRecord:
+        if self.header:
             self._skip_header(cursor)
-            start = cursor.at
-            message = cursor.take(self._size(cursor.take(8), start))
-            at = cursor.at - len(message)
+        start = cursor.at
+        head = cursor.take(8)
+        if self.framing == "tfrecord":
+            cursor.check(head, "length")
+        message = cursor.take(self._size(head, start))
+        at = cursor.at - len(message)
+        if self.framing == "tfrecord":
+            cursor.check(message, "record")
         return FramedRecord(number, at, cursor.at, message)
 
     def _skip_header(self, cursor: _Cursor) -> None:
@@ -122,19 +116,25 @@ class RecordFile:
 
 
 class _Cursor:
-    """Takes bytes of a record and knows where it stands."""
+    """Takes bytes of a file, record after record. start, at: the first byte of the record, the next byte."""
 
-    def __init__(self, records: RecordFile, file: BinaryIO, at: int, first: bytes) -> None:
-        self._path, self._file, self._ahead = records.path, file, first
+    def __init__(self, path: Path, file: BinaryIO, at: int) -> None:
+        self._path, self._file = path, file
+        self._first = b""
         self.start = self.at = at
 
+    def begin_record(self) -> bool:
+        """Whether there is another record; every record begins with a word of 8 bytes."""
+        self.start = self.at
+        self._first = self._file.read(8)
+        return bool(self._first)
+
     def take(self, size: int) -> bytes:
-        data = self._ahead[:size] + self._file.read(size - len(self._ahead[:size]))
-        self._ahead = self._ahead[size:]
+        data, self._first = self._first or self._file.read(size), b""
         if len(data) < size:
             raise InputError(
-                f"{self._path}: the file ends at byte {self.at + len(data)}, within the record that begins "
-                f"at byte {self.start}: it is cut off, or framed in another way"
+                f"{self._path}: the file ends at byte {self.at + len(data)}, within the record that begins at "
+                f"byte {self.start}: it is cut off, or framed differently"
             )
         self.at += size
         return data
