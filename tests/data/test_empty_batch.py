@@ -78,7 +78,7 @@ def test_a_blank_has_the_columns_described() -> None:
 )
 def test_anything_else_is_refused_and_its_sender_named(text: bytes) -> None:
     make_empty_batch(json.dumps(GOOD).encode(), where=WHERE)
-    with pytest.raises(InputError, match="rank 1 sent something else than the columns of a batch"):
+    with pytest.raises(InputError, match="rank 1 sent an invalid description of the columns"):
         make_empty_batch(text, where=WHERE)
 
 

@@ -105,7 +105,7 @@ def without_launcher() -> list[tuple[str, str, list[float], str]]:
 
 def test_models_that_differ_raise_on_every_rank_and_nothing_is_written(without_launcher: list[Any]) -> None:
     for rank, (shapes, lazy, weights, _) in enumerate(without_launcher):
-        assert "of ranks [1] are not those of rank 0" in shapes
+        assert "of ranks [1] differ from those of rank 0" in shapes
         assert "no shape yet on ranks [1]" in lazy
         assert ("(here: weight, bias)" in lazy) == (rank == 1)
         assert weights == [rank]
@@ -113,7 +113,7 @@ def test_models_that_differ_raise_on_every_rank_and_nothing_is_written(without_l
 
 def test_a_process_group_that_the_variables_do_not_know_is_an_error(without_launcher: list[Any]) -> None:
     for rank, (*_, said) in enumerate(without_launcher):
-        assert f"has rank {rank} of 2, but the variables of no launcher say rank 0 of 1" in said
+        assert f"has rank {rank} of 2, but the variables of no launcher are for rank 0 of 1" in said
 
 
 def test_a_subgroup_gets_the_weights_of_its_first_rank() -> None:

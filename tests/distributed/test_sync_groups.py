@@ -163,10 +163,10 @@ def test_what_is_no_group_of_this_rank_is_told(groups: list[dict[str, Any]]) -> 
     for rank in groups:
         kind, said = rank["two dimensions"]
         assert kind == "InputError"
-        assert "a device mesh must have one dimension here, got 2" in said
+        assert "a device mesh must have one dimension, got 2" in said
         kind, said = rank["outsider"]
         assert kind == "UsageError"
-        assert "not in the group" in said
+        assert "not in the process group" in said
 
 
 # ---- several in one model

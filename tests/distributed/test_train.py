@@ -171,7 +171,7 @@ def test_a_run_that_lost_a_rank_goes_on_with_the_same_bits_on_any_number(tmp_pat
     settings = config(train_micro_batches=4, train_save_every=3, train_timeout=8.0)
     said, _ = run_ranks(killed, settings, tmp_path / "run", lost=[1])
     assert said.startswith("RankTimeoutError: ")
-    assert "waited for rank 1, which did not come within 8 s" in said
+    assert "waited for rank 1, which did not arrive within 8 s" in said
     assert checkpoint.read_manifest(tmp_path / "run/checkpoint").progress["step"] == 6
 
     for ranks in (1, 2, 4):
@@ -275,7 +275,7 @@ def test_engine_wire_and_timeout_reach_the_tables(tmp_path: Path) -> None:
 def test_a_directory_with_a_run_is_refused_by_all_ranks(tmp_path: Path, whole: Path) -> None:
     first, second = run_ranks(refused, config(), whole)
     assert first.startswith("UsageError: ")
-    assert "holds a run already" in first
+    assert "already holds a run" in first
     assert second == f"RankFailedError: rank 0: {first}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 from collections.abc import Callable
 from typing import Any
 
@@ -395,3 +396,21 @@ def test_shards_are_used_as_they_are(engine: str) -> None:
     made({"a": ints(1)})["a"].sum().backward()
     assert len(shards.local["t"]) == 1
     assert len(shards.local["other"]) == 0
+
+
+# ---- the documentation
+
+
+def test_the_example_in_the_docstring_prints_what_it_says() -> None:
+    (example,) = (
+        test for test in doctest.DocTestFinder(recurse=False).find(EmbeddingCollection, "EmbeddingCollection")
+    )
+    results = doctest.DocTestRunner().run(example)
+    assert (results.attempted, results.failed) == (9, 0)
+
+
+def test_tables_are_those_of_this_process_by_name() -> None:
+    item = TableConfig("item", dim=2, optimizer=SGD(0.1))
+    collection = EmbeddingCollection([item], [Feature("a", "item")])
+    assert list(collection.tables) == ["item"]
+    assert collection.tables["item"] is collection.shards.local["item"]

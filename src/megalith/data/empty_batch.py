@@ -1,6 +1,6 @@
-"""Blank batches: the columns of a batch as JSON, and a batch of no rows made from it.
+"""Empty batches: the columns of a batch as JSON, and a batch with zero rows made from it.
 
-What travels is names, types and widths, never data. The text comes from another process and is checked.
+The JSON holds names, dtypes and widths, no data. It comes from another process and is validated.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _COLUMNS = ("labels", "dense", "weights")
 
 
 def describe(batch: Batch) -> bytes:
-    """The columns of a batch: {"features": {name: {"values", "weights"}}, "labels", "dense", "weights"}.
+    """Return the columns of a batch as JSON: {"features": {name: {"values", "weights"}}, "labels", ...}.
 
-    A column is [type, widths after the first dimension], or null if the batch has none.
+    A column is [dtype, widths after the first dimension], or null if the batch does not have it.
     """
     features = {
         name: {"values": _column(ragged.values), "weights": _column(ragged.weights)}
@@ -47,9 +47,14 @@ def describe(batch: Batch) -> bytes:
 
 
 def make_empty_batch(text: bytes, *, where: str) -> Batch:
-    """A batch of no rows with the columns described, on the CPU; its time is None, its position empty.
+    """Return a batch with zero rows and the described columns, on the CPU, without time and position.
 
-    where: who sent it, for messages. Raises InputError if it is no description.
+    Args:
+        text: The result of `describe`.
+        where: The sender, for messages.
+
+    Raises:
+        InputError: If the text is not a valid description.
     """
     try:
         found = json.loads(text)
@@ -61,7 +66,7 @@ def make_empty_batch(text: bytes, *, where: str) -> Batch:
         }
         return Batch(features, _required(found["labels"]), _empty(found["dense"]), _empty(found["weights"]))
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-        raise InputError(f"{where} sent something else than the columns of a batch: {error}") from None
+        raise InputError(f"{where} sent an invalid description of the columns of a batch: {error}") from None
 
 
 def _column(column: Tensor | None) -> list[Any] | None:
@@ -71,7 +76,7 @@ def _column(column: Tensor | None) -> list[Any] | None:
 def _required(column: Any) -> Tensor:
     made = _empty(column)
     if made is None:
-        raise ValueError("a column that every batch has is missing")
+        raise ValueError("a required column is missing")
     return made
 
 
@@ -80,10 +85,10 @@ def _empty(column: Any) -> Tensor | None:
         return None
     name, widths = column
     if not isinstance(widths, list) or len(widths) > _MAX_DIMS:
-        raise ValueError(f"{widths!r} are no widths")
+        raise ValueError(f"widths must be a list of at most {_MAX_DIMS} integers")
     for width in widths:
         if type(width) is not int or not 0 <= width <= _MAX_WIDTH:
-            raise ValueError(f"{width!r} is no width")
+            raise ValueError(f"a width must be an integer from 0 to {_MAX_WIDTH}, got {width!r}")
     if name not in _TYPES:
-        raise ValueError(f"{name!r} is no type of a column")
+        raise ValueError(f"unknown dtype {name!r}")
     return torch.empty(0, *widths, dtype=_TYPES[name])

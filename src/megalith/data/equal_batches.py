@@ -1,7 +1,16 @@
-"""Even: the same number of batches on every rank, however unequal their data.
+"""pad_to_equal_batches: the same number of batches on every rank, however unequal their data.
 
-Ranks that exchange rows must call the same exchanges. A rank that runs out of data goes on with empty batches
-until all have run out; how they agree on that is this file's business, what a model does with no rows is not.
+Ranks that exchange rows must make the same calls. A rank that runs out of data continues with empty batches
+until all ranks have run out. What a model does with an empty batch is not handled here.
+
+Before each batch, every rank sends its status and the time of its batch in one all-reduce:
+
+    status        meaning                                      what this rank yields
+    _READY        it has a batch                               its batch
+    _DONE         it has no more batches                       an empty batch, if a rank is ready
+    _NO_COLUMNS   it has no more batches and never had one     the same, after a ready rank broadcast its
+    columns _FAILED       its loader raised an error                   it raises; the others raise
+    RankFailedError
 """
 
 from __future__ import annotations
@@ -19,49 +28,58 @@ from torch import Tensor
 
 from megalith.data.batch import Batch, Position
 from megalith.data.empty_batch import describe, make_empty_batch
-from megalith.distributed.absent_ranks import call_roll, naming_absent
+from megalith.distributed.absent_ranks import naming_absent_ranks, wait_for_all_ranks
 from megalith.distributed.ranks import has_process_group
 from megalith.errors import InputError, MegalithError, RankFailedError, UsageError
 from megalith.ragged import Ragged
 
-TIMEOUT = timedelta(minutes=10)
-"""How long a rank waits for the others' next batch, unless told otherwise."""
+TIMEOUT = 600.0
+"""How many seconds a rank waits for the next batch of the others, by default."""
 
-_READY, _DONE, _UNTAUGHT, _FAILED = range(4)  # has a batch; has none left; never had one; met an error
+_READY, _DONE, _NO_COLUMNS, _FAILED = range(4)
 _NO_TIME = -(2**63)
 _MAX_DESCRIPTION = 1 << 24
 
 
 def pad_to_equal_batches(
-    loader: Iterable[Batch], group: dist.ProcessGroup | None = None, *, timeout: timedelta = TIMEOUT
+    loader: Iterable[Batch], group: dist.ProcessGroup | None = None, *, timeout: float = TIMEOUT
 ) -> EqualBatchLoader:
-    """The loader's batches, then empty ones until the loaders of all ranks have run out.
+    """Return the batches of a loader, then empty ones until the loaders of all ranks have run out.
 
-    A collective call, and so is every batch: all ranks of the group (None: the default group) make it once
-    and loop over it equally often, to the end or to the same batch. Where there is one rank, or no process
-    group, it adds nothing. Raises RankTimeoutError, naming this rank and those missing, if one does not come
-    within `timeout`.
+    This is a collective call, and so is every batch: all ranks of the group make it once and iterate equally
+    often, to the end or to the same batch. With one rank, or without a process group, it adds nothing.
+
+    Args:
+        loader: The batches of this rank.
+        group: The process group; None: the default group.
+        timeout: Seconds to wait for the other ranks.
+
+    Raises:
+        InputError: For a timeout that is not positive.
+        UsageError: If this process is not in the group.
+        RankTimeoutError: If a rank does not arrive in time; it names this rank and the absent ones.
     """
     return EqualBatchLoader(loader, group, timeout=timeout)
 
 
 class EqualBatchLoader(Iterable[Batch]):
-    """What `even` gives; each `for` loop is an epoch of the loader.
+    """The result of `pad_to_equal_batches`; each `for` loop is an epoch of the loader.
 
-    An empty batch has the columns of this rank's batches, with no rows: the same features, types, widths and
-    device. A rank that has not had a batch learns the columns from the lowest rank that has one (a plain
-    Batch on the CPU). Its time is the newest of the other ranks' batches of that round, its position that of
-    this rank's last batch.
-    Each batch costs one all-reduce of 16 bytes a rank over a gloo group of its own: about 0.5 ms at 2 ranks
-    and 2.5 ms at 4 that share two cores.
-    If a rank's loader raises, that error is raised there and RankFailedError on the others, at that batch.
+    An empty batch has the columns of this rank's batches with zero rows: the same features, dtypes, widths
+    and device. A rank that has not had a batch receives the columns from the lowest rank that has one (a
+    plain Batch on the CPU). The time of an empty batch is the newest of the other ranks' batches at that
+    turn; its position is that of this rank's last batch.
+
+    Each batch costs one all-reduce of 16 bytes per rank over a separate gloo group: about 0.5 ms at 2 ranks
+    and 2.5 ms at 4 ranks that share two cores. If the loader of a rank raises, that error is raised there and
+    RankFailedError on the others, at that batch.
     """
 
     def __init__(
-        self, loader: Iterable[Batch], group: dist.ProcessGroup | None = None, *, timeout: timedelta = TIMEOUT
+        self, loader: Iterable[Batch], group: dist.ProcessGroup | None = None, *, timeout: float = TIMEOUT
     ) -> None:
-        if timeout <= timedelta(0):
-            raise InputError(f"data.even: timeout must be above 0, got {timeout}")
+        if timeout <= 0:
+            raise InputError(f"pad_to_equal_batches: timeout must be positive, got {timeout}")
         self.loader = loader
         self.timeout = timeout
         self._group: dist.ProcessGroup | None = None
@@ -69,7 +87,9 @@ class EqualBatchLoader(Iterable[Batch]):
         if has_process_group():
             parent = dist.group.WORLD if group is None else group
             if not isinstance(parent, dist.ProcessGroup):
-                raise UsageError("data.even: this process is not in the group it was given")
+                raise UsageError(
+                    "pad_to_equal_batches: this process is not in the process group that was passed"
+                )
             if dist.get_world_size(parent) > 1:
                 self._group = _own_group(parent, timeout)
 
@@ -78,53 +98,56 @@ class EqualBatchLoader(Iterable[Batch]):
             yield from self.loader
             return
         self._epoch += 1
-        meeting = _Meeting(self._group, self._epoch, self.timeout)
+        exchange = _EpochExchange(self._group, self._epoch, self.timeout)
         source = _each(self.loader)
-        blank: Batch | None = None
+        empty: Batch | None = None
         position: Position | None = None
         for turn in count():
-            own = self._pull(source, meeting, turn)
+            own = self._pull(source, exchange, turn)
             if own is not None:
-                blank = _emptied(own) if blank is None else blank
+                empty = _emptied(own) if empty is None else empty
                 position = own.position
-            status = _READY if own is not None else _UNTAUGHT if blank is None else _DONE
-            statuses, times = meeting.exchange(turn, status, None if own is None else own.time)
+            status = _READY if own is not None else _NO_COLUMNS if empty is None else _DONE
+            statuses, times = exchange.statuses(turn, status, None if own is None else own.time)
             if failed := [rank for rank, said in enumerate(statuses) if said == _FAILED]:
                 raise RankFailedError(
-                    f"data.even: batch {turn} of epoch {self._epoch}: rank {meeting.ranks[failed[0]]} could "
-                    f"not read it, so rank {meeting.rank} stops too; the error is told there"
+                    f"pad_to_equal_batches: batch {turn} of epoch {self._epoch}: rank "
+                    f"{exchange.ranks[failed[0]]} failed to read it, so rank {exchange.rank} "
+                    "stops too; see the error on that rank"
                 )
             if _READY not in statuses:
                 return
-            if _UNTAUGHT in statuses:
-                taught = meeting.teach(turn, statuses.index(_READY), own)
-                blank = taught if blank is None else blank
+            if _NO_COLUMNS in statuses:
+                received = exchange.columns(turn, statuses.index(_READY), own)
+                empty = received if empty is None else empty
             if own is not None:
                 yield own
             else:
-                assert blank is not None
+                assert empty is not None
                 if position is None:
                     position = dict(getattr(self.loader, "position", {}))
                 newest = max((time for time in times if time is not None), default=None)
-                yield replace(blank, time=newest, position=dict(position))
+                yield replace(empty, time=newest, position=dict(position))
 
-    def _pull(self, source: Iterator[Batch], meeting: _Meeting, turn: int) -> Batch | None:
-        """The next batch or None; an error is told to the other ranks before it is raised."""
+    def _pull(self, source: Iterator[Batch], exchange: _EpochExchange, turn: int) -> Batch | None:
+        """Return the next batch or None; report an error to the other ranks before raising it."""
         try:
             own = next(source, None)
             if own is not None and not isinstance(own, Batch):
-                raise InputError(f"data.even: the loader must yield Batches, got {type(own).__name__}")
+                raise InputError(
+                    f"pad_to_equal_batches: the loader must yield Batches, got {type(own).__name__}"
+                )
             return own
         except Exception:
-            with suppress(MegalithError):  # that the others are gone matters less than why this one goes
-                meeting.exchange(turn, _FAILED, None)
+            with suppress(MegalithError):  # the error of this rank matters more than absent ranks
+                exchange.statuses(turn, _FAILED, None)
             raise
 
 
-class _Meeting:
-    """The exchanges of one epoch."""
+class _EpochExchange:
+    """The exchanges between ranks of one epoch."""
 
-    def __init__(self, group: dist.ProcessGroup, epoch: int, timeout: timedelta) -> None:
+    def __init__(self, group: dist.ProcessGroup, epoch: int, timeout: float) -> None:
         self.group = group
         self.ranks = dist.get_process_group_ranks(group)
         self.index = dist.get_rank(group)
@@ -132,54 +155,61 @@ class _Meeting:
         self._epoch = epoch
         self._timeout = timeout
 
-    def exchange(self, turn: int, status: int, time: int | None) -> tuple[list[int], list[int | None]]:
-        """The status and time of every rank of the group."""
+    def statuses(self, turn: int, status: int, time: int | None) -> tuple[list[int], list[int | None]]:
+        """Return the statuses and times of all ranks of the group."""
         shared = torch.zeros(len(self.ranks), 2, dtype=torch.int64)
         shared[self.index, 0] = status
         shared[self.index, 1] = _NO_TIME if time is None else time
         with self._watched(turn, "status"):
-            dist.all_reduce(shared, group=self.group)  # everybody else's place is 0
+            dist.all_reduce(shared, group=self.group)  # each rank fills its own row; the others are 0
         statuses, times = shared.t().tolist()
         return statuses, [None if time == _NO_TIME else time for time in times]
 
-    def teach(self, turn: int, teacher: int, own: Batch | None) -> Batch:
-        """An empty batch like the teacher's."""
-        text = describe(own) if own is not None and self.index == teacher else b""
+    def columns(self, turn: int, source_rank: int, own: Batch | None) -> Batch:
+        """Return an empty batch with the columns of a rank that has a batch."""
+        text = describe(own) if own is not None and self.index == source_rank else b""
         length = torch.tensor(len(text))
         with self._watched(turn, "columns"):
-            dist.broadcast(length, group=self.group, group_src=teacher)
+            dist.broadcast(length, group=self.group, group_src=source_rank)
             if not 0 < int(length) <= _MAX_DESCRIPTION:
                 raise InputError(
-                    f"data.even: rank {self.ranks[teacher]} describes its columns in {length} bytes"
+                    f"pad_to_equal_batches: rank {self.ranks[source_rank]} sent a description of its columns "
+                    f"with {int(length)} bytes"
                 )
             data = torch.empty(int(length), dtype=torch.uint8)
             if text:
                 data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-            dist.broadcast(data, group=self.group, group_src=teacher)
-        return make_empty_batch(data.numpy().tobytes(), where=f"data.even: rank {self.ranks[teacher]}")
+            dist.broadcast(data, group=self.group, group_src=source_rank)
+        return make_empty_batch(
+            data.numpy().tobytes(), where=f"pad_to_equal_batches: rank {self.ranks[source_rank]}"
+        )
 
     def _watched(self, turn: int, what: str) -> AbstractContextManager[None]:
-        where = f"data.even: batch {turn} of epoch {self._epoch}"
-        return naming_absent(self.group, where, f"even/{self._epoch}/{turn}/{what}", self._timeout)
+        where = f"pad_to_equal_batches: batch {turn} of epoch {self._epoch}"
+        return naming_absent_ranks(
+            self.group, where, f"equal batches/{self._epoch}/{turn}/{what}", self._timeout
+        )
 
 
-def _own_group(parent: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
-    """A gloo group of the same ranks; its exchanges never mix with those of the model."""
-    turn = parent.get_group_store().add(f"data.even/{dist.get_rank(parent)}", 1)
-    call_roll(parent, "data.even", f"data.even/{turn}", timeout)
+def _own_group(parent: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
+    """Return a gloo group of the same ranks, so that exchanges do not interleave with those of the model."""
+    turn = parent.get_group_store().add(f"pad_to_equal_batches/{dist.get_rank(parent)}", 1)
+    wait_for_all_ranks(parent, "pad_to_equal_batches", f"pad_to_equal_batches/{turn}", timeout)
     ranks = dist.get_process_group_ranks(parent)
-    made = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+    made = dist.new_group(
+        ranks, timeout=timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True
+    )
     assert isinstance(made, dist.ProcessGroup)
     return made
 
 
 def _each(loader: Iterable[Batch]) -> Iterator[Batch]:
-    """The loader, opened when the first batch is asked for, where errors are told to others."""
+    """Yield from the loader; it is opened with the first batch, where errors are reported to other ranks."""
     yield from loader
 
 
 def _emptied(batch: Batch) -> Batch:
-    """The same without rows. Copies: views would keep the batch's memory."""
+    """Return the batch without rows, as a copy: a view would keep the memory of the batch."""
     changed: dict[str, Any] = {
         "features": {name: _no_rows(ragged) for name, ragged in batch.features.items()}
     }

@@ -1,12 +1,13 @@
-"""Roll call: which ranks came, when an exchange between ranks did not happen.
+"""Absent ranks: which ranks did not take part in a collective call that failed.
 
-A collective that fails says "timed out" or "connection closed", never who was missing. Here every rank that
-gives up signs the process group's store, and those that have not are named. It costs nothing until then.
+A failed collective reports "timed out" or "connection closed", but not which rank is missing. Here every rank
+that fails writes a key to the store of the process group; the ranks without a key are absent. It costs
+nothing until a collective fails.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -14,60 +15,78 @@ import torch.distributed as dist
 
 from megalith.errors import RankTimeoutError
 
-GRACE = timedelta(seconds=5)
-"""How long those that gave up wait for others to give up too; never longer than the exchange itself."""
+GRACE = 5.0
+"""Seconds that a rank whose collective failed waits for the keys of others; at most the group's timeout."""
 
 
-def absent_ranks(group: dist.ProcessGroup, key: str, timeout: timedelta) -> list[int]:
-    """Signs as present under `key`; the ranks of the group that have not signed when the timeout ends.
+def absent_ranks(group: dist.ProcessGroup, key: str, timeout: float) -> list[int]:
+    """Register this rank as present under a key, and return the ranks that did not within the timeout.
 
-    key: a name no other roll call of the group has. Raises RuntimeError if the store does not answer.
+    Args:
+        group: The process group.
+        key: A name that is unique within the group.
+        timeout: Seconds to wait for the other ranks.
+
+    Raises:
+        RuntimeError: If the store does not answer.
     """
     store = group.get_group_store()
-    keys = {rank: f"roll call/{key}/{rank}" for rank in dist.get_process_group_ranks(group)}
-    store.set(keys[dist.get_rank()], "here")
+    keys = {rank: f"present/{key}/{rank}" for rank in dist.get_process_group_ranks(group)}
+    store.set(keys[dist.get_rank()], "present")
     try:
-        store.wait(list(keys.values()), timeout)
+        store.wait(list(keys.values()), timedelta(seconds=timeout))
         return []
     except RuntimeError:
         return [rank for rank in keys if not store.check([keys[rank]])]
 
 
-def call_roll(group: dist.ProcessGroup, what: str, key: str, timeout: timedelta) -> None:
-    """Returns when all ranks of the group have called it with this key.
+def wait_for_all_ranks(group: dist.ProcessGroup, what: str, key: str, timeout: float) -> None:
+    """Wait until all ranks of the group have called this function with the same key.
 
-    what: for the message. Raises RankTimeoutError naming this rank and those that did not come in time.
+    Args:
+        group: The process group.
+        what: The operation, for the message.
+        key: A name that is unique within the group.
+        timeout: Seconds to wait.
+
+    Raises:
+        RankTimeoutError: It names this rank and the absent ones.
     """
     if absent := absent_ranks(group, key, timeout):
-        raise RankTimeoutError(_waited(what, absent, timeout))
+        raise RankTimeoutError(timeout_message(what, absent, timeout))
 
 
 @contextmanager
-def naming_absent(group: dist.ProcessGroup, what: str, key: str, timeout: timedelta) -> Iterator[None]:
-    """Turns a failed collective of the group into a RankTimeoutError naming this rank and the missing.
+def naming_absent_ranks(group: dist.ProcessGroup, what: str, key: str, timeout: float) -> Iterator[None]:
+    """Turn a failed collective of the group into a RankTimeoutError that names this rank and the absent ones.
 
-    what: the exchange in words. key: a name no other exchange of the group has. timeout: the group's own.
+    Args:
+        group: The process group.
+        what: The operation, for the message.
+        key: A name that is unique within the group.
+        timeout: The timeout of the group in seconds.
     """
     try:
         yield
     except RuntimeError as error:
-        raise RankTimeoutError(_explained(group, what, key, timeout, error)) from error
+        raise RankTimeoutError(_explain(group, what, key, timeout, error)) from error
 
 
-def _explained(group: dist.ProcessGroup, what: str, key: str, timeout: timedelta, error: RuntimeError) -> str:
+def timeout_message(what: str, absent: Sequence[int], seconds: float) -> str:
+    """Return the message for ranks that did not take part within a number of seconds."""
+    missing = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
+    return (
+        f"{what}: rank {dist.get_rank()} waited for {missing}, which did not arrive within {seconds:g} s; "
+        "check the log of that rank for an error, or increase the timeout"
+    )
+
+
+def _explain(group: dist.ProcessGroup, what: str, key: str, timeout: float, error: RuntimeError) -> str:
     reason = str(error).partition("\n")[0][:300]
     try:
         absent = absent_ranks(group, key, min(GRACE, timeout))
     except RuntimeError:
-        return f"{what}: rank {dist.get_rank()} reaches neither the others nor the store: {reason}"
+        return f"{what}: rank {dist.get_rank()} can reach neither the other ranks nor the store: {reason}"
     if absent:
-        return _waited(what, absent, timeout)
-    return f"{what}: rank {dist.get_rank()} came when others had given up, or one of them failed: {reason}"
-
-
-def _waited(what: str, absent: list[int], timeout: timedelta) -> str:
-    missing = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
-    return (
-        f"{what}: rank {dist.get_rank()} waited for {missing}, which did not come within "
-        f"{timeout.total_seconds():g} s; look for an error there, or allow more time"
-    )
+        return timeout_message(what, absent, timeout)
+    return f"{what}: rank {dist.get_rank()} arrived after other ranks had timed out, or one failed: {reason}"

@@ -1,7 +1,7 @@
-"""Communication measured: how long collectives of the shapes that tables exchange take, by size.
+"""Communication benchmark: the time of collectives with the shapes of table exchanges, by size.
 
-This file makes the exchanges and times them inside the ranks of a process group; who starts the ranks and who
-shows the numbers is others' business.
+This module makes the exchanges and times them inside the ranks of a process group. It neither starts the
+ranks nor prints the numbers.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ from torch import Tensor
 from megalith.errors import InputError, UnknownNameError
 
 MAX_SIZE = 1 << 32
-"""Bytes a rank may send at once."""
+"""The maximum number of bytes that a rank sends at once."""
 
 _WARM_UPS = 2
 _FEWEST = 3
 
 
 class MeasuredExchange(NamedTuple):
-    """A collective ready to be called again and again; it gives what was received."""
+    """A collective that can be called repeatedly; it returns what was received."""
 
     call: Callable[[], Tensor]
     size: int
-    """Bytes this rank puts in."""
+    """Bytes that this rank passes to the collective."""
     sent: int
-    """Those that count for goodput: all of an all-reduce; of an all-to-all what leaves this rank."""
+    """Bytes that count for goodput: all for an all-reduce, those to other ranks for an all-to-all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommSettings:
-    """What to measure. Raises InputError, naming the field, if a value makes no sense."""
+    """What to measure. Raises InputError, which names the field, for a wrong value."""
 
     patterns: Sequence[str] = ("all_reduce", "even", "uneven", "ids", "rows")
-    """Names out of PATTERNS."""
+    """Names in PATTERNS."""
     sizes: Sequence[int] = tuple(1 << power for power in (10, 13, 16, 19, 22, 25))
-    """Bytes a rank puts into one exchange."""
+    """Bytes that a rank passes to one exchange."""
     dim: int = 64
-    """Width of a row, of the pattern rows."""
+    """Floats of a row, for the pattern rows."""
     pieces: int = 26
-    """Pieces for each rank, of the pattern ids: one a table."""
+    """Pieces per rank, one per table, for the pattern ids."""
     seconds: float = 0.3
-    """How long to measure each size; at least three calls are made."""
+    """Seconds to measure each size; at least three calls are made."""
     max_calls: int = 200
-    """At most so many calls of a size."""
+    """Maximum number of calls of a size."""
     budget: float = 60.0
-    """Seconds for everything; sizes that are not begun by then are left out."""
+    """Seconds in total; sizes that have not started by then are skipped."""
 
     def __post_init__(self) -> None:
         for pattern in self.patterns:
@@ -70,7 +70,7 @@ class CommSettings:
 
     @property
     def num_points(self) -> int:
-        """How many measurements there are to make."""
+        """The number of measurements."""
         return len(self.patterns) * len(self.sizes)
 
 
@@ -80,21 +80,25 @@ class Measurement:
 
     pattern: str
     size: int
-    """Bytes a rank put into an exchange, a whole number of elements."""
+    """Bytes that a rank passed to an exchange, rounded to complete elements."""
     calls: int
-    """How many were timed."""
+    """Number of timed calls."""
     latency: float
-    """Seconds of a call, the median."""
+    """Median seconds of a call."""
     best: float
-    """Seconds of the quickest call."""
+    """Seconds of the fastest call."""
     goodput: float
-    """Bytes a second: for all_reduce of the buffer, else of what leaves a rank, the mean of all ranks."""
+    """Bytes per second, mean of all ranks: of the buffer for all_reduce, else of the bytes to other ranks."""
 
 
 def measure(settings: CommSettings, group: dist.ProcessGroup | None = None) -> Iterator[Measurement]:
-    """Measures pattern by pattern, sizes ascending; a collective call, with equal results on all ranks.
+    """Yield measurements by pattern, then by ascending size; the results are equal on all ranks.
 
-    Ends early when the budget is spent.
+    This is a collective call. It ends early when the budget is spent.
+
+    Args:
+        settings: What to measure.
+        group: The process group; None: the default group.
     """
     begin = time.perf_counter()
     for pattern in settings.patterns:
@@ -119,7 +123,7 @@ def _measure_one(
 
 
 def _timed(exchange: MeasuredExchange, calls: int) -> Tensor:
-    """Seconds of each call, one after the other."""
+    """Return the seconds of each call, float32 [calls]."""
     seconds = []
     for _ in range(calls):
         begin = time.perf_counter()
@@ -129,13 +133,13 @@ def _timed(exchange: MeasuredExchange, calls: int) -> Tensor:
 
 
 def _slowest(seconds: Tensor, group: dist.ProcessGroup | None) -> list[float]:
-    """Of all ranks, place by place."""
+    """Return the maximum over ranks, element by element."""
     dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
     found: list[float] = seconds.tolist()
     return found
 
 
-# ---- the patterns; what is sent is the sender's number, so that tests see where it went
+# ---- the patterns; each rank sends its own rank, so that tests can check the routes
 
 
 def _all_reduce(size: int, settings: CommSettings, group: dist.ProcessGroup | None) -> MeasuredExchange:
@@ -153,7 +157,7 @@ def _even(size: int, settings: CommSettings, group: dist.ProcessGroup | None) ->
 
 
 def _uneven(size: int, settings: CommSettings, group: dist.ProcessGroup | None) -> MeasuredExchange:
-    """Rank 0 is sent most, each next one less: 1, 1/2, 1/3, ..."""
+    """Rank 0 receives the most, each next rank less: 1, 1/2, 1/3, ..."""
     weights = [1 / (1 + rank) for rank in range(dist.get_world_size(group))]
     return _all_to_all(_shares(_count(size, 4), weights), (), group)
 
@@ -164,7 +168,7 @@ def _rows(size: int, settings: CommSettings, group: dist.ProcessGroup | None) ->
 
 
 def _ids(size: int, settings: CommSettings, group: dist.ProcessGroup | None) -> MeasuredExchange:
-    """Pieces of ids for each rank and table, joined before travel and cut apart after, as look-ups do."""
+    """One piece of ids per rank and table, concatenated before the exchange and split after it."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     lengths = _shares(_count(size, 8), [1.0] * (world * settings.pieces))
     pieces = [torch.full((length,), rank, dtype=torch.int64) for length in lengths]
@@ -202,7 +206,7 @@ PATTERNS: dict[str, Callable[[int, CommSettings, dist.ProcessGroup | None], Meas
     "ids": _ids,
     "rows": _rows,
 }
-"""all_reduce is of float32; the others are all-to-all, of float32 but for ids, which are int64."""
+"""all_reduce uses float32; the others are all-to-all exchanges of float32, or int64 for ids."""
 
 
 def _count(size: int, each: int) -> int:
@@ -210,7 +214,7 @@ def _count(size: int, each: int) -> int:
 
 
 def _shares(total: int, weights: list[float]) -> list[int]:
-    """A total cut into whole parts by weight."""
+    """Split a total into integer parts by weight."""
     whole = sum(weights)
     ends = [round(total * done / whole) for done in accumulate(weights)]
     return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]

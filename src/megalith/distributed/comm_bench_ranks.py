@@ -1,7 +1,7 @@
-"""Where a communication benchmark runs: in the ranks of a launcher, or in local processes made for it.
+"""The ranks of a communication benchmark: those of a launcher, or local processes started for it.
 
-Local ranks speak gloo over loopback. The first sends measurements to the parent as JSON while they are made;
-all are ended when the parent stops listening, whatever they hang in.
+Local ranks use gloo over loopback. Rank 0 sends each measurement to the parent as JSON; the parent kills all
+ranks when it stops reading.
 """
 
 from __future__ import annotations
@@ -28,18 +28,25 @@ from megalith.distributed.launcher_environment import Launch
 from megalith.errors import InputError, RankFailedError, RankTimeoutError
 
 START_SECONDS = 60
-"""What processes may take to start, and a last exchange to end, beyond the budget."""
+"""Seconds beyond the budget for the start of processes and the end of the last exchange."""
 
 _MAX_MESSAGE = 1 << 16
 
 
 def measure_local(settings: CommSettings, num_ranks: int) -> Iterator[Measurement]:
-    """Measures among `num_ranks` processes of this machine, started for it and ended with it.
+    """Yield measurements among processes on this machine, which are started and ended here.
 
-    Raises RankFailedError with the error of a rank, or RankTimeoutError when they take too long.
+    Args:
+        settings: What to measure.
+        num_ranks: The number of processes.
+
+    Raises:
+        InputError: For fewer than 2 ranks.
+        RankFailedError: With the error of a rank.
+        RankTimeoutError: If the ranks take too long.
     """
     if num_ranks < 2:
-        raise InputError(f"bench: at least 2 ranks have something to say to each other, got {num_ranks}")
+        raise InputError(f"bench: at least 2 ranks are needed, got {num_ranks}")
     context = multiprocessing.get_context("spawn")
     deadline = time.monotonic() + settings.budget + START_SECONDS
     with tempfile.TemporaryDirectory() as folder:
@@ -61,15 +68,20 @@ def measure_local(settings: CommSettings, num_ranks: int) -> Iterator[Measuremen
 
 
 def measure_launched(settings: CommSettings, launch: Launch) -> Iterator[Measurement]:
-    """Measures among the ranks of a launcher: all of them call it, and all get the results.
+    """Yield measurements among the ranks of a launcher. A collective call, with equal results on all ranks.
 
-    Raises InputError if the launcher gives no address to meet at.
+    Args:
+        settings: What to measure.
+        launch: The launch that this process belongs to.
+
+    Raises:
+        InputError: If MASTER_ADDR or MASTER_PORT is not set.
     """
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
             raise InputError(
-                f"bench: {launch.launcher} started {launch.size} ranks, but {name} is not set, so they "
-                "cannot meet: set it to the same on all ranks, as torchrun does"
+                f"bench: {launch.launcher} started {launch.size} ranks, but {name} is not set: set it to "
+                "the same value on all ranks, as torchrun does, so that they can connect"
             )
     with _grouped("env://", launch.rank, launch.size, settings):
         yield from measure(settings)
@@ -89,7 +101,7 @@ def _grouped(init_method: str, rank: int, size: int, settings: CommSettings) -> 
 
 
 def _received(pipes: dict[Connection, int], deadline: float) -> Iterator[Measurement]:
-    """What rank 0 measured, until every rank has said that it is done."""
+    """Yield the measurements of rank 0, until all ranks are done."""
     open_pipes = dict(pipes)
     while open_pipes:
         ready = wait(list(open_pipes), max(0.0, deadline - time.monotonic()))
@@ -101,9 +113,7 @@ def _received(pipes: dict[Connection, int], deadline: float) -> Iterator[Measure
             try:
                 message = json.loads(pipe.recv_bytes(_MAX_MESSAGE))
             except EOFError:
-                raise RankFailedError(
-                    f"bench: rank {open_pipes[pipe]} ended before its work was done"
-                ) from None
+                raise RankFailedError(f"bench: rank {open_pipes[pipe]} ended before it was done") from None
             if message is None:
                 open_pipes.pop(pipe)
             elif "error" in message:

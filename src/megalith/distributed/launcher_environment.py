@@ -1,11 +1,10 @@
-"""Ranks and devices: which process of a launch this is, and where it should put its things.
+"""Launcher environment: the rank, device and run directory of this process.
 
-`read_launch` reads what a launcher told this process; `configure` adds a device and a run directory;
-`broadcast_dense` gives every rank the dense weights of rank 0. Reading is all they do: no variable, device,
-seed or process group is set, and importing this file reads nothing.
+`read_launch` reads the variables that a launcher set; `configure` adds a device and a run directory. They
+only read: no variable, device, seed or process group is set, and importing this module reads nothing.
 
-Where several launchers left variables behind, torchrun is believed first, then OpenMPI, then SLURM: torchrun
-and mpirun are often started inside a SLURM job, never the other way round, and the nearest knows best.
+If the variables of several launchers are set, torchrun takes precedence, then OpenMPI, then SLURM: torchrun
+and mpirun are often started inside a SLURM job, never the other way round.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ __all__ = ["LAUNCHERS", "Launch", "LaunchWarning", "RankSetup", "broadcast_dense
 
 
 class Launcher(NamedTuple):
-    """The variables a launcher sets; of several for one number, the first that is set counts."""
+    """The variables of a launcher; of several variables for one number, the first that is set is used."""
 
     name: str
     rank: tuple[str, ...]
@@ -39,7 +38,7 @@ class Launcher(NamedTuple):
     local_rank: tuple[str, ...]
     local_size: tuple[str, ...]
     identity: tuple[str, ...]
-    """Together they tell one launch from another, and are the same on all of its ranks."""
+    """Together they identify a launch; they are equal on all its ranks."""
 
 
 LAUNCHERS = (
@@ -68,52 +67,58 @@ LAUNCHERS = (
         ("SLURM_JOB_ID", "SLURM_STEP_ID"),
     ),
 )
-"""In the order in which they are asked."""
+"""In order of precedence."""
 
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_NO_RUN_ID = "none"  # what torchrun says when it was given none
+_NO_RUN_ID = "none"  # torchrun's value without --rdzv-id
 
 
 class LaunchWarning(UserWarning):
-    """A launch that is described in part, or not at all."""
+    """The variables of a launch are incomplete or missing."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """This process among those of its launch."""
+    """The position of this process in its launch."""
 
     rank: int = 0
-    """Its number among all, from 0."""
+    """Rank among all processes, from 0."""
     size: int = 1
-    """How many there are."""
+    """Number of processes."""
     local_rank: int = 0
-    """Its number among those of its machine."""
+    """Rank among the processes of its machine."""
     local_size: int = 1
-    """How many its machine has."""
+    """Number of processes on its machine."""
     launcher: str | None = None
-    """Who said so: torchrun, OpenMPI, SLURM; None if nobody did."""
+    """torchrun, OpenMPI or SLURM; None without a launcher."""
     uuid: str | None = None
-    """Names the launch, restarts included, on all its ranks alike; None if the launcher does not."""
+    """Identifies the launch on all its ranks, also after a restart; None if the launcher has no id."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankSetup(Launch):
-    """What `configure` found out: this process's place, device and directory."""
+    """The result of `configure`: rank, device and run directory of this process."""
 
     device: torch.device
-    """Where its dense part should live."""
+    """The device for the dense part of the model."""
     run_dir: Path
-    """Where it should write."""
+    """The directory to write to."""
 
 
 def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
-    """What the launcher told this process, from os.environ unless `environ` is given.
+    """Return the launch that this process belongs to.
 
-    The first launcher whose rank and size are both set is believed; else the first of which anything is set;
-    else this is rank 0 of 1. A rank that is not set is 0 and a size 1, with a LaunchWarning that names the
-    variable. Raises InputError, naming the variable, if a value is no number or two contradict each other.
+    The first launcher whose rank and size are both set is used; otherwise the first with any variable set;
+    otherwise this is rank 0 of 1. A missing rank is 0 and a missing size is 1, with a LaunchWarning that
+    names the variable.
+
+    Args:
+        environ: The variables; None: os.environ.
+
+    Raises:
+        InputError: If a value is not a number or two values contradict each other; it names the variables.
     """
     given = os.environ if environ is None else environ
     launcher = _choose(given)
@@ -126,9 +131,9 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
     _check(launcher.name, rank, size, local_rank, local_size)
     for found in (rank, size, local_rank, local_size):
         if not found.is_set:
-            _warn(f"{launcher.name}: {found.name} is not set and taken as {found.number}")
+            _warn(f"{launcher.name}: {found.name} is not set; {found.number} is assumed")
     if launcher.name == "SLURM" and "SLURM_STEP_ID" not in given and size.number > 1:
-        _warn(f"SLURM_STEP_ID is not set, so srun did not start this process, but {size}: are there others?")
+        _warn(f"SLURM_STEP_ID is not set, so srun did not start this process, but {size}: use srun")
     uuid = _launch_uuid(given, launcher)
     return Launch(rank.number, size.number, local_rank.number, local_size.number, launcher.name, uuid)
 
@@ -144,24 +149,30 @@ def configure(
     broadcast: bool = True,
     environ: Mapping[str, str] | None = None,
 ) -> RankSetup:
-    """This process's rank, size, device and run directory. Sets nothing; called again it says the same.
+    """Return the rank, size, device and run directory of this process. It sets nothing and is idempotent.
 
-    run: the directory of the whole run. A rank's own is run/uuid/index-0003, by its rank; it is `run` itself
-    if checkpoints are merged into one, or without a launcher. Nothing is made there.
-    uuid: names the launch, the same on all ranks; derived from what the launcher says if None.
-    device: instead of the GPU of the local rank, or the CPU where there is none.
-    model: gets the dense weights of rank 0 of `group` (see broadcast_dense), unless broadcast=False.
-    environ: instead of os.environ.
-    Raises InputError if variables contradict each other or the process group, if nothing names the launch, or
-    if a local rank has no GPU where there are some.
+    Args:
+        run: The directory of the whole run. The directory of a rank is run/uuid/index-0003, by its rank; it
+            is `run` itself with merge_checkpoints=True or without a launcher. No directory is created.
+        merge_checkpoints: Whether all ranks write one checkpoint.
+        uuid: The id of the launch, equal on all ranks; None: derived from the variables of the launcher.
+        device: The device; None: the GPU of the local rank, or the CPU if there is no GPU.
+        model: A model that receives the dense weights of rank 0 (see `broadcast_dense`).
+        group: The process group of the broadcast; None: the default group.
+        broadcast: Whether to broadcast the dense weights of `model`.
+        environ: The variables; None: os.environ.
+
+    Raises:
+        InputError: If variables contradict each other or the process group, if nothing identifies the launch,
+            or if there are GPUs but none for this local rank.
     """
     launch = read_launch(environ)
     grouped = has_process_group()
     if grouped and (dist.get_rank(), dist.get_world_size()) != (launch.rank, launch.size):
         raise InputError(
             f"the process group has rank {dist.get_rank()} of {dist.get_world_size()}, but the variables of "
-            f"{launch.launcher or 'no launcher'} say rank {launch.rank} of {launch.size}; make both the same "
-            "or pass environ={'RANK': ..., 'WORLD_SIZE': ..., ...}"
+            f"{launch.launcher or 'no launcher'} are for rank {launch.rank} of {launch.size}; make "
+            "them equal or pass environ={'RANK': ..., 'WORLD_SIZE': ..., ...}"
         )
     plain = merge_checkpoints or launch.launcher is None
     setup = RankSetup(
@@ -178,9 +189,9 @@ def configure(
 
 
 def _choose(given: Mapping[str, str]) -> Launcher | None:
-    """The launcher to believe; warns of what it passes over."""
+    """Return the launcher to use; warn about the variables that it ignores."""
     complete = [x for x in LAUNCHERS if _is_set(given, x.rank) and _is_set(given, x.size)]
-    # A SLURM job sets most of its variables for every shell in it; only a task of it has a number.
+    # A SLURM job sets most of its variables in every shell; only its tasks have a rank.
     begun = [x for x in LAUNCHERS if _set_names(given, x) and (x.name != "SLURM" or _is_set(given, x.rank))]
     chosen = next(iter(complete or begun), None)
     if chosen is None:
@@ -192,7 +203,7 @@ def _choose(given: Mapping[str, str]) -> Launcher | None:
     for launcher in LAUNCHERS[: LAUNCHERS.index(chosen)]:
         if launcher in begun:
             names = ", ".join(_set_names(given, launcher))
-            _warn(f"{launcher.name}: {names} is not enough and left aside: {chosen.name} says more")
+            _warn(f"{launcher.name}: {names} is incomplete and ignored in favour of {chosen.name}")
     return chosen
 
 
@@ -209,7 +220,7 @@ def _is_set(given: Mapping[str, str], variables: tuple[str, ...]) -> bool:
 
 
 class _LauncherVariables(NamedTuple):
-    """A number, and the variable it comes from or should have come from."""
+    """A number and the variable that it comes from, or would come from."""
 
     name: str
     number: int
@@ -231,12 +242,12 @@ def _find(given: Mapping[str, str], variables: tuple[str, ...], default: int) ->
 
 def _number(name: str, text: str) -> int:
     if not _NUMBER.fullmatch(text):
-        raise InputError(f"{name} must be a whole number, got {text!r}; unset it, or mend what sets it")
+        raise InputError(f"{name} must be an integer, got {text!r}; unset it, or set it to an integer")
     return int(text)
 
 
 def _tasks_here(given: Mapping[str, str], name: str) -> int:
-    """SLURM's tasks on this node, out of all nodes' in its short form: 4(x2),3 means 4, 4 and 3."""
+    """Return the number of SLURM tasks on this node; 4(x2),3 means 4, 4 and 3 tasks on three nodes."""
     parts = [_TASKS.fullmatch(part) for part in given[name].split(",")]
     node = _number("SLURM_NODEID", given.get("SLURM_NODEID", "0"))
     nodes = 0
@@ -244,9 +255,9 @@ def _tasks_here(given: Mapping[str, str], name: str) -> int:
         if part is None:
             raise InputError(f"{name} must be numbers of tasks such as 4(x2),3, got {given[name]!r}")
         nodes += int(part[2] or 1)
-        if node < nodes or name == "SLURM_NTASKS_PER_NODE":  # this one holds for every node
+        if node < nodes or name == "SLURM_NTASKS_PER_NODE":  # this one is the same for every node
             return int(part[1])
-    raise InputError(f"SLURM_NODEID is {node}, but {name} is {given[name]!r}, which is of {nodes} nodes")
+    raise InputError(f"SLURM_NODEID is {node}, but {name} is {given[name]!r}, which describes {nodes} nodes")
 
 
 def _check(
@@ -256,15 +267,15 @@ def _check(
     local_rank: _LauncherVariables,
     local_size: _LauncherVariables,
 ) -> None:
-    """Raises InputError if the numbers contradict each other."""
+    """Raise InputError if the numbers contradict each other."""
     for part, whole in ((rank, size), (local_rank, local_size)):
         if part.number >= whole.number:
             raise InputError(
-                f"{launcher}: {part}, but {whole}; ranks count from 0 to one less than the size: set both as "
-                "the launcher would, or neither"
+                f"{launcher}: {part}, but {whole}; ranks are 0 to size - 1: set both as the "
+                "launcher does, or neither"
             )
     if local_size.number > size.number:
-        raise InputError(f"{launcher}: {local_size}, but {size}: a part cannot be more than all")
+        raise InputError(f"{launcher}: {local_size}, but {size}: the local size cannot exceed the size")
     if size.number > 1 and not rank.is_set:
         raise InputError(f"{launcher}: {size}, but {rank}: all would be rank 0; set both or neither")
 
@@ -277,7 +288,7 @@ def _warn(message: str) -> None:
 
 
 def _launch_uuid(given: Mapping[str, str], launcher: Launcher) -> str | None:
-    """A name of the launch out of its variables, or None if one of them says nothing."""
+    """Return an id of the launch derived from its variables, or None if one of them is not set."""
     values = [given.get(name, "") for name in launcher.identity]
     if not all(values) or values == [_NO_RUN_ID]:
         return None
@@ -289,23 +300,24 @@ def _own_dir(run: Path, launch: Launch, uuid: str | None) -> Path:
     if name is None:
         (launcher,) = (x for x in LAUNCHERS if x.name == launch.launcher)
         raise InputError(
-            f"nothing names this launch, as {' and '.join(launcher.identity)} of {launcher.name} would; pass "
-            "uuid=, the same on all ranks, or merge_checkpoints=True (torchrun: --standalone or --rdzv-id)"
+            f"nothing identifies this launch: {' and '.join(launcher.identity)} of {launcher.name} is "
+            "not set; pass uuid=, equal on all ranks, or merge_checkpoints=True (torchrun: pass "
+            "--standalone or --rdzv-id)"
         )
     if not _NAME.fullmatch(name):
-        raise InputError(f"uuid must be a name of letters, digits, dots and dashes, got {name!r}")
+        raise InputError(f"uuid must consist of up to 128 letters, digits, dots, '_' and '-', got {name!r}")
     own = Path(name) / f"index-{launch.rank:04d}"
     return run if run.parts[-2:] == own.parts else run / own
 
 
 def _device(launch: Launch) -> torch.device:
-    """The GPU of the local rank; the only one if there is one; the CPU if there is none."""
+    """Return the GPU of the local rank, the only GPU if there is one, or the CPU if there is none."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         return torch.device("cpu")
     if launch.local_rank < count:
         return torch.device("cuda", launch.local_rank)
-    if count == 1:  # as where each process is shown its own GPU alone
+    if count == 1:  # e.g. each process sees only its own GPU
         if "CUDA_VISIBLE_DEVICES" not in os.environ:
             _warn("CUDA_VISIBLE_DEVICES is not set and there is one GPU: the ranks of this machine share it")
         return torch.device("cuda", 0)

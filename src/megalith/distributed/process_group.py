@@ -1,6 +1,6 @@
-"""Joining: the ranks that a launcher started become a process group.
+"""The default process group of the ranks that a launcher started.
 
-What they find out by themselves is in `environment.py`; this is the one call that changes something.
+`launcher_environment.py` reads what the launcher set; this is the one call that changes something.
 """
 
 from __future__ import annotations
@@ -17,21 +17,28 @@ from megalith.errors import InputError, RankTimeoutError
 
 
 def init_process_group(launch: Launch, *, timeout: float = 600.0) -> None:
-    """Makes the default process group, over gloo, of all ranks of a launch; one rank needs none.
+    """Create the default process group of all ranks of a launch, with gloo. One rank needs no group.
 
-    They meet at MASTER_ADDR and MASTER_PORT. timeout: seconds to wait for each other, here and in the group's
-    collectives. Raises InputError if no address is set, RankTimeoutError if some do not come.
+    The ranks connect at MASTER_ADDR and MASTER_PORT.
+
+    Args:
+        launch: The launch that this process belongs to.
+        timeout: Seconds to wait for other ranks, here and in the collectives of the group.
+
+    Raises:
+        InputError: If MASTER_ADDR or MASTER_PORT is not set.
+        RankTimeoutError: If some ranks do not connect in time.
     """
     if launch.size == 1:
         return
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
             raise InputError(
-                f"{launch.launcher} started {launch.size} ranks, but {name} is not set, so they cannot meet: "
-                "set it to the same on all ranks, as torchrun does"
+                f"{launch.launcher} started {launch.size} ranks, but {name} is not set: set it to the same "
+                "value on all ranks, as torchrun does, so that they can connect"
             )
     limit = timedelta(seconds=timeout)
-    # torchrun's store outlives its restarts, and what the ranks before left in it leads nowhere.
+    # torchrun's store survives a restart, but the addresses that earlier ranks left in it are invalid.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         store, rank, size = next(rendezvous("env://", launch.rank, launch.size, timeout=limit))
@@ -40,5 +47,5 @@ def init_process_group(launch: Launch, *, timeout: float = 600.0) -> None:
     except RuntimeError as error:
         reason = str(error).partition("\n")[0][:300]
         raise RankTimeoutError(
-            f"rank {launch.rank} of {launch.size} could not join the others: {reason}"
+            f"rank {launch.rank} of {launch.size} could not connect to the other ranks: {reason}"
         ) from error

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalith.distributed.absent_ranks import naming_absent
+from megalith.distributed.absent_ranks import naming_absent_ranks
 from megalith.distributed.ranks import current_rank, world_size
 from megalith.errors import InputError, UsageError
 from megalith.nn.collection import EmbeddingCollection
@@ -54,7 +53,7 @@ class MicroBatches:
         self.loss = math.nan
         self.stopped = False
         self._group = group
-        self._timeout = timedelta(seconds=timeout)
+        self._timeout = timeout
         self._steps = 0
         self._collections = [m for m in model.modules() if isinstance(m, EmbeddingCollection)]
         for collection in self._collections:
@@ -123,7 +122,7 @@ class MicroBatches:
         every = [torch.empty_like(own) for _ in range(self.size)]
         group: Any = dist.group.WORLD if self._group is None else self._group
         what, key = f"dense gradients of step {self._steps}", f"MicroBatches/{self._steps}"
-        with naming_absent(group, what, key, self._timeout):
+        with naming_absent_ranks(group, what, key, self._timeout):
             dist.all_gather(every, own, group=group)
         return every
 

@@ -154,7 +154,7 @@ class Pipeline(Iterable[Any]):
         args = (current, ahead, trains)
         thread = threading.Thread(target=self._fail_all, args=args, name="megalith pipeline", daemon=True)
         thread.start()
-        thread.join(GRACE.total_seconds())
+        thread.join(GRACE)
 
     def _fail_all(self, current: list[Lookup], ahead: _Ahead | None, trains: bool) -> None:
         """Fail the calls of ranks that continue: this update, the next lookup, the update after it.

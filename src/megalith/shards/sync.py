@@ -23,8 +23,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from megalith.distributed.agreement import agree
 from megalith.distributed.exchange import Exchange
-from megalith.errors import InputError, RankFailedError
+from megalith.errors import InputError
 from megalith.library import span
 from megalith.ops import gather_pieces, scatter_pieces
 from megalith.ops.pooling import Pooling
@@ -82,13 +83,12 @@ class SyncShards(Shards):
     ) -> None:
         self.exchange = Exchange(group, timeout=timeout, transport=transport)
         self.ranks = self.exchange
-        try:
-            self._own = LocalShards(configs, engine=engine, seed=seed)
-            self.wire = check_wire(wire)
-            routers = make_routers(self._own.configs, router, self.exchange.size)
-        except Exception as error:
-            self.exchange.gather(f"{type(error).__name__}: {error}")  # the other ranks wait in _check_equal
-            raise
+
+        def build() -> tuple[LocalShards, tuple[str, str], dict[str, Router]]:
+            own = LocalShards(configs, engine=engine, seed=seed)
+            return own, check_wire(wire), make_routers(own.configs, router, self.exchange.size)
+
+        self._own, self.wire, routers = agree(self.exchange, build)
         self.configs = self._own.configs
         self.local: Mapping[str, Table] = self._own.local
         self.routers = MappingProxyType(routers)
@@ -102,8 +102,6 @@ class SyncShards(Shards):
         described = _ADDRESS.sub("", repr(dict(self.configs)))
         mine = (described, repr(dict(self.routers)), seed, self.wire)
         for rank, theirs in enumerate(self.exchange.gather(mine)):
-            if isinstance(theirs, str):
-                raise RankFailedError(f"SyncShards: rank {rank} failed to construct its tables: {theirs}")
             if theirs != mine:
                 raise InputError(
                     f"SyncShards: tables, routers, seed and wire must be equal on all ranks, but rank {rank} "
