@@ -1,8 +1,8 @@
-"""The processes of test_sync_chaos.py: a trainer that pushes, and servers that follow it.
+"""The processes of sync/test_chaos.py: a trainer that pushes, and servers that follow it.
 
-A folder holds checkpoint/ and export/. The trainer goes on from the checkpoint, pushes all the time and saves
-now and then; "finish" ends it: everything is pushed, then saved to final/. Both say through a pipe how they
-are getting on, and end when the other end of it is closed.
+A folder holds checkpoint/ and export/. The trainer resumes from the checkpoint, pushes continuously and saves
+from time to time; "finish" ends it: everything is pushed, then saved to final/. Both report their progress
+through a pipe, and end when its other end is closed.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ def serve(pipe: Connection, folder: Path, port: int) -> None:
         _listen(pipe, threading.Event())
 
 
-def _listen(pipe: Connection, told: threading.Event) -> None:
+def _listen(pipe: Connection, finish: threading.Event) -> None:
     try:
         pipe.recv()
     except EOFError:
-        os._exit(1)  # who started this is gone
-    told.set()
+        os._exit(1)  # the parent process has ended
+    finish.set()
 
 
 def _run(role: Callable[..., None], pipe: Connection, args: tuple[object, ...]) -> None:
@@ -85,33 +85,33 @@ def _run(role: Callable[..., None], pipe: Connection, args: tuple[object, ...]) 
 
 
 class Process:
-    """A process with one of these roles, what it says, and its end."""
+    """A process with one of these roles, its reports, and its end."""
 
     def __init__(self, role: Callable[..., None], *args: object) -> None:
-        # One process has imported everything and is copied for each of these, which takes no time.
+        # One process imports everything and is forked for each of these, which is fast.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
         self._pipe, far = context.Pipe()
         self._process = context.Process(target=_run, args=(role, far, args))
         self._process.start()
         far.close()
-        self._said: queue.Queue[str] = queue.Queue()
+        self._reports: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
         try:
             while True:
-                self._said.put(self._pipe.recv())
+                self._reports.put(self._pipe.recv())
         except (EOFError, OSError):
-            self._said.put("ended")
+            self._reports.put("ended")
 
     def until(self, beginning: str) -> str:
-        """The next thing it says that begins so."""
+        """Waits for a report that starts with `beginning`."""
         while True:
-            said = self._said.get(timeout=LIMIT)
-            if said.startswith(beginning):
-                return said
-            assert said != "ended", f"ended before {beginning!r}"
+            report = self._reports.get(timeout=LIMIT)
+            if report.startswith(beginning):
+                return report
+            assert report != "ended", f"ended before {beginning!r}"
 
     def finish(self) -> None:
         self._pipe.send("finish")

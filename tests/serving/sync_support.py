@@ -87,8 +87,15 @@ def make_start(root: Path) -> Path:
     return root
 
 
+def load_start(start: Path) -> Model:
+    """A model with the rows and weights of the start's checkpoint."""
+    model = make_model()
+    checkpoint.load(model, start / "checkpoint")
+    return model
+
+
 def rows_of(model: Model, table: str, ids: Tensor) -> Tensor:
-    """A table's rows, zeros where there is none: what a server should say."""
+    """The rows of a table, zeros for ids without a row: what a server should answer."""
     own = model.embeddings.shards.local[table]
     rows = own.lookup(ids)
     rows[own.find(ids) < 0] = 0
@@ -220,3 +227,31 @@ def publisher_of(
     if isinstance(targets, list):
         targets = StaticDiscovery([replica.address for replica in targets])
     return stack.enter_context(Publisher(model, targets, **options))
+
+
+class Online:
+    """A model in training from the start's checkpoint, and the servers and publishers of a test."""
+
+    def __init__(self, start: Path, stack: ExitStack) -> None:
+        self._start, self._stack = start, stack
+        self.model = load_start(start)
+        self.trainer = Trainer(self.model)
+
+    def replica(self, **options: Any) -> Replica:
+        return Replica(self._start, self._stack, **options)
+
+    def publisher(self, replicas: list[Replica] | StaticDiscovery, **options: Any) -> Publisher:
+        return publisher_of(self.model, replicas, self._stack, self._start, **options)
+
+    def hold(self, replica: Replica) -> Gate:
+        """Holds the messages to a replica until the gate is opened."""
+        replica.server.before = gate = Gate()
+        gate.open.clear()
+        self._stack.callback(gate.open.set)
+        return gate
+
+    def assert_arrives(self, publisher: Publisher, *served: Replica | Servable) -> None:
+        """Everything trained is acknowledged, and reads alike from each server."""
+        assert publisher.flush(LIMIT), publisher.report()
+        for each in served:
+            assert_equal(each.servable if isinstance(each, Replica) else each, self.model)

@@ -65,7 +65,7 @@ class ZooKeeper:
         config.write_text(CONFIG.format(data=data, port=self.port))
         jars = ":".join(map(str, (self.folder, JARS / "zookeeper.jar", JARS / "slf4j-nop.jar")))
         main = "org.apache.zookeeper.server.quorum.QuorumPeerMain"
-        # Ends by itself should the tests be killed before they can end it.
+        # Ends after a while in case the tests are killed before they can end it.
         command = [
             "timeout",
             str(LIFE_SECONDS),
@@ -150,7 +150,7 @@ class Cable:
                     end.shutdown(socket.SHUT_RDWR)
             self._open.clear()
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         with self._lock:
             self._is_cut = False
 

@@ -1,4 +1,4 @@
-"""The states of a served model, with the numbers TF Serving gives them on the wire and in ZooKeeper."""
+"""The states of a served model, with TF Serving's numbers, which are used on the wire and in ZooKeeper."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class ModelState(IntEnum):
-    """Where a version of a model is in its life. Only AVAILABLE ones answer requests."""
+    """The state of a version of a model. Only an AVAILABLE version answers requests."""
 
     UNKNOWN = 0
     START = 10

@@ -13,7 +13,7 @@ MAX_REQUEST_BYTES = 64 * 2**20
 
 
 def write_signature(name: str) -> str | None:
-    """The write a signature's name stands for, `anything/raw_assign` included; None if it is no write."""
+    """Returns the write signature of a name, also of `anything/raw_assign`; None if it does not write."""
     if name.endswith(f"/{RAW_ASSIGN}"):
         return RAW_ASSIGN
     return name if name in WRITES else None

@@ -1,4 +1,4 @@
-"""DummySyncServer: records everything, answers as told, and outlives whatever is sent to it."""
+"""DummySyncServer: records everything, fails on request, and survives any request."""
 
 from __future__ import annotations
 

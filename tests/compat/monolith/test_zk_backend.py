@@ -119,7 +119,7 @@ def test_layouts_are_told_with_their_configs(opened: Open) -> None:
 
 
 def test_a_callback_may_register(opened: Open) -> None:
-    """As a server does that loads what a layout tells it to, and then says so."""
+    """As a server does that loads the models of a layout and then registers them."""
     server, client = opened(), opened()
     client.decl_saved_model(SavedModel("movies", "ps_0"), SavedModelDeployConfig())
 

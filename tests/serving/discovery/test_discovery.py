@@ -89,8 +89,8 @@ def addresses(discovery: Discovery, service: str) -> list[str]:
 
 
 def test_servers_come_and_go(discovery: Discovery) -> None:
-    told: list[list[str]] = []
-    watch = discovery.watch("movies:ps_0", lambda replicas: told.append([each.address for each in replicas]))
+    seen: list[list[str]] = []
+    watch = discovery.watch("movies:ps_0", lambda replicas: seen.append([each.address for each in replicas]))
 
     discovery.register("movies:ps_0", Replica("b:1", replica_id=1))
     discovery.register("movies:ps_0", Replica("c:1", replica_id=0))
@@ -102,7 +102,7 @@ def test_servers_come_and_go(discovery: Discovery) -> None:
     watch.cancel()
     discovery.unregister("movies:ps_0", "c:1")
 
-    assert told == [[], ["b:1"], ["c:1", "b:1"], ["c:1", "a:1", "b:1"], ["c:1", "a:1"]]
+    assert seen == [[], ["b:1"], ["c:1", "b:1"], ["c:1", "a:1", "b:1"], ["c:1", "a:1"]]
     assert discovery.replicas("movies:ps_0") == (Replica("a:1", 1, "lf", "blue"),)
     assert addresses(discovery, "movies:ps_1") == ["d:1"]
     assert addresses(discovery, "books:ps_0") == []
@@ -207,14 +207,14 @@ def test_json_and_toml_say_the_same(tmp_path: Path) -> None:
 
 
 def write(path: Path, *servers: str) -> None:
-    """As one should: beside it, then in its place."""
+    """Writes another file and renames it, as a program should."""
     part = path.with_suffix(".part")
     part.write_text(json.dumps({"services": {"movies:entry": servers}}))
     part.replace(path)
 
 
-def told(discovery: Discovery) -> Callable[[list[str]], None]:
-    """Watches, and waits until the watch was told of these addresses."""
+def watch_until(discovery: Discovery) -> Callable[[list[str]], None]:
+    """Watches; returns a function that waits until the watch was called with these addresses."""
     changes: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
     discovery.watch("movies:entry", lambda replicas: changes.put([each.address for each in replicas]))
 
@@ -228,7 +228,7 @@ def told(discovery: Discovery) -> Callable[[list[str]], None]:
 def test_a_rewritten_file_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "servers.json"
     with FileDiscovery(path, interval=0.01) as discovery:
-        until = told(discovery)
+        until = watch_until(discovery)
         until([])
         write(path, "a:1")
         until(["a:1"])

@@ -204,7 +204,7 @@ def test_a_restart_of_zookeeper_is_survived(zookeeper: ZooKeeper, opened: Open) 
 
     zookeeper.kill()
     try:
-        # What was known stays known, and what is said meanwhile is not lost.
+        # Known replicas stay known, and registrations in the meantime are not lost.
         assert [each.address for each in client.replicas("movies:entry")] == ["10.0.0.1:8500"]
         server.register("movies:entry", Replica("10.0.0.2:8500"))
         server.unregister("movies:entry", "10.0.0.1:8500")
@@ -242,7 +242,7 @@ def test_a_lost_session_registers_again(zookeeper: ZooKeeper, root: str, opened:
 
             cable.cut()
             changes.until(lambda node: node is None)
-            cable.mend()
+            cable.repair()
 
             assert changes.until(bool)[1].ephemeralOwner != before
     cable.close()
@@ -257,7 +257,7 @@ def test_a_lost_session_watches_again(zookeeper: ZooKeeper, opened: Open) -> Non
 
     cable.cut()
     server.register("movies:entry", Replica("10.0.0.2:8500"))
-    cable.mend()
+    cable.repair()
     changes.until_addresses("10.0.0.1:8500", "10.0.0.2:8500")
     server.unregister("movies:entry", "10.0.0.2:8500")
     changes.until_addresses("10.0.0.1:8500")
@@ -332,7 +332,7 @@ def test_a_server_may_start_before_zookeeper(zookeeper: ZooKeeper, root: str, op
     assert not server.is_connected
     assert server.replicas("movies:entry") == ()
 
-    cable.mend()
+    cable.repair()
 
     assert opened().wait("movies:entry", timeout=LIMIT)
     assert server.wait("movies:entry", timeout=LIMIT)

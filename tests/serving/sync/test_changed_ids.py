@@ -105,7 +105,7 @@ def test_the_oldest_labels_are_given_up_for_room() -> None:
     assert journal.labels == ("b", "c")
     journal.add(ids(*range(100, 111)))
     assert journal.labels == ()
-    journal.add(ids(5))  # there is no label it could count for
+    journal.add(ids(5))  # ignored: there is no epoch
     journal.begin_epoch("d")
     journal.add(ids(6))
     assert plain(journal.since("d")) == {"user": [6]}

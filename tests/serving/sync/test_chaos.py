@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -56,12 +56,6 @@ class World:
         tip = checkpoint.read_manifest(self.folder / "checkpoint").tip
         version = 1 + max(int(path.name) for path in (self.folder / "export").iterdir())
         export_version(model, self.folder / "export", base=tip, version=version)
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def ask(address: str, signature: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -31,50 +31,24 @@ from tests.serving.sync_support import (
     HOUR,
     LIMIT,
     Gate,
+    Online,
     Replica,
     Trainer,
     assert_equal,
     export_version,
+    load_start,
     make_model,
-    make_start,
     publisher_of,
 )
 
 SERVICE = "movies:standalone"
 
 
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint, and the export of it."""
-    return make_start(tmp_path_factory.mktemp("start"))
-
-
-def load(start: Path) -> Model:
-    model = make_model()
-    checkpoint.load(model, start / "checkpoint")
-    return model
-
-
-@pytest.fixture
-def training(start: Path) -> tuple[Model, Trainer]:
-    model = load(start)
-    return model, Trainer(model)
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
 # ---- servers
 
 
-def test_a_server_that_cannot_go_back_to_its_base_is_sent_everything(
-    start: Path, training: tuple[Model, Trainer], stack: ExitStack
-) -> None:
-    model, trainer = training
-    replica = Replica(start, stack)
+def test_a_server_that_cannot_go_back_to_its_base_is_sent_everything(online: Online) -> None:
+    replica = online.replica()
     refusals = iter([SequenceError("those rows cannot be read any more")])
 
     def refuse_once(name: str, signature: str, metadata: dict[str, str]) -> None:
@@ -83,13 +57,13 @@ def test_a_server_that_cannot_go_back_to_its_base_is_sent_everything(
                 raise error
 
     replica.server.before = refuse_once
-    publisher = publisher_of(model, [replica], stack, start)
-    trainer.step()
+    publisher = online.publisher([replica])
+    online.trainer.step()
 
     assert publisher.flush(LIMIT), publisher.report()
 
     assert replica.subscriber.counters.replacements == 1
-    assert_equal(replica.servable, model)
+    assert_equal(replica.servable, online.model)
 
 
 def test_a_server_that_never_takes_the_last_message_is_left_alone_for_longer_and_longer(
@@ -112,21 +86,18 @@ def test_a_server_that_never_takes_the_last_message_is_left_alone_for_longer_and
     assert all("dense:" in (error or "") for _, error in pauses[:4])
 
 
-def test_a_server_that_only_says_that_it_has_begun_is_not_believed(
-    start: Path, training: tuple[Model, Trainer], stack: ExitStack
-) -> None:
-    """One that is told the same session by two trainers, of which the first is far ahead."""
-    model, trainer = training
-    replica = Replica(start, stack)
+def test_a_server_that_only_says_that_it_has_begun_is_not_believed(online: Online) -> None:
+    """Two trainers use the same session, and the first one is far ahead."""
+    replica = online.replica()
     session = "ab" * 16
     for _ in range(2):
-        publisher = publisher_of(model, [replica], stack, start, session=session)
+        publisher = online.publisher([replica], session=session)
         for _ in range(3):
-            trainer.step()
+            online.trainer.step()
             assert publisher.flush(LIMIT), publisher.report()
         publisher.close()
 
-    assert_equal(replica.servable, model)
+    assert_equal(replica.servable, online.model)
 
 
 def answer(**changes: Any) -> dict[str, torch.Tensor | Strings]:
@@ -151,17 +122,16 @@ def test_answers_that_make_no_sense_are_refused(changes: dict[str, Any], named: 
 
 
 def test_a_server_that_comes_back_is_sent_no_number_twice(
-    start: Path, training: tuple[Model, Trainer], stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+    online: Online, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was given up meanwhile; a message of those days, late, must not count as one of the new ones."""
+    """Its sender was closed meanwhile; a late message of that sender must not count as a new one."""
     monkeypatch.setattr("megalith.serving.sync.publisher.MISSING_SECONDS", -1.0)
-    model, trainer = training
-    replica = Replica(start, stack)
+    replica = online.replica()
     discovery = StaticDiscovery([])
-    publisher = publisher_of(model, discovery, stack, start)
+    publisher = online.publisher(discovery)
     for _ in range(2):
         discovery.register(SERVICE, Found(replica.address))
-        trainer.step()
+        online.trainer.step()
         assert publisher.flush(LIMIT), publisher.report()
         discovery.unregister(SERVICE, replica.address)
         publisher.publish()
@@ -173,11 +143,11 @@ def test_a_server_that_comes_back_is_sent_no_number_twice(
         if "megalith-sequence" in metadata
     ]
     assert numbers == sorted(set(numbers))
-    assert_equal(replica.servable, model)
+    assert_equal(replica.servable, online.model)
 
 
 class Broken(SyncBackend):
-    """Somebody else's, with errors of its own."""
+    """A user's backend with its own errors."""
 
     def subscribe_model(self, model_name: str) -> None:
         pass
@@ -186,9 +156,9 @@ class Broken(SyncBackend):
         raise RuntimeError("the connection is gone")
 
 
-def test_a_backend_that_fails_does_not_disturb_training(training: tuple[Model, Trainer]) -> None:
+def test_a_backend_that_fails_does_not_disturb_training(online: Online) -> None:
     with Publisher(
-        training[0], Broken(), model_name="movies", interval=HOUR, protocol="monolith"
+        online.model, Broken(), model_name="movies", interval=HOUR, protocol="monolith"
     ) as publisher:
         assert publisher.publish() == 1
 
@@ -210,10 +180,8 @@ def test_dense_weights_that_become_others_are_copied_again() -> None:
     assert "extra.weight" not in (source.copy_dense() or {"extra.weight": None})
 
 
-def test_an_older_interval_does_not_take_back_a_newer_one(
-    start: Path, training: tuple[Model, Trainer], stack: ExitStack
-) -> None:
-    publisher = publisher_of(training[0], [Replica(start, stack)], stack, start)
+def test_an_older_interval_does_not_take_back_a_newer_one(online: Online) -> None:
+    publisher = online.publisher([online.replica()])
     assert publisher.flush(LIMIT)
     (sender,) = publisher._senders.values()
 
@@ -223,18 +191,15 @@ def test_an_older_interval_does_not_take_back_a_newer_one(
     assert publisher.report()[0].complete == publisher.interval.time
 
 
-def test_the_journal_is_compacted_when_nothing_is_sent(
-    start: Path, training: tuple[Model, Trainer], stack: ExitStack
-) -> None:
-    model, _ = training
-    replica = Replica(start, stack)
-    publisher = publisher_of(model, [replica], stack, start, max_journal=30_000)
+def test_the_journal_is_compacted_when_nothing_is_sent(online: Online) -> None:
+    replica = online.replica()
+    publisher = online.publisher([replica], max_journal=30_000)
     assert publisher.flush(LIMIT)
     replica.server.before = gate = Gate()
     gate.open.clear()
 
     for _ in range(5):
-        model.embeddings.shards.assign({"user": (torch.arange(4000), torch.rand(4000, 5))})
+        online.model.embeddings.shards.assign({"user": (torch.arange(4000), torch.rand(4000, 5))})
         publisher.publish()
     assert len(publisher.journal) == 20_000
     gate.open.set()
@@ -242,7 +207,7 @@ def test_the_journal_is_compacted_when_nothing_is_sent(
     with publisher.lock:
         assert publisher.lock.wait_for(lambda: len(publisher.journal) == 4000, LIMIT)
     assert publisher.flush(LIMIT)
-    assert_equal(replica.servable, model, 4000)
+    assert_equal(replica.servable, online.model, 4000)
 
 
 # ---- everything at once
@@ -258,7 +223,7 @@ class World:
         self._tip = (start / "tip").read_text()
         self._saved = start / "checkpoint"
         self._versions = [start / "export" / "1"]
-        self.model, self.publisher = self._train(load(start))
+        self.model, self.publisher = self._train(load_start(start))
 
     def _train(self, model: Model) -> tuple[Model, Publisher]:
         self._trainer = Trainer(model, seed=self._random.randrange(1000))

@@ -1,10 +1,9 @@
-"""The publisher: whatever happens to servers and messages, every target ends with the trainer's rows."""
+"""The publisher: every target ends with the trainer's rows, also after faults of servers and messages."""
 
 from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import torch
 from megalith import SGD, LocalShards, TableConfig, checkpoint
 from megalith.compat.monolith.dummy_server import DummySyncServer
 from megalith.errors import InputError, SequenceError, UsageError
-from megalith.models import Model
 from megalith.serving.discovery import Replica as Found
 from megalith.serving.discovery import StaticDiscovery
 from megalith.serving.export.servable import Servable
@@ -24,79 +22,50 @@ from megalith.serving.sync.subscriber import Subscriber
 from tests.serving.sync_support import (
     HOUR,
     LIMIT,
-    Gate,
-    Replica,
+    Online,
     Trainer,
     assert_equal,
     export_version,
+    load_start,
     make_model,
-    make_start,
     publisher_of,
     sync_server,
 )
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint, and the export of it: where trainers and servers of these tests begin."""
-    return make_start(tmp_path_factory.mktemp("start"))
-
-
-@pytest.fixture
-def training(start: Path) -> tuple[Model, Trainer]:
-    model = make_model()
-    checkpoint.load(model, start / "checkpoint")
-    return model, Trainer(model)
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
 
 # ---- what arrives
 
 
 @pytest.mark.parametrize("signature", ["hashtable_assign", "raw_assign"])
-def test_rows_removals_and_dense_weights_reach_every_replica(
-    start: Path, training: tuple[Model, Trainer], stack: ExitStack, signature: str
-) -> None:
-    model, trainer = training
-    replicas = [Replica(start, stack), Replica(start, stack)]
-    publisher = publisher_of(model, replicas, stack, start, signature=signature)
+def test_rows_removals_and_dense_weights_reach_every_replica(online: Online, signature: str) -> None:
+    replicas = [online.replica(), online.replica()]
+    publisher = online.publisher(replicas, signature=signature)
 
     for _ in range(3):
-        trainer.step(2)
+        online.trainer.step(2)
         assert publisher.flush(LIMIT), publisher.report()
 
     for replica in replicas:
-        assert_equal(replica.servable, model)
+        assert_equal(replica.servable, online.model)
         assert replica.subscriber.counters.begun == 1
         assert replica.subscriber.counters.removed > 0
         assert replica.subscriber.staleness() is not None
 
 
-def test_two_publishers_of_one_model_do_not_take_from_each_other(
-    start: Path, training: tuple[Model, Trainer], stack: ExitStack
-) -> None:
-    model, trainer = training
-    replicas = [Replica(start, stack), Replica(start, stack)]
-    publishers = [publisher_of(model, [replica], stack, start) for replica in replicas]
-    trainer.step(2)
+def test_two_publishers_of_one_model_both_push_everything(online: Online) -> None:
+    replicas = [online.replica(), online.replica()]
+    publishers = [online.publisher([replica]) for replica in replicas]
+    online.trainer.step(2)
 
     for publisher in publishers:
         assert publisher.flush(LIMIT), publisher.report()
 
     for replica in replicas:
-        assert_equal(replica.servable, model)
+        assert_equal(replica.servable, online.model)
 
 
-def test_a_step_publishes_once_the_interval_has_passed(
-    start: Path, training: tuple[Model, Trainer], stack: ExitStack
-) -> None:
+def test_a_step_publishes_once_the_interval_has_passed(online: Online) -> None:
     for interval, passed in ((HOUR, False), (1e-9, True)):
-        publisher = publisher_of(training[0], [], stack, start, interval=interval)
+        publisher = online.publisher([], interval=interval)
 
         assert publisher.step() is passed
 
@@ -104,27 +73,22 @@ def test_a_step_publishes_once_the_interval_has_passed(
         publisher.close()
 
 
-def test_only_what_changed_is_sent_to_a_server_that_stands_at_a_label(
-    start: Path, training: tuple[Model, Trainer], stack: ExitStack
-) -> None:
-    model, trainer = training
-    trainer.step(5)
-    replica = Replica(start, stack)
-    publisher = publisher_of(model, [replica], stack, start)
+def test_only_changes_are_sent_to_a_server_at_a_known_save(online: Online) -> None:
+    online.trainer.step(5)
+    replica = online.replica()
+    publisher = online.publisher([replica])
     assert publisher.flush(LIMIT)
     assert replica.subscriber.counters.rows == 0
 
-    model.embeddings.shards.assign({"user": (torch.tensor([3, 4]), torch.ones(2, 5))})
+    online.model.embeddings.shards.assign({"user": (torch.tensor([3, 4]), torch.ones(2, 5))})
     assert publisher.flush(LIMIT)
 
     assert replica.subscriber.counters.rows == 2
 
 
-def test_an_interval_without_changes_is_a_heartbeat(
-    start: Path, training: tuple[Model, Trainer], stack: ExitStack
-) -> None:
-    replica = Replica(start, stack)
-    publisher = publisher_of(training[0], [replica], stack, start)
+def test_an_interval_without_changes_is_a_heartbeat(online: Online) -> None:
+    replica = online.replica()
+    publisher = online.publisher([replica])
     assert publisher.flush(LIMIT)
     before = replica.subscriber.counters.messages
 
@@ -136,24 +100,19 @@ def test_an_interval_without_changes_is_a_heartbeat(
     assert report.staleness is not None
 
 
-def test_a_new_label_is_where_a_later_export_starts(
-    start: Path, training: tuple[Model, Trainer], stack: ExitStack, tmp_path: Path
-) -> None:
-    model, trainer = training
+def test_a_later_export_starts_at_its_own_save(online: Online, stack: ExitStack, tmp_path: Path) -> None:
     discovery = StaticDiscovery([])
-    publisher = publisher_of(model, discovery, stack, start)
-    trainer.step(3)
-    save = checkpoint.save(model, tmp_path / "checkpoint")
+    publisher = online.publisher(discovery)
+    online.trainer.step(3)
+    save = checkpoint.save(online.model, tmp_path / "checkpoint")
     publisher.checkpoint_taken(save.tip)
-    (servable,) = export_version(model, tmp_path / "export", base=save.tip)
-    trainer.step(1, dense=False)
+    (servable,) = export_version(online.model, tmp_path / "export", base=save.tip)
+    online.trainer.step(1, dense=False)
     subscriber = Subscriber(servable)
     server = stack.enter_context(sync_server({"movies": subscriber}))
     discovery.register("movies:standalone", Found(server.address))
 
-    assert publisher.flush(LIMIT), publisher.report()
-
-    assert_equal(servable, model)
+    online.assert_arrives(publisher, servable)
     assert 0 < subscriber.counters.rows <= 64
 
 
@@ -174,7 +133,9 @@ def test_messages_stay_below_4_mib(stack: ExitStack, start: Path, tmp_path: Path
         for _, signature, inputs, _ in server.requests
         if signature == "hashtable_assign"
     ]
-    assert sum(size > 1000 for size in sizes) == 3  # beside the heartbeat with the first dense weights
+    assert (
+        sum(size > 1000 for size in sizes) == 3
+    )  # in addition to the heartbeat with the first dense weights
     assert max(sizes) < 4 << 20
     assert torch.equal(servable.lookup("user", ids), model.embeddings.shards.local["user"].lookup(ids))
 
@@ -200,16 +161,13 @@ def test_dense_weights_beyond_4_mib_change_with_the_last_message(stack: ExitStac
     assert seen.count(False) >= 2
 
 
-def test_rows_that_are_not_finite_are_held_back(
-    start: Path, training: tuple[Model, Trainer], stack: ExitStack
-) -> None:
-    model, _ = training
-    replica = Replica(start, stack)
-    publisher = publisher_of(model, [replica], stack, start)
+def test_rows_that_are_not_finite_are_held_back(online: Online) -> None:
+    replica = online.replica()
+    publisher = online.publisher([replica])
     rows = torch.ones(2, 5)
     rows[1] = torch.finfo(torch.float32).max
-    model.embeddings.shards.assign({"user": (torch.tensor([1, 2]), rows)})
-    model.embeddings.shards.assign_add({"user": (torch.tensor([2]), rows[1:])})
+    online.model.embeddings.shards.assign({"user": (torch.tensor([1, 2]), rows)})
+    online.model.embeddings.shards.assign_add({"user": (torch.tensor([2]), rows[1:])})
 
     assert publisher.flush(LIMIT), publisher.report()
 
@@ -220,72 +178,53 @@ def test_rows_that_are_not_finite_are_held_back(
 # ---- faults
 
 
-def test_a_target_that_was_down_catches_up(
-    start: Path, training: tuple[Model, Trainer], stack: ExitStack
-) -> None:
-    model, trainer = training
-    replica = Replica(start, stack)
+def test_a_target_that_was_down_catches_up(online: Online) -> None:
+    replica = online.replica()
     replica.server.stop()
-    publisher = publisher_of(model, [replica], stack, start)
-    trainer.step(2)
+    publisher = online.publisher([replica])
+    online.trainer.step(2)
     assert not publisher.flush(0.2)
     assert [report.address for report in publisher.lagging()] == [replica.address]
 
     replica.restart()
 
-    assert publisher.flush(LIMIT), publisher.report()
-    assert_equal(replica.servable, model)
+    online.assert_arrives(publisher, replica)
 
 
-def test_a_server_that_lost_its_state_starts_over(
-    start: Path, training: tuple[Model, Trainer], stack: ExitStack
-) -> None:
-    model, trainer = training
-    replica = Replica(start, stack)
-    publisher = publisher_of(model, [replica], stack, start)
+def test_a_server_that_lost_its_state_starts_over(online: Online) -> None:
+    replica = online.replica()
+    publisher = online.publisher([replica])
     for _ in range(3):
-        trainer.step(2)
+        online.trainer.step(2)
         assert publisher.flush(LIMIT), publisher.report()
         replica.restart()
 
-    assert publisher.flush(LIMIT), publisher.report()
-    assert_equal(replica.servable, model)
+    online.assert_arrives(publisher, replica)
 
 
-def test_a_target_that_hangs_delays_nobody(
-    start: Path, training: tuple[Model, Trainer], stack: ExitStack
-) -> None:
-    model, trainer = training
-    replicas = [Replica(start, stack), Replica(start, stack)]
-    gate = Gate()
-    gate.open.clear()
-    stack.callback(gate.open.set)
-    replicas[0].server.before = gate
-    publisher = publisher_of(model, replicas, stack, start, timeout=0.5)
+def test_a_target_that_hangs_delays_no_other(online: Online) -> None:
+    replicas = [online.replica(), online.replica()]
+    gate = online.hold(replicas[0])
+    publisher = online.publisher(replicas, timeout=0.5)
     assert gate.reached.wait(LIMIT)
 
     for _ in range(3):
-        trainer.step()
+        online.trainer.step()
         number = publisher.publish()
     with publisher.lock:
         done = publisher.lock.wait_for(lambda: len(publisher._lagging(number)) == 1, LIMIT)
     assert done
-    assert_equal(replicas[1].servable, model)
+    assert_equal(replicas[1].servable, online.model)
 
     gate.open.set()
     assert publisher.flush(LIMIT), publisher.report()
-    assert_equal(replicas[0].servable, model)
+    assert_equal(replicas[0].servable, online.model)
 
 
-def test_closing_does_not_wait_for_a_target_that_hangs(
-    start: Path, training: tuple[Model, Trainer], stack: ExitStack
-) -> None:
-    replica = Replica(start, stack)
-    gate = Gate()
-    gate.open.clear()
-    stack.callback(gate.open.set)
-    replica.server.before = gate
-    publisher = publisher_of(training[0], [replica], stack, start, timeout=HOUR)
+def test_closing_does_not_wait_for_a_target_that_hangs(online: Online) -> None:
+    replica = online.replica()
+    gate = online.hold(replica)
+    publisher = online.publisher([replica], timeout=HOUR)
     assert gate.reached.wait(LIMIT)
 
     publisher.close()
@@ -297,11 +236,8 @@ def test_closing_does_not_wait_for_a_target_that_hangs(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_lost_acknowledgements_and_late_copies_change_nothing(
-    start: Path, training: tuple[Model, Trainer], stack: ExitStack, seed: int
-) -> None:
-    model, trainer = training
-    replica = Replica(start, stack)
+def test_lost_acknowledgements_and_late_copies_change_nothing(online: Online, seed: int) -> None:
+    replica = online.replica()
     chance = random.Random(seed)
     lock = threading.Lock()
 
@@ -316,31 +252,24 @@ def test_lost_acknowledgements_and_late_copies_change_nothing(
                 raise TimeoutError("lost")
 
     replica.server.after = drop
-    publisher = publisher_of(model, [replica], stack, start)
+    publisher = online.publisher([replica])
     for _ in range(6):
-        trainer.step()
+        online.trainer.step()
         publisher.publish()
 
-    assert publisher.flush(LIMIT), publisher.report()
-    assert_equal(replica.servable, model)
+    online.assert_arrives(publisher, replica)
 
 
-def test_a_backlog_that_overflows_starts_over(
-    start: Path, training: tuple[Model, Trainer], stack: ExitStack
-) -> None:
-    model, trainer = training
-    replica = Replica(start, stack)
-    publisher = publisher_of(model, [replica], stack, start, max_backlog=50, timeout=0.5)
+def test_a_backlog_that_overflows_starts_over(online: Online) -> None:
+    replica = online.replica()
+    publisher = online.publisher([replica], max_backlog=50, timeout=0.5)
     assert publisher.flush(LIMIT)
-    gate = Gate()
-    gate.open.clear()
-    stack.callback(gate.open.set)
-    replica.server.before = gate
-    trainer.step()
+    gate = online.hold(replica)
+    online.trainer.step()
     publisher.publish()
     assert gate.reached.wait(LIMIT)
     for _ in range(5):
-        trainer.step(3)
+        online.trainer.step(3)
         publisher.publish()
     assert all(report.backlog <= 50 for report in publisher.report())
 
@@ -348,69 +277,58 @@ def test_a_backlog_that_overflows_starts_over(
 
     assert publisher.flush(LIMIT), publisher.report()
     assert replica.subscriber.counters.begun > 1
-    assert_equal(replica.servable, model)
+    assert_equal(replica.servable, online.model)
 
 
-def test_a_server_of_an_unknown_base_is_replaced(
-    training: tuple[Model, Trainer], start: Path, stack: ExitStack
-) -> None:
-    model, trainer = training
-    replica = Replica(start, stack)
-    publisher = publisher_of(model, [replica], stack, start, base="of another run")
+def test_a_server_of_an_unknown_base_is_replaced(online: Online) -> None:
+    replica = online.replica()
+    publisher = online.publisher([replica], base="of another run")
     assert publisher.flush(LIMIT)
     assert replica.subscriber.counters.replacements == 1
-    trainer.step(3)
+    online.trainer.step(3)
 
-    assert publisher.flush(LIMIT), publisher.report()
-
-    assert_equal(replica.servable, model)
+    online.assert_arrives(publisher, replica)
 
 
-def test_a_journal_that_gave_its_labels_up_replaces_too(
-    training: tuple[Model, Trainer], start: Path, stack: ExitStack
-) -> None:
-    model, trainer = training
-    replica = Replica(start, stack)
-    publisher = publisher_of(model, [replica], stack, start, max_journal=10)
-    trainer.step(3)
+def test_a_save_that_the_journal_has_dropped_needs_all_rows(online: Online) -> None:
+    replica = online.replica()
+    publisher = online.publisher([replica], max_journal=10)
+    online.trainer.step(3)
     publisher.publish()
     replica.restart()
 
     assert publisher.flush(LIMIT), publisher.report()
 
     assert replica.subscriber.counters.replacements == 1
-    assert_equal(replica.servable, model)
+    assert_equal(replica.servable, online.model)
 
 
 def test_a_server_reloads_the_checkpoint_where_the_journal_starts_there(
-    training: tuple[Model, Trainer], start: Path, stack: ExitStack, tmp_path: Path
+    online: Online, tmp_path: Path
 ) -> None:
-    model, trainer = training
-    trainer.step(3)
-    save = checkpoint.save(model, tmp_path)
-    replica = Replica(start, stack, checkpoint=tmp_path)
-    publisher = publisher_of(model, [replica], stack, start, base=save.tip)
-    trainer.step(1)
+    online.trainer.step(3)
+    save = checkpoint.save(online.model, tmp_path)
+    replica = online.replica(checkpoint=tmp_path)
+    publisher = online.publisher([replica], base=save.tip)
+    online.trainer.step(1)
 
     assert publisher.flush(LIMIT), publisher.report()
 
     assert (replica.subscriber.counters.reloads, replica.subscriber.counters.replacements) == (1, 0)
     assert replica.subscriber.counters.rows <= 64
-    assert_equal(replica.servable, model)
+    assert_equal(replica.servable, online.model)
 
 
 def test_a_trainer_resumed_from_an_older_checkpoint_takes_rows_back(
-    training: tuple[Model, Trainer], start: Path, stack: ExitStack
+    online: Online, start: Path, stack: ExitStack
 ) -> None:
-    model, trainer = training
-    replica = Replica(start, stack)
-    first = publisher_of(model, [replica], stack, start)
-    trainer.step(5)
+    replica = online.replica()
+    first = online.publisher([replica])
+    online.trainer.step(5)
     assert first.flush(LIMIT)
     first.close()
 
-    resumed = make_model()
-    checkpoint.load(resumed, start / "checkpoint")
+    resumed = load_start(start)
     Trainer(resumed, seed=4).step(1)
     second = publisher_of(resumed, [replica], stack, start, base="none")
 
@@ -418,49 +336,43 @@ def test_a_trainer_resumed_from_an_older_checkpoint_takes_rows_back(
     assert_equal(replica.servable, resumed)
 
 
-def test_a_new_version_in_the_middle(
-    training: tuple[Model, Trainer], start: Path, stack: ExitStack, tmp_path: Path
-) -> None:
-    model, trainer = training
-    replica = Replica(start, stack)
-    publisher = publisher_of(model, [replica], stack, start)
-    trainer.step(2)
+def test_a_new_version_in_the_middle(online: Online, tmp_path: Path) -> None:
+    replica = online.replica()
+    publisher = online.publisher([replica])
+    online.trainer.step(2)
     assert publisher.flush(LIMIT)
-    save = checkpoint.save(model, tmp_path / "checkpoint")
+    save = checkpoint.save(online.model, tmp_path / "checkpoint")
     publisher.checkpoint_taken(save.tip)
-    trainer.step(2)
-    (newer,) = export_version(model, tmp_path / "export", base=save.tip, version=2)
+    online.trainer.step(2)
+    (newer,) = export_version(online.model, tmp_path / "export", base=save.tip, version=2)
 
     replica.subscriber.move_to(newer)
-    trainer.step(1)
+    online.trainer.step(1)
 
-    assert publisher.flush(LIMIT), publisher.report()
-    assert_equal(newer, model)
+    online.assert_arrives(publisher, newer)
     assert replica.subscriber.counters.begun == 1
 
 
 def test_an_older_version_in_the_middle_starts_over(
-    training: tuple[Model, Trainer], start: Path, stack: ExitStack, tmp_path: Path
+    online: Online, start: Path, stack: ExitStack, tmp_path: Path
 ) -> None:
-    model, trainer = training
     discovery = StaticDiscovery([])
-    publisher = publisher_of(model, discovery, stack, start)
-    trainer.step(2)
-    save = checkpoint.save(model, tmp_path / "checkpoint")
+    publisher = online.publisher(discovery)
+    online.trainer.step(2)
+    save = checkpoint.save(online.model, tmp_path / "checkpoint")
     publisher.checkpoint_taken(save.tip)
-    (servable,) = export_version(model, tmp_path / "export", base=save.tip, version=2)
+    (servable,) = export_version(online.model, tmp_path / "export", base=save.tip, version=2)
     subscriber = Subscriber(servable)
     server = stack.enter_context(sync_server({"movies": subscriber}))
     discovery.register("movies:standalone", Found(server.address))
-    trainer.step(2)
+    online.trainer.step(2)
     assert publisher.flush(LIMIT)
     older = Servable(start / "export" / "1")
 
     subscriber.move_to(older)
-    trainer.step(1)
+    online.trainer.step(1)
 
-    assert publisher.flush(LIMIT), publisher.report()
-    assert_equal(older, model)
+    online.assert_arrives(publisher, older)
     assert subscriber.counters.begun == 2
 
 
@@ -496,7 +408,7 @@ def test_ranks_of_one_session_push_each_its_own_rows(stack: ExitStack, tmp_path:
             shards.assign({"user": (ids, torch.rand(50, 5) + turn)})
             publishers[index].publish()
     for _ in range(50):
-        # A rank may hear with its next message only that another has begun to replace everything.
+        # A rank learns only with its next message that another rank is replacing all rows.
         done = [publisher.flush(1.0) for publisher in publishers]
         if all(done):
             break
@@ -535,7 +447,7 @@ def test_parts_get_the_rows_that_serving_routes_to_them(
     assert {report.part for report in publisher.report()} == {"entry", "ps_0", "ps_1"}
 
 
-def test_a_part_that_nobody_serves_is_waited_for(stack: ExitStack, tmp_path: Path) -> None:
+def test_flush_waits_for_a_part_without_a_server(stack: ExitStack, tmp_path: Path) -> None:
     model = make_model()
     parts = export_version(model, tmp_path, base="one", num_shards=2)
     entry, ps_0, ps_1 = (
@@ -553,7 +465,7 @@ def test_a_part_that_nobody_serves_is_waited_for(stack: ExitStack, tmp_path: Pat
     assert publisher.flush(LIMIT)
 
 
-def test_one_list_of_addresses_does_for_all_parts(stack: ExitStack, tmp_path: Path) -> None:
+def test_one_list_of_addresses_is_enough_for_all_parts(stack: ExitStack, tmp_path: Path) -> None:
     model = make_model()
     parts = export_version(model, tmp_path, base="one", num_shards=2)
     servers = [stack.enter_context(sync_server({_called(part): Subscriber(part)})) for part in parts]

@@ -42,7 +42,7 @@ def served(exported: tuple[Model, Path]) -> Iterator[Servable]:
     servable.close()
 
 
-def stamp(sequence: int = 0, *, session: str = SESSION, **options: Any) -> dict[str, str]:
+def header(sequence: int = 0, *, session: str = SESSION, **options: Any) -> dict[str, str]:
     return dict(MessageHeader(session, sequence=sequence, **options).metadata())
 
 
@@ -51,12 +51,12 @@ def user(*ids: int, value: float) -> dict[str, Tensor]:
 
 
 def begin(subscriber: Subscriber, base: str = "one", sequence: int = 1, **options: Any) -> Position:
-    outputs = subscriber.handle("sync_begin", {"base": string(base)}, stamp(sequence, **options))
+    outputs = subscriber.handle("sync_begin", {"base": string(base)}, header(sequence, **options))
     return Position.read(outputs)
 
 
 def push(subscriber: Subscriber, inputs: Mapping[str, Any], sequence: int, **options: Any) -> Any:
-    return subscriber.handle("hashtable_assign", inputs, stamp(sequence, **options))
+    return subscriber.handle("hashtable_assign", inputs, header(sequence, **options))
 
 
 def first(servable: Servable, id: int) -> float:
@@ -207,12 +207,12 @@ def test_staleness_is_told_while_a_message_is_applied(served: Servable) -> None:
     subscriber = Subscriber(served)
     begin(subscriber)
     push(subscriber, {}, 2, complete=5.0)
-    told: list[float | None] = []
-    asking = threading.Thread(target=lambda: told.append(subscriber.staleness()), daemon=True)
+    staleness: list[float | None] = []
+    asking = threading.Thread(target=lambda: staleness.append(subscriber.staleness()), daemon=True)
     with subscriber._lock:
         asking.start()
         asking.join(LIMIT)
-        assert len(told) == 1
+        assert len(staleness) == 1
 
 
 # ---- positions and bases
@@ -220,7 +220,7 @@ def test_staleness_is_told_while_a_message_is_applied(served: Servable) -> None:
 
 def test_the_position_tells_session_base_sequence_and_layout(served: Servable) -> None:
     subscriber = Subscriber(served)
-    fresh = Position.read(subscriber.handle("sync_position", {}, stamp()))
+    fresh = Position.read(subscriber.handle("sync_position", {}, header()))
     assert (fresh.session, fresh.base, fresh.sequence) == ("", "one", 0)
     assert fresh.layout.part == "standalone"
     assert fresh.layout.tables["user"].dim == 5
@@ -229,9 +229,9 @@ def test_the_position_tells_session_base_sequence_and_layout(served: Servable) -
     begin(subscriber, sequence=7)
     push(subscriber, user(1, value=1.0), 8)
 
-    here = Position.read(subscriber.handle("sync_position", {}, stamp()))
+    here = Position.read(subscriber.handle("sync_position", {}, header()))
     assert (here.session, here.sequence) == (SESSION, 8)
-    assert Position.read(subscriber.handle("sync_position", {}, stamp(session=OTHER))).sequence == 0
+    assert Position.read(subscriber.handle("sync_position", {}, header(session=OTHER))).sequence == 0
     assert Position.read(subscriber.handle("sync_position", {}, {})).sequence == 0
 
 
@@ -307,7 +307,7 @@ def test_controls_need_a_session_and_a_known_name(served: Servable) -> None:
         with pytest.raises(InputError):
             subscriber.handle(signature, {"base": string("")}, {})
     with pytest.raises(InputError, match="'base' must be one string"):
-        subscriber.handle("sync_begin", {}, stamp(1))
+        subscriber.handle("sync_begin", {}, header(1))
 
 
 # ---- replacing everything
@@ -321,7 +321,7 @@ def test_a_replacement_shows_when_it_is_complete_and_not_before(served: Servable
     push(subscriber, {"user:removed": torch.tensor([2])}, 3)
     assert torch.equal(served.lookup("user", torch.arange(500)), old)
 
-    subscriber.handle("sync_end", {}, stamp(4, complete=1.0))
+    subscriber.handle("sync_end", {}, header(4, complete=1.0))
 
     rows = served.lookup("user", torch.arange(500))
     assert rows[1, 0] == 1.0
@@ -336,7 +336,7 @@ def test_many_publishers_replace_together(served: Servable) -> None:
     begin(subscriber, "", index=1, count=2)
     with pytest.raises(SequenceError):
         push(subscriber, user(0, value=2.0), 3, index=0, count=2)
-    asked = subscriber.handle("sync_position", {}, stamp(index=0, count=2))
+    asked = subscriber.handle("sync_position", {}, header(index=0, count=2))
     assert Position.read(asked).base == ""
     with pytest.raises(SequenceError, match="being replaced"):
         begin(subscriber, "one", sequence=4, index=0, count=2)
@@ -344,9 +344,11 @@ def test_many_publishers_replace_together(served: Servable) -> None:
     push(subscriber, user(1, value=1.0), 2, index=1, count=2)
     push(subscriber, user(0, value=3.0), 5, index=0, count=2)
 
-    subscriber.handle("sync_end", {}, stamp(3, index=1, count=2))
-    push(subscriber, user(1, value=4.0), 4, index=1, count=2)  # it goes on while the other is at it
-    subscriber.handle("sync_end", {}, stamp(6, index=0, count=2))
+    subscriber.handle("sync_end", {}, header(3, index=1, count=2))
+    push(
+        subscriber, user(1, value=4.0), 4, index=1, count=2
+    )  # it continues while the other is still replacing
+    subscriber.handle("sync_end", {}, header(6, index=0, count=2))
 
     rows = served.lookup("user", torch.arange(500))
     assert (rows[0, 0], rows[1, 0], rows.sum()) == (3.0, 4.0, 35.0)
@@ -358,7 +360,7 @@ def test_who_replaces_a_second_time_leaves_nothing_of_the_first(served: Servable
     push(subscriber, user(1, value=1.0), 2)
     begin(subscriber, "", sequence=3)
     push(subscriber, user(2, value=1.0), 4)
-    subscriber.handle("sync_end", {}, stamp(5))
+    subscriber.handle("sync_end", {}, header(5))
 
     assert (first(served, 1), first(served, 2)) == (0.0, 1.0)
 
@@ -367,7 +369,7 @@ def test_an_end_without_a_beginning_is_refused(served: Servable) -> None:
     subscriber = Subscriber(served)
     begin(subscriber)
     with pytest.raises(SequenceError, match="nothing is being replaced"):
-        subscriber.handle("sync_end", {}, stamp(2))
+        subscriber.handle("sync_end", {}, header(2))
 
 
 # ---- the checkpoint
@@ -380,7 +382,7 @@ def run(tmp_path: Path) -> tuple[Model, Trainer, Path]:
 
 
 def reload(subscriber: Subscriber) -> Position:
-    return Position.read(subscriber.handle("sync_reload", {}, stamp()))
+    return Position.read(subscriber.handle("sync_reload", {}, header()))
 
 
 def test_deltas_behind_the_base_are_enough_to_catch_up(run: tuple[Model, Trainer, Path]) -> None:
@@ -456,7 +458,7 @@ def test_a_reload_that_comes_late_undoes_nothing(run: tuple[Model, Trainer, Path
     begin(subscriber, sequence=2)
     push(subscriber, user(1, value=7.0), 3)
 
-    subscriber.handle("sync_reload", {}, stamp(1))
+    subscriber.handle("sync_reload", {}, header(1))
 
     assert first(servable, 1) == 7.0
     assert subscriber.counters.reloads == 0
@@ -527,7 +529,7 @@ def test_rows_of_other_tables_are_not_carried(served: Servable, tmp_path: Path) 
 
     subscriber.move_to(other)
 
-    assert Position.read(subscriber.handle("sync_position", {}, stamp())).session == ""
+    assert Position.read(subscriber.handle("sync_position", {}, header())).session == ""
 
 
 @pytest.mark.parametrize("step", [1, -1])
@@ -549,12 +551,12 @@ def test_an_older_version_starts_from_its_own_rows(
     subscriber.move_to(served)
 
     assert first(served, 1) == own
-    assert Position.read(subscriber.handle("sync_position", {}, stamp())).session == ""
+    assert Position.read(subscriber.handle("sync_position", {}, header())).session == ""
     subscriber.close()
 
 
 def test_a_version_with_other_parts_starts_over(tmp_path: Path) -> None:
-    """Its publisher would otherwise go on with the ids of the part that it knew."""
+    """Its publisher would otherwise continue to send the ids of the old part."""
     model = make_model()
     two = export_version(model, tmp_path, base="one", num_shards=2)
     three = export_version(model, tmp_path, base="two", num_shards=3, version=2)
@@ -586,7 +588,7 @@ def test_a_part_takes_what_is_its_own(tmp_path: Path) -> None:
         Subscriber(entry).handle("hashtable_assign", user(1, value=1.0), {})
 
 
-# ---- whatever the network does
+# ---- faults of the network
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -607,7 +609,7 @@ def test_messages_that_come_twice_late_and_out_of_order_are_applied_in_order(
             applied.append(first(served, 1))
 
     def send(signature: str, inputs: dict[str, Any]) -> None:
-        message = (signature, inputs, stamp(next(sequence)))
+        message = (signature, inputs, header(next(sequence)))
         held.append(message)
         for late in chance.sample(held, min(len(held), chance.randrange(3))):
             try:

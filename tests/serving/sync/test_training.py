@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
@@ -40,12 +39,6 @@ def config_of(**flags: Any) -> RunConfig:
     )
 
 
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
 def assert_served(server: ModelServer, model: Model) -> None:
     (served,) = server.models
     servable = served.subscriber.servable
@@ -66,13 +59,13 @@ def assert_part(servable: Servable, model: Model) -> None:
         assert torch.equal(weight, model.state_dict()[name]), name
 
 
-class Told(Watcher):
+class PushWatcher(Watcher):
     """Starts a server of the run's first checkpoint in the middle of training."""
 
     def __init__(self, run: Run, stack: ExitStack, port: int = 0) -> None:
         self._run, self._stack, self._port = run, stack, port
         self.server: ModelServer | None = None
-        self.told: Pushed | None = None
+        self.result: Pushed | None = None
 
     def batch(self, step: int, samples: int, loss: float) -> None:
         if step % 10 == 5 and self.server is None:
@@ -85,7 +78,7 @@ class Told(Watcher):
             )
 
     def pushed(self, pushed: Pushed) -> None:
-        self.told = pushed
+        self.result = pushed
 
 
 def test_a_server_of_the_first_checkpoint_ends_with_everything_that_was_trained(
@@ -93,38 +86,38 @@ def test_a_server_of_the_first_checkpoint_ends_with_everything_that_was_trained(
 ) -> None:
     port = free_port()
     run = Run(config_of(train_publish=f"static:127.0.0.1:{port}", train_save_every=10), tmp_path / "run")
-    told = Told(run, stack, port)
+    watcher = PushWatcher(run, stack, port)
 
-    run.train(told)
+    run.train(watcher)
 
-    assert told.server is not None
-    assert told.told is not None
-    assert told.told.lagging == ()
-    assert told.told.servers == 1
-    assert told.told.rows >= sum(run.rows().values())
-    assert_served(told.server, run.model)
+    assert watcher.server is not None
+    assert watcher.result is not None
+    assert watcher.result.lagging == ()
+    assert watcher.result.servers == 1
+    assert watcher.result.rows >= sum(run.rows().values())
+    assert_served(watcher.server, run.model)
 
 
 def test_a_resumed_run_goes_on_with_its_servers(tmp_path: Path, stack: ExitStack) -> None:
     port = free_port()
     url = f"static:127.0.0.1:{port}"
     run = Run(config_of(train_publish=url, train_max_steps=8), tmp_path / "run")
-    told = Told(run, stack, port)
-    run.train(told)
+    watcher = PushWatcher(run, stack, port)
+    run.train(watcher)
     resumed = Run.resume(tmp_path / "run", {"max_steps": 16})
     saves = checkpoint.read_manifest(tmp_path / "run" / "checkpoint").tip
     assert resumed.config.train.publish == url
 
     resumed.train()
 
-    assert told.server is not None
-    assert_served(told.server, resumed.model)
+    assert watcher.server is not None
+    assert_served(watcher.server, resumed.model)
     quiet = Run.resume(tmp_path / "run", {"max_steps": 17, "publish": ""})
     quiet.train()
     with pytest.raises(AssertionError):
-        assert_served(told.server, quiet.model)
+        assert_served(watcher.server, quiet.model)
     assert checkpoint.read_manifest(tmp_path / "run" / "checkpoint").tip != saves
-    (served,) = told.server.models
+    (served,) = watcher.server.models
     assert served.subscriber.counters.replacements == 0
 
 
@@ -134,12 +127,12 @@ def test_a_server_that_is_not_there_is_named_at_the_end(
     monkeypatch.setattr("megalith.training.publishing.FINISH_SECONDS", 0.2)
     run = Run(config_of(train_publish="static:127.0.0.1:9", train_max_steps=2), tmp_path / "run")
     with ExitStack() as stack:
-        told = Told(run, stack)
-        run.train(told)
+        watcher = PushWatcher(run, stack)
+        run.train(watcher)
 
-    assert told.told is not None
-    assert (told.told.rows, told.told.servers) == (0, 0)
-    (text,) = told.told.lagging
+    assert watcher.result is not None
+    assert (watcher.result.rows, watcher.result.servers) == (0, 0)
+    (text,) = watcher.result.lagging
     assert text.startswith("clicks at 127.0.0.1:9: UNAVAILABLE")
 
 
@@ -155,11 +148,11 @@ def test_a_discovery_that_makes_no_sense_is_refused_before_anything_is_written(
 
 def resume_on_ranks(run: Path, url: str) -> int:
     resumed = Run.resume(run, {"publish": url, "max_steps": 12})
-    told = Told(resumed, ExitStack())
-    told.server = cast(ModelServer, True)  # it runs elsewhere
-    resumed.train(told)
-    assert told.told is not None
-    assert (told.told.lagging, told.told.servers) == ((), 1)
+    watcher = PushWatcher(resumed, ExitStack())
+    watcher.server = cast(ModelServer, True)  # it runs elsewhere
+    resumed.train(watcher)
+    assert watcher.result is not None
+    assert (watcher.result.lagging, watcher.result.servers) == ((), 1)
     return len(resumed.model.embeddings.shards.local["user"])
 
 
@@ -185,7 +178,7 @@ def test_ranks_push_each_its_own_rows_wherever_they_are_served(
         assert_part(servable, trained)
 
 
-def told_by_command(folder: Path, *flags: str) -> str:
+def output_of_command(folder: Path, *flags: str) -> str:
     config = folder / "run.toml"
     config.write_text('[data]\nkind = "synthetic"\nbatch_size = 32\n[data.options]\nnum_batches = 4\n')
     train = ["train", "--config", str(config), "--run", str(folder / "run")]
@@ -199,16 +192,16 @@ def told_by_command(folder: Path, *flags: str) -> str:
 def test_the_command_says_which_servers_lag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megalith.training.publishing.FINISH_SECONDS", 0.2)
 
-    said = told_by_command(tmp_path, "--publish", "static:127.0.0.1:9")
+    output = output_of_command(tmp_path, "--publish", "static:127.0.0.1:9")
 
-    assert "pushed 0 rows to 0 servers" in said
-    assert said.count("not everything was pushed: clicks at 127.0.0.1:9") == 1
+    assert "pushed 0 rows to 0 servers" in output
+    assert output.count("not everything was pushed: clicks at 127.0.0.1:9") == 1
 
 
 def test_the_command_says_that_discovery_names_no_server(tmp_path: Path) -> None:
     url = f"file:{tmp_path / 'servers.json'}"
 
-    assert f"nothing was pushed: {url} names no server" in told_by_command(tmp_path, "--publish", url)
+    assert f"nothing was pushed: {url} names no server" in output_of_command(tmp_path, "--publish", url)
 
 
 def test_pushes_travel_by_tls_and_show_a_token(tmp_path: Path, stack: ExitStack) -> None:
@@ -227,22 +220,22 @@ def test_pushes_travel_by_tls_and_show_a_token(tmp_path: Path, stack: ExitStack)
     address = f"localhost:{server.address.rpartition(':')[2]}"
     changes = {"publish": f"static:{address}", "publish_ca_file": str(certificates.authority)}
 
-    def go_on(steps: int, token: str) -> tuple[Run, Pushed]:
+    def resume(steps: int, token: str) -> tuple[Run, Pushed]:
         files = {"publish_token_file": str(tmp_path / token)}
         run = Run.resume(tmp_path / "run", {**changes, **files, "max_steps": steps})
-        told = Told(run, stack)
-        told.server = server
-        run.train(told)
-        assert told.told is not None
-        return run, told.told
+        watcher = PushWatcher(run, stack)
+        watcher.server = server
+        run.train(watcher)
+        assert watcher.result is not None
+        return run, watcher.result
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megalith.training.publishing.FINISH_SECONDS", 0.5)
-        refused, told = go_on(4, "wrong")
-    assert [text.partition(": ")[0] for text in told.lagging] == [f"clicks at {address}"]
+        refused, pushed = resume(4, "wrong")
+    assert [text.partition(": ")[0] for text in pushed.lagging] == [f"clicks at {address}"]
     with pytest.raises(AssertionError):
         assert_served(server, refused.model)
 
-    run, told = go_on(6, "token")
-    assert (told.lagging, told.servers) == ((), 1)
+    run, pushed = resume(6, "token")
+    assert (pushed.lagging, pushed.servers) == ((), 1)
     assert_served(server, run.model)

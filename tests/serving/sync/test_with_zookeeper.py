@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-
-import pytest
 
 from megalith.models import Model
 from megalith.serving.discovery import ZooKeeperDiscovery
@@ -19,12 +16,6 @@ from tests.serving.zookeeper import ZooKeeper, zookeeper
 
 __all__ = ["zookeeper"]
 HOUR = 3600.0
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def serve(folder: Path, hosts: str, stack: ExitStack) -> ModelServer:
