@@ -62,7 +62,7 @@ def test_a_table_the_checkpoint_lacks_keeps_what_it_has_and_is_named() -> None:
     store, net = saved(table("a"))
     other = Net([table("a"), table("b")]).fill(2)
     before = rows(other, "b")
-    with pytest.warns(UserWarning, match=r"has nothing for 'emb\.b'"):
+    with pytest.warns(UserWarning, match=r"does not hold 'emb\.b'"):
         report = checkpoint.load(other, store)
     assert report.missing == ["emb.b"]
     assert report.extra == []
@@ -74,7 +74,7 @@ def test_a_table_the_checkpoint_lacks_keeps_what_it_has_and_is_named() -> None:
 def test_a_table_the_model_lacks_is_left_out_and_named() -> None:
     store, net = saved(table("a"), table("b"))
     other = Net([table("a")])
-    with pytest.warns(UserWarning, match=r"no place for: 'emb\.b'"):
+    with pytest.warns(UserWarning, match=r"the model does not have: 'emb\.b'"):
         report = checkpoint.load(other, store)
     assert (report.missing, report.extra) == ([], ["emb.b"])
     assert_same_tables(rows(other, "a"), rows(net, "a"))
@@ -85,7 +85,7 @@ def test_a_damaged_file_that_is_not_needed_does_no_harm() -> None:
     manifest = checkpoint.read_manifest(store)
     store.files[manifest.tables()["emb.b"][0].pieces[0].file.path] = b"x"
     other = Net([table("a")])
-    with pytest.warns(UserWarning, match="no place for"):
+    with pytest.warns(UserWarning, match="the model does not have"):
         checkpoint.load(other, store)
     assert_same_tables(rows(other, "a"), rows(net, "a"))
 
@@ -112,9 +112,9 @@ def test_names_may_be_exchanged() -> None:
 @pytest.mark.parametrize(
     ("rename", "words"),
     [
-        ({"emb.x": "emb.a"}, r"holds no 'emb\.x'; it holds emb\.a, emb\.b, head\.bias, head\.weight"),
-        ({"emb.a": "emb.b"}, "two tables of .* would have one name"),
-        ({"head.weight": "head.bias"}, "two dense weights of .* would have one name"),
+        ({"emb.x": "emb.a"}, r"does not hold 'emb\.x'; it holds emb\.a, emb\.b, head\.bias, head\.weight"),
+        ({"emb.a": "emb.b"}, "two tables of .* would have the same name"),
+        ({"head.weight": "head.bias"}, "two dense weights of .* would have the same name"),
     ],
 )
 def test_a_mapping_that_makes_no_sense_is_refused(rename: dict[str, str], words: str) -> None:
@@ -127,11 +127,11 @@ def test_a_mapping_that_makes_no_sense_is_refused(rename: dict[str, str], words:
 
 
 CHANGES = {
-    "dim": ({"dim": 3}, "segment 0 has dim 2, here 3"),
-    "optimizer": ({"optimizer": Adam(0.1)}, "trained with adagrad, here it is adam"),
+    "dim": ({"dim": 3}, "segment 0 has dim 2, but the model's has dim 3"),
+    "optimizer": ({"optimizer": Adam(0.1)}, "trained with adagrad, but the model uses adam"),
     "segments": (
         {"dim": None, "optimizer": None, "segments": [Segment(1, optimizer=Adagrad(0.1))] * 2},
-        "has 1 segments, here 2",
+        "has 1 segments, but the model's has 2",
     ),
 }
 
@@ -146,7 +146,7 @@ def test_a_changed_table_is_refused_by_name_or_left_out_if_that_is_allowed(what:
         checkpoint.load(other, store)
     assert_same_tables(rows(other, "a"), before)
 
-    with pytest.warns(UserWarning, match=r"has nothing for 'emb\.a'"):
+    with pytest.warns(UserWarning, match=r"does not hold 'emb\.a'"):
         report = checkpoint.load(other, store, allow_missing=True)
     assert report.missing == ["emb.a"]
     assert_same_tables(rows(other, "a"), before)
@@ -180,8 +180,8 @@ def test_dense_weights_that_do_not_fit_are_left_alone_if_that_is_allowed() -> No
     with pytest.raises(CheckpointError, match=r"lacks \['new\.bias', 'new\.weight'\]"):
         checkpoint.load(other, store)
     with (
-        pytest.warns(UserWarning, match="has nothing for 'new.bias', 'new.weight'"),
-        pytest.warns(UserWarning, match="no place for: 'gone.bias', 'gone.weight', 'head.bias'"),
+        pytest.warns(UserWarning, match="does not hold 'new.bias', 'new.weight'"),
+        pytest.warns(UserWarning, match="the model does not have: 'gone.bias', 'gone.weight', 'head.bias'"),
     ):
         report = checkpoint.load(other, store, allow_missing=True)
     assert report.missing == ["new.bias", "new.weight"]
@@ -193,7 +193,7 @@ def test_an_optimizer_that_was_not_saved_is_not_loaded() -> None:
     store, _ = saved(table("a"), head=nn.Linear(2, 1))
     other = Net([table("a")], head=nn.Linear(2, 1)).fill(2)
     before = rows(other, "a")
-    with pytest.raises(CheckpointError, match="no optimizer state; load without"):
+    with pytest.raises(CheckpointError, match="does not hold optimizer state; load without"):
         checkpoint.load(other, store, optimizer=torch.optim.SGD(other.parameters(), 0.1))
     assert_same_tables(rows(other, "a"), before)
 
@@ -291,7 +291,7 @@ def test_a_row_twice_is_kept_once_and_said() -> None:
     entry["live"] = 6
     store.files["manifest.json"] = json.dumps(manifest).encode()
 
-    with pytest.warns(UserWarning, match=r"holds rows twice, of table 'emb\.a'"):
+    with pytest.warns(UserWarning, match=r"holds duplicate rows of table 'emb\.a'"):
         report = checkpoint.load(Net([table("a")]), store)
 
     assert report.tables["emb.a"] == checkpoint.TableReport(read=6, kept=3, refused=3)

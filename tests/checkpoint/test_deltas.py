@@ -212,7 +212,7 @@ def test_after_a_load_of_some_tables_a_delta_has_no_base() -> None:
         [config, TableConfig("new", dim=1, optimizer=SGD(1.0))], [Feature("f", "t"), Feature("g", "new")]
     )
     checkpoint.save(model, a)
-    with pytest.warns(UserWarning, match="has nothing for 'new'"):
+    with pytest.warns(UserWarning, match="does not hold 'new'"):
         checkpoint.load(model, b)
     for store in (a, b):
         with pytest.raises(UsageError, match="which is none"):

@@ -244,7 +244,7 @@ def collection(**options: Any) -> EmbeddingCollection:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"dim": 3}, CheckpointError, "dim 2, here 3"),
+        ({"dim": 3}, CheckpointError, "dim 2, but the model's has dim 3"),
         ({"optimizer": Adagrad(1.0)}, CheckpointError, "sgd.*adagrad"),
         (
             {"dist_type": "hash_roundrobin"},
@@ -254,7 +254,7 @@ def collection(**options: Any) -> EmbeddingCollection:
         (
             {"dim": None, "optimizer": None, "segments": [Segment(1, optimizer=SGD(1.0))] * 2},
             CheckpointError,
-            "1 segments, here 2",
+            "1 segments, but the model's has 2",
         ),
     ],
 )
@@ -286,5 +286,5 @@ def test_what_cannot_be_saved_is_said(tmp_path: Path) -> None:
         checkpoint.save(collection(), tmp_path, progress={"x": float("nan")})
     assert not list(tmp_path.glob("data-*"))
     checkpoint.save(nn.Sequential(collection(), nn.Linear(1, 1)), tmp_path)
-    with pytest.raises(CheckpointError, match="dense weights do not fit"):
+    with pytest.raises(CheckpointError, match="dense weights do not match"):
         checkpoint.load(nn.Sequential(collection(), nn.Linear(1, 1, bias=False)), tmp_path)

@@ -149,9 +149,9 @@ def lost_tensor(root: Path, data: dict[str, Any]) -> None:
     ("harm", "words"),
     [
         (duplicate, "more than once"),
-        (lost_delta_row, "it has 30 rows, its manifest says 29"),
+        (lost_delta_row, "it has 30 rows, but its manifest states 29"),
         (saved_and_removed, "both saved and removed"),
-        (wrong_live, "it has 30 rows, its manifest says 29"),
+        (wrong_live, "it has 30 rows, but its manifest states 29"),
         (wrong_shard, "on shard 1, against the routing"),
         (gap, "gap in the chain"),
         (lost_tensor, "'nowhere' is missing"),
@@ -176,7 +176,7 @@ def test_rows_on_the_wrong_shard(saved: Path, tmp_path: Path) -> None:
     rewrite(root, swap)
     problems = checkpoint.verify(root).problems
     assert len(problems) == len(user(manifest_of(root))["pieces"])
-    assert all("against the routing, Router('roundrobin', 2)" in problem for problem in problems)
+    assert all("against the routing Router('roundrobin', 2)" in problem for problem in problems)
 
 
 def test_what_is_no_checkpoint_is_a_problem_too(tmp_path: Path) -> None:

@@ -157,12 +157,12 @@ def test_ls_of_a_directory_is_a_line_each_and_marks_what_cannot_be_read(
 
     listed = as_json("ls", runs)["checkpoints"]
     assert [each["complete"] for each in listed] == [False, False, True, True, True]
-    assert "no manifest" in listed[1]["problem"]
+    assert "not the manifest" in listed[1]["problem"]
 
 
 def test_ls_names_what_a_broken_save_left(saved: Path) -> None:
     (saved / "data-0123456789ab").mkdir()
-    assert "data-0123456789ab is of a save that is under way or was cut off" in words(run("ls", saved))
+    assert "data-0123456789ab belongs to an unfinished save" in words(run("ls", saved))
     assert as_json("ls", saved)["checkpoints"][0]["leftovers"] == ["data-0123456789ab"]
 
 
@@ -171,7 +171,7 @@ def test_ls_names_what_a_broken_save_left(saved: Path) -> None:
 
 def test_verify(saved: Path) -> None:
     said = words(run("verify", saved))
-    assert re.fullmatch(r"all is well: 6 files, [\d.]+ \w+, 17 rows read ", said)
+    assert re.fullmatch(r"no problems: 6 files, [\d.]+ \w+, 17 rows read ", said)
     assert as_json("verify", saved)["ok"]
 
 
@@ -183,7 +183,7 @@ def test_verify_lists_all_that_is_wrong_and_exits_with_1(saved: Path) -> None:
 
     result = run("verify", saved)
     assert result.exit_code == 1
-    problems = [line for line in result.stdout.splitlines() if line.startswith("wrong: ")]
+    problems = [line for line in result.stdout.splitlines() if line.startswith("problem: ")]
     assert [str(path) in problem for path, problem in zip((first, second), problems, strict=True)] == [
         True,
         True,
@@ -226,7 +226,7 @@ def test_diff(saved: Path, tmp_path: Path) -> None:
 
 
 def test_diff_of_equals(saved: Path) -> None:
-    assert words(run("diff", saved, saved)) == "nothing differs "
+    assert words(run("diff", saved, saved)) == "no differences "
     assert as_json("diff", saved, saved)["same"]
 
 
@@ -260,7 +260,7 @@ def test_reshard(saved: Path, tmp_path: Path) -> None:
     assert as_json("verify", to)["ok"]
     assert user_rows(to) == user_rows(saved)
 
-    assert "holds a checkpoint already" in error(run("reshard", saved, to, "--ranks", 2))
+    assert "already holds a checkpoint" in error(run("reshard", saved, to, "--ranks", 2))
     words(run("reshard", saved, to, "--ranks", 2, "--replace"))
     assert user_rows(to) == user_rows(saved)
 
@@ -372,7 +372,7 @@ def test_every_command_takes_addresses(saved: Path, bucket: str, tmp_path: Path)
         (("compact", "nowhere"), "nowhere holds no complete checkpoint"),
         (("export", "nowhere", "out"), "nowhere holds no complete checkpoint"),
         (("reshard", "nowhere", "there", "--ranks", "2"), "nowhere holds no complete checkpoint"),
-        (("ls", "odd://place"), "odd://place is no address"),
+        (("ls", "odd://place"), "odd://place does not name an object store"),
     ],
 )
 def test_wrong_places_are_one_line(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -235,6 +238,51 @@ def test_prefix_of_a_bucket(server: FaultServer) -> None:
     wait(store.put("x", b"1", timeout=LIMIT))
     assert [request.key for request in server.log] == ["peers/7/x"]
     assert wait(store.head("x", timeout=LIMIT)).size == 1
+
+
+def test_the_environment_applies_and_options_win(
+    server: FaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    assert wait(open_store(f"s3://{server.bucket}").put("a", b"1", timeout=LIMIT))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    assert got(s3_store(server.bucket, endpoint=server.endpoint), "a") == b"1"
+
+
+def test_requests_are_signed_if_there_are_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    signatures: list[str] = []
+
+    class Recorder(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            signatures.append(self.headers.get("Authorization", "none"))
+            self.send_response(404)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    def ask(**options: str) -> None:
+        endpoint = f"http://127.0.0.1:{recorder.server_port}"
+        store = s3_store("bucket", endpoint=endpoint, **options)  # type: ignore[arg-type]
+        assert status_of(store.head("k", timeout=LIMIT)) is Status.NOT_FOUND
+
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Recorder) as recorder:
+        threading.Thread(target=recorder.serve_forever, daemon=True).start()
+        ask()
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "mine")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        ask()
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
+        ask()
+        ask(access_key_id="other", secret_access_key="secret", region="us-west-2")
+        recorder.shutdown()
+    assert signatures[0] == "none"
+    assert re.match(r".*Credential=mine/\d+/us-east-1/s3/", signatures[1])
+    assert re.match(r".*Credential=mine/\d+/eu-west-1/s3/", signatures[2])
+    assert re.match(r".*Credential=other/\d+/us-west-2/s3/", signatures[3])
 
 
 def test_statuses_blame_one_side_only() -> None:

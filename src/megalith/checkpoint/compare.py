@@ -1,12 +1,12 @@
-"""diff: what differs between two checkpoints, without a model.
+"""diff: the differences between two checkpoints, without a model.
 
-Files are read one after the other. Of each row its id, a hash of its content and its place are kept; both
-sides are sorted by id and laid side by side. Rows whose hashes differ are read again, some at a time, for how
-much their weights differ. Memory: about 60 bytes for each row of the two tables at hand, 256 MiB for rows
-that differ, one file, and the dense weights of both sides.
+Files are read one at a time. For each row, its id, a hash of its content and its position are kept; both
+sides are sorted by id and compared. Rows whose hashes differ are read again in batches, to compute by how
+much their weights differ. The memory is about 60 bytes for each row of one table on both sides, 256 MiB for
+rows that differ, one file, and the dense weights of both sides.
 
-Reading again costs little where rows lie in about the same order on both sides, as they do in checkpoints of
-one run. Where they do not, each 256 MiB of weights that differ may cost a pass over the other side's table.
+Reading again is cheap if rows have about the same order on both sides, as in checkpoints of one run.
+Otherwise each 256 MiB of weights that differ may cost a pass over the other side's table.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from megalith.storage.store import Store, StoredFile, open_store
 from megalith.table import Chunk
 
 BATCH_BYTES = 256 << 20
-"""Weights of rows that differ, of both sides, held at a time."""
-_HASHED_AT_ONCE = 1 << 19
+"""Memory for the weights of rows that differ, of both sides together."""
+_HASH_BLOCK = 1 << 19
 _INDEX_BYTES = 64
 _MAX_NESTING = 16
 
@@ -39,7 +39,7 @@ OnRows = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Change:
-    """A value of either side; None where a side has none."""
+    """A value of both sides; None if a side does not have it."""
 
     before: Any
     after: Any
@@ -47,7 +47,7 @@ class Change:
 
 @dataclass(frozen=True)
 class LargestChange:
-    """The weight that differs most. amount: infinite where one side is NaN or infinite."""
+    """The weight that differs most. The amount is infinite if one side is NaN or infinite."""
 
     id: int
     column: int
@@ -58,12 +58,18 @@ class LargestChange:
 
 @dataclass(frozen=True)
 class TableDifference:
-    """A table that both checkpoints have.
+    """The differences of a table that both checkpoints have.
 
-    before, after: its rows. added, removed: rows of ids that one side lacks. changed: rows whose weights,
-    optimizer state, time or count differ; weights: of these, rows whose weights do. Where the optimizers keep
-    other state that is left out; where dims differ, rows are not looked into. settings: dims, optimizers,
-    routing and seed that differ.
+    Attributes:
+        before: Number of rows in the first checkpoint.
+        after: Number of rows in the second checkpoint.
+        added: Number of ids that only the second has.
+        removed: Number of ids that only the first has.
+        changed: Number of rows whose weights, optimizer state, time or count differ. Optimizer state is not
+            compared if its sizes differ, and rows are not compared if the dims differ.
+        weights: Number of rows whose weights differ.
+        largest: The largest difference of a weight.
+        settings: The dims, optimizers, routing and seed that differ.
     """
 
     before: int
@@ -77,13 +83,13 @@ class TableDifference:
 
     @property
     def same(self) -> bool:
-        """Whether nothing differs."""
+        """Whether there is no difference."""
         return not (self.added or self.removed or self.changed or self.settings)
 
 
 @dataclass(frozen=True)
 class DenseDifference:
-    """A dense weight. shapes: of either side. largest: by how much a value differs, if shapes do not."""
+    """A dense weight that differs: its shapes and, if they are equal, the largest difference of a value."""
 
     shapes: Change
     largest: float | None
@@ -91,10 +97,16 @@ class DenseDifference:
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs between two checkpoints.
+    """The differences between two checkpoints.
 
-    only_before, only_after: tables that one side lacks. optimizer: whether the dense optimizer's state
-    differs. steps: by collection. progress: what the caller saved, by "key.key"; a run's config is there.
+    Attributes:
+        tables: The differences of each table that both have.
+        only_before: Tables that only the first has.
+        only_after: Tables that only the second has.
+        dense: The dense weights that differ.
+        optimizer: Whether the state of the dense optimizer differs.
+        steps: The global steps that differ, by collection.
+        progress: The caller's data that differ, by "key.key"; they include the config of a run.
     """
 
     tables: dict[str, TableDifference]
@@ -107,7 +119,7 @@ class Difference:
 
     @property
     def same(self) -> bool:
-        """Whether nothing differs."""
+        """Whether there is no difference."""
         rest = self.only_before or self.only_after or self.dense or self.steps or self.progress
         return not (rest or self.optimizer) and all(table.same for table in self.tables.values())
 
@@ -115,10 +127,20 @@ class Difference:
 def diff(
     before: str | PathLike[str], after: str | PathLike[str], *, on_rows: OnRows | None = None
 ) -> Difference:
-    """What differs between two checkpoints, deltas applied. Raises CheckpointError if one is damaged.
+    """Compare two checkpoints, with their deltas applied.
 
-    on_rows: called with the number of rows read so far, of both sides together. Files of an object store are
-    fetched once, into a temporary directory.
+    Files of an object store are fetched once, into a temporary directory.
+
+    Args:
+        before: The directory or URL of the first checkpoint.
+        after: The directory or URL of the second checkpoint.
+        on_rows: Called with the number of rows read so far, of both sides together.
+
+    Returns:
+        The differences.
+
+    Raises:
+        CheckpointError: A checkpoint is missing or damaged.
     """
     stores = open_store(before), open_store(after)
     old, new = read_manifest(stores[0]), read_manifest(stores[1])
@@ -155,7 +177,7 @@ def _needed(manifest: Manifest) -> list[StoredFile]:
 
 
 class _RowCount:
-    """Rows read so far."""
+    """Counts the rows read so far and reports them."""
 
     def __init__(self, on_rows: OnRows | None) -> None:
         self._on_rows = on_rows
@@ -168,9 +190,9 @@ class _RowCount:
 
 
 class _Index:
-    """The rows of a table as its saves leave it: ids (sorted), a hash of each row, and its place.
+    """The latest rows of a table: its sorted ids, and the hash and position of each row, all int64 [n].
 
-    A row's place is its number among the rows of all files in order. ids, hashes, places: int64 [n].
+    The position of a row is its number among the rows of all files in order.
     """
 
     def __init__(self, store: Store, entries: list[TableEntry], *, state: bool, count: _RowCount) -> None:
@@ -178,14 +200,14 @@ class _Index:
         self.dim = entries[-1].dim
         self._pieces: list[tuple[Piece, TableEntry]] = []
         self._starts: list[int] = []
-        ids, hashes, places = [], [], []
+        ids, hashes, positions = [], [], []
         rows = removed = 0
         for entry in entries:
             for piece in entry.pieces:
                 chunk = read_chunk(store, piece, entry)
                 ids.append(chunk.ids.clone())
                 hashes.append(_hash(chunk, state))
-                places.append(torch.arange(rows, rows + piece.rows))
+                positions.append(torch.arange(rows, rows + piece.rows))
                 self._pieces.append((piece, entry))
                 self._starts.append(rows)
                 rows += piece.rows
@@ -193,32 +215,34 @@ class _Index:
             for piece in entry.removed:
                 ids.append(read_removed(store, piece).clone())
                 hashes.append(torch.zeros(piece.rows, dtype=torch.int64))
-                places.append(torch.full((piece.rows,), -1))
+                positions.append(torch.full((piece.rows,), -1))
                 removed += piece.rows
-        # A stable sort: of an id's rows the last is that of the newest save, and -1 if that removed it.
+        # The sort is stable: the last row of an id is that of the newest save; -1 if that save removed it.
         self.ids, order = _join(ids).sort(stable=True)
         last = torch.ones(self.ids.numel(), dtype=torch.bool)
         last[:-1] = self.ids[1:] != self.ids[:-1]
         self.ids, order = self.ids[last], order[last]
-        self.places = _join(places)[order]
+        self.positions = _join(positions)[order]
         self.hashes = _join(hashes)[order]
         if removed:
-            kept = self.places >= 0
-            self.ids, self.places, self.hashes = self.ids[kept], self.places[kept], self.hashes[kept]
+            kept = self.positions >= 0
+            self.ids, self.positions, self.hashes = self.ids[kept], self.positions[kept], self.hashes[kept]
 
-    def weights(self, places: Tensor) -> Tensor:
-        """The weights of the rows at some places, read again: int64 [n] -> float32 [n, dim]."""
-        found = torch.empty(places.numel(), self.dim)
-        numbers = torch.searchsorted(torch.tensor(self._starts), places, right=True) - 1
+    def weights(self, positions: Tensor) -> Tensor:
+        """Read the weights of the rows at some positions again: int64 [n] -> float32 [n, dim]."""
+        found = torch.empty(positions.numel(), self.dim)
+        numbers = torch.searchsorted(torch.tensor(self._starts), positions, right=True) - 1
         for number in torch.unique(numbers).tolist():
             piece, entry = self._pieces[number]
             inside = numbers == number
-            found[inside] = read_chunk(self._store, piece, entry).rows[places[inside] - self._starts[number]]
+            found[inside] = read_chunk(self._store, piece, entry).rows[
+                positions[inside] - self._starts[number]
+            ]
         return found
 
 
 def _join(parts: list[Tensor]) -> Tensor:
-    """The parts as one, int64; they are let go."""
+    """Concatenate int64 tensors and empty the list, which frees them."""
     whole = torch.cat([torch.empty(0, dtype=torch.int64), *parts])
     parts.clear()
     return whole
@@ -237,7 +261,7 @@ def _compare_table(
     changed = common.nonzero()[:, 0]
     if old.dim == new.dim:
         changed = changed[a.hashes[changed] != b.hashes[at[changed]]]
-        weights, largest = _look_closer(a, changed, b, at[changed])
+        weights, largest = _compare_weights(a, changed, b, at[changed])
     else:
         changed, weights, largest = changed[:0], 0, None
     return TableDifference(
@@ -252,18 +276,20 @@ def _compare_table(
     )
 
 
-def _look_closer(a: _Index, rows_a: Tensor, b: _Index, rows_b: Tensor) -> tuple[int, LargestChange | None]:
-    """Of rows that differ, side by side: how many differ in their weights, and the weight that does most."""
+def _compare_weights(
+    a: _Index, rows_a: Tensor, b: _Index, rows_b: Tensor
+) -> tuple[int, LargestChange | None]:
+    """Of pairs of rows that differ, return how many differ in weights, and the largest difference."""
     if not rows_a.numel():
         return 0, None
-    order = torch.argsort(a.places[rows_a])
+    order = torch.argsort(a.positions[rows_a])
     size = max(1, BATCH_BYTES // (16 * a.dim + _INDEX_BYTES))
     differing, largest = 0, None
     for part in order.split(size):
-        before, after = a.weights(a.places[rows_a[part]]), b.weights(b.places[rows_b[part]])
+        before, after = a.weights(a.positions[rows_a[part]]), b.weights(b.positions[rows_b[part]])
         differs = before.view(torch.int32) != after.view(torch.int32)
         differing += int(differs.any(1).sum())
-        # Equal infinities would differ by NaN; every other NaN is a change without bounds.
+        # The difference of equal infinities is NaN, but they are equal; any other NaN counts as infinite.
         amounts = (
             (before - after).abs().nan_to_num_(nan=torch.inf, posinf=torch.inf).masked_fill_(~differs, 0)
         )
@@ -282,7 +308,7 @@ def _look_closer(a: _Index, rows_a: Tensor, b: _Index, rows_b: Tensor) -> tuple[
 
 
 def _hash(chunk: Chunk, state: bool) -> Tensor:
-    """A hash of each row's content, int64 [n]: two contents share one by a chance of 2^-64."""
+    """Return a hash of each row's content, int64 [n]; two contents collide with probability 2^-64."""
     parts = [chunk.rows, *(chunk.state[key] for key in sorted(chunk.state) if state)]
     whole = [chunk.time] if chunk.count is None else [chunk.time, chunk.count]
     total = torch.zeros(chunk.ids.numel(), dtype=torch.int64)
@@ -290,7 +316,7 @@ def _hash(chunk: Chunk, state: bool) -> Tensor:
     for values in [*(part.contiguous().view(torch.int32) for part in parts), *(t[:, None] for t in whole)]:
         width = values.shape[1]
         salt = mix(torch.arange(column + 1, column + 1 + width))
-        step = max(1, _HASHED_AT_ONCE // width)
+        step = max(1, _HASH_BLOCK // width)
         for start in range(0, total.numel(), step):
             total[start : start + step] += mix(values[start : start + step].long() + salt).sum(1)
         column += width
@@ -318,7 +344,7 @@ def _settings(entry: TableEntry) -> dict[str, Any]:
     }
 
 
-# ---- the rest
+# ---- dense weights, optimizer, progress
 
 
 def _read(store: Store, file: StoredFile | None) -> dict[str, Tensor]:
@@ -346,7 +372,7 @@ def _optimizer(store: Store, manifest: Manifest) -> Any:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether nested data are the same, tensors bit by bit."""
+    """Whether nested data are equal, tensors bit by bit."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         alike = a.dtype == b.dtype and a.shape == b.shape
         return alike and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
@@ -358,7 +384,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _flat(data: Any, name: str = "", depth: int = 0) -> dict[str, Any]:
-    """Nested objects as one, by "key.key"."""
+    """Flatten nested objects to one, by "key.key"."""
     if not isinstance(data, dict) or not data or depth == _MAX_NESTING:
         return {name: data} if name else {}
     return {

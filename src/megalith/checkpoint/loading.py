@@ -1,8 +1,8 @@
-"""load: a checkpoint into a model, whatever the number of ranks on either side.
+"""load: read a checkpoint into a model. The numbers of ranks of the two may differ.
 
-All files are verified, and what they hold is compared with manifest and model, before anything is written.
-Rows are then read piece by piece, base first and deltas in order; with many ranks each keeps the rows it
-owns, by the routing of the model, not of the checkpoint.
+All files are verified and compared with the manifest and the model before any table changes. Then the rows
+are read file by file, the base first and the deltas in order. With several ranks each keeps the rows that it
+owns by the routing of the model, not that of the checkpoint.
 """
 
 from __future__ import annotations
@@ -46,8 +46,13 @@ _agree = partial(agree, error=CheckpointError)
 
 @dataclass(frozen=True)
 class TableReport:
-    """Rows of a table, all ranks together. read: in the files, deltas included. kept: now in the table.
-    refused: of the rows it had when it was saved, how many are not there now."""
+    """Numbers of rows of a table, summed over all ranks.
+
+    Attributes:
+        read: Rows in the files, deltas included.
+        kept: Rows that are now in the table.
+        refused: Rows that the table had when it was saved but does not have now.
+    """
 
     read: int
     kept: int
@@ -56,8 +61,15 @@ class TableReport:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a load did. missing: tables and dense weights of the model that were left as they were; extra: of
-    the checkpoint, that the model has no place for. progress: the caller's, as saved."""
+    """The result of a load.
+
+    Attributes:
+        manifest: The manifest of the checkpoint.
+        tables: The numbers of rows by table.
+        missing: Tables and dense weights of the model that were not loaded and keep their values.
+        extra: Tables and dense weights of the checkpoint that the model does not have.
+        progress: The caller's data, as passed to `save`.
+    """
 
     manifest: Manifest
     tables: dict[str, TableReport]
@@ -67,13 +79,13 @@ class LoadReport:
 
     @property
     def rows(self) -> dict[str, int]:
-        """Rows now in each table that was loaded."""
+        """The number of rows of each loaded table."""
         return {name: report.kept for name, report in self.tables.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """What `load` was asked for; see there."""
+class _LoadOptions:
+    """The options of `load`, which describes them."""
 
     optimizer: torch.optim.Optimizer | None
     reroute: bool
@@ -96,24 +108,37 @@ def load(
     deltas: bool = True,
     on_rows: Callable[[int], None] | None = None,
 ) -> LoadReport:
-    """Loads what `save` wrote: rows of all collections, dense weights, and the optimizer's state if given.
+    """Load a checkpoint: the rows of all collections, dense weights, and the optimizer's state if given.
 
-    Hyper-parameters, engine and number of ranks may differ; optimizer classes, segments and dims may not, and
-    the error says which does. A routing mode other than the one saved raises, unless reroute=True. A table
-    that the checkpoint lacks keeps what it has, one the model lacks is left out; both are named in the report
-    and warned of. rename: {name in the checkpoint: name here}, of tables ("collection.table") and dense
-    weights. drop_optimizer_state: True, or the tables whose optimizer state starts anew. allow_missing:
-    tables and dense weights that do not fit are left as they are, and named, instead of raising.
-    deltas: tables remember what changes from now on, for `save_delta` to this path. on_rows: called with the
-    number of rows read so far.
+    Hyperparameters, engine and number of ranks may differ from the saved model; optimizer classes, segments
+    and dims may not. A table that the checkpoint lacks keeps its rows, and a table that the model lacks is
+    ignored; the report names both, and a warning is issued. All files are verified before any table is
+    cleared. A checkpoint that is replaced during the load is loaded again.
 
-    Files are checked against the manifest before any table is cleared; raises CheckpointError naming file and
-    problem, and UsageError while a save of the model is under way. A checkpoint that is replaced while it is
-    read is read again.
+    Args:
+        model: The model. With several ranks all of them call `load`.
+        path: A directory, a URL or a store.
+        optimizer: The optimizer of the dense weights; its state is loaded too.
+        reroute: Allow a routing mode other than the saved one; every row moves to its new owner.
+        rename: {name in the checkpoint: name in the model}, for tables ("collection.table") and
+            dense weights.
+        drop_optimizer_state: True, or the tables whose optimizer state starts fresh.
+        allow_missing: Skip and report tables and dense weights that do not match, instead of raising.
+        deltas: Whether tables track changes from now on, for `save_delta` to this path.
+        on_rows: Called with the number of rows read so far.
+
+    Returns:
+        What was loaded, and what was missing or extra.
+
+    Raises:
+        CheckpointError: The checkpoint is missing or damaged, or does not match the model; the message names
+            the file, or the table and the difference.
+        InputError: The routing mode differs (see `reroute`), or an option names something unknown.
+        UsageError: A save of the model is in progress.
     """
     store = open_store(path)
     ranks = ranks_of(collections_of(model))
-    asked = _Asked(
+    options = _LoadOptions(
         optimizer=optimizer,
         reroute=reroute,
         rename=rename or {},
@@ -125,17 +150,17 @@ def load(
     for _ in range(_TRIES - 1):
         before = _manifest_bytes(store, ranks)
         try:
-            return _load(model, store, ranks, asked)
+            return _load(model, store, ranks, options)
         except (RankFailedError, RankTimeoutError):
             raise
-        except Exception:  # raised on every rank, see `agree`
+        except Exception:  # it is raised on every rank, see `agree`
             if _manifest_bytes(store, ranks) == before:
                 raise
-    return _load(model, store, ranks, asked)
+    return _load(model, store, ranks, options)
 
 
 def _manifest_bytes(store: Store, ranks: RankGroup) -> bytes:
-    """The manifest as rank 0 finds it; nothing if it cannot be read."""
+    """Return the manifest as rank 0 reads it; empty if it cannot be read."""
     found = b""
     if ranks.rank == 0:
         with suppress(OSError):
@@ -143,7 +168,7 @@ def _manifest_bytes(store: Store, ranks: RankGroup) -> bytes:
     return bytes(ranks.broadcast(found))
 
 
-def _load(model: nn.Module, store: Store, ranks: RankGroup, asked: _Asked) -> LoadReport:
+def _load(model: nn.Module, store: Store, ranks: RankGroup, options: _LoadOptions) -> LoadReport:
     collections = collections_of(model)
     _agree(ranks, lambda: check_idle(collections))
     text = _agree(ranks, lambda: read_manifest(store).to_json() if ranks.rank == 0 else "")
@@ -154,24 +179,24 @@ def _load(model: nn.Module, store: Store, ranks: RankGroup, asked: _Asked) -> Lo
             manifest,
             collections,
             where=store.where,
-            reroute=asked.reroute,
-            rename=asked.rename,
-            drop_optimizer_state=asked.drop_optimizer_state,
-            allow_missing=asked.allow_missing,
+            reroute=options.reroute,
+            rename=options.rename,
+            drop_optimizer_state=options.drop_optimizer_state,
+            allow_missing=options.allow_missing,
         ),
     )
-    with _verified(store, ranks, _needed(manifest, found, store)) as near:
-        dense = _agree(ranks, lambda: _fit_rest(near, manifest, model, asked))
-        tables = _agree(ranks, lambda: _load_tables(near, found, ranks, asked.on_rows))
+    with _verified(store, ranks, _needed(manifest, found, store)) as local:
+        dense = _agree(ranks, lambda: _match_dense(local, manifest, model, options))
+        tables = _agree(ranks, lambda: _load_tables(local, found, ranks, options.on_rows))
     dense.copy()
     _set_steps(manifest, collections)
     for collection in collections.values():
         collection.zero_grad()
-        if asked.deltas:
+        if options.deltas:
             track_changes(collection.shards)
-    if asked.deltas:
+    if options.deltas:
         forget_last_save(collections.values())
-    if asked.deltas and found.is_exact and not asked.rename:
+    if options.deltas and found.is_exact and not options.rename:
         set_last_save(collections.values(), store, manifest.tip)
     report = LoadReport(
         manifest,
@@ -185,7 +210,7 @@ def _load(model: nn.Module, store: Store, ranks: RankGroup, asked: _Asked) -> Lo
 
 
 def _needed(manifest: Manifest, found: TableMatches, store: Store) -> dict[StoredFile, _Check]:
-    """The files a load reads, and how each is checked. Of a store that is far, this rank's alone."""
+    """Return the files to read and the check of each; from an object store, only those of this rank."""
     checks: dict[StoredFile, _Check] = {}
     for match in found.matches:
         for entry in match.entries:
@@ -194,21 +219,21 @@ def _needed(manifest: Manifest, found: TableMatches, store: Store) -> dict[Store
             for piece in entry.removed:
                 checks[piece.file] = partial(check_removed, piece=piece)
     rest = (manifest.latest.dense, manifest.latest.optimizer_tensors)
-    return checks | {file: lambda near: None for file in rest if file is not None}
+    return checks | {file: lambda local: None for file in rest if file is not None}
 
 
 @contextmanager
 def _verified(store: Store, ranks: RankGroup, needed: dict[StoredFile, _Check]) -> Iterator[Store]:
-    """The files, verified; of files that lie near each rank checks a share, and all agree."""
+    """Verify the files and yield a store to read them from; of local files each rank verifies a share."""
     files = list(needed)
     share = files[ranks.rank :: ranks.size] if store.is_local else files
     with ExitStack() as stack:
 
         def verify() -> Store:
-            near = stack.enter_context(store.local_copy(share, CheckpointError))
+            local = stack.enter_context(store.local_copy(share, CheckpointError))
             for file in share:
-                needed[file](near)
-            return near
+                needed[file](local)
+            return local
 
         yield _agree(ranks, verify)
 
@@ -234,7 +259,7 @@ def _load_tables(
 
 
 def _relevant(entry: TableEntry, match: Match) -> list[Piece]:
-    """The files that may hold rows of this rank: its own where rows lie as they would be spread here."""
+    """Return the files that may hold rows of this rank: only its own if the routing is the same."""
     router = match.shards.router(match.local)
     saved = entry.routing
     if router is None:
@@ -259,28 +284,28 @@ def _restore(match: Match, chunk: Chunk) -> None:
     match.table.restore(chunk)
 
 
-def _fit_rest(store: Store, manifest: Manifest, model: nn.Module, asked: _Asked) -> DenseMatch:
-    """Reads what is not rows. Dense weights are only matched yet; the optimizer takes its state or raises."""
-    latest, rename, optimizer = manifest.latest, asked.rename, asked.optimizer
+def _match_dense(store: Store, manifest: Manifest, model: nn.Module, options: _LoadOptions) -> DenseMatch:
+    """Load the optimizer's state and match the dense weights, which are not copied yet."""
+    latest, rename, optimizer = manifest.latest, options.rename, options.optimizer
     saved = {} if latest.dense is None else read_tensors(store, latest.dense)
     unknown = sorted(set(rename) - set(saved) - set(manifest.tables()))
     if unknown:
         known = ", ".join(sorted([*manifest.tables(), *saved]))
-        raise InputError(f"rename: {store.where} holds no {unknown[0]!r}; it holds {known}")
+        raise InputError(f"rename: {store.where} does not hold {unknown[0]!r}; it holds {known}")
     renamed = {rename.get(name, name): tensor for name, tensor in saved.items()}
     if len(renamed) != len(saved):
-        raise InputError(f"rename: two dense weights of {store.where} would have one name")
-    dense = match_dense(model, renamed, asked.allow_missing)
+        raise InputError(f"rename: two dense weights of {store.where} would have the same name")
+    dense = match_dense(model, renamed, options.allow_missing)
     if optimizer is not None:
         if latest.optimizer is None:
-            raise CheckpointError(f"{store.where} holds no optimizer state; load without optimizer=")
+            raise CheckpointError(f"{store.where} does not hold optimizer state; load without optimizer=")
         tensors = {} if latest.optimizer_tensors is None else read_tensors(store, latest.optimizer_tensors)
         state = unpack(latest.optimizer, tensors)
         try:
             optimizer.load_state_dict(state)
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{store.where}: its optimizer state does not fit this optimizer: {error!r}"
+                f"{store.where}: its optimizer state does not match this optimizer: {error!r}"
             ) from None
     return dense
 
@@ -306,9 +331,9 @@ def _all_ranks(ranks: RankGroup, found: TableMatches, kept: dict[str, int]) -> d
 
 def _warn(store: Store, report: LoadReport) -> None:
     for problem, names in (
-        ("has nothing for", report.missing),
-        ("holds what the model has no place for:", report.extra),
-        ("holds rows twice, of table", [n for n, table in report.tables.items() if table.refused]),
+        ("does not hold", report.missing),
+        ("holds what the model does not have:", report.extra),
+        ("holds duplicate rows of table", [n for n, table in report.tables.items() if table.refused]),
     ):
         if names:
             warnings.warn(f"{store.where} {problem} {', '.join(map(repr, names))}", stacklevel=3)

@@ -1,6 +1,6 @@
-"""The manifest: what a checkpoint holds and where. A JSON file, written last: without it there is none.
+"""The manifest: a JSON file that lists the content of a checkpoint. It is written last and completes it.
 
-Its fields are those of docs/formats/checkpoint.md. Reading checks every field; unknown ones are left alone.
+Its fields are described in docs/formats/checkpoint.md. Reading validates all of them and ignores others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAME = "manifest.json"
 
 @dataclass(frozen=True)
 class Piece:
-    """A file of a table's rows, or of ids, of one shard."""
+    """A file with rows of a table, or with ids, of one shard."""
 
     file: StoredFile
     shard: int
@@ -32,7 +32,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Routing:
-    """How rows were spread over shards when they were saved."""
+    """How rows were distributed over shards when they were saved."""
 
     dist_type: str = "roundrobin"
     num_shards: int = 1
@@ -40,7 +40,7 @@ class Routing:
     skip_first: bool = False
 
     def router(self) -> Router | None:
-        """What spread them so; None where one shard had them all."""
+        """Return the router that distributed the rows; None if there was one shard."""
         if self.num_shards == 1:
             return None
         return Router(self.dist_type, self.num_shards, block_size=self.block_size, skip_first=self.skip_first)
@@ -48,9 +48,15 @@ class Routing:
 
 @dataclass(frozen=True)
 class TableEntry:
-    """A table: what its rows are made of, how they were spread, and the files that hold them.
+    """A table of one save.
 
-    live: rows of the whole table then. removed: of a delta, files of ids that are gone.
+    Attributes:
+        segments: The description of each segment: dim, precision, optimizer, initializer, state.
+        seed: The seed of the table's initial rows.
+        routing: How the rows were distributed over shards.
+        pieces: The files of rows.
+        live: Number of rows of the whole table at the time of the save.
+        removed: In a delta, the files of ids removed since the save before it.
     """
 
     segments: list[dict[str, Any]]
@@ -62,17 +68,17 @@ class TableEntry:
 
     @property
     def rows(self) -> int:
-        """Rows of all files."""
+        """Number of rows in all files."""
         return sum(piece.rows for piece in self.pieces)
 
     @property
     def dim(self) -> int:
-        """Weights of a row."""
+        """Number of weights of a row."""
         return sum(int(segment["dim"]) for segment in self.segments)
 
     @property
     def state_sizes(self) -> dict[str, int]:
-        """Floats of each piece of optimizer state, by "segment number/name"."""
+        """Floats per row of each optimizer state, by "segment number/name"."""
         return {
             f"{number}/{state['name']}": int(state["size"])
             for number, segment in enumerate(self.segments)
@@ -82,7 +88,7 @@ class TableEntry:
 
 @dataclass(frozen=True)
 class CollectionEntry:
-    """A collection of the model: its step and its tables."""
+    """A collection of the model: its global step and its tables."""
 
     global_step: int
     tables: dict[str, TableEntry]
@@ -90,7 +96,7 @@ class CollectionEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Save:
-    """What one call saved: all rows (the base), or those changed since the save before (a delta)."""
+    """The content of one save: all rows (the base), or the rows changed since the previous save (a delta)."""
 
     id: str
     created: str
@@ -101,7 +107,7 @@ class Save:
     progress: dict[str, Any] = field(default_factory=dict)
 
     def files(self) -> list[StoredFile]:
-        """Every file it names."""
+        """Return every file of this save."""
         tables = [table for c in self.collections.values() for table in c.tables.values()]
         pieces = [piece.file for table in tables for piece in (*table.pieces, *table.removed)]
         return [*pieces, *(f for f in (self.dense, self.optimizer_tensors) if f is not None)]
@@ -109,14 +115,14 @@ class Save:
 
 @dataclass(frozen=True, kw_only=True)
 class Delta(Save):
-    """What changed since the save whose id is `previous`."""
+    """The changes since the save whose id is `previous`."""
 
     previous: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest(Save):
-    """All of a checkpoint: its base, and the deltas behind it in order."""
+    """A checkpoint: its base, and the deltas on top of it in order."""
 
     megalith: str
     deltas: list[Delta] = field(default_factory=list)
@@ -128,7 +134,7 @@ class Manifest(Save):
 
     @property
     def latest(self) -> Save:
-        """The last of them: its dense weights, optimizer, progress and steps are the checkpoint's."""
+        """The last save; its dense weights, optimizer, progress and steps are those of the checkpoint."""
         return self.saves[-1]
 
     @property
@@ -142,11 +148,11 @@ class Manifest(Save):
         return self.latest.id
 
     def all_files(self) -> list[StoredFile]:
-        """Every file of the base and the deltas."""
+        """Return every file of the base and the deltas."""
         return [file for save in self.saves for file in save.files()]
 
     def tables(self) -> dict[str, list[TableEntry]]:
-        """Each table by "collection.table": its entry in the base and in the deltas."""
+        """Return the entries of each table in the base and the deltas, by "collection.table"."""
         return {
             full_name(path, name): [
                 save.collections[path].tables[name]
@@ -158,7 +164,7 @@ class Manifest(Save):
         }
 
     def to_json(self) -> str:
-        """The file's text."""
+        """Return the text of the file."""
         return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1, allow_nan=False)
 
     @classmethod
@@ -192,7 +198,7 @@ class Manifest(Save):
 
 
 def full_name(collection: str, table: str) -> str:
-    """A table's name in the whole model."""
+    """Return the name of a table within the whole model."""
     return f"{collection}.{table}".lstrip(".")
 
 
@@ -201,44 +207,44 @@ def _check_chain(manifest: Manifest, where: str) -> None:
     for delta in manifest.deltas:
         if delta.previous != before.id:
             raise CheckpointError(
-                f"{where}: there is a gap in the chain: delta {delta.id} was made on top of "
-                f"{delta.previous}, but {before.id} comes before it"
+                f"{where}: there is a gap in the chain: delta {delta.id} continues {delta.previous}, but the "
+                f"save before it is {before.id}"
             )
         if [(c, list(e.tables)) for c, e in delta.collections.items()] != [
             (c, list(e.tables)) for c, e in manifest.collections.items()
         ]:
-            raise CheckpointError(f"{where}: delta {delta.id} has other tables than the base")
+            raise CheckpointError(f"{where}: delta {delta.id} does not have the tables of the base")
         before = delta
     ids = [save.id for save in manifest.saves]
     if len(set(ids)) != len(ids):
-        raise CheckpointError(f"{where}: two saves have one id")
+        raise CheckpointError(f"{where}: two saves have the same id")
     paths = [file.path for file in manifest.all_files()]
     if len(set(paths)) != len(paths):
         raise CheckpointError(f"{where}: a file is named twice")
 
 
 def _check_tables(manifest: Manifest, where: str) -> None:
-    """What entries of one table, taken together, must keep to."""
+    """Check the entries of each table against each other."""
     tables = manifest.tables()
     if len(tables) != sum(len(collection.tables) for collection in manifest.collections.values()):
-        raise CheckpointError(f"{where}: two tables have one name")
+        raise CheckpointError(f"{where}: two tables have the same name")
     for name, entries in tables.items():
         rows = 0
         for save, entry in zip(manifest.saves, entries, strict=True):
             rows += entry.rows
             if entry.live > rows:
                 raise CheckpointError(
-                    f"{where}: save {save.id} says that table {name!r} has {entry.live} ids, its files hold "
+                    f"{where}: save {save.id} states {entry.live} ids for table {name!r}, but its files hold "
                     f"{rows}"
                 )
             if entry.dim != entries[0].dim or entry.state_sizes != entries[0].state_sizes:
                 raise CheckpointError(
-                    f"{where}: delta {save.id} has other segments of table {name!r} than the base"
+                    f"{where}: delta {save.id} does not have the base's segments of table {name!r}"
                 )
 
 
 def describe(config: TableConfig) -> list[dict[str, Any]]:
-    """A table's segments as the manifest lists them."""
+    """Return the description of a table's segments for the manifest."""
     return [
         {
             "dim": segment.dim,

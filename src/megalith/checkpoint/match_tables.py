@@ -1,4 +1,4 @@
-"""TableMatches: which table of a checkpoint goes into which table of a model, and what is in the way."""
+"""match_tables: which table of a checkpoint is loaded into which table of a model, and what prevents it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from megalith.table import Table
 
 @dataclass(frozen=True)
 class Match:
-    """A table of the model and its entries in base and deltas. fresh: optimizer state is not loaded."""
+    """A table of the model and its entries in the base and the deltas.
+
+    Attributes:
+        name: The table's name in the whole model.
+        local: Its name within its shards.
+        fresh: Whether optimizer state starts fresh instead of being loaded.
+    """
 
     name: str
     table: Table
@@ -27,7 +33,12 @@ class Match:
 
 @dataclass(frozen=True)
 class TableMatches:
-    """missing: tables of the model that keep what they have. extra: tables of the checkpoint, not loaded."""
+    """The matching tables.
+
+    Attributes:
+        missing: Tables of the model that keep their rows.
+        extra: Tables of the checkpoint that are not loaded.
+    """
 
     matches: list[Match]
     missing: list[str]
@@ -35,7 +46,7 @@ class TableMatches:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the model's rows will be the checkpoint's, all of them and nothing else."""
+        """Whether the model's rows will be exactly those of the checkpoint."""
         return not self.missing and not self.extra and not any(match.fresh for match in self.matches)
 
 
@@ -49,11 +60,24 @@ def match_tables(
     drop_optimizer_state: bool | Collection[str],
     allow_missing: bool,
 ) -> TableMatches:
-    """Matches tables by name. Raises CheckpointError naming the table, and what of it differs."""
+    """Match the tables of a checkpoint with those of a model, by name. See `load` for the options.
+
+    Args:
+        manifest: The manifest of the checkpoint.
+        collections: The collections of the model by path.
+        where: The name of the checkpoint, for messages.
+
+    Returns:
+        The matches, and the tables without one.
+
+    Raises:
+        CheckpointError: A table differs; the message names the table and the difference.
+        InputError: The routing differs, or an option names a table that does not exist.
+    """
     saved = manifest.tables()
     renamed = {rename.get(name, name): entries for name, entries in saved.items()}
     if len(renamed) != len(saved):
-        raise InputError(f"rename: two tables of {where} would have one name")
+        raise InputError(f"rename: two tables of {where} would have the same name")
     matches, missing, used = [], [], set()
     for path, local, shards in tables_of(collections):
         name, table = full_name(path, local), shards.local[local]
@@ -85,22 +109,23 @@ def _differs(entries: list[TableEntry], table: Table, fresh: bool) -> str:
     wanted = describe(table.config)
     for entry in entries:
         if len(wanted) != len(entry.segments):
-            return f" has {len(entry.segments)} segments, here {len(wanted)}"
+            return f" has {len(entry.segments)} segments, but the model's has {len(wanted)}"
         for number, (old, new) in enumerate(zip(entry.segments, wanted, strict=True)):
             where = f", segment {number}"
             if old["dim"] != new["dim"]:
-                return f"{where} has dim {old['dim']}, here {new['dim']}"
+                return f"{where} has dim {old['dim']}, but the model's has dim {new['dim']}"
             if fresh:
                 continue
             before, now = old["optimizer"]["name"], new["optimizer"]["name"]
             if before != now:
                 return (
-                    f"{where} was trained with {before}, here it is {now}; drop_optimizer_state=True loads "
-                    "the weights alone"
+                    f"{where} was trained with {before}, but the model uses {now}; drop_optimizer_state=True "
+                    "loads only the weights"
                 )
             if old.get("state", []) != new["state"]:
                 return (
-                    f"{where} has other state than {now} keeps here; drop_optimizer_state=True leaves it out"
+                    f"{where} has other optimizer state than the model's {now}; drop_optimizer_state=True "
+                    "loads only the weights"
                 )
     return ""
 
@@ -111,6 +136,6 @@ def _check_routing(name: str, entry: TableEntry, shards: Shards, local: str, rer
     here = router.mode if router is not None else shards.configs[local].dist_type or there
     if here != there and not reroute:
         raise InputError(
-            f"Input dist_type mismatch: table {name!r} was saved with {there!r}, here it is {here!r}; "
-            "load with reroute=True to move every row to its new owner"
+            f"Input dist_type mismatch: table {name!r} was saved with {there!r}, but the model uses "
+            f"{here!r}; load with reroute=True to move every row to its new owner"
         )

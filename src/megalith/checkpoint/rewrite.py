@@ -1,6 +1,6 @@
-"""Rewrites of a checkpoint without a model: deltas merged into the base, rows spread over other shards.
+"""Rewriting a checkpoint without a model: merge its deltas, or distribute its rows over other shards.
 
-Rows stream through; memory is the ids of all deltas and a few files.
+Rows are streamed; the memory is that of a few files and of the ids of all deltas.
 """
 
 from __future__ import annotations
@@ -26,9 +26,17 @@ OnRows = Callable[[int], None]
 
 
 def compact(path: str | PathLike[str] | Store, *, on_rows: OnRows | None = None) -> Manifest:
-    """Merges a checkpoint's deltas into its base, in place; a model may go on adding deltas.
+    """Merge the deltas of a checkpoint into its base, in place. A model can add further deltas afterwards.
 
-    Raises CheckpointError if the checkpoint changes meanwhile, and then leaves it as it is.
+    Args:
+        path: A directory, a URL or a store.
+        on_rows: Called with the number of rows written so far.
+
+    Returns:
+        The manifest of the merged checkpoint.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or was saved again in the meantime. It is unchanged.
     """
     store = open_store(path)
     manifest = read_manifest(store)
@@ -51,7 +59,7 @@ def compact(path: str | PathLike[str] | Store, *, on_rows: OnRows | None = None)
 
 def _check_unchanged(store: Store, manifest: Manifest) -> None:
     if read_manifest(store).tip != manifest.tip:
-        raise CheckpointError(f"{store.where} got a new save while it was compacted: compact it again")
+        raise CheckpointError(f"{store.where} was saved again while it was being compacted: compact it again")
 
 
 def reshard(
@@ -63,22 +71,36 @@ def reshard(
     block_size: int | None = None,
     on_rows: OnRows | None = None,
 ) -> Manifest:
-    """Writes a checkpoint's rows, deltas merged, to another place, as that many ranks would have saved them.
+    """Write a copy of a checkpoint, with its deltas merged, as another number of ranks would save it.
 
-    dist_type: the routing mode; None keeps each table's. Loading never needs this: `load` spreads rows
-    itself, and reads less when they already lie as they are wanted.
+    `load` never needs this, because it distributes rows itself; but it reads less if the routing is the same.
+
+    Args:
+        path: The checkpoint: a directory, a URL or a store.
+        to: Another directory, URL or store for the copy.
+        num_shards: The number of shards of the copy.
+        dist_type: The routing mode; None keeps that of each table.
+        block_size: The block size of the mode "continuous"; None keeps that of each table.
+        on_rows: Called with the number of rows written so far.
+
+    Returns:
+        The manifest of the copy.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged.
+        InputError: Both paths are the same, or the routing is not valid.
     """
     source, target = open_store(path), open_store(to)
     if source.address == target.address:
-        raise InputError(f"reshard: {source.where} cannot be rewritten in place; name another place")
+        raise InputError(f"reshard: {source.where} cannot be rewritten in place; pass another path as `to`")
     manifest = read_manifest(source)
 
-    def spread(entry: TableEntry) -> Router:
+    def router_for(entry: TableEntry) -> Router:
         mode = dist_type or entry.routing.dist_type
         block = (block_size or entry.routing.block_size) if mode == "continuous" else None
         return Router(mode, num_shards, block_size=block, skip_first=entry.routing.skip_first)
 
-    written = _rewrite(source, target, manifest, spread, on_rows)
+    written = _rewrite(source, target, manifest, router_for, on_rows)
     commit(target, written)
     return written
 
@@ -87,31 +109,31 @@ def _rewrite(
     source: Store,
     target: Store,
     manifest: Manifest,
-    spread: Callable[[TableEntry], Router] | None,
+    router_for: Callable[[TableEntry], Router] | None,
     on_rows: OnRows | None,
 ) -> Manifest:
-    """A checkpoint with one save, whose id is the tip of the old one. Its files are written, itself not."""
+    """Write the files of a checkpoint with one save, whose id is the old tip, and return its manifest."""
     folder = f"{DATA}{uuid.uuid4().hex[:12]}"
     latest = manifest.latest
     tables = manifest.tables()
     done = 0
     try:
-        with source.local_copy(manifest.all_files(), CheckpointError) as near:
+        with source.local_copy(manifest.all_files(), CheckpointError) as local:
             collections = {}
             for c, (path, collection) in enumerate(latest.collections.items()):
                 collections[path] = CollectionEntry(collection.global_step, {})
                 for i, name in enumerate(collection.tables):
                     entries = tables[full_name(path, name)]
-                    router = None if spread is None else spread(entries[-1])
-                    shelf = _Shelf(target, f"{folder}/tables/{c}-{i}", entries[-1], router)
-                    for chunk in latest_rows(near, entries):
-                        shelf.add(chunk)
+                    router = None if router_for is None else router_for(entries[-1])
+                    writer = _ShardWriter(target, f"{folder}/tables/{c}-{i}", entries[-1], router)
+                    for chunk in latest_rows(local, entries):
+                        writer.add(chunk)
                         done += chunk.ids.numel()
                         if on_rows is not None:
                             on_rows(done)
-                    collections[path].tables[name] = shelf.entry()
+                    collections[path].tables[name] = writer.finish()
             copied = {
-                key: _copy(near, target, f"{folder}/{key}.safetensors", file)
+                key: _copy(local, target, f"{folder}/{key}.safetensors", file)
                 for key, file in (("dense", latest.dense), ("optimizer", latest.optimizer_tensors))
             }
     except BaseException:
@@ -130,37 +152,37 @@ def _rewrite(
 
 
 @dataclass
-class _Box:
-    """Rows of one shard on their way to a file."""
+class _ShardBuffer:
+    """Rows of one shard that are not written yet, and the number of files written."""
 
     chunks: list[Chunk] = field(default_factory=list)
     rows: int = 0
     files: int = 0
 
 
-class _Shelf:
-    """Sorts rows by shard and writes each shard's in files."""
+class _ShardWriter:
+    """Splits the rows of a table by shard and writes each shard's rows to files."""
 
     def __init__(self, store: Store, folder: str, like: TableEntry, router: Router | None) -> None:
         self._store, self._folder, self._like, self._router = store, folder, like, router
-        self._boxes: dict[int, _Box] = {}
+        self._buffers: dict[int, _ShardBuffer] = {}
         self._pieces: list[Piece] = []
         row_bytes = 16 + 4 * (like.dim + sum(like.state_sizes.values()))
         shards = like.routing.num_shards if router is None else router.num_shards
-        self._most = max(1, PIECE_BYTES // row_bytes // min(shards, 8))
+        self._max_rows = max(1, PIECE_BYTES // row_bytes // min(shards, 8))
 
     def add(self, chunk: Chunk) -> None:
         for shard, rows in self._split(chunk):
-            box = self._boxes.setdefault(shard, _Box())
-            box.chunks.append(rows)
-            box.rows += rows.ids.numel()
-            if box.rows >= self._most:
-                self._write(shard, box)
+            buffer = self._buffers.setdefault(shard, _ShardBuffer())
+            buffer.chunks.append(rows)
+            buffer.rows += rows.ids.numel()
+            if buffer.rows >= self._max_rows:
+                self._write(shard, buffer)
 
-    def entry(self) -> TableEntry:
-        """What is written, all of it."""
-        for shard, box in sorted(self._boxes.items()):
-            self._write(shard, box)
+    def finish(self) -> TableEntry:
+        """Write the remaining rows and return the entry of the table."""
+        for shard, buffer in sorted(self._buffers.items()):
+            self._write(shard, buffer)
         routing = self._like.routing
         if self._router is not None:
             r = self._router
@@ -177,16 +199,16 @@ class _Shelf:
         for shard in torch.unique(owners).tolist():
             yield shard, chunk.select(owners == shard)
 
-    def _write(self, shard: int, box: _Box) -> None:
-        if box.rows:
-            name = f"{self._folder}/{shard}-{box.files:05}.safetensors"
-            joined = _join(box.chunks)
-            self._pieces.append(write_chunk(self._store, name, joined, shard, torch.float32))
-            box.files += 1
-            box.chunks, box.rows = [], 0
+    def _write(self, shard: int, buffer: _ShardBuffer) -> None:
+        if buffer.rows:
+            name = f"{self._folder}/{shard}-{buffer.files:05}.safetensors"
+            chunk = _concatenate(buffer.chunks)
+            self._pieces.append(write_chunk(self._store, name, chunk, shard, torch.float32))
+            buffer.files += 1
+            buffer.chunks, buffer.rows = [], 0
 
 
-def _join(chunks: list[Chunk]) -> Chunk:
+def _concatenate(chunks: list[Chunk]) -> Chunk:
     def cat(columns: list[Tensor]) -> Tensor:
         return torch.cat(columns) if len(columns) > 1 else columns[0]
 

@@ -1,4 +1,4 @@
-"""Rows of a checkpoint: read piece by piece, and each row once where deltas lie on top of a base."""
+"""The rows of a checkpoint: writing and reading files of rows, and the latest version of each row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,17 @@ _ROW_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def read_manifest(path: str | PathLike[str] | Store) -> Manifest:
-    """The manifest of a checkpoint. Raises CheckpointError if there is none or it is wrong."""
+    """Read the manifest of a checkpoint.
+
+    Args:
+        path: A directory, a URL or a store.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        CheckpointError: There is no complete checkpoint, or its manifest is not valid.
+    """
     store = open_store(path)
     where = f"{store.where}/{NAME}"
     try:
@@ -35,17 +45,17 @@ def read_manifest(path: str | PathLike[str] | Store) -> Manifest:
 
 
 def write_tensors(store: Store, name: str, tensors: dict[str, Tensor]) -> StoredFile:
-    """Writes a file of tensors and returns its entry for the manifest."""
+    """Write a file of tensors and return its manifest entry."""
     return store.write(name, encode(tensors))
 
 
 def read_tensors(store: Store, entry: StoredFile) -> dict[str, Tensor]:
-    """All tensors of a file."""
+    """Return the tensors of a file by name."""
     return decode(store.read_file(entry, CheckpointError), f"{store.where}/{entry.path}", CheckpointError)
 
 
 def write_chunk(store: Store, name: str, chunk: Chunk, shard: int, precision: torch.dtype) -> Piece:
-    """Writes some rows of a table."""
+    """Write rows of a table to a file, with weights of a given precision, and return its manifest entry."""
     stored = {"ids": chunk.ids, "rows": chunk.rows.to(precision), "time": chunk.time}
     stored |= {f"state/{key}": value for key, value in chunk.state.items()}
     if chunk.count is not None:
@@ -54,7 +64,7 @@ def write_chunk(store: Store, name: str, chunk: Chunk, shard: int, precision: to
 
 
 def read_chunk(store: Store, piece: Piece, entry: TableEntry) -> Chunk:
-    """The rows of one file, weights as float32. Raises CheckpointError unless they are as the entry says."""
+    """Return the rows of a file, weights as float32. Raises CheckpointError if they differ from the entry."""
     where = f"{store.where}/{piece.file.path}"
     tensors = read_tensors(store, piece.file)
     _check_shapes({name: (t.dtype, list(t.shape)) for name, t in tensors.items()}, piece, entry, where)
@@ -69,7 +79,7 @@ def read_chunk(store: Store, piece: Piece, entry: TableEntry) -> Chunk:
 
 
 def read_removed(store: Store, piece: Piece) -> Tensor:
-    """The ids of a file of removed ids."""
+    """Return the ids of a file of removed ids, int64 [n]."""
     tensors = read_tensors(store, piece.file)
     found = {name: (t.dtype, list(t.shape)) for name, t in tensors.items()}
     _check_removed(found, piece, f"{store.where}/{piece.file.path}")
@@ -77,9 +87,9 @@ def read_removed(store: Store, piece: Piece) -> Tensor:
 
 
 def check_piece(store: Store, piece: Piece, entry: TableEntry) -> None:
-    """Raises CheckpointError if `read_chunk` would, or if rows lie in another shard's file.
+    """Raise CheckpointError if `read_chunk` would, or if the file holds rows of another shard.
 
-    Reads little of the file: its header, times, and ids where there are shards.
+    Only the header, the times and, with several shards, the ids of the file are read.
     """
     where = f"{store.where}/{piece.file.path}"
     found = _places(store, piece.file)
@@ -90,11 +100,11 @@ def check_piece(store: Store, piece: Piece, entry: TableEntry) -> None:
         return
     owners = router.owner(_read_place(store, piece.file, found["ids"]))
     if bool((owners != piece.shard).any()):
-        raise CheckpointError(f"{where} holds rows of other shards than {piece.shard}, its own")
+        raise CheckpointError(f"{where} holds rows that do not belong to its shard, {piece.shard}")
 
 
 def check_removed(store: Store, piece: Piece) -> None:
-    """Raises CheckpointError if `read_removed` would."""
+    """Raise CheckpointError if `read_removed` would."""
     found = {name: (p.dtype, p.shape) for name, p in _places(store, piece.file).items()}
     _check_removed(found, piece, f"{store.where}/{piece.file.path}")
 
@@ -123,16 +133,16 @@ def _check_shapes(found: Mapping[str, _Form], piece: Piece, entry: TableEntry, w
     for name, wanted in shapes.items():
         dtype, shape = found[name]
         if shape != wanted:
-            raise CheckpointError(f"{where} holds {name} {shape}, its manifest says {wanted}")
-        whole = name in ("ids", "time", "count")
-        kinds = (torch.int64,) if whole else _ROW_TYPES if name == "rows" else (torch.float32,)
-        if dtype not in kinds:
-            raise CheckpointError(f"{where} holds {name} of {dtype}")
+            raise CheckpointError(f"{where} holds {name} {shape}, but its manifest states {wanted}")
+        is_integer = name in ("ids", "time", "count")
+        dtypes = (torch.int64,) if is_integer else _ROW_TYPES if name == "rows" else (torch.float32,)
+        if dtype not in dtypes:
+            raise CheckpointError(f"{where} holds {name} of dtype {dtype}")
 
 
 def _check_times(time: Tensor, where: str) -> None:
     if time.numel() and not 0 <= int(time.min()) <= int(time.max()) <= MAX_TIME:
-        raise CheckpointError(f"{where} holds times that are no seconds since 1970")
+        raise CheckpointError(f"{where} holds times that are not seconds since 1970")
 
 
 def _check_removed(found: Mapping[str, _Form], piece: Piece, where: str) -> None:
@@ -141,29 +151,33 @@ def _check_removed(found: Mapping[str, _Form], piece: Piece, where: str) -> None
 
 
 def latest_rows(store: Store, entries: Sequence[TableEntry]) -> Iterator[Chunk]:
-    """Each row of a table once, as its newest save has it, file by file. Files are taken to be verified.
+    """Yield each row of a table once, in its latest version, file by file.
 
-    entries: the table's entry in the base and in each delta. Memory: the ids of all deltas, and one file.
+    The memory is that of one file and of the ids of all deltas.
+
+    Args:
+        store: The store of the files, which are already verified.
+        entries: The entries of the table in the base and in each delta.
     """
     newer = torch.empty(0, dtype=torch.int64)
     for number, entry in reversed(list(enumerate(entries))):
-        mine = []
+        ids = []
         for piece in entry.pieces:
             chunk = read_chunk(store, piece, entry)
             if number:
-                mine.append(chunk.ids)
+                ids.append(chunk.ids)
             fresh = ~contains(newer, chunk.ids)
             if bool(fresh.all()):
                 yield chunk
             elif bool(fresh.any()):
                 yield chunk.select(fresh)
-        mine += [read_removed(store, piece) for piece in entry.removed]
-        if mine:
-            newer = torch.unique(torch.cat([newer, *mine]))
+        ids += [read_removed(store, piece) for piece in entry.removed]
+        if ids:
+            newer = torch.unique(torch.cat([newer, *ids]))
 
 
 def contains(ids: Tensor, queries: Tensor) -> Tensor:
-    """Which queries are among the ids, which are sorted."""
+    """Return which queries are among the sorted ids, bool [n]."""
     if not ids.numel():
         return torch.zeros(queries.numel(), dtype=torch.bool)
     at = torch.searchsorted(ids, queries).clamp(max=ids.numel() - 1)

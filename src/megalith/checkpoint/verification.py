@@ -1,7 +1,7 @@
-"""verify: all that is wrong with a checkpoint, without a model.
+"""verify: find everything that is wrong with a checkpoint, without a model.
 
-Every file is read twice, once for its checksum. Memory: 16 bytes a row of the table at hand, more where it
-has deltas, and four files.
+Every file is read twice, once for its checksum. The memory is 16 bytes per row of one table, more if it has
+deltas, and four files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _THREADS = 4
 
 @dataclass(frozen=True)
 class Verification:
-    """What was looked at, and all that is wrong with it: a sentence each, none if all is well."""
+    """What was verified: numbers of files, bytes and rows, and a sentence for each problem found."""
 
     files: int = 0
     bytes: int = 0
@@ -34,22 +34,29 @@ class Verification:
 
 
 def verify(path: str | PathLike[str], *, on_bytes: Callable[[int], None] | None = None) -> Verification:
-    """Reads a whole checkpoint and says everything that is wrong with it.
+    """Read a whole checkpoint and report every problem.
 
-    Looked at: manifest and chain; length, checksum and content of every file; rows of each table against the
-    manifest; ids that a save has twice, or both saves and removes; rows on another shard than the recorded
-    routing says. on_bytes: called with the number of bytes read so far.
+    It checks the manifest and the chain; the length, checksum and content of every file; the number of rows
+    of each table; that no save has an id twice, or both saves and removes it; and that rows are on the shard
+    that the recorded routing gives.
+
+    Args:
+        path: A directory or a URL.
+        on_bytes: Called with the number of bytes read so far.
+
+    Returns:
+        What was verified and the problems found; no problem means that the checkpoint is intact.
     """
     store = open_store(path)
     try:
         manifest = read_manifest(store)
     except CheckpointError as error:
         return Verification(problems=[str(error)])
-    return _Check(store, manifest, on_bytes).run()
+    return _Verifier(store, manifest, on_bytes).run()
 
 
-class _Check:
-    """One verification under way."""
+class _Verifier:
+    """A verification in progress."""
 
     def __init__(self, store: Store, manifest: Manifest, on_bytes: Callable[[int], None] | None) -> None:
         self._store, self._manifest, self._on_bytes = store, manifest, on_bytes
@@ -73,8 +80,8 @@ class _Check:
         complete = True
         for save, entry in zip(self._manifest.saves, entries, strict=True):
             where = f"{self._store.where}: table {name!r}, save {save.id}"
-            saved = self._ids(entry.pieces, _Rows(self._store, entry))
-            removed = self._ids(entry.removed, _Removed(self._store))
+            saved = self._ids(entry.pieces, _RowReader(self._store, entry))
+            removed = self._ids(entry.removed, _RemovedReader(self._store))
             complete &= saved is not None and removed is not None
             if saved is None or removed is None:
                 continue
@@ -87,10 +94,10 @@ class _Check:
                     self._wrong(f"{where}: {_ids(saved[both])} both saved and removed")
                 alive = alive[~contains(removed, alive)]
             if complete and alive.numel() != entry.live:
-                self._wrong(f"{where}: it has {alive.numel():,} rows, its manifest says {entry.live:,}")
+                self._wrong(f"{where}: it has {alive.numel():,} rows, but its manifest states {entry.live:,}")
 
     def _ids(self, pieces: list[Piece], read: Callable[[Piece], _Read]) -> Tensor | None:
-        """The ids of some files, or None if one of them cannot be read."""
+        """Return the ids of some files, or None if one of them cannot be read."""
         found: list[Tensor | None] = []
         with ThreadPoolExecutor(_THREADS) as pool:
             for piece, part in zip(pieces, pool.map(read, pieces), strict=True):
@@ -103,7 +110,7 @@ class _Check:
         return torch.cat(ids) if ids else torch.empty(0, dtype=torch.int64)
 
     def _distinct(self, where: str, ids: Tensor) -> Tensor:
-        """The ids sorted, each once. Sorts in place."""
+        """Return the distinct ids, sorted; sorts in place."""
         ids.numpy().sort()
         again = ids[1:] == ids[:-1]
         if not bool(again.any()):
@@ -118,7 +125,7 @@ class _Check:
         if self._on_bytes is not None:
             self._on_bytes(self._bytes)
 
-    # ---- the rest
+    # ---- dense weights and optimizer
 
     def _dense(self, save: Save) -> None:
         self._tensors(save.dense)
@@ -134,8 +141,8 @@ class _Check:
             return {}
         tensors = None
         try:
-            with self._store.local_copy([file], CheckpointError) as near:
-                tensors = read_tensors(near, file)
+            with self._store.local_copy([file], CheckpointError) as local:
+                tensors = read_tensors(local, file)
         except CheckpointError as error:
             self._wrong(str(error))
         self._done(file)
@@ -144,13 +151,13 @@ class _Check:
 
 @dataclass(frozen=True)
 class _Read:
-    """The ids of a file, if it can be read, and what is wrong with it."""
+    """The ids of a file, None if it cannot be read, and the problems found."""
 
     ids: Tensor | None
     problems: list[str]
 
 
-class _Rows:
+class _RowReader:
     """Reads a file of rows."""
 
     def __init__(self, store: Store, entry: TableEntry) -> None:
@@ -158,22 +165,22 @@ class _Rows:
 
     def __call__(self, piece: Piece) -> _Read:
         try:
-            with self._store.local_copy([piece.file], CheckpointError) as near:
-                ids = read_chunk(near, piece, self._entry).ids.clone()  # lets go of the rest of the file
+            with self._store.local_copy([piece.file], CheckpointError) as local:
+                ids = read_chunk(local, piece, self._entry).ids.clone()  # frees the rest of the file
         except CheckpointError as error:
             return _Read(None, [str(error)])
         if self._router is None:
-            astray = ids[: ids.numel() if piece.shard else 0]
+            misplaced = ids[: ids.numel() if piece.shard else 0]
         else:
-            astray = ids[self._router.owner(ids) != piece.shard]
-        if not astray.numel():
+            misplaced = ids[self._router.owner(ids) != piece.shard]
+        if not misplaced.numel():
             return _Read(ids, [])
-        rule = self._router or "that of a single shard"
-        place = f"{self._store.where}/{piece.file.path}"
-        return _Read(ids, [f"{place}: {_ids(astray)} on shard {piece.shard}, against the routing, {rule}"])
+        rule = self._router or "a single shard"
+        file = f"{self._store.where}/{piece.file.path}"
+        return _Read(ids, [f"{file}: {_ids(misplaced)} on shard {piece.shard}, against the routing {rule}"])
 
 
-class _Removed:
+class _RemovedReader:
     """Reads a file of removed ids."""
 
     def __init__(self, store: Store) -> None:
@@ -181,14 +188,14 @@ class _Removed:
 
     def __call__(self, piece: Piece) -> _Read:
         try:
-            with self._store.local_copy([piece.file], CheckpointError) as near:
-                return _Read(read_removed(near, piece).clone(), [])
+            with self._store.local_copy([piece.file], CheckpointError) as local:
+                return _Read(read_removed(local, piece).clone(), [])
         except CheckpointError as error:
             return _Read(None, [str(error)])
 
 
 def _ids(ids: Tensor) -> str:
-    """ "ids 7, 8, 9 and 4 more are" """
+    """Format ids as the start of a sentence: "ids 7, 8, 9 and 4 more are"."""
     first = ", ".join(map(str, ids[:3].tolist()))
     if ids.numel() == 1:
         return f"id {first} is"

@@ -139,11 +139,11 @@ def test_without_it_state_starts_fresh_and_is_named() -> None:
             {"sum": WEIGHT},
             r"lacks \['exp_avg', 'exp_avg_sq', 'step'\]",
         ),
-        (PLAIN, {"momentum_buffer": WEIGHT}, r"holds \['momentum_buffer'\], for which sgd has no place"),
+        (PLAIN, {"momentum_buffer": WEIGHT}, r"has \['momentum_buffer'\], which sgd does not use"),
         (
             TableConfig("user", dim=2, optimizer=FTRL(0.1)),
             {},
-            "torch.optim keeps nothing that ftrl could go on",
+            "torch.optim has no state that ftrl could continue",
         ),
         (
             TableConfig("user", dim=2, optimizer=Adagrad(0.1)),
@@ -165,7 +165,7 @@ def test_state_that_does_not_fit(config: TableConfig, given: dict[str, Any], sai
 @pytest.mark.parametrize(
     ("weight", "said"),
     [
-        (None, "the state_dict has no 'w' .matrices in it: 'other'."),
+        (None, "the state_dict has no key 'w' .its matrices: 'other'."),
         (WEIGHT[:, :1], r"state_dict\['w'\] is \[3, 1\], the table needs \[rows, 2\]"),
         (WEIGHT[0], r"is \[2\], the table needs"),
         (WEIGHT.long(), "must hold dense floats, got torch.int64"),
@@ -187,22 +187,23 @@ def test_rows_that_are_not_finite() -> None:
     weight[1, 0] = torch.nan
     made = collection(PLAIN)
     with pytest.raises(
-        CheckpointError, match=r"state_dict\['w'\]: the row of id 1 \(table 'user'\) holds NaN"
+        CheckpointError, match=r"state_dict\['w'\]: the row of id 1 \(table 'user'\) contains NaN"
     ):
         import_torch(made, {"w": weight}, tables={"user": "w"})
     report = import_torch(made, {"w": weight}, tables={"user": "w"}, on_error="skip")
-    assert (sorted(rows(made, "user")), report.left_out) == ([0, 2], {"user: 1 rows": "they hold NaN or Inf"})
+    assert (sorted(rows(made, "user")), report.left_out) == (
+        [0, 2],
+        {"user: 1 rows": "they contain NaN or Inf"},
+    )
 
 
 def test_arguments() -> None:
     made = collection(PLAIN)
-    with pytest.raises(InputError, match="tables must map tables to names there"):
+    with pytest.raises(InputError, match="tables must map tables to names in the source"):
         import_torch(made, {"w": WEIGHT}, tables=["user"])  # type: ignore[arg-type]
     with pytest.raises(InputError, match="state_dict must map names to tensors, got Embedding"):
         import_torch(made, nn.Embedding(3, 2), tables={"user": "w"})  # type: ignore[arg-type]
     with pytest.raises(UnknownNameError, match="unknown table 'users'"):
         import_torch(made, {"w": WEIGHT}, tables={"users": "w"})
-    with pytest.raises(
-        InputError, match=r"optimizer_state is given for \['item'\], which tables does not name"
-    ):
+    with pytest.raises(InputError, match=r"optimizer_state is given for \['item'\], which are not in tables"):
         import_torch(made, {"w": WEIGHT}, tables={"user": "w"}, optimizer_state={"item": {}})

@@ -169,13 +169,13 @@ MANIFESTS: dict[str, tuple[Recipe, str]] = {
     "nested too deep to read": (lambda s: s.text("[" * 100_000 + "]" * 100_000), "nested"),
     "nested deep": (lambda s: s.top.update(progress={"x": json.loads("[" * 120 + "]" * 120)}), "nested"),
     "a number of 5000 digits": (lambda s: s.text('{"version": ' + "9" * 5000 + "}"), "is not valid JSON"),
-    "300 MB": (huge_manifest, "manifest.json cannot be read: it has more than"),
+    "300 MB": (huge_manifest, "manifest.json cannot be read: the file has more than"),
     "a list": (lambda s: s.text("[]"), "is not the manifest of a Megalith checkpoint"),
     "another format": (
         lambda s: s.top.update(format="tfrecord"),
         "is not the manifest of a Megalith checkpoint",
     ),
-    "a later version": (lambda s: s.top.update(version=2), "has version 2; this Megalith reads 1"),
+    "a later version": (lambda s: s.top.update(version=2), "has version 2; this Megalith reads version 1"),
     "no version": (lambda s: s.top.pop("version"), "has version None"),
     "no id": (lambda s: s.top.pop("id"), "field id is missing"),
     "id as a number": (lambda s: s.top.update(id=7), "field id must be a string"),
@@ -210,11 +210,17 @@ MANIFESTS: dict[str, tuple[Recipe, str]] = {
         r"\[0\] must be an object",
     ),
     "dim zero": (lambda s: s.table()["segments"][0].update(dim=0), "dim must be from 1 to"),
-    "dim of another model": (lambda s: both(s, lambda t: t["segments"][0].update(dim=4)), "dim 4, here 3"),
-    "dim of 2^62": (lambda s: both(s, lambda t: t["segments"][0].update(dim=2**62)), f"dim {2**62}, here 3"),
+    "dim of another model": (
+        lambda s: both(s, lambda t: t["segments"][0].update(dim=4)),
+        "dim 4, but the model's has dim 3",
+    ),
+    "dim of 2^62": (
+        lambda s: both(s, lambda t: t["segments"][0].update(dim=2**62)),
+        f"dim {2**62}, but the model's",
+    ),
     "another optimizer": (
         lambda s: both(s, lambda t: t["segments"][0]["optimizer"].update(name="adam")),
-        "trained with adam, here it is adagrad",
+        "trained with adam, but the model uses adagrad",
     ),
     "state of size zero": (
         lambda s: s.table()["segments"][0]["state"][0].update(size=0),
@@ -222,16 +228,16 @@ MANIFESTS: dict[str, tuple[Recipe, str]] = {
     ),
     "state of another name": (
         lambda s: both(s, lambda t: t["segments"][0]["state"][0].update(name="mean")),
-        "other state",
+        "other optimizer state",
     ),
     "seed as a float": (lambda s: s.table().update(seed=0.5), "seed must be an integer"),
     "seed below all": (
         lambda s: s.table().update(seed=-(2**63) - 1),
         "seed must be from -9223372036854775808",
     ),
-    "two tables of one name": (same_names, "two tables have one name"),
-    "more rows than files hold": (lambda s: s.table().update(live=10**9), "has 1000000000 ids, its files"),
-    "2^62 rows in a delta": (lambda s: s.table(s.delta(1)).update(live=2**62), "ids, its files hold"),
+    "two tables of one name": (same_names, "two tables have the same name"),
+    "more rows than files hold": (lambda s: s.table().update(live=10**9), "states 1000000000 ids for table"),
+    "2^62 rows in a delta": (lambda s: s.table(s.delta(1)).update(live=2**62), "but its files hold"),
     "unknown routing": (lambda s: s.table()["routing"].update(dist_type="sideways"), "not 'sideways'"),
     "no shards": (lambda s: s.table()["routing"].update(num_shards=0), "num_shards must be from 1 to"),
     "2^40 shards": (lambda s: s.table()["routing"].update(num_shards=2**40), "num_shards is not valid"),
@@ -247,7 +253,7 @@ MANIFESTS: dict[str, tuple[Recipe, str]] = {
         lambda s: (s.table()["routing"].update(num_shards=2), s.piece.update(shard=2)),
         "must be of shards below 2",
     ),
-    "rows of other shards": (two_shards, "holds rows of other shards than 1"),
+    "rows of other shards": (two_shards, "holds rows that do not belong to its shard, 1"),
 }
 
 FILES: dict[str, tuple[Recipe, str]] = {
@@ -302,11 +308,11 @@ FILES: dict[str, tuple[Recipe, str]] = {
     "no state": (lambda s: s.tensors(lambda t: t.pop("state/0/sum")), "lacks state/0/sum"),
     "ids of another type": (
         lambda s: s.tensors(lambda t: t.update(ids=t["ids"].int())),
-        "ids of torch",
+        "ids of dtype torch",
     ),
     "rows of another type": (
         lambda s: s.tensors(lambda t: t.update(rows=t["rows"].double())),
-        "rows of torch.float64",
+        "rows of dtype torch.float64",
     ),
     "rows of another dim": (
         lambda s: s.tensors(lambda t: t.update(rows=t["rows"][:, :2].contiguous())),
@@ -317,8 +323,8 @@ FILES: dict[str, tuple[Recipe, str]] = {
         lambda s: s.tensors(lambda t: t.update(count=torch.ones(1, dtype=torch.int64))),
         r"holds count \[1\]",
     ),
-    "time below zero": (lambda s: s.tensors(lambda t: t["time"].fill_(-1)), "no seconds"),
-    "time beyond 2106": (lambda s: s.tensors(lambda t: t["time"].fill_(2**32)), "no seconds"),
+    "time below zero": (lambda s: s.tensors(lambda t: t["time"].fill_(-1)), "are not seconds"),
+    "time beyond 2106": (lambda s: s.tensors(lambda t: t["time"].fill_(2**32)), "are not seconds"),
 }
 
 CHAINS: dict[str, tuple[Recipe, str]] = {
@@ -328,24 +334,24 @@ CHAINS: dict[str, tuple[Recipe, str]] = {
     "of another base": (other_base, "gap in the chain"),
     "a circle": (
         lambda s: (s.delta(0).update(id=s.top["id"]), s.delta(1).update(previous=s.top["id"])),
-        "two saves have one id",
+        "two saves have the same id",
     ),
     "no word of what came before": (lambda s: s.delta(0).pop("previous"), r"deltas\[0\].previous is missing"),
     "a delta without a table": (
         lambda s: s.delta(0)["collections"]["embeddings"]["tables"].pop("user"),
-        "other tables than the base",
+        "does not have the tables of the base",
     ),
     "a delta with a table more": (
         lambda s: s.delta(0)["collections"]["embeddings"]["tables"].update(new=s.table()),
-        "other tables than the base|named twice",
+        "does not have the tables of the base|named twice",
     ),
     "a delta of another dim": (
         lambda s: s.table(s.delta(1))["segments"][0].update(dim=4),
-        "other segments of table 'embeddings.user'",
+        "does not have the base's segments of table 'embeddings.user'",
     ),
     "a delta of another optimizer": (
         lambda s: s.table(s.delta(1))["segments"][0]["state"][0].update(size=7),
-        "other segments of table 'embeddings.user'",
+        "does not have the base's segments of table 'embeddings.user'",
     ),
     "removed ids of another type": (
         lambda s: s.tensors(
@@ -381,7 +387,7 @@ DENSE: dict[str, tuple[Recipe, str]] = {
         r"the model lacks \['x'\]",
     ),
     "no dense weights": (lambda s: s.delta(1).update(dense=None), "lacks"),
-    "no optimizer": (lambda s: s.delta(1).update(optimizer=None), "no optimizer state"),
+    "no optimizer": (lambda s: s.delta(1).update(optimizer=None), "does not hold optimizer state"),
     "no tensors of the optimizer": (lambda s: s.delta(1).update(optimizer_tensors=None), "is missing"),
     "optimizer state of two kinds": (lambda s: state(s).update(tuple=[]), "must have one field, not 2"),
     "optimizer state of no kind": (
@@ -390,7 +396,7 @@ DENSE: dict[str, tuple[Recipe, str]] = {
     ),
     "optimizer state that is none": (
         lambda s: s.delta(1).update(optimizer={"float": "0x1p0"}),
-        "does not fit",
+        "does not match",
     ),
     "a float that is none": (lambda s: s.delta(1).update(optimizer={"float": "nonsense"}), "is not a float"),
     "a float too large": (lambda s: s.delta(1).update(optimizer={"float": "0x1p99999"}), "is not a float"),
@@ -398,6 +404,6 @@ DENSE: dict[str, tuple[Recipe, str]] = {
     "a pair of three": (lambda s: s.delta(1).update(optimizer={"dict": [[1, 2, 3]]}), "not a known kind"),
     "an optimizer of other weights": (
         lambda s: s.delta(1).update(optimizer={"dict": [["state", {"dict": []}], ["param_groups", []]]}),
-        "does not fit this optimizer",
+        "does not match this optimizer",
     ),
 }

@@ -130,7 +130,7 @@ def test_continuous_keys_become_global_ids_again(
 
 def test_continuous_needs_the_number_of_embeddings(tmp_path: Path) -> None:
     path = dump(tmp_path, [[0, 1], [0, 5]], meta=LRU | {"dist_type": "continuous"})
-    with pytest.raises(InputError, match=r"give num_embeddings=.'t': \.\.\.. as it was, got None"):
+    with pytest.raises(InputError, match=r"pass the original num_embeddings=.'t': \.\.\.., got None"):
         import_dynamicemb(collection(PLAIN), path)
     made = collection(PLAIN)
     import_dynamicemb(made, path, num_embeddings={"t": 6})
@@ -159,7 +159,7 @@ def test_other_names_other_tables_and_counters(tmp_path: Path) -> None:
         report.left_out
         == {
             "users_emb: admission counters": "they are not imported",
-            "table 'items' of the dump": "not asked for",
+            "table 'items' of the dump": "not requested",
         }
         | {"t: scores": report.left_out.get("t: scores", "")}
         if "t: scores" in report.left_out
@@ -181,7 +181,7 @@ def test_scores_that_are_no_ages(tmp_path: Path, strategy: str) -> None:
     made = collection(PLAIN)
     report = import_dynamicemb(made, path, time=NOW)
     assert times(made, "t") == {1: NOW}
-    assert report.left_out == {"t: scores": f"those of {strategy} are no times"}
+    assert report.left_out == {"t: scores": f"those of {strategy} are not times"}
 
 
 def test_scores_of_two_words(tmp_path: Path) -> None:
@@ -236,17 +236,22 @@ TWO_ROWWISE = TableConfig("t", segments=[Segment(1, optimizer=RowWiseAdagrad(0.1
             TableConfig("t", dim=2, optimizer=Adagrad(0.1)),
             "adam",
             [[1, 2, 3, 4]],
-            "'adam', table 't' with adagrad",
+            "'adam', table 't' uses adagrad",
         ),
-        (PLAIN, "exact_adagrad", [[1, 2]], "trained with 'exact_adagrad', table 't' with sgd"),
+        (PLAIN, "exact_adagrad", [[1, 2]], "trained with 'exact_adagrad', table 't' uses sgd"),
         (
             TableConfig("t", dim=2, optimizer=FTRL(0.1)),
             "lamb",
             [[1, 2]],
-            "trained with 'lamb', table 't' with ftrl",
+            "trained with 'lamb', table 't' uses ftrl",
         ),
-        (TWO_ROWWISE, "exact_row_wise_adagrad", [[1]], "table 't' with rowwise_adagrad"),
-        (PLAIN, "sgd", [[1]], r"opt_values.rank_0.world_size_1: 4 bytes, but 1 keys need 0 \(0 floats a row"),
+        (TWO_ROWWISE, "exact_row_wise_adagrad", [[1]], "table 't' uses rowwise_adagrad"),
+        (
+            PLAIN,
+            "sgd",
+            [[1]],
+            r"opt_values.rank_0.world_size_1: 4 bytes, but 1 keys need 0 \(0 floats per row",
+        ),
         (
             TableConfig("t", dim=2, optimizer=Adagrad(0.1)),
             "exact_adagrad",
@@ -283,14 +288,17 @@ KEYS, VALUES = "model.ebc/t_emb_keys", "model.ebc/t_emb_values"
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({f"{KEYS}.rank_1.world_size_2": None}, "t_emb_keys of 2 ranks lacks rank 1"),
-        ({f"{VALUES}.rank_0.world_size_2": None}, "t_emb_values of 2 ranks lacks rank 0"),
-        ({f"{KEYS}.rank_2.world_size_2": b""}, "t_emb_keys of 2 ranks has rank 2 too"),
-        ({f"{KEYS}.rank_0.world_size_1": b""}, r"table 't' has files of dumps by \[1, 2\] ranks"),
-        ({"model.ebc/t_emb_scores.rank_0.world_size_2": b"12345678"}, "t_emb_scores of 2 ranks lacks rank 1"),
+        ({f"{KEYS}.rank_1.world_size_2": None}, "t_emb_keys with 2 ranks lacks rank 1"),
+        ({f"{VALUES}.rank_0.world_size_2": None}, "t_emb_values with 2 ranks lacks rank 0"),
+        ({f"{KEYS}.rank_2.world_size_2": b""}, "t_emb_keys with 2 ranks also has rank 2"),
+        ({f"{KEYS}.rank_0.world_size_1": b""}, r"table 't' has files of dumps with \[1, 2\] ranks"),
+        (
+            {"model.ebc/t_emb_scores.rank_0.world_size_2": b"12345678"},
+            "t_emb_scores with 2 ranks lacks rank 1",
+        ),
         (
             {f"{KEYS}.rank_0.world_size_2": b"1234567"},
-            "rank_0.world_size_2: 7 bytes are no run of 8-byte keys",
+            "rank_0.world_size_2: 7 bytes are not a multiple of 8",
         ),
         (
             {f"{VALUES}.rank_0.world_size_2": b"1234"},
@@ -298,7 +306,7 @@ KEYS, VALUES = "model.ebc/t_emb_keys", "model.ebc/t_emb_values"
         ),
         (
             {f"{VALUES}.rank_0.world_size_2": bytes(12)},
-            r"12 bytes, but 1 keys need 8 \(2 floats a row, table 't'",
+            r"12 bytes, but 1 keys need 8 \(2 floats per row, the dim of table 't'",
         ),
         (
             {f"model.ebc/t_emb_scores.rank_{rank}.world_size_2": bytes(9) for rank in (0, 1)},
@@ -306,21 +314,24 @@ KEYS, VALUES = "model.ebc/t_emb_keys", "model.ebc/t_emb_values"
         ),
         (
             {f"{VALUES}.rank_1.world_size_2": np.float32([1, math.nan]).tobytes()},
-            "the row of id 1 .* holds NaN",
+            "the row of id 1 .* contains NaN",
         ),
-        ({"model.ebc/t_opt_args.json": None}, "t_opt_args.json: cannot be read, and it says how"),
-        ({"model.ebc/t_opt_args.json": b"{"}, "t_opt_args.json: cannot be read"),
-        ({"model.ebc/t_opt_args.json": b"[" * 100_000}, "t_opt_args.json: cannot be read"),
-        ({"model.ebc/t_opt_args.json": b"\xff"}, "t_opt_args.json: cannot be read"),
-        ({"model.ebc/t_opt_args.json": b"[]"}, "t_opt_args.json: must hold a JSON object"),
-        ({"model.ebc/t_opt_args.json": b" " * (1 << 21)}, "t_opt_args.json: 2097152 bytes are too many"),
+        ({"model.ebc/t_opt_args.json": None}, "t_opt_args.json cannot be read, but it defines how"),
+        ({"model.ebc/t_opt_args.json": b"{"}, "t_opt_args.json is not valid JSON"),
+        ({"model.ebc/t_opt_args.json": b"[" * 100_000}, "t_opt_args.json is nested"),
+        ({"model.ebc/t_opt_args.json": b"\xff"}, "t_opt_args.json is not valid JSON"),
+        ({"model.ebc/t_opt_args.json": b"[]"}, "t_opt_args.json is not a JSON object"),
+        (
+            {"model.ebc/t_opt_args.json": b" " * (1 << 21)},
+            "t_opt_args.json cannot be read, .* more than 1048576 bytes",
+        ),
         (
             {"model.ebc/t_opt_args.json": b'{"dist_type": "zigzag"}'},
             "unknown dist_type 'zigzag'; known: continuous",
         ),
         (
             {"other/t_emb_keys.rank_0.world_size_1": b""},
-            "table 't' is in .*model.ebc, .*other: give one of them",
+            "table 't' is in .*model.ebc, .*other: pass one of them",
         ),
     ],
 )
@@ -352,4 +363,4 @@ def test_rows_that_are_not_finite_can_be_skipped(tmp_path: Path) -> None:
     made = collection(PLAIN)
     report = import_dynamicemb(made, path, on_error="skip")
     assert rows(made, "t") == {1: [1, 2]}
-    assert report.left_out == {"t: 2 rows": "they hold NaN or Inf"}
+    assert report.left_out == {"t: 2 rows": "they contain NaN or Inf"}

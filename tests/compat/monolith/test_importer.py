@@ -103,7 +103,7 @@ def test_an_id_that_comes_again_is_told(tmp_path: Path) -> None:
     report = import_monolith(made, path)
     assert rows(made, "user") == {1: [3, 4]}
     assert (report.rows["user"], report.kept["user"]) == (2, 1)
-    assert report.left_out == {"user: 1 rows": "their ids came again, and the last row of an id stays"}
+    assert report.left_out == {"user: 1 rows": "their ids occur again, and the last row of an id is kept"}
 
 
 def test_files_of_a_save_that_was_interrupted_are_left_alone(tmp_path: Path) -> None:
@@ -340,7 +340,7 @@ def files(*names: str) -> dict[str, bytes]:
         ({"user-00000-of-00001": tfrecords(entry(1, (1, 2, 3)))}, "field 2 has more than 2 weights"),
         (
             {"user-00000-of-00001": tfrecords(entry(1, (1, math.nan)))},
-            r"the row of id 1 \(table 'user'\) holds NaN",
+            r"the row of id 1 \(table 'user'\) contains NaN",
         ),
         ({"user-00000-of-00001": tfrecords(entry(9, (1, 2), time=-1))}, "the last-update time of id 9"),
         ({"user-00000-of-00001": tfrecords(entry(9, (1, 2), time=2**32))}, "the last-update time of id 9"),
@@ -369,7 +369,7 @@ def test_rows_that_are_not_finite_can_be_skipped(tmp_path: Path) -> None:
     report = import_monolith(made, path, on_error="skip")
     assert rows(made, "user") == {3: [1, 2]}
     assert (report.rows, report.kept) == ({"user": 3}, {"user": 1})
-    assert report.left_out == {"user: 2 rows": "they hold NaN or Inf"}
+    assert report.left_out == {"user: 2 rows": "they contain NaN or Inf"}
 
 
 def test_arguments(tmp_path: Path) -> None:
@@ -383,7 +383,7 @@ def test_arguments(tmp_path: Path) -> None:
         import_monolith(made, path, on_error="ignore")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="needs an EmbeddingCollection"):
         import_monolith(made.shards, path)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="tables must map tables to names there"):
+    with pytest.raises(InputError, match="tables must map tables to names in the source"):
         import_monolith(made, path, tables={})
     with pytest.raises(CheckpointError, match=r"nowhere: there is no such directory, and no nowhere\.assets"):
         import_monolith(made, tmp_path / "nowhere")

@@ -1,8 +1,8 @@
-"""Rows on their way from another system's files into a collection: what every importer shares.
+"""RowImport: the part that all importers share, from rows of another system's files to tables.
 
-An importer gives a function that walks all rows, whole and in bounded pieces. It is walked twice: once to
-check everything, once to write, so that a bad file is refused before a table is touched. Under a placement
-over many ranks each rank walks all rows, and the shards keep those it owns.
+An importer provides a function that iterates over all rows in chunks of bounded size. It is called twice:
+first to validate all rows, then to write them, so that a bad file is rejected before any table changes. With
+several ranks each rank iterates over all rows, and its shards keep the rows that it owns.
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ CHUNK_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class ImportReport:
-    """What an import did, by table of the collection.
+    """The result of an import.
 
-    rows: rows read. kept: rows this process's table holds now. left_out: what was not taken over, and why.
+    Attributes:
+        rows: Number of rows read, by table of the collection.
+        kept: Number of rows now in this process's table, by table.
+        left_out: What was not imported, with the reason.
     """
 
     rows: dict[str, int]
@@ -40,7 +43,16 @@ class ImportReport:
 
 @dataclass(frozen=True)
 class ImportedRows:
-    """Some rows of a table. where: the file, for errors. state: empty where it starts fresh."""
+    """Some rows of a table.
+
+    Attributes:
+        table: The name of the table in the collection.
+        where: The file, for messages.
+        ids: int64 [n].
+        rows: Weights, float32 [n, dim].
+        state: Optimizer state by "segment number/name", float32 [n, size]; empty if it starts fresh.
+        time: Last-update times in seconds, int64 [n].
+    """
 
     table: str
     where: str
@@ -50,15 +62,22 @@ class ImportedRows:
     time: Tensor
 
 
-Walk = Callable[[], Iterable[ImportedRows]]
+ReadRows = Callable[[], Iterable[ImportedRows]]
 
 
 class RowImport:
-    """One import into some tables of a collection (None: all), which must have no rows yet.
+    """An import into tables of a collection.
 
-    time: seconds, the last-update time of rows that bring none; None is now. on_error: "skip" leaves rows
-    with NaN or Inf out and counts them. Raises InputError, UnknownNameError or UsageError if the arguments
-    or the tables are not fit.
+    Args:
+        collection: The collection.
+        tables: The tables to fill, as the keys of a mapping; None fills all. They must be empty.
+        time: The last-update time of rows without one, in seconds; None is now.
+        on_error: "raise" rejects rows with NaN or Inf; "skip" leaves them out and counts them.
+
+    Raises:
+        InputError: An argument is not valid.
+        UnknownNameError: The collection has no such table.
+        UsageError: A table already has rows.
     """
 
     def __init__(
@@ -72,7 +91,9 @@ class RowImport:
         if not isinstance(collection, EmbeddingCollection):
             raise InputError(f"an import needs an EmbeddingCollection, got {type(collection).__name__}")
         if tables is not None and not (isinstance(tables, Mapping) and tables):
-            raise InputError(f'tables must map tables to names there ({{"user": "name"}}), got {tables!r}')
+            raise InputError(
+                f'tables must map tables to names in the source ({{"user": "name"}}), got {tables!r}'
+            )
         if on_error not in ("raise", "skip"):
             raise InputError(f'on_error must be "raise" or "skip", got {on_error!r}')
         self.shards = collection.shards
@@ -90,28 +111,38 @@ class RowImport:
                     "clear it first (collection.shards.clear())"
                 )
 
-    def run(self, walk: Walk) -> ImportReport:
-        """Checks all pieces, then writes them."""
+    def run(self, read_rows: ReadRows) -> ImportReport:
+        """Validate all rows, then write them.
+
+        Args:
+            read_rows: Returns an iterator over all rows. It is called twice.
+
+        Returns:
+            The report.
+
+        Raises:
+            CheckpointError: A row contains NaN or Inf, and on_error is "raise". No table was changed.
+        """
         read, bad = Counter(dict.fromkeys(self.configs, 0)), Counter[str]()
-        for piece in walk():
+        for piece in read_rows():
             read[piece.table] += piece.ids.numel()
             bad[piece.table] += int((~self._usable(piece)).sum())
         self.shards.reserve(read)
-        for piece in walk():
+        for piece in read_rows():
             self._write(piece)
         kept = {name: stats.rows for name, stats in self.shards.stats().items() if name in self.configs}
         for name, rows in read.items():
             if bad[name]:
-                self.left_out[f"{name}: {bad[name]} rows"] = "they hold NaN or Inf"
+                self.left_out[f"{name}: {bad[name]} rows"] = "they contain NaN or Inf"
             again = rows - bad[name] - kept[name]
             if again and self.shards.world_size == 1:
                 self.left_out[f"{name}: {again} rows"] = (
-                    "their ids came again, and the last row of an id stays"
+                    "their ids occur again, and the last row of an id is kept"
                 )
         return ImportReport(dict(read), kept, self.left_out)
 
     def _usable(self, piece: ImportedRows) -> Tensor:
-        """Which rows are finite, bool [n]; raises CheckpointError if one is not, unless such are skipped."""
+        """Return which rows are finite, bool [n]; unless such rows are skipped, raise if one is not."""
         finite = torch.ones(piece.ids.numel(), dtype=torch.bool)
         for values in (piece.rows, *piece.state.values()):
             if not all_finite(values):
@@ -119,7 +150,7 @@ class RowImport:
         if not self._skip and not bool(finite.all()):
             first = int(piece.ids[~finite][0])
             raise CheckpointError(
-                f"{piece.where}: the row of id {first} (table {piece.table!r}) holds NaN or Inf; "
+                f"{piece.where}: the row of id {first} (table {piece.table!r}) contains NaN or Inf; "
                 'on_error="skip" leaves such rows out'
             )
         return finite
@@ -139,14 +170,20 @@ class RowImport:
 
 
 def fresh_state(config: TableConfig, n: int) -> dict[str, Tensor]:
-    """The optimizer state of n rows that were never trained."""
+    """Return the optimizer state of n rows that were never trained."""
     return {c.key: torch.full((n, c.end - c.start), c.initial) for c in config.state_columns}
 
 
 def spread_state(config: TableConfig, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """State of whole rows, given by name, as the table's segments keep it.
+    """Split the optimizer state of whole rows into that of the table's segments.
 
-    whole: float32 [n, dim], of which each segment takes its columns, or [n, 1] for one number a row.
+    Args:
+        config: The config of the table.
+        whole: State by name: float32 [n, dim], of which each segment takes its columns, or [n, 1] for one
+            number per row.
+
+    Returns:
+        The state by "segment number/name".
     """
     state, start = {}, 0
     for number, segment in enumerate(config.segments):
@@ -160,19 +197,19 @@ def spread_state(config: TableConfig, whole: Mapping[str, Tensor]) -> dict[str, 
 
 
 def optimizer_of(config: TableConfig) -> str:
-    """The optimizer's name if all segments have the same, else the names joined."""
+    """Return the name of the table's optimizer; if its segments differ, all names joined by "and"."""
     names = [segment.optimizer.name for segment in config.segments]
     return names[0] if len(set(names)) == 1 else " and ".join(names)
 
 
 def pieces_of(rows: int, floats: int) -> Iterator[slice]:
-    """Rows 0 .. rows in parts of bounded size. floats: of a row, state included."""
+    """Split the rows 0 to `rows` into slices of bounded size; a row has `floats` floats, state included."""
     size = chunk_rows(floats)
     return (slice(at, min(rows, at + size)) for at in range(0, rows, size))
 
 
 def chunk_rows(floats: int) -> int:
-    """How many rows of this many floats make a piece."""
+    """Return the number of rows per chunk, for rows of this many floats."""
     return max(1, min(65_536, CHUNK_BYTES // (4 * floats + 16)))
 
 

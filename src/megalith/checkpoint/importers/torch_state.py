@@ -1,4 +1,4 @@
-"""import_torch: tables out of the weights of nn.Embedding and nn.EmbeddingBag; a row's id is its index."""
+"""import_torch: fill tables from the weights of nn.Embedding and nn.EmbeddingBag; a row's id is its index."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STATE: dict[str, dict[str, str]] = {
     "adagrad": {"sum": "sum"},
     "adam": {"m": "exp_avg", "v": "exp_avg_sq", "count": "step"},
 }
-"""What our optimizers keep, and torch.optim's names for it."""
+"""The state names of our optimizers, and torch.optim's names for them."""
 
 
 def import_torch(
@@ -38,13 +38,22 @@ def import_torch(
     time: float | None = None,
     on_error: OnError = "raise",
 ) -> ImportReport:
-    """Fills tables with the rows of embedding weights; row i becomes the row of id i.
+    """Fill tables with the rows of embedding weights; row i becomes the row of id i.
 
-    state_dict: of a model, as `torch.load(path, weights_only=True, mmap=True)` gives it. tables: our table ->
-    the weight's key, [rows, dim] of any float type. optimizer_state: our table -> what torch.optim.Adagrad,
-    Adam or SparseAdam keeps for that weight, `optimizer.state[weight]`; without it state starts fresh.
-    time, on_error: see `RowImport`. Raises InputError, before anything is written, if a key is missing or a
-    weight or its state does not fit the table.
+    Args:
+        collection: The collection; the tables to fill must be empty.
+        state_dict: The state_dict of a model, from `torch.load(path, weights_only=True, mmap=True)`.
+        tables: For each table, the key of its weight: [rows, dim] of any float dtype.
+        optimizer_state: For each table, the state that torch.optim.Adagrad, Adam or SparseAdam has for the
+            weight, `optimizer.state[weight]`. Without it the state starts fresh.
+        time: The last-update time of the rows in seconds; None is now.
+        on_error: "raise" rejects rows with NaN or Inf; "skip" leaves them out and counts them.
+
+    Returns:
+        The report.
+
+    Raises:
+        InputError: A key is missing, or a weight or its state does not match the table. Nothing was written.
     """
     into = RowImport(collection, tables, time=time, on_error=on_error)
     if not isinstance(state_dict, Mapping):
@@ -53,7 +62,7 @@ def import_torch(
         )
     given = optimizer_state or {}
     if extra := sorted(set(given) - set(tables)):
-        raise InputError(f"import_torch: optimizer_state is given for {extra}, which tables does not name")
+        raise InputError(f"import_torch: optimizer_state is given for {extra}, which are not in tables")
     weights, states = {}, {}
     for name, key in tables.items():
         config = into.configs[name]
@@ -63,7 +72,7 @@ def import_torch(
         elif config.state_columns:
             into.left_out[f"{name}: optimizer state"] = "optimizer_state was not given, so it starts fresh"
 
-    def walk() -> Iterator[ImportedRows]:
+    def read_rows() -> Iterator[ImportedRows]:
         for name, weight in weights.items():
             config = into.configs[name]
             for part in pieces_of(weight.shape[0], config.row_floats):
@@ -77,20 +86,20 @@ def import_torch(
                     torch.full((n,), into.time),
                 )
 
-    return into.run(walk)
+    return into.run(read_rows)
 
 
 def _weight(config: TableConfig, state_dict: Mapping[str, Any], key: str) -> Tensor:
     if key not in state_dict:
         known = ", ".join(repr(k) for k, v in state_dict.items() if isinstance(v, Tensor) and v.dim() == 2)
         raise InputError(
-            f"table {config.name!r}: the state_dict has no {key!r} (matrices in it: {known or 'none'})"
+            f"table {config.name!r}: the state_dict has no key {key!r} (its matrices: {known or 'none'})"
         )
     weight = state_dict[key]
     where = f"table {config.name!r}: state_dict[{key!r}]"
     if not isinstance(weight, Tensor) or type(weight) not in (Tensor, torch.nn.Parameter):
         raise InputError(
-            f"{where} is a {type(weight).__name__}, not a plain tensor (of a DTensor: full_tensor())"
+            f"{where} is a {type(weight).__name__}, not a plain tensor (use full_tensor() of a DTensor)"
         )
     if weight.layout != torch.strided or weight.is_meta or not weight.is_floating_point():
         raise InputError(
@@ -102,23 +111,23 @@ def _weight(config: TableConfig, state_dict: Mapping[str, Any], key: str) -> Ten
 
 
 def _state(config: TableConfig, rows: int, given: Mapping[str, Any]) -> dict[str, Tensor]:
-    """By our names: float [rows, dim] each, or one number for all rows, []."""
+    """Return the state by our names: float [rows, dim], or [] for one number for all rows."""
     where = f"table {config.name!r}: optimizer_state"
     wanted: dict[str, str] = {}
     for segment in config.segments:
         if segment.optimizer.name not in _STATE:
             raise InputError(
-                f"{where}: torch.optim keeps nothing that {optimizer_of(config)} could go on with"
+                f"{where}: torch.optim has no state that {optimizer_of(config)} could continue with"
             )
         wanted |= _STATE[segment.optimizer.name]
     if missing := sorted(set(wanted.values()) - set(given)):
         raise InputError(
-            f"{where} holds {sorted(given)} and lacks {missing}, which {optimizer_of(config)} needs: is it "
-            "the same optimizer?"
+            f"{where} has {sorted(given)} but lacks {missing}, which {optimizer_of(config)} needs: is it the "
+            "same optimizer?"
         )
     extra = sorted(k for k in set(given) - {"step", *wanted.values()} if given[k] is not None)
     if extra:
-        raise InputError(f"{where} holds {extra}, for which {optimizer_of(config)} has no place")
+        raise InputError(f"{where} has {extra}, which {optimizer_of(config)} does not use")
     state = {}
     for ours, theirs in wanted.items():
         value = torch.as_tensor(given[theirs])

@@ -1,4 +1,4 @@
-"""DynamicEmb: its dumps become tables (`import_dynamicemb`)."""
+"""DynamicEmb: import of its dumps (`import_dynamicemb`)."""
 
 from megalith.compat.dynamicemb.dump_importer import import_dynamicemb
 

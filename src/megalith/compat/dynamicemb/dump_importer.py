@@ -1,14 +1,13 @@
-"""import_dynamicemb: tables out of a dump of DynamicEmb (NVIDIA recsys-examples).
+"""import_dynamicemb: fill tables from a dump of DynamicEmb (NVIDIA recsys-examples).
 
-A table's dump is a file per kind and rank, `NAME_emb_KIND.rank_R.world_size_W`: keys and scores are raw
-little-endian int64, values and opt_values float32; `NAME_opt_args.json` says the optimizer, the routing
-(`dist_type`; absent means roundrobin) and what scores mean. Keys are global ids, except under
-`continuous`, where they count within a rank's block.
+The dump of a table has one file per kind and rank, `NAME_emb_KIND.rank_R.world_size_W`: keys and scores are
+raw little-endian int64, values and opt_values are float32. `NAME_opt_args.json` names the optimizer, the
+routing (`dist_type`; absent means roundrobin) and the eviction strategy, which defines the scores. Keys are
+global ids; with `continuous` routing they are indices within the block of a rank.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -32,6 +31,8 @@ from megalith.checkpoint.importers.row_import import (
 from megalith.errors import CheckpointError, InputError
 from megalith.nn import EmbeddingCollection
 from megalith.routing import MODES, Router
+from megalith.storage.store import LocalStore
+from megalith.storage.strict_json import parse_json_object
 from megalith.table import TableConfig
 
 _FILE = re.compile(r"(.+)_emb_(keys|values|scores|opt_values)\.rank_(\d{1,9})\.world_size_(\d{1,9})")
@@ -45,12 +46,12 @@ _OPTIMIZERS = {
     "exact_adagrad": "adagrad",
     "exact_row_wise_adagrad": "rowwise_adagrad",
 }
-"""DynamicEmb's names of the optimizers that both have, and ours."""
+"""DynamicEmb's names of the optimizers that both systems have, and our names."""
 
 
 @dataclass(frozen=True)
 class _Dump:
-    """One table: its files by kind and rank, its number of ranks, and its JSON."""
+    """The dump of one table: its files by kind and rank, its number of ranks, and its JSON."""
 
     name: str
     folder: Path
@@ -60,7 +61,7 @@ class _Dump:
 
     @property
     def dist_type(self) -> str:
-        """How keys were routed."""
+        """The routing mode of the keys."""
         return str(self.meta.get("dist_type", "roundrobin"))
 
 
@@ -75,16 +76,30 @@ def import_dynamicemb(
     time: float | None = None,
     on_error: OnError = "raise",
 ) -> ImportReport:
-    """Fills tables from the files that DynamicEmbDump wrote, at any number of ranks.
+    """Fill tables from the files that DynamicEmbDump wrote with any number of ranks.
 
-    directory: of the dump, or of one of its collections. tables: our table -> its name in the dump; by
-    default all tables of the collection, under their own names. num_embeddings: our table -> the
-    num_embeddings it had, needed for dist_type "continuous" alone. check_owners: every key must be in the
-    file of the rank that its dist_type gives it to; False takes keys as they are. LRU scores are ages: they
-    become last-update times, counted back from `time`. on_error: see `RowImport`. The state of Adam and both
-    Adagrads is taken over; Adam's one step counter becomes every row's count.
-    Raises CheckpointError, naming the file, before anything is written, if files are missing, of the wrong
-    size or do not fit the table; if optimizers differ, unless drop_optimizer_state lets state start fresh.
+    The state of Adam and of both Adagrads is imported; Adam's single step counter becomes the count of every
+    row. LRU scores are ages: they become last-update times, subtracted from `time`.
+
+    Args:
+        collection: The collection; the tables to fill must be empty.
+        directory: The directory of the dump, or of one of its collections.
+        tables: For each table, its name in the dump; None fills all tables under their own names.
+        num_embeddings: For each table, its num_embeddings in DynamicEmb; only needed for dist_type
+            "continuous".
+        drop_optimizer_state: Let the optimizer state start fresh.
+        check_owners: Require each key to be in the file of the rank that dist_type assigns it to; False
+            accepts all keys.
+        time: The time of the dump in seconds; None is now.
+        on_error: "raise" rejects rows with NaN or Inf; "skip" leaves them out and counts them.
+
+    Returns:
+        The report.
+
+    Raises:
+        CheckpointError: Files are missing, have the wrong size or do not match the table, or the optimizers
+            differ. The message names the file. Nothing was written.
+        InputError: An argument is not valid.
     """
     into = RowImport(collection, tables, time=time, on_error=on_error)
     names = {name: name for name in into.configs} if tables is None else dict(tables)
@@ -92,20 +107,21 @@ def import_dynamicemb(
     dumps = _find(root, set(names.values()), into.left_out)
     sources = {}
     for ours, theirs in names.items():
-        source = _Source(into.configs[ours], dumps[theirs], (num_embeddings or {}).get(ours), check_owners)
+        size = (num_embeddings or {}).get(ours)
+        source = _DumpedTable(into.configs[ours], dumps[theirs], size, check_owners)
         source.check_state(drop_optimizer_state, into.left_out)
         source.check_scores(into.left_out)
         sources[ours] = source
 
-    def walk() -> Iterator[ImportedRows]:
+    def read_rows() -> Iterator[ImportedRows]:
         for source in sources.values():
-            yield from source.walk(into.time)
+            yield from source.read_rows(into.time)
 
-    return into.run(walk)
+    return into.run(read_rows)
 
 
-class _Source:
-    """The rows of one dumped table, in the shape of ours."""
+class _DumpedTable:
+    """The rows of one dumped table, converted for our table."""
 
     def __init__(
         self, config: TableConfig, dump: _Dump, num_embeddings: int | None, check_owners: bool
@@ -118,15 +134,15 @@ class _Source:
         for keys, values in zip(dump.files["keys"], dump.files["values"], strict=True):
             rows, rest = divmod(keys.stat().st_size, 8)
             if rest:
-                raise CheckpointError(f"{keys}: {keys.stat().st_size} bytes are no run of 8-byte keys")
+                raise CheckpointError(f"{keys}: {keys.stat().st_size} bytes are not a multiple of 8")
             _check_size(
-                values, rows, 4 * config.dim, f"{config.dim} floats a row, table {config.name!r}'s dim"
+                values, rows, 4 * config.dim, f"{config.dim} floats per row, the dim of table {config.name!r}"
             )
 
     # ---- checks before the first row is read
 
     def check_state(self, drop: bool, left_out: dict[str, str]) -> None:
-        """Whether state is taken over. Raises CheckpointError if it cannot be, unless it may be dropped."""
+        """Decide whether to import state. Raises CheckpointError if that is not possible."""
         name, dump, config = self.config.name, self.dump, self.config
         here, there = optimizer_of(config), str(dump.meta.get("opt_type"))
         files = dump.files.get("opt_values", [])
@@ -141,23 +157,24 @@ class _Source:
         if not has_state:
             raise CheckpointError(
                 f"{dump.folder}: {dump.name!r} was dumped without optimizer state, which table {name!r} "
-                f"({here}) needs; drop_optimizer_state=True lets it start fresh"
+                f"({here}) needs; with drop_optimizer_state=True it starts fresh"
             )
         whole_rows = here != "rowwise_adagrad" or len(config.segments) == 1
         if _OPTIMIZERS.get(there) != here or not whole_rows:
             raise CheckpointError(
                 f"{_json_path(dump.folder, dump.name)}: the dump was trained with {there!r}, table {name!r} "
-                f"with {here}: state cannot be taken over; drop_optimizer_state=True lets it start fresh"
+                f"uses {here}: its state cannot be imported; with drop_optimizer_state=True it starts fresh"
             )
         width = {"sgd": 0, "adam": 2 * config.dim, "adagrad": config.dim, "rowwise_adagrad": 1}[here]
         for keys, path in zip(dump.files["keys"], files, strict=True):
-            _check_size(path, keys.stat().st_size // 8, 4 * width, f"{width} floats a row, {here}'s state")
+            rows = keys.stat().st_size // 8
+            _check_size(path, rows, 4 * width, f"{width} floats per row, the state of {here}")
         if here == "adam":
             self._iterations()
         self._state = here
 
     def check_scores(self, left_out: dict[str, str]) -> None:
-        """Whether scores are ages. Raises CheckpointError if their files have the wrong size."""
+        """Decide whether scores are ages. Raises CheckpointError if their files have the wrong size."""
         files = self.dump.files.get("scores", [])
         strategy = str(self.dump.meta.get("evict_strategy", "unknown"))
         double = 0
@@ -165,15 +182,15 @@ class _Source:
             rows, size = keys.stat().st_size // 8, path.stat().st_size
             double += size == 16 * rows and rows > 0
             if size != 16 * rows:
-                _check_size(path, rows, 8, "8 bytes a score")
+                _check_size(path, rows, 8, "8 bytes per score")
         self._ages = bool(files) and not double and strategy.lower().endswith("klru")
         if files and not self._ages:
-            left_out[f"{self.config.name}: scores"] = f"those of {strategy} are no times"
+            left_out[f"{self.config.name}: scores"] = f"those of {strategy} are not times"
 
     # ---- rows
 
-    def walk(self, time: int) -> Iterator[ImportedRows]:
-        """All rows, rank by rank."""
+    def read_rows(self, time: int) -> Iterator[ImportedRows]:
+        """Yield all rows, rank by rank."""
         config, files = self.config, self.dump.files
         for rank, path in enumerate(files["keys"]):
             keys = _mapped(path, "<i8", 1)[:, 0]
@@ -190,19 +207,19 @@ class _Source:
                 )
 
     def _ids(self, keys: Tensor, rank: int, path: Path) -> Tensor:
-        """Global ids of a rank's keys."""
+        """Return the global ids of the keys of a rank, int64 [n]."""
         router, ids = self._router, keys
         if router.block_size is not None:
             inside = (keys >= 0) & (keys < router.block_size)
             ids = torch.where(inside, rank * router.block_size + keys, keys * router.num_shards + rank)
-            strange = (router.owner(ids) != rank) | (router.local_index(ids) != keys)
+            misplaced = (router.owner(ids) != rank) | (router.local_index(ids) != keys)
         else:
-            strange = router.owner(ids) != rank
-        if bool(strange.any()) and (self._check_owners or router.block_size is not None):
+            misplaced = router.owner(ids) != rank
+        if bool(misplaced.any()) and (self._check_owners or router.block_size is not None):
             raise CheckpointError(
-                f"{path}: key {int(keys[strange][0])} does not belong to rank {rank} of {router.num_shards} "
-                f"under dist_type {router.mode!r}: the dump was made with another one, or num_embeddings is "
-                "wrong; check_owners=False takes global ids as they are"
+                f"{path}: key {int(keys[misplaced][0])} does not belong to rank {rank} of "
+                f"{router.num_shards} under dist_type {router.mode!r}: the dump has another dist_type, or "
+                "num_embeddings is wrong; check_owners=False accepts all global ids"
             )
         return ids
 
@@ -235,7 +252,7 @@ class _Source:
 
 
 def _find(root: Path, names: set[str], left_out: dict[str, str]) -> dict[str, _Dump]:
-    """The wanted tables of a dump. Raises CheckpointError if one is missing, there twice, or incomplete."""
+    """Find the tables of a dump. Raises CheckpointError if one is missing, ambiguous or incomplete."""
     if not root.is_dir():
         raise CheckpointError(f"{root}: no such directory")
     found: dict[tuple[str, Path], dict[str, dict[tuple[int, int], Path]]] = {}
@@ -247,13 +264,13 @@ def _find(root: Path, names: set[str], left_out: dict[str, str]) -> dict[str, _D
         elif (match := _COUNTER.fullmatch(path.name)) and match[1] in names:
             left_out[f"{match[1]}: admission counters"] = "they are not imported"
     for name in sorted({name for name, _ in found} - names):
-        left_out[f"table {name!r} of the dump"] = "not asked for"
+        left_out[f"table {name!r} of the dump"] = "not requested"
     dumps = {}
     for name in sorted(names):
         folders = [folder for known, folder in found if known == name]
         if len(folders) != 1:
             known = ", ".join(sorted({repr(name) for name, _ in found})) or "none"
-            several = f"in {', '.join(map(str, folders))}: give one of them as directory" if folders else ""
+            several = f"in {', '.join(map(str, folders))}: pass one of them as directory" if folders else ""
             raise CheckpointError(
                 f"{root}: table {name!r} is " + (several or f"not in the dump (it has {known})")
             )
@@ -265,15 +282,15 @@ def _dump(name: str, folder: Path, kinds: Mapping[str, Mapping[tuple[int, int], 
     worlds = sorted({world_size for files in kinds.values() for _, world_size in files})
     if len(worlds) != 1:
         raise CheckpointError(
-            f"{folder}: table {name!r} has files of dumps by {worlds} ranks; keep one dump's files"
+            f"{folder}: table {name!r} has files of dumps with {worlds} ranks; keep the files of one dump"
         )
     (world_size,) = worlds
     for kind in ("keys", "values", *kinds):
         ranks = {rank for rank, _ in kinds.get(kind, {})}
         lacks = next((rank for rank in range(world_size) if rank not in ranks), None)
         if lacks is not None or len(ranks) != world_size:
-            wrong = f"has rank {max(ranks, default=0)} too" if lacks is None else f"lacks rank {lacks}"
-            raise CheckpointError(f"{folder}: {name}_emb_{kind} of {world_size} ranks {wrong}")
+            wrong = f"also has rank {max(ranks, default=0)}" if lacks is None else f"lacks rank {lacks}"
+            raise CheckpointError(f"{folder}: {name}_emb_{kind} with {world_size} ranks {wrong}")
     files = {kind: [files[rank, world_size] for rank in range(world_size)] for kind, files in kinds.items()}
     return _Dump(name, folder, world_size, files, _read_json(_json_path(folder, name)))
 
@@ -283,19 +300,14 @@ def _json_path(folder: Path, name: str) -> Path:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    def error(problem: str) -> CheckpointError:
+        return CheckpointError(f"{path} {problem}")
+
     try:
-        if path.stat().st_size > _MAX_JSON:
-            raise CheckpointError(f"{path}: {path.stat().st_size} bytes are too many for it")
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(
-            f"{path}: cannot be read, and it says how the rows were routed: {error}"
-        ) from None
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path}: must hold a JSON object")
-    return data
+        text = LocalStore(path.parent).read_whole(path.name, _MAX_JSON)
+    except OSError as problem:
+        raise error(f"cannot be read, but it defines how rows were routed: {problem}") from None
+    return parse_json_object(text, error).data
 
 
 def _router(dump: _Dump, table: str, num_embeddings: int | None) -> Router:
@@ -306,8 +318,8 @@ def _router(dump: _Dump, table: str, num_embeddings: int | None) -> Router:
         return Router(mode, dump.world_size)
     if isinstance(num_embeddings, bool) or not isinstance(num_embeddings, int) or num_embeddings < 1:
         raise InputError(
-            f"table {table!r}: its dump ({where}) is routed by dist_type 'continuous', whose keys count "
-            f"within a rank's block: give num_embeddings={{{table!r}: ...}} as it was, got {num_embeddings!r}"
+            f"table {table!r}: its dump ({where}) has dist_type 'continuous', whose keys are indices within "
+            f"a rank's block: pass the original num_embeddings={{{table!r}: ...}}, got {num_embeddings!r}"
         )
     return Router(mode, dump.world_size, block_size=-(-num_embeddings // dump.world_size))
 
@@ -319,12 +331,12 @@ def _check_size(path: Path, rows: int, row_bytes: int, what: str) -> None:
 
 
 def _mapped(path: Path, dtype: str, width: int) -> NDArray[Any]:
-    """A raw file as [rows, width], mapped into memory."""
-    if path.stat().st_size == 0:  # which cannot be mapped
+    """Map a raw file into memory as [rows, width]."""
+    if path.stat().st_size == 0:  # an empty file cannot be mapped
         return np.empty((0, width), dtype)
     return np.memmap(path, dtype, "r").reshape(-1, width)
 
 
 def _tensor(values: NDArray[Any]) -> Tensor:
-    """A copy: what is mapped may not be written to."""
+    """Copy to a tensor, because mapped memory is read-only."""
     return torch.from_numpy(values.astype(values.dtype.newbyteorder("="), copy=True))
