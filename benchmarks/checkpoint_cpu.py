@@ -2,11 +2,11 @@
 
     python benchmarks/checkpoint_cpu.py [--rows N] [--rounds N] [--folder PATH] [--output PATH]
 
-Every round writes the same bytes four ways into one folder, each followed by fsync, the order rotating: ours,
-raw blocks of 64 MiB, torch.save; then reads them back, from the page cache: ours (into an empty table), raw,
-torch.load. "Insert" is `Table.restore` of the same rows out of memory: what no reader can do without. Extra
-memory is the process's high-water mark above what it held before. The pause is how long async_save kept a
-training loop from its next step, in the call and waiting for room. A full run saves
+Every round writes the same bytes in several ways into one folder, each followed by fsync, in rotating
+order: ours, raw blocks of 64 MiB, torch.save; then it reads them back from the page cache: ours (into an
+empty table), raw, torch.load. "Insert" is `Table.restore` of the same rows from memory, which every reader
+has to do. Extra memory is the process's high-water mark above its size before. The pause is how long
+async_save blocked a training loop, in the call and while it waited for buffers. A full run saves
 results/checkpoint_cpu-DATE.json.
 """
 
@@ -30,8 +30,8 @@ from harness import (
     machine,
     print_bars,
     print_table,
+    progress,
     result_path,
-    say,
     versions,
     write_result,
 )
@@ -88,7 +88,7 @@ def torch_save(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 class Peak:
-    """The most memory this process held inside a `with`, beyond what it held before."""
+    """The peak memory of this process inside a `with`, in addition to its memory before."""
 
     def __enter__(self) -> Peak:
         gc.collect()
@@ -109,7 +109,7 @@ class Peak:
 
 
 def measure_pause(model: EmbeddingCollection, rows: int, folder: Path) -> dict[str, float]:
-    """Steps before and during an async_save: what the save cost the loop."""
+    """Compares steps before and during an async_save."""
     generator = torch.Generator().manual_seed(0)
     usual = [timed(lambda: train(model, rows, generator)) for _ in range(200)]
     began = time.perf_counter()
@@ -146,12 +146,12 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def run(options: argparse.Namespace, folder: Path, arguments: Sequence[str]) -> None:
-    say(f"filling a table of {options.rows:,} rows")
+    progress(f"filling a table of {options.rows:,} rows")
     model = make_model()
     fill(model, options.rows)
     bench = Bench(model)
     for number in range(options.rounds + 1):
-        say(f"round {number} of {options.rounds}")
+        progress(f"round {number} of {options.rounds}")
         here = folder / str(number)
         here.mkdir()
         found = {name: bench.time(name, here) for name in _rotated(list(WRITES), number)}
@@ -173,7 +173,7 @@ READS = ("load", "raw read", "torch.load", "insert")
 
 
 class Bench:
-    """The same rows in all the forms they are written from."""
+    """The same rows in all the forms from which they are written."""
 
     def __init__(self, model: EmbeddingCollection) -> None:
         self.model = model
@@ -190,7 +190,7 @@ class Bench:
         self.extra = {"save": 0, "load": 0}
 
     def time(self, name: str, here: Path) -> float:
-        """Seconds of one way to write or read in this folder."""
+        """Measures the seconds of one way to write or read in this folder."""
         gc.collect()
         os.sync()
         if name == "save":
@@ -220,7 +220,7 @@ def load_into(model: EmbeddingCollection, path: Path) -> float:
 
 
 def insert(whole: Chunk) -> float:
-    """Seconds to put rows that lie in memory into an empty table, as many at a time as a file holds."""
+    """Measures the seconds to insert rows from memory into an empty table, one file's rows at a time."""
     table = make_model().shards.local["t"]
     table.reserve(whole.ids.numel())
     step = BLOCK // (16 + 8 * DIM)
@@ -245,7 +245,7 @@ def report(
     print_table(f"{options.rows:,} rows, {size / 1e9:.2f} GB", ("what", "s", "all rounds", "GB/s"), rows)
     shown = [(name, *(f"{pause[name]:.4g}" for pause in pauses)) for name in pauses[0]]
     columns = ("seconds", *(f"run {number + 1}" for number in range(len(pauses))))
-    print_table("async_save beside training", columns, shown)
+    print_table("async_save during training", columns, shown)
 
     def ratio(top: Sequence[str], bottom: Sequence[str]) -> float:
         pairs = zip(*(times[n] for n in (*top, *bottom)), strict=True)

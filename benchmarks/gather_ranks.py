@@ -1,10 +1,10 @@
-"""Gather on one, two and four ranks: how the time falls when ranks share the downloads.
+"""Gather on one, two and four ranks: how the time decreases when ranks share the downloads.
 
     python benchmarks/gather_ranks.py [--quick] [--rounds N] [--output PATH]
 
-An object server on loopback answers after a fixed latency; each rank has a fixed number of downloads in
-flight, as a memory budget would have it. Ranks are processes. A time is that of fetching and checking on the
-slowest rank, the best of the rounds: what is slept is exact, all else is noise. A full run saves
+An object server on loopback responds after a fixed latency; each rank has a fixed number of downloads in
+flight, as with a memory budget. Ranks are processes. A time is that of fetching and validation on the slowest
+rank, the minimum over the rounds, because the latency is exact and everything else is noise. A full run saves
 results/gather_ranks-DATE.json.
 """
 
@@ -28,7 +28,7 @@ BARS = {2: 1.6, 4: 2.5}
 
 
 def seconds(simulation: Simulation, ranks: int) -> tuple[float, str]:
-    """The time of a window's gather, and the hash of the weights it led to."""
+    """Returns the time of a window's gather, and the hash of the resulting weights."""
     with tempfile.TemporaryDirectory() as name, FaultServer(latency=simulation.latency) as server:
         simulation.fill(server)
         job = write_job(Path(name), simulation, server.endpoint)

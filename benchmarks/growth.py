@@ -1,9 +1,8 @@
-"""Growth of the cpu table: how long a call stalls while the index grows, and what memory it takes.
+"""Growth of the cpu table: how long a call stalls while the index grows, and the memory it needs.
 
-Small rows (dim 1 or 3, SGD) are used so that the index, which is what grows, is most of the table.
-Ids are random and fresh. On a virtual machine the first write of a page may wait for the host, which has
-nothing to do with growth, so stalls are measured twice: on memory the host has just backed (the bar) and on
-memory as it comes.
+Rows are small (dim 1 or 3, SGD), so that the index, which grows, is most of the table. Ids are random and
+new. On a virtual machine the first write to a page may wait for the host, which is independent of growth,
+so stalls are measured twice: on memory that the host has already provided (the target) and on fresh memory.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import statistics
 import time
 
 import torch
-from harness import resident_bytes, say
+from harness import progress, resident_bytes
 from workloads import random_keys
 
 from megalith.table import SGD, Table, TableConfig
@@ -23,7 +22,7 @@ CALM = 50
 
 
 def warm_memory(size: int) -> None:
-    """Writes and frees memory on huge pages; what is taken next is backed by the host already."""
+    """Writes and frees memory on huge pages, so that the host already provides the next allocation."""
     block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     block.madvise(mmap.MADV_HUGEPAGE)
     for page in range(0, size, mmap.PAGESIZE):
@@ -32,13 +31,13 @@ def warm_memory(size: int) -> None:
 
 
 class Inserter:
-    """A table and fresh ids for it; times each call that inserts some."""
+    """A table and new ids for it; times each call that inserts some."""
 
     def __init__(self, rows: int, dim: int) -> None:
         self.keys = random_keys(rows + rows // 2, seed=3)
         self.resident_before = resident_bytes()
         self.table = Table(TableConfig("t", dim=dim, optimizer=SGD(lr=0.1)), engine="cpu")
-        # reserve() leaves room for a fifth more: growth then starts when `rows` ids are in.
+        # reserve() allocates a fifth more: growth then starts when `rows` ids are present.
         self.reserved = int(rows / 1.2)
         self.table.reserve(self.reserved)
         self.at = 0
@@ -48,11 +47,11 @@ class Inserter:
         return self.table.stats().growing
 
     def warm(self) -> None:
-        """Warms what a growth will take: the new index and the rows that come meanwhile."""
+        """Warms the memory that a growth needs: the new index and the rows inserted during it."""
         warm_memory(80 * self.keys.numel())
 
     def insert(self, n: int = CALL) -> float:
-        """CPU seconds of a call with n fresh ids."""
+        """Measures the CPU seconds of a call with n new ids."""
         ids = self.keys[self.at : self.at + n]
         self.at += n
         rows = torch.zeros(n, self.table.dim)
@@ -62,9 +61,9 @@ class Inserter:
 
 
 def growth_stall(rows: int, warm: bool, runs: int) -> dict[str, float]:
-    """The longest call while the index grows, less the usual call; and the one-shot rebuild.
+    """Measures the longest call while the index grows, minus a normal call; and the one-shot rebuild.
 
-    Every run does the same work call by call, so a call's time is the median of its times in the runs.
+    Every run does the same work in each call, so the time of a call is the median over the runs.
     """
     calm: list[float] = []
     growing: list[list[float]] = []
@@ -96,12 +95,12 @@ def growth_stall(rows: int, warm: bool, runs: int) -> dict[str, float]:
         "rebuild_ms": statistics.median(rebuilds) * 1e3,
         "ratio": (max(calls) - usual) / statistics.median(rebuilds),
     }
-    say("  " + ", ".join(f"{k} {v:.4g}" for k, v in record.items()))
+    progress("  " + ", ".join(f"{k} {v:.4g}" for k, v in record.items()))
     return record
 
 
 def rebuild(rows: int, warm: bool) -> float:
-    """CPU seconds to move the whole index, as large as in `growth_stall`, into one 1.4 times larger."""
+    """Measures the CPU seconds to move the index of `growth_stall` to one 1.4 times larger."""
     inserter = Inserter(rows, dim=1)
     inserter.insert(rows - CALL)
     assert not inserter.growing
@@ -116,12 +115,12 @@ def rebuild(rows: int, warm: bool) -> float:
 
 
 def memory_after_growth(rows: int, dim: int) -> dict[str, float]:
-    """Bytes a row just after a growth, by the table's own count and by the process' resident set."""
+    """Measures bytes per row just after a growth, by the table's own count and by the resident set."""
     inserter = Inserter(rows, dim)
     table = inserter.table
     while not inserter.growing:
         inserter.insert()
-    # Few ids a call end the growth with the fewest rows in: the most index bytes a row.
+    # With few ids per call the growth ends with the fewest rows, so with the most index bytes per row.
     peak = 0.0
     while inserter.growing:
         inserter.insert(16)
@@ -136,11 +135,11 @@ def memory_after_growth(rows: int, dim: int) -> dict[str, float]:
         "beyond_at_most_while_growing": peak,
         "resident_bytes": (resident_bytes() - inserter.resident_before) / n,
     }
-    say(f"  dim {dim}: " + ", ".join(f"{k} {v:.4g}" for k, v in record.items()))
+    progress(f"  dim {dim}: " + ", ".join(f"{k} {v:.4g}" for k, v in record.items()))
     return record
 
 
 def beyond(table: Table) -> float:
-    """Bytes a row beyond weights and optimizer state."""
+    """Returns bytes per row in addition to weights and optimizer state."""
     needed = len(table) * 4 * table.config.row_floats
     return (table.memory().total - needed) / len(table)

@@ -1,8 +1,8 @@
-"""What every benchmark shares: how to time, how to compare, how to report.
+"""Timing, comparison and reports for all benchmarks.
 
-Variants run in one process, interleaved round by round, each round on other batches and
-in another order. Two variants are compared by the ratio of their times in each round; the median of
-those ratios and their quartiles are reported. Nothing here knows tables or peers.
+Variants run in one process and take turns, each round on other batches and in another order. Two variants are
+compared by the ratio of their times in each round; the median and the quartiles of these ratios are reported.
+This module does not depend on tables or peers.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ def interleave(
     rounds: int,
     clock: Callable[[], float] = time.thread_time,
 ) -> Timings:
-    """Times every variant once a round, after one round that is not counted.
+    """Times every variant once per round, after one round that is not counted.
 
-    In a round each variant gets a batch of its own, so that none finds what another left in
-    the cache; the order of the variants and their batches move on from round to round.
+    In a round each variant gets a different batch, so that none benefits from cache contents of another; the
+    order of the variants and their batches rotate from round to round.
     """
     names = list(variants)
     stride = max(1, len(batches) // len(names))
@@ -101,7 +101,7 @@ def interleave(
 
 
 def busiest_thread(work: Callable[[], object]) -> tuple[float, float]:
-    """CPU seconds of the thread that worked most, and wall seconds."""
+    """Returns the CPU seconds of the busiest thread, and the wall seconds."""
     before, start = _thread_seconds(), time.perf_counter()
     work()
     wall = time.perf_counter() - start
@@ -134,7 +134,7 @@ def resident_bytes() -> int:
 
 
 def huge_page_bytes() -> int:
-    """Anonymous memory of this process that lies on huge pages."""
+    """Returns the size of this process's anonymous memory on huge pages."""
     return _kilobytes("/proc/self/smaps_rollup", "AnonHugePages") * 1024
 
 
@@ -143,9 +143,9 @@ def huge_page_bytes() -> int:
 
 @dataclass(frozen=True)
 class Bar:
-    """A number that must be reached: at least `required`, or at most where `at_most`.
+    """A target for a measured number: at least `required`, or at most if `at_most`.
 
-    `required` None marks a number that is only reported. `note` says over what it was taken.
+    `required` None marks a number that is only reported. `note` names the workloads it covers.
     """
 
     name: str
@@ -191,13 +191,13 @@ def print_bars(bars: Sequence[Bar]) -> None:
 # ---- output
 
 
-def say(text: str) -> None:
-    """A line of progress; plain, because a live display would use CPU beside what is timed."""
+def progress(text: str) -> None:
+    """Prints a line of progress; a live display would use CPU time during measurements."""
     print(text, file=sys.stderr, flush=True)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table, by rich where it is installed."""
+    """Prints a table, with rich if it is installed."""
     try:
         from rich.console import Console
         from rich.table import Table
@@ -216,7 +216,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def machine() -> dict[str, Any]:
-    """The hardware, without names of hosts or paths."""
+    """Returns a description of the hardware, without host names or paths."""
     model = platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -235,7 +235,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Installed versions; a package that is absent is named so."""
+    """Returns the installed versions; an absent package is "not installed"."""
     found = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -246,14 +246,14 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """The command as anyone would type it: no paths of this machine."""
+    """Returns the command line without paths of this machine."""
     kept = [a for i, a in enumerate(arguments) if "--output" not in (a, arguments[max(0, i - 1)])]
     kept = [a for a in kept if not a.startswith("--output=")]
     return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *kept])
 
 
 def run_child(arguments: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Runs this benchmark again in a process of its own; returns the result it saves."""
+    """Runs this benchmark again in a child process; returns the result it saves."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "result.json"
         command = [sys.executable, sys.argv[0], *arguments, "--output", str(output)]

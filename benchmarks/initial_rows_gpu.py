@@ -1,7 +1,7 @@
-"""Checks that initial rows have the same bits on a GPU as on the CPU, and writes down that they do.
+"""Checks that initial rows are bit-identical on a GPU and on the CPU, and records the result.
 
-Runs where CUDA is: python benchmarks/initial_rows_gpu.py [OUTPUT.json]. CI has no GPU; the dated
-result file in benchmarks/results is the record.
+Needs CUDA: python benchmarks/initial_rows_gpu.py [OUTPUT.json]. CI has no GPU; the dated result file in
+benchmarks/results is the record.
 """
 
 import datetime

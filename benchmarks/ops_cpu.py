@@ -2,11 +2,11 @@
 
     python benchmarks/ops_cpu.py [--quick] [--only NAME,...] [--threads 1,2] [--profile DIR] [--output PATH]
 
-Workloads are those of Monolith's own benchmarks (a million ids in ten shards; 1e5 features; 30 slots and 256
-shards), a layout of 200 features for a batch of 4096, and the jagged ops FBGEMM has too. Outputs are compared
-with the peers first. One process, variants interleaved, CPU time of the thread (wall time with
-two), medians of paired ratios. "torch" is the fastest plain expression of several tried. A full run saves
-results/ops_cpu-DATE.json; --profile writes a torch.profiler trace per workload.
+The workloads are those of Monolith's own benchmarks (a million ids in ten shards; 1e5 features; 30 slots
+and 256 shards), a layout of 200 features for a batch of 4096, and the jagged ops that FBGEMM also has.
+Outputs are compared with the peers first. One process, variants take turns, CPU time of the thread (wall
+time with two threads), medians of paired ratios. "torch" is the fastest of several plain expressions. A
+full run saves results/ops_cpu-DATE.json; --profile writes a torch.profiler trace per workload.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from harness import (
     machine,
     print_bars,
     print_table,
+    progress,
     result_path,
-    say,
     versions,
     write_result,
 )
@@ -52,7 +52,7 @@ Call = Callable[[], Any]
 
 @dataclass
 class Workload:
-    """Our call and its peers; `same` compares results; bars: peer -> required ratio."""
+    """Our call and its peers. `same` compares results; `bars` maps a peer to the required ratio."""
 
     name: str
     ours: Call
@@ -70,7 +70,7 @@ def any_ids(n: int, source: torch.Generator) -> Tensor:
 
 
 def fbgemm() -> Any:
-    """FBGEMM's ops, or None where it is not installed."""
+    """Returns FBGEMM's ops, or None if it is not installed."""
     try:
         import fbgemm_gpu  # noqa: F401
     except ImportError:
@@ -79,7 +79,7 @@ def fbgemm() -> Any:
 
 
 def close(a: Any, b: Any) -> bool:
-    """Equal tensors, or lists of them, up to rounding."""
+    """Returns whether tensors, or lists of them, are equal up to rounding."""
     if isinstance(a, Tensor):
         return a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=1e-4, atol=1e-5)
     return len(a) == len(b) and all(close(x, y) for x, y in zip(a, b, strict=True))
@@ -110,7 +110,7 @@ def map_ids(scale: int) -> list[Workload]:
 
 
 def gather_ids(scale: int) -> list[Workload]:
-    """1e5 features: dim 32 with 4 ids a row, dim 256 with 2."""
+    """1e5 features: dim 32 with 4 ids per row, dim 256 with 2."""
     made = []
     for dim, per_row in ((32, 4), (256, 2)):
         m = 100_000 // scale
@@ -194,7 +194,7 @@ def reorder(scale: int) -> list[Workload]:
         return unique[torch.sort(owner)[1]], torch.bincount(owner, minlength=256)
 
     def same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
-        # torch's expression leaves the order inside a shard open.
+        # torch's expression does not define the order inside a shard.
         owners = [torch.repeat_interleave(torch.arange(256), n.long()) for _, n in (a, b)]
         keys = [
             torch.sort(o.double() * 2.0**64 + u.double())[0] for (u, _), o in zip((a, b), owners, strict=True)
@@ -301,7 +301,7 @@ def layout(scale: int) -> list[Workload]:
     ]
 
 
-# ---- what FBGEMM has too
+# ---- ops that FBGEMM also has
 
 
 def jagged(scale: int) -> list[Workload]:
@@ -436,7 +436,7 @@ def measure(work: Workload, threads: int, rounds: int, bars: list[Bar]) -> tuple
         ratio = times.ratio(name, "ours")
         record[name] = {"milliseconds": times.median(name) * 1e3, "ratio": ratio}
         texts.append(f"{name} {ratio}")
-    # The best plain expression counts.
+    # Compare with the fastest plain expression.
     plain = [times.ratio(n, "ours").median for n in work.peers if n.startswith("torch")]
     if threads == 1:
         for peer, required in work.bars.items():
@@ -468,13 +468,13 @@ def main(arguments: Sequence[str]) -> None:
     if unknown := set(names) - set(SECTIONS):
         parser.error(f"--only: unknown {', '.join(unknown)} (known: {', '.join(SECTIONS)})")
     if fbgemm() is None:
-        say("FBGEMM is not installed: its comparisons are left out")
+        progress("FBGEMM is not installed: its comparisons are skipped")
     scale, rounds = (10, 3) if options.quick else (1, 15)
     bars: list[Bar] = []
     rows: list[list[str]] = []
     sections: dict[str, Any] = {}
     for name in names:
-        say(name)
+        progress(name)
         torch.set_num_threads(1)
         works = SECTIONS[name](scale)
         for work in works:

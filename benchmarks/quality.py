@@ -1,13 +1,13 @@
-"""Does a row of its own for every id pay? One DeepFM on MovieLens-1M, three ways to hold its embeddings.
+"""The gain of a separate row for every id: one DeepFM on MovieLens-1M with three kinds of embeddings.
 
     python benchmarks/quality.py [--quick] [--epochs N] [--output PATH]
 
-    megalith    tables that grow: raw hashed ids, a row each
-    remapped    nn.EmbeddingBag, ids counted through beforehand (what cannot be done on a stream)
-    hashed      nn.EmbeddingBag of as many bytes as megalith uses, ids modulo its rows: collisions
+    megalith    tables that grow: raw hashed ids, a row for each
+    remapped    nn.EmbeddingBag, ids numbered beforehand (which is not possible on a stream)
+    hashed      nn.EmbeddingBag with as many bytes as megalith uses, ids modulo its rows: collisions
 
-Label rating >= 4, split by time, the last tenth held back. Same dense part, same optimizers, the same order
-of samples; remapped starts from megalith's own initial rows. A full run saves results/quality-DATE.json, and
+Label rating >= 4, split by time, the last tenth held out. Same dense part, same optimizers, same order of
+samples; remapped starts from megalith's own initial rows. A full run saves results/quality-DATE.json, and
 results/quality.json for the demo's report.
 """
 
@@ -28,8 +28,8 @@ from harness import (
     machine,
     print_bars,
     print_table,
+    progress,
     result_path,
-    say,
     versions,
     write_result,
 )
@@ -52,7 +52,7 @@ def deepfm() -> DeepFM:
 
 
 class BagDeepFM(DeepFM):
-    """The same model over nn.EmbeddingBag. rows: of each feature; place: ids -> rows."""
+    """The same model with nn.EmbeddingBag. rows: the number of each feature; place: maps ids to rows."""
 
     def __init__(self, rows: Mapping[str, int]) -> None:
         torch.manual_seed(SEED)
@@ -77,7 +77,7 @@ class BagDeepFM(DeepFM):
 
     @property
     def bytes(self) -> int:
-        """Weights and Adagrad's state."""
+        """The size of weights and Adagrad state."""
         return sum(2 * bag.weight.numel() * 4 for bag in self.bags.values())
 
 
@@ -112,7 +112,7 @@ def train(model: DeepFM, samples: Samples, epochs: int) -> None:
             loss.backward()
             for optimizer in optimizers:
                 optimizer.step()
-        say(f"  epoch {epoch + 1} of {epochs}: last loss {float(loss.detach()):.4f}")
+        progress(f"  epoch {epoch + 1} of {epochs}: last loss {float(loss.detach()):.4f}")
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str]) -> None:
     known = {name: torch.unique(samples.features[name].values) for name in FEATURES}
     results: dict[str, tuple[Evaluation, int]] = {}
 
-    say("megalith")
+    progress("megalith")
     ours = deepfm()
     remapped = Remapped(known, ours)
     train(ours, samples[:cut], options.epochs)
@@ -137,10 +137,10 @@ def main(arguments: Sequence[str]) -> None:
     memory = {name: use.total for name, use in shards.memory().items()}
     test = MemoryReader(samples[cut:], batch_size=8192)
     results["megalith"] = evaluate(ours, test), sum(memory.values())
-    say("remapped")
+    progress("remapped")
     train(remapped, samples[:cut], options.epochs)
     results["EmbeddingBag, ids remapped"] = evaluate(remapped, test), remapped.bytes
-    say("hashed")
+    progress("hashed")
     rows = {name: max(1, memory[name] // (2 * (1 + DIM) * 4)) for name in FEATURES}
     hashed = Hashed(rows)
     train(hashed, samples[:cut], options.epochs)

@@ -1,13 +1,13 @@
-"""Serving: requests a second against plain handlers, rows a second of parameter sync, and their staleness.
+"""Serving: requests per second against plain handlers, rows per second of parameter sync, and staleness.
 
     python benchmarks/serving.py [--quick] [--output PATH]
 
-Everything runs on loopback, each part in a process of its own (serving_roles.py), with one torch thread. A
-DeepFM of 26 features, 13 dense values and dim 16 is asked by 1, 8 and 32 clients, each of which sends a
-request when it has the answer to the last. It is compared with the same model behind a plain gRPC handler,
-and with a handler whose rows were put into one tensor by hand; both with the number of threads that suits
-them best. Contestants take turns in every round; a ratio is the median of the rounds' paired ratios. A full
-run saves results/serving-DATE.json.
+All parts run as separate processes (serving_roles.py) on loopback, with one torch thread each. 1, 8 and 32
+clients query a DeepFM with 26 features, 13 dense values and dim 16; each sends a request when it has the
+response to the last one. `ModelServer` is compared with the same model in a plain gRPC handler, and with a
+handler written by hand that has all rows in one tensor; both with their best number of threads. Variants take
+turns in every round; a ratio is the median of the paired ratios of the rounds. A full run saves
+results/serving-DATE.json.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from harness import (
     machine,
     print_bars,
     print_table,
+    progress,
     result_path,
-    say,
     versions,
     write_result,
 )
@@ -67,21 +67,21 @@ BASE = "a-save"
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured."""
+    """The sizes of the measurement."""
 
     rows: int = 100_000
-    """Of each of the 26 tables."""
+    """Rows of each of the 26 tables."""
     requests: int = 4096
-    """That differ."""
+    """Number of different requests."""
     loads: tuple[tuple[int, int], ...] = ((1, 1), (8, 1), (32, 1), (32, 32))
-    """Clients, and rows of their requests."""
+    """Pairs of the number of clients and the rows per request."""
     rounds: int = 5
     seconds: float = 2.0
-    """Of one contestant in one round."""
+    """Seconds of one variant in one round."""
     sync_rows: int = 1_000_000
     sync_rounds: int = 10
     interval: float = 1.0
-    """Seconds between pushes of the training whose staleness is measured."""
+    """Seconds between pushes while staleness is measured."""
     train_seconds: float = 20.0
     train_batch: int = 4096
     train_ids: int = 200_000
@@ -106,7 +106,7 @@ QUICK = Sizes(
 
 @dataclass(frozen=True)
 class Load:
-    """What a number of clients got of a contestant, medians over rounds."""
+    """The result of one variant with a number of clients, medians over rounds."""
 
     clients: int
     batch: int
@@ -115,13 +115,13 @@ class Load:
     p50_ms: float
     p99_ms: float
     client_cpu: float
-    """Cores that the clients' process used."""
+    """Number of cores that the clients' process used."""
     ratio: Spread
-    """Our requests a second / its, paired by round."""
+    """Our requests per second / those of this variant, paired by round."""
 
 
 def measure_requests(sizes: Sizes, folder: Path) -> tuple[list[Load], dict[str, int]]:
-    """All loads of all contestants, and how many threads suited the handlers."""
+    """Measures all loads of all variants, and the best number of threads of the handlers."""
     with ExitStack() as stack:
         others = (("handlers", sizes.rows), ("clients", sizes.rows, sizes.requests))
         handlers, clients = stack.enter_context(processes(*others))
@@ -138,13 +138,13 @@ def measure_requests(sizes: Sizes, folder: Path) -> tuple[list[Load], dict[str, 
         _compare_scores(clients, addresses)
         measured = []
         for count, batch in sizes.loads:
-            say(f"{count} clients, batch {batch}")
+            progress(f"{count} clients, batch {batch}")
             measured += _compare(clients, addresses, count, batch, sizes)
     return measured, threads
 
 
 def _compare_scores(clients: Process, addresses: dict[str, str]) -> None:
-    """All contestants must say the same."""
+    """Checks that all variants return the same scores."""
     scores = {name: clients.ask(scores=address, count=32)["scores"] for name, address in addresses.items()}
     for name, found in scores.items():
         assert np.allclose(found, scores[PLAIN], rtol=1e-4, atol=1e-5), f"{name} gives other scores"
@@ -189,7 +189,7 @@ def _load(clients: Process, address: str, count: int, batch: int, seconds: float
 
 @dataclass(frozen=True)
 class Sync:
-    """Rows a second until acknowledged: the first push, the later ones, and raw bytes."""
+    """Rows per second until acknowledged: the first push, the later ones, and raw bytes."""
 
     first: float
     one: float
@@ -201,7 +201,7 @@ class Sync:
 
 
 def measure_sync(sizes: Sizes, folder: Path) -> Sync:
-    """Pushes of a whole table, in turns with as many raw bytes."""
+    """Measures pushes of a whole table, in turns with the same number of raw bytes."""
     model = sync_model()
     ids = random_ids(1, sizes.sync_rows)
     gradients = torch.randn(sizes.sync_rows, DIM)
@@ -219,12 +219,12 @@ def measure_sync(sizes: Sizes, folder: Path) -> Sync:
                 send, pieces = channel.unary_unary(PREDICT), _raw_pieces(sizes.sync_rows)
                 ways = {**pushers, "raw": lambda: _send_raw(send, pieces)}
                 for r in range(sizes.sync_rounds + 1):
-                    say(f"parameter sync, round {r}")
+                    progress(f"parameter sync, round {r}")
                     shards.apply_gradients({SYNC_TABLE: ids}, {SYNC_TABLE: gradients}, step=0)
                     names = list(ways)
                     for v in range(len(names)):
                         name = names[(r + v) % len(names)]
-                        time.sleep(0.2)  # what the one before has left to tidy up is not the next one's
+                        time.sleep(0.2)  # so that cleanup of one push does not count for the next
                         found[name].append(sizes.sync_rows / ways[name]())
     later = {name: rates[1:] for name, rates in found.items()}
     pairs = zip(later["one"], later["raw"], strict=True)
@@ -250,7 +250,7 @@ def _publisher(model: Model, addresses: Sequence[str], *, interval: float = 3600
 
 
 def _push(publisher: Publisher, rows: int) -> float:
-    """Seconds until every target has acknowledged the rows that changed."""
+    """Measures the seconds until every target has acknowledged the changed rows."""
     before = [report.rows for report in publisher.report()]
     start = time.perf_counter()
     assert publisher.flush(120.0), publisher.lagging()
@@ -261,14 +261,14 @@ def _push(publisher: Publisher, rows: int) -> float:
 
 
 def _raw_pieces(rows: int) -> list[bytes]:
-    """As many bytes as ids and rows have, in pieces as large as pushes."""
+    """Returns as many bytes as the ids and rows have, in pieces of the size of a push."""
     each = MAX_PUSH_BYTES // (8 + 4 * DIM)
     sizes = [min(each, rows - begin) for begin in range(0, rows, each)]
     return [torch.randn(size, 2 + DIM).numpy().tobytes() for size in sizes]
 
 
 def _send_raw(send: Any, pieces: Sequence[bytes]) -> float:
-    """Seconds of sending them, one after the other."""
+    """Measures the seconds to send the pieces in sequence."""
     start = time.perf_counter()
     for piece in pieces:
         send(piece, timeout=30.0)
@@ -280,7 +280,7 @@ def _send_raw(send: Any, pieces: Sequence[bytes]) -> float:
 
 @dataclass(frozen=True)
 class Staleness:
-    """Seconds from writing a row in training to its being seen at the server."""
+    """Seconds from the write of a row in training until the server returns it."""
 
     p50: float
     p99: float
@@ -291,8 +291,8 @@ class Staleness:
 
 
 def measure_staleness(sizes: Sizes, folder: Path) -> Staleness:
-    """Trains steadily, and has a process of its own look for the rows at the server."""
-    say(f"staleness, {sizes.train_seconds:g} s of training")
+    """Trains steadily while another process queries the server for the rows."""
+    progress(f"staleness, {sizes.train_seconds:g} s of training")
     model = sync_model()
     _export_sync(model, folder)
     with processes(("model_server", folder, "follow"), ("prober",)) as (server, prober):
@@ -302,17 +302,17 @@ def measure_staleness(sizes: Sizes, folder: Path) -> Staleness:
         with _publisher(model, [address], interval=sizes.interval) as publisher:
             written = _train(model, publisher, prober, sizes)
             end = time.monotonic() + 60.0
-            while prober.ask(steps=len(written), tell=False)["first"] < len(written):
+            while prober.ask(steps=len(written), times=False)["first"] < len(written):
                 assert time.monotonic() < end, "some rows never arrived"
                 time.sleep(0.01)
-            seen = np.array(prober.ask(steps=len(written), tell=True)["seen"])
+            seen = np.array(prober.ask(steps=len(written), times=True)["seen"])
     ages = (seen - np.array(written)[:, None]).reshape(-1)
     p50, p99 = np.percentile(ages, (50, 99))
     return Staleness(float(p50), float(p99), float(ages.max()), ages.size, len(written), sizes.interval)
 
 
 def _train(model: Model, publisher: Publisher, prober: Process, sizes: Sizes) -> list[float]:
-    """When the rows of each step were written; the last step ends an interval."""
+    """Returns when the rows of each step were written; the last step ends an interval."""
     known = random_ids(2, sizes.train_ids)
     labels = (torch.rand(sizes.train_batch) < 0.3).float()
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
@@ -327,7 +327,7 @@ def _train(model: Model, publisher: Publisher, prober: Process, sizes: Sizes) ->
         written.append(time.monotonic())
         loss.backward()
         optimizer.step()
-        prober.ask(steps=len(written), tell=False)
+        prober.ask(steps=len(written), times=False)
         if publisher.step() and time.monotonic() > end:
             break
     return written

@@ -1,10 +1,10 @@
-"""The processes of serving.py: servers, the plain handler they are compared with, and those who ask them.
+"""The processes of serving.py: servers, the handlers they are compared with, and the clients.
 
     python benchmarks/serving_roles.py ROLE ARGUMENT...
 
-Each role prints one line of JSON when it is ready, then answers every line of its standard input with one of
-its own; it ends with its input. The model, its ids and its requests follow from seeds, so that processes
-agree on them without files.
+Each role prints one line of JSON when it is ready, then responds to every line of its standard input with
+one line; it ends when its input ends. The model, its ids and its requests are derived from seeds, so that
+processes agree on them without files.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PREDICT = "/tensorflow.serving.PredictionService/Predict"
 FEATURES = [f"f{number}" for number in range(26)]
 DENSE, DIM, HIDDEN = 13, 16, (64, 32)
 WORKERS = (1, 4, 32)
-"""Threads of a handler's server, of which the fastest is compared with."""
+"""Numbers of threads of a handler's server; the fastest is used."""
 OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", -1),
@@ -44,14 +44,14 @@ OPTIONS = (
 )
 SYNC_NAME, SYNC_TABLE = "synced", "item"
 PROBES, MAX_STEPS, PROBE_SECONDS = 4, 20_000, 0.01
-"""Rows of each step that are looked for at the server, and how often."""
+"""Rows of each step that are queried at the server, and how often."""
 
 
-# ---- what all agree on
+# ---- shared by all roles
 
 
 def table_ids(feature: int, rows: int) -> Tensor:
-    """The ids that have a row."""
+    """Returns the ids that have a row."""
     return random_ids(1000 + feature, rows)
 
 
@@ -60,7 +60,7 @@ def random_ids(seed: int, count: int) -> Tensor:
 
 
 def scoring_model(rows: int) -> Model:
-    """The model of the requests, in eval: rows and weights at random."""
+    """Returns the scoring model in eval mode, with random rows and weights."""
     torch.manual_seed(0)
     config = EmbeddingConfig(FEATURES, dim=DIM, optimizer=Adagrad(0.05))
     model = build_model("deepfm", config, num_dense=DENSE, hidden=HIDDEN)
@@ -71,7 +71,7 @@ def scoring_model(rows: int) -> Model:
 
 
 def requests_of(batch: int, count: int, rows: int) -> list[bytes]:
-    """Serialised PredictRequests with other ids each."""
+    """Returns serialised PredictRequests with different ids."""
     generator = torch.Generator().manual_seed(batch)
     columns = [table_ids(number, rows) for number in range(len(FEATURES))]
     made = []
@@ -87,13 +87,13 @@ def requests_of(batch: int, count: int, rows: int) -> list[bytes]:
 
 
 def sync_model() -> Model:
-    """The model in training of parameter sync: one table whose rows have DIM columns."""
+    """Returns the model that parameter sync trains: one table whose rows have DIM columns."""
     torch.manual_seed(0)
     return build_model("dcnv2", EmbeddingConfig([SYNC_TABLE], dim=DIM, optimizer=Adagrad(0.05)))
 
 
 def probe_ids(step: int) -> Tensor:
-    """Ids that are trained for the first time in a step."""
+    """Returns the ids that are trained for the first time in a step."""
     return random_ids(1_000_000 + step, PROBES)
 
 
@@ -113,7 +113,7 @@ def model_server(directory: str, follow: str) -> None:
 
 
 class PlainHandler:
-    """What one writes who has a trained model and grpcio."""
+    """A straightforward handler for a trained model with grpcio."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -127,7 +127,7 @@ class PlainHandler:
 
 
 class LeanHandler:
-    """The same scores by hand: rows of all tables in one tensor, ids found in dictionaries."""
+    """The same scores with hand-written code: rows of all tables in one tensor, ids in dictionaries."""
 
     def __init__(self, model: Model, rows: int) -> None:
         self._model = model
@@ -167,7 +167,7 @@ def _response(request: Any, logits: Tensor) -> Any:
 
 
 def handlers(rows: str) -> None:
-    """Both handlers, each behind several ports, one for each number of threads."""
+    """Runs both handlers, each on several ports, one for each number of threads."""
     torch.set_num_threads(1)
     model = scoring_model(int(rows))
     made = {"plain": PlainHandler(model).predict, "lean": LeanHandler(model, int(rows)).predict}
@@ -184,7 +184,7 @@ def handlers(rows: str) -> None:
 
 
 def sink() -> None:
-    """Takes bytes and drops them."""
+    """Receives bytes and drops them."""
     drop = grpc.unary_unary_rpc_method_handler(lambda data, context: b"")
     with _servers(drop, (4,)) as addresses:
         answer({"address": addresses[0]}, lambda _: {})
@@ -207,7 +207,7 @@ def _servers(predict: Any, threads: tuple[int, ...]) -> Iterator[list[str]]:
 
 
 def clients(rows: str, count: str) -> None:
-    """Closed-loop clients: each sends its next request when it has the answer to the last."""
+    """Runs closed-loop clients: each sends its next request when it has the response to the last one."""
     requests = {batch: requests_of(batch, max(64, int(count) // batch), int(rows)) for batch in (1, 32)}
 
     def load(order: dict[str, Any]) -> dict[str, Any]:
@@ -226,7 +226,7 @@ def _scores(address: str, requests: list[bytes]) -> list[float]:
 
 
 def _load(address: str, requests: list[bytes], count: int, seconds: float) -> dict[str, Any]:
-    # A connection for each client, as if they were processes of their own.
+    # A separate connection for each client, as if each were a process.
     options = [("grpc.use_local_subchannel_pool", 1)]
     channels = [grpc.insecure_channel(address, options=options) for _ in range(count)]
     latencies: list[list[float]] = [[] for _ in range(count)]
@@ -269,10 +269,10 @@ def _load(address: str, requests: list[bytes], count: int, seconds: float) -> di
 
 
 def prober() -> None:
-    """Asks a server for rows again and again, and tells when each was first there.
+    """Queries a server for rows repeatedly, and reports when it first returned each of them.
 
-    The first order is the server's address. The others say how many steps of training there were; the answer,
-    which step's rows are not all there yet, and if wanted the times.
+    The first line of input is the server's address. The others have the number of training steps so far; the
+    response has the first step whose rows are not all present, and on request the times.
     """
     ids = torch.stack([probe_ids(step) for step in range(MAX_STEPS)])
     seen = np.zeros((MAX_STEPS, PROBES))
@@ -312,7 +312,7 @@ def prober() -> None:
         with lock:
             state["steps"] = order["steps"]
             first = state["first"]
-        return {"first": first, **({"seen": seen[: order["steps"]].tolist()} if order["tell"] else {})}
+        return {"first": first, **({"seen": seen[: order["steps"]].tolist()} if order["times"] else {})}
 
     asking: list[threading.Thread] = []
     try:
@@ -330,11 +330,11 @@ ROLES: dict[str, Callable[..., None]] = {
 }
 
 
-# ---- from the benchmark's side
+# ---- used by serving.py
 
 
 class Process:
-    """A role in a process of its own."""
+    """A role in a child process."""
 
     def __init__(self, role: str, *arguments: object) -> None:
         command = [sys.executable, str(Path(__file__)), role, *map(str, arguments)]
@@ -342,7 +342,7 @@ class Process:
         self._role = role
 
     def wait(self) -> dict[str, Any]:
-        """Its next line."""
+        """Returns its next line."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         assert line, f"{self._role} ended; see its output"
@@ -362,7 +362,7 @@ class Process:
 
 @contextmanager
 def processes(*roles: tuple[object, ...]) -> Iterator[list[Process]]:
-    """Processes of these roles and arguments, side by side; all are ended at last."""
+    """Starts processes for these roles and arguments in parallel; ends all of them on exit."""
     started: list[Process] = []
     try:
         for role, *arguments in roles:

@@ -1,14 +1,14 @@
-"""Training on two ranks: what exchanges cost, and whole steps against the peers that run on CPUs.
+"""Training on two ranks: the cost of exchanges, and whole steps against the peers that run on CPUs.
 
     python benchmarks/sync_cpu.py [--quick] [--rounds N] [--output PATH]
 
 Two processes with one thread each, gloo over loopback. First the four exchanges of a step against bare
-all_to_all_single of the same bytes: our calls alone, and all that is done with messages before tables get
-them (the tables here do nothing). Then whole steps (`sync_variants.py`): variants take turns round by round,
-each on a few batches; a time is that of the slower rank, a ratio the median of the rounds' ratios. The
-variants' losses are compared first. On loopback an exchange keeps the CPU busy and leaves little to overlap,
-so pipelines are also shown on a wire whose time is slept. A full run takes some minutes and saves
-results/sync_cpu-DATE.json.
+all_to_all_single of the same bytes: our calls alone, and including all work on messages before tables get
+them (the tables here do nothing). Then whole steps (`sync_variants.py`): variants take turns, each on a few
+batches per round; a time is that of the slower rank, a ratio is the median of the ratios of the rounds. The
+losses of the variants are compared first. On loopback an exchange keeps the CPU busy and leaves little to
+overlap, so pipelines are also measured with a simulated slow network that sleeps. A full run takes some
+minutes and saves results/sync_cpu-DATE.json.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from harness import (
     machine,
     print_bars,
     print_table,
+    progress,
     result_path,
-    say,
     versions,
     write_result,
 )
@@ -52,7 +52,7 @@ from sync_variants import (
     SparseBags,
     TorchRec,
     Weights,
-    joined,
+    concatenated,
     make_batch,
     make_tables,
     make_weights,
@@ -69,7 +69,7 @@ from megalith.table.table_data import FoundRows
 
 PACKAGES = ("megalith", "torch", "torchrec", "fbgemm_gpu-cpu", "numpy")
 RANKS = 2
-LATENCY, BANDWIDTH = 1e-3, 2.5e9 / 8  # of the slow wire: seconds, bytes a second
+LATENCY, BANDWIDTH = 1e-3, 2.5e9 / 8  # of the slow network: seconds, bytes per second
 SECONDS = 1800
 BARE, OURS, TORCHREC, SPARSE, ALONE = (
     "bare all_to_all_single",
@@ -84,26 +84,26 @@ Loop = Callable[[Sequence[Batch]], object]
 
 @dataclass(frozen=True)
 class Settings:
-    """How much to measure."""
+    """The sizes of the measurement."""
 
     rows: int = 200_000
-    """Ids of each table."""
+    """Number of ids of each table."""
     batch: int = 4096
-    """Examples of a rank's batch."""
+    """Number of examples of a rank's batch."""
     rounds: int = 11
     steps: int = 8
-    """Batches a variant trains on in a round."""
+    """Number of batches per variant and round."""
 
 
 def batch_of(settings: Settings, number: int, rank: int) -> Batch:
     return make_batch(RANKS * number + rank, settings.batch, settings.rows)
 
 
-# ---- both ranks, in step
+# ---- both ranks, synchronised
 
 
 def interleave(variants: Mapping[str, Callable[[int], object]], rounds: int) -> Timings:
-    """Times every variant once a round, ranks starting together, after one round that is not counted."""
+    """Times every variant once per round, ranks starting together; the first round is not counted."""
     names = list(variants)
     own = torch.zeros(rounds, len(names), dtype=torch.float64)
     gc.collect()
@@ -157,7 +157,7 @@ class IdleShards:
 
 
 class Exchanges:
-    """The four exchanges of a step: by messages, by our calls alone, by bare collectives."""
+    """The four exchanges of a step: with messages, with our calls alone, with bare collectives."""
 
     def __init__(self, transport: str, batches: Sequence[Batch]) -> None:
         self._exchange = Exchange(transport=transport)
@@ -173,7 +173,7 @@ class Exchanges:
         self._noted = [self._note(number) for number in range(len(batches))]
 
     def _note(self, number: int) -> list[Noted]:
-        """Makes a batch's exchanges once, and keeps what was sent."""
+        """Runs the exchanges of a batch once and records what was sent."""
         noted: list[Noted] = []
         call = self._exchange.all_to_all
 
@@ -191,7 +191,7 @@ class Exchanges:
         return sum(each.send.nbytes for four in self._noted for each in four) / len(self._noted) / 1e6
 
     def messages(self, number: int) -> None:
-        """All that is done for them: packing, checking, cutting apart, handing over to tables."""
+        """Runs the exchanges with all work on messages: pack, check, split, pass to tables."""
         at = number % len(self._prepared)
         self._exchange.run(lambda: self._all_four(self._prepared[at], self._flat[at]))
 
@@ -213,7 +213,7 @@ class Exchanges:
 
 
 class Noted:
-    """One exchange: what a rank sends, in parts of `out` bytes, and room for what it receives."""
+    """One exchange: what a rank sends, in parts of `out` bytes, and a buffer for what it receives."""
 
     def __init__(self, send: Tensor, out: list[int], into: list[int]) -> None:
         self.send, self.out, self.into = send, out, into
@@ -221,7 +221,7 @@ class Noted:
 
 
 def exchanges(settings: Settings) -> dict[str, Any]:
-    """By size: that of the steps below, and larger batches."""
+    """Measures exchanges by size: that of the steps below, and larger batches."""
     found = {}
     for size in (settings.batch, 4 * settings.batch):
         larger = replace(settings, batch=size)
@@ -240,36 +240,36 @@ def exchanges(settings: Settings) -> dict[str, Any]:
 def steps(settings: Settings) -> dict[str, Any]:
     weights = make_weights(settings.rows)
     parts = [[batch_of(settings, i, rank) for rank in range(RANKS)] for i in range(11)]
-    own, whole = [each[dist.get_rank()] for each in parts], [joined(each) for each in parts]
+    own, whole = [each[dist.get_rank()] for each in parts], [concatenated(each) for each in parts]
     models = build(weights)
     verify(models, own[:3], whole[:3])
     variants: dict[str, Callable[[int], object]] = {}
     for name, loop in loops(models).items():
-        shift = len(variants)  # in a round each variant has other batches
+        shift = len(variants)  # in a round each variant has different batches
         variants[name] = _turn(loop, whole if name.startswith("one process") else own, settings.steps, shift)
     times = interleave(variants, settings.rounds)
     return {"seconds": {name: [s / settings.steps for s in found] for name, found in times.seconds.items()}}
 
 
 def build(weights: Weights) -> dict[str, Any]:
-    """The models, by name; None on a rank that has no part in one."""
+    """Returns the models by name; None on a rank that does not take part in one."""
     models: dict[str, Any] = {OURS: two_ranks(weights, "auto"), "megalith, gloo": two_ranks(weights, "gloo")}
     try:
         models[TORCHREC] = TorchRec(weights)
     except ImportError as error:
-        say(f"{TORCHREC}: left out, {error}")
+        progress(f"{TORCHREC}: left out, {error}")
     models[SPARSE] = SparseBags(weights)
     models[ALONE] = one_process(weights) if dist.get_rank() == 0 else None
     return models
 
 
 def loops(models: Mapping[str, Any]) -> dict[str, Loop]:
-    """What is timed: every model's plain loop, pipelines, and both again on a slow wire."""
+    """Returns what is timed: the plain loop of every model, pipelines, and both again on a slow network."""
     ours = models[OURS]
     piped: dict[str, Loop] = {
-        "pipeline, ids": ours.piped(),
-        "pipeline, ids, push": ours.piped(push=True),
-        "pipeline, rows, push": ours.piped(mode="rows", push=True),
+        "pipeline, ids": ours.pipeline_loop(),
+        "pipeline, ids, push": ours.pipeline_loop(push=True),
+        "pipeline, rows, push": ours.pipeline_loop(mode="rows", push=True),
     }
     slow = SlowWire(ours.collection.shards, LATENCY, BANDWIDTH)
     found = {name: _plain(model) for name, model in models.items() if name != ALONE}
@@ -282,7 +282,7 @@ def loops(models: Mapping[str, Any]) -> dict[str, Loop]:
 
 
 def verify(models: Mapping[str, Any], own: Sequence[Batch], whole: Sequence[Batch]) -> None:
-    """All variants must learn alike: equal losses over some steps, the mean of the ranks'."""
+    """Checks that all variants have equal losses over some steps (mean over ranks)."""
     losses: dict[str, list[float]] = {}
     for name, model in models.items():
         found = torch.zeros(len(own))
@@ -328,7 +328,7 @@ def _with_threads(model: Any, threads: int) -> Loop:
 
 
 def run_ranks(settings: Settings) -> dict[str, Any]:
-    """Starts the ranks, and returns what rank 0 found."""
+    """Starts the ranks and returns the result of rank 0."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         ours, theirs = context.Pipe(duplex=False)
@@ -366,7 +366,7 @@ def rank_main(rank: int, store: str, settings: Settings, pipe: Connection) -> No
     found = {}
     for name, section in (("exchanges", exchanges), ("steps", steps)):
         if rank == 0:
-            say(name)
+            progress(name)
         found[name] = section(settings)
     if rank == 0:
         pipe.send_bytes(json.dumps(found).encode())

@@ -1,18 +1,19 @@
-"""How often should servers be synced? One model trains on a stream; replicas of it are synced every so often.
+"""How often to sync servers: one model trains on a stream; its replicas are synced at several intervals.
 
     python benchmarks/sync_interval.py [--quick] [--seeds N] [--output PATH] [--plots FOLDER]
     python benchmarks/sync_interval.py --draw RESULT [--plots FOLDER]
 
-The experiment of the Monolith paper, on synthetic clicks. A batch stands for 5 seconds of a feed with 100 views
-a second. Four servers answer from one export, made after an hour of training: three get what was trained
-every 10 seconds, every minute and every 10 minutes of the stream, one gets nothing. For two hours each batch
-is scored by all of them, over gRPC, before the model trains on it. Pushes go through Publisher and
-ModelServer on loopback; the stream stands still until a push is acknowledged, so how fast the machine is does
+This is the experiment of the Monolith paper, on synthetic clicks. A batch is 5 seconds of a stream with 100
+views per second. Four servers start from one export, made after an hour of training: three receive the
+trained rows every 10 seconds, every minute and every 10 minutes of the stream, one receives nothing. For
+two hours all of them score each batch over gRPC before the model trains on it. Pushes use Publisher and
+ModelServer on loopback; the stream pauses until a push is acknowledged, so the speed of the machine does
 not matter.
 
-The feed: every 5 seconds a new item appears, and a fifth of the views go to recent items, the newest most of
-all; tastes change so that a weight is its opposite after 12 hours (15 degrees of a circle an hour). Two more
-feeds have one of the two alone. A full run saves results/sync_interval-DATE.json and the plots of the docs.
+In the stream a new item appears every 5 seconds, and a fifth of the views are of recent items, most of them
+of the newest; preferences change so that a weight is negated after 12 hours (15 degrees per hour). Two more
+streams have only one of the two changes. A full run saves results/sync_interval-DATE.json and the plots of
+the docs.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from harness import (
     machine,
     print_bars,
     print_table,
+    progress,
     result_path,
-    say,
     versions,
     write_result,
 )
@@ -60,17 +61,17 @@ PLOTS = Path(__file__).parent.parent / "docs" / "images"
 BATCH_SECONDS, DIM, LR, TABLE_LR = 5, 8, 0.002, 0.1
 INTERVALS: dict[str, int | None] = {"10 s": 10, "1 min": MINUTE, "10 min": 10 * MINUTE, "no sync": None}
 TRAINER = "trainer"
-"""The model in training itself: what a server without any delay would say."""
+"""The trainer itself: what a server without delay would return."""
 WINDOW = 10 * MINUTE
 FOREVER = 1e9
-"""Seconds: publishers push when they are told."""
+"""Seconds; long, so that publishers push only when this benchmark calls them."""
 START = "start"
-"""What the save is called that all servers start from."""
+"""The name of the export that all servers start from."""
 
 
 @dataclass(frozen=True)
 class Feed:
-    """new_items: share of views that go to recent items. drift_hours: after which tastes are as they were."""
+    """new_items: share of views of recent items. drift_hours: the period of the change of preferences."""
 
     name: str
     new_items: float
@@ -108,7 +109,7 @@ def reader_of(feed: Feed, size: Size, seed: int) -> SyntheticReader:
 
 
 class Trainer:
-    """A DeepFM that trains a batch at a time."""
+    """A DeepFM that trains batch by batch."""
 
     def __init__(self, names: Sequence[str], seed: int) -> None:
         torch.manual_seed(seed)
@@ -128,9 +129,9 @@ class Trainer:
 
 
 class Replica:
-    """A server of the export, a client that asks it, and a publisher that keeps it up to date.
+    """A server of the export, a client that queries it, and a publisher that updates it.
 
-    seconds: of the stream between pushes; None for a server that gets none.
+    seconds: stream time between pushes; None for a server without pushes.
     """
 
     def __init__(self, directory: Path, model: nn.Module, seconds: int | None, stack: ExitStack) -> None:
@@ -149,7 +150,7 @@ class Replica:
         return self._client.predict(batch.features, outputs=["logits"])["logits"]
 
     def after(self, seconds: int) -> None:
-        """So much of the stream has gone by: pushes if it is time to."""
+        """Pushes if an interval has ended at this time of the stream."""
         if self._publisher is None or self._seconds is None or seconds % self._seconds:
             return
         if not self._publisher.flush(timeout=120.0):
@@ -157,13 +158,13 @@ class Replica:
 
     @property
     def pushed(self) -> int:
-        """Rows."""
+        """Returns the number of rows pushed."""
         return 0 if self._publisher is None else sum(each.rows for each in self._publisher.report())
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """AUC of each replica over all of the measured time and over each window of it; rows pushed to it."""
+    """AUC of each replica over the whole measured time and over each window; number of rows pushed."""
 
     seed: int
     auc: dict[str, float]
@@ -213,7 +214,7 @@ def measure(feed: Feed, size: Size, seed: int) -> Outcome:
 
 
 def check_arrived(trainer: Trainer, replicas: Mapping[str, Replica], batch: Batch) -> None:
-    """At the end every interval is over: who was pushed to answers as the trainer does."""
+    """Checks that, after the last interval, each synced replica returns the trainer's scores."""
     expected = trainer.score(batch)
     for name, replica in replicas.items():
         equal = torch.allclose(replica.score(batch), expected, atol=1e-4)
@@ -221,11 +222,11 @@ def check_arrived(trainer: Trainer, replicas: Mapping[str, Replica], batch: Batc
             raise SystemExit(f"the replica synced by {name!r} answers {'as' if equal else 'unlike'} training")
 
 
-# ---- what came out
+# ---- results
 
 
 def differences(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
-    """AUC lost from each interval to the next longer one, seed by seed."""
+    """Returns the AUC lost from each interval to the next longer one, for each seed."""
     names = [*INTERVALS]
     return {
         f"AUC({short}) - AUC({long})": [each.auc[short] - each.auc[long] for each in outcomes]
@@ -259,7 +260,7 @@ def report(feed: Feed, outcomes: Sequence[Outcome]) -> None:
 
 
 def draw(result: Mapping[str, Any]) -> dict[str, str]:
-    """The plots of a saved result, SVG by file name: of the first feed, means over its seeds."""
+    """Draws the plots of a saved result as SVG by file name: the first stream, means over its seeds."""
     outcomes = result["feeds"][0]["outcomes"]
     hours = [(i + 1) * result["window_seconds"] / HOUR for i in range(len(outcomes[0]["windows"][TRAINER]))]
 
@@ -317,7 +318,7 @@ def main(arguments: Sequence[str]) -> None:
         outcomes = []
         for seed in seeds:
             outcomes.append(measure(feed, size, seed))
-            say(
+            progress(
                 f"{feed.name}, seed {seed}: " + ", ".join(f"{k} {v:.5f}" for k, v in outcomes[-1].auc.items())
             )
         report(feed, outcomes)

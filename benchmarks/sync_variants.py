@@ -1,4 +1,4 @@
-"""The variants of sync_cpu.py: one model in training on two ranks, by megalith and by its peers.
+"""The variants of sync_cpu.py: one model trained on two ranks, with megalith and with its peers.
 
 26 features of one id each, dim 16, Adagrad on the embeddings; 13 dense values and an MLP 256-128-1 with Adam,
 averaged over ranks by DistributedDataParallel. Peers get dense ids, megalith raw 64-bit ones.
@@ -37,7 +37,7 @@ TABLES = [f"t{i}" for i in range(FEATURES)]
 
 @dataclass
 class Batch:
-    """One rank's part: ids [features, batch], the same as columns of raw ids, dense values, labels."""
+    """The batch of one rank: ids [features, batch], the same as columns of raw ids, dense values, labels."""
 
     ids: Tensor
     features: Any
@@ -48,7 +48,7 @@ class Batch:
 
 
 def make_batch(seed: int, size: int, rows: int) -> Batch:
-    """Ids by Zipf's law with exponent 1.05, the frequent ones spread over the table."""
+    """Draws ids by Zipf's law with exponent 1.05; the frequent ones are spread over the table."""
     generator = torch.Generator().manual_seed(seed)
     even = torch.rand(FEATURES, size, generator=generator, dtype=torch.float64)
     frequent = ((1 - even * (1 - rows**-0.05)) ** (-1 / 0.05)).long().clamp(1, rows) - 1
@@ -58,8 +58,8 @@ def make_batch(seed: int, size: int, rows: int) -> Batch:
     return _batch(spread[frequent], dense, labels)
 
 
-def joined(parts: Sequence[Batch]) -> Batch:
-    """What all ranks have together."""
+def concatenated(parts: Sequence[Batch]) -> Batch:
+    """Concatenates the batches of all ranks."""
     dense, labels = torch.cat([p.dense for p in parts]), torch.cat([p.labels for p in parts])
     return _batch(torch.cat([p.ids for p in parts], 1), dense, labels)
 
@@ -87,7 +87,7 @@ def make_tables() -> list[TableConfig]:
 
 
 class Ours(Model):
-    """megalith, wherever the shards are."""
+    """megalith, with any kind of shards."""
 
     def __init__(self, shards: Shards, weights: Weights) -> None:
         super().__init__()
@@ -104,8 +104,8 @@ class Ours(Model):
         out: Tensor = self.collection(batch.features)["all"]
         return out
 
-    def piped(self, **options: Any) -> Callable[[Iterable[Batch]], list[float]]:
-        """A loop over batches by a Pipeline."""
+    def pipeline_loop(self, **options: Any) -> Callable[[Iterable[Batch]], list[float]]:
+        """Trains on batches through a Pipeline."""
         return lambda batches: [self.step(batch) for batch in Pipeline(self.collection, batches, **options)]
 
 
@@ -118,7 +118,7 @@ def one_process(weights: Weights) -> Ours:
 
 
 class SlowWire:
-    """Makes every exchange of some shards take as long as on a network; ranks sleep meanwhile."""
+    """Makes every exchange of some shards take as long as on a network, by sleeping."""
 
     def __init__(self, shards: SyncShards, latency: float, bandwidth: float) -> None:
         self._exchange: Any = shards.exchange
@@ -145,7 +145,7 @@ class SlowWire:
 class TorchRec(Model):
     """DistributedModelParallel with a row-wise EmbeddingCollection, FBGEMM's fused Adagrad under it.
 
-    Its dedup of ids before they travel (use_index_dedup) has no CPU kernel in 1.8.0.
+    Its dedup of ids before the exchange (use_index_dedup) has no CPU kernel in 1.8.0.
     """
 
     def __init__(self, weights: Weights) -> None:

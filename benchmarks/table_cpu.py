@@ -2,10 +2,10 @@
 
     python benchmarks/table_cpu.py [--quick] [--only NAME,...] [--output PATH]
 
-Method: one process, variants interleaved, rotated batches, one-thread CPU time, medians of paired
-ratios (harness.py); workloads and peers in workloads.py. Answers are compared before anything is timed.
-The last table holds every bar and whether it is met. A full run saves results/table_cpu-DATE.json; a
---quick or --only run saves only where --output says.
+Method: one process, variants take turns on rotated batches, one-thread CPU time, medians of paired ratios
+(harness.py); workloads and peers are in workloads.py. Results are compared before anything is timed. The last
+table lists every target and whether it is met. A full run saves results/table_cpu-DATE.json; a --quick or
+--only run saves only to the path given by --output.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from harness import (
     machine,
     print_bars,
     print_table,
+    progress,
     result_path,
     run_child,
-    say,
     versions,
     write_result,
 )
@@ -61,7 +61,7 @@ HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 
 class Run:
-    """Sizes and rounds of this run, and what it has found so far."""
+    """Sizes and rounds of this run, and its results so far."""
 
     def __init__(self, quick: bool) -> None:
         self.quick = quick
@@ -103,11 +103,11 @@ PEERS: dict[str, Callable[[str, torch.Tensor], TbePeer | BagPeer]] = {
 }
 
 
-# ---- answers first
+# ---- verification
 
 
 def verify(run: Run) -> None:
-    """After 3 steps on duplicated ids every variant holds the same weights."""
+    """Checks that all variants have the same weights after 3 steps on duplicated ids."""
     keys = random_keys(1000)
     batches = Batches(keys)
     worst: dict[str, float] = {}
@@ -133,7 +133,7 @@ def verify(run: Run) -> None:
                 error = (ours.lookup(batch) - peer.lookup(batch)).abs().max().item()
                 rows = (ours.table.lookup(keys) - peer.weights()).abs().max().item()
                 worst[f"{optimizer} {name}"] = max(error, rows, worst.get(f"{optimizer} {name}", 0))
-    say("  largest difference: " + ", ".join(f"{k} {v:.1e}" for k, v in worst.items()))
+    progress("  largest difference: " + ", ".join(f"{k} {v:.1e}" for k, v in worst.items()))
     assert max(worst.values(), default=0.0) < 1e-5, f"variants disagree: {worst}"
     run.sections["verify"] = worst
 
@@ -148,7 +148,7 @@ def build(optimizer: str, rows: int, dim: int, peer: str) -> Variant:
 def compare(
     run: Run, optimizer: str, workloads: Sequence[Workload], peers: Sequence[str], lookup: bool
 ) -> list[dict[str, Any]]:
-    """Our step (and lookup) beside the peers', for workloads ordered by table size."""
+    """Compares our step (and lookup) with the peers', for workloads ordered by table size."""
     records = []
     peers = [peer for peer in peers if run.peers[peer]]
     variants: dict[str, Any] = {}
@@ -176,7 +176,7 @@ def measure(
         calls = {name: variant.lookup for name, variant in variants.items()}
         calls["find"] = variants["ours"].find
         note(record, "lookup", interleave(calls, batches, rounds), workload.ids)
-    say(f"  {optimizer} {workload}: " + ", ".join(texts(record)))
+    progress(f"  {optimizer} {workload}: " + ", ".join(texts(record)))
     return record
 
 
@@ -198,7 +198,7 @@ def ratios(records: Sequence[dict[str, Any]], what: str, peer: str) -> list[floa
 
 
 def print_records(title: str, records: Sequence[dict[str, Any]]) -> None:
-    """ns an id and, for peers, the ratio to ours."""
+    """Prints ns per id and, for peers, the ratio to ours."""
     for what in ("step", "lookup"):
         if f"{what}_ratio" not in records[0]:
             continue
@@ -223,7 +223,7 @@ def pair_of_bars(
     required: tuple[float, float],
     goals: tuple[float | None, float | None] = (None, None),
 ) -> None:
-    """Geometric mean and worst of some ratios; required and goals in that order."""
+    """Adds targets for the geometric mean and the worst of some ratios, in that order."""
     if not numbers:
         return
     over = f"{len(numbers)} workloads"
@@ -299,7 +299,7 @@ def find(run: Run) -> None:
             record: dict[str, Any] = {"workload": f"K={short(rows)} 100k {spread}"}
             note(record, "find", times, workload.ids)
             records.append(record)
-            say(f"  {record['workload']}: x{record['find_ratio']['managed collision']}")
+            progress(f"  {record['workload']}: x{record['find_ratio']['managed collision']}")
     run.sections["find"] = records
     numbers = ratios(records, "find", "managed collision")
     run.bar("find vs managed-collision remap, worst", min(numbers), 12, note="4 workloads")
@@ -308,8 +308,8 @@ def find(run: Run) -> None:
 def threads(run: Run) -> None:
     """Bar 9: one-thread CPU time / the busiest thread's CPU time with two threads.
 
-    Where others use the second core the caller's thread takes over work and the gain looks smaller:
-    rounds in which a core had to be waited for do not count while three others are left.
+    If other processes use the second core, the caller's thread takes over work and the gain looks smaller:
+    rounds that had to wait for a core are dropped as long as three others remain.
     """
     records = []
     for rows in run.table_rows:
@@ -340,7 +340,7 @@ def threads(run: Run) -> None:
         }
         record |= {"cpu_all_rounds": Spread.of(gains), "rounds": len(gains), "quiet": len(quiet)}
         records.append(record)
-        say("  " + ", ".join(f"{k} {v}" for k, v in record.items()))
+        progress("  " + ", ".join(f"{k} {v}" for k, v in record.items()))
     run.sections["threads"] = records
     worst = min(r["cpu"].median for r in records)
     over = f"100k uniform, {sum(r['quiet'] for r in records)} quiet rounds"
@@ -348,7 +348,7 @@ def threads(run: Run) -> None:
 
 
 def call(run: Run) -> None:
-    """The price of going into the native module with two tensors."""
+    """Measures the cost of a call to the native module with two tensors."""
     ids, values = torch.arange(64), torch.zeros(64, 16)
     check = _native.check_tensors
     repeats = 20_000
@@ -379,7 +379,7 @@ def growth(run: Run) -> None:
 
 
 def memory(run: Run) -> None:
-    """Bar 11: bytes a row beyond weights and state just after growth; small rows stay small."""
+    """Bar 11: bytes per row in addition to weights and state just after growth; small rows stay small."""
     records = {f"dim {dim} SGD": memory_after_growth(run.table_rows[-1], dim) for dim in (1, 3)}
     run.sections["memory"] = records
     most = max(r["beyond_weights_and_state"] for r in records.values())
@@ -394,7 +394,7 @@ def memory(run: Run) -> None:
 
 
 def hugepages(run: Run) -> None:
-    """In a child process whose malloc asks for 2 MiB pages; ours has them anyway."""
+    """Measures in a child process whose malloc uses 2 MiB pages; our tables always use them."""
     if HUGE_PAGES in os.environ.get("GLIBC_TUNABLES", ""):
         run.sections["hugepages"] = with_huge_pages(run)
         return
@@ -420,7 +420,7 @@ def with_huge_pages(run: Run) -> dict[str, Any]:
     before = huge_page_bytes()
     variants: dict[str, Any] = {p: build("adagrad", rows, 16, p) for p in PEERS if run.peers[p]}
     share = (huge_page_bytes() - before) / (len(variants) * rows * 16 * 8)
-    say(f"  {share:.0%} of the peers' memory lies on 2M pages")
+    progress(f"  {share:.0%} of the peers' memory is on 2M pages")
     assert share > 0.9, "the peers did not get huge pages"
     variants["ours"] = Ours("adagrad", run.batches(rows).keys, 16)
     workloads = [w for w in run.workloads() if w.rows == rows]
@@ -459,7 +459,7 @@ def main(arguments: Sequence[str]) -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    # Said aloud, because torch warns where nobody has: sparse gradients are not checked.
+    # Set explicitly, because torch warns otherwise: sparse gradients are not checked.
     torch.sparse.check_sparse_tensor_invariants.disable()
     run = Run(options.quick)
     content: dict[str, Any] = {
@@ -476,9 +476,9 @@ def main(arguments: Sequence[str]) -> None:
         print(f"not installed, skipped: {', '.join(content['missing_peers'])}")
     for name in chosen:
         started = time.perf_counter()
-        say(f"{name} ...")
+        progress(f"{name} ...")
         SECTIONS[name](run)
-        say(f"{name}: {time.perf_counter() - started:.0f} s")
+        progress(f"{name}: {time.perf_counter() - started:.0f} s")
     print_bars(run.bars)
     content.update(sections=run.sections, bars=run.bars)
     output = options.output
@@ -486,7 +486,7 @@ def main(arguments: Sequence[str]) -> None:
         output = result_path("table_cpu")
     if output is not None:
         write_result(output, content)
-        say(f"saved {output}")
+        progress(f"saved {output}")
 
 
 if __name__ == "__main__":

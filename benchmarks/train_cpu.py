@@ -2,10 +2,10 @@
 
     python benchmarks/train_cpu.py [--quick] [--threads 1,2] [--output PATH]
 
-Every variant has the same dense part (Adam) and Adagrad on its embeddings; 200k ids a feature by Zipf's law,
-one id a feature, no input pipeline. Peers get dense ids below 200k, ours gets raw 64-bit ids. One process,
-variants interleaved, rotated batches, wall time, medians of paired ratios. The variants' losses are compared
-first. A full run saves results/train_cpu-DATE.json.
+Every variant has the same dense part (Adam) and Adagrad on its embeddings; 200k ids per feature by Zipf's
+law, one id per feature and example, no input pipeline. Peers get dense ids below 200k, ours gets raw 64-bit
+ids. One process, variants take turns on rotated batches, wall time, medians of paired ratios. The losses of
+the variants are compared first. A full run saves results/train_cpu-DATE.json.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from harness import (
     machine,
     print_bars,
     print_table,
+    progress,
     result_path,
-    say,
     versions,
     write_result,
 )
@@ -47,7 +47,7 @@ class Batch:
     def __init__(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         even = torch.rand(FEATURES, BATCH, generator=generator, dtype=torch.float64)
-        # Zipf's law with exponent 1.05 by inversion of its continuous form.
+        # Zipf's law with exponent 1.05, by inverting its continuous form.
         top = 1 - ROWS**-0.05
         self.ids = ((1 - even * top) ** (-1 / 0.05)).long().clamp(1, ROWS) - 1
         self.offsets = torch.arange(BATCH + 1)
@@ -77,7 +77,7 @@ class Model:
         raise NotImplementedError
 
     def update(self) -> None:
-        """Whatever is left to do for the embeddings after backward."""
+        """Updates the embeddings after backward, where needed."""
 
     def step(self, batch: Batch) -> float:
         logits = self.mlp(torch.cat([self.embed(batch), batch.dense], 1)).squeeze(1)
@@ -90,7 +90,7 @@ class Model:
 
 
 class Free(Model):
-    """Embeddings that cost nothing: the ceiling."""
+    """Embeddings without cost: the upper bound."""
 
     def __init__(self, weights: Tensor) -> None:
         super().__init__()
@@ -209,12 +209,12 @@ def build(weights: Tensor) -> dict[str, Model]:
         try:
             models[name] = make(weights)
         except ImportError as error:
-            say(f"{name}: left out, {error}")
+            progress(f"{name}: left out, {error}")
     return models
 
 
 def verify(models: dict[str, Model], batches: Sequence[Batch]) -> None:
-    """All variants must learn alike: equal losses over some steps."""
+    """Checks that all variants have equal losses over some steps."""
     losses = {name: [m.step(b) for b in batches] for name, m in models.items() if name != "MLP only"}
     for name, own in losses.items():
         for ours, theirs in zip(losses["megalith"], own, strict=True):
@@ -235,14 +235,14 @@ def main(arguments: Sequence[str]) -> None:
         -0.01, 0.01, generator=torch.Generator().manual_seed(3)
     )
     batches = [Batch(seed) for seed in range(11)]
-    say("building the variants")
+    progress("building the variants")
     models = build(weights)
     verify(models, batches[:5])
     bars: list[Bar] = []
     sections: dict[str, Any] = {}
     for threads in map(int, options.threads.split(",")):
         torch.set_num_threads(threads)
-        say(f"{threads} thread(s), {rounds} rounds")
+        progress(f"{threads} thread(s), {rounds} rounds")
         steps = {name: model.step for name, model in models.items()}
         times = interleave(steps, batches, rounds, clock=time.perf_counter)
         rows = []

@@ -1,9 +1,9 @@
-"""The workloads of the table benchmarks, and one adapter for each thing that runs them.
+"""The workloads of the table benchmarks, and an adapter for each variant that runs them.
 
-K rows are present; a batch is N ids in bags of 8, drawn uniformly or from Zipf(1.05), summed.
-Peers get dense ids 0..K-1, so they pay nothing for remapping; our table gets a random 64-bit key
-for each of them. Rows lie in the same random order everywhere: popular rows are not neighbours.
-All memory is written before anything is timed.
+K rows are present; a batch is N ids in bags of 8, drawn uniformly or from Zipf(1.05), summed. Peers get
+dense ids 0..K-1, so remapping costs them nothing; our table gets a random 64-bit key for each id. Rows have
+the same random order in all variants, so popular rows are not adjacent. All memory is written before
+anything is timed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ FILL_CHUNK = 1 << 18
 
 
 def short(n: int) -> str:
-    """10000000 as 1e7."""
+    """Formats 10000000 as 1e7."""
     return f"{n:.0e}".replace("+0", "")
 
 
 @dataclass(frozen=True)
 class Workload:
-    """K rows of `dim` weights, `ids` ids a batch, spread "uniform" or "zipf"."""
+    """K rows of `dim` weights, `ids` ids per batch, distribution "uniform" or "zipf"."""
 
     rows: int
     dim: int
@@ -59,7 +59,7 @@ class Batch:
 
 
 def random_keys(n: int, seed: int = 1) -> Tensor:
-    """Random 64-bit keys; among 1e7 a repeated one is a matter of 1 in 400,000."""
+    """Draws random 64-bit keys; among 1e7 keys, two are equal with a probability of 1 in 400,000."""
     generator = torch.Generator().manual_seed(seed)
     info = torch.iinfo(torch.int64)
     return torch.randint(info.min, info.max, (n,), generator=generator)
@@ -70,7 +70,7 @@ def new_weights(rows: int, dim: int) -> Tensor:
 
 
 class Batches:
-    """Makes batches over one set of keys, and keeps them for the next optimizer."""
+    """Draws batches over one set of keys, and keeps them for the next optimizer."""
 
     def __init__(self, keys: Tensor) -> None:
         self.keys = keys
@@ -84,7 +84,7 @@ class Batches:
         if known not in self._made:
             self._made[known] = [self._place[self._ranks(*known)] for _ in range(BATCHES)]
         offsets = torch.arange(0, workload.ids + 1, BAG)
-        # A gradient of its own for every batch, or the later variant finds it in the cache.
+        # A separate gradient for every batch; otherwise a later variant finds it in the cache.
         shape = (offsets.numel() - 1, workload.dim)
         return [
             Batch(d, self.keys[d], offsets, torch.randn(shape, generator=self._generator))
@@ -102,13 +102,13 @@ class Batches:
 
 
 class Variant(Protocol):
-    """What is timed."""
+    """A variant to time."""
 
     def step(self, batch: Batch) -> object:
         """Forward, pool, backward, update."""
 
     def lookup(self, batch: Batch) -> object:
-        """Forward without gradient: one pooled row a bag."""
+        """Forward without gradient: one pooled row per bag."""
 
 
 OPTIMIZERS: dict[str, Optimizer] = {
@@ -123,7 +123,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 
 class Ours:
-    """A megalith table on the cpu engine, stepped through autograd like its peers."""
+    """A megalith table on the cpu engine, trained through autograd like its peers."""
 
     def __init__(self, optimizer: str, keys: Tensor, dim: int, weights: Tensor | None = None) -> None:
         config = TableConfig("t", dim=dim, optimizer=OPTIMIZERS[optimizer])
@@ -135,7 +135,7 @@ class Ours:
             self.table.assign(part, new_weights(part.numel(), dim) if given is None else given)
         assert len(self.table) == keys.numel()
         self.steps = 0
-        # Autograd calls backward only for an input that asks for a gradient.
+        # Autograd calls backward only for an input that requires a gradient.
         self._anchor = torch.zeros((), requires_grad=True)
 
     def pooling(self, batch: Batch) -> Pooling:
@@ -210,7 +210,7 @@ class BagPeer:
 
 
 class TbePeer:
-    """FBGEMM's table-batched embedding on the CPU, its check of index bounds off (its fastest)."""
+    """FBGEMM's table-batched embedding on the CPU, without index bounds checks (its fastest mode)."""
 
     def __init__(self, optimizer: str, weights: Tensor) -> None:
         from fbgemm_gpu import split_table_batched_embeddings_ops_common as common
@@ -248,7 +248,7 @@ class TbePeer:
 
 
 class ManagedCollision:
-    """torchrec's managed-collision remap in eval mode, every key known to it."""
+    """torchrec's managed-collision remap in eval mode, with all keys known."""
 
     def __init__(self, keys: Tensor) -> None:
         from torchrec.modules.mc_modules import (
@@ -277,7 +277,7 @@ class ManagedCollision:
 
 
 def installed(peer: str) -> bool:
-    """Whether a peer can be used here; importing is the only proof."""
+    """Returns whether a peer can be imported."""
     try:
         if peer == "tbe":
             import fbgemm_gpu.split_table_batched_embeddings_ops_training  # noqa: F401
