@@ -48,7 +48,7 @@ def native_module() -> ModuleType | None:
     return _native
 
 
-def fresh(*shape: int, dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
+def new_tensor(*shape: int, dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
     """Allocates a CPU tensor for a result of native code, on huge pages if it is large.
 
     Args:
@@ -63,7 +63,7 @@ def fresh(*shape: int, dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
     return out.zero_() if zero else out
 
 
-def define(
+def define_op(
     schema: str, *, native: Callable[..., Any], twin: Callable[..., Any], fake: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Registers an op.
@@ -87,7 +87,7 @@ def define(
     return call
 
 
-def apart(tensors: Sequence[Tensor]) -> list[Tensor]:
+def copy_repeated(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies repeated arguments of an autograd.Function: torch.compile does not accept a tensor twice."""
     if not torch.compiler.is_compiling():
         return list(tensors)

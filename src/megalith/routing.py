@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megalith.bits import shift_right, signed, unsigned_divmod
 from megalith.errors import InputError
-from megalith.library import define, native_module
+from megalith.library import define_op, native_module
 
 MODES = ("continuous", "roundrobin", "hash_roundrobin")
 
@@ -148,7 +148,7 @@ def _route_native(ids: Tensor, rule: Sequence[int]) -> Tensor:
     return owners.view(ids.shape)
 
 
-_route = define(
+_route = define_op(
     "route(Tensor ids, int[] rule) -> Tensor",
     native=_route_native,
     twin=lambda ids, rule: Router.from_rule(rule).owner_twin(ids),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError
-from megalith.library import define, native_module, new_size
+from megalith.library import define_op, native_module, new_size
 from megalith.ops import checks
 from megalith.ops.gather_rows import _gather
 from megalith.ragged import Ragged
@@ -287,7 +287,7 @@ def _dedup_fake(
     return ids.new_empty(u), ids.new_empty(u), counts, ids.new_empty(n), ids.new_empty(n if widths else 0)
 
 
-_dedup = define(
+_dedup = define_op(
     "dedup(Tensor ids, Tensor splits, Tensor? owners, int[] rule, int shards, bool distinct, int[] widths,"
     " str name) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     native=_dedup_native,
@@ -321,7 +321,7 @@ def _all_found(found: Tensor, queries: Tensor, name: str, missing_ok: bool) -> T
     return found
 
 
-_match = define(
+_match = define_op(
     "match(Tensor keys, Tensor queries, str name, bool missing_ok) -> Tensor",
     native=_match_native,
     twin=_match_twin,
@@ -370,7 +370,7 @@ def _bucketize_fake(
     return splits.new_empty(shards * (splits.shape[0] - 1)), splits.new_empty(values.shape[0])
 
 
-_bucketize = define(
+_bucketize = define_op(
     "bucketize(Tensor? ids, Tensor splits, Tensor? owners, int[] rule, int shards, str name)"
     " -> (Tensor, Tensor)",
     native=_bucketize_native,
@@ -400,7 +400,7 @@ def _place_twin(rows: Tensor, place: Tensor) -> Tensor:
     return out
 
 
-_place = define(
+_place = define_op(
     "place(Tensor rows, Tensor place) -> Tensor",
     native=_place_native,
     twin=_place_twin,
@@ -419,7 +419,7 @@ def _split_any(rows: Tensor, place: Tensor, lengths: Tensor) -> list[Tensor]:
     return [c.view(c.shape[0], *rows.shape[1:]) for c in copies]
 
 
-_split = define(
+_split = define_op(
     "split(Tensor rows, Tensor place, Tensor lengths) -> Tensor[]",
     native=_split_any,
     twin=_split_any,

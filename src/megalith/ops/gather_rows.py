@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.library import apart, define, fresh, native_module
+from megalith.library import copy_repeated, define_op, native_module, new_tensor
 from megalith.ops import checks
 
 Sizes = Sequence[int]
@@ -138,7 +138,7 @@ def _gathered(
     source: Tensor, indices: Sequence[Tensor], widths: Sizes, strides: Sizes, name: str
 ) -> list[Tensor]:
     if torch.is_grad_enabled() and source.requires_grad:
-        return list(_Gather.apply(source, tuple(strides), tuple(widths), name, *apart(indices)))
+        return list(_Gather.apply(source, tuple(strides), tuple(widths), name, *copy_repeated(indices)))
     return list(_gather(source, list(indices), list(strides), list(widths), name))
 
 
@@ -148,7 +148,7 @@ def _scattered(
     if not pieces:
         return torch.zeros(size)
     if torch.is_grad_enabled() and any(p.requires_grad for p in pieces):
-        tensors = apart([*pieces, *indices])
+        tensors = copy_repeated([*pieces, *indices])
         out: Tensor = _Scatter.apply(len(pieces), tuple(strides), size, name, *tensors)
         return out
     result: Tensor = _scatter(list(pieces), list(indices), list(strides), size, name)
@@ -162,7 +162,9 @@ def _gather_native(
     source: Tensor, indices: list[Tensor], strides: list[int], widths: list[int], name: str
 ) -> list[Tensor]:
     source = source.contiguous()
-    outputs = [fresh(i.shape[0], width, dtype=source.dtype) for i, width in zip(indices, widths, strict=True)]
+    outputs = [
+        new_tensor(i.shape[0], width, dtype=source.dtype) for i, width in zip(indices, widths, strict=True)
+    ]
     threads = torch.get_num_threads()
     native: Any = native_module()
     for index, stride, out in zip(indices, strides, outputs, strict=True):
@@ -184,7 +186,7 @@ def _scatter_native(
 ) -> Tensor:
     dtype = pieces[0].dtype
     wide = torch.promote_types(dtype, torch.float32)
-    out = fresh(size, dtype=wide, zero=True)
+    out = new_tensor(size, dtype=wide, zero=True)
     rows = [p.to(wide).contiguous() for p in pieces]
     at = [i.contiguous() for i in indices]
     native: Any = native_module()
@@ -217,7 +219,7 @@ def index_limit(size: int, stride: int, width: int) -> int:
     return (size - width) // stride + 1 if stride else 2**63 - 1
 
 
-_gather = define(
+_gather = define_op(
     "gather(Tensor source, Tensor[] indices, SymInt[] strides, SymInt[] widths, str name) -> Tensor[]",
     native=_gather_native,
     twin=_gather_twin,
@@ -225,7 +227,7 @@ _gather = define(
         source.new_empty(i.shape[0], w) for i, w in zip(indices, widths, strict=True)
     ],
 )
-_scatter = define(
+_scatter = define_op(
     "scatter(Tensor[] pieces, Tensor[] indices, SymInt[] strides, SymInt size, str name) -> Tensor",
     native=_scatter_native,
     twin=_scatter_twin,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError
-from megalith.library import apart, define, fresh, native_module, new_size
+from megalith.library import copy_repeated, define_op, native_module, new_size, new_tensor
 from megalith.ops import checks
 from megalith.ragged import Ragged
 
@@ -93,7 +93,7 @@ def move_runs(
 def moved(values: Tensor, source: Tensor, target: Tensor, widths: Tensor, size: int, name: str) -> Tensor:
     """Computes `move_runs` of arguments that are already checked."""
     if torch.is_grad_enabled() and values.requires_grad:
-        out: Tensor = _MoveRuns.apply(values, *apart([source, target, widths]), size, name)
+        out: Tensor = _MoveRuns.apply(values, *copy_repeated([source, target, widths]), size, name)
         return out
     result: Tensor = _move(values, source, target, widths, size, name)
     return result
@@ -128,7 +128,7 @@ def _take_native(values: Tensor, splits: Tensor, rows: Tensor) -> tuple[Tensor, 
     native: Any = native_module()
     total = native.take_splits(splits, rows, values.shape[0], new_splits)
     width = values.shape[1:].numel()
-    out = fresh(total, width, dtype=values.dtype)
+    out = new_tensor(total, width, dtype=values.dtype)
     native.take_rows(
         values.reshape(values.shape[0], width).contiguous(),
         splits,
@@ -150,7 +150,7 @@ def _take_twin(values: Tensor, splits: Tensor, rows: Tensor) -> tuple[Tensor, Te
     return values[index + torch.repeat_interleave(shift, torch.diff(new_splits))], new_splits
 
 
-_take = define(
+_take = define_op(
     "take(Tensor values, Tensor splits, Tensor rows) -> (Tensor, Tensor)",
     native=_take_native,
     twin=_take_twin,
@@ -166,7 +166,7 @@ _take = define(
 def _pad_native(values: Tensor, splits: Tensor, length: int) -> Tensor:
     native: Any = native_module()
     rows, width = splits.shape[0] - 1, values.shape[1:].numel()
-    out = fresh(rows, length, width, dtype=values.dtype)
+    out = new_tensor(rows, length, width, dtype=values.dtype)
     flat = values.reshape(values.shape[0], width).contiguous()
     native.pad_rows(flat, splits.contiguous(), out, torch.get_num_threads())
     return out.view(rows, length, *values.shape[1:])
@@ -182,7 +182,7 @@ def _pad_twin(values: Tensor, splits: Tensor, length: int) -> Tensor:
 def _unpad_native(padded: Tensor, splits: Tensor, size: int) -> Tensor:
     native: Any = native_module()
     rows, length, width = *padded.shape[:2], padded.shape[2:].numel()
-    out = fresh(size, width, dtype=padded.dtype)
+    out = new_tensor(size, width, dtype=padded.dtype)
     block = padded.reshape(rows, length, width).contiguous()
     native.unpad_rows(block, splits.contiguous(), out, torch.get_num_threads())
     return out.view(size, *padded.shape[2:])
@@ -201,13 +201,13 @@ def _places(splits: Tensor, length: int) -> tuple[Tensor, Tensor]:
     return at, at < splits[1:, None]
 
 
-_pad = define(
+_pad = define_op(
     "pad(Tensor values, Tensor splits, SymInt length) -> Tensor",
     native=_pad_native,
     twin=_pad_twin,
     fake=lambda values, splits, length: values.new_empty(splits.shape[0] - 1, length, *values.shape[1:]),
 )
-_unpad = define(
+_unpad = define_op(
     "unpad(Tensor padded, Tensor splits, SymInt size) -> Tensor",
     native=_unpad_native,
     twin=_unpad_twin,
@@ -272,7 +272,7 @@ def _move_twin(
     return out.index_add_(0, to, values.to(wide)[at]).to(values.dtype)
 
 
-_move = define(
+_move = define_op(
     "move(Tensor values, Tensor source, Tensor target, Tensor widths, SymInt size, str name) -> Tensor",
     native=_move_native,
     twin=_move_twin,
@@ -328,7 +328,7 @@ def _raise_packed(packed: Tensor, position: int, name: str) -> None:
     )
 
 
-_locate = define(
+_locate = define_op(
     "locate(Tensor packed, Tensor bases, Tensor ends, Tensor widths, str name) -> Tensor",
     native=_locate_native,
     twin=_locate_twin,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError, UsageError
-from megalith.library import define, fresh, native_module
+from megalith.library import define_op, native_module, new_tensor
 from megalith.ops import checks
 from megalith.ops.gather_rows import index_limit
 from megalith.ops.pooling import Bags, OutputSlice, Pooling, covered, pool, unpool
@@ -135,9 +135,7 @@ def arguments(bags: Sequence[Bags], dtype: torch.dtype) -> tuple[Any, ...]:
     """Converts bags to the arguments of the ops `pool` and `unpool`."""
     weights = next((b.weights for b in bags if b.weights is not None), None)
     if any(b.weights is not None and b.weights is not weights for b in bags):
-        raise InputError(
-            "weights: all features of a call must share one tensor, a weight per occurrence"
-        )
+        raise InputError("weights: all features of a call must share one tensor, a weight per occurrence")
     if weights is not None and weights.requires_grad:
         raise UsageError("weights take no gradient here: multiply the rows instead")
     return (
@@ -200,7 +198,7 @@ def _pool_into(
     native: Any = native_module()
     whole = covered(bags, shapes) if whole is None else whole
     outputs = [
-        fresh(*shape, dtype=source.dtype, zero=not filled)
+        new_tensor(*shape, dtype=source.dtype, zero=not filled)
         for shape, filled in zip(shapes, whole, strict=True)
     ]
     index = None if index is None else index.contiguous()
@@ -235,7 +233,7 @@ def _unpool_into(
     name: str,
 ) -> Tensor:
     native: Any = native_module()
-    out = fresh(size, dtype=grads[0].dtype, zero=True)
+    out = new_tensor(size, dtype=grads[0].dtype, zero=True)
     index = None if index is None else index.contiguous()
     forms = [b.native for b in bags]
     flat = [g.contiguous() for g in grads]
@@ -290,13 +288,13 @@ _PLAN = (
     "Tensor? index, SymInt stride, SymInt dim, Tensor[] offsets, Tensor[] divisors, int[] weighted,"
     " Tensor? weights, Tensor parts"
 )
-_pool = define(
+_pool = define_op(
     f"pool(Tensor source, {_PLAN}, SymInt[] rows, SymInt[] columns, str name) -> Tensor[]",
     native=_pool_native,
     twin=_pool_twin,
     fake=lambda source, *plan: [source.new_empty(r, c) for r, c in zip(plan[-3], plan[-2], strict=True)],
 )
-_unpool = define(
+_unpool = define_op(
     f"unpool(Tensor[] grads, {_PLAN}, SymInt size, str name) -> Tensor",
     native=_unpool_native,
     twin=_unpool_twin,

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from megalith.compat.monolith.feature_configs import FeatureConfigs
 from megalith.compat.monolith.layout_plan import layout_plan
 from megalith.errors import InputError
-from megalith.library import define, new_size
+from megalith.library import define_op, new_size
 from megalith.ops import checks
 from megalith.ops.bucketing import _dedup
 from megalith.ragged import Ragged
@@ -209,7 +209,7 @@ def _shard_fake(
     ]
 
 
-_shard = define(
+_shard = define_op(
     "shard_fids(Tensor[] values, Tensor[] splits, int[] shared, int[] rule, int servers, bool unique,"
     " str encoded) -> Tensor[]",
     native=_shard_any,

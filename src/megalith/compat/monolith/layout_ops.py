@@ -16,7 +16,7 @@ from megalith.compat.monolith.feature_configs import FeatureConfigs
 from megalith.compat.monolith.fid_sharding import SHARED
 from megalith.compat.monolith.layout_plan import LayoutPlan, layout_plan, num_columns
 from megalith.errors import InputError
-from megalith.library import apart, define, fresh, native_module
+from megalith.library import copy_repeated, define_op, native_module, new_tensor
 from megalith.ops import checks
 from megalith.ops.move_runs import locate
 from megalith.ops.pool_rows import _pool, _unpool, arguments
@@ -66,7 +66,7 @@ def fused_embedding_to_layout(
     )
     _check_variant(variant_type, version)
     if torch.is_grad_enabled() and any(rows.requires_grad for rows in lists):
-        outputs = list(_ToLayout.apply(*encoding, *apart(lists)))
+        outputs = list(_ToLayout.apply(*encoding, *copy_repeated(lists)))
     else:
         outputs = _layout(lists, *encoding)
     return [o.to(embeddings_list[0].dtype) for o in outputs]
@@ -258,7 +258,7 @@ def _layout_native(lists: list[Tensor], *arguments: Any) -> list[Tensor]:
     features = encoding.native_features()
     dtype = lists[0].dtype
     outputs = [
-        fresh(batch, num_columns(shape), dtype=dtype, zero=not whole)
+        new_tensor(batch, num_columns(shape), dtype=dtype, zero=not whole)
         for shape, whole in zip(plan.shapes, plan.covered, strict=True)
     ]
     native: Any = native_module()
@@ -286,7 +286,7 @@ def _layout_twin(lists: list[Tensor], *arguments: Any) -> list[Tensor]:
 def _layout_grad_native(grads: list[Tensor], sizes: list[int], *arguments: Any) -> Tensor:
     encoding = _Encoding(*arguments)
     flat = _flat_grads(grads, encoding)
-    out = fresh(sum(sizes), dtype=grads[0].dtype if grads else torch.float32, zero=True)
+    out = new_tensor(sum(sizes), dtype=grads[0].dtype if grads else torch.float32, zero=True)
     native: Any = native_module()
     native.layout_gradient(
         out,
@@ -321,7 +321,7 @@ def _flat_grads(grads: list[Tensor], encoding: _Encoding) -> list[Tensor]:
 
 
 _ENCODING = "Tensor fid_offset, Tensor feature_offset, Tensor nfl_offset, SymInt batch, str encoded"
-_layout = define(
+_layout = define_op(
     f"layout(Tensor[] lists, {_ENCODING}) -> Tensor[]",
     native=_layout_native,
     twin=_layout_twin,
@@ -329,7 +329,7 @@ _layout = define(
         lists[0].new_empty(encoding[3], *shape[1:]) for shape in layout_plan(encoding[4]).shapes
     ],
 )
-_layout_grad = define(
+_layout_grad = define_op(
     f"layout_grad(Tensor[] grads, SymInt[] sizes, {_ENCODING}) -> Tensor",
     native=_layout_grad_native,
     twin=_layout_grad_twin,
