@@ -125,7 +125,7 @@ def test_from_something_shaped_like_a_keyed_jagged_tensor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "splits", "weights", "said"),
+    ("values", "splits", "weights", "message"),
     [
         (torch.arange(3), torch.tensor([0, 2]), None, "start at 0 and end at 3"),
         (torch.arange(3), torch.tensor([1, 3]), None, "start at 0 and end at 3"),
@@ -140,8 +140,8 @@ def test_from_something_shaped_like_a_keyed_jagged_tensor() -> None:
         (torch.arange(3), torch.tensor([0, 3], device="meta"), None, "on meta"),
     ],
 )
-def test_parts_that_do_not_fit(values: Any, splits: Any, weights: Any, said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_parts_that_do_not_fit(values: Any, splits: Any, weights: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         Ragged(values, splits, weights)
 
 

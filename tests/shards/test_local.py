@@ -177,7 +177,7 @@ def test_nothing_is_written_to_any_table_when_one_gradient_is_wrong(
     with pytest.raises(InputError, match="table 'b'"):
         shards.apply_gradients(lookup, grads, step=0)
     assert contents(shards) == {"a": {}, "b": {}}
-    shards.apply_gradients(lookup, {"a": rows([1])}, step=0)  # and the look-up is still good
+    shards.apply_gradients(lookup, {"a": rows([1])}, step=0)  # and the lookup can still be used
 
 
 def test_nothing_is_written_when_one_schedule_fails() -> None:

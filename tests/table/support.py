@@ -1,4 +1,4 @@
-"""What the tests of tables share: whole tables as values, and ways to compare them."""
+"""Helpers of the table tests: complete tables as values, and comparisons."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def sgd_table(
     missing: str = "initial",
     seed: int = 0,
 ) -> Table:
-    """A table of one segment; SGD with rate 1 from zeros unless told otherwise."""
+    """A table of one segment; by default SGD with rate 1 and initial rows of zeros."""
     config = TableConfig(
         name,
         dim=dim,
@@ -80,7 +80,7 @@ def dyadic(seed: int, *shape: int) -> Tensor:
 
 
 def whole(table: Table, chunk_size: int = 65536) -> Chunk:
-    """All of a table, by ascending id."""
+    """All rows of a table, by ascending id."""
     chunks = list(table.scan(chunk_size))
     if not chunks:
         empty = {c.key: torch.empty(0, c.end - c.start) for c in table.config.state_columns}
@@ -113,7 +113,7 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
 
 
 def assert_same_tables(actual: Chunk, expected: Chunk) -> None:
-    """The same ids with the same weights, state and times, bit for bit."""
+    """Checks that both hold the same ids with the same weights, state and times, bit for bit."""
     assert actual.ids.tolist() == expected.ids.tolist()
     assert actual.time.tolist() == expected.time.tolist()
     assert_same_bits(actual.rows, expected.rows)
@@ -123,13 +123,13 @@ def assert_same_tables(actual: Chunk, expected: Chunk) -> None:
 
 
 def assert_close(actual: Tensor, expected: Tensor, rtol: float = 1e-6, atol: float = 1e-7) -> None:
-    """Equal within the promise for optimizer steps."""
+    """Equal within the tolerance for optimizer steps."""
     torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
 
 
 @contextmanager
 def unchanged(table: Table) -> Iterator[None]:
-    """Given a table, what happens inside leaves it as it was."""
+    """Checks that the code inside the `with` block does not change the table."""
     before, epoch = whole(table), table.epoch
     yield
     assert_same_tables(whole(table), before)

@@ -1,4 +1,4 @@
-"""The engines side by side: random programs of calls give equal tables.
+"""The engines compared: random programs of calls produce equal tables.
 
 Weights that were only looked up, initialised or assigned are equal to the bit; what an
 optimizer touched is equal within 1e-6. Gradients are dyadic, so that no rounding depends on how
@@ -115,7 +115,7 @@ def poolings(draw: st.DrawFn, num_ids: int, dim: int) -> Pooling:
         if draw(st.booleans()):
             divisor = 2.0 ** dyadic(draw(seeds), rows * inner).round()
         features.append(Bags(ints(*offsets), tuple(parts), weights, divisor))
-    spare = draw(st.integers(0, 1))  # columns that nobody writes
+    spare = draw(st.integers(0, 1))  # columns that no part writes
     outputs = tuple((rows, max(1, spare + sum(w))) for w in widths)
     return Pooling(outputs, {"t": tuple(features)})
 

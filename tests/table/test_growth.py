@@ -37,7 +37,7 @@ FAMILIES = {
 
 
 class Checked:
-    """A table of one weight per row beside the dict it must equal."""
+    """A table of one weight per row, and the dict that it must equal."""
 
     def __init__(self) -> None:
         self.table: Table = sgd_table("cpu", 1, missing="zeros")

@@ -45,7 +45,7 @@ def table(engine: str) -> Table:
 
 
 def refuses(table: Table, call: Call, *words: str, kind: type[MegalithError] = InputError) -> None:
-    """Then the call raises, says the table and the words, and has written nothing."""
+    """Checks that the call raises and writes nothing, and that the message names the table and the words."""
     with unchanged(table), pytest.raises(kind) as raised:
         call(table)
     for word in ("'user'", *words):

@@ -311,7 +311,7 @@ def test_removed_rows_make_room_again() -> None:
 
 @pytest.fixture
 def no_switching() -> Iterator[None]:
-    """Python threads take turns only where one lets go of the GIL by itself."""
+    """Python threads switch only where one releases the GIL itself."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1000.0)
     yield
@@ -348,9 +348,9 @@ def test_native_calls_let_other_python_threads_run(call: str) -> None:
     thread.start()
     ready.wait()
     go.set()
-    for _ in range(20_000):  # Python alone: nobody else gets a turn
+    for _ in range(20_000):  # Python code only: no other thread runs
         _native.check_tensors(ids, values)
-    assert not ran.is_set(), "this test cannot tell"
+    assert not ran.is_set(), "this test would not detect a held GIL"
 
     for _ in range(2000):
         calls[call]()

@@ -192,7 +192,7 @@ def trained_by_torch(
             Momentum(0.01, momentum=0.8, weight_decay=0.1, nesterov=True),
             lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.8, weight_decay=0.1, nesterov=True),
         ),
-        # eps so small that it does not matter beside which sqrt(v) it stands
+        # eps is so small that it does not matter to which sqrt(v) it is added
         (Adam(0.01, eps=1e-30), lambda p: torch.optim.Adam(p, lr=0.01, eps=1e-30)),
         (
             Adam(0.01, betas=(0.8, 0.99), eps=1e-30, weight_decay=0.1),
@@ -258,7 +258,7 @@ def test_momentum_keeps_the_rate_inside_the_velocity(engine: str) -> None:
     for step in range(3):
         table.apply_gradients(ints(1), torch.ones(1, 1), step=step)
 
-    # The velocity of step 0 goes on at half its size each step though the rate is 0.
+    # The velocity of step 0 continues at half its size each step although the rate is 0.
     assert table.lookup(ints(1)).item() == -1.75
 
 

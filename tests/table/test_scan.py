@@ -102,7 +102,7 @@ def test_rows_that_stay_come_once_while_others_come_and_go(engine: str) -> None:
         values = dict(zip(chunk.ids.tolist(), chunk.rows[:, 0].tolist(), strict=True))
         assert all(value == abs(id) for id, value in values.items())
         seen += values
-        # Between chunks rows ahead and behind disappear, and others take their places.
+        # Between chunks, rows before and after the position are removed, and new rows reuse their numbers.
         table.remove(goes[number::7])
         new = torch.arange(1000 * (number + 1), 1000 * (number + 1) + 9)
         table.assign(new, new.float()[:, None])

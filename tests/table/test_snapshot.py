@@ -1,4 +1,4 @@
-"""Snapshots: what was there when they were taken, whatever is written meanwhile."""
+"""Snapshots: they hold the rows of the moment they were taken, whatever is written later."""
 
 from __future__ import annotations
 

@@ -242,7 +242,7 @@ def test_two_consumers_drain_everything_once_while_rows_change() -> None:
     for consumer in ("a", "b"):
         table.track(consumer)
     done = threading.Event()
-    told: dict[str, list[int]] = {"a": [], "b": []}
+    drained: dict[str, list[int]] = {"a": [], "b": []}
 
     def write() -> None:
         try:
@@ -255,12 +255,12 @@ def test_two_consumers_drain_everything_once_while_rows_change() -> None:
         finished = False
         while not finished:
             finished = done.is_set()
-            told[consumer] += table.drain_touched(consumer)[0].tolist()
+            drained[consumer] += table.drain_touched(consumer)[0].tolist()
 
     run_together(write, lambda: drain("a"), lambda: drain("b"))
 
     # Each id was written once, so each consumer hears of it exactly once.
-    assert sorted(told["a"]) == sorted(told["b"]) == list(range(10_000))
+    assert sorted(drained["a"]) == sorted(drained["b"]) == list(range(10_000))
 
 
 def test_the_last_of_two_assignments_wins_whole() -> None:

@@ -1,4 +1,4 @@
-"""Touched rows: what each consumer is told about changes, exactly once."""
+"""Touched rows: each consumer receives each change exactly once."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The published expectations of Monolith's own tests, where they concern a table.
 
 Section numbers are those of the project's notes on Monolith. Three decisions differ from it:
-- a missing id reads as its initial row unless the table says missing="zeros" (Monolith: always
-  zeros); the vectors that read missing ids say so;
+- a missing id reads as its initial row unless the table has missing="zeros" (Monolith: always
+  zeros); the vectors that read missing ids set it;
 - duplicates are summed before one step (Monolith without dedup: one step each). For SGD, the
   only optimizer in its vectors with duplicates, both give the same number;
 - Adagrad has torch's eps of 1e-10 and an accumulator that starts at 0; the vectors set eps=0 and
