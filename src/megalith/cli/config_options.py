@@ -64,7 +64,7 @@ def config_options(
 
     arguments: dict[str, str] = {}
     options = []
-    types, texts = get_type_hints(config), _field_docstrings(config)
+    types, texts = get_type_hints(config), field_docstrings(config)
     for name, default in (known | dict(defaults or {})).items():
         if name in omit:
             continue
@@ -102,7 +102,7 @@ def config_options(
     return decorate
 
 
-def _field_docstrings(config: type) -> dict[str, str]:
+def field_docstrings(config: type) -> dict[str, str]:
     """Returns the docstring below each field of a class, on one line."""
     body = ast.parse(textwrap.dedent(inspect.getsource(config))).body[0]
     assert isinstance(body, ast.ClassDef)

@@ -205,7 +205,7 @@ def test_a_wrong_field_is_refused(tmp_path: Path, field: tuple[Any, ...], value:
 def test_a_missing_field_is_named(field: str) -> None:
     data = json.loads(example().to_json())
     del data[field]
-    with pytest.raises(ExportError, match="no signature" if field == "format" else f"version|{field}"):
+    with pytest.raises(ExportError, match="not the signature" if field == "format" else f"version|{field}"):
         Signature.from_dict(data, "x")
 
 

@@ -1,1 +1,1 @@
-"""Clients of model servers: channels, predictions with a deadline, rows for entries, a server for tests."""
+"""Clients of model servers: connections, predictions with failover, and rows for entries."""

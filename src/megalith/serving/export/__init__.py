@@ -1,1 +1,1 @@
-"""Exported models: written by `export`, described by a `Signature`, answered from by a `Servable`."""
+"""Exported models: `export_model` writes them, `Signature` describes them, `Servable` computes scores."""

@@ -44,7 +44,7 @@ class DenseProgram:
                 self._copies = [ProgramCopy(program) for program in programs]
         except ExportError:
             raise
-        except Exception as error:  # whatever torch raises for a damaged archive
+        except Exception as error:  # torch raises many types for a damaged archive
             raise ExportError(f"{path} is not a program of torch.export: {error}") from None
         self._front = 0
         self._writing = threading.Lock()

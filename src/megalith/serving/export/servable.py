@@ -389,7 +389,13 @@ class Servable:
         self.write(rows, removed, dense)
 
     def write(self, rows: RowsByTable, removed: Tensors = _NOTHING, dense: Tensors = _NOTHING) -> None:
-        """Does what `apply` does, for arguments that passed `check`."""
+        """Writes arguments that passed `check`; see `apply`.
+
+        Args:
+            rows: Table -> (ids int64 [n], rows float32 [n, dim]).
+            removed: Table -> ids int64 [n].
+            dense: Name -> dense weight.
+        """
         self.overlay.apply(rows, removed)
         if dense:
             self._snapshot = self._with(self.overlay, dense)

@@ -125,7 +125,7 @@ class Signature:
         sub_graph_num: Number of ps parts; 0 for a standalone model.
         base: Id of the save that was exported.
         step: Global step of that save.
-        masks: Name -> FirstN feature; the mask tells which of its places hold ids.
+        masks: Name -> FirstN feature; the mask marks the positions that hold ids.
     """
 
     model: str

@@ -1,1 +1,1 @@
-"""The model server: protocols in front, batching between, versions of exported models behind."""
+"""The model server: protocols, dispatch, batching, and the versions of exported models."""

@@ -1,6 +1,6 @@
 """Repository: a directory of exported models that is polled for new versions.
 
-The directories of versions have numbers as names. They lie in the given directory or one or two levels below:
+The directories of versions have numbers as names. They are in the given directory or one or two levels below:
 DIR/{version}, DIR/{part}/{version}, DIR/{model}/{version}, DIR/{model}/{part}/{version}. The name of a model
 comes from its signature, not from its path.
 

@@ -72,7 +72,11 @@ class Security:
             )
 
     def admits(self, authorization: str | bytes | None) -> bool:
-        """Returns whether an `authorization` header carries the token; compares in constant time."""
+        """Returns whether a request carries the token; compares in constant time.
+
+        Args:
+            authorization: The value of the `authorization` header.
+        """
         if self.token is None:
             return True
         given = authorization or ""
