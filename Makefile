@@ -46,6 +46,7 @@ bench: $(VENV)/bench
 	$(BIN)/python benchmarks/train_cpu.py
 	$(BIN)/python benchmarks/sync_cpu.py
 	$(BIN)/python benchmarks/checkpoint_cpu.py
+	$(BIN)/python benchmarks/records_cpu.py
 	$(BIN)/python benchmarks/gather_ranks.py
 	$(BIN)/python benchmarks/serving.py
 	$(BIN)/python benchmarks/sync_interval.py

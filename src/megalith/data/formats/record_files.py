@@ -133,8 +133,8 @@ class _Cursor:
         data, self._first = self._first or self._file.read(size), b""
         if len(data) < size:
             raise InputError(
-                f"{self._path}: the file ends at byte {self.at + len(data)}, within the record that begins at "
-                f"byte {self.start}: it is cut off, or framed differently"
+                f"{self._path}: the file ends at byte {self.at + len(data)}, within the record that begins "
+                f"at byte {self.start}: it is cut off, or framed differently"
             )
         self.at += size
         return data
