@@ -138,7 +138,7 @@ def huge_page_bytes() -> int:
     return _kilobytes("/proc/self/smaps_rollup", "AnonHugePages") * 1024
 
 
-# ---- bars
+# ---- targets
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Bar:
             return "reported"
         if not self._reaches(self.required):
             return "MISSED"
-        return "met" if self.goal is None or self._reaches(self.goal) else "met, goal not"
+        return "met" if self.goal is None or self._reaches(self.goal) else "met, goal missed"
 
     def _reaches(self, wanted: float) -> bool:
         if self.measured == wanted:
@@ -182,10 +182,10 @@ class Bar:
 def print_bars(bars: Sequence[Bar]) -> None:
     if not bars:
         return
-    columns = ("bar", "required", "goal", "measured", "verdict", "over")
-    print_table("Bars (peer time / ours unless named otherwise)", columns, [b.cells() for b in bars])
+    columns = ("target", "required", "goal", "measured", "verdict", "workloads")
+    print_table("Targets (peer time / ours unless named otherwise)", columns, [b.cells() for b in bars])
     missed = [bar.name for bar in bars if bar.verdict == "MISSED"]
-    print(f"MISSED: {'; '.join(missed)}" if missed else "every bar is met")
+    print(f"MISSED: {'; '.join(missed)}" if missed else "every target is met")
 
 
 # ---- output

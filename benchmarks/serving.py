@@ -110,7 +110,7 @@ class Load:
 
     clients: int
     batch: int
-    contestant: str
+    variant: str
     per_second: float
     p50_ms: float
     p99_ms: float
@@ -340,7 +340,7 @@ def report(loads: Sequence[Load], sync: Sync, stale: Staleness, threads: dict[st
     columns = (
         "clients",
         "batch",
-        "contestant",
+        "variant",
         "requests/s",
         "p50 ms",
         "p99 ms",
@@ -351,13 +351,11 @@ def report(loads: Sequence[Load], sync: Sync, stale: Staleness, threads: dict[st
         (
             str(load.clients),
             str(load.batch),
-            f"{load.contestant}, {threads[load.contestant]} threads"
-            if load.contestant in threads
-            else load.contestant,
+            f"{load.variant}, {threads[load.variant]} threads" if load.variant in threads else load.variant,
             f"{load.per_second:.0f}",
             f"{load.p50_ms:.2f}",
             f"{load.p99_ms:.2f}",
-            "" if load.contestant == OURS else str(load.ratio),
+            "" if load.variant == OURS else str(load.ratio),
             f"{load.client_cpu:.2f}",
         )
         for load in loads
@@ -365,7 +363,7 @@ def report(loads: Sequence[Load], sync: Sync, stale: Staleness, threads: dict[st
     print_table("Requests", columns, rows)
     pushed = {"first push": sync.first, "one server": sync.one, "each of two": sync.two, "raw": sync.raw}
     print_table("Parameter sync", ("", "rows/s"), [(name, f"{rate:,.0f}") for name, rate in pushed.items()])
-    ratio = {(load.clients, load.batch, load.contestant): load.ratio for load in loads}
+    ratio = {(load.clients, load.batch, load.variant): load.ratio for load in loads}
     over = f"{stale.rows} rows of {stale.steps} steps, interval {stale.interval:g} s"
     p50, p99 = stale.p50 / stale.interval, stale.p99 / stale.interval
     bars = [

@@ -257,7 +257,7 @@ def build(weights: Weights) -> dict[str, Any]:
     try:
         models[TORCHREC] = TorchRec(weights)
     except ImportError as error:
-        progress(f"{TORCHREC}: left out, {error}")
+        progress(f"{TORCHREC}: skipped, {error}")
     models[SPARSE] = SparseBags(weights)
     models[ALONE] = one_process(weights) if dist.get_rank() == 0 else None
     return models
@@ -266,16 +266,16 @@ def build(weights: Weights) -> dict[str, Any]:
 def loops(models: Mapping[str, Any]) -> dict[str, Loop]:
     """Returns what is timed: the plain loop of every model, pipelines, and both again on a slow network."""
     ours = models[OURS]
-    piped: dict[str, Loop] = {
+    pipelines: dict[str, Loop] = {
         "pipeline, ids": ours.pipeline_loop(),
         "pipeline, ids, push": ours.pipeline_loop(push=True),
         "pipeline, rows, push": ours.pipeline_loop(mode="rows", push=True),
     }
     slow = SlowWire(ours.collection.shards, LATENCY, BANDWIDTH)
     found = {name: _plain(model) for name, model in models.items() if name != ALONE}
-    found |= piped
-    slowed = {OURS: found[OURS], **piped}
-    found |= {f"slow wire: {name}": _within(slow, loop) for name, loop in slowed.items()}
+    found |= pipelines
+    slowed = {OURS: found[OURS], **pipelines}
+    found |= {f"slow network: {name}": _within(slow, loop) for name, loop in slowed.items()}
     for threads in (1, 2):
         found[f"{ALONE}, {threads} thread(s)"] = _with_threads(models[ALONE], threads)
     return found
@@ -419,10 +419,10 @@ def _own_bars(times: Timings) -> list[Bar]:
         ("one process with 1 thread / 2 ranks", f"{ALONE}, 1 thread(s)", OURS),
         ("gloo / shared memory", "megalith, gloo", OURS),
     ]
-    for wire in ("", "slow wire: "):
+    for wire in ("", "slow network: "):
         for mode in ("ids", "ids, push", "rows, push"):
-            piped = f"{wire}pipeline, {mode}"
-            pairs.append((f"{wire}no pipeline / pipeline, {mode}", f"{wire}{OURS}", piped))
+            pipelines = f"{wire}pipeline, {mode}"
+            pairs.append((f"{wire}no pipeline / pipeline, {mode}", f"{wire}{OURS}", pipelines))
     return [Bar(name, times.ratio(slow, fast).median) for name, slow, fast in pairs]
 
 

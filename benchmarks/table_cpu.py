@@ -213,7 +213,7 @@ def print_records(title: str, records: Sequence[dict[str, Any]]) -> None:
                     cell += f"  x{r[f'{what}_ratio'][name]}"
                 cells.append(cell)
             rows.append(cells)
-        print_table(f"{title}: {what}, ns an id", ("workload", "unique", *order), rows)
+        print_table(f"{title}: {what}, ns per id", ("workload", "unique", *order), rows)
 
 
 def pair_of_bars(
@@ -384,7 +384,7 @@ def memory(run: Run) -> None:
     run.sections["memory"] = records
     most = max(r["beyond_weights_and_state"] for r in records.values())
     three = records["dim 3 SGD"]
-    run.bar("bytes a row beyond weights and state after growth", most, 40, at_most=True)
+    run.bar("bytes per row in addition to weights and state after growth", most, 40, at_most=True)
     run.bar("stored bytes of a 12-byte row (not padded)", three["row_bytes"], 12, at_most=True)
     held = three["resident_bytes"]
     run.bar("resident bytes a 12-byte row, index and all", held, 64, at_most=True, strict=True)

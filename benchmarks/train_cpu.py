@@ -209,7 +209,7 @@ def build(weights: Tensor) -> dict[str, Model]:
         try:
             models[name] = make(weights)
         except ImportError as error:
-            progress(f"{name}: left out, {error}")
+            progress(f"{name}: skipped, {error}")
     return models
 
 
