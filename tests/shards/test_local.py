@@ -11,6 +11,7 @@ from torch import Tensor
 from megalith import SGD, LocalShards, PolynomialDecay, TableConfig, Zeros
 from megalith.errors import InputError, UnknownNameError, UsageError
 from megalith.ops import Bags, OutputSlice, Pooling
+from megalith.table.validation import InputChecks
 
 
 def ids(*values: int) -> Tensor:
@@ -279,3 +280,43 @@ def test_every_table_is_counted_cleared_and_restored(engine: str) -> None:
         for chunk in chunks:
             shards.restore(name, chunk)
     assert contents(shards) == before
+
+
+# ---- one validation, named phases
+
+
+def test_a_batch_is_validated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, pooling = two_table_pooling()
+    shards = LocalShards([zeros("a", 3), zeros("b", 2)])
+    calls: list[str] = []
+
+    def count(method: str) -> None:
+        original = getattr(InputChecks, method)
+
+        def counted(self: InputChecks, *args: object) -> object:
+            calls.append(f"{method} of {self.name}")
+            return original(self, *args)
+
+        monkeypatch.setattr(InputChecks, method, counted)
+
+    count("ids")
+    count("grads")
+    lookup = shards.lookup(asked)
+    lookup.pool(pooling)
+    shards.apply_gradients(lookup, [torch.ones(2, 4), torch.ones(2, 1)], pooling=pooling, step=0)
+
+    assert calls == ["ids of a", "ids of b", "grads of a"]  # the gradients of outputs belong to all tables
+
+
+def test_the_phases_of_a_step_are_named_in_a_profile(engine: str) -> None:
+    asked, pooling = two_table_pooling()
+    shards = LocalShards([zeros("a", 3), zeros("b", 2)], engine=engine)
+
+    with torch.profiler.profile() as profile:
+        lookup = shards.lookup(asked)
+        lookup.gather("a")
+        lookup.pool(pooling)
+        shards.apply_gradients(lookup, [torch.ones(2, 4), torch.ones(2, 1)], pooling=pooling, step=0)
+
+    spans = {event.key: event.count for event in profile.key_averages() if event.key.startswith("megalith.")}
+    assert spans == {"megalith.ids": 1, "megalith.rows": 1, "megalith.pool": 1, "megalith.optimizer": 1}
