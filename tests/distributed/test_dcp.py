@@ -126,7 +126,7 @@ def test_rows_of_a_table_spread_over_ranks(outcome: Outcome) -> None:
 
 def test_rows_that_were_routed_otherwise_are_refused(outcome: Outcome) -> None:
     for results in outcome[0]:
-        assert "Router('hash_roundrobin', 2) gives to other ranks" in results["rerouted"]
+        assert "Router('hash_roundrobin', 2) assigns to other ranks" in results["rerouted"]
         assert "checkpoint.load with reroute=True" in results["rerouted"]
 
 

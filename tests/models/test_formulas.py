@@ -141,9 +141,9 @@ def test_din_finds_out_that_the_target_was_seen_before() -> None:
 
 
 def test_what_din_refuses() -> None:
-    with pytest.raises(UnknownNameError, match=r"target 'movie' is no feature \(known: 'user', 'item'\)"):
+    with pytest.raises(UnknownNameError, match=r"target 'movie' is not a feature \(known: 'user', 'item'\)"):
         DIN(config("user", "item"), target="movie", history="past")
-    with pytest.raises(InputError, match="history 'user' is also among the features"):
+    with pytest.raises(InputError, match="history 'user' is also in features"):
         DIN(config("user", "item"), target="item", history="user")
-    with pytest.raises(InputError, match="n must be a whole number of at least 1"):
+    with pytest.raises(InputError, match="n must be an integer >= 1"):
         din(max_length=0)

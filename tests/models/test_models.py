@@ -221,7 +221,7 @@ def test_an_unknown_model_is_named() -> None:
 
 @pytest.mark.parametrize("num_dense", [-1, 1.5, True])
 def test_num_dense_must_be_a_count(num_dense: Any) -> None:
-    with pytest.raises(InputError, match="DLRM: num_dense must be 0 or above"):
+    with pytest.raises(InputError, match="DLRM: num_dense must be an integer >= 0"):
         make("dlrm", num_dense=num_dense)
 
 

@@ -35,8 +35,8 @@ from tests.nn.support import collection, column, ints, zeros
         ({"combiner": Sum}, "feature 'a': combiner must be Sum"),  # the class, not one of it
         ({"shared": 1}, "feature 'a': shared must be True or False, got 1"),
         ({"shared": True, "combiner": None}, "feature 'a': a shared feature needs a combiner"),
-        ({"pad": None}, "feature 'a': pad must be a whole number, got None"),
-        ({"pad": 0.5}, "feature 'a': pad must be a whole number, got 0.5"),
+        ({"pad": None}, "feature 'a': pad must be an integer, got None"),
+        ({"pad": 0.5}, "feature 'a': pad must be an integer, got 0.5"),
     ],
 )
 def test_features(options: dict[str, Any], said: str) -> None:
@@ -52,7 +52,7 @@ def test_features_are_plain_values() -> None:
 
 @pytest.mark.parametrize(("start", "end"), [(0, 0), (2, 1), (-1, 2), (0, 1.0), (None, 1)])
 def test_slices(start: Any, end: Any) -> None:
-    with pytest.raises(InputError, match=r"Slice of 'a': .* is no range of columns"):
+    with pytest.raises(InputError, match=r"Slice of 'a': .* is not a range of columns"):
         Slice("a", start, end)
 
 

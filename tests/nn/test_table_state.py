@@ -149,8 +149,8 @@ def float_ids(state: dict[str, Any]) -> None:
     [
         (without_user, r"state_dict holds tables \['item'\], this collection has \['item', 'user'\]"),
         (short_rows, r"table 'item': state_dict holds rows of torch.float32 \[6, 1\], .* \[6, 2\]"),
-        (fewer_times, "table 'item': state_dict holds times"),
-        (early_times, "table 'item': state_dict holds times"),
+        (fewer_times, "table 'item': time in the state_dict must be"),
+        (early_times, "table 'item': time in the state_dict must be"),
         (
             other_optimizer,
             r"table 'item': state_dict holds optimizer state \['0/sum'\], this table keeps \[\]",

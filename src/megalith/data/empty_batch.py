@@ -14,6 +14,7 @@ from torch import Tensor
 from megalith.data.batch import Batch
 from megalith.errors import InputError
 from megalith.ragged import Ragged
+from megalith.storage.strict_json import parse_json
 
 _TYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -35,7 +36,7 @@ _COLUMNS = ("labels", "dense", "weights")
 
 
 def describe(batch: Batch) -> bytes:
-    """Return the columns of a batch as JSON: {"features": {name: {"values", "weights"}}, "labels", ...}.
+    """Returns the columns of a batch as JSON: {"features": {name: {"values", "weights"}}, "labels", ...}.
 
     A column is [dtype, widths after the first dimension], or null if the batch does not have it.
     """
@@ -47,7 +48,7 @@ def describe(batch: Batch) -> bytes:
 
 
 def make_empty_batch(text: bytes, *, where: str) -> Batch:
-    """Return a batch with zero rows and the described columns, on the CPU, without time and position.
+    """Returns a batch with zero rows and the described columns, on the CPU, without time and position.
 
     Args:
         text: The result of `describe`.
@@ -57,7 +58,7 @@ def make_empty_batch(text: bytes, *, where: str) -> Batch:
         InputError: If the text is not a valid description.
     """
     try:
-        found = json.loads(text)
+        found = parse_json(text)
         features = {
             str(name): Ragged(
                 _required(each["values"]), torch.zeros(1, dtype=torch.int64), _empty(each["weights"])

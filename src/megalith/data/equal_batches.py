@@ -44,7 +44,7 @@ _MAX_DESCRIPTION = 1 << 24
 def pad_to_equal_batches(
     loader: Iterable[Batch], group: dist.ProcessGroup | None = None, *, timeout: float = TIMEOUT
 ) -> EqualBatchLoader:
-    """Return the batches of a loader, then empty ones until the loaders of all ranks have run out.
+    """Returns the batches of a loader, then empty ones until the loaders of all ranks have run out.
 
     This is a collective call, and so is every batch: all ranks of the group make it once and iterate equally
     often, to the end or to the same batch. With one rank, or without a process group, it adds nothing.
@@ -130,7 +130,7 @@ class EqualBatchLoader(Iterable[Batch]):
                 yield replace(empty, time=newest, position=dict(position))
 
     def _pull(self, source: Iterator[Batch], exchange: _EpochExchange, turn: int) -> Batch | None:
-        """Return the next batch or None; report an error to the other ranks before raising it."""
+        """Returns the next batch or None; reports an error to the other ranks before raising it."""
         try:
             own = next(source, None)
             if own is not None and not isinstance(own, Batch):
@@ -156,7 +156,7 @@ class _EpochExchange:
         self._timeout = timeout
 
     def statuses(self, turn: int, status: int, time: int | None) -> tuple[list[int], list[int | None]]:
-        """Return the statuses and times of all ranks of the group."""
+        """Returns the statuses and times of all ranks of the group."""
         shared = torch.zeros(len(self.ranks), 2, dtype=torch.int64)
         shared[self.index, 0] = status
         shared[self.index, 1] = _NO_TIME if time is None else time
@@ -166,7 +166,7 @@ class _EpochExchange:
         return statuses, [None if time == _NO_TIME else time for time in times]
 
     def columns(self, turn: int, source_rank: int, own: Batch | None) -> Batch:
-        """Return an empty batch with the columns of a rank that has a batch."""
+        """Returns an empty batch with the columns of a rank that has a batch."""
         text = describe(own) if own is not None and self.index == source_rank else b""
         length = torch.tensor(len(text))
         with self._watched(turn, "columns"):
@@ -192,7 +192,7 @@ class _EpochExchange:
 
 
 def _own_group(parent: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
-    """Return a gloo group of the same ranks, so that exchanges do not interleave with those of the model."""
+    """Returns a gloo group of the same ranks, so that exchanges do not interleave with those of the model."""
     turn = parent.get_group_store().add(f"pad_to_equal_batches/{dist.get_rank(parent)}", 1)
     wait_for_all_ranks(parent, "pad_to_equal_batches", f"pad_to_equal_batches/{turn}", timeout)
     ranks = dist.get_process_group_ranks(parent)
@@ -204,12 +204,12 @@ def _own_group(parent: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
 
 
 def _each(loader: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield from the loader; it is opened with the first batch, where errors are reported to other ranks."""
+    """Yields from the loader; it is opened with the first batch, where errors are reported to other ranks."""
     yield from loader
 
 
 def _emptied(batch: Batch) -> Batch:
-    """Return the batch without rows, as a copy: a view would keep the memory of the batch."""
+    """Returns the batch without rows, as a copy: a view would keep the memory of the batch."""
     changed: dict[str, Any] = {
         "features": {name: _no_rows(ragged) for name, ragged in batch.features.items()}
     }

@@ -20,7 +20,7 @@ GRACE = 5.0
 
 
 def absent_ranks(group: dist.ProcessGroup, key: str, timeout: float) -> list[int]:
-    """Register this rank as present under a key, and return the ranks that did not within the timeout.
+    """Registers this rank as present under a key, and returns the ranks that did not within the timeout.
 
     Args:
         group: The process group.
@@ -41,7 +41,7 @@ def absent_ranks(group: dist.ProcessGroup, key: str, timeout: float) -> list[int
 
 
 def wait_for_all_ranks(group: dist.ProcessGroup, what: str, key: str, timeout: float) -> None:
-    """Wait until all ranks of the group have called this function with the same key.
+    """Waits until all ranks of the group have called this function with the same key.
 
     Args:
         group: The process group.
@@ -58,7 +58,7 @@ def wait_for_all_ranks(group: dist.ProcessGroup, what: str, key: str, timeout: f
 
 @contextmanager
 def naming_absent_ranks(group: dist.ProcessGroup, what: str, key: str, timeout: float) -> Iterator[None]:
-    """Turn a failed collective of the group into a RankTimeoutError that names this rank and the absent ones.
+    """Turns a failed collective of the group into a RankTimeoutError that names the absent ranks.
 
     Args:
         group: The process group.
@@ -73,7 +73,7 @@ def naming_absent_ranks(group: dist.ProcessGroup, what: str, key: str, timeout: 
 
 
 def timeout_message(what: str, absent: Sequence[int], seconds: float) -> str:
-    """Return the message for ranks that did not take part within a number of seconds."""
+    """Returns the message for ranks that did not take part within a number of seconds."""
     missing = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
     return (
         f"{what}: rank {dist.get_rank()} waited for {missing}, which did not arrive within {seconds:g} s; "

@@ -92,7 +92,7 @@ class Measurement:
 
 
 def measure(settings: CommSettings, group: dist.ProcessGroup | None = None) -> Iterator[Measurement]:
-    """Yield measurements by pattern, then by ascending size; the results are equal on all ranks.
+    """Yields measurements by pattern, then by ascending size; the results are equal on all ranks.
 
     This is a collective call. It ends early when the budget is spent.
 
@@ -123,7 +123,7 @@ def _measure_one(
 
 
 def _timed(exchange: MeasuredExchange, calls: int) -> Tensor:
-    """Return the seconds of each call, float32 [calls]."""
+    """Returns the seconds of each call, float32 [calls]."""
     seconds = []
     for _ in range(calls):
         begin = time.perf_counter()
@@ -133,7 +133,7 @@ def _timed(exchange: MeasuredExchange, calls: int) -> Tensor:
 
 
 def _slowest(seconds: Tensor, group: dist.ProcessGroup | None) -> list[float]:
-    """Return the maximum over ranks, element by element."""
+    """Returns the maximum over ranks, element by element."""
     dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
     found: list[float] = seconds.tolist()
     return found
@@ -214,7 +214,7 @@ def _count(size: int, each: int) -> int:
 
 
 def _shares(total: int, weights: list[float]) -> list[int]:
-    """Split a total into integer parts by weight."""
+    """Splits a total into integer parts by weight."""
     whole = sum(weights)
     ends = [round(total * done / whole) for done in accumulate(weights)]
     return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]

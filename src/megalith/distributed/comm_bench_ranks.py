@@ -34,7 +34,7 @@ _MAX_MESSAGE = 1 << 16
 
 
 def measure_local(settings: CommSettings, num_ranks: int) -> Iterator[Measurement]:
-    """Yield measurements among processes on this machine, which are started and ended here.
+    """Yields measurements among processes on this machine, which are started and ended here.
 
     Args:
         settings: What to measure.
@@ -68,7 +68,7 @@ def measure_local(settings: CommSettings, num_ranks: int) -> Iterator[Measuremen
 
 
 def measure_launched(settings: CommSettings, launch: Launch) -> Iterator[Measurement]:
-    """Yield measurements among the ranks of a launcher. A collective call, with equal results on all ranks.
+    """Yields measurements among the ranks of a launcher. A collective call, with equal results on all ranks.
 
     Args:
         settings: What to measure.
@@ -101,7 +101,7 @@ def _grouped(init_method: str, rank: int, size: int, settings: CommSettings) -> 
 
 
 def _received(pipes: dict[Connection, int], deadline: float) -> Iterator[Measurement]:
-    """Yield the measurements of rank 0, until all ranks are done."""
+    """Yields the measurements of rank 0, until all ranks are done."""
     open_pipes = dict(pipes)
     while open_pipes:
         ready = wait(list(open_pipes), max(0.0, deadline - time.monotonic()))

@@ -21,7 +21,7 @@ BUCKET_BYTES = 25 << 20
 
 
 def broadcast_dense(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Copy the parameters and buffers of rank 0 of a group to all its ranks, bit by bit. A collective call.
+    """Copies the parameters and buffers of rank 0 of a group to all its ranks, bit by bit. A collective call.
 
     Gradients, optimizer state and tables stay unchanged.
 
@@ -52,7 +52,7 @@ def broadcast_dense(model: nn.Module, group: dist.ProcessGroup | None = None) ->
 def _check_equal(
     named: list[tuple[str, Tensor]], group: dist.ProcessGroup | None, wire: torch.device
 ) -> None:
-    """Raise InputError on every rank if the tensors of one rank differ from those of rank 0."""
+    """Raises InputError on every rank if the tensors of one rank differ from those of rank 0."""
     lazy = [name for name, tensor in named if nn.parameter.is_lazy(tensor)]
     described = "lazy" if lazy else repr([(name, tuple(x.shape), str(x.dtype)) for name, x in named])
     digest = int.from_bytes(hashlib.sha256(described.encode()).digest()[:8], "big", signed=True)
@@ -78,7 +78,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the tensors in order, in groups of up to BUCKET_BYTES, without empty tensors."""
+    """Yields the tensors in order, in groups of up to BUCKET_BYTES, without empty tensors."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:

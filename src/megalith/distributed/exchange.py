@@ -86,19 +86,19 @@ class Exchange(RankGroup):
     # ---- the thread
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Run a function in the thread, after everything submitted before; return its future."""
+        """Runs a function in the thread, after everything submitted before; returns its future."""
         future: Future[T] = Future()
         self._tasks.put((lambda: self._attempt(work), future))
         return future
 
     def run(self, work: Callable[[], T]) -> T:
-        """Run a function in the thread and return its result."""
+        """Runs a function in the thread and returns its result."""
         if threading.current_thread() is self._thread:
             return work()
         return self.submit(work).result()
 
     def settle(self) -> None:
-        """Wait until everything submitted before has ended, with or without an error."""
+        """Waits until everything submitted before has ended, with or without an error."""
         wait([self.submit(lambda: None)])
 
     def _attempt(self, work: Callable[[], T]) -> T:
@@ -115,7 +115,7 @@ class Exchange(RankGroup):
     def all_to_all(
         self, send: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int], what: str
     ) -> Tensor:
-        """Send one part of `send` to each rank; return the parts received, concatenated in rank order.
+        """Sends one part of `send` to each rank; returns the parts received, concatenated in rank order.
 
         Args:
             send: uint8 [sum of send_sizes], parts in rank order.
@@ -157,7 +157,7 @@ class Exchange(RankGroup):
         return received
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks on every rank. For small values: it takes several messages."""
+        """Returns the values of all ranks on every rank. For small values: it takes several messages."""
 
         def work() -> list[Any]:
             values: list[Any] = [None] * self.size
@@ -168,7 +168,7 @@ class Exchange(RankGroup):
         return [value] if self.size == 1 else self.run(work)
 
     def broadcast(self, value: Any) -> Any:
-        """Return rank 0's value on every rank."""
+        """Returns rank 0's value on every rank."""
         return self.gather(value)[0]
 
     def _naming(self, what: str) -> Any:
@@ -176,7 +176,7 @@ class Exchange(RankGroup):
         return naming_absent_ranks(self._group, what, f"exchange {self._number}", self.timeout)
 
     def _open_mailbox(self) -> Any:
-        """Return the shared memory of all ranks, or None if they are on several hosts."""
+        """Returns the shared memory of all ranks, or None if they are on several hosts."""
         native: Any = native_module()
         mailbox, path = None, ""
         if native is not None and hasattr(native, "Mailbox"):
@@ -200,7 +200,7 @@ class Exchange(RankGroup):
 
 
 def _work(tasks: queue.SimpleQueue[Any]) -> None:
-    """Run the thread. It holds no reference to the exchange, so that the exchange can be freed and end it."""
+    """Runs the thread. It holds no reference to the exchange, so the exchange can be freed and end it."""
     while (task := tasks.get()) is not None:
         work, future = task
         try:
@@ -211,7 +211,7 @@ def _work(tasks: queue.SimpleQueue[Any]) -> None:
 
 
 def _group_of(group: Any) -> Any:
-    """Return the process group of what a user passes."""
+    """Returns the process group of what a user passes."""
     if group is None:
         return dist.group.WORLD
     if hasattr(group, "get_group"):  # a DeviceMesh

@@ -17,7 +17,7 @@ from megalith.errors import InputError, RankTimeoutError
 
 
 def init_process_group(launch: Launch, *, timeout: float = 600.0) -> None:
-    """Create the default process group of all ranks of a launch, with gloo. One rank needs no group.
+    """Creates the default process group of all ranks of a launch, with gloo. One rank needs no group.
 
     The ranks connect at MASTER_ADDR and MASTER_PORT.
 

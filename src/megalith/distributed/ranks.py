@@ -12,17 +12,17 @@ import torch.distributed as dist
 
 
 def has_process_group() -> bool:
-    """Return whether the default process group exists."""
+    """Returns whether the default process group exists."""
     return dist.is_available() and dist.is_initialized()
 
 
 def current_rank(group: Any = None) -> int:
-    """Return the rank of this process in a group (None: the default group), or 0 if there is no group."""
+    """Returns the rank of this process in a group (None: the default group), or 0 if there is no group."""
     return dist.get_rank(group) if has_process_group() else 0
 
 
 def world_size(group: Any = None) -> int:
-    """Return the number of ranks in a group (None: the default group), or 1 if there is no group."""
+    """Returns the number of ranks in a group (None: the default group), or 1 if there is no group."""
     return dist.get_world_size(group) if has_process_group() else 1
 
 
@@ -38,9 +38,9 @@ class RankGroup:
     size: int = 1
 
     def broadcast(self, value: Any) -> Any:
-        """Return rank 0's value on every rank."""
+        """Returns rank 0's value on every rank."""
         return value
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in rank order, on every rank."""
+        """Returns the values of all ranks, in rank order, on every rank."""
         return [value]

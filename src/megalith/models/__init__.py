@@ -1,6 +1,7 @@
 """Example models: small, complete, and used by the commands, examples and benchmarks.
 
-Each is an EmbeddingCollection and a dense part: `model(features, dense=None, time=None)` gives logits [B].
+Each consists of an EmbeddingCollection and a dense part: `model(features, dense=None, time=None)` returns
+logits [B].
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from megalith.models.embedding_config import EmbeddingConfig
 from megalith.models.model import Model, forward_batch
 
 MODELS: dict[str, Callable[..., Model]] = {"deepfm": DeepFM, "dlrm": DLRM, "dcnv2": DCNv2, "din": DIN}
-"""The models by the names the command line knows."""
+"""The models by their names on the command line."""
 
 __all__ = [
     "DIN",
@@ -31,7 +32,16 @@ __all__ = [
 
 
 def build_model(name: str, embeddings: EmbeddingConfig, **options: Any) -> Model:
-    """The model of that name; options are its class's. Raises UnknownNameError, naming the known ones."""
+    """Returns a new model.
+
+    Args:
+        name: One of MODELS.
+        embeddings: The features and tables.
+        options: The options of the class of the model.
+
+    Raises:
+        UnknownNameError: For an unknown name; it lists the known ones.
+    """
     if name not in MODELS:
         raise UnknownNameError(f"unknown model {name!r} (known: {', '.join(map(repr, MODELS))})")
     return MODELS[name](embeddings, **options)

@@ -1,4 +1,4 @@
-"""DCNv2: low-rank cross layers beside an MLP (Wang et al. 2021)."""
+"""DCNv2: low-rank cross layers in parallel with an MLP (Wang et al. 2021)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megalith.nn import Layout, Slice
 
 
 class Cross(nn.Module):
-    """x -> x0 * (U V x + b) + x, with U V of a low rank: one more degree of products of the inputs."""
+    """x -> x0 * (U V x + b) + x with a low-rank U V, which raises the degree of input products by one."""
 
     def __init__(self, width: int, rank: int) -> None:
         super().__init__()
@@ -22,16 +22,26 @@ class Cross(nn.Module):
         self.up = nn.Linear(rank, width)
 
     def forward(self, first: Tensor, x: Tensor) -> Tensor:
-        """first: the inputs x0 [B, width]. x: what the layer before gave [B, width]."""
+        """Returns the output [B, width].
+
+        Args:
+            first: The inputs x0, [B, width].
+            x: The output of the previous layer, [B, width].
+        """
         out: Tensor = first * self.up(self.down(x)) + x
         return out
 
 
 class DCNv2(Model):
-    """Cross layers and an MLP read the same inputs, embeddings and dense values; a last layer joins them.
+    """Cross layers and an MLP over the same inputs (embeddings and dense values), combined by a last layer.
 
-    num_cross: how many cross layers; k of them reach products of k + 1 inputs. rank: of their matrices.
-    hidden: widths of the MLP's layers. dropout: behind each of them.
+    Args:
+        embeddings: The features and tables.
+        num_dense: The number of dense values of an example.
+        num_cross: The number of cross layers; k layers model products of k + 1 inputs.
+        rank: The rank of their matrices.
+        hidden: The widths of the layers of the MLP.
+        dropout: The dropout probability after each of them.
     """
 
     def __init__(
@@ -55,7 +65,7 @@ class DCNv2(Model):
         self.last = nn.Linear(width + ([width, *hidden][-1]), 1)
 
     def score(self, rows: dict[str, Tensor], dense: Tensor | None) -> Tensor:
-        """rows: rows [B, features * dim]."""
+        """See `Model.score`; rows: rows [B, features * dim]."""
         first = crossed = join(rows["rows"], dense)
         for layer in self.cross:
             crossed = layer(first, crossed)

@@ -1,6 +1,6 @@
 """DeepFM: a factorisation machine and an MLP over the same embeddings (Guo et al. 2017).
 
-A row is [weight, factors]: one look-up gives the first-order terms and the factors of all others.
+A row is [weight, factors]: one lookup returns the first-order weight and the factors of the pairs.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ from megalith.table import Optimizer, Segment, Zeros
 
 
 class DeepFM(Model):
-    """logit = weights of the ids + products of all pairs of factors + MLP(factors, dense) + weights of dense.
+    """logit = weights of the ids + products of all pairs of factors + MLP(factors, dense) + linear(dense).
 
-    hidden: widths of the MLP's layers. dropout: behind each of them. weight_optimizer: of the first-order
-    weights; None takes the embeddings'.
+    Args:
+        embeddings: The features and tables.
+        num_dense: The number of dense values of an example.
+        hidden: The widths of the layers of the MLP.
+        dropout: The dropout probability after each of them.
+        weight_optimizer: The optimizer of the first-order weights; None: that of the embeddings.
     """
 
     def __init__(
@@ -45,7 +49,7 @@ class DeepFM(Model):
         self.linear = nn.Linear(num_dense, 1, bias=False) if num_dense else None
 
     def score(self, rows: dict[str, Tensor], dense: Tensor | None) -> Tensor:
-        """rows: bias [B, 1], factors [B, features, dim]."""
+        """See `Model.score`; rows: bias [B, 1], factors [B, features, dim]."""
         factors = rows["factors"]
         pairs = (factors.sum(1).square() - factors.square().sum(1)).sum(1, keepdim=True) / 2
         logits: Tensor = rows["bias"] + pairs + self.deep(join(factors.flatten(1), dense))

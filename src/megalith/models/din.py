@@ -1,7 +1,7 @@
-"""DIN: attention of the item in question over a history of items (Zhou et al. 2018).
+"""DIN: attention of a target item over a history of items (Zhou et al. 2018).
 
-History and target share a table. The history has a fixed number of places (FirstN); a mask says which of
-them are real.
+History and target share a table. The history has a fixed number of positions (FirstN); a mask marks those
+that hold an item.
 """
 
 from __future__ import annotations
@@ -18,14 +18,24 @@ from megalith.nn import Feature, FirstN, Layout, Slice
 
 
 class DIN(Model):
-    """An MLP reads all features, the dense values, and a mean of the history weighted by a second MLP.
+    """An MLP over all features, the dense values, and a mean of the history weighted by a second MLP.
 
-    target: the feature whose table the history shares. history: the column of past items; it is not among
-    the config's features. max_length: how many items of a history are looked at, from its beginning.
-    hidden, attention: widths of the MLPs' hidden layers. dropout: behind each of the first's.
+    Unlike in the paper, the weights are a softmax over the items, so that long histories do not weigh more
+    than short ones. An empty history gives zeros.
 
-    Unlike the paper's, the weights are a softmax over the real places, so that long histories do not weigh
-    more than short ones. An empty history gives zeros.
+    Args:
+        embeddings: The features and tables.
+        target: The feature whose table the history shares.
+        history: The column of past items; it must not be in `embeddings.features`.
+        max_length: The number of items of a history that are used, from its beginning.
+        num_dense: The number of dense values of an example.
+        hidden: The widths of the hidden layers of the MLP.
+        attention: The widths of the hidden layers of the second MLP.
+        dropout: The dropout probability after each hidden layer of the MLP.
+
+    Raises:
+        UnknownNameError: If `target` is not a feature.
+        InputError: If `history` is a feature.
     """
 
     def __init__(
@@ -44,9 +54,9 @@ class DIN(Model):
         names, dim = list(embeddings.combiners), embeddings.dim
         if target not in names:
             known = ", ".join(map(repr, names))
-            raise UnknownNameError(f"DIN: target {target!r} is no feature (known: {known})")
+            raise UnknownNameError(f"DIN: target {target!r} is not a feature (known: {known})")
         if history in names:
-            raise InputError(f"DIN: history {history!r} is also among the features: leave it out there")
+            raise InputError(f"DIN: history {history!r} is also in features: remove it there")
         self.masks = {"mask": history}
         past = Feature(history, embeddings.table(target), FirstN(max_length))
         self.embeddings = embeddings.collection(
@@ -61,11 +71,14 @@ class DIN(Model):
         self.deep = mlp([(len(names) + 1) * dim + num_dense, *hidden, 1], dropout=dropout)
 
     def score(self, rows: dict[str, Tensor], dense: Tensor | None) -> Tensor:
-        """rows: rows [B, features * dim], target [B, dim], history [B, n, dim], mask [B, n]."""
+        """See `Model.score`.
+
+        rows: rows [B, features * dim], target [B, dim], history [B, n, dim], mask [B, n].
+        """
         past, mask = rows["history"], rows["mask"]
         target = rows["target"][:, None].expand_as(past)
         scores = self.attention(torch.cat([past, target, past - target, past * target], 2)).squeeze(2)
-        # The least number and not -inf: a history without a real place is a mean of zeros, not of nothing.
+        # The minimum instead of -inf: an empty history gives a mean of zeros instead of NaN.
         weights = scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(1)
         interest = (weights[:, :, None] * past).sum(1)
         logits: Tensor = self.deep(join(torch.cat([rows["rows"], interest], 1), dense))

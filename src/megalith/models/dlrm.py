@@ -13,10 +13,16 @@ from megalith.nn import Layout, Slice
 
 
 class DLRM(Model):
-    """A bottom MLP makes one more embedding of the dense values; a top MLP reads it and all dot products.
+    """A bottom MLP turns the dense values into one more embedding; a top MLP reads it and all dot products.
 
-    bottom, top: widths of the MLPs' hidden layers. dropout: behind each of them. Without dense values a
-    learnt vector takes the place of the bottom's output.
+    Without dense values, a learned vector replaces the output of the bottom MLP.
+
+    Args:
+        embeddings: The features and tables.
+        num_dense: The number of dense values of an example.
+        bottom: The widths of the hidden layers of the bottom MLP.
+        top: The widths of the hidden layers of the top MLP.
+        dropout: The dropout probability after each hidden layer.
     """
 
     def __init__(
@@ -39,7 +45,7 @@ class DLRM(Model):
         self.top = mlp([dim + count * (count - 1) // 2, *top, 1], dropout=dropout)
 
     def score(self, rows: dict[str, Tensor], dense: Tensor | None) -> Tensor:
-        """rows: rows [B, features, dim]."""
+        """See `Model.score`; rows: rows [B, features, dim]."""
         embedded = rows["rows"]
         first = self._first(embedded.shape[0], dense)
         vectors = torch.cat([first[:, None], embedded], 1)

@@ -1,7 +1,7 @@
-"""EmbeddingConfig: what a model looks up, and how its tables are made.
+"""EmbeddingConfig: the features of a model and how its tables are built.
 
-Plain data with its checks, shared by all models. A model says which segments its rows have and which
-tensors it wants of them; `collection` makes the EmbeddingCollection.
+It is plain data, validated at construction and shared by all models. A model defines the segments of its rows
+and the tensors that it needs; `collection` builds the EmbeddingCollection.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ MakeShards = Callable[[list[TableConfig]], Shards]
 
 @dataclass(frozen=True)
 class EmbeddingConfig:
-    """The embeddings of a model. Raises InputError or UnknownNameError if a field makes no sense."""
+    """The embeddings of a model. Raises InputError or UnknownNameError for a wrong field."""
 
     features: Sequence[str] | Mapping[str, Combiner]
-    """Names of features, each pooled by Mean(), or names and combiners."""
+    """Names of features, each combined by Mean(), or combiners by name."""
     _: KW_ONLY
     dim: int = 16
-    """How wide an embedding is."""
+    """The dim of an embedding."""
     optimizer: Optimizer = field(default_factory=lambda: Adagrad(0.05))
-    """Of all tables."""
+    """The optimizer of all tables."""
     initializer: Initializer = field(default_factory=Uniform)
-    """Of all embeddings."""
+    """The initializer of all embeddings."""
     tables: Mapping[str, str] = field(default_factory=dict)
-    """Feature -> table. A feature that is not named has a table of its own, which is called as it is."""
+    """Table name by feature. A feature that is not listed has its own table with the same name."""
     update: str = "backward"
     """When tables are updated, "backward" or "step": as for EmbeddingCollection."""
     shards: Shards | MakeShards | None = None
-    """Shards that hold the tables, or what makes them of a list of TableConfigs; None: the collection's."""
+    """Shards with the tables, or a function from a list of TableConfig to Shards; None: the default."""
     engine: str | None = None
     """As for EmbeddingCollection; not with shards."""
     seed: int | None = None
-    """Of the initial rows, as for EmbeddingCollection; not with shards. Dense weights obey torch's seed."""
+    """The seed of initial rows; not with shards. Dense weights use torch's seed."""
     dist_type: str | None = None
     """How rows are spread over ranks, as for TableConfig."""
 
@@ -67,11 +67,11 @@ class EmbeddingConfig:
         return {name: Mean() for name in self.features}
 
     def table(self, feature: str) -> str:
-        """The name of a feature's table."""
+        """Returns the name of the table of a feature."""
         return self.tables.get(feature, feature)
 
     def segment(self) -> Segment:
-        """The embedding's part of a row."""
+        """Returns the segment of the embedding."""
         return Segment(self.dim, optimizer=self.optimizer, initializer=self.initializer)
 
     def collection(
@@ -81,7 +81,17 @@ class EmbeddingConfig:
         segments: Sequence[Segment] | None = None,
         more: Sequence[Feature] = (),
     ) -> EmbeddingCollection:
-        """The collection of these features and `more`, whose rows have these segments (None: `segment`)."""
+        """Returns a new collection.
+
+        Args:
+            layouts: The outputs.
+            segments: The segments of a row; None: the embedding alone.
+            more: Features in addition to those of the config.
+
+        Raises:
+            UnknownNameError: If the shards do not have a table.
+            InputError: If a table of the shards has other segments.
+        """
         features = [Feature(name, self.table(name), combiner) for name, combiner in self.combiners.items()]
         features += more
         row = [self.segment()] if segments is None else segments
@@ -103,5 +113,5 @@ def _check_rows(shards: Shards, configs: Sequence[TableConfig]) -> None:
         needed = [segment.dim for segment in config.segments]
         if held != needed:
             raise InputError(
-                f"shards: table {config.name!r} has segments of {held}, the model needs {needed}"
+                f"shards: table {config.name!r} has segments with dims {held}, but the model needs {needed}"
             )

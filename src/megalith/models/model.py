@@ -1,7 +1,7 @@
-"""Model: what the example models share. A look-up, then a dense part that knows no ids.
+"""Model: the base class of the example models, a lookup followed by a dense part.
 
-`forward` looks up, `score` is the dense part: plain float tensors in, logits out, and so the part that
-`compile` hands to torch.compile.
+`forward` looks up the ids; `score` is the dense part, from float tensors to logits, which `compile` passes to
+torch.compile.
 """
 
 from __future__ import annotations
@@ -21,10 +21,17 @@ from megalith.ragged import Ragged
 
 
 class Model(nn.Module):
-    """Features, and dense values if it has any, to one logit each.
+    """Computes one logit per example from features and, if the model has any, dense values.
 
-    embeddings: the EmbeddingCollection. num_dense: how many dense values an example has, 0 for none.
-    masks: name -> FirstN feature, for models that must know which places of it are real.
+    Args:
+        num_dense: The number of dense values of an example, 0 for none.
+
+    Attributes:
+        embeddings: The EmbeddingCollection.
+        masks: FirstN features by name of their mask, for models that need to know which positions hold an id.
+
+    Raises:
+        InputError: If `num_dense` is not an integer >= 0.
     """
 
     embeddings: EmbeddingCollection
@@ -33,21 +40,25 @@ class Model(nn.Module):
     def __init__(self, *, num_dense: int = 0) -> None:
         super().__init__()
         if isinstance(num_dense, bool) or not isinstance(num_dense, int) or num_dense < 0:
-            raise InputError(f"{type(self).__name__}: num_dense must be 0 or above, got {num_dense!r}")
+            raise InputError(f"{type(self).__name__}: num_dense must be an integer >= 0, got {num_dense!r}")
         self.num_dense = num_dense
 
     def forward(self, features: Any, dense: Tensor | None = None, time: float | None = None) -> Tensor:
-        """Logits, float [B].
+        """Returns the logits, float [B].
 
-        features: as for EmbeddingCollection. dense: float [B, num_dense]; a model without dense values
-        leaves it alone. time: seconds, for the rows this forward trains. Raises InputError if dense is
-        missing or of another shape.
+        Args:
+            features: As for EmbeddingCollection.
+            dense: float [B, num_dense]; a model without dense values ignores it.
+            time: Seconds; the last-update time of the rows that this forward trains.
+
+        Raises:
+            InputError: If dense is missing or has another shape.
         """
         rows = self.embed(features, time)
         return self.score(rows, self._dense(dense, rows))
 
     def embed(self, features: Any, time: float | None) -> dict[str, Tensor]:
-        """What `score` needs of the features: the embeddings, and a mask bool [B, n] for each of `masks`."""
+        """Returns the input of `score`: the embeddings, and a mask bool [B, n] for each of `masks`."""
         rows: dict[str, Tensor] = self.embeddings(features, time=time)
         if self.masks:
             columns = features if isinstance(features, Mapping) else Ragged.from_keyed(features)
@@ -57,11 +68,11 @@ class Model(nn.Module):
         return rows
 
     def score(self, rows: dict[str, Tensor], dense: Tensor | None) -> Tensor:
-        """The dense part: what `embed` gave -> logits [B]."""
+        """Returns the logits [B] from the result of `embed` and the dense values."""
         raise NotImplementedError
 
     def compile(self, *args: Any, **options: Any) -> None:
-        """Compiles the dense part in place; arguments are torch.compile's."""
+        """Compiles the dense part in place; the arguments are those of torch.compile."""
         self.score = torch.compile(self.score, *args, **options)  # type: ignore[method-assign]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -82,7 +93,7 @@ class Model(nn.Module):
 
 
 class BatchLike(Protocol):
-    """What `forward_batch` reads of a batch; `megalith.data.Batch` has it."""
+    """The part of a batch that `forward_batch` reads; `megalith.data.Batch` has it."""
 
     @property
     def features(self) -> Any:
@@ -98,15 +109,18 @@ class BatchLike(Protocol):
 
 
 def forward_batch(model: nn.Module, batch: BatchLike) -> Tensor:
-    """The model's logits [B] for a `megalith.data.Batch`. The model may be wrapped, by DDP for instance."""
+    """Returns the logits [B] of a model for a batch. The model may be wrapped, e.g. by DDP."""
     logits: Tensor = model(batch.features, dense=batch.dense, time=batch.time)
     return logits
 
 
 def mlp(sizes: Sequence[int], *, dropout: float = 0.0, last: bool = True) -> nn.Sequential:
-    """Linear layers sizes[0] -> ... -> sizes[-1], ReLU and dropout between them.
+    """Returns linear layers sizes[0] -> ... -> sizes[-1] with ReLU and dropout between them.
 
-    last: the last layer gives what it gives; False puts ReLU and dropout behind it too.
+    Args:
+        sizes: The widths, input and output included.
+        dropout: The dropout probability.
+        last: Whether the last layer is plain; False adds ReLU and dropout after it too.
     """
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(sizes):
@@ -119,5 +133,5 @@ def mlp(sizes: Sequence[int], *, dropout: float = 0.0, last: bool = True) -> nn.
 
 
 def join(rows: Tensor, dense: Tensor | None) -> Tensor:
-    """Rows [B, w] and dense values [B, k], if any, side by side."""
+    """Returns rows [B, w] and dense values [B, k], if any, concatenated: [B, w + k]."""
     return rows if dense is None else torch.cat([rows, dense], 1)

@@ -1,7 +1,7 @@
-"""What a model is built of: features, combiners, layouts, the collection."""
+"""The modules of a model: features, combiners, layouts, EmbeddingCollection, micro-batches, pipeline."""
 
 from megalith.nn.collection import EmbeddingCollection
-from megalith.nn.combiners import Combiner, FirstN, Mean, ReduceMean, ReduceSum, Sqrtn, Sum
+from megalith.nn.combiners import Combiner, FirstN, Mean, Sqrtn, Sum
 from megalith.nn.features import Feature, Layout, Slice
 from megalith.nn.micro_batches import MicroBatches
 from megalith.nn.pipeline import Pipeline
@@ -15,8 +15,6 @@ __all__ = [
     "Mean",
     "MicroBatches",
     "Pipeline",
-    "ReduceMean",
-    "ReduceSum",
     "Slice",
     "Sqrtn",
     "Sum",

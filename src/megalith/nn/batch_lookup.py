@@ -50,7 +50,7 @@ class BatchLookup:
         self._versions = {name: version(c.row_splits) for name, c in batch.columns.items()}
 
     def check_unchanged(self) -> None:
-        """Raise UsageError if ids or row_splits were modified in place since the lookup."""
+        """Raises UsageError if ids or row_splits were modified in place since the lookup."""
         self.lookup.check_unchanged()
         for name, column in self.batch.columns.items():
             if column.row_splits.is_cpu and version(column.row_splits) != self._versions[name]:
@@ -76,7 +76,7 @@ class StartedBatch(Mapping[str, Any]):
         self._lookups: dict[Any, BatchLookup] = dict(lookups)
 
     def take(self, collection: object) -> BatchLookup | None:
-        """Return the lookup of a collection, the first time; then None."""
+        """Returns the lookup of a collection, the first time; then None."""
         return self._lookups.pop(collection, None)
 
     @cached_property

@@ -38,7 +38,7 @@ class BatchPreparer:
         self._absent_ok = absent_ok
 
     def __call__(self, batch: Any) -> CompiledBatch:
-        """Compile a batch: anything that `EmbeddingCollection.forward` accepts.
+        """Compiles a batch: anything that `EmbeddingCollection.forward` accepts.
 
         Raises:
             InputError: For a batch or column of a wrong type, shape, dtype or device.
@@ -73,7 +73,7 @@ class BatchPreparer:
 
 
 def column_of(feature: Feature, value: Any) -> Ragged:
-    """Return the column of a feature.
+    """Returns the column of a feature.
 
     Args:
         feature: The feature.
@@ -112,7 +112,7 @@ def column_of(feature: Feature, value: Any) -> Ragged:
 
 
 def real_places(feature: Feature, column: Ragged) -> Tensor:
-    """Return which positions of a FirstN feature hold a row, bool [B, n]."""
+    """Returns which positions of a FirstN feature hold a row, bool [B, n]."""
     if not isinstance(feature.combiner, FirstN):
         raise InputError(f"feature {feature.name!r}: only a FirstN feature has positions")
     lengths = column.lengths()

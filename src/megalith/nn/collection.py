@@ -133,7 +133,7 @@ class EmbeddingCollection(nn.Module):
     # ---- forward
 
     def forward(self, batch: Any, *, time: float | None = None) -> dict[str, Any]:
-        """Return the embeddings by feature (or layout) name, float32 on the device of the ids.
+        """Returns the embeddings by feature (or layout) name, float32 on the device of the ids.
 
         Args:
             batch: A mapping of feature names to Ragged columns, or to tensors ([B]: one id each; [B, L]:
@@ -162,7 +162,7 @@ class EmbeddingCollection(nn.Module):
         return self.plan.assemble(compiled, outputs)
 
     def start(self, batch: Any) -> StartedBatch:
-        """Send the ids of a batch ahead of its forward, which takes the result instead of the batch.
+        """Sends the ids of a batch ahead of its forward, which takes the result instead of the batch.
 
         The forward reads the rows as they are then. Over ranks it is a collective call, like forward.
         """
@@ -176,7 +176,7 @@ class EmbeddingCollection(nn.Module):
         return BatchLookup(compiled, self.shards.lookup(compiled.prepared))
 
     def prepare(self, batch: Any) -> CompiledBatch:
-        """Do the part of forward that needs no table; forward takes the result and returns the same bits.
+        """Does the part of forward that needs no table; forward takes the result and returns the same bits.
 
         For data workers: call this in a forked process; send `preparer()` to a spawned process.
         """
@@ -188,13 +188,13 @@ class EmbeddingCollection(nn.Module):
             return self._preparer(batch)
 
     def preparer(self) -> BatchPreparer:
-        """Return `prepare` as an object that can be pickled."""
+        """Returns `prepare` as an object that can be pickled."""
         return self._preparer
 
     # ---- updates
 
     def _collect(self, own: BatchLookup, grads: Sequence[Tensor]) -> None:
-        """Take the output gradients of a forward; apply them with update="backward"."""
+        """Takes the output gradients of a forward; applies them with update="backward"."""
         if own.grads is not None:
             raise UsageError(
                 "backward has already run through this forward; run forward again for another update"
@@ -208,7 +208,7 @@ class EmbeddingCollection(nn.Module):
             self._update_rows([own], 1.0)
 
     def step(self, *, scale: float = 1.0) -> None:
-        """Apply all gradients collected since the last step as one optimizer step per distinct id.
+        """Applies all gradients collected since the last step as one optimizer step per distinct id.
 
         It does nothing if there was no backward.
 
@@ -234,21 +234,21 @@ class EmbeddingCollection(nn.Module):
             raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients that `step` would apply."""
+        """Drops the gradients that `step` would apply."""
         super().zero_grad(set_to_none)
         self._pending.clear()
 
     def grads_finite(self) -> bool:
-        """Return whether all collected gradients are finite; if not, call zero_grad() instead of step()."""
+        """Returns whether all collected gradients are finite; if not, call zero_grad() instead of step()."""
         return _finite([g for p in self._pending for g in p.grads or ()])
 
     def grad_norm(self) -> Tensor:
-        """Return the L2 norm of the collected output gradients, to clip dense and sparse ones jointly."""
+        """Returns the L2 norm of the collected output gradients, to clip dense and sparse ones jointly."""
         squares = [g.square().sum() for p in self._pending for g in p.grads or ()]
         return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
 
     def fail(self, lookup: Lookup, error: Exception) -> NoReturn:
-        """Fail the update of a forward that this rank will not make; see `Lookup.fail`.
+        """Fails the update of a forward that this rank will not make; see `Lookup.fail`.
 
         In eval mode, or if several forwards wait for one `step()`, no rank waits for that update and nothing
         is sent. Raises `error` in every case.
@@ -292,7 +292,7 @@ class EmbeddingCollection(nn.Module):
         self.global_step += 1
 
     def _tree(self, pending: Sequence[BatchLookup], grads: Sequence[Tensor]) -> dict[str, GradientSum]:
-        """Sum the gradients of several forwards per distinct id, by a binary tree in their order."""
+        """Sums the gradients of several forwards per distinct id, by a binary tree in their order."""
         if not _finite(grads):
             raise InputError("EmbeddingCollection: output gradients contain NaN or Inf")
         sums, at = [], 0
@@ -304,7 +304,7 @@ class EmbeddingCollection(nn.Module):
         return {table: total([each[table] for each in sums]) for table in sums[0]}
 
     def _clipped(self, grads: list[Tensor], scale: float) -> list[Tensor]:
-        """Clamp output gradients so that, multiplied by scale, they are within clip_value."""
+        """Clamps output gradients so that, multiplied by scale, they are within clip_value."""
         if self.clip_value is None or scale == 0:
             return grads
         if not _finite(grads):
@@ -313,7 +313,7 @@ class EmbeddingCollection(nn.Module):
         return [g.clamp(-bound, bound) for g in grads]
 
     def _trained(self, pooling: Pooling) -> Pooling:
-        """Return the part of a pooling that is updated: the trainable tables."""
+        """Returns the part of a pooling that is updated: the trainable tables."""
         if all(config.trainable for config in self.shards.configs.values()):
             return pooling
         configs = self.shards.configs
@@ -322,7 +322,7 @@ class EmbeddingCollection(nn.Module):
     # ---- state
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Return the rows of this rank, for `state_dict`."""
+        """Returns the rows of this rank, for `state_dict`."""
         self.shards.flush()
         return packed(
             {
@@ -334,7 +334,7 @@ class EmbeddingCollection(nn.Module):
         )
 
     def set_extra_state(self, state: Any) -> None:
-        """Restore the result of `get_extra_state`; the world size and rank must be the same."""
+        """Restores the result of `get_extra_state`; the world size and rank must be the same."""
         state = unpacked(state)
         here, there = (self.shards.world_size, self.shards.rank), (state["world_size"], state["rank"])
         if here != there:
@@ -356,7 +356,7 @@ class EmbeddingCollection(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """Return features and tables, for `repr`."""
+        """Returns features and tables, for `repr`."""
         tables = ", ".join(f"{name} ({config.dim})" for name, config in self.shards.configs.items())
         return f"features={list(self.plan.features)}, tables={tables}, update={self.update!r}"
 

@@ -1,9 +1,9 @@
-"""Combiners: the rows of a column's values -> one tensor for the batch.
+"""Combiners: how the embeddings of a column become one tensor for the batch.
 
-A combiner says which values take part, into how many bags a row of the column is cut, and by what each
-bag's sum is divided. `EmbeddingCollection` compiles that into a Pooling; `combine` does it to rows at hand.
+A combiner defines which values take part, into how many bags an example is split, and the divisor of each
+bag's sum. `EmbeddingCollection` compiles it into a Pooling; `combine` applies it to given rows.
 
-Weights of a column multiply its rows.
+The weights of a column multiply its rows.
 """
 
 from __future__ import annotations
@@ -19,29 +19,40 @@ from megalith.ragged import Ragged
 
 
 class Combiner:
-    """Rows of a Ragged -> one tensor. One of `Sum`, `Mean`, `Sqrtn`, `FirstN`."""
+    """Reduces the rows of a Ragged to one tensor. Subclasses: `Sum`, `Mean`, `Sqrtn`, `FirstN`."""
 
     inner: int = 1
-    """Bags that a row of the column is cut into."""
+    """The number of bags per example."""
 
     def cut(self, column: Ragged) -> Ragged:
-        """The values that take part."""
+        """Returns the values that take part."""
         return column
 
     def offsets(self, column: Ragged) -> Tensor:
-        """Where each bag begins, int64 [rows * inner + 1], of a column that is cut."""
+        """Returns where each bag of a cut column begins, int64 [B * inner + 1]."""
         return column.row_splits
 
     def divisor(self, column: Ragged, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        """What each bag's sum is divided by, [rows], None for 1."""
+        """Returns the divisor of each bag's sum, [B]; None for 1."""
         return None
 
     def output_shape(self, dim: int) -> tuple[int, ...]:
-        """What becomes of a row of the column."""
+        """Returns the output shape of one example."""
         return (dim,)
 
     def combine(self, ragged: Ragged, rows: Tensor) -> Tensor:
-        """Rows [n, dim], one per value -> [batch, dim], or [batch, n, dim] for FirstN. Differentiable."""
+        """Combines rows. Differentiable.
+
+        Args:
+            ragged: The column, with n values.
+            rows: [n, dim], one row per value.
+
+        Returns:
+            [B, dim], or [B, n, dim] for FirstN(n).
+
+        Raises:
+            InputError: For rows of another shape.
+        """
         if rows.dim() != 2 or rows.shape[0] != ragged.values.shape[0]:
             raise InputError(f"rows must be [{ragged.values.shape[0]}, dim], got {list(rows.shape)}")
         batch, dim = ragged.row_splits.shape[0] - 1, rows.shape[1]
@@ -52,7 +63,7 @@ class Combiner:
         return out.view(batch, *self.output_shape(dim))
 
     def _occurrences(self, ragged: Ragged) -> tuple[Tensor | None, Tensor, Tensor | None]:
-        """The row of each occurrence, where each bag begins, the occurrences' weights."""
+        """Returns the row of each occurrence, where each bag begins, and the weights of the occurrences."""
         return None, ragged.row_splits, ragged.weights
 
     def __eq__(self, other: object) -> bool:
@@ -66,17 +77,17 @@ class Combiner:
 
 
 class Sum(Combiner):
-    """The sum of a row's embeddings; zeros for an empty row."""
+    """The sum of the embeddings of an example; zeros if it has no ids."""
 
 
 class Mean(Combiner):
-    """Their mean, with weights sum(w x) / sum(w); zeros for an empty row.
+    """The mean of the embeddings of an example, with weights sum(w x) / sum(w); zeros if it has no ids.
 
-    Where weights add up to 0 it is sum(w x).
+    If the weights sum to 0, it is sum(w x).
     """
 
     def divisor(self, column: Ragged, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The number of values, or the sum of their weights."""
+        """Returns the number of values, or the sum of their weights."""
         if column.weights is None:
             return column.lengths().clamp(min=1).to(dtype)
         weights = column.weights.detach()[:, None].to(dtype)
@@ -84,13 +95,13 @@ class Mean(Combiner):
 
 
 class Sqrtn(Combiner):
-    """sum / sqrt(n), with weights sum(w x) / sqrt(sum(w^2)); zeros for an empty row.
+    """sum / sqrt(n), with weights sum(w x) / sqrt(sum(w^2)); zeros for an example without ids.
 
-    Not `monolith.reduce_sqrtn`, Monolith's name for the L2 norm of each column.
+    This differs from `monolith.reduce_sqrtn`, Monolith's name for the L2 norm of each column.
     """
 
     def divisor(self, column: Ragged, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The root of the number of values, or of the sum of their squared weights."""
+        """Returns the square root of the number of values, or of the sum of their squared weights."""
         if column.weights is None:
             return column.lengths().clamp(min=1).to(dtype).sqrt()
         squares = column.weights.detach()[:, None].to(dtype).square()
@@ -98,28 +109,34 @@ class Sqrtn(Combiner):
 
 
 class FirstN(Combiner):
-    """The embeddings of a row's first n values side by side, [batch, n, dim]; zeros where it has fewer.
+    """The embeddings of the first n ids of an example, [B, n, dim]; zeros if it has fewer.
 
-    Values beyond are not looked up. Raises InputError (a ValueError) unless n >= 1.
+    Further ids are not looked up.
+
+    Args:
+        n: The number of ids.
+
+    Raises:
+        InputError: If n is not an integer >= 1.
     """
 
     def __init__(self, n: int) -> None:
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise InputError(f"FirstN: n must be a whole number of at least 1, got {n!r}")
-        self._places = (None,) * n  # torch.compile takes a length for known, a number for a symbol
+            raise InputError(f"FirstN: n must be an integer >= 1, got {n!r}")
+        self._positions = (None,) * n  # torch.compile treats a length as a constant, an int as a symbol
 
     @property
     def n(self) -> int:
-        """How many rows stay."""
-        return len(self._places)
+        """The number of ids that are kept."""
+        return len(self._positions)
 
     @property
     def inner(self) -> int:  # type: ignore[override]
-        """One bag for each place."""
+        """One bag per position."""
         return self.n
 
     def cut(self, column: Ragged) -> Ragged:
-        """The first n values of each row."""
+        """Returns the first n values of each example."""
         lengths = column.lengths()
         if not lengths.numel() or int(lengths.max()) <= self.n:
             return column
@@ -129,18 +146,18 @@ class FirstN(Combiner):
         return Ragged.from_lengths(column.values[kept], lengths.clamp(max=self.n), weights=weights)
 
     def offsets(self, column: Ragged) -> Tensor:
-        """A bag of one value, or none, for each place."""
+        """Returns the offsets of one bag per position, with one value or none."""
         splits = column.row_splits
-        places = torch.arange(self.n, device=splits.device)
-        starts = torch.minimum(splits[:-1, None] + places, splits[1:, None])
+        positions = torch.arange(self.n, device=splits.device)
+        starts = torch.minimum(splits[:-1, None] + positions, splits[1:, None])
         return torch.cat([starts.flatten(), splits[-1:]])
 
     def output_shape(self, dim: int) -> tuple[int, ...]:
-        """n rows."""
+        """Returns (n, dim)."""
         return (self.n, dim)
 
     def combine(self, ragged: Ragged, rows: Tensor) -> Tensor:
-        """Rows [n, dim], one per value -> [batch, n, dim]. Differentiable."""
+        """See `Combiner.combine`."""
         if ragged.weights is not None or rows.dim() != 2 or rows.shape[0] != ragged.values.shape[0]:
             return super().combine(ragged, rows)
         return pad_rows(rows, ragged.row_splits, self.n)
@@ -156,10 +173,6 @@ class FirstN(Combiner):
         if weights is not None:
             weights = torch.nn.functional.pad(weights, (0, 1), value=1.0)[index]
         return index, torch.arange(index.shape[0] + 1, device=splits.device), weights
-
-
-ReduceSum = Sum
-ReduceMean = Mean
 
 
 def _nonzero(divisor: Tensor) -> Tensor:

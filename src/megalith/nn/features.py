@@ -1,6 +1,6 @@
-"""Features and layouts: what is looked up where, and which tensors come out.
+"""Features and layouts: which columns are looked up in which tables, and which tensors are returned.
 
-Plain descriptions with their checks. `plan.py` compiles them.
+They are plain data, validated at construction. `feature_plan.py` compiles them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,17 @@ KINDS = ("concat", "stack", "add", "none")
 
 @dataclass(frozen=True)
 class Feature:
-    """A named column looked up in a table, its rows combined.
+    """A named column that is looked up in a table.
 
-    combiner: `Sum()`, `Mean()`, `Sqrtn()`, `FirstN(n)`, or None for a Ragged of rows. shared: the column
-    has one row that stands for the whole batch. pad: the id that fills up padded tensors of this feature.
+    Args:
+        name: The name of the column.
+        table: The name of the table.
+        combiner: `Sum()`, `Mean()`, `Sqrtn()`, `FirstN(n)`, or None for a Ragged of rows.
+        shared: Whether the column has one row for the whole batch.
+        pad: The id that pads tensors of this feature.
+
+    Raises:
+        InputError: For a wrong value.
     """
 
     name: str
@@ -41,14 +48,23 @@ class Feature:
         if not isinstance(self.shared, bool):
             raise InputError(f"feature {self.name!r}: shared must be True or False, got {self.shared!r}")
         if isinstance(self.pad, bool) or not isinstance(self.pad, int):
-            raise InputError(f"feature {self.name!r}: pad must be a whole number, got {self.pad!r}")
+            raise InputError(f"feature {self.name!r}: pad must be an integer, got {self.pad!r}")
         if self.shared and self.combiner is None:
             raise InputError(f"feature {self.name!r}: a shared feature needs a combiner")
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Columns `start:end` of a feature's embedding, for a layout."""
+    """Columns `start:end` of the embedding of a feature, for a layout.
+
+    Args:
+        feature: The name of the feature.
+        start: The first column.
+        end: The column after the last one.
+
+    Raises:
+        InputError: For a wrong type or an empty range.
+    """
 
     feature: str
     start: int
@@ -58,7 +74,7 @@ class Slice:
         if not isinstance(self.feature, str):
             raise InputError(f"Slice: feature must be the name of a feature, got {self.feature!r}")
         if not (isinstance(self.start, int) and isinstance(self.end, int) and 0 <= self.start < self.end):
-            raise InputError(f"Slice of {self.feature!r}: {self.start}:{self.end} is no range of columns")
+            raise InputError(f"Slice of {self.feature!r}: {self.start}:{self.end} is not a range of columns")
 
     @property
     def width(self) -> int:
@@ -70,9 +86,19 @@ class Slice:
 class Layout:
     """Slices of many features assembled into one named tensor.
 
-    kind: "concat" [batch, sum of widths], "stack" [batch, slices, width], "add" [batch, width], "none" a
-    list of one tensor per slice. FirstN features, all of one n, give [batch, n, sum of widths],
-    [batch, slices, n, width], and [batch, n, width] each; they cannot be added.
+        kind        output                 output of FirstN(n) features
+        "concat"    [B, sum of widths]     [B, n, sum of widths]
+        "stack"     [B, slices, width]     [B, slices, n, width]
+        "add"       [B, width]             not possible
+        "none"      list of [B, width]     list of [B, n, width]
+
+    Args:
+        name: The name of the output.
+        slices: The slices, in order.
+        kind: How they are assembled.
+
+    Raises:
+        InputError: For a wrong value.
     """
 
     name: str

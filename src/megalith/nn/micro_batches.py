@@ -68,7 +68,7 @@ class MicroBatches:
         return range(self.rank * share, (self.rank + 1) * share)
 
     def step(self, losses: Iterable[Callable[[], Tensor]], *, stop: bool = False) -> list[float]:
-        """Compute the micro-batches of this rank and update the tables; dense gradients are left in `.grad`.
+        """Computes the micro-batches of this rank and updates the tables; dense gradients are left in `.grad`.
 
         The caller makes the step of the dense optimizer.
 
@@ -110,7 +110,7 @@ class MicroBatches:
             parameter.grad = None
 
     def _flat(self, loss: Tensor, stop: bool) -> Tensor:
-        """Return all dense gradients (or zeros), the loss and the stop flag as one vector."""
+        """Returns all dense gradients (or zeros), the loss and the stop flag as one vector."""
         pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
         flag = loss.new_tensor(float(stop))
         return torch.cat([piece.detach().reshape(-1) for piece in (*pieces, loss, flag)])
@@ -133,7 +133,7 @@ class MicroBatches:
 
 
 def _tree(level: list[Tensor]) -> Tensor:
-    """Return the sum by a binary tree: neighbours, then sums of neighbours."""
+    """Returns the sum by a binary tree: neighbours, then sums of neighbours."""
     while len(level) > 1:
         pairs = [level[i : i + 2] for i in range(0, len(level), 2)]
         level = [pair[0] + pair[1] if len(pair) == 2 else pair[0] for pair in pairs]

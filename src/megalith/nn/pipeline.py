@@ -115,7 +115,7 @@ class Pipeline(Iterable[Any]):
                 raise
 
     def _begin(self, source: Iterator[Any]) -> _Ahead | None:
-        """Read the next batch and send its ids; return None at the end."""
+        """Reads the next batch and sends its ids; returns None at the end."""
         started: dict[EmbeddingCollection, BatchLookup] = {}
         silent = list(self._collections)  # those that have sent nothing for this batch
         ahead: _Ahead = Future()
@@ -147,7 +147,7 @@ class Pipeline(Iterable[Any]):
     # ---- leaving early
 
     def _leave(self, current: list[Lookup], ahead: _Ahead | None, trains: bool) -> None:
-        """Take part in the next calls of ranks that continue; wait some seconds for them."""
+        """Takes part in the next calls of ranks that continue; waits some seconds for them."""
         if all(each.shards.world_size == 1 for each in self._collections):
             return
         # In a thread, as the other ranks may never make these calls: an interrupted job must end soon.
@@ -157,7 +157,7 @@ class Pipeline(Iterable[Any]):
         thread.join(GRACE)
 
     def _fail_all(self, current: list[Lookup], ahead: _Ahead | None, trains: bool) -> None:
-        """Fail the calls of ranks that continue: this update, the next lookup, the update after it.
+        """Fails the calls of ranks that continue: this update, the next lookup, the update after it.
 
         The rows of the next batch come between them and cannot fail. If all ranks leave here, all of them
         make these calls.

@@ -1,8 +1,8 @@
-"""A collection's rows as a state_dict carries them: plain tensors by table, under the name of their rank.
+"""The rows of a collection in a state_dict: plain tensors per table, under a key for their rank.
 
-torch.distributed.checkpoint (DCP) opens every mapping it meets and writes each leaf once for all ranks, by
-its path; a tensor it loads into one of the same size only. Hence the rank in the path, and the tuple: that is
-a leaf of any content.
+torch.distributed.checkpoint (DCP) descends into every mapping and writes each leaf once for all ranks, by its
+path; it loads a tensor only into one of the same size. Hence the rank in the path, and the tuple, which DCP
+treats as a leaf with any content.
 """
 
 from __future__ import annotations
@@ -21,29 +21,36 @@ from megalith.table.table_data import MAX_TIME
 
 
 def packed(state: dict[str, Any]) -> dict[str, tuple[dict[str, Any]]]:
-    """A process's state in the form for `state_dict`."""
+    """Returns the state of this process in the form for `state_dict`."""
     return {_key(): (state,)}
 
 
 def unpacked(saved: Any) -> Any:
-    """What `packed` was given: this process's state, or the only one there is."""
+    """Returns the argument of `packed`: the state of this process, or the only one.
+
+    Raises:
+        UsageError: If there are only states of other ranks.
+        InputError: If it is not a state of an EmbeddingCollection.
+    """
     if isinstance(saved, Mapping):
         for found in (saved.get(_key()), *(saved.values() if len(saved) == 1 else ())):
             if isinstance(found, tuple) and len(found) == 1:
                 return found[0]
         if saved:
             raise UsageError(f"this state_dict holds {sorted(saved)}, not {_key()!r}")
-    raise InputError(f"this state_dict holds no rows of an EmbeddingCollection, but a {type(saved).__name__}")
+    raise InputError(
+        f"this state_dict holds a {type(saved).__name__} instead of the rows of an EmbeddingCollection"
+    )
 
 
 def _key() -> str:
-    """Where a process's state stands. DCP says it where it is missing, so it tells what to do then."""
+    """Returns the key of this process's state. DCP prints it if it is missing, so it contains the remedy."""
     here = f"rank {current_rank()} of {world_size()}"
     return f"{here} (at another world size: checkpoint.save and checkpoint.load)"
 
 
 def rows_of(table: Table) -> dict[str, Any]:
-    """All rows of a table: ids, weights, optimizer state, last-update times."""
+    """Returns all rows of a table: ids, weights, optimizer state, last-update times."""
     chunks = list(table.scan())
     if not chunks:
         chunks = [table.new_chunk(0)]
@@ -57,10 +64,15 @@ def rows_of(table: Table) -> dict[str, Any]:
 
 
 def set_rows(shards: Shards, saved: Mapping[str, Mapping[str, Any]]) -> None:
-    """Replaces all rows of this process's tables.
+    """Replaces all rows of the tables of this process.
 
-    Raises InputError, before anything is written, unless tables, dims and optimizers are the same, and
-    UsageError if rows were routed otherwise.
+    Args:
+        shards: The shards to write to.
+        saved: The result of `rows_of` for each table.
+
+    Raises:
+        InputError: If tables, dims or optimizers differ; nothing was written.
+        UsageError: If other ranks own some of the rows; nothing was written.
     """
     tables = shards.local
     if set(saved) != set(tables):
@@ -70,7 +82,7 @@ def set_rows(shards: Shards, saved: Mapping[str, Mapping[str, Any]]) -> None:
         router = shards.router(name)
         if router is not None and bool((router.owner(chunk.ids) != shards.rank).any()):
             raise UsageError(
-                f"table {name!r}: this state_dict holds rows that {router} gives to other ranks than "
+                f"table {name!r}: this state_dict holds rows that {router} assigns to other ranks than "
                 f"{shards.rank}: use checkpoint.save, and checkpoint.load with reroute=True"
             )
     for name, table in tables.items():
@@ -79,7 +91,7 @@ def set_rows(shards: Shards, saved: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _chunk(table: Table, saved: Mapping[str, Any]) -> Chunk:
-    """What `rows_of` gave, on the CPU, if it fits the table."""
+    """Returns the result of `rows_of` as a chunk on the CPU; raises InputError if the table differs."""
     shapes = {"rows": table.dim} | {c.key: c.end - c.start for c in table.config.state_columns}
     state: Mapping[str, Tensor] = saved["state"]
     if set(state) != shapes.keys() - {"rows"}:
@@ -98,6 +110,8 @@ def _chunk(table: Table, saved: Mapping[str, Any]) -> Chunk:
             )
     good = time.dtype == torch.int64 and tuple(time.shape) == (n,)
     if not good or (n and not 0 <= int(time.min()) <= int(time.max()) <= MAX_TIME):
-        raise InputError(f"table {table.name!r}: state_dict holds times that are not {n} numbers of seconds")
+        raise InputError(
+            f"table {table.name!r}: time in the state_dict must be int64 [{n}], seconds from 0 to {MAX_TIME}"
+        )
     table.checks.ids(ids)
     return Chunk(ids, saved["rows"].cpu(), {key: piece.cpu() for key, piece in state.items()}, time)

@@ -57,7 +57,7 @@ class Spread:
         return max(self.by_rank) * len(self.by_rank) / total if total else 1.0
 
     def scalars(self, name: str) -> dict[str, float]:
-        """Return by name: the number of each rank, minimum and maximum with their ranks, and the skew."""
+        """Returns by name: the number of each rank, minimum and maximum with their ranks, and the skew."""
         ranks = {f"{name}/rank{rank}": value for rank, value in enumerate(self.by_rank)}
         return {
             **ranks,
@@ -86,7 +86,7 @@ class CommReport:
     waits: dict[str, Spread]
 
     def scalars(self) -> dict[str, float]:
-        """Return all numbers by name, for TensorBoard and similar tools."""
+        """Returns all numbers by name, for TensorBoard and similar tools."""
         found: dict[str, float] = {"comm/lookups": self.lookups}
         for table, numbers in self.tables.items():
             for name, spread in numbers.items():
@@ -130,7 +130,7 @@ class CommMetrics:
         shards.recorder = self
 
     def collect(self, step: int) -> CommReport:
-        """Return the counters of all ranks since the last call, and reset them. A collective call."""
+        """Returns the counters of all ranks since the last call, and resets them. A collective call."""
         everywhere = self._shards.exchange.gather(self._shards.exchange.run(self._take))
         tables = {}
         for t, name in enumerate(self.tables):
@@ -150,7 +150,7 @@ class CommMetrics:
         return report
 
     def close(self) -> None:
-        """Stop counting."""
+        """Stops counting."""
         if self._shards.recorder is self:
             self._shards.recorder = None
 
@@ -205,5 +205,5 @@ class CommMetrics:
             self._counts[self.tables.index(table), _AT["created"]] += rows
 
     def _away(self, counts: Tensor) -> Tensor:
-        """Return per table what is sent to or received from other ranks."""
+        """Returns per table what is sent to or received from other ranks."""
         return counts.sum(0) - counts[self._rank]

@@ -61,7 +61,7 @@ class Lookup(ABC):
         self._versions = {name: version(x) for name, x in ids.items()}
 
     def check_unchanged(self) -> None:
-        """Raise UsageError if an ids tensor was modified in place since the lookup."""
+        """Raises UsageError if an ids tensor was modified in place since the lookup."""
         for name, ids in self.ids.items():
             if version(ids) != self._versions[name]:
                 raise UsageError(
@@ -70,15 +70,15 @@ class Lookup(ABC):
                 )
 
     def wait_ids(self) -> None:
-        """Wait until the ids have reached the owners of their rows; raise the error if that failed."""
+        """Waits until the ids have reached the owners of their rows; raises the error if that failed."""
         return
 
     def fetch(self) -> None:
-        """Start to fetch the rows as they are now, if they are elsewhere; `wait` waits for them."""
+        """Starts to fetch the rows as they are now, if they are elsewhere; `wait` waits for them."""
         return
 
     def fail(self, error: Exception) -> NoReturn:
-        """Fail the update of this lookup: no gradients will come from this rank.
+        """Fails the update of this lookup: no gradients will come from this rank.
 
         The other ranks raise RankFailedError in their `apply_gradients` of this lookup. If the update has
         been made or has failed before, the other ranks do not wait for it and nothing is sent.
@@ -93,15 +93,15 @@ class Lookup(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Wait until the rows have arrived; raise the error if that failed."""
+        """Waits until the rows have arrived; raises the error if that failed."""
 
     @abstractmethod
     def pool(self, pooling: Pooling) -> list[Tensor]:
-        """Return the outputs of a pooling, read directly from the rows."""
+        """Returns the outputs of a pooling, read directly from the rows."""
 
     @abstractmethod
     def gather(self, table: str) -> Tensor:
-        """Return the rows of one table, float32 [n, dim], in input order."""
+        """Returns the rows of one table, float32 [n, dim], in input order."""
 
     @property
     def rows(self) -> Mapping[str, Tensor]:
@@ -109,7 +109,7 @@ class Lookup(ABC):
         return _LazyRows(self)
 
     def use(self) -> None:
-        """Mark the lookup as used; raise UsageError the second time."""
+        """Marks the lookup as used; raises UsageError the second time."""
         if self.used:
             raise UsageError(
                 "this Lookup has already been used for an update: look up the ids again "
@@ -165,14 +165,14 @@ class Shards(ABC):
         return self.ranks.rank
 
     def router(self, table: str) -> Router | None:
-        """Return how the ids of a table are spread over ranks; None if this process holds them all."""
+        """Returns how the ids of a table are spread over ranks; None if this process holds them all."""
         self.check_name(table)
         return None
 
     # ---- a batch
 
     def fail(self, error: Exception, call: str = "lookup") -> NoReturn:
-        """Fail a collective call that this rank cannot make.
+        """Fails a collective call that this rank cannot make.
 
         The other ranks raise RankFailedError in the same call; nothing is written anywhere.
 
@@ -186,7 +186,7 @@ class Shards(ABC):
         raise error
 
     def prepare(self, ids: Ids, *, missing_ok: bool = False) -> PreparedIds:
-        """Do the part of a lookup that needs no table: validation and, if ids travel, dedup and routing.
+        """Does the part of a lookup that needs no table: validation and, if ids travel, dedup and routing.
 
         Args:
             ids: int64 or int32 [n] per table.
@@ -200,7 +200,7 @@ class Shards(ABC):
 
     @abstractmethod
     def lookup(self, ids: Ids | PreparedIds, *, missing_ok: bool = False) -> Lookup:
-        """Start to look up ids; may return before rows arrive.
+        """Starts to look up ids; may return before rows arrive.
 
         Args:
             ids: int64 or int32 [n] per table, or the result of `prepare`.
@@ -223,7 +223,7 @@ class Shards(ABC):
         pooling: Pooling | None = None,
         wait: bool = True,
     ) -> None:
-        """Make one optimizer step per distinct id, with the gradients of all its occurrences summed.
+        """Makes one optimizer step per distinct id, with the gradients of all its occurrences summed.
 
         Nothing is written if any input is wrong. A table of the lookup without gradients stays unchanged.
 
@@ -241,23 +241,23 @@ class Shards(ABC):
 
     @abstractmethod
     def flush(self) -> None:
-        """Wait for all updates and lookups in progress, and raise the errors of the updates."""
+        """Waits for all updates and lookups in progress, and raises the errors of the updates."""
 
     # ---- rows
 
     @abstractmethod
     def assign(self, rows: Rows, *, time: float | None = None) -> None:
-        """Set the weights of rows: {table: (ids, rows)}."""
+        """Sets the weights of rows: {table: (ids, rows)}."""
 
     @abstractmethod
     def assign_add(self, rows: Rows, *, time: float | None = None) -> None:
-        """Add to the weights of rows: {table: (ids, rows)}."""
+        """Adds to the weights of rows: {table: (ids, rows)}."""
 
     @abstractmethod
     def reinitialize(
         self, ids: Ids, *, time: float | None = None, missing_ok: bool = False
     ) -> dict[str, Tensor]:
-        """Reset rows to their initial values.
+        """Resets rows to their initial values.
 
         Returns:
             int32 [n] per table, in input order: 0 created, 1 existed, -1 unknown table (with `missing_ok`).
@@ -265,62 +265,62 @@ class Shards(ABC):
 
     @abstractmethod
     def remove(self, ids: Ids) -> dict[str, int]:
-        """Remove ids; return per table how many had a row."""
+        """Removes ids; returns per table how many had a row."""
 
     @abstractmethod
     def evict(self, now: float | None = None) -> dict[str, Tensor]:
-        """Apply the eviction policies; return the removed ids per table."""
+        """Applies the eviction policies; returns the removed ids per table."""
 
     @abstractmethod
     def scan(self, table: str, chunk_size: int = 65536) -> Iterator[Chunk]:
-        """Iterate over the rows of one table in chunks."""
+        """Iterates over the rows of one table in chunks."""
 
     @abstractmethod
     def restore(self, table: str, chunk: Chunk) -> None:
-        """Write complete rows, with optimizer state and time."""
+        """Writes complete rows, with optimizer state and time."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Remove all rows of all tables."""
+        """Removes all rows of all tables."""
 
     @abstractmethod
     def reserve(self, rows: Mapping[str, int]) -> None:
-        """Reserve memory: {table: rows}."""
+        """Reserves memory: {table: rows}."""
 
     # ---- touched rows, stats
 
     @abstractmethod
     def track(self, consumer: str) -> None:
-        """Start to record the changed ids of all tables for a consumer."""
+        """Starts to record the changed ids of all tables for a consumer."""
 
     @abstractmethod
     def untrack(self, consumer: str) -> None:
-        """Stop recording for a consumer."""
+        """Stops recording for a consumer."""
 
     @abstractmethod
     def drain_touched(self, consumer: str) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return (updated, removed) ids per table since the last drain."""
+        """Returns (updated, removed) ids per table since the last drain."""
 
     @abstractmethod
     def mark_touched(self, consumer: str, ids: Ids) -> None:
-        """Return ids to a consumer, for its next drain."""
+        """Returns ids to a consumer, for its next drain."""
 
     @abstractmethod
     def stats(self) -> dict[str, TableStats]:
-        """Return counters per table."""
+        """Returns counters per table."""
 
     @abstractmethod
     def memory(self) -> dict[str, MemoryUse]:
-        """Return memory use in bytes per table."""
+        """Returns memory use in bytes per table."""
 
     # ---- validation that all placements share
 
     def check_name(self, table: str) -> None:
-        """Raise UnknownNameError, which names the known tables, if there is no such table."""
+        """Raises UnknownNameError, which names the known tables, if there is no such table."""
         check_table_name(table, self.configs)
 
     def known(self, names: Collection[str], missing_ok: bool) -> list[str]:
-        """Return the names that are tables; raise UnknownNameError for others unless `missing_ok`."""
+        """Returns the names that are tables; raises UnknownNameError for others unless `missing_ok`."""
         if not missing_ok:
             for name in names:
                 self.check_name(name)
@@ -328,7 +328,7 @@ class Shards(ABC):
 
 
 def check_configs(configs: Sequence[TableConfig]) -> dict[str, TableConfig]:
-    """Return the configs by name; raise InputError for a duplicate name or another type."""
+    """Returns the configs by name; raises InputError for a duplicate name or another type."""
     by_name: dict[str, TableConfig] = {}
     for config in configs:
         if not isinstance(config, TableConfig):
@@ -340,10 +340,10 @@ def check_configs(configs: Sequence[TableConfig]) -> dict[str, TableConfig]:
 
 
 def version(tensor: Tensor) -> int:
-    """Return how often a tensor was modified in place (0 if torch does not count)."""
+    """Returns how often a tensor was modified in place (0 if torch does not count)."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def missing_status(ids: Tensor) -> Tensor:
-    """Return the status of ids whose table does not exist, int32 [n]."""
+    """Returns the status of ids whose table does not exist, int32 [n]."""
     return torch.full((ids.numel(),), -1, dtype=torch.int32)

@@ -22,7 +22,7 @@ class GradientSum(NamedTuple):
 
 
 def add(a: GradientSum, b: GradientSum) -> GradientSum:
-    """Add two sums; an id that is in only one of them keeps its gradient."""
+    """Adds two sums; an id that is in only one of them keeps its gradient."""
     n = a.ids.numel()
     if not n or not b.ids.numel():
         return a if n else b
@@ -35,7 +35,7 @@ def add(a: GradientSum, b: GradientSum) -> GradientSum:
 
 
 def halves(parts: Sequence[GradientSum]) -> list[GradientSum]:
-    """Return the two halves of a binary tree over the parts, or the part if there is one: they sum to all."""
+    """Returns the two halves of a binary tree over the parts, or the only part: they sum to all."""
     level = list(parts)
     while len(level) > 2:
         pairs = [level[i : i + 2] for i in range(0, len(level), 2)]
@@ -44,6 +44,6 @@ def halves(parts: Sequence[GradientSum]) -> list[GradientSum]:
 
 
 def total(parts: Sequence[GradientSum]) -> GradientSum:
-    """Return the sum of all parts."""
+    """Returns the sum of all parts."""
     both = halves(parts)
     return add(*both) if len(both) == 2 else both[0]

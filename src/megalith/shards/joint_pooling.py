@@ -62,11 +62,11 @@ class JointPooling:
             begin += self._sizes[name]
 
     def mask(self, routed: RoutedIds) -> Tensor | None:
-        """Return which distinct ids are in some bag, bool [u]; None if all are."""
+        """Returns which distinct ids are in some bag, bool [u]; None if all are."""
         return used_mask(routed, self.used)
 
     def pool(self, source: Tensor) -> list[Tensor]:
-        """Return the outputs, read from the rows in the order of the distinct ids, float32 [size]."""
+        """Returns the outputs, reads from the rows in the order of the distinct ids, float32 [size]."""
         try:
             return pool_flat(source, self._index, self._bags, self._pooling.outputs, self._dim)
         except InputError:
@@ -74,7 +74,7 @@ class JointPooling:
             raise
 
     def unpool(self, grads: Sequence[Tensor], size: int) -> Tensor:
-        """Sum output gradients per distinct id, in the order of its occurrences.
+        """Sums output gradients per distinct id, in the order of its occurrences.
 
         Args:
             grads: One gradient per output.
@@ -96,13 +96,13 @@ class JointPooling:
         return max(self._dims.values(), default=1)
 
     def _name_table(self) -> None:
-        """Raise InputError for the table whose bags are wrong: the op, which found them, has no tables."""
+        """Raises InputError for the table whose bags are wrong: the op, which found them, has no tables."""
         for name, dim in self._dims.items():
             self._pooling.check(name, self._sizes[name], dim)
 
 
 def _index(routed: RoutedIds, slices: Sequence[slice]) -> Tensor:
-    """Return where the rows of these occurrences begin, int64 [n]."""
+    """Returns where the rows of these occurrences begin, int64 [n]."""
     offsets = routed.deduped.offsets
     assert offsets is not None
     if not slices:
@@ -113,7 +113,7 @@ def _index(routed: RoutedIds, slices: Sequence[slice]) -> Tensor:
 
 
 def used_mask(routed: RoutedIds, used: Sequence[tuple[int, int]]) -> Tensor | None:
-    """Return which distinct ids have an occurrence in one of the ranges, bool [u]; None if all have."""
+    """Returns which distinct ids have an occurrence in one of the ranges, bool [u]; None if all have."""
     at = 0
     for start, stop in sorted(used):
         if start != at:
@@ -133,7 +133,7 @@ def sum_gradients(
     pooling: Pooling,
     grads: Sequence[Tensor],
 ) -> dict[str, GradientSum]:
-    """Sum output gradients per distinct id, for each pooled table.
+    """Sums output gradients per distinct id, for each pooled table.
 
     Args:
         configs: The tables by name.
@@ -163,7 +163,7 @@ def sum_gradients(
 
 
 def joint_weights(pooling: Pooling, tables: Sequence[str], sizes: Sequence[int]) -> Tensor | None:
-    """Return one weight per occurrence, float32 [n], or None if no bag has weights."""
+    """Returns one weight per occurrence, float32 [n], or None if no bag has weights."""
     if not any(bags.weights is not None for name in tables for bags in pooling.of(name)):
         return None
     pieces = []

@@ -35,11 +35,11 @@ class RoutedIds(PreparedIds):
     total: int
 
     def occurrences(self, table: str) -> slice:
-        """Return the occurrences of a table among those of all tables."""
+        """Returns the occurrences of a table among those of all tables."""
         return slice(self.begin[table], self.begin[table] + self.ids[table].numel())
 
     def offsets(self, table: str) -> Tensor:
-        """Return where the row of each occurrence of a table begins in the flat rows, int64 [n]."""
+        """Returns where the row of each occurrence of a table begins in the flat rows, int64 [n]."""
         assert self.deduped.offsets is not None
         return self.deduped.offsets[self.occurrences(table)]
 
@@ -110,7 +110,7 @@ _NONE = torch.empty(0, dtype=torch.int64)
 def make_routers(
     configs: Mapping[str, TableConfig], router: str | Router | Mapping[str, str | Router], num_shards: int
 ) -> dict[str, Router]:
-    """Return the router of every table.
+    """Returns the router of every table.
 
     Args:
         configs: All tables.

@@ -127,7 +127,7 @@ class RankMessages:
         self.recorder: Recorder | None = None
 
     def floats(self, counts: Tensor) -> Tensor:
-        """Return the number of floats of the rows of `counts` ids [ranks, tables], int64 [ranks]."""
+        """Returns the number of floats of the rows of `counts` ids [ranks, tables], int64 [ranks]."""
         return counts @ self._widths
 
     # ---- sizes and ids
@@ -140,7 +140,7 @@ class RankMessages:
         out_of_data: bool = False,
         time: float | None = None,
     ) -> RequestedIds:
-        """Exchange sizes, then ids.
+        """Exchanges sizes, then ids.
 
         Args:
             call: One of CALLS.
@@ -195,7 +195,7 @@ class RankMessages:
                 )
 
     def _fail(self, failed: Sequence[bool], call: str, error: Exception | None) -> None:
-        """Exchange the errors; raise RankFailedError on the ranks that have none."""
+        """Exchanges the errors; raises RankFailedError on the ranks that have none."""
         errors = self._exchange.gather(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             return  # the caller raises it
@@ -209,7 +209,7 @@ class RankMessages:
     # ---- rows
 
     def send_rows(self, requested: RequestedIds, routed: RoutedIds) -> Tensor:
-        """Read the rows that other ranks request; return those that this rank requested, float32 [size]."""
+        """Reads the rows that other ranks request; returns those that this rank requested, float32 [size]."""
         counts, dims = requested.counts, self._dims
         flat = torch.empty(int(self.floats(counts).sum()))
         blocks = _blocks(flat, counts * self._widths)
@@ -242,7 +242,7 @@ class RankMessages:
     def push(
         self, requested: RequestedIds, routed: RoutedIds, push: GradientPush | None, error: Exception | None
     ) -> None:
-        """Send gradients; sum the received ones by a tree over ranks, and make one optimizer step per id.
+        """Sends gradients; sums the received ones by a tree over ranks, and makes one optimizer step per id.
 
         Args:
             requested: The ids that other ranks requested in the lookup.
@@ -292,13 +292,13 @@ class RankMessages:
             self.recorder.created(name, len(self._tables[name]) - rows)
 
     def _push_sizes(self, counts: Tensor) -> list[int]:
-        """Return the bytes per peer: header, one bit per id, values."""
+        """Returns the bytes per peer: header, one bit per id, values."""
         values = self._grads_wire.sizes(counts, self._dims)
         bits = [_pad(-(-n // 8)) for n in counts.sum(1).tolist()]
         return [_PUSH_WORDS * 8 + b + _pad(v) for b, v in zip(bits, values, strict=True)]
 
     def _pack(self, head: Tensor, push: GradientPush | None, counts: Tensor, sizes: list[int]) -> Tensor:
-        """Return one part per peer, of these sizes; without a push only the header has content."""
+        """Returns one part per peer, of these sizes; without a push only the header has content."""
         if push is None:
             parts = [torch.nn.functional.pad(head, (0, size // 8 - _PUSH_WORDS)) for size in sizes]
             return torch.cat(parts).view(torch.uint8)
@@ -314,7 +314,7 @@ class RankMessages:
         return torch.cat(pieces)
 
     def _unpack(self, part: Tensor, counts: Tensor) -> list[tuple[Tensor | None, Tensor]]:
-        """Return per table which ids of a source take part (None: all) and their floats."""
+        """Returns per table which ids of a source take part (None: all) and their floats."""
         sizes = counts.tolist()
         ids, one = sum(sizes), counts[None]
         bits = part[_PUSH_WORDS * 8 :][: _pad(-(-ids // 8))]
@@ -327,7 +327,7 @@ class RankMessages:
         return list(zip(_unpack_bits(bits, ids).split_with_sizes(sizes), floats, strict=True))
 
     def _check_push(self, heads: list[list[int]], mine: list[int], error: Exception | None) -> float | None:
-        """Return the latest time; raise if another rank fails the update or passes other numbers."""
+        """Returns the latest time; raises if another rank fails the update or passes other numbers."""
         flags = [head[1] for head in heads]
         if any(flags):
             self._fail([bool(flag) for flag in flags], "apply_gradients", error)
@@ -342,7 +342,7 @@ class RankMessages:
     # ---- other writes
 
     def write(self, call: str, routed: RoutedIds, flat: Tensor, time: float | None) -> None:
-        """Exchange ids and rows of assign or assign_add, and write them in the order of the ranks."""
+        """Exchanges ids and rows of assign or assign_add, and writes them in the order of the ranks."""
         requested = self.request(call, routed, time=time)
         out, into = self.floats(routed.deduped.counts), self.floats(requested.counts)
         sizes = (out * 4).tolist(), (into * 4).tolist()
@@ -357,7 +357,7 @@ class RankMessages:
                 getattr(table, call)(requested.ids[name], _join(own).view(-1, table.dim), time=requested.time)
 
     def reinitialize(self, routed: RoutedIds, time: float | None) -> Tensor:
-        """Return the status of each id of this rank, int32 [n], in the order of `routed`."""
+        """Returns the status of each id of this rank, int32 [n], in the order of `routed`."""
         requested = self.request("reinitialize", routed, time=time)
         status = torch.empty(int(requested.counts.sum()), dtype=torch.int32)
         blocks = _blocks(status, requested.counts)
@@ -371,7 +371,7 @@ class RankMessages:
         return self._exchange.all_to_all(_bytes(status), out.tolist(), into.tolist(), what).view(torch.int32)
 
     def remove(self, routed: RoutedIds) -> dict[str, int]:
-        """Remove the requested ids; return per table how many had a row on this rank."""
+        """Removes the requested ids; returns per table how many had a row on this rank."""
         requested = self.request("remove", routed)
         return {name: self._tables[name].remove(ids) for name, ids in requested.ids.items() if ids.numel()}
 
@@ -432,7 +432,7 @@ def _pad(size: int) -> int:
 
 
 def _bits(n: int, mask: Tensor | None) -> Tensor:
-    """Return one bit per id, padded to 8 bytes: those in the mask, or all."""
+    """Returns one bit per id, padded to 8 bytes: those in the mask, or all."""
     if mask is None:
         return torch.full((_pad(-(-n // 8)),), 255, dtype=torch.uint8)
     padded = torch.nn.functional.pad(mask.to(torch.uint8), (0, -n % 64)).view(-1, 8)
@@ -444,7 +444,7 @@ def _unpack_bits(bits: Tensor, n: int) -> Tensor:
 
 
 def _blocks(flat: Tensor, counts: Tensor) -> list[list[Tensor]]:
-    """Split data ordered by source, then table, into views: per table one block per source."""
+    """Splits data ordered by source, then table, into views: per table one block per source."""
     tables = counts.shape[1]
     pieces = flat.split(counts.reshape(-1).tolist()) if counts.numel() else ()
     return [list(pieces[t::tables]) for t in range(tables)]

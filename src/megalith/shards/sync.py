@@ -113,7 +113,7 @@ class SyncShards(Shards):
         return f"SyncShards(rank {self.rank} of {self.world_size}, {tables})"
 
     def router(self, table: str) -> Router:
-        """Return how the ids of a table are spread over ranks."""
+        """Returns how the ids of a table are spread over ranks."""
         self.check_name(table)
         return self.routers[table]
 
@@ -134,7 +134,7 @@ class SyncShards(Shards):
     def lookup(
         self, ids: Ids | PreparedIds, *, missing_ok: bool = False, out_of_data: bool = False
     ) -> SyncLookup:
-        """Send the ids to their owners. Rows are fetched by the first use, or by `Lookup.fetch`.
+        """Sends the ids to their owners. Rows are fetched by the first use, or by `Lookup.fetch`.
 
         Args:
             ids: int64 or int32 [n] per table, or the result of `prepare`.
@@ -160,7 +160,7 @@ class SyncShards(Shards):
         raise error
 
     def fail_update(self, lookup: SyncLookup, error: Exception) -> NoReturn:
-        """Take part in the exchange of gradients to report an error; see `Shards.fail`."""
+        """Takes part in the exchange of gradients to report an error; see `Shards.fail`."""
         lookup.failed = True
         requested, routed, messages = lookup.requested, lookup.routed, self._messages
         self.exchange.run(lambda: messages.push(requested.result(), routed, None, error))
@@ -210,7 +210,7 @@ class SyncShards(Shards):
         scale: float,
         clip_norm: float | None,
     ) -> GradientPush:
-        """Return what to send: gradients summed per distinct id, and which ids take part."""
+        """Returns what to send: gradients summed per distinct id, and which ids take part."""
         lookup.check_unchanged()
         routed = lookup.routed
         size = int(self._messages.floats(routed.deduped.counts).sum())
@@ -248,7 +248,7 @@ class SyncShards(Shards):
         return GradientPush(flat, used_mask(routed, used), step, time, float(scale), clip_norm)
 
     def flush(self) -> None:
-        """Wait for all exchanges in progress and raise the errors of gradients that were not waited for."""
+        """Waits for all exchanges in progress and raises the errors of gradients that were not waited for."""
         self.exchange.settle()
         pushed, self._pushed = self._pushed, []
         for sent in pushed:
@@ -311,25 +311,25 @@ class SyncShards(Shards):
         return {name: sum(part.get(name, 0) for part in everywhere) for name in ids}
 
     def evict(self, now: float | None = None) -> dict[str, Tensor]:
-        """Apply the eviction policies to the rows of this rank; return the ids removed here."""
+        """Applies the eviction policies to the rows of this rank; returns the ids removed here."""
         return self._own.evict(now)
 
     def scan(self, table: str, chunk_size: int = 65536) -> Iterator[Chunk]:
-        """Iterate over this rank's rows of one table."""
+        """Iterates over this rank's rows of one table."""
         return self._own.scan(table, chunk_size)
 
     def restore(self, table: str, chunk: Chunk) -> None:
-        """Write those of the rows that this rank owns; every rank may pass all rows."""
+        """Writes those of the rows that this rank owns; every rank may pass all rows."""
         owned = self.router(table).owner(chunk.ids) == self.rank
         self._own.restore(table, chunk if bool(owned.all()) else chunk.select(owned))
 
     def clear(self) -> None:
-        """Remove all rows of this rank; every rank must call it."""
+        """Removes all rows of this rank; every rank must call it."""
         self.flush()
         self._own.clear()
 
     def reserve(self, rows: Mapping[str, int]) -> None:
-        """Reserve memory for the share of this rank: {table: rows on all ranks}."""
+        """Reserves memory for the share of this rank: {table: rows on all ranks}."""
         self._own.reserve({name: -(-n // self.world_size) for name, n in rows.items()})
 
     # ---- touched rows, stats: of this rank
@@ -426,7 +426,7 @@ class SyncLookup(Lookup):
             return self.joint_pooling(pooling).pool(source)
 
     def joint_pooling(self, pooling: Pooling) -> JointPooling:
-        """Return the pooling over the occurrences of all tables."""
+        """Returns the pooling over the occurrences of all tables."""
         if self._joint is None or self._joint[0] is not pooling:
             dims = {name: config.dim for name, config in self.shards.configs.items()}
             self._joint = (pooling, JointPooling(pooling, self.routed, dims))

@@ -28,30 +28,30 @@ class Wire(ABC):
 
     @abstractmethod
     def row_bytes(self, dim: int) -> int:
-        """Return the bytes of one row, without padding."""
+        """Returns the bytes of one row, without padding."""
 
     @abstractmethod
     def sizes(self, counts: Tensor, dims: Sequence[int]) -> list[int]:
-        """Return the bytes per peer."""
+        """Returns the bytes per peer."""
 
     @abstractmethod
     def encode(self, flat: Tensor, counts: Tensor, dims: Sequence[int]) -> Tensor:
-        """Encode float32 [n], all blocks concatenated, as uint8 [bytes]."""
+        """Encodes float32 [n], all blocks concatenated, as uint8 [bytes]."""
 
     @abstractmethod
     def decode(self, data: Tensor, counts: Tensor, dims: Sequence[int]) -> Tensor:
-        """Decode uint8 [bytes] to float32 [n]."""
+        """Decodes uint8 [bytes] to float32 [n]."""
 
 
 def make_wire(name: str) -> Wire:
-    """Return the wire for a precision."""
+    """Returns the wire for a precision."""
     if name == "int8":
         return _Int8()
     return _Floats({"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[name])
 
 
 def check_wire(wire: str | dict[str, str]) -> tuple[str, str]:
-    """Return the precisions of rows and gradients; raise InputError for an unknown one."""
+    """Returns the precisions of rows and gradients; raises InputError for an unknown one."""
     given: Any = wire
     if isinstance(wire, str):
         given = {"rows": wire, "grads": "float32" if wire == "int8" else wire}
@@ -126,7 +126,7 @@ class _Int8(Wire):
     def _blocks(
         self, data: Tensor, counts: Tensor, dims: Sequence[int]
     ) -> list[tuple[Tensor, Tensor, int, int]]:
-        """Return scales, codes, rows and dim of every block; scales and codes are views of the data."""
+        """Returns scales, codes, rows and dim of every block; scales and codes are views of the data."""
         blocks = []
         at = 0
         for peer, size in zip(counts.tolist(), self.sizes(counts, dims), strict=True):

@@ -50,8 +50,8 @@ __getattr__, __dir__, __all__ = lazy_names(
         ".fused_tables": "FusedLookup fused_apply_gradients fused_lookup",
         ".importer": "import_monolith",
         ".layout_ops": "fused_embedding_to_layout fused_embedding_to_layout_grad",
-        ".reduce_ops": "fused_reduce_and_split fused_reduce_and_split_gpu fused_reduce_sum_and_split"
-        " fused_sorted_segment_sum reduce_mean reduce_sqrtn reduce_sum",
+        ".reduce_ops": "ReduceMean ReduceSum fused_reduce_and_split fused_reduce_and_split_gpu"
+        " fused_reduce_sum_and_split fused_sorted_segment_sum reduce_mean reduce_sqrtn reduce_sum",
         ".replica_watcher": "ReplicaWatcher",
         ".sync_clients": "ParameterSyncClient create_dummy_sync_client create_parameter_sync_clients"
         " parameter_sync_client_from_config",

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError
+from megalith.nn import Mean, Sum
 from megalith.ops import checks
 from megalith.ops.gather_rows import scatter_sum
 from megalith.ops.pool_rows import pool_rows
 from megalith.ops.pooling import Bags, OutputSlice
+
+ReduceSum, ReduceMean = Sum, Mean  # Monolith's names of the combiners
 
 
 def reduce_sum(id_indices: Tensor, id_values: Tensor, id_length: int | Tensor) -> Tensor:
