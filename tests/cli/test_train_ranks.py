@@ -119,7 +119,7 @@ def test_a_signal_to_the_launcher_stops_all_ranks_at_one_step_and_saves(
     assert stopped == int(said[0].replace(",", "")) >= 3
     on_one_rank = megalith("train", "--run", run, "--resume", "--max-steps", stopped + 2)
     assert on_one_rank.exit_code == 0, on_one_rank.output
-    assert "--comm-metrics has no effect" in on_one_rank.output  # the run's --comm-metrics, which have no effect on one rank
+    assert "--comm-metrics has no effect" in on_one_rank.output
 
 
 def test_resume_with_a_config_starts_or_goes_on_and_names_what_cannot_change(
@@ -151,7 +151,9 @@ def test_resume_with_a_config_starts_or_goes_on_and_names_what_cannot_change(
         (("--timeout", 0), "train.timeout must be above 0"),
     ],
 )
-def test_wrong_flags_are_reported(tmp_path: Path, config: Path, flags: tuple[object, ...], words: str) -> None:
+def test_wrong_flags_are_reported(
+    tmp_path: Path, config: Path, flags: tuple[object, ...], words: str
+) -> None:
     result = megalith("train", "--config", config, "--run", tmp_path / "run", *flags)
     assert result.exit_code == 1
     assert words in " ".join(result.stderr.split())

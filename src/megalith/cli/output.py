@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megalith.checkpoint.manifest import Routing
+from megalith.reporting.inspection import TableSummary
 from megalith.units import show_number
 
 PATIENCE = 2.0
@@ -92,9 +93,25 @@ def bar_table(title: str, what: str, bins: Sequence[tuple[str, int]]) -> Table:
 
 def show_routing(routing: Routing) -> str:
     """Returns a short description of a routing."""
-    shards = f"{routing.num_shards} shard" + ("s" if routing.num_shards != 1 else "")
     block = f", blocks of {routing.block_size:,}" if routing.block_size else ""
-    return f"{routing.dist_type}, {shards}{block}" + (", first shard empty" if routing.skip_first else "")
+    return f"{routing.dist_type}, {plural(routing.num_shards, 'shard')}{block}" + (
+        ", first shard empty" if routing.skip_first else ""
+    )
+
+
+def show_segments(table: TableSummary) -> str:
+    """Returns a short description of the segments of a table."""
+    return " + ".join(f"{s.dim} {s.optimizer}" for s in table.segments)
+
+
+def plural(number: int, thing: str) -> str:
+    """Returns "1 row" or "2 rows"."""
+    return f"{number:,} {thing}" + ("" if number == 1 else "s")
+
+
+def print_line(text: str) -> None:
+    """Prints a line of plain text to stdout."""
+    console().print(Text(text), soft_wrap=True)
 
 
 def print_json(data: Any) -> None:

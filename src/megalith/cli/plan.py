@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megalith.cli.console import exit_on_error
-from megalith.cli.output import console
+from megalith.cli.output import console, plural
 from megalith.reporting.planning import Forecast, Load, ModeForecast, forecast
 from megalith.reporting.sampling import Sample, read_sample
 from megalith.units import show_bytes
@@ -79,8 +79,7 @@ def _print(out: Console, found: Sample, result: Forecast, dim: int | None) -> No
     seen = f"{result.num_distinct:,} distinct ids"
     if result.occurrences is not None:
         seen += f" in {result.occurrences:,} occurrences"
-    ranks = "1 rank" if result.ranks == 1 else f"{result.ranks:,} ranks"
-    out.print(Text(f"{found.source}: {seen}, over {ranks}"))
+    out.print(Text(f"{found.source}: {seen}, over {plural(result.ranks, 'rank')}"))
     out.print(_summary(result, dim))
     if result.ranks <= _MAX_LISTED:
         out.print(_per_rank(result))

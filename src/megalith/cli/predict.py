@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from megalith.cli.console import exit_on_error
-from megalith.cli.output import console, progress
+from megalith.cli.output import print_line, progress
 from megalith.training import load_trained, open_reader
 from megalith.training.prediction import check_output, predict_file
 
@@ -28,4 +28,4 @@ def predict(
         reader = open_reader(config.data, path, labelled=False)
         with progress("predicting", reader.num_rows) as on_batch:
             count = predict_file(model, reader, out, on_batch)
-    console().print(f"{count:,} probabilities in {out}", markup=False, soft_wrap=True)
+    print_line(f"{count:,} probabilities in {out}")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from megalith.cli.console import exit_on_error
-from megalith.cli.output import console
+from megalith.cli.output import print_line
 from megalith.reporting.report import write_report
 
 
@@ -24,4 +24,4 @@ def report(
     Example: megalith report runs/demo
     """
     with exit_on_error():
-        console().print(f"{write_report(run, out, comparison=comparison)}", markup=False, soft_wrap=True)
+        print_line(str(write_report(run, out, comparison=comparison)))

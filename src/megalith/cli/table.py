@@ -17,7 +17,7 @@ from megalith.bits import signed
 from megalith.checkpoint import Manifest, read_manifest
 from megalith.checkpoint.manifest import TableEntry
 from megalith.cli.console import exit_on_error
-from megalith.cli.output import bar_table, console, print_json, progress, show_routing
+from megalith.cli.output import bar_table, console, plural, print_json, progress, show_routing, show_segments
 from megalith.errors import InputError, UnknownNameError
 from megalith.ops.ids import hash_strings
 from megalith.reporting import inspection
@@ -93,7 +93,7 @@ def _show_all(manifest: Manifest, as_json: bool) -> None:
             f"{t.rows:,}",
             show_bytes(t.bytes),
             str(t.dim),
-            _segments(t),
+            show_segments(t),
             show_routing(t.routing),
         ]
         cells = [*([t.collection] if with_collections else []), *cells, f"{t.global_step:,}"]
@@ -177,18 +177,13 @@ def _now(now: str, root: Path, entries: list[TableEntry]) -> int:
 # ---- text
 
 
-def _segments(t: TableSummary) -> str:
-    return " + ".join(f"{s.dim} {s.optimizer}" for s in t.segments)
-
-
 def _print_summary(out: Console, t: TableSummary) -> None:
     grid = Table.grid(padding=(0, 2))
     where = f" of collection {t.collection}" if t.collection else ""
     out.print(Text.assemble((f"table {t.name}", "bold"), where))
     grid.add_row("rows", f"{t.rows:,}")
     per_row = f", {show_bytes(t.bytes / t.rows)} per row" if t.rows else ""
-    files = "1 file" if t.num_files == 1 else f"{t.num_files:,} files"
-    grid.add_row("on disk", f"{show_bytes(t.bytes)} in {files}{per_row}")
+    grid.add_row("on disk", f"{show_bytes(t.bytes)} in {plural(t.num_files, 'file')}{per_row}")
     grid.add_row("in memory", f"{show_bytes(t.memory)} without the index")
     for number, s in enumerate(t.segments):
         text = f"dim {s.dim}, {s.precision}, {s.settings}, {s.initializer}"

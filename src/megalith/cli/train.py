@@ -165,7 +165,7 @@ def _stop_on_signal(run: Run) -> Iterator[None]:
     """
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if run.stop_asked and run.ranks.size == 1:
+        if run.stop_requested and run.ranks.size == 1:
             raise KeyboardInterrupt
         run.stop()
 

@@ -88,8 +88,7 @@ class TrainingBar(Watcher):
 
     def pushed(self, pushed: Pushed) -> None:
         """See `Watcher.pushed`."""
-        servers = "1 server" if pushed.servers == 1 else f"{pushed.servers:,} servers"
-        lines = [f"pushed {pushed.rows:,} rows to {servers}"]
+        lines = [f"pushed {pushed.rows:,} rows to {output.plural(pushed.servers, 'server')}"]
         if not pushed.servers and not pushed.lagging:
             lines = [f"nothing was pushed: {self._run.config.train.publish} lists no server of this model"]
         for target in pushed.lagging:

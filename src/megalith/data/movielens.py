@@ -245,7 +245,7 @@ def _ratings(file: _File, users: dict[str, list[str]], movies: dict[str, list[st
             raise InputError(f"{file.path}: line {line}: {rating!r} or {time!r} is not a number") from None
     integers = [torch.from_numpy(np.frombuffer(column, np.int64).copy()) for column in columns[:3]]
     stars = torch.from_numpy(np.frombuffer(columns[3]).astype(np.float32))
-    return _Ratings(*integers, rating=stars)
+    return _Ratings(integers[0], integers[1], integers[2], stars)
 
 
 # ---- columns

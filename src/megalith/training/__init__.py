@@ -1,4 +1,4 @@
-"""Training runs: config, data, loop, evaluation. What the commands are made of."""
+"""Training runs: config, data, training loop, checkpoints and evaluation."""
 
 from megalith.training.data_source import DataSource, open_reader, open_source
 from megalith.training.evaluation import Evaluation, evaluate

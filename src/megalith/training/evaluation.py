@@ -1,4 +1,4 @@
-"""evaluate: a model's AUC, log loss and calibration over a reader's samples."""
+"""evaluate: AUC, log loss and calibration of a model on the samples of a reader."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from megalith.training.run_ranks import RunRanks
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How good a model is. calibration: bins of {predicted, observed, count}."""
+    """The result of an evaluation."""
 
     samples: int
     auc: float
     log_loss: float
     calibration: list[dict[str, float]]
+    """Bins of {predicted, observed, count}."""
 
     def to_dict(self) -> dict[str, Any]:
-        """A form that JSON can hold: NaN becomes None."""
+        """Returns the JSON-compatible form. NaN becomes None."""
         numbers = {"auc": self.auc, "log_loss": self.log_loss}
         finite = {name: x if math.isfinite(x) else None for name, x in numbers.items()}
         return {"samples": self.samples, **finite, "calibration": self.calibration}
@@ -41,10 +42,17 @@ def evaluate(
     *,
     ranks: RunRanks | None = None,
 ) -> Evaluation:
-    """Reads all of the reader's samples once; nothing is written. on_batch: called with samples so far.
+    """Evaluates a model on all samples of a reader. The tables are not changed.
 
-    ranks: each of them reads all samples, computes its part of every batch, and has the whole result. Raises
-    InputError if a sample has no label.
+    Args:
+        model: The model.
+        reader: The samples, with labels.
+        on_batch: Called after each batch with the number of samples so far.
+        ranks: The ranks of a run. Each rank reads all samples and computes its part of every batch; all ranks
+            return the same result.
+
+    Raises:
+        InputError: A sample has no label.
     """
     was_training = model.training
     model.eval()
@@ -53,7 +61,7 @@ def evaluate(
     try:
         for batch in reader:
             if bool(batch.labels.isnan().any()):
-                raise InputError("evaluate: these data have no labels; name the label's column in the schema")
+                raise InputError("evaluate: the data has no labels; name the label column in the schema")
             own_part = batch if ranks is None else ranks.part(batch)
             logits = forward_batch(model, own_part)
             if ranks is not None:

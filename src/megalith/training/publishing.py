@@ -1,7 +1,7 @@
-"""Publishing: a run pushes what it trains to the servers of its model.
+"""Publishing: a run pushes changed rows to the servers of its model.
 
-Every rank pushes its own rows; they share a session, so that servers know the ranks of one run from those of
-another. What is pushed, and how, is for `megalith.serving.sync.publisher` to say.
+Every rank pushes its own rows. The ranks share a session id, by which servers distinguish the ranks of one
+run from those of another. The protocol is in `megalith.serving.sync.publisher`.
 """
 
 from __future__ import annotations
@@ -18,32 +18,42 @@ from megalith.training.run_config import RunConfig
 from megalith.training.run_ranks import RunRanks
 
 FINISH_SECONDS = 30.0
-"""How long a run waits at its end for servers to get everything."""
+"""Seconds that a run waits at its end for the servers to receive everything."""
 _ROUND_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class Pushed:
-    """What a run has pushed, on all ranks together."""
+    """The pushes of a run on all ranks together."""
 
     rows: int
-    """Rows that servers acknowledged; one that changed twice counts twice, and so for each server."""
+    """Rows that servers acknowledged. A row counts once per push and server."""
     servers: int
+    """Number of servers that acknowledged rows."""
     lagging: tuple[str, ...]
-    """Servers that did not get everything in time, each in a sentence."""
+    """A sentence about each server that did not receive everything in time."""
 
 
 class Publishing:
-    """The publisher of a run on this rank, until it is left.
+    """The publisher of a run on this rank, as a context manager.
 
-    base: the id of the save that the model's rows are of now. session: what the ranks agreed on. Raises
-    InputError, DiscoveryError, or MissingDependencyError without the extra `serve`.
+    Args:
+        model: The model in training.
+        config: The config of the run.
+        ranks: The ranks of the run.
+        base: Id of the save that holds the current rows of the model.
+        session: The session id, the same on all ranks.
+
+    Raises:
+        InputError: The config of the publisher is wrong.
+        DiscoveryError: The discovery cannot be opened.
+        MissingDependencyError: The extra `serve` is not installed.
     """
 
     def __init__(
         self, model: nn.Module, config: RunConfig, ranks: RunRanks, *, base: str, session: str
     ) -> None:
-        # Not at the top: training needs none of serving's packages otherwise.
+        # Not at the top: other runs do not need the packages of serving.
         from megalith.serving.client.credentials import Credentials
         from megalith.serving.sync.publisher import Publisher
 
@@ -66,30 +76,30 @@ class Publishing:
 
     @classmethod
     def begin(cls, model: nn.Module, config: RunConfig, ranks: RunRanks, *, base: str) -> Publishing:
-        """One on every rank, or an error on every rank. A collective call."""
+        """Creates the publisher on every rank, or raises on every rank. A collective call."""
         session = ranks.gather(uuid.uuid4().hex)[0]
-        return ranks.in_turn(lambda: cls(model, config, ranks, base=base, session=session))
+        return ranks.rank_0_first(lambda: cls(model, config, ranks, base=base, session=session))
 
     def step(self) -> None:
-        """After every training step."""
+        """To be called after every training step."""
         self._publisher.step()
 
     def saved(self, id: str) -> None:
-        """Right after a save was taken."""
+        """To be called after a save with its id."""
         self._publisher.checkpoint_taken(id)
 
     def finish(self) -> Pushed:
-        """Pushes everything and waits for servers, not for long. A collective call."""
+        """Pushes everything and waits up to FINISH_SECONDS for the servers. A collective call."""
         deadline = clock.monotonic() + FINISH_SECONDS
         while True:
             left = deadline - clock.monotonic()
-            # In rounds where there are ranks: one may need others to push before its own rows show.
+            # In rounds with several ranks: a server may need the rows of other ranks before it applies ours.
             done = self._publisher.flush(left if self._ranks.size == 1 else min(_ROUND_SECONDS, left))
             everywhere = self._ranks.gather((done, clock.monotonic() > deadline))
             if all(done for done, _ in everywhere) or any(late for _, late in everywhere):
                 break
         lagging = [
-            f"{target.model} at {target.address}: {target.error or f'{target.backlog} rows wait'}"
+            f"{target.model} at {target.address}: {target.error or f'{target.backlog} rows are pending'}"
             for target in self._publisher.lagging()
         ]
         reports = [each for each in self._publisher.report() if each.acknowledged_at is not None]
@@ -111,7 +121,7 @@ class Publishing:
 
 
 def check_publishing(config: RunConfig) -> None:
-    """Raises InputError if a run's discovery makes no sense, before the run has written anything."""
+    """Raises InputError if the discovery of a config is invalid, before the run writes anything."""
     if config.train.publish:
         from megalith.serving.discovery import open_discovery
 

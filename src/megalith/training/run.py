@@ -1,10 +1,10 @@
-"""Run: a model in training. One directory holds its config, metrics, checkpoint and evaluation.
+"""Run: a model in training. Its directory holds config, metrics, checkpoints and evaluation.
 
     config.json  metrics.jsonl  evaluation.json  frequencies.json  checkpoint/  tensorboard/  report.html
 
-checkpoint/ is the newest; where the config asks for more, checkpoints/ keeps earlier ones (`kept.py`).
-A run that is stopped and resumed computes what an uninterrupted one would, bit by bit: on one rank, and with
-a fixed number of micro-batches on any number of ranks. All ranks make the same calls; see `ranks.py`.
+checkpoint/ is the newest checkpoint; `run_checkpoints.py` keeps earlier ones in checkpoints/. A run that is
+stopped and resumed computes the same bits as an uninterrupted one: on one rank, and with a fixed number of
+micro-batches on any number of ranks. All ranks make the same calls; see `run_ranks.py`.
 """
 
 from __future__ import annotations
@@ -38,50 +38,58 @@ from megalith.training.steps import BatchScores, PartBatches, Steps, WholeBatche
 
 
 class Watcher:
-    """Is told how a run gets on; the command line draws it."""
+    """Receives the events of a run. The methods do nothing by default."""
 
     def batch(self, step: int, samples: int, loss: float) -> None:
-        """After every batch."""
+        """Called after every batch."""
 
     def logged(self, record: Mapping[str, Any]) -> None:
-        """After every line of metrics.jsonl."""
+        """Called after every line of metrics.jsonl."""
 
     def communicated(self, report: CommReport) -> None:
-        """With every such line, where train.comm_metrics asks for it."""
+        """Called with every such line if train.comm_metrics is set."""
 
     def saving(self, rows: int) -> None:
-        """Before a checkpoint of so many rows."""
+        """Called before a checkpoint with this number of rows."""
 
     def wrote(self, rows: int) -> None:
-        """While one is being written: rows so far. From another thread where saves are asynchronous."""
+        """Called while it is written with the rows so far, from another thread if saves are asynchronous."""
 
     def saved(self) -> None:
-        """When it is complete. From that thread, too."""
+        """Called when it is complete, from the same thread."""
 
     def pushed(self, pushed: Pushed) -> None:
-        """At the end, where the run publishes."""
+        """Called at the end if the run publishes."""
 
 
 class Run:
-    """A model, its data and where it stands.
+    """A model, its data and its progress.
 
-    directory: made if it is not there; a run that is there must be resumed or started over (`Run.resume`,
-    start_over=True). Raises UsageError otherwise. Where a process group has several ranks, the run is spread
-    over them: all make the same calls with the same arguments, and reach the same directory.
+    If a process group has several ranks, the run is distributed over them: all ranks make the same calls with
+    the same arguments and share the directory.
+
+    Args:
+        config: The config of the run.
+        directory: Directory of the run. It is created if it does not exist.
+        start_over: Whether to replace a run that is in the directory.
+
+    Raises:
+        UsageError: The directory holds a run and start_over is False.
+        InputError: The config or the data is wrong.
     """
 
     def __init__(self, config: RunConfig, directory: str | Path, *, start_over: bool = False) -> None:
         self.directory = Path(directory)
         self.ranks = RunRanks(config.train.timeout)
-        self.ranks.first(lambda: None if start_over else self._check_free())
+        self.ranks.on_rank_0(lambda: None if start_over else self._check_free())
         self._open(config)
-        self.ranks.first(self._begin)
+        self.ranks.on_rank_0(self._begin)
 
     def _check_free(self) -> None:
         there = (self.directory / CHECKPOINT / "manifest.json", self.directory / KEPT)
         if any(path.exists() for path in there):
             raise UsageError(
-                f"{self.directory} holds a run already: resume it (--resume), start over (--start-over), "
+                f"{self.directory} already holds a run: resume it (--resume), start over (--start-over), "
                 "or choose another directory"
             )
 
@@ -89,13 +97,19 @@ class Run:
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / "config.json").write_text(json.dumps(self.config.to_dict(), indent=1))
         self.log = Log(self.directory / "metrics.jsonl", keep_steps=0)
-        shutil.rmtree(self.directory / KEPT, ignore_errors=True)  # of the run that is started over
+        shutil.rmtree(self.directory / KEPT, ignore_errors=True)  # of the replaced run
 
     @classmethod
     def resume(cls, directory: str | Path, changes: Mapping[str, Any] | None = None) -> Run:
-        """Goes on from a run's checkpoint, on any number of ranks.
+        """Continues a run from its checkpoint, on any number of ranks.
 
-        changes: keys of [train] to set anew; see `RunConfig.resumed`.
+        Args:
+            directory: Directory of the run.
+            changes: New values of keys of [train]; see `RunConfig.resumed`.
+
+        Raises:
+            CheckpointError: There is no complete checkpoint.
+            InputError: A key cannot change.
         """
         self = cls.__new__(cls)
         self.directory = Path(directory)
@@ -119,7 +133,7 @@ class Run:
         if config.train.threads is not None:
             torch.set_num_threads(config.train.threads)
         torch.manual_seed(config.train.seed)
-        self.source = self.ranks.in_turn(lambda: open_source(config))
+        self.source = self.ranks.rank_0_first(lambda: open_source(config))
         self.config = config.changed(data_schema=self.source.config.schema)
         self.model = model_for(self.config, self.source.train.feature_names, self.source.train.num_dense)
         if self.ranks.size > 1:
@@ -128,7 +142,7 @@ class Run:
         self._steps = self._make_steps()
         self.step = self.epoch = self.samples = 0
         self.seconds = 0.0
-        self.stop_asked = False
+        self.stop_requested = False
         self.frequencies = Frequencies()
         self._comm: CommMetrics | None = None
         shards = self.model.embeddings.shards
@@ -147,13 +161,17 @@ class Run:
     # ---- training
 
     def train(self, watcher: Watcher | None = None) -> None:
-        """Trains to the end of the last epoch, to max_steps, or until `stop`; then saves."""
+        """Trains until the last epoch ends, max_steps is reached or `stop` is called, then saves.
+
+        Args:
+            watcher: Receives the events of the run.
+        """
         watcher = watcher or Watcher()
         if not self.config.train.publish:
             self._train(watcher)
             return
         if self._saved is None or self._saved[1] != self.step:
-            self.save(watcher)  # for servers to start from
+            self.save(watcher)  # the servers start from this save
         assert self._saved is not None
         with Publishing.begin(self.model, self.config, self.ranks, base=self._saved[0]) as self._publishing:
             try:
@@ -175,7 +193,7 @@ class Run:
                 if self._publishing is not None:
                     self._publishing.step()
                 if self.step % self.config.train.log_every == 0:
-                    self._tell(window, scalars, watcher)
+                    self._log_window(window, scalars, watcher)
                     window = _Window()
                 if self.config.train.save_every and self.step % self.config.train.save_every == 0:
                     self.save(watcher, wait=not self.config.train.save_async)
@@ -197,17 +215,17 @@ class Run:
         )
 
     def stop(self) -> None:
-        """Ends training after the batch under way; of many ranks, all after the one behind it."""
-        self.stop_asked = True
+        """Ends training after the current batch, or with several ranks after the next one on all ranks."""
+        self.stop_requested = True
 
     @property
     def stopped(self) -> bool:
-        """Whether the run was told to end early: the same on every rank, at the same step."""
-        return self._steps.stopped if self.ranks.size > 1 else self.stop_asked
+        """Whether the run was stopped early, the same on every rank at the same step."""
+        return self._steps.stopped if self.ranks.size > 1 else self.stop_requested
 
     def _train_batch(self, batch: Batch, window: _Window) -> float:
         try:
-            loss, scored = self._steps.take(batch, stop=self.stop_asked)
+            loss, scored = self._steps.take(batch, stop=self.stop_requested)
         except InputError as error:
             raise InputError(f"step {self.step}: {error}") from error
         self.step += 1
@@ -217,7 +235,7 @@ class Run:
         window.add(scored, loss, len(batch))
         return loss
 
-    def _tell(self, window: _Window, scalars: ScalarWriter | None, watcher: Watcher) -> None:
+    def _log_window(self, window: _Window, scalars: ScalarWriter | None, watcher: Watcher) -> None:
         record = self._record(window)
         report = None if self._comm is None else self._comm.collect(self.step)
         if scalars is None:
@@ -230,7 +248,7 @@ class Run:
             watcher.communicated(report)
 
     def rows(self) -> dict[str, int]:
-        """Rows of each table, on all ranks together. A collective call."""
+        """Returns the number of rows of each table on all ranks together. A collective call."""
         own = {name: stats.rows for name, stats in self.model.embeddings.shards.stats().items()}
         everywhere = self.ranks.gather(own)
         return {name: sum(rows[name] for rows in everywhere) for name in own}
@@ -253,12 +271,17 @@ class Run:
     # ---- saving, evaluating
 
     def save(self, watcher: Watcher | None = None, *, wait: bool = True) -> None:
-        """Writes the run's checkpoint; with wait=False while training goes on, after an earlier one's end."""
+        """Writes the checkpoint of the run, after an earlier save is complete.
+
+        Args:
+            watcher: Receives the events of the save.
+            wait: Whether to wait until it is complete. False: training continues while it is written.
+        """
         self._finish_save()
         watcher = watcher or Watcher()
         step = self.step
 
-        def then() -> None:
+        def keep() -> None:
             if self._kept is not None and self.ranks.is_first:
                 self._kept.add(self.directory / CHECKPOINT, step)
             watcher.saved()
@@ -270,7 +293,7 @@ class Run:
             optimizer=self.optimizer,
             progress=self._progress(),
             on_rows=watcher.wrote,
-            on_complete=then,
+            on_complete=keep,
         )
         self._saved = (self._save.id, step)
         if self._publishing is not None:
@@ -297,7 +320,11 @@ class Run:
         }
 
     def evaluate(self, on_batch: Any = None) -> Evaluation | None:
-        """Evaluates on the held-back data, if there are any, and keeps the result in evaluation.json."""
+        """Evaluates on the test data, if there is any, and writes evaluation.json.
+
+        Args:
+            on_batch: Called after each batch with the number of samples so far.
+        """
         if self.source.test is None:
             return None
         result = evaluate(self.model, self.source.test, on_batch, ranks=self.ranks)
@@ -307,7 +334,7 @@ class Run:
 
 
 class _Window:
-    """What happened since the last line of the log."""
+    """Loss and AUC since the last line of the log."""
 
     def __init__(self) -> None:
         self.auc = BinnedAUC()

@@ -1,8 +1,8 @@
-"""RunCheckpoints: keeps the newest checkpoints of a run in checkpoints/step-000000001200 and deletes others.
+"""RunCheckpoints: keeps earlier checkpoints of a run in checkpoints/step-000000001200 and deletes old ones.
 
-A kept checkpoint shares its files with the run's newest one by hard links, so keeping it writes nothing anew;
-where the file system has no hard links they are copied. Files of a checkpoint are never changed, only
-replaced, so links stay what they were.
+A kept checkpoint shares its files with the newest checkpoint of the run by hard links, so that keeping it
+writes no data. The files are copied if the file system has no hard links. Files of a checkpoint are never
+changed, only replaced, so the linked files stay valid.
 """
 
 from __future__ import annotations
@@ -20,20 +20,36 @@ FOLDER = "checkpoints"
 
 
 class RunCheckpoints:
-    """The kept checkpoints of a run. keep_last, keep_every: as of `checkpoint.Rotation`."""
+    """The kept checkpoints of a run.
+
+    Args:
+        directory: Directory of the kept checkpoints.
+        keep_last: See `checkpoint.Rotation`.
+        keep_every: See `checkpoint.Rotation`.
+    """
 
     def __init__(self, directory: Path, *, keep_last: int, keep_every: int | None) -> None:
         self._rotation = Rotation(directory, keep_last=keep_last, keep_every=keep_every)
 
     @classmethod
     def of(cls, config: TrainConfig, run: Path) -> RunCheckpoints | None:
-        """As a config asks for, or None if it asks for none."""
+        """Returns the kept checkpoints of a config, or None if the config keeps none.
+
+        Args:
+            config: The config of the run.
+            run: Directory of the run.
+        """
         if config.keep_last is None and config.keep_every is None:
             return None
         return cls(run / FOLDER, keep_last=config.keep_last or 1, keep_every=config.keep_every)
 
     def add(self, checkpoint: Path, step: int) -> None:
-        """Keeps the checkpoint of a directory as that of a step, then deletes what the rules do not keep."""
+        """Keeps a checkpoint, then deletes the checkpoints that the rules do not keep.
+
+        Args:
+            checkpoint: Directory of the checkpoint.
+            step: Step of the checkpoint.
+        """
         manifest = read_manifest(checkpoint)
         target = LocalStore(Path(self._rotation.path(step)))
         for file in manifest.all_files():

@@ -1,4 +1,4 @@
-"""What a run writes beside its checkpoint: metrics.jsonl, TensorBoard scalars, how often ids come up."""
+"""The logs of a run: metrics.jsonl, TensorBoard scalars and the frequencies of ids."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ SAMPLED_IDS = 1_000_000
 
 
 class Log:
-    """metrics.jsonl: an object a line, appended; lines of later steps than `keep_steps` are dropped first."""
+    """metrics.jsonl: one JSON object per line.
+
+    Args:
+        path: The file.
+        keep_steps: Lines of later steps are removed when the file is opened.
+    """
 
     def __init__(self, path: Path, *, keep_steps: int) -> None:
         self.path = path
@@ -24,13 +29,13 @@ class Log:
         path.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Adds a line."""
+        """Appends a line."""
         with open(self.path, "a") as file:
             file.write(json.dumps(record) + "\n")
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The lines of a log; a last line that was cut off is left out."""
+    """Reads the lines of a log. An incomplete last line is left out."""
     if not path.exists():
         return []
     records = []
@@ -43,7 +48,12 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 class ScalarWriter:
-    """The numbers of each record as TensorBoard scalars, where tensorboard is installed."""
+    """Writes the numbers of each record as TensorBoard scalars if tensorboard is installed.
+
+    Args:
+        directory: Directory of the event files.
+        first_step: Events of this step and later ones are hidden: a resumed run writes them again.
+    """
 
     def __init__(self, directory: Path, first_step: int) -> None:
         self._writer: Any = None
@@ -54,7 +64,7 @@ class ScalarWriter:
         self._writer = SummaryWriter(str(directory), purge_step=first_step or None)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Adds the record's numbers at its step."""
+        """Adds the numbers of a record of metrics.jsonl at its step."""
         if self._writer is None:
             return
         rows = {f"rows/{table}": n for table, n in record["rows"].items()}
@@ -68,7 +78,7 @@ class ScalarWriter:
         self.add({**scalars, **rows}, record["step"])
 
     def add(self, scalars: Mapping[str, float | None], step: int) -> None:
-        """Adds numbers by name; None is left out."""
+        """Adds numbers by name. None is left out."""
         if self._writer is None:
             return
         for name, value in scalars.items():
@@ -76,20 +86,20 @@ class ScalarWriter:
                 self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Flushes and closes the event files."""
         if self._writer is not None:
             self._writer.close()
 
 
 class Frequencies:
-    """How often ids come up, from the first million of each feature."""
+    """Counts the occurrences of ids in the first million ids of each feature."""
 
     def __init__(self) -> None:
         self._ids: dict[str, list[Tensor]] = {}
         self._room: dict[str, int] = {}
 
     def update(self, features: Mapping[str, Ragged]) -> None:
-        """Takes the ids of a batch."""
+        """Adds the ids of a batch."""
         for name, column in features.items():
             room = self._room.setdefault(name, SAMPLED_IDS)
             if room > 0:
@@ -98,7 +108,7 @@ class Frequencies:
                 self._room[name] = room - taken.numel()
 
     def write(self, path: Path) -> None:
-        """{feature: [[occurrences, number of ids], ...]} as JSON."""
+        """Writes {feature: [[occurrences, number of ids], ...]} as JSON."""
         result = {}
         for name, pieces in self._ids.items():
             counts = torch.unique(torch.cat(pieces), return_counts=True)[1]

@@ -1,4 +1,4 @@
-"""The model a run's config asks for: built for its data and ranks, or loaded from its checkpoint."""
+"""The model of a run: built from its config for its data and ranks, or loaded from a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,11 +18,20 @@ from megalith.table import TableConfig
 from megalith.training.run_config import RunConfig
 
 CHECKPOINT = "checkpoint"
-"""The folder of a run that holds its newest checkpoint."""
+"""The folder of a run with its newest checkpoint."""
 
 
 def model_for(config: RunConfig, available: list[str], num_dense: int) -> Model:
-    """The model of a config for data with these features. Raises InputError naming a feature there is not."""
+    """Builds the model of a config.
+
+    Args:
+        config: The config of the run.
+        available: Features of the data.
+        num_dense: Number of dense values of the data.
+
+    Raises:
+        InputError: The data does not have a feature of the config, or a model option is wrong.
+    """
     options = dict(config.model.options)
     names = config.model.features or available
     if config.model.name == "din":
@@ -33,7 +42,7 @@ def model_for(config: RunConfig, available: list[str], num_dense: int) -> Model:
     for name in names:
         if name not in available:
             raise InputError(
-                f"config: model.features: the data have no {name!r} (they have {', '.join(available)})"
+                f"config: model.features: the data has no feature {name!r} (known: {', '.join(available)})"
             )
     embeddings = EmbeddingConfig(
         names,
@@ -51,17 +60,17 @@ def model_for(config: RunConfig, available: list[str], num_dense: int) -> Model:
 
 
 def updates_in_step(config: RunConfig) -> bool:
-    """Whether a batch is taken in parts, whose gradients are summed before rows are updated."""
+    """Returns whether a batch is split into parts whose gradients are summed before rows are updated."""
     return world_size() > 1 or config.train.micro_batches is not None
 
 
 def _placement(config: RunConfig) -> dict[str, Any]:
-    """Where the tables are: in this process, or spread over its ranks."""
+    """The placement of the tables: in this process, or distributed over the ranks."""
     train = config.train
     if world_size() == 1:
         return {"engine": train.engine, "seed": train.seed}
 
-    def spread(tables: list[TableConfig]) -> SyncShards:
+    def distribute(tables: list[TableConfig]) -> SyncShards:
         router: str | Router = train.dist_type
         if train.block_size is not None:
             router = Router(train.dist_type, world_size(), block_size=train.block_size)
@@ -74,30 +83,48 @@ def _placement(config: RunConfig) -> dict[str, Any]:
             timeout=train.timeout,
         )
 
-    return {"shards": spread}
+    return {"shards": distribute}
 
 
 def config_of(manifest: checkpoint.Manifest, where: Path) -> RunConfig:
-    """The config a checkpoint was trained with. Raises CheckpointError if it was not made by a run."""
+    """Returns the config that a checkpoint was trained with.
+
+    Args:
+        manifest: The manifest of the checkpoint.
+        where: Directory of the checkpoint, for messages.
+
+    Raises:
+        CheckpointError: The checkpoint was not saved by a run.
+    """
     if "config" not in manifest.progress:
-        raise CheckpointError(f"{where} was not saved by `megalith train`: it holds no config")
+        raise CheckpointError(f"{where} was not saved by `megalith train`: it has no config")
     return RunConfig.from_dict(manifest.progress["config"])
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """The checkpoint of a run's directory; another path is one itself."""
+    """Returns the checkpoint of a run's directory. Another path is returned unchanged."""
     root = Path(path)
     return root / CHECKPOINT if (root / CHECKPOINT / "manifest.json").exists() else root
 
 
 def load_dense(model: Model, root: Path, manifest: checkpoint.Manifest) -> None:
-    """The dense weights of a checkpoint into a model whose tables stay empty."""
+    """Loads the dense weights of a checkpoint into a model. Its tables stay empty."""
     store, entry = open_store(root), manifest.latest.dense
     match_dense(model, {} if entry is None else read_tensors(store, entry)).copy()
 
 
 def load_trained(path: str | Path) -> tuple[Model, RunConfig]:
-    """The model of a run's directory, or of its checkpoint, ready to evaluate and predict."""
+    """Loads a trained model in eval mode.
+
+    Args:
+        path: Directory of a run, or one of its checkpoints.
+
+    Returns:
+        The model and the config of the run.
+
+    Raises:
+        CheckpointError: There is no complete checkpoint, or it was not saved by a run.
+    """
     root = find_checkpoint(path)
     manifest = checkpoint.read_manifest(root)
     config = config_of(manifest, root)

@@ -1,7 +1,7 @@
-"""RunRanks: the ranks a run is spread over. What they agree on, and each one's part of a batch.
+"""RunRanks: the ranks of a run. They agree on outcomes, and each computes its part of a batch.
 
-Every rank reads the whole stream of batches and takes its rows of each, so where a run stands in its data
-does not depend on how many ranks it has. Rank 0 alone writes what a run leaves behind, checkpoints excepted.
+Every rank reads all batches and computes its rows of each, so that the position of a run in its data does not
+depend on the number of ranks. Only rank 0 writes the files of a run, except for checkpoints.
 """
 
 from __future__ import annotations
@@ -23,56 +23,67 @@ T = TypeVar("T")
 
 
 class RunRanks:
-    """All ranks of the default process group, or one where there is none. A collective call.
+    """The ranks of the default process group, or one rank without a process group. A collective call.
 
-    timeout: seconds of every wait; whoever waited raises RankTimeoutError naming those that did not come.
-    group: a process group of theirs with that timeout, for dense weights; None where there is one rank.
+    Args:
+        timeout: Seconds of every wait. After it, RankTimeoutError names the absent ranks.
     """
+
+    group: Any
+    """A process group with that timeout, for dense weights. None with one rank."""
 
     def __init__(self, timeout: float = 600.0) -> None:
         many = world_size() > 1
         self.timeout = timeout
-        self.group: Any = dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo") if many else None
+        self.group = dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo") if many else None
         self._exchange = Exchange(self.group, timeout=timeout) if many else None
         self._ranks: RankGroup = self._exchange or RankGroup()
         self.rank, self.size = self._ranks.rank, self._ranks.size
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that writes and speaks."""
+        """Whether this is rank 0, which writes files and prints."""
         return self.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank; for small things."""
+        """Returns the values of all ranks on every rank. For small values."""
         return self._ranks.gather(value)
 
-    def first(self, work: Callable[[], T]) -> T | None:
-        """Does something on rank 0 alone; None elsewhere. If it fails, every rank raises."""
+    def on_rank_0(self, work: Callable[[], T]) -> T | None:
+        """Runs a function on rank 0; other ranks return None. An error raises on every rank."""
         return self._agreed(work if self.is_first else lambda: None)
 
-    def in_turn(self, work: Callable[[], T]) -> T:
-        """Does something on rank 0, then on all others: they find what it has fetched."""
-        done = self.first(work)
+    def rank_0_first(self, work: Callable[[], T]) -> T:
+        """Runs a function on rank 0, then on the others, which find what rank 0 has downloaded."""
+        done = self.on_rank_0(work)
         return self._agreed(lambda: work() if done is None else done)
 
     def _agreed(self, work: Callable[[], T]) -> T:
-        """Does something on every rank; if it fails on one, every rank raises."""
+        """Runs a function on every rank. An error on one rank raises on every rank."""
         # Callers fall back to other data when the data is unavailable, and must do so on every rank.
         return agree(self._ranks, work, keep=(DataUnavailableError,))
 
     # ---- batches
 
     def part(self, batch: Batch) -> Batch:
-        """This rank's rows of a batch; the ranks' parts in order are the batch, some may be empty."""
+        """Returns this rank's rows of a batch, maybe none. The parts of all ranks in order are the batch."""
         return part_of(batch, self.rank, self.size)
 
     def join(self, own: Tensor, rows: int) -> Tensor:
-        """float32 [rows of this rank's part] of every rank -> [rows], in the order of the batch."""
+        """Concatenates the values of all ranks in the order of the batch.
+
+        Args:
+            own: float32, one value per row of this rank's part.
+            rows: Number of rows of the batch.
+
+        Returns:
+            float32 [rows].
+        """
         sizes = [(end - start) * 4 for start, end in (bounds(rows, r, self.size) for r in range(self.size))]
         return self._exchanged(own, [sizes[self.rank]] * self.size, sizes, "predictions").view(torch.float32)
 
     def sum_on_first(self, sums: Tensor) -> None:
-        """Adds the other ranks' to rank 0's, in place; elsewhere they stay as they are."""
+        """Adds the tensors of all ranks on rank 0 in place. On other ranks the tensor is unchanged."""
         size = sums.nbytes
         sent = [size] + [0] * (self.size - 1)
         got = [size if self.is_first else 0] * self.size
@@ -90,10 +101,10 @@ class RunRanks:
 
 
 def bounds(rows: int, number: int, parts: int) -> tuple[int, int]:
-    """Where part `number` of `parts` nearly equal ones begins and ends."""
+    """Returns start and end of part `number` if `rows` are split into nearly equal `parts`."""
     return rows * number // parts, rows * (number + 1) // parts
 
 
 def part_of(batch: Batch, number: int, parts: int) -> Batch:
-    """A batch's rows of that part; the batch itself where there is one part."""
+    """Returns the rows of part `number` of a batch."""
     return batch if parts == 1 else batch.part(*bounds(len(batch), number, parts))

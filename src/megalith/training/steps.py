@@ -1,6 +1,6 @@
-"""Steps: one update of a model from one batch, whole or in micro-batches over ranks.
+"""Steps: one update of a model from one batch, as a whole or in micro-batches over ranks.
 
-Either way the loss is the mean over the whole batch, and nothing is updated if it is not finite.
+In both cases the loss is the mean over the batch, and nothing is updated if it is not finite.
 """
 
 from __future__ import annotations
@@ -20,25 +20,42 @@ from megalith.training.run_ranks import RunRanks, part_of
 
 
 class BatchScores(NamedTuple):
-    """Rows this rank computed, and their logits [rows]."""
+    """Rows that this rank computed."""
 
     batch: Batch
     logits: Tensor
+    """float32 [rows]."""
 
 
 class Steps(ABC):
-    """Takes batches, one optimizer step each."""
+    """Trains a model: one optimizer step per batch."""
 
     stopped = False
     """Whether a rank passed stop=True to the last `take`, the same on all ranks."""
 
     @abstractmethod
     def take(self, batch: Batch, *, stop: bool = False) -> tuple[float, list[BatchScores]]:
-        """The loss of the whole batch, and what this rank computed. Raises InputError if it is not finite."""
+        """Trains on a batch.
+
+        Args:
+            batch: The batch, the same on all ranks.
+            stop: Whether this rank wants to stop the run; see `stopped`.
+
+        Returns:
+            The loss of the batch, and the rows that this rank computed.
+
+        Raises:
+            InputError: The loss is not finite.
+        """
 
 
 class WholeBatches(Steps):
-    """One process, a batch at a time; the model's tables are updated in backward."""
+    """Steps of one process. The tables are updated in backward.
+
+    Args:
+        model: The model.
+        optimizer: The optimizer of the dense weights.
+    """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model = model
@@ -61,9 +78,13 @@ class WholeBatches(Steps):
 
 
 class PartBatches(Steps):
-    """Every rank takes its rows of each batch; the model's tables are updated in `step`.
+    """Steps in micro-batches. Every rank computes its rows of a batch; the tables are updated in `step`.
 
-    num: micro-batches of a step, all ranks together, as for MicroBatches; None: one a rank.
+    Args:
+        model: The model.
+        optimizer: The optimizer of the dense weights.
+        ranks: The ranks of the run.
+        num: Micro-batches per step over all ranks, as for MicroBatches. None: one per rank.
     """
 
     def __init__(
@@ -86,13 +107,13 @@ class PartBatches(Steps):
             part = part_of(batch, index, self._micro.num)
             logits = forward_batch(self._model, part)
             scored.append(BatchScores(part, logits.detach()))
-            # The mean over micro-batches of this is the mean over rows, also where parts differ in size.
+            # The mean of this over micro-batches is the mean over rows, even if the parts differ in size.
             return _losses(logits, part).sum() * (self._micro.num / len(batch))
 
         return compute
 
 
 def _losses(logits: Tensor, batch: Batch) -> Tensor:
-    """The loss of every row."""
+    """The loss of each row, float32 [rows]."""
     losses = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels, reduction="none")
     return losses if batch.weights is None else losses * batch.weights

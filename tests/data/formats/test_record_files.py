@@ -134,10 +134,10 @@ def test_a_flipped_bit_anywhere_in_a_tfrecord(tmp_path: Path) -> None:
 def test_lengths_are_not_believed(tmp_path: Path) -> None:
     path = tmp_path / "a.pb"
     path.write_bytes(struct.pack("<Q", 2**63) + b"abc")
-    with pytest.raises(InputError, match=r"length at byte 0 is 9223372036854775808, over max_bytes"):
+    with pytest.raises(InputError, match=r"length at byte 0 is 9223372036854775808, more than max_bytes"):
         read(path, "length")
     path.write_bytes(framed([b"x" * 101], "length"))
-    with pytest.raises(InputError, match="over max_bytes=100"):
+    with pytest.raises(InputError, match="more than max_bytes=100"):
         read(path, "length", max_bytes=100)
 
 
@@ -145,7 +145,7 @@ def test_a_damaged_gz(tmp_path: Path) -> None:
     path = tmp_path / "a.pb.gz"
     packed = gzip.compress(framed([bytes([i]) * 5000 for i in range(250)], "length"))
     path.write_bytes(packed[: len(packed) // 2])
-    with pytest.raises(InputError, match=r"a.pb.gz: cannot be read behind byte \d+"):
+    with pytest.raises(InputError, match=r"a.pb.gz: cannot be read after byte \d+"):
         read(path, "length")
 
 
