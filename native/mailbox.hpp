@@ -192,7 +192,7 @@ class Mailbox {
   // Maps the files of all ranks, in rank order, including its own.
   void connect(const std::vector<std::string>& paths) {
     const Turn turn(*this);
-    if (state_ != State::made) refuse(state_ == State::closed ? "it is closed" : "it is already connected");
+    if (state_ != State::made) reject_call(state_ == State::closed ? "it is closed" : "it is already connected");
     check_count(paths.size(), "paths");
     std::vector<mailbox::Outbox> peers;
     for (int r = 0; r < size_; ++r) peers.push_back(open_peer(r, paths[static_cast<size_t>(r)]));
@@ -207,9 +207,9 @@ class Mailbox {
   std::vector<int> exchange(const char* send, const Sizes& send_sizes, char* recv, const Sizes& recv_sizes,
                             double timeout, Interrupted&& interrupted) {
     const Turn turn(*this);
-    if (state_ == State::made) refuse("call connect() first");
-    if (state_ == State::closed) refuse("it is closed");
-    if (state_ == State::broken) refuse("an exchange failed or timed out; make new mailboxes on all ranks");
+    if (state_ == State::made) reject_call("call connect() first");
+    if (state_ == State::closed) reject_call("it is closed");
+    if (state_ == State::broken) reject_call("an exchange failed or timed out; make new mailboxes on all ranks");
     const Clock::duration patience = duration(timeout);
     check_count(send_sizes.size(), "send_sizes");
     check_count(recv_sizes.size(), "recv_sizes");
@@ -225,7 +225,7 @@ class Mailbox {
       if (!missing.empty()) return missing;
     }
     for (const Incoming& in : incoming_)
-      if (in.left > 0) distrust(in.rank, "damaged: its slices do not add up to the part");
+      if (in.left > 0) reject_peer(in.rank, "damaged: its slices do not add up to the part");
     state_ = State::ready;
     return {};
   }
@@ -262,8 +262,8 @@ class Mailbox {
   class Turn {
    public:
     explicit Turn(Mailbox& box) : box_(box) {
-      if (getpid() != box.pid_) box.refuse("it belongs to the process that forked this one; make another");
-      if (box.busy_.exchange(true)) box.refuse("another thread is using it");
+      if (getpid() != box.pid_) box.reject_call("it belongs to the process that forked this one; make another");
+      if (box.busy_.exchange(true)) box.reject_call("another thread is using it");
     }
     ~Turn() { box_.busy_ = false; }
     Turn(const Turn&) = delete;
@@ -273,15 +273,15 @@ class Mailbox {
     Mailbox& box_;
   };
 
-  [[noreturn]] void refuse(const std::string& why) const {
+  [[noreturn]] void reject_call(const std::string& why) const {
     throw MailboxMisuse("mailbox " + path_ + " of rank " + std::to_string(rank_) + ": " + why);
   }
 
-  [[noreturn]] static void distrust(int rank, const std::string& path, const std::string& why) {
+  [[noreturn]] static void reject_peer(int rank, const std::string& path, const std::string& why) {
     throw std::invalid_argument("mailbox " + path + " of rank " + std::to_string(rank) + ": " + why);
   }
-  [[noreturn]] void distrust(int rank, const std::string& why) const {
-    distrust(rank, peers_[static_cast<size_t>(rank)].path(), why);
+  [[noreturn]] void reject_peer(int rank, const std::string& why) const {
+    reject_peer(rank, peers_[static_cast<size_t>(rank)].path(), why);
   }
 
   [[noreturn]] void refuse_size(int from, uint64_t sent, uint64_t expected) const {
@@ -389,11 +389,11 @@ class Mailbox {
     struct stat found;
     if (fstat(file.number, &found) != 0) throw FileError(errno, "cannot stat a mailbox", path);
     if (!S_ISREG(found.st_mode) || found.st_size != static_cast<off_t>(mailbox::file_bytes(size_)))
-      distrust(rank, path, "not a mailbox of " + std::to_string(size_) + " ranks");
-    if (found.st_uid != geteuid()) distrust(rank, path, "it belongs to another user");
+      reject_peer(rank, path, "not a mailbox of " + std::to_string(size_) + " ranks");
+    if (found.st_uid != geteuid()) reject_peer(rank, path, "it belongs to another user");
     mailbox::Outbox peer(file, path, size_, PROT_READ);
     const mailbox::Header& header = peer.header();
-    if (header.magic != mailbox::kMagic) distrust(rank, path, "not a mailbox: wrong magic number");
+    if (header.magic != mailbox::kMagic) reject_peer(rank, path, "not a mailbox: wrong magic number");
     check_equal(rank, path, "version", header.version, mailbox::kVersion);
     check_equal(rank, path, "number of ranks", header.ranks, static_cast<uint32_t>(size_));
     check_equal(rank, path, "rank", header.rank, static_cast<uint32_t>(rank));
@@ -403,7 +403,7 @@ class Mailbox {
   static void check_equal(int rank, const std::string& path, const char* what, uint32_t found,
                           uint32_t expected) {
     if (found != expected)
-      distrust(rank, path, std::string("its ") + what + " is " + std::to_string(found) + ", expected " +
+      reject_peer(rank, path, std::string("its ") + what + " is " + std::to_string(found) + ", expected " +
                                std::to_string(expected));
   }
 
@@ -433,7 +433,7 @@ class Mailbox {
     const uint32_t ahead = peer.header().published.load(std::memory_order_acquire) - number_;
     if (ahead == static_cast<uint32_t>(-1)) return false;
     // A peer is never two rounds ahead: it waits for this rank in every round.
-    if (ahead > 1) distrust(in.rank, "damaged: an impossible round");
+    if (ahead > 1) reject_peer(in.rank, "damaged: an impossible round");
     const uint32_t half = number_ % 2;
     const mailbox::Slice& slice = peer.slice(half, rank_);
     const uint64_t total = slice.total.load(std::memory_order_relaxed);
@@ -441,7 +441,7 @@ class Mailbox {
     const uint32_t bytes = slice.bytes.load(std::memory_order_relaxed);
     if (total != in.bytes) refuse_size(in.rank, total, in.bytes);
     if (bytes > in.left || bytes > mailbox::kHalfBytes || begin > mailbox::kHalfBytes - bytes)
-      distrust(in.rank, "damaged: a slice of impossible size");
+      reject_peer(in.rank, "damaged: a slice of impossible size");
     if (bytes > 0) std::memcpy(in.to, peer.half(half) + begin, bytes);
     in.to += bytes, in.left -= bytes;
     rounds = std::max(rounds, peer.header().rounds[half].load(std::memory_order_relaxed));

@@ -61,7 +61,7 @@ class Snapshot {
   }
 
   // Saves rows before they change. False: no room; the caller waits, finds the rows again, and repeats.
-  bool set_aside(const Rows& rows, const int32_t* which, int64_t n) {
+  bool save(const Rows& rows, const int32_t* which, int64_t n) {
     if (cursor_ >= high_) return true;
     const size_t floats = rows.row_size() / 4;
     for (int64_t i = 0; i < n; ++i) {

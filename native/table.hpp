@@ -120,7 +120,7 @@ class Table {
               int threads) {
     std::unique_lock<ForkSafeLock> hold(lock_);
     Lease lease;
-    keep_for_snapshot(ids, n, *lease, threads, hold);
+    save_for_snapshot(ids, n, *lease, threads, hold);
     const int32_t* rows = find_or_create(ids, n, *lease, threads);
     for (int64_t i = 0; i < n; ++i) {
       float* w = rows_.weights(rows[i]);
@@ -134,7 +134,7 @@ class Table {
   void reinitialize(const int64_t* ids, int64_t n, uint32_t time, int32_t* status, int threads) {
     std::unique_lock<ForkSafeLock> hold(lock_);
     Lease lease;
-    keep_for_snapshot(ids, n, *lease, threads, hold);
+    save_for_snapshot(ids, n, *lease, threads, hold);
     int32_t* before = lease->rows.get(n);
     find_rows(ids, n, before, threads);
     std::unordered_set<int64_t> created;
@@ -149,7 +149,7 @@ class Table {
     std::unique_lock<ForkSafeLock> hold(lock_);
     {
       Lease lease;
-      keep_for_snapshot(ids, n, *lease, 1, hold);
+      save_for_snapshot(ids, n, *lease, 1, hold);
     }
     rows_.prepare_give_back(std::min(n, index_.size()));
     prepare_removed(std::min(n, index_.size()));
@@ -170,7 +170,7 @@ class Table {
                int threads) {
     std::unique_lock<ForkSafeLock> hold(lock_);
     Lease lease;
-    keep_for_snapshot(ids, n, *lease, threads, hold);
+    save_for_snapshot(ids, n, *lease, threads, hold);
     const int64_t before = index_.size();
     const int32_t* rows = find_or_create(ids, n, *lease, threads, /*initialize=*/false);
     // If every id created a row, the ids are distinct, and the order of writes does not matter.
@@ -402,7 +402,7 @@ class Table {
   const int32_t* current_rows(const int32_t* rows, int64_t epoch, const int64_t* ids, int64_t n,
                               Scratch& scratch, int threads) const {
     const bool current = epoch == epoch_, unknown = epoch == kUnknownEpoch;
-    if (rows && current && all_used(rows, n)) return rows;
+    if (rows && current && all_in_range(rows, n)) return rows;
     int32_t* found = scratch.rows.get(n);
     if (!rows || !(current || unknown)) {
       find_rows(ids, n, found, threads);
@@ -418,7 +418,7 @@ class Table {
     return found;
   }
 
-  bool all_used(const int32_t* rows, int64_t n) const {
+  bool all_in_range(const int32_t* rows, int64_t n) const {
     int32_t lowest = 0, highest = -1;
     for (int64_t i = 0; i < n; ++i) {
       lowest = rows[i] < lowest ? rows[i] : lowest;
@@ -512,12 +512,12 @@ class Table {
   }
 
   // Saves the rows of these ids for the snapshot before they change.
-  void keep_for_snapshot(const int64_t* ids, int64_t n, Scratch& scratch, int threads,
+  void save_for_snapshot(const int64_t* ids, int64_t n, Scratch& scratch, int threads,
                          std::unique_lock<ForkSafeLock>& hold) {
     while (snapshot()) {
       int32_t* rows = scratch.rows.get(n);
       find_rows(ids, n, rows, threads);
-      if (snapshot_->set_aside(rows_, rows, n)) return;
+      if (snapshot_->save(rows_, rows, n)) return;
       wait_for_reader(hold);
     }
   }

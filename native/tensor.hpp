@@ -130,7 +130,7 @@ constexpr Kind kind_of<float>() { return Kind::float32; }
 template <>
 constexpr Kind kind_of<double>() { return Kind::float64; }
 
-[[noreturn]] inline void refuse(const char* name, Kind kind) {
+[[noreturn]] inline void reject(const char* name, Kind kind) {
   const char* type = facts(kind).name;
   throw nb::type_error(
       (std::string(name) + ": expected a contiguous " + type + (*type ? " " : "") + "tensor on the CPU")
@@ -144,21 +144,21 @@ inline nb::str text_of(nb::object object) {
 }
 
 inline TensorView borrow_by_attributes(nb::handle object, Kind kind, const char* name) {
-  if (!nb::hasattr(object, "data_ptr")) refuse(name, kind);
+  if (!nb::hasattr(object, "data_ptr")) reject(name, kind);
   const nb::str dtype = text_of(object.attr("dtype")), device = text_of(object.attr("device"));
   const std::string wanted = std::string("torch.") + facts(kind).name;
   const nb::object contiguous = object.attr("is_contiguous")();
   if ((kind != Kind::any && wanted != dtype.c_str()) || std::strncmp(device.c_str(), "cpu", 3) != 0 ||
       !PyObject_IsTrue(contiguous.ptr()))
-    refuse(name, kind);
+    reject(name, kind);
   TensorView view;
   for (nb::handle size : object.attr("shape")) {
-    if (view.ndim == 4) refuse(name, kind);
+    if (view.ndim == 4) reject(name, kind);
     view.shape[view.ndim++] = nb::cast<int64_t>(size);
   }
   view.data = reinterpret_cast<void*>(nb::cast<uintptr_t>(object.attr("data_ptr")()));
   view.item_bytes = nb::cast<int64_t>(object.attr("element_size")());
-  if (!view.data && view.numel() > 0) refuse(name, kind);
+  if (!view.data && view.numel() > 0) reject(name, kind);
   return view;
 }
 
@@ -169,21 +169,21 @@ inline TensorView borrow(nb::handle object, Kind kind, const char* name) {
   dlpack::Tensor t;
   if (api->dltensor_from_py_object_no_sync(object.ptr(), &t) != 0) {
     PyErr_Clear();
-    refuse(name, kind);
+    reject(name, kind);
   }
   const KindFacts wanted = facts(kind);
   const bool fits = kind == Kind::any || (t.dtype.code == wanted.code && t.dtype.bits == wanted.bits);
-  if (t.device.type != dlpack::kCpu || !fits || t.dtype.lanes != 1 || t.ndim > 4) refuse(name, kind);
+  if (t.device.type != dlpack::kCpu || !fits || t.dtype.lanes != 1 || t.ndim > 4) reject(name, kind);
   TensorView view;
   view.item_bytes = t.dtype.bits / 8;
   view.ndim = t.ndim;
   for (int d = 0; d < t.ndim; ++d) view.shape[d] = t.shape[d];
   int64_t expected = 1;
   for (int d = t.ndim - 1; d >= 0 && t.strides && view.numel() > 0; --d) {
-    if (t.shape[d] > 1 && t.strides[d] != expected) refuse(name, kind);
+    if (t.shape[d] > 1 && t.strides[d] != expected) reject(name, kind);
     expected *= t.shape[d];
   }
-  if (!t.data && view.numel() > 0) refuse(name, kind);  // a tensor without memory, for example in tracing
+  if (!t.data && view.numel() > 0) reject(name, kind);  // a tensor without memory, for example in tracing
   view.data = static_cast<char*>(t.data) + t.byte_offset;
   return view;
 }

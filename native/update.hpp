@@ -138,7 +138,7 @@ inline void Table::update(const Update& u, int threads) {
   Scratch& scratch = *lease;
   const Reached reached(u);
   const int32_t* rows = current_rows(u.rows, u.epoch, u.ids, u.n, scratch, threads);
-  while (snapshot() && !snapshot_->set_aside(rows_, rows, u.n)) {
+  while (snapshot() && !snapshot_->save(rows_, rows, u.n)) {
     wait_for_reader(hold);
     rows = current_rows(u.rows, u.epoch, u.ids, u.n, scratch, threads);
   }
