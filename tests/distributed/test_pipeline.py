@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -339,7 +338,7 @@ def evaluating(model: Model, loader: Iterable[Any]) -> None:
 
 
 def troubles() -> dict[str, Any]:
-    pipeline.GRACE = timedelta(seconds=60)  # machines may be slow, and later calls must come after it
+    pipeline.GRACE = 60.0  # machines may be slow, and later calls must come after it
     found: dict[str, Any] = {}
     bad = dist.get_rank() == 1
     for name, options in PIPELINES.items():
@@ -387,7 +386,7 @@ def test_an_error_on_one_rank_ends_the_loop_of_all_and_leaves_them_in_step() -> 
 
 
 def leaving() -> dict[str, Any]:
-    pipeline.GRACE = timedelta(seconds=60)
+    pipeline.GRACE = 60.0
     found: dict[str, Any] = {}
     for name, options in PIPELINES.items():
         model, plain = Model(), Model()
