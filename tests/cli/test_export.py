@@ -1,4 +1,4 @@
-"""megalith export: a run becomes a version, and what goes wrong is said in one line."""
+"""megalith export: writes a version of a run; errors are one line."""
 
 from __future__ import annotations
 
@@ -61,16 +61,16 @@ def test_options(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["--precision", "int4"], "precision must be one of float32, float16, int8"),
         (["--model-name", "a/b"], "must not contain"),
     ],
 )
-def test_wrong_options_are_told_in_a_line(run: Path, tmp_path: Path, arguments: list[str], says: str) -> None:
+def test_errors_are_one_line(run: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
     result = megalith(run, tmp_path / "out", *arguments)
     assert result.exit_code != 0
-    assert says in " ".join(result.output.split())
+    assert message in " ".join(result.output.split())
     assert "Traceback" not in result.output
     assert not (tmp_path / "out").exists()
 

@@ -1,4 +1,4 @@
-"""megalith serve: a directory in, a server out, until a signal ends it."""
+"""megalith serve: serves a directory until a signal stops it."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from megalith.models import Model
 from megalith.serving.discovery import FileDiscovery
 from megalith.serving.server.model_server import ModelServer
 from megalith.training.run_model import load_trained
-from tests.serving.exports import Asked, export_version, logits, request_of, rows
+from tests.serving.exports import ServerClient, export_version, logits, request_of, rows
 
 LIMIT = 120.0
 FEATURES, DENSE = rows(2)
 
 
-class Served:
-    """`megalith serve` in a process of its own."""
+class ServeProcess:
+    """`megalith serve` in a separate process."""
 
     def __init__(self, *arguments: object) -> None:
         command = [sys.executable, "-m", "megalith", "serve", *map(str, arguments), "--port", "0"]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        self.said: list[str] = []
+        self.lines: list[str] = []
 
     def wait_for(self, pattern: str) -> str:
-        """The group of a pattern in the next line that has it."""
+        """Waits for a line that matches a pattern, and returns its group."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self.said.append(line)
+            self.lines.append(line)
             if found := re.search(pattern, line):
                 return found[1]
-        raise AssertionError(f"{pattern!r} not in {self.said}; {self.process.communicate(timeout=LIMIT)[1]}")
+        raise AssertionError(f"{pattern!r} not in {self.lines}; {self.process.communicate(timeout=LIMIT)[1]}")
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(number)
@@ -51,8 +51,8 @@ class Served:
 
 
 @contextmanager
-def served(*arguments: object) -> Iterator[Served]:
-    made = Served(*arguments)
+def served(*arguments: object) -> Iterator[ServeProcess]:
+    made = ServeProcess(*arguments)
     try:
         yield made
     finally:
@@ -69,13 +69,13 @@ def train(run: Path, *more: str) -> Model:
     return load_trained(run)[0]
 
 
-def test_a_signal_ends_it(tmp_path: Path) -> None:
+def test_a_signal_stops_the_server(tmp_path: Path) -> None:
     model = export_version(tmp_path / "exports")
     found = tmp_path / "servers.json"
     with served(tmp_path / "exports", "--discovery", f"file:{found}") as server:
         address = server.wait_for(r"gRPC on (\S+)")
-        assert "movies version 1\n" in server.said
-        with Asked(address) as ask:
+        assert "movies version 1\n" in server.lines
+        with ServerClient(address) as ask:
             outputs = ask({**FEATURES, "dense": DENSE})
             torch.testing.assert_close(outputs["logits"], logits(model, FEATURES, DENSE))
         with FileDiscovery(found) as discovery:
@@ -91,7 +91,7 @@ def test_following_a_run_waits_for_its_first_checkpoint_and_serves_it(tmp_path: 
     with served(run, "--follow", "--model-name", "clicks") as server:
         server.wait_for("(waiting) for the first checkpoint")
         model = train(run)
-        with Asked(server.wait_for(r"gRPC on (\S+)")) as ask:
+        with ServerClient(server.wait_for(r"gRPC on (\S+)")) as ask:
             for name, table in model.embeddings.shards.local.items():
                 ids = torch.cat([chunk.ids for chunk in table.scan()])
                 rows = ask({f"{name}_id": ids}, signature="lookup", model="clicks")[f"{name}_value"]
@@ -102,7 +102,7 @@ def test_following_a_run_waits_for_its_first_checkpoint_and_serves_it(tmp_path: 
 
 
 @pytest.mark.usefixtures("restore_threads")
-def test_a_run_is_exported_again_only_if_it_has_gone_on(tmp_path: Path) -> None:
+def test_a_run_is_exported_again_only_if_its_checkpoint_changed(tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(run)
     for again, versions in ((False, ["5"]), (False, ["5"]), (True, ["5", "6"])):
@@ -123,7 +123,7 @@ def test_a_run_is_exported_again_only_if_it_has_gone_on(tmp_path: Path) -> None:
         (["absent", "--discovery", "static:h:1", "--host", "0.0.0.0"], "--advertise"),
     ],
 )
-def test_what_cannot_be_served_is_said_in_a_line(
+def test_errors_are_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -140,7 +140,7 @@ def test_a_signal_ends_a_start_that_takes_long(tmp_path: Path, monkeypatch: pyte
 
     def opens(server: ModelServer, directory: Path) -> Any:
         signal.raise_signal(signal.SIGTERM)
-        ended.append("it went on")
+        ended.append("it continued")
 
     monkeypatch.setattr(ModelServer, "_open", opens)
     result = CliRunner().invoke(app, ["serve", str(tmp_path), "--port", "0"])

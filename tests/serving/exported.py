@@ -63,7 +63,7 @@ def served(model: Model, out: Path, **options: Any) -> Servable:
 
 
 def logits_of(model: Model, features: Any, dense: Tensor | None = None) -> Tensor:
-    """What the trained module says, in eval."""
+    """The output of the trained module in eval mode."""
     was = model.training
     with torch.no_grad():
         logits: Tensor = model.eval()(features, dense)

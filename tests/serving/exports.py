@@ -46,7 +46,7 @@ def make_model(
 def export_version(
     out: Path, *, version: int = 1, seed: int = 0, name: str = "movies", **options: Any
 ) -> Model:
-    """A version of the model below `out`; seed: of its weights."""
+    """Exports a version of the model below `out`, with weights of a seed."""
     model = make_model(seed)
     export_model(model, out, name=name, version=version, **options)
     return model
@@ -54,7 +54,7 @@ def export_version(
 
 @torch.no_grad()
 def logits(model: Model, features: Mapping[str, Tensor | Ragged], dense: Tensor) -> Tensor:
-    """What the module itself says."""
+    """The logits of the module itself."""
     scores: Tensor = model(dict(features), dense)
     return scores
 
@@ -86,8 +86,8 @@ def request_of(
     return request
 
 
-class Asked:
-    """A connection that asks for scores."""
+class ServerClient:
+    """A connection that sends PredictRequests."""
 
     def __init__(self, address: str, **options: Any) -> None:
         self.connection = Connection(address, **options)
@@ -108,7 +108,7 @@ class Asked:
         }
         return tensors, answer.model_spec
 
-    def __enter__(self) -> Asked:
+    def __enter__(self) -> ServerClient:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -64,7 +64,7 @@ def plain_server(answer: Answer, *, credentials: Any = None, port: int = 0) -> I
         try:
             outputs = answer(seen)
         except Refused as refused:
-            context.abort(grpc.StatusCode[str(refused)], "the test says so")
+            context.abort(grpc.StatusCode[str(refused)], "requested by the test")
         if isinstance(outputs, bytes):
             return outputs
         protos = {name: to_tensor_proto(value) for name, value in outputs.items()}

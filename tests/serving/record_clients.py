@@ -43,7 +43,7 @@ TYPED = {
     "DT_UINT64": ("uint64_val", [1, 2**64 - 1]),
     "DT_BOOL": ("bool_val", [True, False]),
 }
-"""dtype: where its values go beside tensor_content, and two of them."""
+"""dtype -> the field of its typed values (the alternative to tensor_content), and two values."""
 
 
 def array(dtype: str) -> np.ndarray:

@@ -14,23 +14,14 @@ from megalith.cli.output import console, progress
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="The directory of a run, or a checkpoint.")],
     out: Annotated[
-        Path,
-        typer.Argument(
-            help="Directory of the versions: OUT/VERSION, or OUT/entry/VERSION, OUT/ps_0/VERSION ..."
-        ),
+        Path, typer.Argument(help="Directory of versions: OUT/VERSION, or OUT/entry, OUT/ps_0 ...")
     ],
     name: Annotated[
-        str | None,
-        typer.Option("--model-name", help="Name of the model in requests. Default: the kind of model."),
+        str | None, typer.Option("--model-name", help="Name in requests. Default: the kind of model.")
     ] = None,
-    precision: Annotated[
-        str, typer.Option(help="Precision of the rows: float32, float16 or int8.")
-    ] = "float32",
+    precision: Annotated[str, typer.Option(help="float32, float16 or int8, for the rows.")] = "float32",
     shards: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Number of ps parts to distribute rows over; 0: one process holds everything."
-        ),
+        int, typer.Option(min=0, help="Number of ps parts for the rows; 0: one process holds everything.")
     ] = 0,
     version: Annotated[
         int | None, typer.Option(min=0, help="Number of the version. Default: the step of the checkpoint.")

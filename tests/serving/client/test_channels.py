@@ -135,7 +135,7 @@ def test_a_failure_is_a_remote_error() -> None:
             ask(server.address)
         assert raised.value.code == "PERMISSION_DENIED"
         assert raised.value.targets == (server.address,)
-        assert str(raised.value) == f"{server.address}: PERMISSION_DENIED: the test says so"
+        assert str(raised.value) == f"{server.address}: PERMISSION_DENIED: requested by the test"
         assert isinstance(raised.value, ConnectionError)
 
 
@@ -147,7 +147,7 @@ def test_a_server_that_is_not_there_is_unavailable() -> None:
     assert raised.value.code == "UNAVAILABLE"
 
 
-def test_bytes_travel_as_they_are_and_metadata_beside_them() -> None:
+def test_bytes_are_sent_unchanged_with_metadata() -> None:
     request = PredictRequest()
     request.model_spec.name = "movies"
     with plain_server(empty) as server, Connection(server.address) as connection:
@@ -262,7 +262,7 @@ def test_work_runs_in_threads_that_are_kept() -> None:
         channels.submit(lambda: None)
 
 
-def test_the_connection_unused_for_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_used_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channels_module, "MAX_CONNECTIONS", 2)
     with Channels() as channels:
         a, b = channels.get("127.0.0.1:1"), channels.get("127.0.0.1:2")

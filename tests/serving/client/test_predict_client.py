@@ -1,4 +1,4 @@
-"""The predict client: what it sends, what it makes of answers, and how it goes on when a server fails."""
+"""PredictClient: requests, responses, and failover."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_what_cannot_travel_is_named(value: Any) -> None:
         {"deadline_ms": float("nan")},
     ],
 )
-def test_settings_that_make_no_sense(settings: dict[str, Any]) -> None:
+def test_invalid_settings(settings: dict[str, Any]) -> None:
     with pytest.raises(InputError):
         PredictClient(StaticDiscovery([]), **{"model_name": "movies", **settings})
 
@@ -149,7 +149,7 @@ def test_many_threads_get_their_own_answers() -> None:
             assert list(threads.map(ask, range(200))) == [2.0 * k for k in range(200)]
 
 
-def test_a_closed_client_says_so() -> None:
+def test_a_closed_client_raises() -> None:
     with plain_server(doubled) as server:
         c = client(server)
         c.predict({"x": X})
@@ -211,7 +211,7 @@ def test_two_hanging_servers_share_one_deadline() -> None:
         hanging[0].released.set()
 
 
-def test_a_slow_server_gets_company_and_is_then_asked_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_server_is_hedged_and_then_tried_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failover, "REST_SECONDS", 1000.0)
     monkeypatch.setattr(random, "randrange", lambda stop: 0)
 
@@ -245,7 +245,7 @@ def test_another_replica_is_tried(code: str) -> None:
 )
 def test_a_refused_request_is_not_tried_elsewhere(code: str) -> None:
     with plain_server(refuse(code)) as a, plain_server(refuse(code)) as b, client(a, b) as c:
-        with pytest.raises(RemoteError, match=f"movies:entry: .*{code}: the test says so") as raised:
+        with pytest.raises(RemoteError, match=f"movies:entry: .*{code}: requested by the test") as raised:
             c.predict({"x": X})
         assert raised.value.code == code
         assert len(raised.value.targets) == len(a.seen) + len(b.seen) == 1
@@ -268,7 +268,7 @@ def when_a_failure_was_heard(monkeypatch: pytest.MonkeyPatch) -> threading.Event
 def test_a_failure_of_the_second_costs_no_answer_of_the_first(
     monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
-    """The first is slow, so the second is asked too; what that says does not end the first."""
+    """The first server is slow, so the second is tried too; its error does not end the first try."""
     monkeypatch.setattr(random, "randrange", lambda stop: 0)
 
     def slow(seen: Seen) -> dict[str, Tensor]:
@@ -397,10 +397,10 @@ def test_the_old_name_is_asked_where_the_new_one_is_not_known() -> None:
 
 def test_the_old_name_is_asked_only_if_no_replica_knows_the_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random, "randrange", lambda stop: 0)
-    with plain_server(known_as("films:entry")) as behind, plain_server(known_as("movies:entry")) as ahead:
-        with client(behind, ahead, old_model_name="films") as c:
+    with plain_server(known_as("films:entry")) as old, plain_server(known_as("movies:entry")) as new:
+        with client(old, new, old_model_name="films") as c:
             c.predict({"x": X})
-        assert [seen.message.model_spec.name for seen in behind.seen + ahead.seen] == ["movies:entry"] * 2
+        assert [seen.message.model_spec.name for seen in old.seen + new.seen] == ["movies:entry"] * 2
 
 
 def test_the_old_name_is_asked_where_discovery_does_not_know_the_new_one() -> None:
@@ -410,7 +410,7 @@ def test_the_old_name_is_asked_where_discovery_does_not_know_the_new_one() -> No
             assert c.predict({"x": X})["y"].tolist() == [2.0, 5.0]
 
 
-# ---- answers are hostile until read
+# ---- responses are untrusted until validated
 
 
 def response(**outputs: Any) -> bytes:
@@ -436,7 +436,7 @@ SHORT.tensor_shape.dim.add(size=1)
         (response(y=TensorProto(dtype=77)), "output 'y': dtype 77"),
     ],
 )
-def test_answers_that_are_no_answers(answer: bytes, message: str) -> None:
+def test_malformed_responses(answer: bytes, message: str) -> None:
     with plain_server(lambda seen: answer) as server, client(server) as c:
         with pytest.raises(RemoteError, match=message) as raised:
             c.predict({"x": X}, outputs=["y"])
@@ -530,7 +530,7 @@ def test_remote_predict_checks_its_aliases(
         remote_predict(inputs, tensors, outputs, "movies", 0)
 
 
-def test_remote_predict_without_a_discovery_says_what_to_do() -> None:
+def test_remote_predict_without_a_discovery_names_the_remedy() -> None:
     with pytest.raises(UsageError, match="call set_default_discovery"):
         remote_predict(["x"], [X], ["y"], "movies", 0)
 
@@ -567,20 +567,20 @@ def test_calls_share_connections_until_the_default_changes() -> None:
 
 
 class Opening(StaticDiscovery):
-    """A discovery that takes until it is told to."""
+    """A discovery that starts only when released."""
 
     opened = 0
 
     def __init__(self, address: str) -> None:
         super().__init__([address])
-        self.told = threading.Event()
+        self.released = threading.Event()
         self.starting = threading.Event()
         self.stopped = threading.Event()
 
     def start(self, timeout: float = 15.0) -> None:
         self.opened += 1
         self.starting.set()
-        assert self.told.wait(LIMIT)
+        assert self.released.wait(LIMIT)
 
     def stop(self) -> None:
         self.stopped.set()
@@ -606,7 +606,7 @@ def test_a_discovery_that_does_not_open_costs_a_call_its_deadline_and_others_not
             waiting = threads.submit(ask, "slow")
             assert slow.starting.wait(LIMIT)
             assert ask("quick") == [2.0, 5.0]
-            slow.told.set()
+            slow.released.set()
             assert waiting.result(LIMIT) == [2.0, 5.0]
         assert slow.opened == 1
 
@@ -618,13 +618,13 @@ def test_a_discovery_that_opens_after_all_was_closed_is_closed(monkeypatch: pyte
         ask("slow", 50)
     set_default_discovery(None)
     assert not slow.stopped.is_set()
-    slow.told.set()
+    slow.released.set()
     assert slow.stopped.wait(LIMIT)
 
 
 def test_a_discovery_that_failed_to_open_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with plain_server(doubled) as server:
-        found: list[Any] = [DiscoveryError("nobody is there"), StaticDiscovery([server.address])]
+        found: list[Any] = [DiscoveryError("no server"), StaticDiscovery([server.address])]
 
         def opens(url: str) -> Any:
             made = found.pop(0)
@@ -633,6 +633,6 @@ def test_a_discovery_that_failed_to_open_is_tried_again(monkeypatch: pytest.Monk
             return made
 
         monkeypatch.setattr(remote_module, "open_discovery", opens)
-        with pytest.raises(DiscoveryError, match="nobody is there"):
+        with pytest.raises(DiscoveryError, match="no server"):
             ask("some")
         assert ask("some") == [2.0, 5.0]

@@ -251,7 +251,7 @@ def test_replicas_of_a_part_stand_in_for_each_other() -> None:
         (b"\xff", "INTERNAL"),
     ],
 )
-def test_answers_that_do_not_fit_are_failures(answer: Any, message: str) -> None:
+def test_mismatched_responses_are_failures(answer: Any, message: str) -> None:
     with parts(lambda seen: answer, lookup) as (discovery, _):
         routed = signature(ROUTINGS["roundrobin"])
         fetch = RowFetcher(discovery, routed, deadline_ms=LONG_MS)

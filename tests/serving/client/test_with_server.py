@@ -195,7 +195,7 @@ def test_a_killed_part_fails_softly(tmp_path: Path, expected: dict[str, Tensor])
     assert not torch.equal(after, expected["logits"])
 
 
-# ---- another number of parts, while requests go on
+# ---- another number of parts, while requests continue
 
 
 def asked(found: StaticDiscovery) -> Tensor:

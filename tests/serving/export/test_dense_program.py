@@ -89,7 +89,7 @@ def test_the_callers_tensor_is_not_kept(program: DenseProgram) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights", "says"),
+    ("weights", "message"),
     [
         ({"deep.scale": torch.ones(1)}, "'deep.scale' is unknown"),
         ({"deep.bias": torch.ones(2)}, r"float32 \[2\], not torch.float32 \[1\]"),
@@ -97,9 +97,11 @@ def test_the_callers_tensor_is_not_kept(program: DenseProgram) -> None:
         ({"deep.bias": torch.tensor([float("nan")])}, "NaN or Inf"),
     ],
 )
-def test_wrong_weights_change_nothing(program: DenseProgram, weights: dict[str, Tensor], says: str) -> None:
+def test_wrong_weights_change_nothing(
+    program: DenseProgram, weights: dict[str, Tensor], message: str
+) -> None:
     before = run(program)
-    with pytest.raises(InputError, match=says):
+    with pytest.raises(InputError, match=message):
         program.set(constant(3.0) | weights)
     assert torch.equal(run(program), before)
 
@@ -234,7 +236,7 @@ def test_what_people_put_into_models_is_let_through(tmp_path: Path, part: str) -
         torch.testing.assert_close(program(dict(rows), None), model.eval().score(rows, None))
 
 
-def test_paths_of_sources_stay_at_home(archive: Path) -> None:
+def test_source_paths_are_not_exported(archive: Path) -> None:
     for name in ("din", "dlrm"):
         path = archive.with_name(f"{name}.pt2")
         export_program(trained(name), path)
@@ -261,7 +263,7 @@ def test_what_cannot_be_traced_says_so(tmp_path: Path) -> None:
         export_program(Branches(), tmp_path / "dense.pt2")
 
 
-# ---- hostile archives
+# ---- malicious archives
 
 
 class Evil:
@@ -324,7 +326,7 @@ def torch_pickled() -> bytes:
     return buffer.getvalue()
 
 
-HOSTILE: dict[str, Change] = {
+MALICIOUS: dict[str, Change] = {
     "a function of the system": with_target("torch.os.system"),
     "a function of python": with_target("torch.load"),
     "a library": with_target("torch.ops.load_library.__func__.__call__"),
@@ -395,12 +397,12 @@ def test_an_archive_that_was_packed_again_is_still_one(archive: Path, tmp_path: 
     assert program.names.keys() == {"deep.weight", "deep.bias"}
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", MALICIOUS)
 def test_an_archive_that_does_more_than_compute_is_refused(archive: Path, tmp_path: Path, name: str) -> None:
     import builtins
 
     with pytest.raises(ExportError, match="a server may run"):
-        DenseProgram(rewritten(archive, tmp_path / "dense.pt2", HOSTILE[name]))
+        DenseProgram(rewritten(archive, tmp_path / "dense.pt2", MALICIOUS[name]))
     assert not hasattr(builtins, "megalith_was_hacked")
 
 
@@ -412,6 +414,6 @@ def test_an_archive_that_ends_early_is_refused(archive: Path, tmp_path: Path, sh
         DenseProgram(tmp_path / "dense.pt2")
 
 
-def test_no_file_is_an_error_of_ours(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_export_error(tmp_path: Path) -> None:
     with pytest.raises(ExportError):
         DenseProgram(tmp_path / "dense.pt2")

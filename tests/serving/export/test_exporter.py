@@ -208,7 +208,7 @@ class Unpooled(Wide):
 
 
 @pytest.mark.parametrize(
-    ("model", "options", "error", "says"),
+    ("model", "options", "error", "message"),
     [
         (Wide, {"name": "a/b"}, InputError, "must not contain"),
         (Wide, {"name": ""}, InputError, "1 to 4096"),
@@ -224,10 +224,10 @@ class Unpooled(Wide):
     ],
 )
 def test_wrong_arguments_leave_nothing(
-    tmp_path: Path, model: Any, options: dict[str, Any], error: type[Exception], says: str
+    tmp_path: Path, model: Any, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     out = tmp_path / "out"
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=message):
         export_model(model(), out, **{"name": "m", "version": 1, **options})
     assert not out.exists()
 
@@ -239,7 +239,7 @@ def test_blocks_need_a_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "precision", "says"),
+    ("value", "precision", "message"),
     [
         (1e6, "float16", "table 't'.*beyond float16: export as float32"),
         (float("nan"), "float32", "table 't'.*NaN or Inf"),
@@ -247,12 +247,12 @@ def test_blocks_need_a_size(tmp_path: Path) -> None:
     ],
 )
 def test_rows_that_cannot_be_stored_name_their_table(
-    tmp_path: Path, fast: None, value: float, precision: str, says: str
+    tmp_path: Path, fast: None, value: float, precision: str, message: str
 ) -> None:
     def rows(table: str) -> Iterator[tuple[Tensor, Tensor]]:
         yield torch.arange(2), torch.tensor([[1.0, 1.0], [1.0, value]])
 
-    with pytest.raises(InputError, match=says):
+    with pytest.raises(InputError, match=message):
         export_model(Wide(), tmp_path, name="m", version=1, precision=precision, rows=rows)
     assert list(tmp_path.iterdir()) == []
 
@@ -307,7 +307,7 @@ def test_a_version_is_never_replaced(tmp_path: Path, fast: None) -> None:
 @pytest.mark.parametrize(
     "error", [RuntimeError("x"), KeyboardInterrupt(), OSError(errno.ENOSPC, "disk full")]
 )
-def test_a_failed_export_leaves_no_draft(
+def test_a_failed_export_leaves_no_staging_directory(
     tmp_path: Path, fast: None, monkeypatch: pytest.MonkeyPatch, num_shards: int, error: BaseException
 ) -> None:
     def fail(*_: object) -> Any:
@@ -333,7 +333,9 @@ def test_parts_appear_all_or_none(tmp_path: Path, fast: None) -> None:
 
 
 @pytest.mark.parametrize("num_shards", [0, 2])
-def test_the_draft_of_an_export_under_way_is_left_alone(tmp_path: Path, fast: None, num_shards: int) -> None:
+def test_the_staging_directory_of_an_export_in_progress_is_kept(
+    tmp_path: Path, fast: None, num_shards: int
+) -> None:
     def meanwhile(_: int) -> None:
         if not (tmp_path / parts[0] / "2").exists():
             export_model(wide(), tmp_path, name="m", version=2, num_shards=num_shards)
@@ -375,7 +377,7 @@ def in_child(work: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_a_disk_without_room_is_an_error_and_no_crash(tmp_path: Path, fast: None) -> None:
+def test_a_full_disk_is_an_error_and_not_a_crash(tmp_path: Path, fast: None) -> None:
     """Rows are written through a mapping, where a full disk would be a signal; room is taken before."""
     model = wide(torch.arange(20_000))
 

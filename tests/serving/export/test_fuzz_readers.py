@@ -1,7 +1,7 @@
 """Fuzzing what serving reads from outside: it is understood or refused, nothing else happens.
 
 Exports (their lengths and checksums put right after each change, so that the damage reaches the parsers),
-stamps and positions of parameter sync, and the tensors of requests.
+message headers and positions of parameter sync, and the tensors of requests.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 
 from megalith.errors import ExportError, InputError, MegalithError
 from megalith.routing import Router
-from megalith.serving.export.servable import Servable, read_examples
+from megalith.serving.export.servable import Servable
 from megalith.serving.export.signature import Signature
+from megalith.serving.export.warmup_examples import read_examples
 from megalith.serving.server.inputs import InputReader
 from megalith.serving.sync.message_header import (
     COMPLETE,
@@ -56,7 +57,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, by
 
 
 def write(folder: Path, files: dict[str, bytes], name: str, content: bytes) -> Path:
-    """The files of a version, but for one; the signature says its length and checksum."""
+    """The files of a version except one, whose length and checksum are in the signature."""
     files = {**files, name: content}
     if name != SIGNATURE:
         signature = json.loads(files[SIGNATURE])
@@ -263,14 +264,14 @@ def test_inputs_of_requests(exported: dict[str, dict[str, bytes]], tmp_path: Pat
         ),
     )
 )
-def test_stamps(metadata: dict[str, str]) -> None:
+def test_message_headers(metadata: dict[str, str]) -> None:
     try:
-        stamp = MessageHeader.read(metadata)
+        header = MessageHeader.read(metadata)
     except InputError:
         return
-    assert (stamp is None) == (SESSION not in metadata)
-    if stamp is not None:
-        assert MessageHeader.read(dict(stamp.metadata())) == stamp
+    assert (header is None) == (SESSION not in metadata)
+    if header is not None:
+        assert MessageHeader.read(dict(header.metadata())) == header
 
 
 LAYOUT = ModelLayout(

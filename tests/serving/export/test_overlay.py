@@ -1,4 +1,4 @@
-"""The overlay: what was written is read, what was removed is gone, and what was not touched lies below."""
+"""Overlay: written rows are read, removed rows are gone, and other ids are not covered."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_over_frozen_rows_it_reads_like_a_dict(writes: list[tuple[str, list[int]
     assert out.tolist() == [row or [0.0, 0.0] for row in expected]
 
 
-def test_a_reader_beside_a_writer_sees_whole_rows() -> None:
+def test_a_concurrent_reader_sees_whole_rows() -> None:
     """The row of an id is always [x, x, ...] of one x, or gone: never a part of each."""
     dim, ids = 32, torch.arange(50)
     overlay = Overlay({"t": dim})

@@ -75,7 +75,7 @@ def test_nan_and_inf_are_refused(precision: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("precision", precisions.PRECISIONS)
-def test_no_rows_are_no_rows(precision: str) -> None:
+def test_a_request_without_rows(precision: str) -> None:
     assert encode(torch.empty(0, 3), precision, torch.ones(3)).shape == (0, 3)
 
 

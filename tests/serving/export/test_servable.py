@@ -17,7 +17,8 @@ from megalith.errors import ExportError, InputError, RemoteError, UnknownNameErr
 from megalith.models import Model
 from megalith.serving.export.dense_program import DenseProgram
 from megalith.serving.export.exporter import export_model
-from megalith.serving.export.servable import Servable, read_examples
+from megalith.serving.export.servable import Servable
+from megalith.serving.export.warmup_examples import read_examples
 from tests.models.support import make
 from tests.serving.export.test_dense_program import Wide
 from tests.serving.exported import MODELS, NUM_IDS, logits_of, request, rows_of, served, trained
@@ -129,7 +130,7 @@ def test_requests_of_one_id_a_row_read_their_own_ids(servable: Servable) -> None
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "says"),
+    ("change", "error", "message"),
     [
         ({"user": None}, UnknownNameError, "'user' is missing from the request"),
         ({"user": torch.rand(3)}, InputError, "int64 or int32"),
@@ -138,9 +139,9 @@ def test_requests_of_one_id_a_row_read_their_own_ids(servable: Servable) -> None
         ({"user": torch.zeros(3, 1, 1).long()}, InputError, "'user'"),
     ],
 )
-def test_wrong_features(servable: Servable, change: dict[str, Any], error: type, says: str) -> None:
+def test_wrong_features(servable: Servable, change: dict[str, Any], error: type, message: str) -> None:
     features = {name: torch.arange(3) for name in ("user", "item", "tags", "context")} | change
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=message):
         servable.predict({name: value for name, value in features.items() if value is not None})
 
 
@@ -216,7 +217,7 @@ def test_weighted_ids(servable: Servable) -> None:
     assert_close(servable.predict(features)["logits"], logits_of(trained(), features))
 
 
-# ---- look-ups and counters
+# ---- lookups and counters
 
 
 def test_lookup_gives_rows_and_counts(servable: Servable) -> None:
@@ -237,7 +238,7 @@ def test_wrong_lookups(servable: Servable) -> None:
             servable.lookup("user", wrong)
 
 
-def test_a_closed_servable_answers_no_more(version: Path) -> None:
+def test_a_closed_servable_raises(version: Path) -> None:
     servable = Servable(version)
     servable.close()
     with pytest.raises(UsageError, match="is closed"):
@@ -320,7 +321,7 @@ def test_an_overlay_is_carried_to_another_version(version: Path, tmp_path: Path)
 def test_what_a_new_version_says_itself_is_not_inherited(
     version: Path, tmp_path: Path, hides_base: bool
 ) -> None:
-    """What it reads is what the old one read, whether the overlay lay over the export or replaced it."""
+    """It reads what the old version read, whether the overlay covered or replaced the export."""
     old = Servable(version)
     if hides_base:
         old.adopt(old.stage())
@@ -396,7 +397,7 @@ def test_wrong_writes_change_nothing(servable: Servable, tmp_path: Path) -> None
         servable.adopt(served(trained("din"), tmp_path).stage())
 
 
-def test_predictions_beside_writes_are_of_one_version_of_the_weights(tmp_path: Path) -> None:
+def test_predictions_during_writes_use_one_version_of_the_weights(tmp_path: Path) -> None:
     """With all weights v the logit of a row of ones is 3v; a mixture would give another number."""
     model = Wide()
     model.embeddings.shards.assign({"t": (torch.arange(3), torch.ones(3, 2))})
@@ -476,11 +477,11 @@ def test_wrong_examples_are_refused(tmp_path: Path, text: str) -> None:
 def test_an_entry_warms_up_without_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its program runs for every example, on rows of zeros."""
 
-    def nobody(ids: dict[str, Tensor]) -> dict[str, Tensor]:
+    def unreachable(ids: dict[str, Tensor]) -> dict[str, Tensor]:
         raise RemoteError("no part is there yet")
 
     export_model(trained("deepfm", 3), tmp_path, name="movies", version=1, num_shards=2)
-    entry = Servable(tmp_path / "entry" / "1", fetch=nobody)
+    entry = Servable(tmp_path / "entry" / "1", fetch=unreachable)
     sizes: list[int] = []
     original = DenseProgram.__call__
 

@@ -1,4 +1,4 @@
-"""signature.json: what is written is read, and whatever else is there is an ExportError with a reason."""
+"""signature.json: what is written is read, and any other content raises ExportError with a reason."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_feature_without_a_combiner_has_no_place() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "a:ps_0", "a\nb", "x" * 5000, 3])
-def test_names_that_requests_cannot_say(name: Any) -> None:
+def test_invalid_model_names(name: Any) -> None:
     with pytest.raises(InputError):
         check_name(name)
 

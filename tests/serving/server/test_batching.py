@@ -1,4 +1,4 @@
-"""Batching: what waits together is computed together; what nobody waits for is not; the queue has an end."""
+"""Batching: queued requests are computed together, abandoned ones are not, and the queue is bounded."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from megalith.serving.server.batching import Batcher
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.request_errors import Code, RequestError
 from megalith.serving.server.server_config import Batching, ServerConfig
-from tests.serving.exports import Asked, export_version, logits, request_of, rows
+from tests.serving.exports import ServerClient, export_version, logits, request_of, rows
 
 LIMIT = 30.0
 PREDICT = "/tensorflow.serving.PredictionService/Predict"
 
 
 class Gate:
-    """Computes x -> 10 * x, but only when told to go on; remembers each batch."""
+    """Computes x -> 10 * x for each batch once it is released; records the batches."""
 
     def __init__(self) -> None:
         self.batches: list[list[int]] = []
@@ -98,7 +98,7 @@ def test_requests_that_share_a_feature_are_computed_alone() -> None:
         assert gate.batches == [[0], [1], [2]]
 
 
-def test_an_error_is_its_request_s_alone() -> None:
+def test_an_error_fails_only_its_request() -> None:
     with busy() as (_, gate, ask):
         bad, good = ask(-1), ask(1)
         gate.go.release(2)
@@ -199,7 +199,7 @@ def test_closing_computes_what_is_queued_and_refuses_the_rest() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"max_rows": 0}, {"max_wait_us": -1}, {"workers": True}])
-def test_settings_that_make_no_sense(settings: dict[str, int]) -> None:
+def test_invalid_settings(settings: dict[str, int]) -> None:
     with pytest.raises(InputError, match=next(iter(settings))):
         Batching(**settings)
 
@@ -211,7 +211,7 @@ def test_concurrent_requests_get_their_own_scores(tmp_path: Path) -> None:
     model = export_version(tmp_path)
     with (
         ModelServer(tmp_path, ServerConfig(batching=Batching(max_rows=64, workers=2))) as server,
-        Asked(server.address) as ask,
+        ServerClient(server.address) as ask,
     ):
 
         def one(seed: int) -> None:
@@ -235,7 +235,7 @@ def test_a_request_of_many_rows_is_computed_in_pieces(tmp_path: Path) -> None:
     model = export_version(tmp_path)
     with (
         ModelServer(tmp_path, ServerConfig(batching=Batching(max_rows=4))) as server,
-        Asked(server.address) as ask,
+        ServerClient(server.address) as ask,
     ):
         features, dense = rows(10)
         expected = logits(model, features, dense)
@@ -245,7 +245,7 @@ def test_a_request_of_many_rows_is_computed_in_pieces(tmp_path: Path) -> None:
 
 def test_a_few_bytes_do_not_make_many_rows(tmp_path: Path) -> None:
     export_version(tmp_path)
-    with ModelServer(tmp_path) as server, Asked(server.address) as ask:
+    with ModelServer(tmp_path) as server, ServerClient(server.address) as ask:
         features, dense = rows(1)
         request = request_of({**features, "dense": dense})
         for proto in request.inputs.values():
@@ -298,7 +298,7 @@ def test_a_part_that_does_not_answer_is_not_asked_again_for_each_request(tmp_pat
 
 
 class Held:
-    """A server whose model computes only when told to, and what it has computed."""
+    """A server whose model computes only when released, and what it has computed."""
 
     def __init__(self, server: ModelServer) -> None:
         version = server.models[0].newest
@@ -355,7 +355,7 @@ def test_deadlines_and_cancelled_calls_are_not_computed(tmp_path: Path) -> None:
         assert hold.rows == 1001
 
 
-def test_a_full_server_refuses_and_still_says_how_it_is(tmp_path: Path) -> None:
+def test_a_full_server_refuses_and_still_reports_health(tmp_path: Path) -> None:
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     with held(tmp_path, max_concurrent=1) as hold, grpc.insecure_channel(hold.server.address) as channel:
@@ -384,7 +384,7 @@ def test_stopping_answers_what_was_accepted_and_refuses_the_rest(tmp_path: Path)
         assert not stopping.is_alive()
 
 
-def test_stopping_does_not_wait_for_ever(tmp_path: Path) -> None:
+def test_stopping_has_a_deadline(tmp_path: Path) -> None:
     with held(tmp_path, drain_seconds=0.1) as hold, grpc.insecure_channel(hold.server.address) as channel:
         first = channel.unary_unary(PREDICT).future(data(), timeout=LIMIT)
         assert hold.entered.wait(LIMIT)

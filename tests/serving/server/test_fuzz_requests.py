@@ -1,4 +1,4 @@
-"""Whatever bytes come, the server answers with a status, and afterwards still answers rightly."""
+"""The server answers any bytes with a status, and answers the next valid request correctly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megalith.errors import RemoteError
 from megalith.serving.proto import PredictRequest, to_infer_request
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig
-from tests.serving.exports import NUM_IDS, Asked, export_version, logits, request_of, rows
+from tests.serving.exports import NUM_IDS, ServerClient, export_version, logits, request_of, rows
 
 FEATURES, DENSE = rows(2)
 INPUTS = {**FEATURES, "dense": DENSE}
@@ -67,7 +67,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
     expected = logits(export_version(out, version=3), FEATURES, DENSE)
     with ModelServer(out, ServerConfig(http_port=0, allow_writes=False)) as made:
         yield made
-        with Asked(made.address) as ask:
+        with ServerClient(made.address) as ask:
             torch.testing.assert_close(ask(INPUTS)["logits"], expected)
 
 
@@ -126,7 +126,10 @@ def test_damaged_writes(tmp_path: Path) -> None:
             for name in ("sync_begin", "sync_end", "sync_position")
         ),
     ]
-    with ModelServer(tmp_path, ServerConfig(allow_writes=True)) as server, Asked(server.address) as ask:
+    with (
+        ModelServer(tmp_path, ServerConfig(allow_writes=True)) as server,
+        ServerClient(server.address) as ask,
+    ):
         for _ in range(FLIPS):
             data = damaged(dice.choice(pushes).SerializeToString(), dice)
             sent = (("megalith-session", "0" * 32), ("megalith-publisher", "0/1"))

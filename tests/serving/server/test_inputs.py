@@ -1,4 +1,4 @@
-"""Inputs: a batch of requests is the requests one after the other, whatever form each of them has."""
+"""Inputs: a batch is the concatenation of its requests, in any form they are sent."""
 
 from __future__ import annotations
 
@@ -124,9 +124,9 @@ def test_no_request_takes_more_than_it_may() -> None:
     reader = InputReader(SIGNATURE, max_bytes=100)
     inputs: Inputs = {name: torch.zeros(10, dtype=torch.int64) for name in NAMES}
     inputs["dense"] = torch.zeros(10, 1)
-    with pytest.raises(InputError, match="bytes left to this request"):
+    with pytest.raises(InputError, match="bytes left for this request"):
         reader.read_protos(request_of(inputs).inputs)
-    with pytest.raises(InputError, match="bytes left to this request"):
+    with pytest.raises(InputError, match="bytes left for this request"):
         reader.read_infer(to_infer_request(inputs, model_name="movies"))
 
 
@@ -149,7 +149,7 @@ def test_no_request_gathers_more_than_it_may() -> None:
 
 
 @given(requests(), st.sampled_from(["tensors", "protos"]), st.integers(1, 3))
-def test_the_pieces_of_a_request_are_it(made: tuple, how: str, size: int) -> None:  # type: ignore[type-arg]
+def test_the_pieces_of_a_request_join_to_it(made: tuple, how: str, size: int) -> None:  # type: ignore[type-arg]
     rows = read(made[0], how)
     pieces = READER.pieces(rows, size)
     assert all(piece.count <= size for piece in pieces)

@@ -1,4 +1,4 @@
-"""The server answers as the model does, whatever form a request has, and says what is wrong with others."""
+"""The server returns the scores of the model for every form of a request, and names errors in others."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from megalith.serving.proto.message_types import ModelInferResponse
 from megalith.serving.server.methods import remaining
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig
-from tests.serving.exports import NAMES, NUM_DENSE, Asked, export_version, logits, request_of, rows
+from tests.serving.exports import NAMES, NUM_DENSE, ServerClient, export_version, logits, request_of, rows
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +55,8 @@ def server(model_and_server: tuple[Model, ModelServer]) -> ModelServer:
 
 
 @pytest.fixture
-def ask(server: ModelServer) -> Iterator[Asked]:
-    with Asked(server.address) as asked:
+def ask(server: ModelServer) -> Iterator[ServerClient]:
+    with ServerClient(server.address) as asked:
         yield asked
 
 
@@ -67,7 +67,7 @@ def channel(server: ModelServer) -> Iterator[grpc.Channel]:
 
 
 def refused(
-    ask: Asked, inputs: Mapping[str, Any], text: str, code: str = "INVALID_ARGUMENT", **spec: Any
+    ask: ServerClient, inputs: Mapping[str, Any], text: str, code: str = "INVALID_ARGUMENT", **spec: Any
 ) -> None:
     with pytest.raises(RemoteError, match=text) as raised:
         ask(inputs, **spec)
@@ -78,7 +78,7 @@ def refused(
 
 
 @pytest.mark.parametrize("count", [1, 7, 2000])
-def test_scores_are_the_model_s(model: Model, ask: Asked, count: int) -> None:
+def test_scores_are_the_model_s(model: Model, ask: ServerClient, count: int) -> None:
     features, dense = rows(count)
     outputs = ask({**features, "dense": dense})
     expected = logits(model, features, dense)
@@ -86,7 +86,7 @@ def test_scores_are_the_model_s(model: Model, ask: Asked, count: int) -> None:
     torch.testing.assert_close(outputs["probabilities"], expected.sigmoid())
 
 
-def test_an_empty_request_has_empty_scores(ask: Asked) -> None:
+def test_an_empty_request_has_empty_scores(ask: ServerClient) -> None:
     features, dense = rows(0)
     assert {name: list(value.shape) for name, value in ask({**features, "dense": dense}).items()} == {
         "logits": [0],
@@ -108,13 +108,13 @@ TAGS = Ragged.from_lists([[1, 2], [], [3]])
     ],
     ids=["padded", "padded int32", "ragged", "ragged uint64", "int32 splits"],
 )
-def test_lists_come_padded_or_ragged(model: Model, ask: Asked, tags: dict[str, Tensor]) -> None:
+def test_lists_come_padded_or_ragged(model: Model, ask: ServerClient, tags: dict[str, Tensor]) -> None:
     features, dense = rows(3)
     outputs = ask({**features, **tags, "dense": dense})
     torch.testing.assert_close(outputs["logits"], logits(model, {**features, "tags": TAGS}, dense))
 
 
-def test_weights_stand_beside_values(model: Model, ask: Asked) -> None:
+def test_weights_stand_beside_values(model: Model, ask: ServerClient) -> None:
     features, dense = rows(3)
     given = {
         "tags": TAGS.values,
@@ -126,7 +126,7 @@ def test_weights_stand_beside_values(model: Model, ask: Asked) -> None:
     torch.testing.assert_close(outputs["logits"], logits(model, {**features, "tags": weighted}, dense))
 
 
-def test_strings_are_hashed(model: Model, ask: Asked) -> None:
+def test_strings_are_hashed(model: Model, ask: ServerClient) -> None:
     features, dense = rows(2)
     words = [b"a", "ü".encode()]
     ids = hash_strings(words)
@@ -137,7 +137,7 @@ def test_strings_are_hashed(model: Model, ask: Asked) -> None:
 
 
 def test_a_feature_that_is_not_sent_is_empty_and_counted(
-    model: Model, server: ModelServer, ask: Asked
+    model: Model, server: ModelServer, ask: ServerClient
 ) -> None:
     features, dense = rows(2)
     del features["tags"]
@@ -149,14 +149,14 @@ def test_a_feature_that_is_not_sent_is_empty_and_counted(
     )
 
 
-def test_the_outputs_asked_for(ask: Asked) -> None:
+def test_the_outputs_asked_for(ask: ServerClient) -> None:
     features, dense = rows(1)
     assert list(ask({**features, "dense": dense}, outputs=("probabilities",))) == ["probabilities"]
     refused(ask, {**features, "dense": dense}, "output 'nope' is unknown", outputs=("nope",))
 
 
 @pytest.mark.parametrize("name", ["movies", "movies:standalone", "movies:entry", "movies:ps_0"])
-def test_a_model_that_stands_alone_answers_for_its_parts(ask: Asked, name: str) -> None:
+def test_a_model_that_stands_alone_answers_for_its_parts(ask: ServerClient, name: str) -> None:
     features, dense = rows(1)
     _, spec = ask.send(request_of({**features, "dense": dense}, model=name))
     assert (spec.name, spec.version.value, spec.signature_name) == (name, 3, "serving_default")
@@ -165,7 +165,7 @@ def test_a_model_that_stands_alone_answers_for_its_parts(ask: Asked, name: str) 
 # ---- what is wrong
 
 
-def test_bad_inputs_are_named(ask: Asked) -> None:
+def test_bad_inputs_are_named(ask: ServerClient) -> None:
     features, dense = rows(2)
     good = {**features, "dense": dense}
     refused(ask, {}, "none of the model's features user, item, tags")
@@ -185,7 +185,7 @@ def test_bad_inputs_are_named(ask: Asked) -> None:
     refused(ask, {**good, "item:weights": torch.zeros(2)}, "'item:weights' is given without 'item'")
 
 
-def test_unknown_models_versions_and_signatures(ask: Asked) -> None:
+def test_unknown_models_versions_and_signatures(ask: ServerClient) -> None:
     features, dense = rows(1)
     good = {**features, "dense": dense}
     refused(ask, good, "model 'films' is unknown; known models: movies", "NOT_FOUND", model="films")
@@ -193,7 +193,7 @@ def test_unknown_models_versions_and_signatures(ask: Asked) -> None:
     refused(ask, good, "signature 'classify' is unknown", signature="classify")
 
 
-def test_bytes_that_are_no_message(channel: grpc.Channel) -> None:
+def test_malformed_messages(channel: grpc.Channel) -> None:
     for method in (
         "tensorflow.serving.PredictionService/Predict",
         "inference.GRPCInferenceService/ModelInfer",
@@ -206,9 +206,12 @@ def test_bytes_that_are_no_message(channel: grpc.Channel) -> None:
 def test_a_request_that_is_too_large(tmp_path: Path) -> None:
     export_version(tmp_path)
     features, dense = rows(2)
-    with ModelServer(tmp_path, ServerConfig(max_request_bytes=1000)) as server, Asked(server.address) as ask:
+    with (
+        ModelServer(tmp_path, ServerConfig(max_request_bytes=1000)) as server,
+        ServerClient(server.address) as ask,
+    ):
         # In the message, whose size is checked when it is read ...
-        refused(ask, {**features, "item": torch.zeros(200, dtype=torch.int64)}, "bytes left to this request")
+        refused(ask, {**features, "item": torch.zeros(200, dtype=torch.int64)}, "bytes left for this request")
         # ... and as a message, which gRPC does not even read.
         big = torch.zeros(2**18, dtype=torch.int64)
         refused(ask, {"item": big}, "larger than max", "RESOURCE_EXHAUSTED")
@@ -218,7 +221,7 @@ def test_a_request_that_is_too_large(tmp_path: Path) -> None:
 # ---- the other methods
 
 
-def test_model_metadata(server: ModelServer, ask: Asked) -> None:
+def test_model_metadata(server: ModelServer, ask: ServerClient) -> None:
     request = GetModelMetadataRequest(metadata_field=["signature_def"])
     request.model_spec.name = "movies"
     answer = ask.connection.get_model_metadata(request, timeout=20)
@@ -232,7 +235,7 @@ def test_model_metadata(server: ModelServer, ask: Asked) -> None:
     assert [dim.size for dim in default.inputs["dense"].tensor_shape.dim] == [-1, NUM_DENSE]
 
 
-def test_model_status(ask: Asked) -> None:
+def test_model_status(ask: ServerClient) -> None:
     request = GetModelStatusRequest()
     request.model_spec.name = "movies"
     (status,) = ask.connection.get_model_status(request, timeout=20).model_version_status
@@ -242,7 +245,7 @@ def test_model_status(ask: Asked) -> None:
         ask.connection.get_model_status(request, timeout=20)
 
 
-def test_rows_are_looked_up(model: Model, ask: Asked) -> None:
+def test_rows_are_looked_up(model: Model, ask: ServerClient) -> None:
     ids = torch.tensor([4, 1000, 4, -1])
     outputs = ask({"user_id": ids}, signature="lookup")
     expected = model.embeddings.shards.local["user"].lookup(ids)
@@ -303,7 +306,7 @@ def test_reflection_knows_every_service(channel: grpc.Channel) -> None:
         assert answer.file_descriptor_response.file_descriptor_proto, service
 
 
-def test_metrics(server: ModelServer, ask: Asked) -> None:
+def test_metrics(server: ModelServer, ask: ServerClient) -> None:
     features, dense = rows(2)
     ask({**features, "dense": dense})
     with urllib.request.urlopen(f"http://{server.metrics_address}/metrics", timeout=20) as answer:
@@ -319,7 +322,7 @@ def test_metrics(server: ModelServer, ask: Asked) -> None:
         assert re.search(pattern, text), pattern
 
 
-def test_names_that_clients_make_up_are_no_labels(server: ModelServer, ask: Asked) -> None:
+def test_unknown_names_are_not_labels(server: ModelServer, ask: ServerClient) -> None:
     refused(ask, {}, "unknown", "NOT_FOUND", model="made-up")
     assert "made-up" not in server.metrics.text().decode()
 
@@ -373,14 +376,14 @@ def test_a_second_port_that_is_taken(tmp_path: Path, port: str) -> None:
 def test_version_0_is_a_version(tmp_path: Path) -> None:
     for version in (0, 1):
         export_version(tmp_path, version=version)
-    with ModelServer(tmp_path, ServerConfig(keep_versions=2)) as server, Asked(server.address) as ask:
+    with ModelServer(tmp_path, ServerConfig(keep_versions=2)) as server, ServerClient(server.address) as ask:
         features, dense = rows(1)
         inputs = {**features, "dense": dense}
         asked = [ask.send(request_of(inputs, version=version))[1] for version in (0, 1, None)]
         assert [spec.version.value for spec in asked] == [0, 1, 1]
 
 
-def test_version_0_is_the_newest_where_there_is_none(ask: Asked) -> None:
+def test_version_0_is_the_newest_where_there_is_none(ask: ServerClient) -> None:
     features, dense = rows(1)
     newest = ask.send(request_of({**features, "dense": dense}))[1].version.value
     found = ask.send(request_of({**features, "dense": dense}, version=0))[1].version.value

@@ -221,7 +221,7 @@ def wait_for_places(server: ModelServer) -> None:
     raise AssertionError("no places came back")
 
 
-def test_a_place_is_given_back_if_there_is_no_thread_for_it(
+def test_a_connection_slot_is_released_if_no_thread_starts(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuses(self: threading.Thread) -> None:
@@ -250,7 +250,7 @@ def test_json_is_short(rest: Rest, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (status, "send tensors as bytes" in answer["error"]) == (413, True)
 
 
-def test_a_request_may_say_how_long_it_waits(rest: Rest) -> None:
+def test_a_request_may_set_its_timeout(rest: Rest) -> None:
     assert rest.infer({"inputs": inputs(), "parameters": {"timeout": 20_000_000}})[0] == 200
     assert rest.infer({"inputs": inputs(), "parameters": {"timeout": 0}})[0] == 504
     for wrong in (-1, 1.5, "1", True):
@@ -263,7 +263,7 @@ def test_text_that_cannot_be_encoded(rest: Rest) -> None:
     assert (status, "input 'user'" in answer["error"]) == (400, True)
 
 
-def test_a_path_that_is_none(made: Made) -> None:
+def test_malformed_paths(made: Made) -> None:
     host, _, port = str(made[1].http_address).partition(":")
     with socket.create_connection((host, int(port)), timeout=20) as sock:
         sock.sendall(b"GET http://[v2 HTTP/1.1\r\nHost: x\r\n\r\n")

@@ -28,7 +28,7 @@ from megalith.serving.server.security import Security, read_token
 from megalith.serving.server.served_model import MAX_WRITERS
 from megalith.serving.server.server_config import ServerConfig
 from tests.serving.certificates import Certificates, make_certificates
-from tests.serving.exports import Asked, export_version, rows
+from tests.serving.exports import ServerClient, export_version, rows
 
 TOKEN = "correct-horse"
 FEATURES, DENSE = rows(2)
@@ -53,7 +53,7 @@ def guarded(exported: Path) -> Iterator[ModelServer]:
         yield server
 
 
-def code_of(ask: Asked, **options: str) -> str:
+def code_of(ask: ServerClient, **options: str) -> str:
     with pytest.raises(RemoteError) as raised:
         ask(INPUTS, timeout=5.0, **options)
     return raised.value.code
@@ -63,13 +63,13 @@ def code_of(ask: Asked, **options: str) -> str:
 
 
 def test_the_right_token_is_answered(guarded: ModelServer) -> None:
-    with Asked(guarded.address, credentials=Credentials(TOKEN)) as ask:
+    with ServerClient(guarded.address, credentials=Credentials(TOKEN)) as ask:
         assert ask(INPUTS)["logits"].shape == (2,)
 
 
 @pytest.mark.parametrize("token", [None, "wrong-token", TOKEN + "x", TOKEN[:-1]])
 def test_others_are_not(guarded: ModelServer, token: str | None) -> None:
-    with Asked(guarded.address, credentials=Credentials(token)) as ask:
+    with ServerClient(guarded.address, credentials=Credentials(token)) as ask:
         assert code_of(ask) == "UNAUTHENTICATED"
         request = GetModelStatusRequest()
         request.model_spec.name = "movies"
@@ -128,7 +128,7 @@ def test_who_shows_none_is_refused_before_anything_is_read(guarded: ModelServer)
 
 
 @pytest.mark.parametrize("method", ["Check", "Watch"])
-def test_health_does_not_wait_for_ever_either(
+def test_health_checks_have_a_deadline(
     guarded: ModelServer, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     monkeypatch.setattr("megalith.serving.server.health.READ_SECONDS", 0.05)
@@ -174,9 +174,9 @@ def test_tls(exported: Path, certificates: Certificates) -> None:
         ),
     ) as server:
         trusting = Credentials.from_files(root_certificates=certificates.authority)
-        with Asked(server.address, credentials=trusting) as ask:
+        with ServerClient(server.address, credentials=trusting) as ask:
             assert ask(INPUTS)["logits"].shape == (2,)
-        with Asked(server.address) as plain:
+        with ServerClient(server.address) as plain:
             assert code_of(plain) == "UNAVAILABLE"
         context = ssl.create_default_context(cafile=str(certificates.authority))
         url = f"https://{server.http_address}/v2/models/movies"
@@ -198,10 +198,10 @@ def test_clients_show_certificates_where_asked(exported: Path, certificates: Cer
             certificate=certificates.client,
             key=certificates.client_key,
         )
-        with Asked(server.address, credentials=known) as ask:
+        with ServerClient(server.address, credentials=known) as ask:
             assert ask(INPUTS)["logits"].shape == (2,)
         unknown = Credentials.from_files(root_certificates=certificates.authority)
-        with Asked(server.address, credentials=unknown) as ask:
+        with ServerClient(server.address, credentials=unknown) as ask:
             assert code_of(ask) == "UNAVAILABLE"
         context = ssl.create_default_context(cafile=str(certificates.authority))
         url = f"https://{server.http_address}/v2/health/live"
@@ -211,7 +211,7 @@ def test_clients_show_certificates_where_asked(exported: Path, certificates: Cer
         assert urllib.request.urlopen(url, timeout=5, context=context).status == 200
 
 
-def test_files_that_are_no_certificates(exported: Path, tmp_path: Path, certificates: Certificates) -> None:
+def test_malformed_certificates(exported: Path, tmp_path: Path, certificates: Certificates) -> None:
     with pytest.raises(InputError, match="both a certificate and its key"):
         Security(certificate=certificates.server)
     with pytest.raises(InputError, match="client certificates need TLS"):
@@ -235,13 +235,19 @@ CONTROLS = ["hashtable_assign", "raw_assign", "any/raw_assign", "sync_position",
 
 @pytest.mark.parametrize("signature", CONTROLS)
 def test_writes_are_refused_unless_allowed(exported: Path, guarded: ModelServer, signature: str) -> None:
-    with Asked(guarded.address, credentials=Credentials(TOKEN)) as ask, pytest.raises(RemoteError) as raised:
+    with (
+        ServerClient(guarded.address, credentials=Credentials(TOKEN)) as ask,
+        pytest.raises(RemoteError) as raised,
+    ):
         ask(PUSH, signature=signature)
     assert raised.value.code == "PERMISSION_DENIED"
 
 
 def test_a_write_shows_at_once(exported: Path) -> None:
-    with ModelServer(exported, ServerConfig(allow_writes=True)) as server, Asked(server.address) as ask:
+    with (
+        ModelServer(exported, ServerConfig(allow_writes=True)) as server,
+        ServerClient(server.address) as ask,
+    ):
         before = ask(INPUTS)
         ids = FEATURES["user"][:1]
         result = ask({"user_id": ids, "user_value": torch.full((1, 5), 2.0)}, signature="hashtable_assign")
@@ -257,7 +263,10 @@ def test_a_write_shows_at_once(exported: Path) -> None:
 
 
 def test_writes_wait_for_one_another(exported: Path) -> None:
-    with ModelServer(exported, ServerConfig(allow_writes=True)) as server, Asked(server.address) as ask:
+    with (
+        ModelServer(exported, ServerConfig(allow_writes=True)) as server,
+        ServerClient(server.address) as ask,
+    ):
         (model,) = server.models
         for _ in range(MAX_WRITERS):
             assert model.writers.acquire(blocking=False)
@@ -289,7 +298,7 @@ def test_loopback() -> None:
 # ---- streams
 
 
-def test_streams_are_bounded_and_give_their_places_back(exported: Path) -> None:
+def test_streams_are_bounded_and_release_their_slots(exported: Path) -> None:
     with ModelServer(exported) as server, grpc.insecure_channel(server.address) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch
         for _ in range(2):
@@ -308,5 +317,5 @@ def test_streams_are_bounded_and_give_their_places_back(exported: Path) -> None:
                     break
                 except grpc.RpcError:
                     continue
-        with Asked(server.address) as ask:
+        with ServerClient(server.address) as ask:
             assert ask(INPUTS)["logits"].shape == (2,)

@@ -20,20 +20,20 @@ from megalith.serving.proto import GetModelStatusRequest
 from megalith.serving.server import repository
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig
-from tests.serving.exports import Asked, export_version, logits, request_of, rows
+from tests.serving.exports import ServerClient, export_version, logits, request_of, rows
 
 FEATURES, DENSE = rows(4)
 INPUTS = {**FEATURES, "dense": DENSE}
 
 
-def statuses(ask: Asked, name: str = "movies") -> dict[int, tuple[int, str]]:
+def statuses(ask: ServerClient, name: str = "movies") -> dict[int, tuple[int, str]]:
     request = GetModelStatusRequest()
     request.model_spec.name = name
     answer = ask.connection.get_model_status(request, timeout=20)
     return {each.version: (each.state, each.status.error_message) for each in answer.model_version_status}
 
 
-def version_of(ask: Asked, **spec: object) -> int:
+def version_of(ask: ServerClient, **spec: object) -> int:
     number: int = ask.send(request_of(INPUTS, **spec))[1].version.value  # type: ignore[arg-type]
     return number
 
@@ -41,7 +41,7 @@ def version_of(ask: Asked, **spec: object) -> int:
 def test_the_newest_version_answers(tmp_path: Path) -> None:
     export_version(tmp_path, version=9)
     export_version(tmp_path, version=10, seed=1)
-    with ModelServer(tmp_path) as server, Asked(server.address) as ask:
+    with ModelServer(tmp_path) as server, ServerClient(server.address) as ask:
         assert version_of(ask) == 10
         with pytest.raises(RemoteError, match="no version 9; it has 10"):
             ask(INPUTS, version=9)
@@ -49,7 +49,7 @@ def test_the_newest_version_answers(tmp_path: Path) -> None:
 
 def test_several_versions_answer_where_asked_to(tmp_path: Path) -> None:
     models = {version: export_version(tmp_path, version=version, seed=version) for version in (1, 2, 3)}
-    with ModelServer(tmp_path, ServerConfig(keep_versions=2)) as server, Asked(server.address) as ask:
+    with ModelServer(tmp_path, ServerConfig(keep_versions=2)) as server, ServerClient(server.address) as ask:
         assert version_of(ask) == 3
         for version in (2, 3):
             outputs = ask(INPUTS, version=version)
@@ -59,7 +59,10 @@ def test_several_versions_answer_where_asked_to(tmp_path: Path) -> None:
 
 def test_a_new_version_takes_over_without_dropping_a_request(tmp_path: Path) -> None:
     before = logits(export_version(tmp_path, version=1, seed=1), FEATURES, DENSE)
-    with ModelServer(tmp_path, ServerConfig(poll_seconds=0.01)) as server, Asked(server.address) as ask:
+    with (
+        ModelServer(tmp_path, ServerConfig(poll_seconds=0.01)) as server,
+        ServerClient(server.address) as ask,
+    ):
         stop = threading.Event()
         switched = threading.Event()
 
@@ -87,9 +90,12 @@ def test_a_new_version_takes_over_without_dropping_a_request(tmp_path: Path) -> 
         assert statuses(ask) == {2: (30, ""), 1: (50, "")}
 
 
-def test_a_broken_version_is_reported_and_the_old_one_goes_on(tmp_path: Path) -> None:
+def test_a_broken_version_is_reported_and_the_old_one_continues(tmp_path: Path) -> None:
     export_version(tmp_path, version=1)
-    with ModelServer(tmp_path, ServerConfig(poll_seconds=3600)) as server, Asked(server.address) as ask:
+    with (
+        ModelServer(tmp_path, ServerConfig(poll_seconds=3600)) as server,
+        ServerClient(server.address) as ask,
+    ):
         export_version(tmp_path, version=2)
         table = tmp_path / "2" / "signature.json"
         table.write_text(table.read_text().replace('"format_version": 1', '"format_version": 99'))
@@ -108,7 +114,7 @@ def test_a_broken_version_is_reported_and_the_old_one_goes_on(tmp_path: Path) ->
 def test_a_model_that_was_never_opened_has_a_status_too(tmp_path: Path) -> None:
     export_version(tmp_path / "films", name="films")
     (tmp_path / "songs" / "1").mkdir(parents=True)
-    with ModelServer(tmp_path) as server, Asked(server.address) as ask:
+    with ModelServer(tmp_path) as server, ServerClient(server.address) as ask:
         state, error = statuses(ask, "songs")[1]
         assert (state, "signature.json" in error) == (50, True)
         with pytest.raises(RemoteError, match="has no available version") as raised:
@@ -130,10 +136,13 @@ def test_a_version_in_use_is_closed_by_its_last_user(tmp_path: Path) -> None:
             used.servable.lookup("user", FEATURES["user"])
 
 
-def test_a_version_that_is_mended_is_served(tmp_path: Path) -> None:
+def test_a_version_that_is_fixed_is_served(tmp_path: Path) -> None:
     export_version(tmp_path, version=1)
     (tmp_path / "2").mkdir()
-    with ModelServer(tmp_path, ServerConfig(poll_seconds=3600)) as server, Asked(server.address) as ask:
+    with (
+        ModelServer(tmp_path, ServerConfig(poll_seconds=3600)) as server,
+        ServerClient(server.address) as ask,
+    ):
         assert version_of(ask) == 1
         shutil.rmtree(tmp_path / "2")
         export_version(tmp_path, version=2)
@@ -141,25 +150,28 @@ def test_a_version_that_is_mended_is_served(tmp_path: Path) -> None:
         assert version_of(ask) == 2
 
 
-def test_going_back_is_deleting_the_newest_version(tmp_path: Path) -> None:
+def test_deleting_the_newest_version_rolls_back(tmp_path: Path) -> None:
     for version in (1, 2):
         export_version(tmp_path, version=version)
-    with ModelServer(tmp_path, ServerConfig(poll_seconds=3600)) as server, Asked(server.address) as ask:
+    with (
+        ModelServer(tmp_path, ServerConfig(poll_seconds=3600)) as server,
+        ServerClient(server.address) as ask,
+    ):
         shutil.rmtree(tmp_path / "2")
         server.refresh()
         assert version_of(ask) == 1
         shutil.rmtree(tmp_path / "1")
         server.refresh()
-        assert version_of(ask) == 1, "the last version stays, whatever happens to its directory"
+        assert version_of(ask) == 1, "the last version stays available even if its directory is deleted"
 
 
-def test_going_back_takes_what_is_pushed_along(tmp_path: Path) -> None:
+def test_a_rollback_keeps_receiving_pushes(tmp_path: Path) -> None:
     for version in (1, 2):
         export_version(tmp_path, version=version)
     ids, row = torch.tensor([7]), torch.full((1, 5), 3.0)
     with (
         ModelServer(tmp_path, ServerConfig(poll_seconds=3600, allow_writes=True)) as server,
-        Asked(server.address) as ask,
+        ServerClient(server.address) as ask,
     ):
         ask({"user_id": ids, "user_value": torch.ones(1, 5)}, signature="hashtable_assign")
         shutil.rmtree(tmp_path / "2")
@@ -170,10 +182,13 @@ def test_going_back_takes_what_is_pushed_along(tmp_path: Path) -> None:
         assert torch.equal(ask({"user_id": ids}, signature="lookup")["user_value"], row)
 
 
-def test_a_version_in_use_holds_up_no_other_model(tmp_path: Path) -> None:
+def test_a_version_in_use_delays_no_other_model(tmp_path: Path) -> None:
     for name in ("films", "songs"):
         export_version(tmp_path / name, name=name)
-    with ModelServer(tmp_path, ServerConfig(poll_seconds=3600)) as server, Asked(server.address) as ask:
+    with (
+        ModelServer(tmp_path, ServerConfig(poll_seconds=3600)) as server,
+        ServerClient(server.address) as ask,
+    ):
         films = server.models[0]
         with films.version(1):
             for name in ("films", "songs"):
@@ -188,7 +203,10 @@ def test_a_version_that_could_not_be_opened_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     export_version(tmp_path, version=1)
-    with ModelServer(tmp_path, ServerConfig(poll_seconds=3600)) as server, Asked(server.address) as ask:
+    with (
+        ModelServer(tmp_path, ServerConfig(poll_seconds=3600)) as server,
+        ServerClient(server.address) as ask,
+    ):
         export_version(tmp_path, version=2)
         opens, failures = server._repository._open_version, [OSError("too many open files")] * 2
 
@@ -212,13 +230,16 @@ def test_a_version_that_could_not_be_opened_is_tried_again(
         assert 'megalith_failed_versions_total{model="movies"} 1.0' in server.metrics.text().decode()
 
 
-def test_a_version_that_is_mended_in_its_place_is_served(tmp_path: Path) -> None:
+def test_a_version_that_is_fixed_in_place_is_served(tmp_path: Path) -> None:
     export_version(tmp_path, version=1)
     export_version(tmp_path, version=2)
     signature = tmp_path / "2" / "signature.json"
     text = signature.read_text()
     signature.write_text(text[:-10])
-    with ModelServer(tmp_path, ServerConfig(poll_seconds=3600)) as server, Asked(server.address) as ask:
+    with (
+        ModelServer(tmp_path, ServerConfig(poll_seconds=3600)) as server,
+        ServerClient(server.address) as ask,
+    ):
         assert version_of(ask) == 1
         signature.write_text(text)
         server.refresh()
@@ -235,7 +256,10 @@ def test_versions_are_int64_and_as_many_as_there_are(tmp_path: Path) -> None:
 def test_a_directory_of_models(tmp_path: Path) -> None:
     for name, seed in (("films", 1), ("books", 2)):
         export_version(tmp_path / f"any-{name}", name=name, seed=seed)
-    with ModelServer(tmp_path, ServerConfig(poll_seconds=3600)) as server, Asked(server.address) as ask:
+    with (
+        ModelServer(tmp_path, ServerConfig(poll_seconds=3600)) as server,
+        ServerClient(server.address) as ask,
+    ):
         assert [model.name for model in server.models] == ["books", "films"]
         films, books = (ask(INPUTS, model=name)["logits"] for name in ("films", "books"))
         assert not torch.equal(films, books)
@@ -247,7 +271,7 @@ def test_a_directory_of_models(tmp_path: Path) -> None:
 def test_two_directories_of_one_model(tmp_path: Path) -> None:
     export_version(tmp_path / "a", version=1)
     export_version(tmp_path / "b", version=2)
-    with ModelServer(tmp_path) as server, Asked(server.address) as ask:
+    with ModelServer(tmp_path) as server, ServerClient(server.address) as ask:
         assert version_of(ask) == 1
         (other,) = [model for model in server.models if not model.available]
         assert "served from" in other.statuses[2].error
@@ -256,7 +280,7 @@ def test_two_directories_of_one_model(tmp_path: Path) -> None:
 def test_a_version_that_was_renamed_is_refused(tmp_path: Path) -> None:
     export_version(tmp_path, version=1)
     shutil.copytree(tmp_path / "1", tmp_path / "5")
-    with ModelServer(tmp_path) as server, Asked(server.address) as ask:
+    with ModelServer(tmp_path) as server, ServerClient(server.address) as ask:
         assert version_of(ask) == 1
         assert "has version 1" in statuses(ask)[5][1]
 
@@ -268,7 +292,7 @@ def test_parts_of_a_model_in_one_server(tmp_path: Path) -> None:
         assert [each.name for each in server.models] == ["movies:entry", "movies:ps_0", "movies:ps_1"]
         services = ["movies:entry", "movies:ps_0", "movies:ps_1"]
         assert [discovery.replicas(each)[0].address for each in services] == [server.address] * 3
-        with Asked(server.address) as ask:
+        with ServerClient(server.address) as ask:
             for name in ("movies", "movies:entry"):
                 outputs = ask(INPUTS, model=name)
                 torch.testing.assert_close(outputs["logits"], logits(model, FEATURES, DENSE))
@@ -289,7 +313,7 @@ def test_the_hit_rate_of_an_entry(tmp_path: Path) -> None:
         ModelServer(
             tmp_path, ServerConfig(fetch_deadline_ms=20_000), discovery=StaticDiscovery({})
         ) as server,
-        Asked(server.address) as ask,
+        ServerClient(server.address) as ask,
     ):
         ask({**INPUTS, "user": torch.tensor([1, 2, 3, 10**9])}, model="movies:entry")
         text = server.metrics.text().decode()
@@ -297,7 +321,7 @@ def test_the_hit_rate_of_an_entry(tmp_path: Path) -> None:
         assert 'megalith_ids_missing_total{model="movies:entry",version="1"} 1.0' in text
 
 
-def test_discovery_hears_of_models_and_of_the_end(tmp_path: Path) -> None:
+def test_models_are_registered_and_unregistered(tmp_path: Path) -> None:
     export_version(tmp_path / "models" / "movies")
     path = tmp_path / "servers.json"
     with (

@@ -35,7 +35,6 @@ from megalith.ragged import Ragged
 from megalith.serving.export import precision as precisions
 from megalith.serving.export.archive import write_archive
 from megalith.serving.export.frozen_rows import FrozenWriter
-from megalith.serving.export.servable import Example, write_examples
 from megalith.serving.export.signature import (
     DENSE,
     ENTRY,
@@ -47,6 +46,7 @@ from megalith.serving.export.signature import (
     Signature,
     check_name,
 )
+from megalith.serving.export.warmup_examples import Example, write_examples
 from megalith.storage.atomic import sync_path
 from megalith.storage.store import StoredFile, checksum
 from megalith.table import TableConfig

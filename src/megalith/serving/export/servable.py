@@ -6,9 +6,7 @@ rows through a callable. Rows and dense weights can be overwritten in memory; th
 
 from __future__ import annotations
 
-import json
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,19 +28,17 @@ from megalith.library import span
 from megalith.nn.batch_preparer import column_of, real_places
 from megalith.nn.feature_plan import CompiledBatch, FeaturePlan
 from megalith.ops.checks import all_finite
-from megalith.ragged import Ragged
 from megalith.serving.export.dense_program import DenseProgram, ProgramCopy
 from megalith.serving.export.frozen_rows import FrozenRows
 from megalith.serving.export.overlay import PRESENT, REMOVED, Overlay, RowsByTable
 from megalith.serving.export.row_gathering import Gathered, Gathering
 from megalith.serving.export.signature import ENTRY, Signature
-from megalith.storage.store import LocalStore, StoredFile, checksum
-from megalith.storage.strict_json import parse_json
+from megalith.serving.export.warmup_examples import read_examples
+from megalith.storage.store import LocalStore
 
 Fetch = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 Tensors = Mapping[str, Tensor]
 _NOTHING: Tensors = MappingProxyType({})
-_MAX_EXAMPLES = 1 << 24
 _MAX_COMPILED = 256
 """Maximum number of batch sizes for which a compiled request is cached."""
 _MAX_COMPILED_SIZE = 1024
@@ -498,37 +494,3 @@ class Servable:
         self._closed = True
         self._frozen = {}
         self._plan = self._program = None
-
-
-Example = tuple[dict[str, Ragged], Tensor | None]
-
-
-def read_examples(path: Path) -> list[Example]:
-    """Reads the warm-up requests of an export. Raises ExportError if the file is malformed."""
-    try:
-        if path.stat().st_size > _MAX_EXAMPLES:
-            raise ValueError("too long")
-        examples = []
-        for each in parse_json(path.read_text())["examples"]:
-            features = {name: Ragged.from_lists(lists) for name, lists in each["features"].items()}
-            dense = None if each["dense"] is None else torch.tensor(each["dense"], dtype=torch.float32)
-            examples.append((features, dense))
-        return examples
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
-        raise ExportError(f"{path} holds no valid examples: {error}") from None
-
-
-def write_examples(path: Path, examples: list[Example]) -> StoredFile:
-    """Writes the warm-up requests of an export, and returns the entry of the file."""
-    data = {
-        "examples": [
-            {
-                "features": {name: column.to_lists() for name, column in features.items()},
-                "dense": None if dense is None else dense.tolist(),
-            }
-            for features, dense in examples
-        ]
-    }
-    text = json.dumps(data, allow_nan=False).encode()
-    path.write_bytes(text)
-    return StoredFile(path.name, len(text), checksum(zlib.crc32(text)))

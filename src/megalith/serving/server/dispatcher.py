@@ -43,7 +43,7 @@ class ScoreRequest(Protocol):
     alive: Alive | None
     """Whether the client still waits."""
 
-    def read(self, reader: InputReader) -> Rows:
+    def read(self, reader: InputReader, /) -> Rows:
         """Reads the rows; called once the request is admitted. Raises InputError or RequestError."""
 
 

@@ -6,17 +6,32 @@ such a failure without a reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megalith.serving.client.credentials import grpc_module
 from megalith.serving.proto import Message
+from megalith.serving.server.batching import Alive
 from megalith.serving.server.dispatcher import Dispatcher
+from megalith.serving.server.inputs import InputReader, Rows
 from megalith.serving.server.request_errors import RequestError
 
 Method = Callable[[bytes, Any], bytes]
 NO_DEADLINE = 1e9
 """Seconds above which a deadline counts as none: gRPC reports centuries for a call without a deadline."""
+
+
+@dataclass(slots=True)
+class GrpcScoreRequest:
+    """A request for scores over gRPC; see ScoreRequest."""
+
+    model: str
+    version: int | None
+    outputs: Sequence[str]
+    timeout: float | None
+    alive: Alive | None
+    read: Callable[[InputReader], Rows]
 
 
 def grpc_handler(service: str, methods: Mapping[str, Method]) -> Any:

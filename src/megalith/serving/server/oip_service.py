@@ -1,16 +1,15 @@
 """The Open Inference Protocol, version 2, over gRPC.
 
-method                         response
-ServerLive, ServerReady        whether the server runs; whether a model is available
-ModelReady                     whether a version of a model is available
-ServerMetadata, ModelMetadata  name and version; inputs and outputs
-ModelInfer                     scores
+Methods:
+
+    ServerLive, ServerReady        whether the server runs; whether a model is available
+    ModelReady                     whether a version of a model is available
+    ServerMetadata, ModelMetadata  name and version; inputs and outputs
+    ModelInfer                     scores
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from megalith import __version__
 from megalith.errors import InputError
 from megalith.serving.export.signature import Signature
 from megalith.serving.proto import (
-    Message,
     ModelInferRequest,
     ModelInferResponse,
     ModelMetadataRequest,
@@ -31,31 +29,14 @@ from megalith.serving.proto import (
     ServerReadyResponse,
     datatype_of,
 )
-from megalith.serving.server.batching import Alive
 from megalith.serving.server.dispatcher import Dispatcher
-from megalith.serving.server.inputs import InputReader, Rows
-from megalith.serving.server.methods import grpc_handler, parse, remaining, serialize
+from megalith.serving.server.methods import GrpcScoreRequest, grpc_handler, parse, remaining, serialize
 from megalith.serving.server.request_errors import RequestError
 from megalith.serving.server.tf_service import inputs_of
 
 SERVICE = "inference.GRPCInferenceService"
 SERVER, PLATFORM = "megalith", "megalith"
 EXTENSIONS = ("binary_tensor_data",)
-
-
-@dataclass(slots=True)
-class _InferScoreRequest:
-    """A ModelInferRequest; see ScoreRequest."""
-
-    model: str
-    version: int | None
-    outputs: Sequence[str]
-    timeout: float | None
-    alive: Alive | None
-    message: Message
-
-    def read(self, reader: InputReader) -> Rows:
-        return reader.read_infer(self.message)
 
 
 class OIPService:
@@ -104,13 +85,13 @@ class OIPService:
         """Returns the scores of the request's rows."""
         request = parse(self._dispatcher, ModelInferRequest, data)
         scored = self._dispatcher.predict(
-            _InferScoreRequest(
+            GrpcScoreRequest(
                 request.model_name,
                 self._version(request.model_version),
                 [output.name for output in request.outputs],
                 remaining(context),
                 context.is_active,
-                request,
+                lambda reader: reader.read_infer(request),
             )
         )
         response = ModelInferResponse(

@@ -1,10 +1,12 @@
 """The Open Inference Protocol, version 2, over REST.
 
-GET   /v2                                          name and version of the server
-GET   /v2/health/live, /v2/health/ready            health; needs no token
-GET   /v2/models/NAME[/versions/VERSION]           inputs and outputs of a model
-GET   /v2/models/NAME[/versions/VERSION]/ready     whether it is available
-POST  /v2/models/NAME[/versions/VERSION]/infer     scores
+Paths:
+
+    GET   /v2                                          name and version of the server
+    GET   /v2/health/live, /v2/health/ready            health; needs no token
+    GET   /v2/models/NAME[/versions/VERSION]           inputs and outputs of a model
+    GET   /v2/models/NAME[/versions/VERSION]/ready     whether it is available
+    POST  /v2/models/NAME[/versions/VERSION]/infer     scores
 """
 
 from __future__ import annotations

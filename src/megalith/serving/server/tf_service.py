@@ -2,18 +2,16 @@
 
 The signature of a PredictRequest selects what Predict does:
 
-    signature                                   effect
-    serving_default                             scores of the request's rows
-    lookup                                      rows of ids
-    hashtable_assign, raw_assign, NAME/raw_assign   write rows and dense weights
-    sync_position, sync_begin, sync_end, sync_reload   state of parameter sync
+    serving_default                                      scores of the request's rows
+    lookup                                               rows of ids
+    hashtable_assign, raw_assign, NAME/raw_assign        write rows and dense weights
+    sync_position, sync_begin, sync_end, sync_reload     position and control of parameter sync
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -41,8 +39,7 @@ from megalith.serving.proto import (
 from megalith.serving.proto.contents import LARGE, cut_contents
 from megalith.serving.server.batching import Alive
 from megalith.serving.server.dispatcher import Dispatcher, unknown_signature
-from megalith.serving.server.inputs import InputReader, Rows
-from megalith.serving.server.methods import grpc_handler, parse, remaining, serialize
+from megalith.serving.server.methods import GrpcScoreRequest, grpc_handler, parse, remaining, serialize
 from megalith.serving.server.request_errors import Code, RequestError
 from megalith.serving.wire_names import HASHTABLE_ASSIGN, LOOKUP, PREDICT, write_signature
 
@@ -53,21 +50,6 @@ METADATA_FIELD = "signature_def"
 METADATA_PREFIX = "megalith-"
 """Prefix of the metadata that parameter sync uses."""
 _FLOAT = int(DataType.DT_FLOAT)
-
-
-@dataclass(slots=True)
-class _ProtoScoreRequest:
-    """A PredictRequest for scores; see ScoreRequest."""
-
-    model: str
-    version: int | None
-    outputs: Sequence[str]
-    timeout: float | None
-    alive: Alive | None
-    inputs: Mapping[str, Message]
-
-    def read(self, reader: InputReader) -> Rows:
-        return reader.read_protos(self.inputs)
 
 
 class TFService:
@@ -93,15 +75,12 @@ class TFService:
         spec = request.model_spec
         signature = spec.signature_name or PREDICT
         timeout = remaining(context)
+        read_inputs = functools.partial(self._read_inputs, request, contents)
         if signature == PREDICT:
-            response = self._scores(self._parse(PredictRequest, data) if contents else request, context)
+            whole = self._parse(PredictRequest, data) if contents else request
+            response = self._scores(whole, timeout, context.is_active)
         elif signature == LOOKUP:
-            number, rows = self._dispatcher.lookup(
-                spec.name,
-                version_of(spec),
-                functools.partial(self._read_inputs, request, contents),
-                timeout=timeout,
-            )
+            number, rows = self._dispatcher.lookup(spec.name, version_of(spec), read_inputs, timeout=timeout)
             response = _response(spec, signature, rows, number)
         elif (write := write_signature(signature)) is not None:
             metadata = {
@@ -109,13 +88,7 @@ class TFService:
                 for key, value in context.invocation_metadata()
                 if key.startswith(METADATA_PREFIX) and isinstance(value, str)
             }
-            outputs = self._dispatcher.write(
-                spec.name,
-                write,
-                functools.partial(self._read_inputs, request, contents),
-                metadata,
-                timeout=timeout,
-            )
+            outputs = self._dispatcher.write(spec.name, write, read_inputs, metadata, timeout=timeout)
             response = _response(spec, signature, outputs)
         else:
             raise self._dispatcher.reject(unknown_signature(signature))
@@ -157,16 +130,16 @@ class TFService:
                 raise RequestError(Code.NOT_FOUND, f"model {model.name!r} has no version {number}")
         return serialize(response)
 
-    def _scores(self, request: Message, context: Any) -> Message:
+    def _scores(self, request: Message, timeout: float | None, alive: Alive) -> Message:
         spec = request.model_spec
         scored = self._dispatcher.predict(
-            _ProtoScoreRequest(
+            GrpcScoreRequest(
                 spec.name,
                 version_of(spec),
                 request.output_filter,
-                remaining(context),
-                context.is_active,
-                request.inputs,
+                timeout,
+                alive,
+                lambda reader: reader.read_protos(request.inputs),
             )
         )
         response = PredictResponse()
