@@ -1,4 +1,4 @@
-"""Many ranks in one process: a thread each, tables spread by a router, and meetings to exchange facts."""
+"""Several ranks in one process: each is a thread, a router distributes tables, a barrier exchanges values."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ T = TypeVar("T")
 SECONDS = 60
 
 
-class Meeting:
-    """Where the ranks of one run meet."""
+class Exchange:
+    """Exchanges values between the ranks of one run."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._barrier = threading.Barrier(size, timeout=SECONDS)
-        self._said: list[Any] = [None] * size
+        self._values: list[Any] = [None] * size
 
-    def exchange(self, rank: int, value: Any) -> list[Any]:
-        self._said[rank] = value
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        self._values[rank] = value
         self._barrier.wait()
-        said = list(self._said)
+        values = list(self._values)
         self._barrier.wait()
-        return said
+        return values
 
 
 class LogicalRanks(RankGroup):
-    def __init__(self, rank: int, meeting: Meeting) -> None:
-        self.rank, self.size, self._meeting = rank, meeting.size, meeting
+    def __init__(self, rank: int, exchange: Exchange) -> None:
+        self.rank, self.size, self._exchange = rank, exchange.size, exchange
 
     def broadcast(self, value: Any) -> Any:
         return self.gather(value)[0]
 
     def gather(self, value: Any) -> list[Any]:
-        return self._meeting.exchange(self.rank, value)
+        return self._exchange.gather(self.rank, value)
 
 
 class LogicalShards(LocalShards):
-    """The tables of one rank of many."""
+    """The tables of one of several ranks."""
 
     def __init__(self, configs: Sequence[TableConfig], ranks: RankGroup, router: Router) -> None:
         super().__init__(configs)
@@ -59,7 +59,7 @@ class LogicalShards(LocalShards):
 
 
 class RankModel(nn.Module):
-    """What one rank holds: its part of a table, and a weight that all have."""
+    """The model of one rank: its part of a table, and a weight that all ranks have."""
 
     def __init__(self, ranks: RankGroup, router: Router) -> None:
         super().__init__()
@@ -73,18 +73,18 @@ class RankModel(nn.Module):
         return self.embeddings.shards.local["t"]
 
     def own(self, ids: torch.Tensor) -> torch.Tensor:
-        """Those of the ids that this rank owns."""
+        """Return the ids that this rank owns."""
         return ids[self.router.owner(ids) == self.ranks.rank]
 
 
 def new_models(router: Router) -> list[RankModel]:
-    """The models of all ranks of a run."""
-    meeting = Meeting(router.num_shards)
-    return [RankModel(LogicalRanks(rank, meeting), router) for rank in range(meeting.size)]
+    """Create the models of all ranks of a run."""
+    exchange = Exchange(router.num_shards)
+    return [RankModel(LogicalRanks(rank, exchange), router) for rank in range(exchange.size)]
 
 
 def on_all(models: Sequence[RankModel], work: Callable[[RankModel], T]) -> list[T]:
-    """Some work of all ranks at the same time; what each gives. Raises the first rank's error."""
+    """Run a function on all ranks at the same time and return the results. Raises the first rank's error."""
     outcomes = outcomes_on_all(models, work)
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
@@ -93,7 +93,7 @@ def on_all(models: Sequence[RankModel], work: Callable[[RankModel], T]) -> list[
 
 
 def outcomes_on_all(models: Sequence[RankModel], work: Callable[[RankModel], T]) -> list[T | BaseException]:
-    """What the work gives on each rank, or the error it raises there."""
+    """Run a function on all ranks and return the result or the error of each."""
     outcomes: list[Any] = [TimeoutError("the rank did not end")] * len(models)
 
     def run(model: RankModel) -> None:

@@ -1,4 +1,4 @@
-"""A store in memory: the same calls as a directory, no disk, and a list of what was read."""
+"""A store in memory that records which files were read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megalith.storage.store import Store, StoredFile, checksum
 
 
 class MemoryStore(Store):
-    """Files by name. reads: names in the order they were read, whole or in part."""
+    """Files by name. reads: the names of files in the order they were read, completely or in part."""
 
     def __init__(self, files: dict[str, bytes] | None = None, where: str = "memory") -> None:
         self.where = self.address = where

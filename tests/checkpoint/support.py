@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share: a small model, and all of it as one value."""
+"""Shared by the checkpoint tests: a small model, and its whole state as one value."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Model(nn.Module):
 
 
 def train(model: Model, seed: int) -> None:
-    """One step that changes some rows and the dense weights, and removes a few ids."""
+    """Run one step that changes some rows and the dense weights, and removes a few ids."""
     generator = torch.Generator().manual_seed(seed)
     ids = IDS[torch.randint(0, IDS.numel(), (2, 16), generator=generator)]
     column = Ragged(ids.flatten(), torch.arange(0, 33, 2))
@@ -64,7 +64,7 @@ def train(model: Model, seed: int) -> None:
 
 
 def state_of(model: Model) -> State:
-    """Everything a checkpoint keeps, rows by ascending id; floats as their bits."""
+    """Return everything a checkpoint stores, rows by ascending id and floats as their bits."""
     state: State = {name: t.detach().clone() for name, t in model.dense.named_parameters()}
     for name, table in model.embeddings.shards.local.items():
         rows = whole(table)
@@ -85,14 +85,14 @@ def assert_same(a: State, b: State) -> None:
 
 
 def edit(root: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Changes the data of a checkpoint's manifest."""
+    """Change the data of a manifest."""
     manifest = json.loads((root / NAME).read_text())
     change(manifest)
     (root / NAME).write_text(json.dumps(manifest))
 
 
 def rewrite(root: Path, entry: dict[str, Any], data: bytes) -> None:
-    """Replaces a file and puts its length and checksum into its entry, so that what it holds is looked at."""
+    """Replace a file and update its length and checksum in its entry, so that its content is validated."""
     (root / entry["path"]).write_bytes(data)
     entry["bytes"] = len(data)
     entry["checksum"] = f"crc32:{zlib.crc32(data):08x}"

@@ -1,4 +1,4 @@
-"""Loading into a model that is not quite the one saved: what is mapped, left out, named, or refused."""
+"""Loading into a model that differs from the saved one: what is renamed, skipped or raises."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def rows(net: Net, name: str) -> Any:
     return whole(net.emb.shards.local[name])
 
 
-def test_a_table_the_checkpoint_lacks_keeps_what_it_has_and_is_named() -> None:
+def test_a_table_that_the_checkpoint_lacks_keeps_its_rows_and_is_reported() -> None:
     store, net = saved(table("a"))
     other = Net([table("a"), table("b")]).fill(2)
     before = rows(other, "b")
@@ -71,7 +71,7 @@ def test_a_table_the_checkpoint_lacks_keeps_what_it_has_and_is_named() -> None:
     assert_same_tables(rows(other, "b"), before)
 
 
-def test_a_table_the_model_lacks_is_left_out_and_named() -> None:
+def test_a_table_that_the_model_lacks_is_ignored_and_reported() -> None:
     store, net = saved(table("a"), table("b"))
     other = Net([table("a")])
     with pytest.warns(UserWarning, match=r"the model does not have: 'emb\.b'"):
@@ -80,7 +80,7 @@ def test_a_table_the_model_lacks_is_left_out_and_named() -> None:
     assert_same_tables(rows(other, "a"), rows(net, "a"))
 
 
-def test_a_damaged_file_that_is_not_needed_does_no_harm() -> None:
+def test_a_damaged_file_that_is_not_needed_is_ignored() -> None:
     store, net = saved(table("a"), table("b"))
     manifest = checkpoint.read_manifest(store)
     store.files[manifest.tables()["emb.b"][0].pieces[0].file.path] = b"x"
@@ -117,7 +117,7 @@ def test_names_may_be_exchanged() -> None:
         ({"head.weight": "head.bias"}, "two dense weights of .* would have the same name"),
     ],
 )
-def test_a_mapping_that_makes_no_sense_is_refused(rename: dict[str, str], words: str) -> None:
+def test_an_invalid_rename_raises(rename: dict[str, str], words: str) -> None:
     store, _ = saved(table("a"), table("b"), head=nn.Linear(2, 1))
     other = Net([table("a"), table("b")], head=nn.Linear(2, 1)).fill(2)
     before = rows(other, "a")
@@ -137,7 +137,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_changed_table_is_refused_by_name_or_left_out_if_that_is_allowed(what: str) -> None:
+def test_a_changed_table_raises_or_is_skipped_with_allow_missing(what: str) -> None:
     options, words = CHANGES[what]
     store, net = saved(table("a"), table("b"))
     other = Net([table("a", **options), table("b")]).fill(2)
@@ -153,7 +153,7 @@ def test_a_changed_table_is_refused_by_name_or_left_out_if_that_is_allowed(what:
     assert_same_tables(rows(other, "b"), rows(net, "b"))
 
 
-def test_weights_may_come_without_their_optimizer_state() -> None:
+def test_weights_can_be_loaded_without_optimizer_state() -> None:
     store, net = saved(table("a"), table("b"))
     other = Net([table("a", optimizer=Adam(0.5)), table("b")])
     checkpoint.load(other, store, drop_optimizer_state=["emb.a"])
@@ -174,7 +174,7 @@ def assert_same_states(a: Any, b: Any) -> None:
     assert all(torch.equal(a[key], b[key]) for key in a)
 
 
-def test_dense_weights_that_do_not_fit_are_left_alone_if_that_is_allowed() -> None:
+def test_dense_weights_that_do_not_match_are_skipped_with_allow_missing() -> None:
     store, net = saved(table("a"), head=nn.Linear(2, 1), gone=nn.Linear(1, 1))
     other = Net([table("a")], head=nn.Linear(2, 1, bias=False), new=nn.Linear(1, 1))
     with pytest.raises(CheckpointError, match=r"lacks \['new\.bias', 'new\.weight'\]"):
@@ -198,7 +198,7 @@ def test_an_optimizer_that_was_not_saved_is_not_loaded() -> None:
     assert_same_tables(rows(other, "a"), before)
 
 
-def test_rates_and_a_trainable_flag_may_change_and_nothing_is_said() -> None:
+def test_rates_and_a_trainable_flag_may_change_without_a_warning() -> None:
     store, net = saved(table("a"))
     other = Net([table("a", optimizer=Adagrad(0.7, eps=1e-3), trainable=False, missing="zeros")])
     with warnings.catch_warnings():
@@ -207,7 +207,7 @@ def test_rates_and_a_trainable_flag_may_change_and_nothing_is_said() -> None:
     assert_same_tables(rows(other, "a"), rows(net, "a"))
 
 
-def test_the_step_comes_back_to_the_collection_it_belongs_to() -> None:
+def test_each_collection_gets_its_own_step() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -246,7 +246,7 @@ def test_tables_that_two_collections_share_are_saved_once() -> None:
     assert_same_tables(whole(other.b.shards.local["t"]), whole(model.b.shards.local["t"]))
 
 
-def test_progress_that_would_not_come_back_is_refused() -> None:
+def test_progress_that_is_not_json_raises() -> None:
     deep: Any = []
     for _ in range(120):
         deep = [deep]
@@ -255,14 +255,14 @@ def test_progress_that_would_not_come_back_is_refused() -> None:
             checkpoint.save(Net([table()]), MemoryStore(), progress=progress)
 
 
-def test_two_tables_of_one_name_are_refused() -> None:
+def test_two_tables_with_the_same_name_raise() -> None:
     net = Net([table("x.t")])
     net.emb.add_module("x", Net([table("t")]).emb)
     with pytest.raises(UsageError, match=r"the same name: emb\.x\.t, emb\.x\.t"):
         checkpoint.save(net, MemoryStore())
 
 
-def test_generators_come_back_and_nonsense_is_refused() -> None:
+def test_generators_are_restored_and_invalid_states_raise() -> None:
     torch.manual_seed(3)
     random.seed(3)
     state = checkpoint.rng_state()
@@ -280,7 +280,7 @@ def test_generators_come_back_and_nonsense_is_refused() -> None:
             checkpoint.set_rng_state(wrong)
 
 
-def test_a_row_twice_is_kept_once_and_said() -> None:
+def test_a_duplicate_row_is_kept_once_with_a_warning() -> None:
     store, _ = saved(table("a"))
     manifest = json.loads(store.files["manifest.json"])
     entry = manifest["collections"]["emb"]["tables"]["a"]

@@ -1,4 +1,4 @@
-"""diff: every row, weight and setting that differs between two checkpoints, and none that does not."""
+"""diff: it finds exactly the rows, weights and settings that differ between two checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from megalith import SGD, Adagrad, EmbeddingCollection, Feature, TableConfig, checkpoint
-from megalith.checkpoint import piece_writer as pen
+from megalith.checkpoint import piece_writer
 from megalith.checkpoint.compare import Change, LargestChange
 from megalith.errors import CheckpointError
 
@@ -66,7 +66,9 @@ def test_rows_added_removed_and_changed_with_the_largest_change(tmp_path: Path) 
         ([math.nan, 1.0], [math.nan, 3.0], 2.0),
     ],
 )
-def test_what_is_not_finite(tmp_path: Path, before: list[float], after: list[float], amount: float) -> None:
+def test_values_that_are_not_finite(
+    tmp_path: Path, before: list[float], after: list[float], amount: float
+) -> None:
     a, b = saved(tmp_path / "a", {1: before}), saved(tmp_path / "b", {1: after})
     largest = checkpoint.diff(a, b).tables["t"].largest
     assert largest is not None
@@ -88,8 +90,8 @@ def test_state_and_times_change_a_row_but_not_its_weights(tmp_path: Path) -> Non
     assert not table.same
 
 
-def test_a_chain_of_deltas_is_what_it_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pen, "PIECE_BYTES", 100)
+def test_a_chain_equals_the_checkpoint_it_results_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(piece_writer, "PIECE_BYTES", 100)
     model = collection()
     put(model, {i: [float(i), 0.0] for i in range(20)})
     checkpoint.save(model, tmp_path / "a")
@@ -104,10 +106,8 @@ def test_a_chain_of_deltas_is_what_it_leaves(tmp_path: Path, monkeypatch: pytest
     assert checkpoint.diff(tmp_path / "a", tmp_path / "b").same
 
 
-def test_what_is_held_in_memory_does_not_change_the_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pen, "PIECE_BYTES", 200)
+def test_the_memory_limit_does_not_change_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(piece_writer, "PIECE_BYTES", 200)
     a = saved(tmp_path / "a", {i: [float(i), 1.0] for i in range(40)})
     b = saved(tmp_path / "b", {i: [float(i), 1.0 + i] for i in reversed(range(40))})
     at_once = checkpoint.diff(a, b)

@@ -1,7 +1,7 @@
-"""kill -9 at any point of a save: what is loaded afterwards is the last complete state, bit by bit.
+"""kill -9 at any point of a save: afterwards the last complete state is loaded, bit by bit.
 
-Children are forked from a parent that holds the model, so each costs milliseconds. The parent then does what
-a restarted run does: it loads the checkpoint and goes on from there, over whatever the dead child left.
+Children are forked from a parent that holds the model, so each costs milliseconds. The parent then acts as a
+restarted run: it loads the checkpoint and continues, with the remains of the dead child on the disk.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from megalith import checkpoint
-from megalith.checkpoint import piece_writer as pen
+from megalith.checkpoint import piece_writer
 from megalith.storage.store import LocalStore
 from tests.checkpoint.support import Model, State, assert_same, state_of, train
 
@@ -32,7 +32,7 @@ SECONDS = 60
 def async_save(model: Model, path: Path, *, delta: bool) -> None:
     handle = checkpoint.async_save(model, path, delta=delta)
     seed = 10_000
-    while not handle.done():  # training that must not reach the files
+    while not handle.done():  # training that must not change the files
         train(model, seed := seed + 1)
     handle.wait()
 
@@ -47,7 +47,7 @@ SAVES: dict[str, Save] = {
 
 
 class Trap:
-    """Counts a process's steps on the disk, and kills it at one of them. Set in a child: it is never removed.
+    """Counts the disk operations of a process and kills it at one of them. Set in a child, never removed.
 
     Steps: before and after each fsync and rename, before each part of a file, each new directory and each
     deletion.
@@ -89,7 +89,7 @@ class Trap:
 
 
 class Child:
-    """A forked process that does some work under a trap; `steps` once it has ended by itself."""
+    """A forked process that runs a function under a trap; it counts `steps` if it is not killed."""
 
     def __init__(self, work: Callable[[], object], trap: Trap) -> None:
         self.killed = False
@@ -101,7 +101,7 @@ class Child:
             return
         try:
             signal.alarm(SECONDS)
-            sys.setswitchinterval(1e-4)  # else training keeps the saving thread waiting
+            sys.setswitchinterval(1e-4)  # otherwise training delays the saving thread
             trap.set()
             os.write(write, b"begins")
             work()
@@ -112,27 +112,27 @@ class Child:
             os._exit(0)
 
     def kill_after(self, seconds: float) -> None:
-        """Kills it that long after its work has begun, unless it ends before."""
+        """Kill the process a number of seconds after its work has begun, unless it has ended."""
         os.read(self._read, 6)
         if not select.select([self._read], [], [], seconds)[0]:
             os.kill(self._pid, signal.SIGKILL)
 
     def wait(self) -> None:
-        said = b""
+        output = b""
         while part := os.read(self._read, 100):
-            said += part
+            output += part
         os.close(self._read)
         _, status = os.waitpid(self._pid, 0)
         self.killed = os.WIFSIGNALED(status)
         if self.killed:
             assert os.WTERMSIG(status) == signal.SIGKILL, f"the child ended by signal {os.WTERMSIG(status)}"
             return
-        assert b"ends " in said, "the child failed"
-        self.steps = int(said.partition(b"ends ")[2])
+        assert b"ends " in output, "the child failed"
+        self.steps = int(output.partition(b"ends ")[2])
 
 
 class Run:
-    """A run whose saves die, and which goes on from what it finds."""
+    """A run whose saves are killed and which continues from the remaining checkpoint."""
 
     def __init__(self, root: Path, seed: int) -> None:
         self.root = root
@@ -148,7 +148,7 @@ class Run:
         self._seconds = {name: seconds for name, (_, seconds) in whole.items()}
 
     def _whole(self, save: Save) -> tuple[int, float]:
-        """A save nobody disturbs: its steps and how long it takes. It leaves no file without a name."""
+        """Run a save without a kill; return its steps and its seconds. It leaves no unnamed file."""
         train(self.model, self._next())
         if save is SAVES["compact"]:
             checkpoint.save_delta(self.model, self.root)
@@ -165,7 +165,7 @@ class Run:
         return child.steps, seconds
 
     def crash(self, name: str, *, by_clock: bool = False, at: int | None = None) -> None:
-        """One save that dies at disk step `at` (None: a random one), or at a random time with by_clock."""
+        """Kill one save at disk step `at` (None: a random one), or at a random time with by_clock."""
         train(self.model, self._next())
         before = state_of(self.model)
         if name == "compact":
@@ -199,41 +199,41 @@ def crash_many(root: Path, rounds: int, seed: int) -> Counter[str]:
     run = Run(root, seed)
     names = list(SAVES)
     for number in range(rounds):
-        # Every save dies at a step of the disk and by the clock, in turn.
+        # In turn, each kind of save is killed at a disk step and by the clock.
         run.crash(names[number % len(names)], by_clock=number // len(names) % 3 == 2)
-    for name in names:  # whatever the clock did above: one save that dies at once, one that nothing kills
+    for name in names:  # always: one save that is killed at once, one that is not killed
         run.crash(name, at=0)
         run.crash(name, at=sys.maxsize)
     return run.outcomes
 
 
 def assert_all_outcomes(outcomes: Counter[str], rounds: int) -> None:
-    """How many saves die late depends on the clock; each outcome must have happened."""
+    """Each outcome must have occurred; how often depends on the clock."""
     kinds = len(SAVES)
     assert outcomes["killed"] + outcomes["ended"] == rounds + 2 * kinds
     assert outcomes["killed"] >= kinds
     assert outcomes["ended"] >= kinds
     assert outcomes["old"] >= kinds
-    assert outcomes["new"] >= kinds - 1  # a compaction may leave the state's name as it was
+    assert outcomes["new"] >= kinds - 1  # a compaction may keep the id of the state
 
 
 @pytest.fixture(autouse=True)
 def many_small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pen, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(piece_writer, "PIECE_BYTES", 1000)
 
 
-def test_fifty_saves_die_and_none_does_harm(tmp_path: Path) -> None:
+def test_fifty_killed_saves_leave_a_complete_checkpoint(tmp_path: Path) -> None:
     assert_all_outcomes(crash_many(tmp_path, 50, seed=1), 50)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(4))
-def test_a_thousand_saves_die_and_none_does_harm(tmp_path: Path, seed: int) -> None:
+def test_a_thousand_killed_saves_leave_a_complete_checkpoint(tmp_path: Path, seed: int) -> None:
     assert_all_outcomes(crash_many(tmp_path, 250, seed=seed + 100), 250)
 
 
 @pytest.mark.parametrize("kind", ["save", "delta"])
-def test_a_save_that_dies_right_before_or_after_the_rename_of_the_manifest(tmp_path: Path, kind: str) -> None:
+def test_a_save_killed_right_before_or_after_the_rename_of_the_manifest(tmp_path: Path, kind: str) -> None:
     for after in (False, True):
         root = tmp_path / str(after)
         model = Model()
@@ -263,7 +263,7 @@ def test_a_save_that_dies_right_before_or_after_the_rename_of_the_manifest(tmp_p
         assert_same(state_of(loaded), state_of(model) if after else last)
 
 
-def test_a_rotation_that_dies_has_a_latest_checkpoint_to_load(tmp_path: Path) -> None:
+def test_a_killed_rotation_has_a_latest_checkpoint_to_load(tmp_path: Path) -> None:
     rotation = checkpoint.Rotation(tmp_path, keep_last=2)
     model = Model()
     train(model, 0)

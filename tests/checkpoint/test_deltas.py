@@ -1,4 +1,4 @@
-"""Deltas: what they go on top of, when they are refused, and saves beside training."""
+"""Deltas: which checkpoint they continue, when they raise, and saves during training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megalith import SGD, EmbeddingCollection, Feature, TableConfig, Zeros, checkpoint
-from megalith.checkpoint import piece_writer as pen
+from megalith.checkpoint import piece_writer
 from megalith.checkpoint import save_job as job
 from megalith.checkpoint.manifest import NAME
 from megalith.errors import CheckpointError, UsageError
@@ -28,7 +28,7 @@ def loaded(store: MemoryStore | Path, **options: Any) -> Model:
     return model
 
 
-def test_a_delta_holds_what_changed_and_what_is_gone() -> None:
+def test_a_delta_holds_changed_rows_and_removed_ids() -> None:
     store = MemoryStore()
     model = Model()
     model.table("user").assign(IDS, torch.zeros(IDS.numel(), 3), time=5)
@@ -50,7 +50,7 @@ def test_a_delta_holds_what_changed_and_what_is_gone() -> None:
     assert_same(state_of(loaded(store)), state_of(model))
 
 
-def test_a_delta_of_nothing_is_one() -> None:
+def test_a_delta_without_changes_is_valid() -> None:
     store = MemoryStore()
     model = Model()
     train(model, 1)
@@ -60,7 +60,7 @@ def test_a_delta_of_nothing_is_one() -> None:
     assert_same(state_of(loaded(store)), state_of(model))
 
 
-# ---- refusals
+# ---- deltas that raise
 
 
 def test_a_delta_needs_a_base() -> None:
@@ -72,7 +72,7 @@ def test_a_delta_needs_a_base() -> None:
         checkpoint.save_delta(Model(), store)
 
 
-def test_a_delta_goes_where_the_model_last_saved_or_loaded() -> None:
+def test_a_delta_continues_the_last_save_or_load() -> None:
     a, b = MemoryStore(where="a"), MemoryStore(where="b")
     model = Model()
     checkpoint.save(model, a)
@@ -86,7 +86,7 @@ def test_a_delta_goes_where_the_model_last_saved_or_loaded() -> None:
 
 
 @pytest.mark.parametrize("how", ["save", "delta"])
-def test_a_delta_on_what_somebody_else_changed_is_refused(how: str) -> None:
+def test_a_delta_on_a_checkpoint_changed_by_another_model_raises(how: str) -> None:
     store = MemoryStore()
     model = Model()
     checkpoint.save(model, store)
@@ -103,7 +103,7 @@ def test_a_delta_on_what_somebody_else_changed_is_refused(how: str) -> None:
     assert_same(state_of(loaded(store)), state_of(model))
 
 
-def test_a_delta_while_somebody_else_saves_is_refused_at_its_end() -> None:
+def test_a_delta_during_a_save_of_another_model_raises_at_its_end() -> None:
     store = MemoryStore()
     model = Model()
     checkpoint.save(model, store)
@@ -122,7 +122,7 @@ def test_a_delta_while_somebody_else_saves_is_refused_at_its_end() -> None:
     assert_same(state_of(loaded(store)), state_of(other))
 
 
-def test_compaction_does_not_stand_in_the_way_of_the_next_delta() -> None:
+def test_a_delta_can_follow_a_compaction() -> None:
     store = MemoryStore()
     model = Model()
     for seed in range(3):
@@ -134,7 +134,7 @@ def test_compaction_does_not_stand_in_the_way_of_the_next_delta() -> None:
     assert_same(state_of(loaded(store)), state_of(model))
 
 
-def test_a_checkpoint_that_grows_while_it_is_compacted_stays_as_it_is() -> None:
+def test_a_checkpoint_saved_during_a_compaction_is_not_changed_by_it() -> None:
     store = MemoryStore()
     model = Model()
     train(model, 1)
@@ -152,7 +152,7 @@ def test_a_checkpoint_that_grows_while_it_is_compacted_stays_as_it_is() -> None:
     assert_same(state_of(loaded(store)), state_of(model))
 
 
-def test_a_checkpoint_that_is_compacted_while_a_delta_is_written_gets_it_all_the_same() -> None:
+def test_a_delta_is_added_to_a_checkpoint_compacted_in_the_meantime() -> None:
     store = MemoryStore()
     model = Model()
     for seed in range(3):
@@ -171,7 +171,7 @@ def test_a_checkpoint_that_is_compacted_while_a_delta_is_written_gets_it_all_the
     assert_same(state_of(loaded(store)), state_of(model))
 
 
-def test_a_save_whose_files_another_save_deleted_fails_and_does_no_harm() -> None:
+def test_a_save_whose_files_another_save_deleted_raises_and_changes_nothing() -> None:
     store = MemoryStore()
     model, other = Model(), Model(seed=6)
     train(model, 1)
@@ -219,7 +219,7 @@ def test_after_a_load_of_some_tables_a_delta_has_no_base() -> None:
             checkpoint.save_delta(model, store)
 
 
-def test_deltas_false_leaves_the_chain() -> None:
+def test_deltas_false_leaves_the_chain_unchanged() -> None:
     chain, aside = MemoryStore(where="chain"), MemoryStore(where="aside")
     model = Model()
     train(model, 1)
@@ -266,7 +266,7 @@ def test_rows_of_a_save_that_failed_count_as_changed_again(word: str, monkeypatc
 
 
 @pytest.mark.parametrize("kind", [OSError, KeyboardInterrupt])
-def test_what_goes_wrong_after_the_manifest_does_not_undo_the_save(
+def test_an_error_after_the_manifest_does_not_undo_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
 ) -> None:
     model = Model()
@@ -291,10 +291,10 @@ def test_what_goes_wrong_after_the_manifest_does_not_undo_the_save(
     assert len(list(tmp_path.glob("data-*"))) == 1
 
 
-def test_a_manifest_that_lands_though_its_write_fails_is_the_checkpoint(
+def test_a_manifest_that_is_written_although_the_call_fails_is_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An object store may do what it was asked and lose the answer."""
+    """An object store may complete a request and lose the response."""
     model = Model()
     train(model, 1)
     checkpoint.save(model, tmp_path)
@@ -314,12 +314,12 @@ def test_a_manifest_that_lands_though_its_write_fails_is_the_checkpoint(
     assert_same(state_of(loaded(tmp_path)), state_of(model))
 
 
-# ---- saves beside other things
+# ---- saves at the same time as other operations
 
 
 @pytest.mark.parametrize("how", ["save", "compact"])
 @pytest.mark.parametrize("while_it", ["verifies", "loads rows"])
-def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(how: str, while_it: str) -> None:
+def test_a_checkpoint_replaced_during_a_load_is_loaded_again(how: str, while_it: str) -> None:
     store = MemoryStore()
     trainer = Model()
     train(trainer, 1)
@@ -351,7 +351,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(how: str, 
     assert_same(state_of(model), state_of(again))
 
 
-def test_a_checkpoint_that_is_replaced_all_the_time_is_given_up() -> None:
+def test_a_checkpoint_that_is_replaced_again_and_again_raises() -> None:
     store = MemoryStore()
     trainer = Model()
     checkpoint.save(trainer, store)
@@ -369,7 +369,7 @@ def test_a_checkpoint_that_is_replaced_all_the_time_is_given_up() -> None:
 
 
 class SlowStore(MemoryStore):
-    """Writes nothing until it is told to."""
+    """Blocks writes until it is released."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -380,7 +380,7 @@ class SlowStore(MemoryStore):
         return super().write(name, parts)
 
 
-def test_one_save_at_a_time_and_no_load_beside_it() -> None:
+def test_one_save_at_a_time_and_no_load_during_it() -> None:
     store, good = SlowStore(), MemoryStore(where="good")
     model = Model()
     train(model, 1)
@@ -407,7 +407,7 @@ def test_one_save_at_a_time_and_no_load_beside_it() -> None:
     assert_same(state_of(loaded(store)), state_of(model))
 
 
-def test_an_async_save_that_fails_says_so_to_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_an_async_save_is_raised_by_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
     model = Model()
     train(model, 1)
@@ -433,11 +433,11 @@ def counting(rows: int) -> EmbeddingCollection:
     return model
 
 
-def test_a_save_beside_training_is_the_table_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread adds one to all rows, over and over: a save must find the same number in each."""
-    rows = 20_000  # more than may be set aside: training has to wait for the writer at times
+def test_a_save_during_training_holds_the_table_as_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread keeps adding one to all rows: a save must find the same number in each row."""
+    rows = 20_000  # more than the buffer holds: training has to wait for the writer at times
     monkeypatch.setattr(job, "BUFFER_BYTES", 1 << 20)
-    monkeypatch.setattr(pen, "PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(piece_writer, "PIECE_BYTES", 1 << 16)
     model = counting(rows)
     table = model.shards.local["t"]
     ids, minus_one = torch.arange(rows), torch.full((rows, 16), -1.0)
@@ -447,7 +447,7 @@ def test_a_save_beside_training_is_the_table_at_the_call(monkeypatch: pytest.Mon
         step = 0
         while not stop.wait(0.001):
             table.apply_gradients(ids, minus_one, step=step)
-            table.assign(ints(10**9 + step), torch.zeros(1, 16))  # and new rows come and go
+            table.assign(ints(10**9 + step), torch.zeros(1, 16))  # new rows are added and removed
             table.remove(ints(10**9 + step - 1))
             step += 1
 

@@ -1,4 +1,4 @@
-"""Fuzzing the reader: whatever bytes a checkpoint is made of, it loads or is refused, nothing else happens.
+"""Fuzzing the reader: a checkpoint of any bytes either loads or raises CheckpointError.
 
 Lengths and checksums are put right after each change, so that the damage reaches the parsers.
 """
@@ -54,7 +54,7 @@ def places(data: Any) -> list[tuple[Any, Any]]:
 
 
 def mutate(draw: Callable[[Any], Any], data: Any) -> None:
-    """Changes one place of some JSON: another value, one from elsewhere in it, gone, or twice."""
+    """Change one field of some JSON: another value, a value from elsewhere in it, removed, or duplicated."""
     if not places(data):
         return
     container, key = draw(st.sampled_from(places(data)))
@@ -83,7 +83,7 @@ def flip(draw: Callable[[Any], Any], data: bytes, limit: int) -> bytes:
 
 
 def store_with(name: str, content: bytes) -> MemoryStore:
-    """The good checkpoint, but for one file; the manifest says its length and checksum."""
+    """The good checkpoint with one file replaced; the manifest has the new length and checksum."""
     files = {**good(), name: content}
     if name != MANIFEST:
         manifest = json.loads(files[MANIFEST])
@@ -95,7 +95,7 @@ def store_with(name: str, content: bytes) -> MemoryStore:
 
 
 def read_in_all_ways(store: MemoryStore) -> None:
-    """Passes if each way of reading ends well or says that the checkpoint is wrong."""
+    """Pass if each way of reading succeeds or reports that the checkpoint is damaged."""
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     model = Model()
     ways: list[Callable[[], object]] = [
@@ -107,19 +107,19 @@ def read_in_all_ways(store: MemoryStore) -> None:
         lambda: checkpoint.compact(store.copy()),
     ]
     for way in ways:
-        said = ""
+        message = ""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
                 way()
             except (CheckpointError, InputError) as error:
-                said = str(error)
-        said.encode()  # it can be printed
+                message = str(error)
+        message.encode()  # it can be printed
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
     assert grown < 200_000, f"{grown} kB for a checkpoint of a few"
 
 
-def test_the_good_one_is_read_in_all_ways() -> None:
+def test_the_good_checkpoint_is_read_in_all_ways() -> None:
     store = store_with(FILES[0], good()[FILES[0]])
     read_in_all_ways(store)
     assert checkpoint.load(Model(), store).rows.keys() == {"embeddings.user", "embeddings.item"}
@@ -166,7 +166,7 @@ DAMAGE = {
 @pytest.mark.parametrize("kind", DAMAGE)
 @settings(max_examples=30)
 @given(data=st.data())
-def test_damage_is_refused_or_does_no_harm(kind: str, data: st.DataObject) -> None:
+def test_damage_raises_or_changes_nothing(kind: str, data: st.DataObject) -> None:
     read_in_all_ways(DAMAGE[kind](data))
 
 
@@ -174,5 +174,5 @@ def test_damage_is_refused_or_does_no_harm(kind: str, data: st.DataObject) -> No
 @pytest.mark.parametrize("kind", DAMAGE)
 @settings(max_examples=1000)
 @given(data=st.data())
-def test_much_damage_is_refused_or_does_no_harm(kind: str, data: st.DataObject) -> None:
+def test_much_damage_raises_or_changes_nothing(kind: str, data: st.DataObject) -> None:
     read_in_all_ways(DAMAGE[kind](data))

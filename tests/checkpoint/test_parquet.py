@@ -68,19 +68,19 @@ def test_a_table_as_pyarrow_reads_it(tmp_path: Path, engine: str) -> None:
     assert not found
 
 
-def test_names_are_made_fit_for_files(tmp_path: Path) -> None:
+def test_names_are_escaped_for_files(tmp_path: Path) -> None:
     export_parquet(trained(), tmp_path, tables=["a/b: c"])
     odd = EmbeddingCollection([TableConfig("..", dim=1, optimizer=Adagrad(0.1))], [Feature("a", "..")])
     export_parquet(odd, tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["%2E.", "a%2Fb%3A%20c"]
 
 
-def test_weights_alone(tmp_path: Path) -> None:
+def test_without_optimizer_state(tmp_path: Path) -> None:
     write_parquet(tmp_path / "t.parquet", trained().shards.scan("user"), state=False)
     assert pq.read_schema(tmp_path / "t.parquet").names == ["id", "weights", "time"]
 
 
-def test_rows_are_written_as_they_come(tmp_path: Path) -> None:
+def test_rows_are_written_chunk_by_chunk(tmp_path: Path) -> None:
     """A row group for each chunk, and only one chunk in memory."""
     alive = []
 
@@ -118,7 +118,7 @@ def test_a_table_without_rows(tmp_path: Path) -> None:
     assert pq.read_schema(tmp_path / "none.parquet").names == ["id", "time"]
 
 
-def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_the_previous_file(tmp_path: Path) -> None:
     path = tmp_path / "t.parquet"
     path.write_bytes(b"before")
 

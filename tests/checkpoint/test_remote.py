@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from megalith import checkpoint
-from megalith.checkpoint import piece_writer as pen
+from megalith.checkpoint import piece_writer
 from megalith.checkpoint.manifest import NAME
 from megalith.errors import CheckpointError, InputError, MissingDependencyError, StoreError
 from megalith.storage import object_store as remote_module
@@ -44,7 +44,7 @@ def server() -> Iterator[str]:
 
 @pytest.fixture
 def s3(server: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """An address in that bucket; the server is known by environment variables."""
+    """A URL in that bucket; environment variables name the server."""
     for name, value in {**KEYS, "AWS_ENDPOINT_URL": server, "AWS_ALLOW_HTTP": "true"}.items():
         monkeypatch.setenv(name, value)
     return f"s3://bucket/runs/{uuid.uuid4().hex}"
@@ -62,8 +62,10 @@ def loaded(place: Any) -> Model:
     return model
 
 
-def test_a_whole_life(store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pen, "PIECE_BYTES", 1000)
+def test_save_delta_compact_reshard(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(piece_writer, "PIECE_BYTES", 1000)
     model = Model()
     train(model, 1)
     checkpoint.save(model, store, progress={"step": 1})
@@ -104,7 +106,7 @@ def test_a_rotation(store: ObjectStore) -> None:
     assert_same(state_of(loaded(store.inside("step-000000000006"))), state_of(model))
 
 
-def test_an_address_is_enough(s3: str) -> None:
+def test_a_url_is_enough(s3: str) -> None:
     model = Model()
     train(model, 1)
     checkpoint.save(model, s3)
@@ -117,7 +119,7 @@ def test_an_address_is_enough(s3: str) -> None:
     assert_same(state_of(loaded(rotation.latest())), state_of(model))
 
 
-def test_options_come_before_the_environment(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_win_over_the_environment(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*KEYS, "AWS_ENDPOINT_URL", "AWS_ALLOW_HTTP"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
@@ -149,9 +151,9 @@ def test_each_file_is_fetched_once(s3: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert sorted(reads) == sorted(file.path for file in manifest.all_files())
 
 
-def test_large_files_go_in_parts(s3: str, tmp_path: Path) -> None:
+def test_large_files_are_uploaded_in_parts(s3: str, tmp_path: Path) -> None:
     store = ObjectStore(s3)
-    content = bytes(range(256)) * (12 << 12)  # 12 MiB, more than goes in one request
+    content = bytes(range(256)) * (12 << 12)  # 12 MiB, more than one request
     entry = store.write("a", [content[:100], content[100:]])
     (tmp_path / "b").write_bytes(content)
     store.upload("b", tmp_path / "b")
@@ -161,10 +163,10 @@ def test_large_files_go_in_parts(s3: str, tmp_path: Path) -> None:
     assert bytes(store.read("a", 5, 1 << 20).numpy()) == content[1 << 20 :][:5]
 
 
-# ---- what goes wrong
+# ---- errors
 
 
-def test_what_is_not_there_is_said(store: ObjectStore) -> None:
+def test_missing_files_raise(store: ObjectStore) -> None:
     with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
         checkpoint.load(Model(), store)
     with pytest.raises(FileNotFoundError):
@@ -175,7 +177,7 @@ def test_what_is_not_there_is_said(store: ObjectStore) -> None:
     assert store.folders() == []
 
 
-def test_damage_is_found_before_a_table_is_cleared_and_named_by_its_address(store: ObjectStore) -> None:
+def test_damage_is_found_before_a_table_is_cleared_and_the_error_has_the_url(store: ObjectStore) -> None:
     model = Model()
     train(model, 1)
     manifest = checkpoint.save(model, store)
@@ -209,7 +211,7 @@ def test_a_prefix_is_not_a_part_of_a_name(store: ObjectStore) -> None:
         store.size("data-a.json")
 
 
-def test_reading_behind_the_end_is_an_error(store: ObjectStore) -> None:
+def test_reading_past_the_end_raises(store: ObjectStore) -> None:
     store.write("x", [b"abc", b"", b"def"])
     assert bytes(store.read("x", 2, 3).numpy()) == b"de"
     assert store.read("x", 0).numel() == 0
@@ -221,25 +223,25 @@ def test_reading_behind_the_end_is_an_error(store: ObjectStore) -> None:
 
 
 @pytest.fixture
-def nobody(monkeypatch: pytest.MonkeyPatch) -> str:
-    """An address where no server is; given up at once."""
+def unreachable(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A URL without a server, with a short retry time."""
     monkeypatch.setattr(remote_module, "RETRY_SECONDS", 0.2)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{free.getsockname()[1]}"
     for name, value in {**KEYS, "AWS_ENDPOINT_URL": address, "AWS_ALLOW_HTTP": "true"}.items():
         monkeypatch.setenv(name, value)
-    return "s3://bucket/nobody"
+    return "s3://bucket/unreachable"
 
 
-def test_a_server_that_is_away_is_given_up(nobody: str) -> None:
-    with pytest.raises(StoreError, match=r"s3://bucket/nobody: writing .* failed"):
-        checkpoint.save(Model(), nobody)
-    with pytest.raises(CheckpointError, match=f"{nobody}/manifest.json cannot be read"):
-        checkpoint.load(Model(), nobody)
+def test_an_unreachable_server_raises(unreachable: str) -> None:
+    with pytest.raises(StoreError, match=r"s3://bucket/unreachable: writing .* failed"):
+        checkpoint.save(Model(), unreachable)
+    with pytest.raises(CheckpointError, match=f"{unreachable}/manifest.json cannot be read"):
+        checkpoint.load(Model(), unreachable)
 
 
-def test_a_server_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_never_answers_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_module, "RETRY_SECONDS", 0.2)
     monkeypatch.setattr(remote_module, "READ_SECONDS", 0.2)
     for name, value in KEYS.items():
@@ -269,7 +271,7 @@ def test_a_server_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch
         each.close()
 
 
-def test_a_save_that_cannot_be_finished_leaves_the_old_one(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_fails_leaves_the_previous_checkpoint(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     train(model, 1)
     checkpoint.save(model, s3)
@@ -293,7 +295,7 @@ def test_a_save_that_cannot_be_finished_leaves_the_old_one(s3: str, monkeypatch:
 
 
 class Busy(BaseHTTPRequestHandler):
-    """Has no time for the first requests, and then nothing to give."""
+    """Answers 503 to the first requests and 404 to later ones."""
 
     left = 2
 
@@ -307,7 +309,7 @@ class Busy(BaseHTTPRequestHandler):
         return
 
 
-def test_a_request_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_request_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
     with ThreadingHTTPServer(("127.0.0.1", 0), Busy) as busy:
@@ -323,7 +325,7 @@ def test_a_request_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) ->
     assert Busy.left < 0
 
 
-def test_addresses_that_are_none_are_refused() -> None:
+def test_invalid_urls_raise() -> None:
     with pytest.raises(InputError, match="does not name an object store"):
         checkpoint.load(Model(), "nonsense://x")
     assert isinstance(open_store("file:///tmp"), LocalStore)

@@ -1,6 +1,6 @@
 """Rows move to their owners: no mix of routing modes and world sizes loses a row or has one twice.
 
-All ranks live in one process (`logical_ranks`); the files lie in memory.
+All ranks are threads of one process (`logical_ranks`); the files are in memory.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ def routers(skip_first: bool = False) -> list[Router]:
 
 
 def train(models: Sequence[RankModel], ids: Tensor, seed: int) -> None:
-    """One step on these ids: the same rows whoever owns them."""
+    """Run one step on these ids; the result does not depend on their owners."""
     for model in models:
         own = model.own(ids)
-        # A gradient by id, so that it does not depend on how ids are spread.
+        # The gradient is a function of the id, so it does not depend on the routing.
         grads = torch.stack([torch.sin(own.double() * (seed + 1)), torch.cos(own.double() + seed)], 1).float()
         model.table.apply_gradients(own, grads, step=seed, time=100 + seed)
         model.weight.data.fill_(seed)
 
 
 def rows_of(models: Sequence[RankModel]) -> Rows:
-    """All ranks' rows. Each lies with its owner, and with nobody else."""
+    """Return the rows of all ranks; each must be on its owner and nowhere else."""
     rows: Rows = {}
     for model in models:
         chunk = whole(model.table)
@@ -80,7 +80,7 @@ def save_delta(models: Sequence[RankModel], store: MemoryStore) -> None:
 
 
 def load(router: Router, store: MemoryStore, **options: Any) -> list[RankModel]:
-    """New ranks that load; some rows of theirs must go."""
+    """Load into new ranks, whose own rows must disappear."""
     models = new_models(router)
     train(models, IDS + 1000, 9)
     reports = on_all(models, lambda model: checkpoint.load(model, store, **options))
@@ -91,7 +91,7 @@ def load(router: Router, store: MemoryStore, **options: Any) -> list[RankModel]:
 
 @functools.cache
 def saved(router: Router) -> tuple[MemoryStore, Rows]:
-    """A checkpoint of ranks spread so, and its rows."""
+    """Save a checkpoint with this routing and return it with its rows."""
     store = MemoryStore()
     models = new_models(router)
     train(models, IDS, 1)
@@ -101,7 +101,7 @@ def saved(router: Router) -> tuple[MemoryStore, Rows]:
 
 @functools.cache
 def saved_with_deltas(router: Router) -> tuple[MemoryStore, Rows]:
-    """A checkpoint with two deltas: rows changed, removed, removed and made again, new."""
+    """Save a checkpoint with two deltas: rows are changed, removed, removed and created again, and new."""
     store = MemoryStore()
     models = new_models(router)
     train(models, IDS, 1)
@@ -119,7 +119,7 @@ def saved_with_deltas(router: Router) -> tuple[MemoryStore, Rows]:
 
 
 @pytest.mark.parametrize("there", routers(), ids=repr)
-def test_rows_go_from_any_routing_to_any_other(there: Router) -> None:
+def test_rows_move_from_any_routing_to_any_other(there: Router) -> None:
     store, rows = saved(there)
     assert len(rows) == IDS.numel()
     for here in routers():
@@ -129,14 +129,14 @@ def test_rows_go_from_any_routing_to_any_other(there: Router) -> None:
 
 
 @pytest.mark.parametrize("there", routers(skip_first=True)[::2], ids=repr)
-def test_so_they_do_with_deltas_and_a_first_shard_left_empty(there: Router) -> None:
+def test_rows_move_with_deltas_and_with_an_empty_first_shard(there: Router) -> None:
     store, rows = saved_with_deltas(there)
     for here in routers(skip_first=there.num_shards % 2 == 0)[::3]:
         assert rows_of(load(here, store, reroute=True)) == rows
 
 
 @pytest.mark.parametrize("there", routers()[1::4], ids=repr)
-def test_a_chain_may_go_on_with_another_routing(there: Router) -> None:
+def test_a_chain_can_continue_with_another_routing(there: Router) -> None:
     store = saved_with_deltas(there)[0].copy()
     for here in (Router("continuous", 2, block_size=3), Router("hash_roundrobin", 3)):
         models = load(here, store, reroute=True)
@@ -153,7 +153,7 @@ def test_a_chain_may_go_on_with_another_routing(there: Router) -> None:
 
 
 @pytest.mark.parametrize("router", routers()[::2], ids=repr)
-def test_resharded_rows_lie_as_ranks_would_have_saved_them(router: Router) -> None:
+def test_a_resharded_checkpoint_equals_one_saved_by_that_many_ranks(router: Router) -> None:
     store, rows = saved_with_deltas(Router("roundrobin", 3))
     target = MemoryStore(where="target")
     checkpoint.reshard(
@@ -162,7 +162,7 @@ def test_resharded_rows_lie_as_ranks_would_have_saved_them(router: Router) -> No
     assert rows_of(load(router, target)) == rows
 
 
-def test_another_mode_is_refused_unless_asked_for() -> None:
+def test_another_mode_raises_without_reroute() -> None:
     store, rows = saved(Router("roundrobin", 2))
     models = new_models(Router("hash_roundrobin", 3))
     train(models, IDS, 9)
@@ -177,14 +177,14 @@ def test_another_mode_is_refused_unless_asked_for() -> None:
 
 
 class FarStore(MemoryStore):
-    """One that pays for each byte it reads."""
+    """A store where reading twice is not cheap."""
 
     is_local = False
 
 
 @pytest.mark.parametrize("kind", [MemoryStore, FarStore])
 @pytest.mark.parametrize("mode", ["roundrobin", "continuous"])
-def test_ranks_read_their_own_files_alone_where_rows_lie_as_wanted(
+def test_ranks_read_only_their_own_files_if_the_routing_is_the_same(
     kind: type[MemoryStore], mode: str
 ) -> None:
     router = Router(mode, 4, block_size=7 if mode == "continuous" else None)
@@ -202,12 +202,12 @@ def test_ranks_read_their_own_files_alone_where_rows_lie_as_wanted(
         assert own <= set(store.reads)
         if kind is FarStore:
             assert not others & set(store.reads)
-        else:  # a share of all files is verified by each, once, and its header looked at
+        else:  # each rank verifies a share of all files once, and reads the headers
             assert len(others & set(store.reads)) < len(others)
 
 
 def test_a_rank_without_rows_takes_part() -> None:
-    router = Router("continuous", 4, block_size=1 << 40)  # all small ids are the first rank's
+    router = Router("continuous", 4, block_size=1 << 40)  # the first rank owns all small ids
     models = new_models(router)
     train(models, torch.arange(10), 1)
     store = MemoryStore()
@@ -233,7 +233,7 @@ def test_async_saves_and_rotations_of_many_ranks(tmp_path: Any) -> None:
 
 
 class FailingStore(MemoryStore):
-    """Fails to write a name that holds some word."""
+    """Fails to write files whose name contains a word."""
 
     def __init__(self, files: dict[str, bytes], word: str) -> None:
         super().__init__(files)
@@ -249,7 +249,7 @@ class FailingStore(MemoryStore):
     ("rank", "word"), [(0, "tables/"), (1, "tables/"), (2, "ranks/"), (0, "manifest"), (0, "dense")]
 )
 @pytest.mark.parametrize("delta", [False, True])
-def test_one_rank_that_fails_makes_all_fail_and_leaves_the_old_checkpoint(
+def test_if_one_rank_fails_all_raise_and_the_previous_checkpoint_remains(
     rank: int, word: str, delta: bool
 ) -> None:
     router = Router("roundrobin", 3)
@@ -271,16 +271,16 @@ def test_one_rank_that_fails_makes_all_fail_and_leaves_the_old_checkpoint(
 
     assert all(isinstance(outcome, OSError | CheckpointError) for outcome in outcomes)
     assert "disk full" in str(outcomes[rank])
-    if word != "ranks/":  # there even the news cannot be written
+    if word != "ranks/":  # there the report of the failure cannot be written either
         assert all("disk full" in str(outcome) for outcome in outcomes)
     assert rows_of(load(router, store)) == before
-    save_delta(models, store)  # what changed was not forgotten
+    save_delta(models, store)  # the changes are still tracked
     assert rows_of(load(router, store)) == rows_of(models)
     save(models, store)
     assert len(store.folders()) == 1, "nothing of the failed save is left"
 
 
-def test_a_rank_that_never_comes_is_named() -> None:
+def test_the_timeout_names_the_missing_rank() -> None:
     router = Router("roundrobin", 3)
     models = new_models(router)
     store = MemoryStore()
@@ -309,7 +309,7 @@ def test_a_rank_that_never_comes_is_named() -> None:
     assert rows_of(load(router, store)) == rows_of(models)
 
 
-def test_a_wrong_argument_of_one_rank_is_an_error_of_all() -> None:
+def test_a_wrong_argument_of_one_rank_raises_on_all() -> None:
     models = new_models(Router("roundrobin", 3))
     outcomes = outcomes_on_all(
         models,
@@ -322,7 +322,7 @@ def test_a_wrong_argument_of_one_rank_is_an_error_of_all() -> None:
 
 
 @pytest.mark.parametrize("missing", ["rows", "dense"])
-def test_a_file_that_one_rank_cannot_read_is_an_error_of_all_before_a_table_is_cleared(missing: str) -> None:
+def test_a_file_that_one_rank_cannot_read_raises_on_all_before_a_table_is_cleared(missing: str) -> None:
     router = Router("roundrobin", 3)
     store, _ = saved(router)
     manifest = checkpoint.read_manifest(store)

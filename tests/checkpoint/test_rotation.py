@@ -1,4 +1,4 @@
-"""Rotation: which checkpoints of a run stay."""
+"""Rotation: which checkpoints of a run are kept."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.checkpoint.support import Model, assert_same, state_of, train
         (9, None, list(range(8))),
     ],
 )
-def test_the_last_and_every_so_many_stay(
+def test_the_newest_and_the_multiples_are_kept(
     tmp_path: Path, keep_last: int, keep_every: int | None, left: list[int]
 ) -> None:
     rotation = checkpoint.Rotation(tmp_path, keep_last=keep_last, keep_every=keep_every)
@@ -50,7 +50,7 @@ def test_an_async_save_cleans_up_when_it_is_complete(tmp_path: Path) -> None:
     assert_same(state_of(loaded), saved)
 
 
-def test_what_is_not_complete_does_not_count_and_goes_when_it_is_old(tmp_path: Path) -> None:
+def test_incomplete_checkpoints_are_not_listed_and_old_ones_are_deleted(tmp_path: Path) -> None:
     rotation = checkpoint.Rotation(tmp_path, keep_last=2)
     model = torch.nn.Linear(1, 1)
     rotation.save(model, 1)
@@ -65,11 +65,11 @@ def test_what_is_not_complete_does_not_count_and_goes_when_it_is_old(tmp_path: P
 
     assert rotation.steps() == [1, 3]
     left = {path.name for path in tmp_path.iterdir()}
-    # Step 9 may be a save under way; other names are not ours.
+    # Step 9 may be a save in progress; other names are not checkpoints.
     assert left == {"notes", "step-7", *(f"step-{step:012}" for step in (1, 3, 9))}
 
 
-def test_a_save_that_fails_deletes_nothing(tmp_path: Path) -> None:
+def test_a_failed_save_deletes_nothing(tmp_path: Path) -> None:
     rotation = checkpoint.Rotation(tmp_path, keep_last=1)
     model = torch.nn.Linear(1, 1)
     rotation.save(model, 1)
@@ -78,14 +78,14 @@ def test_a_save_that_fails_deletes_nothing(tmp_path: Path) -> None:
     assert rotation.steps() == [1]
 
 
-def test_an_empty_place_has_no_latest(tmp_path: Path) -> None:
+def test_an_empty_directory_has_no_latest(tmp_path: Path) -> None:
     rotation = checkpoint.Rotation(tmp_path / "none")
     assert rotation.steps() == []
     assert rotation.latest() is None
     assert rotation.clean() == []
 
 
-def test_rules_and_steps_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+def test_invalid_rules_and_steps_raise(tmp_path: Path) -> None:
     for keep in ({"keep_last": 0}, {"keep_every": 0}):
         with pytest.raises(InputError, match="must be positive"):
             checkpoint.Rotation(tmp_path, **keep)

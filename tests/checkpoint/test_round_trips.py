@@ -1,4 +1,4 @@
-"""What is saved comes back: across engines, optimizers, segments and precisions, and through any chain."""
+"""Round trips: a load restores what was saved, for all engines, optimizers, precisions and chains."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from megalith import SGD, EmbeddingCollection, Feature, Segment, TableConfig, Zeros, checkpoint
-from megalith.checkpoint import piece_writer as pen
-from megalith.checkpoint import rewrite
+from megalith.checkpoint import piece_writer, rewrite
 from megalith.errors import CheckpointError, UsageError
 from megalith.storage.store import StoredFile
 from megalith.table import Table
@@ -28,7 +27,7 @@ some_ids = st.lists(st.sampled_from([*EXTREME_IDS, *range(100, 120)]), max_size=
 @pytest.fixture(autouse=True, scope="module")
 def many_small_files() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pen, "PIECE_BYTES", 200)
+        patch.setattr(piece_writer, "PIECE_BYTES", 200)
         patch.setattr(rewrite, "PIECE_BYTES", 200)
         yield
 
@@ -55,7 +54,7 @@ segments = st.lists(
 
 @settings(max_examples=50)
 @given(segments, st.lists(some_ids, min_size=1, max_size=3), st.data())
-def test_any_table_comes_back(segments: list[Segment], steps: list[list[int]], data: st.DataObject) -> None:
+def test_any_table_is_restored(segments: list[Segment], steps: list[list[int]], data: st.DataObject) -> None:
     config = TableConfig("t", segments=segments)
     there, here = (data.draw(st.sampled_from(ENGINES)) for _ in range(2))
     precision = data.draw(st.sampled_from(list(PRECISIONS)))
@@ -105,14 +104,14 @@ class BrokenStore(MemoryStore):
 
 
 class Chains(RuleBasedStateMachine):
-    """A table (`now`), two places with checkpoints (`saved`), and which of them a delta may go on top of."""
+    """A table (`now`), two stores with checkpoints (`saved`), and which of them a delta can continue."""
 
     def __init__(self) -> None:
         super().__init__()
         self.places = {name: MemoryStore(where=name) for name in "ab"}
         self.saved: dict[str, Contents] = {}
         self.now: Contents = {}
-        self.tip: tuple[str, str] | None = None  # place and save this model's rows come from
+        self.tip: tuple[str, str] | None = None  # the store and save that this model's rows come from
         self.pending: tuple[str, Contents, checkpoint.SaveHandle] | None = None
 
     @initialize(engine=st.sampled_from(ENGINES))
@@ -157,7 +156,7 @@ class Chains(RuleBasedStateMachine):
         return checkpoint.read_manifest(self.places[place]).tip
 
     def continues(self, place: str) -> bool:
-        """Whether a delta of this model may go there."""
+        """Whether a delta of this model can be added there."""
         return self.tip is not None and self.tip == (place, self.id_at(place) if place in self.saved else "")
 
     def is_now_at(self, place: str, state: Contents, tracked: bool) -> None:
@@ -242,7 +241,7 @@ class Chains(RuleBasedStateMachine):
             checkpoint.save_delta(other, self.places[place])
             self.saved[place] = self.saved[place] | dict.fromkeys((1, 2), float(value))
 
-    # -- what must hold
+    # -- invariants
 
     def check(self, place: str, engine: str) -> EmbeddingCollection:
         other = collection(CONFIG, engine, seed=3)

@@ -1,4 +1,4 @@
-"""save and load: what comes back, what a broken writer leaves, what wrong files say."""
+"""save and load: what is restored, what a failed save leaves, and the errors for damaged files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megalith import (
     TableConfig,
     checkpoint,
 )
-from megalith.checkpoint import piece_writer as pen
+from megalith.checkpoint import piece_writer
 from megalith.errors import CheckpointError, InputError, UsageError
 from megalith.storage.store import LocalStore
 
@@ -84,7 +84,9 @@ def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("other", ["cpu", "reference"])
-def test_a_loaded_model_is_the_saved_one_and_goes_on_with_the_same_bits(tmp_path: Path, other: str) -> None:
+def test_a_loaded_model_equals_the_saved_one_and_trains_with_the_same_bits(
+    tmp_path: Path, other: str
+) -> None:
     torch.manual_seed(1)
     random.seed(1)
     model = Model()
@@ -111,10 +113,10 @@ def test_a_loaded_model_is_the_saved_one_and_goes_on_with_the_same_bits(tmp_path
         assert_same(everything(loaded), everything(model))
 
 
-def test_tables_larger_than_a_piece_are_cut_into_files(
+def test_tables_larger_than_a_piece_are_split_into_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pen, "PIECE_BYTES", 100)
+    monkeypatch.setattr(piece_writer, "PIECE_BYTES", 100)
     collection = EmbeddingCollection([TableConfig("t", dim=2, optimizer=SGD(1.0))], [Feature("f", "t")])
     ids = torch.arange(50)
     collection.shards.assign({"t": (ids, torch.rand(50, 2))})
@@ -131,7 +133,7 @@ def test_tables_larger_than_a_piece_are_cut_into_files(
 
 
 @pytest.mark.parametrize("fails_at", range(4))
-def test_a_save_that_fails_leaves_the_checkpoint_before_it(
+def test_a_failed_save_leaves_the_previous_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
 ) -> None:
     model = Model()
@@ -216,7 +218,7 @@ def damage(root: Path, what: str) -> None:
         ("negative step", "global_step must be from 0 to"),
     ],
 )
-def test_damage_is_named(tmp_path: Path, what: str, words: str) -> None:
+def test_the_error_names_the_damage(tmp_path: Path, what: str, words: str) -> None:
     model = Model()
     train(model, torch.optim.SGD(model.parameters(), 0.1), 1)
     checkpoint.save(model, tmp_path)
@@ -258,13 +260,13 @@ def collection(**options: Any) -> EmbeddingCollection:
         ),
     ],
 )
-def test_another_model_is_refused(tmp_path: Path, options: dict[str, Any], error: Any, words: str) -> None:
+def test_another_model_raises(tmp_path: Path, options: dict[str, Any], error: Any, words: str) -> None:
     checkpoint.save(collection(), tmp_path)
     with pytest.raises(error, match=words):
         checkpoint.load(collection(**options), tmp_path)
 
 
-def test_hyper_parameters_and_on_request_the_routing_may_change(tmp_path: Path) -> None:
+def test_hyperparameters_may_change_and_the_routing_with_reroute(tmp_path: Path) -> None:
     saved = collection()
     saved.shards.assign({"t": (torch.tensor([1]), torch.ones(1, 2))})
     checkpoint.save(saved, tmp_path)
@@ -273,7 +275,7 @@ def test_hyper_parameters_and_on_request_the_routing_may_change(tmp_path: Path) 
     assert other.shards.local["t"].lookup(torch.tensor([1])).tolist() == [[1.0, 1.0]]
 
 
-def test_what_cannot_be_saved_is_said(tmp_path: Path) -> None:
+def test_state_that_cannot_be_saved_raises(tmp_path: Path) -> None:
     class Odd(nn.Module):
         def get_extra_state(self) -> Any:
             return 1

@@ -1,4 +1,4 @@
-"""docs/formats/checkpoint.schema.json: real manifests fit it, broken ones do not, and the reader agrees."""
+"""docs/formats/checkpoint.schema.json: it accepts real manifests and rejects what the reader rejects."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ NOTES = {"$schema", "$defs", "title", "description"}
 
 
 def problems(data: Any, schema: dict[str, Any] = SCHEMA, at: str = "") -> Iterator[str]:
-    """What does not fit, for the keywords our schema uses; any other keyword is a mistake in the schema."""
+    """Yield the violations of the keywords our schema uses; any other keyword is a mistake in the schema."""
     for keyword, value in schema.items():
         match keyword:
             case "$ref":
@@ -124,7 +124,7 @@ def read(root: Path) -> dict[str, Any]:
     return data
 
 
-def test_a_manifest_with_deltas_fits(saved: Path) -> None:
+def test_a_manifest_with_deltas_is_valid(saved: Path) -> None:
     data = read(saved)
     assert len(data["deltas"]) == 2
     assert data["deltas"][1]["collections"]["e"]["tables"]["all"]["removed"]
@@ -132,7 +132,7 @@ def test_a_manifest_with_deltas_fits(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["roundrobin", "hash_roundrobin", "continuous"])
-def test_rewritten_manifests_fit(saved: Path, tmp_path: Path, mode: str) -> None:
+def test_rewritten_manifests_are_valid(saved: Path, tmp_path: Path, mode: str) -> None:
     size = 3 if mode == "continuous" else None
     checkpoint.reshard(saved, tmp_path / "r", num_shards=3, dist_type=mode, block_size=size)
     checkpoint.compact(saved)
@@ -140,7 +140,7 @@ def test_rewritten_manifests_fit(saved: Path, tmp_path: Path, mode: str) -> None
         assert list(problems(read(root))) == []
 
 
-def test_the_schema_knows_every_field_that_is_written(saved: Path) -> None:
+def test_the_schema_has_every_field_that_is_written(saved: Path) -> None:
     data = read(saved)
     table = data["collections"]["e"]["tables"]["all"]
     for written, known in (
@@ -179,7 +179,7 @@ def test_the_schema_knows_every_field_that_is_written(saved: Path) -> None:
     ],
     ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else "",
 )
-def test_schema_and_reader_refuse_the_same_manifests(saved: Path, field: tuple[Any, ...], value: Any) -> None:
+def test_schema_and_reader_reject_the_same_manifests(saved: Path, field: tuple[Any, ...], value: Any) -> None:
     data = read(saved)
     inner: Any = data
     for key in field[:-1]:
@@ -192,7 +192,7 @@ def test_schema_and_reader_refuse_the_same_manifests(saved: Path, field: tuple[A
 
 
 @pytest.mark.parametrize("key", SCHEMA["required"])
-def test_what_is_required_is_missed(saved: Path, key: str) -> None:
+def test_required_fields_cannot_be_absent(saved: Path, key: str) -> None:
     data = read(saved)
     del data[key]
     assert list(problems(data)) == [f".{key}: required"]
@@ -201,7 +201,7 @@ def test_what_is_required_is_missed(saved: Path, key: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["dense", "optimizer", "optimizer_tensors", "progress"])
-def test_what_may_be_absent_may_be_null(saved: Path, key: str) -> None:
+def test_optional_fields_can_be_null(saved: Path, key: str) -> None:
     data = read(saved)
     data[key] = None
     assert list(problems(data)) == []

@@ -1,4 +1,4 @@
-"""verify: nothing to say about a good checkpoint, everything that is wrong with another."""
+"""verify: no problem for a good checkpoint, every problem of a damaged one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from megalith import SGD, Adagrad, EmbeddingCollection, Feature, TableConfig, checkpoint
-from megalith.checkpoint import piece_writer as pen
+from megalith.checkpoint import piece_writer
 
 
 class Model(nn.Module):
@@ -31,7 +31,7 @@ class Model(nn.Module):
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A base of 30 and 10 rows in several files, and a delta that changes 2 rows, adds 1 and removes 2."""
-    monkeypatch.setattr(pen, "PIECE_BYTES", 300)
+    monkeypatch.setattr(piece_writer, "PIECE_BYTES", 300)
     model = Model()
     optimizer = torch.optim.Adam(model.parameters())
     model.d(torch.ones(1, 2)).sum().backward()
@@ -56,7 +56,7 @@ def user(save: dict[str, Any]) -> dict[str, Any]:
 
 
 def rewrite(root: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Changes the manifest; lengths and checksums are then made right again."""
+    """Change the manifest, then correct lengths and checksums."""
     data = manifest_of(root)
     change(data)
     for save in (data, *data["deltas"]):
@@ -158,7 +158,7 @@ def lost_tensor(root: Path, data: dict[str, Any]) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_what_checksums_do_not_show(
+def test_problems_that_checksums_do_not_show(
     saved: Path, harm: Callable[[Path, dict[str, Any]], None], words: str
 ) -> None:
     rewrite(saved, lambda data: harm(saved, data))
@@ -179,7 +179,7 @@ def test_rows_on_the_wrong_shard(saved: Path, tmp_path: Path) -> None:
     assert all("against the routing Router('roundrobin', 2)" in problem for problem in problems)
 
 
-def test_what_is_no_checkpoint_is_a_problem_too(tmp_path: Path) -> None:
+def test_a_missing_or_invalid_manifest_is_a_problem(tmp_path: Path) -> None:
     assert "no complete checkpoint" in checkpoint.verify(tmp_path).problems[0]
     (tmp_path / "manifest.json").write_text("{")
     assert "is not valid JSON" in checkpoint.verify(tmp_path).problems[0]

@@ -1,4 +1,4 @@
-"""Other systems' files laid out by hand: protobuf, TFRecords and Monolith's entries; and tables as values."""
+"""Files of other systems built by hand (protobuf, TFRecords, Monolith's entries), and tables as values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rows(of: EmbeddingCollection, table: str) -> dict[int, list[float]]:
 
 
 def state(of: EmbeddingCollection, table: str, key: str) -> dict[int, list[float]]:
-    """A piece of optimizer state by id."""
+    """One optimizer state by id."""
     chunk = contents(of, table)
     return dict(zip(chunk.ids.tolist(), chunk.state[key].tolist(), strict=True))
 
@@ -63,12 +63,12 @@ def message(field: int, *parts: bytes) -> bytes:
 
 
 def floats(field: int, *values: float) -> bytes:
-    """One after the other, as proto2 writes a repeated float."""
+    """Unpacked, as proto2 writes a repeated float."""
     return b"".join(varint(field << 3 | 5) + struct.pack("<f", value) for value in values)
 
 
 def packed(field: int, *values: float) -> bytes:
-    """In one run, as proto3 does."""
+    """Packed, as proto3 does."""
     return message(field, struct.pack(f"<{len(values)}f", *values))
 
 
@@ -139,7 +139,7 @@ def tfrecords(*bodies: bytes) -> bytes:
 
 
 def snappy(data: bytes, block: int = 1 << 18) -> bytes:
-    """Blocks as TensorFlow writes them, packed by another implementation of Snappy."""
+    """Blocks as TensorFlow writes them, compressed by another implementation of Snappy."""
     out = b""
     for at in range(0, len(data), block):
         packed_block = pa.compress(data[at : at + block], codec="snappy", asbytes=True)

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from megalith import FTRL, SGD, Adagrad, Adam, EmbeddingCollection, Feature, Segment, TableConfig, checkpoint
-from megalith.checkpoint import piece_writer as pen
-from megalith.checkpoint import read_manifest
+from megalith.checkpoint import piece_writer, read_manifest
 from megalith.checkpoint.manifest import Manifest, TableEntry
 from megalith.errors import CheckpointError, UnknownNameError
 from megalith.reporting.inspection import (
@@ -117,7 +116,7 @@ def test_one_row(tmp_path: Path) -> None:
 def test_tables_of_many_files_are_read_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pen, "PIECE_BYTES", 200)
+    monkeypatch.setattr(piece_writer, "PIECE_BYTES", 200)
     collection = EmbeddingCollection([TableConfig("t", dim=2, optimizer=SGD(1.0))], [Feature("f", "t")])
     ids = torch.arange(200)
     rows = torch.rand(200, 2, generator=torch.Generator().manual_seed(0))
@@ -175,8 +174,8 @@ def test_names_that_do_not_fit_are_answered_with_those_that_do(tmp_path: Path) -
         (lambda t: t.pop("rows"), "lacks rows"),
         (lambda t: t.update(rows=torch.zeros(4, 3)), r"rows \[4, 3\], but its manifest states \[4, 2\]"),
         (lambda t: t.update(ids=t["ids"][:2]), r"ids \[2\]"),
-        (lambda t: t.update(ids=t["ids"].double()), "ids of torch.float64"),
-        (lambda t: t.update(rows=t["rows"].long()), "rows of torch.int64"),
+        (lambda t: t.update(ids=t["ids"].double()), "ids of dtype torch.float64"),
+        (lambda t: t.update(rows=t["rows"].long()), "rows of dtype torch.int64"),
     ],
 )
 def test_files_that_are_not_what_the_manifest_says(tmp_path: Path, change: object, words: str) -> None:

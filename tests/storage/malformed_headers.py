@@ -1,4 +1,4 @@
-"""Safetensors files that are none: each with a word of the error it must give.
+"""Malformed safetensors files, each with a word of the error it must cause.
 
 A recipe is the bytes of a file. All of them come with the right length and checksum, so the damage reaches
 the parser.
@@ -14,19 +14,19 @@ ZERO_32 = {"dtype": "F32", "shape": [2, 4], "data_offsets": [0, 32]}
 
 
 def raw(header: Any, body: bytes = bytes(32), length: int | None = None) -> bytes:
-    """A file of a header (JSON-able data, or bytes as they are) and a body."""
+    """A file of a header (JSON data, or raw bytes) and a body."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + body
 
 
 def one(**change: Any) -> bytes:
-    """A file of one tensor, with something about its entry changed; None takes a field away."""
+    """A file of one tensor with a changed entry; None removes a field."""
     entry = {key: value for key, value in {**ZERO_32, **change}.items() if value is not None}
     return raw({"x": entry})
 
 
 def two(first: list[int], second: list[int], body: int = 32) -> bytes:
-    """A file of two float32 vectors that lie at these offsets."""
+    """A file of two float32 vectors at these offsets."""
 
     def entry(begin: int, end: int) -> dict[str, Any]:
         return {"dtype": "F32", "shape": [(end - begin) // 4], "data_offsets": [begin, end]}
@@ -38,10 +38,10 @@ HEADERS: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "it has only 0 bytes"),
     "seven bytes": (bytes(7), "it has only 7 bytes"),
     "length of nothing": (raw(b"", b""), "is not valid JSON"),
-    "length behind the end": (raw({}, b"", length=100), "header would have 100 bytes"),
+    "length past the end": (raw({}, b"", length=100), "header would have 100 bytes"),
     "length of 2^63": (raw({}, length=2**63), "header would have"),
     "length of 2^64 - 1": (raw({}, length=2**64 - 1), "header would have"),
-    "no JSON": (raw(b"x" * 16), "is not valid JSON"),
+    "not JSON": (raw(b"x" * 16), "is not valid JSON"),
     "half a JSON": (raw(b'{"x": {"dtype": "F32"'), "is not valid JSON"),
     "two JSONs": (raw(b"{} {}", b""), "is not valid JSON"),
     "not UTF-8": (raw(b'{"\xff": 1}'), "is not valid JSON"),
@@ -57,7 +57,7 @@ HEADERS: dict[str, tuple[bytes, str]] = {
     "nested deep": (raw({"x": json.loads("[" * 150 + "]" * 150)}), "nested"),
     "metadata of numbers": (raw({"__metadata__": {"a": 1}}, b""), "metadata"),
     "metadata as a list": (raw({"__metadata__": []}, b""), "metadata"),
-    "an entry that is no object": (raw({"x": [1]}), "'x' is not valid"),
+    "an entry that is not an object": (raw({"x": [1]}), "'x' is not valid"),
     "no dtype": (one(dtype=None), "'x' is not valid"),
     "no shape": (one(shape=None), "'x' is not valid"),
     "no offsets": (one(data_offsets=None), "'x' is not valid"),
@@ -87,7 +87,7 @@ HEADERS: dict[str, tuple[bytes, str]] = {
     "the same place twice": (two([0, 32], [0, 32]), "'y' begins at byte"),
     "a gap": (two([0, 12], [16, 32]), "'y' begins at byte"),
     "a gap in front": (two([4, 16], [16, 32]), "'x' begins at byte"),
-    "bytes of nobody at the end": (two([0, 12], [12, 28]), "4 bytes at the end belong to no tensor"),
-    "a tensor behind the end": (two([0, 16], [16, 36]), "after the end of the file"),
+    "extra bytes at the end": (two([0, 12], [12, 28]), "4 bytes at the end belong to no tensor"),
+    "a tensor past the end": (two([0, 16], [16, 36]), "after the end of the file"),
     "no tensors, but bytes": (raw({}), "32 bytes at the end belong to no tensor"),
 }

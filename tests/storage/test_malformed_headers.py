@@ -1,4 +1,4 @@
-"""Files that are no safetensors files, compared with what the safetensors library says of them."""
+"""Malformed safetensors files, compared with the safetensors library."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DTYPES = [
     torch.uint8,
     torch.bool,
 ]
-ONLY_WE_REFUSE = {"a key twice", "sixty-five dimensions"}
+ONLY_WE_REJECT = {"a key twice", "sixty-five dimensions"}
 
 
 def ours(data: bytes) -> dict[str, Tensor]:
@@ -46,19 +46,19 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_a_wrong_file_is_refused_by_name(name: str) -> None:
+def test_a_malformed_file_raises_with_its_name(name: str) -> None:
     data, words = HEADERS[name]
     with pytest.raises(CheckpointError, match=f"^some/file.*{words}"):
         ours(data)
 
 
-@pytest.mark.parametrize("name", sorted(HEADERS.keys() - ONLY_WE_REFUSE))
-def test_the_safetensors_library_refuses_it_too(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(HEADERS.keys() - ONLY_WE_REJECT))
+def test_the_safetensors_library_rejects_it_too(name: str) -> None:
     with pytest.raises((safetensors.SafetensorError, ValueError, RuntimeError)):
         safetensors.torch.load(HEADERS[name][0])
 
 
-@pytest.mark.parametrize("name", sorted(ONLY_WE_REFUSE))
+@pytest.mark.parametrize("name", sorted(ONLY_WE_REJECT))
 def test_where_we_are_stricter_than_the_library(name: str) -> None:
     assert safetensors.torch.load(HEADERS[name][0]).keys() == {"x"}
 
@@ -78,7 +78,7 @@ tensors = st.dictionaries(
 
 
 @given(tensors)
-def test_what_we_write_the_library_reads_and_the_reverse(tensors: dict[str, Tensor]) -> None:
+def test_each_reads_what_the_other_writes(tensors: dict[str, Tensor]) -> None:
     written = b"".join(bytes(memoryview(part).cast("B")) for part in encode(tensors))
     assert equal(safetensors.torch.load(written), tensors)
     assert equal(ours(safetensors.torch.save(tensors)), tensors)
@@ -92,7 +92,7 @@ def test_what_we_write_the_library_reads_and_the_reverse(tensors: dict[str, Tens
         max_size=4,
     )
 )
-def test_what_we_take_the_library_takes_for_the_same(changes: list[tuple[int, int]]) -> None:
+def test_a_file_that_we_accept_the_library_reads_equally(changes: list[tuple[int, int]]) -> None:
     data = bytearray(safetensors.torch.save({"ids": torch.arange(3), "rows": torch.ones(3, 2)}))
     for at, byte in changes:
         data[at % len(data)] = byte
@@ -103,14 +103,14 @@ def test_what_we_take_the_library_takes_for_the_same(changes: list[tuple[int, in
     assert equal(found, safetensors.torch.load(bytes(data)))
 
 
-def test_what_the_file_cannot_hold_is_said() -> None:
+def test_tensors_that_the_format_cannot_hold_raise() -> None:
     with pytest.raises(InputError, match="complex64"):
         encode({"x": torch.zeros(2, dtype=torch.complex64)})
     with pytest.raises(InputError, match="65 dimensions"):
         encode({"x": torch.zeros([1] * 65)})
 
 
-def test_a_tensor_at_an_odd_place_is_read() -> None:
+def test_an_unaligned_tensor_is_read() -> None:
     entries = {
         "a": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]},
         "b": {"dtype": "I64", "shape": [1], "data_offsets": [3, 11]},

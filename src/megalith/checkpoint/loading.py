@@ -21,7 +21,7 @@ from torch import nn
 from megalith.checkpoint.chain import check_idle, forget_last_save, ranks_of, set_last_save, track_changes
 from megalith.checkpoint.dense_state import DenseMatch, collections_of, match_dense
 from megalith.checkpoint.manifest import NAME, Manifest, Piece, TableEntry
-from megalith.checkpoint.match_tables import Match, TableMatches, match_tables
+from megalith.checkpoint.match_tables import TableMatch, TableMatches, match_tables
 from megalith.checkpoint.nested_state import unpack
 from megalith.checkpoint.saved_rows import (
     MAX_MANIFEST,
@@ -258,7 +258,7 @@ def _load_tables(
     return {match.name: len(match.table) for match in found.matches}
 
 
-def _relevant(entry: TableEntry, match: Match) -> list[Piece]:
+def _relevant(entry: TableEntry, match: TableMatch) -> list[Piece]:
     """Return the files that may hold rows of this rank: only its own if the routing is the same."""
     router = match.shards.router(match.local)
     saved = entry.routing
@@ -273,7 +273,7 @@ def _relevant(entry: TableEntry, match: Match) -> list[Piece]:
     return [piece for piece in entry.pieces if not same or piece.shard == match.shards.rank]
 
 
-def _restore(match: Match, chunk: Chunk) -> None:
+def _restore(match: TableMatch, chunk: Chunk) -> None:
     router = match.shards.router(match.local)
     if router is not None:
         chunk = chunk.select(router.owner(chunk.ids) == match.shards.rank)

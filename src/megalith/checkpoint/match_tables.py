@@ -14,7 +14,7 @@ from megalith.table import Table
 
 
 @dataclass(frozen=True)
-class Match:
+class TableMatch:
     """A table of the model and its entries in the base and the deltas.
 
     Attributes:
@@ -40,7 +40,7 @@ class TableMatches:
         extra: Tables of the checkpoint that are not loaded.
     """
 
-    matches: list[Match]
+    matches: list[TableMatch]
     missing: list[str]
     extra: list[str]
 
@@ -60,7 +60,7 @@ def match_tables(
     drop_optimizer_state: bool | Collection[str],
     allow_missing: bool,
 ) -> TableMatches:
-    """Match the tables of a checkpoint with those of a model, by name. See `load` for the options.
+    """TableMatch the tables of a checkpoint with those of a model, by name. See `load` for the options.
 
     Args:
         manifest: The manifest of the checkpoint.
@@ -95,7 +95,7 @@ def match_tables(
         if problem:
             raise CheckpointError(f"{where}: table {name!r}{problem}")
         _check_routing(name, entries[-1], shards, local, reroute)
-        matches.append(Match(name, table, shards, local, entries, fresh))
+        matches.append(TableMatch(name, table, shards, local, entries, fresh))
     if not isinstance(drop_optimizer_state, bool):
         unknown = sorted(set(drop_optimizer_state) - used)
         if unknown:

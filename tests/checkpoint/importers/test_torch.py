@@ -1,4 +1,4 @@
-"""Weights of nn.Embedding and nn.EmbeddingBag into tables: ids are row numbers; torch.optim's state."""
+"""import_torch: weights of nn.Embedding and nn.EmbeddingBag; ids are row numbers; torch.optim state."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_models_embeddings(engine: str) -> None:
     assert report.left_out == {}
 
 
-def test_the_collection_answers_as_the_module_did() -> None:
+def test_the_collection_computes_what_the_module_did() -> None:
     bag = nn.EmbeddingBag(20, 4, mode="mean")
     made = EmbeddingCollection([TableConfig("t", dim=4, optimizer=SGD(0.1))], [Feature("a", "t", Mean())])
     import_torch(made, bag.state_dict(), tables={"t": "weight"})
@@ -60,7 +60,7 @@ def test_the_collection_answers_as_the_module_did() -> None:
     torch.testing.assert_close(made.eval()({"a": column})["a"], expected)
 
 
-def test_rows_go_in_bounded_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_imported_in_bounded_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "CHUNK_BYTES", 100)
     weight = torch.arange(200.0).view(100, 2)
     made = collection(PLAIN)
@@ -90,7 +90,7 @@ def train(optimizer: torch.optim.Optimizer, embedding: nn.Embedding, steps: int)
         optimizer.step()
 
 
-def test_adagrad_goes_on_where_torch_stopped() -> None:
+def test_adagrad_continues_where_torch_stopped() -> None:
     torch.manual_seed(0)
     embedding = nn.Embedding(3, 2)
     optimizer = torch.optim.Adagrad(embedding.parameters(), lr=0.1)
@@ -124,7 +124,7 @@ def test_adams_moments_and_step() -> None:
     assert state(made, "user", "0/v") == dict(enumerate(kept["exp_avg_sq"][:, :1].tolist()))
 
 
-def test_without_it_state_starts_fresh_and_is_named() -> None:
+def test_without_optimizer_state_it_starts_fresh_and_is_reported() -> None:
     made = collection(TableConfig("user", dim=2, optimizer=Adagrad(0.1, initial_accumulator_value=0.5)))
     report = import_torch(made, {"w": WEIGHT}, tables={"user": "w"})
     assert state(made, "user", "0/sum") == {i: [0.5, 0.5] for i in range(3)}
@@ -132,7 +132,7 @@ def test_without_it_state_starts_fresh_and_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "given", "said"),
+    ("config", "given", "message"),
     [
         (
             TableConfig("user", dim=2, optimizer=Adam(0.1)),
@@ -152,18 +152,18 @@ def test_without_it_state_starts_fresh_and_is_named() -> None:
         ),
     ],
 )
-def test_state_that_does_not_fit(config: TableConfig, given: dict[str, Any], said: str) -> None:
+def test_state_that_does_not_match(config: TableConfig, given: dict[str, Any], message: str) -> None:
     made = collection(config)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         import_torch(made, {"w": WEIGHT}, tables={"user": "w"}, optimizer_state={"user": given})
     assert rows(made, "user") == {}
 
 
-# ---- what is refused
+# ---- errors
 
 
 @pytest.mark.parametrize(
-    ("weight", "said"),
+    ("weight", "message"),
     [
         (None, "the state_dict has no key 'w' .its matrices: 'other'."),
         (WEIGHT[:, :1], r"state_dict\['w'\] is \[3, 1\], the table needs \[rows, 2\]"),
@@ -174,10 +174,10 @@ def test_state_that_does_not_fit(config: TableConfig, given: dict[str, Any], sai
         ([1.0, 2.0], "is a list, not a plain tensor"),
     ],
 )
-def test_weights_that_do_not_fit(weight: Any, said: str) -> None:
+def test_weights_that_do_not_match(weight: Any, message: str) -> None:
     saved = {"other": WEIGHT} | ({} if weight is None else {"w": weight})
     made = collection(PLAIN, TableConfig("item", dim=2, optimizer=SGD(0.1)))
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         import_torch(made, saved, tables={"item": "other", "user": "w"})
     assert rows(made, "item") == {}
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are none: each with a word of the error it must give.
+"""Malformed checkpoints, each with a word of the error it must cause.
 
 A recipe takes a good checkpoint (a base and two deltas, dense weights, an optimizer) and spoils it. What it
 changes in a file comes with the right length and checksum, unless these are what is wrong.
@@ -25,7 +25,7 @@ Data = dict[str, Any]
 
 
 class Spoiled:
-    """A checkpoint about to be spoiled. m: its manifest's data, written at the end unless taken away."""
+    """A checkpoint to be damaged. m: the data of its manifest, written at the end unless it is None."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -39,7 +39,7 @@ class Spoiled:
             self.text(json.dumps(self.m))
 
     def text(self, text: str | bytes) -> None:
-        """The manifest's text, whatever it is."""
+        """Replace the text of the manifest."""
         (self.root / "manifest.json").write_bytes(text if isinstance(text, bytes) else text.encode())
         self.m = None
 
@@ -71,7 +71,7 @@ class Spoiled:
         return self.root / self.file["path"]
 
     def replace(self, content: Callable[[], object] | bytes) -> None:
-        """Something else where the first file of rows was."""
+        """Replace the first file of rows by something else."""
         self.path.unlink()
         if isinstance(content, bytes):
             rewrite(self.root, self.file, content)
@@ -79,7 +79,7 @@ class Spoiled:
             content()
 
     def tensors(self, change: Callable[[dict[str, torch.Tensor]], object], entry: Data | None = None) -> None:
-        """Changes the tensors of a file of rows."""
+        """Change the tensors of a file of rows."""
         entry = entry or self.file
         found = load((self.root / entry["path"]).read_bytes())
         change(found)
@@ -126,7 +126,7 @@ def flip(s: Spoiled, at: int) -> None:
 
 
 def two_shards(s: Spoiled) -> None:
-    """Rows of both shards in a file that claims to be the second's."""
+    """Rows of both shards in a file of the second shard."""
     s.table()["routing"]["num_shards"] = 2
     s.piece["shard"] = 1
 
@@ -149,7 +149,7 @@ def huge_manifest(s: Spoiled) -> None:
 
 
 def both(s: Spoiled, change: Callable[[Data], object]) -> None:
-    """Changes a table's entry in base and deltas alike."""
+    """Change a table's entry in the base and in the deltas."""
     for each in (s.top, *s.top["deltas"]):
         change(s.table(each))
 

@@ -1,4 +1,4 @@
-"""Malformed checkpoints: refused by name, before anything of the model is written."""
+"""Malformed checkpoints raise before anything of the model is changed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALL = {
     for group, recipes in (("manifest", MANIFESTS), ("file", FILES), ("chain", CHAINS), ("dense", DENSE))
     for name, recipe in recipes.items()
 }
-# What only a model can tell; and rows that a rewrite sorts into their shard's file anyway.
+# Problems that only a model can reveal, and rows that a rewrite moves to their shard's file anyway.
 NEEDS_MODEL = (
     "dense: ",
     "manifest: dim of another model",
@@ -42,7 +42,7 @@ def spoil(root: Path, recipe: Recipe) -> None:
 
 
 def refused(root: Path) -> str:
-    """What `load` says; everything of the model stays as it is."""
+    """Return the error of `load`; the model must be unchanged."""
     model = Model(seed=8)
     train(model, 2)
     optimizer = new_optimizer(model)
@@ -51,22 +51,22 @@ def refused(root: Path) -> str:
         checkpoint.load(model, root, optimizer=optimizer)
     assert_same(state_of(model), before)
     assert optimizer.state_dict()["state"] == {}
-    said = str(caught.value)
-    assert said.encode()  # it can be printed
-    return said
+    message = str(caught.value)
+    assert message.encode()  # it can be printed
+    return message
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_malformed_checkpoint_is_refused_before_anything_is_written(tmp_path: Path, name: str) -> None:
+def test_a_malformed_checkpoint_raises_before_anything_is_written(tmp_path: Path, name: str) -> None:
     recipe, words = ALL[name]
     spoil(tmp_path, recipe)
-    said = refused(tmp_path)
-    assert re.search(words, said), said
-    assert name.startswith("dense: ") or str(tmp_path) in said
+    message = refused(tmp_path)
+    assert re.search(words, message), message
+    assert name.startswith("dense: ") or str(tmp_path) in message
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if not name.startswith(NEEDS_MODEL)])
-def test_a_malformed_checkpoint_is_found_out_and_not_rewritten(tmp_path: Path, name: str) -> None:
+def test_a_malformed_checkpoint_is_detected_and_not_rewritten(tmp_path: Path, name: str) -> None:
     spoil(tmp_path / "from", ALL[name][0])
     before = sorted((tmp_path / "from").rglob("*"))
     assert checkpoint.verify(tmp_path / "from").problems
@@ -94,7 +94,7 @@ def spoil_file(root: Path, kind: str, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_rows_in_a_hostile_file_are_refused(tmp_path: Path, name: str) -> None:
+def test_malformed_files_of_rows_raise(tmp_path: Path, name: str) -> None:
     content, words = HEADERS[name]
     spoil_file(tmp_path, "rows", content)
     assert re.search(words, refused(tmp_path))
@@ -102,7 +102,7 @@ def test_rows_in_a_hostile_file_are_refused(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["rows of a delta", "removed ids", "dense", "optimizer"])
 @pytest.mark.parametrize("name", ["seven bytes", "length of 2^63", "overlap", "no rows of endless length"])
-def test_hostile_files_of_all_kinds_are_refused(tmp_path: Path, kind: str, name: str) -> None:
+def test_malformed_files_of_all_kinds_raise(tmp_path: Path, kind: str, name: str) -> None:
     content, words = HEADERS[name]
     spoil_file(tmp_path, kind, content)
     assert re.search(words, refused(tmp_path))
@@ -120,7 +120,7 @@ def test_the_good_checkpoint_is_good(tmp_path: Path) -> None:
 
 
 def test_a_planted_link_is_not_written_through(tmp_path: Path) -> None:
-    """A save replaces what it finds under its names; it never writes where a link leads."""
+    """A save replaces a link; it never writes to the link's target."""
     outside = tmp_path / "outside"
     outside.write_text("mine")
     root = tmp_path / "root"
@@ -132,7 +132,7 @@ def test_a_planted_link_is_not_written_through(tmp_path: Path) -> None:
     checkpoint.load(Model(), root)
 
 
-def test_a_link_to_a_whole_checkpoint_is_one(tmp_path: Path) -> None:
+def test_a_link_to_a_checkpoint_is_a_checkpoint(tmp_path: Path) -> None:
     spoil(tmp_path / "real", lambda spoiled: None)
     (tmp_path / "link").symlink_to(tmp_path / "real")
     assert checkpoint.load(Model(), tmp_path / "link").rows["embeddings.user"] > 0

@@ -1,4 +1,4 @@
-"""DynamicEmb dumps into tables: raw files laid out from its format, every routing mode, state, ages."""
+"""import_dynamicemb: raw files in its format, every routing mode, optimizer state, ages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def dump(
     state: list[Any] | None = None,
     folder: str = "model.ebc",
 ) -> Path:
-    """Files of as many ranks as there are lists; a row of key k is [k, -k] unless told otherwise."""
+    """Files of as many ranks as there are lists; a row of key k is [k, -k] by default."""
     made, world = root / folder, len(keys)
     if values is None:
         values = [[[k, -k] for k in rank] for rank in keys]
@@ -142,7 +142,7 @@ def test_continuous_needs_the_number_of_embeddings(tmp_path: Path) -> None:
         import_dynamicemb(collection(PLAIN), wrong, num_embeddings={"t": 6})
 
 
-def test_keys_on_other_ranks_can_be_taken_as_they_are(tmp_path: Path) -> None:
+def test_keys_on_other_ranks_can_be_accepted(tmp_path: Path) -> None:
     made = collection(PLAIN)
     import_dynamicemb(made, dump(tmp_path, [[1], [2]]), check_owners=False)
     assert sorted(rows(made, "t")) == [1, 2]
@@ -176,7 +176,7 @@ def test_empty_ranks_and_no_scores(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "strategy", ["EvictStrategy.KLfu", "EvictStrategy.KEpochLru", "EvictStrategy.KCustomized"]
 )
-def test_scores_that_are_no_ages(tmp_path: Path, strategy: str) -> None:
+def test_scores_that_are_not_ages(tmp_path: Path, strategy: str) -> None:
     path = dump(tmp_path, [[1]], scores=[[123]], meta=LRU | {"evict_strategy": strategy})
     made = collection(PLAIN)
     report = import_dynamicemb(made, path, time=NOW)
@@ -224,7 +224,7 @@ TWO_ROWWISE = TableConfig("t", segments=[Segment(1, optimizer=RowWiseAdagrad(0.1
 
 
 @pytest.mark.parametrize(
-    ("config", "opt_type", "kept", "said"),
+    ("config", "opt_type", "kept", "message"),
     [
         (
             TableConfig("t", dim=2, optimizer=Adam(0.1)),
@@ -260,12 +260,12 @@ TWO_ROWWISE = TableConfig("t", segments=[Segment(1, optimizer=RowWiseAdagrad(0.1
         ),
     ],
 )
-def test_other_state_is_refused_or_dropped(
-    tmp_path: Path, config: TableConfig, opt_type: str, kept: Any, said: str
+def test_other_state_raises_or_is_dropped(
+    tmp_path: Path, config: TableConfig, opt_type: str, kept: Any, message: str
 ) -> None:
     path = dump(tmp_path, [[4]], meta=LRU | {"opt_type": opt_type, "iters": 1}, state=kept and [kept])
     made = collection(config)
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         import_dynamicemb(made, path)
     assert rows(made, "t") == {}
     report = import_dynamicemb(made, path, drop_optimizer_state=True)
@@ -280,13 +280,13 @@ def test_adams_counter_must_be_a_number(tmp_path: Path, iters: Any) -> None:
         import_dynamicemb(collection(TableConfig("t", dim=2, optimizer=Adam(0.1))), path)
 
 
-# ---- what is refused
+# ---- errors
 
 KEYS, VALUES = "model.ebc/t_emb_keys", "model.ebc/t_emb_values"
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({f"{KEYS}.rank_1.world_size_2": None}, "t_emb_keys with 2 ranks lacks rank 1"),
         ({f"{VALUES}.rank_0.world_size_2": None}, "t_emb_values with 2 ranks lacks rank 0"),
@@ -335,8 +335,8 @@ KEYS, VALUES = "model.ebc/t_emb_keys", "model.ebc/t_emb_values"
         ),
     ],
 )
-def test_what_is_refused_before_anything_is_written(
-    tmp_path: Path, changes: dict[str, bytes | None], said: str
+def test_errors_before_anything_is_written(
+    tmp_path: Path, changes: dict[str, bytes | None], message: str
 ) -> None:
     dump(tmp_path, [[2], [1]])
     dump(tmp_path, [[5]], name="first")
@@ -346,12 +346,12 @@ def test_what_is_refused_before_anything_is_written(
         else:
             write(tmp_path / name, data)
     made = collection(TableConfig("first", dim=2, optimizer=SGD(0.1)), PLAIN)
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         import_dynamicemb(made, tmp_path)
     assert rows(made, "first") == rows(made, "t") == {}
 
 
-def test_a_table_or_directory_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_table_or_directory(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"table 't' is not in the dump \(it has 'items'\)"):
         import_dynamicemb(collection(PLAIN), dump(tmp_path, [[1]], name="items"))
     with pytest.raises(CheckpointError, match="nowhere: no such directory"):
