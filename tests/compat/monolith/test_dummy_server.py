@@ -128,7 +128,7 @@ def test_failures_on_request() -> None:
 
 @pytest.mark.parametrize("code", ["OK", "NOTHING", ""])
 def test_a_failure_needs_a_code(code: str) -> None:
-    with DummySyncServer() as server, pytest.raises(InputError, match="no status of a failure"):
+    with DummySyncServer() as server, pytest.raises(InputError, match="not the status of a failure"):
         server.fail_next(1, code)
 
 

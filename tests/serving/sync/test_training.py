@@ -189,19 +189,19 @@ def output_of_command(folder: Path, *flags: str) -> str:
     return " ".join(result.output.split())
 
 
-def test_the_command_says_which_servers_lag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_reports_which_servers_lag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megalith.training.publishing.FINISH_SECONDS", 0.2)
 
     output = output_of_command(tmp_path, "--publish", "static:127.0.0.1:9")
 
     assert "pushed 0 rows to 0 servers" in output
-    assert output.count("not everything was pushed: clicks at 127.0.0.1:9") == 1
+    assert output.count("some rows were not pushed: clicks at 127.0.0.1:9") == 1
 
 
-def test_the_command_says_that_discovery_names_no_server(tmp_path: Path) -> None:
+def test_the_command_reports_that_discovery_lists_no_server(tmp_path: Path) -> None:
     url = f"file:{tmp_path / 'servers.json'}"
 
-    assert f"nothing was pushed: {url} names no server" in output_of_command(tmp_path, "--publish", url)
+    assert f"nothing was pushed: {url} lists no server" in output_of_command(tmp_path, "--publish", url)
 
 
 def test_pushes_travel_by_tls_and_show_a_token(tmp_path: Path, stack: ExitStack) -> None:

@@ -118,7 +118,18 @@ class DummySyncServer:
             return self._refused
 
     def wait(self, n: int = 1, timeout: float = 10.0) -> list[RecordedRequest]:
-        """Waits for `n` requests and returns all requests; raises RemoteError after `timeout` seconds."""
+        """Waits for requests.
+
+        Args:
+            n: The number of requests to wait for.
+            timeout: Seconds to wait.
+
+        Returns:
+            All requests so far.
+
+        Raises:
+            RemoteError: There are fewer requests after `timeout` seconds.
+        """
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._requests) >= n, timeout):
                 raise RemoteError(
@@ -128,7 +139,15 @@ class DummySyncServer:
             return list(self._requests)
 
     def fail_next(self, n: int = 1, code: str = "UNAVAILABLE") -> None:
-        """Fails the next `n` requests with a gRPC status; raises InputError if there is no such status."""
+        """Fails the next requests.
+
+        Args:
+            n: The number of requests.
+            code: The name of a gRPC status.
+
+        Raises:
+            InputError: There is no such status, or it is not the status of a failure.
+        """
         status = grpc_module().StatusCode.__members__.get(code)
         if status is None or code == "OK":
             raise InputError(f"fail_next: {code!r} is not the status of a failure, such as 'UNAVAILABLE'")
@@ -136,7 +155,11 @@ class DummySyncServer:
             self._failures.extend([status] * n)
 
     def delay(self, seconds: float) -> None:
-        """Delays each answer by `seconds` from now on; requests are still recorded when they arrive."""
+        """Delays each answer from now on; requests are still recorded when they arrive.
+
+        Args:
+            seconds: The delay.
+        """
         with self._changed:
             self._delay = seconds
 

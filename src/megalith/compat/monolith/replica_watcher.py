@@ -97,14 +97,34 @@ class ReplicaWatcher:
         idc: str | None = None,
         cluster: str | None = None,
     ) -> list[str]:
-        """Returns the addresses of one replica: at most one for each data centre and cluster."""
+        """Returns the addresses of one replica.
+
+        Args:
+            server_type: "ps", "entry" or "dense".
+            task: The number of the task.
+            replica: The number of the replica.
+            idc: Only replicas in this data centre.
+            cluster: Only replicas in this cluster.
+
+        Returns:
+            The addresses, at most one for each data centre and cluster.
+        """
         found = self.get_replicas_with_extra_info(server_type, task, idc, cluster)
         return [address for address, info in found.items() if info.replica_id == replica]
 
     def get_all_replicas(
         self, server_type: ServerType, idc: str | None = None, cluster: str | None = None
     ) -> dict[str, list[str]]:
-        """Returns the addresses of all tasks of a type by "ps:1", or by "idc:cluster/ps:1" if dc_aware."""
+        """Returns the addresses of all tasks of a type.
+
+        Args:
+            server_type: "ps", "entry" or "dense".
+            idc: Only replicas in this data centre.
+            cluster: Only replicas in this cluster.
+
+        Returns:
+            The addresses by "ps:1", or by "idc:cluster/ps:1" if dc_aware.
+        """
         result: dict[str, list[str]] = {}
         for each in self._matching(server_type, None, idc, cluster):
             place = f"{each.idc}:{each.cluster}/" if self._dc_aware else ""
@@ -114,7 +134,17 @@ class ReplicaWatcher:
     def get_replicas_with_extra_info(
         self, server_type: ServerType, task: int, idc: str | None = None, cluster: str | None = None
     ) -> dict[str, TargetExtraInfo]:
-        """Returns the addresses of the replicas of a task, and where each of them runs."""
+        """Returns the addresses of the replicas of a task, and where each of them runs.
+
+        Args:
+            server_type: "ps", "entry" or "dense".
+            task: The number of the task.
+            idc: Only replicas in this data centre.
+            cluster: Only replicas in this cluster.
+
+        Returns:
+            The places by address, sorted by replica id.
+        """
         found = self._matching(server_type, task, idc, cluster)
         return {each.address: TargetExtraInfo(each.idc, each.cluster, each.replica_id) for each in found}
 

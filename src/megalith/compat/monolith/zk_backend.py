@@ -52,17 +52,43 @@ class ZKBackend(ZooKeeperDiscovery):
     # ---- the calls of an agent
 
     def report_service_info(self, container: Container, service_info: ContainerServiceInfo) -> None:
-        """Announces the addresses of a container for the lifetime of this session."""
+        """Announces the addresses of a container for the lifetime of this session.
+
+        Args:
+            container: The serving process.
+            service_info: Its addresses.
+
+        Raises:
+            DiscoveryError: ZooKeeper is unavailable or refuses.
+        """
         self._session.wait(self._session.hold(self._container_path(container), service_info.to_json()))
 
     def get_service_info(self, container: Container) -> ContainerServiceInfo | None:
-        """Returns the addresses of a container; None if its node is absent or malformed."""
+        """Returns the addresses of a container.
+
+        Args:
+            container: The serving process.
+
+        Returns:
+            The addresses; None if the node is absent or malformed.
+
+        Raises:
+            DiscoveryError: ZooKeeper is unavailable or refuses.
+        """
         path = self._container_path(container)
         data = self._session.get(path)
         return None if data is None else read_service_info(data, path)
 
     def sync_available_saved_models(self, container: Container, saved_models: Set[SavedModel]) -> None:
-        """Replaces the bindings of a container by those of the given saved models."""
+        """Replaces the bindings of a container.
+
+        Args:
+            container: The serving process.
+            saved_models: The parts of models that it serves now.
+
+        Raises:
+            DiscoveryError: ZooKeeper is unavailable or refuses.
+        """
         with self._lock:
             tasks = self._bind(container, {saved_model.service for saved_model in saved_models})
         self._session.wait(*tasks)
@@ -86,15 +112,39 @@ class ZKBackend(ZooKeeperDiscovery):
     # ---- the calls of a controller
 
     def decl_saved_model(self, saved_model: SavedModel, deploy_config: SavedModelDeployConfig) -> None:
-        """Stores the config of a saved model; raises DiscoveryError."""
+        """Stores the config of a saved model.
+
+        Args:
+            saved_model: The part of a model.
+            deploy_config: Its config.
+
+        Raises:
+            DiscoveryError: ZooKeeper is unavailable or refuses.
+        """
         self._session.put(self._saved_model_path(saved_model), deploy_config.to_json())
 
     def add_to_layout(self, layout: str, saved_model: SavedModel) -> None:
-        """Adds a saved model to a layout; raises DiscoveryError."""
+        """Adds a saved model to a layout.
+
+        Args:
+            layout: A name below /{bzid}/layouts, or a full path.
+            saved_model: The part of a model.
+
+        Raises:
+            DiscoveryError: ZooKeeper is unavailable or refuses.
+        """
         self._session.put(f"{self._layout_path(layout)}/{saved_model}", b"")
 
     def remove_from_layout(self, layout: str, saved_model: SavedModel) -> None:
-        """Removes a saved model from a layout if it is there; raises DiscoveryError."""
+        """Removes a saved model from a layout, if it is there.
+
+        Args:
+            layout: A name below /{bzid}/layouts, or a full path.
+            saved_model: The part of a model.
+
+        Raises:
+            DiscoveryError: ZooKeeper is unavailable or refuses.
+        """
         self._session.remove(f"{self._layout_path(layout)}/{saved_model}")
 
     # ---- replicas by task
@@ -102,14 +152,29 @@ class ZKBackend(ZooKeeperDiscovery):
     def register_replica(
         self, meta: ReplicaMeta, *, idc: str | None = None, cluster: str | None = None
     ) -> None:
-        """Announces a replica of a task with its state; a second call for the same replica replaces it."""
+        """Announces a replica of a task; a second call for the same replica replaces it.
+
+        Args:
+            meta: The replica, with its state.
+            idc: The data centre, if the service has that level.
+            cluster: The cluster, together with `idc`.
+
+        Raises:
+            DiscoveryError: ZooKeeper is unavailable or refuses.
+        """
         path = meta.get_path(self.root, idc=idc, cluster=cluster)
         self._session.wait(self._session.hold(path, meta.to_json()))
 
     def unregister_replica(
         self, meta: ReplicaMeta, *, idc: str | None = None, cluster: str | None = None
     ) -> None:
-        """Withdraws a replica of a task."""
+        """Withdraws a replica of a task.
+
+        Args:
+            meta: The replica.
+            idc: The data centre, if the service has that level.
+            cluster: The cluster, together with `idc`.
+        """
         self._session.wait(self._session.release(meta.get_path(self.root, idc=idc, cluster=cluster)))
 
     def watch_replicas(
@@ -120,7 +185,17 @@ class ZKBackend(ZooKeeperDiscovery):
         use_archon: bool = False,
         address_family: AddressFamily = "ipv4",
     ) -> ReplicaWatcher:
-        """Watches the replicas below /{bzid}/service/{base_name}; see `ReplicaWatcher` for the arguments."""
+        """Watches the replicas of a service.
+
+        Args:
+            base_name: The name of the service, below /{bzid}/service.
+            dc_aware: Whether there is a level idc:cluster between the service and its tasks.
+            use_archon: Return archon addresses.
+            address_family: The preferred family of addresses.
+
+        Returns:
+            The watcher, to be stopped.
+        """
         prefix = f"/{self.root}/service/{check_name(base_name, 'base name')}"
         return ReplicaWatcher(
             self._session, prefix, dc_aware=dc_aware, use_archon=use_archon, address_family=address_family

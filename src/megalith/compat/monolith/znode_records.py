@@ -57,7 +57,13 @@ class SavedModel:
 
 @dataclass(frozen=True)
 class TargetExtraInfo:
-    """Where a replica runs; a field is None if it is unknown."""
+    """Where a replica runs.
+
+    Args:
+        idc: The data centre; None if it is unknown.
+        cluster: The cluster; None if it is unknown.
+        replica_id: The number of the replica; -1 if it has none.
+    """
 
     idc: str | None = None
     cluster: str | None = None
@@ -66,7 +72,12 @@ class TargetExtraInfo:
 
 @dataclass(frozen=True)
 class SavedModelDeployConfig(ZnodeRecord):
-    """The directory of a saved model, and which of its versions are served."""
+    """The config of a saved model.
+
+    Args:
+        model_base_path: Its directory.
+        version_policy: Which of its versions are served.
+    """
 
     model_base_path: str | None = None
     version_policy: str | None = None
@@ -74,7 +85,22 @@ class SavedModelDeployConfig(ZnodeRecord):
 
 @dataclass(frozen=True)
 class ReplicaMeta(ZnodeRecord):
-    """A replica of a task of a service."""
+    """A replica of a task of a service.
+
+    Args:
+        address: Its address.
+        address_ipv6: Its IPv6 address.
+        stat: Its state, a number of `ModelState`.
+        model_name: The name of the model.
+        server_type: "ps", "entry" or "dense".
+        task: The number of the task.
+        replica: The number of the replica.
+        archon_address: Its archon address.
+        archon_address_ipv6: Its archon IPv6 address.
+
+    Raises:
+        InputError: An address is malformed.
+    """
 
     address: str | None = None
     address_ipv6: str | None = None

@@ -49,7 +49,15 @@ def check_name(name: object, what: str) -> str:
 
 @dataclass(frozen=True, order=True)
 class ServiceName:
-    """The name of a service: a model and one of its parts, such as "standalone", "entry" or "ps_0"."""
+    """The name of a service: one part of a model.
+
+    Args:
+        model: The name of the model.
+        part: The part: "standalone", "entry", or "ps_0" and so on.
+
+    Raises:
+        InputError: A name is malformed.
+    """
 
     model: str
     part: str
@@ -101,7 +109,11 @@ OnChange = Callable[[Replicas], None]
 
 
 class Watch:
-    """A subscription to changes. After `cancel` its callback is not called again."""
+    """A subscription to changes. After `cancel` its callback is not called again.
+
+    Args:
+        cancel: Ends the subscription.
+    """
 
     def __init__(self, cancel: Callable[[], None]) -> None:
         self._cancel = cancel
@@ -118,16 +130,33 @@ class SyncBackend(ABC):
     def subscribe_model(self, model_name: str) -> None:
         """Sets the model in training.
 
+        Args:
+            model_name: The name of the model.
+
         Raises:
             UsageError: Another model was set before; the same name again is accepted.
         """
 
     @abstractmethod
     def get_sync_targets(self, sub_graph: str) -> SyncTargets:
-        """Returns the name of a part of the model on its servers, and their addresses (possibly none)."""
+        """Returns the servers of a part of the model.
+
+        Args:
+            sub_graph: The part, for example "ps_0".
+
+        Returns:
+            The name of the part on its servers, and their addresses, possibly none.
+        """
 
     def start(self, timeout: float = 15.0) -> None:  # noqa: B027, most have nothing to start
-        """Makes the backend ready; raises DiscoveryError if that takes more than `timeout` seconds."""
+        """Makes the backend ready.
+
+        Args:
+            timeout: Seconds to wait for it.
+
+        Raises:
+            DiscoveryError: It is not ready after `timeout` seconds.
+        """
 
     def stop(self) -> None:  # noqa: B027
         """Stops the backend without delay. A stopped backend cannot be started again."""
@@ -168,11 +197,23 @@ class Discovery(SyncBackend):
 
     @abstractmethod
     def unregister(self, service: str, address: str) -> None:
-        """Withdraws a registered server; does nothing if it is not registered."""
+        """Withdraws a registered server; does nothing if it is not registered.
+
+        Args:
+            service: "model:part".
+            address: The address of the server.
+        """
 
     @abstractmethod
     def replicas(self, service: str) -> Replicas:
-        """Returns the current servers of a service, sorted by replica id and address, each address once."""
+        """Returns the current servers of a service.
+
+        Args:
+            service: "model:part".
+
+        Returns:
+            The replicas, sorted by replica id and address, each address once.
+        """
 
     def watch(self, service: str, callback: OnChange) -> Watch:
         """Calls back with the replicas of a service, immediately and after every change.
@@ -215,7 +256,17 @@ class Discovery(SyncBackend):
         self._model = model_name
 
     def get_sync_targets(self, sub_graph: str) -> SyncTargets:
-        """Returns ("model:sub_graph", addresses); raises UsageError before `subscribe_model`."""
+        """Returns the servers of a part of the subscribed model.
+
+        Args:
+            sub_graph: The part.
+
+        Returns:
+            ("model:sub_graph", addresses).
+
+        Raises:
+            UsageError: `subscribe_model` was not called.
+        """
         if self._model is None:
             raise UsageError("no model is subscribed: call subscribe_model first")
         name = str(ServiceName(self._model, sub_graph))

@@ -61,7 +61,15 @@ class FileDiscovery(Discovery):
         self._thread: threading.Thread | None = None
 
     def start(self, timeout: float = 15.0) -> None:
-        """Starts to watch the file; raises InputError if the file exists and is malformed."""
+        """Starts to watch the file.
+
+        Args:
+            timeout: Not used.
+
+        Raises:
+            InputError: The file exists and is malformed.
+            UsageError: The discovery was stopped.
+        """
         if self._stopping.is_set():
             raise UsageError(f"{self.path}: a stopped discovery cannot be started again: make another")
         if self._thread is None:

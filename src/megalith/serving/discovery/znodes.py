@@ -64,7 +64,12 @@ class ZnodeRecord:
 
 @dataclass(frozen=True, order=True)
 class Container:
-    """A serving process, identified by its cluster and its id within the cluster."""
+    """A serving process.
+
+    Args:
+        ctx_cluster: The cluster it runs in.
+        ctx_id: Its id within the cluster.
+    """
 
     ctx_cluster: str
     ctx_id: str
@@ -79,14 +84,22 @@ class Container:
 
 @dataclass(frozen=True)
 class ContainerServiceInfo(ZnodeRecord):
-    """The addresses of a serving process."""
+    """The addresses of a serving process; a field is None if there is no such address.
+
+    Args:
+        grpc: The address for gRPC.
+        http: The address for HTTP.
+        archon: The archon address.
+        agent: The address of the agent.
+        idc: The data centre.
+        debug_info: Free text.
+    """
 
     grpc: str | None = None
     http: str | None = None
     archon: str | None = None
     agent: str | None = None
     idc: str | None = None
-    """The data centre."""
     debug_info: str | None = None
 
     def __post_init__(self) -> None:

@@ -358,7 +358,11 @@ class Subscriber:
     # ---- versions
 
     def move_to(self, servable: Servable) -> None:
-        """Switches to another version, which inherits the pushed rows as long as messages keep coming."""
+        """Switches to another version, which inherits the pushed rows as long as messages keep coming.
+
+        Args:
+            servable: The new version.
+        """
         with self._lock:
             before, self.servable = self.servable, servable
             self._base = servable.signature.base
