@@ -3,9 +3,9 @@
     python benchmarks/records_cpu.py [--examples N] [--rounds N] [--output PATH]
 
 A file holds Examples with 30 features of 3 fids and a label. `MonolithReader` reads it into batches of 512
-rows. The peer parses the same records with protobuf's message classes (upb, in C) and builds the same tensors in
-Python. Both read the same file, interleaved round by round; the CPU time of the thread is measured. A full run
-saves results/records_cpu-DATE.json.
+rows. The peer parses the same records with protobuf's message classes (upb, in C) and builds the same tensors
+in Python. Both read the same file, interleaved round by round; the CPU time of the thread is measured. A full
+run saves results/records_cpu-DATE.json.
 """
 
 from __future__ import annotations

@@ -174,9 +174,9 @@ def refused(match: str, read: Callable[[], object]) -> None:
 @pytest.mark.parametrize(
     ("match", "message"),
     [
-        ("more than the 4096 bytes", tensor_proto(1, [2**40], float_val=[1])),
-        ("more than the 4096 bytes", tensor_proto(1, [2**62, 2**62, 0])),
-        ("more than the 4096 bytes", tensor_proto(7, [513], string_val=[b"x"])),
+        ("exceeds the 4096 bytes", tensor_proto(1, [2**40], float_val=[1])),
+        ("exceeds the 4096 bytes", tensor_proto(1, [2**62, 2**62, 0])),
+        ("exceeds the 4096 bytes", tensor_proto(7, [513], string_val=[b"x"])),
         ("more than 32 dimensions", tensor_proto(1, [1] * 33)),
         ("more than 32 dimensions", tensor_proto(1, [0] * 100_000)),
         ("negative size", tensor_proto(1, [-1])),
@@ -188,8 +188,8 @@ def refused(match: str, read: Callable[[], object]) -> None:
         ("dtype DT_COMPLEX64", tensor_proto(8, [1], scomplex_val=[1, 2])),
         ("dtype 9999", tensor_proto(9999, [1])),
         ("dtype -1", tensor_proto(-1, [1])),
-        ("belongs into tensor_content or float_val", tensor_proto(1, [1], int64_val=[1])),
-        ("only one", tensor_proto(1, [1], float_val=[1], tensor_content=b"1234")),
+        ("must be in tensor_content or in float_val", tensor_proto(1, [1], int64_val=[1])),
+        ("not in both", tensor_proto(1, [1], float_val=[1], tensor_content=b"1234")),
         ("70000 is not within 0 .. 65535", tensor_proto(19, [1], half_val=[70000])),
         ("-1 is not within 0 .. 65535", tensor_proto(14, [1], half_val=[-1])),
         ("300 is not within -128 .. 127", tensor_proto(6, [1], int_val=[300])),
@@ -203,7 +203,7 @@ def test_protos_that_do_not_fit_are_refused(match: str, message: Any) -> None:
 def test_an_unknown_rank_is_refused() -> None:
     message = proto.TensorProto(dtype=1)
     message.tensor_shape.unknown_rank = True
-    refused("its shape is unknown", lambda: proto.from_tensor_proto(message))
+    refused("the shape is unknown", lambda: proto.from_tensor_proto(message))
 
 
 def test_strings_are_no_tensor_and_a_tensor_no_strings() -> None:
@@ -224,13 +224,16 @@ def test_small_requests_cannot_ask_for_much_memory_in_parts() -> None:
     part = tensor_proto(1, [512], float_val=[1])  # 2048 bytes from a few
     inputs = {"a": part, "b": part}
     assert len(proto.from_tensor_protos(inputs, max_bytes=LIMIT)) == 2
-    refused("more than the 0 bytes", lambda: proto.from_tensor_protos(inputs | {"c": part}, max_bytes=LIMIT))
+    refused("exceeds the 0 bytes", lambda: proto.from_tensor_protos(inputs | {"c": part}, max_bytes=LIMIT))
 
 
 def test_complex_numbers_cannot_be_sent() -> None:
     refused("complex64 cannot be sent", lambda: proto.to_tensor_proto(torch.zeros(1, dtype=torch.complex64)))
-    refused("complex64 is no dtype", lambda: proto.tensor_info("x", torch.complex64, []))
-    refused("complex64 is no type", lambda: proto.datatype_of(torch.complex64))
+    refused(
+        "not have the dtype torch.complex64",
+        lambda: proto.tensor_info("x", torch.complex64, []),
+    )
+    refused("not have the type torch.complex64", lambda: proto.datatype_of(torch.complex64))
 
 
 def infer(*inputs: dict[str, Any], raw: list[bytes] | None = None) -> Any:
@@ -250,17 +253,17 @@ CONTENTS = proto.InferTensorContents
             "'a' has contents",
             infer({"name": "a", "contents": CONTENTS(int_contents=[1])}, raw=[b"1"]),
         ),
-        ("'a' is there twice", infer(*[{"name": "a", "datatype": "INT8", "shape": [0]}] * 2)),
+        ("'a' occurs twice", infer(*[{"name": "a", "datatype": "INT8", "shape": [0]}] * 2)),
         ("datatype 'FLOAT' is unknown", infer({"datatype": "FLOAT", "shape": [1]}, raw=[b""])),
         ("datatype 'FLOAT' is unknown", infer({"datatype": "FLOAT", "shape": [1]})),
         ("FP16 must be sent as raw", infer({"datatype": "FP16", "shape": [1]})),
         ("negative size", infer({"datatype": "FP32", "shape": [-1]}, raw=[b""])),
-        ("more than the 4096 bytes", infer({"datatype": "FP32", "shape": [2**60, 2**60]}, raw=[b""])),
+        ("exceeds the 4096 bytes", infer({"datatype": "FP32", "shape": [2**60, 2**60]}, raw=[b""])),
         ("more than 32 dimensions", infer({"datatype": "FP32", "shape": [1] * 40}, raw=[b"1234"])),
         ("3 bytes, but float32 \\[1\\] takes 4", infer({"datatype": "FP32", "shape": [1]}, raw=[b"123"])),
         ("0 values, but shape \\[1\\] takes 1", infer({"datatype": "FP32", "shape": [1]})),
         (
-            "belongs into fp32_contents; found int_contents",
+            "must be in fp32_contents; found int_contents",
             infer({"datatype": "FP32", "shape": [1], "contents": CONTENTS(int_contents=[1])}),
         ),
         (
@@ -273,7 +276,7 @@ CONTENTS = proto.InferTensorContents
             infer({"datatype": "BYTES", "shape": [1]}, raw=[b"\xff" * 4]),
         ),
         ("end in element 1", infer({"datatype": "BYTES", "shape": [2]}, raw=[b"\x04\0\0\0abcd"])),
-        ("1 bytes behind", infer({"datatype": "BYTES", "shape": [1]}, raw=[b"\0\0\0\0x"])),
+        ("1 bytes follow", infer({"datatype": "BYTES", "shape": [1]}, raw=[b"\0\0\0\0x"])),
     ],
 )
 def test_infer_requests_that_do_not_fit_are_refused(match: str, request_: Any) -> None:

@@ -1,8 +1,7 @@
-"""Streams: the bytes of a file, whatever they are packed in.
+"""Opens compressed files: gzip, and the Snappy blocks of TensorFlow's TFRecord files.
 
-`open_bytes` opens plain and gzip files; `snappy_blocks` unpacks the blocks that TensorFlow writes
-into TFRecord files with Snappy: a big-endian uint32 of the packed length, then that many bytes of raw
-Snappy, to the end of the file. Stated lengths are not believed beyond `max_bytes`.
+A Snappy block is a big-endian uint32 with the packed length, followed by that many bytes of raw Snappy.
+Lengths are untrusted: they are bounded by `max_bytes`.
 """
 
 from __future__ import annotations
@@ -18,16 +17,21 @@ from megalith.errors import InputError
 
 
 def open_bytes(path: Path) -> BinaryIO:
-    """A file's bytes, unpacked if its name ends in .gz."""
+    """Opens a file for reading; a name that ends in .gz is decompressed."""
     if path.suffix == ".gz":
         return cast(BinaryIO, gzip.open(path, "rb"))
     return path.open("rb")
 
 
 def snappy_blocks(path: Path, *, max_bytes: int) -> Iterator[bytes]:
-    """What a file of Snappy blocks holds, a block at a time.
+    """Yields the unpacked Snappy blocks of a file.
 
-    Raises InputError, naming the file and the byte, where a block is cut off, damaged or over max_bytes.
+    Args:
+        path: the file.
+        max_bytes: the maximum unpacked length of a block.
+
+    Raises:
+        InputError: a block is cut off, damaged or too large. The message has the file and the byte.
     """
     at = 0
     with path.open("rb") as file:
@@ -35,8 +39,8 @@ def snappy_blocks(path: Path, *, max_bytes: int) -> Iterator[bytes]:
             size = struct.unpack(">I", head)[0] if len(head) == 4 else 0
             if size > max_packed(max_bytes):
                 raise InputError(
-                    f"{path}: the Snappy block at byte {at} states {size} bytes, more than {max_bytes} can "
-                    "take packed: the file is damaged, or is no file of Snappy blocks"
+                    f"{path}: the Snappy block at byte {at} states {size} bytes, more than {max_bytes} "
+                    "unpacked bytes can need: the file is damaged, or is not a file of Snappy blocks"
                 )
             packed = file.read(size)
             if len(head) < 4 or len(packed) < size:

@@ -1,9 +1,11 @@
-"""Records: files of length-prefixed messages, as Monolith and TensorFlow write them.
+"""Files of length-prefixed messages, as Monolith and TensorFlow write them.
 
-Two framings, both little-endian:
-  "length"    uint64 length, then the message. Monolith may put a header before each length; see HEADERS.
-  "tfrecord"  uint64 length, masked crc32c of it, the message, masked crc32c of that.
-What the messages say is their readers' business. Lengths are not believed beyond `max_bytes`.
+There are two framings, both little-endian:
+
+    "length"    [header] | uint64 length | message                 Monolith; see HEADERS
+    "tfrecord"  uint64 length | its crc32c | message | its crc32c  TensorFlow; checksums are masked
+
+Messages are bytes here; their readers parse them. Lengths are untrusted: they are bounded by `max_bytes`.
 """
 
 from __future__ import annotations
@@ -29,13 +31,13 @@ HEADERS = {
     "sort_id": "uint64 length and a sort id of that length",
     "kafka_dump": "8 bytes",
 }
-"""What Monolith's options of these names put before each length, in this order."""
+"""What Monolith's options of these names write before each length, in this order."""
 
 _CRC_BLOCK = 1024
 
 
 class FramedRecord(NamedTuple):
-    """A message in a file. at: the offset of its first byte; end: of the byte behind the record."""
+    """A message in a file. at: the offset of its first byte. end: the offset after the record."""
 
     number: int
     at: int
@@ -44,10 +46,13 @@ class FramedRecord(NamedTuple):
 
 
 class RecordFile:
-    """The records of a file, one after the other.
+    """Reads the records of a file.
 
-    Raises InputError, naming the file and the byte, where the file ends within a record, a length is over
-    max_bytes, or a checksum is wrong.
+    Args:
+        path: the file; .gz is decompressed.
+        framing: "length" or "tfrecord".
+        header: the headers before each length, some of HEADERS.
+        max_bytes: the maximum length of a record.
     """
 
     def __init__(
@@ -64,7 +69,12 @@ class RecordFile:
         self.max_bytes = max_bytes
 
     def read(self, *, offset: int = 0, number: int = 0) -> Iterator[FramedRecord]:
-        """The records from record `number` on, which begins at byte `offset`."""
+        """Yields the records from record `number`, which begins at byte `offset`.
+
+        Raises:
+            InputError: the file ends within a record, a length exceeds max_bytes, or a checksum is wrong. The
+                message has the file and the byte.
+        """
         try:
             with open_bytes(self.path) as file:
                 file.seek(offset)
@@ -74,7 +84,7 @@ class RecordFile:
                     yield record
                     offset, number = record.end, number + 1
         except (EOFError, OSError) as error:
-            raise InputError(f"{self.path}: cannot be read behind byte {offset}: {error}") from error
+            raise InputError(f"{self.path}: cannot be read after byte {offset}: {error}") from error
 
     def _record(self, cursor: _Cursor, number: int) -> FramedRecord:
         if self.header:
@@ -109,7 +119,7 @@ class RecordFile:
         size: int = struct.unpack("<Q", head)[0]
         if size > self.max_bytes:
             raise InputError(
-                f"{self.path}: the length at byte {at} is {size}, over max_bytes={self.max_bytes}; "
+                f"{self.path}: the length at byte {at} is {size}, more than max_bytes={self.max_bytes}; "
                 f"is the file framed as {self.framing!r}, with headers {list(self.header)}?"
             )
         return size
@@ -143,13 +153,20 @@ class _Cursor:
         at = self.at
         stated: int = struct.unpack("<I", self.take(4))[0]
         if masked_crc32c(data) != stated:
-            raise InputError(f"{self._path}: the checksum at byte {at} is not that of the {what} before it")
+            raise InputError(f"{self._path}: the checksum at byte {at} does not match the {what} before it")
 
 
 def write_records(
     file: BinaryIO, messages: Sequence[bytes], framing: Framing, *, header: Sequence[str] = ()
 ) -> None:
-    """Append messages to an open file; headers are zeros, as Monolith's own writer leaves them."""
+    """Appends messages to a file.
+
+    Args:
+        file: a file that is open for writing.
+        messages: the records.
+        framing: "length" or "tfrecord".
+        header: the headers to write before each length, filled with zeros as Monolith's writer does.
+    """
     sizes = {"lagrangex_header": 8, "kafka_dump_prefix": 16, "sort_id": 8, "kafka_dump": 8}
     for message in messages:
         length = struct.pack("<Q", len(message))
@@ -164,13 +181,13 @@ def write_records(
 
 
 def masked_crc32c(data: bytes) -> int:
-    """TFRecord's checksum: crc32c turned and shifted, so that checksums of checksums differ."""
+    """Returns TFRecord's checksum: crc32c rotated and offset, so that checksums of checksums differ."""
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def crc32c(data: bytes) -> int:
-    """The Castagnoli CRC of some bytes."""
+    """Returns the Castagnoli CRC of some bytes."""
     native = native_module()
     return crc32c_twin(data) if native is None else native.crc32c(data)
 
@@ -185,7 +202,7 @@ def crc32c_twin(data: bytes) -> int:
             crc = crc >> 8 ^ int(effect[-1, crc & 0xFF ^ byte])
     blocks = ([values[:at]] if at >= 4 else []) + list(values[at:].reshape(-1, _CRC_BLOCK))
     for block in blocks:
-        mixed = block.copy()  # the CRC so far acts like four more bytes over the first four
+        mixed = block.copy()  # the CRC so far is combined with the first four bytes
         mixed[:4] ^= np.frombuffer(crc.to_bytes(4, "little"), np.uint8)
         crc = int(np.bitwise_xor.reduce(effect[places[-len(block) :], mixed]))
     return crc ^ 0xFFFFFFFF
@@ -193,12 +210,12 @@ def crc32c_twin(data: bytes) -> int:
 
 @cache
 def _crc_tables() -> tuple[NDArray[np.uint32], NDArray[np.intp]]:
-    """What byte b at place i of a block adds to the CRC, [i, b]; and the places, [_CRC_BLOCK]."""
+    """What byte b at index i of a block contributes to the CRC, [i, b]; and the indices, [_CRC_BLOCK]."""
     one = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         one = np.where(one & 1, one >> 1 ^ np.uint32(0x82F63B78), one >> 1).astype(np.uint32)
     effect = np.empty((_CRC_BLOCK, 256), np.uint32)
     effect[-1] = one
-    for i in range(_CRC_BLOCK - 2, -1, -1):  # a byte further left has one more zero byte behind it
+    for i in range(_CRC_BLOCK - 2, -1, -1):  # a byte further left is followed by one more byte
         effect[i] = effect[i + 1] >> 8 ^ one[effect[i + 1] & 0xFF]
     return effect, np.arange(_CRC_BLOCK)

@@ -1,8 +1,8 @@
-"""Snappy: raw blocks unpacked, in native code and in a Python twin that defines the result.
+"""Unpacks raw Snappy blocks, in native code or in a Python twin that defines the result.
 
-A block is its unpacked length, a varint of at most 32 bits, and elements: literal bytes, or copies of
-what was unpacked before. Blocks are hostile: the stated length is bounded by the caller and by what the
-block's size can unpack to.
+A block is its unpacked length, a varint of at most 32 bits, followed by elements: literal bytes, or copies of
+bytes that are already unpacked. Blocks are untrusted: the stated length is bounded by the caller and by the
+size of the block.
 """
 
 from __future__ import annotations
@@ -11,18 +11,23 @@ from megalith.errors import InputError
 from megalith.library import native_module
 
 _MAX_GAIN = 22
-"""A copy of 64 bytes takes at least 3."""
+"""Maximum unpacked bytes per packed byte: a copy of 64 bytes needs at least 3."""
 
 
 def max_packed(size: int) -> int:
-    """How many bytes `size` bytes can take in a block."""
+    """Returns the maximum packed size of `size` bytes."""
     return 32 + size + size // 6
 
 
 def unsnap(data: bytes, max_bytes: int) -> bytes:
-    """What a raw Snappy block holds.
+    """Unpacks a raw Snappy block.
 
-    Raises InputError, saying where, if the block is damaged or holds more than max_bytes.
+    Args:
+        data: the block.
+        max_bytes: the maximum unpacked length.
+
+    Raises:
+        InputError: the block is damaged or too long. The message has the byte.
     """
     bound = min(max_bytes, _MAX_GAIN * len(data))
     native = native_module()
@@ -30,7 +35,7 @@ def unsnap(data: bytes, max_bytes: int) -> bytes:
 
 
 def unsnap_twin(data: bytes, max_bytes: int) -> bytes:
-    """`unsnap` in plain Python."""
+    """`unsnap` in pure Python."""
     length, at = _length(data)
     if length > max_bytes:
         raise InputError(f"snappy: it states {length} bytes, over the bound of {max_bytes}")
@@ -39,17 +44,17 @@ def unsnap_twin(data: bytes, max_bytes: int) -> bytes:
         tag, kind = data[at], data[at] & 3
         extra = max(0, (tag >> 2) - 59) if kind == 0 else (1, 2, 4)[kind - 1]
         number = int.from_bytes(data[at + 1 : at + 1 + extra], "little")
-        behind = at + 1 + extra
-        if behind > len(data):
+        end = at + 1 + extra
+        if end > len(data):
             raise _bad("an element is cut off", at)
         if kind == 0:
             size = number + 1 if extra else (tag >> 2) + 1
-            if size > len(data) - behind:
+            if size > len(data) - end:
                 raise _bad("an element is cut off", at)
             if size > length - len(out):
                 raise _bad("there is more than the stated length", at)
-            out += data[behind : behind + size]
-            behind += size
+            out += data[end : end + size]
+            end += size
         else:
             size = (tag >> 2 & 7) + 4 if kind == 1 else (tag >> 2) + 1
             offset = (tag >> 5) << 8 | number if kind == 1 else number
@@ -57,16 +62,16 @@ def unsnap_twin(data: bytes, max_bytes: int) -> bytes:
                 raise _bad("a copy reaches back before the beginning", at)
             if size > length - len(out):
                 raise _bad("there is more than the stated length", at)
-            piece = out[-offset:][:size]  # shorter than `size` where the copy overlaps what it makes
+            piece = out[-offset:][:size]  # shorter than `size` if the copy overlaps its own output
             out += (piece * (size // len(piece) + 1))[:size]
-        at = behind
+        at = end
     if len(out) < length:
         raise _bad("there is less than the stated length", at)
     return bytes(out)
 
 
 def _length(data: bytes) -> tuple[int, int]:
-    """The stated length, and where the elements begin."""
+    """The stated length, and the position of the first element."""
     value = 0
     for k, byte in enumerate(data[:5]):
         value |= (byte & 0x7F) << 7 * k

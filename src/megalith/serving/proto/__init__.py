@@ -1,7 +1,7 @@
-"""Proto: the messages of TF Serving, the Open Inference Protocol v2 and Monolith's parameter sync.
+"""Messages of TF Serving, the Open Inference Protocol v2 and Monolith's parameter sync, and their tensors.
 
-Public names, packages and field numbers, made at run time without generated code; tensors to and from them.
-Needs protobuf: `pip install megalith[serve]`.
+The `.proto` files in this folder have the public names, packages and field numbers. Needs protobuf:
+`pip install megalith[serve]`.
 """
 
 from megalith.serving.proto.infer_tensors import (

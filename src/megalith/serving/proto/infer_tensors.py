@@ -1,6 +1,7 @@
-"""Tensors of the Open Inference Protocol: requests to tensors by name, and back.
+"""Converts tensors to requests of the Open Inference Protocol and back.
 
-Written raw. Read raw or from the typed contents. Requests are hostile until read, as in `tensors.py`.
+Tensors are written as raw contents and read from raw or typed contents. Requests are untrusted until
+validated.
 """
 
 from __future__ import annotations
@@ -60,10 +61,17 @@ _CONTENTS = {
 
 
 def from_infer_request(request: Message, *, max_bytes: int = MAX_BYTES) -> dict[str, Tensor | Strings]:
-    """The inputs of a ModelInferRequest by name; BYTES as arrays of bytes objects.
+    """Converts the inputs of a ModelInferRequest.
 
-    max_bytes: the most they may take together.
-    Raises InputError, naming the input, for whatever does not fit.
+    Args:
+        request: the message.
+        max_bytes: the maximum total size of the inputs.
+
+    Returns:
+        Tensors by name; BYTES are arrays of bytes objects.
+
+    Raises:
+        InputError: an input, which the message names, is invalid or too large.
     """
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
@@ -73,11 +81,11 @@ def from_infer_request(request: Message, *, max_bytes: int = MAX_BYTES) -> dict[
     for k, given in enumerate(request.inputs):
         name = f"input {given.name[:100]!r}"
         if given.name in read:
-            raise InputError(f"{name} is there twice")
+            raise InputError(f"{name} occurs twice")
         has_contents = given.HasField("contents") and given.contents.ListFields()
         if raw and has_contents:
             raise InputError(
-                f"{name} has contents, and the request raw_input_contents; send only one of them"
+                f"{name} has contents, and the request has raw_input_contents; send only one of them"
             )
         if raw:
             value = from_raw(given.datatype, given.shape, raw[k], name=name, max_bytes=left)
@@ -92,7 +100,18 @@ def from_infer_request(request: Message, *, max_bytes: int = MAX_BYTES) -> dict[
 def from_raw(
     datatype: str, shape: Sequence[int], data: bytes, *, name: str = "tensor", max_bytes: int = MAX_BYTES
 ) -> Tensor | Strings:
-    """Raw contents as a tensor, or BYTES as an array: each a 4-byte little-endian length and its bytes."""
+    """Converts raw contents to a tensor, or to an array of bytes objects for BYTES.
+
+    Args:
+        datatype: the protocol's name of the type.
+        shape: the sizes.
+        data: little-endian elements in row-major order; an element of BYTES is a 4-byte length and its bytes.
+        name: the name of the tensor in errors.
+        max_bytes: the maximum size of the result.
+
+    Raises:
+        InputError: the type is unknown, or the bytes do not match the shape.
+    """
     if datatype == BYTES:
         sizes = checked_shape(shape, POINTER_BYTES, max_bytes, name)
         return _cut(data, math.prod(sizes), name).reshape(sizes)
@@ -108,9 +127,17 @@ def from_values(
     name: str = "tensor",
     max_bytes: int = MAX_BYTES,
 ) -> Tensor | Strings:
-    """Values in row-major order, from typed contents or from JSON, as a tensor; BYTES as an array.
+    """Converts values of typed contents or of JSON to a tensor, or to an array of bytes objects for BYTES.
 
-    Raises InputError if a value is not of the type, or there are not as many as the shape says.
+    Args:
+        datatype: the protocol's name of the type.
+        shape: the sizes.
+        values: the elements in row-major order.
+        name: the name of the tensor in errors.
+        max_bytes: the maximum size of the result.
+
+    Raises:
+        InputError: a value has another type, or the number of values does not match the shape.
     """
     dtype = None if datatype == BYTES else _dtype(datatype, name)
     item_bytes = POINTER_BYTES if dtype is None else dtype.itemsize
@@ -125,7 +152,14 @@ def from_values(
 def to_infer_request(
     inputs: Mapping[str, Tensor | Strings], *, model_name: str, model_version: str = "", id: str = ""
 ) -> Message:
-    """A ModelInferRequest with raw contents; an empty version is the server's choice."""
+    """Creates a ModelInferRequest with raw contents.
+
+    Args:
+        inputs: tensors, or arrays of bytes objects, by name.
+        model_name: the model.
+        model_version: the version; empty means the server's choice.
+        id: the id of the request, which the response repeats.
+    """
     request = ModelInferRequest(model_name=model_name, model_version=model_version, id=id)
     for name, value in inputs.items():
         request.inputs.add(name=name, datatype=datatype_of(value, name), shape=value.shape)
@@ -134,12 +168,16 @@ def to_infer_request(
 
 
 def datatype_of(value: Tensor | Strings | torch.dtype, name: str = "tensor") -> str:
-    """The protocol's name for a tensor's type, "BYTES" for strings; raises InputError if it has none."""
+    """Returns the protocol's name of a type, "BYTES" for an array of bytes objects.
+
+    Raises:
+        InputError: the protocol does not have the type.
+    """
     if isinstance(value, np.ndarray):
         return BYTES
     dtype = value.dtype if isinstance(value, Tensor) else value
     if dtype not in DATATYPES:
-        raise InputError(f"{name}: {dtype} is no type of the protocol's")
+        raise InputError(f"{name}: the protocol does not have the type {dtype}")
     return DATATYPES[dtype]
 
 
@@ -151,13 +189,13 @@ def _contents(given: Message, name: str) -> Sequence[Any]:
     expected = _CONTENTS[given.datatype]
     filled = [field.name for field, _ in given.contents.ListFields()]
     if filled not in ([], [expected]):
-        raise InputError(f"{name}: {given.datatype} belongs into {expected}; found {', '.join(filled)}")
+        raise InputError(f"{name}: {given.datatype} must be in {expected}; found {', '.join(filled)}")
     values: Sequence[Any] = getattr(given.contents, expected)
     return values
 
 
 def _tensor(values: list[Any], dtype: torch.dtype, name: str) -> Tensor:
-    """Python numbers as a flat tensor; raises InputError for one of another kind, or too large."""
+    """Converts Python numbers to a flat tensor; raises InputError if one has another type or is too large."""
     kinds = {bool} if dtype == torch.bool else {int, float} if dtype.is_floating_point else {int}
     if not kinds.issuperset(map(type, values)):
         raise InputError(f"{name}: values are not all {DATATYPES[dtype]}")
@@ -183,7 +221,7 @@ def _strings(values: Sequence[Any], name: str) -> Strings:
 
 
 def _cut(data: bytes, count: int, name: str) -> Strings:
-    """Length-prefixed elements; raises InputError unless there are exactly `count`."""
+    """Splits length-prefixed elements; raises InputError unless there are exactly `count`."""
     if len(data) < 4 * count:
         raise InputError(f"{name}: {len(data)} bytes cannot hold {count} elements of BYTES")
     out = np.empty(count, dtype=object)
@@ -198,7 +236,7 @@ def _cut(data: bytes, count: int, name: str) -> Strings:
         out[k] = data[at : at + length]
         at += length
     if at != len(data):
-        raise InputError(f"{name}: {len(data) - at} bytes behind the {count} elements of BYTES")
+        raise InputError(f"{name}: {len(data) - at} bytes follow the {count} elements of BYTES")
     return out
 
 

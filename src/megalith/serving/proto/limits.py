@@ -1,7 +1,7 @@
-"""Limits: what a message may claim before memory is given to it.
+"""Limits on the tensors of a message, checked before memory is allocated.
 
-A tensor's shape is a few bytes that may ask for any amount of memory. Shapes are checked here against the
-bytes their elements would take, empty dimensions counted as one so that no product or stride overflows.
+The shape of a tensor is a few bytes that can ask for any amount of memory. Shapes are checked against the
+size of their elements; an empty dimension counts as one, so that no product or stride overflows.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from megalith.errors import InputError
 from megalith.serving.wire_names import MAX_REQUEST_BYTES
 
 MAX_BYTES = MAX_REQUEST_BYTES
-"""What the tensors of one request may take, unless told otherwise."""
+"""Default maximum total size of the tensors of one request."""
 MAX_RANK = 32
 POINTER_BYTES = 8
-"""What a string counts for beside its own bytes, which are in the message already."""
+"""Size of a string in addition to its own bytes, which are in the message already."""
 
 BITS: dict[torch.dtype, type[np.generic]] = {
     torch.float32: np.float32,
@@ -38,20 +38,30 @@ BITS: dict[torch.dtype, type[np.generic]] = {
     torch.float16: np.uint16,
     torch.bfloat16: np.uint16,
 }
-"""The types that travel, and the numpy type that holds their bits."""
+"""The dtypes that can be sent, and the numpy type that holds their bits."""
 
 
 def checked_shape(sizes: Sequence[int], item_bytes: int, max_bytes: int, name: str) -> tuple[int, ...]:
-    """The sizes as a shape; raises InputError unless its elements fit into max_bytes."""
+    """Checks a shape.
+
+    Args:
+        sizes: the size of each dimension.
+        item_bytes: the size of an element.
+        max_bytes: the maximum size of all elements.
+        name: the name of the tensor in errors.
+
+    Raises:
+        InputError: a size is negative, there are more than MAX_RANK, or the elements exceed max_bytes.
+    """
     if len(sizes) > MAX_RANK:
-        raise InputError(f"{name}: a shape of more than {MAX_RANK} dimensions")
+        raise InputError(f"{name}: the shape has more than {MAX_RANK} dimensions")
     shape = tuple(sizes)
     if any(size < 0 for size in shape):
         raise InputError(f"{name}: shape {list(shape)} has a negative size")
     if math.prod(max(size, 1) for size in shape) * item_bytes > max_bytes:
         raise InputError(
-            f"{name}: shape {list(shape)} with {item_bytes} bytes an element is more than the {max_bytes} "
-            "bytes left to this request; send fewer rows at a time"
+            f"{name}: shape {list(shape)} with {item_bytes} bytes per element exceeds the {max_bytes} "
+            "bytes left for this request; send fewer rows at a time"
         )
     return shape
 
@@ -59,20 +69,20 @@ def checked_shape(sizes: Sequence[int], item_bytes: int, max_bytes: int, name: s
 def tensor_of_bytes(
     data: bytes | memoryview, dtype: torch.dtype, shape: tuple[int, ...], name: str
 ) -> Tensor:
-    """Little-endian elements in row-major order as a tensor of its own memory."""
+    """Copies little-endian elements in row-major order into a tensor; InputError if their number is wrong."""
     expected = math.prod(shape) * dtype.itemsize
     if len(data) != expected:
         raise InputError(f"{name}: {len(data)} bytes, but {_kind(dtype)} {list(shape)} takes {expected}")
     if not data:
         return torch.empty(shape, dtype=dtype)
     if dtype == torch.bool:
-        # A byte other than 0 and 1 would be a bool that is neither true nor false.
+        # A byte other than 0 and 1 would make a bool that is neither true nor false.
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).ne(0).reshape(shape)
     return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
 
 
 def bytes_of_tensor(tensor: Tensor, name: str) -> bytes:
-    """A tensor's elements, little-endian, row-major; raises InputError for types that do not travel."""
+    """Returns the elements of a tensor, little-endian in row-major order; InputError for other dtypes."""
     if tensor.dtype not in BITS:
         raise InputError(f"{name}: {_kind(tensor.dtype)} cannot be sent; use one of {', '.join(_kinds())}")
     flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -80,7 +90,7 @@ def bytes_of_tensor(tensor: Tensor, name: str) -> bytes:
 
 
 def tensor_of_bits(bits: NDArray[np.generic], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """An array of `BITS[dtype]` as a tensor; half precisions are given as their bits."""
+    """Converts an array of `BITS[dtype]` to a tensor; float16 and bfloat16 are given as their bits."""
     flat = torch.from_numpy(np.ascontiguousarray(bits))
     if dtype in (torch.float16, torch.bfloat16):
         flat = flat.view(dtype)
@@ -88,7 +98,7 @@ def tensor_of_bits(bits: NDArray[np.generic], dtype: torch.dtype, shape: tuple[i
 
 
 def in_range(values: NDArray[np.generic], target: type[np.generic], name: str) -> NDArray[np.generic]:
-    """Whole numbers as a narrower type; raises InputError for one that does not fit."""
+    """Converts integers to a narrower type; raises InputError if one does not fit."""
     low, high = np.iinfo(target).min, np.iinfo(target).max  # type: ignore[type-var]
     wrong = (values < low) | (values > high)  # type: ignore[operator]
     if wrong.any():

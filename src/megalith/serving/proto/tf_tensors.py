@@ -1,8 +1,8 @@
-"""Tensors as TensorFlow's TensorProto, and back.
+"""Converts tensors to TensorFlow's TensorProto and back.
 
-Written as `tensor_content`. Read from there or from the typed field of the dtype, by TensorFlow's rules: too
-few typed values are filled up with the last, none at all is zeros. Protos are hostile until read: whatever
-is in one, the result is a tensor within `max_bytes` or an InputError that names it.
+Tensors are written as `tensor_content`. They are read from there or from the typed field of the dtype, by
+TensorFlow's rules: if there are too few typed values, the last one is repeated; without values, all are zero.
+Messages are untrusted until validated: the result is a tensor of at most `max_bytes`, or an InputError.
 """
 
 from __future__ import annotations
@@ -69,7 +69,11 @@ _FIELDS = {
 
 
 def to_tensor_proto(tensor: Tensor) -> Message:
-    """A tensor of any device as a TensorProto; raises InputError for dtypes that TensorFlow does not have."""
+    """Converts a tensor of any device to a TensorProto.
+
+    Raises:
+        InputError: TensorFlow does not have the dtype.
+    """
     content = bytes_of_tensor(tensor, "tensor")
     proto = TensorProto(dtype=DTYPES[tensor.dtype], tensor_content=content)
     _set_shape(proto, tensor.shape)
@@ -79,11 +83,17 @@ def to_tensor_proto(tensor: Tensor) -> Message:
 def from_tensor_proto(
     proto: Message, *, name: str = "tensor", max_bytes: int = MAX_BYTES, content: memoryview | None = None
 ) -> Tensor:
-    """The tensor of a TensorProto, in memory of its own.
+    """Copies a TensorProto into a tensor.
 
-    name: what errors call it. max_bytes: the most it may take. content: its `tensor_content`, if that was
-    taken out of it.
-    Raises InputError for strings (see `strings_from_tensor_proto`), unknown dtypes and whatever does not fit.
+    Args:
+        proto: the message.
+        name: the name of the tensor in errors.
+        max_bytes: the maximum size of the tensor.
+        content: its `tensor_content`, if `cut_contents` cut it out of the message.
+
+    Raises:
+        InputError: the dtype is unknown or DT_STRING (see `strings_from_tensor_proto`), or the values do not
+            match the shape.
     """
     number = proto.dtype
     if number not in _TORCH:
@@ -108,10 +118,18 @@ def from_tensor_protos(
     max_bytes: int = MAX_BYTES,
     contents: Mapping[str, memoryview] = MappingProxyType({}),
 ) -> dict[str, Tensor | Strings]:
-    """The inputs of a request by name; strings as arrays of bytes objects.
+    """Converts the inputs of a request.
 
-    max_bytes: the most they may take together. contents: what `cut_contents` took out of them.
-    Raises InputError as `from_tensor_proto` does.
+    Args:
+        protos: TensorProto by name.
+        max_bytes: the maximum total size.
+        contents: the contents that `cut_contents` cut out of the messages, by name.
+
+    Returns:
+        Tensors by name; strings are arrays of bytes objects.
+
+    Raises:
+        InputError: as in `from_tensor_proto`.
     """
     left = max_bytes
     read: dict[str, Tensor | Strings] = {}
@@ -129,7 +147,11 @@ def from_tensor_protos(
 
 
 def strings_to_tensor_proto(strings: Strings | Sequence[bytes]) -> Message:
-    """Bytes objects, of any shape or a plain list of them, as a TensorProto of DT_STRING."""
+    """Converts an array of bytes objects, of any shape, or a list of them to a TensorProto of DT_STRING.
+
+    Raises:
+        InputError: an element is not a bytes object.
+    """
     array = np.asarray(strings, dtype=object)
     flat = array.reshape(-1).tolist()
     for value in flat:
@@ -141,9 +163,15 @@ def strings_to_tensor_proto(strings: Strings | Sequence[bytes]) -> Message:
 
 
 def strings_from_tensor_proto(proto: Message, *, name: str = "tensor", max_bytes: int = MAX_BYTES) -> Strings:
-    """The bytes objects of a TensorProto of DT_STRING; max_bytes counts 8 for each, beside the message.
+    """Converts a TensorProto of DT_STRING to an array of bytes objects.
 
-    Raises InputError for other dtypes and whatever does not fit.
+    Args:
+        proto: the message.
+        name: the name of the tensor in errors.
+        max_bytes: the maximum size of the array, 8 bytes for each element in addition to the message.
+
+    Raises:
+        InputError: the dtype is another, or the values do not match the shape.
     """
     if proto.dtype != DataType.DT_STRING:
         raise InputError(f"{name}: dtype {_dtype_name(proto.dtype)} is not DT_STRING")
@@ -159,9 +187,18 @@ def strings_from_tensor_proto(proto: Message, *, name: str = "tensor", max_bytes
 
 
 def tensor_info(name: str, dtype: torch.dtype, shape: Iterable[int | None]) -> Message:
-    """How a signature describes a tensor; None and -1 are sizes that vary."""
+    """Describes a tensor for a signature.
+
+    Args:
+        name: the name of the tensor.
+        dtype: its type.
+        shape: its sizes; None or -1 for a size that varies.
+
+    Raises:
+        InputError: TensorFlow does not have the dtype.
+    """
     if dtype not in DTYPES:
-        raise InputError(f"{name}: {dtype} is no dtype of TensorFlow's")
+        raise InputError(f"{name}: TensorFlow does not have the dtype {dtype}")
     info = TensorInfo(name=name, dtype=DTYPES[dtype])
     info.tensor_shape.SetInParent()
     for size in shape:
@@ -170,22 +207,22 @@ def tensor_info(name: str, dtype: torch.dtype, shape: Iterable[int | None]) -> M
 
 
 def _set_shape(proto: Message, shape: Sequence[int]) -> None:
-    proto.tensor_shape.SetInParent()  # a scalar has a shape too: the empty one
+    proto.tensor_shape.SetInParent()  # a scalar has an empty shape
     for size in shape:
         proto.tensor_shape.dim.add(size=size)
 
 
 def _shape(proto: Message, item_bytes: int, max_bytes: int, name: str) -> tuple[int, ...]:
     if proto.tensor_shape.unknown_rank:
-        raise InputError(f"{name}: its shape is unknown; a tensor that is sent must have one")
+        raise InputError(f"{name}: the shape is unknown; a request needs the shape of each tensor")
     sizes = [dim.size for dim in proto.tensor_shape.dim[: MAX_RANK + 1]]
     return checked_shape(sizes, item_bytes, max_bytes, name)
 
 
 def _only_field(proto: Message, name: str, content: memoryview | None = None) -> tuple[str, Any]:
-    """The field the values are in, and them; raises InputError if there are others too.
+    """The name and the values of the only field that has values; raises InputError if there are others.
 
-    Each look at `tensor_content` copies it, so this one is handed on.
+    Each access to `tensor_content` copies it, so it is read once and returned.
     """
     expected = _FIELDS[DataType(proto.dtype)]
     filled = {f.name: value for f, value in proto.ListFields() if f.name.endswith(("_val", "_content"))}
@@ -193,14 +230,14 @@ def _only_field(proto: Message, name: str, content: memoryview | None = None) ->
         filled["tensor_content"] = content
     if any(field not in (expected, "tensor_content") for field in filled) or len(filled) > 1:
         raise InputError(
-            f"{name}: {_dtype_name(proto.dtype)} belongs into tensor_content or {expected}, "
-            f"and only one of them; found {', '.join(filled)}"
+            f"{name}: the values of {_dtype_name(proto.dtype)} must be in tensor_content or in {expected}, "
+            f"not in both or elsewhere; found {', '.join(filled)}"
         )
     return next(iter(filled.items()), (expected, ()))
 
 
 def _filled(given: NDArray[Any], count: int, name: str) -> NDArray[Any]:
-    """The values, the last one repeated up to `count`."""
+    """The values, with the last one repeated up to `count`."""
     if len(given) > count:
         raise InputError(f"{name}: {len(given)} values for a shape of {count}")
     if len(given) == count:
