@@ -414,3 +414,11 @@ def test_tables_are_those_of_this_process_by_name() -> None:
     collection = EmbeddingCollection([item], [Feature("a", "item")])
     assert list(collection.tables) == ["item"]
     assert collection.tables["item"] is collection.shards.local["item"]
+
+
+def test_the_phases_of_a_step_are_spans_of_the_profiler() -> None:
+    model = collection()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        model({"a": ints(1, 2)})["a"].sum().backward()
+    names = {event.key for event in profile.key_averages()}
+    assert {"megalith.ids", "megalith.pool", "megalith.optimizer"} <= names

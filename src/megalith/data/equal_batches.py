@@ -5,12 +5,11 @@ until all ranks have run out. What a model does with an empty batch is not handl
 
 Before each batch, every rank sends its status and the time of its batch in one all-reduce:
 
-    status        meaning                                      what this rank yields
-    _READY        it has a batch                               its batch
-    _DONE         it has no more batches                       an empty batch, if a rank is ready
-    _NO_COLUMNS   it has no more batches and never had one     the same, after a ready rank broadcast its
-    columns _FAILED       its loader raised an error                   it raises; the others raise
-    RankFailedError
+    status         meaning                               what this rank yields
+    _READY         it has a batch                        its batch
+    _DONE          it has no more batches                an empty batch, if another rank is ready
+    _NO_COLUMNS    the same, and it never had a batch    the same; a ready rank broadcasts its columns first
+    _FAILED        its loader raised an error            it raises; the others raise RankFailedError
 """
 
 from __future__ import annotations
@@ -109,7 +108,7 @@ class EqualBatchLoader(Iterable[Batch]):
                 position = own.position
             status = _READY if own is not None else _NO_COLUMNS if empty is None else _DONE
             statuses, times = exchange.statuses(turn, status, None if own is None else own.time)
-            if failed := [rank for rank, said in enumerate(statuses) if said == _FAILED]:
+            if failed := [rank for rank, each in enumerate(statuses) if each == _FAILED]:
                 raise RankFailedError(
                     f"pad_to_equal_batches: batch {turn} of epoch {self._epoch}: rank "
                     f"{exchange.ranks[failed[0]]} failed to read it, so rank {exchange.rank} "

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from megalith.distributed.comm_bench import CommSettings, Measurement, measure
 from megalith.distributed.launcher_environment import Launch
+from megalith.distributed.process_group import check_address
 from megalith.errors import InputError, RankFailedError, RankTimeoutError
 
 START_SECONDS = 60
@@ -77,12 +78,7 @@ def measure_launched(settings: CommSettings, launch: Launch) -> Iterator[Measure
     Raises:
         InputError: If MASTER_ADDR or MASTER_PORT is not set.
     """
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if name not in os.environ:
-            raise InputError(
-                f"bench: {launch.launcher} started {launch.size} ranks, but {name} is not set: set it to "
-                "the same value on all ranks, as torchrun does, so that they can connect"
-            )
+    check_address(launch)
     with _grouped("env://", launch.rank, launch.size, settings):
         yield from measure(settings)
 

@@ -16,6 +16,16 @@ from megalith.distributed.launcher_environment import Launch
 from megalith.errors import InputError, RankTimeoutError
 
 
+def check_address(launch: Launch) -> None:
+    """Raises InputError unless the address at which the ranks of a launch connect is set."""
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise InputError(
+                f"{launch.launcher} started {launch.size} ranks, but {name} is not set: set it to the same "
+                "value on all ranks, as torchrun does, so that they can connect"
+            )
+
+
 def init_process_group(launch: Launch, *, timeout: float = 600.0) -> None:
     """Creates the default process group of all ranks of a launch, with gloo. One rank needs no group.
 
@@ -31,12 +41,7 @@ def init_process_group(launch: Launch, *, timeout: float = 600.0) -> None:
     """
     if launch.size == 1:
         return
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if name not in os.environ:
-            raise InputError(
-                f"{launch.launcher} started {launch.size} ranks, but {name} is not set: set it to the same "
-                "value on all ranks, as torchrun does, so that they can connect"
-            )
+    check_address(launch)
     limit = timedelta(seconds=timeout)
     # torchrun's store survives a restart, but the addresses that earlier ranks left in it are invalid.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -7,8 +7,8 @@ A batch has three forms:
     the compiled batch        `CompiledBatch`, plain data            EmbeddingCollection.prepare
     the lookup in progress    `BatchLookup`                          EmbeddingCollection.start, forward
 
-`StartedBatch` is no fourth form: it is the mapping that the user passes, with the lookups that were started
-for it.
+`StartedBatch` is not a fourth form: it is the mapping that the user passes, with the lookups that were
+started for it.
 """
 
 from __future__ import annotations

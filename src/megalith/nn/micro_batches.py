@@ -68,9 +68,9 @@ class MicroBatches:
         return range(self.rank * share, (self.rank + 1) * share)
 
     def step(self, losses: Iterable[Callable[[], Tensor]], *, stop: bool = False) -> list[float]:
-        """Computes the micro-batches of this rank and updates the tables; dense gradients are left in `.grad`.
+        """Computes the micro-batches of this rank and updates the tables.
 
-        The caller makes the step of the dense optimizer.
+        Dense gradients are left in `.grad`; the caller makes the step of the dense optimizer.
 
         Args:
             losses: For each index in `mine`, a function that returns the mean loss of that micro-batch.
