@@ -1,6 +1,6 @@
-"""Two peers train one model far apart: H local steps each, then a gather of what changed, again and again.
+"""Two remote peers train one model: each makes H local steps, then their updates are gathered, repeatedly.
 
-Compared with one peer that has the data of both. Run: python examples/diloco.py
+The result is compared with one peer that has the data of both. Run: python examples/diloco.py
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def new_model() -> nn.Module:
 
 
 def samples(seed: int, count: int = SAMPLES) -> Data:
-    """Inputs and what a hidden teacher says about them, with noise."""
+    """Inputs and noisy targets computed from hidden weights."""
     make = torch.Generator().manual_seed(seed)
-    teacher = torch.randn(FEATURES, generator=torch.Generator().manual_seed(42))
+    weights = torch.randn(FEATURES, generator=torch.Generator().manual_seed(42))
     inputs = torch.randn(count, FEATURES, generator=make)
-    return inputs, torch.tanh(inputs @ teacher / 4) + 0.2 * torch.randn(count, generator=make)
+    return inputs, torch.tanh(inputs @ weights / 4) + 0.2 * torch.randn(count, generator=make)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: Data, steps: range) -> None:
@@ -52,7 +52,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: Data, steps:
 
 
 class Peer:
-    """Has data of its own; takes the shared weights, trains, and publishes what changed."""
+    """Has its own data. It loads the shared weights, trains, and publishes its update."""
 
     def __init__(self, uid: int, schema: Schema, store: Store) -> None:
         self.uid, self.schema, self.store = uid, schema, store
@@ -77,7 +77,7 @@ def held_out_loss(model: nn.Module) -> float:
 
 
 def together(windows: int, local_steps: int) -> float:
-    """The loss that two peers reach with gathers."""
+    """The loss of two peers with gathers."""
     shared, store = new_model(), memory_store()
     schema = Schema.of(shared, chunk=32, keep=256, bins=256)
     peers = [Peer(uid, schema, store) for uid in (1, 2)]
@@ -98,7 +98,7 @@ def together(windows: int, local_steps: int) -> float:
 
 
 def alone(steps: int) -> float:
-    """The loss that one peer with the data of both reaches."""
+    """The loss of one peer with the data of both."""
     model = new_model()
     data = tuple(torch.stack(both, 1).flatten(0, 1) for both in zip(samples(1), samples(2), strict=True))
     train(model, torch.optim.Adam(model.parameters(), 0.003), (data[0], data[1]), range(steps))

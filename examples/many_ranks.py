@@ -1,10 +1,10 @@
-"""One model over many ranks: tables spread over them, rows exchanged all to all, dense weights averaged.
+"""One model on many ranks: distributed tables, rows exchanged all-to-all, dense weights averaged.
 
     torchrun --nproc-per-node 2 examples/many_ranks.py --dist-type hash_roundrobin
 
-User ids here are all multiples of 8, as ids often are that some other system handed out. "roundrobin" gives
-every one of them to rank 0; "hash_roundrobin" and "continuous" spread them. The last lines show who has how
-many rows. Without torchrun the script trains on one rank, with the same loop.
+All user ids here are multiples of 8, as ids assigned by another system often are. "roundrobin" places all of
+them on rank 0; "hash_roundrobin" and "continuous" distribute them. The last lines show the number of rows per
+rank. Without torchrun the script trains on one rank with the same loop.
 """
 
 import argparse
@@ -39,7 +39,7 @@ NUM_IDS = {"user": 8 * USERS, "item": ITEMS}  # ids are below these
 
 
 def clicks(rank: int, size: int, batches: int, rows: int) -> Iterator[Batch]:
-    """Every rank's own part of the data; the last rank has a batch less than the others."""
+    """The data of a rank. The last rank has one batch less than the others."""
     taste = torch.randn(USERS, generator=torch.Generator().manual_seed(1))
     quality = torch.randn(ITEMS, generator=torch.Generator().manual_seed(2))
     generator = torch.Generator().manual_seed(100 + rank)
@@ -53,7 +53,7 @@ def clicks(rank: int, size: int, batches: int, rows: int) -> Iterator[Batch]:
 
 
 def make_shards(dist_type: str, size: int) -> Shards:
-    """The tables: in this process alone, or spread over all ranks."""
+    """The tables: in this process, or distributed over all ranks."""
     tables = [TableConfig(name, dim=DIM, optimizer=Adagrad(0.2), dist_type=dist_type) for name in NUM_IDS]
     if size == 1:
         return LocalShards(tables)
@@ -73,37 +73,37 @@ class ClickModel(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(2 * DIM, 16), nn.ReLU(), nn.Linear(16, 1))
 
     def forward(self, batch: Batch) -> Tensor:
-        rows = self.embeddings(batch.features)  # ids to their owners, rows back: collective
+        rows = self.embeddings(batch.features)  # a collective call: ids go to their owners, rows come back
         logits: Tensor = self.mlp(torch.cat([rows["user"], rows["item"]], 1)).squeeze(1)
         return logits
 
 
 def train(model: nn.Module, batches: Iterator[Batch], rows: int, metrics: CommMetrics | None) -> None:
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
-    # Ranks must make the same number of steps: `even` gives those that run out empty batches.
+    # Ranks must make the same number of steps: those without data get empty batches.
     for step, batch in enumerate(pad_to_equal_batches(batches), start=1):
         losses = nn.functional.binary_cross_entropy_with_logits(model(batch), batch.labels, reduction="none")
         loss = losses.sum() / rows  # the mean, and 0 instead of NaN for an empty batch
         optimizer.zero_grad()
-        loss.backward()  # gradients to the owners, one step per distinct id; DDP averages the dense ones
+        loss.backward()  # gradients go to the owners, one step per distinct id; DDP averages the dense ones
         optimizer.step()
         if metrics is not None and step % 50 == 0:
             metrics.collect(step)
 
 
 def show(report: CommReport) -> None:
-    """What the ranks sent each other; `collect` gives it to every rank, one of them prints it."""
+    """Prints the bytes sent between ranks. `collect` returns the report on every rank; one rank prints it."""
     for table, numbers in report.tables.items():
         served, sent = numbers["served"], numbers["bytes_sent"]
         print(
             f"step {report.step}, table {table}: {sum(sent.by_rank):,.0f} bytes sent; rank {served.max_rank} "
-            f"serves {served.skew:.2f} times its share"
+            f"serves {served.skew:.2f} times the mean"
         )
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, setup: RankSetup, rows: int) -> float:
-    """Every rank scores rows of its own; look-ups are collective in eval mode too."""
+    """Every rank scores its own rows. Lookups are collective in eval mode too."""
     model.eval()
     (batch,) = clicks(1000 + setup.rank, 0, 1, rows)
     own = model(batch).tolist(), batch.labels.tolist()
@@ -122,13 +122,15 @@ def main(args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     shards = make_shards(args.dist_type, setup.size)
     model = ClickModel(shards)
-    spread = isinstance(shards, SyncShards)
-    trained = DistributedDataParallel(model) if spread else model  # broadcasts dense weights from rank 0
-    metrics = CommMetrics(shards, callback=show if first else None) if spread else None
+    distributed = isinstance(shards, SyncShards)
+    trained = DistributedDataParallel(model) if distributed else model  # broadcasts dense weights from rank 0
+    metrics = CommMetrics(shards, callback=show if first else None) if distributed else None
     train(trained, clicks(setup.rank, setup.size, args.batches, args.rows), args.rows, metrics)
 
     score = evaluate(model, setup, args.rows)
-    checkpoint.save(model, setup.run_dir / "checkpoint")  # one for all; any number of ranks can load it
+    checkpoint.save(
+        model, setup.run_dir / "checkpoint"
+    )  # one checkpoint of all ranks; any number of ranks can load it
     counts = {name: shards.ranks.gather(len(table)) for name, table in shards.local.items()}
     if first:
         print(f"{args.dist_type} on {setup.size} ranks: AUC {score:.4f}")
@@ -139,9 +141,11 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Trains one model over the ranks of torchrun.")
-    parser.add_argument("--dist-type", choices=MODES, default="roundrobin", help="who owns an id")
-    parser.add_argument("--batches", type=int, default=150, help="batches of a rank")
-    parser.add_argument("--rows", type=int, default=512, help="rows of a batch")
-    parser.add_argument("--run-dir", type=Path, default=Path("runs/many_ranks"), help="where to save")
+    parser = argparse.ArgumentParser(description="Trains one model on the ranks of torchrun.")
+    parser.add_argument("--dist-type", choices=MODES, default="roundrobin", help="routing mode")
+    parser.add_argument("--batches", type=int, default=150, help="batches per rank")
+    parser.add_argument("--rows", type=int, default=512, help="rows per batch")
+    parser.add_argument(
+        "--run-dir", type=Path, default=Path("runs/many_ranks"), help="directory of the checkpoint"
+    )
     main(parser.parse_args())

@@ -1,9 +1,9 @@
-"""Online learning on one machine: a model trains on clicks while a server answers with what it has learnt.
+"""Online learning on one machine: a model trains on clicks while a server answers with the trained rows.
 
-Tastes drift, and a fifth of the views are of new items. Every second the rows and weights that changed are
-pushed to the server. Each batch is scored by the server, and by a copy that stays as it was exported, before
-the model trains on it. Ends by itself. `megalith train --publish` and `megalith serve --follow` do the same
-in processes of their own. Needs `pip install megalith[serve]`.
+The true weights drift, and a fifth of the views are of new items. Every second the rows and weights that
+changed are pushed to the server. Each batch is scored by the server and by a copy that stays as exported,
+before the model trains on it. `megalith train --publish` and `megalith serve --follow` do the same in
+separate processes. Requires `pip install megalith[serve]`.
 
     python examples/online.py [--seconds 20]
 """
@@ -25,7 +25,7 @@ from megalith.serving import ModelServer, PredictClient, Publisher, Servable, Se
 from megalith.serving.export.exporter import Provenance, export_model
 
 WARM_UP = 300  # batches before the model is exported
-DRIFT = 8_000  # batches after which tastes are what they were; after half as many they are the opposite
+DRIFT = 8_000  # batches of a period of the true weights; after half of it they are inverted
 FEATURES = [
     SyntheticFeature(name="user", num_ids=5_000, exponent=1.05),
     SyntheticFeature(name="item", num_ids=2_000, new_per_batch=0.5, fresh=0.2),
@@ -34,7 +34,7 @@ FEATURES = [
 
 
 class Trainer:
-    """A DeepFM, and how it learns a batch."""
+    """A DeepFM and its optimizer."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -55,11 +55,11 @@ class Trainer:
         return forward_batch(self.model.eval(), batch)
 
 
-def show(trainer: Trainer, publisher: Publisher, labels: list[Tensor], *said: list[Tensor]) -> None:
-    """A line of the table: how good the scores of the latest batches were."""
+def show(trainer: Trainer, publisher: Publisher, labels: list[Tensor], *scored: list[Tensor]) -> None:
+    """Prints a line of the table: the AUC of the latest batches."""
     (target,) = publisher.report()
     stale = "" if target.staleness is None else f"{target.staleness:.2f} s"
-    found = [auc(torch.cat(scores), torch.cat(labels)) for scores in said]
+    found = [auc(torch.cat(scores), torch.cat(labels)) for scores in scored]
     cells = [
         f"{trainer.steps:6}",
         f"{target.rows:11,}",
@@ -77,7 +77,7 @@ def main(seconds: float) -> None:
         trainer.learn(batch)
 
     with tempfile.TemporaryDirectory() as folder:
-        # The export says at which save it was made; a publisher that starts there has only changes to send.
+        # The export records its save; a publisher that starts from it sends only changes.
         export_model(trainer.model, folder, name="feed", version=1, source=Provenance("start", trainer.steps))
         copy = Servable(Path(folder) / "1")
         with (
@@ -99,12 +99,12 @@ def main(seconds: float) -> None:
                     served.append(client.predict(batch.features, outputs=["logits"])["logits"])
                     frozen.append(copy.predict(batch.features)["logits"])
                     trainer.learn(batch)
-                    publisher.step()  # pushes once a second, in a thread of its own
+                    publisher.step()  # pushes once a second in its own thread
                 show(trainer, publisher, *latest)
             publisher.flush()  # the last second of training
             answer = client.predict(batch.features, outputs=["logits"])["logits"]
             difference = (trainer.score(batch) - answer).abs().max().item()
-            print(f"everything is pushed: served and trained logits differ by {difference:.0e} at most")
+            print(f"all rows are pushed: served and trained logits differ by {difference:.0e} at most")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A model of your own, top to bottom: features, a dense part, training, evaluation, a checkpoint.
+"""A complete model: features, a dense part, training, evaluation, a checkpoint.
 
-A teacher with known tastes makes clicks; ids are arbitrary 64-bit numbers that nobody listed beforehand, and
-new items keep appearing. A row has two segments: a bias trained by FTRL and a vector trained by Adagrad.
+The data is synthetic clicks with known probabilities. Ids are arbitrary 64-bit integers without a vocabulary,
+and new items keep appearing. A row has two segments: a bias trained by FTRL and a vector trained by Adagrad.
 
     python examples/quickstart.py [directory]
 """
@@ -35,7 +35,7 @@ NAMES = ["user", "item", "tags", "context"]
 
 
 class ClickModel(nn.Module):
-    """Biases and vectors of four features; an MLP on the vectors."""
+    """Biases and vectors of four features, and an MLP on the vectors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,18 +64,18 @@ def train(model: ClickModel, optimizer: torch.optim.Optimizer, reader: Synthetic
     for batch in track(reader, "training", total=STEPS):
         loss = nn.functional.binary_cross_entropy_with_logits(model(batch), batch.labels)
         optimizer.zero_grad()
-        loss.backward()  # the tables update here, one step per distinct id
-        optimizer.step()  # the dense weights here
+        loss.backward()  # updates the tables, one step per distinct id
+        optimizer.step()  # updates the dense weights
 
 
 @torch.no_grad()
 def evaluate(model: ClickModel, reader: SyntheticReader) -> None:
-    model.eval()  # from here on nothing is written to the tables
-    batches = [reader.batch(STEPS + i) for i in range(40)]  # clicks later than all training
+    model.eval()  # the tables are not changed in eval mode
+    batches = [reader.batch(STEPS + i) for i in range(40)]  # later than all training batches
     scores = torch.cat([model(batch) for batch in batches])
     labels = torch.cat([batch.labels for batch in batches])
     best = torch.cat([batch.true_probability for batch in batches])
-    print(f"AUC {auc(scores, labels):.4f}; the teacher, who knows the truth, has {auc(best, labels):.4f}")
+    print(f"AUC {auc(scores, labels):.4f}; the true probabilities have {auc(best, labels):.4f}")
 
 
 def main(directory: Path) -> None:
@@ -91,7 +91,7 @@ def main(directory: Path) -> None:
     checkpoint.save(model, directory / "checkpoint", optimizer=optimizer)
     again = ClickModel()
     checkpoint.load(again, directory / "checkpoint")
-    print(f"saved to {directory / 'checkpoint'} and loaded again:")
+    print(f"saved to {directory / 'checkpoint'} and loaded:")
     evaluate(again, reader)
 
 

@@ -1,4 +1,4 @@
-"""The example scripts run as they stand, on less data."""
+"""The example scripts run on less data."""
 
 from __future__ import annotations
 
