@@ -220,7 +220,7 @@ def test_calibration_by_hand() -> None:
         (([1.0, 2.0], [0, 1], [1.0, math.inf]), "weights must be finite"),
     ],
 )
-def test_wrong_input_is_refused(take: Any, columns: tuple[Any, ...], message: str) -> None:
+def test_wrong_input_raises(take: Any, columns: tuple[Any, ...], message: str) -> None:
     with pytest.raises(InputError, match=message):
         take(*map(torch.tensor, columns))
 

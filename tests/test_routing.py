@@ -87,7 +87,7 @@ def test_skip_first_keeps_shard_0_empty(mode: str) -> None:
 
 
 @given(ids=IDS, shards=st.integers(1, 9), block=st.integers(1, 50))
-def test_owner_and_local_index_name_an_id_for_good(ids: list[int], shards: int, block: int) -> None:
+def test_owner_and_local_index_identify_an_id(ids: list[int], shards: int, block: int) -> None:
     router = Router("continuous", shards, block_size=block)
     tensor = torch.tensor(sorted({*ids, *range(200)}), dtype=torch.int64)
     places = set(zip(router.owner(tensor).tolist(), router.local_index(tensor).tolist(), strict=True))
@@ -257,7 +257,7 @@ def test_sizes_that_make_no_sense(mode: str, shards: int, options: dict[str, int
         Router(mode, shards, **options)  # type: ignore[arg-type]
 
 
-def test_ids_of_another_type_are_refused() -> None:
+def test_ids_of_another_type_raise() -> None:
     with pytest.raises(InputError, match="ids must be"):
         Router("roundrobin", 2).owner(torch.ones(3))
     with pytest.raises(InputError, match="local"):

@@ -41,7 +41,13 @@ class AUC:
         self._chunks: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def update(self, scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
-        """Adds a batch; the arguments are those of `auc`."""
+        """Adds a batch.
+
+        Args:
+            scores: As for `auc`.
+            labels: As for `auc`.
+            weights: As for `auc`.
+        """
         self._chunks.append(_checked(scores, labels, weights))
 
     def compute(self) -> float:
@@ -69,7 +75,13 @@ class BinnedAUC:
         self.reset()
 
     def update(self, scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
-        """Adds a batch; the arguments are those of `auc`."""
+        """Adds a batch.
+
+        Args:
+            scores: As for `auc`.
+            labels: As for `auc`.
+            weights: As for `auc`.
+        """
         scores, labels, weights = _checked(scores, labels, weights)
         # Read as integers, floats of one sign are in order; the order of negative ones is reversed here.
         bits = scores.to(torch.bfloat16).view(torch.int16).long()
@@ -133,7 +145,13 @@ class Calibration:
         self.reset()
 
     def update(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
-        """Adds a batch; the arguments are those of `log_loss`."""
+        """Adds a batch.
+
+        Args:
+            logits: As for `log_loss`.
+            labels: As for `log_loss`.
+            weights: As for `log_loss`.
+        """
         logits, labels, weights = _checked(logits, labels, weights)
         predicted = logits.double().sigmoid()
         bins = (predicted * self.num_bins).long().clamp(max=self.num_bins - 1)

@@ -230,7 +230,12 @@ class Ragged:
         return (self[i] for i in range(len(self)))
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Ragged:
-        """Returns the Ragged on another device."""
+        """Returns the Ragged on another device.
+
+        Args:
+            device: The device.
+            non_blocking: As for `torch.Tensor.to`.
+        """
         weights = None if self.weights is None else self.weights.to(device, non_blocking=non_blocking)
         return Ragged.trusted(
             self.values.to(device, non_blocking=non_blocking),

@@ -85,7 +85,11 @@ class Router:
         return cls(MODES[mode], owners + first, block_size=block or None, skip_first=bool(first))
 
     def owner_twin(self, ids: Tensor) -> Tensor:
-        """Returns `owner` computed in plain torch, on any device; it is the definition."""
+        """Returns `owner` computed in plain torch, on any device; it is the definition.
+
+        Args:
+            ids: int64 or int32, any shape.
+        """
         ids = _check(ids)
         key = mix(ids) if self.mode == "hash_roundrobin" else ids
         owner = unsigned_divmod(key, self._owners)[1]

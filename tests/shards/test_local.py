@@ -226,7 +226,7 @@ def test_pooling_spans_tables(engine: str) -> None:
     }
 
 
-def test_a_pooling_that_does_not_fit_is_refused_before_anything_is_written(engine: str) -> None:
+def test_a_pooling_that_does_not_fit_raises_before_anything_is_written(engine: str) -> None:
     shards = LocalShards([zeros("a", 3), zeros("b", 2)], engine=engine)
     asked, pooling = two_table_pooling()
     asked["b"] = ids(5)

@@ -53,7 +53,7 @@ def test_an_unknown_engine_is_named_with_the_known_ones() -> None:
         Table(TableConfig("t", dim=1, optimizer=SGD()), engine="gpu")
 
 
-def test_a_table_says_what_it_is(engine: str) -> None:
+def test_the_repr_of_a_table_has_its_name_engine_and_rows(engine: str) -> None:
     table = sgd_table(engine, name="user")
     table.assign(ints(1, 2), torch.zeros(2, 2))
 
@@ -110,7 +110,7 @@ def test_lookup_never_inserts(engine: str, missing: str) -> None:
     assert list(table.scan()) == []
 
 
-def test_missing_ids_read_as_the_config_says(engine: str) -> None:
+def test_missing_ids_read_as_the_config_defines(engine: str) -> None:
     initial = sgd_table(engine, initializer=Normal(), missing="initial")
     zeros = sgd_table(engine, initializer=Normal(), missing="zeros")
     ids = ints(1, 2)
@@ -344,7 +344,7 @@ def test_reinitialize_brings_weights_and_state_back(engine: str) -> None:
 # ---- removing
 
 
-def test_a_removed_id_reads_as_missing_and_starts_anew(engine: str) -> None:
+def test_a_removed_id_reads_as_missing_and_starts_again(engine: str) -> None:
     table = sgd_table(engine, optimizer=Adagrad(), initializer=Normal())
     initial = table.lookup(ints(1, 2))
     table.apply_gradients(ints(1, 2), torch.ones(2, 2), step=0)
@@ -427,7 +427,7 @@ def test_reserve_makes_room_and_changes_nothing_else(engine: str) -> None:
     assert not table.stats().growing
 
 
-def test_stats_and_memory_say_what_is_there(engine: str) -> None:
+def test_stats_and_memory_report_the_contents(engine: str) -> None:
     table = sgd_table(engine, 4, optimizer=Adagrad(), name="user")
     table.track("sync")
     table.assign(torch.arange(100), torch.ones(100, 4))
@@ -442,7 +442,7 @@ def test_stats_and_memory_say_what_is_there(engine: str) -> None:
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_a_table_is_not_copied_behind_ones_back(engine: str, duplicate: Callable[[Table], object]) -> None:
+def test_copying_or_pickling_a_table_raises(engine: str, duplicate: Callable[[Table], object]) -> None:
     table = sgd_table(engine, name="user")
 
     with pytest.raises(UsageError, match=r"'user' cannot be copied or pickled.*scan\(\) and restore"):

@@ -19,12 +19,12 @@ def sgd(name: str = "t", dim: int = 2, lr: float = 1.0) -> TableConfig:
     return TableConfig(name, dim=dim, optimizer=SGD(lr), initializer=Zeros())
 
 
-def test_a_beta_that_is_one_in_float32_is_refused() -> None:
+def test_a_beta_that_is_one_in_float32_raises() -> None:
     with pytest.raises(InputError, match="betas"):
         Adam(betas=(0.99999999, 0.999))
 
 
-def test_a_rate_that_is_zero_in_float32_is_refused_by_ftrl(engine: str) -> None:
+def test_a_rate_that_is_zero_in_float32_raises_in_ftrl(engine: str) -> None:
     table = Table(TableConfig("t", dim=1, optimizer=FTRL(1e-50)), engine=engine)
     with pytest.raises(InputError, match=r"table 't'.*is 0"):
         table.apply_gradients(torch.tensor([1]), torch.ones(1, 1), step=0)
@@ -42,12 +42,12 @@ def test_whole_numbers_of_any_kind_can_be_asked_for(engine: str) -> None:
     assert 2**64 + 5 not in table
 
 
-def test_precision_beside_segments_is_refused() -> None:
+def test_precision_together_with_segments_raises() -> None:
     with pytest.raises(InputError, match="not both"):
         TableConfig("t", segments=[Segment(1, optimizer=SGD())], precision="bogus")
 
 
-def test_rows_of_billions_of_floats_are_refused() -> None:
+def test_rows_of_billions_of_floats_raise() -> None:
     with pytest.raises(InputError, match=r"'t'.*floats"):
         TableConfig("t", dim=2**30, optimizer=SGD())
 
@@ -79,7 +79,7 @@ def test_capacity_is_never_below_the_number_of_rows() -> None:
     assert grown
 
 
-def test_a_tensor_without_memory_is_refused() -> None:
+def test_a_tensor_without_memory_raises() -> None:
     table = Table(sgd())
     with FakeTensorMode():
         fake = torch.empty(4, dtype=torch.int64)
@@ -126,7 +126,7 @@ def test_consumers_of_many_threads_keep_their_names() -> None:
         assert sorted(table.stats().consumers) == ["c0", "c1", "c2", "c3"]
 
 
-def test_draining_beside_an_untracking_thread_never_reads_freed_flags() -> None:
+def test_draining_while_another_thread_untracks_never_reads_freed_flags() -> None:
     table = Table(sgd())
     table.assign(torch.arange(1000), torch.zeros(1000, 2))
     done = threading.Event()
@@ -179,7 +179,7 @@ def test_a_lookup_notices_ids_changed_in_place() -> None:
     assert len(shards.local["t"]) == 0
 
 
-def test_a_refused_call_leaves_the_lookup_good() -> None:
+def test_a_failed_call_leaves_the_lookup_usable() -> None:
     shards = LocalShards([sgd()])
     lookup = shards.lookup({"t": torch.tensor([1])})
     for wrong in ({"scale": float("nan")}, {"time": -1.0}, {"step": -1}):

@@ -359,7 +359,7 @@ def test_a_pooling_fits_the_ids_the_rows_and_the_outputs(table: Table, bad: str)
     assert all(bool((out == 1).all()) for out in outputs)
 
 
-def test_a_column_near_the_largest_number_is_refused(engine: str) -> None:
+def test_a_column_near_the_largest_number_raises(engine: str) -> None:
     table = sgd_table(engine, 2, name="user")
     table.track("sync")
     pooling = Pooling(((1, 2),), {"user": (Bags(ints(0, 1), (OutputSlice(0, 2**63 - 1, 0, 2),)),)})
@@ -446,7 +446,7 @@ def test_an_unknown_consumer_is_named_with_the_known_ones(table: Table) -> None:
         table.drain_touched("other")
 
 
-def test_a_ninth_consumer_is_refused(table: Table) -> None:
+def test_a_ninth_consumer_raises(table: Table) -> None:
     for number in range(2, 9):
         table.track(f"consumer {number}")
 

@@ -66,14 +66,14 @@ def test_portable_kernels_give_the_bits_of_the_fast_ones(name: str, dim: int) ->
     assert_same_tables(portable, fast)
 
 
-def test_a_table_says_which_kernels_it_uses() -> None:
+def test_a_table_reports_the_kernels_it_uses() -> None:
     config = TableConfig("t", dim=1, optimizer=SGD())
 
     assert CpuEngine(config, kernels="portable")._native.kernels == "portable"
     assert CpuEngine(config)._native.kernels == _native.kernels()
 
 
-def test_unknown_kernels_are_refused() -> None:
+def test_unknown_kernels_raise() -> None:
     with pytest.raises(ValueError, match="kernels"):
         CpuEngine(TableConfig("t", dim=1, optimizer=SGD()), kernels="abacus")
 
@@ -271,7 +271,7 @@ def test_a_full_table_refuses_before_anything_is_written(
     write(table, torch.arange(8))
 
 
-def test_a_full_table_is_a_value_error_that_says_what_to_do() -> None:
+def test_a_full_table_raises_a_value_error_with_the_remedy() -> None:
     with pytest.raises(ValueError, match="at most 10 rows; spread the table over more shards"):
         full_table().reserve(11)
 

@@ -23,7 +23,7 @@ def test_polynomial_decay_is_linear_by_default_and_stays_at_its_end(step: int, r
     assert PolynomialDecay(0.5, 10, 0.0)(step) == pytest.approx(rate, abs=1e-15)
 
 
-def test_polynomial_decay_ends_at_a_ten_thousandth_unless_told() -> None:
+def test_polynomial_decay_ends_at_a_ten_thousandth_by_default() -> None:
     assert PolynomialDecay(1.0, 10)(10) == 0.0001
 
 
@@ -75,7 +75,7 @@ def test_polynomial_decay_stays_between_its_ends(
         *[({"end": rate}, "end") for rate in NOT_RATES],
     ],
 )
-def test_a_decay_that_makes_no_sense_is_refused(arguments: dict[str, Any], field: str) -> None:
+def test_an_invalid_decay_raises(arguments: dict[str, Any], field: str) -> None:
     with pytest.raises(InputError, match=f"PolynomialDecay: {field}"):
         PolynomialDecay(**{"initial": 1.0, "decay_steps": 10, "end": 0.1, **arguments})
 
@@ -85,7 +85,7 @@ def test_warmup_climbs_from_its_start_to_the_rate(step: int, rate: float) -> Non
     assert Warmup(0.5, steps=4, start=0.1)(step) == pytest.approx(rate)
 
 
-def test_warmup_starts_from_zero_unless_told() -> None:
+def test_warmup_starts_from_zero_by_default() -> None:
     assert Warmup(0.5, steps=4)(0) == 0.0
 
 
@@ -104,7 +104,7 @@ def test_warmup_takes_a_callable() -> None:
     "arguments",
     [{"steps": 0}, {"steps": -1}, *[{"start": r} for r in NOT_RATES], *[{"then": r} for r in NOT_RATES]],
 )
-def test_a_warmup_that_makes_no_sense_is_refused(arguments: dict[str, Any]) -> None:
+def test_an_invalid_warmup_raises(arguments: dict[str, Any]) -> None:
     field = next(iter(arguments))
     with pytest.raises(InputError, match=f"Warmup: {field}"):
         Warmup(**{"then": 0.5, "steps": 4, **arguments})
@@ -135,7 +135,7 @@ def test_schedules_are_values() -> None:
         *[([10], [0.3, rate], "rates must be finite") for rate in NOT_RATES],
     ],
 )
-def test_a_piecewise_that_makes_no_sense_is_refused(boundaries: Any, rates: Any, message: str) -> None:
+def test_an_invalid_piecewise_raises(boundaries: Any, rates: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         Piecewise(boundaries, rates)
 

@@ -87,7 +87,7 @@ def test_first_rows_of_a_shared_feature_with_a_step(engine: str) -> None:
 
 
 @pytest.mark.parametrize(("bags", "rows"), [(2, 3), (3, 2), (0, 2)])
-def test_shared_rows_that_do_not_divide_the_batch_are_refused(engine: str, bags: int, rows: int) -> None:
+def test_shared_rows_that_do_not_divide_the_batch_raise(engine: str, bags: int, rows: int) -> None:
     table, ids = filled(engine), ints(1, 2, 3)
     shared = Bags(torch.arange(bags + 1), (OutputSlice(0, 0, 0, 2),), shared=True)
     pooling = Pooling(((rows, 2),), {"t": (shared,)})

@@ -73,7 +73,7 @@ def test_reading_marks_nothing(engine: str) -> None:
     assert drained(table) == (set(), set())
 
 
-def test_what_happened_before_tracking_is_not_told(engine: str) -> None:
+def test_changes_before_tracking_are_not_reported(engine: str) -> None:
     table = tracked(engine)
     table.remove(ints(3))
 
@@ -107,7 +107,7 @@ def test_consumers_are_independent(engine: str) -> None:
     assert drained(table, "b") == (set(), set())
 
 
-def test_eight_consumers_each_hear_everything_once(engine: str) -> None:
+def test_eight_consumers_each_receive_everything_once(engine: str) -> None:
     names = [f"consumer {n}" for n in range(8)]
     table = tracked(engine, *names)
 
@@ -142,7 +142,7 @@ def test_untracking_forgets_and_a_successor_starts_clean(engine: str) -> None:
     assert drained(table, "b") == ({1}, {2})
 
 
-def test_a_removed_id_is_told_as_removed_only(engine: str) -> None:
+def test_a_removed_id_is_reported_as_removed_only(engine: str) -> None:
     table = tracked(engine, "a")
     table.assign(ints(1, 2), torch.ones(2, 1))
 
@@ -151,7 +151,7 @@ def test_a_removed_id_is_told_as_removed_only(engine: str) -> None:
     assert drained(table) == ({2}, {1})
 
 
-def test_an_id_made_and_removed_is_told_as_removed(engine: str) -> None:
+def test_an_id_created_and_removed_is_reported_as_removed(engine: str) -> None:
     table = tracked(engine, "a")
     table.assign(ints(50), torch.ones(1, 1))
 
@@ -160,7 +160,7 @@ def test_an_id_made_and_removed_is_told_as_removed(engine: str) -> None:
     assert drained(table) == (set(), {50})
 
 
-def test_an_id_that_came_back_is_told_as_updated_only(engine: str) -> None:
+def test_an_id_created_again_is_reported_as_updated_only(engine: str) -> None:
     table = tracked(engine, "a", "b")
 
     table.remove(ints(1))
@@ -182,7 +182,7 @@ def test_a_row_that_changes_hands_is_not_confused(engine: str) -> None:
     assert drained(table) == ({60}, set())
 
 
-def test_clear_tells_every_row_as_removed(engine: str) -> None:
+def test_clear_reports_every_row_as_removed(engine: str) -> None:
     table = tracked(engine, "a", "b")
     table.assign(ints(*EXTREME_IDS), torch.ones(len(EXTREME_IDS), 1))
     drained(table, "b")
@@ -194,7 +194,7 @@ def test_clear_tells_every_row_as_removed(engine: str) -> None:
     assert drained(table, "b") == (set(), everything)
 
 
-def test_tracking_goes_on_after_clear(engine: str) -> None:
+def test_tracking_continues_after_clear(engine: str) -> None:
     table = tracked(engine, "a")
 
     table.clear()

@@ -192,7 +192,7 @@ def test_a_decay_overshoots_in_its_second_step(engine: str) -> None:
     assert_close(table.lookup(ints(1, 2)), column(0.05, 0.1))
 
 
-def test_reinitialize_tells_new_ids_from_old_ones(engine: str) -> None:
+def test_reinitialize_distinguishes_new_ids_from_old_ones(engine: str) -> None:
     table = sgd_table(engine, 1)
     table.assign(ints(1, 2), column(-1, -2))
 

@@ -243,19 +243,25 @@ class LocalLookup(Lookup):
 
     def pool(self, pooling: Pooling) -> list[Tensor]:
         """See `Lookup.pool`. Each engine validates the pooling's bags of its table."""
-        self.check_tables(pooling)
+        self._check_tables(pooling)
         outputs = self.engines.pool(self.ids, self.found, pooling)
         self.pooled = pooling
         return outputs
 
-    def check_tables(self, pooling: Pooling) -> None:
-        """Raises InputError if the pooling reads a table that was not looked up."""
+    def _check_tables(self, pooling: Pooling) -> None:
         for name in pooling.bags:
             if pooling.of(name) and name not in self.ids:
                 raise InputError(f"table {name!r}: pooled, but it was not looked up")
 
     def check(self, pooling: Pooling) -> None:
-        """Raises InputError unless the pooling fits the ids and rows of every table."""
-        self.check_tables(pooling)
+        """Checks that a pooling fits this lookup.
+
+        Args:
+            pooling: The pooling.
+
+        Raises:
+            InputError: It reads a table that was not looked up, or does not fit the ids or rows of a table.
+        """
+        self._check_tables(pooling)
         for name, ids in self.ids.items():
             pooling.check(name, ids.numel(), self.engines[name].dim)

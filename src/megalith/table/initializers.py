@@ -41,7 +41,11 @@ class Initializer(ABC):
 
 @dataclass(frozen=True)
 class Constant(Initializer):
-    """Sets every weight to `value`."""
+    """Sets every weight to one value.
+
+    Args:
+        value: The value.
+    """
 
     value: float
     kind: ClassVar[int] = 0
@@ -81,7 +85,12 @@ class Ones(Initializer):
 
 @dataclass(frozen=True)
 class Uniform(Initializer):
-    """Draws from the uniform distribution between `low` and `high`."""
+    """Draws from a uniform distribution.
+
+    Args:
+        low: Lower bound.
+        high: Upper bound.
+    """
 
     low: float = -0.05
     high: float = 0.05
@@ -103,7 +112,12 @@ class Uniform(Initializer):
 
 @dataclass(frozen=True)
 class Normal(Initializer):
-    """Draws from the normal distribution with this mean and standard deviation."""
+    """Draws from a normal distribution.
+
+    Args:
+        mean: Mean.
+        std: Standard deviation.
+    """
 
     mean: float = 0.0
     std: float = 0.01
@@ -122,7 +136,12 @@ class Normal(Initializer):
 
 @dataclass(frozen=True)
 class TruncatedNormal(Normal):
-    """Draws from the normal distribution, truncated at two standard deviations from the mean."""
+    """Draws from a normal distribution, truncated at two standard deviations from the mean.
+
+    Args:
+        mean: Mean before truncation.
+        std: Standard deviation before truncation.
+    """
 
     kind: ClassVar[int] = 3
 

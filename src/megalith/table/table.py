@@ -209,25 +209,46 @@ class Table:
         return self.engine_impl.reinitialize(self.checks.ids(ids), self.checks.time(time))
 
     def remove(self, ids: Tensor) -> int:
-        """Removes the rows of ids, int64 or int32 [n]; returns how many existed. Their memory is reused."""
+        """Removes rows; their memory is reused.
+
+        Args:
+            ids: int64 or int32 [n].
+
+        Returns:
+            How many of the ids had a row.
+        """
         return self.engine_impl.remove(self.checks.ids(ids))
 
     def evict(self, now: float | None = None) -> Tensor:
-        """Applies the config's eviction policies at time `now`; returns the removed ids, int64."""
+        """Applies the config's eviction policies.
+
+        Args:
+            now: Time in seconds (None: now).
+
+        Returns:
+            The removed ids, int64.
+        """
         self.checks.time(now)
         return torch.empty(0, dtype=torch.int64)
 
     def scan(self, chunk_size: int = DEFAULT_CHUNK) -> Iterator[Chunk]:
-        """Yields all rows in chunks of at most `chunk_size` rows.
+        """Yields all rows in chunks.
 
         Each chunk is consistent. A row that is not removed during the scan is yielded exactly once.
+
+        Args:
+            chunk_size: Largest number of rows of a chunk.
         """
         if chunk_size < 1:
             raise InputError(f"table {self.name!r}: chunk_size must be positive, got {chunk_size}")
         return self.engine_impl.scan(chunk_size)
 
     def restore(self, chunk: Chunk) -> None:
-        """Writes complete rows, including optimizer state and time; existing ids are replaced."""
+        """Writes complete rows, including optimizer state and time; existing rows are replaced.
+
+        Args:
+            chunk: The rows, for example from `scan`.
+        """
         self.engine_impl.restore(*self.checks.chunk(chunk))
 
     def clear(self) -> None:
@@ -235,11 +256,19 @@ class Table:
         self.engine_impl.clear()
 
     def reserve(self, n: int) -> None:
-        """Allocates room for n rows, so that the table does not grow before it holds more."""
+        """Allocates memory, so that the table does not grow before it has more rows.
+
+        Args:
+            n: Number of rows.
+        """
         self.engine_impl.reserve(self.checks.row_count(n))
 
     def new_chunk(self, n: int) -> Chunk:
-        """Returns an uninitialized chunk of n rows with the columns of this table."""
+        """Returns an uninitialized chunk with the columns of this table.
+
+        Args:
+            n: Number of rows.
+        """
         return self.engine_impl.new_chunk(n)
 
     def snapshot(
@@ -264,7 +293,14 @@ class Table:
     # ---- touched rows
 
     def track(self, consumer: str) -> None:
-        """Starts to record, for this consumer, which rows change. A second call has no effect."""
+        """Starts to record, for a consumer, which rows change. A second call has no effect.
+
+        Args:
+            consumer: Name of the consumer.
+
+        Raises:
+            UsageError: The table already has the maximum number of consumers.
+        """
         if not isinstance(consumer, str) or not consumer:
             raise InputError(f"table {self.name!r}: a consumer needs a name, got {consumer!r}")
         with self._consumers_lock:
@@ -280,28 +316,48 @@ class Table:
             self._consumers[number : number + 1] = [consumer]
 
     def untrack(self, consumer: str) -> None:
-        """Drops a consumer and what it has not drained."""
+        """Drops a consumer and its record of changed rows.
+
+        Args:
+            consumer: Name of the consumer.
+        """
         with self._consumers_lock:
             number = self.consumer_number(consumer)
             self.engine_impl.untrack(number)
             self._consumers[number] = None
 
     def drain_touched(self, consumer: str) -> tuple[Tensor, Tensor]:
-        """Returns the ids written and the ids removed since this consumer's last drain, int64 each."""
+        """Returns and clears a consumer's record of changed rows.
+
+        Args:
+            consumer: Name of the consumer.
+
+        Returns:
+            Ids written and ids removed since the last drain, int64 each.
+        """
         with self._consumers_lock:
             return self.engine_impl.drain(self.consumer_number(consumer))
 
     def mark_touched(self, consumer: str, ids: Tensor) -> None:
-        """Returns ids, int64 or int32 [n], to a consumer, for instance after a failed send.
+        """Adds ids to a consumer's record of changed rows, for instance after a failed send.
 
-        An id that no longer has a row counts as removed.
+        Args:
+            consumer: Name of the consumer.
+            ids: int64 or int32 [n]. An id that no longer has a row counts as removed.
         """
         ids = self.checks.ids(ids)
         with self._consumers_lock:
             self.engine_impl.mark(self.consumer_number(consumer), ids)
 
     def consumer_number(self, consumer: str) -> int:
-        """Returns the engine's number of a consumer; raises UnknownNameError, which lists the known ones."""
+        """Returns the number under which the engine knows a consumer.
+
+        Args:
+            consumer: Name of the consumer.
+
+        Raises:
+            UnknownNameError: The table does not have this consumer; the message lists the known ones.
+        """
         if consumer not in self._consumers:
             known = ", ".join(repr(c) for c in self._consumers if c is not None) or "none"
             raise UnknownNameError(

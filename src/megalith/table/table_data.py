@@ -31,11 +31,20 @@ class Chunk:
     count: Tensor | None = None
 
     def part(self, start: int, end: int) -> Chunk:
-        """Returns rows `start:end` as views."""
+        """Returns a part of the rows as views.
+
+        Args:
+            start: First row.
+            end: Row after the last one.
+        """
         return self._each(lambda column: column[start:end])
 
     def select(self, which: Tensor) -> Chunk:
-        """Returns a copy of the rows with these positions (int64) or flags (bool [n])."""
+        """Returns a copy of some rows.
+
+        Args:
+            which: Positions, int64 [m], or flags, bool [n].
+        """
         return self._each(lambda column: column[which])
 
     def columns(self) -> list[Tensor]:

@@ -14,14 +14,7 @@ from megalith.table.schedules import LearningRate
 
 @dataclass(frozen=True)
 class AdagradSettings(Optimizer):
-    """The settings of Adagrad and RowWiseAdagrad.
-
-    Args:
-        lr: The learning rate.
-        initial_accumulator_value: Initial value of the sum n.
-        eps: Added to sqrt(n).
-        weight_decay: Factor of the weight that is added to its gradient.
-    """
+    """The settings that Adagrad and RowWiseAdagrad share."""
 
     lr: LearningRate = 1e-2
     initial_accumulator_value: float = 0.0
@@ -44,12 +37,18 @@ class Adagrad(AdagradSettings):
 
     Formula and defaults are those of torch.optim.Adagrad (without lr_decay: use a schedule). Monolith has no
     eps and starts n at 0.1: Adagrad(initial_accumulator_value=0.1, eps=0).
+
+    Args:
+        lr: The learning rate.
+        initial_accumulator_value: Initial value of the sum n.
+        eps: Added to sqrt(n).
+        weight_decay: Factor of the weight that is added to its gradient.
     """
 
     name: ClassVar[str] = "adagrad"
 
     def state(self, dim: int) -> tuple[State, ...]:
-        """Returns the sum of squared gradients."""
+        """See `Optimizer.state`: the sum of squared gradients."""
         return (State("sum", dim, self.initial_accumulator_value),)
 
     def step(self, weights: Tensor, state: Mapping[str, Tensor], grads: Tensor, lr: float) -> None:

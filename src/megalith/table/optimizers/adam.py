@@ -51,7 +51,7 @@ class Adam(Optimizer):
         return (*self.betas, self.eps, self.weight_decay)
 
     def state(self, dim: int) -> tuple[State, ...]:
-        """Returns both moments and the update count of the row."""
+        """See `Optimizer.state`: both moments and the update count of the row."""
         return (State("m", dim), State("v", dim), State("count", 1))
 
     def step(self, weights: Tensor, state: Mapping[str, Tensor], grads: Tensor, lr: float) -> None:

@@ -55,7 +55,7 @@ class FTRL(Optimizer):
         return (self.initial_accumulator_value, self.beta, self.l1, self.l2)
 
     def state(self, dim: int) -> tuple[State, ...]:
-        """Returns the sum of squared gradients and z."""
+        """See `Optimizer.state`: the sum of squared gradients and z."""
         return (State("sum", dim, self.initial_accumulator_value), State("z", dim))
 
     def step(self, weights: Tensor, state: Mapping[str, Tensor], grads: Tensor, lr: float) -> None:

@@ -45,7 +45,7 @@ class Momentum(Optimizer):
         return (self.momentum, self.weight_decay, float(self.nesterov))
 
     def state(self, dim: int) -> tuple[State, ...]:
-        """Returns the velocity."""
+        """See `Optimizer.state`: the velocity."""
         return (State("velocity", dim),)
 
     def step(self, weights: Tensor, state: Mapping[str, Tensor], grads: Tensor, lr: float) -> None:

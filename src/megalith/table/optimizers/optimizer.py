@@ -53,12 +53,23 @@ class Optimizer(ABC):
         check_rate(type(self).__name__, self.lr)
 
     def rate(self, step: int) -> float:
-        """Returns the learning rate at a step; raises InputError if the schedule returns an invalid one."""
+        """Returns the learning rate at a step.
+
+        Args:
+            step: The global step, from 0.
+
+        Raises:
+            InputError: The schedule returns a rate that is not a number, negative or not finite.
+        """
         return rate_at(self.lr, step)
 
     @abstractmethod
     def state(self, dim: int) -> tuple[State, ...]:
-        """Returns the states of a segment of `dim` weights, in storage order."""
+        """Returns the states of a segment, in storage order.
+
+        Args:
+            dim: Number of weights of the segment.
+        """
 
     @abstractmethod
     def step(self, weights: Tensor, state: Mapping[str, Tensor], grads: Tensor, lr: float) -> None:

@@ -19,13 +19,19 @@ class RowWiseAdagrad(AdagradSettings):
 
     It keeps one float of state per row instead of one per weight. Formula and eps are those of FBGEMM's
     EXACT_ROWWISE_ADAGRAD; torch.optim has no such optimizer.
+
+    Args:
+        lr: The learning rate.
+        initial_accumulator_value: Initial value of the sum n.
+        eps: Added to sqrt(n).
+        weight_decay: Factor of the weight that is added to its gradient.
     """
 
     eps: float = 1e-8
     name: ClassVar[str] = "rowwise_adagrad"
 
     def state(self, dim: int) -> tuple[State, ...]:
-        """Returns the sum of mean squared gradients."""
+        """See `Optimizer.state`: the sum of mean squared gradients."""
         return (State("sum", 1, self.initial_accumulator_value),)
 
     def step(self, weights: Tensor, state: Mapping[str, Tensor], grads: Tensor, lr: float) -> None:

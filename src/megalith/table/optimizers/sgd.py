@@ -24,7 +24,7 @@ class SGD(Optimizer):
     name: ClassVar[str] = "sgd"
 
     def state(self, dim: int) -> tuple[State, ...]:
-        """Returns no state."""
+        """See `Optimizer.state`: there is none."""
         return ()
 
     def step(self, weights: Tensor, state: Mapping[str, Tensor], grads: Tensor, lr: float) -> None:
