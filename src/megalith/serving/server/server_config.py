@@ -106,6 +106,8 @@ class ServerConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
                 raise InputError(f"{name} must be a number of 0 or more, got {value!r}")
+        if not self.fetch_deadline_ms:
+            raise InputError("fetch_deadline_ms must be above 0")
         self.security.check_exposure(self.host, writes=self.allow_writes)
 
 
