@@ -260,7 +260,7 @@ def test_names_are_in_order() -> None:
     assert configs.layout_names == ("a", "z")
     assert configs.features_of("items") == ("clicks", "gid", "hist", "short")
     assert FEATURES["gid"].dim == 305
-    with pytest.raises(UnknownNameError, match="no feature looks into table 'ads'; tables: items, users"):
+    with pytest.raises(UnknownNameError, match="no feature uses table 'ads'; tables: items, users"):
         configs.features_of("ads")
 
 
@@ -308,16 +308,19 @@ def test_shapes_are_what_slices_give(configs: FeatureConfigs, shapes: tuple[tupl
         (layout(OutType.NONE), "layout 'out': slice_configs is empty"),
         (
             layout(OutType.CONCAT, ("uid", 0, 1), ("hist", 0, 1)),
-            r"slice 1 \(feature 'hist'\): its feature is FIRSTN of 20, that of slice 0 is pooled",
+            r"slice 1 \(feature 'hist'\): its feature is FIRSTN of 20, but that of slice 0 is pooled",
         ),
-        (layout(OutType.CONCAT, ("hist", 0, 1), ("gid", 0, 1)), "is pooled, that of slice 0 is FIRSTN of 20"),
-        (layout(OutType.STACK, ("hist", 0, 1), ("short", 0, 1)), "FIRSTN of 5, that of slice 0 is FIRSTN of"),
-        (layout(OutType.STACK, ("uid", 0, 1), ("gid", 0, 2)), "it is 2 wide, slice 0 is 1 wide"),
-        (layout(OutType.ADDN, ("uid", 0, 1), ("gid", 0, 2)), "it is 2 wide, slice 0 is 1 wide"),
-        (layout(OutType.ADDN, ("hist", 0, 1)), "ADDN cannot add up a FIRSTN feature"),
+        (
+            layout(OutType.CONCAT, ("hist", 0, 1), ("gid", 0, 1)),
+            "is pooled, but that of slice 0 is FIRSTN of",
+        ),
+        (layout(OutType.STACK, ("hist", 0, 1), ("short", 0, 1)), "FIRSTN of 5, but that of slice 0 is FIRST"),
+        (layout(OutType.STACK, ("uid", 0, 1), ("gid", 0, 2)), "its width is 2, but that of slice 0 is 1"),
+        (layout(OutType.ADDN, ("uid", 0, 1), ("gid", 0, 2)), "its width is 2, but that of slice 0 is 1"),
+        (layout(OutType.ADDN, ("hist", 0, 1)), "ADDN cannot add a FIRSTN feature"),
         (
             layout(OutType.CONCAT, ("uid", 0, 9), shape=[[-1, 8]]),
-            r"layout 'out': shape\[0\] is \[-1, 8\], its slices give \[batch, 9\]",
+            r"layout 'out': shape\[0\] is \[-1, 8\], but its slices give \[batch, 9\]",
         ),
         (layout(OutType.CONCAT, ("hist", 0, 9), shape=[[-1, 9]]), r"its slices give \[batch, 20, 9\]"),
         (layout(OutType.CONCAT, ("uid", 0, 9), shape=[[9]]), r"its slices give \[batch, 9\]"),
@@ -328,7 +331,7 @@ def test_shapes_are_what_slices_give(configs: FeatureConfigs, shapes: tuple[tupl
         (layout(OutType.NONE, ("uid", 0, 1), ("gid", 0, 1), shape=[[-1, 1]]), "declares 1 tensors, .* 2"),
         (
             layout(OutType.NONE, ("uid", 0, 1), ("gid", 0, 1), shape=[[-1, 1], [-1, 2]]),
-            r"shape\[1\] is \[-1, 2\], its slices give \[batch, 1\]",
+            r"shape\[1\] is \[-1, 2\], but its slices give \[batch, 1\]",
         ),
     ],
 )

@@ -150,7 +150,7 @@ def test_a_native_multi_table(tmp_path: Path) -> None:
     assert rows(made, "item") == {5: [1]}
     assert times(made, "item") == {5: 50}
     assert report.rows == report.kept == {"user": 3, "item": 1}
-    assert report.left_out == {"table 'ad' of the checkpoint": "not asked for, 1 rows"}
+    assert report.left_out == {"table 'ad' of the checkpoint": "not requested, 1 rows"}
 
 
 def test_multi_tables_of_several_parameter_servers_are_joined(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_betas_that_are_not_those_it_was_trained_with(tmp_path: Path) -> None:
     )
     made = collection(TableConfig("t", dim=1, optimizer=Adam(0.1, betas=(0.9, 0.999))))
     with pytest.raises(
-        CheckpointError, match=r"the beta powers of id 4 \(table 't'\) are no powers of betas"
+        CheckpointError, match=r"the beta powers of id 4 \(table 't'\) are not powers of betas"
     ):
         import_monolith(made, path)
 
@@ -388,7 +388,7 @@ def test_arguments(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"nowhere: there is no such directory, and no nowhere\.assets"):
         import_monolith(made, tmp_path / "nowhere")
     both = collection(PLAIN, TableConfig("item", dim=2, optimizer=SGD(0.1)))
-    with pytest.raises(InputError, match="'user' is to fill both 'user' and 'item'"):
+    with pytest.raises(InputError, match="tables maps 'user' to both 'user' and 'item'"):
         import_monolith(both, path, tables={"user": "user", "item": "user"})
     import_monolith(made, path)
     with pytest.raises(UsageError, match="table 'user' already holds 1 rows: import into a new collection"):

@@ -1,11 +1,9 @@
-"""FeatureConfigs: which features there are, and how slices of their rows make layouts.
+"""FeatureConfigs: the features of a model, and the layouts built from slices of their rows.
 
-Monolith's sharding and layout ops take this as one serialised message; here it is frozen dataclasses
-that read and write the same bytes. A single value's type and range are checked when a message is
-made; what must fit between messages (a slice inside its feature, a shape its slices give) is
-checked by `FeatureConfigs.validate`.
-
-It computes no tensors.
+Monolith's sharding and layout ops take them as one serialized message. Here they are frozen dataclasses that
+are read from and written to the same bytes. The type and range of a value are checked at construction;
+`FeatureConfigs.validate` checks that the messages match each other (a slice is inside its feature, a declared
+shape is that of its slices). The ops themselves are in `layout_ops`.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ _PACKAGE = "monolith.io.proto"
 
 
 class PoolingType(IntEnum):
-    """What becomes of a feature's rows in one example: reduced to one, or the first n kept in a sequence."""
+    """How the rows of a feature in one example are reduced: to one row, or to a sequence of the first n."""
 
     SUM = 0
     MEAN = 1
@@ -35,7 +33,7 @@ class PoolingType(IntEnum):
 
 
 class OutType(IntEnum):
-    """What becomes of a layout's slices: joined, stacked, added up, or a tensor each (NONE)."""
+    """How the slices of a layout are combined: concatenated, stacked, added, or one tensor each (NONE)."""
 
     CONCAT = 0
     STACK = 1
@@ -44,7 +42,7 @@ class OutType(IntEnum):
 
 
 class _ConfigMessage:
-    """What all messages share: they are read from and written to Monolith's protobuf bytes."""
+    """Base of all messages: reads and writes Monolith's protobuf bytes."""
 
     __slots__: tuple[str, ...] = ()
 
@@ -95,8 +93,8 @@ class _ConfigMessage:
 class SliceConfig(_ConfigMessage):
     """Columns `start:end` of a feature's rows.
 
-    Monolith's op fills the keyword-only fields from the feature's config. Here they are only kept: the
-    feature's own config is what counts.
+    Monolith's op fills the keyword-only fields from the config of the feature. Here they are only stored; the
+    config of the feature decides.
     """
 
     feature_name: str = ""
@@ -121,10 +119,10 @@ class SliceConfig(_ConfigMessage):
 
 @dataclass(frozen=True, slots=True)
 class OutConfig(_ConfigMessage):
-    """A layout: slices of features, made into one tensor, or into one per slice (NONE).
+    """A layout: slices of features, combined into one tensor, or into one per slice (NONE).
 
-    shape: each tensor's shape, the batch first as -1 or its size. Empty: what the slices give
-    (`FeatureConfigs.output_shapes`).
+    shape: the shape of each tensor; the first size is the batch size or -1. Empty: the shapes follow from the
+    slices (`FeatureConfigs.output_shapes`).
     """
 
     slice_configs: tuple[SliceConfig, ...] = ()
@@ -155,9 +153,9 @@ class OutConfig(_ConfigMessage):
 
 @dataclass(frozen=True, slots=True)
 class FeatureConfig(_ConfigMessage):
-    """A feature: the table its ids are looked up in, how its rows are pooled, and their parts' sizes.
+    """A feature: the table of its ids, and how its rows are pooled.
 
-    slice_dims: the sizes that add up to the row's. max_sequence_length: how many rows FIRSTN keeps.
+    slice_dims: the sizes of the parts of a row. max_sequence_length: the number of rows that FIRSTN keeps.
     """
 
     table: str = ""
@@ -184,7 +182,7 @@ class FeatureConfigs(_ConfigMessage):
     feature_configs: Mapping[str, FeatureConfig] = field(default_factory=dict)
     out_configs: Mapping[str, OutConfig] = field(default_factory=dict)
     encoded: str = field(init=False, repr=False, compare=False)
-    """The configs as JSON, the form in which ops take them; equal configs give equal text."""
+    """The configs as JSON, the form that ops take; equal configs give equal text."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "feature_configs", _named(self, "feature_configs", FeatureConfig))
@@ -200,7 +198,7 @@ class FeatureConfigs(_ConfigMessage):
 
     @property
     def table_names(self) -> tuple[str, ...]:
-        """All tables that features look into, sorted."""
+        """All tables of the features, sorted."""
         return tuple(sorted({feature.table for feature in self.feature_configs.values()}))
 
     @property
@@ -209,20 +207,27 @@ class FeatureConfigs(_ConfigMessage):
         return tuple(sorted(self.out_configs))
 
     def features_of(self, table: str) -> tuple[str, ...]:
-        """The features that look into a table, sorted. Raises UnknownNameError if there are none."""
+        """Returns the features of a table, sorted.
+
+        Raises:
+            UnknownNameError: no feature uses the table.
+        """
         names = tuple(name for name in self.feature_names if self.feature_configs[name].table == table)
         if not names:
             known = ", ".join(self.table_names)
-            raise UnknownNameError(f"FeatureConfigs: no feature looks into table {table!r}; tables: {known}")
+            raise UnknownNameError(f"FeatureConfigs: no feature uses table {table!r}; tables: {known}")
         return names
 
-    # ---- what fits
+    # ---- consistency
 
     def validate(self) -> None:
-        """Raises InputError, naming layout, slice and field, if the messages do not fit each other.
+        """Checks that the messages match each other.
 
-        Every feature has a table and positive slice_dims, and a FIRSTN feature keeps at least one row;
-        every slice lies in a feature there is; every declared shape is what `output_shapes` says.
+        Every feature has a table and positive slice_dims, and a FIRSTN feature keeps at least one row; every
+        slice is inside an existing feature; every declared shape is that of its slices.
+
+        Raises:
+            InputError: they do not. The message names the layout, the slice and the field.
         """
         for name in self.feature_names:
             self._check_feature(name)
@@ -230,13 +235,21 @@ class FeatureConfigs(_ConfigMessage):
             self.output_shapes(layout)
 
     def output_shapes(self, layout: str) -> tuple[Shape, ...]:
-        """The shape of each tensor of a layout: as declared, which its slices must give, or what they give.
+        """Returns the shape of each tensor of a layout: the declared one, or else that of its slices.
 
-        For slices of widths w of pooled features: CONCAT [batch, sum w], STACK [batch, slices, w],
-        ADDN [batch, w], NONE [batch, w] each. For FIRSTN features of one max_sequence_length L:
-        [batch, L, sum w], [batch, slices, L, w], no ADDN, and for NONE [batch, L, w] each.
+        For slices of width w (L is the max_sequence_length of FIRSTN features):
+
+            out_type   pooled features       FIRSTN features
+            CONCAT     [batch, sum w]        [batch, L, sum w]
+            STACK      [batch, slices, w]    [batch, slices, L, w]
+            ADDN       [batch, w]            not possible
+            NONE       [batch, w] each       [batch, L, w] each
+
         The batch is -1 unless declared.
-        Raises UnknownNameError if there is no such layout, InputError if slices and shapes do not fit.
+
+        Raises:
+            UnknownNameError: there is no such layout.
+            InputError: the slices and the declared shapes do not match.
         """
         if layout not in self.out_configs:
             known = ", ".join(self.layout_names)
@@ -245,45 +258,49 @@ class FeatureConfigs(_ConfigMessage):
         if not declared:
             return given
         if len(declared) != len(given):
-            raise _unfit(layout, f"shape declares {len(declared)} tensors, its slices give {len(given)}")
+            raise _mismatch(
+                layout, f"shape declares {len(declared)} tensors, but its slices give {len(given)}"
+            )
         for i, (shape, wanted) in enumerate(zip(declared, given, strict=True)):
             if len(shape) != len(wanted) or shape[1:] != wanted[1:]:
                 rest = ", ".join(map(str, wanted[1:]))
-                raise _unfit(layout, f"shape[{i}] is {list(shape)}, its slices give [batch, {rest}]")
+                raise _mismatch(layout, f"shape[{i}] is {list(shape)}, but its slices give [batch, {rest}]")
             if shape[0] < 1 and shape[0] != -1:
-                raise _unfit(layout, f"shape[{i}] is {list(shape)}, its batch must be -1 or positive")
+                raise _mismatch(layout, f"shape[{i}] is {list(shape)}, but its batch must be -1 or positive")
         return declared
 
     def _shapes_given(self, layout: str) -> tuple[Shape, ...]:
         out = self.out_configs[layout]
         own = [self._slice_shape(layout, i) for i in range(len(out.slice_configs))]
         if not own:
-            raise _unfit(layout, "slice_configs is empty; give it a slice or leave the layout out")
+            raise _mismatch(layout, "slice_configs is empty; add a slice or remove the layout")
         kind, first = out.out_type, own[0]
         if kind == OutType.NONE:
             return tuple((-1, *shape) for shape in own)
         for i, shape in enumerate(own):
             if kind == OutType.ADDN and len(shape) > 1:
-                raise _unfit(layout, "ADDN cannot add up a FIRSTN feature", out, i)
+                raise _mismatch(layout, "ADDN cannot add a FIRSTN feature", out, i)
             if shape[:-1] != first[:-1]:
                 is_, was = (f"FIRSTN of {s[0]}" if len(s) > 1 else "pooled" for s in (shape, first))
-                raise _unfit(layout, f"its feature is {is_}, that of slice 0 is {was}", out, i)
+                raise _mismatch(layout, f"its feature is {is_}, but that of slice 0 is {was}", out, i)
             if kind != OutType.CONCAT and shape != first:
-                raise _unfit(layout, f"it is {shape[-1]} wide, slice 0 is {first[-1]} wide", out, i)
+                raise _mismatch(
+                    layout, f"its width is {shape[-1]}, but that of slice 0 is {first[-1]}", out, i
+                )
         if kind == OutType.CONCAT:
             return ((-1, *first[:-1], sum(shape[-1] for shape in own)),)
         return ((-1, len(own), *first) if kind == OutType.STACK else (-1, *first),)
 
     def _slice_shape(self, layout: str, i: int) -> Shape:
-        """What a slice gives for one example: (width,) or, FIRSTN, (max_sequence_length, width)."""
+        """The shape of a slice of one example: (width,), or (max_sequence_length, width) for FIRSTN."""
         out = self.out_configs[layout]
         cut = out.slice_configs[i]
         if cut.feature_name not in self.feature_configs:
-            raise _unfit(layout, "feature_name is not in feature_configs", out, i)
+            raise _mismatch(layout, "feature_name is not in feature_configs", out, i)
         feature = self._check_feature(cut.feature_name)
         if not 0 <= cut.start < cut.end <= feature.dim:
             rule = f"must satisfy 0 <= start < end <= {feature.dim}, the sum of slice_dims"
-            raise _unfit(layout, f"start {cut.start} and end {cut.end} {rule}", out, i)
+            raise _mismatch(layout, f"start {cut.start} and end {cut.end} {rule}", out, i)
         if feature.pooling_type == PoolingType.FIRSTN:
             return (feature.max_sequence_length, cut.width)
         return (cut.width,)
@@ -292,12 +309,12 @@ class FeatureConfigs(_ConfigMessage):
         feature = self.feature_configs[name]
         firstn = feature.pooling_type == PoolingType.FIRSTN
         if not feature.table:
-            problem = "table is empty; name the table its ids are looked up in"
+            problem = "table is empty; name the table of its ids"
         elif not feature.slice_dims or min(feature.slice_dims) < 1:
             problem = f"slice_dims must be positive sizes, got {list(feature.slice_dims)}"
         elif feature.max_sequence_length < int(firstn):
-            told = "at least 1 for FIRSTN" if firstn else "0 or more"
-            problem = f"max_sequence_length must be {told}, got {feature.max_sequence_length}"
+            rule = "at least 1 for FIRSTN" if firstn else "0 or more"
+            problem = f"max_sequence_length must be {rule}, got {feature.max_sequence_length}"
         else:
             return feature
         raise InputError(f"FeatureConfigs: feature {name!r}: {problem}")
@@ -316,7 +333,7 @@ class FeatureConfigs(_ConfigMessage):
 
     @classmethod
     def from_encoded(cls, encoded: str) -> Self:
-        """Returns the configs whose `encoded` this is."""
+        """Returns the configs that `encoded` was made of."""
         features, outs = json.loads(encoded)
         return cls(
             {name: FeatureConfig(**each) for name, each in features.items()},
@@ -336,7 +353,7 @@ class FeatureConfigs(_ConfigMessage):
         )
 
 
-def _unfit(layout: str, problem: str, out: OutConfig | None = None, i: int = 0) -> InputError:
+def _mismatch(layout: str, problem: str, out: OutConfig | None = None, i: int = 0) -> InputError:
     cut = f", slice {i} (feature {out.slice_configs[i].feature_name!r})" if out else ""
     return InputError(f"FeatureConfigs: layout {layout!r}{cut}: {problem}")
 

@@ -1,7 +1,7 @@
-"""import_monolith: tables out of the hash tables of a Monolith checkpoint, with optimizer state and times.
+"""Imports the hash tables of a Monolith checkpoint, with optimizer state and times.
 
-Which files there are is in `monolith_files`, how an entry is read in `entries`; here are the tables they go
-to and what Monolith's optimizer state means in ours.
+`checkpoint_files` finds the files, `entry_dumps` reads the entries. This module maps tables to ours and
+converts Monolith's optimizer state.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _OPTIMIZERS: dict[str, tuple[int, tuple[tuple[int, str], ...]]] = {
     "adam": (7, ((1, "m"), (2, "v"), (3, "beta1_power"), (4, "beta2_power"))),
     "momentum": (9, ((1, "velocity"),)),
 }
-"""Our optimizers that Monolith has by the same formula: their field of SingleOptimizerDump, those in it."""
+"""Optimizers that Monolith has with the same formula: field of SingleOptimizerDump, (field, state) inside."""
 
 _POWERS = ("beta1_power", "beta2_power")
 _VANISHED = 1e-30
-"""A power of a beta below this no longer corrects anything."""
+"""A power of a beta below this has no effect on the bias correction."""
 
 
 def import_monolith(
@@ -47,16 +47,29 @@ def import_monolith(
     time: float | None = None,
     on_error: OnError = "raise",
 ) -> ImportReport:
-    """Fills tables from a Monolith checkpoint: single hash tables and native multi-tables, plain or Snappy.
+    """Imports tables from a Monolith checkpoint: single hash tables and native multi-tables, plain or Snappy.
 
-    path: the directory `model.ckpt-STEP.assets`, or `model.ckpt-STEP`. tables: our table -> its name in
-    Monolith, or a list of names whose rows belong together (one for each parameter server); by default all
-    tables of the collection, under their own names. Rows of a name that several multi-tables hold are joined.
-    Ids stay as they are. Rows without a time get `time`. on_error: see `RowImport`.
-    The state of SGD, Adagrad, FTRL, Adam and Momentum is taken over; Adam's powers of its betas become a
-    row's count. Raises CheckpointError, naming file and byte, before anything is written, if a set of files
-    is not complete, a file is damaged, or entries do not fit the table; if optimizers differ, unless
-    drop_optimizer_state lets state start fresh.
+    The state of SGD, Adagrad, FTRL, Adam and Momentum is imported; Adam's powers of its betas become the
+    update count of a row. Ids are not changed.
+
+    Args:
+        collection: the tables to fill.
+        path: the directory `model.ckpt-STEP.assets`, or `model.ckpt-STEP`.
+        tables: our table -> its name in Monolith, or a list of names whose rows belong together (one for each
+            parameter server). Default: all tables of the collection, under their own names. Rows of a name
+            that several multi-tables have are merged.
+        drop_optimizer_state: whether to start with fresh optimizer state.
+        time: seconds, the last-update time of rows without one. Default: now.
+        on_error: see `RowImport`.
+
+    Returns:
+        What was imported, and what was left out.
+
+    Raises:
+        CheckpointError: a set of files is not complete, a file is damaged, entries do not match the table, or
+            optimizers differ and drop_optimizer_state is not set. The message has the file and the byte.
+            Nothing is written.
+        InputError: an argument is wrong.
     """
     into = RowImport(collection, tables, time=time, on_error=on_error)
     wanted = _wanted({name: name for name in into.configs} if tables is None else tables)
@@ -78,14 +91,14 @@ def import_monolith(
     for name, reader in readers.items():
         if reader.odd:
             report.left_out[f"{name}: beta1_power of {reader.odd} rows"] = (
-                "it does not go with beta2_power, which their count was taken from (Monolith's own restore "
-                "mixes the two up)"
+                "it does not match beta2_power, from which the update count was computed (Monolith's own "
+                "restore confuses the two)"
             )
     return report
 
 
 class _ShardReader:
-    """Entries of one table as pieces of ours. odd: rows whose beta powers do not go together."""
+    """Converts entries to rows of one table. odd: number of rows with inconsistent beta powers."""
 
     def __init__(self, config: TableConfig, drop_state: bool, time: int) -> None:
         self.config = config
@@ -94,7 +107,7 @@ class _ShardReader:
         self._time = time
 
     def piece(self, where: str, entries: Entries) -> ImportedRows:
-        """The same rows, with state and times as we keep them."""
+        """Converts the state and the times of some entries."""
         times = entries.times
         if times.numel() and not 0 <= int(times.min()) <= int(times.max()) <= MAX_TIME:
             wrong = int(entries.ids[(times < 0) | (times > MAX_TIME)][0])
@@ -132,52 +145,58 @@ class _ShardReader:
         wrong = count.isnan()[:, 0]
         if bool(wrong.any()):
             raise CheckpointError(
-                f"{where}: the beta powers of id {int(ids[wrong][0])} (table {self.config.name!r}) are no "
-                f"powers of betas={betas}: give Adam the betas it had, or drop_optimizer_state=True"
+                f"{where}: the beta powers of id {int(ids[wrong][0])} (table {self.config.name!r}) are not "
+                f"powers of betas={betas}: give Adam the betas of the training, or drop_optimizer_state=True"
             )
         self.odd += odd
         return count
 
 
 def counts(power1: Tensor, power2: Tensor, betas: tuple[float, float]) -> tuple[Tensor, int]:
-    """How many updates t lie behind beta1 ** (t + 1) and beta2 ** (t + 1), float32 [n, 1] each.
+    """Computes the number of updates t from beta1 ** (t + 1) and beta2 ** (t + 1).
 
-    NaN where they are no such powers. The second result counts rows whose powers tell different numbers; they
-    get beta2's.
+    Args:
+        power1: float32 [n, 1].
+        power2: float32 [n, 1].
+        betas: the betas of Adam.
+
+    Returns:
+        t, float32 [n, 1], NaN where the numbers are not such powers; and the number of rows whose powers give
+        different t. These rows get the t of beta2.
     """
-    (first, tells1, slack1), (second, tells2, slack2) = (
+    (first, known1, slack1), (second, known2, slack2) = (
         _exponent(power.double(), float(np.float32(beta)))
         for power, beta in zip((power1, power2), betas, strict=True)
     )
-    other = torch.where(tells1, first, torch.maximum(first, second))
-    count = torch.where(tells2, _whole(second, slack2), _whole(other, slack1))
+    other = torch.where(known1, first, torch.maximum(first, second))
+    count = torch.where(known2, _rounded(second, slack2), _rounded(other, slack1))
     agree = (first - second).abs() <= 0.5 + slack2
-    count = torch.where(tells1 & tells2 & agree & ~count.isnan(), first.round(), count)
-    odd = tells1 & tells2 & ~agree & ~count.isnan()
+    count = torch.where(known1 & known2 & agree & ~count.isnan(), first.round(), count)
+    odd = known1 & known2 & ~agree & ~count.isnan()
     return count.float(), int(odd.sum())
 
 
 def _exponent(power: Tensor, beta: float) -> tuple[Tensor, Tensor, Tensor]:
-    """t of beta ** (t + 1), float64; whether the power tells it; how far it may be off.
+    """t of beta ** (t + 1), float64; whether the power determines t; the possible error of t.
 
-    A power that has vanished gives a t with which no correction is left.
+    A vanished power gives a t that is large enough to leave no correction.
     """
     vanished = (power >= 0) & (power < _VANISHED)
     if beta == 0:
         return torch.ones_like(power), torch.zeros_like(vanished), torch.zeros_like(power)
     exponent = torch.log(power) / math.log(beta) - 1
     exponent = torch.where(vanished, math.ceil(math.log(_VANISHED) / math.log(beta)), exponent)
-    # A product of t factors is off by t roundings at most, which weigh the more the closer beta is to 1.
+    # A product of t factors has at most t roundings; their effect on t grows as beta approaches 1.
     return exponent, ~vanished, 0.02 + (exponent + 2) * 2**-23 / -math.log(beta)
 
 
-def _whole(t: Tensor, slack: Tensor) -> Tensor:
-    """A number of updates, or NaN."""
+def _rounded(t: Tensor, slack: Tensor) -> Tensor:
+    """t rounded to an integer, or NaN if it is not close to one."""
     return torch.where(((t - t.round()).abs() <= slack) & (t > -0.5), t.round(), math.nan)
 
 
 def _layout(config: TableConfig, drop_state: bool) -> EntryLayout:
-    """Where an entry's floats go. Raises InputError if an optimizer is not one of Monolith's."""
+    """The layout of an entry of this table. Raises InputError if Monolith does not have an optimizer."""
     if drop_state:
         return EntryLayout(config.dim, config.dim, False, False, ())
     segments, at = [], config.dim
@@ -185,8 +204,8 @@ def _layout(config: TableConfig, drop_state: bool) -> EntryLayout:
         optimizer = segment.optimizer.name
         if optimizer not in _OPTIMIZERS:
             raise InputError(
-                f"table {config.name!r}: Monolith has no {optimizer} whose state could be taken over; "
-                "drop_optimizer_state=True lets it start fresh"
+                f"table {config.name!r}: Monolith has no {optimizer} whose state could be imported; pass "
+                "drop_optimizer_state=True to start with fresh state"
             )
         kind, names = _OPTIMIZERS[optimizer]
         pieces = []
@@ -203,17 +222,19 @@ def _layout(config: TableConfig, drop_state: bool) -> EntryLayout:
 
 
 def _wanted(tables: Mapping[str, str | Sequence[str]]) -> dict[str, str]:
-    """Our table by Monolith's name, in the form of the tables themselves and of their files."""
+    """Our table by Monolith's name."""
     wanted: dict[str, str] = {}
     for ours, theirs in tables.items():
         for name in [theirs] if isinstance(theirs, str) else theirs:
             if wanted.setdefault(name, ours) != ours:
-                raise InputError(f"import_monolith: {name!r} is to fill both {wanted[name]!r} and {ours!r}")
+                raise InputError(
+                    f"import_monolith: tables maps {name!r} to both {wanted[name]!r} and {ours!r}"
+                )
     return wanted
 
 
 def _ours(source: EntrySource, name: str, wanted: Mapping[str, str]) -> str | None:
-    """Which table of ours a table of a file goes to."""
+    """Our table for a table of a file, or None."""
     if source.tables != ((name, None),):
         return wanted.get(name)
     return next((ours for theirs, ours in wanted.items() if file_name(theirs) == name), None)
@@ -239,7 +260,7 @@ def _check_names(
     for name, count in entries.items():
         filters = "; hash filters are not imported" if name.startswith("hash_filter_") else ""
         left_out[f"table {name!r} of the checkpoint"] = (
-            "not asked for" + (f", {count} rows" if count else "") + filters
+            "not requested" + (f", {count} rows" if count else "") + filters
         )
 
 
