@@ -239,7 +239,7 @@ def test_first_n_with_every_out_type_that_makes_sense() -> None:
 
 
 def test_first_n_cannot_be_added_up() -> None:
-    with pytest.raises(InputError, match="ADDN cannot add up a FIRSTN feature"):
+    with pytest.raises(InputError, match="ADDN cannot add a FIRSTN feature"):
         pooled(FIRSTN, OutType.ADDN, *BOTH)
 
 
