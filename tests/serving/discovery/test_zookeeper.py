@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,15 @@ def watched(discovery: ZooKeeperDiscovery, service: str) -> Changes:
     changes = Changes()
     discovery.watch(service, changes)
     return changes
+
+
+def watched_server(opened: Open, **options: Any) -> tuple[ZooKeeperDiscovery, ZooKeeperDiscovery, Changes]:
+    """A registered server, a client, and what the client's watch has seen since."""
+    server, client = opened(**options), opened(**options)
+    server.register("movies:entry", Replica("10.0.0.1:8500"))
+    changes = watched(client, "movies:entry")
+    changes.until_addresses("10.0.0.1:8500")
+    return server, client, changes
 
 
 # ---- what is written
@@ -197,10 +207,7 @@ def test_a_killed_server_vanishes(zookeeper: ZooKeeper, root: str, opened: Open)
 
 
 def test_a_restart_of_zookeeper_is_survived(zookeeper: ZooKeeper, opened: Open) -> None:
-    server, client = opened(session_seconds=5.0), opened(session_seconds=5.0)
-    server.register("movies:entry", Replica("10.0.0.1:8500"))
-    changes = watched(client, "movies:entry")
-    changes.until_addresses("10.0.0.1:8500")
+    server, client, changes = watched_server(opened, session_seconds=5.0)
 
     zookeeper.kill()
     try:
@@ -218,10 +225,7 @@ def test_a_restart_of_zookeeper_is_survived(zookeeper: ZooKeeper, opened: Open) 
 
 def test_an_emptied_zookeeper_is_filled_again(zookeeper: ZooKeeper, opened: Open) -> None:
     """It knows neither our session nor as many transactions as we have seen, and refuses us as we were."""
-    server, client = opened(session_seconds=1.0), opened(session_seconds=1.0)
-    server.register("movies:entry", Replica("10.0.0.1:8500"))
-    changes = watched(client, "movies:entry")
-    changes.until_addresses("10.0.0.1:8500")
+    _, _, changes = watched_server(opened, session_seconds=1.0)
 
     zookeeper.kill()
     zookeeper.empty()

@@ -69,7 +69,7 @@ REPLACING_PAUSE = 0.1
 MAX_ANSWER_BYTES = 1 << 23
 MIN_PAUSE, MAX_PAUSE = 0.05, 5.0
 """Seconds between two attempts: doubled after each failure, and shortened at random by up to half."""
-_REFUSALS = ("FAILED_PRECONDITION", "NOT_FOUND", "INVALID_ARGUMENT")
+_REFUSALS = ("FAILED_PRECONDITION", "NOT_FOUND", "INVALID_ARGUMENT")  # the same message would fail again
 _ONE_SHARD = Router("roundrobin", 1)
 
 
@@ -288,7 +288,8 @@ class Sender:
                 return call.result()
             except RemoteError as error:
                 early = not failures and message.header.sequence <= self._reordered_until
-                if self._closed.is_set() or (self._is_refusal(error) and not early):
+                refused = not self._options.monolith and error.code in _REFUSALS
+                if self._closed.is_set() or (refused and not early):
                     raise HandshakeNeeded(self._describe(error)) from None
                 failures += 1
                 if last is not None:
@@ -302,10 +303,6 @@ class Sender:
                 if self._backlog is None:
                     raise HandshakeNeeded(self.report.error or "its backlog overflowed")
             call = self._send(message)
-
-    def _is_refusal(self, error: RemoteError) -> bool:
-        """Returns whether sending the same message again is useless."""
-        return not self._options.monolith and error.code in _REFUSALS
 
     def _acknowledge(self, message: _QueuedMessage, answer: Message) -> None:
         base = self._base
