@@ -42,7 +42,12 @@ class Batch:
         return self.labels.shape[0]
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
-        """Returns the batch on another device."""
+        """Returns the batch on another device.
+
+        Args:
+            device: The device.
+            non_blocking: As in `torch.Tensor.to`.
+        """
         return self._moved(lambda x: x.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
@@ -50,7 +55,12 @@ class Batch:
         return self._moved(lambda x: x.pin_memory())
 
     def part(self, start: int, end: int) -> Self:
-        """Returns rows `start` to `end` without a copy. Time and position stay those of the batch."""
+        """Returns a range of rows without a copy. Time and position stay those of the batch.
+
+        Args:
+            start: First row.
+            end: Row after the last one.
+        """
         return self._moved(lambda x: x[start:end])
 
     def _moved(self, move: Any) -> Self:
@@ -100,7 +110,11 @@ class Samples:
         )
 
     def select(self, rows: Tensor) -> Samples:
-        """Returns the rows with these indices, int64 [m], in this order."""
+        """Returns some rows.
+
+        Args:
+            rows: Indices of the rows in the order of the result, int64 [m].
+        """
         return Samples(
             {name: take(ragged, rows) for name, ragged in self.features.items()},
             self.labels[rows],
@@ -108,7 +122,11 @@ class Samples:
         )
 
     def to_batch(self, position: Position) -> Batch:
-        """Returns the rows as a batch. `position` is the position of the reader after them."""
+        """Returns the rows as a batch.
+
+        Args:
+            position: Position of the reader after the rows.
+        """
         time = None if self.times is None or len(self) == 0 else int(self.times.max())
         return Batch(self.features, self.labels, self.dense, self.weights, time, position)
 

@@ -53,7 +53,9 @@ class MovieLens:
     titles: dict[int, str]
     """Id of a movie -> title."""
     num_users: int
+    """Number of users with a rating."""
     num_movies: int
+    """Number of movies with a rating."""
 
     def split(self, train: float = 0.8, valid: float = 0.1) -> Splits:
         """Splits the samples by time. Samples of the same second stay together.

@@ -56,10 +56,13 @@ class SyntheticFeature:
 
 @dataclass(frozen=True, eq=False)
 class SyntheticBatch(Batch):
-    """A batch with the true click probability of each row."""
+    """A batch with the true click probability of each row.
+
+    Attributes:
+        true_probability: The probability that each label was drawn with, float32 [B].
+    """
 
     true_probability: Tensor = field(kw_only=True)
-    """The probability that each label was drawn with, float32 [B]."""
 
 
 DEFAULT_FEATURES = (

@@ -29,14 +29,18 @@ class DataSource:
     title: str
     """One line about the data, for the user."""
     train: Reader
+    """The training data."""
     test: Reader | None
-    """None if the config names no test data."""
+    """The test data. None if the config names no test data."""
     config: DataConfig
     """The config of the data with the fitted schema."""
 
 
 def open_source(config: RunConfig) -> DataSource:
     """Opens the training and test data of a config.
+
+    Args:
+        config: The config of the run.
 
     Raises:
         InputError: A key is missing or wrong; the message names it.

@@ -22,8 +22,11 @@ class Evaluation:
     """The result of an evaluation."""
 
     samples: int
+    """Number of samples."""
     auc: float
+    """NaN if all labels are equal."""
     log_loss: float
+    """Weighted mean of the log loss."""
     calibration: list[dict[str, float]]
     """Bins of {predicted, observed, count}."""
 

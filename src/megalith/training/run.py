@@ -41,25 +41,51 @@ class Watcher:
     """Receives the events of a run. The methods do nothing by default."""
 
     def batch(self, step: int, samples: int, loss: float) -> None:
-        """Called after every batch."""
+        """Called after every batch.
+
+        Args:
+            step: Number of batches so far.
+            samples: Number of samples so far.
+            loss: Mean loss of the batch.
+        """
 
     def logged(self, record: Mapping[str, Any]) -> None:
-        """Called after every line of metrics.jsonl."""
+        """Called after every line of metrics.jsonl.
+
+        Args:
+            record: The line.
+        """
 
     def communicated(self, report: CommReport) -> None:
-        """Called with every such line if train.comm_metrics is set."""
+        """Called with every line of metrics.jsonl if train.comm_metrics is set.
+
+        Args:
+            report: The exchanges since the last line.
+        """
 
     def saving(self, rows: int) -> None:
-        """Called before a checkpoint with this number of rows."""
+        """Called before a checkpoint is saved.
+
+        Args:
+            rows: Number of rows to save.
+        """
 
     def wrote(self, rows: int) -> None:
-        """Called while it is written with the rows so far, from another thread if saves are asynchronous."""
+        """Called while a checkpoint is written, from another thread if saves are asynchronous.
+
+        Args:
+            rows: Number of rows written so far.
+        """
 
     def saved(self) -> None:
-        """Called when it is complete, from the same thread."""
+        """Called when a checkpoint is complete, from the thread of `wrote`."""
 
     def pushed(self, pushed: Pushed) -> None:
-        """Called at the end if the run publishes."""
+        """Called at the end if the run publishes.
+
+        Args:
+            pushed: What was pushed.
+        """
 
 
 class Run:

@@ -153,8 +153,11 @@ class RunConfig:
     """
 
     data: DataConfig = field(default_factory=DataConfig)
+    """Section [data]."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    """Section [model]."""
     train: TrainConfig = field(default_factory=TrainConfig)
+    """Section [train]."""
 
     def __post_init__(self) -> None:
         _one_of("data.kind", self.data.kind, KINDS)
@@ -278,6 +281,9 @@ class RunConfig:
         """Returns the changes for `resumed` that turn this config into the wanted one.
 
         The schema is not compared: this config holds the fitted one.
+
+        Args:
+            wanted: The wanted config.
 
         Raises:
             InputError: A key differs that cannot change when a run is resumed.
