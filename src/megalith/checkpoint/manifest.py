@@ -122,7 +122,19 @@ class Delta(Save):
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest(Save):
-    """A checkpoint: its base, and the deltas on top of it in order."""
+    """A checkpoint: its base, and the deltas on top of it in order.
+
+    Attributes:
+        id: The unique id of the base.
+        created: The time of the base, in ISO format.
+        collections: The collections of the model by module path.
+        dense: The file of dense weights, or None.
+        optimizer: The structure of the dense optimizer's state (`nested_state`), or None.
+        optimizer_tensors: The file of the tensors of that state, or None.
+        progress: JSON data of the caller.
+        megalith: The version of Megalith that wrote it.
+        deltas: The deltas in order.
+    """
 
     megalith: str
     deltas: list[Delta] = field(default_factory=list)

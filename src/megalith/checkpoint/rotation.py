@@ -41,7 +41,11 @@ class Rotation:
         self.keep_every = keep_every
 
     def path(self, step: int) -> str:
-        """Return the path of the checkpoint of a step."""
+        """Return the path of a checkpoint.
+
+        Args:
+            step: Its step.
+        """
         return self._store_of(step).where
 
     def _store_of(self, step: int) -> Store:

@@ -173,8 +173,8 @@ class SaveJob:
                 touched_only=self._options.delta,
                 buffer_bytes=max(1 << 20, BUFFER_BYTES * sizes[number] // sum(sizes)),
             )
-            folder = f"{list(self._collections).index(path)}-{list(shards.local).index(name)}"
-            folder = f"{self._folder}/tables/{folder}"
+            numbers = f"{list(self._collections).index(path)}-{list(shards.local).index(name)}"
+            folder = f"{self._folder}/tables/{numbers}"
             self._tables.append(_FrozenTable(path, name, table.config, snapshot, folder))
 
     # ---- writing

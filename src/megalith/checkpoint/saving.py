@@ -70,7 +70,16 @@ def save_delta(
 ) -> Manifest:
     """Add the rows changed and the ids removed since the last save or load to that checkpoint.
 
-    Dense weights, and the optimizer's state if given, are saved completely. See `save` for the arguments.
+    Dense weights, and the optimizer's state if given, are saved completely.
+
+    Args:
+        model: The model.
+        path: The directory, URL or store of the checkpoint.
+        optimizer: The optimizer of the dense weights; its state is saved too.
+        progress: JSON data of the caller, see `save`.
+        precision: The precision of the stored weights, see `save`.
+        on_rows: Called with the number of rows written so far.
+        timeout: Seconds to wait for other ranks.
 
     Returns:
         The manifest of the checkpoint with the new delta.
@@ -99,12 +108,17 @@ def async_save(
     """Save a model in another thread while training continues.
 
     The model is saved as it is at the time of the call. A model can have one save in progress at a time.
-    The other arguments are those of `save`.
 
     Args:
         model: The model.
         path: A directory, a URL or a store.
         delta: Do what `save_delta` does instead of `save`.
+        optimizer: The optimizer of the dense weights; its state is saved too.
+        progress: JSON data of the caller, see `save`.
+        precision: The precision of the stored weights, see `save`.
+        deltas: Whether tables track changes from now on, see `save`.
+        on_rows: Called with the number of rows written so far.
+        timeout: Seconds to wait for other ranks.
         on_complete: Called when the checkpoint is complete. Like `on_rows`, it runs in the other thread.
 
     Returns:

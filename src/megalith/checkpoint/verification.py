@@ -25,7 +25,14 @@ _THREADS = 4
 
 @dataclass(frozen=True)
 class Verification:
-    """What was verified: numbers of files, bytes and rows, and a sentence for each problem found."""
+    """The result of `verify`.
+
+    Attributes:
+        files: Number of files read.
+        bytes: Number of bytes read.
+        rows: Number of rows read.
+        problems: A sentence for each problem found.
+    """
 
     files: int = 0
     bytes: int = 0

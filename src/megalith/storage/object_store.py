@@ -157,7 +157,7 @@ class ObjectStore(Store):
 
     @contextmanager
     def local_copy(self, files: Iterable[StoredFile], error: ErrorFactory) -> Iterator[Store]:
-        """Fetch each file once into a temporary directory, verified; see `Store.local_copy`."""
+        """See `Store.local_copy`: fetches each file once into a temporary directory."""
         with TemporaryDirectory(prefix="megalith-") as folder:
             local = LocalStore(Path(folder))
             local.where = self.where
@@ -174,11 +174,21 @@ class ObjectStore(Store):
     # ---- asynchronous requests, each with a time limit in seconds
 
     def request_error(self, failure: RequestFailure, message: str) -> Exception:
-        """Return the exception for a failed asynchronous request; a subclass can choose another type."""
+        """Return the exception for a failed asynchronous request. A subclass can choose another type.
+
+        Args:
+            failure: The kind of failure.
+            message: The request and the problem.
+        """
         return StoreError(message)
 
     async def head(self, key: str, *, timeout: float) -> ObjectInfo:
-        """Return what the store reports about an object."""
+        """Return what the store reports about an object.
+
+        Args:
+            key: The object's name.
+            timeout: Seconds for the whole request.
+        """
         async with self._limited("head", key, timeout):
             return self._info(await self._obstore.head_async(self._store, self._key(key)))
 
@@ -212,7 +222,15 @@ class ObjectStore(Store):
     async def get_range(
         self, key: str, start: int, length: int, *, etag: str | None = None, timeout: float
     ) -> bytes:
-        """Return the bytes from `start` to `start + length`. Fewer bytes are a STORE_ERROR."""
+        """Return a range of an object's bytes.
+
+        Args:
+            key: The object's name.
+            start: The first byte.
+            length: The number of bytes; if there are fewer, the request fails with STORE_ERROR.
+            etag: If given, the version that the object must have.
+            timeout: Seconds for the whole request.
+        """
         async with self._limited("get", key, timeout):
             options: dict[str, Any] = {"range": (start, start + length)}
             if etag is not None:
@@ -260,7 +278,12 @@ class ObjectStore(Store):
             return True
 
     async def list(self, prefix: str, *, timeout: float) -> list[ObjectInfo]:
-        """Return the objects below a prefix, which ends at a "/", sorted by key."""
+        """Return the objects below a prefix, sorted by key.
+
+        Args:
+            prefix: The beginning of their names, up to a "/".
+            timeout: Seconds for the whole request.
+        """
         async with self._limited("list", prefix, timeout):
             found: list[ObjectInfo] = []
             async for page in self._obstore.list(self._store, self._key(prefix)):
