@@ -67,7 +67,11 @@ class EmbeddingConfig:
         return {name: Mean() for name in self.features}
 
     def table(self, feature: str) -> str:
-        """Returns the name of the table of a feature."""
+        """Returns the name of the table of a feature.
+
+        Args:
+            feature: The name of the feature.
+        """
         return self.tables.get(feature, feature)
 
     def segment(self) -> Segment:

@@ -58,7 +58,12 @@ class Model(nn.Module):
         return self.score(rows, self._dense(dense, rows))
 
     def embed(self, features: Any, time: float | None) -> dict[str, Tensor]:
-        """Returns the input of `score`: the embeddings, and a mask bool [B, n] for each of `masks`."""
+        """Returns the input of `score`: the embeddings, and a mask bool [B, n] for each of `masks`.
+
+        Args:
+            features: As for EmbeddingCollection.
+            time: As for `forward`.
+        """
         rows: dict[str, Tensor] = self.embeddings(features, time=time)
         if self.masks:
             columns = features if isinstance(features, Mapping) else Ragged.from_keyed(features)
@@ -68,15 +73,29 @@ class Model(nn.Module):
         return rows
 
     def score(self, rows: dict[str, Tensor], dense: Tensor | None) -> Tensor:
-        """Returns the logits [B] from the result of `embed` and the dense values."""
+        """Returns the logits, float [B].
+
+        Args:
+            rows: The result of `embed`.
+            dense: float [B, num_dense], or None for a model without dense values.
+        """
         raise NotImplementedError
 
     def compile(self, *args: Any, **options: Any) -> None:
-        """Compiles the dense part in place; the arguments are those of torch.compile."""
+        """Compiles the dense part in place.
+
+        Args:
+            args: As for torch.compile.
+            options: As for torch.compile.
+        """
         self.score = torch.compile(self.score, *args, **options)  # type: ignore[method-assign]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops all gradients, also those that `embeddings.step` would apply."""
+        """Drops all gradients, also those that `embeddings.step` would apply.
+
+        Args:
+            set_to_none: As for `torch.nn.Module.zero_grad`.
+        """
         super().zero_grad(set_to_none)
         self.embeddings.zero_grad(set_to_none)
 
@@ -109,7 +128,12 @@ class BatchLike(Protocol):
 
 
 def forward_batch(model: nn.Module, batch: BatchLike) -> Tensor:
-    """Returns the logits [B] of a model for a batch. The model may be wrapped, e.g. by DDP."""
+    """Returns the logits of a model for a batch, float [B].
+
+    Args:
+        model: The model. It may be wrapped, e.g. by DDP.
+        batch: A `megalith.data.Batch`, or an object with `features`, `dense` and `time`.
+    """
     logits: Tensor = model(batch.features, dense=batch.dense, time=batch.time)
     return logits
 

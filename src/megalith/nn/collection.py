@@ -165,6 +165,9 @@ class EmbeddingCollection(nn.Module):
         """Sends the ids of a batch ahead of its forward, which takes the result instead of the batch.
 
         The forward reads the rows as they are then. Over ranks it is a collective call, like forward.
+
+        Args:
+            batch: As for `forward`.
         """
         return StartedBatch(batch, {self: self._start(batch)})
 
@@ -179,6 +182,12 @@ class EmbeddingCollection(nn.Module):
         """Does the part of forward that needs no table; forward takes the result and returns the same bits.
 
         For data workers: call this in a forked process; send `preparer()` to a spawned process.
+
+        Args:
+            batch: As for `forward`.
+
+        Raises:
+            InputError, UnknownNameError: As `forward`.
         """
         if isinstance(batch, StartedBatch):
             batch = batch.columns
@@ -234,7 +243,11 @@ class EmbeddingCollection(nn.Module):
             raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients that `step` would apply."""
+        """Drops the gradients that `step` would apply.
+
+        Args:
+            set_to_none: As for `torch.nn.Module.zero_grad`.
+        """
         super().zero_grad(set_to_none)
         self._pending.clear()
 
@@ -251,7 +264,14 @@ class EmbeddingCollection(nn.Module):
         """Fails the update of a forward that this rank will not make; see `Lookup.fail`.
 
         In eval mode, or if several forwards wait for one `step()`, no rank waits for that update and nothing
-        is sent. Raises `error` in every case.
+        is sent.
+
+        Args:
+            lookup: The lookup of the forward.
+            error: The reason.
+
+        Raises:
+            Exception: Always; it is `error`, unless the exchange with the other ranks fails.
         """
         if self.training and all(each.lookup is lookup for each in self._pending):
             lookup.fail(error)
@@ -334,7 +354,15 @@ class EmbeddingCollection(nn.Module):
         )
 
     def set_extra_state(self, state: Any) -> None:
-        """Restores the result of `get_extra_state`; the world size and rank must be the same."""
+        """Restores the rows of this rank, for `load_state_dict`.
+
+        Args:
+            state: The result of `get_extra_state`, at the same world size and rank.
+
+        Raises:
+            UsageError: For another world size, rank or routing.
+            InputError: For other tables, dims or optimizers.
+        """
         state = unpacked(state)
         here, there = (self.shards.world_size, self.shards.rank), (state["world_size"], state["rank"])
         if here != there:

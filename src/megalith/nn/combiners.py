@@ -25,19 +25,36 @@ class Combiner:
     """The number of bags per example."""
 
     def cut(self, column: Ragged) -> Ragged:
-        """Returns the values that take part."""
+        """Returns the values that take part.
+
+        Args:
+            column: The column of a feature.
+        """
         return column
 
     def offsets(self, column: Ragged) -> Tensor:
-        """Returns where each bag of a cut column begins, int64 [B * inner + 1]."""
+        """Returns where each bag begins, int64 [B * inner + 1].
+
+        Args:
+            column: The result of `cut`.
+        """
         return column.row_splits
 
     def divisor(self, column: Ragged, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        """Returns the divisor of each bag's sum, [B]; None for 1."""
+        """Returns the divisor of each bag's sum, [B]; None for 1.
+
+        Args:
+            column: The result of `cut`.
+            dtype: The dtype of the divisor.
+        """
         return None
 
     def output_shape(self, dim: int) -> tuple[int, ...]:
-        """Returns the output shape of one example."""
+        """Returns the output shape of one example.
+
+        Args:
+            dim: The dim of the table.
+        """
         return (dim,)
 
     def combine(self, ragged: Ragged, rows: Tensor) -> Tensor:
@@ -87,7 +104,7 @@ class Mean(Combiner):
     """
 
     def divisor(self, column: Ragged, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns the number of values, or the sum of their weights."""
+        """See `Combiner.divisor`: the number of values, or the sum of their weights."""
         if column.weights is None:
             return column.lengths().clamp(min=1).to(dtype)
         weights = column.weights.detach()[:, None].to(dtype)
@@ -101,7 +118,7 @@ class Sqrtn(Combiner):
     """
 
     def divisor(self, column: Ragged, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns the square root of the number of values, or of the sum of their squared weights."""
+        """See `Combiner.divisor`: the root of the number of values, or of the sum of squared weights."""
         if column.weights is None:
             return column.lengths().clamp(min=1).to(dtype).sqrt()
         squares = column.weights.detach()[:, None].to(dtype).square()
@@ -136,7 +153,7 @@ class FirstN(Combiner):
         return self.n
 
     def cut(self, column: Ragged) -> Ragged:
-        """Returns the first n values of each example."""
+        """See `Combiner.cut`: the first n values of each example."""
         lengths = column.lengths()
         if not lengths.numel() or int(lengths.max()) <= self.n:
             return column
@@ -146,14 +163,14 @@ class FirstN(Combiner):
         return Ragged.from_lengths(column.values[kept], lengths.clamp(max=self.n), weights=weights)
 
     def offsets(self, column: Ragged) -> Tensor:
-        """Returns the offsets of one bag per position, with one value or none."""
+        """See `Combiner.offsets`: one bag per position, with one value or none."""
         splits = column.row_splits
         positions = torch.arange(self.n, device=splits.device)
         starts = torch.minimum(splits[:-1, None] + positions, splits[1:, None])
         return torch.cat([starts.flatten(), splits[-1:]])
 
     def output_shape(self, dim: int) -> tuple[int, ...]:
-        """Returns (n, dim)."""
+        """See `Combiner.output_shape`: (n, dim)."""
         return (self.n, dim)
 
     def combine(self, ragged: Ragged, rows: Tensor) -> Tensor:

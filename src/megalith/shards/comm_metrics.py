@@ -130,7 +130,11 @@ class CommMetrics:
         shards.recorder = self
 
     def collect(self, step: int) -> CommReport:
-        """Returns the counters of all ranks since the last call, and resets them. A collective call."""
+        """Returns the counters of all ranks since the last call, and resets them. A collective call.
+
+        Args:
+            step: The step, for the report.
+        """
         everywhere = self._shards.exchange.gather(self._shards.exchange.run(self._take))
         tables = {}
         for t, name in enumerate(self.tables):

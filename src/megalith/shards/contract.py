@@ -97,11 +97,19 @@ class Lookup(ABC):
 
     @abstractmethod
     def pool(self, pooling: Pooling) -> list[Tensor]:
-        """Returns the outputs of a pooling, read directly from the rows."""
+        """Returns the outputs of a pooling, read directly from the rows.
+
+        Args:
+            pooling: Which occurrence goes to which output, and how it is reduced.
+        """
 
     @abstractmethod
     def gather(self, table: str) -> Tensor:
-        """Returns the rows of one table, float32 [n, dim], in input order."""
+        """Returns the rows of one table, float32 [n, dim], in input order.
+
+        Args:
+            table: The name of the table.
+        """
 
     @property
     def rows(self) -> Mapping[str, Tensor]:
@@ -165,7 +173,11 @@ class Shards(ABC):
         return self.ranks.rank
 
     def router(self, table: str) -> Router | None:
-        """Returns how the ids of a table are spread over ranks; None if this process holds them all."""
+        """Returns how the ids of a table are spread over ranks; None if this process holds them all.
+
+        Args:
+            table: The name of the table.
+        """
         self.check_name(table)
         return None
 
@@ -247,11 +259,21 @@ class Shards(ABC):
 
     @abstractmethod
     def assign(self, rows: Rows, *, time: float | None = None) -> None:
-        """Sets the weights of rows: {table: (ids, rows)}."""
+        """Sets the weights of rows.
+
+        Args:
+            rows: (ids int64 [n], rows float32 [n, dim]) per table. Of repeated ids the last one wins.
+            time: The last-update time in seconds; None: the clock of the owner.
+        """
 
     @abstractmethod
     def assign_add(self, rows: Rows, *, time: float | None = None) -> None:
-        """Adds to the weights of rows: {table: (ids, rows)}."""
+        """Adds to the weights of rows.
+
+        Args:
+            rows: (ids int64 [n], rows float32 [n, dim]) per table. Repeated ids are added in order.
+            time: The last-update time in seconds; None: the clock of the owner.
+        """
 
     @abstractmethod
     def reinitialize(
@@ -259,25 +281,54 @@ class Shards(ABC):
     ) -> dict[str, Tensor]:
         """Resets rows to their initial values.
 
+        Args:
+            ids: int64 or int32 [n] per table.
+            time: The last-update time in seconds; None: the clock of the owner.
+            missing_ok: Report unknown tables by their status instead of raising.
+
         Returns:
             int32 [n] per table, in input order: 0 created, 1 existed, -1 unknown table (with `missing_ok`).
         """
 
     @abstractmethod
     def remove(self, ids: Ids) -> dict[str, int]:
-        """Removes ids; returns per table how many had a row."""
+        """Removes ids.
+
+        Args:
+            ids: int64 or int32 [n] per table.
+
+        Returns:
+            The number of ids that had a row, per table.
+        """
 
     @abstractmethod
     def evict(self, now: float | None = None) -> dict[str, Tensor]:
-        """Applies the eviction policies; returns the removed ids per table."""
+        """Applies the eviction policies.
+
+        Args:
+            now: The current time in seconds; None: the clock.
+
+        Returns:
+            The removed ids, int64 [n] per table.
+        """
 
     @abstractmethod
     def scan(self, table: str, chunk_size: int = 65536) -> Iterator[Chunk]:
-        """Iterates over the rows of one table in chunks."""
+        """Iterates over the rows of one table.
+
+        Args:
+            table: The name of the table.
+            chunk_size: The number of rows of a chunk.
+        """
 
     @abstractmethod
     def restore(self, table: str, chunk: Chunk) -> None:
-        """Writes complete rows, with optimizer state and time."""
+        """Writes complete rows, with optimizer state and time.
+
+        Args:
+            table: The name of the table.
+            chunk: The rows, as `scan` returns them.
+        """
 
     @abstractmethod
     def clear(self) -> None:
@@ -285,25 +336,46 @@ class Shards(ABC):
 
     @abstractmethod
     def reserve(self, rows: Mapping[str, int]) -> None:
-        """Reserves memory: {table: rows}."""
+        """Reserves memory.
+
+        Args:
+            rows: The number of rows per table.
+        """
 
     # ---- touched rows, stats
 
     @abstractmethod
     def track(self, consumer: str) -> None:
-        """Starts to record the changed ids of all tables for a consumer."""
+        """Starts to record the changed ids of all tables for a consumer.
+
+        Args:
+            consumer: The name of the consumer.
+        """
 
     @abstractmethod
     def untrack(self, consumer: str) -> None:
-        """Stops recording for a consumer."""
+        """Stops recording for a consumer.
+
+        Args:
+            consumer: The name of the consumer.
+        """
 
     @abstractmethod
     def drain_touched(self, consumer: str) -> dict[str, tuple[Tensor, Tensor]]:
-        """Returns (updated, removed) ids per table since the last drain."""
+        """Returns (updated, removed) ids per table since the last drain.
+
+        Args:
+            consumer: The name of the consumer.
+        """
 
     @abstractmethod
     def mark_touched(self, consumer: str, ids: Ids) -> None:
-        """Returns ids to a consumer, for its next drain."""
+        """Returns ids to a consumer, for its next drain.
+
+        Args:
+            consumer: The name of the consumer.
+            ids: int64 or int32 [n] per table.
+        """
 
     @abstractmethod
     def stats(self) -> dict[str, TableStats]:
@@ -316,11 +388,20 @@ class Shards(ABC):
     # ---- validation that all placements share
 
     def check_name(self, table: str) -> None:
-        """Raises UnknownNameError, which names the known tables, if there is no such table."""
+        """Raises UnknownNameError, which lists the known tables, if there is no such table.
+
+        Args:
+            table: The name of the table.
+        """
         check_table_name(table, self.configs)
 
     def known(self, names: Collection[str], missing_ok: bool) -> list[str]:
-        """Returns the names that are tables; raises UnknownNameError for others unless `missing_ok`."""
+        """Returns the names that are tables.
+
+        Args:
+            names: Names of tables.
+            missing_ok: Skip unknown names instead of raising UnknownNameError.
+        """
         if not missing_ok:
             for name in names:
                 self.check_name(name)

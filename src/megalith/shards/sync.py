@@ -113,7 +113,7 @@ class SyncShards(Shards):
         return f"SyncShards(rank {self.rank} of {self.world_size}, {tables})"
 
     def router(self, table: str) -> Router:
-        """Returns how the ids of a table are spread over ranks."""
+        """See `Shards.router`."""
         self.check_name(table)
         return self.routers[table]
 
@@ -160,7 +160,15 @@ class SyncShards(Shards):
         raise error
 
     def fail_update(self, lookup: SyncLookup, error: Exception) -> NoReturn:
-        """Takes part in the exchange of gradients to report an error; see `Shards.fail`."""
+        """Takes part in the exchange of gradients to report an error; see `Shards.fail`.
+
+        Args:
+            lookup: The lookup of the update.
+            error: The reason.
+
+        Raises:
+            Exception: Always; it is `error`, unless the exchange with the other ranks fails.
+        """
         lookup.failed = True
         requested, routed, messages = lookup.requested, lookup.routed, self._messages
         self.exchange.run(lambda: messages.push(requested.result(), routed, None, error))
@@ -311,15 +319,15 @@ class SyncShards(Shards):
         return {name: sum(part.get(name, 0) for part in everywhere) for name in ids}
 
     def evict(self, now: float | None = None) -> dict[str, Tensor]:
-        """Applies the eviction policies to the rows of this rank; returns the ids removed here."""
+        """See `Shards.evict`, for the rows of this rank."""
         return self._own.evict(now)
 
     def scan(self, table: str, chunk_size: int = 65536) -> Iterator[Chunk]:
-        """Iterates over this rank's rows of one table."""
+        """See `Shards.scan`, for the rows of this rank."""
         return self._own.scan(table, chunk_size)
 
     def restore(self, table: str, chunk: Chunk) -> None:
-        """Writes those of the rows that this rank owns; every rank may pass all rows."""
+        """See `Shards.restore`: writes the rows that this rank owns; every rank may pass all rows."""
         owned = self.router(table).owner(chunk.ids) == self.rank
         self._own.restore(table, chunk if bool(owned.all()) else chunk.select(owned))
 
@@ -329,7 +337,7 @@ class SyncShards(Shards):
         self._own.clear()
 
     def reserve(self, rows: Mapping[str, int]) -> None:
-        """Reserves memory for the share of this rank: {table: rows on all ranks}."""
+        """See `Shards.reserve`; `rows` counts the rows of all ranks, and each rank reserves its share."""
         self._own.reserve({name: -(-n // self.world_size) for name, n in rows.items()})
 
     # ---- touched rows, stats: of this rank
@@ -426,7 +434,11 @@ class SyncLookup(Lookup):
             return self.joint_pooling(pooling).pool(source)
 
     def joint_pooling(self, pooling: Pooling) -> JointPooling:
-        """Returns the pooling over the occurrences of all tables."""
+        """Returns the pooling over the occurrences of all tables.
+
+        Args:
+            pooling: The pooling, per table.
+        """
         if self._joint is None or self._joint[0] is not pooling:
             dims = {name: config.dim for name, config in self.shards.configs.items()}
             self._joint = (pooling, JointPooling(pooling, self.routed, dims))
