@@ -115,7 +115,14 @@ class Pooling:
         )
 
     def new_outputs(self, tables: Iterable[str] | None = None) -> list[Tensor]:
-        """Allocates float32 outputs, zero where no part of these tables (default: all) writes."""
+        """Allocates float32 outputs, zero where no part of the tables writes.
+
+        Args:
+            tables: the names of the tables; default all.
+
+        Returns:
+            A tensor for each shape of `outputs`.
+        """
         covered = self._covered(tuple(self.bags if tables is None else tables))
         return [
             torch.empty(shape) if whole else torch.zeros(shape)
@@ -130,11 +137,21 @@ class Pooling:
         return self._coverage[tables]
 
     def of(self, table: str) -> tuple[Bags, ...]:
-        """Returns the bags of one table, none if it fills no output."""
+        """Returns the bags of one table, none if it fills no output.
+
+        Args:
+            table: the name of the table.
+        """
         return self.bags.get(table, ())
 
     def check(self, table: str, num_occurrences: int, dim: int) -> None:
-        """Raises InputError unless the table's bags match its occurrences, its rows and the outputs."""
+        """Raises InputError unless the table's bags match its occurrences, its rows and the outputs.
+
+        Args:
+            table: the name of the table.
+            num_occurrences: the number of its occurrences.
+            dim: the number of columns of its rows.
+        """
         self.check_ends(table, num_occurrences, dim)
         for bags in self.of(table):
             if bool((torch.diff(bags.offsets) < 0).any()):
@@ -142,6 +159,11 @@ class Pooling:
 
     def check_ends(self, table: str, num_occurrences: int, dim: int) -> list[tuple[int, int]]:
         """Checks everything but the offsets between the first and the last.
+
+        Args:
+            table: the name of the table.
+            num_occurrences: the number of its occurrences.
+            dim: the number of columns of its rows.
 
         Returns:
             The first and the last offset of each feature.

@@ -98,13 +98,20 @@ class SliceConfig(_ConfigMessage):
     """
 
     feature_name: str = ""
+    """The name of the feature."""
     start: int = 0
+    """The first column."""
     end: int = 0
+    """The column after the last one."""
     _: KW_ONLY
     feature_idx: int = 0
+    """The number of the feature."""
     slice_idx: int = 0
+    """The number of the slice."""
     pooling_type: PoolingType = PoolingType.SUM
+    """As in the feature's config."""
     max_sequence_length: int = 0
+    """As in the feature's config."""
 
     def __post_init__(self) -> None:
         _check_text(self, "feature_name")
@@ -119,15 +126,15 @@ class SliceConfig(_ConfigMessage):
 
 @dataclass(frozen=True, slots=True)
 class OutConfig(_ConfigMessage):
-    """A layout: slices of features, combined into one tensor, or into one per slice (NONE).
-
-    shape: the shape of each tensor; the first size is the batch size or -1. Empty: the shapes follow from the
-    slices (`FeatureConfigs.output_shapes`).
-    """
+    """A layout: slices of features, combined into one tensor, or into one per slice (NONE)."""
 
     slice_configs: tuple[SliceConfig, ...] = ()
+    """The slices, in order."""
     out_type: OutType = OutType.CONCAT
+    """How the slices are combined."""
     shape: tuple[Shape, ...] = ()
+    """The shape of each tensor; the first size is the batch size or -1. Empty: the shapes follow from the
+    slices (`FeatureConfigs.output_shapes`)."""
 
     def __post_init__(self) -> None:
         _fix_enum(self, "out_type", OutType)
@@ -153,15 +160,16 @@ class OutConfig(_ConfigMessage):
 
 @dataclass(frozen=True, slots=True)
 class FeatureConfig(_ConfigMessage):
-    """A feature: the table of its ids, and how its rows are pooled.
-
-    slice_dims: the sizes of the parts of a row. max_sequence_length: the number of rows that FIRSTN keeps.
-    """
+    """A feature: the table of its ids, and how its rows are pooled."""
 
     table: str = ""
+    """The name of the table."""
     pooling_type: PoolingType = PoolingType.SUM
+    """How the rows of a batch row are pooled."""
     slice_dims: tuple[int, ...] = ()
+    """The sizes of the parts of a row."""
     max_sequence_length: int = 0
+    """The number of rows that FIRSTN keeps."""
 
     def __post_init__(self) -> None:
         _check_text(self, "table")
@@ -180,7 +188,9 @@ class FeatureConfigs(_ConfigMessage):
     """All features and layouts of a model, by name."""
 
     feature_configs: Mapping[str, FeatureConfig] = field(default_factory=dict)
+    """The features by name."""
     out_configs: Mapping[str, OutConfig] = field(default_factory=dict)
+    """The layouts by name."""
     encoded: str = field(init=False, repr=False, compare=False)
     """The configs as JSON, the form that ops take; equal configs give equal text."""
 
@@ -208,6 +218,9 @@ class FeatureConfigs(_ConfigMessage):
 
     def features_of(self, table: str) -> tuple[str, ...]:
         """Returns the features of a table, sorted.
+
+        Args:
+            table: the name of the table.
 
         Raises:
             UnknownNameError: no feature uses the table.
@@ -246,6 +259,9 @@ class FeatureConfigs(_ConfigMessage):
             NONE       [batch, w] each       [batch, L, w] each
 
         The batch is -1 unless declared.
+
+        Args:
+            layout: the name of the layout.
 
         Raises:
             UnknownNameError: there is no such layout.

@@ -36,7 +36,13 @@ def reduce_sum(id_indices: Tensor, id_values: Tensor, id_length: int | Tensor) -
 def reduce_mean(id_indices: Tensor, id_values: Tensor, id_length: int | Tensor) -> Tensor:
     """Averages the rows of each batch row; a batch row without values is 0.
 
-    Arguments and result are those of `reduce_sum`.
+    Args:
+        id_indices: int [n, 1] or [n], the batch row of each value.
+        id_values: float [n, d].
+        id_length: the number of batch rows.
+
+    Returns:
+        [id_length, d].
     """
     index, values, size = _segments(id_indices, id_values, id_length)
     total = scatter_sum(_wide(values), index, size, name="id_indices")
@@ -47,8 +53,15 @@ def reduce_mean(id_indices: Tensor, id_values: Tensor, id_length: int | Tensor) 
 def reduce_sqrtn(id_indices: Tensor, id_values: Tensor, id_length: int | Tensor) -> Tensor:
     """Computes the L2 norm of each column over the rows of a batch row; its gradient at 0 is 0.
 
-    This is not the combiner `Sqrtn`, which is sum / sqrt(n); the name is Monolith's. Arguments and result are
-    those of `reduce_sum`.
+    This is not the combiner `Sqrtn`, which is sum / sqrt(n); the name is Monolith's.
+
+    Args:
+        id_indices: int [n, 1] or [n], the batch row of each value.
+        id_values: float [n, d].
+        id_length: the number of batch rows.
+
+    Returns:
+        [id_length, d].
     """
     index, values, size = _segments(id_indices, id_values, id_length)
     wide = _wide(values)
