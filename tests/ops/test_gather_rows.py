@@ -1,4 +1,4 @@
-"""Gather and scatter: each is the gradient of the other and equals its twin, for any type and thread count."""
+"""Gather and scatter: each is the gradient of the other and equals its twin, for any type and any threads."""
 
 from __future__ import annotations
 
