@@ -33,7 +33,7 @@ def numbers(report: CommReport, table: str) -> dict[str, tuple[float, ...]]:
     return {name: spread.by_rank for name, spread in report.tables[table].items()}
 
 
-def told(work: Any) -> str:
+def error_of(work: Any) -> str:
     try:
         work()
     except (UnknownNameError, UsageError) as error:
@@ -59,9 +59,9 @@ def on_a_rank() -> dict[str, Any]:
     again = metrics.collect(20)
     found["again"] = {name: numbers(again, "a")[name] for name in ("misses", "created", "ids_sent")}
 
-    found["twice"] = told(lambda: CommMetrics(shards))
+    found["twice"] = error_of(lambda: CommMetrics(shards))
     metrics.close()
-    found["unknown"] = told(lambda: CommMetrics(shards, tables=["user"]))
+    found["unknown"] = error_of(lambda: CommMetrics(shards, tables=["user"]))
     some = CommMetrics(shards, tables=["b"])
     shards.assign({"b": (torch.tensor([1]), torch.zeros(1, 2))} if shards.rank == 0 else {})
     found["assign"] = {table: numbers(some.collect(30), table) for table in some.tables}

@@ -1,4 +1,4 @@
-"""data.even: the same number of batches on 1, 2 and 4 real ranks, whoever runs out first or has nothing."""
+"""pad_to_equal_batches: the same number of batches on 1, 2 and 4 real ranks, whichever runs out first."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def shape(batch: Batch) -> dict[str, Any]:
     return {"features": features, **columns, "rows": len(batch), "time": batch.time, "at": batch.position}
 
 
-def told(work: Callable[[], object]) -> tuple[type, str] | None:
+def error_of(work: Callable[[], object]) -> tuple[type, str] | None:
     try:
         work()
     except MegalithError as error:
@@ -176,8 +176,8 @@ def broken() -> list[Any]:
     def loop(loader: Iterable[Any]) -> None:
         seen.extend(len(batch) for batch in pad_to_equal_batches(loader))
 
-    read = told(lambda: loop(Broken() if rank == 1 else [make_batch(2)] * 9))
-    kind = told(lambda: loop(["no batch"] if rank == 0 else [make_batch(2)]))
+    read = error_of(lambda: loop(Broken() if rank == 1 else [make_batch(2)] * 9))
+    kind = error_of(lambda: loop(["no batch"] if rank == 0 else [make_batch(2)]))
     return [seen, read, kind]
 
 
@@ -195,8 +195,8 @@ def test_an_error_of_one_loader_ends_all_at_the_same_batch(two_ranks: list[Any])
     assert (first[0], second[0]) == ([2], [1])
     assert second[1] == (InputError, "clicks.csv, row 7: no label")
     assert first[1][0] is RankFailedError
-    assert "batch 1 of epoch 1: rank 1 could not read it, so rank 0 stops too" in first[1][1]
-    assert first[2] == (InputError, "data.even: the loader must yield Batches, got str")
+    assert "batch 1 of epoch 1: rank 1 failed to read it, so rank 0 stops too" in first[1][1]
+    assert first[2] == (InputError, "pad_to_equal_batches: the loader must yield Batches, got str")
     assert second[2][0] is RankFailedError
 
 
@@ -208,10 +208,10 @@ def stalled() -> tuple[type, str] | None:
     if rank in (1, 2):
         iterator = iter(loader)
         next(iterator)
-        store.wait(["gave up/0", "gave up/3"], timedelta(seconds=60))
-        return told(lambda: next(iterator)) if rank == 1 else None
-    said = told(lambda: list(loader))
-    store.set(f"gave up/{rank}", "")
+        store.wait(["timed out/0", "timed out/3"], timedelta(seconds=60))
+        return error_of(lambda: next(iterator)) if rank == 1 else None
+    said = error_of(lambda: list(loader))
+    store.set(f"timed out/{rank}", "")
     return said
 
 
@@ -219,26 +219,27 @@ def test_ranks_that_do_not_come_are_named_and_a_late_one_is_told() -> None:
     results = run_ranks(stalled, world_size=4)
     for rank in (0, 3):
         assert results[rank][0] is RankTimeoutError
-        assert f"data.even: batch 1 of epoch 1: rank {rank} waited for ranks 1, 2" in results[rank][1]
+        where = "pad_to_equal_batches: batch 1 of epoch 1"
+        assert f"{where}: rank {rank} waited for ranks 1, 2" in results[rank][1]
         assert "within 2 s" in results[rank][1]
     assert results[1][0] is RankTimeoutError
 
 
 def never_called() -> tuple[type, str] | None:
-    return told(lambda: pad_to_equal_batches([], timeout=SOON)) if dist.get_rank() == 1 else None
+    return error_of(lambda: pad_to_equal_batches([], timeout=SOON)) if dist.get_rank() == 1 else None
 
 
 def test_a_rank_that_never_calls_it_is_named() -> None:
     _, said = run_ranks(never_called)
     assert said[0] is RankTimeoutError
-    assert "data.even: rank 1 waited for rank 0" in said[1]
+    assert "pad_to_equal_batches: rank 1 waited for rank 0" in said[1]
 
 
 def groups() -> list[int]:
-    """Ranks 0 and 2, ranks 1 and 3; then all, with an outsider told."""
+    """Ranks 0 and 2, ranks 1 and 3; then all, and the error of a rank outside a group."""
     rank = dist.get_rank()
     odd, both = dist.new_group([1, 3]), dist.new_group([0, 2])
-    outside = told(lambda: EqualBatchLoader([], both if rank % 2 else odd))
+    outside = error_of(lambda: EqualBatchLoader([], both if rank % 2 else odd))
     assert outside is not None
     assert outside[0] is UsageError
     loaders = [

@@ -70,7 +70,7 @@ def test_dense_weights_become_those_of_rank_0_unless_told_not_to(torchrun: list[
 # ---- without a launcher
 
 
-def told(work: Any) -> str:
+def error_of(work: Any) -> str:
     try:
         work()
     except InputError as error:
@@ -82,9 +82,9 @@ def bad_models() -> tuple[str, str, list[float], str]:
     rank = dist.get_rank()
     model = nn.Linear(2, 2 + rank % 2)
     nn.init.constant_(model.weight, rank)
-    shapes = told(lambda: broadcast_dense(model))
-    lazy = told(lambda: broadcast_dense(nn.LazyLinear(2) if rank == 1 else nn.Linear(2, 2)))
-    return shapes, lazy, model.weight.unique().tolist(), told(lambda: configure("runs", environ={}))
+    shapes = error_of(lambda: broadcast_dense(model))
+    lazy = error_of(lambda: broadcast_dense(nn.LazyLinear(2) if rank == 1 else nn.Linear(2, 2)))
+    return shapes, lazy, model.weight.unique().tolist(), error_of(lambda: configure("runs", environ={}))
 
 
 def subgroup() -> list[float]:

@@ -102,7 +102,7 @@ def state(model: Model) -> dict[str, list[Any]]:
     return {name: x.detach().contiguous().view(torch.int32).tolist() for name, x in tensors.items()}
 
 
-def told(work: Callable[..., object], *args: Any) -> tuple[str, str] | None:
+def error_of(work: Callable[..., object], *args: Any) -> tuple[str, str] | None:
     try:
         work(*args)
     except (MegalithError, ZeroDivisionError) as error:
@@ -352,8 +352,8 @@ def troubles() -> dict[str, Any]:
             cases[when] = (failing(2, when), batches())
         for case, (loop, loader) in cases.items():
             model = Model()
-            error = told(loop, model, Pipeline(model, loader, **options))
-            told(model.shards.flush)
+            error = error_of(loop, model, Pipeline(model, loader, **options))
+            error_of(model.shards.flush)
             found[f"{name}: {case}"] = (error, model.embeddings.global_step, usable(model))
     return found
 

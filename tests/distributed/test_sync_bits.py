@@ -48,7 +48,7 @@ FEATURES = [
 
 
 def micro_batch(step: int, index: int) -> tuple[dict[str, Ragged], Tensor]:
-    """The same whoever computes it; ids are few, so that most micro-batches share them."""
+    """The same on every rank; ids are few, so that most micro-batches share them."""
     generator = torch.Generator().manual_seed(100 * step + index)
 
     def column(most: int, ids: int, weighted: bool = False) -> Ragged:

@@ -109,7 +109,7 @@ def assert_same(actual: Rows, expected: Rows) -> None:
             assert torch.equal(a, b), name
 
 
-def told(work: Any) -> tuple[str, str] | None:
+def error_of(work: Any) -> tuple[str, str] | None:
     try:
         work()
     except MegalithError as error:
@@ -140,7 +140,7 @@ def load_all(folder: Path) -> list[dict[str, Any]]:
             if not path.name.startswith(f"{mode}-"):
                 model.train_on(share(ints(3)), 0)
                 before = model.rows
-                refused = told(lambda model=model, path=path: checkpoint.load(model, path))
+                refused = error_of(lambda model=model, path=path: checkpoint.load(model, path))
                 assert_same(model.rows, before)
             report = checkpoint.load(model, path, optimizer=model.optimizer, reroute=True)
             placed = [router(mode, dist.get_world_size()).owner(x[0]) for x in model.rows.values()]
@@ -236,9 +236,9 @@ def load_chain(folder: Path) -> dict[str, Any]:
     other = spread()
     checkpoint.load(other, folder / "async")
     found["async"] = other.rows
-    found["not its chain"] = told(lambda: checkpoint.save_delta(other, folder / "chain"))
+    found["not its chain"] = error_of(lambda: checkpoint.save_delta(other, folder / "chain"))
     before = other.rows
-    damaged = told(lambda: checkpoint.load(other, folder / "damaged"))
+    damaged = error_of(lambda: checkpoint.load(other, folder / "damaged"))
     assert_same(other.rows, before)
     found["damaged"] = damaged
     return found
@@ -310,7 +310,7 @@ def continued(path: Path, steps: range, load: bool, save: bool) -> dict[str, Any
 def refused_states(states: list[Any]) -> list[tuple[str, str] | None]:
     """The states of 2 ranks, loaded on another number of them."""
     model = bits.Model(SyncShards(bits.TABLES, timeout=60.0))
-    return [told(lambda state=state: model.embeddings.load_state_dict(state)) for state in states]
+    return [error_of(lambda state=state: model.embeddings.load_state_dict(state)) for state in states]
 
 
 def test_training_continues_on_another_number_of_ranks_with_the_same_bits(tmp_path: Path) -> None:

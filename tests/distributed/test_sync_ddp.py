@@ -1,4 +1,4 @@
-"""SyncShards beside DistributedDataParallel in one step: ranks train what one process trains on the joined
+"""SyncShards and DistributedDataParallel in one step: ranks train what one process trains on the joined
 batch, tables and dense weights."""
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def batches() -> list[tuple[dict[str, Ragged], Tensor, Tensor]]:
 def train(shards: Shards, share: slice, ranks: int, **options: Any) -> dict[str, Any]:
     """Trains a share of every batch; this process's rows, dense weights, and predictions at the end."""
     model = Model(shards, **options)
-    # Small buckets: many all-reduces a step, under way while rows are.
+    # Small buckets: many all-reduces per step, in progress at the same time as rows.
     trained: nn.Module = DistributedDataParallel(model, bucket_cap_mb=0.0001) if ranks > 1 else model
     mean = options["reduction"] == "mean"
     # DDP averages over ranks; where the loss is a sum of shares, the sum is that times their number.

@@ -2,7 +2,7 @@
 
 Cases are drawn from a seed: tables, optimizers, routers, features, layouts, weights, ids that repeat within
 and across ranks, ranks without data, features and tables that some ranks do not have. Every rank draws the
-same case, trains the joined batch alone beside its part, and compares the rows it owns.
+same case, also trains the whole batch alone, and compares the rows it owns.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def exchanges(transport: str) -> list[tuple[str, dict[str, tuple[int, dict[str, 
 EXPECTED = {
     "training": 4,  # sizes, ids, rows, gradients
     "evaluation": 3,
-    "two forwards in a step": 9,  # of both look-ups; then sizes, ids and gradients of the sum
+    "two forwards in a step": 9,  # of both lookups; then sizes, ids and gradients of the sum
     "gradients of ids": 3,
     "assign": 3,
     "reinitialize": 3,
@@ -253,13 +253,13 @@ def pushed_steps() -> list[Tensor]:
             lookup = shards.lookup({"t": ids})
             grads = lookup.rows["t"] + torch.rand(9, 2, generator=generator)
             shards.apply_gradients(lookup, {"t": grads}, step=step)
-        seen = rows_of(shards)  # asked for behind what was pushed
+        seen = rows_of(shards)  # requested after the pushed gradients
         shards.flush()
         found += [seen, torch.cat([c.rows for c in shards.scan("t")])]
     return found
 
 
-def told(work: Any) -> tuple[str, str] | None:
+def error_of(work: Any) -> tuple[str, str] | None:
     try:
         work()
     except MegalithError as error:
@@ -274,17 +274,17 @@ def push_errors() -> dict[str, Any]:
     one, bad = torch.ones(1, 1), torch.full((1, 1), float("nan"))
 
     def push(grads: Tensor = one, step: int = 0) -> Any:
-        return told(lambda: shards.apply_gradients({"t": ints(4)}, {"t": grads}, step=step))
+        return error_of(lambda: shards.apply_gradients({"t": ints(4)}, {"t": grads}, step=step))
 
     found: dict[str, Any] = {"good": push()}
     found["bad"] = push(bad if rank else one)
-    found["flush"] = told(shards.flush)
-    found["flush again"] = told(shards.flush)
+    found["flush"] = error_of(shards.flush)
+    found["flush again"] = error_of(shards.flush)
     found["bad again"] = push(bad if rank else one)
     found["next"] = push()  # tells what became of the one before, and is on its way itself
-    found["after next"] = told(shards.flush)
+    found["after next"] = error_of(shards.flush)
     found["other steps"] = push(step=rank)
-    found["other steps, flushed"] = told(shards.flush)
+    found["other steps, flushed"] = error_of(shards.flush)
     found["row"] = shards.lookup({"t": ints(4)}).rows["t"].item()
     return found
 

@@ -44,7 +44,7 @@ NAN = float("nan")
 Said = tuple[str, str] | None
 
 
-def told(work: Callable[[], object]) -> Said:
+def error_of(work: Callable[[], object]) -> Said:
     try:
         work()
     except (MegalithError, TypeError) as error:
@@ -82,17 +82,17 @@ class Calls:
         return bad if self.bad else good
 
     def lookup(self, ids: Any) -> Said:
-        return told(lambda: self.shards.lookup(self.pick(ids, {"a": IDS})).wait())
+        return error_of(lambda: self.shards.lookup(self.pick(ids, {"a": IDS})).wait())
 
     def push(self, grads: Any = None, ids: Any = None, **numbers: Any) -> Said:
-        """Gradients of a look-up, or with ids without one."""
+        """Gradients of a lookup, or with ids without one."""
         lookup: Any = self.pick(ids, {"a": IDS, "b": IDS})
         if ids is None:
             lookup = self.shards.lookup({"a": IDS, "b": IDS})
         good: dict[str, Any] = {"step": 0}
         numbers = self.pick(good | numbers, good)
         given = self.pick(ONES if grads is None else grads, ONES)
-        return told(lambda: self.shards.apply_gradients(lookup, given, **numbers))
+        return error_of(lambda: self.shards.apply_gradients(lookup, given, **numbers))
 
     def changed_ids(self) -> Said:
         ids = IDS.clone()
@@ -100,24 +100,24 @@ class Calls:
         lookup.wait()
         if self.bad:
             ids[0] = 9
-        return told(lambda: self.shards.apply_gradients(lookup, {"a": ONES["a"]}, step=0))
+        return error_of(lambda: self.shards.apply_gradients(lookup, {"a": ONES["a"]}, step=0))
 
     def twice(self) -> Said:
-        """Uses a look-up again, with what rank 1 sends the other ranks at their good call."""
+        """Uses a lookup again, with what rank 1 sends the other ranks at their good call."""
         first, second = (self.shards.lookup({"a": IDS}) for _ in range(2))
         grads = {"a": torch.zeros(3, 2)}
         self.shards.apply_gradients(first, grads, step=0, time=7)
         used: Lookup = self.pick(first, second)
-        return told(lambda: self.shards.apply_gradients(used, grads, step=0))
+        return error_of(lambda: self.shards.apply_gradients(used, grads, step=0))
 
     def write(self, rows: Any, time: Any = None) -> Said:
         given = self.pick(rows, {"a": (IDS, ONES["a"])})
-        return told(lambda: self.shards.assign(given, time=self.pick(time, None)))
+        return error_of(lambda: self.shards.assign(given, time=self.pick(time, None)))
 
     def forward(self, batch: Any) -> Said:
         good = {"x": Ragged.from_lists([[1, 2], [3]]), "y": Ragged.from_lists([[], [4]])}
         given = self.pick(good | batch if isinstance(batch, dict) else batch, good)
-        return told(lambda: self.models["backward"](given))
+        return error_of(lambda: self.models["backward"](given))
 
     def backward(self, model: str, forwards: int = 1, change: str = "gradient") -> Said:
         collection = self.models[model]
@@ -133,7 +133,7 @@ class Calls:
             if model == "step":
                 collection.step()
 
-        said = told(train)
+        said = error_of(train)
         collection.zero_grad()
         return said
 
@@ -142,7 +142,7 @@ class Calls:
         zeros = {name: torch.zeros_like(g) for name, g in ONES.items()}
         lookup = self.shards.lookup({"a": IDS, "b": IDS})
         lookup.wait()
-        return told(lambda: self.shards.apply_gradients(lookup, zeros, step=0, time=7))
+        return error_of(lambda: self.shards.apply_gradients(lookup, zeros, step=0, time=7))
 
 
 ROWS = torch.ones(3, 2)
@@ -190,12 +190,12 @@ BAD: dict[str, tuple[Callable[[Calls], Said], str, str]] = {
     "no table to assign": (lambda c: c.write({"z": (IDS, ROWS)}), "UnknownNameError", "unknown table 'z'"),
     "time to assign": (lambda c: c.write({}, time=NAN), "InputError", "time must be seconds"),
     "reinitialize": (
-        lambda c: told(lambda: c.shards.reinitialize({c.pick("z", "a"): IDS})),
+        lambda c: error_of(lambda: c.shards.reinitialize({c.pick("z", "a"): IDS})),
         "UnknownNameError",
         "unknown table 'z'",
     ),
     "remove": (
-        lambda c: told(lambda: c.shards.remove({"a": c.pick(IDS.double(), ints(99))})),
+        lambda c: error_of(lambda: c.shards.remove({"a": c.pick(IDS.double(), ints(99))})),
         "InputError",
         "ids must be int64",
     ),
@@ -313,7 +313,7 @@ def differing() -> dict[str, Said]:
     found = {}
     for name, other in arguments.items():
         given = {"configs": TABLES, **(other if rank else {})}
-        found[name] = told(lambda given=given: SyncShards(**given, timeout=PATIENT))  # type: ignore[misc]
+        found[name] = error_of(lambda given=given: SyncShards(**given, timeout=PATIENT))  # type: ignore[misc]
     return found
 
 
@@ -342,10 +342,10 @@ def other_calls(transport: str) -> list[Said]:
     """Rank 1 makes another call than the others; then all make the same again; then one call too many."""
     rank = dist.get_rank()
     shards = SyncShards(TABLES, transport=transport, timeout=SOON)
-    found = [told(lambda: shards.remove({"a": IDS}) if rank == 1 else shards.lookup({"a": IDS}).wait())]
-    found.append(told(lambda: shards.lookup({"a": IDS}).wait()))
+    found = [error_of(lambda: shards.remove({"a": IDS}) if rank == 1 else shards.lookup({"a": IDS}).wait())]
+    found.append(error_of(lambda: shards.lookup({"a": IDS}).wait()))
     if rank == 1:
-        found.append(told(lambda: shards.lookup({"a": IDS}).wait()))
+        found.append(error_of(lambda: shards.lookup({"a": IDS}).wait()))
         store().set("gave up", "")
     else:
         store().wait(["gave up"], timedelta(seconds=PATIENT))
@@ -376,8 +376,8 @@ def other_exchange() -> Said:
     lookup = shards.lookup({"a": IDS})
     lookup.wait()
     if dist.get_rank() == 1:
-        return told(lambda: shards.lookup({"a": IDS}).wait())
-    return told(lambda: shards.apply_gradients(lookup, {"a": ONES["a"]}, step=4))
+        return error_of(lambda: shards.lookup({"a": IDS}).wait())
+    return error_of(lambda: shards.apply_gradients(lookup, {"a": ONES["a"]}, step=4))
 
 
 def test_ranks_at_different_exchanges_are_told_so() -> None:
@@ -401,7 +401,7 @@ def train(shards: SyncShards, step: int) -> Lookup:
 
 
 def dying(transport: str, where: str) -> list[Said] | None:
-    """Rank 2 of 4 is killed in step 2, before its look-up or before its gradients."""
+    """Rank 2 of 4 is killed in step 2, before its lookup or before its gradients."""
     shards = SyncShards(TABLES, transport=transport, timeout=SOON, push=where == "push")
     grads: dict[str, Tensor] = ONES
 
@@ -416,7 +416,7 @@ def dying(transport: str, where: str) -> list[Said] | None:
             if step == 2 and where == "push":
                 shards.flush()
 
-    return [told(steps), told(lambda: train(shards, 9))]
+    return [error_of(steps), error_of(lambda: train(shards, 9))]
 
 
 @pytest.mark.parametrize(
@@ -445,11 +445,11 @@ def stalling(transport: str) -> list[Said]:
     rank = dist.get_rank()
     if rank == 1:
         store().wait(["gave up/0", "gave up/2"], timedelta(seconds=PATIENT))
-    said = told(lambda: shards.apply_gradients(train(shards, 1), ONES, step=1))
+    said = error_of(lambda: shards.apply_gradients(train(shards, 1), ONES, step=1))
     store().set(f"gave up/{rank}", "")
     if rank != 1:
         store().wait(["gave up/1"], timedelta(seconds=PATIENT))
-    return [said, told(lambda: train(shards, 2))]
+    return [said, error_of(lambda: train(shards, 2))]
 
 
 @pytest.mark.parametrize("transport", ["gloo", "auto"])

@@ -32,7 +32,7 @@ def table(name: str, **options: Any) -> TableConfig:
     return TableConfig(name, dim=2, optimizer=SGD(1.0), initializer=Zeros(), **options)
 
 
-def told(work: Any) -> tuple[str, str] | None:
+def error_of(work: Any) -> tuple[str, str] | None:
     try:
         work()
     except (MegalithError, KeyError, ValueError, RuntimeError) as error:
@@ -123,8 +123,8 @@ def in_groups() -> dict[str, Any]:
     found["mesh, outer"] = (outer.rank, outer.world_size), trained(outer, rank // 2, 2, rank % 2)
     whole_mesh = SyncShards([table("t")], group=init_device_mesh("cpu", (4,)))
     found["mesh, all"] = (whole_mesh.rank, whole_mesh.world_size), trained(whole_mesh, rank, 4, 0)
-    found["two dimensions"] = told(lambda: SyncShards([table("t")], group=mesh))
-    found["outsider"] = told(lambda: SyncShards([table("t")], group=others))
+    found["two dimensions"] = error_of(lambda: SyncShards([table("t")], group=mesh))
+    found["outsider"] = error_of(lambda: SyncShards([table("t")], group=others))
     alone = SyncShards([table("t")], group=[dist.new_group([r]) for r in range(4)][rank])
     found["alone"] = (alone.rank, alone.world_size), trained(alone, 0, 1, rank)
     return found
@@ -173,7 +173,7 @@ def test_what_is_no_group_of_this_rank_is_told(groups: list[dict[str, Any]]) -> 
 
 
 def two_collections() -> list[list[float]]:
-    """Two SyncShards in one model, with look-ups of both under way before either is used."""
+    """Two SyncShards in one model, with lookups of both in progress before either is used."""
     first, second = (SyncShards([table(name)]) for name in ("a", "b"))
     ids = torch.arange(3) + dist.get_rank()
     one, other = first.lookup({"a": ids}), second.lookup({"b": ids + 1})

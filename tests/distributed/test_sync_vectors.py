@@ -32,7 +32,7 @@ def one_rate(step: int) -> float:
 
 
 class Ranks:
-    """SyncShards to which rank 0 alone brings data, unless told that all do; all ranks read."""
+    """SyncShards to which only rank 0 brings data by default; all ranks read."""
 
     def __init__(self, *tables: TableConfig, all_push: bool = False, **options: Any) -> None:
         self.shards = SyncShards(tables, **options)
@@ -136,7 +136,7 @@ def many_tables(options: dict[str, Any]) -> dict[str, Any]:
     ids = {"slot0": ints(1), "slot1": ints(2, 2)} if first else {}
     grads = {"slot0": torch.tensor([[3.0]]), "slot1": torch.tensor([[1.1, 3.1], [2.2, 4.2]])} if first else {}
     ranks.shards.apply_gradients(ids, grads, step=0)
-    found["without a look-up"] = [ranks.read("slot0", 1), ranks.read("slot1", 1, 2)]
+    found["without a lookup"] = [ranks.read("slot0", 1), ranks.read("slot1", 1, 2)]
 
     ranks = Ranks(table("merged", 1), **options)  # two features of one table, with the same id
     given: dict[str, Any] = {"merged": (ints(1, 1), torch.tensor([[2.0], [4.0]]))} if first else {}
@@ -227,7 +227,7 @@ def test_many_tables(found: list[dict[str, Any]]) -> None:
         assert got["gradients, rate 1"] == [[[-2]], [[-1, -3], [-2, -4]]]
         (zero,), (one, two) = got["gradients, rate 0.1"]
         assert [*zero, *one, *two] == near([-0.2, -0.1, -0.3, -0.2, -0.4])
-        (one,), (absent, two) = got["without a look-up"]
+        (one,), (absent, two) = got["without a lookup"]
         assert (one, absent) == ([-3], [0, 0])
         assert two == near([-3.3, -7.3])
         assert got["two features of a table"] == [[[6], [6]], [[4], [4]]]

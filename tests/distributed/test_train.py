@@ -96,7 +96,7 @@ def killed(settings: RunConfig, folder: Path) -> str:
 
 
 def stopped(settings: RunConfig, folder: Path) -> tuple[int, bool]:
-    """Rank 1 is told to stop after step 5."""
+    """Rank 1 receives a request to stop after step 5."""
     run = Run(settings, folder)
     run.train(At(5, run.stop) if dist.get_rank() == 1 else None)
     return run.step, run.stopped
@@ -206,7 +206,7 @@ def test_without_micro_batches_each_rank_has_one_and_the_loss_is_that_of_the_who
 
 def test_a_rank_that_is_told_to_stop_stops_all_at_one_step(tmp_path: Path, whole: Path) -> None:
     found = run_ranks(stopped, config(train_micro_batches=4), tmp_path / "run")
-    assert found == [(6, True), (6, True)]  # the look-ups of step 6 told rank 0
+    assert found == [(6, True), (6, True)]  # rank 0 learned of it in step 6
     assert resume(tmp_path / "run") == STEPS
     assert_same(tmp_path / "run", whole)
 

@@ -53,7 +53,9 @@ def test_shards_may_be_made_or_given() -> None:
 
 def test_shards_must_have_the_models_rows() -> None:
     shards = LocalShards([TableConfig("a", dim=3, optimizer=Adagrad())])
-    with pytest.raises(InputError, match=r"table 'a' has segments with dims \[3\], but the model needs \[1, 2\]"):
+    with pytest.raises(
+        InputError, match=r"table 'a' has segments with dims \[3\], but the model needs \[1, 2\]"
+    ):
         DeepFM(EmbeddingConfig(["a"], dim=2, shards=shards))
     with pytest.raises(UnknownNameError, match=r"unknown table 'b' \(known: 'a'"):
         DCNv2(EmbeddingConfig(["b"], dim=3, shards=shards))

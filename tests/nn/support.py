@@ -31,7 +31,7 @@ def zeros(name: str = "t", dim: int = 1, lr: Any = 1.0, **options: Any) -> Table
 
 
 def collection(*features: Feature, dim: int = 1, **options: Any) -> EmbeddingCollection:
-    """Features of one table "t" that starts at zero; feature "a" unless told otherwise."""
+    """Features of one table "t" that starts at zero; by default feature "a"."""
     return EmbeddingCollection([zeros(dim=dim)], list(features) or [Feature("a", "t")], **options)
 
 

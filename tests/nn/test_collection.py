@@ -159,7 +159,7 @@ def test_weights_of_some_features(engine: str) -> None:
     torch.testing.assert_close(out["sqrtn"], floats([3, 30], [2, 20], [0, 0]))
     assert out["first"].tolist() == [[[3, 30]], [[1, 10]], [[0, 0]]]
     assert out["plain"].tolist() == [[2, 20], [2, 20], [0, 0]]
-    assert out["rows"].values.tolist() == [[1, 10], [3, 30], [2, 20]]  # as they are, weights beside them
+    assert out["rows"].values.tolist() == [[1, 10], [3, 30], [2, 20]]  # unchanged, with the weights
     assert out["rows"].weights.tolist() == [3, 4, 0.5]
 
 

@@ -1,4 +1,4 @@
-"""A collection beside the rest of torch: compile, autocast, GradScaler, torch.optim, DataLoader."""
+"""A collection together with the rest of torch: compile, autocast, GradScaler, torch.optim, DataLoader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of SyncShards that need no other rank: wires, sums by a tree, preparing ids, joined poolings."""
+"""The parts of SyncShards that need no other rank: wires, sums by a tree, preparing ids, joint poolings."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ def test_a_router_for_every_table() -> None:
             make_routers(own, given_router, 4)
 
 
-# ---- joined poolings
+# ---- joint poolings
 
 
 @st.composite
