@@ -65,7 +65,7 @@ def exchanged(sizes: list[int]) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def test_every_rank_gets_from_every_rank_what_the_pattern_says() -> None:
+def test_every_rank_receives_the_data_of_the_pattern_from_every_rank() -> None:
     ranks = 3
     results = run_ranks(exchanged, [7200], world_size=ranks)
     for rank, found in enumerate(results):
@@ -93,7 +93,7 @@ def test_a_byte_is_rounded_up_to_an_element() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "said"),
+    ("changes", "error", "printed"),
     [
         ({"patterns": ("gossip",)}, UnknownNameError, "unknown pattern 'gossip' (known: all_reduce, even,"),
         ({"sizes": ()}, InputError, "sizes must not be empty"),
@@ -102,10 +102,10 @@ def test_a_byte_is_rounded_up_to_an_element() -> None:
         ({"budget": float("nan")}, InputError, "budget must be above 0"),
     ],
 )
-def test_invalid_settings_are_named(changes: Any, error: type, said: str) -> None:
+def test_invalid_settings_are_named(changes: Any, error: type, printed: str) -> None:
     with pytest.raises(error) as caught:
         CommSettings(**changes)
-    assert said in str(caught.value)
+    assert printed in str(caught.value)
 
 
 # ---- without a launcher
@@ -137,11 +137,11 @@ def test_the_table_names_patterns_and_sizes() -> None:
     result = bench(*QUICK, "--pattern", "rows", "--pattern", "ids", "--ranks", "3", "--dim", "8")
     assert result.exit_code == 0, result.output
     assert "3 ranks, gloo" in result.output
-    said = [line for line in result.output.splitlines() if "KiB" in line]
-    assert len(said) == 4
-    assert "all-to-all, rows" in said[0]
-    assert "64.0 KiB" in said[1]
-    assert "all-to-all, ids" in said[2]
+    printed = [line for line in result.output.splitlines() if "KiB" in line]
+    assert len(printed) == 4
+    assert "all-to-all, rows" in printed[0]
+    assert "64.0 KiB" in printed[1]
+    assert "all-to-all, ids" in printed[2]
 
 
 def test_what_exceeds_the_budget_is_left_out_and_reported() -> None:
@@ -171,14 +171,14 @@ def test_closing_the_stream_ends_all_processes() -> None:
 
 def test_under_torchrun_the_ranks_are_its_own_and_one_of_them_prints() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    said = run(*command, "-m", "megalith", "bench", "comm", *QUICK, "--pattern", "even", "--json")
-    found = json.loads(said)
+    printed = run(*command, "-m", "megalith", "bench", "comm", *QUICK, "--pattern", "even", "--json")
+    found = json.loads(printed)
     assert found["ranks"] == 2
     assert [result["pattern"] for result in found["results"]] == ["even", "even"]
 
 
 @pytest.mark.parametrize(
-    ("environ", "flags", "said"),
+    ("environ", "flags", "printed"),
     [
         ({"RANK": "0", "WORLD_SIZE": "1"}, [], "torchrun started 1 rank(s), but at least two are needed"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, ["--ranks", "4"], "torchrun started 2 rank(s), but 4 are needed"),
@@ -191,18 +191,18 @@ def test_under_torchrun_the_ranks_are_its_own_and_one_of_them_prints() -> None:
 )
 @pytest.mark.filterwarnings("ignore::megalith.distributed.launcher_environment.LaunchWarning")
 def test_a_launcher_that_does_not_suit_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], flags: list[str], said: str
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], flags: list[str], printed: str
 ) -> None:
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     result = bench(*flags)
     assert result.exit_code == 1
-    assert said in re.sub(r"\s+", " ", result.output)
+    assert printed in re.sub(r"\s+", " ", result.output)
     assert not dist.is_initialized()
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "printed"),
     [
         (["--sizes", "1KiB,much"], "--sizes: 'much' is not a number of bytes such as 512, 64KiB or 1M"),
         (["--sizes", "0"], "sizes must be within 1 .."),
@@ -210,10 +210,10 @@ def test_a_launcher_that_does_not_suit_is_an_error(
         (["--plot", "/no/such/place.html"], "--plot: /no/such is not a directory"),
     ],
 )
-def test_wrong_flags_are_one_line_and_exit_code_1(flags: list[str], said: str) -> None:
+def test_wrong_flags_are_one_line_and_exit_code_1(flags: list[str], printed: str) -> None:
     result = bench(*flags)
     assert result.exit_code == 1
-    assert said in re.sub(r"\s+", " ", result.output)
+    assert printed in re.sub(r"\s+", " ", result.output)
 
 
 def test_help_shows_examples() -> None:

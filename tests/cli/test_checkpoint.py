@@ -1,4 +1,4 @@
-"""megalith checkpoint: what its commands print and write, and what they say to wrong input."""
+"""megalith checkpoint: the output and files of its commands, and their errors."""
 
 from __future__ import annotations
 
@@ -100,21 +100,21 @@ def user_rows(path: Path | str) -> dict[int, list[float]]:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_shows_an_example(command: str) -> None:
-    said = words(run(command, "--help"))
-    assert f"Example: megalith checkpoint {command} " in said
+    printed = words(run(command, "--help"))
+    assert f"Example: megalith checkpoint {command} " in printed
 
 
 # ---- ls
 
 
 def test_ls_shows_saves_and_tables_of_a_checkpoint(saved: Path) -> None:
-    said = words(run("ls", saved))
+    printed = words(run("ls", saved))
     first, second = checkpoint.read_manifest(saved).saves
-    assert "14 rows" in said
-    assert re.search(rf"{first.id} │ base │ \S+ │ 15 │ 0 │ [\d.]+ \w+ │ 0 ", said)
-    assert re.search(rf"{second.id} │ delta │ \S+ │ 2 │ 2 │ [\d.]+ \w+ │ 12 ", said)
-    assert re.search(r"e\.user │ 9 │ [\d.]+ \w+ │ 2 │ 2 adagrad │ roundrobin, 1 shard", said)
-    assert re.search(r"e\.a/b │ 5 │ [\d.]+ \w+ │ 3 │ 1 ftrl \+ 2 adam │ roundrobin, 1 shard", said)
+    assert "14 rows" in printed
+    assert re.search(rf"{first.id} │ base │ \S+ │ 15 │ 0 │ [\d.]+ \w+ │ 0 ", printed)
+    assert re.search(rf"{second.id} │ delta │ \S+ │ 2 │ 2 │ [\d.]+ \w+ │ 12 ", printed)
+    assert re.search(r"e\.user │ 9 │ [\d.]+ \w+ │ 2 │ 2 adagrad │ roundrobin, 1 shard", printed)
+    assert re.search(r"e\.a/b │ 5 │ [\d.]+ \w+ │ 3 │ 1 ftrl \+ 2 adam │ roundrobin, 1 shard", printed)
 
 
 def test_ls_as_json(saved: Path) -> None:
@@ -144,8 +144,8 @@ def test_ls_of_a_directory_is_a_line_each_and_marks_what_cannot_be_read(
     (runs / "odd" / "manifest.json").write_text("[]")
     (runs / "one" / "tensorboard").mkdir()
 
-    said = run("ls", runs).stdout
-    lines = [line for line in said.splitlines() if line.startswith("│")]
+    printed = run("ls", runs).stdout
+    lines = [line for line in printed.splitlines() if line.startswith("│")]
     found = {cells[1].strip(): cells[2].strip() for cells in (line.split("│") for line in lines)}
     assert found == {
         "cut": "incomplete",
@@ -170,8 +170,8 @@ def test_ls_names_what_a_broken_save_left(saved: Path) -> None:
 
 
 def test_verify(saved: Path) -> None:
-    said = words(run("verify", saved))
-    assert re.fullmatch(r"no problems: 6 files, [\d.]+ \w+, 17 rows read ", said)
+    printed = words(run("verify", saved))
+    assert re.fullmatch(r"no problems: 6 files, [\d.]+ \w+, 17 rows read ", printed)
     assert as_json("verify", saved)["ok"]
 
 
@@ -207,11 +207,11 @@ def test_diff(saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved, before)
     (before / "manifest.json").write_text(json.dumps({**manifest, "deltas": []}))
 
-    said = words(run("diff", before, saved))
-    assert "e.user │ 10 │ 9 │ 1 │ 2 │ 1 │ 1 │ 12 │ 3 │" in said
-    assert "e.a/b │ 5 │ 5 │ 0 │ 0 │ 0 │ 0 │ │ │" in said
-    assert "step of e: 0 → 12" in said
-    assert "progress config.train.lr: 0.1 → 0.2" in said
+    printed = words(run("diff", before, saved))
+    assert "e.user │ 10 │ 9 │ 1 │ 2 │ 1 │ 1 │ 12 │ 3 │" in printed
+    assert "e.a/b │ 5 │ 5 │ 0 │ 0 │ 0 │ 0 │ │ │" in printed
+    assert "step of e: 0 → 12" in printed
+    assert "progress config.train.lr: 0.1 → 0.2" in printed
 
     found = as_json("diff", before, saved)
     assert not found["same"]
@@ -230,11 +230,11 @@ def test_diff_of_equals(saved: Path) -> None:
     assert as_json("diff", saved, saved)["same"]
 
 
-def test_diff_says_long_values_differ_without_printing_them(tmp_path: Path, model: Model) -> None:
+def test_diff_reports_long_values_without_printing_them(tmp_path: Path, model: Model) -> None:
     for name, text in (("a", "x"), ("b", "y")):
         checkpoint.save(model, tmp_path / name, progress={"rng": text * 1000})
-    said = words(run("diff", tmp_path / "a", tmp_path / "b"))
-    assert "progress rng: differs" in said
+    printed = words(run("diff", tmp_path / "a", tmp_path / "b"))
+    assert "progress rng: differs" in printed
 
 
 def test_diff_prints_no_nan_as_json(tmp_path: Path, model: Model) -> None:
@@ -310,8 +310,8 @@ def test_compact(saved: Path) -> None:
 
 
 def test_export_writes_a_file_of_each_table(saved: Path, tmp_path: Path) -> None:
-    said = words(run("export", saved, tmp_path / "out"))
-    assert f"9 rows in {tmp_path}/out/e.user.parquet" in said
+    printed = words(run("export", saved, tmp_path / "out"))
+    assert f"9 rows in {tmp_path}/out/e.user.parquet" in printed
     user = parquet.read_table(tmp_path / "out" / "e.user.parquet")
     assert user.column_names == ["id", "weights", "state/0/sum", "time"]
     assert dict(zip(user["id"].to_pylist(), user["weights"].to_pylist(), strict=True)) == user_rows(saved)
@@ -342,7 +342,7 @@ def test_export_of_what_cannot_be(saved: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The address of an object store, which is a directory behind obstore's calls."""
+    """The address of an object store, backed by a directory."""
     store = pytest.importorskip("obstore.store")
 
     def from_url(url: str, **options: Any) -> Any:

@@ -56,41 +56,41 @@ def table(root: Path, ids: torch.Tensor) -> Path:
 
 
 def test_a_pattern_is_warned_of_and_cured(tmp_path: Path) -> None:
-    said = words(run(lines(tmp_path / "ids.txt", [8 * i for i in range(2000)]), "--ranks", "8"))
-    assert "2,000 distinct ids in 2,000 occurrences, over 8 ranks" in said
-    assert "│ roundrobin │ rows │ 250 │ 0 │ 2,000 │ 8.00 │ 8.00 │" in said
-    assert "│ 0 │ 2,000 (2,000) │" in said
-    assert "warning: the ids follow a pattern (all are 0 mod 8)" in said
-    assert 'use: hash_roundrobin (TableConfig(..., dist_type="hash_roundrobin")' in said
-    assert "hottest" not in said
+    printed = words(run(lines(tmp_path / "ids.txt", [8 * i for i in range(2000)]), "--ranks", "8"))
+    assert "2,000 distinct ids in 2,000 occurrences, over 8 ranks" in printed
+    assert "│ roundrobin │ rows │ 250 │ 0 │ 2,000 │ 8.00 │ 8.00 │" in printed
+    assert "│ 0 │ 2,000 (2,000) │" in printed
+    assert "warning: the ids follow a pattern (all are 0 mod 8)" in printed
+    assert 'use: hash_roundrobin (TableConfig(..., dist_type="hash_roundrobin")' in printed
+    assert "hottest" not in printed
 
 
 def test_a_hot_id_is_named(tmp_path: Path) -> None:
     ids = [7 if i % 2 else i for i in range(4000)]
-    said = words(run(lines(tmp_path / "ids.txt", ids), "--ranks", "4", "--batch-size", "2"))
-    assert "hottest ids: 7 (50.00%), 0 (0.03%)" in said
-    assert "hot id 7 (50.0% of the traffic); the mean is 25.0% per rank" in said
-    assert "Hashing does not help" in said
+    printed = words(run(lines(tmp_path / "ids.txt", ids), "--ranks", "4", "--batch-size", "2"))
+    assert "hottest ids: 7 (50.00%), 0 (0.03%)" in printed
+    assert "hot id 7 (50.0% of the traffic); the mean is 25.0% per rank" in printed
+    assert "Hashing does not help" in printed
 
 
 def test_a_bad_block_size_gets_a_better_one(tmp_path: Path) -> None:
     source = lines(tmp_path / "ids.txt", list(range(1000)))
-    said = words(run(source, "--ranks", "4", "--block-size", "1000"))
-    assert "continuous / 1,000" in said
-    assert "use --block-size 250" in said
+    printed = words(run(source, "--ranks", "4", "--block-size", "1000"))
+    assert "continuous / 1,000" in printed
+    assert "use --block-size 250" in printed
     assert "warning" not in words(run(source, "--ranks", "4", "--block-size", "250"))
 
 
 def test_bytes_are_shown_when_the_dim_is_known(tmp_path: Path) -> None:
     source = lines(tmp_path / "ids.txt", [*range(1000), *range(1000)])
-    said = words(run(source, "--ranks", "1", "--dim", "64", "--batch-size", "1000"))
-    assert "roundrobin │ rows │ 1,000 │ 1,000 │ 1,000 │ 1.00 │ 0.00 │ 250.0 KiB │" in said  # 1000 * 256
-    assert "sent │ 2,000 │ 2,000 │ 2,000 │ 1.00 │ 0.00 │ 515.6 KiB │" in said  # 2000 * 264
+    printed = words(run(source, "--ranks", "1", "--dim", "64", "--batch-size", "1000"))
+    assert "roundrobin │ rows │ 1,000 │ 1,000 │ 1,000 │ 1.00 │ 0.00 │ 250.0 KiB │" in printed  # 1000 * 256
+    assert "sent │ 2,000 │ 2,000 │ 2,000 │ 1.00 │ 0.00 │ 515.6 KiB │" in printed  # 2000 * 264
 
 
 def test_many_ranks_are_not_listed(tmp_path: Path) -> None:
-    said = words(run(lines(tmp_path / "ids.txt", list(range(10_000))), "--ranks", "64"))
-    assert "rows per rank" not in said
+    printed = words(run(lines(tmp_path / "ids.txt", list(range(10_000))), "--ranks", "64"))
+    assert "rows per rank" not in printed
 
 
 def test_json(tmp_path: Path) -> None:
@@ -104,8 +104,8 @@ def test_json(tmp_path: Path) -> None:
 
 
 def test_help_shows_examples(tmp_path: Path) -> None:
-    said = words(run(tmp_path, "--help"))
-    assert "megalith plan clicks.parquet --column user_id --ranks 8" in said
+    printed = words(run(tmp_path, "--help"))
+    assert "megalith plan clicks.parquet --column user_id --ranks 8" in printed
 
 
 # ---- sources
@@ -176,7 +176,7 @@ def test_csv_columns(tmp_path: Path) -> None:
     assert torch.equal(read_sample(path, size=9, column="user", hash=True).ids, hash_strings(["8", "16"]))
 
 
-def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
+def test_unreadable_sources_raise(tmp_path: Path) -> None:
     parquet = tmp_path / "p.parquet"
     pq.write_table(pa.table({"a": [1], "b": [1.5]}), parquet)
     broken = tmp_path / "broken.parquet"
@@ -203,7 +203,7 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
     assert "no such file" in result.stderr
 
 
-def test_an_empty_table_is_said(tmp_path: Path) -> None:
+def test_an_empty_table_raises(tmp_path: Path) -> None:
     root = table(tmp_path / "c", torch.empty(0, dtype=torch.int64))
     result = run(root, "--ranks", "2")
     assert result.exit_code == 1

@@ -64,12 +64,12 @@ def words(result: Result) -> str:
 
 
 def test_all_tables(saved: Path) -> None:
-    said = words(run(saved))
-    assert "6 rows" in said
-    assert re.search(r"user │ 5 │ [\d,.]+ (bytes|KiB) │ 2 │ 2 adagrad │ roundrobin, 1 shard │ 0", said)
-    assert "1 ftrl + 2 adam" in said
-    assert "--table NAME" in said
-    assert "collection" not in said
+    printed = words(run(saved))
+    assert "6 rows" in printed
+    assert re.search(r"user │ 5 │ [\d,.]+ (bytes|KiB) │ 2 │ 2 adagrad │ roundrobin, 1 shard │ 0", printed)
+    assert "1 ftrl + 2 adam" in printed
+    assert "--table NAME" in printed
+    assert "collection" not in printed
 
 
 def test_collections_are_shown_where_tables_have_them(tmp_path: Path) -> None:
@@ -78,9 +78,9 @@ def test_collections_are_shown_where_tables_have_them(tmp_path: Path) -> None:
 
     both = nn.ModuleDict({"left": part(), "right": part()})
     checkpoint.save(both, tmp_path)
-    said = words(run(tmp_path))
-    assert "collection" in said
-    assert "left" in said
+    printed = words(run(tmp_path))
+    assert "collection" in printed
+    assert "left" in printed
     result = run(tmp_path, "--table", "t")
     assert result.exit_code == 1
     assert "name one (known: 'left', 'right')" in result.stderr
@@ -88,13 +88,13 @@ def test_collections_are_shown_where_tables_have_them(tmp_path: Path) -> None:
 
 
 def test_one_table(saved: Path) -> None:
-    said = words(run(saved, "--table", "user", "--top", "2"))
-    assert "Adagrad(lr=0.1" in said
-    assert "min 0.5, median 1, max 5" in said
-    assert "largest rows id norm 1 5 " in said
-    assert said.count("over 3 years 5 █") == 1
-    assert "from 2001-09-08 21:46:40 UTC to 2001-09-09 01:46:40 UTC" in said
-    assert "--now newest shows ages" in said
+    printed = words(run(saved, "--table", "user", "--top", "2"))
+    assert "Adagrad(lr=0.1" in printed
+    assert "min 0.5, median 1, max 5" in printed
+    assert "largest rows id norm 1 5 " in printed
+    assert printed.count("over 3 years 5 █") == 1
+    assert "from 2001-09-08 21:46:40 UTC to 2001-09-09 01:46:40 UTC" in printed
+    assert "--now newest shows ages" in printed
 
 
 def test_ages_count_from_the_moment_asked_for(saved: Path) -> None:
@@ -116,17 +116,17 @@ def test_a_table_without_rows(saved: Path) -> None:
 
 @pytest.mark.parametrize("id", ["-1", str(2**64 - 1), "0xffffffffffffffff"])
 def test_one_id_signed_or_not(saved: Path, id: str) -> None:
-    said = words(run(saved, "--table", "user", "--id", id, "--now", "newest"))
-    assert "id -1 of table user" in said
-    assert "weights 0 1 " in said
-    assert "state 0/sum 0 0" in said
-    assert "2001-09-08 21:46:40 UTC (4 hours ago)" in said
+    printed = words(run(saved, "--table", "user", "--id", id, "--now", "newest"))
+    assert "id -1 of table user" in printed
+    assert "weights 0 1 " in printed
+    assert "state 0/sum 0 0" in printed
+    assert "2001-09-08 21:46:40 UTC (4 hours ago)" in printed
 
 
 def test_a_row_of_two_segments_shows_their_parts(saved: Path) -> None:
-    said = words(run(saved, "--table", "item", "--id", "7"))
-    assert re.search(r"weights 0 \S+ weights 1 \S+ \S+ state 0/sum", said)
-    assert "state 1/count 1 " in said
+    printed = words(run(saved, "--table", "item", "--id", "7"))
+    assert re.search(r"weights 0 \S+ weights 1 \S+ \S+ state 0/sum", printed)
+    assert "state 1/count 1 " in printed
 
 
 def test_a_text_is_hashed(saved: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_bar_shows_when_it_takes_long(saved: Path, monkeypatch: pytest.MonkeyP
     assert "reading user" in screen.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_where_nobody_looks_there_is_no_bar(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_bar_is_drawn_without_a_terminal(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "PATIENCE", -1.0)
     assert run(saved, "--table", "user").stderr == ""
 

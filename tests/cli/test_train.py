@@ -106,7 +106,7 @@ def test_predict_needs_no_label(tmp_path: Path, config: Path) -> None:
     assert "click" in _error(megalith("eval", tmp_path / "run", tmp_path / "new.parquet"))
 
 
-def test_resume_goes_on_and_flags_that_would_change_the_model_are_refused(
+def test_resume_continues_and_flags_that_would_change_the_model_are_refused(
     tmp_path: Path, config: Path
 ) -> None:
     run = tmp_path / "run"
@@ -163,7 +163,7 @@ def test_a_bar_shows_while_saving_if_that_takes_long(
         (("predict", "nowhere", "in.parquet", "out.txt"), "out.txt: write to a file named .csv or .parquet"),
     ],
 )
-def test_wrong_input_is_one_line_that_says_what_to_do(
+def test_wrong_input_prints_one_line_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -186,7 +186,7 @@ def test_a_bad_row_is_named_or_skipped_and_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_saves_and_the_run_goes_on(tmp_path: Path, number: int) -> None:
+def test_ctrl_c_saves_and_the_run_can_be_resumed(tmp_path: Path, number: int) -> None:
     run = tmp_path / "run"
     config = tmp_path / "run.toml"
     config.write_text(

@@ -82,7 +82,7 @@ def test_a_killed_rank_is_restarted_and_the_run_ends_as_if_nothing_had_happened(
     tmp_path: Path, config: Path
 ) -> None:
     run, output = tmp_path / "run", tmp_path / "output"
-    arguments = ("--config", config, "--run-dir", run, "--resume")  # starts, and goes on when restarted
+    arguments = ("--config", config, "--run-dir", run, "--resume")  # starts, and continues when restarted
     with torchrun(output, *arguments, restarts=1) as launcher:
         wait_for(lambda: step(run) >= 5, launcher, output)
         ranks = ranks_of(launcher)
@@ -113,16 +113,16 @@ def test_a_signal_to_the_launcher_stops_all_ranks_at_one_step_and_saves(
         wait_for(lambda: log.exists() and log.read_text().count("\n") >= 3, launcher, output)
         os.kill(launcher.pid, number)
         launcher.wait(LIMIT)
-    said = re.findall(r"stopped after step ([\d,]+)", output.read_text())
-    assert len(said) == 1, output.read_text()
+    printed = re.findall(r"stopped after step ([\d,]+)", output.read_text())
+    assert len(printed) == 1, output.read_text()
     stopped = step(run)
-    assert stopped == int(said[0].replace(",", "")) >= 3
+    assert stopped == int(printed[0].replace(",", "")) >= 3
     on_one_rank = megalith("train", "--run", run, "--resume", "--max-steps", stopped + 2)
     assert on_one_rank.exit_code == 0, on_one_rank.output
     assert "--comm-metrics has no effect" in on_one_rank.output
 
 
-def test_resume_with_a_config_starts_or_goes_on_and_names_what_cannot_change(
+def test_resume_with_a_config_starts_or_continues_and_names_keys_that_cannot_change(
     tmp_path: Path, config: Path
 ) -> None:
     run = tmp_path / "run"

@@ -37,7 +37,7 @@ def assert_same_batches(one: list[Batch], two: list[Batch]) -> None:
 
 
 def check_resume(make: Callable[[], Reader]) -> None:
-    """From every batch's position, through JSON, a new reader goes on as if nothing had happened."""
+    """From every batch's position, through JSON, a new reader continues without a difference."""
     uninterrupted = list(make())
     assert len(uninterrupted) > 1
     for done, batch in enumerate(uninterrupted, 1):

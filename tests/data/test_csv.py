@@ -247,7 +247,7 @@ def test_arguments_out_of_range(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.csv.gz"])
-def test_files_whose_header_is_none(tmp_path: Path, name: str) -> None:
+def test_files_with_an_invalid_header(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_bytes(b'"y,c,d\n1,2,3\n')
     with pytest.raises(InputError, match=r"line 1 must name the columns|gz: cannot be read"):

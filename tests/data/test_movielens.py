@@ -205,16 +205,16 @@ def source(tmp_path: Path) -> DownloadSource:
 
 
 def test_fetched_once_with_a_notice(tmp_path: Path, source: DownloadSource) -> None:
-    said: list[str] = []
+    printed: list[str] = []
     cache = tmp_path / "cache"
-    directory = fetch_movielens(cache, sources=(source,), notify=said.append)
+    directory = fetch_movielens(cache, sources=(source,), notify=printed.append)
     assert len(read_movielens(directory).samples) == 6
-    assert len(said) == 1
-    assert "research" in said[0]
-    assert "Harper" in said[0]
+    assert len(printed) == 1
+    assert "research" in printed[0]
+    assert "Harper" in printed[0]
     assert sorted(path.name for path in cache.iterdir()) == ["ml-1m"]
-    assert fetch_movielens(cache, sources=(), notify=said.append) == directory
-    assert len(said) == 1
+    assert fetch_movielens(cache, sources=(), notify=printed.append) == directory
+    assert len(printed) == 1
 
 
 def test_a_damaged_cache_is_fetched_again(tmp_path: Path, source: DownloadSource) -> None:

@@ -95,7 +95,7 @@ def test_options_of_a_feature(tmp_path: Path) -> None:
 @given(
     rows=st.lists(st.none() | st.lists(st.none() | st.text(max_size=4), max_size=4), min_size=1, max_size=30)
 )
-def test_any_lists_of_text_come_out_as_hash_strings_says(
+def test_any_lists_of_text_are_hashed_like_hash_strings(
     tmp_path_factory: pytest.TempPathFactory, rows: list[list[str | None] | None]
 ) -> None:
     path = tmp_path_factory.mktemp("any") / "a.parquet"
@@ -374,9 +374,7 @@ def test_a_damaged_page_costs_its_row_group(tmp_path: Path) -> None:
     check_resume(lambda: ParquetReader(path, SCHEMA, batch_size=64, on_error="skip"))
 
 
-def test_without_pyarrow_the_error_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_pyarrow_the_error_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.parquet", {"y": [0.0], "c": [1]})
     monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
     with pytest.raises(ImportError, match=r"pip install megalith\[data\]"):

@@ -78,7 +78,7 @@ def test_a_loop_that_was_left_is_continued_by_the_next() -> None:
     assert labels_of(reader) == list(range(10))
 
 
-def test_the_position_behind_the_last_batch_is_the_end_of_the_epoch() -> None:
+def test_the_position_after_the_last_batch_is_the_end_of_the_epoch() -> None:
     reader = MemoryReader(samples(10), batch_size=4)
     last = list(reader)[-1]
     resumed = MemoryReader(samples(10), batch_size=4)

@@ -54,7 +54,7 @@ def test_an_endless_stream_starts_anywhere() -> None:
         endless.seek({"batch": "x", "shard": [0, 1]})
 
 
-def test_what_stands_in_a_batch() -> None:
+def test_the_content_of_a_batch() -> None:
     batch = SyntheticReader(batch_size=500, num_dense=3, start_time=1000, seconds_per_batch=60).batch(5)
     assert list(batch.features) == ["user", "item", "tags", "context"]
     assert batch.time == 1300

@@ -1,4 +1,4 @@
-"""charts: SVG that is well formed whatever the numbers, ticks that cover them, labels that have room."""
+"""charts: well-formed SVG for any numbers, ticks that cover them, labels that do not overlap."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_long_lines_are_thinned_to_means() -> None:
     assert len(thin([(float(i), 0.0) for i in range(1001)], 300)) == 300
 
 
-def test_a_chart_as_a_file_stands_alone() -> None:
+def test_a_chart_as_a_file_is_self_contained() -> None:
     text = as_file(line_chart("loss", [Series("a", [(0, 1), (1, 2)])], X, Y))
 
     root = ElementTree.fromstring(text)

@@ -110,11 +110,11 @@ def test_a_hot_id_is_named_with_its_share_and_hashing_is_not_the_cure() -> None:
     assert result.hottest[0].id == 1
     assert result.hottest[0].share == pytest.approx(0.39, abs=0.01)
     assert kinds(result) == ["hot ids"]
-    said = text(result, "hot ids")
-    assert "hot ids 1 (39." in said
-    assert "Hashing does not help" in said
-    assert "once per batch" in said
-    assert "cache" in said
+    printed = text(result, "hot ids")
+    assert "hot ids 1 (39." in printed
+    assert "Hashing does not help" in printed
+    assert "once per batch" in printed
+    assert "cache" in printed
     assert result.recommended == "roundrobin"
 
 
@@ -157,7 +157,7 @@ def test_the_block_size_is_derived_where_it_is_not_given() -> None:
 
 
 @pytest.mark.parametrize("block", [20_000, 10**9])
-def test_a_bad_block_size_is_answered_with_a_good_one(block: int) -> None:
+def test_a_bad_block_size_gets_the_advice_of_a_good_one(block: int) -> None:
     result = forecast(torch.arange(N), ranks=4, block_size=block)
     assert kinds(result) == ["block size"]
     assert "use --block-size 12500" in text(result, "block size")

@@ -1,4 +1,4 @@
-"""The report: what it says of a run, that it stands alone, and how it looks in a real browser."""
+"""The report: its content, that it is self-contained, and its rendering in headless Chromium."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SECTIONS = ["Learning", "Calibration", "Table growth", "Id frequency", "Age of r
 NEWEST = 1_000_000_000
 HOSTILE = '"><script>alert(1)</script>&amp;<b>'
 
-# Marks every label that leaves its chart or lies over another one. Slanted labels are parallel: their boxes
+# Marks every label that leaves its chart or overlaps another one. Slanted labels are parallel: their boxes
 # overlap where they do not.
 LAYOUT_PROBE = """<script>
 const wrong = [];
@@ -129,7 +129,7 @@ def numbers(page: str) -> dict[str, str]:
     return dict(re.findall(r'class="card number"><span class="muted">(.*?)</span><b>(.*?)</b>', page))
 
 
-# ---- what it says
+# ---- content
 
 
 def test_the_summary(run: Path) -> None:
@@ -212,7 +212,9 @@ def test_frequencies_in_numbers(run: Path) -> None:
         ("config.json", "Configuration"),
     ],
 )
-def test_a_section_without_input_says_so_and_the_others_stay(run: Path, missing: str, title: str) -> None:
+def test_a_section_without_input_reports_that_and_the_others_stay(
+    run: Path, missing: str, title: str
+) -> None:
     shutil.move(run / missing, run.parent / "away")
     page = write_report(run).read_text()
     assert f"Not shown: {missing}" in section(page, title)
@@ -227,7 +229,7 @@ def test_an_empty_directory_gives_a_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000, "\x00", '{"calibration": 3}'])
-def test_damaged_files_are_said_not_to_be_shown(run: Path, text: str) -> None:
+def test_damaged_files_are_reported_as_not_shown(run: Path, text: str) -> None:
     for name in ("config.json", "metrics.jsonl", "evaluation.json", "frequencies.json"):
         (run / name).write_text(text)
     (run / "checkpoint" / "manifest.json").write_text(text)
@@ -289,7 +291,7 @@ def test_everything_a_run_names_is_escaped(tmp_path: Path) -> None:
     assert "NaN" not in page
 
 
-def test_the_page_needs_no_one_else(run: Path, tmp_path: Path) -> None:
+def test_the_page_is_self_contained(run: Path, tmp_path: Path) -> None:
     page = write_report(run, comparison=comparison(tmp_path / "c.json")).read_text()
     assert not re.search(r"https?:|//|src=|href=|url\(|@import|<script|<link|<iframe", page)
     assert "default-src 'none'" in page

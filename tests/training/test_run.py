@@ -1,4 +1,4 @@
-"""Runs: what they leave behind, how they stop and go on, what wrong data say."""
+"""Runs: their files, stopping and resuming, and errors of wrong data."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_by_bit(tmp_path: Path, st
     first = Run(config(), tmp_path / "parts")
     first.train(Stop())
     assert first.step == stop_at
-    torch.rand(100)  # whatever the process drew in between
+    torch.rand(100)  # random numbers drawn in between
     second = Run.resume(tmp_path / "parts")
     second.train()
 
@@ -99,7 +99,7 @@ def kept(run: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("stop_at", [5, 7, 17])
-def test_saving_while_training_goes_on_changes_nothing(tmp_path: Path, stop_at: int) -> None:
+def test_saving_while_training_continues_changes_nothing(tmp_path: Path, stop_at: int) -> None:
     whole = Run(config(), tmp_path / "whole")
     whole.train()
 
@@ -117,7 +117,7 @@ def test_saving_while_training_goes_on_changes_nothing(tmp_path: Path, stop_at: 
     assert_same(everything(second), everything(whole))
 
 
-def test_a_checkpoint_saved_while_training_goes_on_is_of_its_step(tmp_path: Path) -> None:
+def test_a_checkpoint_saved_while_training_continues_is_of_its_step(tmp_path: Path) -> None:
     run = Run(config(train_save_every=5, train_save_async=True, train_keep_last=2), tmp_path / "a")
     run.train()
     there = Run(config(train_max_steps=20), tmp_path / "b")
@@ -173,27 +173,27 @@ def test_a_run_that_is_started_over_drops_what_the_old_one_kept(tmp_path: Path) 
     assert kept(tmp_path) == [3]
 
 
-def test_a_watcher_is_told_how_a_save_gets_on(tmp_path: Path) -> None:
-    said: list[tuple[str, int]] = []
+def test_a_watcher_receives_the_progress_of_a_save(tmp_path: Path) -> None:
+    events: list[tuple[str, int]] = []
 
     class Note(Watcher):
         def saving(self, rows: int) -> None:
-            said.append(("saving", rows))
+            events.append(("saving", rows))
 
         def wrote(self, rows: int) -> None:
-            said.append(("wrote", rows))
+            events.append(("wrote", rows))
 
         def saved(self) -> None:
-            said.append(("saved", 0))
+            events.append(("saved", 0))
 
     run = Run(config(train_max_steps=2), tmp_path)
     run.train(Note())
     rows = sum(len(table) for table in run.model.embeddings.shards.local.values())
-    assert said[0] == ("saving", rows)
-    assert said[-2:] == [("wrote", rows), ("saved", 0)]
+    assert events[0] == ("saving", rows)
+    assert events[-2:] == [("wrote", rows), ("saved", 0)]
 
 
-def test_a_save_that_fails_while_training_goes_on_ends_the_run(
+def test_a_save_that_fails_while_training_continues_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run(config(train_save_every=5, train_save_async=True), tmp_path)
@@ -231,7 +231,7 @@ def test_a_trained_model_evaluates_the_same_in_another_process(tmp_path: Path) -
     assert again == before
 
 
-def test_what_is_no_run_is_said(tmp_path: Path) -> None:
+def test_a_directory_without_a_run_raises(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         load_trained(tmp_path)
     run = Run(config(train_max_steps=1), tmp_path)

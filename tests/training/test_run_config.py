@@ -1,4 +1,4 @@
-"""RunConfig: TOML and flags, and what is said about wrong ones."""
+"""RunConfig: TOML files, flags, and their errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ table_lr = 1
 """
 
 
-def test_a_file_says_what_flags_do_not(tmp_path: Path) -> None:
+def test_flags_override_the_values_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(TOML)
     config = RunConfig.from_toml(tmp_path / "run.toml").changed(train_epochs=3, model_dim=8, data_path=None)
 
@@ -67,7 +67,7 @@ def test_wrong_keys_and_values_are_named(data: dict[str, Any], error: type[Excep
         RunConfig.from_dict(data)
 
 
-def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
+def test_an_invalid_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"none\.toml cannot be read"):
         RunConfig.from_toml(tmp_path / "none.toml")
     (tmp_path / "bad.toml").write_text("[data")

@@ -31,7 +31,7 @@ from megalith.training.publishing import Publishing, Pushed, check_publishing
 from megalith.training.run_checkpoints import FOLDER as KEPT
 from megalith.training.run_checkpoints import RunCheckpoints
 from megalith.training.run_config import RunConfig
-from megalith.training.run_log import Frequencies, Log, ScalarWriter
+from megalith.training.run_log import IdFrequencies, MetricsLog, ScalarWriter
 from megalith.training.run_model import CHECKPOINT, config_of, model_for, updates_in_step
 from megalith.training.run_ranks import RunRanks
 from megalith.training.steps import BatchScores, PartBatches, Steps, WholeBatches
@@ -122,7 +122,7 @@ class Run:
     def _begin(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / "config.json").write_text(json.dumps(self.config.to_dict(), indent=1))
-        self.log = Log(self.directory / "metrics.jsonl", keep_steps=0)
+        self.log = MetricsLog(self.directory / "metrics.jsonl", keep_steps=0)
         shutil.rmtree(self.directory / KEPT, ignore_errors=True)  # of the replaced run
 
     @classmethod
@@ -151,7 +151,7 @@ class Run:
         self.source.train.seek(saved["position"])
         checkpoint.set_rng_state(saved["rng"])
         if self.ranks.is_first:
-            self.log = Log(self.directory / "metrics.jsonl", keep_steps=self.step)
+            self.log = MetricsLog(self.directory / "metrics.jsonl", keep_steps=self.step)
         return self
 
     def _open(self, config: RunConfig) -> None:
@@ -169,7 +169,7 @@ class Run:
         self.step = self.epoch = self.samples = 0
         self.seconds = 0.0
         self.stop_requested = False
-        self.frequencies = Frequencies()
+        self.frequencies = IdFrequencies()
         self._comm: CommMetrics | None = None
         shards = self.model.embeddings.shards
         if config.train.comm_metrics is not None and isinstance(shards, SyncShards):

@@ -15,7 +15,7 @@ from megalith.ragged import Ragged
 SAMPLED_IDS = 1_000_000
 
 
-class Log:
+class MetricsLog:
     """metrics.jsonl: one JSON object per line.
 
     Args:
@@ -91,7 +91,7 @@ class ScalarWriter:
             self._writer.close()
 
 
-class Frequencies:
+class IdFrequencies:
     """Counts the occurrences of ids in the first million ids of each feature."""
 
     def __init__(self) -> None:
