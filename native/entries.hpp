@@ -89,11 +89,16 @@ class EntryParser {
   // Appends the floats of one field, packed or not, to the `done` of `size` floats that are there.
   static void floats(const wire::Field& field, float* to, int64_t size, int64_t& done, const char* what) {
     const size_t n = field.count(4);
-    if (n > static_cast<uint64_t>(size - done))
-      throw EntryError("field " + std::to_string(field.number) + " has more than " + std::to_string(size) + " " +
-                       what);
-    if (n) std::memcpy(to + done, field.span.data, n * 4);
+    if (n > static_cast<uint64_t>(size - done)) too_many(field.number, size, what);
+    if (n == 1)
+      std::memcpy(to + done, field.span.data, 4);
+    else if (n)
+      std::memcpy(to + done, field.span.data, n * 4);
     done += static_cast<int64_t>(n);
+  }
+
+  [[noreturn, gnu::cold, gnu::noinline]] static void too_many(uint32_t field, int64_t size, const char* what) {
+    throw EntryError("field " + std::to_string(field) + " has more than " + std::to_string(size) + " " + what);
   }
 
   void optimizers(const wire::Span& opt, float* row, size_t& segments) {

@@ -34,7 +34,9 @@ struct Span {
   const uint8_t* base;
 
   std::string_view text() const { return {reinterpret_cast<const char*>(data), size}; }
-  [[noreturn]] void fail(const std::string& problem) const { throw Error(problem, data - base); }
+  [[noreturn, gnu::cold, gnu::noinline]] void fail(const std::string& problem) const {
+    throw Error(problem, data - base);
+  }
 };
 
 // A field as it is encoded. `value` is the number of a varint; `span` holds the bytes of the other types.
@@ -44,8 +46,7 @@ struct Field {
   Span span;
 
   void expect(uint32_t wanted) const {
-    if (type != wanted)
-      span.fail("field " + std::to_string(number) + " is " + name_of(type) + ", not " + name_of(wanted));
+    if (type != wanted) fail(std::string("is ") + name_of(type) + ", not " + name_of(wanted));
   }
   const Span& message() const {
     expect(bytes);
@@ -58,7 +59,7 @@ struct Field {
   int32_t int32() const {
     const int64_t number_read = int64();
     if (number_read != static_cast<int32_t>(number_read))
-      span.fail("field " + std::to_string(number) + ": " + std::to_string(number_read) + " does not fit in 32 bits");
+      fail("is " + std::to_string(number_read) + ", which does not fit in 32 bits");
     return static_cast<int32_t>(number_read);
   }
   // One value of a fixed width: float, double or uint64_t.
@@ -72,14 +73,21 @@ struct Field {
   // Number of values of a repeated field of width `width`, packed or not; they are in `span`.
   size_t count(size_t width) const {
     if (type == (width == 8 ? fixed64 : fixed32)) return 1;
-    if (type != bytes) expect(width == 8 ? fixed64 : fixed32);
-    if (span.size % width)
-      span.fail("field " + std::to_string(number) + ": " + std::to_string(span.size) +
-                " bytes are not a multiple of " + std::to_string(width));
+    if (type != bytes || span.size % width) fail_count(width);
     return span.size / width;
   }
   // A string, which must be UTF-8.
   std::string_view text() const;
+
+ private:
+  // Errors are built out of line: the hot path stays small.
+  [[noreturn, gnu::cold, gnu::noinline]] void fail(const std::string& problem) const {
+    span.fail("field " + std::to_string(number) + " " + problem);
+  }
+  [[noreturn, gnu::cold, gnu::noinline]] void fail_count(size_t width) const {
+    if (type != bytes) fail(std::string("is ") + name_of(type) + ", not " + (width == 8 ? "8 bytes" : "4 bytes"));
+    fail("has " + std::to_string(span.size) + " bytes, not a multiple of " + std::to_string(width));
+  }
 };
 
 class Fields {
@@ -87,55 +95,75 @@ class Fields {
   explicit Fields(const Span& message) : at_(message.data), end_(message.data + message.size), base_(message.base) {}
 
   bool next(Field& field) {
-    if (at_ == end_) return false;
-    const uint8_t* start = at_;
-    const uint64_t key = read_varint(5);
-    field.number = static_cast<uint32_t>(key >> 3);
-    field.type = static_cast<uint32_t>(key & 7);
-    if (key >> 32 || field.number == 0) fail("field number " + std::to_string(key >> 3) + " is out of range", start);
+    const uint8_t* at = at_;  // errors are built out of line and get values: all of this stays in registers
+    if (at == end_) return false;
+    const Varint key = read(at, 5);
+    const uint32_t number = static_cast<uint32_t>(key.value >> 3), type = static_cast<uint32_t>(key.value & 7);
+    if (key.value >> 32 || number == 0) fail_key(key.value, at - base_);
+    field.number = number;
+    field.type = type;
     field.value = 0;
-    field.span = {at_, 0, base_};
-    if (field.type == varint) {
-      field.value = read_varint(10);
-      return true;
+    Varint size{type == fixed64 ? 8u : 4u, key.end};
+    if (type == varint) {
+      const Varint value = read(key.end, 10);
+      field.value = value.value;
+      size = {static_cast<uint64_t>(value.end - key.end), key.end};
+    } else if (type == bytes) {
+      size = read(key.end, 5);
+    } else if (type != fixed64 && type != fixed32) {
+      fail_key(key.value, at - base_);
     }
-    uint64_t size = field.type == fixed64 ? 8 : 4;
-    if (field.type == bytes) {
-      size = read_varint(5);
-      field.span.data = at_;
-    } else if (field.type != fixed64 && field.type != fixed32) {
-      const bool group = field.type == 3 || field.type == 4;
-      fail("field " + std::to_string(field.number) +
-               (group ? " is a group, which is not supported" : " is of wire type " + std::to_string(field.type)),
-           start);
-    }
-    if (size > static_cast<uint64_t>(end_ - at_))
-      fail("field " + std::to_string(field.number) + " has " + std::to_string(size) + " bytes, but " +
-               std::to_string(end_ - at_) + " are left",
-           at_);
-    field.span.size = size;
-    at_ += size;
+    if (size.value > static_cast<uint64_t>(end_ - size.end)) fail_size(number, size.value, end_ - size.end, size.end - base_);
+    field.span = {size.end, static_cast<size_t>(size.value), base_};
+    at_ = size.end + size.value;
     return true;
   }
 
-  // The next varint of a packed run; `done` says whether one is left.
+  // For packed runs: whether the end is reached, and the next varint.
   bool done() const { return at_ == end_; }
   uint64_t read_varint(int most_bytes) {
-    if (at_ != end_ && *at_ < 0x80) return *at_++;
-    const uint8_t* start = at_;
-    uint64_t value = 0;
-    for (int k = 0; k < most_bytes; ++k) {
-      if (at_ == end_) fail("a varint is cut off", start);
-      const uint8_t byte = *at_++;
-      if (k == 9 && byte > 1) fail("a varint has more than 64 bits", start);
-      value |= static_cast<uint64_t>(byte & 0x7f) << 7 * k;
-      if (byte < 0x80) return value;
-    }
-    fail("a varint has more than " + std::to_string(most_bytes) + " bytes", start);
+    const Varint read_one = read(at_, most_bytes);
+    at_ = read_one.end;
+    return read_one.value;
   }
 
  private:
-  [[noreturn]] void fail(const std::string& problem, const uint8_t* at) const { throw Error(problem, at - base_); }
+  struct Varint {
+    uint64_t value;
+    const uint8_t* end;
+  };
+
+  Varint read(const uint8_t* at, int most_bytes) const {
+    if (at != end_ && *at < 0x80) return {*at, at + 1};
+    return read_long(at, end_, base_, most_bytes);
+  }
+
+  static Varint read_long(const uint8_t* start, const uint8_t* end, const uint8_t* base, int most_bytes) {
+    uint64_t value = 0;
+    const uint8_t* at = start;
+    for (int k = 0; k < most_bytes; ++k) {
+      if (at == end) throw Error("a varint is cut off", start - base);
+      const uint8_t byte = *at++;
+      if (k == 9 && byte > 1) throw Error("a varint has more than 64 bits", start - base);
+      value |= static_cast<uint64_t>(byte & 0x7f) << 7 * k;
+      if (byte < 0x80) return {value, at};
+    }
+    throw Error("a varint has more than " + std::to_string(most_bytes) + " bytes", start - base);
+  }
+
+  [[noreturn, gnu::cold, gnu::noinline]] static void fail_key(uint64_t key, int64_t at) {
+    const std::string number = std::to_string(key >> 3);
+    if (key >> 32 || key >> 3 == 0) throw Error("field number " + number + " is out of range", at);
+    const bool group = (key & 7) == 3 || (key & 7) == 4;
+    const std::string type = group ? "a group, which is not supported" : "of wire type " + std::to_string(key & 7);
+    throw Error("field " + number + " is " + type, at);
+  }
+
+  [[noreturn, gnu::cold, gnu::noinline]] static void fail_size(uint32_t number, uint64_t size, int64_t left, int64_t at) {
+    throw Error("field " + std::to_string(number) + " has " + std::to_string(size) + " bytes, but " +
+                    std::to_string(left) + " are left",
+                at);
+  }
 
   const uint8_t *at_, *end_, *base_;
 };
@@ -161,7 +189,7 @@ inline bool is_utf8(std::string_view text) {
 
 inline std::string_view Field::text() const {
   expect(bytes);
-  if (!is_utf8(span.text())) span.fail("field " + std::to_string(number) + " is not UTF-8");
+  if (!is_utf8(span.text())) fail("is not UTF-8");
   return span.text();
 }
 

@@ -161,7 +161,7 @@ TWO_SEGMENTS = EntryLayout(
         (GOOD + b"\x20", ADAGRAD, "a varint is cut off"),
         (message(1, b"12345678"), ADAGRAD, "field 1 is length-delimited, not 8 bytes"),
         (GOOD + varint(3 << 3) + b"\x01", WEIGHTS, "field 3 is a varint, not length-delimited"),
-        (GOOD + message(2, b"123"), ADAGRAD, "3 bytes are not a multiple of 4"),
+        (GOOD + message(2, b"123"), ADAGRAD, "field 2 has 3 bytes, not a multiple of 4"),
     ],
 )
 def test_wrong_entries_are_explained(tmp_path: Path, body: bytes, layout: EntryLayout, said: str) -> None:

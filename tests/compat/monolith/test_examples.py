@@ -418,9 +418,9 @@ def test_any_bytes_are_refused_or_read_as_protobuf_reads_them(kind: Kind, data: 
         ("0a 04 0a 02 61 ff", "field 1 is not UTF-8", 4),
         ("0a 05 0a 03 ed a0 80", "field 1 is not UTF-8", 4),
         ("0a 06 12 04 12 02 0a 00", None, 0),
-        ("0a 07 12 05 12 03 0a 01 61", "field 1: 1 bytes are not a multiple of 8", 8),
+        ("0a 07 12 05 12 03 0a 01 61", "field 1 has 1 bytes, not a multiple of 8", 8),
         ("0a 08 12 06 2a 04 0a 02 01 80", "a varint is cut off", 9),
-        ("aa 06 05 00 00 00 00 00", "field 101: 5 bytes are not a multiple of 4", 3),
+        ("aa 06 05 00 00 00 00 00", "field 101 has 5 bytes, not a multiple of 4", 3),
         ("b0 06 01", "field 102 is a varint, not 4 bytes", 2),
     ],
 )
