@@ -40,7 +40,7 @@ REPEATED_MODULE_NAMES = {
     "__init__": "a package's own file",
     "contract": "the interface that a package's implementations share",
 }
-"""Module names that several packages may have, with the reason. Files of cli/ are named after their command."""
+"""Module names that several packages may have, and why. Files of cli/ are named after their command."""
 
 
 class Import(NamedTuple):
@@ -64,8 +64,8 @@ def name_of(path: Path) -> str:
 def imports(path: Path) -> Iterator[Import]:
     """The packages of megalith that a module imports, imports inside functions included.
 
-    `from megalith import ops` counts as ops. "megalith.compat.monolith" as an argument of import_module is how
-    commands and registries load compat by name, so strings do not count.
+    `from megalith import ops` counts as ops. A string such as "megalith.compat.monolith" does not count:
+    that is how commands and registries load compat.
     """
     for node in ast.walk(ast.parse(path.read_text())):
         targets: list[str] = []
