@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megalith import Ragged
 from megalith.errors import InputError
@@ -46,6 +50,37 @@ def test_take_is_its_twin(data: st.DataObject, values: Tensor) -> None:
     assert taken.to_lists() == [lists[r] for r in rows.tolist()]
     assert taken.values.dtype == values.dtype
     assert_same([taken.values, taken.row_splits], _take_twin(values, cuts, rows))
+
+
+def test_a_few_rows_of_a_long_column_cost_what_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The native implementation validates the whole column, and every tensor shows its size here."""
+    sizes: list[int] = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = op(*args, **(kwargs or {}))
+            sizes.extend(x.numel() for x in tree_leaves(out) if isinstance(x, Tensor))
+            return out
+
+    column = Ragged.from_lengths(torch.arange(60_000), torch.tensor([2, 0, 4]).repeat(10_000))
+    module = import_module("megalith.ops.move_runs")
+    monkeypatch.setattr(module, "native_module", lambda: pytest.fail("the native implementation ran"))
+    with Sizes():
+        taken = take(column, ints(29_999, 1, 0, 29_999))
+    assert taken.to_lists() == [
+        [59_996, 59_997, 59_998, 59_999],
+        [],
+        [0, 1],
+        [59_996, 59_997, 59_998, 59_999],
+    ]
+    assert 0 < max(sizes) <= 10
+
+
+@pytest.mark.parametrize("count", [1, 40])
+def test_a_row_outside_the_values_is_not_read(count: int) -> None:
+    column = Ragged.trusted(torch.arange(4), torch.tensor([0, 2, 9, *[4] * 60]))
+    with pytest.raises(InputError, match="row_splits:? must ascend"):
+        take(column, torch.ones(count, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("shape", [(4,), (4, 3)])
