@@ -79,7 +79,7 @@ def test_a_few_rows_of_a_long_column_cost_what_they_hold(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("count", [1, 40])
 def test_a_row_outside_the_values_is_not_read(count: int) -> None:
     column = Ragged.trusted(torch.arange(4), torch.tensor([0, 2, 9, *[4] * 60]))
-    with pytest.raises(InputError, match="row_splits:? must ascend"):
+    with pytest.raises(InputError, match=r"row_splits:? must ascend"):
         take(column, torch.ones(count, dtype=torch.int64))
 
 
