@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from megalith.distributed.ranks import world_size
+from megalith.distributed.ranks import current_rank, world_size
 from megalith.errors import InputError, RankFailedError, UsageError
 from megalith.library import span
 from megalith.nn.batch_lookup import BatchLookup, StartedBatch
@@ -21,9 +21,10 @@ from megalith.nn.batch_preparer import BatchPreparer
 from megalith.nn.checkpoint_state import CheckpointState
 from megalith.nn.feature_plan import CompiledBatch, FeaturePlan
 from megalith.nn.features import Feature, Layout
-from megalith.nn.table_state import packed, rows_of, set_rows, unpacked
+from megalith.nn.shards_choice import ShardsChoice
+from megalith.nn.table_state import no_rows, packed, rows_of, set_rows, unpacked
 from megalith.ops.pooling import Pooling
-from megalith.shards import LocalShards, Lookup, Shards, SyncShards
+from megalith.shards import Lookup, Shards
 from megalith.shards.gradient_sums import GradientSum, total
 from megalith.shards.joint_pooling import sum_gradients
 from megalith.table import Table, TableConfig
@@ -41,8 +42,8 @@ class EmbeddingCollection(nn.Module):
     between examples), D the dim of a table.
 
         input     F columns: Ragged [B, (L)], or int64 tensors [B] or [B, L]
-        output    per feature: Sum, Mean, Sqrtn: float32 [B, D]; FirstN(n): [B, n, D]; None: Ragged [B, (L),
-        D] output    per layout: "concat" [B, sum of D], "stack" [B, F, D], "add" [B, D], "none" a list
+        output    per feature, float32: Sum, Mean, Sqrtn [B, D]; FirstN(n) [B, n, D]; None Ragged [B, (L), D]
+        output    per layout: "concat" [B, sum of D], "stack" [B, F, D], "add" [B, D], "none" a list
 
     Example:
         >>> import torch
@@ -61,7 +62,9 @@ class EmbeddingCollection(nn.Module):
                 [0.4000, 0.4000]])
 
     Args:
-        tables: A list of TableConfig, or a Shards (with its own engine and seed).
+        tables: A list of TableConfig, or a Shards (with its own engine and seed). A list becomes SyncShards
+            over the default process group if it has more than one rank, LocalShards otherwise; without a
+            process group, at the first use that needs rows.
         features: A list of Feature.
         layouts: A list of Layout; the result then holds the layouts instead of the features.
         update: "backward" applies the gradients of each forward in its backward; "step" keeps them until
@@ -74,7 +77,6 @@ class EmbeddingCollection(nn.Module):
         seed: As for `Table`.
 
     Attributes:
-        shards: The tables, wherever they are stored.
         global_step: The number of applied steps.
     """
 
@@ -98,22 +100,15 @@ class EmbeddingCollection(nn.Module):
         for name, bound in (("clip_value", clip_value), ("clip_norm", clip_norm)):
             if bound is not None and not (isinstance(bound, int | float) and 0 < bound < float("inf")):
                 raise InputError(f"EmbeddingCollection: {name} must be positive and finite, got {bound!r}")
-        if isinstance(tables, Shards):
-            if engine is not None or seed is not None:
-                raise InputError(
-                    "EmbeddingCollection: engine and seed cannot be combined with Shards: they have their own"
-                )
-            self.shards = tables
-        else:
-            self.shards = _shards(tables, "cpu" if engine is None else engine, seed or 0)
+        self._choice = ShardsChoice(tables, engine, seed)
         self.update = update
         self.reduction = reduction
         self.clip_value = clip_value
         self.clip_norm = clip_norm
         self.global_step = 0
         self.checkpoint_state = CheckpointState()
-        self.plan = FeaturePlan(features, layouts, self.shards.configs)
-        self._preparer = BatchPreparer(self.plan, self.shards.preparer, self.shards.world_size > 1)
+        self.plan = FeaturePlan(features, layouts, self.configs)
+        self._preparer: BatchPreparer | None = None
         self._pending: list[BatchLookup] = []
         # torch.compile leaves `_forward` alone. Not at import: torch's compiler takes seconds to import.
         self._eager_forward = torch.compiler.disable(EmbeddingCollection._forward)
@@ -124,6 +119,20 @@ class EmbeddingCollection(nn.Module):
     def features(self) -> list[Feature]:
         """The features in declared order."""
         return list(self.plan.features.values())
+
+    @property
+    def configs(self) -> Mapping[str, TableConfig]:
+        """The configuration of each table, by name. Reading it does not choose the shards."""
+        return self._choice.configs
+
+    @property
+    def shards(self) -> Shards:
+        """The tables, wherever they are stored. Over ranks, the first use is a collective call.
+
+        Raises:
+            UsageError: If the tables would be separate ones on each of several ranks.
+        """
+        return self._choice.shards()
 
     @property
     def tables(self) -> Mapping[str, Table]:
@@ -172,11 +181,12 @@ class EmbeddingCollection(nn.Module):
         return StartedBatch(batch, {self: self._start(batch)})
 
     def _start(self, batch: Any) -> BatchLookup:
+        shards = self.shards
         try:
             compiled = self.prepare(batch)
         except Exception as error:
-            self.shards.fail(error)  # otherwise the other ranks would wait for this one
-        return BatchLookup(compiled, self.shards.lookup(compiled.prepared))
+            shards.fail(error)  # otherwise the other ranks would wait for this one
+        return BatchLookup(compiled, shards.lookup(compiled.prepared))
 
     def prepare(self, batch: Any) -> CompiledBatch:
         """Does the part of forward that needs no table; forward takes the result and returns the same bits.
@@ -194,10 +204,13 @@ class EmbeddingCollection(nn.Module):
         if isinstance(batch, CompiledBatch):
             return batch
         with span("megalith.ids"):
-            return self._preparer(batch)
+            return self.preparer()(batch)
 
     def preparer(self) -> BatchPreparer:
         """Returns `prepare` as an object that can be pickled."""
+        shards = self.shards
+        if self._preparer is None:
+            self._preparer = BatchPreparer(self.plan, shards.preparer, shards.world_size > 1)
         return self._preparer
 
     # ---- updates
@@ -320,7 +333,7 @@ class EmbeddingCollection(nn.Module):
             pooling = self._trained(each.batch.pooling)
             own = grads[at : at + len(pooling.outputs)]
             at += len(own)
-            sums.append(sum_gradients(self.shards.configs, each.lookup.ids, pooling, own))
+            sums.append(sum_gradients(self.configs, each.lookup.ids, pooling, own))
         return {table: total([each[table] for each in sums]) for table in sums[0]}
 
     def _clipped(self, grads: list[Tensor], scale: float) -> list[Tensor]:
@@ -334,24 +347,24 @@ class EmbeddingCollection(nn.Module):
 
     def _trained(self, pooling: Pooling) -> Pooling:
         """Returns the part of a pooling that is updated: the trainable tables."""
-        if all(config.trainable for config in self.shards.configs.values()):
+        configs = self.configs
+        if all(config.trainable for config in configs.values()):
             return pooling
-        configs = self.shards.configs
         return Pooling(pooling.outputs, {t: b for t, b in pooling.bags.items() if configs[t].trainable})
 
     # ---- state
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Returns the rows of this rank, for `state_dict`."""
-        self.shards.flush()
-        return packed(
-            {
-                "global_step": self.global_step,
-                "world_size": self.shards.world_size,
-                "rank": self.shards.rank,
-                "tables": {name: rows_of(table) for name, table in self.shards.local.items()},
-            }
-        )
+        """Returns the rows of this rank, for `state_dict`. It does not choose the shards."""
+        shards = self._choice.decided
+        if shards is None:
+            tables = {name: no_rows(config) for name, config in self.configs.items()}
+            size, rank = world_size(), current_rank()
+        else:
+            shards.flush()
+            tables = {name: rows_of(table) for name, table in shards.local.items()}
+            size, rank = shards.world_size, shards.rank
+        return packed({"global_step": self.global_step, "world_size": size, "rank": rank, "tables": tables})
 
     def set_extra_state(self, state: Any) -> None:
         """Restores the rows of this rank, for `load_state_dict`.
@@ -385,7 +398,7 @@ class EmbeddingCollection(nn.Module):
 
     def extra_repr(self) -> str:
         """Returns features and tables, for `repr`."""
-        tables = ", ".join(f"{name} ({config.dim})" for name, config in self.shards.configs.items())
+        tables = ", ".join(f"{name} ({config.dim})" for name, config in self.configs.items())
         return f"features={list(self.plan.features)}, tables={tables}, update={self.update!r}"
 
 
@@ -402,14 +415,6 @@ class _Pool(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         ctx.collection._collect(ctx.own, grads)
         return None, None, None
-
-
-def _shards(tables: Any, engine: str, seed: int) -> Shards:
-    if not isinstance(tables, list | tuple):
-        raise InputError(f"tables must be a list of TableConfig, or Shards, got {tables!r}")
-    if world_size() > 1:
-        return SyncShards(tables, engine=engine, seed=seed)
-    return LocalShards(tables, engine=engine, seed=seed)
 
 
 def _finite(grads: Sequence[Tensor]) -> bool:

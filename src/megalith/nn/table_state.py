@@ -16,7 +16,7 @@ from torch import Tensor
 from megalith.distributed.ranks import current_rank, world_size
 from megalith.errors import InputError, UsageError
 from megalith.shards import Shards
-from megalith.table import Chunk, Table
+from megalith.table import Chunk, Table, TableConfig
 from megalith.table.table_data import MAX_TIME
 
 
@@ -60,6 +60,16 @@ def rows_of(table: Table) -> dict[str, Any]:
         "rows": torch.cat([c.rows for c in chunks]),
         "state": {key: torch.cat([c.state[key] for c in chunks]) for key in keys},
         "time": torch.cat([c.time for c in chunks]),
+    }
+
+
+def no_rows(config: TableConfig) -> dict[str, Any]:
+    """Returns what `rows_of` returns for a table without rows."""
+    return {
+        "ids": torch.empty(0, dtype=torch.int64),
+        "rows": torch.empty(0, config.dim),
+        "state": {column.key: torch.empty(0, column.end - column.start) for column in config.state_columns},
+        "time": torch.empty(0, dtype=torch.int64),
     }
 
 
