@@ -6,20 +6,22 @@ import json
 import os
 import shutil
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed as dist
 
 from megalith import SyncShards, checkpoint
-from megalith.data import MemoryReader, Samples
+from megalith.data import MemoryReader, ParquetReader, Samples
 from megalith.errors import MegalithError
 from megalith.ragged import Ragged
 from megalith.shards import CommReport
 from megalith.training import Run, RunConfig, Watcher, load_trained
+from megalith.training.run_batches import RunBatches
 from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("restore_threads")
@@ -39,7 +41,7 @@ def config(**changes: Any) -> RunConfig:
 
 
 def assert_same(a: Path, b: Path) -> None:
-    """Rows, optimizer state, times and dense weights, bit by bit."""
+    """Rows, optimizer state, times and dense weights, bit for bit."""
     found = checkpoint.diff(a / "checkpoint", b / "checkpoint")
     assert (found.only_before, found.only_after, found.dense, found.steps) == ([], [], {}, {})
     assert not found.optimizer
@@ -109,7 +111,7 @@ def bad_label(settings: RunConfig, folder: Path) -> tuple[str, int]:
     labels[23] = float("nan")
     ids = torch.arange(24)
     features = {name: Ragged(ids, torch.arange(25)) for name in run.source.train.feature_names}
-    run.source = replace(run.source, train=MemoryReader(Samples(features, labels), batch_size=8))
+    run.batches = RunBatches(MemoryReader(Samples(features, labels), batch_size=8), run.ranks)
     try:
         run.train()
     except MegalithError as error:
@@ -247,7 +249,7 @@ def test_comm_metrics_reach_tensorboard(tmp_path: Path) -> None:
     events.Reload()
     tags = events.Tags()["scalars"]
     assert {"loss", "comm/lookups", "comm/user/bytes_sent/rank1", "comm_wait/rows/max"} <= set(tags)
-    assert [(e.step, e.value) for e in events.Scalars("comm/item/ids/max")] == [(4, 4 * 31)]
+    assert [(e.step, e.value) for e in events.Scalars("comm/item/ids/max")] == [(4, 4 * 31), (6, 2 * 31)]
 
 
 @pytest.mark.parametrize(("mode", "block_size"), MODES)
@@ -282,3 +284,120 @@ def test_a_directory_with_a_run_is_refused_by_all_ranks(tmp_path: Path, whole: P
 def test_wrong_numbers_of_micro_batches_are_told_on_every_rank(tmp_path: Path) -> None:
     found = run_ranks(refused, config(train_micro_batches=2), tmp_path / "run", world_size=4)
     assert all("a power of two and a multiple of 4 ranks, got 2" in said for said in found)
+
+
+# ---- files: each rank reads its own shard
+
+ROWS = 250
+PER_RANK = [100 + 50, 100]
+"""Row groups of 100, 100 and 50 rows: rank 0 reads the first and the last."""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("files") / "clicks.parquet"
+    columns = {
+        "row": list(range(ROWS)),
+        "user": [i * 7 % 13 for i in range(ROWS)],
+        "click": [i % 3 % 2 for i in range(ROWS)],
+        "weight": [1.0 + i % 2 for i in range(ROWS)],
+        "time": list(range(1_700_000_000, 1_700_000_000 + ROWS)),
+    }
+    pq.write_table(pa.table(columns), path, row_group_size=100)
+    return str(path)
+
+
+def of_files(path: str, **changes: Any) -> RunConfig:
+    features = {"row": "row", "user": "user"}
+    schema = {"label": "click", "weight": "weight", "time": "time", "features": features}
+    data = {"kind": "parquet", "path": path, "test_path": path, "batch_size": 20, "schema": schema}
+    return RunConfig.from_dict({**config().to_dict(), "data": data}).changed(train_epochs=1, **changes)
+
+
+def read_shards(settings: RunConfig, folder: Path) -> tuple[list[int], int, int, float]:
+    """Trains and evaluates. Returns the rows decoded while training, all samples, steps, and the log loss."""
+    decoded: list[int] = []
+    decode = ParquetReader._decode
+
+    def counting(self: ParquetReader, chunk: Any) -> Any:
+        decoded.extend(chunk.numbers.tolist())
+        return decode(self, chunk)
+
+    ParquetReader._decode = counting  # type: ignore[assignment, method-assign]
+    run = Run(settings, folder)
+    run.train()
+    rows = list(decoded)
+    result = run.evaluate()
+    assert result is not None
+    assert result.samples == ROWS
+    return rows, run.samples, run.step, result.log_loss
+
+
+def stop_and_resume(settings: RunConfig, folder: Path) -> tuple[int, int]:
+    run = Run.resume(folder) if (folder / "checkpoint").exists() else Run(settings, folder)
+    run.train(At(6, run.stop))
+    return run.step, run.samples
+
+
+def test_each_rank_decodes_its_own_row_groups_only(tmp_path: Path, file: str) -> None:
+    """Rank 0 has 150 rows in 15 batches of 10, rank 1 has 100 rows and then 5 empty batches."""
+    first, second = run_ranks(read_shards, of_files(file), tmp_path / "run")
+
+    assert (first[0], second[0]) == ([*range(100), *range(200, ROWS)], list(range(100, 200)))
+    assert first[1:] == second[1:] == (ROWS, 15, first[3])
+    assert [line["samples"] for line in log(tmp_path / "run")] == [80, 160, 220, ROWS]
+    model, _ = load_trained(tmp_path / "run")
+    assert sorted(next(model.embeddings.shards.local["row"].scan(1000)).ids.tolist()) == list(range(ROWS))
+    alone = Run.resume(tmp_path / "run")
+    result = alone.evaluate()
+    assert result is not None
+    assert result.log_loss == pytest.approx(first[3], rel=1e-6)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4), (4, 2)])
+def test_shards_are_continued_on_any_number_of_ranks_without_a_row_lost_or_repeated(
+    tmp_path: Path, file: str, before: int, after: int
+) -> None:
+    settings, folder = of_files(file), tmp_path / "run"
+    for ranks in (before, after):
+        done = (
+            [stop_and_resume(settings, folder)]
+            if ranks == 1
+            else run_ranks(stop_and_resume, settings, folder, world_size=ranks)
+        )
+    assert {samples for _, samples in done} == {ROWS}
+    model, _ = load_trained(folder)
+    assert len(model.embeddings.shards.local["row"]) == ROWS
+
+
+def test_files_with_micro_batches_give_the_same_bits_on_any_number_of_ranks(
+    tmp_path: Path, file: str
+) -> None:
+    settings = of_files(file, train_micro_batches=2)
+    train(settings, tmp_path / "alone")
+    run_ranks(train, settings, tmp_path / "spread")
+    assert_same(tmp_path / "spread", tmp_path / "alone")
+
+
+def test_a_bad_row_of_one_rank_names_its_file_there_and_stops_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "bad.parquet"
+    labels = [0.0] * 30 + [None] + [1.0] * 9
+    pq.write_table(pa.table({"user": list(range(40)), "click": labels}), path, row_group_size=20)
+    data = {"kind": "parquet", "path": str(path), "schema": {"label": "click", "features": {"user": "user"}}}
+    settings = RunConfig.from_dict({**config().to_dict(), "data": {**data, "batch_size": 20}})
+
+    first, second = run_ranks(trained_or_refused, settings, tmp_path / "run")
+    assert second.startswith(f"InputError: {path}: row 30, column 'click': None is not a label")
+    assert first.startswith("RankFailedError: ")
+    assert "rank 1 failed to read it" in first
+    skipping = settings.changed(data_on_error="skip", train_epochs=1)
+    assert run_ranks(trained_or_refused, skipping, tmp_path / "skip") == ["{'no label': 1}"] * 2
+
+
+def trained_or_refused(settings: RunConfig, folder: Path) -> str:
+    try:
+        run = Run(settings, folder)
+        run.train()
+    except MegalithError as error:
+        return f"{type(error).__name__}: {error}"
+    return str(dict(run.batches.skipped()))

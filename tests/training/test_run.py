@@ -14,6 +14,7 @@ from megalith import checkpoint
 from megalith.data import MemoryReader, Samples
 from megalith.errors import CheckpointError, InputError, MegalithError, UsageError
 from megalith.ragged import Ragged
+from megalith.reporting.report import write_report
 from megalith.training import Run, RunConfig, Watcher, evaluate, load_trained, open_reader
 
 pytestmark = pytest.mark.usefixtures("restore_threads")
@@ -84,7 +85,17 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_by_bit(tmp_path: Path, st
     assert second.step == whole.step == 24
     assert_same(everything(second), everything(whole))
     log = [json.loads(line)["step"] for line in (tmp_path / "parts/metrics.jsonl").read_text().splitlines()]
-    assert log == [4, 8, 12, 16, 20, 24]
+    assert log == sorted({stop_at, 4, 8, 12, 16, 20, 24})  # the part before the stop has its own line
+
+
+def test_the_last_line_of_the_log_counts_every_sample(tmp_path: Path) -> None:
+    run = Run(config(train_max_steps=6), tmp_path / "run")
+    run.train()
+    lines = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["samples"]) for line in lines] == [(4, 256), (6, 384)]
+    assert run.samples == 384
+    page = write_report(run.directory).read_text()
+    assert "samples trained</span><b>384</b>" in page
 
 
 def test_saving_on_the_way_changes_nothing(tmp_path: Path) -> None:

@@ -134,10 +134,12 @@ def _train(run: Run, out: Console) -> bool:
     ranks = f", {run.ranks.size} ranks" if run.ranks.size > 1 else ""
     out.print(f"[bold]{run.config.model.name}[/] on {run.source.title}{ranks}")
     if run.config.train.comm_metrics is not None and run.ranks.size == 1:
-        out.print("--comm-metrics has no effect: there is one rank")
+        out.print(
+            "--comm-metrics has no effect: one process has no exchange to measure; start it with torchrun"
+        )
     with _stop_on_signal(run), TrainingBar(run) if run.ranks.is_first else nullcontext(Watcher()) as watcher:
         run.train(watcher)
-    for reason, count in run.source.train.skipped.items():
+    for reason, count in run.batches.skipped().items():
         out.print(f"skipped {count:,} rows: {reason}")
     if run.stopped:
         out.print(f"stopped after step {run.step:,}; continue with `--resume --run {run.directory}`")

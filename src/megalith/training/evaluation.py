@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from megalith.data import Reader
 from megalith.errors import InputError
 from megalith.metrics import AUC, Calibration
 from megalith.models import forward_batch
+from megalith.training.run_batches import RunBatches
 from megalith.training.run_ranks import RunRanks
 
 
@@ -44,6 +45,7 @@ def evaluate(
     on_batch: Callable[[int], None] | None = None,
     *,
     ranks: RunRanks | None = None,
+    shards: bool = False,
 ) -> Evaluation:
     """Evaluates a model on all samples of a reader. The tables are not changed.
 
@@ -51,8 +53,9 @@ def evaluate(
         model: The model.
         reader: The samples, with labels.
         on_batch: Called after each batch with the number of samples so far.
-        ranks: The ranks of a run. Each rank reads all samples and computes its part of every batch; all ranks
-            return the same result.
+        ranks: The ranks of a run. Each rank computes its part of every batch; all ranks return the same
+            result.
+        shards: Whether each rank reads its own shard. False: each rank reads all samples.
 
     Raises:
         InputError: A sample has no label.
@@ -62,25 +65,37 @@ def evaluate(
     auc, calibration = AUC(), Calibration()
     total, weight, samples = 0.0, 0.0, 0
     try:
-        for batch in reader:
-            if bool(batch.labels.isnan().any()):
+        for logits, labels, weights in _scored(model, reader, ranks, shards):
+            if bool(labels.isnan().any()):
                 raise InputError("evaluate: the data has no labels; name the label column in the schema")
-            own_part = batch if ranks is None else ranks.part(batch)
-            logits = forward_batch(model, own_part)
-            if ranks is not None:
-                logits = ranks.join(logits, len(batch))
-            losses = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels, reduction="none")
-            own = torch.ones_like(losses) if batch.weights is None else batch.weights
+            losses = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+            own = torch.ones_like(losses) if weights is None else weights
             total += float((losses.double() * own).sum())
             weight += float(own.double().sum())
-            auc.update(logits, batch.labels, batch.weights)
-            calibration.update(logits, batch.labels, batch.weights)
-            samples += len(batch)
+            auc.update(logits, labels, weights)
+            calibration.update(logits, labels, weights)
+            samples += len(labels)
             if on_batch is not None:
                 on_batch(samples)
     finally:
         model.train(was_training)
     return Evaluation(samples, auc.compute(), total / weight if weight else math.nan, _bins(calibration))
+
+
+def _scored(
+    model: nn.Module, reader: Reader, ranks: RunRanks | None, shards: bool
+) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    """Logits, labels and weights of each batch, with the rows of all ranks."""
+    if ranks is None:
+        for batch in reader:
+            yield forward_batch(model, batch), batch.labels, batch.weights
+        return
+    for step in RunBatches(reader, ranks, shards=shards):
+        sizes = step.sizes_of(ranks.size)
+        own = step.part(ranks.rank, ranks.size, range(ranks.rank, ranks.rank + 1))
+        logits = ranks.join(forward_batch(model, own), sizes)
+        labels = ranks.join(own.labels, sizes)
+        yield logits, labels, None if own.weights is None else ranks.join(own.weights, sizes)
 
 
 def _bins(calibration: Calibration) -> list[dict[str, float]]:

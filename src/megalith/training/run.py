@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from megalith import checkpoint
-from megalith.data import Batch
+from megalith.data.reader_registry import FILE_READERS
 from megalith.distributed.dense_broadcast import broadcast_dense
 from megalith.errors import InputError, UsageError
 from megalith.metrics import BinnedAUC
@@ -28,6 +28,7 @@ from megalith.shards import CommMetrics, CommReport, SyncShards
 from megalith.training.data_source import open_source
 from megalith.training.evaluation import Evaluation, evaluate
 from megalith.training.publishing import Publishing, Pushed, check_publishing
+from megalith.training.run_batches import RunBatches, StepBatch
 from megalith.training.run_checkpoints import FOLDER as KEPT
 from megalith.training.run_checkpoints import RunCheckpoints
 from megalith.training.run_config import RunConfig
@@ -148,7 +149,7 @@ class Run:
         self.step, self.epoch, self.samples = saved["step"], saved["epoch"], saved["samples"]
         self.seconds = saved["seconds"]
         self._saved = (manifest.tip, self.step)
-        self.source.train.seek(saved["position"])
+        self.ranks.agreed(lambda: self.batches.seek(saved["position"]))
         checkpoint.set_rng_state(saved["rng"])
         if self.ranks.is_first:
             self.log = MetricsLog(self.directory / "metrics.jsonl", keep_steps=self.step)
@@ -161,6 +162,7 @@ class Run:
         torch.manual_seed(config.train.seed)
         self.source = self.ranks.rank_0_first(lambda: open_source(config))
         self.config = config.changed(data_schema=self.source.config.schema)
+        self.batches = RunBatches(self.source.train, self.ranks, shards=self._reads_shards)
         self.model = model_for(self.config, self.source.train.feature_names, self.source.train.num_dense)
         if self.ranks.size > 1:
             broadcast_dense(self.model, self.ranks.group)
@@ -178,6 +180,11 @@ class Run:
         self._save: checkpoint.SaveHandle | None = None
         self._saved: tuple[str, int] | None = None
         self._publishing: Publishing | None = None
+
+    @property
+    def _reads_shards(self) -> bool:
+        """Whether each rank reads its own shard of the data. With micro-batches the order must not change."""
+        return self.config.data.kind in FILE_READERS and self.config.train.micro_batches is None
 
     def _make_steps(self) -> Steps:
         if not updates_in_step(self.config):
@@ -212,7 +219,7 @@ class Run:
         scalars = ScalarWriter(self.directory / "tensorboard", self.step) if self.ranks.is_first else None
         started = clock.perf_counter() - self.seconds
         while not self._done():
-            for batch in self.source.train:
+            for batch in self.batches:
                 loss = self._train_batch(batch, window)
                 self.seconds = clock.perf_counter() - started
                 watcher.batch(self.step, self.samples, loss)
@@ -227,6 +234,8 @@ class Run:
                     break
             else:
                 self.epoch += 1
+        if window.samples:  # the batches since the last line: the log covers every sample
+            self._log_window(window, scalars, watcher)
         self.save(watcher)
         if scalars is not None:
             self.frequencies.write(self.directory / "frequencies.json")
@@ -249,16 +258,16 @@ class Run:
         """Whether the run was stopped early, the same on every rank at the same step."""
         return self._steps.stopped if self.ranks.size > 1 else self.stop_requested
 
-    def _train_batch(self, batch: Batch, window: _Window) -> float:
+    def _train_batch(self, step: StepBatch, window: _Window) -> float:
         try:
-            loss, scored = self._steps.take(batch, stop=self.stop_requested)
+            loss, scored = self._steps.take(step, stop=self.stop_requested)
         except InputError as error:
             raise InputError(f"step {self.step}: {error}") from error
         self.step += 1
-        self.samples += len(batch)
+        self.samples += step.rows
         if self.ranks.is_first:
-            self.frequencies.update(batch.features)
-        window.add(scored, loss, len(batch))
+            self.frequencies.update(step.batch.features)
+        window.add(scored, loss, step.rows)
         return loss
 
     def _log_window(self, window: _Window, scalars: ScalarWriter | None, watcher: Watcher) -> None:
@@ -339,7 +348,7 @@ class Run:
             "epoch": self.epoch,
             "samples": self.samples,
             "seconds": self.seconds,
-            "position": self.source.train.position,
+            "position": self.batches.position(),
             "features": self.source.train.feature_names,
             "num_dense": self.source.train.num_dense,
             "rng": checkpoint.rng_state(),
@@ -353,7 +362,7 @@ class Run:
         """
         if self.source.test is None:
             return None
-        result = evaluate(self.model, self.source.test, on_batch, ranks=self.ranks)
+        result = evaluate(self.model, self.source.test, on_batch, ranks=self.ranks, shards=self._reads_shards)
         if self.ranks.is_first:
             (self.directory / "evaluation.json").write_text(json.dumps(result.to_dict(), indent=1))
         return result

@@ -1,12 +1,11 @@
 """RunRanks: the ranks of a run. They agree on outcomes, and each computes its part of a batch.
 
-Every rank reads all batches and computes its rows of each, so that the position of a run in its data does not
-depend on the number of ranks. Only rank 0 writes the files of a run, except for checkpoints.
+Only rank 0 writes the files of a run, except for checkpoints. `run_batches.py` says which rows a rank reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -51,36 +50,32 @@ class RunRanks:
 
     def on_rank_0(self, work: Callable[[], T]) -> T | None:
         """Runs a function on rank 0; other ranks return None. An error raises on every rank."""
-        return self._agreed(work if self.is_first else lambda: None)
+        return self.agreed(work if self.is_first else lambda: None)
 
     def rank_0_first(self, work: Callable[[], T]) -> T:
         """Runs a function on rank 0, then on the others, which find what rank 0 has downloaded."""
         done = self.on_rank_0(work)
-        return self._agreed(lambda: work() if done is None else done)
+        return self.agreed(lambda: work() if done is None else done)
 
-    def _agreed(self, work: Callable[[], T]) -> T:
+    def agreed(self, work: Callable[[], T]) -> T:
         """Runs a function on every rank. An error on one rank raises on every rank."""
         # Callers fall back to other data when the data is unavailable, and must do so on every rank.
         return agree(self._ranks, work, keep=(DataUnavailableError,))
 
     # ---- batches
 
-    def part(self, batch: Batch) -> Batch:
-        """Returns this rank's rows of a batch, maybe none. The parts of all ranks in order are the batch."""
-        return part_of(batch, self.rank, self.size)
-
-    def join(self, own: Tensor, rows: int) -> Tensor:
-        """Concatenates the values of all ranks in the order of the batch.
+    def join(self, own: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Concatenates the values of all ranks in the order of the ranks.
 
         Args:
-            own: float32, one value per row of this rank's part.
-            rows: Number of rows of the batch.
+            own: float32, one value per row of this rank.
+            sizes: Number of rows of each rank.
 
         Returns:
-            float32 [rows].
+            float32 [sum of sizes].
         """
-        sizes = [(end - start) * 4 for start, end in (bounds(rows, r, self.size) for r in range(self.size))]
-        return self._exchanged(own, [sizes[self.rank]] * self.size, sizes, "predictions").view(torch.float32)
+        size = [4 * rows for rows in sizes]
+        return self._exchanged(own, [size[self.rank]] * self.size, size, "predictions").view(torch.float32)
 
     def sum_on_first(self, sums: Tensor) -> None:
         """Adds the tensors of all ranks on rank 0 in place. On other ranks the tensor is unchanged."""

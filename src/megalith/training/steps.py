@@ -16,7 +16,8 @@ from megalith.data import Batch
 from megalith.errors import InputError
 from megalith.models import forward_batch
 from megalith.nn import MicroBatches
-from megalith.training.run_ranks import RunRanks, part_of
+from megalith.training.run_batches import StepBatch
+from megalith.training.run_ranks import RunRanks
 
 
 class BatchScores(NamedTuple):
@@ -34,11 +35,11 @@ class Steps(ABC):
     """Whether a rank passed stop=True to the last `take`, the same on all ranks."""
 
     @abstractmethod
-    def take(self, batch: Batch, *, stop: bool = False) -> tuple[float, list[BatchScores]]:
+    def take(self, step: StepBatch, *, stop: bool = False) -> tuple[float, list[BatchScores]]:
         """Trains on a batch.
 
         Args:
-            batch: The batch, the same on all ranks.
+            step: The rows.
             stop: Whether this rank wants to stop the run; see `stopped`.
 
         Returns:
@@ -61,8 +62,9 @@ class WholeBatches(Steps):
         self._model = model
         self._optimizer = optimizer
 
-    def take(self, batch: Batch, *, stop: bool = False) -> tuple[float, list[BatchScores]]:
+    def take(self, step: StepBatch, *, stop: bool = False) -> tuple[float, list[BatchScores]]:
         """See `Steps.take`."""
+        batch = step.batch
         self._optimizer.zero_grad()
         logits = forward_batch(self._model, batch)
         loss = _losses(logits, batch).mean()
@@ -94,21 +96,21 @@ class PartBatches(Steps):
         self._optimizer = optimizer
         self._micro = MicroBatches(model, num or ranks.size, group=ranks.group, timeout=ranks.timeout)
 
-    def take(self, batch: Batch, *, stop: bool = False) -> tuple[float, list[BatchScores]]:
+    def take(self, step: StepBatch, *, stop: bool = False) -> tuple[float, list[BatchScores]]:
         """See `Steps.take`."""
         scored: list[BatchScores] = []
-        self._micro.step((self._loss(batch, index, scored) for index in self._micro.mine), stop=stop)
+        self._micro.step((self._loss(step, index, scored) for index in self._micro.mine), stop=stop)
         self.stopped = self._micro.stopped
         self._optimizer.step()
         return self._micro.loss, scored
 
-    def _loss(self, batch: Batch, index: int, scored: list[BatchScores]) -> Callable[[], Tensor]:
+    def _loss(self, step: StepBatch, index: int, scored: list[BatchScores]) -> Callable[[], Tensor]:
         def compute() -> Tensor:
-            part = part_of(batch, index, self._micro.num)
+            part = step.part(index, self._micro.num, self._micro.mine)
             logits = forward_batch(self._model, part)
             scored.append(BatchScores(part, logits.detach()))
             # The mean of this over micro-batches is the mean over rows, even if the parts differ in size.
-            return _losses(logits, part).sum() * (self._micro.num / len(batch))
+            return _losses(logits, part).sum() * (self._micro.num / step.rows)
 
         return compute
 

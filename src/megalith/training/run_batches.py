@@ -1,0 +1,185 @@
+"""RunBatches: the batches of a run, read once in total by all ranks together or once by every rank.
+
+    reading    each rank reads                    its rows of a step           order of the samples
+    stream     all rows                           its part of the batch        that of one process
+    shards     its shard of the data              batch_size / ranks rows      depends on the number of ranks
+
+Data in memory or generated, one rank, and a fixed number of micro-batches (whose result must not depend on
+the number of ranks) are read as a stream. Files on several ranks are read as shards: decoding them on every
+rank would cost each rank as much as one process. A rank whose shard ends first continues with empty batches.
+
+A position in the midst of an epoch of shards is the list of the positions of all shards. It can be continued
+on any number of ranks: the shards are dealt to the ranks, and a rank reads its shards one after the other.
+A position in a stream is continued as a stream. In both cases the next epoch is read as configured.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from megalith.data import Batch, Reader
+from megalith.data.batch import Position
+from megalith.data.equal_batches import EqualBatchLoader
+from megalith.errors import InputError
+from megalith.training.run_ranks import RunRanks, bounds, part_of
+
+
+class StepBatch(NamedTuple):
+    """The rows of one step."""
+
+    batch: Batch
+    """The rows that this rank has read."""
+    sizes: list[int] | None
+    """Number of rows of each rank, if each has read its own. None: all ranks have read the same batch."""
+
+    @property
+    def rows(self) -> int:
+        """Number of rows on all ranks together."""
+        return len(self.batch) if self.sizes is None else sum(self.sizes)
+
+    def sizes_of(self, ranks: int) -> list[int]:
+        """Returns the number of rows that each rank computes if each has one part.
+
+        Args:
+            ranks: Number of ranks.
+        """
+        if self.sizes is not None:
+            return self.sizes
+        return [end - start for start, end in (bounds(self.rows, rank, ranks) for rank in range(ranks))]
+
+    def part(self, number: int, parts: int, own: range) -> Batch:
+        """Returns a part of the step's rows.
+
+        Args:
+            number: Number of the part, one of `own`.
+            parts: Number of parts of all ranks.
+            own: The parts of this rank.
+        """
+        if self.sizes is None:
+            return part_of(self.batch, number, parts)
+        return part_of(self.batch, number - own.start, len(own))
+
+
+class RunBatches:
+    """The batches of a reader for the ranks of a run. A collective call.
+
+    Args:
+        reader: The reader of all rows.
+        ranks: The ranks of the run.
+        shards: Whether each rank reads its own shard.
+    """
+
+    def __init__(self, reader: Reader, ranks: RunRanks, *, shards: bool = False) -> None:
+        self.reader = reader
+        self.shards = shards and 1 < ranks.size <= reader.batch_size
+        self.ranks = ranks
+        self._sharded = _RankShards(reader, ranks)
+        self._equal: EqualBatchLoader | None = None
+        self._skipped: Counter[str] = Counter()
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        """Yields the steps from the position to the end of the epoch. All ranks yield equally many."""
+        if self._sharded.begun or (self.shards and not self._in_stream):
+            yield from self._from_shards()
+        else:
+            for batch in self.reader:
+                yield StepBatch(batch, None)
+
+    @property
+    def _in_stream(self) -> bool:
+        """Whether the position is in the midst of an epoch that is read as a stream."""
+        return self.reader.position != self.reader.shard(0, 1).position
+
+    def _from_shards(self) -> Iterator[StepBatch]:
+        if self._equal is None:
+            self._equal = EqualBatchLoader(self._sharded, self.ranks.group, timeout=self.ranks.timeout)
+        for batch in self._equal:
+            yield StepBatch(batch, self._equal.sizes or [len(batch)])
+        self._skipped += self._sharded.end()
+
+    # ---- position
+
+    def position(self) -> Position:
+        """Returns where the next batch starts, as a JSON-compatible dict. A collective call."""
+        if not self._sharded.begun:
+            return self.reader.position
+        everywhere = self.ranks.gather(self._sharded.positions())
+        merged = {index: position for each in everywhere for index, position in each.items()}
+        return {"shards": [merged[index] for index in range(len(merged))]}
+
+    def seek(self, position: Position) -> None:
+        """Continues at a position.
+
+        Args:
+            position: The result of `position`, on any number of ranks.
+
+        Raises:
+            InputError: The position is invalid, or the data has changed.
+        """
+        if isinstance(position, dict) and "shards" in position:
+            self._sharded.resume(position["shards"])
+        else:
+            self.reader.seek(position)
+
+    def skipped(self) -> Counter[str]:
+        """Returns the number of bad rows skipped by all ranks, by reason. A collective call."""
+        own = self._skipped + self._sharded.skipped()
+        return self.reader.skipped + sum(self.ranks.gather(own), Counter())
+
+
+class _RankShards:
+    """The shards of this rank in one epoch, one after the other."""
+
+    def __init__(self, reader: Reader, ranks: RunRanks) -> None:
+        self._reader = reader
+        self._ranks = ranks
+        self._readers: dict[int, Reader] = {}
+        """Index of a shard -> its reader."""
+        self._finished: set[int] = set()
+        self.begun = False
+        """Whether the position is in the midst of an epoch, the same on all ranks."""
+
+    def _begin(self, shards: int) -> None:
+        self.begun = True
+        first, last = bounds(self._reader.batch_size, self._ranks.rank, self._ranks.size)
+        for index in range(self._ranks.rank, shards, self._ranks.size):
+            reader = self._reader.shard(index, shards)
+            reader.batch_size = max(1, last - first)
+            self._readers[index] = reader
+
+    def resume(self, positions: list[Position | None]) -> None:
+        """Continues an epoch. None: the shard was read to its end."""
+        if not isinstance(positions, list) or not positions:
+            raise InputError(f"the position of the shards must be a list, got {positions!r}")
+        self._begin(len(positions))
+        for index, reader in self._readers.items():
+            position = positions[index]
+            if position is None:
+                self._finished.add(index)
+            else:
+                reader.seek(position)
+
+    def __iter__(self) -> Iterator[Batch]:
+        if not self.begun:
+            self._begin(self._ranks.size)
+        for index, reader in self._readers.items():
+            if index not in self._finished:
+                yield from reader
+                self._finished.add(index)
+
+    def positions(self) -> dict[int, Position | None]:
+        return {
+            index: None if index in self._finished else reader.position
+            for index, reader in self._readers.items()
+        }
+
+    def skipped(self) -> Counter[str]:
+        return sum((reader.skipped for reader in self._readers.values()), Counter())
+
+    def end(self) -> Counter[str]:
+        """Ends the epoch, and returns the skipped rows of the shards."""
+        counted = self.skipped()
+        self._readers, self._finished, self.begun = {}, set(), False
+        return counted
