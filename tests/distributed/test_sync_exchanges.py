@@ -286,6 +286,15 @@ def push_errors() -> dict[str, Any]:
     found["other steps"] = push(step=rank)
     found["other steps, flushed"] = error_of(shards.flush)
     found["row"] = shards.lookup({"t": ints(4)}).rows["t"].item()
+    rate = 1.0
+    own = table("r", 1, initializer=Zeros(), optimizer=SGD(lambda: rate))
+    shards = SyncShards([own], push=True, timeout=60.0)
+    shards.apply_gradients({"r": ints(4)}, {"r": one}, step=torch.tensor(0), time=torch.tensor(9))  # type: ignore[arg-type]
+    rate = 100.0
+    shards.flush()
+    shards.assign_add({"r": (ints(5), one)}, time=torch.tensor(9.5))  # type: ignore[arg-type]
+    found["rate"] = shards.lookup({"r": ints(4)}).rows["r"].item()
+    found["times"] = [int(t) for chunk in shards.scan("r") for t in chunk.time]
     return found
 
 
@@ -322,3 +331,5 @@ def test_flush_raises_what_went_wrong_with_a_push_and_nothing_else_is_lost(both:
         assert kind == "UsageError"
         assert "steps by rank: [0, 1]" in said
         assert rank["row"] == -4  # two good steps of two ranks
+        assert rank["rate"] == -2  # the learning rate at the time of the call, not of the exchange
+        assert rank["times"] == [9]

@@ -187,6 +187,11 @@ BAD: dict[str, tuple[Callable[[Calls], Said], str, str]] = {
         "InputError",
         "rows must have shape [3, 2]",
     ),
+    "NaN to assign": (
+        lambda c: c.write({"a": (IDS, torch.full((3, 2), NAN))}),
+        "InputError",
+        "table 'a': rows hold NaN or Inf",
+    ),
     "no table to assign": (lambda c: c.write({"z": (IDS, ROWS)}), "UnknownNameError", "unknown table 'z'"),
     "time to assign": (lambda c: c.write({}, time=NAN), "InputError", "time must be seconds"),
     "reinitialize": (

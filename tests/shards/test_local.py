@@ -183,7 +183,7 @@ def test_nothing_is_written_to_any_table_when_one_gradient_is_wrong(
 
 def test_nothing_is_written_when_one_schedule_fails() -> None:
     shards = LocalShards([zeros("a", 1), zeros("b", 1, lambda step: float("nan"))])
-    with pytest.raises(InputError, match="table 'b': learning rate"):
+    with pytest.raises(InputError, match="table 'b', segment 0: learning rate"):
         shards.apply_gradients({"a": ids(1), "b": ids(1)}, {"a": rows([1]), "b": rows([1])}, step=0)
     assert contents(shards) == {"a": {}, "b": {}}
 

@@ -300,7 +300,7 @@ def test_of_duplicates_the_last_assignment_stays(engine: str) -> None:
 
 def test_assign_keeps_every_bit(engine: str) -> None:
     table = sgd_table(engine, 6)
-    odd = [-0.0, float("inf"), float("-inf"), float("nan"), 1e-45, 3.4028235e38]
+    odd = [-0.0, 1e-45, -1e-45, 1e-38, 3.4028235e38, -3.4028235e38]
 
     table.assign(ints(1), torch.tensor([odd]))
 

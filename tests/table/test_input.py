@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from tests.table.support import (
     sgd_table,
     summed,
     unchanged,
+    whole,
 )
 
 DIM = 3
@@ -217,12 +219,46 @@ def test_rows_are_what_find_gave(table: Table, rows: Any) -> None:
 # ---- steps, times, rates
 
 
-@pytest.mark.parametrize("step", [-1, 1.0, "1", None, True])
-def test_a_step_is_a_whole_number_from_zero(table: Table, step: Any) -> None:
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("size", [1, 70_000])
+@pytest.mark.parametrize("at", [0, -1])
+def test_assigned_rows_are_finite(table: Table, value: float, size: int, at: int) -> None:
+    rows = torch.zeros(size, DIM)
+    rows[at, at] = value
+    ids = torch.arange(size)
+
+    refuses(table, lambda t: t.assign(ids, rows), "rows", "NaN or Inf")
+    refuses(table, lambda t: t.assign_add(ids, rows), "rows", "NaN or Inf")
+
+
+@pytest.mark.parametrize(
+    "step", [-1, 1.0, "1", None, True, torch.tensor(1.0), torch.tensor([1, 2]), torch.tensor(True), 2**63]
+)
+def test_a_step_is_an_integer_from_zero(table: Table, step: Any) -> None:
     refuses(table, lambda t: t.apply_gradients(ints(3), ones(), step=step), "step")
 
 
-@pytest.mark.parametrize("time", [-1, 2**32, math.nan, math.inf, "now"])
+@pytest.mark.parametrize("kind", [torch.tensor, np.int64, np.uint8, np.array], ids=lambda kind: kind.__name__)
+def test_a_step_may_be_a_tensor_or_a_numpy_integer(engine: str, kind: Any) -> None:
+    table = sgd_table(engine, 1, optimizer=SGD(lambda step: float(step)))
+
+    table.apply_gradients(ints(1), torch.ones(1, 1), step=kind(3))
+
+    assert table.lookup(ints(1)).tolist() == [[-3.0]]
+
+
+@pytest.mark.parametrize("time", [torch.tensor(7), torch.tensor(7.9), np.int32(7), np.float32(7.5)], ids=repr)
+def test_a_time_may_be_a_tensor_or_a_numpy_number(engine: str, time: Any) -> None:
+    table = sgd_table(engine, 1)
+
+    table.assign(ints(1), torch.ones(1, 1), time=time)
+    table.apply_gradients(ints(2), torch.ones(1, 1), step=0, time=time)
+    table.reinitialize(ints(3), time=time)
+
+    assert whole(table).time.tolist() == [7, 7, 7]
+
+
+@pytest.mark.parametrize("time", [-1, 2**32, math.nan, math.inf, "now", torch.tensor([1, 2]), True, 1j])
 @pytest.mark.parametrize(
     "write",
     [
@@ -247,7 +283,19 @@ def test_a_schedule_must_give_a_rate(engine: str, rate: Any) -> None:
     table.apply_gradients(ints(1), ones(), step=0)
     table.drain_touched("sync")
 
-    refuses(table, lambda t: t.apply_gradients(ints(1, 2), ones(2), step=1), "rate", "step 1")
+    refuses(table, lambda t: t.apply_gradients(ints(1, 2), ones(2), step=1), "segment 1", "rate", "step 1")
+
+
+def test_a_rate_that_fails_names_table_and_segment(table: Table) -> None:
+    def lost() -> float:
+        raise KeyError("rates.json")
+
+    segments = [Segment(1, optimizer=SGD(1.0)), Segment(2, optimizer=SGD(lost))]
+    table = Table(TableConfig("user", segments=segments), engine=table.engine)
+    table.track("sync")
+
+    call = lambda t: t.apply_gradients(ints(1), ones(), step=0)  # noqa: E731
+    refuses(table, call, "segment 1", "step 0", "lost", "KeyError: 'rates.json'")
 
 
 def test_ftrl_refuses_a_rate_of_zero(engine: str) -> None:

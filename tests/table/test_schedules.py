@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -141,13 +143,35 @@ def test_an_invalid_piecewise_raises(boundaries: Any, rates: Any, message: str) 
 
 
 @pytest.mark.parametrize(
-    ("lr", "rate"), [(0.5, 0.5), (1, 1.0), (lambda step: step * 0.1, 0.3), (Piecewise((), (2.0,)), 2.0)]
+    ("lr", "rate"),
+    [
+        (0.5, 0.5),
+        (1, 1.0),
+        (lambda step: step * 0.1, 0.3),
+        (lambda: 0.25, 0.25),
+        (lambda step=5: step, 3.0),
+        (lambda *steps: len(steps), 1.0),
+        (partial(lambda base, step: base + step, 1), 4.0),
+        (partial(float, 0.75), 0.75),
+        (torch.tensor(0.5).item, 0.5),
+        (lambda: torch.tensor(0.5), 0.5),
+        (Piecewise((), (2.0,)), 2.0),
+        (Warmup(lambda: 1.0, steps=6), 0.5),
+    ],
 )
 def test_a_rate_is_a_number_a_schedule_or_any_callable(lr: Any, rate: float) -> None:
     assert SGD(lr).rate(3) == pytest.approx(rate)
 
 
-@pytest.mark.parametrize("rate", [-0.1, math.nan, math.inf])
-def test_a_callable_must_give_a_usable_rate(rate: float) -> None:
+@pytest.mark.parametrize("lr", [lambda step, epoch: 0.1, lambda *, epoch: 0.1, PolynomialDecay])
+def test_a_callable_that_needs_other_arguments_is_rejected_at_construction(lr: Any) -> None:
+    with pytest.raises(InputError, match=r"SGD: lr must be .* callable of the step or of no argument"):
+        SGD(lr)
+    with pytest.raises(InputError, match="Warmup: then must be"):
+        Warmup(lr, steps=1)
+
+
+@pytest.mark.parametrize("rate", [-0.1, math.nan, math.inf, "fast", None, torch.ones(2), [0.1]], ids=repr)
+def test_a_callable_must_give_a_usable_rate(rate: Any) -> None:
     with pytest.raises(InputError, match="learning rate at step 7"):
         rate_at(lambda step: rate, 7)

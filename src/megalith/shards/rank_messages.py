@@ -22,7 +22,7 @@ Sizes and gradients begin with a header, so all ranks know of an error on one ra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -74,6 +74,8 @@ class GradientPush:
         flat: float32, the summed gradients of all distinct ids.
         mask: bool [u], which ids take part; None: all.
         step: See `Shards.apply_gradients`, as are the others.
+        clip_norm: 0 for no limit.
+        rates: The learning rate of each segment of each trainable table.
     """
 
     flat: Tensor
@@ -81,7 +83,8 @@ class GradientPush:
     step: int
     time: float | None
     scale: float
-    clip_norm: float | None
+    clip_norm: float
+    rates: Mapping[str, list[float]]
 
 
 class Recorder(Protocol):
@@ -282,7 +285,7 @@ class RankMessages:
             if not own.numel():
                 continue
             ids[name], grads[name] = own, [summed]
-            steps[name] = table.checks.step(push.step, time, push.scale, push.clip_norm)
+            steps[name] = Step(push.rates[name], table.checks.time(time), push.scale, push.clip_norm)
             if own is requested.ids[name] and name in requested.found:
                 found[name] = requested.found[name]
         before = {name: len(self._tables[name]) for name in grads} if self.recorder is not None else {}
@@ -409,7 +412,7 @@ def _push_head(number: int, push: GradientPush | None, error: Exception | None) 
     if push is not None:
         head[2] = push.step
         head[3] = _seconds(push.time)
-        numbers = torch.tensor([push.scale, push.clip_norm or 0.0], dtype=torch.float64)
+        numbers = torch.tensor([push.scale, push.clip_norm], dtype=torch.float64)
         head[4:6] = numbers.view(torch.int64)
     return head
 

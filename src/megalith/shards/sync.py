@@ -37,7 +37,7 @@ from megalith.shards.preparer import RoutedIds, RoutingPreparer, make_routers
 from megalith.shards.rank_messages import GradientPush, RankMessages, Recorder, RequestedIds
 from megalith.shards.wire import check_wire
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
-from megalith.table.validation import plain
+from megalith.table.validation import as_integer, plain
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 """The address of an object in its repr, which differs between ranks."""
@@ -194,7 +194,7 @@ class SyncShards(Shards):
         if not isinstance(lookup, Lookup):
             lookup = self._request("apply_gradients", lookup)
         if not isinstance(lookup, SyncLookup) or lookup.shards is not self:
-            raise InputError("this Lookup was made by other Shards")
+            raise InputError("this Lookup belongs to another Shards object")
         requested, routed = lookup.requested, lookup.routed
         try:
             with span("megalith.gradients"):
@@ -249,11 +249,20 @@ class SyncShards(Shards):
                 checked = self.local[names[0]].checks.grads(lookup.ids[names[0]], checked, pooling)
             flat = joint.unpool(checked, size)
             used = joint.used
-        trainable = (name for name, config in self.configs.items() if config.trainable)
-        for name in names or list(trainable)[:1]:  # a rank without gradients sends its step too
-            self.local[name].checks.step(step, time, scale, clip_norm)
+        trainable = [name for name, config in self.configs.items() if config.trainable]
+        numbers = None
+        for name in names or trainable[:1]:  # a rank without gradients sends its step too
+            numbers = self.local[name].checks.step(step, time, scale, clip_norm)
+        at = as_integer(step) or 0
+        # Evaluated now, for all tables: other ranks may send gradients for tables that this rank lacks, and a
+        # callable without an argument may return something else by the time they arrive.
+        rates = {name: self.local[name].checks.rates(at) for name in trainable} if numbers else {}
         lookup.use()
-        return GradientPush(flat, used_mask(routed, used), step, time, float(scale), clip_norm)
+        mask = used_mask(routed, used)
+        if numbers is None:  # there is no table that could have gradients
+            return GradientPush(flat, mask, at, None, 1.0, 0.0, rates)
+        seconds = None if time is None else numbers.time
+        return GradientPush(flat, mask, at, seconds, numbers.scale, numbers.clip_norm, rates)
 
     def flush(self) -> None:
         """Waits for all exchanges in progress and raises the errors of gradients that were not waited for."""
@@ -278,7 +287,7 @@ class SyncShards(Shards):
                 self.check_name(name)
                 table = self.local[name]
                 table.checks.rows(table.checks.ids(ids), values)
-            self._check_time(time)
+            time = self._check_time(time)
             routed = self.preparer({name: ids for name, (ids, _) in rows.items()}, distinct=False)
             pieces = [plain(values) for _, values in rows.values()]
             offsets = [routed.offsets(name) for name in rows]
@@ -294,7 +303,7 @@ class SyncShards(Shards):
         """See `Shards.reinitialize`; the lowest rank creates an id that several ranks pass."""
         try:
             routed = self.preparer(ids, missing_ok=missing_ok, distinct=False)
-            self._check_time(time)
+            time = self._check_time(time)
         except Exception as error:
             self.fail(error, "reinitialize")
         status = self.exchange.run(lambda: self._messages.reinitialize(routed, time))
@@ -304,9 +313,11 @@ class SyncShards(Shards):
             for name, column in ids.items()
         }
 
-    def _check_time(self, time: float | None) -> None:
+    def _check_time(self, time: float | None) -> float | None:
         for table in self.local.values():
-            table.checks.time(time)
+            checked = table.checks.time(time)
+            time = None if time is None else checked
+        return time
 
     def remove(self, ids: Ids) -> dict[str, int]:
         """See `Shards.remove`; the counts are those of all ranks together."""

@@ -1,19 +1,22 @@
 """Learning-rate schedules: callables that map a step to a learning rate.
 
-The `lr` of an optimizer is a float, one of these schedules, or any function of the step. It is evaluated at
-the step of each update.
+The `lr` of an optimizer is a float, one of these schedules, or a callable of the step or of no argument. It
+is evaluated at each update.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
 
 from megalith.errors import InputError
 
-LearningRate = float | Callable[[int], float]
+LearningRate = float | Callable[[int], float] | Callable[[], float]
 
 FLOAT32_MAX = 3.4028234e38  # tables compute in float32: a larger number becomes infinite
 
@@ -44,10 +47,9 @@ class PolynomialDecay:
     cycle: bool = False
 
     def __post_init__(self) -> None:
-        if self.decay_steps < 1:
-            raise InputError(f"PolynomialDecay: decay_steps must be at least 1, got {self.decay_steps}")
-        if not math.isfinite(self.power):
-            raise InputError(f"PolynomialDecay: power must be finite, got {self.power}")
+        _check_steps("PolynomialDecay", "decay_steps", self.decay_steps)
+        if not isinstance(self.power, int | float) or not math.isfinite(self.power):
+            raise InputError(f"PolynomialDecay: power must be finite, got {self.power!r}")
         _rates("PolynomialDecay", initial=self.initial, end=self.end)
 
     def __call__(self, step: int) -> float:
@@ -74,11 +76,9 @@ class Warmup:
     start: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise InputError(f"Warmup: steps must be at least 1, got {self.steps}")
+        _check_steps("Warmup", "steps", self.steps)
         _rates("Warmup", start=self.start)
-        if not callable(self.then):
-            _rates("Warmup", then=self.then)
+        check_rate("Warmup", self.then, "then")
 
     def __call__(self, step: int) -> float:
         """Returns the rate at a step."""
@@ -101,13 +101,19 @@ class Piecewise:
     rates: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "boundaries", tuple(self.boundaries))
-        object.__setattr__(self, "rates", tuple(self.rates))
+        for field in ("boundaries", "rates"):
+            value = getattr(self, field)
+            if not isinstance(value, list | tuple):
+                raise InputError(f"Piecewise: {field} must be a list, got {value!r}")
+            object.__setattr__(self, field, tuple(value))
         if len(self.rates) != len(self.boundaries) + 1:
             raise InputError(
                 f"Piecewise: {len(self.boundaries)} boundaries need "
                 f"{len(self.boundaries) + 1} rates, got {len(self.rates)}"
             )
+        for boundary in self.boundaries:
+            if isinstance(boundary, bool) or not isinstance(boundary, int | float):
+                raise InputError(f"Piecewise: boundaries must be steps, got {boundary!r}")
         if list(self.boundaries) != sorted(set(self.boundaries)):
             raise InputError(f"Piecewise: boundaries must ascend, got {list(self.boundaries)}")
         for rate in self.rates:
@@ -122,26 +128,75 @@ def rate_at(lr: LearningRate, step: int) -> float:
     """Returns the rate of a float, schedule or callable at a step.
 
     Raises:
-        InputError: The rate is not a number, is negative or is not finite.
+        InputError: The callable raises, or the rate is not a number, is negative or is not finite.
     """
-    rate = lr(step) if callable(lr) else lr
+    rate: Any = _called(lr, step) if callable(lr) else lr
     if not isinstance(rate, int | float):
         try:
             rate = float(rate)
-        except (TypeError, ValueError):
+        except Exception:  # such as a RuntimeError of a tensor with several elements
             raise InputError(f"learning rate at step {step} is {rate!r}: it must be a number") from None
     if not 0 <= rate <= FLOAT32_MAX:
         raise InputError(f"learning rate at step {step} is {rate}: it must be finite and not negative")
     return float(rate)
 
 
-def check_rate(owner: str, lr: LearningRate) -> None:
-    """Raises InputError unless `lr` is a callable or a finite float that is not negative."""
+_UNKNOWN = -1  # a callable of C without a signature, such as Tensor.item
+
+
+def _called(lr: Callable[..., Any], step: int) -> Any:
+    arguments = _arguments(lr)
+    try:
+        if arguments == _UNKNOWN:
+            try:
+                return lr(step)
+            except TypeError:
+                return lr()
+        return lr(step) if arguments == 1 else lr()
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"learning rate at step {step}: lr={lr!r} raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def _arguments(lr: Callable[..., Any]) -> int | None:
+    """Returns how many arguments a callable is called with: 1, the step, if it takes one, else 0; _UNKNOWN if
+    it has no signature; None if it requires more."""
+    if isinstance(lr, FunctionType) and lr.__code__.co_argcount == 1:
+        return 1  # the usual case, without the cost of a signature
+    try:
+        signature = inspect.signature(lr)
+    except (TypeError, ValueError):
+        return _UNKNOWN
+    for count in (1, 0):
+        try:
+            signature.bind(*range(count))
+        except TypeError:
+            continue
+        return count
+    return None
+
+
+def check_rate(owner: str, lr: LearningRate, field: str = "lr") -> None:
+    """Raises InputError unless `lr` is a finite float that is not negative, or a callable of at most one
+    required argument, the step."""
     if not callable(lr):
-        _rates(owner, lr=lr)
+        _rates(owner, **{field: lr})
+    elif _arguments(lr) is None:
+        raise InputError(
+            f"{owner}: {field} must be a float, a schedule, or a callable of the step or of no argument, "
+            f"got {lr!r}, which needs other arguments"
+        )
 
 
-def _rates(owner: str, **fields: float) -> None:
+def _check_steps(owner: str, field: str, steps: float) -> None:
+    if isinstance(steps, bool) or not isinstance(steps, int | float) or not 1 <= steps < math.inf:
+        raise InputError(f"{owner}: {field} must be at least 1, got {steps!r}")
+
+
+def _rates(owner: str, **fields: Any) -> None:
     for field, value in fields.items():
         good = isinstance(value, int | float) and 0 <= value <= FLOAT32_MAX
         if not good:

@@ -7,8 +7,11 @@ written unless the whole input of a call is valid.
 
 from __future__ import annotations
 
+import operator
 import time as clock
 from collections.abc import Collection, Sequence
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,8 +74,22 @@ class InputChecks:
         return rows.contiguous()
 
     def rows(self, ids: Tensor, rows: Tensor) -> Tensor:
-        """Checks weights for n ids; returns them detached and contiguous, float32 [n, dim]."""
-        return self._matrix("rows", rows, ids.numel(), self.dim)
+        """Checks weights to assign or add.
+
+        Args:
+            ids: int64 [n].
+            rows: float32 [n, dim].
+
+        Returns:
+            The weights, detached and contiguous.
+
+        Raises:
+            InputError: The type, shape or device is wrong, or a weight is NaN or Inf.
+        """
+        checked = self._matrix("rows", rows, ids.numel(), self.dim)
+        if not _all_finite(checked):
+            raise InputError(f"table {self.name!r}: rows hold NaN or Inf")
+        return checked
 
     def outputs(self, tensors: Sequence[Tensor], pooling: Pooling) -> list[Tensor]:
         """Checks tensors that a pooling is to fill: contiguous, with the shapes of its outputs."""
@@ -113,7 +130,7 @@ class InputChecks:
         """Checks the numbers of an update and evaluates the learning rates.
 
         Args:
-            step: The global step, from 0.
+            step: The global step, from 0: an integer, also of numpy or as a 0-d tensor.
             time: As for `time`.
             scale: Factor of each summed gradient.
             clip_norm: Largest L2 norm of a summed gradient, or None.
@@ -127,29 +144,44 @@ class InputChecks:
         """
         if not self.config.trainable:
             raise UsageError(f"table {self.name!r} is not trainable (TableConfig(trainable=False))")
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        at = as_integer(step)
+        if at is None or not 0 <= at < 2**63:
             raise InputError(f"table {self.name!r}: step must be an integer >= 0, got {step!r}")
-        if not (isinstance(scale, int | float) and abs(scale) <= FLOAT32_MAX):
+        factor = as_number(scale)
+        if factor is None or not abs(factor) <= FLOAT32_MAX:
             raise InputError(f"table {self.name!r}: scale must be finite, got {scale!r}")
-        if clip_norm is not None and not (
-            isinstance(clip_norm, int | float) and 0 < clip_norm <= FLOAT32_MAX
-        ):
+        norm = 0.0 if clip_norm is None else as_number(clip_norm)
+        if norm is None or not (clip_norm is None or 0 < norm <= FLOAT32_MAX):
             raise InputError(f"table {self.name!r}: clip_norm must be positive and finite, got {clip_norm!r}")
-        try:
-            rates = [segment.optimizer.rate(step) for segment in self.config.segments]
-        except InputError as error:
-            raise InputError(f"table {self.name!r}: {error}") from None
-        return Step(rates, self.time(time), float(scale), float(clip_norm or 0.0))
+        return Step(self.rates(at), self.time(time), factor, norm)
+
+    def rates(self, step: int) -> list[float]:
+        """Returns the learning rate of each segment.
+
+        Args:
+            step: The global step, from 0.
+
+        Raises:
+            InputError: A learning rate cannot be evaluated, is negative or is not finite.
+        """
+        rates = []
+        for number, segment in enumerate(self.config.segments):
+            try:
+                rates.append(segment.optimizer.rate(step))
+            except InputError as error:
+                raise InputError(f"table {self.name!r}, segment {number}: {error}") from error.__cause__
+        return rates
 
     def time(self, time: float | None) -> int:
         """Checks a time in seconds; returns it as an integer between 0 and 2^32 - 1 (None: now)."""
         if time is None:
             return int(clock.time())
-        if not (isinstance(time, int | float) and 0 <= time <= MAX_TIME):
+        seconds = as_number(time)
+        if seconds is None or not 0 <= seconds <= MAX_TIME:
             raise InputError(
                 f"table {self.name!r}: time must be seconds between 0 and {MAX_TIME}, got {time!r}"
             )
-        return int(time)
+        return int(seconds)
 
     def row_count(self, n: int) -> int:
         """Checks a number of rows to reserve."""
@@ -166,7 +198,7 @@ class InputChecks:
         """
         ids = self.ids(chunk.ids)
         n = ids.numel()
-        columns = [self.rows(ids, chunk.rows)]
+        columns = [self._matrix("rows", chunk.rows, n, self.dim)]  # as stored: may hold an overflow
         known = {column.key for column in self.config.state_columns}
         if set(chunk.state) != known:
             raise InputError(
@@ -208,6 +240,33 @@ class InputChecks:
             )
         pairs = zip(tensors, pooling.outputs, strict=True)
         return [self._matrix(f"{field}[{k}]", tensor, *shape) for k, (tensor, shape) in enumerate(pairs)]
+
+
+def as_integer(value: Any) -> int | None:
+    """Returns an integer of Python, numpy or a 0-d tensor as an int; None for anything else."""
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or (isinstance(value, Tensor) and not _is_scalar(value)):
+        return None
+    try:
+        return operator.index(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def as_number(value: Any) -> float | None:
+    """Returns a real number of Python, numpy or a 0-d tensor as a float; None for anything else."""
+    known = _is_scalar(value) if isinstance(value, Tensor) else isinstance(value, Real)
+    if isinstance(value, bool) or not known:
+        return None
+    try:
+        return float(value)
+    except (OverflowError, TypeError, ValueError, RuntimeError):
+        return None
+
+
+def _is_scalar(tensor: Tensor) -> bool:
+    return tensor.dim() == 0 and tensor.dtype != torch.bool and not tensor.is_complex() and not tensor.is_meta
 
 
 def plain(tensor: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ class Optimizer(ABC):
     """Base class of the sparse optimizers.
 
     Args:
-        lr: The learning rate: a float, a schedule, or any callable of the step.
+        lr: The learning rate: a float, a schedule, or a callable of the step or of no argument.
 
     Raises:
         InputError: A setting is out of range.
@@ -59,7 +59,7 @@ class Optimizer(ABC):
             step: The global step, from 0.
 
         Raises:
-            InputError: The schedule returns a rate that is not a number, negative or not finite.
+            InputError: The callable raises, or returns a rate that is not a number, negative or not finite.
         """
         return rate_at(self.lr, step)
 
