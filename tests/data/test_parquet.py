@@ -245,7 +245,65 @@ def test_a_position_of_other_files_is_refused(tmp_path: Path) -> None:
     ):
         reader.seek(position)
     with pytest.raises(InputError, match="'row' of the position is 99"):
-        reader.seek({"group": 0, "row": 99, "name": "part-0.parquet", "shard": [0, 1]})
+        reader.seek({**reader.position, "row": 99})
+    with pytest.raises(InputError, match="saved by an earlier version"):
+        reader.seek({"group": 0, "row": 9, "name": "part-0.parquet", "shard": [0, 1]})
+
+
+def week(folder: Path, number: int, first: int, *, rows: int = 10, group: int = 1_000_000) -> None:
+    ids = list(range(first, first + rows))
+    write(folder / f"week={number:02}" / "part-0.parquet", {"y": ids, "c": ids}, group=group)
+
+
+@pytest.mark.parametrize("group", [1_000_000, 4])
+@pytest.mark.parametrize("paths", ["", "*/part-0.parquet", "**/*.parquet"])
+def test_a_file_added_before_the_position_is_noticed(tmp_path: Path, paths: str, group: int) -> None:
+    """Files of different weeks have the same name, and row groups of one file do too."""
+    given = tmp_path / paths
+    week(tmp_path, 10, 0, group=group)
+    week(tmp_path, 12, 20, group=group)
+    positions = [batch.position for batch in ParquetReader(given, SCHEMA, batch_size=3)]
+
+    week(tmp_path, 13, 30, group=group)  # after all positions: reading continues into it
+    reader = ParquetReader(given, SCHEMA, batch_size=3)
+    reader.seek(positions[4])
+    assert labels_of(reader) == [25, 26, 27, 28, 29, *range(30, 40)]
+
+    week(tmp_path, 11, 10, group=group)
+    reader = ParquetReader(given, SCHEMA, batch_size=3)
+    with pytest.raises(InputError, match=r"in file 'week=12/part-0.parquet', but .* 'week=1[01]/part-0"):
+        reader.seek(positions[4])
+    week(tmp_path, 9, -10, group=5)
+    reader = ParquetReader(given, SCHEMA, batch_size=3)
+    with pytest.raises(InputError, match=r"read the same files in the same order, or start over"):
+        reader.seek(positions[2])
+
+
+def test_another_row_group_of_the_same_file_is_not_the_position(tmp_path: Path) -> None:
+    week(tmp_path, 10, 0, group=4)
+    position = list(ParquetReader(tmp_path, SCHEMA, batch_size=4))[1].position
+    week(tmp_path, 9, -10, rows=4)
+    with pytest.raises(InputError, match=r"the files before 'week=10/part-0.parquet' .* have changed"):
+        ParquetReader(tmp_path, SCHEMA, batch_size=4).seek({**position, "group": 2})
+
+
+def test_a_file_that_was_replaced_is_noticed_and_moved_data_is_not(tmp_path: Path) -> None:
+    here, there = tmp_path / "a", tmp_path / "b"
+    week(here, 10, 0)
+    week(here, 11, 10)
+    position = list(ParquetReader(here, SCHEMA, batch_size=4))[3].position
+    here.rename(there)
+    reader = ParquetReader(there, SCHEMA, batch_size=4)
+    reader.seek(position)
+    assert labels_of(reader) == [16, 17, 18, 19]
+
+    week(there, 11, 10, rows=12)
+    with pytest.raises(InputError, match=r"'week=11/part-0.parquet' .* had \d+ bytes and now has \d+"):
+        ParquetReader(there, SCHEMA, batch_size=4).seek(position)
+    week(there, 11, 10)
+    week(there, 10, 0, rows=12)
+    with pytest.raises(InputError, match=r"the files before 'week=11/part-0.parquet' .* have changed"):
+        ParquetReader(there, SCHEMA, batch_size=4).seek(position)
 
 
 # ---- bad rows and files

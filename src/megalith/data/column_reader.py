@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from megalith.data.arrow import ColumnFault, arrow, ids, numbers, seconds, why_not_ids, why_not_numbers
 from megalith.data.batch import Position, Samples
-from megalith.data.files import Paths, list_files
+from megalith.data.file_positions import FilePositions
+from megalith.data.files import Paths, data_root, list_files
 from megalith.data.reader import OnError, Reader, RowBlock
 from megalith.data.schema import Schema
 from megalith.errors import InputError
@@ -69,6 +70,8 @@ class ColumnReader(Reader):
             raise InputError(f"reader: schema must be a Schema, got {type(schema).__name__}")
         self.schema = schema
         self.files = list_files(paths, self.suffixes)
+        self._root = data_root(paths)
+        self._positions: tuple[int, int, FilePositions] | None = None
 
     @classmethod
     def from_config(
@@ -88,6 +91,17 @@ class ColumnReader(Reader):
     def num_dense(self) -> int:
         """See `Reader.num_dense`."""
         return len(self.schema.dense_columns)
+
+    @abstractmethod
+    def _parts(self) -> tuple[str, list[tuple[Path, int]]]:
+        """The key of a part's index in a position, and the parts of files of this shard."""
+
+    def _files_at(self) -> FilePositions:
+        """The parts of files of this shard, listed once."""
+        made = self._positions
+        if made is None or made[:2] != (self.rank, self.world_size):
+            self._positions = made = (self.rank, self.world_size, FilePositions(*self._parts(), self._root))
+        return made[2]
 
     @abstractmethod
     def _chunks(self, position: Position) -> Iterator[ColumnChunk]:

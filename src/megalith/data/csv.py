@@ -21,7 +21,7 @@ from megalith.data.batch import Position
 from megalith.data.column_reader import ColumnChunk, ColumnReader
 from megalith.data.files import Paths
 from megalith.data.formats.compression import open_bytes
-from megalith.data.reader import OnError, check_file, position_integer
+from megalith.data.reader import OnError, position_integer
 from megalith.data.schema import DenseColumn, Normalise, Schema
 from megalith.errors import InputError
 
@@ -101,6 +101,9 @@ class CsvReader(ColumnReader):
     def _own(self) -> list[Path]:
         return self.files[self.rank :: self.world_size] if self._by_file else self.files
 
+    def _parts(self) -> tuple[str, list[tuple[Path, int]]]:
+        return "file", [(path, 0) for path in self._own()]
+
     @property
     def _by_file(self) -> bool:
         return len(self.files) >= self.world_size
@@ -110,11 +113,10 @@ class CsvReader(ColumnReader):
 
     def _position(self, file: int, offset: int, line: int, done: int) -> Position:
         """line: number of the block's first line. done: lines of this shard's part that were read."""
-        own = self._own()
-        return {"file": file, "offset": offset, "line": line, "done": done, "name": own[file].name}
+        return {**self._files_at().at(file), "offset": offset, "line": line, "done": done}
 
     def _check(self, position: Position) -> None:
-        check_file(position, "file", self._own())
+        self._files_at().check(position)
         for key in ("offset", "line", "done"):
             position_integer(position, key)
 

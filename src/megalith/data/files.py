@@ -1,4 +1,4 @@
-"""list_files: the files that paths, directories and patterns name."""
+"""list_files, data_root: the files that paths, directories and patterns name, and their common directory."""
 
 from __future__ import annotations
 
@@ -44,6 +44,27 @@ def list_files(paths: Paths, suffixes: Sequence[str]) -> list[Path]:
     if not files:
         raise InputError("reader: no file is given")
     return files
+
+
+def data_root(paths: Paths) -> Path:
+    """Returns the directory to which the names of files are relative in positions.
+
+    It is the given directory, the directory of the given file, or the part of a pattern before its first
+    wildcard. For several paths it is the innermost directory that holds all of these.
+
+    Args:
+        paths: Files, directories or patterns.
+    """
+    given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    return Path(os.path.commonpath([_root(Path(item).absolute()) for item in given]))
+
+
+def _root(path: Path) -> Path:
+    if path.is_dir():
+        return path
+    while not path.exists() and any(glob.has_magic(part) for part in path.parent.parts):
+        path = path.parent
+    return path.parent
 
 
 def _is_hidden(path: Path) -> bool:

@@ -16,7 +16,7 @@ from megalith.data.arrow import arrow
 from megalith.data.batch import Position
 from megalith.data.column_reader import ColumnChunk, ColumnReader
 from megalith.data.files import Paths
-from megalith.data.reader import OnError, check_file, position_integer
+from megalith.data.reader import OnError, position_integer
 from megalith.data.schema import Schema
 from megalith.errors import InputError
 
@@ -108,13 +108,14 @@ class ParquetReader(ColumnReader):
         return parts
 
     def _start(self) -> Position:
-        own = self._own()
-        return {"group": 0, "row": 0, "name": own[0].file.name if own else ""}
+        return {**self._files_at().at(0), "row": 0}
+
+    def _parts(self) -> tuple[str, list[tuple[Path, int]]]:
+        return "group", [(group.file, group.group) for group in self._own()]
 
     def _check(self, position: Position) -> None:
-        own = self._own()
-        check_file(position, "group", [group.file for group in own])
-        for group in own[position["group"] : position["group"] + 1]:
+        self._files_at().check(position)
+        for group in self._own()[position["group"] : position["group"] + 1]:
             position_integer(position, "row", group.stop - group.start)
 
     def _chunks(self, position: Position) -> Iterator[ColumnChunk]:
@@ -134,9 +135,10 @@ class ParquetReader(ColumnReader):
             -(-CHUNK_ROWS // self.batch_size) * self.batch_size
         )  # so that few batches need rows of two chunks
         base = group.first + group.start
+        at_group = self._files_at().at(index)
 
         def after(number: int) -> Position:
-            return {"group": index, "row": number - base + 1, "name": group.file.name}
+            return {**at_group, "row": number - base + 1}
 
         try:
             with arrow("pyarrow.parquet").ParquetFile(group.file) as opened:

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
@@ -280,23 +279,3 @@ def position_integer(position: Position, key: str, most: int | None = None) -> i
     if most is not None and value > most:
         raise InputError(f"reader: {key!r} of the position is {value}, above {most}; the data has changed")
     return value
-
-
-def check_file(position: Position, key: str, files: list[Path]) -> None:
-    """Checks that the file at the index in a position is the file that the position names.
-
-    Args:
-        position: The position, with the name of a file under "name".
-        key: Key of the index.
-        files: The files of this shard.
-
-    Raises:
-        InputError: The index is out of range or another file is at that index.
-    """
-    index = position_integer(position, key, max(len(files) - 1, 0))
-    name = files[index].name if files else ""
-    if position.get("name") != name:
-        raise InputError(
-            f"reader: the position is in file {position.get('name')!r}, but that file is now {name!r}; "
-            "read the same files in the same order, or start over"
-        )

@@ -25,9 +25,10 @@ from megalith.compat.monolith.examples import (
     decode_records,
 )
 from megalith.data.batch import Position, Samples
+from megalith.data.file_positions import FilePositions
 from megalith.data.files import Paths, list_files
 from megalith.data.formats.record_files import HEADERS, MAX_RECORD_BYTES, FramedRecord, Framing, RecordFile
-from megalith.data.reader import OnError, Reader, RowBlock, check_file, position_integer
+from megalith.data.reader import OnError, Reader, RowBlock, position_integer
 from megalith.errors import InputError
 from megalith.ragged import Ragged
 
@@ -112,8 +113,9 @@ class MonolithReader(Reader):
         self.dense = dict(dense or {})
         self.label_index = label_index
         self.weights, self.time = weights, time
-        paths = list_files(paths, self.suffixes)
-        self.files = [RecordFile(x, framing, header=header, max_bytes=max_bytes) for x in paths]
+        found = list_files(paths, self.suffixes)
+        self.files = [RecordFile(x, framing, header=header, max_bytes=max_bytes) for x in found]
+        self._files_at = FilePositions.of_files("file", found, paths)
         self._names = list(dict.fromkeys([*self.features.values(), *self.dense]))
 
     @property
@@ -131,13 +133,12 @@ class MonolithReader(Reader):
 
     def _position(self, file: int, offset: int, record: int, row: int) -> Position:
         """The position after the first `row` rows of record number `record`, which begins at `offset`."""
-        name = self.files[file].path.name
-        return {"file": file, "offset": offset, "record": record, "row": row, "name": name}
+        return {**self._files_at.at(file), "offset": offset, "record": record, "row": row}
 
     def _check(self, position: Position) -> None:
         for key in ("offset", "record", "row"):
             position_integer(position, key)
-        check_file(position, "file", [file.path for file in self.files])
+        self._files_at.check(position)
 
     # ---- files to groups of records to rows
 
