@@ -30,13 +30,13 @@ const char* problem_of(snappy::Result result) {
     case snappy::Result::no_length:
       return "it does not begin with a length of 32 bits";
     case snappy::Result::cut_off:
-      return "an element is cut off";
+      return "truncated element";
     case snappy::Result::too_long:
       return "there is more than the stated length";
     case snappy::Result::bad_copy:
       return "a copy reaches back before the beginning";
     default:
-      return "there is less than the stated length";
+      return "output is shorter than the stated length";
   }
 }
 
@@ -51,7 +51,7 @@ nb::object unsnap(nb::bytes data, uint64_t max_bytes) {
   snappy::Result result = snappy::read_length(in, data.size(), length, at);
   if (result != snappy::Result::good) refuse(result, 0);
   if (length > max_bytes)
-    throw std::invalid_argument("snappy: it states " + std::to_string(length) + " bytes, over the bound of " +
+    throw std::invalid_argument("snappy: it states " + std::to_string(length) + " bytes, more than the limit of " +
                                 std::to_string(max_bytes));
   nb::object out = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(length)));
   if (!out.is_valid()) throw nb::python_error();

@@ -20,7 +20,7 @@ Stored stored_as(int64_t item_bytes) {
   return item_bytes == 4 ? Stored::float32 : item_bytes == 2 ? Stored::float16 : Stored::int8;
 }
 
-// `buckets` must have passed `frozen_fits`: looking at all of them here would cost more than a look-up.
+// `buckets` must have passed `frozen_fits`: checking all of them here would cost more than a look-up.
 int64_t frozen_read(handle ids, handle buckets, handle rows, handle steps, handle queries, handle skip,
                     handle out) {
   TensorView i = borrow(ids, Kind::int64, "ids"), b = borrow(buckets, Kind::int64, "buckets"),

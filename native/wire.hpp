@@ -142,7 +142,7 @@ class Fields {
     uint64_t value = 0;
     const uint8_t* at = start;
     for (int k = 0; k < most_bytes; ++k) {
-      if (at == end) throw Error("a varint is cut off", start - base);
+      if (at == end) throw Error("a varint is truncated", start - base);
       const uint8_t byte = *at++;
       if (k == 9 && byte > 1) throw Error("a varint has more than 64 bits", start - base);
       value |= static_cast<uint64_t>(byte & 0x7f) << 7 * k;

@@ -1,4 +1,4 @@
-// The ops' native code against naive models: any sizes, portable and AVX2 bit by bit, one thread
+// The ops' native code against naive models: any sizes, portable and AVX2 bit for bit, one thread
 // against four. Memory is as small as it may be, so that sanitizers see a step too far.
 
 #include <algorithm>

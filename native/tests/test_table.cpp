@@ -1,4 +1,4 @@
-// The table's calls: results by hand, portable against AVX2 bit by bit, one thread against four.
+// The table's calls: results by hand, portable against AVX2 bit for bit, one thread against four.
 
 #include <algorithm>
 #include <cmath>

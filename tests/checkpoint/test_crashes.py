@@ -1,4 +1,4 @@
-"""kill -9 at any point of a save: afterwards the last complete state is loaded, bit by bit.
+"""kill -9 at any point of a save: afterwards the last complete state is loaded, bit for bit.
 
 Children are forked from a parent that holds the model, so each costs milliseconds. The parent then acts as a
 restarted run: it loads the checkpoint and continues, with the remains of the dead child on the disk.

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
@@ -23,6 +24,7 @@ from typer.testing import CliRunner, Result
 from megalith.cli import output
 from megalith.cli.main import app
 from megalith.data import SyntheticReader
+from megalith.training import Run
 
 pytestmark = pytest.mark.usefixtures("restore_threads")
 COMMANDS = ("train", "eval", "predict", "report", "table", "plan")
@@ -209,6 +211,46 @@ def test_ctrl_c_saves_and_the_run_can_be_resumed(tmp_path: Path, number: int) ->
     step = json.loads((run / "checkpoint/manifest.json").read_text())["progress"]["step"]
     resumed = megalith("train", "--run", run, "--resume", "--max-steps", step + 2)
     assert resumed.exit_code == 0, resumed.output
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path, config: Path) -> None:
+    run = tmp_path / "run"
+    megalith("train", "--config", config, "--run", run, "--max-steps", 3)
+    before = (run / "checkpoint/manifest.json").read_text()
+    again = megalith("train", "--run", run, "--resume")
+    assert again.exit_code == 0, again.output
+    assert "nothing was left to do: the run ended at step 3" in " ".join(again.output.split())
+    assert (run / "checkpoint/manifest.json").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("save_every", "words"),
+    [
+        (100, "steps 1 to 3 are not saved: there is no checkpoint"),
+        (2, "steps 3 to 3 are not saved; continue from step 2 with `--resume --run "),
+    ],
+)
+def test_a_second_ctrl_c_says_what_is_saved(
+    tmp_path: Path, config: Path, monkeypatch: pytest.MonkeyPatch, save_every: int, words: str
+) -> None:
+    step, save = Run._train_batch, Run.save
+
+    def interrupted_step(self: Run, *arguments: Any) -> float:
+        loss = step(self, *arguments)
+        if self.step == 3:
+            signal.raise_signal(signal.SIGINT)
+        return loss
+
+    def interrupted_save(self: Run, *arguments: Any, **options: Any) -> None:
+        if self.stop_requested:
+            signal.raise_signal(signal.SIGINT)
+        save(self, *arguments, **options)
+
+    monkeypatch.setattr(Run, "_train_batch", interrupted_step)
+    monkeypatch.setattr(Run, "save", interrupted_save)
+    result = megalith("train", "--config", config, "--run", tmp_path / "run", "--save-every", save_every)
+    assert result.exit_code == 130, result.output
+    assert words in " ".join(result.output.split())
 
 
 def _error(result: Result) -> str:

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -304,6 +305,23 @@ def test_a_file_that_was_replaced_is_noticed_and_moved_data_is_not(tmp_path: Pat
     week(there, 10, 0, rows=12)
     with pytest.raises(InputError, match=r"the files before 'week=11/part-0.parquet' .* have changed"):
         ParquetReader(there, SCHEMA, batch_size=4).seek(position)
+
+
+# ---- fitting
+
+
+def test_a_schema_is_fitted_to_all_rows(tmp_path: Path) -> None:
+    """On a log that is sorted by time, the first rows have another mean than the rest."""
+    write(tmp_path / "a.parquet", {"y": [0, 1] * 60_000, "d": [1.0] * 120_000})
+    write(tmp_path / "b.parquet", {"y": [0, 1], "d": [60_001.0, 60_003.0]})
+    schema = Schema(label="y", features={}, dense=[DenseColumn("d", "standard"), "d"])
+    reader = ParquetReader(tmp_path, schema, batch_size=5)
+    fitted, plain = reader.fit().dense_columns
+    values = np.array([1.0] * 120_000 + [60_001.0, 60_003.0])
+    assert (fitted.mean, fitted.std) == pytest.approx((values.mean(), values.std()))
+    assert plain == DenseColumn("d")
+    assert reader.shard(1, 2).fit() == reader.fit(), "all ranks fit the same rows"
+    assert reader.fit(rows=10).dense_columns[0].mean == 1.0
 
 
 # ---- bad rows and files

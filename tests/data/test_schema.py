@@ -72,6 +72,20 @@ def test_fitting_leaves_given_numbers_and_missing_values_alone() -> None:
         schema.fitted(np.full((2, 3), np.nan))
 
 
+def test_fitting_parts_is_fitting_the_whole() -> None:
+    schema = Schema(
+        label=None, features={}, dense=[DenseColumn("a", "standard"), DenseColumn("b", "standard")]
+    )
+    raw = np.random.default_rng(0).normal([1e6, 1.0], [2.0, 3.0], (1000, 2))
+    raw[::7, 0] = np.nan
+    parts = [raw[:1], raw[1:1], raw[1:400], raw[400:]]
+    for column, values in zip(schema.fitted(iter(parts)).dense_columns, raw.T, strict=True):
+        assert column.mean == pytest.approx(np.nanmean(values), rel=1e-12)
+        assert column.std == pytest.approx(np.nanstd(values), rel=1e-9)
+    constant = schema.fitted([np.full((n, 2), 0.1) for n in (3, 7, 1000)]).dense_columns[0]
+    assert constant.std == 1.0
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -39,7 +39,7 @@ class Model(nn.Module):
         self.register_buffer("empty", torch.empty(0))
 
     def lists(self) -> dict[str, list[int]]:
-        """Every tensor, bit by bit."""
+        """Every tensor, bit for bit."""
         named = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         return {
             name: x.detach().contiguous().reshape(-1).view(torch.uint8).tolist() for name, x in named.items()

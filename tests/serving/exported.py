@@ -21,7 +21,7 @@ NUM_IDS = 40
 
 
 def request(size: int = 16, num_dense: int = 0, seed: int = 0) -> tuple[dict[str, Ragged], Tensor | None]:
-    """Features of known ids, one id a row but 0 to 4 tags, and dense values if there are any."""
+    """Features of known ids, one id per row but 0 to 4 tags, and dense values if there are any."""
     random = torch.Generator().manual_seed(seed)
 
     def ids(n: int) -> Tensor:

@@ -105,6 +105,44 @@ def test_saving_on_the_way_changes_nothing(tmp_path: Path) -> None:
     assert_same(everything(plain), everything(saving))
 
 
+def test_a_run_saves_by_the_clock_unless_save_every_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter(range(0, 100_000, 100))  # each look at the clock is 100 seconds later
+    monkeypatch.setattr("megalith.training.run.clock.monotonic", lambda: float(next(times)))
+    run = Run(config(train_max_steps=10, train_save_interval=400.0, train_keep_last=10), tmp_path / "a")
+    run.train()
+    assert kept(run.directory) == [4, 8, 10]
+    assert RunConfig().train.save_interval == 600.0
+    run = Run(config(train_max_steps=10, train_save_every=7, train_keep_last=10), tmp_path / "b")
+    run.train()
+    assert kept(run.directory) == [7, 10]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"model_options": {"hiden": [8]}},
+            r"model\.options: unknown option 'hiden' \(known: hidden, dropout",
+        ),
+        ({"data_options": {"batches": 3}}, r"data\.options: unknown option 'batches' \(known: .*num_batches"),
+        (
+            {"data_options": {"num_batches": "ten"}},
+            r"data\.options\.num_batches must be an integer, got 'ten'",
+        ),
+        (
+            {"model_name": "din", "model_options": {}},
+            r"model\.options: option 'target' is required \(known: ",
+        ),
+    ],
+)
+def test_wrong_options_list_the_known_ones(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(MegalithError, match=words) as caught:
+        Run(config(**changes), tmp_path / "run")
+    assert "__init__" not in str(caught.value)
+
+
 def kept(run: Path) -> list[int]:
     return checkpoint.Rotation(run / "checkpoints").steps()
 

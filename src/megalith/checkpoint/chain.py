@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from torch import nn
+
+from megalith.checkpoint.dense_state import collections_of, dense_state
 from megalith.checkpoint.manifest import Manifest
+from megalith.checkpoint.sharded_weights import ranks_of_weights
 from megalith.distributed.ranks import RankGroup
 from megalith.errors import CheckpointError, UsageError
 from megalith.nn import EmbeddingCollection
@@ -83,7 +87,21 @@ def track_changes(shards: Shards) -> None:
     shards.drain_touched(CONSUMER)
 
 
-def ranks_of(collections: Mapping[str, EmbeddingCollection]) -> RankGroup:
-    """Return the ranks that the tables of a model are spread over."""
+def ranks_of(model: nn.Module) -> RankGroup:
+    """Return the ranks that the tables of a model are spread over, or without tables its sharded weights.
+
+    Raises:
+        UsageError: Dense weights are sharded over ranks, but each rank has tables of its own.
+    """
+    collections = collections_of(model)
     groups = [c.shards.ranks for c in collections.values()]
-    return max(groups, key=lambda ranks: ranks.size, default=RankGroup())
+    ranks = max(groups, key=lambda ranks: ranks.size, default=RankGroup())
+    if ranks.size > 1:
+        return ranks
+    sharing = ranks_of_weights(dense_state(model))
+    if collections and sharing.size > 1:
+        raise UsageError(
+            f"the dense weights are sharded over {sharing.size} ranks, but the tables are LocalShards, so each "
+            "rank has its own: build the collection from TableConfigs or SyncShards after init_process_group"
+        )
+    return sharing

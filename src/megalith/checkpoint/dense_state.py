@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megalith.checkpoint.sharded_weights import copy_into, reshard
 from megalith.errors import CheckpointError, UsageError
 from megalith.nn import EmbeddingCollection
 from megalith.shards import Shards
@@ -38,6 +39,7 @@ def dense_state(model: nn.Module) -> dict[str, Tensor]:
     Raises:
         UsageError: A module has extra state, which a checkpoint cannot hold.
     """
+    reshard(model)
     state: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         if isinstance(module, EmbeddingCollection):
@@ -68,9 +70,9 @@ class DenseMatch:
     extra: list[str]
 
     def copy(self) -> None:
-        """Copy the saved tensors into the model."""
+        """Copy the saved tensors into the model; into a sharded weight, the part of this rank."""
         for here, there in self.pairs:
-            here.data.copy_(there)
+            copy_into(here, there)
 
 
 def match_dense(model: nn.Module, saved: Mapping[str, Tensor], allow_missing: bool = False) -> DenseMatch:

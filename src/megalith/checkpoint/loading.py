@@ -2,7 +2,7 @@
 
 All files are verified and compared with the manifest and the model before any table changes. Then the rows
 are read file by file, the base first and the deltas in order. With several ranks each keeps the rows that it
-owns by the routing of the model, not that of the checkpoint.
+owns by the routing of the model, not that of the checkpoint, and its part of sharded dense weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from megalith.checkpoint.chain import check_idle, forget_last_save, ranks_of, set_last_save, track_changes
-from megalith.checkpoint.dense_state import DenseMatch, collections_of, match_dense
+from megalith.checkpoint.dense_state import DenseMatch, collections_of, dense_state, match_dense
 from megalith.checkpoint.manifest import NAME, Manifest, Piece, TableEntry
 from megalith.checkpoint.match_tables import TableMatch, TableMatches, match_tables
 from megalith.checkpoint.nested_state import unpack
@@ -32,6 +32,7 @@ from megalith.checkpoint.saved_rows import (
     read_removed,
     read_tensors,
 )
+from megalith.checkpoint.sharded_weights import check_weights, distribute_state
 from megalith.distributed.agreement import agree
 from megalith.distributed.ranks import RankGroup
 from megalith.errors import CheckpointError, InputError, RankFailedError, RankTimeoutError
@@ -137,7 +138,7 @@ def load(
         UsageError: A save of the model is in progress.
     """
     store = open_store(path)
-    ranks = ranks_of(collections_of(model))
+    ranks = ranks_of(model)
     options = _LoadOptions(
         optimizer=optimizer,
         reroute=reroute,
@@ -171,6 +172,7 @@ def _manifest_bytes(store: Store, ranks: RankGroup) -> bytes:
 def _load(model: nn.Module, store: Store, ranks: RankGroup, options: _LoadOptions) -> LoadReport:
     collections = collections_of(model)
     _agree(ranks, lambda: check_idle(collections))
+    check_weights(_agree(ranks, lambda: dense_state(model)), ranks)
     text = _agree(ranks, lambda: read_manifest(store).to_json() if ranks.rank == 0 else "")
     manifest = Manifest.from_json(ranks.broadcast(text), store.where)
     found = _agree(
@@ -302,7 +304,9 @@ def _match_dense(store: Store, manifest: Manifest, model: nn.Module, options: _L
         tensors = {} if latest.optimizer_tensors is None else read_tensors(store, latest.optimizer_tensors)
         state = unpack(latest.optimizer, tensors)
         try:
-            optimizer.load_state_dict(state)
+            optimizer.load_state_dict(distribute_state(state, optimizer))
+        except CheckpointError as error:
+            raise CheckpointError(f"{store.where}: {error}") from None
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{store.where}: its optimizer state does not match this optimizer: {error!r}"

@@ -60,7 +60,7 @@ def match_tables(
     drop_optimizer_state: bool | Collection[str],
     allow_missing: bool,
 ) -> TableMatches:
-    """TableMatch the tables of a checkpoint with those of a model, by name. See `load` for the options.
+    """Match the tables of a checkpoint with those of a model, by name. See `load` for the options.
 
     Args:
         manifest: The manifest of the checkpoint.

@@ -28,7 +28,7 @@ def pack(data: Any) -> tuple[Any, dict[str, Tensor]]:
             int.
 
     Returns:
-        The JSON data, and copies of the tensors by name.
+        The JSON data, and the tensors by name, not copies.
 
     Raises:
         InputError: The data contains another type; the message names its position.
@@ -86,7 +86,7 @@ def _key(key: Any) -> Any:
 def _pack(data: Any, at: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(data, Tensor):
         name = at.lstrip(".") or "value"
-        tensors[name] = data.detach().clone()
+        tensors[name] = data.detach()
         return {"tensor": name}
     if isinstance(data, float):
         return {"float": data.hex()}

@@ -74,7 +74,7 @@ class Rotation:
             The manifest of the checkpoint.
         """
         manifest = save(model, self._store_of(step), **options)
-        if ranks_of(collections_of(model)).rank == 0:
+        if ranks_of(model).rank == 0:
             self.clean()
         return manifest
 
@@ -89,7 +89,7 @@ class Rotation:
         Returns:
             A handle to wait on.
         """
-        is_first = ranks_of(collections_of(model)).rank == 0
+        is_first = ranks_of(model).rank == 0
         return async_save(
             model, self._store_of(step), on_complete=self.clean if is_first else None, **options
         )

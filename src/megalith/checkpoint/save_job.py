@@ -1,6 +1,7 @@
 """SaveJob: one save. Its state is frozen when the job is created and written by `run`, in any thread.
 
-Snapshots freeze the rows and copies freeze the dense weights, so training can continue during the writing.
+Snapshots freeze the rows and rank 0's copies freeze the dense weights, so training can continue during the
+writing. Sharded dense weights are gathered when the job is created (`sharded_weights`).
 The data goes to a new folder `data-ID`, then the manifest is replaced in one step. A reader therefore always
 sees the last complete checkpoint, wherever the writer stops. Folders that the manifest does not name are
 deleted afterwards.
@@ -57,6 +58,7 @@ from megalith.checkpoint.manifest import (
 from megalith.checkpoint.nested_state import pack
 from megalith.checkpoint.piece_writer import PieceWriter
 from megalith.checkpoint.saved_rows import MAX_MANIFEST, read_manifest, write_tensors
+from megalith.checkpoint.sharded_weights import check_weights, whole_copies
 from megalith.distributed.agreement import agree
 from megalith.errors import CheckpointError, InputError, UsageError
 from megalith.shards import Shards
@@ -122,10 +124,17 @@ class SaveJob:
         self.waited = 0.0
         self._options = options
         self._collections = collections_of(model)
-        self._ranks = ranks_of(self._collections)
+        self._ranks = ranks_of(model)
         self._steps = {path: c.global_step for path, c in self._collections.items()}
         self._tables: list[_FrozenTable] = []
-        agree(self._ranks, lambda: self._check(model), error=CheckpointError)
+        weights, state = agree(self._ranks, lambda: self._check(model), error=CheckpointError)
+        check_weights(weights | {f"optimizer state {name}": t for name, t in state.items()}, self._ranks)
+        # Copies, because training continues. Sharded tensors are gathered here: `run` exchanges nothing.
+        self._dense, self._tensors = agree(
+            self._ranks,
+            lambda: (whole_copies(weights, self._ranks), whole_copies(state, self._ranks)),
+            error=CheckpointError,
+        )
         self.id = str(self._ranks.broadcast(uuid.uuid4().hex[:12]))
         self._folder = f"{DATA}{self.id}"
         try:
@@ -136,7 +145,8 @@ class SaveJob:
 
     # ---- freezing
 
-    def _check(self, model: nn.Module) -> None:
+    def _check(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Check the options; return the dense weights and the tensors of the optimizer's state."""
         options = self._options
         if options.precision not in PRECISIONS:
             raise InputError(f"precision must be one of {', '.join(PRECISIONS)}, got {options.precision!r}")
@@ -149,14 +159,13 @@ class SaveJob:
             self._progress: Any = parse_json(json.dumps(options.progress or {}, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
             raise InputError(f"progress must be JSON data: {error}") from None
-        # Copies, because training continues and tied weights share memory.
-        self._dense = {name: t.detach().clone() for name, t in dense_state(model).items()}
         self._structure: Any = None
-        self._tensors: dict[str, torch.Tensor] = {}
+        state: dict[str, torch.Tensor] = {}
         if options.optimizer is not None:
-            self._structure, self._tensors = pack(options.optimizer.state_dict())
+            self._structure, state = pack(options.optimizer.state_dict())
         if options.delta and self._ranks.rank == 0:
             check_last_save(self._collections.values(), self.store, read_manifest(self.store))
+        return dense_state(model), state
 
     def _freeze(self) -> None:
         for collection in self._collections.values():

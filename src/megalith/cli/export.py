@@ -14,7 +14,10 @@ from megalith.cli.output import console, progress
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="The directory of a run, or a checkpoint.")],
     out: Annotated[
-        Path, typer.Argument(help="Directory of versions: OUT/VERSION, or OUT/entry, OUT/ps_0 ...")
+        Path,
+        typer.Argument(
+            help="Output directory; versions are written to OUT/VERSION, or OUT/entry, OUT/ps_0 ..."
+        ),
     ],
     name: Annotated[
         str | None, typer.Option("--model-name", help="Name in requests. Default: the kind of model.")
@@ -27,7 +30,8 @@ def export(
         int | None, typer.Option(min=0, help="Number of the version. Default: the step of the checkpoint.")
     ] = None,
     block_size: Annotated[
-        int | None, typer.Option(min=1, help="Ids of a part, for tables of dist_type continuous.")
+        int | None,
+        typer.Option(min=1, help="Number of consecutive ids per part, for tables of dist_type continuous."),
     ] = None,
 ) -> None:
     """Write a trained model as files that servers map into memory.

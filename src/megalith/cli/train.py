@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -21,11 +23,13 @@ from megalith.cli.launch import launched
 from megalith.cli.output import console, progress
 from megalith.cli.training_bar import TrainingBar
 from megalith.data import DataUnavailableError
+from megalith.errors import CheckpointError
 from megalith.reporting.report import write_report
 from megalith.training import DataConfig, Evaluation, ModelConfig, Run, RunConfig, TrainConfig, Watcher
 from megalith.training.run_model import CHECKPOINT, config_of
 
 INTERRUPTED = 130
+STOPPING = b"stopping after this batch, then saving; press Ctrl-C again to stop without saving\n"
 
 
 class TrainCommand(TyperCommand):
@@ -79,7 +83,8 @@ def train(
 ) -> None:
     """Train a model, evaluate it on held-out data, save a checkpoint and write report.html.
 
-    Ctrl-C saves the run and stops it. --resume continues exactly where it stopped.
+    Ctrl-C saves the run and stops it; a second Ctrl-C stops it without saving. --resume continues exactly
+    where it stopped.
 
     Example: megalith train --data movielens --run runs/demo
 
@@ -131,14 +136,24 @@ def _resume(run: Path, config: Path | None, flags: dict[str, Any]) -> Run:
 
 def _train(run: Run, out: Console) -> bool:
     """Trains, and returns whether the run was stopped."""
+    if run.finished:
+        out.print(
+            f"nothing was left to do: the run ended at step {run.step:,}; raise --epochs or --max-steps to "
+            "continue it"
+        )
+        return False
     ranks = f", {run.ranks.size} ranks" if run.ranks.size > 1 else ""
     out.print(f"[bold]{run.config.model.name}[/] on {run.source.title}{ranks}")
     if run.config.train.comm_metrics is not None and run.ranks.size == 1:
         out.print(
             "--comm-metrics has no effect: one process has no exchange to measure; start it with torchrun"
         )
-    with _stop_on_signal(run), TrainingBar(run) if run.ranks.is_first else nullcontext(Watcher()) as watcher:
-        run.train(watcher)
+    with _stop_on_signal(run):
+        try:
+            with TrainingBar(run) if run.ranks.is_first else nullcontext(Watcher()) as watcher:
+                run.train(watcher)
+        except KeyboardInterrupt:
+            _stop_without_saving(run, out)
     for reason, count in run.batches.skipped().items():
         out.print(f"skipped {count:,} rows: {reason}")
     if run.stopped:
@@ -159,6 +174,24 @@ def _conclude(run: Run, comparison: Path | None, out: Console) -> None:
         out.print(_summary(run, rows, result, page))
 
 
+def _stop_without_saving(run: Run, out: Console) -> NoReturn:
+    """Prints what is saved and what is not, and exits."""
+    try:
+        saved = checkpoint.read_manifest(run.directory / CHECKPOINT).progress["step"]
+    except CheckpointError:
+        out.print(f"stopped at once; steps 1 to {run.step:,} are not saved: there is no checkpoint")
+    else:
+        lost = f"steps {saved + 1:,} to {run.step:,} are not saved" if saved < run.step else "all is saved"
+        out.print(
+            f"stopped at once; {lost}; continue from step {saved:,} with `--resume --run {run.directory}`"
+        )
+    if run.is_saving:
+        # The thread that writes the checkpoint cannot be interrupted. Incomplete checkpoints are ignored.
+        sys.stdout.flush()
+        os._exit(INTERRUPTED)
+    raise typer.Exit(INTERRUPTED)
+
+
 @contextmanager
 def _stop_on_signal(run: Run) -> Iterator[None]:
     """Stops the run after the current batch on Ctrl-C and SIGTERM, and at once on a second signal.
@@ -169,6 +202,8 @@ def _stop_on_signal(run: Run) -> Iterator[None]:
     def handle(number: int, frame: FrameType | None) -> None:
         if run.stop_requested and run.ranks.size == 1:
             raise KeyboardInterrupt
+        if run.ranks.size == 1 and not run.stop_requested:
+            os.write(2, STOPPING)  # a signal may arrive while another line is printed
         run.stop()
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -107,34 +107,43 @@ class ColumnReader(Reader):
     def _chunks(self, position: Position) -> Iterator[ColumnChunk]:
         """The rows of this shard from `position`."""
 
-    def fit(self, rows: int = 100_000) -> Schema:
+    def fit(self, rows: int | None = None) -> Schema:
         """Computes the missing means and standard deviations of dense columns.
 
+        It reads only these columns, one chunk at a time, and leaves out bad values.
+
         Args:
-            rows: Number of rows to read, from the start of the first file.
+            rows: Number of rows to read, from the start of the first file. None: all rows. Files are often
+                sorted by time, and their first rows then differ from the rest.
 
         Returns:
             The schema with all means and standard deviations.
 
         Raises:
-            InputError: There is no row or no value to fit.
+            InputError: There is no row or no value to fit, or a file cannot be read.
         """
-        if all(column.is_fitted for column in self.schema.dense_columns):
+        wanted = self.schema.unfitted
+        if wanted is None:
             return self.schema
-        seen, raw = 0, []
         everything = self.shard(0, 1)  # all ranks must fit the same rows
-        for chunk in everything._chunks(everything._start()):
+        everything.schema = wanted
+        return self.schema.with_fit_of(wanted.fitted(everything._raw_parts(rows)))
+
+    def _raw_parts(self, rows: int | None) -> Iterator[NDArray[np.float64]]:
+        """The dense values of the first rows, chunk by chunk, with NaN for bad values."""
+        seen = 0
+        for chunk in self._chunks(self._start()):
             faults: list[ColumnFault] = []
-            values = self._dense(chunk.table, faults)
+            values = self._dense(chunk.table, faults)[: None if rows is None else rows - seen]
             for fault in faults:
-                values[fault.rows] = np.nan
-            raw.append(values[: rows - seen])
-            seen += len(raw[-1])
-            if seen >= rows:
+                named = [x.column == fault.column for x in self.schema.dense_columns]
+                values[np.ix_(fault.rows[: len(values)], named)] = np.nan
+            yield values
+            seen += len(values)
+            if rows is not None and seen >= rows:
                 break
-        if not raw:
+        if not seen:
             raise InputError(f"{self.files[0]}: there is no row to fit the schema to")
-        return self.schema.fitted(np.concatenate(raw))
 
     def _row_blocks(self, position: Position) -> Iterator[RowBlock]:
         for chunk in self._chunks(position):

@@ -7,7 +7,7 @@ the schema of training.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -165,25 +165,47 @@ class Schema:
             out[:, i] = np.clip(np.where(np.isnan(x), 0.0, x), -FLOAT32_MAX, FLOAT32_MAX)
         return torch.from_numpy(out)
 
-    def fitted(self, raw: NDArray[np.float64]) -> Schema:
+    @property
+    def unfitted(self) -> Schema | None:
+        """A schema of the dense columns that have no mean and standard deviation yet. None: there is none."""
+        columns = [column for column in self.dense_columns if not column.is_fitted]
+        return Schema(label=None, features={}, dense=columns) if columns else None
+
+    def fitted(self, raw: NDArray[np.float64] | Iterable[NDArray[np.float64]]) -> Schema:
         """Returns the schema with the missing means and standard deviations.
 
         Args:
-            raw: Dense values, float64 [n, k]; NaN is a missing value.
+            raw: Dense values, float64 [n, k]; NaN is a missing value. Or parts of them, one after another.
 
         Raises:
             InputError: A column has no value.
         """
+        moments = [_Moments() for _ in self.dense_columns]
+        for part in [raw] if isinstance(raw, np.ndarray) else raw:
+            for i, column in enumerate(self.dense_columns):
+                if not column.is_fitted:
+                    moments[i].add(part[:, i])
+        return self._with_moments(moments)
+
+    def _with_moments(self, moments: Sequence[_Moments]) -> Schema:
         columns = []
-        for i, column in enumerate(self.dense_columns):
+        for column, found in zip(self.dense_columns, moments, strict=True):
             if not column.is_fitted:
-                x = raw[:, i][~np.isnan(raw[:, i])]
-                if x.size == 0:
+                if found.count == 0:
                     raise InputError(f"schema: column {column.column!r} has no value to fit")
-                mean, std = float(x.mean()), float(x.std())
-                column = replace(column, mean=mean, std=std if std > 0 else 1.0)
+                column = replace(column, mean=found.mean, std=found.std or 1.0)
             columns.append(column)
         return replace(self, dense=columns)
+
+    def with_fit_of(self, fitted: Schema) -> Schema:
+        """Returns the schema with the means and standard deviations of another schema.
+
+        Args:
+            fitted: A schema of the columns of `unfitted`, in their order, with all values.
+        """
+        found = iter(fitted.dense_columns)
+        dense = [column if column.is_fitted else next(found) for column in self.dense_columns]
+        return replace(self, dense=dense)
 
     # ---- JSON
 
@@ -213,6 +235,35 @@ class Schema:
             if isinstance(error, InputError):
                 raise
             raise InputError(f"schema: not the JSON form of a schema: {error}") from None
+
+
+class _Moments:
+    """Count, mean and sum of squared differences from the mean, over any number of parts."""
+
+    def __init__(self) -> None:
+        self.count, self.mean, self.squares = 0, 0.0, 0.0
+        self._range = math.inf, -math.inf
+
+    @property
+    def std(self) -> float:
+        """The standard deviation. 0 if all values are equal, whatever the rounding of their mean."""
+        low, high = self._range
+        return math.sqrt(self.squares / self.count) if low < high else 0.0
+
+    def add(self, values: NDArray[np.float64]) -> None:
+        """Adds values, float64 [n]; NaN is left out. The update of Chan, Golub and LeVeque is stable."""
+        values = values[~np.isnan(values)]
+        if not len(values):
+            return
+        mean = float(values.mean())
+        squares = float(np.square(values - mean).sum())
+        total = self.count + len(values)
+        difference = mean - self.mean
+        if self.count:
+            mean = self.mean + difference * (len(values) / total)
+            squares += self.squares + difference * difference * (self.count * len(values) / total)
+        self.count, self.mean, self.squares = total, mean, squares
+        self._range = min(self._range[0], float(values.min())), max(self._range[1], float(values.max()))
 
 
 def _name(what: str, name: Any) -> None:

@@ -109,7 +109,7 @@ def _received(pipes: dict[Connection, int], deadline: float) -> Iterator[Measure
             try:
                 message = json.loads(pipe.recv_bytes(_MAX_MESSAGE))
             except EOFError:
-                raise RankFailedError(f"bench: rank {open_pipes[pipe]} ended before it was done") from None
+                raise RankFailedError(f"bench: rank {open_pipes[pipe]} exited before it finished") from None
             if message is None:
                 open_pipes.pop(pipe)
             elif "error" in message:

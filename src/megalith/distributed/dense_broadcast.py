@@ -21,7 +21,7 @@ BUCKET_BYTES = 25 << 20
 
 
 def broadcast_dense(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Copies the parameters and buffers of rank 0 of a group to all its ranks, bit by bit. A collective call.
+    """Copies the parameters and buffers of rank 0 of a group to all its ranks. A collective call.
 
     Gradients, optimizer state and tables stay unchanged.
 

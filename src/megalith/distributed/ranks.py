@@ -1,6 +1,6 @@
 """Ranks: which process this is, and how many there are.
 
-The functions answer for torch.distributed's process groups, and for a single process where there is none.
+The functions describe torch.distributed's process groups, and for a single process where there is none.
 `RankGroup` is the same for the ranks that share the tables of a model; it also exchanges small values.
 """
 

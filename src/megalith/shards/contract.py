@@ -6,7 +6,7 @@ along, never kept in a global, and used for one update.
 
 Features, combiners and modules are not handled here: shards receive ids per table and, at most, a Pooling.
 
-A collective call is one that all ranks make in the same order. A rank that cannot make its part calls `fail`,
+A collective call is one that all ranks make in the same order. A rank that cannot take part calls `fail`,
 so that the call raises on all ranks instead of leaving the others waiting:
 
     on the rank that calls fail(error)    on the other ranks, in the same call

@@ -80,7 +80,7 @@ class LocalShards(Shards):
         if not isinstance(lookup, Lookup):
             lookup = self.lookup(lookup)
         if not isinstance(lookup, LocalLookup) or lookup.engines is not self.engines:
-            raise InputError("this Lookup was made by other Shards")
+            raise InputError("this Lookup belongs to another Shards object")
         lookup.check_unchanged()
         checked = self._check_gradients(lookup, grads, pooling)
         now = clock.time() if time is None else time  # the same for all tables

@@ -159,7 +159,7 @@ def read_places(head: Tensor, size: int, where: str, error: ErrorFactory) -> dic
         raise wrong("is not a JSON object")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-        raise wrong("has metadata that are not strings")
+        raise wrong("has a metadata value that is not a string")
     start = at = head.numel()
     places = {}
     for name, info in header.items():

@@ -39,7 +39,8 @@ def export_run(
         path: The directory of a run, whose newest checkpoint is exported, or a checkpoint.
         out: Directory of the versions.
         name: Name of the model in requests (None: the kind of model, such as "deepfm").
-        block_size: Ids of a part, for tables of dist_type "continuous" (None: as in training).
+        block_size: Number of consecutive ids per part, for tables of dist_type "continuous" (None: as in
+            training).
         options: precision, num_shards, version and on_rows of `export_model`.
 
     Returns:

@@ -158,7 +158,7 @@ TWO_SEGMENTS = EntryLayout(
         (entry(1, (1, 2), b""), ADAGRAD, "segment 0 holds no state, but the table keeps that of adagrad"),
         (entry(1, (1, 2), adagrad(3)), ADAGRAD, "field 1 of adagrad has 1 numbers, not 2"),
         (GOOD + b"\x0b", ADAGRAD, "is a group, which is not supported"),
-        (GOOD + b"\x20", ADAGRAD, "a varint is cut off"),
+        (GOOD + b"\x20", ADAGRAD, "a varint is truncated"),
         (message(1, b"12345678"), ADAGRAD, "field 1 is length-delimited, not 8 bytes"),
         (GOOD + varint(3 << 3) + b"\x01", WEIGHTS, "field 3 is a varint, not length-delimited"),
         (GOOD + message(2, b"123"), ADAGRAD, "field 2 has 3 bytes, not a multiple of 4"),

@@ -398,9 +398,9 @@ def test_any_bytes_are_refused_or_read_as_protobuf_reads_them(kind: Kind, data: 
 @pytest.mark.parametrize(
     ("message", "problem", "byte"),
     [
-        ("80", "a varint is cut off", 0),
-        ("08", "a varint is cut off", 1),
-        ("08 80 80", "a varint is cut off", 1),
+        ("80", "a varint is truncated", 0),
+        ("08", "a varint is truncated", 1),
+        ("08 80 80", "a varint is truncated", 1),
         ("40 01 40 ff ff ff ff ff ff ff ff ff ff 01", "a varint has more than 64 bits", 3),
         ("40 ff ff ff ff ff ff ff ff ff 02", "a varint has more than 64 bits", 1),
         ("ff " * 20, "a varint has more than 5 bytes", 0),
@@ -419,7 +419,7 @@ def test_any_bytes_are_refused_or_read_as_protobuf_reads_them(kind: Kind, data: 
         ("0a 05 0a 03 ed a0 80", "field 1 is not UTF-8", 4),
         ("0a 06 12 04 12 02 0a 00", None, 0),
         ("0a 07 12 05 12 03 0a 01 61", "field 1 has 1 bytes, not a multiple of 8", 8),
-        ("0a 08 12 06 2a 04 0a 02 01 80", "a varint is cut off", 9),
+        ("0a 08 12 06 2a 04 0a 02 01 80", "a varint is truncated", 9),
         ("aa 06 05 00 00 00 00 00", "field 101 has 5 bytes, not a multiple of 4", 3),
         ("b0 06 01", "field 102 is a varint, not 4 bytes", 2),
     ],

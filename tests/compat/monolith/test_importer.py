@@ -300,7 +300,7 @@ def files(*names: str) -> dict[str, bytes]:
         (files("user-00001-of-00002"), "user lacks shard 0 of 2"),
         (files("user-00000-of-00002"), "user lacks shard 1 of 2"),
         (files("user-00000-of-00001", "user-00001-of-00001"), "user has shard 1, beyond the 1 of its set"),
-        (files("user-00000-of-00001", "user-00000-of-00002"), r"user has files of sets of \[1, 2\]"),
+        (files("user-00000-of-00001", "user-00000-of-00002"), r"user has files of saves with \[1, 2\]"),
         (files("user-00000-of-00000"), "user has shard 0, beyond the 0 of its set"),
         (files("other-00000-of-00001"), "there is no table 'user' for 'user' .tables: 'first', 'other'."),
         (

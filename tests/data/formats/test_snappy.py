@@ -78,13 +78,13 @@ def test_elements(unpack: Unsnap, elements: bytes, expected: bytes) -> None:
         (b"\x80\x80", "does not begin with a length"),
         (b"\xff\xff\xff\xff\x1f", "does not begin with a length"),
         (b"\xff\xff\xff\xff\xff\x01", "does not begin with a length"),
-        (varint(4) + b"\x0cab", "an element is cut off, at byte 1"),
-        (varint(4) + b"\xf0", "an element is cut off, at byte 1"),
-        (varint(4) + b"\x05", "an element is cut off, at byte 1"),
-        (varint(4) + b"\xfc\xff\xff\xff\xff", "an element is cut off, at byte 1"),
+        (varint(4) + b"\x0cab", "truncated element, at byte 1"),
+        (varint(4) + b"\xf0", "truncated element, at byte 1"),
+        (varint(4) + b"\x05", "truncated element, at byte 1"),
+        (varint(4) + b"\xfc\xff\xff\xff\xff", "truncated element, at byte 1"),
         (varint(2) + literal(b"abc"), "more than the stated length, at byte 1"),
         (varint(5) + literal(b"abc") + copy(1, 4), "more than the stated length, at byte 5"),
-        (varint(9) + literal(b"abc"), "less than the stated length, at byte 5"),
+        (varint(9) + literal(b"abc"), "shorter than the stated length, at byte 5"),
         (varint(9) + copy(1, 4), "a copy reaches back before the beginning, at byte 1"),
         (varint(9) + literal(b"abc") + copy(4, 4), "a copy reaches back before the beginning, at byte 5"),
         (varint(9) + literal(b"abc") + copy(0, 4), "a copy reaches back before the beginning, at byte 5"),
@@ -99,12 +99,12 @@ def test_damage(unpack: Unsnap, block: bytes, said: str) -> None:
 def test_the_stated_length_is_bounded(unpack: Unsnap) -> None:
     block = varint(11) + literal(b"hello world")
     assert unpack(block, 11) == b"hello world"
-    with pytest.raises(InputError, match="states 11 bytes, over the bound of 10"):
+    with pytest.raises(InputError, match="states 11 bytes, more than the limit of 10"):
         unpack(block, 10)
 
 
 def test_a_few_bytes_cannot_ask_for_gigabytes() -> None:
-    with pytest.raises(InputError, match="over the bound of 132"):
+    with pytest.raises(InputError, match="more than the limit of 132"):
         unsnap(varint(2**32 - 1) + b"\0", 2**32)
 
 
@@ -175,6 +175,6 @@ def test_damaged_blocks_name_file_and_byte(tmp_path: Path) -> None:
     good = varint(3) + literal(b"abc")
     path.write_bytes(struct.pack(">I", len(good)) + good + struct.pack(">I", 2) + b"\x09\x05")
     with pytest.raises(
-        InputError, match="a: the Snappy block at byte 9 is damaged: snappy: an element is cut"
+        InputError, match="a: the Snappy block at byte 9 is damaged: snappy: truncated element"
     ):
         list(snappy_blocks(path, max_bytes=100))

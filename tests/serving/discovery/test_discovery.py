@@ -350,7 +350,7 @@ def test_a_stopped_file_discovery_stays_stopped(tmp_path: Path) -> None:
     thread.start()
     thread.join(LIMIT)
     assert not thread.is_alive()
-    with pytest.raises(UsageError, match="make another"):
+    with pytest.raises(UsageError, match="create a new one"):
         discovery.start()
 
 

@@ -308,7 +308,7 @@ def test_stop_takes_leave_at_once(zookeeper: ZooKeeper, root: str, opened: Open)
     with zookeeper.client() as client:
         assert not client.exists(f"/{root}/container_service/default:asdf")
     discovery.stop()
-    with pytest.raises(UsageError, match="make another"):
+    with pytest.raises(UsageError, match="create a new one"):
         discovery.start()
 
 

@@ -177,9 +177,9 @@ def test_bad_inputs_are_named(ask: ServerClient) -> None:
     refused(ask, features, "'dense' is missing")
     refused(ask, {**good, "item": torch.zeros(2)}, "'item' must be integers or strings, not torch.float32")
     refused(ask, {**good, "item": torch.zeros(2, 1, 1, dtype=torch.int64)}, "'item' must be .rows. or")
-    refused(ask, {**good, "item:row_splits": torch.tensor([0, 1])}, "must rise from 0 to 2")
-    refused(ask, {**good, "item:row_splits": torch.tensor([0, 2, 1, 2])}, "without decreasing")
-    refused(ask, {**good, "item:row_splits": torch.zeros(0, dtype=torch.int64)}, "must rise from 0 to 2")
+    refused(ask, {**good, "item:row_splits": torch.tensor([0, 1])}, "must start at 0, end at 2")
+    refused(ask, {**good, "item:row_splits": torch.tensor([0, 2, 1, 2])}, "not decrease")
+    refused(ask, {**good, "item:row_splits": torch.zeros(0, dtype=torch.int64)}, "must start at 0, end at 2")
     refused(ask, {**good, "item:weights": torch.zeros(3)}, r"must be \[2\] like 'item', not \[3\]")
     del good["item"]
     refused(ask, {**good, "item:weights": torch.zeros(2)}, "'item:weights' is given without 'item'")

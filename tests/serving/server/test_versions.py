@@ -296,7 +296,7 @@ def test_parts_of_a_model_in_one_server(tmp_path: Path) -> None:
             for name in ("movies", "movies:entry"):
                 outputs = ask(INPUTS, model=name)
                 torch.testing.assert_close(outputs["logits"], logits(model, FEATURES, DENSE))
-            with pytest.raises(RemoteError, match="holds rows: send it the signature 'lookup'"):
+            with pytest.raises(RemoteError, match="serves rows: use signature 'lookup'"):
                 ask(INPUTS, model="movies:ps_0")
             for shard, ids in enumerate((torch.tensor([2, 4]), torch.tensor([3, 5]))):
                 part: Any = {"model": f"movies:ps_{shard}", "signature": "lookup"}

@@ -65,7 +65,7 @@ def ask(address: str, signature: str, inputs: dict[str, torch.Tensor]) -> dict[s
 
 
 def assert_served(address: str, model: Model) -> None:
-    """The rows of all ids, bit by bit, and scores, which need the dense weights."""
+    """The rows of all ids, bit for bit, and scores, which need the dense weights."""
     ids = torch.arange(-5, NUM_IDS + 5)
     rows = ask(address, "lookup", {f"{table}_id": ids for table in NAMES})
     for table in NAMES:

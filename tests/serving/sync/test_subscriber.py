@@ -115,7 +115,7 @@ def test_a_message_that_overtook_the_one_before_it_waits_for_that(
 
 
 def test_nothing_is_applied_before_a_session_has_begun(served: Servable) -> None:
-    with pytest.raises(SequenceError, match="has not begun here"):
+    with pytest.raises(SequenceError, match="has no session"):
         push(Subscriber(served), user(1, value=9.0), 1)
 
 

@@ -75,7 +75,7 @@ def _complete(root: Path, name: str, places: dict[tuple[int, int], Path]) -> lis
     """The files of a set in order."""
     sizes = sorted({of for _, of in places})
     if len(sizes) != 1:
-        raise CheckpointError(f"{root}: {name} has files of sets of {sizes}; keep the files of one save")
+        raise CheckpointError(f"{root}: {name} has files of saves with {sizes}; keep the files of one save")
     shards = {shard for shard, _ in places}
     for shard in range(sizes[0]):
         if shard not in shards:

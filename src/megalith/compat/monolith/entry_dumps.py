@@ -145,7 +145,7 @@ class EntryFile:
 
     def _check_end(self, found: int | None, expected: int | None) -> None:
         if self._data:
-            raise self._wrong(f"the file ends within the record at byte {self._at}: it is cut off")
+            raise self._wrong(f"the file ends within the record at byte {self._at}: it is truncated")
         if found is not None:
             raise self._wrong(f"the file ends after {found} of {expected} entries that its .meta file lists")
 

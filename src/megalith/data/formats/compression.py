@@ -31,7 +31,7 @@ def snappy_blocks(path: Path, *, max_bytes: int) -> Iterator[bytes]:
         max_bytes: the maximum unpacked length of a block.
 
     Raises:
-        InputError: a block is cut off, damaged or too large. The message has the file and the byte.
+        InputError: a block is truncated, damaged or too large. The message has the file and the byte.
     """
     at = 0
     with path.open("rb") as file:
@@ -46,7 +46,7 @@ def snappy_blocks(path: Path, *, max_bytes: int) -> Iterator[bytes]:
             if len(head) < 4 or len(packed) < size:
                 raise InputError(
                     f"{path}: the file ends at byte {at + len(head) + len(packed)}, within the Snappy block "
-                    f"that begins at byte {at}: it is cut off"
+                    f"that begins at byte {at}: it is truncated"
                 )
             try:
                 block = unsnap(packed, max_bytes)

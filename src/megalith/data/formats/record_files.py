@@ -144,7 +144,7 @@ class _Cursor:
         if len(data) < size:
             raise InputError(
                 f"{self._path}: the file ends at byte {self.at + len(data)}, within the record that begins "
-                f"at byte {self.start}: it is cut off, or framed differently"
+                f"at byte {self.start}: it is truncated, or framed differently"
             )
         self.at += size
         return data

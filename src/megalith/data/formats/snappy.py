@@ -38,7 +38,7 @@ def unsnap_twin(data: bytes, max_bytes: int) -> bytes:
     """`unsnap` in pure Python."""
     length, at = _length(data)
     if length > max_bytes:
-        raise InputError(f"snappy: it states {length} bytes, over the bound of {max_bytes}")
+        raise InputError(f"snappy: it states {length} bytes, more than the limit of {max_bytes}")
     out = bytearray()
     while at < len(data):
         tag, kind = data[at], data[at] & 3
@@ -46,11 +46,11 @@ def unsnap_twin(data: bytes, max_bytes: int) -> bytes:
         number = int.from_bytes(data[at + 1 : at + 1 + extra], "little")
         end = at + 1 + extra
         if end > len(data):
-            raise _bad("an element is cut off", at)
+            raise _bad("truncated element", at)
         if kind == 0:
             size = number + 1 if extra else (tag >> 2) + 1
             if size > len(data) - end:
-                raise _bad("an element is cut off", at)
+                raise _bad("truncated element", at)
             if size > length - len(out):
                 raise _bad("there is more than the stated length", at)
             out += data[end : end + size]
@@ -66,7 +66,7 @@ def unsnap_twin(data: bytes, max_bytes: int) -> bytes:
             out += (piece * (size // len(piece) + 1))[:size]
         at = end
     if len(out) < length:
-        raise _bad("there is less than the stated length", at)
+        raise _bad("output is shorter than the stated length", at)
     return bytes(out)
 
 

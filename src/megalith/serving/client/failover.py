@@ -7,7 +7,7 @@
     every server fails, one with NOT_FOUND    the next route is tried, if there is one
     the deadline passes, or no server is left   RemoteError
 
-One deadline applies to all tries together. A hedged try never costs a response that would have arrived in
+One deadline applies to all tries together. A hedged try never cancels a response that would have arrived in
 time. Requests must be idempotent: predictions and lookups are, writes are not. Several requests can run at
 once, each with its own servers.
 """

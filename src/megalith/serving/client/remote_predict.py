@@ -33,7 +33,7 @@ class _SharedClients:
     """State that calls of `remote_predict` share: discoveries, channels and clients.
 
     Discoveries are opened, and clients are created, in separate threads. A call waits for them until its
-    deadline, does not wait for those of other calls, and leaves what arrives too late to the next call.
+    deadline, does not wait for those of other calls; a later result is used by the next call.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class _SharedClients:
             raise
 
     def clear(self) -> None:
-        """Closes everything that was opened here, and what is being opened as soon as it is."""
+        """Closes everything that was opened here, and pending clients once they open."""
         with self.lock:
             clients, channels, opened = self.clients, self.channels, self.opened
             self.default, self.clients, self.channels, self.opened = None, {}, {}, {}
@@ -133,7 +133,7 @@ def _done(made: Made) -> Future[Made]:
 
 
 def _when_ready(future: Future[Made], call: Callable[[Made], object]) -> None:
-    """Calls a function with the result of a future once it is there; does nothing if it failed."""
+    """Calls a function with the result of a future when it completes; does nothing if it failed."""
 
     def done(future: Future[Made]) -> None:
         if future.exception() is None:

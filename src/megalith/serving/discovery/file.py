@@ -2,7 +2,7 @@
 
 The file is JSON, or TOML of the same structure: {"services": {"movies:entry": ["host:port", {"address":
 "host:port", "replica_id": 0, "idc": "a", "cluster": "b"}]}}. A program that rewrites it should write another
-file and rename it. A half-written file does no harm: a file that cannot be read changes nothing.
+file and rename it. A half-written file is ignored: a file that cannot be read changes nothing.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class FileDiscovery(Discovery):
             UsageError: The discovery was stopped.
         """
         if self._stopping.is_set():
-            raise UsageError(f"{self.path}: a stopped discovery cannot be started again: make another")
+            raise UsageError(f"{self.path}: a stopped discovery cannot be started again: create a new one")
         if self._thread is None:
             data = self._read()
             if data is not None:

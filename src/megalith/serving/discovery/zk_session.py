@@ -1,9 +1,9 @@
-"""ZooKeeperSession: a connection to ZooKeeper that repairs itself, with nodes it keeps and views it updates.
+"""ZooKeeperSession: reconnects to ZooKeeper and maintains ephemeral nodes and views.
 
-A thread makes ZooKeeper and this process agree: it writes the held nodes and computes the views whenever a
+A thread synchronises ZooKeeper with this process: it writes the held nodes and computes the views whenever a
 watch fires, the connection returns, or the poll interval ends. Each round starts from the current state of
-ZooKeeper and not from the content of an event, so a lost event does no lasting harm. Values seen last stay
-valid while ZooKeeper is unavailable. A connection that stays lost is replaced by a new one.
+ZooKeeper and not from the content of an event, so a lost event is corrected in the next round. Values seen
+last stay valid while ZooKeeper is unavailable. A connection that stays lost is replaced by a new one.
 
 States of a held node, as found in each round:
 
@@ -179,7 +179,7 @@ class ZooKeeperSession:
     def start(self, timeout: float = 15.0) -> None:
         """Connects; raises DiscoveryError after `timeout` seconds. 0 connects in the background."""
         if self._stopping.is_set():
-            raise UsageError(f"ZooKeeper {self.hosts}: a stopped session cannot start again: make another")
+            raise UsageError(f"ZooKeeper {self.hosts}: a stopped session cannot restart: create a new one")
         if self._thread is not None:
             return
         connected = self._client.start_async()

@@ -30,7 +30,7 @@ class DenseProgram:
         path: An archive of torch.export.
 
     Raises:
-        ExportError: The file is not such an archive, or it does more than compute.
+        ExportError: The file is not such an archive, or it contains ops that are not allowed.
     """
 
     def __init__(self, path: Path) -> None:

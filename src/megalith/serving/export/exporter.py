@@ -102,7 +102,7 @@ def export_model(
         num_shards: Number of ps parts, over which rows are distributed by each table's dist_type; 0 writes a
             standalone model.
         version: A number below 2^63 (None: the step).
-        block_size: Ids of a part, for tables of dist_type "continuous".
+        block_size: Number of consecutive ids per part, for tables of dist_type "continuous".
         rows: Source of the rows (None: the model's tables).
         source: The checkpoint of the rows.
         on_rows: Called with the number of rows of each chunk written.
@@ -394,7 +394,7 @@ class _StagingDirectories:
             [*(f"ps_{number}" for number in range(num_shards)), ENTRY] if num_shards else [STANDALONE]
         )
         if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 2**63:
-            raise InputError(f"export: version must be an integer from 0 below 2^63, got {version!r}")
+            raise InputError(f"export: version must be an integer from 0 to 2^63 - 1, got {version!r}")
         self._name = f"{_STAGING_PREFIX}{version}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._locks = ExitStack()
 

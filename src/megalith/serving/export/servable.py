@@ -1,6 +1,6 @@
 """Servable: one exported version in memory, which computes scores from features.
 
-A standalone model holds its rows. A ps part holds rows and no model. An entry holds the model and fetches its
+A standalone model holds its rows. A ps part has rows but no model. An entry holds the model and fetches its
 rows through a callable. Rows and dense weights can be overwritten in memory; the files never change.
 """
 
@@ -167,7 +167,9 @@ class Servable:
         plan, program, frozen = self._plan, self._program, self._frozen
         self._check_open()  # after the reads above, which `close` clears
         if plan is None or program is None:
-            raise UsageError(f"{self.signature.name} holds rows and no model: request scores from the entry")
+            raise UsageError(
+                f"{self.signature.name} is a ps part without a model: request scores from the entry"
+            )
         missing = plan.features.keys() - features.keys()
         if missing:
             raise UnknownNameError(f"feature {min(missing)!r} is missing from the request")
@@ -219,7 +221,7 @@ class Servable:
         return _Request(batch, Gathering(sizes, batch.pooling, self.signature.dims), ids)
 
     def _singles(self, plan: FeaturePlan, features: Mapping[str, Any]) -> _Request | None:
-        """Compiles columns of one id a row, for which only the batch size matters; None for others."""
+        """Compiles columns of one id per row, for which only the batch size matters; None for others."""
         size = None
         for name, feature in plan.features.items():
             ids = features[name]
@@ -249,7 +251,7 @@ class Servable:
         for name, out in gathered.rows.items():
             if name not in fetched or fetched[name].shape != out.shape:
                 raise RemoteError(
-                    f"{self.signature.name}: fetch returned no rows {list(out.shape)} of table {name!r}",
+                    f"{self.signature.name}: fetch must return float32 {list(out.shape)} for table {name!r}",
                     code="INTERNAL",
                 )
             out.copy_(fetched[name])

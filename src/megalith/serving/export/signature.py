@@ -330,7 +330,7 @@ def _check(signature: Signature) -> None:
     if (signature.sub_graph_num == 0) != (part == STANDALONE) or (signature.shard or 0) > max(
         0, signature.sub_graph_num - 1
     ):
-        raise ValueError(f"part {part!r} of {signature.sub_graph_num} ps parts")
+        raise ValueError(f"part {part!r} is out of range: there are {signature.sub_graph_num} ps parts")
     for name, table in signature.tables.items():
         if (table.file is None) != (part == ENTRY):
             raise ValueError(f"table {name!r} has {'no' if table.file is None else 'a'} file in {part!r}")
@@ -358,7 +358,7 @@ def _text(value: Any, name: str) -> str:
 
 def _integer(value: Any, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-        raise ValueError(f"{name} must be an integer from 0 below 2^63, got {repr(value)[:100]}")
+        raise ValueError(f"{name} must be an integer from 0 to 2^63 - 1, got {repr(value)[:100]}")
     return value
 
 

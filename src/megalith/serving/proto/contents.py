@@ -90,7 +90,7 @@ class _Scanner:
             else:
                 raise InputError(f"field {key >> 3} is not a varint or length-delimited")
             if at > end:
-                raise InputError(f"field {key >> 3} is cut off")
+                raise InputError(f"field {key >> 3} is truncated")
             yield _WireField(key >> 3, payload, data[start:at])
             start = at
 
@@ -102,7 +102,7 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << 7 * k
         if byte < 0x80:
             return value, at + k + 1
-    raise InputError("a varint is cut off or has more than 5 bytes")
+    raise InputError("a varint is truncated or has more than 5 bytes")
 
 
 def _signature(spec: _WireField, scanner: _Scanner) -> str:

@@ -109,7 +109,7 @@ class Batcher(Generic[Work, Result]):
 
         Raises:
             InputError: The request is larger than the empty queue.
-            RequestError: The queue is full, or the time is over.
+            RequestError: The queue is full, or the timeout has passed.
             Exception: What `compute` returned for this request.
         """
         self.check(rows, cost)

@@ -90,7 +90,7 @@ class Dispatcher:
             if not version.signature.predicts:
                 raise RequestError(
                     Code.INVALID_ARGUMENT,
-                    f"{model.name} holds rows: send it the signature {LOOKUP!r}, or ask its entry for scores",
+                    f"{model.name} serves rows: use signature {LOOKUP!r}, or request scores from its entry",
                 )
             rows = request.read(version.reader)
             for feature in version.reader.missing(rows):
@@ -172,7 +172,7 @@ class Dispatcher:
             return self._changed.wait_for(lambda: not self._running, timeout)
 
     def enter(self) -> None:
-        """Counts a request in; raises RequestError if the server is full or shutting down."""
+        """Registers a request; raises RequestError if the server is full or shutting down."""
         with self._changed:
             if self._closing:
                 raise RequestError(Code.UNAVAILABLE, "the server is shutting down")

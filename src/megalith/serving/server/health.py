@@ -113,7 +113,7 @@ def guard(security: Security) -> Any:
 
 
 def _first_message(behavior: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a method of one message a method of a stream, whose first message must arrive in time."""
+    """Wraps a unary method as a streaming method whose first message must arrive in time."""
 
     @functools.wraps(behavior)
     def call(requests: Iterator[Any], context: Any, *more: Any) -> Any:

@@ -1,7 +1,7 @@
 """HTTP: a server with one thread for each connection, and the base class of its handlers.
 
 Connections, requests and waits are limited. A connection that is silent, or sends its request too slowly, is
-closed. Beyond MAX_CONNECTIONS a client gets a bare 503.
+closed. Beyond MAX_CONNECTIONS a client gets a 503 without a body.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class HttpServer(ThreadingMixIn, HTTPServer):
                 self._changed.notify_all()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Starts a thread for a connection, or sends a bare 503 if there are too many."""
+        """Starts a thread for a connection, or sends a 503 without a body if there are too many."""
         if not self._slots.acquire(blocking=False):
             try:
                 if self._context is None:  # TLS would need a handshake first

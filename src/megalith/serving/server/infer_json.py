@@ -160,7 +160,7 @@ def _encoded(values: list[Any], name: str) -> list[Any]:
     try:
         return [value.encode() if isinstance(value, str) else value for value in values]
     except UnicodeEncodeError:
-        raise InputError(f"{name}: half of a surrogate pair is not text") from None
+        raise InputError(f"{name}: contains an unpaired surrogate") from None
 
 
 def _are_integers(sizes: list[Any]) -> bool:

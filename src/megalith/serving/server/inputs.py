@@ -1,6 +1,6 @@
 """Inputs: reads the tensors of requests into columns of a model, and many requests into one batch.
 
-A feature is sent as `name` [B] with one id a row; or as [B, L], padded with the feature's pad; or as values
+A feature is sent as `name` [B] with one id per row; or as [B, L], padded with the feature's pad; or as values
 [n] with `name:row_splits` [B + 1]. Weights are sent as `name:weights`, shaped like the values. Ids are
 integers, or strings, which are hashed. Dense values are floats [B, k].
 
@@ -72,7 +72,7 @@ class Rows:
     cost: int
     """Bytes that the embedding rows of all ids and the dense values take."""
     plain: tuple[bytes, ...] | None = None
-    """The ids of each feature, instead of columns, if every feature has one id a row and no weights."""
+    """The ids of each feature, instead of columns, if every feature has one id per row and no weights."""
 
     def column(self, k: int) -> Column | None:
         """Returns the column of the k-th feature."""
@@ -320,7 +320,7 @@ def _lengths(name: str, given: Tensor | Strings, num_values: int) -> NDArray[np.
     splits = given.numpy().astype(np.int64, copy=False)
     if not splits.size or splits[0] != 0 or splits[-1] != num_values or (splits[1:] < splits[:-1]).any():
         raise InputError(
-            f"input {name!r} must rise from 0 to {num_values}, the number of values, without decreasing"
+            f"input {name!r} must start at 0, end at {num_values} (the number of values) and not decrease"
         )
     return np.diff(splits)
 

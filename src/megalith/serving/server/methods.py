@@ -19,7 +19,7 @@ from megalith.serving.server.request_errors import RequestError
 
 Method = Callable[[bytes, Any], bytes]
 NO_DEADLINE = 1e9
-"""Seconds above which a deadline counts as none: gRPC reports centuries for a call without a deadline."""
+"""Seconds above which a deadline is ignored: gRPC reports centuries for a call without a deadline."""
 
 
 @dataclass(slots=True)

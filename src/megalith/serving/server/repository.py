@@ -112,7 +112,7 @@ class Repository:
             raise InputError(
                 f"{self.directory} holds no exported model that can be served"
                 + (f": {'; '.join(errors)}" if errors else "")
-                + "; give a directory that `megalith export` wrote, or one of several"
+                + "; give a directory that `megalith export` wrote, or a directory of such directories"
             )
         self._thread.start()
 

@@ -92,7 +92,7 @@ class Version:
             return not self._retired
 
     def release(self) -> None:
-        """Ends what `acquire` began; the last user of a retired version closes it."""
+        """Releases the version; the last user of a retired version closes it."""
         with self._unused:
             self._users -= 1
             self._unused.notify_all()
@@ -113,7 +113,7 @@ class Version:
 
         Raises:
             InputError: The request is too large.
-            RequestError: The queue is full, or the time is over.
+            RequestError: The queue is full, or the timeout has passed.
         """
         if not rows.count:
             return {name: np.empty(0, np.float32) for name in self.signature.outputs}

@@ -62,7 +62,7 @@ class Publisher:
             dense weights.
         signature: "hashtable_assign" or "raw_assign".
         max_backlog: The number of rows that may wait for one target; beyond it the target starts over.
-        max_journal: The number of ids remembered for targets that come late.
+        max_journal: The number of ids remembered for targets that connect later.
         timeout: Seconds for one message.
         session: The session id that all ranks agreed on, 32 hex digits; random if not given.
         index: The number of this publisher in the session, from 0.
@@ -176,7 +176,7 @@ class Publisher:
     def compact_journal(self) -> None:
         """Removes duplicate ids from the journal in another thread, if it is nearly full.
 
-        If it can wait, it waits until no target is being sent to, which needs the processor more.
+        It waits until no send is in progress, if it can, to leave the CPU to the senders.
         """
         with self.lock:
             sending = any(each.report.error is None for each in self._lagging(self.interval.number))

@@ -117,7 +117,7 @@ def pack_inputs(
 
     Args:
         push: Rows and removed ids, which fit into one message.
-        dense: The dense weights. The first ones travel with the rows, as far as there is room.
+        dense: The dense weights. The first ones share the message of the rows while they fit.
         signature: hashtable_assign or raw_assign.
         tables: The names of all tables of the target.
         room: The maximum number of bytes of rows and dense weights in a message.

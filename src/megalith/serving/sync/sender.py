@@ -1,4 +1,4 @@
-"""The sender: brings one target up to date and keeps it there, in its own thread.
+"""The sender: sends changes to one target, in its own thread.
 
     state     | event                                   | action                               | next state
     ----------+-----------------------------------------+--------------------------------------+-----------
@@ -179,7 +179,7 @@ class Sender:
         self._layout = ModelLayout()
         self._row_bytes: dict[str, int] = {}
         self._base: str | None = None
-        """The save below the pushed rows; None where it does not matter."""
+        """The save that the pushed rows extend; None while all rows are replaced."""
         self._refused_base: str | None = None
         """The save on which the target refused to begin."""
         self._failures = 0
@@ -444,7 +444,7 @@ class Sender:
             self._refused_base = base if error.code == "FAILED_PRECONDITION" else self._refused_base
             raise
         if (begun.session, begun.sequence) != (self._options.session, sequence):
-            raise HandshakeNeeded("it answers, but has not begun")
+            raise HandshakeNeeded("the server answered sync_begin but did not start the session")
         self._refused_base = None
 
     def _begin_monolith(self) -> None:

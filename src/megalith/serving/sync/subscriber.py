@@ -26,7 +26,7 @@ Order of messages, by their sequence number, for each publisher of the session:
     --------------------+----------------------------------------------------------------------------------
     last + 1            | apply it
     last or less        | acknowledge it again without applying it
-    up to last + WINDOW | wait up to EARLY_SECONDS for the ones before it, which were sent earlier
+    up to last + WINDOW | wait up to EARLY_SECONDS for the missing earlier messages
     any other           | refuse it with SequenceError: the publisher asks for the position and starts over
 
 Invariants:
@@ -223,7 +223,7 @@ class Subscriber:
         last = self._positions.get(header.index)
         if header.session != self._session or header.count != self._count or last is None:
             raise SequenceError(
-                f"publisher {header.index}/{header.count} of session {header.session} has not begun here: "
+                f"publisher {header.index}/{header.count} has no session {header.session} on this server: "
                 "ask for sync_position, then sync_begin"
             )
         if header.sequence > last + 1 or not header.sequence:
