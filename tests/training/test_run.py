@@ -293,7 +293,7 @@ def test_a_directory_without_a_run_raises(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         ({"data_kind": "parquet"}, r"data\.path must name"),
-        ({"data_kind": "csv", "data_path": "x.csv"}, r"\[data.schema\]"),
+        ({"data_kind": "csv", "data_path": "x.csv", "data_options": {}}, r"\[data.schema\]"),
         ({"data_options": {"num_batch": 3}}, r"data\.options.*num_batch"),
         ({"model_options": {"hiden": [1]}}, r"model\.options.*hiden"),
         ({"model_features": ["user", "shoe"]}, "no feature 'shoe'"),

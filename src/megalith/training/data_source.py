@@ -16,6 +16,7 @@ from megalith.data import MemoryReader, Reader, SyntheticReader, load_movielens,
 from megalith.data.column_reader import ColumnReader
 from megalith.data.reader_registry import reader_class
 from megalith.errors import InputError
+from megalith.training.options import check_options
 from megalith.training.run_config import DataConfig, RunConfig
 
 SYNTHETIC_BATCHES = 400
@@ -27,7 +28,7 @@ class DataSource:
     """The readers of a run."""
 
     title: str
-    """One line about the data, for the user."""
+    """A line about the data, for the user, and a line with the fitted normalisation if there is any."""
     train: Reader
     """The training data."""
     test: Reader | None
@@ -68,10 +69,8 @@ def open_reader(config: DataConfig, path: Path, *, labelled: bool = True) -> Rea
 
 
 def _movielens(config: RunConfig) -> DataSource:
-    options = dict(config.data.options)
-    history = int(options.pop("history", 0))
-    if options:
-        raise InputError(f"config: data.options of movielens data: unknown {', '.join(options)}")
+    check_options("data.options", config.data.options, load_movielens, passed=("cache_dir",))
+    history = _integer(config.data.options, "history", 0)
     path = config.data.path
     data = load_movielens(history=history) if path is None else read_movielens(path, history=history)
     splits = data.split(1 - TEST_SHARE, 0)
@@ -86,7 +85,9 @@ def _movielens(config: RunConfig) -> DataSource:
 
 def _synthetic(config: RunConfig) -> DataSource:
     options = dict(config.data.options)
-    batches = int(options.pop("num_batches", SYNTHETIC_BATCHES))
+    check_options("data.options", options, SyntheticReader, passed=("batch_size",))
+    batches = _integer(options, "num_batches", SYNTHETIC_BATCHES)
+    options.pop("num_batches", None)
     held_out = max(1, int(batches * TEST_SHARE))
     try:
         train = SyntheticReader(batch_size=config.data.batch_size, num_batches=batches, **options)
@@ -97,6 +98,13 @@ def _synthetic(config: RunConfig) -> DataSource:
         raise InputError(f"config: data.options: {error}") from None
     title = f"synthetic clicks with known probabilities, {batches:,} batches and {held_out:,} held out"
     return DataSource(title, train, test, config.data)
+
+
+def _integer(options: Mapping[str, Any], name: str, default: int) -> int:
+    value = options.get(name, default)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InputError(f"config: data.options.{name} must be an integer, got {value!r}")
+    return value
 
 
 class _LaterBatches(SyntheticReader):
@@ -119,11 +127,19 @@ def _files(config: RunConfig) -> DataSource:
         train.schema = train.fit()
         data = replace(data, schema=train.schema.to_dict())
     test = None if data.test_path is None else _file_reader(data, data.test_path)
-    return DataSource(f"{data.kind} files {data.path}", train, test, data)
+    return DataSource(f"{data.kind} files {data.path}{_normalisation(train)}", train, test, data)
+
+
+def _normalisation(reader: Reader) -> str:
+    """A line with means and standard deviations, if there are any."""
+    columns = reader.schema.dense_columns if isinstance(reader, ColumnReader) else ()
+    fitted = [f"{x.column} mean {x.mean:.6g} std {x.std:.6g}" for x in columns if x.mean is not None]
+    return f"\nnormalised by {', '.join(fitted)}" if fitted else ""
 
 
 def _file_reader(config: DataConfig, path: str, labelled: bool = True) -> Reader:
     options = {"batch_size": config.batch_size, "on_error": config.on_error, **config.options}
+    check_options("data.options", options, reader_class(config.kind), passed=("paths", "schema", "labelled"))
     try:
         return reader_class(config.kind).from_config(path, config.schema, labelled=labelled, **options)
     except TypeError as error:

@@ -179,6 +179,7 @@ class Run:
         self._kept = RunCheckpoints.of(self.config.train, self.directory)
         self._save: checkpoint.SaveHandle | None = None
         self._saved: tuple[str, int] | None = None
+        self._last_save = clock.monotonic()
         self._publishing: Publishing | None = None
 
     @property
@@ -225,10 +226,11 @@ class Run:
                 watcher.batch(self.step, self.samples, loss)
                 if self._publishing is not None:
                     self._publishing.step()
-                if self.step % self.config.train.log_every == 0:
+                logged = self.step % self.config.train.log_every == 0
+                if logged:
                     self._log_window(window, scalars, watcher)
                     window = _Window()
-                if self.config.train.save_every and self.step % self.config.train.save_every == 0:
+                if self._save_is_due(logged):
                     self.save(watcher, wait=not self.config.train.save_async)
                 if self._done():
                     break
@@ -240,6 +242,21 @@ class Run:
         if scalars is not None:
             self.frequencies.write(self.directory / "frequencies.json")
             scalars.close()
+
+    def _save_is_due(self, logged: bool) -> bool:
+        """Whether to save now. The clocks of ranks differ: rank 0 decides, when a line is logged."""
+        every = self.config.train.save_every
+        if every is not None:
+            return self.step % every == 0
+        due = clock.monotonic() - self._last_save >= self.config.train.save_interval
+        if self.ranks.size == 1:
+            return due
+        return logged and bool(self.ranks.gather(due)[0])
+
+    @property
+    def finished(self) -> bool:
+        """Whether all epochs and steps of the config are done."""
+        return self._done() and not self.stopped
 
     def _done(self) -> bool:
         limit = self.config.train.max_steps
@@ -331,15 +348,25 @@ class Run:
             on_complete=keep,
         )
         self._saved = (self._save.id, step)
+        self._last_save = clock.monotonic()
         if self._publishing is not None:
             self._publishing.saved(self._save.id)
         if wait:
             self._finish_save()
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._save is not None
+
     def _finish_save(self) -> None:
-        save, self._save = self._save, None
-        if save is not None:
-            save.wait()
+        if self._save is not None:
+            try:
+                self._save.wait()
+            except Exception:
+                self._save = None
+                raise
+        self._save = None
 
     def _progress(self) -> dict[str, Any]:
         return {

@@ -7,6 +7,7 @@ key.
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -34,6 +35,7 @@ MAY_CHANGE = (
     "threads",
     "log_every",
     "save_every",
+    "save_interval",
     "save_async",
     "keep_last",
     "keep_every",
@@ -110,7 +112,11 @@ class TrainConfig:
     log_every: int = 50
     """Batches between two lines of metrics.jsonl."""
     save_every: int | None = None
-    """Batches between two checkpoints. Without it, the run saves at its end and on Ctrl-C."""
+    """Batches between two checkpoints. Default: see --save-interval. A run also saves at its end and on
+    Ctrl-C."""
+    save_interval: float = 600.0
+    """Seconds between two checkpoints if save_every is not given. On several ranks the run saves at the next
+    line of metrics.jsonl."""
     save_async: bool = False
     """Continue training while a checkpoint is written."""
     keep_last: int | None = None
@@ -163,10 +169,18 @@ class RunConfig:
         _one_of("data.kind", self.data.kind, KINDS)
         _one_of("data.on_error", self.data.on_error, ("raise", "skip"))
         _one_of("train.table_optimizer", self.train.table_optimizer, tuple(OPTIMIZERS))
-        for name in ("epochs", "log_every", "save_every", "keep_last", "keep_every"):
-            value = getattr(self.train, name)
+        counts = ("epochs", "max_steps", "threads", "log_every", "save_every", "keep_last", "keep_every")
+        at_least_1 = {f"train.{name}": getattr(self.train, name) for name in counts}
+        at_least_1 |= {"data.batch_size": self.data.batch_size, "model.dim": self.model.dim}
+        for key, value in at_least_1.items():
             if value is not None and value < 1:
-                raise InputError(f"train.{name} must be at least 1, got {value}")
+                raise InputError(f"config: {key} must be at least 1, got {value}")
+        if not 0 <= self.train.seed < 2**63:
+            raise InputError(f"config: train.seed must be from 0 to 2^63 - 1, got {self.train.seed}")
+        for name in ("lr", "table_lr"):
+            rate = getattr(self.train, name)
+            if not (math.isfinite(rate) and rate >= 0):
+                raise InputError(f"config: train.{name} must be a finite number of 0 or more, got {rate}")
         self._check_ranks()
 
     def _check_ranks(self) -> None:
@@ -178,10 +192,10 @@ class RunConfig:
                 "config: train.dist_type = continuous requires train.block_size (--block-size), and no other "
                 f"mode allows it; got {train.dist_type} and {train.block_size}"
             )
-        for name in ("block_size", "timeout", "publish_interval"):
+        for name in ("block_size", "timeout", "publish_interval", "save_interval"):
             value = getattr(train, name)
-            if value is not None and not value > 0:
-                raise InputError(f"config: train.{name} must be above 0, got {value}")
+            if value is not None and not 0 < value < math.inf:
+                raise InputError(f"config: train.{name} must be a finite number above 0, got {value}")
         micro = train.micro_batches
         if micro is not None and (micro < 1 or micro & (micro - 1)):
             raise InputError(f"config: train.micro_batches must be a power of two, got {micro}")

@@ -10,11 +10,12 @@ from megalith.checkpoint.dense_state import match_dense
 from megalith.checkpoint.saved_rows import read_tensors
 from megalith.distributed.ranks import world_size
 from megalith.errors import CheckpointError, InputError
-from megalith.models import EmbeddingConfig, Model, build_model
+from megalith.models import MODELS, EmbeddingConfig, Model, build_model
 from megalith.routing import Router
 from megalith.shards import SyncShards
 from megalith.storage.store import open_store
 from megalith.table import TableConfig
+from megalith.training.options import check_options
 from megalith.training.run_config import RunConfig
 
 CHECKPOINT = "checkpoint"
@@ -53,6 +54,8 @@ def model_for(config: RunConfig, available: list[str], num_dense: int) -> Model:
         dist_type=config.train.dist_type,
         **_placement(config),
     )
+    if config.model.name in MODELS:
+        check_options("model.options", options, MODELS[config.model.name], passed=("embeddings", "num_dense"))
     try:
         return build_model(config.model.name, embeddings, num_dense=num_dense, **options)
     except TypeError as error:
