@@ -136,7 +136,7 @@ class ColumnReader(Reader):
             faults: list[ColumnFault] = []
             values = self._dense(chunk.table, faults)[: None if rows is None else rows - seen]
             for fault in faults:
-                named = [x.column == fault.column for x in self.schema.dense_columns]
+                named = np.array([x.column == fault.column for x in self.schema.dense_columns])
                 values[np.ix_(fault.rows[: len(values)], named)] = np.nan
             yield values
             seen += len(values)
