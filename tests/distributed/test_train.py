@@ -232,7 +232,7 @@ def test_rank_0_alone_writes_and_counts_all(tmp_path: Path) -> None:
     lines = log(tmp_path / "run")
     assert [line["step"] for line in lines] == [4, 8, 12]
     assert lines[-1]["samples"] == STEPS * 61
-    counts = json.loads((tmp_path / "run/frequencies.json").read_text())["context"]
+    counts = json.loads((tmp_path / "run/frequencies.json").read_text())["features"]["context"]["counts"]
     assert sum(times * ids for times, ids in counts) == STEPS * 61
     assert len(list((tmp_path / "run/tensorboard").iterdir())) == 1
     assert checkpoint.Rotation(tmp_path / "run/checkpoints").steps() == [10, 12]

@@ -87,6 +87,12 @@ def save_checkpoint(path: Path, names: list[str]) -> None:
     checkpoint.save(collection, path)
 
 
+def write_frequencies(root: Path, counts: dict[str, Any], share: float = 1.0, samples: int = 199_000) -> None:
+    features = {name: {"share": share, "occurrences": 0, "counts": pairs} for name, pairs in counts.items()}
+    data = {"samples": samples, "samples_of_run": 199_000, "features": features}
+    (root / "frequencies.json").write_text(json.dumps(data))
+
+
 def make_run(root: Path, names: list[str]) -> Path:
     root.mkdir()
     config = {"model": {"name": "deepfm", "dim": 16}, "data": {"kind": "movielens"}, "train": {"lr": 0.001}}
@@ -99,7 +105,7 @@ def make_run(root: Path, names: list[str]) -> Path:
     evaluation = {"samples": 66_500, "auc": 0.78125, "log_loss": 0.55, "calibration": bins}
     (root / "evaluation.json").write_text(json.dumps(evaluation))
     counts = [[n, max(1, 20_000 // n**2)] for n in range(1, 300)]
-    (root / "frequencies.json").write_text(json.dumps({name: counts[i:] for i, name in enumerate(names)}))
+    write_frequencies(root, {name: counts[i:] for i, name in enumerate(names)})
     save_checkpoint(root / "checkpoint", names)
     return root
 
@@ -141,8 +147,8 @@ def test_the_summary(run: Path) -> None:
         "samples trained": "199,000",
         "time": "16.6 minutes",
         "samples / s": "200",
-        "AUC": "0.7812",
-        "log loss": "0.5500",
+        "held-out AUC": "0.7812",
+        "held-out log loss": "0.5500",
         "rows": "2,995",
         "memory": "7.8 MiB",
     }
@@ -195,10 +201,36 @@ def test_calibration_in_numbers(run: Path) -> None:
 
 
 def test_frequencies_in_numbers(run: Path) -> None:
-    (run / "frequencies.json").write_text(json.dumps({"user": [[1, 6], [2, 3], [8, 1]]}))
+    write_frequencies(run, {"user": [[1, 6], [2, 3], [8, 1]]})
     shown = section(write_report(run).read_text(), "Id frequency")
     cells = [f'<td class="value">{value}</td>' for value in ("10", "60.0%", "40.00% of all")]
     assert "<td>user</td>" + "".join(cells) in shown
+    assert "Counted in all samples of the run." in shown
+
+
+def test_frequencies_of_a_sample_are_scaled_and_marked(run: Path) -> None:
+    write_frequencies(run, {"user": [[1, 6], [2, 3], [8, 1]]}, share=0.25, samples=99_500)
+    shown = section(write_report(run).read_text(), "Id frequency")
+    assert '<td>user*</td><td class="value">40</td><td class="value">60.0%</td>' in shown
+    assert "Counted in 99,500 of 199,000 samples of the run." in shown
+    assert "a sample of their ids, at least 1 in 4" in shown
+
+
+def test_the_held_out_data_is_named(run: Path) -> None:
+    cards = write_report(run).read_text().partition("<section>")[0]
+    assert "Held-out data: 66,500 samples of the held-out part of movielens." in cards
+    data = {"kind": "parquet", "path": "week-*.parquet", "test_path": "week-9.parquet"}
+    (run / "config.json").write_text(json.dumps({"data": data}))
+    page = write_report(run).read_text()
+    assert numbers(page)["data"] == "parquet: week-*.parquet"
+    assert "Held-out data: 66,500 samples of week-9.parquet." in page.partition("<section>")[0]
+
+
+def test_a_run_of_one_line_has_its_charts(run: Path) -> None:
+    write_lines(run / "metrics.jsonl", records(10, ["user"]))
+    page = write_report(run).read_text()
+    assert section(page, "Learning").count("<svg") == 1  # AUC is None at step 0
+    assert section(page, "Table growth").count("<svg") == 2
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_a_run_leaves_its_config_metrics_checkpoint_and_evaluation(tmp_path: Pat
     assert lines[-1]["samples"] == 24 * 64
     assert lines[-1]["rows"]["user"] == len(run.model.embeddings.shards.local["user"])
     assert lines[-1]["memory"] > 0
-    counts = json.loads((run.directory / "frequencies.json").read_text())["context"]
+    counts = json.loads((run.directory / "frequencies.json").read_text())["features"]["context"]["counts"]
     assert sum(times * ids for times, ids in counts) == 24 * 64
     assert RunConfig.from_dict(json.loads((run.directory / "config.json").read_text())) == run.config
     assert list((run.directory / "tensorboard").iterdir())
@@ -85,6 +85,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_by_bit(tmp_path: Path, st
     assert second.step == whole.step == 24
     assert_same(everything(second), everything(whole))
     log = [json.loads(line)["step"] for line in (tmp_path / "parts/metrics.jsonl").read_text().splitlines()]
+    parts, complete = ((tmp_path / name / "frequencies.json").read_text() for name in ("parts", "whole"))
+    assert parts == complete
     assert log == sorted({stop_at, 4, 8, 12, 16, 20, 24})  # the part before the stop has its own line
 
 

@@ -217,7 +217,7 @@ def _stop_on_signal(run: Run) -> Iterator[None]:
 def _summary(run: Run, rows: int, result: Evaluation | None, page: Path) -> Table:
     table = Table(show_header=False, box=None)
     if result is not None:
-        table.add_row("AUC", f"{result.auc:.4f}", "on held-out data")
+        table.add_row("AUC", f"{result.auc:.4f}", f"on {run.config.data.test_path or 'held-out data'}")
         table.add_row("log loss", f"{result.log_loss:.4f}", f"{result.samples:,} samples")
     table.add_row("rows", f"{rows:,}", f"in {len(run.model.embeddings.shards.configs)} tables")
     table.add_row("trained", f"{run.samples:,}", f"samples in {run.seconds:.1f} s")

@@ -253,11 +253,12 @@ def _growth(run: _Run) -> str:
 
 def _frequency(run: _Run) -> str:
     data = _object(run.directory / "frequencies.json")
-    features: dict[str, list[tuple[float, float]]] = {}
-    for name, pairs in data.items():
-        points = [_pair(pair) for pair in pairs] if isinstance(pairs, list) else []
-        if good := [point for point in points if point is not None and min(point) > 0]:
-            features[name] = good
+    given = data.get("features")
+    features, shares = {}, {}
+    for name, feature in given.items() if isinstance(given, dict) else ():
+        pairs, share = _histogram(feature)
+        if pairs:
+            features[name], shares[name] = pairs, share
     if not features:
         raise _Absent("frequencies.json has no features")
     shown, left = _largest(features, lambda points: sum(ids for _, ids in points))
@@ -268,19 +269,47 @@ def _frequency(run: _Run) -> str:
         Axis("occurrences of an id", log=True),
         Axis("number of ids", log=True),
     )
-    rows = [_concentration(name, points) for name, points in shown.items()]
-    head = ("feature", "ids", "seen once", "most frequent id")
-    table = _table(head, rows)
-    note = f"Features with fewer ids not shown: {left}." if left else ""
-    return _plots([_card("Ids by frequency", chart), _card("Statistics", table)], note)
+    rows = [_concentration(name, points, shares[name]) for name, points in shown.items()]
+    table = _table(("feature", "ids", "seen once", "most frequent id"), rows)
+    notes = [_counted(data, min(shares[name] for name in shown))]
+    notes += [f"Features with fewer ids not shown: {left}."] if left else []
+    return _plots([_card("Ids by frequency", chart), _card("Statistics", table)], " ".join(notes).strip())
 
 
-def _concentration(name: str, points: Sequence[tuple[float, float]]) -> list[str]:
+def _histogram(feature: Any) -> tuple[list[tuple[float, float]], float]:
+    """(occurrences, number of ids), scaled to all ids, and the share of ids that were counted."""
+    if not isinstance(feature, dict):
+        return [], 1.0
+    share = _number(feature.get("share"))
+    share = share if share is not None and 0 < share <= 1 else 1.0
+    given = feature.get("counts")
+    points = [_pair(pair) for pair in given] if isinstance(given, list) else []
+    good = [(times, ids / share) for times, ids in filter(None, points) if min(times, ids) > 0]
+    return good, share
+
+
+def _counted(data: Mapping[str, Any], share: float) -> str:
+    """Which ids were counted."""
+    samples, total = _number(data.get("samples")), _number(data.get("samples_of_run"))
+    texts = []
+    if samples is not None and total is not None:
+        part = f"{show_number(samples)} of {show_number(total)} samples" if samples < total else "all samples"
+        texts.append(f"Counted in {part} of the run.")
+    if share < 1:
+        texts.append(
+            f"Features marked * are a sample of their ids, at least 1 in {show_number(1 / share)}: the "
+            "occurrences of an id are exact, the number of ids is scaled up."
+        )
+    return " ".join(texts)
+
+
+def _concentration(name: str, points: Sequence[tuple[float, float]], share: float) -> list[str]:
     ids = sum(n for _, n in points)
     total = sum(times * n for times, n in points)
     once = sum(n for times, n in points if times == 1)
     top = max(times for times, _ in points)
-    return [name, show_number(ids), f"{once / ids:.1%}", f"{top / total:.2%} of all"]
+    mark = "*" if share < 1 else ""
+    return [name + mark, show_number(ids), f"{once / ids:.1%}", f"{top / total:.2%} of all"]
 
 
 def _ages(run: _Run) -> str:
@@ -363,12 +392,12 @@ def _numbers(run: _Run) -> str:
     speed = samples / seconds if samples is not None and seconds else None
     shown = {
         "model": _named(run.config, "model", ("name", "kind", "class")),
-        "data": _named(run.config, "data", ("kind", "name", "path")),
+        "data": _data_name(run.config),
         "samples trained": _or_dash(samples, show_number),
         "time": _or_dash(seconds, show_span),
         "samples / s": _or_dash(speed, lambda x: f"{x:,.0f}"),
-        "AUC": _or_dash(_number(evaluation.get("auc")), lambda x: f"{x:.4f}"),
-        "log loss": _or_dash(_number(evaluation.get("log_loss")), lambda x: f"{x:.4f}"),
+        "held-out AUC": _or_dash(_number(evaluation.get("auc")), lambda x: f"{x:.4f}"),
+        "held-out log loss": _or_dash(_number(evaluation.get("log_loss")), lambda x: f"{x:.4f}"),
         "rows": _or_dash(sum(c for c in counts if c is not None) if counts else None, show_number),
         "memory": _or_dash(run.last("memory"), show_bytes),
     }
@@ -376,7 +405,23 @@ def _numbers(run: _Run) -> str:
         f'<div class="card number"><span class="muted">{escape(name)}</span><b>{escape(value)}</b></div>'
         for name, value in shown.items()
     ]
-    return f'<div class="numbers">{"".join(cards)}</div>'
+    return f'<div class="numbers">{"".join(cards)}</div>{_held_out_name(run)}'
+
+
+def _data_name(config: Mapping[str, Any] | None) -> str:
+    """The kind of the training data and, if it is read from files, their path."""
+    kind, path = _named(config, "data", ("kind", "name")), _named(config, "data", ("path",))
+    return kind if path == DASH else path if kind == DASH else f"{kind}: {path}"
+
+
+def _held_out_name(run: _Run) -> str:
+    """A line of HTML that names the data of the evaluation."""
+    if run.evaluation is None:
+        return ""
+    path = _named(run.config, "data", ("test_path",))
+    name = path if path != DASH else f"the held-out part of {_named(run.config, 'data', ('kind', 'name'))}"
+    samples = _or_dash(_number(run.evaluation.get("samples")), show_number)
+    return f'<p class="muted">{escape(f"Held-out data: {samples} samples of {name}.")}</p>'
 
 
 def _named(config: Mapping[str, Any] | None, key: str, names: Sequence[str]) -> str:

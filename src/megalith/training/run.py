@@ -1,6 +1,7 @@
 """Run: a model in training. Its directory holds config, metrics, checkpoints and evaluation.
 
-    config.json  metrics.jsonl  evaluation.json  frequencies.json  checkpoint/  tensorboard/  report.html
+    config.json  metrics.jsonl  evaluation.json  frequencies.json  report.html
+    checkpoint/  checkpoints/  frequencies/  tensorboard/
 
 checkpoint/ is the newest checkpoint; `run_checkpoints.py` keeps earlier ones in checkpoints/. A run that is
 stopped and resumed computes the same bits as an uninterrupted one: on one rank, and with a fixed number of
@@ -27,12 +28,14 @@ from megalith.metrics import BinnedAUC
 from megalith.shards import CommMetrics, CommReport, SyncShards
 from megalith.training.data_source import open_source
 from megalith.training.evaluation import Evaluation, evaluate
+from megalith.training.id_frequencies import FOLDER as FREQUENCIES
+from megalith.training.id_frequencies import IdFrequencies, keep_only
 from megalith.training.publishing import Publishing, Pushed, check_publishing
 from megalith.training.run_batches import RunBatches, StepBatch
 from megalith.training.run_checkpoints import FOLDER as KEPT
 from megalith.training.run_checkpoints import RunCheckpoints
 from megalith.training.run_config import RunConfig
-from megalith.training.run_log import IdFrequencies, MetricsLog, ScalarWriter
+from megalith.training.run_log import MetricsLog, ScalarWriter
 from megalith.training.run_model import CHECKPOINT, config_of, model_for, updates_in_step
 from megalith.training.run_ranks import RunRanks
 from megalith.training.steps import BatchScores, PartBatches, Steps, WholeBatches
@@ -124,7 +127,8 @@ class Run:
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / "config.json").write_text(json.dumps(self.config.to_dict(), indent=1))
         self.log = MetricsLog(self.directory / "metrics.jsonl", keep_steps=0)
-        shutil.rmtree(self.directory / KEPT, ignore_errors=True)  # of the replaced run
+        for folder in (KEPT, FREQUENCIES):  # of the replaced run
+            shutil.rmtree(self.directory / folder, ignore_errors=True)
 
     @classmethod
     def resume(cls, directory: str | Path, changes: Mapping[str, Any] | None = None) -> Run:
@@ -151,9 +155,12 @@ class Run:
         self._saved = (manifest.tip, self.step)
         self.ranks.agreed(lambda: self.batches.seek(saved["position"]))
         checkpoint.set_rng_state(saved["rng"])
-        if self.ranks.is_first:
-            self.log = MetricsLog(self.directory / "metrics.jsonl", keep_steps=self.step)
+        self.ranks.on_rank_0(self._continue_logs)
         return self
+
+    def _continue_logs(self) -> None:
+        self.log = MetricsLog(self.directory / "metrics.jsonl", keep_steps=self.step)
+        self.frequencies = IdFrequencies.load(self.directory / FREQUENCIES, self.step)
 
     def _open(self, config: RunConfig) -> None:
         check_publishing(config)
@@ -240,7 +247,7 @@ class Run:
             self._log_window(window, scalars, watcher)
         self.save(watcher)
         if scalars is not None:
-            self.frequencies.write(self.directory / "frequencies.json")
+            self.frequencies.write(self.directory / "frequencies.json", self.samples)
             scalars.close()
 
     def _save_is_due(self, logged: bool) -> bool:
@@ -283,7 +290,7 @@ class Run:
         self.step += 1
         self.samples += step.rows
         if self.ranks.is_first:
-            self.frequencies.update(step.batch.features)
+            self.frequencies.update(step.batch)
         window.add(scored, loss, step.rows)
         return loss
 
@@ -334,9 +341,14 @@ class Run:
         step = self.step
 
         def keep() -> None:
-            if self._kept is not None and self.ranks.is_first:
-                self._kept.add(self.directory / CHECKPOINT, step)
+            if self.ranks.is_first:
+                keep_only(self.directory / FREQUENCIES, step)
+                if self._kept is not None:
+                    self._kept.add(self.directory / CHECKPOINT, step)
             watcher.saved()
+
+        if self.ranks.is_first:
+            self.frequencies.save(self.directory / FREQUENCIES, step)
 
         watcher.saving(sum(stats.rows for stats in self.model.embeddings.shards.stats().values()))
         self._save = checkpoint.async_save(

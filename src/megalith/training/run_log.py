@@ -1,4 +1,4 @@
-"""The logs of a run: metrics.jsonl, TensorBoard scalars and the frequencies of ids."""
+"""The logs of a run: metrics.jsonl and TensorBoard scalars."""
 
 from __future__ import annotations
 
@@ -6,13 +6,6 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
-
-from megalith.ragged import Ragged
-
-SAMPLED_IDS = 1_000_000
 
 
 class MetricsLog:
@@ -89,29 +82,3 @@ class ScalarWriter:
         """Flushes and closes the event files."""
         if self._writer is not None:
             self._writer.close()
-
-
-class IdFrequencies:
-    """Counts the occurrences of ids in the first million ids of each feature."""
-
-    def __init__(self) -> None:
-        self._ids: dict[str, list[Tensor]] = {}
-        self._room: dict[str, int] = {}
-
-    def update(self, features: Mapping[str, Ragged]) -> None:
-        """Adds the ids of a batch."""
-        for name, column in features.items():
-            room = self._room.setdefault(name, SAMPLED_IDS)
-            if room > 0:
-                taken = column.values[:room].clone()
-                self._ids.setdefault(name, []).append(taken)
-                self._room[name] = room - taken.numel()
-
-    def write(self, path: Path) -> None:
-        """Writes {feature: [[occurrences, number of ids], ...]} as JSON."""
-        result = {}
-        for name, pieces in self._ids.items():
-            counts = torch.unique(torch.cat(pieces), return_counts=True)[1]
-            times, ids = torch.unique(counts, return_counts=True)
-            result[name] = [list(pair) for pair in zip(times.tolist(), ids.tolist(), strict=True)]
-        path.write_text(json.dumps(result))

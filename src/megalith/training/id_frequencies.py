@@ -1,0 +1,177 @@
+"""IdFrequencies: how often the ids of each feature occur in the samples of a run.
+
+Every occurrence is counted. A feature keeps at most `MAX_IDS` distinct ids: above that, only ids whose hash
+ends in `level` zero bits are counted, a sample of 1 in 2^level ids. Which ids are in the sample depends on
+the id alone, so the occurrences of a sampled id are exact from the first batch on.
+
+The counts belong to a checkpoint: they are saved with it in RUN/frequencies/step-N.safetensors and continue
+when the run is resumed. RUN/frequencies.json is the summary that the report shows.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.bits import mix64
+from megalith.data import Batch
+from megalith.errors import CheckpointError
+from megalith.storage.atomic import write_atomically
+from megalith.storage.tensor_files import decode, encode
+
+FOLDER = "frequencies"
+MAX_IDS = 65_536
+_PENDING = 1 << 18
+_SALT = 0x5851F42D4C957F2D  # mix64(0) is 0: without it, id 0 would always be in the sample
+
+
+class IdFrequencies:
+    """The occurrences of ids by feature.
+
+    Attributes:
+        samples: Number of samples counted so far.
+    """
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self._counts: dict[str, _IdCounts] = {}
+
+    def update(self, batch: Batch) -> None:
+        """Adds the ids of a batch."""
+        self.samples += len(batch)
+        for name, column in batch.features.items():
+            self._counts.setdefault(name, _IdCounts()).add(column.values)
+
+    def summary(self, samples: int) -> dict[str, Any]:
+        """Returns the content of frequencies.json.
+
+        Args:
+            samples: Number of samples of the run, maybe more than were counted.
+        """
+        features = {name: counts.histogram() for name, counts in self._counts.items()}
+        return {"samples": self.samples, "samples_of_run": samples, "features": features}
+
+    def write(self, path: Path, samples: int) -> None:
+        """Writes the summary as JSON.
+
+        Args:
+            path: The file.
+            samples: See `summary`.
+        """
+        path.write_text(json.dumps(self.summary(samples)))
+
+    # ---- with a checkpoint
+
+    def save(self, folder: Path, step: int) -> None:
+        """Saves the counts. They become the only ones with `keep_only`.
+
+        Args:
+            folder: The folder of the counts.
+            step: Step of the checkpoint that they belong to.
+        """
+        tensors = {"samples": torch.tensor(self.samples)}
+        for name, counts in self._counts.items():
+            counts.compact()
+            tensors |= {f"ids/{name}": counts.ids, f"counts/{name}": counts.counts}
+            tensors[f"level/{name}"] = torch.tensor([counts.level, counts.occurrences])
+        write_atomically(_file(folder, step), encode(tensors))
+
+    @classmethod
+    def load(cls, folder: Path, step: int) -> IdFrequencies:
+        """Returns the counts of a checkpoint, or empty ones if it has none.
+
+        Args:
+            folder: The folder of the counts.
+            step: Step of the checkpoint.
+
+        Raises:
+            CheckpointError: The file is damaged.
+        """
+        loaded, path = cls(), _file(folder, step)
+        if not path.exists():
+            return loaded
+        data = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+        tensors = decode(data, str(path), CheckpointError)
+        try:
+            loaded.samples = int(tensors.pop("samples"))
+            for name in [key.removeprefix("ids/") for key in tensors if key.startswith("ids/")]:
+                level, occurrences = tensors[f"level/{name}"].tolist()
+                loaded._counts[name] = _IdCounts(
+                    tensors[f"ids/{name}"], tensors[f"counts/{name}"], level, occurrences
+                )
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{path} does not hold the frequencies of ids: {error}; delete it"
+            ) from None
+        return loaded
+
+
+def keep_only(folder: Path, step: int) -> None:
+    """Deletes the counts of other checkpoints than the newest.
+
+    Args:
+        folder: The folder of the counts.
+        step: Step of the newest checkpoint.
+    """
+    for path in folder.glob("step-*.safetensors"):
+        if path != _file(folder, step):
+            path.unlink(missing_ok=True)
+
+
+class _IdCounts:
+    """The ids of one feature. `ids` and `counts` are int64 [n] and lack the ids that are pending."""
+
+    def __init__(
+        self,
+        ids: Tensor | None = None,
+        counts: Tensor | None = None,
+        level: int = 0,
+        occurrences: int = 0,
+    ) -> None:
+        self.ids = torch.empty(0, dtype=torch.int64) if ids is None else ids
+        self.counts = torch.empty(0, dtype=torch.int64) if counts is None else counts
+        self.level = level
+        self.occurrences = occurrences
+        self._pending: list[Tensor] = []
+        self._num_pending = 0
+
+    def add(self, ids: Tensor) -> None:
+        self.occurrences += ids.numel()
+        taken = ids[_in_sample(ids, self.level)] if self.level else ids.clone()
+        self._pending.append(taken)
+        self._num_pending += taken.numel()
+        if self._num_pending >= _PENDING:
+            self.compact()
+
+    def compact(self) -> None:
+        """Counts the pending ids."""
+        if not self._pending:
+            return
+        new, times = torch.unique(torch.cat(self._pending), return_counts=True)
+        self._pending, self._num_pending = [], 0
+        self.ids, places = torch.unique(torch.cat([self.ids, new]), return_inverse=True)
+        every = torch.cat([self.counts, times])
+        self.counts = torch.zeros_like(self.ids).index_add_(0, places, every)
+        while self.ids.numel() > MAX_IDS:
+            self.level += 1
+            kept = _in_sample(self.ids, self.level)
+            self.ids, self.counts = self.ids[kept], self.counts[kept]
+
+    def histogram(self) -> dict[str, Any]:
+        """The share of ids that are counted, all occurrences, and [occurrences, number of ids] pairs."""
+        self.compact()
+        times, ids = torch.unique(self.counts, return_counts=True)
+        pairs = [list(pair) for pair in zip(times.tolist(), ids.tolist(), strict=True)]
+        return {"share": 0.5**self.level, "occurrences": self.occurrences, "counts": pairs}
+
+
+def _in_sample(ids: Tensor, level: int) -> Tensor:
+    return (mix64(ids ^ _SALT) & ((1 << level) - 1)) == 0
+
+
+def _file(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:012}.safetensors"
