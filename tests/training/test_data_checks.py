@@ -9,7 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megalith.training import Run, RunConfig, load_trained, open_source
+from megalith.data import ParquetReader, Schema
+from megalith.errors import InputError
+from megalith.training import Run, RunConfig, load_trained, open_reader, open_source
 
 pytestmark = pytest.mark.usefixtures("restore_threads")
 
@@ -44,3 +46,66 @@ def test_fitted_values_are_shown_and_saved_with_the_run(tmp_path: Path) -> None:
         {"column": "price", "normalise": "standard", "mean": 2.0, "std": 1.0}
     ]
     assert open_source(saved).title == run.source.title, "an evaluation does not fit again"
+
+
+# ---- kinds of ids
+
+TEXT = ["1", "2", "3", "4"] * 2
+SCHEMA = {"label": "y", "features": {"f": "c"}}
+LABELS = [0, 1] * 4
+
+
+@pytest.mark.parametrize("trained_on_text", [True, False])
+def test_a_file_with_other_ids_than_the_training_data_is_refused(
+    tmp_path: Path, trained_on_text: bool
+) -> None:
+    text = write(tmp_path / "text.parquet", y=LABELS, c=TEXT)
+    integers = write(tmp_path / "integers.parquet", y=LABELS, c=[int(x) for x in TEXT])
+    good, bad = (text, integers) if trained_on_text else (integers, text)
+    run = Run(config(good, SCHEMA, train_max_steps=1), tmp_path / "run")
+    run.train()
+    recorded = "xxhash64" if trained_on_text else "integer"
+    _, saved = load_trained(tmp_path / "run")
+    assert saved.data.schema["features"] == {"f": {"column": "c", "ids": recorded}}
+
+    message = rf"{bad.name}: column 'c' holds (string|int64), .* feature 'f' was read with .* before"
+    for labelled in (True, False):  # eval, predict
+        assert len(list(open_reader(saved.data, good, labelled=labelled))) == 2
+        with pytest.raises(InputError, match=message):
+            open_reader(saved.data, bad, labelled=labelled)
+    with pytest.raises(InputError, match=message):
+        Run(config(good, SCHEMA, data_test_path=str(bad)), tmp_path / "other")
+    bad.replace(good)
+    with pytest.raises(InputError, match=r"column 'c' holds"):
+        Run.resume(tmp_path / "run")
+
+
+def test_files_of_one_reader_have_the_same_ids(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", y=LABELS, c=pa.nulls(8))  # holds no id: both kinds may follow
+    write(tmp_path / "b.parquet", y=LABELS, c=[[text] for text in TEXT])
+    write(tmp_path / "c.parquet", y=LABELS, c=[int(text) for text in TEXT])
+    schema = Schema.from_dict(SCHEMA)
+    with pytest.raises(InputError, match=r"c.parquet: column 'c' holds int64"):
+        ParquetReader(tmp_path, schema, batch_size=8)
+    reader = ParquetReader(tmp_path, schema, batch_size=8, on_error="skip")
+    assert len(list(reader)) == 2
+    assert reader.skipped == {"wrong type": 8}
+    hashed = Schema.from_dict({"label": "y", "features": {"f": {"column": "c", "hash": True}}})
+    _, b, c = ParquetReader(tmp_path, hashed, batch_size=8)
+    assert b.features["f"].to_lists() == c.features["f"].to_lists()
+
+
+def test_a_text_and_an_integer_column_do_not_share_a_table(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", y=LABELS, c=TEXT, d=[int(x) for x in TEXT])
+
+    def run(number: int, **d: Any) -> Run:
+        schema = {"label": "y", "features": {"f": "c", "g": {"column": "d", **d}}}
+        made = config(path, schema, model_tables={"g": "f"}, train_max_steps=1)
+        return Run(made, tmp_path / f"run{number}")
+
+    with pytest.raises(
+        InputError, match=r"'f' and 'g' share table 'f', but the ids of 'f' are xxhash64 and .* integer"
+    ):
+        run(0)
+    run(1, hash=True).train()
+    run(2, slot=3).train()

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megalith.data.schema import FLOAT32_MAX, FeatureColumn
+from megalith.data.schema import FLOAT32_MAX, FeatureColumn, IdSource
 from megalith.errors import MissingDependencyError
 from megalith.ops.ids import fid, hash_bytes
 from megalith.ragged import Ragged
@@ -164,6 +164,26 @@ def why_not_ids(kind: Any) -> str | None:
     if not _is_text(kind):
         return f"holds {kind}; ids are integers or text"
     return None
+
+
+def id_source(kind: Any, feature: FeatureColumn) -> IdSource | None:
+    """Returns where the ids of a column come from.
+
+    Args:
+        kind: Arrow type of the column, one that can hold ids.
+        feature: How the column is read.
+
+    Returns:
+        None if the column holds only nulls and may be read either way.
+    """
+    if feature.hash is not None:
+        return "xxhash64" if feature.hash else "integer"
+    kind = _inner(kind)
+    if _is_list(kind):
+        kind = _inner(kind.value_type)
+    if arrow().types.is_null(kind):
+        return None
+    return "xxhash64" if _is_text(kind) else "integer"
 
 
 def why_not_numbers(kind: Any, *, time: bool = False) -> str | None:

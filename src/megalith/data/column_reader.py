@@ -16,13 +16,24 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megalith.data.arrow import ColumnFault, arrow, ids, numbers, seconds, why_not_ids, why_not_numbers
+from megalith.data.arrow import (
+    ColumnFault,
+    arrow,
+    id_source,
+    ids,
+    numbers,
+    seconds,
+    why_not_ids,
+    why_not_numbers,
+)
 from megalith.data.batch import Position, Samples
 from megalith.data.file_positions import FilePositions
 from megalith.data.files import Paths, data_root, list_files
 from megalith.data.reader import OnError, Reader, RowBlock
-from megalith.data.schema import Schema
+from megalith.data.schema import IdSource, Schema
 from megalith.errors import InputError
+
+_ID_WORDS: Mapping[IdSource, str] = {"integer": "integers as they are", "xxhash64": "hashes of text"}
 
 
 class ColumnChunk(NamedTuple):
@@ -167,6 +178,25 @@ class ColumnReader(Reader):
         for name, why in problems:
             if why is not None:
                 return "wrong type", f"{file}: column {name!r} {why}"
+        return self._ids_fault(kinds, file)
+
+    def _ids_fault(self, kinds: dict[str, Any], file: Path) -> tuple[str, str] | None:
+        """Reason and message if a file has other ids than those recorded in the schema. Records the first."""
+        found: dict[str, IdSource] = {}
+        for name, feature in self.schema.feature_columns.items():
+            source = id_source(kinds[feature.column], feature)
+            if source is None or source == feature.ids:
+                continue
+            if feature.ids is not None:
+                return "wrong type", (
+                    f"{file}: column {feature.column!r} holds {kinds[feature.column]}, so that its ids would "
+                    f"be {_ID_WORDS[source]}, but feature {name!r} was read with {_ID_WORDS[feature.ids]} "
+                    "before; convert the column, or train with hash=True, which gives integers the ids of "
+                    "their text"
+                )
+            found[name] = source
+        if found:
+            self.schema = self.schema.with_ids(found)
         return None
 
     # ---- rows

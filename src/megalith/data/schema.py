@@ -21,6 +21,8 @@ from megalith.ops.ids import NUM_SLOTS
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 Normalise = Literal["none", "log1p", "standard"]
+IdSource = Literal["integer", "xxhash64"]
+"""Where ids come from: integers as they are, or the hash of text."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,9 @@ class FeatureColumn:
     text too. False accepts only integers, also those written as text."""
     separator: str | None = None
     """Splits a text into several ids: "|" splits "a|b"."""
+    ids: IdSource | None = None
+    """Whether the ids are integers as they are or hashes of text. A reader records it when it opens its first
+    file, and refuses files with other ids: they would name other rows. None: no file has been opened."""
 
     def __post_init__(self) -> None:
         _name("feature", self.column)
@@ -50,6 +55,13 @@ class FeatureColumn:
             raise InputError(f"schema: hash of column {self.column!r} must be True, False or None")
         if self.separator is not None and (not isinstance(self.separator, str) or not self.separator):
             raise InputError(f"schema: separator of column {self.column!r} must be non-empty text")
+        if self.ids is not None and self.ids not in get_args(IdSource):
+            known = ", ".join(get_args(IdSource))
+            raise InputError(f"schema: ids of column {self.column!r} must be one of {known}")
+        if self.ids is not None and self.hash is not None and (self.ids == "xxhash64") != self.hash:
+            raise InputError(
+                f"schema: ids of column {self.column!r} are {self.ids}, which contradicts hash={self.hash}"
+            )
 
 
 @dataclass(frozen=True)
@@ -135,6 +147,18 @@ class Schema:
         names = [self.label, self.weight, self.time]
         names += [x.column for x in self.dense_columns] + [x.column for x in self.feature_columns.values()]
         return list(dict.fromkeys(name for name in names if name is not None))
+
+    def with_ids(self, sources: Mapping[str, IdSource]) -> Schema:
+        """Returns the schema with the recorded source of the ids of features.
+
+        Args:
+            sources: Feature name -> source.
+        """
+        features = {
+            name: replace(column, ids=sources.get(name, column.ids))
+            for name, column in self.feature_columns.items()
+        }
+        return replace(self, features=features)
 
     # ---- normalisation
 

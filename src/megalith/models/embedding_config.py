@@ -42,6 +42,10 @@ class EmbeddingConfig:
     """The seed of initial rows; not with shards. Dense weights use torch's seed."""
     dist_type: str | None = None
     """How rows are spread over ranks, as for TableConfig."""
+    id_sources: Mapping[str, str] = field(default_factory=dict)
+    """Where the ids of a feature come from, such as "integer" or "xxhash64" (see `FeatureColumn.ids`).
+    Features that share a table must agree: an integer and the hash of its text are different ids. A feature
+    that is not listed is not checked."""
 
     def __post_init__(self) -> None:
         if isinstance(self.features, str) or not self.features:
@@ -94,10 +98,12 @@ class EmbeddingConfig:
 
         Raises:
             UnknownNameError: If the shards do not have a table.
-            InputError: If a table of the shards has other segments.
+            InputError: If a table of the shards has other segments, or features of one table have ids from
+                different sources.
         """
         features = [Feature(name, self.table(name), combiner) for name, combiner in self.combiners.items()]
         features += more
+        self._check_id_sources(features)
         row = [self.segment()] if segments is None else segments
         names = dict.fromkeys(feature.table for feature in features)
         configs = [TableConfig(name, segments=row, dist_type=self.dist_type) for name in names]
@@ -108,6 +114,21 @@ class EmbeddingConfig:
         return EmbeddingCollection(
             tables, features, layouts=layouts, update=self.update, engine=self.engine, seed=self.seed
         )
+
+    def _check_id_sources(self, features: Sequence[Feature]) -> None:
+        first: dict[str, str] = {}
+        for feature in features:
+            if feature.name not in self.id_sources:
+                continue
+            other = first.setdefault(feature.table, feature.name)
+            own, others = self.id_sources[feature.name], self.id_sources[other]
+            if own != others:
+                raise InputError(
+                    f"features {other!r} and {feature.name!r} share table {feature.table!r}, but the ids of "
+                    f"{other!r} are {others} and those of {feature.name!r} are {own}, so that equal values "
+                    "have different rows; give both columns the same type or hash=True, give each a slot, or "
+                    "give each its own table"
+                )
 
 
 def _check_rows(shards: Shards, configs: Sequence[TableConfig]) -> None:

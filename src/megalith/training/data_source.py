@@ -68,6 +68,22 @@ def open_reader(config: DataConfig, path: Path, *, labelled: bool = True) -> Rea
     return _file_reader(config, str(path), labelled)
 
 
+def id_sources(config: DataConfig) -> dict[str, str]:
+    """Returns where the ids of the features come from, as recorded in the schema; see `FeatureColumn.ids`.
+
+    Features with a slot are left out: ids of different slots never meet.
+
+    Args:
+        config: The config of the data.
+    """
+    columns = config.schema.get("features", {})
+    return {
+        name: column["ids"]
+        for name, column in columns.items()
+        if isinstance(column, Mapping) and column.get("ids") and column.get("slot") is None
+    }
+
+
 def _movielens(config: RunConfig) -> DataSource:
     check_options("data.options", config.data.options, load_movielens, passed=("cache_dir",))
     history = _integer(config.data.options, "history", 0)

@@ -15,6 +15,7 @@ from megalith.routing import Router
 from megalith.shards import SyncShards
 from megalith.storage.store import open_store
 from megalith.table import TableConfig
+from megalith.training.data_source import id_sources
 from megalith.training.options import check_options
 from megalith.training.run_config import RunConfig
 
@@ -52,6 +53,7 @@ def model_for(config: RunConfig, available: list[str], num_dense: int) -> Model:
         tables=config.model.tables,
         update="step" if updates_in_step(config) else "backward",
         dist_type=config.train.dist_type,
+        id_sources=id_sources(config.data),
         **_placement(config),
     )
     if config.model.name in MODELS:
