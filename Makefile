@@ -2,6 +2,7 @@
 # make test   install what tests need, then lint, native tests under sanitizers, Python tests
 # make bench  side-by-side speed against other libraries    make soak  slow tests
 # make lint   ruff and mypy                                 make docs  the documentation as pages
+# make test-integrations  Lightning and accelerate, which it installs
 # make protos descriptor sets from the .proto files
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ NATIVE := CMakeLists.txt $(wildcard native/*.* native/optimizers/*)
 # pytest-xdist stops when a worker is lost, and `timeout` ends everything else.
 PYTEST := timeout --kill-after=30 3000 $(BIN)/python -m pytest
 
-.PHONY: demo test test-python test-native lint bench soak protos docs clean
+.PHONY: demo test test-python test-native test-integrations lint bench soak protos docs clean
 
 demo: $(VENV)/installed
 	$(BIN)/megalith train --data movielens --run runs/demo --start-over --fallback \
@@ -23,7 +24,10 @@ demo: $(VENV)/installed
 test: lint test-native test-python
 
 test-python: $(VENV)/dev
-	$(PYTEST) -m "not soak" -n 2 --dist loadfile --max-worker-restart 0
+	$(PYTEST) -m "not soak" -n 2 --dist loadfile --max-worker-restart 0 --ignore tests/integrations
+
+test-integrations: $(VENV)/integrations
+	$(PYTEST) tests/integrations
 
 # The native core on its own, once for memory and undefined behaviour, once for data races.
 test-native: build/address,undefined/tested build/thread/tested
@@ -107,6 +111,10 @@ $(VENV)/dev: $(VENV)/installed
 	  || (apt-get update && apt-get install -y --no-install-recommends chromium fonts-dejavu-core)
 	@test -e /usr/share/java/zookeeper.jar && command -v java >/dev/null \
 	  || (apt-get update && apt-get install -y --no-install-recommends zookeeper default-jre-headless)
+	@touch $@
+
+$(VENV)/integrations: $(VENV)/dev
+	$(BIN)/pip install -q -c constraints.txt lightning accelerate
 	@touch $@
 
 $(VENV)/bench: $(VENV)/installed benchmarks/requirements.txt

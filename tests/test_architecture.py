@@ -161,6 +161,7 @@ def test_tests_mirror_the_sources() -> None:
     other = {
         "benchmarks": "benchmarks as scripts",
         "checkpoint/malformed": "damaged checkpoints",
+        "integrations": "frameworks that are not installed for `make test`; `make test-integrations` runs it",
     }
     folders = {str(path.parent.relative_to(TESTS)) for path in TESTS.rglob("test_*.py")} - {"."}
     packages = {str(path.parent.relative_to(SOURCES)) for path in SOURCES.rglob("__init__.py")}

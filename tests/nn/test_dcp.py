@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
@@ -81,8 +82,41 @@ def test_a_collection_alone(tmp_path: Path) -> None:
     model, fresh = trained(), Model()
     dcp.save({"embeddings": model.embeddings}, checkpoint_id=tmp_path)
     dcp.load({"embeddings": fresh.embeddings}, checkpoint_id=tmp_path)
+    assert fresh.embeddings.global_step == 3
     for name, table in model.embeddings.shards.local.items():
         assert_same_tables(whole(fresh.embeddings.shards.local[name]), whole(table))
+
+
+def test_tables_without_rows_empty_the_tables_that_load_them(tmp_path: Path) -> None:
+    dcp.save({"model": Model()}, checkpoint_id=tmp_path)
+    model = trained()
+    dcp.load({"model": model}, checkpoint_id=tmp_path)
+    assert [len(table) for table in model.embeddings.tables.values()] == [0, 0]
+    assert model.embeddings.global_step == 0
+
+
+def test_tables_with_another_dim_are_refused(tmp_path: Path) -> None:
+    def with_dim(dim: int) -> EmbeddingCollection:
+        return EmbeddingCollection([TableConfig("t", dim=dim, optimizer=Adagrad(0.1))], [Feature("a", "t")])
+
+    saved, other = with_dim(4), with_dim(3)
+    saved({"a": torch.arange(5)})["a"].sum().backward()
+    dcp.save({"model": saved}, checkpoint_id=tmp_path)
+    with pytest.raises(CheckpointException, match="Size mismatch between saved"):
+        dcp.load({"model": other}, checkpoint_id=tmp_path)
+    assert len(other.tables["t"]) == 0
+
+
+def test_a_dcp_checkpoint_is_readable_without_megalith(tmp_path: Path) -> None:
+    """The metadata and the tensors are torch's own types; dcp_to_torch_save makes a plain file of them."""
+    model, fresh = trained(), Model()
+    dcp.save(model.state_dict(), checkpoint_id=tmp_path / "dcp")
+    assert b"megalith" not in (tmp_path / "dcp" / ".metadata").read_bytes()
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "file")
+    loaded = torch.load(tmp_path / "file", weights_only=True)
+    assert all(type(value) is Tensor for value in loaded.values())
+    fresh.load_state_dict(loaded)
+    assert_same(fresh, model)
 
 
 def test_async_save_keeps_what_was_there_when_it_began(tmp_path: Path) -> None:
@@ -108,9 +142,8 @@ def test_torchs_model_state_dict_helpers(tmp_path: Path) -> None:
 def test_a_checkpoint_of_more_ranks_names_checkpoint_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    key = state._key().replace("of 1", "of 2")
     with monkeypatch.context() as patched:
-        patched.setattr(state, "_key", lambda: key)
+        patched.setattr(state, "world_size", lambda: 2)
         dcp.save({"model": trained()}, checkpoint_id=tmp_path)
     fresh = Model()
     before = fresh.head.weight.clone()

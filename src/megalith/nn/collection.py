@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from megalith.distributed.ranks import current_rank, world_size
 from megalith.errors import InputError, RankFailedError, UsageError
 from megalith.library import span
 from megalith.nn.batch_lookup import BatchLookup, StartedBatch
@@ -22,7 +21,14 @@ from megalith.nn.checkpoint_state import CheckpointState
 from megalith.nn.feature_plan import CompiledBatch, FeaturePlan
 from megalith.nn.features import Feature, Layout
 from megalith.nn.shards_choice import ShardsChoice
-from megalith.nn.table_state import no_rows, packed, rows_of, set_rows, unpacked
+from megalith.nn.table_state import (
+    StatePath,
+    collect_state,
+    is_state_key,
+    is_state_path,
+    restore_state,
+    state_key,
+)
 from megalith.ops.pooling import Pooling
 from megalith.shards import Lookup, Shards
 from megalith.shards.gradient_sums import GradientSum, total
@@ -354,37 +360,32 @@ class EmbeddingCollection(nn.Module):
 
     # ---- state
 
-    def get_extra_state(self) -> dict[str, Any]:
-        """Returns the rows of this rank, for `state_dict`. It does not choose the shards."""
-        shards = self._choice.decided
-        if shards is None:
-            tables = {name: no_rows(config) for name, config in self.configs.items()}
-            size, rank = world_size(), current_rank()
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Adds the rows of this rank, for `state_dict`. It does not choose the shards."""
+        state = collect_state(self._choice.decided, self.configs, self.global_step)
+        destination.update({prefix + key: tensor for key, tensor in state.items()})
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Restores the rows of this rank, for `load_state_dict`; see `restore_state`."""
+        own = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
+        saved = {key: value for key, value in own.items() if is_state_key(key)}
+        unexpected_keys += [prefix + key for key in own if key not in saved]
+        if saved:
+            self.global_step = restore_state(self.shards, saved)
         else:
-            shards.flush()
-            tables = {name: rows_of(table) for name, table in shards.local.items()}
-            size, rank = shards.world_size, shards.rank
-        return packed({"global_step": self.global_step, "world_size": size, "rank": rank, "tables": tables})
+            missing_keys.append(prefix + state_key())
 
-    def set_extra_state(self, state: Any) -> None:
-        """Restores the rows of this rank, for `load_state_dict`.
-
-        Args:
-            state: The result of `get_extra_state`, at the same world size and rank.
-
-        Raises:
-            UsageError: For another world size, rank or routing.
-            InputError: For other tables, dims or optimizers.
-        """
-        state = unpacked(state)
-        here, there = (self.shards.world_size, self.shards.rank), (state["world_size"], state["rank"])
-        if here != there:
-            raise UsageError(
-                f"this state_dict holds the rows of rank {there[1]} of {there[0]}, this is rank {here[1]} of "
-                f"{here[0]}: use checkpoint.save and checkpoint.load, which move rows to their owners"
-            )
-        set_rows(self.shards, state["tables"])
-        self.global_step = int(state["global_step"])
+    def __getattr__(self, name: str) -> Any:
+        return StatePath() if is_state_path(name) else super().__getattr__(name)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise UsageError(

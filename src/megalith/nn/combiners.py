@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError
+from megalith.ops.checks import kind, with_data
 from megalith.ops.move_runs import pad_rows
 from megalith.ops.pool_rows import pool_rows, segment_sum
 from megalith.ops.pooling import Bags, OutputSlice
@@ -30,7 +31,7 @@ class Combiner:
         Args:
             column: The column of a feature.
         """
-        return column
+        return _ragged(column)
 
     def offsets(self, column: Ragged) -> Tensor:
         """Returns where each bag begins, int64 [B * inner + 1].
@@ -38,7 +39,7 @@ class Combiner:
         Args:
             column: The result of `cut`.
         """
-        return column.row_splits
+        return _ragged(column).row_splits
 
     def divisor(self, column: Ragged, dtype: torch.dtype = torch.float32) -> Tensor | None:
         """Returns the divisor of each bag's sum, [B]; None for 1.
@@ -68,10 +69,9 @@ class Combiner:
             [B, dim], or [B, n, dim] for FirstN(n).
 
         Raises:
-            InputError: For rows of another shape.
+            InputError: If `ragged` is not a Ragged or the rows have another type, shape or device.
         """
-        if rows.dim() != 2 or rows.shape[0] != ragged.values.shape[0]:
-            raise InputError(f"rows must be [{ragged.values.shape[0]}, dim], got {list(rows.shape)}")
+        _check_rows(_ragged(ragged), rows)
         batch, dim = ragged.row_splits.shape[0] - 1, rows.shape[1]
         index, offsets, weights = self._occurrences(ragged)
         divisor = self.divisor(ragged, torch.promote_types(rows.dtype, torch.float32))
@@ -105,6 +105,8 @@ class Mean(Combiner):
 
     def divisor(self, column: Ragged, dtype: torch.dtype = torch.float32) -> Tensor:
         """See `Combiner.divisor`: the number of values, or the sum of their weights."""
+        _ragged(column)
+        _float_dtype(dtype)
         if column.weights is None:
             return column.lengths().clamp(min=1).to(dtype)
         weights = column.weights.detach()[:, None].to(dtype)
@@ -119,6 +121,8 @@ class Sqrtn(Combiner):
 
     def divisor(self, column: Ragged, dtype: torch.dtype = torch.float32) -> Tensor:
         """See `Combiner.divisor`: the root of the number of values, or of the sum of squared weights."""
+        _ragged(column)
+        _float_dtype(dtype)
         if column.weights is None:
             return column.lengths().clamp(min=1).to(dtype).sqrt()
         squares = column.weights.detach()[:, None].to(dtype).square()
@@ -154,7 +158,7 @@ class FirstN(Combiner):
 
     def cut(self, column: Ragged) -> Ragged:
         """See `Combiner.cut`: the first n values of each example."""
-        lengths = column.lengths()
+        lengths = with_data(_ragged(column).lengths(), "the column")
         if not lengths.numel() or int(lengths.max()) <= self.n:
             return column
         begin = torch.repeat_interleave(column.row_splits[:-1], lengths, output_size=column.values.shape[0])
@@ -164,7 +168,7 @@ class FirstN(Combiner):
 
     def offsets(self, column: Ragged) -> Tensor:
         """See `Combiner.offsets`: one bag per position, with one value or none."""
-        splits = column.row_splits
+        splits = _ragged(column).row_splits
         positions = torch.arange(self.n, device=splits.device)
         starts = torch.minimum(splits[:-1, None] + positions, splits[1:, None])
         return torch.cat([starts.flatten(), splits[-1:]])
@@ -175,7 +179,8 @@ class FirstN(Combiner):
 
     def combine(self, ragged: Ragged, rows: Tensor) -> Tensor:
         """See `Combiner.combine`."""
-        if ragged.weights is not None or rows.dim() != 2 or rows.shape[0] != ragged.values.shape[0]:
+        _check_rows(_ragged(ragged), rows)
+        if ragged.weights is not None:
             return super().combine(ragged, rows)
         return pad_rows(rows, ragged.row_splits, self.n)
 
@@ -190,6 +195,30 @@ class FirstN(Combiner):
         if weights is not None:
             weights = torch.nn.functional.pad(weights, (0, 1), value=1.0)[index]
         return index, torch.arange(index.shape[0] + 1, device=splits.device), weights
+
+
+def _ragged(column: Ragged) -> Ragged:
+    if not isinstance(column, Ragged):
+        raise InputError(
+            f"a combiner needs a Ragged, got {type(column).__name__}; see Ragged.from_lists and from_padded"
+        )
+    return column
+
+
+def _check_rows(ragged: Ragged, rows: Tensor) -> None:
+    """Raises InputError unless `rows` are float [n, dim] on the device of the n values."""
+    n = ragged.values.shape[0]
+    if not isinstance(rows, Tensor) or not rows.is_floating_point():
+        raise InputError(f"rows must be a float tensor [{n}, dim], got {kind(rows)}")
+    if rows.layout != torch.strided or rows.dim() != 2 or rows.shape[0] != n:
+        raise InputError(f"rows must be [{n}, dim], got {list(rows.shape)}")
+    if rows.device != ragged.device:
+        raise InputError(f"rows are on {rows.device}, the ids on {ragged.device}")
+
+
+def _float_dtype(dtype: torch.dtype) -> None:
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise InputError(f"dtype must be a float dtype, got {dtype!r}")
 
 
 def _nonzero(divisor: Tensor) -> Tensor:

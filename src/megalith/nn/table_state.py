@@ -1,12 +1,21 @@
-"""The rows of a collection in a state_dict: plain tensors per table, under a key for their rank.
+"""The rows of a collection in a state_dict: tensors only, under keys with their rank.
 
-torch.distributed.checkpoint (DCP) descends into every mapping and writes each leaf once for all ranks, by its
-path; it loads a tensor only into one of the same size. Hence the rank in the path, and the tuple, which DCP
-treats as a leaf with any content.
+    key (after the collection's prefix)          tensor
+    rank R of W (at another world size: ...)     int64 [3]: global step, number of shards, this shard
+    rank R of W/TABLE/ids                        int64 [n]
+    rank R of W/TABLE/rows                       float32 [n, dim]
+    rank R of W/TABLE/state/SEGMENT/NAME         float32 [n, size], one per optimizer state
+    rank R of W/TABLE/time                       int64 [n], seconds
+
+torch.distributed.checkpoint (DCP) writes each key once for all ranks, hence the rank in the keys. It prints
+the first key that is missing, which is the one with the remedy. R and W are those of the default process
+group; those of the shards are in the first tensor.
 """
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,75 +24,180 @@ from torch import Tensor
 
 from megalith.distributed.ranks import current_rank, world_size
 from megalith.errors import InputError, UsageError
+from megalith.nn.state_tensor import StateTensor
 from megalith.shards import Shards
 from megalith.table import Chunk, Table, TableConfig
 from megalith.table.table_data import MAX_TIME
 
+_REMEDY = " (at another world size: checkpoint.save and checkpoint.load)"
+_KEY = re.compile(r"(rank [0-9]+ of [0-9]+)(?:/(.+)/(ids|rows|time|state/[0-9]+/[^/]+)| \(.*\))", re.DOTALL)
 
-def packed(state: dict[str, Any]) -> dict[str, tuple[dict[str, Any]]]:
-    """Returns the state of this process in the form for `state_dict`."""
-    return {_key(): (state,)}
+SAVED_BY_RANK_0 = {
+    ("lightning.pytorch.strategies.strategy", "lightning_module_state_dict"): "Lightning",
+    ("lightning.fabric.strategies.strategy", "get_module_state_dict"): "Lightning Fabric",
+    ("pytorch_lightning.strategies.strategy", "lightning_module_state_dict"): "Lightning",
+    ("lightning_fabric.strategies.strategy", "get_module_state_dict"): "Lightning Fabric",
+    ("accelerate.accelerator", "get_state_dict"): "accelerate",
+}
+"""Functions that call state_dict() on all ranks and write the result of rank 0 alone: module and name."""
 
 
-def unpacked(saved: Any) -> Any:
-    """Returns the argument of `packed`: the state of this process, or the only one.
+def state_key() -> str:
+    """Returns the key of the first tensor of this process."""
+    return _label() + _REMEDY
+
+
+def is_state_path(name: str) -> bool:
+    """Returns whether a name is the beginning of a key."""
+    return re.match(r"rank [0-9]+ of [0-9]+[ /]", name) is not None
+
+
+class StatePath:
+    """Stands for a key in torch's helpers, which split keys at dots and read the parts as attributes."""
+
+    def __getattr__(self, name: str) -> StatePath:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self
+
+
+def collect_state(
+    shards: Shards | None, configs: Mapping[str, TableConfig], global_step: int
+) -> dict[str, Tensor]:
+    """Returns the tensors of this process.
+
+    Args:
+        shards: The shards; None if they have not been chosen, so that there are no rows.
+        configs: The configuration of each table.
+        global_step: The number of applied steps.
 
     Raises:
-        UsageError: If there are only states of other ranks.
-        InputError: If it is not a state of an EmbeddingCollection.
+        UsageError: If the caller is known to write the tensors of rank 0 alone, and other ranks have rows.
     """
-    if isinstance(saved, Mapping):
-        for found in (saved.get(_key()), *(saved.values() if len(saved) == 1 else ())):
-            if isinstance(found, tuple) and len(found) == 1:
-                return found[0]
-        if saved:
-            raise UsageError(f"this state_dict holds {sorted(saved)}, not {_key()!r}")
-    raise InputError(
-        f"this state_dict holds a {type(saved).__name__} instead of the rows of an EmbeddingCollection"
+    if shards is None:
+        size, rank = world_size(), current_rank()
+        tables = {name: _no_rows(config) for name, config in configs.items()}
+    else:
+        size, rank = shards.world_size, shards.rank
+        if size > 1:
+            _check_caller(size)
+        shards.flush()
+        tables = {name: _rows_of(table) for name, table in shards.local.items()}
+    found: dict[str, Tensor] = {state_key(): torch.tensor([global_step, size, rank])}
+    for name, pieces in tables.items():
+        found |= {f"{_label()}/{name}/{piece}": StateTensor.of(x) for piece, x in pieces.items()}
+    return found
+
+
+def restore_state(shards: Shards, saved: Mapping[str, Any]) -> int:
+    """Replaces all rows of the tables of this process, and returns the global step.
+
+    Args:
+        shards: The shards to write to.
+        saved: The result of `collect_state`.
+
+    Raises:
+        InputError: If tables, dims or optimizers differ; nothing was written.
+        UsageError: If these are the rows of another rank or world size, or other ranks own some of them;
+            nothing was written.
+    """
+    label = _select(shards, saved)
+    tables: dict[str, dict[str, Tensor]] = {}
+    header: Tensor | None = None
+    for key, value in saved.items():
+        found = _KEY.fullmatch(key)
+        if found is None or found[1] != label:
+            continue
+        if not isinstance(value, Tensor):
+            raise InputError(f"this state_dict holds a {type(value).__name__} under {key!r}, not a tensor")
+        plain = value.plain() if isinstance(value, StateTensor) else value
+        if found[2] is None:
+            header = plain
+        else:
+            tables.setdefault(found[2], {})[found[3]] = plain
+    if header is None or header.dtype != torch.int64 or tuple(header.shape) != (3,):
+        raise InputError(f"this state_dict holds no int64 [3] under {label + _REMEDY!r}")
+    global_step, size, rank = header.tolist()
+    if (size, rank) != (shards.world_size, shards.rank):
+        raise UsageError(
+            _another_rank(f"rank {rank} of {size}", f"rank {shards.rank} of {shards.world_size}")
+        )
+    _set_rows(shards, tables)
+    return int(global_step)
+
+
+def is_state_key(key: str) -> bool:
+    """Returns whether a key is one of `collect_state`, of any rank."""
+    return _KEY.fullmatch(key) is not None
+
+
+def _label() -> str:
+    return f"rank {current_rank()} of {world_size()}"
+
+
+def _another_rank(there: str, here: str) -> str:
+    return (
+        f"this state_dict holds the rows of {there}, this is {here}: use checkpoint.save and "
+        "checkpoint.load, which move rows to their owners"
     )
 
 
-def _key() -> str:
-    """Returns the key of this process's state. DCP prints it if it is missing, so it contains the remedy."""
-    here = f"rank {current_rank()} of {world_size()}"
-    return f"{here} (at another world size: checkpoint.save and checkpoint.load)"
+def _select(shards: Shards, saved: Mapping[str, Any]) -> str:
+    """Returns the rank whose rows this process takes: its own, or a single process with all rows."""
+    labels = sorted({found[1] for found in map(_KEY.fullmatch, saved) if found is not None})
+    if _label() in labels:
+        return _label()
+    whole = "rank 0 of 1"
+    if labels == [whole] and shards.world_size == 1:
+        return whole
+    raise UsageError(_another_rank(", ".join(labels), _label()))
 
 
-def rows_of(table: Table) -> dict[str, Any]:
+def _check_caller(size: int) -> None:
+    """Raises UsageError if the caller of state_dict() is in SAVED_BY_RANK_0."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        tool = SAVED_BY_RANK_0.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))
+        if tool is not None:
+            raise UsageError(
+                f"{tool} saves the state_dict of rank 0 alone, but the rows are spread over {size} ranks and "
+                "those of the other ranks would be lost: call megalith.checkpoint.save(model, path) on all "
+                "ranks instead, and checkpoint.load to resume"
+            )
+
+
+# ---- rows
+
+
+def _rows_of(table: Table) -> dict[str, Tensor]:
     """Returns all rows of a table: ids, weights, optimizer state, last-update times."""
     chunks = list(table.scan())
     if not chunks:
-        chunks = [table.new_chunk(0)]
-    keys = chunks[0].state
+        return _no_rows(table.config)
+    state = {f"state/{key}": torch.cat([c.state[key] for c in chunks]) for key in chunks[0].state}
     return {
         "ids": torch.cat([c.ids for c in chunks]),
         "rows": torch.cat([c.rows for c in chunks]),
-        "state": {key: torch.cat([c.state[key] for c in chunks]) for key in keys},
+        **state,
         "time": torch.cat([c.time for c in chunks]),
     }
 
 
-def no_rows(config: TableConfig) -> dict[str, Any]:
-    """Returns what `rows_of` returns for a table without rows."""
+def _no_rows(config: TableConfig) -> dict[str, Tensor]:
+    """Returns what `_rows_of` returns for a table without rows."""
+    state = {
+        f"state/{column.key}": torch.empty(0, column.end - column.start) for column in config.state_columns
+    }
     return {
         "ids": torch.empty(0, dtype=torch.int64),
         "rows": torch.empty(0, config.dim),
-        "state": {column.key: torch.empty(0, column.end - column.start) for column in config.state_columns},
+        **state,
         "time": torch.empty(0, dtype=torch.int64),
     }
 
 
-def set_rows(shards: Shards, saved: Mapping[str, Mapping[str, Any]]) -> None:
-    """Replaces all rows of the tables of this process.
-
-    Args:
-        shards: The shards to write to.
-        saved: The result of `rows_of` for each table.
-
-    Raises:
-        InputError: If tables, dims or optimizers differ; nothing was written.
-        UsageError: If other ranks own some of the rows; nothing was written.
-    """
+def _set_rows(shards: Shards, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
     tables = shards.local
     if set(saved) != set(tables):
         raise InputError(f"state_dict holds tables {sorted(saved)}, this collection has {sorted(tables)}")
@@ -100,11 +214,14 @@ def set_rows(shards: Shards, saved: Mapping[str, Mapping[str, Any]]) -> None:
         table.restore(chunks[name])
 
 
-def _chunk(table: Table, saved: Mapping[str, Any]) -> Chunk:
-    """Returns the result of `rows_of` as a chunk on the CPU; raises InputError if the table differs."""
-    shapes = {"rows": table.dim} | {c.key: c.end - c.start for c in table.config.state_columns}
-    state: Mapping[str, Tensor] = saved["state"]
-    if set(state) != shapes.keys() - {"rows"}:
+def _chunk(table: Table, saved: Mapping[str, Tensor]) -> Chunk:
+    """Returns the result of `_rows_of` as a chunk on the CPU; raises InputError if the table differs."""
+    absent = sorted({"ids", "rows", "time"} - saved.keys())
+    if absent:
+        raise InputError(f"table {table.name!r}: state_dict lacks {', '.join(absent)}")
+    shapes = {"rows": table.dim} | {f"state/{c.key}": c.end - c.start for c in table.config.state_columns}
+    state = {key for key in saved if key.startswith("state/")}
+    if state != shapes.keys() - {"rows"}:
         raise InputError(
             f"table {table.name!r}: state_dict holds optimizer state {sorted(state)}, this table keeps "
             f"{sorted(shapes.keys() - {'rows'})}: the optimizers differ"
@@ -112,7 +229,7 @@ def _chunk(table: Table, saved: Mapping[str, Any]) -> Chunk:
     ids, time = saved["ids"].cpu(), saved["time"].cpu()
     n = ids.numel()
     for name, columns in shapes.items():
-        piece = saved["rows"] if name == "rows" else state[name]
+        piece = saved[name]
         if tuple(piece.shape) != (n, columns) or piece.dtype != torch.float32:
             raise InputError(
                 f"table {table.name!r}: state_dict holds {name} of {piece.dtype} {list(piece.shape)}, "
@@ -124,4 +241,5 @@ def _chunk(table: Table, saved: Mapping[str, Any]) -> Chunk:
             f"table {table.name!r}: time in the state_dict must be int64 [{n}], seconds from 0 to {MAX_TIME}"
         )
     table.checks.ids(ids)
-    return Chunk(ids, saved["rows"].cpu(), {key: piece.cpu() for key, piece in state.items()}, time)
+    columns_of = {key.removeprefix("state/"): saved[key].cpu() for key in state}
+    return Chunk(ids, saved["rows"].cpu(), columns_of, time)
