@@ -139,7 +139,7 @@ class Replica:
         server = ModelServer(directory, ServerConfig(allow_writes=seconds is not None, poll_seconds=FOREVER))
         stack.enter_context(server)
         target = f"static:{server.address}"
-        self._client = stack.enter_context(PredictClient(target, "feed", "standalone", deadline_ms=60_000))
+        self._client = stack.enter_context(PredictClient(target, "feed", "standalone", timeout=60))
         self._publisher: Publisher | None = None
         if seconds is not None:
             self._publisher = stack.enter_context(

@@ -82,7 +82,7 @@ def main(seconds: float) -> None:
         copy = Servable(Path(folder) / "1")
         with (
             ModelServer(folder, ServerConfig(allow_writes=True)) as server,
-            PredictClient(f"static:{server.address}", "feed", "standalone", deadline_ms=5_000) as client,
+            PredictClient(f"static:{server.address}", "feed", "standalone", timeout=5) as client,
             Publisher(
                 trainer.model, f"static:{server.address}", model_name="feed", interval=1.0, base="start"
             ) as publisher,

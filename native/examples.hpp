@@ -31,8 +31,8 @@ enum class RecordKind { example, example_batch, instance };
 enum class CellKind : uint8_t { none, ids, floats };
 
 constexpr int64_t kMaxBatchRows = int64_t{1} << 20;
-// Values that the shared columns of one ExampleBatch may expand to.
-constexpr int64_t kMaxSharedValues = int64_t{1} << 26;
+// Cells and shared values that one ExampleBatch may expand to.
+constexpr int64_t kMaxExpandedValues = int64_t{1} << 26;
 
 inline int64_t fid_v1_to_v2(uint64_t fid) {
   return static_cast<int64_t>((fid >> 54) << 48 | (fid & ((uint64_t{1} << 48) - 1)));
@@ -163,8 +163,8 @@ class RecordDecoder {
     slots_.fill(-1);
     for (size_t i = 0; i < names.size(); ++i) {
       by_name_.emplace_back(names[i], static_cast<int>(i));
-      for (int slot = 0; names[i].rfind("fc_slot_", 0) == 0 && slot < 1024; ++slot)
-        if (names[i] == "fc_slot_" + std::to_string(slot)) slots_[static_cast<size_t>(slot)] = static_cast<int>(i);
+      const int slot = kind == RecordKind::instance ? slot_number(names[i]) : -1;
+      if (slot >= 0) slots_[static_cast<size_t>(slot)] = static_cast<int>(i);
       if (names[i] == "value") value_ = static_cast<int>(i);
     }
     if (kind != RecordKind::instance)
@@ -204,6 +204,20 @@ class RecordDecoder {
   using Named = std::pair<std::string, int>;
   static constexpr int label_column = -1, weight_column = -2, line_id_column = -3, unwanted = -4;
   static constexpr const char* special_names[] = {"__LABEL__", "instance_weight", "__LINE_ID__"};
+
+  // 17 for "fc_slot_17"; -1 for other names.
+  static int slot_number(const std::string& name) {
+    const std::string prefix = "fc_slot_";
+    const size_t digits = name.size() - std::min(name.size(), prefix.size());
+    if (name.rfind(prefix, 0) != 0 || digits < 1 || digits > 4) return -1;
+    if (name[prefix.size()] == '0' && digits > 1) return -1;
+    int slot = 0;
+    for (size_t i = prefix.size(); i < name.size(); ++i) {
+      if (name[i] < '0' || name[i] > '9') return -1;
+      slot = 10 * slot + (name[i] - '0');
+    }
+    return slot < 1024 ? slot : -1;
+  }
 
   void resize_rows(size_t n) {
     labels.resize(n, std::numeric_limits<float>::quiet_NaN());
@@ -298,8 +312,9 @@ class RecordDecoder {
     if (count < 0 || count > std::min(static_cast<int64_t>(message.size), kMaxBatchRows))
       message.fail("batch_size is " + std::to_string(count) + " in a message of " + std::to_string(message.size) +
                    " bytes");
+    expanded_ = 0;
+    expand(message, count, static_cast<int64_t>(columns.size()), "the batch");
     add_rows(count);
-    shared_values_ = 0;
     for (wire::Fields fields(message); fields.next(field);)
       if (field.number == 1) named_list(field.message(), count);
     return count;
@@ -346,29 +361,32 @@ class RecordDecoder {
   }
 
   void share(Column& cell, int place, std::string_view name, const wire::Span& message, int64_t count) {
-    if (place < 0) {
-      for (int64_t k = 0; k < count; ++k) special(place, row_ + static_cast<size_t>(k), message);
-      return;
-    }
     if (count == 0) return;
-    const int64_t length = cell.lengths.back();
-    shared_values_ += length * count;
-    if (shared_values_ > kMaxSharedValues)
+    expand(message, count, place < 0 ? cell.cell_length() : cell.lengths.back(), name);
+    if (place < 0)
+      for (int64_t k = 0; k < count; ++k) special(place, row_ + static_cast<size_t>(k), message);
+    else
+      cell.repeat_cell(count);
+  }
+
+  // Counts values that a record repeats for all its rows: a small record must not cost much memory or time.
+  void expand(const wire::Span& message, int64_t count, int64_t length, std::string_view name) {
+    expanded_ += count * std::max<int64_t>(length, 1);
+    if (expanded_ > kMaxExpandedValues)
       message.fail("column '" + std::string(name) + "' repeats " + std::to_string(length) + " values for " +
                    std::to_string(count) + " rows, more than a record may expand to");
-    cell.repeat_cell(count);
   }
 
   // The label, weight or line id in the open scratch cell.
   void special(int place, size_t row, const wire::Span& message) {
     if (place == unwanted) return;
-    const std::string name = special_names[label_column - place];
+    const char* name = special_names[label_column - place];
     if (place == line_id_column) {
-      if (!scratch_.is_bytes) message.fail("column '" + name + "' does not hold bytes");
+      if (!scratch_.is_bytes) message.fail(std::string("column '") + name + "' does not hold bytes");
       if (scratch_.cell_length()) line_id(row, scratch_.first_bytes);
       return;
     }
-    if (scratch_.kind != CellKind::floats) message.fail("column '" + name + "' does not hold floats");
+    if (scratch_.kind != CellKind::floats) message.fail(std::string("column '") + name + "' does not hold floats");
     const int64_t n = scratch_.cell_length();
     if (place == weight_column) weights[row] = n ? scratch_.cell_float(0) : 1.0f;
     for (int64_t i = 0; place == label_column && i < n; ++i) add_label(row, scratch_.cell_float(i));
@@ -534,7 +552,7 @@ class RecordDecoder {
   std::vector<size_t> own_cells_;        // per column: the last record, counted from 1, with an own_cell()
   std::vector<int64_t> label_counts_;    // per row of the record: labels so far
   size_t row_ = 0;                       // the first row of the record
-  int64_t shared_values_ = 0;
+  int64_t expanded_ = 0;
 };
 
 }  // namespace megalith

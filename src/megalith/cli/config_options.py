@@ -103,8 +103,12 @@ def config_options(
 
 
 def field_docstrings(config: type) -> dict[str, str]:
-    """Returns the docstring below each field of a class, on one line."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(config))).body[0]
+    """Returns the docstring below each field of a class, on one line; empty texts without source files."""
+    try:
+        source = inspect.getsource(config)
+    except OSError:  # an installation of compiled files only
+        return dict.fromkeys(config.__annotations__, "")
+    body = ast.parse(textwrap.dedent(source)).body[0]
     assert isinstance(body, ast.ClassDef)
     texts = {}
     for statement, after in zip(body.body, body.body[1:], strict=False):

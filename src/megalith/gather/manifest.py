@@ -106,7 +106,7 @@ class Manifest:
             schema = Schema.from_json(fields.object("schema"))
         except InputError as error:
             raise ArtifactError(f"{where}: {error}") from None
-        reason = fields.string("reason")
+        reason = fields.string("reason", 1024)
         if plan.schema != schema.digest or reason not in SkipReason.__members__:
             fields.fail("schema", "does not fit the plan, or the reason is not known")
         manifest = cls(

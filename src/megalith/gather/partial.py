@@ -184,7 +184,7 @@ def _record_to_json(record: Record) -> dict[str, Any]:
 
 
 def _record_from_json(fields: JsonFields) -> Record:
-    tier, status = fields.string("tier"), fields.string("status")
+    tier, status = fields.string("tier", 1024), fields.string("status", 1024)
     if tier not in get_args(Tier) or status not in set(Status):
         fields.fail("status", f"or tier is not known: {status:.40}, {tier:.40}")
     return Record(
@@ -195,7 +195,7 @@ def _record_from_json(fields: JsonFields) -> Record:
         bytes=fields.integer("bytes"),
         tries=fields.integer("tries"),
         last_modified=fields.time("last_modified"),
-        etag=None if fields.data.get("etag") is None else fields.string("etag"),
+        etag=None if fields.data.get("etag") is None else fields.string("etag", 1024),
         digest=None if fields.data.get("digest") is None else fields.sha256("digest"),
         global_step=None if fields.data.get("global_step") is None else fields.integer("global_step"),
         seconds=fields.number("seconds"),

@@ -187,7 +187,7 @@ def parse_header(data: bytes | bytearray) -> Header:
         fields.fail("format", f"must be {FORMAT!r}")
     try:
         label = Label(
-            fields.string("run"),
+            fields.string("run", 1024),
             fields.integer("window"),
             fields.integer("uid"),
             fields.integer("global_step"),

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from megalith.errors import InputError
 from megalith.gather.status import Fault, Status
@@ -61,12 +61,13 @@ def s3_store(
     access_key_id: str | None = None,
     secret_access_key: str | None = None,
     session_token: str | None = None,
+    anonymous: bool = False,
     connect_timeout: float = 10.0,
 ) -> Store:
     """A bucket of S3 or of anything that speaks like it.
 
     What is not given comes from the AWS_* environment variables, the region is us-east-1 without them.
-    Without keys in either, requests are not signed.
+    Without keys in either, or with `anonymous`, requests are not signed.
     """
     if (access_key_id is None) != (secret_access_key is None):
         raise InputError(f"bucket {bucket!r}: access_key_id and secret_access_key go together")
@@ -79,14 +80,14 @@ def s3_store(
     }
     config: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     config["virtual_hosted_style_request"] = False
-    if access_key_id is None and not any(map(os.environ.get, _CREDENTIALS)):
+    if anonymous or (access_key_id is None and not any(map(os.environ.get, _CREDENTIALS))):
         config["skip_signature"] = True
     client: dict[str, Any] = dict.fromkeys(("timeout", "read_timeout"), _NO_LIMIT)
     client["connect_timeout"] = timedelta(seconds=connect_timeout)
     if endpoint is not None:
         client["allow_http"] = endpoint.startswith("http://")
     return Store(
-        f"s3://{bucket}/{prefix}",
+        f"s3://{quote(bucket, safe='')}/{quote(prefix)}",
         config=config,
         client_options=client,
         retry_config={"max_retries": 0, "retry_timeout": timedelta(0)},
@@ -101,7 +102,7 @@ def open_store(url: str, **options: Any) -> Store:
     if parts.scheme == "file" and parts.path and not options:
         return local_store(parts.path)
     if parts.scheme == "s3" and parts.netloc:
-        return s3_store(parts.netloc, prefix=parts.path.strip("/"), **options)
+        return s3_store(parts.netloc, prefix=unquote(parts.path.strip("/")), **options)
     raise InputError(f"{url!r} is no store: use memory://, file:///directory or s3://bucket/prefix")
 
 

@@ -204,9 +204,10 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _is_too_deep(data: Any) -> bool:
+    """Whether objects and lists are nested more than MAX_DEPTH levels deep."""
     level = [data]
     for _ in range(MAX_DEPTH):
-        level = [x for each in level if isinstance(each, dict | list) for x in _children(each)]
+        level = [x for each in level for x in _children(each) if isinstance(x, dict | list)]
         if not level:
             return False
     return True

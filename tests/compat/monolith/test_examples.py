@@ -438,6 +438,29 @@ def test_a_shared_column_cannot_expand_without_bound() -> None:
     assert "column 'f' repeats 131072 values for 262144 rows" in got
 
 
+def test_shared_labels_and_many_columns_cannot_expand_without_bound() -> None:
+    feature = message_type(f"{IO}.Feature")()
+    feature.float_list.value.extend([0.0] * (1 << 13))
+    batch = message_type(f"{IO}.ExampleBatch")(batch_size=1 << 14)
+    batch.named_feature_list.add(name="__LABEL__", feature=[feature], type=1)
+    (got,) = decoded("example_batch", [batch.SerializeToString()])
+    assert "column '__LABEL__' repeats 8192 values for 16384 rows" in got
+
+    wide = [f"f{i}" for i in range(4096)]
+    batch = message_type(f"{IO}.ExampleBatch")(batch_size=1 << 15)
+    batch.named_feature_list.add(name="f0", feature=[feature], type=1)
+    (error,) = decode_records("example_batch", [batch.SerializeToString()], wide).errors
+    assert "repeats 4096 values for 32768 rows" in error[2]
+
+
+def test_slots_of_an_instance_are_named_by_plain_numbers() -> None:
+    instance = message_type("parser.proto.Instance")()
+    instance.fid.extend([17 << 54 | 5])
+    names = ["fc_slot_17", "fc_slot_017", "fc_slot_1x", "fc_slot_", "fc_slot_1024"]
+    columns = decode_records("instance", [instance.SerializeToString()], names).columns
+    assert [int(column.lengths.sum()) for column in columns] == [1, 0, 0, 0, 0]
+
+
 def test_arguments_of_the_native_function_are_checked() -> None:
     with pytest.raises(InputError, match="label_index"):
         decode_records("example", [], [], label_index=-1)

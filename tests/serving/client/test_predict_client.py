@@ -36,7 +36,7 @@ from megalith.serving.proto import (
 )
 from tests.serving.plain_server import LIMIT, PlainServer, Refused, Seen, plain_server
 
-LONG_MS = 1000 * LIMIT
+LONG = 1000 * LIMIT / 1000
 
 
 def doubled(seen: Seen) -> dict[str, Tensor]:
@@ -52,7 +52,7 @@ def refuse(code: str) -> Any:
 
 def client(*servers: PlainServer, **settings: Any) -> PredictClient:
     replicas = [Replica(server.address, k) for k, server in enumerate(servers)]
-    return PredictClient(StaticDiscovery(replicas), "movies", **{"deadline_ms": LONG_MS, **settings})
+    return PredictClient(StaticDiscovery(replicas), "movies", **{"timeout": LONG, **settings})
 
 
 X = torch.tensor([1.0, 2.5])
@@ -124,8 +124,8 @@ def test_what_cannot_travel_is_named(value: Any) -> None:
         {"task": True},
         {"task": ""},
         {"model_version": -2},
-        {"deadline_ms": 0},
-        {"deadline_ms": float("nan")},
+        {"timeout": 0},
+        {"timeout": float("nan")},
     ],
 )
 def test_invalid_settings(settings: dict[str, Any]) -> None:
@@ -163,7 +163,7 @@ def test_a_url_is_opened_and_closed(tmp_path: Path) -> None:
     path = tmp_path / "servers.json"
     with plain_server(doubled) as server:
         path.write_text(json.dumps({"services": {"movies:entry": [server.address]}}))
-        with PredictClient(f"file:{path}", "movies", deadline_ms=LONG_MS) as c:
+        with PredictClient(f"file:{path}", "movies", timeout=LONG) as c:
             assert c.predict({"x": X})["y"].tolist() == [2.0, 5.0]
             assert any("servers.json" in thread.name for thread in threading.enumerate())
         assert not any("servers.json" in thread.name for thread in threading.enumerate())
@@ -174,7 +174,7 @@ def test_a_url_is_opened_and_closed(tmp_path: Path) -> None:
 
 def test_the_deadline_reaches_the_server() -> None:
     with plain_server(doubled) as server, client(server) as c:
-        c.predict({"x": X}, deadline_ms=20_000)
+        c.predict({"x": X}, timeout=20)
     remaining = server.seen[0].time_remaining
     assert remaining is not None
     assert 0 < remaining <= 21.0  # gRPC rounds deadlines up
@@ -187,7 +187,7 @@ def test_a_hanging_server_ends_with_the_deadline() -> None:
 
     with plain_server(hang) as server, client(server) as c:
         with pytest.raises(RemoteError, match="DEADLINE_EXCEEDED") as raised:
-            c.predict({"x": X}, deadline_ms=50)
+            c.predict({"x": X}, timeout=0.05)
         assert raised.value.code == "DEADLINE_EXCEEDED"
         assert raised.value.targets == (server.address,)
 
@@ -202,7 +202,7 @@ def test_two_hanging_servers_share_one_deadline() -> None:
         hanging = [stack.enter_context(plain_server(hang)) for _ in range(2)]
         c = stack.enter_context(client(*hanging))
         with pytest.raises(RemoteError) as raised:
-            c.predict({"x": X}, deadline_ms=2000)
+            c.predict({"x": X}, timeout=2)
         assert raised.value.code == "DEADLINE_EXCEEDED"
         assert sorted(raised.value.targets) == sorted(server.address for server in hanging)
         remaining = sorted(server.seen[0].time_remaining or 0.0 for server in hanging)
@@ -221,7 +221,7 @@ def test_a_slow_server_is_hedged_and_then_tried_last(monkeypatch: pytest.MonkeyP
 
     with plain_server(slow) as first, plain_server(doubled) as second, client(first, second) as c:
         for _ in range(3):
-            assert c.predict({"x": X}, deadline_ms=2000)["y"].tolist() == [2.0, 5.0]
+            assert c.predict({"x": X}, timeout=2)["y"].tolist() == [2.0, 5.0]
         assert (len(first.seen), len(second.seen)) == (1, 3)
         first.released.set()
 
@@ -277,7 +277,7 @@ def test_a_failure_of_the_second_costs_no_answer_of_the_first(
 
     refused = when_a_failure_was_heard(monkeypatch)
     with plain_server(slow) as first, plain_server(refuse(code)) as second, client(first, second) as c:
-        assert c.predict({"x": X}, deadline_ms=4000)["y"].tolist() == [2.0, 5.0]
+        assert c.predict({"x": X}, timeout=4)["y"].tolist() == [2.0, 5.0]
         assert (len(first.seen), len(second.seen)) == (1, 1)
 
 
@@ -294,7 +294,7 @@ def test_what_the_second_said_is_told_if_the_first_fails_too(monkeypatch: pytest
         servers = [stack.enter_context(plain_server(answer)) for answer in answers]
         c = stack.enter_context(client(*servers))
         with pytest.raises(RemoteError) as raised:
-            c.predict({"x": X}, deadline_ms=4000)
+            c.predict({"x": X}, timeout=4)
         assert raised.value.code == "INVALID_ARGUMENT"
         assert [len(server.seen) for server in servers] == [1, 1, 0]
 
@@ -311,7 +311,7 @@ def test_only_replicas_that_are_asked_are_connected_to(monkeypatch: pytest.Monke
     monkeypatch.setattr(random, "randrange", lambda stop: 0)
     with plain_server(doubled) as server, Channels() as channels:
         replicas = [Replica(server.address, 0), Replica("localhost:1", 1), Replica("localhost:2", 2)]
-        with PredictClient(StaticDiscovery(replicas), "movies", deadline_ms=LONG_MS, channels=channels) as c:
+        with PredictClient(StaticDiscovery(replicas), "movies", timeout=LONG, channels=channels) as c:
             c.predict({"x": X})
         assert list(channels._open) == [server.address]
 
@@ -351,7 +351,7 @@ def test_clients_begin_at_random() -> None:
 def test_a_replica_that_comes_or_goes_is_noticed() -> None:
     discovery = StaticDiscovery({})
     with plain_server(doubled) as a, plain_server(doubled) as b:
-        c = PredictClient(discovery, "movies", deadline_ms=LONG_MS)
+        c = PredictClient(discovery, "movies", timeout=LONG)
         with pytest.raises(RemoteError, match="movies:entry: discovery knows no server of") as raised:
             c.predict({"x": X})
         assert (raised.value.code, raised.value.targets) == ("UNAVAILABLE", ())
@@ -406,7 +406,7 @@ def test_the_old_name_is_asked_only_if_no_replica_knows_the_new_one(monkeypatch:
 def test_the_old_name_is_asked_where_discovery_does_not_know_the_new_one() -> None:
     with plain_server(known_as("films:entry")) as server:
         discovery = StaticDiscovery({"films:entry": [server.address]})
-        with PredictClient(discovery, "movies", old_model_name="films", deadline_ms=LONG_MS) as c:
+        with PredictClient(discovery, "movies", old_model_name="films", timeout=LONG) as c:
             assert c.predict({"x": X})["y"].tolist() == [2.0, 5.0]
 
 
@@ -442,7 +442,7 @@ def test_malformed_responses(answer: bytes, message: str) -> None:
             c.predict({"x": X}, outputs=["y"])
         assert raised.value.code == "INTERNAL"
         kept = remote_predict(
-            ["x"], [X], ["y"], "movies", 0, None, -1, False, LONG_MS, discovery=f"static:{server.address}"
+            ["x"], [X], ["y"], "movies", 0, None, -1, False, 1000 * LONG, discovery=f"static:{server.address}"
         )
         assert [tensor.shape for tensor in kept] == [(0,)]
 
@@ -501,9 +501,9 @@ def test_the_arguments_are_monoliths() -> None:
 def test_remote_predict() -> None:
     with plain_server(doubled) as server:
         set_default_discovery(StaticDiscovery([server.address]))
-        z, y = remote_predict(["x"], [X], ["z", "y"], "movies", "entry", max_rpc_deadline_millis=LONG_MS)
+        z, y = remote_predict(["x"], [X], ["z", "y"], "movies", "entry", max_rpc_deadline_millis=1000 * LONG)
         assert (z.tolist(), y.tolist()) == ([0.0], [2.0, 5.0])
-        remote_predict(["x"], [X], ["y"], "movies", 0, None, 3, True, LONG_MS, "lookup")
+        remote_predict(["x"], [X], ["y"], "movies", 0, None, 3, True, 1000 * LONG, "lookup")
         spec = server.seen[1].message.model_spec
         assert (spec.name, spec.version.value, spec.signature_name) == ("movies:ps_0", 3, "lookup")
 
@@ -540,16 +540,16 @@ def test_a_failure_raises_or_gives_empty_outputs() -> None:
         set_default_discovery(f"static:{server.address}")
         server.fail_next(2, "INTERNAL")
         with pytest.raises(RemoteError) as raised:
-            remote_predict(["x"], [X], ["y", "z"], "movies", 0, max_rpc_deadline_millis=LONG_MS)
+            remote_predict(["x"], [X], ["y", "z"], "movies", 0, max_rpc_deadline_millis=1000 * LONG)
         assert raised.value.code == "INTERNAL"
-        outputs = remote_predict(["x"], [X], ["y", "z"], "movies", 0, None, -1, False, LONG_MS)
+        outputs = remote_predict(["x"], [X], ["y", "z"], "movies", 0, None, -1, False, 1000 * LONG)
         assert [(tensor.dtype, tensor.shape) for tensor in outputs] == [(torch.float32, (0,))] * 2
         assert len(server.failed) == 2
 
 
 def test_wrong_arguments_raise_even_where_failures_do_not() -> None:
     set_default_discovery("static:localhost:1")
-    with pytest.raises(InputError, match="a deadline must be"):
+    with pytest.raises(InputError, match="timeout must be"):
         remote_predict(["x"], [X], ["y"], "movies", 0, None, -1, False, 0)
 
 
@@ -558,7 +558,10 @@ def test_calls_share_connections_until_the_default_changes() -> None:
         discovery = StaticDiscovery([server.address])
         set_default_discovery(discovery)
         for _ in range(5):
-            remote_predict(["t_id"], [torch.arange(3)], ["t_result"], "movies", 0, None, -1, True, LONG_MS)
+            millis = 1000 * LONG
+            remote_predict(["t_id"], [torch.arange(3)], ["t_result"], "movies", 0, None, -1, True, millis)
+                ["t_id"], [torch.arange(3)], ["t_result"], "movies", 0, None, -1, True, 1000 * LONG
+            )
         shared = remote_module._shared
         assert len(shared.clients) == len(shared.channels) == 1
         set_default_discovery(None)
@@ -586,8 +589,8 @@ class Opening(StaticDiscovery):
         self.stopped.set()
 
 
-def ask(url: str, deadline_ms: float = LONG_MS) -> list[float]:
-    (y,) = remote_predict(["x"], [X], ["y"], "movies", 0, None, -1, True, deadline_ms, discovery=url)
+def ask(url: str, deadline_millis: float = 1000 * LONG) -> list[float]:
+    (y,) = remote_predict(["x"], [X], ["y"], "movies", 0, None, -1, True, deadline_millis, discovery=url)
     values: list[float] = y.tolist()
     return values
 

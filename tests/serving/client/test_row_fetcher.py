@@ -20,7 +20,7 @@ from megalith.serving.discovery import Replica, StaticDiscovery
 from megalith.serving.export.signature import ExportedTable, Signature
 from tests.serving.plain_server import LIMIT, PlainServer, Refused, Seen, plain_server
 
-LONG_MS = 1000 * LIMIT
+LONG = 1000 * LIMIT / 1000
 DIMS = {"user": 2, "movie": 3}
 ROUTINGS = {
     "roundrobin": Routing("roundrobin", 2),
@@ -83,7 +83,7 @@ def test_each_part_is_asked_for_its_own_ids_once(routing: Routing) -> None:
     assert router is not None
     asked = {"user": torch.tensor([7, 8, 7, -3, 25, 5, 2**62]), "movie": torch.tensor([1, 2, 1])}
     with parts(lookup, lookup) as (discovery, servers):
-        with RowFetcher(discovery, signature(routing), deadline_ms=LONG_MS) as fetch:
+        with RowFetcher(discovery, signature(routing), timeout=LONG) as fetch:
             rows = fetch(asked)
         for table, ids in asked.items():
             assert rows[table].tolist() == [row(table, id) for id in ids.tolist()]
@@ -104,7 +104,7 @@ def test_each_part_is_asked_for_its_own_ids_once(routing: Routing) -> None:
 def test_any_ids_come_back_in_their_order() -> None:
     mixed = signature(ROUTINGS["continuous"], ROUTINGS["hash_roundrobin"])
     ids = st.lists(st.one_of(st.integers(-(2**63), 2**63 - 1), st.integers(-3, 25)), max_size=30)
-    with parts(lookup, lookup) as (discovery, _), RowFetcher(discovery, mixed, deadline_ms=LONG_MS) as fetch:
+    with parts(lookup, lookup) as (discovery, _), RowFetcher(discovery, mixed, timeout=LONG) as fetch:
 
         @settings(max_examples=40)
         @given(ids, ids)
@@ -130,7 +130,7 @@ def test_nothing_asked_sends_nothing() -> None:
 def test_a_table_of_one_part_in_a_model_of_two() -> None:
     one = signature(Routing(), ROUTINGS["roundrobin"])
     with parts(lookup, lookup) as (discovery, servers):
-        with RowFetcher(discovery, one, deadline_ms=LONG_MS) as fetch:
+        with RowFetcher(discovery, one, timeout=LONG) as fetch:
             assert fetch({"user": torch.tensor([1, 2])})["user"].tolist() == [row("user", 1), row("user", 2)]
         assert [len(server.seen) for server in servers] == [1, 0]
 
@@ -151,7 +151,7 @@ def test_the_newest_version_is_asked_only_if_no_replica_has_the_entrys() -> None
     with ExitStack() as stack:
         ahead, same = (stack.enter_context(plain_server(of_version(number))) for number in (2, 1))
         discovery = StaticDiscovery({"movies:ps_0": [ahead.address]})
-        fetch = stack.enter_context(RowFetcher(discovery, routed, deadline_ms=LONG_MS))
+        fetch = stack.enter_context(RowFetcher(discovery, routed, timeout=LONG))
         ids = {"user": torch.tensor([2])}
         assert fetch(ids)["user"].tolist() == [row("user", 2)]
         assert [seen.message.model_spec.version.value for seen in ahead.seen] == [1, 0]
@@ -167,7 +167,7 @@ def test_more_rows_than_a_message_holds_are_asked_for_in_pieces(monkeypatch: pyt
     monkeypatch.setattr(fetch_module, "MAX_PIECE_BYTES", 40)
     asked = {"user": torch.tensor([*range(2, 14), 3]), "movie": torch.tensor([9, 4, 2, 6, 8, 1])}
     with parts(lookup, lookup) as (discovery, servers):
-        with RowFetcher(discovery, signature(ROUTINGS["roundrobin"]), deadline_ms=LONG_MS) as fetch:
+        with RowFetcher(discovery, signature(ROUTINGS["roundrobin"]), timeout=LONG) as fetch:
             rows = fetch(asked)
         for table, ids in asked.items():
             assert rows[table].tolist() == [row(table, id) for id in ids.tolist()]
@@ -179,7 +179,7 @@ def test_more_rows_than_a_message_holds_are_asked_for_in_pieces(monkeypatch: pyt
     monkeypatch.setattr(fetch_module, "MAX_PIECE_BYTES", 1)  # less than a row: one at a time
     with parts(lookup, refuse) as (discovery, servers):
         routed = signature(ROUTINGS["roundrobin"])
-        with RowFetcher(discovery, routed, fail_soft=True, deadline_ms=LONG_MS) as fetch:
+        with RowFetcher(discovery, routed, fail_soft=True, timeout=LONG) as fetch:
             rows = fetch({"user": torch.tensor([2, 1, 3])})
             assert rows["user"].tolist() == [row("user", 2), [0, 0], [0, 0]]
             assert (fetch.failed_shards, fetch.rows_missing_by_failure) == (1, 2)
@@ -187,7 +187,7 @@ def test_more_rows_than_a_message_holds_are_asked_for_in_pieces(monkeypatch: pyt
 
 def test_a_part_that_fails_raises() -> None:
     routed = signature(ROUTINGS["roundrobin"])
-    with parts(lookup, refuse) as (found, servers), RowFetcher(found, routed, deadline_ms=LONG_MS) as fetch:
+    with parts(lookup, refuse) as (found, servers), RowFetcher(found, routed, timeout=LONG) as fetch:
         with pytest.raises(RemoteError, match=r"movies:ps_1: .*UNAVAILABLE") as raised:
             fetch({"user": torch.tensor([1, 2])})
         assert raised.value.targets == (servers[1].address,)
@@ -197,7 +197,7 @@ def test_a_part_that_fails_raises() -> None:
 def test_a_part_that_fails_softly_gives_zeros_and_is_counted() -> None:
     with parts(lookup, refuse) as (discovery, _):
         routed = signature(ROUTINGS["roundrobin"])
-        with RowFetcher(discovery, routed, fail_soft=True, deadline_ms=LONG_MS) as fetch:
+        with RowFetcher(discovery, routed, fail_soft=True, timeout=LONG) as fetch:
             rows = fetch({"user": torch.tensor([1, 2, 3, 1]), "movie": torch.tensor([1])})
             assert rows["user"].tolist() == [[0.0] * 2, row("user", 2), [0.0] * 2, [0.0] * 2]
             assert rows["movie"].tolist() == [[0.0] * 3]
@@ -222,7 +222,7 @@ def test_a_hanging_part_ends_with_the_deadline_and_the_others_count() -> None:
 
     with parts(lookup, hang) as (discovery, servers):
         routed = signature(ROUTINGS["roundrobin"])
-        with RowFetcher(discovery, routed, fail_soft=True, deadline_ms=2000) as fetch:
+        with RowFetcher(discovery, routed, fail_soft=True, timeout=2) as fetch:
             rows = fetch({"user": torch.tensor([1, 2])})
             assert rows["user"].tolist() == [[0.0, 0.0], row("user", 2)]
             assert fetch.failed_shards == 1
@@ -233,7 +233,7 @@ def test_replicas_of_a_part_stand_in_for_each_other() -> None:
     routed = signature(ROUTINGS["roundrobin"])
     with ExitStack() as stack:
         discovery, servers = stack.enter_context(parts(lookup, lookup, replicas=2))
-        fetch = stack.enter_context(RowFetcher(discovery, routed, deadline_ms=LONG_MS))
+        fetch = stack.enter_context(RowFetcher(discovery, routed, timeout=LONG))
         for k in range(8):
             if k == 4:
                 servers[0].stop()
@@ -254,10 +254,10 @@ def test_replicas_of_a_part_stand_in_for_each_other() -> None:
 def test_mismatched_responses_are_failures(answer: Any, message: str) -> None:
     with parts(lambda seen: answer, lookup) as (discovery, _):
         routed = signature(ROUTINGS["roundrobin"])
-        fetch = RowFetcher(discovery, routed, deadline_ms=LONG_MS)
+        fetch = RowFetcher(discovery, routed, timeout=LONG)
         with fetch, pytest.raises(RemoteError, match=message):
             fetch({"user": torch.tensor([2])})
-        with RowFetcher(discovery, routed, fail_soft=True, deadline_ms=LONG_MS) as fetch:
+        with RowFetcher(discovery, routed, fail_soft=True, timeout=LONG) as fetch:
             assert fetch({"user": torch.tensor([2, 1])})["user"].tolist() == [[0.0, 0.0], row("user", 1)]
 
 

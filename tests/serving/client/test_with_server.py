@@ -25,7 +25,7 @@ from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig
 from tests.serving.server_process import server_processes
 
-LONG_MS = 60_000.0
+LONG = 60
 MODES = ["roundrobin", "hash_roundrobin", "continuous"]
 USERS = torch.tensor([1, 7, -5, 123456789012345, 99])
 MOVIES = Ragged.from_lists([[1, 2, 3], [], [40, 41], [7], [2**62, 1]])
@@ -64,7 +64,7 @@ def expected(exported: Path) -> dict[str, Tensor]:
 
 
 def client(address: str, task: str = "entry", **settings: Any) -> PredictClient:
-    return PredictClient(StaticDiscovery([address]), "movies", task, deadline_ms=LONG_MS, **settings)
+    return PredictClient(StaticDiscovery([address]), "movies", task, timeout=LONG, **settings)
 
 
 def test_a_standalone_model_answers_like_the_module(exported: Path, expected: dict[str, Tensor]) -> None:
@@ -89,7 +89,7 @@ def test_remote_predict_asks_it(exported: Path, expected: dict[str, Tensor]) -> 
                 ["logits"],
                 "movies",
                 task,
-                max_rpc_deadline_millis=LONG_MS,
+                max_rpc_deadline_millis=1000 * LONG,
                 discovery=f"static:{server.address}",
             )
             assert torch.equal(logits, expected["logits"])
@@ -103,14 +103,14 @@ def test_a_version_and_a_model_that_are_not_there(exported: Path) -> None:
             c.predict(inputs())
         assert raised.value.code == "NOT_FOUND"
         discovery = StaticDiscovery([server.address])
-        with PredictClient(discovery, "films", old_model_name="movies", deadline_ms=LONG_MS) as c:
+        with PredictClient(discovery, "films", old_model_name="movies", timeout=LONG) as c:
             assert c.predict(inputs())
 
 
 def test_one_of_two_replicas_is_killed_in_the_middle(exported: Path, expected: dict[str, Tensor]) -> None:
     with server_processes(exported, exported) as servers:
         found = StaticDiscovery([server.wait() for server in servers])
-        with PredictClient(found, "movies", deadline_ms=LONG_MS) as c:
+        with PredictClient(found, "movies", timeout=LONG) as c:
             for k in range(60):
                 if k == 20:
                     servers[0].kill()
@@ -139,8 +139,8 @@ def in_parts(
 def test_entry_and_parts_answer_like_the_whole(
     mode: str, tmp_path: Path, expected: dict[str, Tensor]
 ) -> None:
-    with in_parts(tmp_path, mode, fetch_deadline_ms=LONG_MS) as (found, _):
-        c = PredictClient(found, "movies", deadline_ms=LONG_MS)
+    with in_parts(tmp_path, mode, fetch_timeout=LONG) as (found, _):
+        c = PredictClient(found, "movies", timeout=LONG)
         answer = c.predict(inputs())
         c.close()
     for name in ("logits", "probabilities"):
@@ -152,7 +152,7 @@ def test_rows_come_from_the_parts(mode: str, tmp_path: Path) -> None:
     model = trained(mode)
     with in_parts(tmp_path, mode) as (discovery, _):
         entry = Signature.read(tmp_path / "entry" / "1")
-        with RowFetcher(discovery, entry, deadline_ms=LONG_MS) as fetch:
+        with RowFetcher(discovery, entry, timeout=LONG) as fetch:
             ids = torch.cat([MOVIES.values, MOVIES.values, torch.tensor([-77])])
             rows = fetch({"movies": ids, "user": USERS[:4]})
     there = model.embeddings.shards.lookup({"movies": MOVIES.values, "user": USERS[:4]}).rows
@@ -163,7 +163,7 @@ def test_rows_come_from_the_parts(mode: str, tmp_path: Path) -> None:
 def test_without_a_part_the_entry_is_unavailable(tmp_path: Path) -> None:
     with in_parts(tmp_path, "roundrobin") as (discovery, servers):
         servers[1].stop()
-        with PredictClient(discovery, "movies", deadline_ms=LONG_MS) as c:
+        with PredictClient(discovery, "movies", timeout=LONG) as c:
             with pytest.raises(RemoteError, match="movies:ps_1: discovery knows no server") as raised:
                 c.predict(inputs())
             assert raised.value.code == "UNAVAILABLE"
@@ -175,7 +175,7 @@ def test_a_killed_part_fails_softly(tmp_path: Path, expected: dict[str, Tensor])
     entry = tmp_path / "out" / "entry"
     with server_processes(*ps) as parts:
         found = StaticDiscovery({f"movies:ps_{k}": [part.wait()] for k, part in enumerate(parts)})
-        settings: Any = {"fetch_deadline_ms": LONG_MS}
+        settings: Any = {"fetch_timeout": LONG}
         with (
             ModelServer(entry, ServerConfig(fail_soft=True, **settings), discovery=found) as soft,
             ModelServer(entry, ServerConfig(**settings), discovery=found) as hard,
@@ -199,7 +199,7 @@ def test_a_killed_part_fails_softly(tmp_path: Path, expected: dict[str, Tensor])
 
 
 def asked(found: StaticDiscovery) -> Tensor:
-    with PredictClient(found, "movies", deadline_ms=LONG_MS) as c:
+    with PredictClient(found, "movies", timeout=LONG) as c:
         return c.predict(inputs())["logits"]
 
 
@@ -223,7 +223,7 @@ def test_an_entry_gets_rows_of_its_own_version_while_parts_become_more(
     for part in ("ps_0", "ps_1"):
         shutil.copytree(old / part, rows / part)
     found = StaticDiscovery({})
-    settings: Any = {"poll_seconds": 1000, "fetch_deadline_ms": LONG_MS}
+    settings: Any = {"poll_seconds": 1000, "fetch_timeout": LONG}
     with (
         ModelServer(rows, ServerConfig(**settings), discovery=found) as parts,
         ModelServer(old / "entry", ServerConfig(fail_soft=fail_soft, **settings), discovery=found) as entry,
@@ -251,7 +251,7 @@ def test_where_the_version_of_the_entry_is_gone_an_answer_is_right_or_an_error(
     for part in ("ps_0", "ps_1"):
         shutil.copytree(old / part, rows / part)
     found = StaticDiscovery({})
-    settings: Any = {"poll_seconds": 1000, "fetch_deadline_ms": LONG_MS}
+    settings: Any = {"poll_seconds": 1000, "fetch_timeout": LONG}
     with (
         ModelServer(rows, ServerConfig(keep_versions=1, **settings), discovery=found) as parts,
         ModelServer(old / "entry", ServerConfig(**settings), discovery=found) as entry,

@@ -30,7 +30,7 @@ def url(zookeeper: ZooKeeper) -> str:
 
 def test_servers_are_found_while_they_come_and_go(url: str, tmp_path: Path) -> None:
     export_version(tmp_path, version=1)
-    with open_discovery(url) as found, PredictClient(found, "movies", deadline_ms=1000 * LIMIT) as client:
+    with open_discovery(url) as found, PredictClient(found, "movies", timeout=LIMIT) as client:
         with pytest.raises(RemoteError, match="discovery knows no server"):
             client.predict(INPUTS)
         with ModelServer(tmp_path, ServerConfig(discovery=url)) as first:

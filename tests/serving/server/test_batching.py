@@ -177,7 +177,7 @@ def test_a_cancelled_request_is_not_computed() -> None:
 
 def test_waiting_for_a_fuller_batch_ends_when_it_is_full() -> None:
     gate = Gate()
-    batcher: Batcher[int, int] = Batcher(gate, Batching(max_rows=2, max_wait_us=60_000_000), name="test")
+    batcher: Batcher[int, int] = Batcher(gate, Batching(max_rows=2, max_wait=60), name="test")
     with ThreadPoolExecutor(2) as pool:
         asked = [pool.submit(batcher.submit, x, 1, timeout=LIMIT) for x in (1, 2)]
         gate.go.release()
@@ -198,7 +198,7 @@ def test_closing_computes_what_is_queued_and_refuses_the_rest() -> None:
             batcher.submit(2, 1, timeout=LIMIT)
 
 
-@pytest.mark.parametrize("settings", [{"max_rows": 0}, {"max_wait_us": -1}, {"workers": True}])
+@pytest.mark.parametrize("settings", [{"max_rows": 0}, {"max_wait": -1}, {"workers": True}])
 def test_invalid_settings(settings: dict[str, int]) -> None:
     with pytest.raises(InputError, match=next(iter(settings))):
         Batching(**settings)

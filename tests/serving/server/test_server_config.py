@@ -24,7 +24,7 @@ from megalith.serving.server.server_config import ServerConfig
         ("replica_id", -2, "replica_id must be an integer of -1 or more, got -2"),
         ("drain_seconds", -1, "drain_seconds must be a number of 0 or more, got -1"),
         ("poll_seconds", float("nan"), "poll_seconds must be a number of 0 or more, got nan"),
-        ("fetch_deadline_ms", 0, "fetch_deadline_ms must be above 0"),
+        ("fetch_timeout", 0, "fetch_timeout must be above 0"),
     ],
 )
 def test_values_out_of_range(option: str, value: Any, message: str) -> None:

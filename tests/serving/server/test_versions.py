@@ -288,7 +288,7 @@ def test_a_version_that_was_renamed_is_refused(tmp_path: Path) -> None:
 def test_parts_of_a_model_in_one_server(tmp_path: Path) -> None:
     model = export_version(tmp_path, num_shards=2)
     discovery = StaticDiscovery({})
-    with ModelServer(tmp_path, ServerConfig(fetch_deadline_ms=20_000), discovery=discovery) as server:
+    with ModelServer(tmp_path, ServerConfig(fetch_timeout=20), discovery=discovery) as server:
         assert [each.name for each in server.models] == ["movies:entry", "movies:ps_0", "movies:ps_1"]
         services = ["movies:entry", "movies:ps_0", "movies:ps_1"]
         assert [discovery.replicas(each)[0].address for each in services] == [server.address] * 3
@@ -310,9 +310,7 @@ def test_parts_of_a_model_in_one_server(tmp_path: Path) -> None:
 def test_the_hit_rate_of_an_entry(tmp_path: Path) -> None:
     export_version(tmp_path, num_shards=2)
     with (
-        ModelServer(
-            tmp_path, ServerConfig(fetch_deadline_ms=20_000), discovery=StaticDiscovery({})
-        ) as server,
+        ModelServer(tmp_path, ServerConfig(fetch_timeout=20), discovery=StaticDiscovery({})) as server,
         ServerClient(server.address) as ask,
     ):
         ask({**INPUTS, "user": torch.tensor([1, 2, 3, 10**9])}, model="movies:entry")

@@ -30,7 +30,7 @@ from megalith.serving.proto.tf_tensors import (
 from megalith.serving.wire_names import PREDICT
 
 STANDALONE = "standalone"
-DEADLINE_MS = 30.0
+DEFAULT_TIMEOUT = 0.03
 Input = Tensor | Ragged | Strings | Sequence[str] | Sequence[bytes]
 
 
@@ -44,7 +44,7 @@ class PredictClient:
         old_model_name: Requested if no server knows `model_name`.
         model_version: -1 is the newest.
         signature_name: The signature of requests.
-        deadline_ms: Deadline for all attempts of a call together.
+        timeout: Seconds for all attempts of a call together.
         credentials: What the client presents to servers.
         channels: Connections to share with other clients; they have their own credentials.
 
@@ -62,7 +62,7 @@ class PredictClient:
         old_model_name: str | None = None,
         model_version: int = -1,
         signature_name: str = PREDICT,
-        deadline_ms: float = DEADLINE_MS,
+        timeout: float = DEFAULT_TIMEOUT,
         credentials: Credentials | None = None,
         channels: Channels | None = None,
     ) -> None:
@@ -72,7 +72,7 @@ class PredictClient:
             raise InputError(f"model_version must be -1 (the newest) or more, got {model_version!r}")
         if channels is not None and credentials is not None:
             raise InputError("give either credentials or channels, which have their own credentials")
-        self.deadline_ms = milliseconds(deadline_ms)
+        self.timeout = check_timeout(timeout)
         self._version = model_version
         self._signature_name = signature_name
         self._owned = channels is None
@@ -96,14 +96,14 @@ class PredictClient:
         inputs: Mapping[str, Input],
         *,
         outputs: Sequence[str] = (),
-        deadline_ms: float | None = None,
+        timeout: float | None = None,
     ) -> dict[str, Tensor]:
         """Requests a prediction.
 
         Args:
             inputs: Tensors, strings, or Ragged columns (sent as `name`, `name:row_splits`, `name:weights`).
             outputs: Names of the outputs (empty: all).
-            deadline_ms: Replaces the client's deadline.
+            timeout: Replaces the client's timeout, in seconds.
 
         Returns:
             Outputs by name.
@@ -113,7 +113,7 @@ class PredictClient:
             RemoteError: No server answered in time, or the response is malformed.
             DiscoveryError: The discovery failed.
         """
-        seconds = (self.deadline_ms if deadline_ms is None else milliseconds(deadline_ms)) / 1000
+        seconds = self.timeout if timeout is None else check_timeout(timeout)
         body = inputs_and_outputs(_protos(inputs), outputs)
         routes = [
             Route(targets, model_spec(name, self._signature_name, self._version) + body)
@@ -197,10 +197,10 @@ def _wire_name(service: ServiceName) -> str:
     return service.model if service.part == STANDALONE else str(service)
 
 
-def milliseconds(value: float) -> float:
+def check_timeout(value: float) -> float:
     """Returns a deadline; raises InputError unless it is a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise InputError(f"a deadline must be a number of milliseconds above 0, got {value!r}")
+        raise InputError(f"timeout must be a number of seconds above 0, got {value!r}")
     return value
 
 

@@ -18,13 +18,13 @@ from torch import Tensor
 from megalith.errors import DiscoveryError, InputError, RemoteError, UsageError
 from megalith.serving.client.channels import Channels
 from megalith.serving.client.credentials import Credentials
-from megalith.serving.client.predict_client import DEADLINE_MS, Input, PredictClient, milliseconds
+from megalith.serving.client.predict_client import DEFAULT_TIMEOUT, Input, PredictClient, check_timeout
 from megalith.serving.discovery.contract import Discovery
 from megalith.serving.discovery.urls import open_discovery
 from megalith.serving.wire_names import PREDICT
 
 MAX_CLIENTS = 256
-_MIN_MS = 0.001
+_MIN_TIMEOUT = 1e-06
 
 Made = TypeVar("Made")
 
@@ -170,7 +170,7 @@ def remote_predict(
     old_model_name: str | None = None,
     model_version: int = -1,
     fail_op_on_rpc_error: bool = True,
-    max_rpc_deadline_millis: float = DEADLINE_MS,
+    max_rpc_deadline_millis: float = 1000 * DEFAULT_TIMEOUT,
     signature_name: str = PREDICT,
     *,
     discovery: Discovery | str | None = None,
@@ -210,7 +210,7 @@ def remote_predict(
             raise InputError(f"remote_predict: {what} contains a name twice")
     if not outputs:
         raise InputError("remote_predict: output_tensor_alias must name an output")
-    end = time.monotonic() + milliseconds(max_rpc_deadline_millis) / 1000
+    end = time.monotonic() + check_timeout(max_rpc_deadline_millis / 1000)
     try:
         client = _shared.client(
             discovery,
@@ -223,8 +223,8 @@ def remote_predict(
             signature_name=signature_name,
         )
         given = dict(zip(inputs, input_tensors, strict=True))
-        left = max(1000 * (end - time.monotonic()), _MIN_MS)
-        answer = client.predict(given, outputs=outputs, deadline_ms=left)
+        left = max(end - time.monotonic(), _MIN_TIMEOUT)
+        answer = client.predict(given, outputs=outputs, timeout=left)
     except (RemoteError, DiscoveryError):
         if fail_op_on_rpc_error:
             raise

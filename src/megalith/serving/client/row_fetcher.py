@@ -25,9 +25,9 @@ from megalith.serving.client.channels import Channels
 from megalith.serving.client.credentials import Credentials
 from megalith.serving.client.failover import Attempt, Route, Targets, run
 from megalith.serving.client.predict_client import (
-    DEADLINE_MS,
+    DEFAULT_TIMEOUT,
+    check_timeout,
     inputs_and_outputs,
-    milliseconds,
     model_spec,
     read_outputs,
 )
@@ -58,7 +58,7 @@ class RowFetcher:
         discovery: A started discovery of the services "{model}:ps_0" and so on.
         signature: The model.
         fail_soft: Use zeros for the rows of a part that does not answer, and count them.
-        deadline_ms: Deadline of a whole fetch.
+        timeout: Seconds for a whole fetch.
         credentials: What the client presents to servers.
 
     Raises:
@@ -71,7 +71,7 @@ class RowFetcher:
         signature: Signature,
         *,
         fail_soft: bool = False,
-        deadline_ms: float = DEADLINE_MS,
+        timeout: float = DEFAULT_TIMEOUT,
         credentials: Credentials | None = None,
     ) -> None:
         if signature.sub_graph_num < 1:
@@ -82,7 +82,7 @@ class RowFetcher:
                     f"{signature.name}: table {name!r} is routed to {table.router().num_shards} parts, "
                     f"but there are {signature.sub_graph_num}"
                 )
-        self._seconds = milliseconds(deadline_ms) / 1000
+        self._seconds = check_timeout(timeout)
         self._fail_soft = fail_soft
         self._dims = {name: table.dim for name, table in signature.tables.items()}
         self._routers = {name: table.router() for name, table in signature.tables.items()}

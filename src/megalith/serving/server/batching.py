@@ -167,7 +167,7 @@ class Batcher(Generic[Work, Result]):
                     if self._closed:
                         return []
                     self._changed.wait()
-                if self._settings.max_wait_us and self._combines:
+                if self._settings.max_wait and self._combines:
                     self._wait_for_more()
                 batch = self._cut()
             return batch
@@ -192,7 +192,7 @@ class Batcher(Generic[Work, Result]):
         while self._queue and not self._closed:
             if self._rows >= settings.max_rows or self._cost >= settings.max_bytes:
                 return
-            left = self._queue[0].since + settings.max_wait_us / 1e6 - time.monotonic()
+            left = self._queue[0].since + settings.max_wait - time.monotonic()
             if left <= 0 or not self._changed.wait(left):
                 return
 

@@ -214,7 +214,7 @@ class ModelServer:
             self._discovery,
             signature,
             fail_soft=self._config.fail_soft,
-            deadline_ms=self._config.fetch_deadline_ms,
+            timeout=self._config.fetch_timeout,
             credentials=self._config.fetch_credentials,
         )
         try:

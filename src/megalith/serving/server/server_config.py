@@ -30,8 +30,8 @@ class Batching:
     """Maximum number of rows computed at once; a larger request is split."""
     max_bytes: int = MAX_REQUEST_BYTES
     """Maximum bytes of embedding rows and dense values of a batch; a larger request is a batch of its own."""
-    max_wait_us: int = 0
-    """Microseconds to wait for a fuller batch; 0 takes what is queued."""
+    max_wait: float = 0.0
+    """Seconds to wait for a fuller batch; 0 takes what is queued."""
     max_queue_rows: int = 16384
     """Maximum number of queued rows; further requests are refused."""
     max_queue_bytes: int = 4 * MAX_REQUEST_BYTES
@@ -40,8 +40,9 @@ class Batching:
     """Number of compute threads for each version of a model."""
 
     def __post_init__(self) -> None:
-        for name in ("max_rows", "max_bytes", "max_wait_us", "max_queue_rows", "max_queue_bytes", "workers"):
-            _check_integer(self, name, 0 if name == "max_wait_us" else 1)
+        for name in ("max_rows", "max_bytes", "max_queue_rows", "max_queue_bytes", "workers"):
+            _check_integer(self, name, 1)
+        _check_seconds(self, "max_wait")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +76,8 @@ class ServerConfig:
     """Number of this server among the replicas of its models."""
     fail_soft: bool = False
     """Use zeros for rows that an entry cannot fetch."""
-    fetch_deadline_ms: float = 1000.0
-    """Milliseconds in which an entry must fetch its rows."""
+    fetch_timeout: float = 1.0
+    """Seconds in which an entry must fetch its rows."""
     max_concurrent: int = 128
     """Maximum number of requests in progress."""
     keep_versions: int | None = None
@@ -102,13 +103,18 @@ class ServerConfig:
         for name in ("max_concurrent", "keep_versions", "max_request_bytes"):
             _check_integer(self, name, 1)
         _check_integer(self, "replica_id", -1)
-        for name in ("fetch_deadline_ms", "drain_seconds", "poll_seconds", "carry_seconds"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-                raise InputError(f"{name} must be a number of 0 or more, got {value!r}")
-        if not self.fetch_deadline_ms:
-            raise InputError("fetch_deadline_ms must be above 0")
+        for name in ("fetch_timeout", "drain_seconds", "poll_seconds", "carry_seconds"):
+            _check_seconds(self, name)
+        if not self.fetch_timeout:
+            raise InputError("fetch_timeout must be above 0")
         self.security.check_exposure(self.host, writes=self.allow_writes)
+
+
+def _check_seconds(config: Any, name: str) -> None:
+    """Raises InputError unless a field is a number of seconds, 0 or more."""
+    value = getattr(config, name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        raise InputError(f"{name} must be a number of 0 or more, got {value!r}")
 
 
 def _check_integer(config: Any, name: str, low: int, high: int | None = None) -> None:
