@@ -27,6 +27,7 @@ PACKAGES = [
     "megalith.serving.discovery",
     "megalith.shards",
     "megalith.table",
+    "megalith.training",
 ]
 
 
@@ -43,8 +44,9 @@ def public(package: str) -> Iterator[tuple[str, Any]]:
         if inspect.isclass(value) and value.__module__.startswith("megalith"):
             yield name, value
             for attribute, member in vars(value).items():
-                if not attribute.startswith("_") and inspect.isfunction(member):
-                    yield f"{name}.{attribute}", member
+                function = getattr(member, "__func__", member)  # of a classmethod or staticmethod
+                if not attribute.startswith("_") and inspect.isfunction(function):
+                    yield f"{name}.{attribute}", function
         elif inspect.isfunction(value):
             yield name, value
 

@@ -34,7 +34,7 @@ def span(name: str) -> AbstractContextManager[Any]:
         name: Name of the phase, such as "megalith.pool".
 
     Returns:
-        A context manager; it does nothing and costs about 0.1 us while no profiler runs.
+        A context manager; it does nothing and costs about 0.2 us while no profiler runs.
     """
     return torch.profiler.record_function(name) if profiler._is_profiler_enabled else _NO_SPAN
 

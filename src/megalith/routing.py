@@ -38,8 +38,10 @@ class Router:
     def __init__(
         self, mode: str, num_shards: int, *, block_size: int | None = None, skip_first: bool = False
     ) -> None:
-        if mode not in MODES:
+        if not isinstance(mode, str) or mode not in MODES:
             raise InputError(f"unknown routing mode {mode!r}; known modes: {', '.join(MODES)}")
+        if not isinstance(skip_first, int) or skip_first not in (0, 1):
+            raise InputError(f"Router: skip_first must be True or False, got {skip_first!r}")
         whole = isinstance(num_shards, int) and not isinstance(num_shards, bool)
         owners = num_shards - int(skip_first) if whole else 0
         if not 1 <= owners < 2**31:
@@ -80,7 +82,11 @@ class Router:
 
     @classmethod
     def from_rule(cls, rule: Sequence[int]) -> Router:
-        """Returns the router that has this `rule`."""
+        """Returns the router that has this `rule`.
+
+        Args:
+            rule: What `Router.rule` returns.
+        """
         mode, owners, block, first = rule
         return cls(MODES[mode], owners + first, block_size=block or None, skip_first=bool(first))
 

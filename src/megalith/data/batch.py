@@ -132,7 +132,11 @@ class Samples:
 
     @classmethod
     def concat(cls, parts: Sequence[Samples]) -> Samples:
-        """Concatenates the rows of parts with the same columns."""
+        """Concatenates the rows of several Samples.
+
+        Args:
+            parts: At least one; all with the same columns.
+        """
         if len(parts) == 1:
             return parts[0]
         first = parts[0]

@@ -349,7 +349,11 @@ class FeatureConfigs(_ConfigMessage):
 
     @classmethod
     def from_encoded(cls, encoded: str) -> Self:
-        """Returns the configs that `encoded` was made of."""
+        """Returns the configs that `encoded` was made of.
+
+        Args:
+            encoded: What `FeatureConfigs.encoded` returns.
+        """
         features, outs = json.loads(encoded)
         return cls(
             {name: FeatureConfig(**each) for name, each in features.items()},

@@ -71,7 +71,14 @@ class ServiceName:
 
     @classmethod
     def parse(cls, name: str) -> ServiceName:
-        """Parses "model:part"; raises InputError if it is malformed."""
+        """Parses a service name.
+
+        Args:
+            name: Such as "movies:entry".
+
+        Raises:
+            InputError: The name is malformed.
+        """
         model, colon, part = name.partition(":")
         if not colon:
             raise InputError(f"service {name!r} must be model:part, for example 'movies:entry'")
