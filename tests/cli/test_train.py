@@ -184,7 +184,38 @@ def test_a_bad_row_is_named_or_skipped_and_counted(tmp_path: Path) -> None:
     assert "line 3" in error
     result = megalith("train", *flags, "--on-error", "skip")
     assert result.exit_code == 0, result.output
-    assert "skipped 1 rows" in result.output
+    assert "skipped 1 row: " in result.output
+
+
+def test_eval_and_predict_have_the_data_flags_of_train_and_report_dropped_rows(tmp_path: Path) -> None:
+    (tmp_path / "good.csv").write_text("click,user,price\n" + "1,ann,1.5\n0,bob,2\n" * 8)
+    (tmp_path / "bad.csv").write_text("click,user,price\n1,ann,1\nmaybe,bob,2\n0,cid,x\n0,dan,4\n")
+    config = tmp_path / "c.toml"
+    schema = '{ label = "click", features = { user = "user" }, dense = ["price"] }'
+    config.write_text(f'[data]\nkind = "csv"\nschema = {schema}\n[train]\nthreads = 1\n')
+    run, bad, out = tmp_path / "run", tmp_path / "bad.csv", tmp_path / "out.csv"
+    trained = megalith("train", "--config", config, "--path", tmp_path / "good.csv", "--run", run)
+    assert trained.exit_code == 0, trained.output
+
+    assert "line 3" in _error(megalith("eval", run, bad))
+    evaluated = megalith("eval", run, bad, "--on-error", "skip", "--batch-size", 2)
+    assert evaluated.exit_code == 0, evaluated.output
+    assert "skipped 2 rows: wrong type" in evaluated.output
+    assert "2 samples" in evaluated.output
+    as_json = json.loads(megalith("eval", run, bad, "--on-error", "skip", "--json").output)
+    assert as_json["skipped"] == {"wrong type": 2}
+
+    assert "line 4" in _error(megalith("predict", run, bad, out))
+    assert not out.exists()
+    predicted = megalith("predict", run, bad, out, "--on-error", "skip")
+    assert predicted.exit_code == 0, predicted.output
+    assert "skipped 1 row: " in predicted.output
+    assert "3 probabilities" in predicted.output
+    assert "skipped rows have no line in it" in " ".join(predicted.output.split())
+
+    flags = ("--config", config, "--path", bad, "--test-path", bad, "--run", tmp_path / "skipping")
+    both = megalith("train", *flags, "--on-error", "skip")
+    assert "skipped 2 rows of the test data: wrong type" in both.output
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

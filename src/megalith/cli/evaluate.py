@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
+from megalith.cli.config_options import config_options
 from megalith.cli.console import exit_on_error
-from megalith.cli.output import console, print_json, progress
+from megalith.cli.output import console, print_json, progress, skipped_lines
 from megalith.errors import InputError
+from megalith.training import DataConfig, load_trained, open_reader, open_source
 from megalith.training import evaluate as evaluate_model
-from megalith.training import load_trained, open_reader, open_source
+from megalith.training.run_config import FIXED_DATA
 
 
+@config_options("data", DataConfig, omit=FIXED_DATA, only_given=True)
 def evaluate(
     run: Annotated[Path, typer.Argument(help="Directory of a run, or one of its checkpoints.")],
     path: Annotated[
         Path | None, typer.Argument(help="Data with labels. Default: the held-out data of the run.")
     ] = None,
+    *,
+    data: dict[str, Any],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Evaluate a trained model: AUC, log loss and calibration. Nothing is written.
+
+    The data is read with the settings of the run, unless a flag changes them.
 
     Example: megalith eval runs/mine clicks-of-today.parquet
     """
     with exit_on_error():
         model, config = load_trained(run)
+        config = config.changed(**{f"data_{key}": value for key, value in data.items()})
         reader = open_source(config).test if path is None else open_reader(config.data, path)
         if reader is None:
             raise InputError(f"{run} has no held-out data: name the data to evaluate on")
@@ -39,5 +47,7 @@ def evaluate(
     for each in result.calibration:
         table.add_row(f"{each['predicted']:.3f}", f"{each['observed']:.3f}", f"{each['count']:,.0f}")
     out = console()
+    for line in skipped_lines(result.skipped):
+        out.print(line, markup=False)
     out.print(f"{result.samples:,} samples   AUC {result.auc:.4f}   log loss {result.log_loss:.4f}")
     out.print(table)

@@ -6,7 +6,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -107,6 +107,17 @@ def show_segments(table: TableSummary) -> str:
 def plural(number: int, thing: str) -> str:
     """Returns "1 row" or "2 rows"."""
     return f"{number:,} {thing}" + ("" if number == 1 else "s")
+
+
+def skipped_lines(skipped: Mapping[str, int], *, of: str = "") -> list[str]:
+    """Returns a line for each reason for which rows were skipped.
+
+    Args:
+        skipped: Reason -> number of rows.
+        of: Which data the rows belong to.
+    """
+    where = f" of the {of}" if of else ""
+    return [f"skipped {plural(count, 'row')}{where}: {reason}" for reason, count in skipped.items()]
 
 
 def print_line(text: str) -> None:

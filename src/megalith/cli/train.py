@@ -20,7 +20,7 @@ from megalith import checkpoint
 from megalith.cli.config_options import config_options
 from megalith.cli.console import exit_on_error
 from megalith.cli.launch import launched
-from megalith.cli.output import console, progress
+from megalith.cli.output import console, progress, skipped_lines
 from megalith.cli.training_bar import TrainingBar
 from megalith.data import DataUnavailableError
 from megalith.errors import CheckpointError
@@ -154,8 +154,8 @@ def _train(run: Run, out: Console) -> bool:
                 run.train(watcher)
         except KeyboardInterrupt:
             _stop_without_saving(run, out)
-    for reason, count in run.batches.skipped().items():
-        out.print(f"skipped {count:,} rows: {reason}")
+    for line in skipped_lines(run.batches.skipped()):
+        out.print(line, markup=False)
     if run.stopped:
         out.print(f"stopped after step {run.step:,}; continue with `--resume --run {run.directory}`")
     return run.stopped
@@ -168,6 +168,8 @@ def _conclude(run: Run, comparison: Path | None, out: Console) -> None:
         first = run.ranks.is_first
         with progress("evaluating", run.source.test.num_rows) if first else nullcontext() as on_batch:
             result = run.evaluate(on_batch)
+        for line in skipped_lines(result.skipped if result else {}, of="test data"):
+            out.print(line, markup=False)
     rows = sum(run.rows().values())
     if run.ranks.is_first:
         page = write_report(run.directory, comparison=comparison)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megalith.data import Reader
+from megalith.data import Batch, Reader
 from megalith.errors import InputError
 from megalith.metrics import AUC, Calibration
 from megalith.models import forward_batch
@@ -30,12 +31,15 @@ class Evaluation:
     """Weighted mean of the log loss."""
     calibration: list[dict[str, float]]
     """Bins of {predicted, observed, count}."""
+    skipped: dict[str, int] = field(default_factory=dict)
+    """Number of bad rows that were skipped, by reason."""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the JSON-compatible form. NaN becomes None."""
         numbers = {"auc": self.auc, "log_loss": self.log_loss}
         finite = {name: x if math.isfinite(x) else None for name, x in numbers.items()}
-        return {"samples": self.samples, **finite, "calibration": self.calibration}
+        skipped = {"skipped": self.skipped} if self.skipped else {}
+        return {"samples": self.samples, **finite, "calibration": self.calibration, **skipped}
 
 
 @torch.no_grad()
@@ -64,8 +68,10 @@ def evaluate(
     model.eval()
     auc, calibration = AUC(), Calibration()
     total, weight, samples = 0.0, 0.0, 0
+    before = Counter(reader.skipped)
+    batches = reader if ranks is None else RunBatches(reader, ranks, shards=shards)
     try:
-        for logits, labels, weights in _scored(model, reader, ranks, shards):
+        for logits, labels, weights in _scored(model, batches, ranks):
             if bool(labels.isnan().any()):
                 raise InputError("evaluate: the data has no labels; name the label column in the schema")
             losses = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
@@ -79,18 +85,25 @@ def evaluate(
                 on_batch(samples)
     finally:
         model.train(was_training)
-    return Evaluation(samples, auc.compute(), total / weight if weight else math.nan, _bins(calibration))
+    counted = batches.skipped() if isinstance(batches, RunBatches) else batches.skipped
+    return Evaluation(
+        samples,
+        auc.compute(),
+        total / weight if weight else math.nan,
+        _bins(calibration),
+        dict(counted - before),
+    )
 
 
 def _scored(
-    model: nn.Module, reader: Reader, ranks: RunRanks | None, shards: bool
+    model: nn.Module, batches: Reader | RunBatches, ranks: RunRanks | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
     """Logits, labels and weights of each batch, with the rows of all ranks."""
-    if ranks is None:
-        for batch in reader:
-            yield forward_batch(model, batch), batch.labels, batch.weights
-        return
-    for step in RunBatches(reader, ranks, shards=shards):
+    for step in batches:
+        if isinstance(step, Batch):
+            yield forward_batch(model, step), step.labels, step.weights
+            continue
+        assert ranks is not None
         sizes = step.sizes_of(ranks.size)
         own = step.part(ranks.rank, ranks.size, range(ranks.rank, ranks.rank + 1))
         logits = ranks.join(forward_batch(model, own), sizes)

@@ -25,7 +25,8 @@ def predict_file(
 
     Args:
         model: A trained model.
-        reader: The rows. They are read with on_error="raise": a skipped row would shift all later ones.
+        reader: The rows. With on_error="skip" the file has no line for a skipped row, and the lines after it
+            are shifted.
         out: File to write, .csv or .parquet, with one column "probability". It is replaced as a whole.
         on_batch: Called after each batch with the number of rows predicted so far.
 
@@ -36,7 +37,6 @@ def predict_file(
         InputError: The name of the file has another suffix, or a row cannot be read.
     """
     check_output(out)
-    reader.on_error = "raise"
     scores = torch.cat([torch.empty(0), *_scores(model, reader, on_batch)])
     temporary = out.with_name(out.name + ".tmp")
     _write(temporary, out.suffix, scores.tolist())

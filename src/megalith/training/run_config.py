@@ -52,6 +52,9 @@ MAY_CHANGE = (
 )
 """Keys of [train] that may change when a run is resumed."""
 
+FIXED_DATA = ("kind", "path", "test_path", "schema", "options")
+"""Keys of [data] that belong to a trained model, or that `eval` and `predict` take as arguments."""
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -245,6 +248,9 @@ class RunConfig:
     @classmethod
     def from_toml(cls, path: Path) -> RunConfig:
         """Reads a TOML file.
+
+        Args:
+            path: The file.
 
         Raises:
             InputError: The file cannot be read, is not TOML, or a value is wrong.
