@@ -253,7 +253,7 @@ def test_diff_prints_no_nan_as_json(tmp_path: Path, model: Model) -> None:
 def test_reshard(saved: Path, tmp_path: Path) -> None:
     to = tmp_path / "to"
     assert "14 rows for 3 ranks" in words(
-        run("reshard", saved, to, "--ranks", 3, "--dist-type", "hash_roundrobin")
+        run("reshard", saved, to, "--num-shards", 3, "--dist-type", "hash_roundrobin")
     )
     (found,) = as_json("ls", to)["checkpoints"]
     assert found["tables"][0]["routing"]["dist_type"] == "hash_roundrobin"
@@ -262,14 +262,14 @@ def test_reshard(saved: Path, tmp_path: Path) -> None:
     assert as_json("verify", to)["ok"]
     assert user_rows(to) == user_rows(saved)
 
-    assert "already holds a checkpoint" in error(run("reshard", saved, to, "--ranks", 2))
-    words(run("reshard", saved, to, "--ranks", 2, "--replace"))
+    assert "already holds a checkpoint" in error(run("reshard", saved, to, "--num-shards", 2))
+    words(run("reshard", saved, to, "--num-shards", 2, "--replace"))
     assert user_rows(to) == user_rows(saved)
 
 
 def test_reshard_into_blocks(saved: Path, tmp_path: Path) -> None:
     to = tmp_path / "to"
-    words(run("reshard", saved, to, "--ranks", 2, "--dist-type", "continuous", "--block-size", 5))
+    words(run("reshard", saved, to, "--num-shards", 2, "--dist-type", "continuous", "--block-size", 5))
     shards = [piece.shard for piece in checkpoint.read_manifest(to).tables()["e.user"][0].pieces]
     assert sorted(shards) == [0, 1]
     assert as_json("verify", to)["ok"]
@@ -278,9 +278,9 @@ def test_reshard_into_blocks(saved: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--ranks", "2", "--dist-type", "diagonal"), "unknown routing mode 'diagonal'"),
-        (("--ranks", "2", "--dist-type", "continuous"), "needs block_size"),
-        (("--ranks", "2", "--dist-type", "roundrobin", "--block-size", "5"), "--block-size is for"),
+        (("--num-shards", "2", "--dist-type", "diagonal"), "unknown routing mode 'diagonal'"),
+        (("--num-shards", "2", "--dist-type", "continuous"), "needs block_size"),
+        (("--num-shards", "2", "--dist-type", "roundrobin", "--block-size", "5"), "--block-size is for"),
     ],
 )
 def test_reshard_to_what_cannot_be(saved: Path, tmp_path: Path, flags: tuple[str, ...], message: str) -> None:
@@ -290,7 +290,7 @@ def test_reshard_to_what_cannot_be(saved: Path, tmp_path: Path, flags: tuple[str
 
 
 def test_reshard_in_place_is_refused(saved: Path) -> None:
-    assert "cannot be rewritten in place" in error(run("reshard", saved, saved, "--ranks", 2, "--replace"))
+    assert "cannot be rewritten in place" in error(run("reshard", saved, saved, "--num-shards", 2, "--replace"))
 
 
 # ---- compact
@@ -355,8 +355,8 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_every_command_takes_addresses(saved: Path, bucket: str, tmp_path: Path) -> None:
-    words(run("reshard", saved, f"{bucket}/models/a", "--ranks", 2))
-    words(run("reshard", f"{bucket}/models/a", f"{bucket}/models/b", "--ranks", 3))
+    words(run("reshard", saved, f"{bucket}/models/a", "--num-shards", 2))
+    words(run("reshard", f"{bucket}/models/a", f"{bucket}/models/b", "--num-shards", 3))
     assert re.search(r"│ a │ 14 │.*│ b │ 14 │", words(run("ls", f"{bucket}/models")))
     assert as_json("verify", f"{bucket}/models/b")["ok"]
     assert as_json("diff", saved, f"{bucket}/models/b")["tables"]["e.user"]["changed"] == 0
@@ -373,7 +373,7 @@ def test_every_command_takes_addresses(saved: Path, bucket: str, tmp_path: Path)
         (("diff", "nowhere", "nowhere"), "nowhere holds no complete checkpoint"),
         (("compact", "nowhere"), "nowhere holds no complete checkpoint"),
         (("export", "nowhere", "out"), "nowhere holds no complete checkpoint"),
-        (("reshard", "nowhere", "there", "--ranks", "2"), "nowhere holds no complete checkpoint"),
+        (("reshard", "nowhere", "there", "--num-shards", "2"), "nowhere holds no complete checkpoint"),
         (("ls", "odd://place"), "odd://place does not name an object store"),
     ],
 )

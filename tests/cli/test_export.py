@@ -49,7 +49,7 @@ def test_options(run: Path, tmp_path: Path) -> None:
         "clicks",
         "--precision",
         "int8",
-        "--shards",
+        "--num-shards",
         2,
         "--version",
         7,

@@ -117,7 +117,9 @@ def reshard(
     to: Annotated[
         str, typer.Argument(help="Directory or address of the new checkpoint.", show_default=False)
     ],
-    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks.", show_default=False)],
+    num_shards: Annotated[
+        int, typer.Option(min=1, help="Number of shards: one per rank.", show_default=False)
+    ],
     dist_type: Annotated[
         str | None,
         typer.Option(help="continuous, roundrobin or hash_roundrobin. Default: the mode of each table."),
@@ -134,8 +136,8 @@ def reshard(
 
     \b
     Example:
-      megalith checkpoint reshard runs/demo/checkpoint demo-on-8 --ranks 8
-      megalith checkpoint reshard s3://bucket/a s3://bucket/b --ranks 8 --dist-type hash_roundrobin
+      megalith checkpoint reshard runs/demo/checkpoint demo-on-8 --num-shards 8
+      megalith checkpoint reshard s3://bucket/a s3://bucket/b --num-shards 8 --dist-type hash_roundrobin
     """
     with exit_on_error():
         if block_size is not None and dist_type not in (None, "continuous"):
@@ -144,10 +146,10 @@ def reshard(
             raise InputError(f"{to} already holds a checkpoint: choose another path, or use --replace")
         with progress("resharding", _rows_of(path)) as advance:
             written = checkpoint.reshard(
-                path, to, num_shards=ranks, dist_type=dist_type, block_size=block_size, on_rows=advance
+                path, to, num_shards=num_shards, dist_type=dist_type, block_size=block_size, on_rows=advance
             )
     count = sum(entries[-1].live for entries in written.tables().values())
-    print_line(f"{plural(count, 'row')} for {plural(ranks, 'rank')} in {to}")
+    print_line(f"{plural(count, 'row')} for {plural(num_shards, 'rank')} in {to}")
 
 
 @app.command()

@@ -23,7 +23,7 @@ def export(
         str | None, typer.Option("--model-name", help="Name in requests. Default: the kind of model.")
     ] = None,
     precision: Annotated[str, typer.Option(help="float32, float16 or int8, for the rows.")] = "float32",
-    shards: Annotated[
+    num_shards: Annotated[
         int, typer.Option(min=0, help="Number of ps parts for the rows; 0: one process holds everything.")
     ] = 0,
     version: Annotated[
@@ -55,7 +55,7 @@ def export(
                 out,
                 name=name,
                 precision=precision,
-                num_shards=shards,
+                num_shards=num_shards,
                 version=version,
                 block_size=block_size,
                 on_rows=on_rows,
