@@ -290,7 +290,8 @@ def test_reshard_to_what_cannot_be(saved: Path, tmp_path: Path, flags: tuple[str
 
 
 def test_reshard_in_place_is_refused(saved: Path) -> None:
-    assert "cannot be rewritten in place" in error(run("reshard", saved, saved, "--num-shards", 2, "--replace"))
+    done = run("reshard", saved, saved, "--num-shards", 2, "--replace")
+    assert "cannot be rewritten in place" in error(done)
 
 
 # ---- compact
