@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -305,6 +306,57 @@ def test_a_file_that_was_replaced_is_noticed_and_moved_data_is_not(tmp_path: Pat
     week(there, 10, 0, rows=12)
     with pytest.raises(InputError, match=r"the files before 'week=11/part-0.parquet' .* have changed"):
         ParquetReader(there, SCHEMA, batch_size=4).seek(position)
+
+
+# ---- labels and missing dense values
+
+
+def test_labels_other_than_0_and_1(tmp_path: Path) -> None:
+    labels = [0.0, 1.0, 2.0, -1.0, 0.5, None, math.inf, math.nan]
+    path = write(tmp_path / "a.parquet", {"y": labels, "c": list(range(8))})
+    reader = ParquetReader(path, SCHEMA, batch_size=8, on_error="skip")
+    assert labels_of(reader) == [0.0, 1.0, 2.0, -1.0, 0.5], "by default, labels are any numbers"
+    assert reader.skipped == {"no label": 2, "not finite": 1}
+
+    reader = ParquetReader(path, SCHEMA, batch_size=1)
+    reader.binary_labels = True
+    with pytest.raises(InputError, match=r"a.parquet: row 6, column 'y': inf is not a finite number"):
+        next(iter(reader))
+    reader = ParquetReader(path, SCHEMA, batch_size=8, on_error="skip")
+    reader.binary_labels = True
+    assert labels_of(reader) == [0.0, 1.0]
+    assert reader.skipped == {"no label": 2, "not finite": 1, "label not 0 or 1": 3}
+
+
+def test_a_file_without_the_label_column(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", {"c": [1]})
+    with pytest.raises(InputError, match=r"a.parquet: label column 'y' is missing; the file has c"):
+        ParquetReader(path, SCHEMA, batch_size=1)
+
+
+def test_nan_as_a_missing_value_with_an_indicator(tmp_path: Path) -> None:
+    values = pa.array([1.0, math.nan, None, 3.0])
+    path = write(tmp_path / "a.parquet", {"d": values, "e": [5.0] * 4, "t": ["1", "nan", None, "inf"]})
+    columns = [DenseColumn("d", "standard", nan="missing", indicator=True), "e"]
+    schema = Schema(label=None, features={}, dense=columns)
+    reader = ParquetReader(path, schema, batch_size=4)
+    reader.schema = reader.fit()
+    assert reader.num_dense == 3
+    (batch,) = reader
+    assert batch.dense is not None
+    assert batch.dense.tolist() == [[-1, 0, 5], [0, 1, 5], [0, 1, 5], [1, 0, 5]]
+    assert Schema.from_dict(json.loads(json.dumps(reader.schema.to_dict()))) == reader.schema
+
+    text = Schema(label=None, features={}, dense=[DenseColumn("t", nan="missing")])
+    with pytest.raises(InputError, match=r"row 3, column 't': 'inf' is not a finite number"):
+        list(ParquetReader(path, text, batch_size=4))
+    plain = Schema(label=None, features={}, dense=["d"])
+    with pytest.raises(InputError, match=r'row 1, column .d.: nan is .* nan="missing" of the dense column'):
+        list(ParquetReader(path, plain, batch_size=4))
+    with pytest.raises(InputError, match="nan of column 'd' must be one of error, missing"):
+        DenseColumn("d", nan="zero")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="indicator of column 'd' must be True or False"):
+        DenseColumn("d", indicator=2)  # type: ignore[arg-type]
 
 
 # ---- fitting

@@ -11,7 +11,11 @@ import pytest
 
 from megalith.data import ParquetReader, Schema
 from megalith.errors import InputError
-from megalith.training import Run, RunConfig, load_trained, open_reader, open_source
+from megalith.training import Run, RunConfig, evaluate, load_trained, open_reader, open_source
+
+TEXT = ["1", "2", "3", "4"] * 2
+SCHEMA = {"label": "y", "features": {"f": "c"}}
+LABELS = [0, 1] * 4
 
 pytestmark = pytest.mark.usefixtures("restore_threads")
 
@@ -48,11 +52,42 @@ def test_fitted_values_are_shown_and_saved_with_the_run(tmp_path: Path) -> None:
     assert open_source(saved).title == run.source.title, "an evaluation does not fit again"
 
 
-# ---- kinds of ids
+# ---- labels
 
-TEXT = ["1", "2", "3", "4"] * 2
-SCHEMA = {"label": "y", "features": {"f": "c"}}
-LABELS = [0, 1] * 4
+
+def test_a_label_other_than_0_and_1_is_named_before_the_step(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", y=[0, 1, 1, 5], c=[1, 2, 3, 4])
+    run = Run(config(path, SCHEMA), tmp_path / "run")
+    with pytest.raises(InputError, match=r"a.parquet: row 3, column 'y': 5 is not 0 or 1; .*on_error"):
+        run.train()
+    assert sum(run.rows().values()) == 0
+    skipping = Run(config(path, SCHEMA, data_on_error="skip"), tmp_path / "skipping")
+    skipping.train()
+    assert skipping.samples == 3
+    with pytest.raises(InputError, match="column 'y': 5 is not 0 or 1"):
+        list(open_reader(run.config.data, path))
+    (batch,) = open_reader(run.config.data, path, labelled=False)
+    assert len(batch) == 4
+
+
+def test_a_schema_without_a_label(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", y=LABELS, c=TEXT)
+    with pytest.raises(
+        InputError, match=r"\[data.schema\] has no label: name the label column of .*a.parquet"
+    ):
+        Run(config(path, {"features": {"f": "c"}}), tmp_path / "run")
+
+
+def test_a_model_is_trained_with_indicators_of_missing_values(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", y=LABELS, c=TEXT, d=[1.0, float("nan")] * 4)
+    schema = {**SCHEMA, "dense": [{"column": "d", "nan": "missing", "indicator": True}]}
+    Run(config(path, schema), tmp_path / "run").train()
+    model, saved = load_trained(tmp_path / "run")
+    assert model.num_dense == 2
+    assert evaluate(model, open_reader(saved.data, path)).samples == 8
+
+
+# ---- kinds of ids
 
 
 @pytest.mark.parametrize("trained_on_text", [True, False])

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megalith.data.schema import FLOAT32_MAX, FeatureColumn, IdSource
+from megalith.data.schema import FLOAT32_MAX, FeatureColumn, IdSource, NanRule
 from megalith.errors import MissingDependencyError
 from megalith.ops.ids import fid, hash_bytes
 from megalith.ragged import Ragged
@@ -57,12 +57,16 @@ class ColumnFault:
     """The part of the error message that follows the value."""
 
 
-def numbers(array: Any, column: str) -> tuple[NDArray[np.float64], Mask, list[ColumnFault]]:
+def numbers(
+    array: Any, column: str, *, nan: NanRule | None = None
+) -> tuple[NDArray[np.float64], Mask, list[ColumnFault]]:
     """Converts a column to numbers.
 
     Args:
         array: Arrow array [n] of numbers or text.
         column: Name of the column, for messages.
+        nan: "missing": NaN is a missing value. "error": the message about NaN names that option of dense
+            columns. None: NaN is an error without the option.
 
     Returns:
         float64 [n] with NaN for missing values, a mask of the missing values, and the rows that are not
@@ -84,9 +88,15 @@ def numbers(array: Any, column: str) -> tuple[NDArray[np.float64], Mask, list[Co
         array = pc.cast(array, pa.float64(), safe=False)
     out = np.array(array.to_numpy(zero_copy_only=False), np.float64)
     out[missing] = np.nan
-    infinite = (np.abs(out) > FLOAT32_MAX) | (np.isnan(out) & ~missing)
+    infinite, not_numbers = np.abs(out) > FLOAT32_MAX, np.isnan(out) & ~missing
     for fault in faults:
-        infinite &= ~fault.rows
+        not_numbers &= ~fault.rows
+    if nan == "missing":
+        missing = missing | not_numbers
+    elif not_numbers.any():
+        hint = '; nan="missing" of the dense column treats it as a missing value' if nan == "error" else ""
+        what = f"is not a finite number{hint}"
+        faults.append(ColumnFault(not_numbers, column, "not finite", what))
     if infinite.any():
         faults.append(ColumnFault(infinite, column, "not finite", "is not a finite number"))
     return out, missing, faults

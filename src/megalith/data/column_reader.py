@@ -91,6 +91,8 @@ class ColumnReader(Reader):
         """See `Reader.from_config`."""
         if not schema.get("features"):
             raise InputError(f"config: [data.schema] must name the feature and label columns of {path}")
+        if labelled and not schema.get("label"):
+            raise InputError(f"config: [data.schema] has no label: name the label column of {path}")
         return cls(path, Schema.from_dict({"label": None, **schema}), **options)
 
     @property
@@ -101,7 +103,7 @@ class ColumnReader(Reader):
     @property
     def num_dense(self) -> int:
         """See `Reader.num_dense`."""
-        return len(self.schema.dense_columns)
+        return self.schema.num_dense
 
     @abstractmethod
     def _parts(self) -> tuple[str, list[tuple[Path, int]]]:
@@ -169,7 +171,8 @@ class ColumnReader(Reader):
         for name in schema.columns:
             if name not in kinds:
                 have = ", ".join(list(kinds)[:20]) + (", ..." if len(kinds) > 20 else "")
-                return "missing column", f"{file}: column {name!r} is missing; the file has {have}"
+                role = "label column" if name == schema.label else "column"
+                return "missing column", f"{file}: {role} {name!r} is missing; the file has {have}"
         problems = [(name, why_not_numbers(kinds[name])) for name in (schema.label, schema.weight) if name]
         problems += [(x.column, why_not_numbers(kinds[x.column])) for x in schema.dense_columns]
         problems += [(x.column, why_not_ids(kinds[x.column])) for x in schema.feature_columns.values()]
@@ -221,14 +224,14 @@ class ColumnReader(Reader):
         schema, n = self.schema, len(table)
         labels = np.full(n, np.nan)
         if schema.label is not None:
-            labels, _, found = numbers(table.column(schema.label), schema.label)
-            unlabelled = np.isnan(labels)
-            if unlabelled.any():
-                found = [x for x in found if x.reason != "not finite"]
-                for fault in found:
-                    unlabelled &= ~fault.rows
-                found.append(ColumnFault(unlabelled, schema.label, "no label", "is not a label"))
+            labels, unlabelled, found = numbers(table.column(schema.label), schema.label, nan="missing")
             faults += found
+            if unlabelled.any():
+                faults.append(ColumnFault(unlabelled, schema.label, "no label", "is not a label"))
+            if self.binary_labels:
+                wrong = (labels != 0) & (labels != 1) & ~np.isnan(labels)
+                if wrong.any():
+                    faults.append(ColumnFault(wrong, schema.label, "label not 0 or 1", "is not 0 or 1"))
         weights = None
         if schema.weight is not None:
             weights, missing, found = numbers(table.column(schema.weight), schema.weight)
@@ -256,7 +259,7 @@ class ColumnReader(Reader):
     def _dense(self, table: Any, faults: list[ColumnFault]) -> NDArray[np.float64]:
         raw = np.empty((len(table), len(self.schema.dense_columns)), np.float64)
         for i, column in enumerate(self.schema.dense_columns):
-            raw[:, i], _, found = numbers(table.column(column.column), column.column)
+            raw[:, i], _, found = numbers(table.column(column.column), column.column, nan=column.nan)
             faults += found
         return raw
 

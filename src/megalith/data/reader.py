@@ -52,6 +52,8 @@ class Reader(IterableDataset[Batch], ABC):
 
     skipped: Counter[str]
     """Number of bad rows skipped so far by reason, including rows read ahead."""
+    binary_labels: bool = False
+    """Whether a label other than 0 and 1 makes a row of a file bad. Runs set it; False accepts any number."""
 
     def __init__(self, *, batch_size: int, drop_last: bool = False, on_error: OnError = "raise") -> None:
         if not isinstance(batch_size, int) or batch_size < 1:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -23,6 +23,7 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 Normalise = Literal["none", "log1p", "standard"]
 IdSource = Literal["integer", "xxhash64"]
 """Where ids come from: integers as they are, or the hash of text."""
+NanRule = Literal["error", "missing"]
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,18 @@ class DenseColumn:
     """Mean for "standard", given or computed by `reader.fit()`."""
     std: float | None = None
     """Standard deviation for "standard", above 0."""
+    nan: NanRule = "error"
+    """"error": a row with NaN is a bad row. "missing": NaN is a missing value, like null."""
+    indicator: bool = False
+    """Whether a second value follows in `Batch.dense`: 1 where the value is missing, otherwise 0."""
 
     def __post_init__(self) -> None:
         _name("dense", self.column)
+        if self.nan not in get_args(NanRule):
+            known = ", ".join(get_args(NanRule))
+            raise InputError(f"schema: nan of column {self.column!r} must be one of {known}")
+        if not isinstance(self.indicator, bool):
+            raise InputError(f"schema: indicator of column {self.column!r} must be True or False")
         if self.normalise not in get_args(Normalise):
             known = ", ".join(get_args(Normalise))
             raise InputError(f"schema: normalise of column {self.column!r} must be one of {known}")
@@ -113,7 +123,7 @@ class Schema:
     label: str | None
     """Label column. None: the data has no labels, and they are NaN."""
     dense: Sequence[str | DenseColumn] = ()
-    """Columns of `Batch.dense`, in order."""
+    """Columns of `Batch.dense`, in order; indicators follow their columns."""
     weight: str | None = None
     """Column of row weights of 0 or more."""
     time: str | None = None
@@ -148,6 +158,11 @@ class Schema:
         names += [x.column for x in self.dense_columns] + [x.column for x in self.feature_columns.values()]
         return list(dict.fromkeys(name for name in names if name is not None))
 
+    @property
+    def num_dense(self) -> int:
+        """Number of values of a row of `Batch.dense`."""
+        return sum(1 + column.indicator for column in self.dense_columns)
+
     def with_ids(self, sources: Mapping[str, IdSource]) -> Schema:
         """Returns the schema with the recorded source of the ids of features.
 
@@ -169,12 +184,13 @@ class Schema:
             raw: float64 [n, k]; NaN is a missing value.
 
         Returns:
-            float32 [n, k].
+            float32 [n, num_dense].
 
         Raises:
             UsageError: A "standard" column is not fitted.
         """
-        out = np.empty(raw.shape, np.float32)
+        out = np.empty((len(raw), self.num_dense), np.float32)
+        at = 0
         for i, column in enumerate(self.dense_columns):
             x = raw[:, i]
             if column.normalise == "log1p":
@@ -186,7 +202,11 @@ class Schema:
                         "set them, or use `reader.schema = reader.fit()`"
                     )
                 x = (x - column.mean) / column.std
-            out[:, i] = np.clip(np.where(np.isnan(x), 0.0, x), -FLOAT32_MAX, FLOAT32_MAX)
+            missing = np.isnan(x)
+            out[:, at] = np.clip(np.where(missing, 0.0, x), -FLOAT32_MAX, FLOAT32_MAX)
+            if column.indicator:
+                out[:, at + 1] = missing
+            at += 1 + column.indicator
         return torch.from_numpy(out)
 
     @property
@@ -245,16 +265,19 @@ class Schema:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Schema:
-        """Creates a schema from the form that `to_dict` returns. Columns may also be plain names.
+        """Creates a schema from the form that `to_dict` returns.
+
+        Args:
+            data: That form; columns may also be plain names.
 
         Raises:
             InputError: The data does not have this form.
         """
         try:
-            fields = dict(data)
-            features = {name: _column(FeatureColumn, x) for name, x in fields.pop("features").items()}
-            dense = [_column(DenseColumn, x) for x in fields.pop("dense", ())]
-            return cls(features=features, dense=dense, label=fields.pop("label"), **fields)
+            rest = dict(data)
+            features = {name: _column(FeatureColumn, x) for name, x in rest.pop("features").items()}
+            dense = [_column(DenseColumn, x) for x in rest.pop("dense", ())]
+            return cls(features=features, dense=dense, label=rest.pop("label"), **rest)
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             if isinstance(error, InputError):
                 raise
@@ -296,7 +319,7 @@ def _name(what: str, name: Any) -> None:
 
 
 def _slim(column: FeatureColumn | DenseColumn) -> Any:
-    given = {key: value for key, value in asdict(column).items() if value not in (None, "none")}
+    given = {x.name: getattr(column, x.name) for x in fields(column) if getattr(column, x.name) != x.default}
     return given if len(given) > 1 else column.column
 
 

@@ -157,9 +157,11 @@ def _file_reader(config: DataConfig, path: str, labelled: bool = True) -> Reader
     options = {"batch_size": config.batch_size, "on_error": config.on_error, **config.options}
     check_options("data.options", options, reader_class(config.kind), passed=("paths", "schema", "labelled"))
     try:
-        return reader_class(config.kind).from_config(path, config.schema, labelled=labelled, **options)
+        reader = reader_class(config.kind).from_config(path, config.schema, labelled=labelled, **options)
     except TypeError as error:
         raise InputError(f"config: data.options: {error}") from None
+    reader.binary_labels = labelled
+    return reader
 
 
 _DATASETS: Mapping[str, Callable[[RunConfig], DataSource]] = {

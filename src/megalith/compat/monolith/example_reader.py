@@ -229,6 +229,9 @@ class MonolithReader(Reader):
         labels, weights = decoded.labels, decoded.weights
         yield np.isnan(labels), "no label", f"has no label {self.label_index}"
         yield np.isinf(labels), "not finite", "has an infinite label"
+        if self.binary_labels:
+            wrong = (labels != 0) & (labels != 1)
+            yield wrong, "label not 0 or 1", lambda row: f"has the label {labels[row]}, not 0 or 1"
         unweighted = ~(np.isfinite(weights) & (weights >= 0))
         yield unweighted, "no weight", lambda row: f"has the weight {weights[row]}, not 0 or above"
         if self.time:
