@@ -101,7 +101,7 @@ def ranks_of(model: nn.Module) -> RankGroup:
     sharing = ranks_of_weights(dense_state(model))
     if collections and sharing.size > 1:
         raise UsageError(
-            f"the dense weights are sharded over {sharing.size} ranks, but the tables are LocalShards, so each "
-            "rank has its own: build the collection from TableConfigs or SyncShards after init_process_group"
+            f"the dense weights are sharded over {sharing.size} ranks, but the tables are LocalShards, so "
+            "each rank has its own: build the collection from TableConfigs, or from SyncShards"
         )
     return sharing

@@ -13,7 +13,6 @@ from typing import Any
 from torch import nn
 
 from megalith.checkpoint.chain import ranks_of
-from megalith.checkpoint.dense_state import collections_of
 from megalith.checkpoint.manifest import NAME, Manifest
 from megalith.checkpoint.saving import SaveHandle, async_save, save
 from megalith.errors import InputError
