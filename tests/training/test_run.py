@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,28 @@ def test_wrong_options_list_the_known_ones(tmp_path: Path, changes: dict[str, An
     with pytest.raises(MegalithError, match=words) as caught:
         Run(config(**changes), tmp_path / "run")
     assert "__init__" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "batch_size", "expected"),
+    [(None, 1024, 1), (None, 16_383, 1), (None, 16_384, 2), (None, 65_536, 4), (3, 1024, 3)],
+)
+def test_the_number_of_threads_follows_the_ids_of_a_step(
+    tmp_path: Path, given: int | None, batch_size: int, expected: int
+) -> None:
+    settings = config(data_batch_size=batch_size, data_options={"num_batches": 1})  # 4 features
+    settings = replace(settings, train=replace(settings.train, threads=given, epochs=1))
+    torch.set_num_threads(4)
+    run = Run(settings, tmp_path / "run")
+    used = []
+
+    class Look(Watcher):
+        def batch(self, step: int, samples: int, loss: float) -> None:
+            used.append(torch.get_num_threads())
+
+    run.train(Look())
+    assert (run.threads, used) == (expected, [expected])
+    assert torch.get_num_threads() == (4 if given is None else given)  # the caller's, unless it is given
 
 
 def kept(run: Path) -> list[int]:

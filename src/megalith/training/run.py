@@ -39,6 +39,7 @@ from megalith.training.run_log import MetricsLog, ScalarWriter
 from megalith.training.run_model import CHECKPOINT, config_of, model_for, updates_in_step
 from megalith.training.run_ranks import RunRanks
 from megalith.training.steps import BatchScores, PartBatches, Steps, WholeBatches
+from megalith.training.threads import threads_for, using_threads
 
 
 class Watcher:
@@ -208,6 +209,20 @@ class Run:
             watcher: Receives the events of the run.
         """
         watcher = watcher or Watcher()
+        with using_threads(self.threads):
+            self._train_and_publish(watcher)
+
+    @property
+    def threads(self) -> int:
+        """The number of threads of torch while this run trains and evaluates."""
+        given = self.config.train.threads
+        if given is not None:
+            return given
+        rows = -(-self.config.data.batch_size // self.ranks.size)
+        features = len(self.config.model.features or self.source.train.feature_names)
+        return threads_for(rows, features, most=torch.get_num_threads())
+
+    def _train_and_publish(self, watcher: Watcher) -> None:
         if not self.config.train.publish:
             self._train(watcher)
             return
