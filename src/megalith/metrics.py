@@ -174,6 +174,12 @@ class Calibration:
 
 def _checked(scores: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Returns copies on the CPU: scores float32 or float64 [n], labels bool [n], weights float64 [n]."""
+    given = {"scores": scores, "labels": labels} | ({} if weights is None else {"weights": weights})
+    for name, tensor in given.items():
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
+            raise InputError(f"metrics: {name} must be a dense tensor, got {type(tensor).__name__}")
+        if tensor.is_complex():
+            raise InputError(f"metrics: {name} must be real numbers, got {tensor.dtype}")
     shape = list(scores.shape)
     if scores.dim() != 1 or not scores.is_floating_point():
         raise InputError(f"metrics: scores must be float [n], got {scores.dtype} {shape}")

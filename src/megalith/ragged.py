@@ -7,14 +7,17 @@ have a weight. The class holds tensors and offers constructors and views; arithm
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalith.errors import InputError
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class Ragged:
@@ -57,7 +60,13 @@ class Ragged:
 
     @classmethod
     def trusted(cls, values: Tensor, row_splits: Tensor, weights: Tensor | None = None) -> Ragged:
-        """Makes a Ragged of tensors that are known to match, without any check."""
+        """Makes a Ragged of tensors that are known to match, without any check.
+
+        Args:
+            values: [n].
+            row_splits: int64 [batch + 1], from 0 to n.
+            weights: float32 [n], or None.
+        """
         made = object.__new__(cls)
         made.values, made.row_splits, made.weights = values, row_splits, weights
         return made
@@ -74,16 +83,20 @@ class Ragged:
 
         Args:
             rows: The values of each row.
-            dtype: Type of the values.
+            dtype: Type of the values. An integer type accepts integers only.
             weights: The weights of each row, with the same lengths.
+
+        Raises:
+            InputError: An argument is not a list of lists of numbers, or a number does not fit the type.
         """
-        lengths = [len(row) for row in rows]
-        values = torch.tensor([x for row in rows for x in row], dtype=dtype)
+        if not isinstance(dtype, torch.dtype):
+            raise InputError(f"Ragged: dtype must be a torch.dtype, got {dtype!r}")
+        values, lengths = _flat_tensor(rows, "rows", dtype)
         flat = None
         if weights is not None:
-            if [len(row) for row in weights] != lengths:
+            flat, weight_lengths = _flat_tensor(weights, "weights", torch.float32)
+            if weight_lengths != lengths:
                 raise InputError("Ragged: weights must have the same lengths as rows")
-            flat = torch.tensor([x for row in weights for x in row], dtype=torch.float32)
         return cls.from_lengths(values, torch.tensor(lengths, dtype=torch.int64), weights=flat)
 
     @classmethod
@@ -95,7 +108,7 @@ class Ragged:
             lengths: Integers [batch], the length of each row.
             weights: float [n], or None.
         """
-        if not isinstance(lengths, Tensor) or lengths.dim() != 1 or lengths.is_floating_point():
+        if not isinstance(lengths, Tensor) or lengths.dim() != 1 or lengths.dtype not in _INTEGERS:
             raise InputError("Ragged: lengths must be an integer tensor [batch]")
         splits = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=lengths.device)
         torch.cumsum(lengths, 0, out=splits[1:])
@@ -112,9 +125,15 @@ class Ragged:
         """
         if not isinstance(x, Tensor) or x.dim() != 2:
             raise InputError("Ragged: a padded tensor must have shape [batch, length]")
-        kept = x != pad
+        if x.layout != torch.strided or x.is_meta:
+            raise InputError(f"Ragged: a padded tensor must be dense, got {x.layout} on {x.device}")
+        kept = x != _number(pad, "pad")
         picked = None
         if weights is not None:
+            if not isinstance(weights, Tensor) or weights.layout != torch.strided:
+                raise InputError("Ragged: weights must be a float tensor")
+            if weights.device != x.device:
+                raise InputError(f"Ragged: weights are on {weights.device}, the padded tensor on {x.device}")
             if weights.shape != x.shape:
                 raise InputError(f"Ragged: weights must have shape {list(x.shape)} like the padded tensor")
             picked = weights[kept]
@@ -122,7 +141,14 @@ class Ragged:
 
     @classmethod
     def from_nested(cls, x: Tensor) -> Ragged:
-        """Makes a Ragged of a nested tensor with layout torch.jagged."""
+        """Makes a Ragged of a nested tensor.
+
+        Args:
+            x: A nested tensor with layout torch.jagged, [batch, (length)].
+
+        Raises:
+            InputError: `x` is not such a tensor.
+        """
         if not isinstance(x, Tensor) or not x.is_nested or x.layout != torch.jagged:
             raise InputError("Ragged: expected a nested tensor with layout torch.jagged")
         jagged: Any = x
@@ -138,9 +164,14 @@ class Ragged:
         Args:
             keyed: Any object with keys(), values(), lengths() and, optionally, weights_or_none().
         """
-        keys = list(keyed.keys())
-        values, lengths = keyed.values(), keyed.lengths()
-        weights = keyed.weights_or_none() if hasattr(keyed, "weights_or_none") else None
+        try:
+            keys = list(keyed.keys())
+            values, lengths = keyed.values(), keyed.lengths()
+            weights = keyed.weights_or_none() if hasattr(keyed, "weights_or_none") else None
+        except (AttributeError, TypeError):
+            raise InputError(f"Ragged: expected a KeyedJaggedTensor, got {type(keyed).__name__}") from None
+        if not isinstance(values, Tensor) or not isinstance(lengths, Tensor):
+            raise InputError("Ragged: values() and lengths() of a KeyedJaggedTensor must be tensors")
         if not keys:
             return {}
         if lengths.numel() % len(keys):
@@ -157,7 +188,16 @@ class Ragged:
 
     @classmethod
     def concat(cls, parts: Sequence[Ragged]) -> Ragged:
-        """Concatenates the rows of all parts."""
+        """Concatenates the rows of all parts.
+
+        Args:
+            parts: At least one Ragged; all with weights, or none.
+
+        Raises:
+            InputError: There are no parts, or only some have weights.
+        """
+        if not isinstance(parts, list | tuple) or not all(isinstance(part, Ragged) for part in parts):
+            raise InputError("Ragged: concat needs a list of Raggeds")
         if not parts:
             raise InputError("Ragged: concat needs at least one part")
         if len({part.weights is None for part in parts}) > 1:
@@ -195,6 +235,9 @@ class Ragged:
             pad: The filler.
             length: Length of a row; None: the length of the longest one.
         """
+        pad = _number(pad, "pad", self.values.dtype)
+        if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 0):
+            raise InputError(f"Ragged: length must be an integer >= 0, got {length!r}")
         lengths = self.lengths()
         if length is None:
             length = int(lengths.max()) if len(self) else 0
@@ -236,6 +279,13 @@ class Ragged:
             device: The device.
             non_blocking: As for `torch.Tensor.to`.
         """
+        if isinstance(device, bool) or not isinstance(device, str | torch.device | int):
+            raise InputError(f"Ragged: device must be a torch.device or its name, got {device!r}")
+        try:
+            device = torch.device(device)
+        except RuntimeError:
+            raise InputError(f"Ragged: unknown device {device!r}") from None
+        non_blocking = non_blocking is True
         weights = None if self.weights is None else self.weights.to(device, non_blocking=non_blocking)
         return Ragged.trusted(
             self.values.to(device, non_blocking=non_blocking),
@@ -251,6 +301,82 @@ class Ragged:
     def __repr__(self) -> str:
         weights = "" if self.weights is None else ", weighted"
         return f"Ragged({len(self)} rows, {self.values.shape[0]} values, {self.values.dtype}{weights})"
+
+
+def _flat_tensor(rows: Any, field: str, dtype: torch.dtype) -> tuple[Tensor, list[int]]:
+    """Returns the values of a list of lists as one tensor, and the length of each list."""
+    listed = isinstance(rows, Iterable) and not isinstance(rows, str | bytes | Mapping | set | Ragged)
+    if not listed or (isinstance(rows, Tensor) and (rows.dim() == 0 or rows.is_meta)):
+        raise InputError(f"Ragged: {field} must be a list of lists, got {type(rows).__name__}")
+    lists = []
+    for number, row in enumerate(rows):
+        if isinstance(row, str | bytes | Mapping | set) or not isinstance(row, Iterable) or _is_scalar(row):
+            remedy = _ROW_REMEDIES.get(type(row), "put the values of a row, also a single one, into a list")
+            raise InputError(
+                f"Ragged: {field} must be a list of lists such as [[1, 2], []], but {field}[{number}] is "
+                f"{row!r}: {remedy}"
+            )
+        lists.append(list(row))
+    flat = [x for row in lists for x in row]
+    integral = dtype in _INTEGERS
+    try:
+        values = torch.tensor(flat, dtype=None if integral and flat else dtype)
+        good = values.dim() == 1 and (not integral or not flat or values.dtype in (*_INTEGERS, torch.bool))
+        narrow = values.to(dtype)
+        good = good and (not integral or bool((narrow.to(torch.int64) == values).all()))
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        good = False
+    if not good:
+        raise _bad_value(lists, field, dtype)
+    return narrow, [len(row) for row in lists]
+
+
+def _bad_value(lists: list[list[Any]], field: str, dtype: torch.dtype) -> InputError:
+    """Returns the error for the first value that is not a number of this type."""
+    integral = dtype in _INTEGERS
+    for number, row in enumerate(lists):
+        for at, value in enumerate(row):
+            number_of_kind = isinstance(value, Integral if integral else Real) or _is_scalar(value)
+            if not number_of_kind:
+                kind = "an integer" if integral else "a number"
+                remedy = _value_remedy(value, integral)
+                return InputError(f"Ragged: {field}[{number}][{at}] is {value!r}, not {kind}: {remedy}")
+            if integral and not -(2**63) <= int(value) < 2**63:
+                return InputError(
+                    f"Ragged: {field}[{number}][{at}] is {value!r}: ids are signed 64-bit integers; subtract "
+                    "2**64 from ids of 2**63 and above"
+                )
+    return InputError(f"Ragged: {field} must hold numbers that fit {dtype}")
+
+
+def _value_remedy(value: Any, integral: bool) -> str:
+    if value is None:
+        return "leave the value out; a row without values is []"
+    if isinstance(value, str | bytes) and integral:
+        return "convert text to ids with megalith.hash_strings"
+    if isinstance(value, Real) and integral:
+        return "ids must be integers; pass dtype=torch.float32 for values that are not ids"
+    return "each row must be a flat list of numbers"
+
+
+_ROW_REMEDIES: dict[type, str] = {
+    str: "convert text to ids with megalith.hash_strings",
+    type(None): "a row without values is []",
+}
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0
+
+
+def _number(value: Any, field: str, dtype: torch.dtype | None = None) -> Any:
+    """Checks a number; for an integer type, an integer."""
+    integral = dtype is not None and not dtype.is_floating_point and not dtype.is_complex
+    if not isinstance(value, Integral if integral else Real):
+        raise InputError(
+            f"Ragged: {field} must be a number{f' of type {dtype}' if dtype else ''}, got {value!r}"
+        )
+    return value
 
 
 def _check_splits(row_splits: Tensor, num_values: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.bits import shift_right, signed, unsigned_divmod
+from megalith.bits import shift_right, show_id_dtype, signed, unsigned_divmod
 from megalith.errors import InputError
 from megalith.library import define_op, native_module
 
@@ -145,7 +145,7 @@ def mix(ids: Tensor) -> Tensor:
 
 def _check(ids: Tensor) -> Tensor:
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
-        kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        kind = show_id_dtype(ids.dtype) if isinstance(ids, Tensor) else type(ids).__name__
         raise InputError(f"Router: ids must be an int64 or int32 tensor, got {kind}")
     return ids.to(torch.int64)
 

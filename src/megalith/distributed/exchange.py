@@ -32,6 +32,7 @@ from megalith.errors import InputError, MegalithError, RankFailedError, RankTime
 from megalith.library import native_module, span
 
 T = TypeVar("T")
+MAX_SECONDS = 1e7
 TRANSPORTS = ("auto", "shared_memory", "gloo")
 
 
@@ -53,7 +54,15 @@ class Exchange(RankGroup):
     """
 
     def __init__(self, group: Any = None, *, timeout: float = 600.0, transport: str = "auto") -> None:
-        if transport not in TRANSPORTS:
+        if (
+            isinstance(timeout, bool)
+            or not isinstance(timeout, int | float)
+            or not 0 < timeout <= MAX_SECONDS
+        ):
+            raise InputError(
+                f"timeout must be seconds above 0 and at most {MAX_SECONDS:.0f}, got {timeout!r}"
+            )
+        if not isinstance(transport, str) or transport not in TRANSPORTS:
             raise InputError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
         if not has_process_group():
             raise UsageError("an exchange between ranks needs a process group: call init_process_group first")

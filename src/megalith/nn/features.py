@@ -108,7 +108,7 @@ class Layout:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise InputError(f"Layout: name must be a non-empty string, got {self.name!r}")
-        if self.kind not in KINDS:
+        if not isinstance(self.kind, str) or self.kind not in KINDS:
             raise InputError(
                 f"layout {self.name!r}: kind must be one of {', '.join(KINDS)}, got {self.kind!r}"
             )

@@ -44,6 +44,12 @@ class MicroBatches:
     """
 
     def __init__(self, model: nn.Module, num: int, *, group: Any = None, timeout: float = 600.0) -> None:
+        if not isinstance(model, nn.Module):
+            raise InputError(f"MicroBatches: model must be an nn.Module, got {type(model).__name__}")
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise InputError(f"MicroBatches: group must be a process group, got {type(group).__name__}")
+        if isinstance(num, bool) or not isinstance(num, int):
+            raise InputError(f"MicroBatches: num must be an integer, got {num!r}")
         self.rank, self.size = current_rank(group), world_size(group)
         if num != self.size and (num < 1 or num & (num - 1) or num % self.size):
             raise InputError(

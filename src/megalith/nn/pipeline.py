@@ -77,7 +77,9 @@ class Pipeline(Iterable[Any]):
         push: bool = False,
         attach: Callable[[Any, Start], Any] | None = None,
     ) -> None:
-        if mode not in MODES:
+        if not isinstance(model, nn.Module):
+            raise InputError(f"Pipeline: model must be an nn.Module, got {type(model).__name__}")
+        if not isinstance(mode, str) or mode not in MODES:
             raise InputError(f"Pipeline: mode must be one of {', '.join(MODES)}, got {mode!r}")
         self._collections = [m for m in model.modules() if isinstance(m, EmbeddingCollection)]
         if not self._collections:

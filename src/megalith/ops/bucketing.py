@@ -81,7 +81,9 @@ def dedup(
     Raises:
         InputError: an owner is out of range, or splits or widths do not match the ids.
     """
-    ids = checks.int64(ids, "ids")
+    ids = checks.with_data(checks.int64(ids, "ids"), "ids")
+    name, distinct = checks.text(name, "name"), checks.flag(distinct, "distinct")
+    num_shards = None if num_shards is None else checks.integer(num_shards, "num_shards")
     lists = _one_list(ids) if splits is None else checks.int64(splits, "splits")
     rule, shards = _rule(router, num_shards)
     if owners is not None:
@@ -91,6 +93,7 @@ def dedup(
         rule = []
     elif router is not None and num_shards not in (None, shards):
         raise InputError(f"num_shards is {num_shards}, the router has {shards}")
+    checks.with_data(lists, "splits")
     if lists.shape[0] < 1:
         raise InputError("splits must have the shape [lists + 1], got [0]")
     sizes = [] if widths is None else checks.sizes(widths, "widths", 0)
@@ -139,6 +142,7 @@ def match(keys: Tensor, queries: Tensor, *, name: str = "queries", missing_ok: b
     Raises:
         InputError: a query has no key.
     """
+    name, missing_ok = checks.text(name, "name"), checks.flag(missing_ok, "missing_ok")
     keys = checks.int64(keys, "keys")
     flat = checks.int64(queries, name, None).reshape(-1)
     found: Tensor = _match(keys, flat, name, missing_ok)
@@ -159,7 +163,8 @@ def split_rows(rows: Tensor, indices: Tensor, num_splits: int, *, name: str = "i
     """
     rows = _rows(rows)
     num_splits = checks.integer(num_splits, "num_splits")
-    owners = checks.integers(indices, name, (rows.shape[0],))
+    owners = checks.integers(indices, checks.text(name, "name"), (rows.shape[0],))
+    checks.with_data(owners, name)
     lengths, place = _bucketize(None, _one_list(rows), owners, [], num_splits, name)
     if torch.is_grad_enabled() and rows.requires_grad:
         return list(_Split.apply(rows, place, lengths))

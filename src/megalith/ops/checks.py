@@ -7,6 +7,7 @@ A shape is a tuple in which None stands for any size; the shape None accepts any
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ def splits(tensor: Any, name: str, size: int) -> Tensor:
     cuts = int64(tensor, name)
     if cuts.shape[0] < 1:
         raise InputError(f"{name} must have the shape [rows + 1], got [0]")
+    with_data(cuts, name)
     message = f"{name} must ascend from 0 to the number of values"
     native = native_module() if cuts.is_cpu and not torch.compiler.is_compiling() else None
     if native is None:
@@ -107,6 +109,38 @@ def scalar(value: Any, name: str) -> int:
     return integer(value, name, least=0)
 
 
+def number(value: Any, name: str) -> Any:
+    """Checks a real number, given as a number or as a 0-d tensor."""
+    if isinstance(value, Tensor):
+        good = value.dim() == 0 and not value.is_complex() and value.dtype != torch.bool
+    else:
+        good = isinstance(value, Real | torch.SymFloat | torch.SymInt) and not isinstance(value, bool)
+    if not good:
+        raise InputError(f"{name} must be one number, got {value!r}")
+    return value
+
+
+def text(value: Any, name: str) -> str:
+    """Checks a string."""
+    if not isinstance(value, str):
+        raise InputError(f"{name} must be text, got {kind(value)}")
+    return value
+
+
+def flag(value: Any, name: str) -> bool:
+    """Checks True or False."""
+    if not isinstance(value, bool):
+        raise InputError(f"{name} must be True or False, got {kind(value)}")
+    return value
+
+
+def with_data(tensor: Tensor, name: str) -> Tensor:
+    """Checks that the values of a tensor can be read: those of the meta device cannot."""
+    if tensor.device.type == "meta":
+        raise InputError(f"{name} is on the meta device, but its values are needed")
+    return tensor
+
+
 def sizes(items: Any, name: str, least: int = 1) -> list[int]:
     """Checks a list or tuple of ints of at least `least`."""
     return [integer(item, f"{name}[{i}]", least) for i, item in enumerate(as_list(items, name))]
@@ -119,7 +153,10 @@ def require(condition: Tensor, message: str) -> None:
     """
     if torch.compiler.is_compiling():
         torch._assert_async(condition.all(), message)
-    elif not bool(condition.all()):
+        return
+    if condition.device.type == "meta":
+        raise InputError(f"{message}; tensors on the meta device have no values to check")
+    if not bool(condition.all()):
         raise InputError(message)
 
 

@@ -36,7 +36,7 @@ def gather(rows: Tensor, index: Tensor, *, name: str = "index") -> Tensor:
         InputError: an index is out of range.
     """
     rows = checks.tensor(rows, "rows", (None, None))
-    flat = checks.int64(index, name, None).reshape(-1)
+    flat = checks.int64(index, checks.text(name, "name"), None).reshape(-1)
     dim = rows.shape[1]
     if dim == 0:
         checks.require((flat >= 0) & (flat < rows.shape[0]), f"{name} is out of range")
@@ -61,7 +61,7 @@ def scatter_sum(rows: Tensor, index: Tensor, num_rows: int, *, name: str = "inde
         InputError: an index is out of range.
     """
     rows = checks.floats(rows, "rows", (None, None))
-    index = checks.int64(index, name, (rows.shape[0],))
+    index = checks.int64(index, checks.text(name, "name"), (rows.shape[0],))
     num_rows = checks.integer(num_rows, "num_rows", least=0)
     dim = rows.shape[1]
     if dim == 0:
@@ -93,7 +93,7 @@ def gather_pieces(
     Raises:
         InputError: a row ends beyond the buffer.
     """
-    indices = checks.as_list(indices, "indices")
+    indices, name = checks.as_list(indices, "indices"), checks.text(name, "name")
     strides = [1] * len(indices) if strides is None else strides
     source = checks.tensor(source, "source", None).reshape(-1)
     indices = [checks.int64(index, name) for index in indices]
@@ -126,6 +126,7 @@ def scatter_pieces(
         InputError: a row ends beyond the buffer.
     """
     pieces, indices = checks.as_list(pieces, "pieces"), checks.as_list(indices, "indices")
+    name = checks.text(name, "name")
     strides = [1] * len(pieces) if strides is None else strides
     strides = checks.sizes(strides, "strides", 0)
     checks.same_length(pieces=pieces, indices=indices, strides=strides)

@@ -22,7 +22,7 @@ from torch import Tensor
 from megalith.bits import signed
 from megalith.errors import InputError
 from megalith.library import native_module
-from megalith.ops.checks import require
+from megalith.ops.checks import require, with_data
 from megalith.routing import mix
 
 if TYPE_CHECKING:
@@ -293,6 +293,8 @@ def _check_slot(slot: int | Tensor) -> None:
     if isinstance(slot, Tensor) and torch.compiler.is_compiling():
         require((slot >= 0) & (slot < NUM_SLOTS), message)
         return
+    if isinstance(slot, Tensor):
+        with_data(slot, "fid: slot")
     bad = slot[(slot < 0) | (slot >= NUM_SLOTS)][:1].tolist() if isinstance(slot, Tensor) else [slot]
     if bad and not 0 <= bad[0] < NUM_SLOTS:
         raise InputError(f"{message}, got {bad[0]}")

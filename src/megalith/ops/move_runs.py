@@ -25,7 +25,8 @@ def take(ragged: Ragged, rows: Tensor) -> Ragged:
     """
     if not isinstance(ragged, Ragged):
         raise InputError(f"ragged must be a Ragged, got {checks.kind(ragged)}")
-    rows = checks.int64(rows, "rows")
+    rows = checks.with_data(checks.int64(rows, "rows"), "rows")
+    checks.with_data(ragged.row_splits, "ragged.row_splits")
     values, splits = _taken(ragged.values, ragged.row_splits, rows)
     weights = None if ragged.weights is None else _taken(ragged.weights, ragged.row_splits, rows)[0]
     return Ragged.trusted(values, splits, weights)
@@ -87,7 +88,8 @@ def move_runs(
     widths = checks.int64(widths, "widths")
     source = checks.int64(source, "source", (widths.shape[0],))
     target = checks.int64(target, "target", (widths.shape[0],))
-    return moved(values, source, target, widths, checks.integer(size, "size", least=0), name)
+    size = checks.integer(size, "size", least=0)
+    return moved(values, source, target, widths, size, checks.text(name, "name"))
 
 
 def moved(values: Tensor, source: Tensor, target: Tensor, widths: Tensor, size: int, name: str) -> Tensor:

@@ -46,7 +46,7 @@ def pool_rows(
     Raises:
         InputError: an index is out of range, or the bags do not match the occurrences or the outputs.
     """
-    source = checks.floats(source, "source", None)
+    source, name = checks.floats(source, "source", None), checks.text(name, "name")
     flat = dim is not None
     if source.dim() != (1 if flat else 2):
         raise InputError("source must be [m, dim], or one dimension when dim is given")

@@ -108,7 +108,13 @@ class Pooling:
 
         Returns:
             A Pooling with one output [bags, dim].
+
+        Raises:
+            InputError: an argument has the wrong type.
         """
+        _check_name(table)
+        _check_vector(table, "offsets", offsets, torch.int64, None)
+        _check_count("dim", dim)
         return cls(
             outputs=((offsets.numel() - 1, dim),),
             bags={table: (Bags(offsets, (OutputSlice(0, 0, 0, dim),)),)},
@@ -123,6 +129,10 @@ class Pooling:
         Returns:
             A tensor for each shape of `outputs`.
         """
+        if tables is not None:
+            if not isinstance(tables, list | tuple | set | Mapping):
+                raise InputError(f"tables must be a list of names, got {type(tables).__name__}")
+            tables = [_check_name(table) for table in tables]
         covered = self._covered(tuple(self.bags if tables is None else tables))
         return [
             torch.empty(shape) if whole else torch.zeros(shape)
@@ -142,7 +152,7 @@ class Pooling:
         Args:
             table: the name of the table.
         """
-        return self.bags.get(table, ())
+        return self.bags.get(_check_name(table), ())
 
     def check(self, table: str, num_occurrences: int, dim: int) -> None:
         """Raises InputError unless the table's bags match its occurrences, its rows and the outputs.
@@ -168,6 +178,8 @@ class Pooling:
         Returns:
             The first and the last offset of each feature.
         """
+        _check_count("num_occurrences", num_occurrences)
+        _check_count("dim", dim)
         found = []
         end = 0
         for bags in self.of(table):
@@ -215,6 +227,58 @@ def covered(bags: Sequence[Bags], outputs: Sequence[tuple[int, int]]) -> list[bo
         if not part.accumulate and 0 <= part.output < len(written):
             written[part.output] += [(c.start, c.stop) for c in part.columns]
     return [_fills(w, columns) for w, (_, columns) in zip(written, outputs, strict=True)]
+
+
+def _check_name(table: Any) -> str:
+    if not isinstance(table, str):
+        raise InputError(f"table must be a name, got {type(table).__name__}")
+    return table
+
+
+def _check_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise InputError(f"{name} must be an integer >= 0, got {value!r}")
+
+
+def _check_matrices(name: str, tensors: Any) -> list[Tensor]:
+    if not isinstance(tensors, list | tuple):
+        raise InputError(f"{name} must be a list of tensors, got {type(tensors).__name__}")
+    return [_check_matrix(f"{name}[{k}]", tensor) for k, tensor in enumerate(tensors)]
+
+
+def _check_matrix(name: str, tensor: Any) -> Tensor:
+    if (
+        not isinstance(tensor, Tensor)
+        or not tensor.is_floating_point()
+        or tensor.dim() != 2
+        or tensor.layout != torch.strided
+    ):
+        raise InputError(f"{name} must be a dense float tensor with 2 dimensions")
+    return tensor
+
+
+def _check_bags(bags: Any, num_occurrences: int, dim: int, outputs: Sequence[Tensor]) -> tuple[Bags, ...]:
+    """Checks the bags of a twin, which accepts weights and divisors of any float type, on any device."""
+    if not isinstance(bags, list | tuple) or not all(isinstance(each, Bags) for each in bags):
+        raise InputError("bags must be a list of Bags")
+    pooling = Pooling(tuple((tensor.shape[0], tensor.shape[1]) for tensor in outputs), {})
+    for number, each in enumerate(bags):
+        offsets = each.offsets
+        if not isinstance(offsets, Tensor) or offsets.dtype != torch.int64 or offsets.dim() != 1:
+            raise InputError(f"bags[{number}]: offsets must be int64 [bags + 1]")
+        if not offsets.numel() or not 0 <= int(offsets[0]) <= int(offsets[-1]) <= num_occurrences:
+            raise InputError(f"bags[{number}]: offsets must be within {num_occurrences} occurrences")
+        for name, factor, size in (
+            ("weights", each.weights, num_occurrences),
+            ("divisor", each.divisor, each.num_bags),
+        ):
+            if factor is None:
+                continue
+            if not isinstance(factor, Tensor) or not factor.is_floating_point() or factor.shape != (size,):
+                raise InputError(f"bags[{number}]: {name} must be float [{size}]")
+        for part in each.parts:
+            pooling._check_part(f"bags[{number}]", part, each, dim)
+    return tuple(bags)
 
 
 def _descends(table: str, num_occurrences: int) -> InputError:
@@ -266,7 +330,15 @@ def pool(source: Tensor, bags: Sequence[Bags], outputs: Sequence[Tensor]) -> Non
         source: float [occurrences, dim], a row for each occurrence of the table.
         bags: the bags of the table's features.
         outputs: the tensors to fill, [rows, columns] each.
+
+    Raises:
+        InputError: the bags do not match the rows or the outputs.
     """
+    _check_matrix("source", source)
+    outputs = _check_matrices("outputs", outputs)
+    if any(tensor.device != source.device for tensor in outputs):
+        raise InputError(f"source and outputs must be on one device, {source.device}")
+    bags = _check_bags(bags, source.shape[0], source.shape[1], outputs)
     for feature in bags:
         lengths = torch.diff(feature.offsets)
         begin, end = int(feature.offsets[0]), int(feature.offsets[-1])
@@ -302,7 +374,14 @@ def unpool(
 
     Returns:
         The gradients, float [occurrences, dim], and which occurrences are in an output, bool [occurrences].
+
+    Raises:
+        InputError: the bags do not match the gradients.
     """
+    grads = _check_matrices("grads", grads)
+    _check_count("num_occurrences", num_occurrences)
+    _check_count("dim", dim)
+    bags = _check_bags(bags, num_occurrences, dim, grads)
     like = grads[0] if grads else torch.empty(0)
     result = like.new_zeros(num_occurrences, dim)
     reached = torch.zeros(num_occurrences, dtype=torch.bool, device=result.device)

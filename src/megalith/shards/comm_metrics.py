@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.errors import UsageError
+from megalith.errors import InputError, UsageError
 from megalith.shards.preparer import RoutedIds
 from megalith.shards.rank_messages import RequestedIds
 from megalith.shards.sync import SyncShards
@@ -106,7 +106,7 @@ class CommMetrics:
 
     Raises:
         UnknownNameError: For a table that does not exist.
-        UsageError: If these shards already have a CommMetrics.
+        UsageError: If these are not SyncShards, or already have a CommMetrics.
     """
 
     def __init__(
@@ -116,8 +116,14 @@ class CommMetrics:
         tables: Sequence[str] | None = None,
         callback: Callable[[CommReport], object] | None = None,
     ) -> None:
-        for name in tables or ():
-            shards.check_name(name)
+        if not isinstance(shards, SyncShards):
+            raise UsageError(
+                f"CommMetrics counts the traffic of a SyncShards, got {type(shards).__name__}: tables of one "
+                "process have no traffic"
+            )
+        if callback is not None and not callable(callback):
+            raise InputError(f"CommMetrics: callback must be a function of a CommReport, got {callback!r}")
+        shards.known([] if tables is None else tables, missing_ok=False)
         if shards.recorder is not None:
             raise UsageError("these shards already have a CommMetrics: close() it first")
         self.tables = list(shards.configs) if tables is None else list(dict.fromkeys(tables))

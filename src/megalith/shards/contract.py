@@ -28,7 +28,7 @@ from megalith.errors import InputError, UnknownNameError, UsageError
 from megalith.ops.pooling import Pooling
 from megalith.routing import Router
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
-from megalith.table.validation import check_table_name
+from megalith.table.validation import check_flag, check_table_name
 
 Ids = Mapping[str, Tensor]
 Rows = Mapping[str, tuple[Tensor, Tensor]]
@@ -68,6 +68,15 @@ class Lookup(ABC):
                     f"table {name!r}: its ids were changed in place after the lookup; "
                     "keep them until the update, or look up a copy"
                 )
+
+    def check_table(self, table: str) -> None:
+        """Raises UnknownNameError, which lists the known tables, if a table was not looked up.
+
+        Args:
+            table: The name of the table.
+        """
+        if not isinstance(table, str) or table not in self.ids:
+            raise UnknownNameError(f"table {table!r} was not looked up (looked up: {', '.join(self.ids)})")
 
     def wait_ids(self) -> None:
         """Waits until the ids have reached the owners of their rows; raises the error if that failed."""
@@ -131,10 +140,6 @@ class _LazyRows(Mapping[str, Tensor]):
         self._lookup = lookup
 
     def __getitem__(self, table: str) -> Tensor:
-        if table not in self._lookup.ids:
-            raise UnknownNameError(
-                f"table {table!r} was not looked up (looked up: {', '.join(self._lookup.ids)})"
-            )
         return self._lookup.gather(table)
 
     def __contains__(self, table: object) -> bool:
@@ -402,15 +407,20 @@ class Shards(ABC):
             names: Names of tables.
             missing_ok: Skip unknown names instead of raising UnknownNameError.
         """
+        if isinstance(names, str) or not isinstance(names, Collection) or isinstance(names, Tensor):
+            raise InputError(f"names must be a list of table names, got {type(names).__name__}")
+        check_flag(missing_ok, "missing_ok")
         if not missing_ok:
             for name in names:
                 self.check_name(name)
-        return [name for name in names if name in self.configs]
+        return [name for name in names if isinstance(name, str) and name in self.configs]
 
 
 def check_configs(configs: Sequence[TableConfig]) -> dict[str, TableConfig]:
     """Returns the configs by name; raises InputError for a duplicate name or another type."""
     by_name: dict[str, TableConfig] = {}
+    if isinstance(configs, str | bytes | Mapping | Tensor) or not isinstance(configs, Collection | Iterator):
+        raise InputError(f"shards need a list of TableConfigs, got {type(configs).__name__}")
     for config in configs:
         if not isinstance(config, TableConfig):
             raise InputError(f"shards need TableConfigs, got {config!r}")

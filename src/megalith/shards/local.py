@@ -25,6 +25,7 @@ from megalith.shards.contract import (
 from megalith.shards.preparer import LocalPreparer
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
 from megalith.table.engines.group import EngineGroup
+from megalith.table.validation import check_by_table, check_flag, check_pooling
 
 
 class LocalShards(Shards):
@@ -77,6 +78,7 @@ class LocalShards(Shards):
         wait: bool = True,
     ) -> None:
         """See `Shards.apply_gradients`."""
+        check_flag(wait, "wait")
         if not isinstance(lookup, Lookup):
             lookup = self.lookup(lookup)
         if not isinstance(lookup, LocalLookup) or lookup.engines is not self.engines:
@@ -105,6 +107,7 @@ class LocalShards(Shards):
                 name: self.local[name].checks.grads(lookup.ids[name], grad, None)
                 for name, grad in grads.items()
             }
+        check_pooling(pooling)
         if isinstance(grads, Mapping):
             raise InputError("with pooling, grads must be a list of one gradient per output")
         if lookup.pooled is not pooling:  # a pooling that was pooled is known to fit
@@ -129,11 +132,11 @@ class LocalShards(Shards):
         self._write(rows, add=True, time=time)
 
     def _write(self, rows: Rows, *, add: bool, time: float | None) -> None:
+        check_by_table(rows, "rows", "{'user': (ids, rows)}")
         checked = {}
         for name in self.known(rows, missing_ok=False):
             checks = self.local[name].checks
-            ids = checks.ids(rows[name][0])
-            checked[name] = ids, checks.rows(ids, rows[name][1]), checks.time(time)
+            checked[name] = *checks.ids_and_rows(rows[name]), checks.time(time)
         for name, (ids, values, seconds) in checked.items():
             self.engines[name].assign(ids, values, add=add, time=seconds)
 
@@ -175,8 +178,10 @@ class LocalShards(Shards):
 
     def reserve(self, rows: Mapping[str, int]) -> None:
         """See `Shards.reserve`."""
-        for name in self.known(rows, missing_ok=False):
-            self.local[name].reserve(rows[name])
+        check_by_table(rows, "rows", "{'user': 1000}")
+        counts = {name: self.local[name].checks.row_count(rows[name]) for name in self.known(rows, False)}
+        for name, n in counts.items():
+            self.local[name].reserve(n)
 
     # ---- touched rows, stats
 
@@ -239,6 +244,7 @@ class LocalLookup(Lookup):
 
     def gather(self, table: str) -> Tensor:
         """See `Lookup.gather`. Reads the rows as they are now."""
+        self.check_table(table)
         return self.engines.read(table, self.ids[table], self.found[table])
 
     def pool(self, pooling: Pooling) -> list[Tensor]:
@@ -249,6 +255,7 @@ class LocalLookup(Lookup):
         return outputs
 
     def _check_tables(self, pooling: Pooling) -> None:
+        check_pooling(pooling)
         for name in pooling.bags:
             if pooling.of(name) and name not in self.ids:
                 raise InputError(f"table {name!r}: pooled, but it was not looked up")

@@ -17,7 +17,7 @@ from megalith.ops import Deduped, dedup
 from megalith.routing import MODES, Router
 from megalith.shards.contract import Ids, PreparedIds
 from megalith.table import TableConfig
-from megalith.table.validation import InputChecks, check_table_name
+from megalith.table.validation import InputChecks, check_by_table, check_flag, check_table_name
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,12 @@ class LocalPreparer:
 
     def __call__(self, ids: Ids, *, missing_ok: bool = False) -> PreparedIds:
         """See `Shards.prepare`."""
-        return PreparedIds(self._checked(ids, missing_ok))
+        return PreparedIds(self.checked(ids, missing_ok))
 
-    def _checked(self, ids: Ids, missing_ok: bool) -> dict[str, Tensor]:
+    def checked(self, ids: Ids, missing_ok: bool = False) -> dict[str, Tensor]:
+        """Returns the validated ids, int64 [n], of the known tables; see `Shards.prepare`."""
+        check_by_table(ids, "ids", "{'user': ids}")
+        check_flag(missing_ok, "missing_ok")
         if not missing_ok:
             for name in ids:
                 check_table_name(name, self._checks)
@@ -82,7 +85,7 @@ class RoutingPreparer(LocalPreparer):
 
     def __call__(self, ids: Ids, *, missing_ok: bool = False, distinct: bool = True) -> RoutedIds:
         """See `Shards.prepare`; distinct=False keeps repeated ids, in their order."""
-        checked = self._checked(ids, missing_ok)
+        checked = self.checked(ids, missing_ok)
         columns = [checked.get(name, _NONE) for name in self._checks]
         splits = torch.tensor([0, *(column.numel() for column in columns)]).cumsum(0)
         flat = torch.cat(columns) if columns else _NONE
@@ -145,6 +148,8 @@ def _router(table: str, chosen: str | Router, num_shards: int) -> Router:
                 f"table {table!r}: {chosen!r} is for {chosen.num_shards} ranks, but there are {num_shards}"
             )
         return chosen
+    if not isinstance(chosen, str):
+        raise InputError(f"table {table!r}: router must be a mode or a Router, got {type(chosen).__name__}")
     if chosen == "continuous":
         raise InputError(
             f"table {table!r}: mode 'continuous' needs a block size: use "

@@ -37,7 +37,7 @@ from megalith.shards.preparer import RoutedIds, RoutingPreparer, make_routers
 from megalith.shards.rank_messages import GradientPush, RankMessages, Recorder, RequestedIds
 from megalith.shards.wire import check_wire
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
-from megalith.table.validation import as_integer, plain
+from megalith.table.validation import as_integer, check_by_table, check_flag, check_pooling, plain
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 """The address of an object in its repr, which differs between ranks."""
@@ -197,6 +197,7 @@ class SyncShards(Shards):
             raise InputError("this Lookup belongs to another Shards object")
         requested, routed = lookup.requested, lookup.routed
         try:
+            check_flag(wait, "wait")
             with span("megalith.gradients"):
                 push = self._summed(lookup, grads, pooling, step, time, scale, clip_norm)
         except Exception as error:
@@ -240,10 +241,13 @@ class SyncShards(Shards):
             )
             used = [(routed.occurrences(name).start, routed.occurrences(name).stop) for name in names]
         else:
+            check_pooling(pooling)
             if isinstance(grads, Mapping):
                 raise InputError("with pooling, grads must be a list of one gradient per output")
             joint = lookup.joint_pooling(pooling)
             names = joint.tables
+            if not isinstance(grads, list | tuple):
+                raise InputError("with pooling, grads must be a list of one gradient per output")
             checked = list(grads)
             if names:
                 checked = self.local[names[0]].checks.grads(lookup.ids[names[0]], checked, pooling)
@@ -283,10 +287,9 @@ class SyncShards(Shards):
 
     def _write(self, call: str, rows: Rows, time: float | None) -> None:
         try:
-            for name, (ids, values) in rows.items():
-                self.check_name(name)
-                table = self.local[name]
-                table.checks.rows(table.checks.ids(ids), values)
+            check_by_table(rows, "rows", "{'user': (ids, rows)}")
+            for name in self.known(rows, missing_ok=False):
+                self.local[name].checks.ids_and_rows(rows[name])
             time = self._check_time(time)
             routed = self.preparer({name: ids for name, (ids, _) in rows.items()}, distinct=False)
             pieces = [plain(values) for _, values in rows.values()]
@@ -339,7 +342,9 @@ class SyncShards(Shards):
 
     def restore(self, table: str, chunk: Chunk) -> None:
         """See `Shards.restore`: writes the rows that this rank owns; every rank may pass all rows."""
-        owned = self.router(table).owner(chunk.ids) == self.rank
+        router = self.router(table)
+        self.local[table].checks.chunk(chunk)
+        owned = router.owner(chunk.ids) == self.rank
         self._own.restore(table, chunk if bool(owned.all()) else chunk.select(owned))
 
     def clear(self) -> None:
@@ -349,7 +354,9 @@ class SyncShards(Shards):
 
     def reserve(self, rows: Mapping[str, int]) -> None:
         """See `Shards.reserve`; `rows` counts the rows of all ranks, and each rank reserves its share."""
-        self._own.reserve({name: -(-n // self.world_size) for name, n in rows.items()})
+        check_by_table(rows, "rows", "{'user': 1000}")
+        counts = {name: self.local[name].checks.row_count(rows[name]) for name in self.known(rows, False)}
+        self._own.reserve({name: -(-n // self.world_size) for name, n in counts.items()})
 
     # ---- touched rows, stats: of this rank
 
@@ -367,7 +374,8 @@ class SyncShards(Shards):
 
     def mark_touched(self, consumer: str, ids: Ids) -> None:
         """See `Shards.mark_touched`."""
-        owned = {name: x[self.router(name).owner(x) == self.rank] for name, x in ids.items()}
+        checked = self.preparer.checked(ids)
+        owned = {name: x[self.router(name).owner(x) == self.rank] for name, x in checked.items()}
         self._own.mark_touched(consumer, owned)
 
     def stats(self) -> dict[str, TableStats]:
@@ -435,11 +443,13 @@ class SyncLookup(Lookup):
 
     def gather(self, table: str) -> Tensor:
         """See `Lookup.gather`."""
+        self.check_table(table)
         dim = self.shards.configs[table].dim
         return gather_pieces(self.source, [self.routed.offsets(table)], [dim])[0]
 
     def pool(self, pooling: Pooling) -> list[Tensor]:
         """See `Lookup.pool`."""
+        check_pooling(pooling)
         source = self.source
         with span("megalith.pool"):
             return self.joint_pooling(pooling).pool(source)
@@ -450,6 +460,7 @@ class SyncLookup(Lookup):
         Args:
             pooling: The pooling, per table.
         """
+        check_pooling(pooling)
         if self._joint is None or self._joint[0] is not pooling:
             dims = {name: config.dim for name, config in self.shards.configs.items()}
             self._joint = (pooling, JointPooling(pooling, self.routed, dims))

@@ -53,7 +53,8 @@ class PolynomialDecay:
         _rates("PolynomialDecay", initial=self.initial, end=self.end)
 
     def __call__(self, step: int) -> float:
-        """Returns the rate at a step."""
+        """Returns the rate at a step, >= 0."""
+        _check_step("PolynomialDecay", step)
         span = float(self.decay_steps)
         if self.cycle:
             span *= max(1, math.ceil(step / self.decay_steps))
@@ -81,7 +82,8 @@ class Warmup:
         check_rate("Warmup", self.then, "then")
 
     def __call__(self, step: int) -> float:
-        """Returns the rate at a step."""
+        """Returns the rate at a step, >= 0."""
+        _check_step("Warmup", step)
         rate = rate_at(self.then, step)
         if step >= self.steps:
             return rate
@@ -120,7 +122,8 @@ class Piecewise:
             _rates("Piecewise", rates=rate)
 
     def __call__(self, step: int) -> float:
-        """Returns the rate at a step."""
+        """Returns the rate at a step, >= 0."""
+        _check_step("Piecewise", step)
         return self.rates[sum(step >= boundary for boundary in self.boundaries)]
 
 
@@ -130,6 +133,7 @@ def rate_at(lr: LearningRate, step: int) -> float:
     Raises:
         InputError: The callable raises, or the rate is not a number, is negative or is not finite.
     """
+    _check_step("learning rate", step)
     rate: Any = _called(lr, step) if callable(lr) else lr
     if not isinstance(rate, int | float):
         try:
@@ -189,6 +193,11 @@ def check_rate(owner: str, lr: LearningRate, field: str = "lr") -> None:
             f"{owner}: {field} must be a float, a schedule, or a callable of the step or of no argument, "
             f"got {lr!r}, which needs other arguments"
         )
+
+
+def _check_step(owner: str, step: float) -> None:
+    if not isinstance(step, int | float) or math.isnan(step):
+        raise InputError(f"{owner}: step must be a number, got {step!r}")
 
 
 def _check_steps(owner: str, field: str, steps: float) -> None:

@@ -21,7 +21,7 @@ from megalith.table.engines.registry import engine_class
 from megalith.table.snapshot import Snapshot
 from megalith.table.table_config import TableConfig
 from megalith.table.table_data import MAX_CONSUMERS, Chunk, FoundRows, MemoryUse, TableStats
-from megalith.table.validation import InputChecks
+from megalith.table.validation import InputChecks, check_pooling
 
 DEFAULT_CHUNK = 65536
 SNAPSHOT_BYTES = 64 << 20
@@ -100,9 +100,10 @@ class Table:
             float32 [n, dim], or with `pooling` the list of its outputs.
         """
         ids = self.checks.ids(ids)
-        found = FoundRows(self.checks.found(ids, rows), epoch)
+        found = FoundRows(self.checks.found(ids, rows), self.checks.epoch(epoch))
         if pooling is None:
             return self.engine_impl.read(ids, found)
+        check_pooling(pooling)
         outputs = pooling.new_outputs([self.name]) if out is None else self.checks.outputs(out, pooling)
         self.engine_impl.pool(ids, found, pooling, outputs)
         return outputs
@@ -140,6 +141,7 @@ class Table:
             UsageError: The table is not trainable.
         """
         ids = self.checks.ids(ids)
+        epoch = self.checks.epoch(epoch)
         found = None if rows is None else FoundRows(self.checks.found(ids, rows), epoch)
         checked = self.checks.grads(ids, grads, pooling)
         numbers = self.checks.step(step, time, scale, clip_norm)
@@ -239,8 +241,8 @@ class Table:
         Args:
             chunk_size: Largest number of rows of a chunk.
         """
-        if chunk_size < 1:
-            raise InputError(f"table {self.name!r}: chunk_size must be positive, got {chunk_size}")
+        if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
+            raise InputError(f"table {self.name!r}: chunk_size must be positive, got {chunk_size!r}")
         return self.engine_impl.scan(chunk_size)
 
     def restore(self, chunk: Chunk) -> None:
@@ -269,7 +271,7 @@ class Table:
         Args:
             n: Number of rows.
         """
-        return self.engine_impl.new_chunk(n)
+        return self.engine_impl.new_chunk(self.checks.row_count(n, "new_chunk"))
 
     def snapshot(
         self, *, consumer: str | None = None, touched_only: bool = False, buffer_bytes: int = SNAPSHOT_BYTES
@@ -282,6 +284,10 @@ class Table:
             buffer_bytes: Limit for copies of rows that change before they are read. When it is reached,
                 writers wait.
         """
+        if not isinstance(touched_only, bool):
+            raise InputError(f"table {self.name!r}: touched_only must be True or False, got {touched_only!r}")
+        if isinstance(buffer_bytes, bool) or not isinstance(buffer_bytes, int) or buffer_bytes < 0:
+            raise InputError(f"table {self.name!r}: buffer_bytes must be >= 0, got {buffer_bytes!r}")
         row_bytes = 4 * self.config.row_floats + 12
         room = max(1, buffer_bytes // row_bytes)
         with self._consumers_lock:
@@ -358,7 +364,7 @@ class Table:
         Raises:
             UnknownNameError: The table does not have this consumer; the message lists the known ones.
         """
-        if consumer not in self._consumers:
+        if not isinstance(consumer, str) or consumer not in self._consumers:
             known = ", ".join(repr(c) for c in self._consumers if c is not None) or "none"
             raise UnknownNameError(
                 f"table {self.name!r} has no consumer {consumer!r} (known: {known}); call track() first"

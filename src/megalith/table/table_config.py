@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from megalith.errors import InputError
@@ -41,7 +41,7 @@ class Segment:
             raise InputError(f"Segment: optimizer must be an Optimizer, got {self.optimizer!r}")
         if not isinstance(self.initializer, Initializer):
             raise InputError(f"Segment: initializer must be an Initializer, got {self.initializer!r}")
-        if self.precision not in PRECISIONS:
+        if not isinstance(self.precision, str) or self.precision not in PRECISIONS:
             raise InputError(
                 f"Segment: precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}"
             )
@@ -125,10 +125,12 @@ class TableConfig:
                     precision=precision,
                 ),
             )
-        elif (dim, optimizer, initializer, precision) != (None, None, None, "float32"):
+        elif any(x is not None for x in (dim, optimizer, initializer)) or precision != "float32":
             raise InputError(
                 f"{where}: pass segments, or dim, optimizer, initializer and precision, not both"
             )
+        if not isinstance(segments, list | tuple | Iterator):
+            raise InputError(f"{where}: segments must be a list of Segments, got {segments!r}")
         segments = tuple(segments)
         if not segments:
             raise InputError(f"{where}: segments is empty")
@@ -137,12 +139,14 @@ class TableConfig:
                 raise InputError(f"{where}: segments must hold Segments, got {segment!r}")
         if admission is not None:
             raise InputError(f"{where}: admission policies are not supported yet, got {admission!r}")
-        if tuple(eviction):
+        if not isinstance(eviction, list | tuple) or tuple(eviction):
             raise InputError(f"{where}: eviction policies are not supported yet, got {eviction!r}")
-        if missing not in MISSING:
+        if not isinstance(missing, str) or missing not in MISSING:
             raise InputError(f"{where}: missing must be one of {', '.join(MISSING)}, got {missing!r}")
-        if dist_type is not None and dist_type not in MODES:
+        if dist_type is not None and not (isinstance(dist_type, str) and dist_type in MODES):
             raise InputError(f"{where}: dist_type must be one of {', '.join(MODES)}, got {dist_type!r}")
+        if not isinstance(trainable, int):
+            raise InputError(f"{where}: trainable must be True or False, got {trainable!r}")
         for attribute, value in (
             ("name", name),
             ("segments", segments),

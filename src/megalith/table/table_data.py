@@ -6,7 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from megalith.errors import InputError
 
 MAX_TIME = 2**32 - 1
 MAX_CONSUMERS = 8
@@ -36,7 +39,13 @@ class Chunk:
         Args:
             start: First row.
             end: Row after the last one.
+
+        Raises:
+            InputError: A bound is not an integer.
         """
+        for bound in (start, end):
+            if isinstance(bound, bool) or not isinstance(bound, int):
+                raise InputError(f"Chunk: rows are counted by integers, got {bound!r}")
         return self._each(lambda column: column[start:end])
 
     def select(self, which: Tensor) -> Chunk:
@@ -44,7 +53,18 @@ class Chunk:
 
         Args:
             which: Positions, int64 [m], or flags, bool [n].
+
+        Raises:
+            InputError: `which` has another type, shape or device, or a position is out of range.
         """
+        n = self.ids.shape[0]
+        good = isinstance(which, Tensor) and which.dim() == 1 and which.device == self.ids.device
+        if good and which.dtype == torch.int64 and which.numel():
+            good = -n <= int(which.min()) and int(which.max()) < n
+        elif good:
+            good = which.dtype == torch.int64 or (which.dtype == torch.bool and which.shape[0] == n)
+        if not good:
+            raise InputError(f"Chunk: select takes positions, int64 [m] below {n}, or flags, bool [{n}]")
         return self._each(lambda column: column[which])
 
     def columns(self) -> list[Tensor]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import operator
 import time as clock
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megalith.bits import show_id_dtype
 from megalith.errors import InputError, UnknownNameError, UsageError
 from megalith.library import native_module
 from megalith.ops.pooling import Pooling
@@ -28,9 +29,27 @@ _NATIVE = native_module()
 
 def check_table_name(table: str, known: Collection[str]) -> None:
     """Raises UnknownNameError, which lists the known tables, unless `table` is one of them."""
-    if table not in known:
+    if not isinstance(table, str) or table not in known:
         names = ", ".join(map(repr, known)) or "none"
         raise UnknownNameError(f"unknown table {table!r} (known: {names})")
+
+
+def check_by_table(value: Any, field: str, example: str) -> None:
+    """Raises InputError unless `value` is a dict; the message shows the example."""
+    if not isinstance(value, Mapping):
+        raise InputError(f"{field} must map table names, such as {example}, got {type(value).__name__}")
+
+
+def check_flag(value: Any, field: str) -> None:
+    """Raises InputError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise InputError(f"{field} must be True or False, got {type(value).__name__}")
+
+
+def check_pooling(pooling: Any) -> None:
+    """Raises InputError unless `pooling` is a Pooling; engines and `Pooling.check` check its content."""
+    if not isinstance(pooling, Pooling):
+        raise InputError(f"pooling must be a Pooling, got {type(pooling).__name__}")
 
 
 class InputChecks:
@@ -60,7 +79,8 @@ class InputChecks:
         if not isinstance(ids, Tensor):
             raise InputError(f"table {self.name!r}: ids must be a tensor, got {type(ids).__name__}")
         if ids.dtype not in (torch.int64, torch.int32):
-            raise InputError(f"table {self.name!r}: ids must be int64 or int32, got {ids.dtype}")
+            kind = show_id_dtype(ids.dtype)
+            raise InputError(f"table {self.name!r}: ids must be int64 or int32, got {kind}")
         if ids.dim() != 1:
             raise InputError(f"table {self.name!r}: ids must have shape [n], got {list(ids.shape)}")
         self._check_storage("ids", ids)
@@ -74,7 +94,7 @@ class InputChecks:
         return rows.contiguous()
 
     def rows(self, ids: Tensor, rows: Tensor) -> Tensor:
-        """Checks weights to assign or add.
+        """Checks weights to assign or to add.
 
         Args:
             ids: int64 [n].
@@ -91,8 +111,19 @@ class InputChecks:
             raise InputError(f"table {self.name!r}: rows hold NaN or Inf")
         return checked
 
+    def ids_and_rows(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Checks the pair (ids, rows) of an assign over several tables; returns both checked."""
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise InputError(
+                f"table {self.name!r}: assign takes a pair (ids, rows) per table, got {type(pair).__name__}"
+            )
+        ids = self.ids(pair[0])
+        return ids, self.rows(ids, pair[1])
+
     def outputs(self, tensors: Sequence[Tensor], pooling: Pooling) -> list[Tensor]:
         """Checks tensors that a pooling is to fill: contiguous, with the shapes of its outputs."""
+        if not isinstance(tensors, list | tuple):
+            raise InputError(f"table {self.name!r}: out must be a list of tensors, one per output")
         self._matrices("out", tensors, pooling)
         if not all(tensor.is_contiguous() for tensor in tensors):
             raise InputError(f"table {self.name!r}: out must be contiguous")
@@ -117,6 +148,7 @@ class InputChecks:
                 raise InputError(f"table {self.name!r}: grads must be a tensor without pooling")
             checked = [self._matrix("grads", grads, ids.numel(), self.dim)]
         else:
+            check_pooling(pooling)
             if not isinstance(grads, list | tuple):
                 raise InputError(f"table {self.name!r}: with pooling, grads must be a list, one per output")
             checked = self._matrices("grads", grads, pooling)
@@ -125,6 +157,14 @@ class InputChecks:
                 field = "grads" if pooling is None else f"grads of output {number}"
                 raise InputError(f"table {self.name!r}: {field} hold NaN or Inf")
         return checked
+
+    def epoch(self, epoch: int | None) -> int | None:
+        """Checks an epoch, as `Table.epoch` returns it."""
+        if epoch is not None and (isinstance(epoch, bool) or not isinstance(epoch, int)):
+            raise InputError(
+                f"table {self.name!r}: epoch must be an integer, from Table.epoch, got {epoch!r}"
+            )
+        return epoch
 
     def step(self, step: int, time: float | None, scale: float, clip_norm: float | None) -> Step:
         """Checks the numbers of an update and evaluates the learning rates.
@@ -183,10 +223,10 @@ class InputChecks:
             )
         return int(seconds)
 
-    def row_count(self, n: int) -> int:
-        """Checks a number of rows to reserve."""
+    def row_count(self, n: int, call: str = "reserve") -> int:
+        """Checks a number of rows to reserve or allocate."""
         if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n < 2**31:
-            raise InputError(f"table {self.name!r}: reserve takes 0 to 2^31 - 1 rows, got {n!r}")
+            raise InputError(f"table {self.name!r}: {call} takes 0 to 2^31 - 1 rows, got {n!r}")
         return n
 
     def chunk(self, chunk: Chunk) -> tuple[Tensor, list[Tensor], Tensor]:
@@ -196,14 +236,19 @@ class InputChecks:
             Ids int64 [n]; the columns (weights, then state in the config's order), float32 [n, size] each;
             times int64 [n].
         """
+        if not isinstance(chunk, Chunk):
+            raise InputError(
+                f"table {self.name!r}: restore takes a Chunk, as scan() yields it, got {type(chunk).__name__}"
+            )
+        if not isinstance(chunk.state, Mapping):
+            raise InputError(f"table {self.name!r}: the state of a chunk must be a dict of tensors")
         ids = self.ids(chunk.ids)
         n = ids.numel()
         columns = [self._matrix("rows", chunk.rows, n, self.dim)]  # as stored: may hold an overflow
         known = {column.key for column in self.config.state_columns}
         if set(chunk.state) != known:
-            raise InputError(
-                f"table {self.name!r}: chunk has state {sorted(chunk.state)}, expected {sorted(known)}"
-            )
+            given = sorted(map(str, chunk.state))
+            raise InputError(f"table {self.name!r}: chunk has state {given}, expected {sorted(known)}")
         for column in self.config.state_columns:
             state = chunk.state[column.key]
             columns.append(self._matrix(f"state {column.key}", state, n, column.end - column.start))

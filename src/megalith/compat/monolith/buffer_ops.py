@@ -79,7 +79,11 @@ def unique_key_with_value_and_offset(
     occurrences = torch.zeros_like(found.first).scatter_add_(0, found.inverse, torch.ones_like(found.inverse))
     unique = Ragged.from_lengths(key.values[found.first], found.counts[0])
     offsets = Ragged.from_lengths(offset[order], occurrences)
-    buffer = SharedBuffer(int((key.lengths() * sizes).sum())) if generate_buffer else None
+    buffer = (
+        SharedBuffer(int((key.lengths() * sizes).sum()))
+        if checks.flag(generate_buffer, "generate_buffer")
+        else None
+    )
     return UniqueKeys(unique, OffsetMap(offsets, unique.row_splits), buffer)
 
 
@@ -240,7 +244,7 @@ def aligned_flat_concat(inputs: Sequence[Tensor], scale: float = 1.0, alignment:
         torch.nn.functional.pad(t.reshape(-1), (0, _aligned(t, alignment) - t.numel())) for t in tensors
     ]
     flat = torch.cat(pieces)
-    return flat if scale == 1 else flat * scale
+    return flat if checks.number(scale, "scale") == 1 else flat * scale
 
 
 def aligned_flat_split(inputs: Sequence[Tensor], flat: Tensor, alignment: int = 64) -> list[Tensor]:
@@ -260,6 +264,6 @@ def aligned_flat_split(inputs: Sequence[Tensor], flat: Tensor, alignment: int = 
 def _aligned(tensor: Tensor, alignment: int) -> int:
     """Returns the number of elements, rounded up to a multiple of `alignment` bytes."""
     item = tensor.element_size()
-    if alignment < item or alignment % item:
+    if checks.integer(alignment, "alignment") < item or alignment % item:
         raise InputError(f"alignment must be a multiple of {item} bytes, got {alignment}")
     return -(-tensor.numel() * item // alignment) * alignment // item

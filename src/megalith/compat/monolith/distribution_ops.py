@@ -57,6 +57,7 @@ def ragged_split_by_indices(
         raise InputError(f"num must be a Ragged, got {checks.kind(num)}")
     num_splits = checks.integer(num_splits, "num_splits")
     owners = checks.int64(indices, "indices", (num.values.shape[0],)).to(torch.int32)
+    checks.with_data(num.row_splits, "num")
     lengths, _ = _bucketize(None, num.row_splits, owners, [], num_splits, "indices")
     values = split_rows(num.values, indices, num_splits)
     positions = split_rows(torch.arange(owners.shape[0], device=owners.device), indices, num_splits)
@@ -278,7 +279,7 @@ def fused_gather_embeddings_by_input_gradient(
     checks.same_length(grads=checks.as_list(grads, "grads"), fused_embedding_offsets=offsets)
     rows = [checks.floats(g, f"grads[{m}]", (offsets[m].shape[0], dims[m])) for m, g in enumerate(grads)]
     total = scatter_pieces(rows, offsets, size, name="fused_embedding_offsets")
-    return total if scale == 1 else total * scale
+    return total if checks.number(scale, "scale") == 1 else total * scale
 
 
 def _offsets(offsets: Sequence[Tensor], dims: Sequence[int]) -> tuple[list[Tensor], list[int]]:

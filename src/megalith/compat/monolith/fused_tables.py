@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError
+from megalith.ops import checks
 from megalith.shards.local import LocalShards
 
 
@@ -91,11 +92,16 @@ def fused_apply_gradients(
         ("id_offsets", id_offsets, blocks.id_offsets),
         ("grad_offsets", grad_offsets, blocks.emb_offsets),
     ):
-        if given.shape != own.shape or not torch.equal(given.long(), own.long()):
+        given = checks.integers(given, name)
+        if given.shape != own.shape or not given.is_cpu or not torch.equal(given.long(), own.long()):
             raise InputError(f"{name} do not belong to these ids and sizes; pass those of the lookup")
-    if indices.shape != ids.shape:
+    if checks.integers(indices, "indices", None).shape != ids.shape:
         raise InputError(f"indices must have the shape of ids, {list(ids.shape)}")
     size = int(blocks.emb_offsets[-1])
+    if not isinstance(id_grads, Tensor) or id_grads.layout != torch.strided or not id_grads.is_cpu:
+        raise InputError(
+            f"id_grads must be a float32 tensor [{size}] on the CPU, got {checks.kind(id_grads)}"
+        )
     if id_grads.dtype != torch.float32 or tuple(id_grads.shape) != (size,):
         raise InputError(f"id_grads must be float32 [{size}], got {id_grads.dtype} {list(id_grads.shape)}")
     positions = {name: blocks.ids_of(k) for k, name in enumerate(names)}
@@ -134,12 +140,18 @@ class _Blocks:
 
 def _blocks(shards: LocalShards, ids: Tensor, sizes: Tensor, num_of_shards: int) -> tuple[list[str], _Blocks]:
     """Checks ids and sizes; returns the names of the tables and the blocks."""
+    if not isinstance(shards, LocalShards):
+        raise InputError(f"shards must be LocalShards, got {type(shards).__name__}")
     names = sorted(shards.configs)
     dims = [shards.configs[name].dim for name in names]
     tables = len(dims)
-    if ids.dim() != 1 or ids.dtype not in (torch.int64, torch.int32):
-        raise InputError(f"ids must be int64 [n], got {ids.dtype} {list(ids.shape)}")
-    if num_of_shards < 1 or sizes.dim() != 1 or sizes.numel() != num_of_shards * tables:
+    checks.integers(ids, "ids")
+    checks.integers(sizes, "fused_slot_size")
+    for name, tensor in (("ids", ids), ("fused_slot_size", sizes)):
+        if not tensor.is_cpu:
+            raise InputError(f"{name} must be on the CPU, got {tensor.device}")
+    num_of_shards = checks.integer(num_of_shards, "num_of_shards")
+    if sizes.numel() != num_of_shards * tables:
         raise InputError(
             f"fused_slot_size must have {num_of_shards} shards x {tables} tables entries, got {sizes.numel()}"
         )

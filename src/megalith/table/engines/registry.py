@@ -15,7 +15,7 @@ ENGINES = {
 
 def engine_class(engine: str) -> type[Engine]:
     """Returns the class of an engine; raises InputError for an unknown name."""
-    if engine not in ENGINES:
+    if not isinstance(engine, str) or engine not in ENGINES:
         raise InputError(f"unknown engine {engine!r}; known engines: {', '.join(ENGINES)}")
     module, name = ENGINES[engine]  # imported on use: the cpu engine needs the native module
     found: type[Engine] = getattr(import_module(module), name)

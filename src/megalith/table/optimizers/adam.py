@@ -39,7 +39,7 @@ class Adam(Optimizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check("eps", "weight_decay")
-        if len(tuple(self.betas)) != 2:
+        if not isinstance(self.betas, list | tuple) or len(self.betas) != 2:
             raise InputError(f"Adam: betas must be two numbers, got {self.betas!r}")
         object.__setattr__(self, "betas", tuple(self.betas))
         for beta in self.betas:
