@@ -3,7 +3,8 @@
     python benchmarks/ops_cpu.py [--quick] [--only NAME,...] [--threads 1,2] [--profile DIR] [--output PATH]
 
 The workloads are those of Monolith's own benchmarks (a million ids in ten shards; 1e5 features; 30 slots
-and 256 shards), a layout of 200 features for a batch of 4096, and the jagged ops that FBGEMM also has.
+and 256 shards), routing by modulo and by hash, a layout of 200 features for a batch of 4096, and the
+jagged ops that FBGEMM also has.
 Outputs are compared with the peers first. One process, variants take turns, CPU time of the thread (wall
 time with two threads), medians of paired ratios. "torch" is the fastest of several plain expressions. A
 full run saves results/ops_cpu-DATE.json; --profile writes a torch.profiler trace per workload.
@@ -205,6 +206,27 @@ def reorder(scale: int) -> list[Workload]:
         return monolith.reorder_by_indices(ids, shards, 256)
 
     return [Workload("reorder_by_indices", ours, {"torch": plain}, {"torch": 3.0}, same)]
+
+
+# ---- routing
+
+
+def route(scale: int) -> list[Workload]:
+    """Owners of 1e6 ids of any 64 bits among 10 and 256 shards, by modulo and by hash."""
+    ids = any_ids(1_000_000 // scale, generator())
+    made = []
+    for mode, kind in (("roundrobin", "modulo"), ("hash_roundrobin", "hash")):
+        for shards in (10, 256):
+            router = Router(mode, shards)
+            made.append(
+                Workload(
+                    f"route by {kind}, {shards} shards",
+                    lambda router=router: router.owner(ids),
+                    {"torch": lambda router=router: router.owner_twin(ids)},
+                    same=torch.equal,
+                )
+            )
+    return made
 
 
 # ---- layouts
@@ -412,6 +434,7 @@ SECTIONS: dict[str, Callable[[int], list[Workload]]] = {
     "gather": gather_ids,
     "fused_reorder": fused_reorder,
     "reorder": reorder,
+    "route": route,
     "layout": layout,
     "jagged": jagged,
 }

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megalith import Ragged, Router
+from megalith import SGD, EmbeddingCollection, Feature, Ragged, Router, Table, TableConfig
 from megalith.errors import InputError
 from megalith.ops import bucketize
 from megalith.routing import MODES, mix
@@ -269,3 +269,16 @@ def test_equal_routers_are_equal_and_readable() -> None:
     assert router == Router("continuous", 4, block_size=100)
     assert router != Router("continuous", 5, block_size=100)
     assert repr(router) == "Router('continuous', 4, block_size=100)"
+
+
+def test_unsigned_ids_are_refused_with_the_remedy() -> None:
+    ids = torch.tensor([2**64 - 1], dtype=torch.uint64)
+    table = Table(TableConfig("t", dim=1, optimizer=SGD(0.1)))
+    collection = EmbeddingCollection([table.config], [Feature("f", "t")])
+    router = Router("roundrobin", 7)
+    for call in (lambda: router.owner(ids), lambda: table.lookup(ids), lambda: collection({"f": ids})):
+        with pytest.raises(
+            InputError, match=r"torch\.uint64 \(ids\.view\(torch\.int64\) keeps all 64 bits\)"
+        ):
+            call()
+    assert router.owner(ids.view(torch.int64)).tolist() == [(2**64 - 1) % 7]

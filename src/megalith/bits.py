@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -35,3 +36,9 @@ def mix64(x: Tensor) -> Tensor:
     x = (x ^ shift_right(x, 30)) * signed(0xBF58476D1CE4E5B9)
     x = (x ^ shift_right(x, 27)) * signed(0x94D049BB133111EB)
     return x ^ shift_right(x, 31)
+
+
+def show_id_dtype(dtype: torch.dtype) -> str:
+    """Returns a dtype that ids cannot have, for an error message, with the remedy if there is one."""
+    hint = " (ids.view(torch.int64) keeps all 64 bits)" if dtype == torch.uint64 else ""
+    return f"{dtype}{hint}"

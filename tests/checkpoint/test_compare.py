@@ -16,6 +16,7 @@ from megalith import SGD, Adagrad, EmbeddingCollection, Feature, TableConfig, ch
 from megalith.checkpoint import piece_writer
 from megalith.checkpoint.compare import Change, LargestChange
 from megalith.errors import CheckpointError
+from megalith.table import Chunk
 
 Rows = dict[int, list[float]]
 
@@ -26,8 +27,16 @@ def collection(**options: Any) -> EmbeddingCollection:
 
 
 def put(model: EmbeddingCollection, rows: Rows, time: int = 5) -> None:
-    if rows:
-        model.shards.assign({"t": (torch.tensor(list(rows)), torch.tensor(list(rows.values())))}, time=time)
+    """Assign these rows, or restore them with fresh state: `assign` refuses NaN and Inf."""
+    table = model.shards.local["t"]
+    ids, weights = torch.tensor(list(rows), dtype=torch.int64), torch.tensor(list(rows.values()))
+    if rows and bool(weights.isfinite().all()):
+        model.shards.assign({"t": (ids, weights)}, time=time)
+    elif rows:
+        state = {
+            c.key: torch.full((len(rows), c.end - c.start), c.initial) for c in table.config.state_columns
+        }
+        table.restore(Chunk(ids, weights, state, torch.full_like(ids, time)))
 
 
 def saved(path: Path, rows: Rows, **options: Any) -> Path:

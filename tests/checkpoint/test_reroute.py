@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from megalith import checkpoint
+from megalith import Adagrad, EmbeddingCollection, Feature, TableConfig, checkpoint
 from megalith.errors import CheckpointError, InputError
 from megalith.routing import MODES, Router
 from megalith.storage.store import StoredFile
@@ -344,3 +344,19 @@ def test_a_file_that_one_rank_cannot_read_raises_on_all_before_a_table_is_cleare
     failed = [isinstance(outcome, CheckpointError) for outcome in outcomes]
     assert failed == [True] * 3
     assert rows_of(models) == before
+
+
+@pytest.mark.parametrize("router", [Router("hash_roundrobin", 3), Router("continuous", 2, block_size=7)])
+def test_one_shard_carries_the_recorded_mode_over(router: Router) -> None:
+    """Given a checkpoint of several shards, a load and a save in one process keep its routing mode."""
+    store, _ = saved(router)
+    alone = nn.Module()
+    config = TableConfig("t", dim=2, optimizer=Adagrad(0.1))
+    alone.embeddings = EmbeddingCollection([config], [Feature("f", "t")])
+    alone.weight = nn.Parameter(torch.zeros(2))
+    checkpoint.load(alone, store)
+    again = MemoryStore()
+    checkpoint.save(alone, again)
+    routing = checkpoint.read_manifest(again).tables()["embeddings.t"][0].routing
+    assert (routing.dist_type, routing.num_shards) == (router.mode, 1)
+    assert routing.block_size == router.block_size

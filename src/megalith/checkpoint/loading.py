@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from megalith.checkpoint.chain import check_idle, forget_last_save, ranks_of, set_last_save, track_changes
-from megalith.checkpoint.dense_state import DenseMatch, collections_of, dense_state, match_dense
-from megalith.checkpoint.manifest import NAME, Manifest, Piece, TableEntry
+from megalith.checkpoint.dense_state import DenseMatch, collections_of, dense_state, match_dense, tables_of
+from megalith.checkpoint.manifest import NAME, Manifest, Piece, TableEntry, full_name
 from megalith.checkpoint.match_tables import TableMatch, TableMatches, match_tables
 from megalith.checkpoint.nested_state import unpack
 from megalith.checkpoint.saved_rows import (
@@ -192,6 +192,7 @@ def _load(model: nn.Module, store: Store, ranks: RankGroup, options: _LoadOption
         tables = _agree(ranks, lambda: _load_tables(local, found, ranks, options.on_rows))
     dense.copy()
     _set_steps(manifest, collections)
+    _keep_routing(found, collections)
     for collection in collections.values():
         collection.zero_grad()
         if options.deltas:
@@ -321,6 +322,16 @@ def _set_steps(manifest: Manifest, collections: Mapping[str, EmbeddingCollection
             collection.global_step = saved[path].global_step
         elif len(saved) == len(collections) == 1:
             collection.global_step = next(iter(saved.values())).global_step
+
+
+def _keep_routing(found: TableMatches, collections: Mapping[str, EmbeddingCollection]) -> None:
+    """Remember the saved routing modes, which tables in one shard do not have themselves."""
+    matches = {match.name: match for match in found.matches}
+    for path, local, _ in tables_of(collections):
+        match = matches.get(full_name(path, local))
+        if match is not None:
+            saved = match.entries[-1].routing
+            collections[path].checkpoint_state.routing[local] = saved.dist_type, saved.block_size
 
 
 def _all_ranks(ranks: RankGroup, found: TableMatches, kept: dict[str, int]) -> dict[str, TableReport]:

@@ -61,7 +61,7 @@ from megalith.checkpoint.saved_rows import MAX_MANIFEST, read_manifest, write_te
 from megalith.checkpoint.sharded_weights import check_weights, whole_copies
 from megalith.distributed.agreement import agree
 from megalith.errors import CheckpointError, InputError, UsageError
-from megalith.shards import Shards
+from megalith.nn import EmbeddingCollection
 from megalith.storage.store import Store, open_store
 from megalith.storage.strict_json import parse_json
 from megalith.table import TableConfig
@@ -293,7 +293,7 @@ class SaveJob:
             entries[frozen.collection].tables[frozen.name] = TableEntry(
                 segments=describe(frozen.config),
                 seed=shards.local[frozen.name].seed,
-                routing=_routing(shards, frozen.name),
+                routing=_routing(self._collections[frozen.collection], frozen.name),
                 pieces=[piece for part in parts for piece in read_pieces(part, "pieces", where)],
                 live=sum(part["live"] for part in parts),
                 removed=[piece for part in parts for piece in read_pieces(part, "removed", where)],
@@ -396,10 +396,13 @@ def folders_of(manifest: Manifest) -> set[str]:
     return {PurePosixPath(file.path).parts[0] for file in manifest.all_files()}
 
 
-def _routing(shards: Shards, table: str) -> Routing:
-    router = shards.router(table)
+def _routing(collection: EmbeddingCollection, table: str) -> Routing:
+    """Return the routing of a table; with one shard, the mode of its config or of the checkpoint it had."""
+    router = collection.shards.router(table)
     if router is None:
-        return Routing(dist_type=shards.configs[table].dist_type or "roundrobin")
+        mode, block_size = collection.checkpoint_state.routing.get(table, ("roundrobin", None))
+        configured = collection.shards.configs[table].dist_type or mode
+        return Routing(configured, block_size=block_size if configured == mode else None)
     return Routing(router.mode, router.num_shards, router.block_size, router.skip_first)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalith.bits import show_id_dtype
 from megalith.errors import InputError, UnknownNameError, UsageError
 from megalith.nn.combiners import FirstN
 from megalith.nn.feature_plan import CompiledBatch, FeaturePlan
@@ -100,8 +101,9 @@ def column_of(feature: Feature, value: Any) -> Ragged:
         )
     if column.values.dtype not in (torch.int64, torch.int32) or column.values.dim() != 1:
         raise InputError(
-            f"feature {feature.name!r}: ids must be int64 or int32 [n], got {column.values.dtype} "
-            f"{list(column.values.shape)} (for strings use megalith.hash_strings)"
+            f"feature {feature.name!r}: ids must be int64 or int32 [n], got "
+            f"{show_id_dtype(column.values.dtype)} {list(column.values.shape)} (for strings use "
+            "megalith.hash_strings)"
         )
     if column.weights is not None and column.weights.requires_grad and feature.combiner is not None:
         raise UsageError(
