@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -359,6 +360,49 @@ def test_nan_as_a_missing_value_with_an_indicator(tmp_path: Path) -> None:
         DenseColumn("d", indicator=2)  # type: ignore[arg-type]
 
 
+# ---- columns that are not what they look like
+
+
+def test_times_in_milliseconds_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", {"y": [0, 1], "c": [1, 2], "at": [1_600_000_000, 1_600_000_000_000]})
+    schema = Schema(label="y", features={"f": "c"}, time="at")
+    message = r"row 1, column 'at': 1600000000000 is not a time in seconds .* is the column in milliseconds\?"
+    with pytest.raises(InputError, match=message):
+        list(ParquetReader(path, schema, batch_size=2))
+    reader = ParquetReader(path, schema, batch_size=2, on_error="skip")
+    assert [batch.time for batch in reader] == [1_600_000_000]
+    assert reader.skipped == {"not a time": 1}
+
+
+@pytest.mark.parametrize(
+    ("texts", "hint"),
+    [
+        (["1 2 3", "4"], r"'1 2 3' looks like several ids, but is read as one; separator=' ' splits it"),
+        (["7", "8,9", "1,2"], r"separator=','"),
+        ([b"Comedy|Action", b"Drama"], r"'Comedy\|Action' .* separator='\|'"),
+        (["[1, 2]", None], r"'\[1, 2\]' looks like a list, but is read as one id"),
+    ],
+)
+def test_texts_that_look_like_lists_of_ids(tmp_path: Path, texts: list[Any], hint: str) -> None:
+    path = write(tmp_path / "a.parquet", {"c": texts})
+    schema = Schema(label=None, features={"f": "c"})
+    reader = ParquetReader(path, schema, batch_size=1)
+    with pytest.warns(UserWarning, match=rf"a.parquet: column 'c': .*{hint}") as warned:
+        assert len(list(reader)) == len(texts)
+    assert len(warned) == 1
+    strict = Schema(label=None, features={"f": FeatureColumn("c", hash=False)})
+    with pytest.raises(InputError, match=rf"is not a 64-bit integer; .*{hint}"):
+        list(ParquetReader(path, strict, batch_size=1))
+
+
+@pytest.mark.parametrize("texts", [["New York", "a, b"], ["-1", "+2"], ["68fd1e64"], ["1 2"] + ["x"] * 30])
+def test_other_texts_give_no_hint(tmp_path: Path, texts: list[str]) -> None:
+    path = write(tmp_path / "a.parquet", {"c": texts})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list(ParquetReader(path, Schema(label=None, features={"f": "c"}), batch_size=9))
+
+
 # ---- fitting
 
 
@@ -389,7 +433,7 @@ BAD_ROWS = [
     ("w", [1.0, -0.5, 2.0], "no weight", r"row 1, column 'w': -0.5 is not a weight"),
     ("w", [1.0, None, 2.0], "no weight", r"row 1, column 'w': None is not a weight"),
     ("t", [1, None, 2], "no time", r"row 1, column 't': None is missing"),
-    ("t", [1, 2**60, 2], "not finite", r"row 1, column 't': 1152921504606846976 is not a time"),
+    ("t", [1, 2**60, 2], "not a time", r"row 1, column 't': 1152921504606846976 is not a time"),
     ("c", ["1", "2.5", "3"], "wrong type", r"row 1, column 'c': '2.5' is not a 64-bit integer"),
     ("c", ["1", "18446744073709551616", "3"], "wrong type", r"column 'c'"),
 ]

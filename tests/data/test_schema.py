@@ -102,8 +102,12 @@ def test_fitting_parts_is_fitting_the_whole() -> None:
         (lambda: DenseColumn("c", "standard", mean=1.0, std=0.0), "a std above 0"),
         (lambda: DenseColumn("c", "log1p", mean=1.0, std=1.0), 'need normalise="standard"'),
         (lambda: Schema.from_dict({"features": {"a": "a"}}), "not the JSON form of a schema: 'label'"),
-        (lambda: Schema.from_dict({"label": "y", "features": {"a": {"x": 1}}}), "not the JSON form"),
-        (lambda: Schema.from_dict({"label": "y", "features": {"a": "a"}, "more": 1}), "not the JSON form"),
+        (lambda: Schema.from_dict({"label": "y", "features": {"a": {"x": 1}}}), "with the key column, got"),
+        (
+            lambda: Schema.from_dict({"label": "y", "features": {"a": {"column": "a", "seperator": "|"}}}),
+            r"column 'a' has no key 'seperator' \(known: column, slot, hash, separator, ids\)",
+        ),
+        (lambda: Schema.from_dict({"label": "y", "features": {"a": "a"}, "more": 1}), "no key 'more' .*time"),
         (lambda: Schema.from_dict([]), "not the JSON form"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -90,3 +91,22 @@ def test_the_seed_is_that_of_the_initial_rows() -> None:
 def test_what_is_refused(features: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises((InputError, UnknownNameError), match=message):
         EmbeddingConfig(features, **options)
+
+
+def test_a_table_with_almost_the_name_of_another_is_reported() -> None:
+    with pytest.warns(UserWarning, match=r"feature 'bought' is the only one of table 'itme'.* mean 'item'\?"):
+        EmbeddingConfig(["item", "bought"], tables={"bought": "itme"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        EmbeddingConfig(["item", "bought", "seen"], tables={"bought": "itme", "seen": "itme"})
+        EmbeddingConfig(["item", "bought"], tables={"bought": "item"})
+        EmbeddingConfig(["a", "b"], tables={"a": "item1", "b": "item2"})
+        EmbeddingConfig(["item", "bought"], tables={"bought": "history"})
+
+
+def test_features_of_one_table_have_ids_from_one_source() -> None:
+    sources = {"a": "integer", "b": "xxhash64"}
+    config = EmbeddingConfig(["a", "b", "c"], tables={"b": "a", "c": "a"}, id_sources=sources)
+    with pytest.raises(InputError, match=r"'a' and 'b' share table 'a', but the ids of 'a' are integer"):
+        DeepFM(config)
+    DeepFM(EmbeddingConfig(["a", "b", "c"], tables={"c": "a"}, id_sources=sources))

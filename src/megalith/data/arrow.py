@@ -21,10 +21,18 @@ from megalith.data.schema import FLOAT32_MAX, FeatureColumn, IdSource, NanRule
 from megalith.errors import MissingDependencyError
 from megalith.ops.ids import fid, hash_bytes
 from megalith.ragged import Ragged
+from megalith.table.table_data import MAX_TIME
 
 Mask = NDArray[np.bool_]
 NOT_AN_ID = "is not a 64-bit integer"
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
+_LISTS = (
+    re.compile(r"\[.*\]"),
+    re.compile(r"[+-]?[0-9]+(?:(?P<separator>[ ,;|\t])[+-]?[0-9]+)(?:(?P=separator)[+-]?[0-9]+)*"),
+    re.compile(r"[^|]+(?:(?P<separator>\|)[^|]+)+"),
+)
+"""Texts that look like a list of ids: "[1, 2]", "1 2 3" and "a|b"."""
+_HINT_ROWS, _HINT_SHARE, _HINT_LENGTH = 200, 0.1, 10_000
 
 
 def arrow(module: str = "pyarrow") -> Any:
@@ -118,10 +126,13 @@ def seconds(array: Any, column: str) -> tuple[NDArray[np.int64], list[ColumnFaul
     values, missing, faults = numbers(array, column)
     if missing.any():
         faults.append(ColumnFault(missing, column, "no time", "is missing, but every row needs a time"))
-    late = np.abs(values) > 2.0**53
-    if late.any():
-        faults.append(ColumnFault(late, column, "not finite", "is not a time in seconds"))
-    return np.nan_to_num(np.where(late, 0.0, values)).astype(np.int64), faults
+    outside = (values < 0) | (values > MAX_TIME)
+    if outside.any():
+        what = f"is not a time in seconds between 0 and {MAX_TIME}"
+        if float(np.nanmedian(values[outside])) > MAX_TIME:
+            what += "; is the column in milliseconds? Divide it by 1000, or store timestamps"
+        faults.append(ColumnFault(outside, column, "not a time", what))
+    return np.nan_to_num(np.where(outside, 0.0, values)).astype(np.int64), faults
 
 
 def ids(array: Any, feature: FeatureColumn) -> tuple[Ragged, list[ColumnFault]]:
@@ -156,7 +167,9 @@ def ids(array: Any, feature: FeatureColumn) -> tuple[Ragged, list[ColumnFault]]:
     if unread is not None:
         bad = np.zeros(len(lengths), bool)
         bad[rows[unread]] = True
-        faults.append(ColumnFault(bad, feature.column, "wrong type", NOT_AN_ID))
+        hint = list_hint(array.slice(int(np.flatnonzero(unread)[0]), 1), feature)
+        what = NOT_AN_ID if hint is None else f"{NOT_AN_ID}; {hint}"
+        faults.append(ColumnFault(bad, feature.column, "wrong type", what))
     if feature.slot is not None:
         values = fid(feature.slot, values)
     counts = np.bincount(rows, minlength=len(lengths))
@@ -174,6 +187,38 @@ def why_not_ids(kind: Any) -> str | None:
     if not _is_text(kind):
         return f"holds {kind}; ids are integers or text"
     return None
+
+
+def list_hint(array: Any, feature: FeatureColumn) -> str | None:
+    """Returns a hint if a column of texts looks like lists of ids, each of which would become one id.
+
+    Args:
+        array: Arrow array [n]; the first 200 values are examined.
+        feature: How the column is read.
+
+    Returns:
+        What the column holds and which option splits it. None if the values do not look like lists.
+    """
+    array = _plain(array.slice(0, _HINT_ROWS))
+    if feature.separator is not None or not _is_text(array.type):
+        return None
+    texts = [x.decode("utf-8", "replace") if isinstance(x, bytes) else x for x in array.to_pylist() if x]
+    found = [(text, match) for text in texts for match in _list_matches(text)]
+    if not found or len(found) < _HINT_SHARE * len(texts):
+        return None
+    text, match = found[0]
+    separator = match.groupdict().get("separator")
+    shown = repr(text if len(text) <= 40 else text[:37] + "...")
+    if separator is None:
+        return (
+            f"{shown} looks like a list, but is read as one id; store a list column, or text with a separator"
+        )
+    return f"{shown} looks like several ids, but is read as one; separator={separator!r} splits it"
+
+
+def _list_matches(text: str) -> list[re.Match[str]]:
+    matches = (pattern.fullmatch(text) for pattern in _LISTS if len(text) <= _HINT_LENGTH)
+    return [match for match in matches if match][:1]
 
 
 def id_source(kind: Any, feature: FeatureColumn) -> IdSource | None:

@@ -6,6 +6,7 @@ and positions are in `parquet.py` and `csv.py`.
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -21,6 +22,7 @@ from megalith.data.arrow import (
     arrow,
     id_source,
     ids,
+    list_hint,
     numbers,
     seconds,
     why_not_ids,
@@ -83,6 +85,7 @@ class ColumnReader(Reader):
         self.files = list_files(paths, self.suffixes)
         self._root = data_root(paths)
         self._positions: tuple[int, int, FilePositions] | None = None
+        self._hinted = False
 
     @classmethod
     def from_config(
@@ -160,8 +163,19 @@ class ColumnReader(Reader):
 
     def _row_blocks(self, position: Position) -> Iterator[RowBlock]:
         for chunk in self._chunks(position):
+            if not self._hinted:
+                self._hint(chunk)
             samples, kept = self._decode(chunk)
             yield RowBlock(samples, partial(_position_after, chunk, kept))
+
+    def _hint(self, chunk: ColumnChunk) -> None:
+        """Warns once about texts that look like lists of ids: each would silently become one id."""
+        self._hinted = True
+        for feature in self.schema.feature_columns.values():
+            if feature.hash is not False:  # such text is a bad row otherwise
+                hint = list_hint(chunk.table.column(feature.column), feature)
+                if hint is not None:
+                    warnings.warn(f"{chunk.file}: column {feature.column!r}: {hint}", stacklevel=4)
 
     # ---- columns of a file
 

@@ -277,7 +277,9 @@ class Schema:
             rest = dict(data)
             features = {name: _column(FeatureColumn, x) for name, x in rest.pop("features").items()}
             dense = [_column(DenseColumn, x) for x in rest.pop("dense", ())]
-            return cls(features=features, dense=dense, label=rest.pop("label"), **rest)
+            label = rest.pop("label")
+            _known("a schema", rest, ("weight", "time"), ("label", "features", "dense", "weight", "time"))
+            return cls(features=features, dense=dense, label=label, **rest)
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             if isinstance(error, InputError):
                 raise
@@ -324,4 +326,16 @@ def _slim(column: FeatureColumn | DenseColumn) -> Any:
 
 
 def _column(kind: Any, data: Any) -> Any:
-    return kind(data) if isinstance(data, str) else kind(**data)
+    if isinstance(data, str):
+        return kind(data)
+    if not isinstance(data, Mapping) or "column" not in data:
+        raise InputError(f"schema: a column is a name or a section with the key column, got {data!r}")
+    names = [x.name for x in fields(kind)]
+    _known(f"column {data['column']!r}", data, names, names)
+    return kind(**data)
+
+
+def _known(what: str, data: Mapping[str, Any], allowed: Sequence[str], shown: Sequence[str]) -> None:
+    for key in data:
+        if key not in allowed:
+            raise InputError(f"schema: {what} has no key {key!r} (known: {', '.join(shown)})")

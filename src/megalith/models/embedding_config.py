@@ -6,13 +6,20 @@ and the tensors that it needs; `collection` builds the EmbeddingCollection.
 
 from __future__ import annotations
 
+import re
+import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from difflib import get_close_matches
 
 from megalith.errors import InputError, UnknownNameError
 from megalith.nn import Combiner, EmbeddingCollection, Feature, FirstN, Layout, Mean
 from megalith.shards import Shards
 from megalith.table import Adagrad, Initializer, Optimizer, Segment, TableConfig, Uniform
+
+_CLOSE = 0.7
+"""Similarity of two names, 0 to 1 as for difflib, above which one is taken for a misspelling."""
 
 MakeShards = Callable[[list[TableConfig]], Shards]
 
@@ -61,7 +68,21 @@ class EmbeddingConfig:
             if name not in self.combiners:
                 known = ", ".join(map(repr, self.combiners))
                 raise UnknownNameError(f"tables: unknown feature {name!r} (known: {known})")
+        self._warn_of_misspelt_tables()
         self.segment()
+
+    def _warn_of_misspelt_tables(self) -> None:
+        """Warns if a feature is given a table that no other feature has, with almost the name of one."""
+        used = Counter(self.table(name) for name in self.combiners)
+        for feature, table in self.tables.items():
+            others = [name for name in used if name != table and not _same_but_digits(name, table)]
+            close = get_close_matches(table, others, 1, _CLOSE)
+            if used[table] == 1 and table != feature and close:
+                warnings.warn(
+                    f"feature {feature!r} is the only one of table {table!r}, which will be a new table; did "
+                    f"you mean {close[0]!r}?",
+                    stacklevel=4,
+                )
 
     @property
     def combiners(self) -> dict[str, Combiner]:
@@ -129,6 +150,11 @@ class EmbeddingConfig:
                     "have different rows; give both columns the same type or hash=True, give each a slot, or "
                     "give each its own table"
                 )
+
+
+def _same_but_digits(a: str, b: str) -> bool:
+    """Returns whether names differ in digits alone, as "item1" and "item2" do on purpose."""
+    return re.sub(r"\d", "", a) == re.sub(r"\d", "", b)
 
 
 def _check_rows(shards: Shards, configs: Sequence[TableConfig]) -> None:
