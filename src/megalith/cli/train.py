@@ -157,7 +157,7 @@ def _train(run: Run, out: Console) -> bool:
     for line in skipped_lines(run.batches.skipped()):
         out.print(line, markup=False)
     if run.stopped:
-        out.print(f"stopped after step {run.step:,}; continue with `--resume --run {run.directory}`")
+        out.print(f"stopped after step {run.step:,}; continue with `{_resume_flags(run)}`")
     return run.stopped
 
 
@@ -176,6 +176,11 @@ def _conclude(run: Run, comparison: Path | None, out: Console) -> None:
         out.print(_summary(run, rows, result, page))
 
 
+def _resume_flags(run: Run) -> str:
+    # torchrun reads --run as an abbreviation of one of its own options.
+    return f"--resume {'--run' if run.ranks.size == 1 else '--run-dir'} {run.directory}"
+
+
 def _stop_without_saving(run: Run, out: Console) -> NoReturn:
     """Prints what is saved and what is not, and exits."""
     try:
@@ -184,9 +189,7 @@ def _stop_without_saving(run: Run, out: Console) -> NoReturn:
         out.print(f"stopped at once; steps 1 to {run.step:,} are not saved: there is no checkpoint")
     else:
         lost = f"steps {saved + 1:,} to {run.step:,} are not saved" if saved < run.step else "all is saved"
-        out.print(
-            f"stopped at once; {lost}; continue from step {saved:,} with `--resume --run {run.directory}`"
-        )
+        out.print(f"stopped at once; {lost}; continue from step {saved:,} with `{_resume_flags(run)}`")
     if run.is_saving:
         # The thread that writes the checkpoint cannot be interrupted. Incomplete checkpoints are ignored.
         sys.stdout.flush()
