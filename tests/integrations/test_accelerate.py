@@ -41,9 +41,9 @@ def prepared(model: Model, **options: Any) -> tuple[Any, Any, Any]:
 def train(accelerator: Any, wrapped: Any, optimizer: Any, steps: range) -> None:
     for step in steps:
         loss = wrapped(torch.arange(5) * (step + 1)).square().mean()
-        optimizer.zero_grad()
         accelerator.backward(loss)
         optimizer.step()
+        optimizer.zero_grad()
 
 
 def test_save_state_and_load_state_continue_exactly(tmp_path: Path) -> None:
@@ -60,6 +60,19 @@ def test_save_state_and_load_state_continue_exactly(tmp_path: Path) -> None:
     assert other.embeddings.global_step == model.embeddings.global_step == 5
     assert_same_tables(whole(other.embeddings.tables["t"]), whole(model.embeddings.tables["t"]))
     assert torch.equal(other.head.weight, model.head.weight)
+
+
+def test_gradient_accumulation_needs_update_step() -> None:
+    model = Model()
+    accelerator, wrapped, optimizer = prepared(model, gradient_accumulation_steps=2)
+
+    def loop() -> None:
+        for step in range(4):
+            with accelerator.accumulate(wrapped):
+                train(accelerator, wrapped, optimizer, range(step, step + 1))
+
+    with pytest.raises(UsageError, match=r'second backward.*update="step"'):
+        loop()
 
 
 def on_a_rank(path: Path) -> dict[str, Any]:

@@ -72,6 +72,14 @@ def test_a_checkpoint_of_one_process_continues_exactly(tmp_path: Path) -> None:
     assert torch.equal(other.head.weight, expected.head.weight)
 
 
+def test_gradient_accumulation_needs_update_step(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r'second backward.*update="step"'):
+        trainer(tmp_path, accumulate_grad_batches=2).fit(Model(), loader())
+    allowed = Model(allow_micro_steps=True)
+    trainer(tmp_path, accumulate_grad_batches=2).fit(allowed, loader())
+    assert allowed.embeddings.global_step == 6
+
+
 def on_a_rank(path: Path, port: int) -> dict[str, Any]:
     """Lightning builds the process group in fit, after the model; the environment is that of torchrun."""
     rank = dist.get_rank()

@@ -20,6 +20,7 @@ from megalith.nn.batch_preparer import BatchPreparer
 from megalith.nn.checkpoint_state import CheckpointState
 from megalith.nn.feature_plan import CompiledBatch, FeaturePlan
 from megalith.nn.features import Feature, Layout
+from megalith.nn.micro_steps import MicroStepGuard
 from megalith.nn.shards_choice import ShardsChoice
 from megalith.nn.table_state import (
     StatePath,
@@ -79,6 +80,8 @@ class EmbeddingCollection(nn.Module):
         reduction: How gradients are combined over ranks, "mean" or "sum".
         clip_value: Limits each element of the output gradients.
         clip_norm: Limits the norm of each distinct row's summed gradient.
+        allow_micro_steps: With update="backward", do not raise if the dense part accumulates gradients over
+            several backwards or uses a GradScaler.
         engine: As for `Table`.
         seed: As for `Table`.
 
@@ -96,12 +99,13 @@ class EmbeddingCollection(nn.Module):
         reduction: str = "mean",
         clip_value: float | None = None,
         clip_norm: float | None = None,
+        allow_micro_steps: bool = False,
         engine: str | None = None,
         seed: int | None = None,
     ) -> None:
         super().__init__()
         for name, value, known in (("update", update, UPDATES), ("reduction", reduction, REDUCTIONS)):
-            if value not in known:
+            if not isinstance(value, str) or value not in known:
                 raise InputError(f"EmbeddingCollection: {name} must be one of {known}, got {value!r}")
         for name, bound in (("clip_value", clip_value), ("clip_norm", clip_norm)):
             if bound is not None and not (isinstance(bound, int | float) and 0 < bound < float("inf")):
@@ -116,6 +120,8 @@ class EmbeddingCollection(nn.Module):
         self.plan = FeaturePlan(features, layouts, self.configs)
         self._preparer: BatchPreparer | None = None
         self._pending: list[BatchLookup] = []
+        watched = update == "backward" and not allow_micro_steps
+        self._guard = MicroStepGuard() if watched else None
         # torch.compile leaves `_forward` alone. Not at import: torch's compiler takes seconds to import.
         self._eager_forward = torch.compiler.disable(EmbeddingCollection._forward)
         # It connects outputs to the graph and never has a gradient of its own.
@@ -232,8 +238,13 @@ class EmbeddingCollection(nn.Module):
         own.grads = [g.to("cpu", torch.float32, copy=keep) for g in grads]
         if keep:
             self._pending.append(own)
-        else:
-            self._update_rows([own], 1.0)
+            return
+        if self._guard is not None:
+            try:
+                self._guard.updating()
+            except UsageError as error:
+                own.lookup.fail(error)  # the other ranks wait for the gradients
+        self._update_rows([own], 1.0)
 
     def step(self, *, scale: float = 1.0) -> None:
         """Applies all gradients collected since the last step as one optimizer step per distinct id.
