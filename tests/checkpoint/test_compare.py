@@ -84,7 +84,7 @@ def test_values_that_are_not_finite(
     assert largest.amount == amount
 
 
-def test_state_and_times_change_a_row_but_not_its_weights(tmp_path: Path) -> None:
+def test_state_changes_a_row_but_not_its_weights_and_times_are_apart(tmp_path: Path) -> None:
     model = collection()
     put(model, {1: [1.0, 1.0], 2: [2.0, 2.0]})
     checkpoint.save(model, tmp_path / "a")
@@ -95,8 +95,23 @@ def test_state_and_times_change_a_row_but_not_its_weights(tmp_path: Path) -> Non
 
     table = checkpoint.diff(tmp_path / "a", tmp_path / "b").tables["t"]
 
-    assert (table.changed, table.weights, table.largest) == (2, 0, None)
+    assert (table.changed, table.times, table.weights, table.largest) == (1, 1, 0, None)
     assert not table.same
+
+
+def test_clock_values_are_shown_but_are_not_differences(tmp_path: Path) -> None:
+    """Given equal rows trained at other times in another duration, the checkpoints are the same."""
+    for name, time in (("a", 2**31 - 1), ("b", 2**32 - 1)):
+        model = collection()
+        put(model, {1: [1.0, 1.0], 2: [2.0, 2.0]}, time=time)
+        checkpoint.save(model, tmp_path / name, progress={"step": 3, "seconds": float(time)})
+
+    found = checkpoint.diff(tmp_path / "a", tmp_path / "b")
+
+    assert found.same
+    assert found.tables["t"].times == 2
+    assert found.seconds == Change(2.0**31 - 1, 2.0**32 - 1)
+    assert not found.progress
 
 
 def test_a_chain_equals_the_checkpoint_it_results_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

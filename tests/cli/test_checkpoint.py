@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pyarrow.parquet as parquet
 import pytest
 import torch
@@ -228,6 +229,25 @@ def test_diff(saved: Path, tmp_path: Path) -> None:
 def test_diff_of_equals(saved: Path) -> None:
     assert words(run("diff", saved, saved)) == "no differences "
     assert as_json("diff", saved, saved)["same"]
+
+
+def test_diff_of_runs_that_are_equal_bit_by_bit(tmp_path: Path) -> None:
+    """Given the same run twice, on data without a time column, only the clock differs."""
+    data = tmp_path / "data.parquet"
+    ids, labels = list(range(64)), [i % 2 for i in range(64)]
+    parquet.write_table(pyarrow.table({"user": ids, "label": labels}), data)
+    (tmp_path / "run.toml").write_text(
+        '[data]\nkind = "parquet"\n[data.schema]\nfeatures = { user = "user" }\nlabel = "label"\n'
+    )
+    for name in ("a", "b"):
+        options = ["--config", str(tmp_path / "run.toml"), "--path", str(data), "--batch-size", "16"]
+        done = CliRunner().invoke(app, ["train", *options, "--run", str(tmp_path / name)])
+        assert done.exit_code == 0, done.output
+    sides = (tmp_path / "a/checkpoint", tmp_path / "b/checkpoint")
+    printed = words(run("diff", *sides))
+    assert printed.startswith("no differences, except in times ")
+    assert "seconds of the run: " in printed
+    assert as_json("diff", *sides)["same"]
 
 
 def test_diff_reports_long_values_without_printing_them(tmp_path: Path, model: Model) -> None:

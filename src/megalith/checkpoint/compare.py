@@ -1,9 +1,9 @@
 """diff: the differences between two checkpoints, without a model.
 
-Files are read one at a time. For each row, its id, a hash of its content and its position are kept; both
-sides are sorted by id and compared. Rows whose hashes differ are read again in batches, to compute by how
-much their weights differ. The memory is about 60 bytes for each row of one table on both sides, 256 MiB for
-rows that differ, one file, and the dense weights of both sides.
+Files are read one at a time. For each row, its id, a hash of its content, its time and its position are kept;
+both sides are sorted by id and compared. Rows whose hashes differ are read again in batches, to compute by
+how much their weights differ. The memory is about 70 bytes for each row of one table on both sides, 256 MiB
+for rows that differ, one file, and the dense weights of both sides.
 
 Reading again is cheap if rows have about the same order on both sides, as in checkpoints of one run.
 Otherwise each 256 MiB of weights that differ may cost a pass over the other side's table.
@@ -33,6 +33,7 @@ BATCH_BYTES = 256 << 20
 _HASH_BLOCK = 1 << 19
 _INDEX_BYTES = 64
 _MAX_NESTING = 16
+_DURATION = "seconds"
 
 OnRows = Callable[[int], None]
 
@@ -65,8 +66,9 @@ class TableDifference:
         after: Number of rows in the second checkpoint.
         added: Number of ids that only the second has.
         removed: Number of ids that only the first has.
-        changed: Number of rows whose weights, optimizer state, time or count differ. Optimizer state is not
+        changed: Number of rows whose weights, optimizer state or count differ. Optimizer state is not
             compared if its sizes differ, and rows are not compared if the dims differ.
+        times: Number of other rows whose last-update time differs.
         weights: Number of rows whose weights differ.
         largest: The largest difference of a weight.
         settings: The dims, optimizers, routing and seed that differ.
@@ -77,13 +79,14 @@ class TableDifference:
     added: int
     removed: int
     changed: int
+    times: int
     weights: int
     largest: LargestChange | None
     settings: dict[str, Change]
 
     @property
     def same(self) -> bool:
-        """Whether there is no difference."""
+        """Whether there is no difference except in times, which may come from the clock."""
         return not (self.added or self.removed or self.changed or self.settings)
 
 
@@ -107,6 +110,7 @@ class Difference:
         optimizer: Whether the state of the dense optimizer differs.
         steps: The global steps that differ, by collection.
         progress: The caller's data that differ, by "key.key"; they include the config of a run.
+        seconds: The duration of the run (the key "seconds" of the progress), if it differs.
     """
 
     tables: dict[str, TableDifference]
@@ -116,10 +120,14 @@ class Difference:
     optimizer: bool
     steps: dict[str, Change]
     progress: dict[str, Change]
+    seconds: Change | None
 
     @property
     def same(self) -> bool:
-        """Whether there is no difference."""
+        """Whether there is no difference except in durations and last-update times.
+
+        Those come from the clock, so they differ between two runs that are equal bit by bit.
+        """
         rest = self.only_before or self.only_after or self.dense or self.steps or self.progress
         return not (rest or self.optimizer) and all(table.same for table in self.tables.values())
 
@@ -146,6 +154,8 @@ def diff(
     old, new = read_manifest(stores[0]), read_manifest(stores[1])
     old_tables, new_tables = old.tables(), new.tables()
     count = _RowCount(on_rows)
+    progress = _changes(_flat(old.latest.progress), _flat(new.latest.progress))
+    seconds = progress.pop(_DURATION, None)
     with ExitStack() as stack:
         left, right = (
             stack.enter_context(store.local_copy(_needed(manifest), CheckpointError))
@@ -162,7 +172,8 @@ def diff(
             dense=_compare_dense(_read(left, old.latest.dense), _read(right, new.latest.dense)),
             optimizer=not _equal(_optimizer(left, old), _optimizer(right, new)),
             steps=_changes(old.steps, new.steps),
-            progress=_changes(_flat(old.latest.progress), _flat(new.latest.progress)),
+            progress=progress,
+            seconds=seconds,
         )
 
 
@@ -190,9 +201,10 @@ class _RowCount:
 
 
 class _Index:
-    """The latest rows of a table: its sorted ids, and the hash and position of each row, all int64 [n].
+    """The latest rows of a table: its sorted ids, and the hash, position and time of each row, [n] each.
 
-    The position of a row is its number among the rows of all files in order.
+    All are int64, except that the 32 bits of a time are int32. The position of a row is its number among the
+    rows of all files in order.
     """
 
     def __init__(self, store: Store, entries: list[TableEntry], *, state: bool, count: _RowCount) -> None:
@@ -200,13 +212,14 @@ class _Index:
         self.dim = entries[-1].dim
         self._pieces: list[tuple[Piece, TableEntry]] = []
         self._starts: list[int] = []
-        ids, hashes, positions = [], [], []
+        ids, hashes, positions, times = [], [], [], []
         rows = removed = 0
         for entry in entries:
             for piece in entry.pieces:
                 chunk = read_chunk(store, piece, entry)
                 ids.append(chunk.ids.clone())
                 hashes.append(_hash(chunk, state))
+                times.append((chunk.time - 2**31).to(torch.int32))
                 positions.append(torch.arange(rows, rows + piece.rows))
                 self._pieces.append((piece, entry))
                 self._starts.append(rows)
@@ -215,6 +228,7 @@ class _Index:
             for piece in entry.removed:
                 ids.append(read_removed(store, piece).clone())
                 hashes.append(torch.zeros(piece.rows, dtype=torch.int64))
+                times.append(torch.zeros(piece.rows, dtype=torch.int32))
                 positions.append(torch.full((piece.rows,), -1))
                 removed += piece.rows
         # The sort is stable: the last row of an id is that of the newest save; -1 if that save removed it.
@@ -224,9 +238,11 @@ class _Index:
         self.ids, order = self.ids[last], order[last]
         self.positions = _join(positions)[order]
         self.hashes = _join(hashes)[order]
+        self.times = _join(times, torch.int32)[order]
         if removed:
             kept = self.positions >= 0
-            self.ids, self.positions, self.hashes = self.ids[kept], self.positions[kept], self.hashes[kept]
+            self.ids, self.positions = self.ids[kept], self.positions[kept]
+            self.hashes, self.times = self.hashes[kept], self.times[kept]
 
     def weights(self, positions: Tensor) -> Tensor:
         """Read the weights of the rows at some positions again: int64 [n] -> float32 [n, dim]."""
@@ -241,9 +257,9 @@ class _Index:
         return found
 
 
-def _join(parts: list[Tensor]) -> Tensor:
-    """Concatenate int64 tensors and empty the list, which frees them."""
-    whole = torch.cat([torch.empty(0, dtype=torch.int64), *parts])
+def _join(parts: list[Tensor], dtype: torch.dtype = torch.int64) -> Tensor:
+    """Concatenate tensors of this dtype and empty the list, which frees them."""
+    whole = torch.cat([torch.empty(0, dtype=dtype), *parts])
     parts.clear()
     return whole
 
@@ -259,8 +275,11 @@ def _compare_table(
     common = b.ids[at] == a.ids if b.ids.numel() else torch.zeros(a.ids.numel(), dtype=torch.bool)
     shared = int(common.sum())
     changed = common.nonzero()[:, 0]
+    times = 0
     if old.dim == new.dim:
-        changed = changed[a.hashes[changed] != b.hashes[at[changed]]]
+        differs = a.hashes[changed] != b.hashes[at[changed]]
+        times = int((a.times[changed] != b.times[at[changed]])[~differs].sum())
+        changed = changed[differs]
         weights, largest = _compare_weights(a, changed, b, at[changed])
     else:
         changed, weights, largest = changed[:0], 0, None
@@ -270,6 +289,7 @@ def _compare_table(
         added=b.ids.numel() - shared,
         removed=a.ids.numel() - shared,
         changed=changed.numel(),
+        times=times,
         weights=weights,
         largest=largest,
         settings=_changes(_settings(old), _settings(new)),
@@ -308,9 +328,9 @@ def _compare_weights(
 
 
 def _hash(chunk: Chunk, state: bool) -> Tensor:
-    """Return a hash of each row's content, int64 [n]; two contents collide with probability 2^-64."""
+    """Return a hash of each row without its time, int64 [n]; two rows collide with probability 2^-64."""
     parts = [chunk.rows, *(chunk.state[key] for key in sorted(chunk.state) if state)]
-    whole = [chunk.time] if chunk.count is None else [chunk.time, chunk.count]
+    whole = [] if chunk.count is None else [chunk.count]
     total = torch.zeros(chunk.ids.numel(), dtype=torch.int64)
     column = 0
     for values in [*(part.contiguous().view(torch.int32) for part in parts), *(t[:, None] for t in whole)]:

@@ -11,7 +11,7 @@ from rich.text import Text
 from megalith.checkpoint import Difference, ListedCheckpoint, Manifest
 from megalith.checkpoint.compare import Change
 from megalith.checkpoint.manifest import Save
-from megalith.cli.output import console, show_routing, show_segments
+from megalith.cli.output import console, plural, show_routing, show_segments
 from megalith.reporting.inspection import TableSummary, summarize
 from megalith.units import show_bytes, show_number
 
@@ -134,7 +134,10 @@ def print_difference(found: Difference) -> None:
     """Prints the differences of two checkpoints."""
     out = console()
     if found.same:
-        return out.print("no differences")
+        out.print("no differences" + (", except in times" if _times(found) else ""))
+        for line in _times(found):
+            out.print(Text(line), soft_wrap=True)
+        return
     numbers = ("before", "after", "added", "removed", "changed", "weights")
     shown = (*numbers, "largest", "id")
     grid = _grid("table", *shown, title="rows", right=shown)
@@ -160,6 +163,18 @@ def print_difference(found: Difference) -> None:
         out.print(Text(f"step of {name or 'the model'}: {_arrow(change)}"))
     for key, change in found.progress.items():
         out.print(Text(f"progress {key}: {_arrow(change)}"), soft_wrap=True)
+    for line in _times(found):
+        out.print(Text(line), soft_wrap=True)
+
+
+def _times(found: Difference) -> list[str]:
+    """Returns a line for each difference that comes from the clock."""
+    lines = [
+        f"table {name}: {plural(t.times, 'row')} with only another time of the last update"
+        for name, t in found.tables.items()
+        if t.times
+    ]
+    return lines + ([] if found.seconds is None else [f"seconds of the run: {_arrow(found.seconds)}"])
 
 
 def _arrow(change: Change) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import shutil
 import time as clock
 from collections.abc import Mapping
@@ -168,6 +169,7 @@ class Run:
         if config.train.threads is not None:
             torch.set_num_threads(config.train.threads)
         torch.manual_seed(config.train.seed)
+        random.seed(config.train.seed)  # checkpoints hold the state of both generators
         self.source = self.ranks.rank_0_first(lambda: open_source(config))
         self.config = config.changed(data_schema=self.source.config.schema)
         self.batches = RunBatches(self.source.train, self.ranks, shards=self._reads_shards)
