@@ -11,6 +11,7 @@ from torch import Tensor
 from megalith import SGD, LocalShards, PolynomialDecay, TableConfig, Zeros
 from megalith.errors import InputError, UnknownNameError, UsageError
 from megalith.ops import Bags, OutputSlice, Pooling
+from megalith.shards import PreparedIds
 from megalith.table.validation import InputChecks
 
 
@@ -320,3 +321,20 @@ def test_the_phases_of_a_step_are_named_in_a_profile(engine: str) -> None:
 
     spans = {event.key: event.count for event in profile.key_averages() if event.key.startswith("megalith.")}
     assert spans == {"megalith.ids": 1, "megalith.rows": 1, "megalith.pool": 1, "megalith.optimizer": 1}
+
+
+def test_prepared_ids_made_by_hand_are_validated(engine: str) -> None:
+    shards = LocalShards([zeros("a", 2)], engine=engine)
+    shards.assign({"a": (ids(1, 2), rows([1, 2], [3, 4]))})
+    right = shards.lookup({"a": ids(1, 2)}).rows["a"]
+    small = PreparedIds({"a": ids(1, 2).int()})
+    assert torch.equal(shards.lookup(small).rows["a"], right)
+    with pytest.raises(InputError, match="table 'a': ids"):
+        shards.lookup(PreparedIds({"a": torch.ones(2)}))
+    with pytest.raises(UnknownNameError, match="unknown table 'zz'"):
+        shards.lookup(PreparedIds({"zz": ids(1)}))
+
+
+def test_wrong_times_raise_without_gradients_too(engine: str) -> None:
+    with pytest.raises(InputError, match="time"):
+        LocalShards([zeros("a", 2)], engine=engine).apply_gradients({"a": ids(1)}, {}, step=0, time=-3)

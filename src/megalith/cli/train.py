@@ -100,7 +100,7 @@ def train(
     flags = {
         f"{section}_{key}": value for section, values in sections.items() for key, value in values.items()
     }
-    with exit_on_error(), launched(run, training.get("timeout", TrainConfig.timeout)) as ranks:
+    with exit_on_error(), launched(run, training.get("timeout") or TrainConfig.timeout) as ranks:
         out = console() if ranks.rank == 0 else Console(quiet=True)
         begun = (run / CHECKPOINT / "manifest.json").exists()
         if resume and (begun or config is None):

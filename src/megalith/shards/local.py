@@ -9,6 +9,7 @@ import time as clock
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
+import torch
 from torch import Tensor
 
 from megalith.errors import InputError
@@ -59,11 +60,18 @@ class LocalShards(Shards):
 
     def lookup(self, ids: Ids | PreparedIds, *, missing_ok: bool = False) -> LocalLookup:
         """See `Shards.lookup`. Finds rows; reads them when they are used."""
-        if isinstance(ids, PreparedIds):
-            self.known(ids.ids, missing_ok=False)  # other shards may have prepared them
-        else:
+        if not isinstance(ids, PreparedIds):
             ids = self.prepare(ids, missing_ok=missing_ok)
+        elif not self._is_prepared(ids):  # made by hand, or by other shards
+            ids = self.prepare(ids.ids)
         return LocalLookup(self.engines, ids.ids)
+
+    def _is_prepared(self, prepared: PreparedIds) -> bool:
+        """Whether ids have the form that engines take; reads attributes only."""
+        return all(
+            name in self.local and ids.dtype is torch.int64 and ids.dim() == 1 and ids.is_contiguous()
+            for name, ids in prepared.ids.items()
+        )
 
     def apply_gradients(
         self,
@@ -87,6 +95,8 @@ class LocalShards(Shards):
         checked = self._check_gradients(lookup, grads, pooling)
         now = clock.time() if time is None else time  # the same for all tables
         steps = {name: self.local[name].checks.step(step, now, scale, clip_norm) for name in checked}
+        if not checked and self.local:  # a wrong argument raises without gradients too
+            next(iter(self.local.values())).checks.step(step, now, scale, clip_norm)
         lookup.use()
         self.engines.update(lookup.ids, lookup.found, checked, pooling, steps)
 
