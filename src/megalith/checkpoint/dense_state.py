@@ -9,13 +9,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from megalith.checkpoint.sharded_weights import copy_into, reshard
-from megalith.errors import CheckpointError, UsageError
+from megalith.errors import CheckpointError, InputError, UsageError
 from megalith.nn import EmbeddingCollection
 from megalith.shards import Shards
 
 
 def collections_of(model: nn.Module) -> dict[str, EmbeddingCollection]:
     """Return the collections of a model by module path, which is "" if the model itself is a collection."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"a checkpoint is of an nn.Module, got {type(model).__name__}")
     return {name: m for name, m in model.named_modules() if isinstance(m, EmbeddingCollection)}
 
 

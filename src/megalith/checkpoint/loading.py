@@ -96,6 +96,22 @@ class _LoadOptions:
     deltas: bool
     on_rows: Callable[[int], None] | None
 
+    def __post_init__(self) -> None:
+        if self.optimizer is not None and not hasattr(self.optimizer, "load_state_dict"):
+            raise InputError(f"optimizer must be a torch optimizer, got {type(self.optimizer).__name__}")
+        if not isinstance(self.rename, Mapping):
+            raise InputError(f"rename must be a dict of names, got {type(self.rename).__name__}")
+        dropped = self.drop_optimizer_state
+        if not isinstance(dropped, bool) and not (
+            isinstance(dropped, list | tuple | set | Mapping) and all(isinstance(x, str) for x in dropped)
+        ):
+            raise InputError(f"drop_optimizer_state must be True, False or a list of tables, got {dropped!r}")
+        for name in ("reroute", "allow_missing", "deltas"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.on_rows is not None and not callable(self.on_rows):
+            raise InputError(f"on_rows must be a function, got {type(self.on_rows).__name__}")
+
 
 def load(
     model: nn.Module,
@@ -117,7 +133,8 @@ def load(
     cleared. A checkpoint that is replaced during the load is loaded again.
 
     Args:
-        model: The model. With several ranks all of them call `load`.
+        model: The model. With several ranks all of them call `load`. Sharded dense weights (DTensors) keep
+            their placement.
         path: A directory, a URL or a store.
         optimizer: The optimizer of the dense weights; its state is loaded too.
         reroute: Allow a routing mode other than the saved one; every row moves to its new owner.
@@ -135,14 +152,14 @@ def load(
         CheckpointError: The checkpoint is missing or damaged, or does not match the model; the message names
             the file, or the table and the difference.
         InputError: The routing mode differs (see `reroute`), or an option names something unknown.
-        UsageError: A save of the model is in progress.
+        UsageError: A save of the model is in progress, or the placement of a sharded weight is not supported.
     """
     store = open_store(path)
     ranks = ranks_of(model)
     options = _LoadOptions(
         optimizer=optimizer,
         reroute=reroute,
-        rename=rename or {},
+        rename={} if rename is None else rename,
         drop_optimizer_state=drop_optimizer_state,
         allow_missing=allow_missing,
         deltas=deltas,

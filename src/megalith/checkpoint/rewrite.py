@@ -90,6 +90,8 @@ def reshard(
         CheckpointError: The checkpoint is damaged.
         InputError: Both paths are the same, or the routing is not valid.
     """
+    if dist_type is not None and not isinstance(dist_type, str):
+        raise InputError(f"reshard: dist_type must be a routing mode, got {type(dist_type).__name__}")
     source, target = open_store(path), open_store(to)
     if source.address == target.address:
         raise InputError(f"reshard: {source.where} cannot be rewritten in place; pass another path as `to`")

@@ -35,5 +35,5 @@ def set_rng_state(state: dict[str, Any]) -> None:
         version, numbers, gauss = state["python"]
         torch.set_rng_state(torch.frombuffer(raw, dtype=torch.uint8))
         random.setstate((version, tuple(numbers), gauss))
-    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+    except (LookupError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise CheckpointError(f"not a state of random number generators: {error}") from None

@@ -33,8 +33,11 @@ class Rotation:
     def __init__(
         self, path: str | PathLike[str] | Store, *, keep_last: int = 3, keep_every: int | None = None
     ) -> None:
-        if keep_last < 1 or (keep_every is not None and keep_every < 1):
-            raise InputError(f"keep_last and keep_every must be positive, got {keep_last} and {keep_every}")
+        for kept in (keep_last, 1 if keep_every is None else keep_every):
+            if isinstance(kept, bool) or not isinstance(kept, int) or kept < 1:
+                raise InputError(
+                    f"keep_last and keep_every must be positive, got {keep_last!r} and {keep_every!r}"
+                )
         self.store: Store = open_store(path)
         self.keep_last = keep_last
         self.keep_every = keep_every
@@ -48,8 +51,8 @@ class Rotation:
         return self._store_of(step).where
 
     def _store_of(self, step: int) -> Store:
-        if not 0 <= step < 10**12:
-            raise InputError(f"step must be between 0 and 10^12, got {step}")
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**12:
+            raise InputError(f"step must be between 0 and 10^12, got {step!r}")
         return self.store.inside(_folder(step))
 
     def steps(self) -> list[int]:

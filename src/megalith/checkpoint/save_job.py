@@ -91,6 +91,18 @@ class SaveOptions:
     track: bool
     delta: bool
 
+    def __post_init__(self) -> None:
+        if self.optimizer is not None and not hasattr(self.optimizer, "state_dict"):
+            raise InputError(f"optimizer must be a torch optimizer, got {type(self.optimizer).__name__}")
+        if self.progress is not None and not isinstance(self.progress, dict):
+            raise InputError(f"progress must be a dict of JSON data, got {type(self.progress).__name__}")
+        if not isinstance(self.precision, str):
+            raise InputError(f"precision must be a name, got {type(self.precision).__name__}")
+        if not isinstance(self.track, bool):
+            raise InputError(f"deltas must be True or False, got {type(self.track).__name__}")
+        if self.on_rows is not None and not callable(self.on_rows):
+            raise InputError(f"on_rows must be a function, got {type(self.on_rows).__name__}")
+
 
 @dataclass
 class _FrozenTable:

@@ -34,7 +34,8 @@ def save(
     Memory beyond the tables: three pieces of 32 MiB, and up to 64 MiB of rows that change in the meantime.
 
     Args:
-        model: The model. With several ranks all of them call `save`; each writes its own rows.
+        model: The model. With several ranks all of them call `save`; each writes its own rows. Sharded dense
+            weights (DTensors) are gathered and written whole by rank 0.
         path: A directory, a URL such as "s3://bucket/prefix", or a store. An existing checkpoint is replaced
             when the new one is complete.
         optimizer: The optimizer of the dense weights; its state is saved too.
@@ -50,7 +51,8 @@ def save(
 
     Raises:
         InputError: The precision is not known, or progress is not JSON data.
-        UsageError: Another save of the model is in progress.
+        UsageError: Another save of the model is in progress, or the placement of a sharded weight cannot be
+            saved.
         CheckpointError: Another rank failed or did not finish in time. The previous checkpoint remains.
         OSError: The files cannot be written. The previous checkpoint remains.
     """

@@ -17,7 +17,7 @@ from torch import Tensor
 from megalith.checkpoint.manifest import Manifest, Piece, Save, TableEntry
 from megalith.checkpoint.nested_state import unpack
 from megalith.checkpoint.saved_rows import contains, read_chunk, read_manifest, read_removed, read_tensors
-from megalith.errors import CheckpointError
+from megalith.errors import CheckpointError, InputError
 from megalith.storage.store import Store, StoredFile, open_store
 
 _THREADS = 4
@@ -54,6 +54,8 @@ def verify(path: str | PathLike[str], *, on_bytes: Callable[[int], None] | None 
     Returns:
         What was verified and the problems found; no problem means that the checkpoint is intact.
     """
+    if on_bytes is not None and not callable(on_bytes):
+        raise InputError(f"on_bytes must be a function, got {type(on_bytes).__name__}")
     store = open_store(path)
     try:
         manifest = read_manifest(store)
