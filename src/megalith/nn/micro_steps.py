@@ -43,7 +43,7 @@ class MicroStepGuard:
     """Watches the updates of one collection; see the module."""
 
     def __init__(self) -> None:
-        self._watches: weakref.WeakKeyDictionary[Optimizer, _Watch] = weakref.WeakKeyDictionary()
+        self._watches: dict[int, _Watch] = {}  # by id(optimizer), while it lives
         self._last = self._before = _NONE
         reference = weakref.ref(self)
 
@@ -63,7 +63,7 @@ class MicroStepGuard:
         task = torch._C._current_graph_task_id()
         if task != self._last:
             self._before, self._last = self._last, task
-        for watch in list(self._watches.values()):
+        for watch in tuple(self._watches.values()):
             self.check(watch)
 
     def check(self, watch: _Watch) -> None:
@@ -78,11 +78,12 @@ class MicroStepGuard:
             )
 
     def _stepped(self, optimizer: Optimizer) -> None:
-        watch = self._watches.get(optimizer)
+        watch = self._watches.get(id(optimizer))
         if watch is None:
             parameter = None if self._last == _NONE else _smallest(optimizer)
             if parameter is not None:
-                self._watches[optimizer] = _Watch(self, parameter)
+                self._watches[id(optimizer)] = _Watch(self, parameter)
+                weakref.finalize(optimizer, self._watches.pop, id(optimizer), None)
         else:
             if watch.last == self._last != _NONE and not watch.scaler_checked:
                 watch.scaler_checked = True
