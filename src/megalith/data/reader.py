@@ -152,6 +152,9 @@ class Reader(IterableDataset[Batch], ABC):
         Returns:
             A new reader at the start of its shard.
         """
+        for name, value in (("rank", rank), ("world_size", world_size)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise InputError(f"reader: {name} must be an integer, got {value!r}")
         if not 0 <= rank < world_size:
             raise InputError(f"reader: rank must be 0 to {world_size - 1}, got {rank}")
         other = copy.copy(self)
@@ -168,7 +171,8 @@ class Reader(IterableDataset[Batch], ABC):
         for part in self._row_blocks(position):
             done = 0
             while done < len(part.samples):
-                taken = part.samples[done : done + missing]
+                whole = done == 0 and len(part.samples) <= missing
+                taken = part.samples if whole else part.samples[done : done + missing]
                 waiting.append(taken)
                 done += len(taken)
                 missing -= len(taken)
