@@ -95,8 +95,8 @@ class LocalShards(Shards):
         checked = self._check_gradients(lookup, grads, pooling)
         now = clock.time() if time is None else time  # the same for all tables
         steps = {name: self.local[name].checks.step(step, now, scale, clip_norm) for name in checked}
-        if not checked and self.local:  # a wrong argument raises without gradients too
-            next(iter(self.local.values())).checks.step(step, now, scale, clip_norm)
+        if not checked and self.local:  # a wrong time raises without gradients too
+            next(iter(self.local.values())).checks.time(now)
         lookup.use()
         self.engines.update(lookup.ids, lookup.found, checked, pooling, steps)
 
