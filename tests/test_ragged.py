@@ -152,3 +152,39 @@ def test_moving_keeps_everything() -> None:
     assert moved.weights.device.type == "meta"
     assert len(moved) == 2
     assert repr(ragged) == "Ragged(2 rows, 3 values, torch.int64, weighted)"
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([[1.5]], r"rows\[0\]\[0\] is 1.5, not an integer: ids must be integers; pass dtype=torch.float32"),
+        ([[1], [2, 2.0]], r"rows\[1\]\[1\] is 2.0, not an integer"),
+        (
+            [["ann"]],
+            r"rows\[0\]\[0\] is 'ann', not an integer: convert text to ids with megalith.hash_strings",
+        ),
+        ([[1, None]], r"rows\[0\]\[1\] is None, not an integer: leave the value out"),
+        ([[1, [2]]], "each row must be a flat list of numbers"),
+        ([[2**63]], r"subtract 2\*\*64"),
+        ([1, 2], r"rows\[0\] is 1: put the values of a row, also a single one, into a list"),
+        (["ann"], r"rows\[0\] is 'ann': convert text to ids with megalith.hash_strings"),
+        ([[1], None], r"rows\[1\] is None: a row without values is \[\]"),
+        ("ann", "rows must be a list of lists, got str"),
+        ({"a": [1]}, "rows must be a list of lists, got dict"),
+    ],
+    ids=repr,
+)
+def test_from_lists_names_what_is_not_an_id_and_the_remedy(rows: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Ragged.from_lists(rows)
+
+
+def test_from_lists_takes_floats_of_a_float_type_and_integers_of_any_kind() -> None:
+    rows: Any = [torch.tensor([1, 2]), range(2), [], (torch.tensor(7),)]
+    assert Ragged.from_lists(rows).to_lists() == [[1, 2], [0, 1], [], [7]]
+    assert Ragged.from_lists([[1.5], [2]], dtype=torch.float32).to_lists() == [[1.5], [2.0]]
+    assert Ragged.from_lists([[2**63 - 1, -(2**63)]]).to_lists() == [[2**63 - 1, -(2**63)]]
+    with pytest.raises(InputError, match=r"fit torch.int8"):
+        Ragged.from_lists([[300]], dtype=torch.int8)
+    with pytest.raises(InputError, match=r"weights\[0\]\[0\] is 'a', not a number"):
+        Ragged.from_lists([[1]], weights=[["a"]])  # type: ignore[list-item]

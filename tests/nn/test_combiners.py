@@ -230,3 +230,14 @@ def test_gradients_under_compile(shapes: Shapes, combiner: Combiner) -> None:
             assert leaf.grad is not None
             grads.append(leaf.grad)
         assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("combiner", [Sum(), Mean(), Sqrtn(), FirstN(2)], ids=repr)
+def test_what_is_not_a_column_or_not_rows_is_named(combiner: Any) -> None:
+    column = Ragged.from_lists([[1, 2], [3]])
+    with pytest.raises(InputError, match=r"a combiner needs a Ragged, got Tensor; see Ragged.from_lists"):
+        combiner.combine(torch.tensor([1, 2, 3]), torch.ones(3, 2))
+    with pytest.raises(InputError, match=r"rows must be a float tensor \[3, dim\], got list"):
+        combiner.combine(column, [[1.0]])
+    with pytest.raises(InputError, match="rows are on meta, the ids on cpu"):
+        combiner.combine(column, torch.ones(3, 2, device="meta"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from megalith import SGD, LocalShards, PolynomialDecay, TableConfig, Zeros
 from megalith.errors import InputError, UnknownNameError, UsageError
 from megalith.ops import Bags, OutputSlice, Pooling
-from megalith.shards import PreparedIds
+from megalith.shards import CommMetrics, PreparedIds
 from megalith.table.validation import InputChecks
 
 
@@ -338,3 +339,23 @@ def test_prepared_ids_made_by_hand_are_validated(engine: str) -> None:
 def test_wrong_times_raise_without_gradients_too(engine: str) -> None:
     with pytest.raises(InputError, match="time"):
         LocalShards([zeros("a", 2)], engine=engine).apply_gradients({"a": ids(1)}, {}, step=0, time=-3)
+
+
+def test_what_is_not_a_pair_or_not_a_dict_is_named(engine: str) -> None:
+    shards = LocalShards([zeros("a", 1)], engine=engine)
+    bad: Any = {"a": ids(1)}
+    with pytest.raises(
+        InputError, match=r"table 'a': assign takes a pair \(ids, rows\) per table, got Tensor"
+    ):
+        shards.assign(bad)
+    with pytest.raises(InputError, match=r"rows must map table names, such as \{'user': \(ids, rows\)\}"):
+        shards.assign_add(ids(1))  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"ids must map table names, such as \{'user': ids\}, got Tensor"):
+        shards.lookup(ids(1))  # type: ignore[arg-type]
+    with pytest.raises(UnknownNameError, match=r"unknown table 'zz' \(known: 'a'\)"):
+        shards.preparer({"zz": ids(1)})
+    with pytest.raises(UsageError, match="CommMetrics counts the traffic of a SyncShards, got LocalShards"):
+        CommMetrics(shards)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="table 'a': rows hold NaN or Inf"):
+        shards.assign({"a": (ids(1), torch.full((1, 1), torch.nan))})
+    assert contents(shards) == {"a": {}}

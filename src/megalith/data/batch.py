@@ -6,7 +6,7 @@ a model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
@@ -92,9 +92,20 @@ class Samples:
     """Times in seconds, int64 [n]."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.labels, Tensor) or self.labels.dim() != 1:
+            raise InputError("samples: labels must be a tensor [n]")
+        if not isinstance(self.features, Mapping):
+            raise InputError(
+                f"samples: features must map names to Raggeds, got {type(self.features).__name__}"
+            )
         n = len(self)
         columns: dict[str, Any] = {"dense": self.dense, "weights": self.weights, "times": self.times}
         for name, column in (*self.features.items(), *columns.items()):
+            kind = Tensor if name in columns else Ragged | Tensor
+            if column is not None and not (
+                isinstance(column, kind) and (isinstance(column, Ragged) or column.dim())
+            ):
+                raise InputError(f"samples: {name!r} must be a column of rows, got {type(column).__name__}")
             if column is not None and len(column) != n:
                 raise InputError(f"samples: {name!r} has {len(column)} rows, but there are {n} labels")
 

@@ -52,7 +52,7 @@ class FeatureColumn:
         if self.slot is not None and not (isinstance(self.slot, int) and 0 <= self.slot < NUM_SLOTS):
             most = NUM_SLOTS - 1
             raise InputError(f"schema: slot of column {self.column!r} must be 0 to {most}, got {self.slot!r}")
-        if self.hash not in (None, True, False):
+        if not (self.hash is None or isinstance(self.hash, bool)):
             raise InputError(f"schema: hash of column {self.column!r} must be True, False or None")
         if self.separator is not None and (not isinstance(self.separator, str) or not self.separator):
             raise InputError(f"schema: separator of column {self.column!r} must be non-empty text")
@@ -93,7 +93,7 @@ class DenseColumn:
             raise InputError(f"schema: nan of column {self.column!r} must be one of {known}")
         if not isinstance(self.indicator, bool):
             raise InputError(f"schema: indicator of column {self.column!r} must be True or False")
-        if self.normalise not in get_args(Normalise):
+        if not isinstance(self.normalise, str) or self.normalise not in get_args(Normalise):
             known = ", ".join(get_args(Normalise))
             raise InputError(f"schema: normalise of column {self.column!r} must be one of {known}")
         if (self.mean is None) != (self.std is None):
@@ -101,7 +101,8 @@ class DenseColumn:
         if self.mean is not None and self.std is not None:
             if self.normalise != "standard":
                 raise InputError(f'schema: mean and std of column {self.column!r} need normalise="standard"')
-            if not (math.isfinite(self.mean) and math.isfinite(self.std) and self.std > 0):
+            numbers = all(isinstance(x, int | float) and math.isfinite(x) for x in (self.mean, self.std))
+            if not numbers or not self.std > 0:
                 raise InputError(f"schema: column {self.column!r} needs a finite mean and a std above 0")
 
     @property

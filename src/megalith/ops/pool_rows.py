@@ -54,7 +54,11 @@ def pool_rows(
     dtype = torch.promote_types(source.dtype, torch.float32)
     index = None if index is None else checks.int64(index, name)
     args = (index, 1 if flat else width, width, *arguments(_checked(bags), dtype))
-    shapes = [checks.sizes(shape, f"outputs[{k}]", 0) for k, shape in enumerate(outputs)]
+    shapes = [
+        checks.sizes(shape, f"outputs[{k}]", 0) for k, shape in enumerate(checks.as_list(outputs, "outputs"))
+    ]
+    if any(len(shape) != 2 for shape in shapes):
+        raise InputError("outputs must hold a shape (rows, columns) for each output")
     rows, columns = [r for r, _ in shapes], [c for _, c in shapes]
     wide = source.reshape(-1).to(dtype)
     if torch.is_grad_enabled() and wide.requires_grad:

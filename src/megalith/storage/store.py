@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalith.errors import InputError
 from megalith.storage.atomic import write_atomically
 from megalith.storage.strict_json import ErrorFactory
 
@@ -55,12 +56,14 @@ def open_store(path: str | os.PathLike[str] | Store) -> Store:
         A `LocalStore` for a directory or a file:// URL, otherwise an `ObjectStore`.
 
     Raises:
-        InputError: The URL does not name an object store.
+        InputError: The path is not a path, or the URL does not name an object store.
         MissingDependencyError: An object store is named, but obstore is not installed.
     """
     if isinstance(path, Store):
         return path
-    text = os.fspath(path)
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(text, str):
+        raise InputError(f"expected a path, a URL or a store, got {type(path).__name__}")
     if "://" in text and not text.startswith("file://"):
         from megalith.storage.object_store import ObjectStore
 
