@@ -148,7 +148,7 @@ def test_resume_with_a_config_starts_or_continues_and_names_keys_that_cannot_cha
         (("--micro-batches", 3), "train.micro_batches must be a power of two, got 3"),
         (("--wire", "int4"), "train.wire: wire must be one precision"),
         (("--wire", "rows=int8,grads=int8"), "grads: float32, float16, bfloat16"),
-        (("--timeout", 0), "train.timeout must be above 0"),
+        (("--timeout", 0), "train.timeout must be a finite number above 0"),
     ],
 )
 def test_wrong_flags_are_reported(
