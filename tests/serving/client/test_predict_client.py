@@ -560,8 +560,6 @@ def test_calls_share_connections_until_the_default_changes() -> None:
         for _ in range(5):
             millis = 1000 * LONG
             remote_predict(["t_id"], [torch.arange(3)], ["t_result"], "movies", 0, None, -1, True, millis)
-                ["t_id"], [torch.arange(3)], ["t_result"], "movies", 0, None, -1, True, 1000 * LONG
-            )
         shared = remote_module._shared
         assert len(shared.clients) == len(shared.channels) == 1
         set_default_discovery(None)
