@@ -112,8 +112,8 @@ class TrainConfig:
     """Seed of initial rows, dense weights and the order of samples."""
     threads: int | None = None
     """Number of threads of torch and the native module. Default: one for steps of fewer than 65,536 ids
-    (rows of a batch times features), which gain nothing from a second one; else one per 32,768 ids, at most
-    torch's setting (OMP_NUM_THREADS, or the number of cores)."""
+    (rows of a batch times features), where a second one gains little; else one per 32,768 ids, at most
+    torch's setting (OMP_NUM_THREADS, or the number of cores). On a busy machine 1 is often the fastest."""
     log_every: int = 50
     """Batches between two lines of metrics.jsonl."""
     save_every: int | None = None
