@@ -7,6 +7,7 @@ owns by the routing of the model, not that of the checkpoint, and its part of sh
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -39,6 +40,8 @@ from megalith.errors import CheckpointError, InputError, RankFailedError, RankTi
 from megalith.nn import EmbeddingCollection
 from megalith.storage.store import Store, StoredFile, open_store
 from megalith.table import Chunk
+
+logger = logging.getLogger(__name__)
 
 _TRIES = 5
 _Check = Callable[[Store], None]
@@ -226,6 +229,7 @@ def _load(model: nn.Module, store: Store, ranks: RankGroup, options: _LoadOption
         dict(manifest.latest.progress),
     )
     _warn(store, report)
+    logger.info("loaded %s from %s", manifest.tip, store.where)
     return report
 
 

@@ -19,6 +19,7 @@ these files in the data folder:
 from __future__ import annotations
 
 import json
+import logging
 import time as clock
 import uuid
 import warnings
@@ -66,6 +67,8 @@ from megalith.storage.store import Store, open_store
 from megalith.storage.strict_json import parse_json
 from megalith.table import TableConfig
 from megalith.table.snapshot import Snapshot
+
+logger = logging.getLogger(__name__)
 
 BUFFER_BYTES = 64 << 20
 """Memory for rows that change during a save, for all tables together; when it is full, training waits."""
@@ -218,6 +221,7 @@ class SaveJob:
         self._end(give_back=False)
         if self._options.track:
             set_last_save(self._collections.values(), self.store, self.id)
+        logger.info("saved %s to %s", self.id, self.store.where)
         return manifest
 
     def _end(self, *, give_back: bool) -> None:

@@ -9,6 +9,7 @@ It handles bytes only, not tables or ids.
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import tempfile
@@ -30,6 +31,8 @@ from megalith.distributed.absent_ranks import naming_absent_ranks, timeout_messa
 from megalith.distributed.ranks import RankGroup, has_process_group
 from megalith.errors import InputError, MegalithError, RankFailedError, RankTimeoutError, UsageError
 from megalith.library import native_module, span
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 MAX_SECONDS = 1e7
@@ -91,6 +94,7 @@ class Exchange(RankGroup):
             if self._mailbox is None and transport == "shared_memory":
                 raise UsageError("transport='shared_memory': not all ranks are on one host")
         self.transport = "gloo" if self._mailbox is None else "shared_memory"
+        logger.debug("rank %d of %d exchanges by %s", self.rank, self.size, self.transport)
 
     # ---- the thread
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from datetime import timedelta
 
@@ -14,6 +15,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from megalith.distributed.launcher_environment import Launch
 from megalith.errors import InputError, RankTimeoutError
+
+logger = logging.getLogger(__name__)
 
 
 def check_address(launch: Launch) -> None:
@@ -49,6 +52,7 @@ def init_process_group(launch: Launch, *, timeout: float = 600.0) -> None:
         store, rank, size = next(rendezvous("env://", launch.rank, launch.size, timeout=limit))
         own = PrefixStore(f"megalith/attempt-{attempt}", store)
         dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=limit)
+        logger.info("rank %d of %d connected (%s)", rank, size, launch.launcher)
     except RuntimeError as error:
         reason = str(error).partition("\n")[0][:300]
         raise RankTimeoutError(

@@ -14,6 +14,7 @@ Shards that the user passes are never questioned.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -26,6 +27,8 @@ from megalith.shards import LocalShards, Shards, SyncShards
 from megalith.shards.contract import check_configs
 from megalith.table import TableConfig
 from megalith.table.engines.registry import engine_class
+
+logger = logging.getLogger(__name__)
 
 _KEEP_LOCAL = "pass LocalShards(tables) instead of a list if each process should train its own tables"
 
@@ -101,6 +104,7 @@ class ShardsChoice:
                     "EmbeddingCollection: a data worker cannot be the first to use the collection: read "
                     "collection.shards on all ranks before the DataLoader starts its workers"
                 )
+            logger.info("tables %s are distributed over %d ranks", ", ".join(self.configs), world_size())
             return SyncShards(configs, engine=self._engine, seed=self._seed)
         if not has_process_group():
             _check_launcher()

@@ -518,7 +518,7 @@ def test_an_entry_needs_a_fetch_and_others_take_none(version: Path, tmp_path: Pa
 def test_a_fetch_that_gives_something_else_is_an_error(tmp_path: Path, rows: dict[str, Tensor]) -> None:
     export_model(trained(), tmp_path, name="movies", version=1, num_shards=1)
     entry = Servable(tmp_path / "entry" / "1", fetch=lambda ids: rows)
-    with pytest.raises(RemoteError, match="fetch returned no rows"):
+    with pytest.raises(RemoteError, match="fetch must return float32"):
         entry.predict(request(2)[0])
 
 
