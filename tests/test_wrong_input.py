@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
 import torch.distributed as dist
@@ -536,6 +537,38 @@ def metrics_calls() -> Iterator[Call]:
         yield from bound(made, {"update": arguments, "compute": {}, "reset": {}})
 
 
+def layout_calls() -> Iterator[Call]:
+    cut: Arguments = {"feature_name": "f", "start": 0, "end": 1}
+    yield monolith.SliceConfig, defaults(monolith.SliceConfig) | cut
+    feature: Arguments = {"table": "t", "slice_dims": (1, 2)}
+    yield monolith.FeatureConfig, defaults(monolith.FeatureConfig) | feature
+    out: Arguments = {"slice_configs": (monolith.SliceConfig(**cut),)}
+    yield monolith.OutConfig, defaults(monolith.OutConfig) | out
+    given: Arguments = {
+        "feature_configs": {"f": monolith.FeatureConfig(**feature)},
+        "out_configs": {"o": monolith.OutConfig(**out)},
+    }
+    yield monolith.FeatureConfigs, given
+    configs = monolith.FeatureConfigs(**given)
+    fids: Arguments = {"columns": {"f": column()}, "ps_num": 1, "feature_cfgs": configs}
+    yield monolith.sharding_sparse_fids, defaults(monolith.sharding_sparse_fids) | fids
+    found = monolith.sharding_sparse_fids(**fids)
+    encoding: Arguments = {
+        "fid_offset": found.fid_offset,
+        "feature_offset": found.feature_offset,
+        "nfl_offset": found.nfl_offset,
+        "batch_size": found.batch_size,
+        "embeddings_list": [torch.ones(each.numel(), 3) for each in found.fid_list],
+        "fid_list_row_split": None,
+        "variant_type": "example",
+        "feature_cfgs": configs,
+        "ps_num": 1,
+    }
+    layout, gradient = monolith.fused_embedding_to_layout, monolith.fused_embedding_to_layout_grad
+    yield layout, defaults(layout) | encoding
+    yield gradient, defaults(gradient) | encoding | {"layout_tensors_grad": layout(**encoding)}
+
+
 def monolith_calls() -> Iterator[Call]:
     rows = torch.ones(3, 2)
     keys = monolith.unique_key_with_value_and_offset(column(), [1, 2])
@@ -741,6 +774,23 @@ def data_calls() -> Iterator[Call]:
     yield from bound(reader, {"shard": {"rank": 0, "world_size": 2}, "seek": {"position": reader.position}})
     yield data.DenseColumn, {"column": "d", "normalise": "standard", "mean": 0.0, "std": 1.0}
     yield data.FeatureColumn, {"column": "f", "slot": 1, "hash": True, "separator": ","}
+    schema = data.Schema(features={"user": "user"}, label="label")
+    yield data.Schema, defaults(data.Schema) | {"features": {"user": "user"}, "label": "label"}
+    yield data.Schema.from_dict, {"data": schema.to_dict()}
+    yield data.SyntheticFeature, defaults(data.SyntheticFeature) | {"name": "a"}
+    yield data.SyntheticReader, defaults(data.SyntheticReader) | {"batch_size": 2}
+    Path("x.csv").write_text("user,label\n1,0\n3,1\n")
+    files = {"paths": "x.csv", "batch_size": 2}
+    yield data.CsvReader, defaults(data.CsvReader) | files | {"schema": schema}
+    yield data.CriteoReader, defaults(data.CriteoReader) | files
+    pyarrow.parquet.write_table(pyarrow.table({"user": [1, 2], "label": [0.0, 1.0]}), "x.parquet")
+    yield (
+        data.ParquetReader,
+        {**defaults(data.ParquetReader), **files, "paths": "x.parquet", "schema": schema},
+    )
+    Path("x.records").write_bytes(b"")
+    records = {"paths": "x.records", "kind": "example", "features": ["f"], "batch_size": 2}
+    yield monolith.MonolithReader, defaults(monolith.MonolithReader) | records
 
 
 def defaults(call: Callable[..., Any]) -> Arguments:
@@ -755,6 +805,7 @@ GROUPS = {
     "ops": ops_calls,
     "metrics": metrics_calls,
     "monolith": monolith_calls,
+    "layouts": layout_calls,
     "checkpoint": checkpoint_calls,
     "data": data_calls,
 }
@@ -899,10 +950,6 @@ BASE_CLASSES = {
 }
 ELSEWHERE = {
     "files and the network, tested in tests/data, tests/storage, tests/serving and tests/compat": {
-        "CriteoReader",
-        "CsvReader",
-        "MonolithReader",
-        "ParquetReader",
         "load_movielens",
         "read_movielens",
         "ObjectStore",
@@ -930,20 +977,10 @@ ELSEWHERE = {
         "SaveHandle",
         "EqualBatchLoader",
         "pad_to_equal_batches",
-        "SyntheticFeature",
-        "SyntheticReader",
-        "Schema",
     },
-    "configs and ops of layouts, tested in tests/compat/monolith": {
-        "FeatureConfig",
-        "FeatureConfigs",
-        "OutConfig",
-        "SliceConfig",
+    "combiners under Monolith's names, tested in tests/nn/test_combiners.py": {
         "ReduceMean",
         "ReduceSum",
-        "sharding_sparse_fids",
-        "fused_embedding_to_layout",
-        "fused_embedding_to_layout_grad",
     },
 }
 

@@ -129,7 +129,7 @@ def test_an_ids_weight_does_not_depend_on_its_batch() -> None:
         ),
         ({"interaction": 1.5}, "interaction must be between"),
         ({"drift_period": 0}, "drift_period must be above 0"),
-        ({"num_dense": -1}, "must be 0 or more"),
+        ({"num_dense": -1}, "must be an integer of at least 0"),
     ],
 )
 def test_what_is_refused(options: dict[str, object], message: str) -> None:
@@ -139,5 +139,5 @@ def test_what_is_refused(options: dict[str, object], message: str) -> None:
 
 @pytest.mark.parametrize("options", [{"num_ids": 0}, {"fresh": 2.0}, {"max_length": 0}, {"exponent": -1.0}])
 def test_features_that_are_refused(options: dict[str, float]) -> None:
-    with pytest.raises(InputError, match="feature 'f' has a value out of range"):
+    with pytest.raises(InputError, match="feature 'f'"):
         SyntheticFeature(name="f", **options)  # type: ignore[arg-type]

@@ -24,6 +24,7 @@ from megalith.data.formats.compression import open_bytes
 from megalith.data.reader import OnError, position_integer
 from megalith.data.schema import DenseColumn, Normalise, Schema
 from megalith.errors import InputError
+from megalith.ops import checks
 
 BLOCK_BYTES = 4 << 20
 MAX_LINE_BYTES = 64 << 20
@@ -77,12 +78,11 @@ class CsvReader(ColumnReader):
     ) -> None:
         super().__init__(paths, schema, batch_size=batch_size, drop_last=drop_last, on_error=on_error)
         for name, value in (("delimiter", delimiter), ("quote", quote)):
-            if value is not None and (len(value) != 1 or not value.isascii() or value in "\r\n"):
+            if value is not None and not _is_character(value):
                 raise InputError(f"reader: {name} must be one ASCII character, got {value!r}")
-        if block_bytes < 1:
-            raise InputError(f"reader: block_bytes must be at least 1, got {block_bytes}")
-        if columns is not None and len(set(columns)) < len(columns):
-            raise InputError("reader: columns must have distinct names")
+        checks.integer(block_bytes, "reader: block_bytes")
+        if columns is not None and not _are_names(columns):
+            raise InputError(f"reader: columns must be a list of distinct names, got {columns!r}")
         self.columns = None if columns is None else list(columns)
         self.delimiter = delimiter
         self.quote = quote
@@ -326,6 +326,7 @@ class CriteoReader(CsvReader):
         on_error: OnError = "raise",
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
+        checks.flag(labelled, "reader: labelled")
         schema = Schema(
             label="label" if labelled else None,
             features={name: name for name in CRITEO_CATEGORIES},
@@ -352,3 +353,13 @@ class CriteoReader(CsvReader):
         if schema.get("features"):
             reader.schema = Schema.from_dict(schema)
         return reader
+
+
+def _is_character(value: object) -> bool:
+    return isinstance(value, str) and len(value) == 1 and value.isascii() and value not in "\r\n"
+
+
+def _are_names(columns: object) -> bool:
+    if not isinstance(columns, list | tuple) or not all(isinstance(name, str) for name in columns):
+        return False
+    return len(set(columns)) == len(columns)

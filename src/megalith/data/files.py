@@ -25,9 +25,8 @@ def list_files(paths: Paths, suffixes: Sequence[str]) -> list[Path]:
     Raises:
         InputError: There is no file, or one of the paths names none.
     """
-    given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     files: list[Path] = []
-    for item in given:
+    for item in _as_list(paths):
         path = Path(item)
         if path.is_dir():
             inside = (x for x in path.rglob("*") if x.name.endswith(tuple(suffixes)) and x.is_file())
@@ -38,7 +37,7 @@ def list_files(paths: Paths, suffixes: Sequence[str]) -> list[Path]:
             found = sorted(Path(x) for x in glob.glob(str(item), recursive=True))
         if not found:
             raise InputError(
-                f"{item}: no such file, and no files ending in {', '.join(suffixes)} in or like it"
+                f"{item}: no such file or directory, and no match that ends in {', '.join(suffixes)}"
             )
         files += found
     if not files:
@@ -55,8 +54,18 @@ def data_root(paths: Paths) -> Path:
     Args:
         paths: Files, directories or patterns.
     """
-    given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
-    return Path(os.path.commonpath([_root(Path(item).absolute()) for item in given]))
+    return Path(os.path.commonpath([_root(Path(item).absolute()) for item in _as_list(paths)]))
+
+
+def _as_list(paths: Paths) -> list[str | os.PathLike[str]]:
+    given = [paths] if isinstance(paths, str | os.PathLike) else paths
+    if not isinstance(given, list | tuple) or not all(
+        isinstance(item, str | os.PathLike) and isinstance(os.fspath(item), str) for item in given
+    ):
+        raise InputError(f"reader: paths must be a path or a list of paths, got {paths!r}")
+    if any("\0" in os.fspath(item) for item in given):
+        raise InputError("reader: a path cannot contain a null character")
+    return list(given)
 
 
 def _root(path: Path) -> Path:

@@ -58,7 +58,7 @@ class Reader(IterableDataset[Batch], ABC):
     def __init__(self, *, batch_size: int, drop_last: bool = False, on_error: OnError = "raise") -> None:
         if not isinstance(batch_size, int) or batch_size < 1:
             raise InputError(f"reader: batch_size must be at least 1, got {batch_size!r}")
-        if on_error not in ("raise", "skip"):
+        if not isinstance(on_error, str) or on_error not in ("raise", "skip"):
             raise InputError(f'reader: on_error must be "raise" or "skip", got {on_error!r}')
         self.batch_size = batch_size
         self.drop_last = drop_last

@@ -137,8 +137,8 @@ class Schema:
     def __post_init__(self) -> None:
         if not isinstance(self.features, Mapping) or not all(isinstance(x, str) for x in self.features):
             raise InputError("schema: features must map names to columns")
-        if isinstance(self.dense, str):
-            raise InputError(f"schema: dense must be a list of columns, got the text {self.dense!r}")
+        if not isinstance(self.dense, list | tuple):
+            raise InputError(f"schema: dense must be a list of columns, got {self.dense!r}")
         for what in ("label", "weight", "time"):
             if getattr(self, what) is not None:
                 _name(what, getattr(self, what))
@@ -275,7 +275,7 @@ class Schema:
             InputError: The data does not have this form.
         """
         try:
-            rest = dict(data)
+            rest = dict(data) if isinstance(data, Mapping) else {}
             features = {name: _column(FeatureColumn, x) for name, x in rest.pop("features").items()}
             dense = [_column(DenseColumn, x) for x in rest.pop("dense", ())]
             label = rest.pop("label")

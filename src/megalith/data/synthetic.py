@@ -18,6 +18,7 @@ from megalith.bits import shift_right, signed
 from megalith.data.batch import Batch, Position
 from megalith.data.reader import Reader, position_integer
 from megalith.errors import InputError
+from megalith.ops import checks
 from megalith.ragged import Ragged
 from megalith.routing import mix
 from megalith.table.initializers import Normal, initial_rows, table_key
@@ -25,6 +26,11 @@ from megalith.table.initializers import Normal, initial_rows, table_key
 VECTOR_DIM = 4
 _KEY = "teacher"
 """Part of the key of every random draw. A different value would change all generated data."""
+
+
+def _check_number(value: object, name: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InputError(f"synthetic data: {name} must be a number, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +55,12 @@ class SyntheticFeature:
     """Fraction of the values that are recent ids. The newest id is the most frequent; old ones disappear."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise InputError(f"synthetic data: a feature needs a name, got {self.name!r}")
+        for name in ("num_ids", "max_length"):
+            checks.integer(getattr(self, name), f"synthetic data: feature {self.name!r}: {name}")
+        for name in ("exponent", "new_per_batch", "fresh"):
+            _check_number(getattr(self, name), f"feature {self.name!r}: {name}")
         counts_fit = self.num_ids >= 1 and self.max_length >= 1 and self.exponent >= 0
         if not counts_fit or not 0 <= self.fresh <= 1 or not self.new_per_batch >= 0:
             raise InputError(f"synthetic data: feature {self.name!r} has a value out of range: {self}")
@@ -113,15 +125,31 @@ class SyntheticReader(Reader):
         seconds_per_batch: int = 1,
     ) -> None:
         super().__init__(batch_size=batch_size)
+        if not isinstance(features, list | tuple) or not all(
+            isinstance(each, SyntheticFeature) for each in features
+        ):
+            raise InputError(f"synthetic data: features must be a list of SyntheticFeature, got {features!r}")
         names = [feature.name for feature in features]
         if not names or len(set(names)) != len(names):
             raise InputError(f"synthetic data: features must have distinct names, got {names}")
+        for name, value in (("bias", bias), ("scale", scale), ("interaction", interaction)):
+            _check_number(value, name)
+        if drift_period is not None:
+            _check_number(drift_period, "drift_period")
+        for name, count in (
+            ("seed", seed),
+            ("start_time", start_time),
+            ("seconds_per_batch", seconds_per_batch),
+        ):
+            if isinstance(count, bool) or not isinstance(count, int):
+                raise InputError(f"synthetic data: {name} must be an integer, got {count!r}")
         if not 0 <= interaction <= 1:
             raise InputError(f"synthetic data: interaction must be between 0 and 1, got {interaction}")
         if drift_period is not None and not drift_period > 0:
             raise InputError(f"synthetic data: drift_period must be above 0, got {drift_period}")
-        if num_dense < 0 or (num_batches is not None and num_batches < 0):
-            raise InputError("synthetic data: num_dense and num_batches must be 0 or more")
+        checks.integer(num_dense, "synthetic data: num_dense", least=0)
+        if num_batches is not None:
+            checks.integer(num_batches, "synthetic data: num_batches", least=0)
         self.features = tuple(features)
         self.seed = seed
         self.num_batches = num_batches

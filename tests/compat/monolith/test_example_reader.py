@@ -364,7 +364,7 @@ def test_broken_framing_ends_a_file_but_not_the_reading(tmp_path: Path) -> None:
         ({"header": ["other"]}, "header must be some of lagrangex_header"),
         ({"header": "sort_id"}, "header must be some of"),
         ({"features": "f"}, "features must be a list or dict"),
-        ({"label_index": -1}, "label_index 0 or above"),
+        ({"label_index": -1}, "label_index must be an integer of at least 0"),
     ],
 )
 def test_arguments_that_are_refused(tmp_path: Path, options: dict[str, Any], problem: str) -> None:

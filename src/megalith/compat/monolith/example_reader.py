@@ -30,6 +30,7 @@ from megalith.data.files import Paths, list_files
 from megalith.data.formats.record_files import HEADERS, MAX_RECORD_BYTES, FramedRecord, Framing, RecordFile
 from megalith.data.reader import OnError, Reader, RowBlock, position_integer
 from megalith.errors import InputError
+from megalith.ops import checks
 from megalith.ragged import Ragged
 
 _GROUP_RECORDS, _GROUP_BYTES = 256, 4 << 20
@@ -100,14 +101,24 @@ class MonolithReader(Reader):
         max_bytes: int = MAX_RECORD_BYTES,
     ) -> None:
         super().__init__(batch_size=batch_size, drop_last=drop_last, on_error=on_error)
-        if kind not in KINDS:
+        if not isinstance(kind, str) or kind not in KINDS:
             raise InputError(f"monolith: kind must be one of {', '.join(KINDS)}, got {kind!r}")
-        if framing not in ("length", "tfrecord") or (framing == "tfrecord" and header):
-            raise InputError('monolith: framing must be "length" (which may have headers) or "tfrecord"')
-        if isinstance(header, str) or not set(header) <= set(HEADERS):
+        if not isinstance(header, list | tuple) or not all(
+            isinstance(x, str) and x in HEADERS for x in header
+        ):
             raise InputError(f"monolith: header must be some of {', '.join(HEADERS)}, got {header!r}")
-        if isinstance(features, str) or label_index < 0:
-            raise InputError("monolith: features must be a list or dict of names, label_index 0 or above")
+        known = isinstance(framing, str) and framing in ("length", "tfrecord")
+        if not known or (framing == "tfrecord" and header):
+            raise InputError('monolith: framing must be "length" (which may have headers) or "tfrecord"')
+        checks.integer(label_index, "monolith: label_index", least=0)
+        names = list(features.values()) if isinstance(features, Mapping) else features
+        if not isinstance(names, list | tuple) or not all(isinstance(x, str) for x in [*features, *names]):
+            raise InputError(f"monolith: features must be a list or dict of names, got {features!r}")
+        sizes = {} if dense is None else dense
+        if not isinstance(sizes, Mapping) or not all(isinstance(x, str) for x in sizes):
+            raise InputError(f"monolith: dense must map names to numbers of values, got {dense!r}")
+        for name, size in sizes.items():
+            checks.integer(size, f"monolith: dense {name!r}")
         self.kind = kind
         self.features = dict(features) if isinstance(features, Mapping) else {x: x for x in features}
         self.dense = dict(dense or {})

@@ -404,10 +404,10 @@ def _fix_int32s(owner: _ConfigMessage, *names: str) -> None:
 def _int32(owner: _ConfigMessage, name: str, value: Any) -> int:
     try:
         number = index(value)
-    except TypeError:
+    except (TypeError, RuntimeError):  # also a tensor without data
         number = 2**31
     if isinstance(value, bool) or not -(2**31) <= number < 2**31:
-        raise _wrong(owner, name, "an int of 32 bits", value)
+        raise _wrong(owner, name, "a 32-bit int", value)
     return number
 
 
@@ -418,7 +418,10 @@ def _int32s(owner: _ConfigMessage, name: str, values: Any) -> tuple[int, ...]:
 def _items(owner: _ConfigMessage, name: str, values: Any) -> tuple[Any, ...]:
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise _wrong(owner, name, "a sequence", values)
-    return tuple(values)
+    try:
+        return tuple(values)
+    except (TypeError, RuntimeError):  # a 0-d tensor, or one without data
+        raise _wrong(owner, name, "a sequence", values) from None
 
 
 def _named(owner: _ConfigMessage, name: str, kind: type[_ConfigMessage]) -> dict[str, Any]:

@@ -81,6 +81,11 @@ def sharding_sparse_fids(
     router = ps_num
     if not isinstance(router, Router):
         router = Router("roundrobin", max(1, checks.integer(ps_num, "ps_num", least=0)))
+    checks.flag(unique, "unique")
+    if not isinstance(shared, list | tuple | set | frozenset | dict) or not all(
+        isinstance(name, str) for name in shared
+    ):
+        raise InputError(f"shared must be a list of names of features, got {checks.kind(shared)}")
     names = list(feature_cfgs.feature_names)
     if not names:
         raise InputError("feature_cfgs has no features")

@@ -117,7 +117,11 @@ def fused_embedding_to_layout_grad(
     dtype = lists[0].dtype
     wide = [checks.floats(g, f"layout_tensors_grad[{i}]", None).to(dtype) for i, g in enumerate(grads)]
     if layout_tensors_grad_scale is not None:
-        wide = [g * layout_tensors_grad_scale for g in wide]
+        scale = layout_tensors_grad_scale
+        if isinstance(scale, Tensor) and scale.numel() == 1:
+            scale = scale.reshape(())
+        checks.with_data(torch.as_tensor(checks.number(scale, "layout_tensors_grad_scale")), "the scale")
+        wide = [g * scale for g in wide]
     flat = _layout_grad(wide, [rows.shape[0] for rows in lists], *encoding)
     pieces = flat.split([e.numel() for e in embeddings_list])
     return [p.view(e.shape).to(e.dtype) for p, e in zip(pieces, embeddings_list, strict=True)]
@@ -234,9 +238,9 @@ def _layout_arguments(
 
 
 def _check_variant(variant_type: str, version: int) -> None:
-    if variant_type not in _INPUTS:
+    if not isinstance(variant_type, str) or variant_type not in _INPUTS:
         raise InputError(f"variant_type must be one of {', '.join(_INPUTS)}, got {variant_type!r}")
-    if version not in (3, 5):
+    if not isinstance(version, int) or version not in (3, 5):
         raise InputError(
             f"version {version} has another encoding; encode with sharding_sparse_fids and pass 5"
         )
