@@ -503,7 +503,7 @@ def ops_calls() -> Iterator[Call]:
             "name": "source",
         },
     )
-    yield ops.pad_rows, {"values": rows, "splits": ids(0, 1, 3), "length": 2}
+    yield ops.pad_rows, {"values": rows, "row_splits": ids(0, 1, 3), "length": 2}
     yield ops.place_rows, {"rows": rows, "place": ids(2, 0, 1)}
     yield ops.pool, {"source": rows, "bags": bags(), "outputs": [torch.zeros(2, 2)]}
     yield ops.unpool, {"grads": [torch.ones(2, 2)], "bags": bags(), "num_occurrences": 3, "dim": 2}
@@ -518,7 +518,7 @@ def ops_calls() -> Iterator[Call]:
             "name": "index",
         },
     )
-    yield ops.segment_sum, {"values": rows, "splits": ids(0, 1, 3)}
+    yield ops.segment_sum, {"values": rows, "row_splits": ids(0, 1, 3)}
     yield ops.split_rows, {"rows": rows, "indices": ids(0, 1, 1), "num_splits": 2, "name": "indices"}
     yield ops.take, {"ragged": column(True), "rows": ids(1, 0)}
 

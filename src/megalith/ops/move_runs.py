@@ -40,12 +40,12 @@ def _taken(values: Tensor, splits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor
     return values.index_select(0, index), new_splits
 
 
-def pad_rows(values: Tensor, splits: Tensor, length: int) -> Tensor:
+def pad_rows(values: Tensor, row_splits: Tensor, length: int) -> Tensor:
     """Cuts or pads each row of a column to `length` values. Differentiable.
 
     Args:
         values: [n, ...].
-        splits: int [rows + 1], from 0 to n.
+        row_splits: int [rows + 1], from 0 to n.
         length: the number of values of each row of the result.
 
     Returns:
@@ -54,12 +54,12 @@ def pad_rows(values: Tensor, splits: Tensor, length: int) -> Tensor:
     values = checks.tensor(values, "values", None)
     if values.dim() < 1:
         raise InputError("values must have at least one dimension")
-    splits = checks.splits(splits, "splits", values.shape[0])
+    row_splits = checks.splits(row_splits, "row_splits", values.shape[0])
     length = checks.integer(length, "length", least=0)
     if torch.is_grad_enabled() and values.requires_grad:
-        out: Tensor = _Pad.apply(values, splits, length)
+        out: Tensor = _Pad.apply(values, row_splits, length)
         return out
-    padded: Tensor = _pad(values, splits, length)
+    padded: Tensor = _pad(values, row_splits, length)
     return padded
 
 

@@ -103,23 +103,23 @@ def unpool_flat(grads: Sequence[Tensor], index: Tensor, bags: Sequence[Bags], si
     return summed
 
 
-def segment_sum(values: Tensor, splits: Tensor) -> Tensor:
+def segment_sum(values: Tensor, row_splits: Tensor) -> Tensor:
     """Sums the rows of each segment. Differentiable.
 
     Args:
         values: float [n, d].
-        splits: int64 [segments + 1], ascending from 0 to n.
+        row_splits: int64 [segments + 1], ascending from 0 to n.
 
     Returns:
         [segments, d].
     """
     values = checks.floats(values, "values", (None, None))
-    splits = checks.splits(splits, "splits", values.shape[0])
+    row_splits = checks.splits(row_splits, "row_splits", values.shape[0])
     dim = values.shape[1]
     if dim == 0:
-        return values.reshape(-1).view(splits.shape[0] - 1, 0)
-    bags = Bags(splits, (OutputSlice(0, 0, 0, dim),))
-    return pool_rows(values, None, [bags], [(splits.shape[0] - 1, dim)], name="values")[0]
+        return values.reshape(-1).view(row_splits.shape[0] - 1, 0)
+    bags = Bags(row_splits, (OutputSlice(0, 0, 0, dim),))
+    return pool_rows(values, None, [bags], [(row_splits.shape[0] - 1, dim)], name="values")[0]
 
 
 def _checked(bags: Sequence[Bags]) -> list[Bags]:
