@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def main() -> None:
-    """Runs the command line."""
+    """Run the command line."""
     from megalith.cli.main import app
 
     app()

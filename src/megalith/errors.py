@@ -71,7 +71,8 @@ class DiscoveryError(MegalithError, ConnectionError):
 class RemoteError(MegalithError, ConnectionError):
     """A server does not answer in time, rejects a request, or sends an unexpected answer.
 
-    Attributes:
+    Args:
+        message: What happened, where, and the remedy.
         code: The name of the gRPC status, such as "UNAVAILABLE".
         targets: The addresses that were tried, in order.
     """

@@ -28,7 +28,7 @@ _NO_SPAN: AbstractContextManager[Any] = nullcontext()
 
 
 def span(name: str) -> AbstractContextManager[Any]:
-    """Names a phase of a step in torch's profiler.
+    """Name a phase of a step in torch's profiler.
 
     Args:
         name: Name of the phase, such as "megalith.pool".
@@ -40,7 +40,7 @@ def span(name: str) -> AbstractContextManager[Any]:
 
 
 def native_module() -> ModuleType | None:
-    """Returns megalith's native module, or None if it is not built."""
+    """Return megalith's native module, or None if it is not built."""
     try:
         from megalith import _native
     except ImportError:
@@ -49,12 +49,15 @@ def native_module() -> ModuleType | None:
 
 
 def new_tensor(*shape: int, dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
-    """Allocates a CPU tensor for a result of native code, on huge pages if it is large.
+    """Allocate a CPU tensor for a result of native code, on huge pages if it is large.
 
     Args:
         shape: Shape of the tensor.
         dtype: Type of its elements.
         zero: Whether to fill it with zeros; otherwise it is uninitialized.
+
+    Returns:
+        An uninitialized tensor, or one of zeros.
     """
     out = torch.empty(shape, dtype=dtype, device="cpu")
     native = native_module()
@@ -66,7 +69,7 @@ def new_tensor(*shape: int, dtype: torch.dtype, zero: bool = False) -> torch.Ten
 def define_op(
     schema: str, *, native: Callable[..., Any], twin: Callable[..., Any], fake: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Registers an op.
+    """Register an op.
 
     Args:
         schema: Its schema, such as "route(Tensor ids, int[] rule) -> Tensor".
@@ -88,25 +91,32 @@ def define_op(
 
 
 def copy_repeated(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies repeated arguments of an autograd.Function: torch.compile does not accept a tensor twice."""
+    """Copy repeated arguments of an autograd.Function: torch.compile does not accept a tensor twice.
+
+    Args:
+        tensors: The tensor arguments in order.
+
+    Returns:
+        The same tensors; while torch.compile traces, a clone for each that occurred before.
+    """
     if not torch.compiler.is_compiling():
         return list(tensors)
     return [t.clone() if any(t is other for other in tensors[:k]) else t for k, t in enumerate(tensors)]
 
 
 def new_size() -> Any:
-    """Returns, inside a fake, a size that depends on the data."""
+    """Return, inside a fake, a size that depends on the data."""
     return torch.library.get_ctx().new_dynamic_size()
 
 
 def lazy_names(
     package: str, modules: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Makes a package import each of its names when the name is first used.
+    """Make a package import each of its names when the name is first used.
 
     Args:
-        package: the package's `__name__`.
-        modules: the names each module defines, separated by spaces; ".x" is module x of the package.
+        package: The package's `__name__`.
+        modules: The names each module defines, separated by spaces; ".x" is module x of the package.
 
     Returns:
         The package's `__getattr__`, `__dir__` and `__all__`.

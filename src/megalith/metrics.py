@@ -18,7 +18,7 @@ _BFLOATS = 2**16
 
 
 def auc(scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> float:
-    """Returns the area under the ROC curve, exactly.
+    """Return the area under the ROC curve, exactly.
 
     It is the probability that a random positive scores above a random negative, where a tie counts half: the
     Mann-Whitney statistic divided by the number of pairs.
@@ -41,7 +41,7 @@ class AUC:
         self._chunks: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def update(self, scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
-        """Adds a batch.
+        """Add a batch.
 
         Args:
             scores: As for `auc`.
@@ -51,13 +51,13 @@ class AUC:
         self._chunks.append(_checked(scores, labels, weights))
 
     def compute(self) -> float:
-        """Returns the AUC of all batches."""
+        """Return the AUC of all batches."""
         if not self._chunks:
             return math.nan
         return _exact(*(torch.cat(column) for column in zip(*self._chunks, strict=True)))
 
     def reset(self) -> None:
-        """Removes all batches."""
+        """Remove all batches."""
         self._chunks.clear()
 
 
@@ -75,7 +75,7 @@ class BinnedAUC:
         self.reset()
 
     def update(self, scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
-        """Adds a batch.
+        """Add a batch.
 
         Args:
             scores: As for `auc`.
@@ -89,16 +89,16 @@ class BinnedAUC:
         _add_by_class(self.sums, order, labels, weights)
 
     def compute(self) -> float:
-        """Returns the AUC of all batches."""
+        """Return the AUC of all batches."""
         return _area(self.sums)
 
     def reset(self) -> None:
-        """Removes all batches."""
+        """Remove all batches."""
         self.sums = torch.zeros(2, _BFLOATS, dtype=torch.float64)
 
 
 def log_loss(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> float:
-    """Returns the mean of -ln(predicted probability of the label).
+    """Return the mean of -ln(predicted probability of the label).
 
     Args:
         logits: float [n], not NaN.
@@ -145,7 +145,7 @@ class Calibration:
         self.reset()
 
     def update(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
-        """Adds a batch.
+        """Add a batch.
 
         Args:
             logits: As for `log_loss`.
@@ -159,13 +159,13 @@ class Calibration:
             self._sums[row].index_add_(0, bins, values)
 
     def compute(self) -> CalibrationBins:
-        """Returns the bins of all batches."""
+        """Return the bins of all batches."""
         predicted, observed, weight = self._sums
         ratio = _ratio(predicted.sum(), observed.sum())
         return CalibrationBins(predicted / weight, observed / weight, weight.clone(), ratio)
 
     def reset(self) -> None:
-        """Removes all batches."""
+        """Remove all batches."""
         self._sums = torch.zeros(3, self.num_bins, dtype=torch.float64)
 
 
@@ -173,7 +173,7 @@ class Calibration:
 
 
 def _checked(scores: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns copies on the CPU: scores float32 or float64 [n], labels bool [n], weights float64 [n]."""
+    """Return copies on the CPU: scores float32 or float64 [n], labels bool [n], weights float64 [n]."""
     given = {"scores": scores, "labels": labels} | ({} if weights is None else {"weights": weights})
     for name, tensor in given.items():
         if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
@@ -211,13 +211,13 @@ def _exact(scores: Tensor, labels: Tensor, weights: Tensor) -> float:
 
 
 def _add_by_class(sums: Tensor, group: Tensor, labels: Tensor, weights: Tensor) -> None:
-    """Adds the weights of positives and of negatives of each group to sums, float64 [2, groups]."""
+    """Add the weights of positives and of negatives of each group to sums, float64 [2, groups]."""
     sums[0].index_add_(0, group, weights * labels)
     sums[1].index_add_(0, group, weights * ~labels)
 
 
 def _area(sums: Tensor) -> float:
-    """Returns the AUC of positives and negatives in groups of ascending score, float64 [2, groups]."""
+    """Return the AUC of positives and negatives in groups of ascending score, float64 [2, groups]."""
     positive, negative = sums
     below = negative.cumsum(0) - negative / 2
     return _ratio(positive @ below, positive.sum() * negative.sum())

@@ -60,12 +60,15 @@ class Ragged:
 
     @classmethod
     def trusted(cls, values: Tensor, row_splits: Tensor, weights: Tensor | None = None) -> Ragged:
-        """Makes a Ragged of tensors that are known to match, without any check.
+        """Make a Ragged of tensors that are known to match, without any check.
 
         Args:
             values: [n].
             row_splits: int64 [batch + 1], from 0 to n.
             weights: float32 [n], or None.
+
+        Returns:
+            A Ragged of these tensors, which are not copied.
         """
         made = object.__new__(cls)
         made.values, made.row_splits, made.weights = values, row_splits, weights
@@ -79,12 +82,15 @@ class Ragged:
         dtype: torch.dtype = torch.int64,
         weights: Sequence[Sequence[float]] | None = None,
     ) -> Ragged:
-        """Makes a Ragged of one list per row, for example `Ragged.from_lists([[1, 2], []])`.
+        """Make a Ragged of one list per row, for example `Ragged.from_lists([[1, 2], []])`.
 
         Args:
             rows: The values of each row.
             dtype: Type of the values. An integer type accepts integers only.
             weights: The weights of each row, with the same lengths.
+
+        Returns:
+            A Ragged with one row per list, on the CPU.
 
         Raises:
             InputError: An argument is not a list of lists of numbers, or a number does not fit the type.
@@ -101,12 +107,18 @@ class Ragged:
 
     @classmethod
     def from_lengths(cls, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Ragged:
-        """Makes a Ragged of values and lengths.
+        """Make a Ragged of values and lengths.
 
         Args:
             values: [n, ...], the values of all rows, concatenated.
             lengths: Integers [batch], the length of each row.
             weights: float [n], or None.
+
+        Returns:
+            A Ragged of `batch` rows; `values` and `weights` are not copied.
+
+        Raises:
+            InputError: The lengths are not integers [batch], or do not add up to n.
         """
         if not isinstance(lengths, Tensor) or lengths.dim() != 1 or lengths.dtype not in _INTEGERS:
             raise InputError("Ragged: lengths must be an integer tensor [batch]")
@@ -116,12 +128,18 @@ class Ragged:
 
     @classmethod
     def from_padded(cls, x: Tensor, *, pad: float = 0, weights: Tensor | None = None) -> Ragged:
-        """Makes a Ragged of a padded tensor.
+        """Make a Ragged of a padded tensor.
 
         Args:
             x: [batch, length].
             pad: The value that means "no value", at any position of a row.
             weights: float [batch, length], or None.
+
+        Returns:
+            A Ragged of `batch` rows without the padding, on the device of `x`.
+
+        Raises:
+            InputError: A tensor has the wrong type, shape or device.
         """
         if not isinstance(x, Tensor) or x.dim() != 2:
             raise InputError("Ragged: a padded tensor must have shape [batch, length]")
@@ -141,10 +159,14 @@ class Ragged:
 
     @classmethod
     def from_nested(cls, x: Tensor) -> Ragged:
-        """Makes a Ragged of a nested tensor.
+        """Make a Ragged of a nested tensor.
 
         Args:
             x: A nested tensor with layout torch.jagged, [batch, (length)].
+
+        Returns:
+            A Ragged of `batch` rows; the values are copied only if the nested tensor has gaps between its
+            rows.
 
         Raises:
             InputError: `x` is not such a tensor.
@@ -159,10 +181,16 @@ class Ragged:
 
     @classmethod
     def from_keyed(cls, keyed: Any) -> dict[str, Ragged]:
-        """Makes one Ragged per key of a KeyedJaggedTensor.
+        """Make one Ragged per key of a KeyedJaggedTensor.
 
         Args:
             keyed: Any object with keys(), values(), lengths() and, optionally, weights_or_none().
+
+        Returns:
+            A Ragged per key; the values are views of those of `keyed`.
+
+        Raises:
+            InputError: `keyed` lacks a method, or its lengths do not match its keys or values.
         """
         try:
             keys = list(keyed.keys())
@@ -188,10 +216,13 @@ class Ragged:
 
     @classmethod
     def concat(cls, parts: Sequence[Ragged]) -> Ragged:
-        """Concatenates the rows of all parts.
+        """Concatenate the rows of all parts.
 
         Args:
             parts: At least one Ragged; all with weights, or none.
+
+        Returns:
+            A Ragged with the rows of the first part, then those of the second, and so on; a copy.
 
         Raises:
             InputError: There are no parts, or only some have weights.
@@ -220,20 +251,26 @@ class Ragged:
         return self.values.device
 
     def lengths(self) -> Tensor:
-        """Returns the length of each row, int64 [batch]."""
+        """Return the length of each row, int64 [batch]."""
         return torch.diff(self.row_splits)
 
     def row_ids(self) -> Tensor:
-        """Returns the row of each value, int64 [n]."""
+        """Return the row of each value, int64 [n]."""
         rows = torch.arange(len(self), device=self.device)
         return torch.repeat_interleave(rows, self.lengths(), output_size=self.values.shape[0])
 
     def to_padded(self, *, pad: float = 0, length: int | None = None) -> Tensor:
-        """Returns [batch, length, ...]; rows are cut to `length` or filled with `pad`.
+        """Return the values as a padded tensor.
 
         Args:
-            pad: The filler.
-            length: Length of a row; None: the length of the longest one.
+            pad: The value of positions after the end of a row.
+            length: Length of a row; longer rows are cut. None: the length of the longest row.
+
+        Returns:
+            [batch, length, ...], of the dtype of the values.
+
+        Raises:
+            InputError: `pad` is not a number of the values' type, or `length` is not an integer >= 0.
         """
         pad = _number(pad, "pad", self.values.dtype)
         if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 0):
@@ -248,13 +285,13 @@ class Ragged:
         return out
 
     def to_lists(self) -> list[list[Any]]:
-        """Returns the rows as lists."""
+        """Return the rows as lists."""
         splits = self.row_splits.tolist()
         flat = self.values.tolist()
         return [flat[a:b] for a, b in pairwise(splits)]
 
     def __getitem__(self, index: int | slice) -> Any:
-        """Returns the values of a row (int) or the Ragged of some rows (slice; a view for step 1)."""
+        """Return the values of a row (int) or the Ragged of some rows (slice; a view for step 1)."""
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step != 1:
@@ -273,11 +310,17 @@ class Ragged:
         return (self[i] for i in range(len(self)))
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Ragged:
-        """Returns the Ragged on another device.
+        """Return the Ragged on another device.
 
         Args:
             device: The device.
             non_blocking: As for `torch.Tensor.to`.
+
+        Returns:
+            A Ragged on that device; tensors that are already there are not copied.
+
+        Raises:
+            InputError: The device is not known.
         """
         if isinstance(device, bool) or not isinstance(device, str | torch.device | int):
             raise InputError(f"Ragged: device must be a torch.device or its name, got {device!r}")
@@ -294,7 +337,7 @@ class Ragged:
         )
 
     def pin_memory(self) -> Ragged:
-        """Returns the Ragged in pinned memory; DataLoader calls it."""
+        """Return the Ragged in pinned memory; DataLoader calls it."""
         weights = None if self.weights is None else self.weights.pin_memory()
         return Ragged(self.values.pin_memory(), self.row_splits.pin_memory(), weights)
 
@@ -304,7 +347,7 @@ class Ragged:
 
 
 def _flat_tensor(rows: Any, field: str, dtype: torch.dtype) -> tuple[Tensor, list[int]]:
-    """Returns the values of a list of lists as one tensor, and the length of each list."""
+    """Return the values of a list of lists as one tensor, and the length of each list."""
     listed = isinstance(rows, Iterable) and not isinstance(rows, str | bytes | Mapping | set | Ragged)
     if not listed or (isinstance(rows, Tensor) and (rows.dim() == 0 or rows.is_meta)):
         raise InputError(f"Ragged: {field} must be a list of lists, got {type(rows).__name__}")
@@ -332,7 +375,7 @@ def _flat_tensor(rows: Any, field: str, dtype: torch.dtype) -> tuple[Tensor, lis
 
 
 def _bad_value(lists: list[list[Any]], field: str, dtype: torch.dtype) -> InputError:
-    """Returns the error for the first value that is not a number of this type."""
+    """Return the error for the first value that is not a number of this type."""
     integral = dtype in _INTEGERS
     for number, row in enumerate(lists):
         for at, value in enumerate(row):
@@ -370,7 +413,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _number(value: Any, field: str, dtype: torch.dtype | None = None) -> Any:
-    """Checks a number; for an integer type, an integer."""
+    """Check a number; for an integer type, an integer."""
     integral = dtype is not None and not dtype.is_floating_point and not dtype.is_complex
     if not isinstance(value, Integral if integral else Real):
         raise InputError(

@@ -63,7 +63,7 @@ class Router:
         self._owners = owners
 
     def owner(self, ids: Tensor) -> Tensor:
-        """Returns the owner of each id.
+        """Return the owner of each id.
 
         Args:
             ids: int64 or int32, any shape.
@@ -82,19 +82,25 @@ class Router:
 
     @classmethod
     def from_rule(cls, rule: Sequence[int]) -> Router:
-        """Returns the router that has this `rule`.
+        """Return the router that has this `rule`.
 
         Args:
             rule: What `Router.rule` returns.
+
+        Returns:
+            A router equal to the one that the rule came from.
         """
         mode, owners, block, first = rule
         return cls(MODES[mode], owners + first, block_size=block or None, skip_first=bool(first))
 
     def owner_twin(self, ids: Tensor) -> Tensor:
-        """Returns `owner` computed in plain torch, on any device; it is the definition.
+        """Return `owner` computed in plain torch, on any device; it is the definition.
 
         Args:
             ids: int64 or int32, any shape.
+
+        Returns:
+            int32 of the same shape, from 0 to num_shards - 1.
         """
         ids = _check(ids)
         key = mix(ids) if self.mode == "hash_roundrobin" else ids
@@ -105,7 +111,7 @@ class Router:
         return (owner + int(self.skip_first)).to(torch.int32)
 
     def local_index(self, ids: Tensor) -> Tensor:
-        """Returns the position of each id within its owner; only for mode "continuous".
+        """Return the position of each id within its owner; only for mode "continuous".
 
         It is the position in the block, or id // shards after the last block. Ids within the blocks of one
         owner have distinct positions, and so have ids after the last block.
@@ -135,7 +141,14 @@ class Router:
 
 
 def mix(ids: Tensor) -> Tensor:
-    """Returns MurmurHash3's 64-bit finalizer of int64 ids, as int64."""
+    """Hash ids with MurmurHash3's 64-bit finalizer, a bijection.
+
+    Args:
+        ids: int64, any shape.
+
+    Returns:
+        int64 of the same shape.
+    """
     x = ids ^ shift_right(ids, 33)
     x = x * signed(0xFF51AFD7ED558CCD)
     x = x ^ shift_right(x, 33)

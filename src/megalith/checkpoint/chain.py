@@ -25,31 +25,58 @@ CONSUMER = "checkpoint"
 
 
 def check_idle(collections: Mapping[str, EmbeddingCollection]) -> None:
-    """Raise UsageError if a save of one of the collections is in progress."""
+    """Raise if a save of one of the collections is in progress.
+
+    Args:
+        collections: The collections by module path.
+
+    Raises:
+        UsageError: One is; the message names the collection.
+    """
     for path, collection in collections.items():
         if collection.checkpoint_state.save_in_progress is not None:
             raise UsageError(f"a save of collection {path!r} is in progress: call wait() on its handle first")
 
 
 def set_busy(collection: EmbeddingCollection, job: object) -> None:
-    """Record that a save of a collection begins."""
+    """Record that a save of a collection begins.
+
+    Args:
+        collection: The collection.
+        job: Identifies the save.
+    """
     collection.checkpoint_state.save_in_progress = job
 
 
 def set_idle(collection: EmbeddingCollection, job: object) -> None:
-    """Record that a save has ended, successfully or not."""
+    """Record that a save has ended, successfully or not. Does nothing if another save is in progress.
+
+    Args:
+        collection: The collection.
+        job: Identifies the save, as passed to `set_busy`.
+    """
     if collection.checkpoint_state.save_in_progress is job:
         collection.checkpoint_state.save_in_progress = None
 
 
 def set_last_save(collections: Iterable[EmbeddingCollection], store: Store, id: str) -> None:
-    """Record the save that the rows of these collections are now equal to."""
+    """Record the save that the rows of these collections are now equal to.
+
+    Args:
+        collections: All collections of the model.
+        store: The store of the checkpoint.
+        id: The id of the save in its manifest.
+    """
     for collection in collections:
         collection.checkpoint_state.last_save = (store.address, id)
 
 
 def forget_last_save(collections: Iterable[EmbeddingCollection]) -> None:
-    """Record that the rows are equal to no save, so that no delta can be added."""
+    """Record that the rows are equal to no save, so that no delta can be added.
+
+    Args:
+        collections: All collections of the model.
+    """
     for collection in collections:
         collection.checkpoint_state.last_save = None
 
@@ -82,13 +109,23 @@ def check_last_save(collections: Iterable[EmbeddingCollection], store: Store, ma
 
 
 def track_changes(shards: Shards) -> None:
-    """Track the rows that change from now on, and forget earlier changes."""
+    """Track the rows that change from now on, and forget earlier changes.
+
+    Args:
+        shards: The tables of a collection.
+    """
     shards.track(CONSUMER)
     shards.drain_touched(CONSUMER)
 
 
 def ranks_of(model: nn.Module) -> RankGroup:
     """Return the ranks that the tables of a model are spread over, or without tables its sharded weights.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The ranks that save and load it together; a single rank if nothing is spread.
 
     Raises:
         UsageError: Dense weights are sharded over ranks, but each rank has tables of its own.

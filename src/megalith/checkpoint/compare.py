@@ -392,7 +392,7 @@ def _optimizer(store: Store, manifest: Manifest) -> Any:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether nested data are equal, tensors bit for bit."""
+    """Return whether nested data are equal, tensors bit for bit."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         alike = a.dtype == b.dtype and a.shape == b.shape
         return alike and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))

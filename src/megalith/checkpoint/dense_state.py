@@ -15,16 +15,31 @@ from megalith.shards import Shards
 
 
 def collections_of(model: nn.Module) -> dict[str, EmbeddingCollection]:
-    """Return the collections of a model by module path, which is "" if the model itself is a collection."""
+    """Find the collections of a model.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The collections by module path, which is "" if the model itself is a collection.
+
+    Raises:
+        InputError: The model is not an nn.Module.
+    """
     if not isinstance(model, nn.Module):
         raise InputError(f"a checkpoint is of an nn.Module, got {type(model).__name__}")
     return {name: m for name, m in model.named_modules() if isinstance(m, EmbeddingCollection)}
 
 
 def tables_of(collections: Mapping[str, EmbeddingCollection]) -> list[tuple[str, str, Shards]]:
-    """Return the tables of this rank as (collection path, table name, shards).
+    """List the tables of this rank.
 
-    Tables of shards that several collections share are listed once.
+    Args:
+        collections: The collections by module path.
+
+    Returns:
+        (collection path, table name, shards) of each table. Tables of shards that several collections share
+        are listed once.
     """
     found: list[tuple[str, str, Shards]] = []
     seen: set[int] = set()
@@ -36,7 +51,13 @@ def tables_of(collections: Mapping[str, EmbeddingCollection]) -> list[tuple[str,
 
 
 def dense_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and persistent buffers of a model by name, without the rows of its collections.
+    """Return the dense weights of a model: what its checkpoint holds besides the rows of its collections.
+
+    Args:
+        model: The model. FSDP2 modules in it are resharded.
+
+    Returns:
+        Parameters and persistent buffers by name, not copies; a DTensor for a sharded weight.
 
     Raises:
         UsageError: A module has extra state, which a checkpoint cannot hold.

@@ -187,6 +187,9 @@ class Manifest(Save):
             text: The content of the file.
             where: The file's name, for messages.
 
+        Returns:
+            The manifest, whose saves form one chain.
+
         Raises:
             CheckpointError: The text is not a manifest; the message names the field that is missing or wrong.
         """
@@ -210,7 +213,15 @@ class Manifest(Save):
 
 
 def full_name(collection: str, table: str) -> str:
-    """Return the name of a table within the whole model."""
+    """Return the name of a table within the whole model.
+
+    Args:
+        collection: The module path of its collection, "" if the model itself is one.
+        table: Its name within the collection.
+
+    Returns:
+        "collection.table", or the table's name alone.
+    """
     return f"{collection}.{table}".lstrip(".")
 
 
@@ -256,7 +267,15 @@ def _check_tables(manifest: Manifest, where: str) -> None:
 
 
 def describe(config: TableConfig) -> list[dict[str, Any]]:
-    """Return the description of a table's segments for the manifest."""
+    """Describe the segments of a table for the manifest.
+
+    Args:
+        config: The config of the table.
+
+    Returns:
+        JSON data per segment: dim, precision, optimizer, initializer, state. Only dim, the optimizer's name
+        and the state are compared when loading.
+    """
     return [
         {
             "dim": segment.dim,
@@ -331,7 +350,19 @@ def _routing(fields: JsonFields) -> Routing:
 
 
 def read_pieces(data: dict[str, Any], key: str, where: str) -> list[Piece]:
-    """Parse the pieces in a part of a manifest. Raises CheckpointError naming the field that is wrong."""
+    """Parse the pieces in a part of a manifest.
+
+    Args:
+        data: The JSON object that has them.
+        key: The name of the field: "pieces" or "removed".
+        where: The name of the file, for messages.
+
+    Returns:
+        The pieces.
+
+    Raises:
+        CheckpointError: A field is missing or wrong; the message names it.
+    """
     return _pieces(JsonFields(data, lambda problem: CheckpointError(f"{where}: {problem}")), key)
 
 
@@ -354,7 +385,7 @@ def _file(fields: JsonFields) -> StoredFile:
 
 
 def _is_below(path: str) -> bool:
-    """Whether a path is relative, normalized, printable and without ".."."""
+    """Return whether a path is relative, normalized, printable and without ".."."""
     parts = PurePosixPath(path)
     return (
         str(parts) == path

@@ -66,6 +66,10 @@ def match_tables(
         manifest: The manifest of the checkpoint.
         collections: The collections of the model by path.
         where: The name of the checkpoint, for messages.
+        reroute: Whether the routing mode may differ.
+        rename: {name in the checkpoint: name in the model}.
+        drop_optimizer_state: True, or the tables whose optimizer state starts fresh.
+        allow_missing: Whether a table that differs counts as missing instead of raising.
 
     Returns:
         The matches, and the tables without one.

@@ -63,7 +63,7 @@ def export(
 
     Raises:
         UnknownNameError: The checkpoint has no such table.
-        MissingDependencyError: pyarrow is not installed.
+        MissingDependencyError: Pyarrow is not installed.
     """
     source = open_store(path)
     manifest = read_manifest(source)
@@ -113,7 +113,7 @@ def export_parquet(
 
     Raises:
         UnknownNameError: The collection has no such table.
-        MissingDependencyError: pyarrow is not installed.
+        MissingDependencyError: Pyarrow is not installed.
     """
     shards = collection.shards
     names = list(shards.configs) if tables is None else list(tables)
@@ -145,7 +145,7 @@ def write_parquet(path: str | Path, chunks: Iterable[Chunk], *, state: bool = Tr
         The number of rows.
 
     Raises:
-        MissingDependencyError: pyarrow is not installed.
+        MissingDependencyError: Pyarrow is not installed.
     """
     pa, parquet = _arrow("pyarrow"), _arrow("pyarrow.parquet")
     target = Path(path)

@@ -47,6 +47,12 @@ class Rotation:
 
         Args:
             step: Its step.
+
+        Returns:
+            The directory or URL, whether the checkpoint exists or not.
+
+        Raises:
+            InputError: The step is out of range.
         """
         return self._store_of(step).where
 

@@ -377,7 +377,7 @@ class SaveJob:
             return  # the first error is raised; the other ranks time out
 
     def _is_committed(self) -> bool:
-        """Whether the manifest names this save; an error may have occurred after it was replaced."""
+        """Return whether the manifest names this save; an error may have occurred after it was replaced."""
         try:
             return self.id.encode() in self.store.read_whole(NAME, MAX_MANIFEST)
         except FileNotFoundError:
@@ -408,7 +408,14 @@ def commit(store: Store, manifest: Manifest, replaced: Manifest | None = None) -
 
 
 def folders_of(manifest: Manifest) -> set[str]:
-    """Return the folders that hold the files of a checkpoint."""
+    """List the folders that hold the files of a checkpoint.
+
+    Args:
+        manifest: Its manifest.
+
+    Returns:
+        Names of the top-level folders.
+    """
     return {PurePosixPath(file.path).parts[0] for file in manifest.all_files()}
 
 

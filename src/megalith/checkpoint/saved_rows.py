@@ -45,17 +45,48 @@ def read_manifest(path: str | PathLike[str] | Store) -> Manifest:
 
 
 def write_tensors(store: Store, name: str, tensors: dict[str, Tensor]) -> StoredFile:
-    """Write a file of tensors and return its manifest entry."""
+    """Write a file of tensors.
+
+    Args:
+        store: The store of the checkpoint.
+        name: The name of the file.
+        tensors: The tensors by name, of any shape and device.
+
+    Returns:
+        The file's manifest entry.
+    """
     return store.write(name, encode(tensors))
 
 
 def read_tensors(store: Store, entry: StoredFile) -> dict[str, Tensor]:
-    """Return the tensors of a file by name."""
+    """Read a file of tensors without computing its checksum.
+
+    Args:
+        store: The store of the checkpoint.
+        entry: The file's manifest entry.
+
+    Returns:
+        The tensors by name.
+
+    Raises:
+        CheckpointError: The file is missing or not valid.
+    """
     return decode(store.read_file(entry, CheckpointError), f"{store.where}/{entry.path}", CheckpointError)
 
 
 def write_chunk(store: Store, name: str, chunk: Chunk, shard: int, precision: torch.dtype) -> Piece:
-    """Write rows of a table to a file, with weights of a given precision, and return its manifest entry."""
+    """Write rows of a table to a file.
+
+    Args:
+        store: The store of the checkpoint.
+        name: The name of the file.
+        chunk: The rows.
+        shard: The shard that owns them.
+        precision: The dtype of the stored weights; optimizer state remains float32.
+
+    Returns:
+        The file's manifest entry.
+    """
     stored = {"ids": chunk.ids, "rows": chunk.rows.to(precision), "time": chunk.time}
     stored |= {f"state/{key}": value for key, value in chunk.state.items()}
     if chunk.count is not None:
@@ -64,7 +95,19 @@ def write_chunk(store: Store, name: str, chunk: Chunk, shard: int, precision: to
 
 
 def read_chunk(store: Store, piece: Piece, entry: TableEntry) -> Chunk:
-    """Return the rows of a file, weights as float32. Raises CheckpointError if they differ from the entry."""
+    """Read a file of rows.
+
+    Args:
+        store: The store of the checkpoint.
+        piece: The file's manifest entry.
+        entry: The entry of its table.
+
+    Returns:
+        The rows, with weights as float32.
+
+    Raises:
+        CheckpointError: The file is missing, not valid, or differs from its entries.
+    """
     where = f"{store.where}/{piece.file.path}"
     tensors = read_tensors(store, piece.file)
     _check_shapes({name: (t.dtype, list(t.shape)) for name, t in tensors.items()}, piece, entry, where)
@@ -79,7 +122,18 @@ def read_chunk(store: Store, piece: Piece, entry: TableEntry) -> Chunk:
 
 
 def read_removed(store: Store, piece: Piece) -> Tensor:
-    """Return the ids of a file of removed ids, int64 [n]."""
+    """Read a file of removed ids.
+
+    Args:
+        store: The store of the checkpoint.
+        piece: The file's manifest entry.
+
+    Returns:
+        int64 [n].
+
+    Raises:
+        CheckpointError: The file is missing, not valid, or differs from its entry.
+    """
     tensors = read_tensors(store, piece.file)
     found = {name: (t.dtype, list(t.shape)) for name, t in tensors.items()}
     _check_removed(found, piece, f"{store.where}/{piece.file.path}")
@@ -87,9 +141,17 @@ def read_removed(store: Store, piece: Piece) -> Tensor:
 
 
 def check_piece(store: Store, piece: Piece, entry: TableEntry) -> None:
-    """Raise CheckpointError if `read_chunk` would, or if the file holds rows of another shard.
+    """Raise if `read_chunk` would, or if the file holds rows of another shard.
 
     Only the header, the times and, with several shards, the ids of the file are read.
+
+    Args:
+        store: The store of the checkpoint.
+        piece: The file's manifest entry.
+        entry: The entry of its table.
+
+    Raises:
+        CheckpointError: The message names the file and the problem.
     """
     where = f"{store.where}/{piece.file.path}"
     found = _places(store, piece.file)
@@ -104,7 +166,15 @@ def check_piece(store: Store, piece: Piece, entry: TableEntry) -> None:
 
 
 def check_removed(store: Store, piece: Piece) -> None:
-    """Raise CheckpointError if `read_removed` would."""
+    """Raise if `read_removed` would. Only the header of the file is read.
+
+    Args:
+        store: The store of the checkpoint.
+        piece: The file's manifest entry.
+
+    Raises:
+        CheckpointError: The message names the file and the problem.
+    """
     found = {name: (p.dtype, p.shape) for name, p in _places(store, piece.file).items()}
     _check_removed(found, piece, f"{store.where}/{piece.file.path}")
 
@@ -158,6 +228,12 @@ def latest_rows(store: Store, entries: Sequence[TableEntry]) -> Iterator[Chunk]:
     Args:
         store: The store of the files, which are already verified.
         entries: The entries of the table in the base and in each delta.
+
+    Yields:
+        Chunks of rows, in the order of the files from the newest delta to the base.
+
+    Raises:
+        CheckpointError: A file is not valid.
     """
     newer = torch.empty(0, dtype=torch.int64)
     for number, entry in reversed(list(enumerate(entries))):
@@ -177,7 +253,15 @@ def latest_rows(store: Store, entries: Sequence[TableEntry]) -> Iterator[Chunk]:
 
 
 def contains(ids: Tensor, queries: Tensor) -> Tensor:
-    """Return which queries are among the sorted ids, bool [n]."""
+    """Find out which ids are in a set.
+
+    Args:
+        ids: The set, int64 [k], sorted.
+        queries: int64 [n].
+
+    Returns:
+        bool [n].
+    """
     if not ids.numel():
         return torch.zeros(queries.numel(), dtype=torch.bool)
     at = torch.searchsorted(ids, queries).clamp(max=ids.numel() - 1)

@@ -137,11 +137,15 @@ def async_save(
 
 
 class SaveHandle:
-    """A save in progress.
+    """A save in progress, the result of `async_save`. It starts the thread that writes.
+
+    Args:
+        job: The save; its state is frozen.
+        frozen: Seconds for which the call of `async_save` held up training.
+        on_complete: Called in the other thread when the checkpoint is complete, or None.
 
     Attributes:
         id: The id of the save in the manifest.
-        frozen: Seconds for which the call of `async_save` held up training.
     """
 
     def __init__(self, job: SaveJob, frozen: float, on_complete: Callable[[], object] | None) -> None:
@@ -171,7 +175,7 @@ class SaveHandle:
         return self._job.waited
 
     def done(self) -> bool:
-        """Whether the save has ended, successfully or not."""
+        """Return whether the save has ended, successfully or not."""
         return not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> Manifest:

@@ -38,7 +38,14 @@ class _ProcessGroupRanks(RankGroup):
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Return whether a tensor is a DTensor."""
+    """Return whether a value is a DTensor, without importing DTensor for plain tensors.
+
+    Args:
+        tensor: Anything.
+
+    Returns:
+        True for a DTensor, also for one that is replicated.
+    """
     if type(tensor) in _PLAIN or not isinstance(tensor, Tensor):
         return False  # without the import below, which takes a second
     from torch.distributed.tensor import DTensor
@@ -51,6 +58,9 @@ def reshard(model: nn.Module) -> None:
 
     After a forward without a backward, the root module holds gathered copies, which may be of a lower
     precision, and into which nothing must be loaded. The next forward or backward gathers them again.
+
+    Args:
+        model: The model. Other modules in it are not changed.
     """
     if not any(hasattr(module, "set_reshard_after_forward") for module in model.modules()):
         return
@@ -63,6 +73,12 @@ def reshard(model: nn.Module) -> None:
 
 def ranks_of_weights(weights: Mapping[str, Tensor]) -> RankGroup:
     """Return the ranks over which the weights of a model without collections are sharded.
+
+    Args:
+        weights: The dense weights by name.
+
+    Returns:
+        The ranks of the largest mesh; a single rank if no weight is sharded.
 
     Raises:
         UsageError: The mesh has several dimensions and does not cover all ranks.
@@ -148,6 +164,9 @@ def whole_copies(tensors: Mapping[str, Tensor], ranks: RankGroup) -> dict[str, T
     Args:
         tensors: Tensors that `check_weights` has accepted.
         ranks: The ranks that make this call.
+
+    Returns:
+        The copies by name on rank 0, which do not change while training continues.
     """
     copies: dict[str, Tensor] = {}
     tied: dict[int, Tensor] = {}
@@ -208,6 +227,9 @@ def distribute_like(whole: Tensor, like: Any) -> Tensor:
     Args:
         whole: The tensor, equal on all ranks.
         like: The DTensor to follow; its shape may differ.
+
+    Returns:
+        The DTensor, with a copy of this rank's part on the device of `like`.
     """
     from torch.distributed.tensor import DTensor, distribute_tensor
 

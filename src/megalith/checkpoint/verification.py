@@ -119,7 +119,7 @@ class _Verifier:
         return torch.cat(ids) if ids else torch.empty(0, dtype=torch.int64)
 
     def _distinct(self, where: str, ids: Tensor) -> Tensor:
-        """Return the distinct ids, sorted; sorts in place."""
+        """Return the distinct ids, sorted in place."""
         ids.numpy().sort()
         again = ids[1:] == ids[:-1]
         if not bool(again.any()):

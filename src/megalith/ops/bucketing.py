@@ -62,7 +62,7 @@ def dedup(
     widths: Sequence[int] | None = None,
     name: str = "owners",
 ) -> Deduped:
-    """Finds the distinct ids of each list and orders them by the shard that owns them.
+    """Find the distinct ids of each list and order them by the shard that owns them.
 
     Without `router` and `owners`, all ids go to shard 0.
 
@@ -70,16 +70,19 @@ def dedup(
         ids: int64 or int32 [n].
         splits: int64 [lists + 1], which divide the ids into lists; default one list. Ids are compared within
             a list.
-        router: gives the owner of each id.
+        router: Gives the owner of each id.
         owners: int32 [n], the owner of each occurrence, in 0:num_shards; the first occurrence of an id
             decides.
-        num_shards: the number of shards, with `owners`.
+        num_shards: The number of shards, with `owners`.
         distinct: False keeps every occurrence as an id of its own.
-        widths: the row size of each list; adds `Deduped.offsets`.
-        name: the name of `owners` in error messages.
+        widths: The row size of each list; adds `Deduped.offsets`.
+        name: The name of `owners` in error messages.
+
+    Returns:
+        The distinct ids, where they occur, and how many each shard owns.
 
     Raises:
-        InputError: an owner is out of range, or splits or widths do not match the ids.
+        InputError: An owner is out of range, or splits or widths do not match the ids.
     """
     ids = checks.with_data(checks.int64(ids, "ids"), "ids")
     name, distinct = checks.text(name, "name"), checks.flag(distinct, "distinct")
@@ -105,12 +108,18 @@ def dedup(
 
 
 def bucketize(ragged: Ragged, router: Router, weights: Tensor | None = None) -> Bucketized:
-    """Groups the values of a column by the shard that owns each id.
+    """Group the values of a column by the shard that owns each id.
 
     Args:
-        ragged: the ids.
-        router: gives the owner of each id.
+        ragged: The ids.
+        router: Gives the owner of each id.
         weights: float [n]; default the column's own.
+
+    Returns:
+        The values ordered by shard, their number per shard and row, and the permutation.
+
+    Raises:
+        InputError: An argument has the wrong type, or weights do not match the values.
     """
     if not isinstance(ragged, Ragged):
         raise InputError(f"ragged must be a Ragged, got {checks.kind(ragged)}")
@@ -128,19 +137,19 @@ def bucketize(ragged: Ragged, router: Router, weights: Tensor | None = None) -> 
 
 
 def match(keys: Tensor, queries: Tensor, *, name: str = "queries", missing_ok: bool = False) -> Tensor:
-    """Finds the position of the first key that equals each query.
+    """Find the position of the first key that equals each query.
 
     Args:
         keys: int [k].
         queries: int [...].
-        name: the name of the queries in error messages.
-        missing_ok: gives -1 for a query without a key instead of raising.
+        name: The name of the queries in error messages.
+        missing_ok: Gives -1 for a query without a key instead of raising.
 
     Returns:
         int64 in the shape of the queries.
 
     Raises:
-        InputError: a query has no key.
+        InputError: A query has no key.
     """
     name, missing_ok = checks.text(name, "name"), checks.flag(missing_ok, "missing_ok")
     keys = checks.int64(keys, "keys")
@@ -150,13 +159,13 @@ def match(keys: Tensor, queries: Tensor, *, name: str = "queries", missing_ok: b
 
 
 def split_rows(rows: Tensor, indices: Tensor, num_splits: int, *, name: str = "indices") -> list[Tensor]:
-    """Splits rows: row i goes to output `indices[i]`, in input order. Differentiable.
+    """Split rows: row i goes to output `indices[i]`, in input order. Differentiable.
 
     Args:
         rows: [n, ...].
         indices: int [n], each in 0:num_splits.
-        num_splits: the number of outputs.
-        name: the name of the indices in error messages.
+        num_splits: The number of outputs.
+        name: The name of the indices in error messages.
 
     Returns:
         `num_splits` tensors [k, ...].
@@ -172,7 +181,7 @@ def split_rows(rows: Tensor, indices: Tensor, num_splits: int, *, name: str = "i
 
 
 def place_rows(rows: Tensor, place: Tensor) -> Tensor:
-    """Permutes rows: row i becomes row `place[i]`. Differentiable.
+    """Permute rows: row i becomes row `place[i]`. Differentiable.
 
     Args:
         rows: [n, ...].
@@ -270,7 +279,7 @@ def _dedup_twin(
 
 
 def _narrow(owners: Tensor, shards: int, name: str) -> Tensor:
-    """Converts owners to the dtype that native code expects."""
+    """Convert owners to the dtype that native code expects."""
     if owners.dtype == torch.int64:
         checks.index_range(owners, 0, shards, name)
     return owners.to(torch.int32).contiguous()
@@ -387,7 +396,7 @@ _bucketize = define_op(
 
 
 def _matrix(rows: Tensor) -> Tensor:
-    """Views [n, ...] as [n, width]."""
+    """View [n, ...] as [n, width]."""
     return rows.reshape(rows.shape[0], -1) if rows.numel() else rows.new_empty(rows.shape[0], 0)
 
 

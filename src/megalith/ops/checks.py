@@ -22,24 +22,71 @@ Shape = Sequence[int | None] | None
 
 
 def integers(tensor: Any, name: str, shape: Shape = (None,)) -> Tensor:
-    """Checks an int64 or int32 tensor of this shape; the dtype is kept."""
+    """Check an int64 or int32 tensor.
+
+    Args:
+        tensor: The argument.
+        name: Its name in the message.
+        shape: The shape that it must have; None in it is any size.
+
+    Returns:
+        The tensor; its dtype is kept.
+
+    Raises:
+        InputError: The type, layout or shape is wrong.
+    """
     if not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGERS:
         raise InputError(f"{name} must be an int64 or int32 tensor, got {kind(tensor)}")
     return _shaped(tensor, name, shape)
 
 
 def int64(tensor: Any, name: str, shape: Shape = (None,)) -> Tensor:
-    """Checks an int64 or int32 tensor of this shape and converts it to int64."""
+    """Check an int64 or int32 tensor and convert it to int64.
+
+    Args:
+        tensor: The argument.
+        name: Its name in the message.
+        shape: The shape that it must have; None in it is any size.
+
+    Returns:
+        The tensor as int64.
+
+    Raises:
+        InputError: The type, layout or shape is wrong.
+    """
     return integers(tensor, name, shape).to(torch.int64)
 
 
 def int64_vectors(tensors: Any, name: str) -> list[Tensor]:
-    """Checks a list of int64 or int32 vectors and converts them to int64."""
+    """Check a list of int64 or int32 vectors and convert them to int64.
+
+    Args:
+        tensors: The argument.
+        name: Its name in the message.
+
+    Returns:
+        The vectors as int64, [n] each.
+
+    Raises:
+        InputError: It is not a list, or an item has the wrong type or shape.
+    """
     return [int64(each, f"{name}[{i}]") for i, each in enumerate(as_list(tensors, name))]
 
 
 def splits(tensor: Any, name: str, size: int) -> Tensor:
-    """Checks row splits, int64 or int32 [rows + 1], that ascend from 0 to `size`; returns int64."""
+    """Check row splits.
+
+    Args:
+        tensor: int64 or int32 [rows + 1].
+        name: Its name in the message.
+        size: The number of values, which the last split must be.
+
+    Returns:
+        The splits as int64.
+
+    Raises:
+        InputError: They do not ascend from 0 to `size`, or are on the meta device.
+    """
     cuts = int64(tensor, name)
     if cuts.shape[0] < 1:
         raise InputError(f"{name} must have the shape [rows + 1], got [0]")
@@ -54,14 +101,37 @@ def splits(tensor: Any, name: str, size: int) -> Tensor:
 
 
 def floats(tensor: Any, name: str, shape: Shape) -> Tensor:
-    """Checks a float tensor of this shape."""
+    """Check a float tensor.
+
+    Args:
+        tensor: The argument.
+        name: Its name in the message.
+        shape: The shape that it must have; None in it is any size.
+
+    Returns:
+        The tensor; its dtype is kept.
+
+    Raises:
+        InputError: The type, layout or shape is wrong.
+    """
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         raise InputError(f"{name} must be a float tensor, got {kind(tensor)}")
     return _shaped(tensor, name, shape)
 
 
 def same_floats(tensors: Any, name: str) -> list[Tensor]:
-    """Checks a list of at least one float tensor, all of the same dtype."""
+    """Check a list of at least one float tensor, all of one dtype and of any shape.
+
+    Args:
+        tensors: The argument.
+        name: Its name in the message.
+
+    Returns:
+        The tensors.
+
+    Raises:
+        InputError: The list is empty, or types differ.
+    """
     items = as_list(tensors, name)
     if not items:
         raise InputError(f"{name} is empty; pass at least one tensor")
@@ -72,21 +142,51 @@ def same_floats(tensors: Any, name: str) -> list[Tensor]:
 
 
 def tensor(x: Any, name: str, shape: Shape) -> Tensor:
-    """Checks a tensor of any dtype and of this shape."""
+    """Check a tensor of any dtype.
+
+    Args:
+        x: The argument.
+        name: Its name in the message.
+        shape: The shape that it must have; None in it is any size.
+
+    Returns:
+        The tensor.
+
+    Raises:
+        InputError: It is not a tensor, or its layout or shape is wrong.
+    """
     if not isinstance(x, Tensor):
         raise InputError(f"{name} must be a tensor, got {kind(x)}")
     return _shaped(x, name, shape)
 
 
 def as_list(items: Any, name: str) -> list[Any]:
-    """Converts a list or tuple to a list."""
+    """Check a list or tuple of anything.
+
+    Args:
+        items: The argument.
+        name: Its name in the message.
+
+    Returns:
+        The items in a new list.
+
+    Raises:
+        InputError: It is something else.
+    """
     if not isinstance(items, list | tuple):
         raise InputError(f"{name} must be a list, got {kind(items)}")
     return list(items)
 
 
 def same_length(**lists: Sequence[Any]) -> None:
-    """Raises unless all lists have the same length."""
+    """Raise unless all lists have the same length.
+
+    Args:
+        **lists: The lists by name.
+
+    Raises:
+        InputError: Lengths differ; the message states each.
+    """
     lengths = {name: len(items) for name, items in lists.items()}
     if len(set(lengths.values())) > 1:
         counts = ", ".join(f"{name} has {n}" for name, n in lengths.items())
@@ -94,14 +194,37 @@ def same_length(**lists: Sequence[Any]) -> None:
 
 
 def integer(value: Any, name: str, least: int = 1) -> int:
-    """Checks an int of at least `least`."""
+    """Check an int, also a symbolic one of torch.compile.
+
+    Args:
+        value: The argument.
+        name: Its name in the message.
+        least: The smallest accepted value.
+
+    Returns:
+        The value.
+
+    Raises:
+        InputError: It is not an int, or is below `least`.
+    """
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt) or value < least:
         raise InputError(f"{name} must be an integer of at least {least}, got {value!r}")
     return value  # type: ignore[return-value]
 
 
 def scalar(value: Any, name: str) -> int:
-    """Checks an int of at least 0, given as an int or as an integer tensor of one element."""
+    """Check an int of at least 0 that may be given as a tensor. Reading a tensor on a GPU waits for it.
+
+    Args:
+        value: An int, or an integer tensor of one element.
+        name: Its name in the message.
+
+    Returns:
+        The value as an int.
+
+    Raises:
+        InputError: It is something else, or negative.
+    """
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.is_floating_point():
             raise InputError(f"{name} must be one integer, got a {kind(value)} tensor {list(value.shape)}")
@@ -110,7 +233,18 @@ def scalar(value: Any, name: str) -> int:
 
 
 def number(value: Any, name: str) -> Any:
-    """Checks a real number, given as a number or as a 0-d tensor."""
+    """Check a real number.
+
+    Args:
+        value: A number, also a symbolic one of torch.compile, or a 0-d tensor.
+        name: Its name in the message.
+
+    Returns:
+        The value as it is: a tensor remains one.
+
+    Raises:
+        InputError: It is something else.
+    """
     if isinstance(value, Tensor):
         good = value.dim() == 0 and not value.is_complex() and value.dtype != torch.bool
     else:
@@ -121,35 +255,87 @@ def number(value: Any, name: str) -> Any:
 
 
 def text(value: Any, name: str) -> str:
-    """Checks a string."""
+    """Check a string.
+
+    Args:
+        value: The argument.
+        name: Its name in the message.
+
+    Returns:
+        The string.
+
+    Raises:
+        InputError: It is something else.
+    """
     if not isinstance(value, str):
         raise InputError(f"{name} must be text, got {kind(value)}")
     return value
 
 
 def flag(value: Any, name: str) -> bool:
-    """Checks True or False."""
+    """Check True or False.
+
+    Args:
+        value: The argument.
+        name: Its name in the message.
+
+    Returns:
+        The value.
+
+    Raises:
+        InputError: It is something else, such as 1.
+    """
     if not isinstance(value, bool):
         raise InputError(f"{name} must be True or False, got {kind(value)}")
     return value
 
 
 def with_data(tensor: Tensor, name: str) -> Tensor:
-    """Checks that the values of a tensor can be read: those of the meta device cannot."""
+    """Check that the values of a tensor can be read: those of the meta device cannot.
+
+    Args:
+        tensor: The tensor.
+        name: Its name in the message.
+
+    Returns:
+        The tensor.
+
+    Raises:
+        InputError: It is on the meta device.
+    """
     if tensor.device.type == "meta":
         raise InputError(f"{name} is on the meta device, but its values are needed")
     return tensor
 
 
 def sizes(items: Any, name: str, least: int = 1) -> list[int]:
-    """Checks a list or tuple of ints of at least `least`."""
+    """Check a list or tuple of ints.
+
+    Args:
+        items: The argument.
+        name: Its name in the message.
+        least: The smallest accepted value of each.
+
+    Returns:
+        The ints.
+
+    Raises:
+        InputError: It is not a list, or an item is not an int of at least `least`.
+    """
     return [integer(item, f"{name}[{i}]", least) for i, item in enumerate(as_list(items, name))]
 
 
 def require(condition: Tensor, message: str) -> None:
-    """Raises InputError unless every element of the condition is true.
+    """Raise unless every element of a condition is true.
 
     Inside torch.compile the check is part of the graph and raises RuntimeError with the same message.
+
+    Args:
+        condition: bool, any shape.
+        message: What the caller must change.
+
+    Raises:
+        InputError: An element is false, or the condition is on the meta device.
     """
     if torch.compiler.is_compiling():
         torch._assert_async(condition.all(), message)
@@ -161,15 +347,31 @@ def require(condition: Tensor, message: str) -> None:
 
 
 def all_finite(values: Tensor) -> bool:
-    """Returns whether no value is NaN or Inf.
+    """Return whether no value is NaN or Inf.
 
     Testing the minimum and the maximum is several times as fast as `isfinite` on every value.
+
+    Args:
+        values: float, any shape.
+
+    Returns:
+        True for a tensor without elements too.
     """
     return not values.numel() or all(bool(torch.isfinite(x)) for x in torch.aminmax(values))
 
 
 def index_range(index: Tensor, low: int, high: int, name: str) -> None:
-    """Raises unless every index is in low:high."""
+    """Raise unless every index is in a range. It reads the values, so on a GPU it waits.
+
+    Args:
+        index: int, any shape.
+        low: The smallest legal index: 0, or -1 where -1 has a meaning.
+        high: One more than the largest legal index.
+        name: Its name in the message.
+
+    Raises:
+        InputError: An index is outside; the message names the first one and its position.
+    """
     if index.numel() == 0:
         return
     least, most = torch.aminmax(index)
@@ -180,7 +382,14 @@ def index_range(index: Tensor, low: int, high: int, name: str) -> None:
 
 
 def kind(x: Any) -> str:
-    """Returns the dtype of a tensor or the type name of anything else, for error messages."""
+    """Name the type of an argument, for error messages.
+
+    Args:
+        x: Anything.
+
+    Returns:
+        The dtype of a tensor, or the type name of anything else.
+    """
     return str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
 
 

@@ -22,18 +22,18 @@ Sizes = Sequence[int]
 
 
 def gather(rows: Tensor, index: Tensor, *, name: str = "index") -> Tensor:
-    """Gathers rows of a matrix. Differentiable.
+    """Gather rows of a matrix. Differentiable.
 
     Args:
         rows: [m, d].
         index: int [...], each in 0:m.
-        name: the name of the index in error messages.
+        name: The name of the index in error messages.
 
     Returns:
         [..., d].
 
     Raises:
-        InputError: an index is out of range.
+        InputError: An index is out of range.
     """
     rows = checks.tensor(rows, "rows", (None, None))
     flat = checks.int64(index, checks.text(name, "name"), None).reshape(-1)
@@ -46,19 +46,19 @@ def gather(rows: Tensor, index: Tensor, *, name: str = "index") -> Tensor:
 
 
 def scatter_sum(rows: Tensor, index: Tensor, num_rows: int, *, name: str = "index") -> Tensor:
-    """Sums rows that have the same index. Differentiable.
+    """Sum rows that have the same index. Differentiable.
 
     Args:
         rows: float [n, d].
         index: int [n], each in 0:num_rows.
-        num_rows: the number of rows of the result.
-        name: the name of the index in error messages.
+        num_rows: The number of rows of the result.
+        name: The name of the index in error messages.
 
     Returns:
         [num_rows, d]; rows without an index are zero.
 
     Raises:
-        InputError: an index is out of range.
+        InputError: An index is out of range.
     """
     rows = checks.floats(rows, "rows", (None, None))
     index = checks.int64(index, checks.text(name, "name"), (rows.shape[0],))
@@ -78,20 +78,20 @@ def gather_pieces(
     strides: Sizes | None = None,
     name: str = "index",
 ) -> list[Tensor]:
-    """Gathers rows of several widths from one buffer. Differentiable.
+    """Gather rows of several widths from one buffer. Differentiable.
 
     Args:
-        source: the buffer; a tensor of any shape is flattened.
+        source: The buffer; a tensor of any shape is flattened.
         indices: int [n] for each piece.
-        widths: the row size of each piece.
-        strides: the number of elements that an index counts, for each piece; default 1.
-        name: the name of the indices in error messages.
+        widths: The row size of each piece.
+        strides: The number of elements that an index counts, for each piece; default 1.
+        name: The name of the indices in error messages.
 
     Returns:
         A [n, width] for each piece.
 
     Raises:
-        InputError: a row ends beyond the buffer.
+        InputError: A row ends beyond the buffer.
     """
     indices, name = checks.as_list(indices, "indices"), checks.text(name, "name")
     strides = [1] * len(indices) if strides is None else strides
@@ -110,20 +110,20 @@ def scatter_pieces(
     strides: Sizes | None = None,
     name: str = "index",
 ) -> Tensor:
-    """Sums rows of several widths into one buffer: the gradient of `gather_pieces`. Differentiable.
+    """Sum rows of several widths into one buffer: the gradient of `gather_pieces`. Differentiable.
 
     Args:
         pieces: float [n, width] each.
         indices: int [n] for each piece.
-        size: the number of elements of the buffer.
-        strides: the number of elements that an index counts, for each piece; default 1.
-        name: the name of the indices in error messages.
+        size: The number of elements of the buffer.
+        strides: The number of elements that an index counts, for each piece; default 1.
+        name: The name of the indices in error messages.
 
     Returns:
         [size].
 
     Raises:
-        InputError: a row ends beyond the buffer.
+        InputError: A row ends beyond the buffer.
     """
     pieces, indices = checks.as_list(pieces, "pieces"), checks.as_list(indices, "indices")
     name = checks.text(name, "name")
@@ -208,13 +208,22 @@ def _scatter_twin(
 
 
 def _elements(index: Tensor, stride: int, width: int, size: int, name: str) -> Tensor:
-    """Returns the elements [n, width] of the rows at this index."""
+    """Return the elements [n, width] of the rows at this index."""
     checks.index_range(index, 0, index_limit(size, stride, width), name)
     return (index * stride)[:, None] + torch.arange(width, device=index.device)
 
 
 def index_limit(size: int, stride: int, width: int) -> int:
-    """Returns the number of legal indices: those whose rows end within the buffer."""
+    """Return the number of legal indices: those whose rows end within the buffer.
+
+    Args:
+        size: The number of elements of the buffer.
+        stride: The number of elements that an index counts.
+        width: The number of elements of a row.
+
+    Returns:
+        The limit; practically unlimited for stride 0.
+    """
     if size < width:
         return 0
     return (size - width) // stride + 1 if stride else 2**63 - 1

@@ -48,13 +48,13 @@ _PRIMES = (
 
 
 def hash_strings(strings: Strings, *, seed: int = 0) -> Tensor:
-    """Maps each string to an id: xxHash64 of its UTF-8 bytes.
+    """Map each string to an id: xxHash64 of its UTF-8 bytes.
 
     A str and its UTF-8 bytes have the same id. Ids may be negative. Among n different strings, two have the
     same id with a probability of about n^2 / 2^65.
 
     Args:
-        strings: a list or tuple of n str or bytes, or a numpy array of them.
+        strings: A list or tuple of n str or bytes, or a numpy array of them.
         seed: 0 to 2^64 - 1.
 
     Returns:
@@ -69,7 +69,15 @@ def hash_strings(strings: Strings, *, seed: int = 0) -> Tensor:
 
 
 def hash_strings_twin(strings: Strings, *, seed: int = 0) -> Tensor:
-    """Computes `hash_strings` in plain Python: the reference that tests compare with."""
+    """Compute `hash_strings` in plain Python: the reference that tests compare with.
+
+    Args:
+        strings: As for `hash_strings`.
+        seed: As for `hash_strings`.
+
+    Returns:
+        int64 in the shape of the strings.
+    """
     items, shape = _items(strings)
     seed = _check_seed(seed)
     hashes = [signed(_xxhash64(_encode(item, i), seed)) for i, item in enumerate(items)]
@@ -77,10 +85,10 @@ def hash_strings_twin(strings: Strings, *, seed: int = 0) -> Tensor:
 
 
 def hash_bytes(data: Buffer, offsets: Tensor, *, seed: int = 0) -> Tensor:
-    """Maps strings in one buffer, as in an Arrow array, to the ids of `hash_strings`.
+    """Map strings in one buffer, as in an Arrow array, to the ids of `hash_strings`.
 
     Args:
-        data: bytes, or a contiguous buffer, of which the used part is copied.
+        data: Bytes, or a contiguous buffer, of which the used part is copied.
         offsets: int64 or int32 [n + 1]; string i is `data[offsets[i]:offsets[i + 1]]`. The first offset need
             not be 0.
         seed: 0 to 2^64 - 1.
@@ -89,7 +97,7 @@ def hash_bytes(data: Buffer, offsets: Tensor, *, seed: int = 0) -> Tensor:
         int64 [n].
 
     Raises:
-        InputError: the offsets descend or are outside the data.
+        InputError: The offsets descend or are outside the data.
     """
     try:
         view = memoryview(data)
@@ -121,21 +129,21 @@ def fid(slot: Tensor, id: int | Tensor) -> Tensor: ...
 @overload
 def fid(slot: int, id: Tensor) -> Tensor: ...
 def fid(slot: int | Tensor, id: int | Tensor) -> int | Tensor:
-    """Puts a slot into the high bits of an id: `slot << 48 | id`.
+    """Put a slot into the high bits of an id: `slot << 48 | id`.
 
     An id in 0 .. 2^48 - 1 keeps its bits. Any other id (negative, or from `hash_strings`) is hashed to 48
     bits: among n such ids of a slot, two collide with a probability of about n^2 / 2^49. Fids of Monolith's
     first layout are not ids in this sense: use `fid_v1_to_v2`.
 
     Args:
-        slot: an int, or an int64 or int32 tensor, in 0 .. 32767. Checking a tensor on a GPU waits for it.
-        id: an int, or an int64 or int32 tensor; slot and id broadcast.
+        slot: An int, or an int64 or int32 tensor, in 0 .. 32767. Checking a tensor on a GPU waits for it.
+        id: An int, or an int64 or int32 tensor; slot and id broadcast.
 
     Returns:
         An int for two ints, otherwise an int64 tensor.
 
     Raises:
-        InputError: a slot is out of range.
+        InputError: A slot is out of range.
     """
     slot, id = _check_integer(slot, "fid", "slot"), _check_integer(id, "fid", "id")
     if isinstance(slot, Tensor) and isinstance(id, Tensor):
@@ -154,12 +162,18 @@ def fid_v1_to_v2(fid: int) -> int: ...
 @overload
 def fid_v1_to_v2(fid: Tensor) -> Tensor: ...
 def fid_v1_to_v2(fid: int | Tensor) -> int | Tensor:
-    """Converts a fid of Monolith's first layout (10 bits of slot, 54 of id) to the second, as Monolith does.
+    """Convert a fid of Monolith's first layout (10 bits of slot, 54 of id) to the second, as Monolith does.
 
     The slot is kept; the id loses its high 6 bits.
 
     Args:
-        fid: an int, or an int64 or int32 tensor.
+        fid: An int, or an int64 or int32 tensor.
+
+    Returns:
+        An int for an int, otherwise an int64 tensor of the same shape.
+
+    Raises:
+        InputError: `fid` has another type, or does not fit in 64 bits.
     """
     fid = _check_integer(fid, "fid_v1_to_v2", "fid")
     converted: int | Tensor = (fid >> 54 & 0x3FF) << SLOT_SHIFT | fid & ID_MASK
@@ -171,10 +185,16 @@ def slot_of(fid: int) -> int: ...
 @overload
 def slot_of(fid: Tensor) -> Tensor: ...
 def slot_of(fid: int | Tensor) -> int | Tensor:
-    """Returns the slot of a fid; bit 63 is ignored.
+    """Return the slot of a fid; bit 63 is ignored.
 
     Args:
-        fid: an int, or an int64 or int32 tensor.
+        fid: An int, or an int64 or int32 tensor.
+
+    Returns:
+        0 to 32767: an int for an int, otherwise an int64 tensor of the same shape.
+
+    Raises:
+        InputError: `fid` has another type, or does not fit in 64 bits.
     """
     slot: int | Tensor = _check_integer(fid, "slot_of", "fid") >> SLOT_SHIFT & (NUM_SLOTS - 1)
     return slot
@@ -209,7 +229,7 @@ def _encode(item: object, position: int) -> bytes:
 
 
 def _join(items: Sequence[Any]) -> tuple[bytes, Tensor]:
-    """Concatenates the strings; returns the bytes and int64 offsets [n + 1]."""
+    """Concatenate the strings; return the bytes and int64 offsets [n + 1]."""
     parts: Sequence[Any] = items
     try:
         data = "".join(items).encode("ascii")  # so that a string has as many bytes as characters

@@ -14,10 +14,10 @@ from megalith.ragged import Ragged
 
 
 def take(ragged: Ragged, rows: Tensor) -> Ragged:
-    """Selects rows of a column, with their weights. Differentiable.
+    """Select rows of a column, with their weights. Differentiable.
 
     Args:
-        ragged: the column.
+        ragged: The column.
         rows: int [k], the numbers of the rows; a row may occur several times.
 
     Returns:
@@ -41,12 +41,12 @@ def _taken(values: Tensor, splits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor
 
 
 def pad_rows(values: Tensor, row_splits: Tensor, length: int) -> Tensor:
-    """Cuts or pads each row of a column to `length` values. Differentiable.
+    """Cut or pad each row of a column to `length` values. Differentiable.
 
     Args:
         values: [n, ...].
         row_splits: int [rows + 1], from 0 to n.
-        length: the number of values of each row of the result.
+        length: The number of values of each row of the result.
 
     Returns:
         [rows, length, ...], with zeros where a row has fewer values.
@@ -66,7 +66,7 @@ def pad_rows(values: Tensor, row_splits: Tensor, length: int) -> Tensor:
 def move_runs(
     values: Tensor, source: Tensor, target: Tensor, widths: Tensor, size: int, *, name: str = "source"
 ) -> Tensor:
-    """Adds chunks of a flat buffer into a new one. Differentiable in `values`.
+    """Add chunks of a flat buffer into a new one. Differentiable in `values`.
 
     Chunk i is out[target[i]:target[i] + widths[i]] += values[source[i]:source[i] + widths[i]].
 
@@ -75,14 +75,14 @@ def move_runs(
         source: int64 [k], where each chunk begins in `values`.
         target: int64 [k], where each chunk begins in the result.
         widths: int64 [k], the size of each chunk.
-        size: the number of elements of the result.
-        name: the name of the chunks in error messages.
+        size: The number of elements of the result.
+        name: The name of the chunks in error messages.
 
     Returns:
         [size].
 
     Raises:
-        InputError: a chunk is outside either buffer.
+        InputError: A chunk is outside either buffer.
     """
     values = checks.floats(values, "values", (None,))
     widths = checks.int64(widths, "widths")
@@ -93,7 +93,22 @@ def move_runs(
 
 
 def moved(values: Tensor, source: Tensor, target: Tensor, widths: Tensor, size: int, name: str) -> Tensor:
-    """Computes `move_runs` of arguments that are already checked."""
+    """Compute `move_runs` of arguments whose types and shapes are already checked.
+
+    Args:
+        values: float [m].
+        source: int64 [k].
+        target: int64 [k].
+        widths: int64 [k].
+        size: The number of elements of the result.
+        name: The name of the chunks in error messages.
+
+    Returns:
+        [size].
+
+    Raises:
+        InputError: A chunk is outside either buffer.
+    """
     if torch.is_grad_enabled() and values.requires_grad:
         out: Tensor = _MoveRuns.apply(values, *copy_repeated([source, target, widths]), size, name)
         return out
@@ -102,20 +117,20 @@ def moved(values: Tensor, source: Tensor, target: Tensor, widths: Tensor, size: 
 
 
 def locate(packed: Tensor, bases: Tensor, ends: Tensor, widths: Tensor, name: str) -> Tensor:
-    """Converts packed (list, element) offsets to elements of the concatenated lists.
+    """Convert packed (list, element) offsets to elements of the concatenated lists.
 
     Args:
         packed: int64 [n], the list in the high 32 bits.
         bases: int64 [lists + 1], where each list begins.
         ends: int64 [features], where the occurrences of each feature end.
         widths: int64 [features], the number of elements that an occurrence of each feature reads.
-        name: the name of the offsets in error messages.
+        name: The name of the offsets in error messages.
 
     Returns:
         int64 [n].
 
     Raises:
-        InputError: an offset is outside its list.
+        InputError: An offset is outside its list.
     """
     located: Tensor = _locate(packed, bases, ends, widths, name)
     return located
@@ -148,7 +163,7 @@ def _take_native(values: Tensor, splits: Tensor, rows: Tensor) -> tuple[Tensor, 
 
 
 def _take_twin(values: Tensor, splits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Checks only the rows that it reads: a reader takes every batch from the same column."""
+    """Check only the rows that it reads: a reader takes every batch from the same column."""
     checks.index_range(rows, 0, splits.shape[0] - 1, "rows")
     begin, end = splits.index_select(0, rows), splits.index_select(0, rows + 1)
     inside = (begin >= 0) & (begin <= end) & (end <= values.shape[0])
@@ -208,7 +223,7 @@ def _unpad_twin(padded: Tensor, splits: Tensor, size: int) -> Tensor:
 
 
 def _places(splits: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Returns the value number of each place of a padded column, [rows, length], and whether it exists."""
+    """Return the value number of each place of a padded column, [rows, length], and whether it exists."""
     at = splits[:-1, None] + torch.arange(length, device=splits.device)
     return at, at < splits[1:, None]
 

@@ -28,23 +28,23 @@ def pool_rows(
     dim: int | None = None,
     name: str = "index",
 ) -> list[Tensor]:
-    """Reads rows into pooled outputs. Differentiable in `source`.
+    """Read rows into pooled outputs. Differentiable in `source`.
 
     Args:
         source: float [m, dim], or a flat buffer if `dim` is given.
         index: int64 [n], the row of each occurrence; -1 is a row of zeros. For a flat buffer, the element
             where the row begins. None: occurrence i is row i.
-        bags: as for a table in a `Pooling`, features in the order of the occurrences; weights and divisors
+        bags: As for a table in a `Pooling`, features in the order of the occurrences; weights and divisors
             of any float type.
-        outputs: the shape (rows, columns) of each output.
-        dim: for a flat buffer, the largest width of a row.
-        name: the name of the index in error messages.
+        outputs: The shape (rows, columns) of each output.
+        dim: For a flat buffer, the largest width of a row.
+        name: The name of the index in error messages.
 
     Returns:
         A tensor for each shape.
 
     Raises:
-        InputError: an index is out of range, or the bags do not match the occurrences or the outputs.
+        InputError: An index is out of range, or the bags do not match the occurrences or the outputs.
     """
     source, name = checks.floats(source, "source", None), checks.text(name, "name")
     flat = dim is not None
@@ -76,15 +76,21 @@ def pool_flat(
     dim: int,
     whole: Sequence[bool] | None = None,
 ) -> list[Tensor]:
-    """Computes `pool_rows` of a flat float32 buffer, without gradients and without torch.compile.
+    """Compute `pool_rows` of a flat float32 buffer, without gradients and without torch.compile.
 
     Args:
         source: float32 [m].
         index: int64 [n], the element where the row of each occurrence begins.
-        bags: offsets int64, weights (one tensor for all) and divisors float32.
-        outputs: the shape (rows, columns) of each output.
-        dim: the largest width of a row.
-        whole: the result of `covered`, for callers that reuse it.
+        bags: Offsets int64, weights (one tensor for all) and divisors float32.
+        outputs: The shape (rows, columns) of each output.
+        dim: The largest width of a row.
+        whole: The result of `covered`, for callers that reuse it.
+
+    Returns:
+        A float32 tensor for each shape.
+
+    Raises:
+        InputError: An index is out of range, or the bags do not match the occurrences or the outputs.
     """
     if source.is_cpu and native_module() is not None:
         return _pool_into(source, index, 1, dim, bags, outputs, "index", whole)
@@ -96,7 +102,21 @@ def pool_flat(
 
 
 def unpool_flat(grads: Sequence[Tensor], index: Tensor, bags: Sequence[Bags], size: int, dim: int) -> Tensor:
-    """Computes the gradient of `pool_flat`, float32 [size]; sums run in the order of the occurrences."""
+    """Compute the gradient of `pool_flat`; sums run in the order of the occurrences.
+
+    Args:
+        grads: float32, the gradient of each output.
+        index: int64 [n], as for `pool_flat`.
+        bags: As for `pool_flat`.
+        size: The number of elements of the source.
+        dim: The largest width of a row.
+
+    Returns:
+        float32 [size].
+
+    Raises:
+        InputError: An index is out of range, or the bags do not match the occurrences or the gradients.
+    """
     if index.is_cpu and native_module() is not None:
         return _unpool_into(grads, index, 1, dim, bags, size, "index")
     summed: Tensor = _unpool(list(grads), index, 1, dim, *arguments(bags, torch.float32), size, "index")
@@ -104,7 +124,7 @@ def unpool_flat(grads: Sequence[Tensor], index: Tensor, bags: Sequence[Bags], si
 
 
 def segment_sum(values: Tensor, row_splits: Tensor) -> Tensor:
-    """Sums the rows of each segment. Differentiable.
+    """Sum the rows of each segment. Differentiable.
 
     Args:
         values: float [n, d].
@@ -123,7 +143,7 @@ def segment_sum(values: Tensor, row_splits: Tensor) -> Tensor:
 
 
 def _checked(bags: Sequence[Bags]) -> list[Bags]:
-    """Checks the dtypes and shapes of the bags' tensors; the op checks their values."""
+    """Check the dtypes and shapes of the bags' tensors; the op checks their values."""
     for number, each in enumerate(checks.as_list(bags, "bags")):
         if not isinstance(each, Bags):
             raise InputError(f"bags[{number}] must be Bags, got {checks.kind(each)}")
@@ -136,7 +156,19 @@ def _checked(bags: Sequence[Bags]) -> list[Bags]:
 
 
 def arguments(bags: Sequence[Bags], dtype: torch.dtype) -> tuple[Any, ...]:
-    """Converts bags to the arguments of the ops `pool` and `unpool`."""
+    """Convert bags to the arguments of the ops `pool` and `unpool`.
+
+    Args:
+        bags: The bags of a call.
+        dtype: The float type in which the op computes; weights and divisors are converted to it.
+
+    Returns:
+        Offsets, divisors and weighted flags per feature, the shared weights or None, and the parts.
+
+    Raises:
+        InputError: Two features have different weight tensors.
+        UsageError: The weights require a gradient.
+    """
     weights = next((b.weights for b in bags if b.weights is not None), None)
     if any(b.weights is not None and b.weights is not weights for b in bags):
         raise InputError("weights: all features of a call must share one tensor, a weight per occurrence")
@@ -170,7 +202,7 @@ def _parts_tensor(bags: Sequence[Bags]) -> Tensor:
 def _bags(
     offsets: list[Tensor], divisors: list[Tensor], weighted: list[int], weights: Tensor | None, parts: Tensor
 ) -> list[Bags]:
-    """Converts the op's arguments back to bags."""
+    """Convert the op's arguments back to bags."""
     of: list[list[OutputSlice]] = [[] for _ in offsets]
     shared = [False] * len(offsets)
     for feature, output, column, start, end, inner, accumulate, step, is_shared in parts.tolist():
@@ -258,7 +290,7 @@ def _unpool_twin(grads: list[Tensor], index: Any, stride: int, dim: int, *plan: 
 
 
 def _index_twin(source: Tensor, index: Tensor | None, stride: int, dim: int, name: str) -> Tensor:
-    """Checks the index; without one, returns the number of every row."""
+    """Check the index; without one, return the number of every row."""
     if index is None:
         return torch.arange(index_limit(source.shape[0], stride, dim), device=source.device)
     checks.index_range(index, -1, index_limit(source.shape[0], stride, 1), name)
@@ -266,14 +298,14 @@ def _index_twin(source: Tensor, index: Tensor | None, stride: int, dim: int, nam
 
 
 def _elements(index: Tensor, stride: int, dim: int) -> Tensor:
-    """Returns the elements [n, dim] of the row of each occurrence; -1 counts as 0."""
+    """Return the elements [n, dim] of the row of each occurrence; -1 counts as 0."""
     return (index.clamp(min=0) * stride)[:, None] + torch.arange(dim, device=index.device)
 
 
 def _check_twin(
     bags: list[Bags], shapes: Any, index: Tensor, size: int, stride: int, dim: int, name: str
 ) -> None:
-    """Raises InputError unless the bags match the occurrences and every row has the columns of its parts."""
+    """Raise InputError unless the bags match the occurrences and every row has the columns of its parts."""
     plain = tuple(Bags(b.offsets.cpu(), b.parts, shared=b.shared) for b in bags)
     Pooling(tuple(shapes), {name: plain}).check(name, index.shape[0], dim)
     for b in bags:

@@ -99,18 +99,18 @@ class Pooling:
 
     @classmethod
     def sum(cls, table: str, offsets: Tensor, dim: int) -> Pooling:
-        """Makes a pooling that sums one feature of one table.
+        """Make a pooling that sums one feature of one table.
 
         Args:
-            table: the name of the table.
+            table: The name of the table.
             offsets: int64 [bags + 1].
-            dim: the number of columns of a row.
+            dim: The number of columns of a row.
 
         Returns:
             A Pooling with one output [bags, dim].
 
         Raises:
-            InputError: an argument has the wrong type.
+            InputError: An argument has the wrong type.
         """
         _check_name(table)
         _check_vector(table, "offsets", offsets, torch.int64, None)
@@ -121,10 +121,10 @@ class Pooling:
         )
 
     def new_outputs(self, tables: Iterable[str] | None = None) -> list[Tensor]:
-        """Allocates float32 outputs, zero where no part of the tables writes.
+        """Allocate float32 outputs, zero where no part of the tables writes.
 
         Args:
-            tables: the names of the tables; default all.
+            tables: The names of the tables; default all.
 
         Returns:
             A tensor for each shape of `outputs`.
@@ -140,27 +140,33 @@ class Pooling:
         ]
 
     def _covered(self, tables: tuple[str, ...]) -> list[bool]:
-        """Returns which outputs have every column written by some part of the tables."""
+        """Return which outputs have every column written by some part of the tables."""
         if tables not in self._coverage:
             bags = [bags for table in tables for bags in self.of(table)]
             self._coverage[tables] = covered(bags, self.outputs)
         return self._coverage[tables]
 
     def of(self, table: str) -> tuple[Bags, ...]:
-        """Returns the bags of one table, none if it fills no output.
+        """Return the bags of one table, none if it fills no output.
 
         Args:
-            table: the name of the table.
+            table: The name of the table.
+
+        Returns:
+            The bags of its features, in the order of the table's occurrences.
+
+        Raises:
+            InputError: The name is not a string.
         """
         return self.bags.get(_check_name(table), ())
 
     def check(self, table: str, num_occurrences: int, dim: int) -> None:
-        """Raises InputError unless the table's bags match its occurrences, its rows and the outputs.
+        """Raise InputError unless the table's bags match its occurrences, its rows and the outputs.
 
         Args:
-            table: the name of the table.
-            num_occurrences: the number of its occurrences.
-            dim: the number of columns of its rows.
+            table: The name of the table.
+            num_occurrences: The number of its occurrences.
+            dim: The number of columns of its rows.
         """
         self.check_ends(table, num_occurrences, dim)
         for bags in self.of(table):
@@ -168,12 +174,12 @@ class Pooling:
                 raise _descends(table, num_occurrences)
 
     def check_ends(self, table: str, num_occurrences: int, dim: int) -> list[tuple[int, int]]:
-        """Checks everything but the offsets between the first and the last.
+        """Check everything but the offsets between the first and the last.
 
         Args:
-            table: the name of the table.
-            num_occurrences: the number of its occurrences.
-            dim: the number of columns of its rows.
+            table: The name of the table.
+            num_occurrences: The number of its occurrences.
+            dim: The number of columns of its rows.
 
         Returns:
             The first and the last offset of each feature.
@@ -221,7 +227,15 @@ class Pooling:
 
 
 def covered(bags: Sequence[Bags], outputs: Sequence[tuple[int, int]]) -> list[bool]:
-    """Returns which outputs have every column written by some part of the bags."""
+    """Find the outputs that need no zeros: those of which bags write every column.
+
+    Args:
+        bags: The bags that will be pooled.
+        outputs: The shape (rows, columns) of each output.
+
+    Returns:
+        A flag per output.
+    """
     written: list[list[tuple[int, int]]] = [[] for _ in outputs]
     for part in (p for b in bags for p in b.parts):
         if not part.accumulate and 0 <= part.output < len(written):
@@ -258,7 +272,7 @@ def _check_matrix(name: str, tensor: Any) -> Tensor:
 
 
 def _check_bags(bags: Any, num_occurrences: int, dim: int, outputs: Sequence[Tensor]) -> tuple[Bags, ...]:
-    """Checks the bags of a twin, which accepts weights and divisors of any float type, on any device."""
+    """Check the bags of a twin, which accepts weights and divisors of any float type, on any device."""
     if not isinstance(bags, list | tuple) or not all(isinstance(each, Bags) for each in bags):
         raise InputError("bags must be a list of Bags")
     pooling = Pooling(tuple((tensor.shape[0], tensor.shape[1]) for tensor in outputs), {})
@@ -288,7 +302,7 @@ def _descends(table: str, num_occurrences: int) -> InputError:
 
 
 def _bags_fit(bags: Bags, part: OutputSlice, rows: int) -> bool:
-    """Returns whether the bags fill the output's rows, once or, if shared, a number of times."""
+    """Return whether the bags fill the output's rows, once or, if shared, a number of times."""
     if not bags.shared:
         return bags.num_bags == part.inner * rows
     period, rest = divmod(bags.num_bags, part.inner)
@@ -296,7 +310,7 @@ def _bags_fit(bags: Bags, part: OutputSlice, rows: int) -> bool:
 
 
 def _check_vector(table: str, field: str, tensor: Tensor, dtype: torch.dtype, size: int | None) -> None:
-    """Raises InputError unless `tensor` is a finite CPU vector of this type and size (None: not empty)."""
+    """Raise InputError unless `tensor` is a finite CPU vector of this type and size (None: not empty)."""
     shape = "[bags + 1]" if size is None else f"[{size}]"
     good = (
         isinstance(tensor, Tensor)
@@ -314,7 +328,7 @@ def _check_vector(table: str, field: str, tensor: Tensor, dtype: torch.dtype, si
 
 
 def _fills(intervals: list[tuple[int, int]], width: int) -> bool:
-    """Returns whether the intervals cover 0:width."""
+    """Return whether the intervals cover 0:width."""
     reached = 0
     for start, end in sorted(intervals):
         if start > reached:
@@ -324,15 +338,15 @@ def _fills(intervals: list[tuple[int, int]], width: int) -> bool:
 
 
 def pool(source: Tensor, bags: Sequence[Bags], outputs: Sequence[Tensor]) -> None:
-    """Reduces rows into outputs: the torch twin of the native kernel.
+    """Reduce rows into outputs: the torch twin of the native kernel.
 
     Args:
         source: float [occurrences, dim], a row for each occurrence of the table.
-        bags: the bags of the table's features.
-        outputs: the tensors to fill, [rows, columns] each.
+        bags: The bags of the table's features.
+        outputs: The tensors to fill, [rows, columns] each.
 
     Raises:
-        InputError: the bags do not match the rows or the outputs.
+        InputError: The bags do not match the rows or the outputs.
     """
     _check_matrix("source", source)
     outputs = _check_matrices("outputs", outputs)
@@ -364,19 +378,19 @@ def pool(source: Tensor, bags: Sequence[Bags], outputs: Sequence[Tensor]) -> Non
 def unpool(
     grads: Sequence[Tensor], bags: Sequence[Bags], num_occurrences: int, dim: int
 ) -> tuple[Tensor, Tensor]:
-    """Computes the gradient of each occurrence: the reverse of `pool`.
+    """Compute the gradient of each occurrence: the reverse of `pool`.
 
     Args:
-        grads: the gradient of each output, [rows, columns].
-        bags: the bags of the table's features.
-        num_occurrences: the number of occurrences of the table.
-        dim: the number of columns of a row.
+        grads: The gradient of each output, [rows, columns].
+        bags: The bags of the table's features.
+        num_occurrences: The number of occurrences of the table.
+        dim: The number of columns of a row.
 
     Returns:
         The gradients, float [occurrences, dim], and which occurrences are in an output, bool [occurrences].
 
     Raises:
-        InputError: the bags do not match the gradients.
+        InputError: The bags do not match the gradients.
     """
     grads = _check_matrices("grads", grads)
     _check_count("num_occurrences", num_occurrences)
@@ -405,7 +419,7 @@ def unpool(
 
 
 def _fold(grads: Tensor, period: int) -> Tensor:
-    """Sums gradients of rows that repeat the same `period` rows, in order."""
+    """Sum gradients of rows that repeat the same `period` rows, in order."""
     total = grads.new_zeros(period, *grads.shape[1:])
     for first in range(0, grads.shape[0], period):
         total += grads[first : first + period]

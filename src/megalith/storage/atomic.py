@@ -41,7 +41,11 @@ def write_atomically(target: Path, parts: Iterable[Any]) -> tuple[int, int]:
 
 
 def sync_path(path: Path) -> None:
-    """Flush a file or a directory to the disk; a rename lasts once its directory is flushed."""
+    """Flush a file or a directory to the disk; a rename lasts once its directory is flushed.
+
+    Args:
+        path: The file or directory, which must exist.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

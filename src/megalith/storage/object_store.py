@@ -179,6 +179,9 @@ class ObjectStore(Store):
         Args:
             failure: The kind of failure.
             message: The request and the problem.
+
+        Returns:
+            The exception, which the caller raises.
         """
         return StoreError(message)
 
@@ -188,6 +191,12 @@ class ObjectStore(Store):
         Args:
             key: The object's name.
             timeout: Seconds for the whole request.
+
+        Returns:
+            Size, etag and time of the last change.
+
+        Raises:
+            StoreError: The request failed; see `request_error`.
         """
         async with self._limited("head", key, timeout):
             return self._info(await self._obstore.head_async(self._store, self._key(key)))
@@ -202,6 +211,12 @@ class ObjectStore(Store):
             sink: Receives the bytes in order. Its errors are raised as they are.
             etag: If given, the version that the object must have.
             timeout: Seconds for the whole request.
+
+        Returns:
+            Size, etag and time of the version that was received.
+
+        Raises:
+            StoreError: The request failed or ended early; see `request_error`.
         """
         async with self._limited("get", key, timeout):
             options = {} if etag is None else {"if_match": etag}
@@ -230,6 +245,12 @@ class ObjectStore(Store):
             length: The number of bytes; if there are fewer, the request fails with STORE_ERROR.
             etag: If given, the version that the object must have.
             timeout: Seconds for the whole request.
+
+        Returns:
+            Exactly `length` bytes.
+
+        Raises:
+            StoreError: The request failed; see `request_error`.
         """
         async with self._limited("get", key, timeout):
             options: dict[str, Any] = {"range": (start, start + length)}
@@ -253,6 +274,9 @@ class ObjectStore(Store):
 
         Returns:
             Whether the object was written.
+
+        Raises:
+            StoreError: The request failed; see `request_error`.
         """
         small = isinstance(data, bytes) or data.stat().st_size <= UPLOAD_PART_BYTES
         async with self._limited("put", key, timeout):
@@ -283,6 +307,12 @@ class ObjectStore(Store):
         Args:
             prefix: The beginning of their names, up to a "/".
             timeout: Seconds for the whole request.
+
+        Returns:
+            An entry per object; none if nothing has this prefix.
+
+        Raises:
+            StoreError: The request failed; see `request_error`.
         """
         async with self._limited("list", prefix, timeout):
             found: list[ObjectInfo] = []

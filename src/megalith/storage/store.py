@@ -42,7 +42,14 @@ class StoredFile:
 
 
 def checksum(crc: int) -> str:
-    """Format a CRC-32 the way manifests store it: "crc32:0123abcd"."""
+    """Format a CRC-32 the way manifests store it: "crc32:0123abcd".
+
+    Args:
+        crc: What `zlib.crc32` returns.
+
+    Returns:
+        The text.
+    """
     return f"crc32:{crc:08x}"
 
 
@@ -86,19 +93,59 @@ class Store(ABC):
 
     @abstractmethod
     def write(self, name: str, parts: Sequence[Any]) -> StoredFile:
-        """Write a file from buffers, concatenated, and return its manifest entry."""
+        """Write a file, completely or not at all.
+
+        Args:
+            name: The name of the file; its folder is created if it is missing.
+            parts: Buffers, which are concatenated.
+
+        Returns:
+            The file's manifest entry.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
 
     @abstractmethod
     def size(self, name: str) -> int:
-        """Return the length of a file in bytes. Raises FileNotFoundError."""
+        """Return the length of a file.
+
+        Args:
+            name: The name of the file.
+
+        Returns:
+            The number of bytes.
+
+        Raises:
+            FileNotFoundError: The file does not exist.
+        """
 
     @abstractmethod
     def read(self, name: str, size: int, start: int = 0) -> Tensor:
-        """Return `size` bytes of a file from byte `start`, uint8. Raises OSError if there are fewer."""
+        """Read a part of a file.
+
+        Args:
+            name: The name of the file.
+            size: The number of bytes.
+            start: The first byte.
+
+        Returns:
+            uint8 [size].
+
+        Raises:
+            OSError: The file does not exist, or ends before.
+        """
 
     @abstractmethod
     def read_whole(self, name: str, limit: int) -> bytes:
         """Return all of a small file: one version of it, even if it is replaced at the same time.
+
+        Args:
+            name: The name of the file.
+            limit: The largest accepted number of bytes.
+
+        Returns:
+            The content.
 
         Raises:
             FileNotFoundError: The file does not exist.
@@ -107,11 +154,26 @@ class Store(ABC):
 
     @abstractmethod
     def upload(self, name: str, file: Path) -> None:
-        """Write a copy of a local file, without reading all of it into memory."""
+        """Write a copy of a local file, without reading all of it into memory.
+
+        Args:
+            name: The name of the copy in this store.
+            file: The local file.
+
+        Raises:
+            OSError: The file cannot be read or written.
+        """
 
     @abstractmethod
     def inside(self, folder: str) -> Store:
-        """Return the store of a folder of this store."""
+        """Return the store of a folder of this store.
+
+        Args:
+            folder: The name of the folder, which need not exist yet.
+
+        Returns:
+            A store whose names are relative to the folder.
+        """
 
     @abstractmethod
     def folders(self) -> list[str]:
@@ -119,36 +181,98 @@ class Store(ABC):
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Delete a file, or a folder with its content. Does nothing if there is none."""
+        """Delete a file, or a folder with its content. Does nothing if there is none.
+
+        Args:
+            name: The name of the file or folder.
+
+        Raises:
+            OSError: It cannot be deleted.
+        """
 
     @contextmanager
     def local_copy(self, files: Iterable[StoredFile], error: ErrorFactory) -> Iterator[Store]:
-        """Verify some files and yield a store that holds them and is cheap to read more than once."""
+        """Verify some files and yield a store that holds them and is cheap to read more than once.
+
+        Args:
+            files: The manifest entries of the files.
+            error: Makes the exception for a file that is missing or damaged.
+
+        Yields:
+            This store if it is local; otherwise a temporary directory, which is deleted at the end of the
+            block.
+
+        Raises:
+            Exception: What `error` makes.
+        """
         for_each(lambda file: self.verify(file, error), list(files))
         yield self
 
     # ---- files of a manifest
 
     def read_file(self, file: StoredFile, error: ErrorFactory) -> Tensor:
-        """Return a file's bytes, uint8 [file.bytes], without computing the checksum."""
+        """Read a file of a manifest without computing its checksum.
+
+        Args:
+            file: The manifest entry.
+            error: Makes the exception if the file cannot be read.
+
+        Returns:
+            uint8 [file.bytes].
+
+        Raises:
+            Exception: What `error` makes.
+        """
         return self.read_part(file, file.bytes, error=error)
 
     def read_part(self, file: StoredFile, size: int, start: int = 0, *, error: ErrorFactory) -> Tensor:
-        """Return `size` bytes of a file from byte `start`, uint8 [size]."""
+        """Read a part of a file of a manifest.
+
+        Args:
+            file: The manifest entry.
+            size: The number of bytes.
+            start: The first byte.
+            error: Makes the exception if the file cannot be read.
+
+        Returns:
+            uint8 [size].
+
+        Raises:
+            Exception: What `error` makes.
+        """
         try:
             return self.read(file.path, size, start)
         except OSError as problem:
             raise self._unreadable(file, problem, error) from None
 
     def read_verified(self, file: StoredFile, error: ErrorFactory) -> Tensor:
-        """Return a file's bytes, uint8 [file.bytes]; its length and checksum must be those of its entry."""
+        """Read a file of a manifest; its length and checksum must be those of its entry.
+
+        Args:
+            file: The manifest entry.
+            error: Makes the exception for a file that is missing or damaged.
+
+        Returns:
+            uint8 [file.bytes].
+
+        Raises:
+            Exception: What `error` makes.
+        """
         self._check_size(file, error)
         data = self.read_file(file, error)
         self._check_sum(file, zlib.crc32(view_of(data)), error)
         return data
 
     def verify(self, file: StoredFile, error: ErrorFactory) -> None:
-        """Raise unless the file exists with the length and checksum of its entry."""
+        """Raise unless a file exists with the length and checksum of its entry.
+
+        Args:
+            file: The manifest entry.
+            error: Makes the exception for a file that is missing or damaged.
+
+        Raises:
+            Exception: What `error` makes.
+        """
         self._check_size(file, error)
         try:
             crc = self._crc32(file)
@@ -252,14 +376,26 @@ class LocalStore(Store):
 
 
 def for_each(work: Callable[[StoredFile], None], files: list[StoredFile]) -> None:
-    """Call a function for every file, from a few threads."""
+    """Call a function for every file, from a few threads.
+
+    Args:
+        work: The function. If a call raises, its error is raised here after all calls have ended.
+        files: The files.
+    """
     with ThreadPoolExecutor(_THREADS) as pool:
         for _ in pool.map(work, files):
             pass
 
 
 def view_of(data: Tensor) -> memoryview:
-    """Return the bytes of a uint8 tensor, in the same memory."""
+    """Return the bytes of a tensor, in the same memory.
+
+    Args:
+        data: uint8 [n], contiguous, on the CPU.
+
+    Returns:
+        A writable view of n bytes.
+    """
     array: Any = data.numpy()
     return memoryview(array)
 

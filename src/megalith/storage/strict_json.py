@@ -60,6 +60,9 @@ def parse_json_object(text: str | bytes, error: ErrorFactory, *, max_bytes: int 
 
     Returns:
         The object's fields.
+
+    Raises:
+        Exception: What `error` makes, as for `parse_json`, and if the text is not an object.
     """
     data = parse_json(text, error, max_bytes=max_bytes)
     if not isinstance(data, dict):
@@ -85,21 +88,44 @@ class JsonFields:
         self._path = path
 
     def __contains__(self, key: str) -> bool:
-        """Whether the field is present and not null."""
+        """Return whether the field is present and not null."""
         return self.data.get(key) is not None
 
     def fail(self, key: str, problem: str) -> NoReturn:
-        """Raise: this field has this problem."""
+        """Raise the error of a field.
+
+        Args:
+            key: The name of the field.
+            problem: The rest of the message, such as "must be a string".
+
+        Raises:
+            Exception: What `error` makes.
+        """
         raise self._error(f"field {self._path}{key} {problem}")
 
     def allow_only(self, *names: str) -> None:
-        """Raise if there are fields other than these."""
+        """Raise if there are other fields.
+
+        Args:
+            *names: The names of the known fields.
+
+        Raises:
+            Exception: What `error` makes, naming the first other field.
+        """
         extra = sorted(set(self.data) - set(names))
         if extra:
             self.fail(extra[0][:64], "is not known")
 
     def string(self, key: str, max_length: int = 4096) -> str:
-        """A string of bounded length, without unpaired surrogates."""
+        """Read a string without unpaired surrogates.
+
+        Args:
+            key: The name of the field.
+            max_length: The largest accepted number of characters.
+
+        Returns:
+            The string.
+        """
         value = str(self._typed(key, str, "a string"))
         if len(value) > max_length:
             self.fail(key, f"is longer than {max_length} characters")
@@ -108,35 +134,72 @@ class JsonFields:
         return value
 
     def sha256(self, key: str) -> str:
-        """64 lower-case hexadecimal digits."""
+        """Read a SHA-256 in hexadecimal.
+
+        Args:
+            key: The name of the field.
+
+        Returns:
+            64 lower-case hexadecimal digits.
+        """
         value = str(self._typed(key, str, "a string"))
         if not _SHA256.fullmatch(value):
             self.fail(key, "must be 64 hexadecimal digits")
         return value
 
     def integer(self, key: str, least: int = 0, most: int = MAX_INT) -> int:
-        """An integer in a range."""
+        """Read an integer.
+
+        Args:
+            key: The name of the field.
+            least: The smallest accepted value.
+            most: The largest accepted value.
+
+        Returns:
+            The integer.
+        """
         value = int(self._typed(key, int, "an integer"))
         if not least <= value <= most:
             self.fail(key, f"must be from {least} to {most}")
         return value
 
     def number(self, key: str) -> float:
-        """A finite number."""
+        """Read a finite number.
+
+        Args:
+            key: The name of the field.
+
+        Returns:
+            The number, at most 1e300 in magnitude.
+        """
         value = self._typed(key, int | float, "a number")
         if abs(value) > 1e300:
             self.fail(key, "is too large")
         return float(value)
 
     def boolean(self, key: str) -> bool:
-        """True or false."""
+        """Read true or false.
+
+        Args:
+            key: The name of the field.
+
+        Returns:
+            The value.
+        """
         value = self.data.get(key)
         if not isinstance(value, bool):
             self.fail(key, "must be true or false" if key in self.data else "is missing")
         return value
 
     def time(self, key: str) -> datetime | None:
-        """A time in UTC, or None if the field is null."""
+        """Read a time in ISO format; one without a zone is in UTC.
+
+        Args:
+            key: The name of the field.
+
+        Returns:
+            The time in UTC; None if the field is null.
+        """
         if key in self.data and self.data[key] is None:
             return None
         text = self.string(key, 40)
@@ -146,11 +209,27 @@ class JsonFields:
             self.fail(key, "must be a time like 2026-01-02T03:04:05.000000+00:00")
 
     def array(self, key: str) -> list[Any]:
-        """A list of anything."""
+        """Read a list of anything.
+
+        Args:
+            key: The name of the field.
+
+        Returns:
+            The items, which are not checked.
+        """
         return list(self._typed(key, list, "a list"))
 
     def integers(self, key: str, least: int = 0, most: int = MAX_INT) -> list[int]:
-        """A list of integers in a range."""
+        """Read a list of integers.
+
+        Args:
+            key: The name of the field.
+            least: The smallest accepted value.
+            most: The largest accepted value.
+
+        Returns:
+            The integers.
+        """
         values = self.array(key)
         for value in values:
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
@@ -158,15 +237,36 @@ class JsonFields:
         return values
 
     def object(self, key: str) -> JsonFields:
-        """A nested object."""
+        """Read a nested object.
+
+        Args:
+            key: The name of the field.
+
+        Returns:
+            The fields of the object.
+        """
         return JsonFields(self._typed(key, dict, "an object"), self._error, f"{self._path}{key}.")
 
     def objects(self, key: str) -> list[JsonFields]:
-        """A list of objects."""
+        """Read a list of objects.
+
+        Args:
+            key: The name of the field.
+
+        Returns:
+            The fields of each object.
+        """
         return [self._nested(f"{key}[{i}]", value) for i, value in enumerate(self.array(key))]
 
     def named_objects(self, key: str) -> dict[str, JsonFields]:
-        """An object whose values are objects; its keys are names chosen by the writer."""
+        """Read an object whose values are objects, under names chosen by the writer.
+
+        Args:
+            key: The name of the field.
+
+        Returns:
+            The fields of each object by name.
+        """
         values: dict[str, Any] = self._typed(key, dict, "an object")
         if not all(map(_is_text, values)):
             self.fail(key, "has a name with an unpaired surrogate")
@@ -185,7 +285,14 @@ class JsonFields:
 
 
 def as_utc(time: datetime) -> datetime:
-    """Convert a time to UTC; a time without a zone is already in UTC."""
+    """Convert a time to UTC.
+
+    Args:
+        time: The time; without a zone it is already in UTC.
+
+    Returns:
+        The same time with the zone UTC.
+    """
     return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
 
 
@@ -204,7 +311,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _is_too_deep(data: Any) -> bool:
-    """Whether objects and lists are nested more than MAX_DEPTH levels deep."""
+    """Return whether objects and lists are nested more than MAX_DEPTH levels deep."""
     level = [data]
     for _ in range(MAX_DEPTH):
         level = [x for each in level for x in _children(each) if isinstance(x, dict | list)]
@@ -218,5 +325,5 @@ def _children(data: dict[str, Any] | list[Any]) -> list[Any]:
 
 
 def _is_text(value: str) -> bool:
-    """Whether the text can be encoded; a JSON escape can hold one half of a surrogate pair."""
+    """Return whether the text can be encoded; a JSON escape can hold one half of a surrogate pair."""
     return not any("\ud800" <= letter <= "\udfff" for letter in value)

@@ -111,6 +111,9 @@ def decode(data: Tensor, where: str, error: ErrorFactory) -> dict[str, Tensor]:
 
     Returns:
         The tensors by name, which share memory with `data` where their alignment allows it.
+
+    Raises:
+        Exception: What `error` makes, if the bytes are not such a file.
     """
     size = data.numel()
     start = header_end(data[:8], size, where, error)
@@ -131,6 +134,12 @@ def header_end(head: Tensor, size: int, where: str, error: ErrorFactory) -> int:
         size: The length of the whole file in bytes.
         where: The name of the file, for messages.
         error: Makes the exception for a file that is not valid.
+
+    Returns:
+        The number of bytes before the first tensor.
+
+    Raises:
+        Exception: What `error` makes, if the header does not fit the file.
     """
     if head.numel() < 8:
         raise error(f"{where} is not a safetensors file: it has only {size} bytes")
@@ -149,6 +158,12 @@ def read_places(head: Tensor, size: int, where: str, error: ErrorFactory) -> dic
         where: The name of the file, for messages.
         error: Makes the exception for a file that is not valid, for example because its tensors overlap or
             leave gaps.
+
+    Returns:
+        The places by name, in the order of the header.
+
+    Raises:
+        Exception: What `error` makes.
     """
 
     def wrong(problem: str) -> Exception:
@@ -199,5 +214,5 @@ def _are_sizes(numbers: Any) -> TypeGuard[list[int]]:
 
 
 def _fits_memory(shape: list[int]) -> bool:
-    """Whether torch can compute strides for a shape; a dimension of 0 does not excuse the others."""
+    """Return whether torch can compute strides for a shape; a dimension of 0 does not excuse the others."""
     return math.prod(n for n in shape if n) < _MAX_BYTES

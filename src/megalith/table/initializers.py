@@ -147,13 +147,21 @@ class TruncatedNormal(Normal):
 
 
 def table_key(seed: int, name: str) -> int:
-    """Returns the 64-bit key of a table's random numbers."""
+    """Compute the key of a table's random numbers.
+
+    Args:
+        seed: The seed of the table; its low 64 bits count.
+        name: Name of the table.
+
+    Returns:
+        0 to 2^64 - 1, the same in every process.
+    """
     text = f"{seed & 0xFFFFFFFFFFFFFFFF}:{name}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def initial_rows(key: int, ids: Tensor, segments: list[tuple[int, Initializer]]) -> Tensor:
-    """Returns initial weights.
+    """Return initial weights.
 
     Args:
         key: From `table_key`.

@@ -22,7 +22,14 @@ FLOAT32_MAX = 3.4028234e38  # tables compute in float32: a larger number becomes
 
 
 def as_float32(x: float) -> float:
-    """Returns the number rounded to float32, as tables use it."""
+    """Round a number to float32, as tables use it.
+
+    Args:
+        x: A number that is not above `FLOAT32_MAX`.
+
+    Returns:
+        The nearest float32.
+    """
     return float(struct.unpack("f", struct.pack("f", x))[0])
 
 
@@ -53,7 +60,7 @@ class PolynomialDecay:
         _rates("PolynomialDecay", initial=self.initial, end=self.end)
 
     def __call__(self, step: int) -> float:
-        """Returns the rate at a step, >= 0."""
+        """Return the rate at a step, >= 0."""
         _check_step("PolynomialDecay", step)
         span = float(self.decay_steps)
         if self.cycle:
@@ -82,7 +89,7 @@ class Warmup:
         check_rate("Warmup", self.then, "then")
 
     def __call__(self, step: int) -> float:
-        """Returns the rate at a step, >= 0."""
+        """Return the rate at a step, >= 0."""
         _check_step("Warmup", step)
         rate = rate_at(self.then, step)
         if step >= self.steps:
@@ -122,13 +129,20 @@ class Piecewise:
             _rates("Piecewise", rates=rate)
 
     def __call__(self, step: int) -> float:
-        """Returns the rate at a step, >= 0."""
+        """Return the rate at a step, >= 0."""
         _check_step("Piecewise", step)
         return self.rates[sum(step >= boundary for boundary in self.boundaries)]
 
 
 def rate_at(lr: LearningRate, step: int) -> float:
-    """Returns the rate of a float, schedule or callable at a step.
+    """Evaluate a learning rate at a step.
+
+    Args:
+        lr: A float, a schedule, or a callable of the step or of no argument.
+        step: The global step, from 0.
+
+    Returns:
+        The rate, finite and not negative.
 
     Raises:
         InputError: The callable raises, or the rate is not a number, is negative or is not finite.
@@ -166,7 +180,7 @@ def _called(lr: Callable[..., Any], step: int) -> Any:
 
 
 def _arguments(lr: Callable[..., Any]) -> int | None:
-    """Returns how many arguments a callable is called with: 1, the step, if it takes one, else 0; _UNKNOWN if
+    """Return how many arguments a callable is called with: 1, the step, if it takes one, else 0; _UNKNOWN if
     it has no signature; None if it requires more."""
     if isinstance(lr, FunctionType) and lr.__code__.co_argcount == 1:
         return 1  # the usual case, without the cost of a signature
@@ -184,8 +198,16 @@ def _arguments(lr: Callable[..., Any]) -> int | None:
 
 
 def check_rate(owner: str, lr: LearningRate, field: str = "lr") -> None:
-    """Raises InputError unless `lr` is a finite float that is not negative, or a callable of at most one
-    required argument, the step."""
+    """Check a learning rate when it is configured. The rate of a callable is checked when it is evaluated.
+
+    Args:
+        owner: Name of the class that has the rate, for messages.
+        lr: The rate.
+        field: Name of the setting, for messages.
+
+    Raises:
+        InputError: `lr` is not a finite float >= 0 and not a callable of at most one required argument.
+    """
     if not callable(lr):
         _rates(owner, **{field: lr})
     elif _arguments(lr) is None:

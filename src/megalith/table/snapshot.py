@@ -23,10 +23,13 @@ STEP_ROWS = 4096
 class Snapshot:
     """The result of `Table.snapshot`.
 
-    Attributes:
+    Args:
+        engine: The engine, in which the snapshot has begun.
         rows: Number of rows in the snapshot.
         live: Number of rows in the table when the snapshot started.
         removed: Ids removed since the consumer's last drain, int64.
+
+    Attributes:
         waited: Seconds that writers waited for the reader; known after `close`.
     """
 
@@ -39,7 +42,17 @@ class Snapshot:
         self._open = True
 
     def read(self, chunk: Chunk) -> int:
-        """Fills a chunk (`Table.new_chunk`) from its start; returns the number of rows, 0 at the end."""
+        """Read the next rows into a chunk.
+
+        Args:
+            chunk: From `Table.new_chunk`; filled from its start.
+
+        Returns:
+            Number of rows read, less than the size of the chunk only at the end; 0 after it.
+
+        Raises:
+            UsageError: The snapshot was closed.
+        """
         if not self._open:
             raise UsageError(f"table {self._engine.name!r}: this snapshot was closed")
         size, filled = chunk.ids.numel(), 0
@@ -57,7 +70,14 @@ class Snapshot:
         return self._engine.snapshot_pressure()
 
     def chunks(self, chunk_size: int) -> Iterator[Chunk]:
-        """Yields the rows in chunks of at most `chunk_size` rows, each with its own memory."""
+        """Yield the remaining rows in chunks, each with its own memory.
+
+        Args:
+            chunk_size: Largest number of rows of a chunk.
+
+        Yields:
+            Chunks of at least one row.
+        """
         while True:
             chunk = self._engine.new_chunk(min(chunk_size, max(1, self.rows)))
             count = self.read(chunk)
@@ -66,7 +86,7 @@ class Snapshot:
             yield chunk.part(0, count)
 
     def close(self, *, give_back: bool = False) -> None:
-        """Ends the snapshot. A second call has no effect.
+        """End the snapshot. A second call has no effect.
 
         Args:
             give_back: Marks the drained rows of the consumer as touched again, for instance after a failed

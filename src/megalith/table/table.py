@@ -67,7 +67,7 @@ class Table:
     # ---- the three primitives
 
     def find(self, ids: Tensor) -> Tensor:
-        """Finds the rows of ids.
+        """Find the rows of ids.
 
         Args:
             ids: int64 or int32 [n].
@@ -86,7 +86,7 @@ class Table:
         epoch: int | None = None,
         out: Sequence[Tensor] | None = None,
     ) -> Any:
-        """Reads the weights of found rows.
+        """Read the weights of found rows.
 
         Args:
             rows: int32 [n], from `find`.
@@ -121,7 +121,7 @@ class Table:
         clip_norm: float | None = None,
         epoch: int | None = None,
     ) -> None:
-        """Makes one optimizer step per distinct id on its summed gradient; creates missing rows.
+        """Make one optimizer step per distinct id on its summed gradient; create missing rows.
 
         A sum of finite gradients that overflows is not detected.
 
@@ -150,7 +150,7 @@ class Table:
     # ---- composed calls
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """Reads weights; never creates a row.
+        """Read weights; never create a row.
 
         Args:
             ids: int64 or int32 [n].
@@ -161,7 +161,7 @@ class Table:
         return self.engine_impl.read(self.checks.ids(ids))
 
     def apply_gradients(self, ids: Tensor, grads: Tensor, *, step: int, time: float | None = None) -> None:
-        """Calls `update` without rows: sums duplicates in input order and creates missing rows.
+        """Call `update` without rows: sum duplicates in input order and create missing rows.
 
         Args:
             ids: int64 or int32 [n].
@@ -172,7 +172,7 @@ class Table:
         self.update(None, ids, grads, step=step, time=time)
 
     def assign(self, ids: Tensor, rows: Tensor, *, time: float | None = None) -> None:
-        """Sets weights.
+        """Set weights.
 
         A new row gets fresh optimizer state, an existing row keeps its own.
 
@@ -184,7 +184,7 @@ class Table:
         self._write(ids, rows, add=False, time=time)
 
     def assign_add(self, ids: Tensor, rows: Tensor, *, time: float | None = None) -> None:
-        """Adds to weights.
+        """Add to weights.
 
         Args:
             ids: int64 or int32 [n]. Duplicates are added in order; a new row starts from its initial weights.
@@ -199,7 +199,7 @@ class Table:
         self.engine_impl.assign(ids, rows, add=add, time=self.checks.time(time))
 
     def reinitialize(self, ids: Tensor, *, time: float | None = None) -> Tensor:
-        """Resets rows to their initial weights and optimizer state; creates missing rows.
+        """Reset rows to their initial weights and optimizer state; create missing rows.
 
         Args:
             ids: int64 or int32 [n].
@@ -211,7 +211,7 @@ class Table:
         return self.engine_impl.reinitialize(self.checks.ids(ids), self.checks.time(time))
 
     def remove(self, ids: Tensor) -> int:
-        """Removes rows; their memory is reused.
+        """Remove rows; their memory is reused.
 
         Args:
             ids: int64 or int32 [n].
@@ -222,7 +222,7 @@ class Table:
         return self.engine_impl.remove(self.checks.ids(ids))
 
     def evict(self, now: float | None = None) -> Tensor:
-        """Applies the config's eviction policies.
+        """Apply the config's eviction policies.
 
         Args:
             now: Time in seconds (None: now).
@@ -234,19 +234,25 @@ class Table:
         return torch.empty(0, dtype=torch.int64)
 
     def scan(self, chunk_size: int = DEFAULT_CHUNK) -> Iterator[Chunk]:
-        """Yields all rows in chunks.
+        """Yield all rows in chunks.
 
         Each chunk is consistent. A row that is not removed during the scan is yielded exactly once.
 
         Args:
             chunk_size: Largest number of rows of a chunk.
+
+        Yields:
+            Chunks of ids, weights, optimizer state and times.
+
+        Raises:
+            InputError: `chunk_size` is not a positive integer.
         """
         if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
             raise InputError(f"table {self.name!r}: chunk_size must be positive, got {chunk_size!r}")
         return self.engine_impl.scan(chunk_size)
 
     def restore(self, chunk: Chunk) -> None:
-        """Writes complete rows, including optimizer state and time; existing rows are replaced.
+        """Write complete rows, including optimizer state and time; existing rows are replaced.
 
         Args:
             chunk: The rows, for example from `scan`.
@@ -254,11 +260,11 @@ class Table:
         self.engine_impl.restore(*self.checks.chunk(chunk))
 
     def clear(self) -> None:
-        """Removes every row and frees the memory."""
+        """Remove every row and free the memory."""
         self.engine_impl.clear()
 
     def reserve(self, n: int) -> None:
-        """Allocates memory, so that the table does not grow before it has more rows.
+        """Allocate memory, so that the table does not grow before it has more rows.
 
         Args:
             n: Number of rows.
@@ -266,23 +272,34 @@ class Table:
         self.engine_impl.reserve(self.checks.row_count(n))
 
     def new_chunk(self, n: int) -> Chunk:
-        """Returns an uninitialized chunk with the columns of this table.
+        """Return an uninitialized chunk with the columns of this table.
 
         Args:
             n: Number of rows.
+
+        Returns:
+            The chunk: ids int64 [n], weights float32 [n, dim], a float32 [n, size] per state, times int64
+            [n].
         """
         return self.engine_impl.new_chunk(self.checks.row_count(n, "new_chunk"))
 
     def snapshot(
         self, *, consumer: str | None = None, touched_only: bool = False, buffer_bytes: int = SNAPSHOT_BYTES
     ) -> Snapshot:
-        """Returns the table as it is now, to be read while writes continue. At most one is open.
+        """Start a snapshot of the table as it is now, to be read while writes continue. At most one is open.
 
         Args:
             consumer: The consumer whose touched rows are drained.
             touched_only: Whether the snapshot holds only the touched rows of `consumer`.
             buffer_bytes: Limit for copies of rows that change before they are read. When it is reached,
                 writers wait.
+
+        Returns:
+            The snapshot; the caller must close it.
+
+        Raises:
+            InputError: An argument is wrong, or a snapshot is already open.
+            UnknownNameError: The table does not have this consumer.
         """
         if not isinstance(touched_only, bool):
             raise InputError(f"table {self.name!r}: touched_only must be True or False, got {touched_only!r}")
@@ -299,7 +316,7 @@ class Table:
     # ---- touched rows
 
     def track(self, consumer: str) -> None:
-        """Starts to record, for a consumer, which rows change. A second call has no effect.
+        """Start to record, for a consumer, which rows change. A second call has no effect.
 
         Args:
             consumer: Name of the consumer.
@@ -322,7 +339,7 @@ class Table:
             self._consumers[number : number + 1] = [consumer]
 
     def untrack(self, consumer: str) -> None:
-        """Drops a consumer and its record of changed rows.
+        """Drop a consumer and its record of changed rows.
 
         Args:
             consumer: Name of the consumer.
@@ -333,7 +350,7 @@ class Table:
             self._consumers[number] = None
 
     def drain_touched(self, consumer: str) -> tuple[Tensor, Tensor]:
-        """Returns and clears a consumer's record of changed rows.
+        """Return and clear a consumer's record of changed rows.
 
         Args:
             consumer: Name of the consumer.
@@ -345,7 +362,7 @@ class Table:
             return self.engine_impl.drain(self.consumer_number(consumer))
 
     def mark_touched(self, consumer: str, ids: Tensor) -> None:
-        """Adds ids to a consumer's record of changed rows, for instance after a failed send.
+        """Add ids to a consumer's record of changed rows, for instance after a failed send.
 
         Args:
             consumer: Name of the consumer.
@@ -356,10 +373,13 @@ class Table:
             self.engine_impl.mark(self.consumer_number(consumer), ids)
 
     def consumer_number(self, consumer: str) -> int:
-        """Returns the number under which the engine knows a consumer.
+        """Return the number under which the engine knows a consumer.
 
         Args:
             consumer: Name of the consumer.
+
+        Returns:
+            0 to MAX_CONSUMERS - 1.
 
         Raises:
             UnknownNameError: The table does not have this consumer; the message lists the known ones.
@@ -391,13 +411,13 @@ class Table:
         return bool((self.find(torch.tensor([id], dtype=torch.int64)) >= 0).item())
 
     def stats(self) -> TableStats:
-        """Returns numbers about the table."""
+        """Return numbers about the table."""
         rows, capacity, epoch, growing = self.engine_impl.shape()
         consumers = tuple(c for c in self._consumers if c is not None)
         return TableStats(self.name, self.engine, rows, capacity, growing, epoch, consumers)
 
     def memory(self) -> MemoryUse:
-        """Returns the bytes in use."""
+        """Return the bytes in use."""
         return self.engine_impl.memory()
 
     def __repr__(self) -> str:

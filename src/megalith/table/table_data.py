@@ -34,11 +34,14 @@ class Chunk:
     count: Tensor | None = None
 
     def part(self, start: int, end: int) -> Chunk:
-        """Returns a part of the rows as views.
+        """Return a part of the rows as views.
 
         Args:
             start: First row.
             end: Row after the last one.
+
+        Returns:
+            A chunk of rows `start:end`, fewer if the chunk ends before `end`.
 
         Raises:
             InputError: A bound is not an integer.
@@ -49,10 +52,13 @@ class Chunk:
         return self._each(lambda column: column[start:end])
 
     def select(self, which: Tensor) -> Chunk:
-        """Returns a copy of some rows.
+        """Return a copy of some rows.
 
         Args:
             which: Positions, int64 [m], or flags, bool [n].
+
+        Returns:
+            A chunk of the selected rows, in the order of the positions or flags.
 
         Raises:
             InputError: `which` has another type, shape or device, or a position is out of range.
@@ -68,7 +74,7 @@ class Chunk:
         return self._each(lambda column: column[which])
 
     def columns(self) -> list[Tensor]:
-        """Returns weights, then state: the floats of a stored row."""
+        """Return weights, then state: the floats of a stored row."""
         return [self.rows, *self.state.values()]
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Chunk:

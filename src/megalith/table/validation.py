@@ -28,26 +28,58 @@ _NATIVE = native_module()
 
 
 def check_table_name(table: str, known: Collection[str]) -> None:
-    """Raises UnknownNameError, which lists the known tables, unless `table` is one of them."""
+    """Raise unless a table is known.
+
+    Args:
+        table: Name of the table, as the caller passed it.
+        known: Names of the tables that exist.
+
+    Raises:
+        UnknownNameError: The name is not among them; the message lists them.
+    """
     if not isinstance(table, str) or table not in known:
         names = ", ".join(map(repr, known)) or "none"
         raise UnknownNameError(f"unknown table {table!r} (known: {names})")
 
 
 def check_by_table(value: Any, field: str, example: str) -> None:
-    """Raises InputError unless `value` is a dict; the message shows the example."""
+    """Raise unless an argument maps table names to something.
+
+    Args:
+        value: The argument.
+        field: Its name, for the message.
+        example: A correct value for the message, such as "{'user': ids}".
+
+    Raises:
+        InputError: The value is not a mapping.
+    """
     if not isinstance(value, Mapping):
         raise InputError(f"{field} must map table names, such as {example}, got {type(value).__name__}")
 
 
 def check_flag(value: Any, field: str) -> None:
-    """Raises InputError unless `value` is True or False."""
+    """Raise unless an argument is True or False.
+
+    Args:
+        value: The argument.
+        field: Its name, for the message.
+
+    Raises:
+        InputError: The value is not a bool.
+    """
     if not isinstance(value, bool):
         raise InputError(f"{field} must be True or False, got {type(value).__name__}")
 
 
 def check_pooling(pooling: Any) -> None:
-    """Raises InputError unless `pooling` is a Pooling; engines and `Pooling.check` check its content."""
+    """Raise unless an argument is a Pooling. Engines and `Pooling.check` check its content.
+
+    Args:
+        pooling: The argument.
+
+    Raises:
+        InputError: It is something else.
+    """
     if not isinstance(pooling, Pooling):
         raise InputError(f"pooling must be a Pooling, got {type(pooling).__name__}")
 
@@ -65,7 +97,7 @@ class InputChecks:
         self.dim = config.dim
 
     def ids(self, ids: Tensor) -> Tensor:
-        """Checks ids.
+        """Check ids.
 
         Args:
             ids: int64 or int32 [n] on the CPU. int32 ids are sign-extended.
@@ -87,14 +119,25 @@ class InputChecks:
         return ids.contiguous() if ids.dtype == torch.int64 else ids.to(torch.int64).contiguous()
 
     def found(self, ids: Tensor, rows: Tensor) -> Tensor:
-        """Checks row numbers that `Table.find` returned for `ids`; returns them contiguous, int32 [n]."""
+        """Check row numbers that `Table.find` returned.
+
+        Args:
+            ids: int64 [n], the ids that were found.
+            rows: int32 [n].
+
+        Returns:
+            The row numbers, contiguous. The engine checks their values.
+
+        Raises:
+            InputError: The type, shape or device is wrong.
+        """
         if not isinstance(rows, Tensor) or rows.dtype != torch.int32 or rows.shape != ids.shape:
             raise InputError(f"table {self.name!r}: rows must be int32 [{ids.numel()}], from find()")
         self._check_storage("rows", rows)
         return rows.contiguous()
 
     def rows(self, ids: Tensor, rows: Tensor) -> Tensor:
-        """Checks weights to assign or to add.
+        """Check weights to assign or to add.
 
         Args:
             ids: int64 [n].
@@ -112,7 +155,17 @@ class InputChecks:
         return checked
 
     def ids_and_rows(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Checks the pair (ids, rows) of an assign over several tables; returns both checked."""
+        """Check what an assign over several tables passes for this table.
+
+        Args:
+            pair: ids int64 or int32 [n] and rows float32 [n, dim].
+
+        Returns:
+            The ids as int64 [n] and the rows, both contiguous.
+
+        Raises:
+            InputError: It is not a pair, or `ids` or `rows` raises.
+        """
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise InputError(
                 f"table {self.name!r}: assign takes a pair (ids, rows) per table, got {type(pair).__name__}"
@@ -121,7 +174,18 @@ class InputChecks:
         return ids, self.rows(ids, pair[1])
 
     def outputs(self, tensors: Sequence[Tensor], pooling: Pooling) -> list[Tensor]:
-        """Checks tensors that a pooling is to fill: contiguous, with the shapes of its outputs."""
+        """Check tensors that a pooling is to fill.
+
+        Args:
+            tensors: float32, contiguous, one per output and with its shape.
+            pooling: The pooling.
+
+        Returns:
+            The tensors themselves, in a list.
+
+        Raises:
+            InputError: A type, shape, device or memory layout is wrong.
+        """
         if not isinstance(tensors, list | tuple):
             raise InputError(f"table {self.name!r}: out must be a list of tensors, one per output")
         self._matrices("out", tensors, pooling)
@@ -130,7 +194,7 @@ class InputChecks:
         return list(tensors)
 
     def grads(self, ids: Tensor, grads: Tensor | Sequence[Tensor], pooling: Pooling | None) -> list[Tensor]:
-        """Checks gradients.
+        """Check gradients.
 
         Args:
             ids: int64 [n].
@@ -159,7 +223,17 @@ class InputChecks:
         return checked
 
     def epoch(self, epoch: int | None) -> int | None:
-        """Checks an epoch, as `Table.epoch` returns it."""
+        """Check an epoch that the caller remembered.
+
+        Args:
+            epoch: What `Table.epoch` returned, or None if it is not known.
+
+        Returns:
+            The epoch or None.
+
+        Raises:
+            InputError: It is not an integer.
+        """
         if epoch is not None and (isinstance(epoch, bool) or not isinstance(epoch, int)):
             raise InputError(
                 f"table {self.name!r}: epoch must be an integer, from Table.epoch, got {epoch!r}"
@@ -167,7 +241,7 @@ class InputChecks:
         return epoch
 
     def step(self, step: int, time: float | None, scale: float, clip_norm: float | None) -> Step:
-        """Checks the numbers of an update and evaluates the learning rates.
+        """Check the numbers of an update and evaluate the learning rates.
 
         Args:
             step: The global step, from 0: an integer, also of numpy or as a 0-d tensor.
@@ -196,10 +270,13 @@ class InputChecks:
         return Step(self.rates(at), self.time(time), factor, norm)
 
     def rates(self, step: int) -> list[float]:
-        """Returns the learning rate of each segment.
+        """Return the learning rate of each segment.
 
         Args:
             step: The global step, from 0.
+
+        Returns:
+            A rate per segment, finite and not negative.
 
         Raises:
             InputError: A learning rate cannot be evaluated, is negative or is not finite.
@@ -213,7 +290,17 @@ class InputChecks:
         return rates
 
     def time(self, time: float | None) -> int:
-        """Checks a time in seconds; returns it as an integer between 0 and 2^32 - 1 (None: now)."""
+        """Check a time.
+
+        Args:
+            time: Seconds since 1970, also of numpy or as a 0-d tensor; None: now.
+
+        Returns:
+            The time as an integer, 0 to 2^32 - 1.
+
+        Raises:
+            InputError: It is not a number in that range.
+        """
         if time is None:
             return int(clock.time())
         seconds = as_number(time)
@@ -224,17 +311,34 @@ class InputChecks:
         return int(seconds)
 
     def row_count(self, n: int, call: str = "reserve") -> int:
-        """Checks a number of rows to reserve or allocate."""
+        """Check a number of rows to reserve or allocate.
+
+        Args:
+            n: The number.
+            call: Name of the method that takes it, for the message.
+
+        Returns:
+            The number itself.
+
+        Raises:
+            InputError: It is not an integer from 0 to 2^31 - 1.
+        """
         if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n < 2**31:
             raise InputError(f"table {self.name!r}: {call} takes 0 to 2^31 - 1 rows, got {n!r}")
         return n
 
     def chunk(self, chunk: Chunk) -> tuple[Tensor, list[Tensor], Tensor]:
-        """Checks a chunk of complete rows.
+        """Check a chunk of complete rows.
+
+        Args:
+            chunk: The rows, as `Table.scan` yields them.
 
         Returns:
             Ids int64 [n]; the columns (weights, then state in the config's order), float32 [n, size] each;
             times int64 [n].
+
+        Raises:
+            InputError: The states are not those of the config, or a type, shape, device or time is wrong.
         """
         if not isinstance(chunk, Chunk):
             raise InputError(
@@ -288,7 +392,14 @@ class InputChecks:
 
 
 def as_integer(value: Any) -> int | None:
-    """Returns an integer of Python, numpy or a 0-d tensor as an int; None for anything else."""
+    """Convert an integer of Python, numpy or a 0-d tensor.
+
+    Args:
+        value: Anything.
+
+    Returns:
+        The integer; None if the value is not one (a bool is not).
+    """
     if type(value) is int:
         return value
     if isinstance(value, bool) or (isinstance(value, Tensor) and not _is_scalar(value)):
@@ -300,7 +411,14 @@ def as_integer(value: Any) -> int | None:
 
 
 def as_number(value: Any) -> float | None:
-    """Returns a real number of Python, numpy or a 0-d tensor as a float; None for anything else."""
+    """Convert a real number of Python, numpy or a 0-d tensor.
+
+    Args:
+        value: Anything.
+
+    Returns:
+        The number as a float; None if the value is not one (a bool is not) or does not fit.
+    """
     known = _is_scalar(value) if isinstance(value, Tensor) else isinstance(value, Real)
     if isinstance(value, bool) or not known:
         return None
@@ -315,7 +433,14 @@ def _is_scalar(tensor: Tensor) -> bool:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Returns the same numbers, detached, contiguous and without lazy negation."""
+    """Return the numbers of a tensor as native code reads them.
+
+    Args:
+        tensor: Any strided tensor.
+
+    Returns:
+        The same numbers, detached, contiguous and without lazy negation; a copy only if needed.
+    """
     return tensor.detach().resolve_neg().contiguous()
 
 

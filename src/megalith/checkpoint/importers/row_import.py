@@ -170,7 +170,15 @@ class RowImport:
 
 
 def fresh_state(config: TableConfig, n: int) -> dict[str, Tensor]:
-    """Return the optimizer state of n rows that were never trained."""
+    """Return the optimizer state of rows that were never trained.
+
+    Args:
+        config: The config of the table.
+        n: Number of rows.
+
+    Returns:
+        float32 [n, size] by "segment number/name".
+    """
     return {c.key: torch.full((n, c.end - c.start), c.initial) for c in config.state_columns}
 
 
@@ -197,19 +205,41 @@ def spread_state(config: TableConfig, whole: Mapping[str, Tensor]) -> dict[str, 
 
 
 def optimizer_of(config: TableConfig) -> str:
-    """Return the name of the table's optimizer; if its segments differ, all names joined by "and"."""
+    """Name the optimizer of a table.
+
+    Args:
+        config: The config of the table.
+
+    Returns:
+        The name; if its segments differ, all names joined by "and".
+    """
     names = [segment.optimizer.name for segment in config.segments]
     return names[0] if len(set(names)) == 1 else " and ".join(names)
 
 
 def pieces_of(rows: int, floats: int) -> Iterator[slice]:
-    """Split the rows 0 to `rows` into slices of bounded size; a row has `floats` floats, state included."""
+    """Split rows into slices of bounded size.
+
+    Args:
+        rows: Number of rows.
+        floats: Number of floats of a row, optimizer state included.
+
+    Returns:
+        Slices that cover 0 to `rows` in order.
+    """
     size = chunk_rows(floats)
     return (slice(at, min(rows, at + size)) for at in range(0, rows, size))
 
 
 def chunk_rows(floats: int) -> int:
-    """Return the number of rows per chunk, for rows of this many floats."""
+    """Return the number of rows to import at a time.
+
+    Args:
+        floats: Number of floats of a row, optimizer state included.
+
+    Returns:
+        1 to 65,536 rows, of at most CHUNK_BYTES where one row fits.
+    """
     return max(1, min(65_536, CHUNK_BYTES // (4 * floats + 16)))
 
 

@@ -40,7 +40,15 @@ class Engine(ABC):
         self.seed = seed
 
     def new_chunk(self, n: int) -> Chunk:
-        """Returns an uninitialized chunk of n rows with the columns of this table."""
+        """Return an uninitialized chunk with the columns of this table.
+
+        Args:
+            n: Number of rows.
+
+        Returns:
+            The chunk: ids int64 [n], weights float32 [n, dim], a float32 [n, size] per state, times int64
+            [n].
+        """
         return Chunk(
             torch.empty(n, dtype=torch.int64),
             torch.empty(n, self.dim),
@@ -52,11 +60,18 @@ class Engine(ABC):
 
     @abstractmethod
     def find(self, ids: Tensor) -> FoundRows:
-        """Returns the rows of ids; never creates one."""
+        """Find the rows of ids; never create one.
+
+        Args:
+            ids: int64 [n].
+
+        Returns:
+            Row numbers, int32 [n], -1 where an id has no row, and the epoch in which they are valid.
+        """
 
     @abstractmethod
     def read(self, ids: Tensor, found: FoundRows | None = None, out: Tensor | None = None) -> Tensor:
-        """Reads weights.
+        """Read weights.
 
         Args:
             ids: int64 [n].
@@ -69,7 +84,7 @@ class Engine(ABC):
 
     @abstractmethod
     def pool(self, ids: Tensor, found: FoundRows | None, pooling: Pooling, outputs: list[Tensor]) -> None:
-        """Reads weights and reduces them into the outputs of a pooling.
+        """Read weights and reduce them into the outputs of a pooling.
 
         Args:
             ids: int64 [n].
@@ -87,7 +102,7 @@ class Engine(ABC):
         pooling: Pooling | None,
         step: Step,
     ) -> None:
-        """Makes one optimizer step per distinct id on its summed gradient; creates missing rows.
+        """Make one optimizer step per distinct id on its summed gradient; create missing rows.
 
         Args:
             ids: int64 [n].
@@ -101,37 +116,76 @@ class Engine(ABC):
 
     @abstractmethod
     def assign(self, ids: Tensor, rows: Tensor, *, add: bool, time: int) -> None:
-        """Sets (or adds to) the weights of ids, float32 [n, dim], in input order."""
+        """Set the weights of ids, or add to them, in input order; create missing rows.
+
+        Args:
+            ids: int64 [n]; may repeat.
+            rows: float32 [n, dim], finite.
+            add: Whether to add to the weights; a new row starts from its initial weights. False sets them.
+            time: Seconds; becomes the last-update time of the rows.
+        """
 
     @abstractmethod
     def reinitialize(self, ids: Tensor, time: int) -> Tensor:
-        """Resets rows to their initial weights and state; int32 [n]: 0 created, 1 existed."""
+        """Reset rows to their initial weights and state; create missing rows.
+
+        Args:
+            ids: int64 [n]; may repeat.
+            time: Seconds; becomes the last-update time of the rows.
+
+        Returns:
+            int32 [n] in input order: 0 created, 1 existed.
+        """
 
     @abstractmethod
     def remove(self, ids: Tensor) -> int:
-        """Removes the rows of ids; returns how many existed."""
+        """Remove the rows of ids.
+
+        Args:
+            ids: int64 [n]; may repeat.
+
+        Returns:
+            Number of rows removed.
+        """
 
     @abstractmethod
     def scan(self, chunk_size: int) -> Iterator[Chunk]:
-        """Yields all rows in chunks. Each chunk is consistent."""
+        """Yield all rows in chunks. Each chunk is consistent; a row is yielded once unless it is removed.
+
+        Args:
+            chunk_size: Largest number of rows of a chunk.
+
+        Yields:
+            Chunks with their own memory.
+        """
 
     @abstractmethod
     def restore(self, ids: Tensor, columns: list[Tensor], times: Tensor) -> None:
-        """Writes complete rows: weights, then the config's state columns, and times int64 [n]."""
+        """Write complete rows; an existing row is replaced.
+
+        Args:
+            ids: int64 [n]; the last of several equal ids wins.
+            columns: Weights float32 [n, dim], then float32 [n, size] for each of the config's state columns.
+            times: Last-update time of each row in seconds, int64 [n].
+        """
 
     @abstractmethod
     def clear(self) -> None:
-        """Removes every row and frees the memory."""
+        """Remove every row and free the memory."""
 
     @abstractmethod
     def reserve(self, n: int) -> None:
-        """Allocates room for n rows."""
+        """Allocate memory, so that the table does not grow before it has more rows.
+
+        Args:
+            n: Number of rows, those that exist included.
+        """
 
     # ---- snapshots; at most one is open
 
     @abstractmethod
     def begin_snapshot(self, consumer: int, touched_only: bool, room: int) -> tuple[int, int, Tensor]:
-        """Starts a snapshot.
+        """Start a snapshot.
 
         Args:
             consumer: Number of the consumer whose touched rows are drained, -1 for none.
@@ -144,37 +198,67 @@ class Engine(ABC):
 
     @abstractmethod
     def read_snapshot(self, chunk: Chunk) -> int:
-        """Fills a chunk with the next rows; returns their number, 0 at the end."""
+        """Fill a chunk with the next rows of the open snapshot.
+
+        Args:
+            chunk: Receives the rows from its start.
+
+        Returns:
+            Number of rows written, at most the size of the chunk; 0 at the end.
+        """
 
     @abstractmethod
     def snapshot_pressure(self) -> float:
-        """Used part of the room for saved rows, 0 to 1."""
+        """Return the used part of the room for saved rows, 0 to 1."""
 
     @abstractmethod
     def end_snapshot(self, give_back: bool) -> float:
-        """Ends the snapshot; returns the seconds that writers waited.
+        """End the snapshot.
 
         Args:
             give_back: Whether the drained rows are marked as touched again.
+
+        Returns:
+            Seconds that writers waited for the reader.
         """
 
     # ---- touched rows of numbered consumers
 
     @abstractmethod
     def track(self, consumer: int) -> None:
-        """Starts to record touched rows for a consumer."""
+        """Start to record touched rows for a consumer.
+
+        Args:
+            consumer: Number of the consumer, 0 to MAX_CONSUMERS - 1.
+        """
 
     @abstractmethod
     def untrack(self, consumer: int) -> None:
-        """Drops a consumer and its record."""
+        """Drop a consumer and its record.
+
+        Args:
+            consumer: Number of a tracked consumer.
+        """
 
     @abstractmethod
     def drain(self, consumer: int) -> tuple[Tensor, Tensor]:
-        """Returns and clears the record: updated ids and removed ids, int64."""
+        """Return and clear the record of a consumer.
+
+        Args:
+            consumer: Number of a tracked consumer.
+
+        Returns:
+            Updated ids and removed ids since the last drain, int64 each; an id is in one of them.
+        """
 
     @abstractmethod
     def mark(self, consumer: int, ids: Tensor) -> None:
-        """Adds ids to the record; an id without a row counts as removed."""
+        """Add ids to the record of a consumer.
+
+        Args:
+            consumer: Number of a tracked consumer.
+            ids: int64 [n]; an id without a row counts as removed.
+        """
 
     # ---- state
 
@@ -189,9 +273,11 @@ class Engine(ABC):
 
     @abstractmethod
     def shape(self) -> tuple[int, int, int, bool]:
-        """Rows, rows that fit before the index grows, epoch, and whether the index is growing, at one
-        moment."""
+        """Return rows, rows that fit before the index grows, epoch, and whether the index is growing.
+
+        All four are of one moment.
+        """
 
     @abstractmethod
     def memory(self) -> MemoryUse:
-        """Bytes in use."""
+        """Return the bytes in use."""

@@ -29,10 +29,13 @@ except ImportError as error:
 
 
 def set_huge_pages(on: bool) -> None:
-    """Sets whether tables ask for 2 MiB pages when they allocate memory (the default).
+    """Set whether tables ask for 2 MiB pages when they allocate memory (the default).
 
     They make random access in large tables 1.5 to 3 times faster; on some virtual machines the first write of
     each page is slower.
+
+    Args:
+        on: False keeps pages of the usual size for memory that tables allocate from now on.
     """
     _native.set_huge_pages(on)
 

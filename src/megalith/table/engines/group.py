@@ -35,19 +35,36 @@ class EngineGroup:
         return self._engines[table]
 
     def find(self, ids: Mapping[str, Tensor]) -> dict[str, FoundRows]:
-        """Finds the rows of ids, int64 [n] by table; never creates one."""
+        """Find the rows of ids; never create one.
+
+        Args:
+            ids: int64 [n] by table.
+
+        Returns:
+            The rows by table.
+        """
         with span("megalith.ids"):
             return {name: self._engines[name].find(own) for name, own in ids.items()}
 
     def read(self, table: str, ids: Tensor, found: FoundRows, out: Tensor | None = None) -> Tensor:
-        """Reads the weights of one table's ids: float32 [n, dim], into `out` if it is given."""
+        """Read the weights of one table's ids.
+
+        Args:
+            table: Name of the table.
+            ids: int64 [n].
+            found: What `find` returned for these ids.
+            out: float32 [n, dim] to fill; None: a new tensor.
+
+        Returns:
+            float32 [n, dim], `out` if it is given.
+        """
         with span("megalith.rows"):
             return self._engines[table].read(ids, found, out)
 
     def pool(
         self, ids: Mapping[str, Tensor], found: Mapping[str, FoundRows], pooling: Pooling
     ) -> list[Tensor]:
-        """Reads and reduces rows.
+        """Read and reduce rows.
 
         Args:
             ids: int64 [n] by table.
@@ -74,7 +91,7 @@ class EngineGroup:
         pooling: Pooling | None,
         steps: Mapping[str, Step],
     ) -> None:
-        """Makes one optimizer step per distinct id of each table in `grads`.
+        """Make one optimizer step per distinct id of each table in `grads`.
 
         Args:
             ids: int64 [n] by table.

@@ -22,7 +22,12 @@ from megalith.table.table_data import Chunk, FoundRows, MemoryUse, Step
 
 
 class ReferenceEngine(Engine):
-    """Rows in one tensor, found through a dict. See `Engine`."""
+    """Rows in one tensor, found through a dict. See `Engine`.
+
+    Args:
+        config: The config of the table.
+        seed: As for `Engine`.
+    """
 
     engine = "reference"
 
@@ -329,14 +334,22 @@ class _Copy:
 
 
 def _first_occurrences(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the distinct ids in order of first occurrence, and the position of each id among them."""
+    """Return the distinct ids in order of first occurrence, and the position of each id among them."""
     order: dict[int, int] = {}
     where = [order.setdefault(id, len(order)) for id in ids.tolist()]
     return torch.tensor(list(order), dtype=torch.int64), torch.tensor(where, dtype=torch.int64)
 
 
 def clip_rows(grads: Tensor, clip_norm: float) -> Tensor:
-    """Returns the rows, float32 [n, dim], shortened to this L2 norm (0: unchanged)."""
+    """Shorten rows whose L2 norm is above a limit.
+
+    Args:
+        grads: float32 [n, dim].
+        clip_norm: The limit; 0 for no limit.
+
+    Returns:
+        float32 [n, dim]; without a limit, `grads` itself.
+    """
     if not clip_norm:
         return grads
     norms = sum_of_squares(grads).sqrt()[:, None]

@@ -14,7 +14,18 @@ ENGINES = {
 
 
 def engine_class(engine: str) -> type[Engine]:
-    """Returns the class of an engine; raises InputError for an unknown name."""
+    """Return the class of an engine and import its module.
+
+    Args:
+        engine: Name of the engine, a key of `ENGINES`.
+
+    Returns:
+        The subclass of `Engine`.
+
+    Raises:
+        InputError: No engine has this name.
+        NativeMissingError: The engine needs the native module, which is not built.
+    """
     if not isinstance(engine, str) or engine not in ENGINES:
         raise InputError(f"unknown engine {engine!r}; known engines: {', '.join(ENGINES)}")
     module, name = ENGINES[engine]  # imported on use: the cpu engine needs the native module

@@ -53,10 +53,13 @@ class Optimizer(ABC):
         check_rate(type(self).__name__, self.lr)
 
     def rate(self, step: int) -> float:
-        """Returns the learning rate at a step.
+        """Return the learning rate at a step.
 
         Args:
             step: The global step, from 0.
+
+        Returns:
+            The rate, finite and not negative.
 
         Raises:
             InputError: The callable raises, or returns a rate that is not a number, negative or not finite.
@@ -65,15 +68,18 @@ class Optimizer(ABC):
 
     @abstractmethod
     def state(self, dim: int) -> tuple[State, ...]:
-        """Returns the states of a segment, in storage order.
+        """Return the states of a segment, in storage order.
 
         Args:
             dim: Number of weights of the segment.
+
+        Returns:
+            The states, none if the optimizer keeps no state.
         """
 
     @abstractmethod
     def step(self, weights: Tensor, state: Mapping[str, Tensor], grads: Tensor, lr: float) -> None:
-        """Makes one step in place.
+        """Make one step in place.
 
         Args:
             weights: float32 [n, dim].
@@ -88,7 +94,7 @@ class Optimizer(ABC):
         return ()
 
     def _check(self, *fields: str) -> None:
-        """Raises InputError if a field is negative or not finite."""
+        """Raise InputError if a field is negative or not finite."""
         for field in fields:
             value = getattr(self, field)
             good = isinstance(value, int | float) and 0 <= value <= FLOAT32_MAX

@@ -43,9 +43,15 @@ class RowWiseAdagrad(AdagradSettings):
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
-    """Returns the sum of squares of each row, [n, dim] -> [n].
+    """Sum the squares of each row.
 
     The order of additions is the same in every engine: eight lanes, then a tree over the lanes.
+
+    Args:
+        x: float32 [n, dim].
+
+    Returns:
+        float32 [n].
     """
     columns = -(-x.shape[1] // 8) * 8
     padded = torch.nn.functional.pad(x, (0, columns - x.shape[1]))
