@@ -302,7 +302,7 @@ def test_criteo_without_labels_and_with_fitted_numbers(tmp_path: Path) -> None:
     rows = [criteo_line(0, [str(i)] * 13, ["a"] * 26).split("\t", 1)[1] for i in (1, 3)]
     path = write(tmp_path / "test.txt", "\n".join(rows))
     reader = CriteoReader(path, batch_size=4, labelled=False, normalise="standard")
-    reader.schema = reader.fit()
+    reader = reader.with_schema(reader.fit())
     assert reader.schema.dense_columns[0] == DenseColumn("I1", "standard", mean=2.0, std=1.0)
     (batch,) = reader
     assert batch.dense[:, 0].tolist() == [-1.0, 1.0]

@@ -158,12 +158,28 @@ def test_fitting_reads_the_first_rows_only(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", {"y": [0.0] * 6, "d": [1.0, 3.0, None, 1.0, 3.0, 1e9]}, group=2)
     schema = Schema(label="y", features={}, dense=[DenseColumn("d", "standard")])
     reader = ParquetReader(path, schema, batch_size=3)
-    reader.schema = reader.fit(rows=5)
+    reader = reader.with_schema(reader.fit(rows=5))
     (column,) = reader.schema.dense_columns
     assert (column.mean, column.std) == (2.0, 1.0)
     first = next(iter(reader))
     assert first.dense.tolist() == [[-1.0], [1.0], [0.0]]
     assert reader.fit() is reader.schema
+
+
+def test_a_reader_with_another_schema(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", {"y": [0.0, 1.0], "c": [1, 2], "d": [5.0, 6.0]})
+    reader = ParquetReader(path, Schema(label="y", features={"f": "c"}, dense=["d"]), batch_size=1)
+    next(iter(reader))
+
+    other = reader.with_schema(Schema(label="y", features={"g": "c"}))
+
+    assert other.feature_names == ["g"]
+    assert [batch.features["g"].to_lists() for batch in other] == [[[1]], [[2]]], "it starts at the start"
+    assert reader.feature_names == ["f"], "the first reader is unchanged"
+    with pytest.raises(InputError, match=r"column 'e' of the new schema is not one of this reader's \(y, d, c\)"):
+        reader.with_schema(Schema(label="y", features={"f": "e"}))
+    with pytest.raises(AttributeError):
+        reader.schema = other.schema  # type: ignore[misc]
 
 
 def test_every_rank_fits_the_same_and_bad_values_do_not_count(tmp_path: Path) -> None:
@@ -319,12 +335,10 @@ def test_labels_other_than_0_and_1(tmp_path: Path) -> None:
     assert labels_of(reader) == [0.0, 1.0, 2.0, -1.0, 0.5], "by default, labels are any numbers"
     assert reader.skipped == {"no label": 2, "not finite": 1}
 
-    reader = ParquetReader(path, SCHEMA, batch_size=1)
-    reader.binary_labels = True
+    reader = ParquetReader(path, SCHEMA, batch_size=1, binary_labels=True)
     with pytest.raises(InputError, match=r"a.parquet: row 6, column 'y': inf is not a finite number"):
         next(iter(reader))
-    reader = ParquetReader(path, SCHEMA, batch_size=8, on_error="skip")
-    reader.binary_labels = True
+    reader = ParquetReader(path, SCHEMA, batch_size=8, on_error="skip", binary_labels=True)
     assert labels_of(reader) == [0.0, 1.0]
     assert reader.skipped == {"no label": 2, "not finite": 1, "label not 0 or 1": 3}
 
@@ -341,7 +355,7 @@ def test_nan_as_a_missing_value_with_an_indicator(tmp_path: Path) -> None:
     columns = [DenseColumn("d", "standard", nan="missing", indicator=True), "e"]
     schema = Schema(label=None, features={}, dense=columns)
     reader = ParquetReader(path, schema, batch_size=4)
-    reader.schema = reader.fit()
+    reader = reader.with_schema(reader.fit())
     assert reader.num_dense == 3
     (batch,) = reader
     assert batch.dense is not None

@@ -53,14 +53,13 @@ class ColumnChunk(NamedTuple):
 class ColumnReader(Reader):
     """Reads files of named columns.
 
-    `reader.schema` may be replaced before reading starts: `reader.schema = reader.fit()`.
-
     Args:
         paths: Files, directories or patterns.
         schema: The columns to read.
         batch_size: Rows per batch.
         drop_last: See `Reader`.
         on_error: See `Reader`.
+        binary_labels: See `Reader`.
 
     Raises:
         InputError: No file is found, or an argument is out of range.
@@ -77,11 +76,12 @@ class ColumnReader(Reader):
         batch_size: int,
         drop_last: bool = False,
         on_error: OnError = "raise",
+        binary_labels: bool = False,
     ) -> None:
-        super().__init__(batch_size=batch_size, drop_last=drop_last, on_error=on_error)
-        if not isinstance(schema, Schema):
-            raise InputError(f"reader: schema must be a Schema, got {type(schema).__name__}")
-        self.schema = schema
+        super().__init__(
+            batch_size=batch_size, drop_last=drop_last, on_error=on_error, binary_labels=binary_labels
+        )
+        self._schema = _checked(schema)
         self.files = list_files(paths, self.suffixes)
         self._root = data_root(paths)
         self._positions: tuple[int, int, FilePositions] | None = None
@@ -97,6 +97,34 @@ class ColumnReader(Reader):
         if labelled and not schema.get("label"):
             raise InputError(f"config: [data.schema] has no label: name the label column of {path}")
         return cls(path, Schema.from_dict({"label": None, **schema}), **options)
+
+    @property
+    def schema(self) -> Schema:
+        """The columns to read. Opening the first file records where the ids of features come from."""
+        return self._schema
+
+    def with_schema(self, schema: Schema) -> Self:
+        """Returns a reader of the same files with another schema, such as one that `fit` returned.
+
+        Args:
+            schema: The new schema. It reads the same columns as that of this reader, or some of them.
+
+        Returns:
+            A new reader at the start of its shard.
+
+        Raises:
+            InputError: The schema reads other columns.
+        """
+        known = self._schema.columns
+        for name in _checked(schema).columns:
+            if name not in known:
+                raise InputError(
+                    f"reader: column {name!r} of the new schema is not one of this reader's "
+                    f"({', '.join(known)}); open the files with that schema instead"
+                )
+        other = self._copy()
+        other._schema = schema
+        return other
 
     @property
     def feature_names(self) -> list[str]:
@@ -126,7 +154,8 @@ class ColumnReader(Reader):
     def fit(self, rows: int | None = None) -> Schema:
         """Computes the missing means and standard deviations of dense columns.
 
-        It reads only these columns, one chunk at a time, and leaves out bad values.
+        It reads only these columns, one chunk at a time, and leaves out bad values. The reader itself does
+        not change: `reader.with_schema(reader.fit())` uses the result.
 
         Args:
             rows: Number of rows to read, from the start of the first file. None: all rows. Files are often
@@ -142,7 +171,7 @@ class ColumnReader(Reader):
         if wanted is None:
             return self.schema
         everything = self.shard(0, 1)  # all ranks must fit the same rows
-        everything.schema = wanted
+        everything._schema = wanted
         return self.schema.with_fit_of(wanted.fitted(everything._raw_parts(rows)))
 
     def _raw_parts(self, rows: int | None) -> Iterator[NDArray[np.float64]]:
@@ -213,7 +242,7 @@ class ColumnReader(Reader):
                 )
             found[name] = source
         if found:
-            self.schema = self.schema.with_ids(found)
+            self._schema = self._schema.with_ids(found)
         return None
 
     # ---- rows
@@ -276,6 +305,12 @@ class ColumnReader(Reader):
             raw[:, i], _, found = numbers(table.column(column.column), column.column, nan=column.nan)
             faults += found
         return raw
+
+
+def _checked(schema: Any) -> Schema:
+    if not isinstance(schema, Schema):
+        raise InputError(f"reader: schema must be a Schema, got {type(schema).__name__}")
+    return schema
 
 
 def _position_after(chunk: ColumnChunk, kept: NDArray[np.int64], k: int) -> Position:

@@ -54,6 +54,7 @@ class CsvReader(ColumnReader):
         quote: The quote character. None: fields are never quoted.
         drop_last: See `Reader`.
         on_error: See `Reader`. A column that is missing in the first file always raises.
+        binary_labels: See `Reader`.
         block_bytes: Approximate number of bytes to read at a time.
 
     Raises:
@@ -74,9 +75,17 @@ class CsvReader(ColumnReader):
         quote: str | None = '"',
         drop_last: bool = False,
         on_error: OnError = "raise",
+        binary_labels: bool = False,
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
-        super().__init__(paths, schema, batch_size=batch_size, drop_last=drop_last, on_error=on_error)
+        super().__init__(
+            paths,
+            schema,
+            batch_size=batch_size,
+            drop_last=drop_last,
+            on_error=on_error,
+            binary_labels=binary_labels,
+        )
         for name, value in (("delimiter", delimiter), ("quote", quote)):
             if value is not None and not _is_character(value):
                 raise InputError(f"reader: {name} must be one ASCII character, got {value!r}")
@@ -305,10 +314,11 @@ class CriteoReader(CsvReader):
     Args:
         paths: Files, directories or patterns.
         batch_size: Rows per batch.
-        normalise: Normalisation of the integers. "standard" requires `reader.schema = reader.fit()`.
+        normalise: Normalisation of the integers. "standard" requires `reader.with_schema(reader.fit())`.
         labelled: Whether the files have a label column.
         drop_last: See `Reader`.
         on_error: See `Reader`.
+        binary_labels: See `Reader`.
         block_bytes: See `CsvReader`.
 
     Raises:
@@ -324,6 +334,7 @@ class CriteoReader(CsvReader):
         labelled: bool = True,
         drop_last: bool = False,
         on_error: OnError = "raise",
+        binary_labels: bool = False,
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
         checks.flag(labelled, "reader: labelled")
@@ -341,6 +352,7 @@ class CriteoReader(CsvReader):
             quote=None,
             drop_last=drop_last,
             on_error=on_error,
+            binary_labels=binary_labels,
             block_bytes=block_bytes,
         )
 
@@ -350,9 +362,7 @@ class CriteoReader(CsvReader):
     ) -> Self:
         """See `Reader.from_config`. A schema with features replaces the default one: it is fitted."""
         reader = cls(path, **(options if labelled else {**options, "labelled": False}))
-        if schema.get("features"):
-            reader.schema = Schema.from_dict(schema)
-        return reader
+        return reader.with_schema(Schema.from_dict(schema)) if schema.get("features") else reader
 
 
 def _is_character(value: object) -> bool:

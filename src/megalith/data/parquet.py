@@ -48,6 +48,7 @@ class ParquetReader(ColumnReader):
         batch_size: Rows per batch.
         drop_last: See `Reader`.
         on_error: See `Reader`. A column that is missing in the first file always raises.
+        binary_labels: See `Reader`.
 
     Raises:
         InputError: A file is not Parquet, or a column is missing or has the wrong type.
@@ -63,8 +64,16 @@ class ParquetReader(ColumnReader):
         batch_size: int,
         drop_last: bool = False,
         on_error: OnError = "raise",
+        binary_labels: bool = False,
     ) -> None:
-        super().__init__(paths, schema, batch_size=batch_size, drop_last=drop_last, on_error=on_error)
+        super().__init__(
+            paths,
+            schema,
+            batch_size=batch_size,
+            drop_last=drop_last,
+            on_error=on_error,
+            binary_labels=binary_labels,
+        )
         self._groups = [group for file in self.files for group in self._list_groups(file)]
 
     @property

@@ -20,6 +20,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from megalith.data.batch import Batch, Position, Samples
 from megalith.errors import InputError, UsageError
+from megalith.ops import checks
 
 OnError = Literal["raise", "skip"]
 
@@ -45,6 +46,8 @@ class Reader(IterableDataset[Batch], ABC):
         drop_last: Whether to drop the last batch if it is not full.
         on_error: "raise" raises InputError at a bad row, naming file, row and column. "skip" skips the row
             and counts it in `skipped`.
+        binary_labels: Whether a label other than 0 and 1 makes a row of a file bad. False: any number is a
+            label.
 
     Raises:
         InputError: An argument is out of range.
@@ -52,17 +55,23 @@ class Reader(IterableDataset[Batch], ABC):
 
     skipped: Counter[str]
     """Number of bad rows skipped so far by reason, including rows read ahead."""
-    binary_labels: bool = False
-    """Whether a label other than 0 and 1 makes a row of a file bad. Runs set it; False accepts any number."""
 
-    def __init__(self, *, batch_size: int, drop_last: bool = False, on_error: OnError = "raise") -> None:
+    def __init__(
+        self,
+        *,
+        batch_size: int,
+        drop_last: bool = False,
+        on_error: OnError = "raise",
+        binary_labels: bool = False,
+    ) -> None:
         if not isinstance(batch_size, int) or batch_size < 1:
             raise InputError(f"reader: batch_size must be at least 1, got {batch_size!r}")
         if not isinstance(on_error, str) or on_error not in ("raise", "skip"):
             raise InputError(f'reader: on_error must be "raise" or "skip", got {on_error!r}')
         self.batch_size = batch_size
-        self.drop_last = drop_last
+        self.drop_last = checks.flag(drop_last, "reader: drop_last")
         self.on_error = on_error
+        self.binary_labels = checks.flag(binary_labels, "reader: binary_labels")
         self.rank, self.world_size = 0, 1
         self.skipped = Counter()
         self._at: Position | None = None
@@ -157,8 +166,13 @@ class Reader(IterableDataset[Batch], ABC):
                 raise InputError(f"reader: {name} must be an integer, got {value!r}")
         if not 0 <= rank < world_size:
             raise InputError(f"reader: rank must be 0 to {world_size - 1}, got {rank}")
-        other = copy.copy(self)
+        other = self._copy()
         other.rank, other.world_size = rank, world_size
+        return other
+
+    def _copy(self) -> Self:
+        """A reader of the same shard at its start."""
+        other = copy.copy(self)
         other.skipped = Counter()
         other._at = None
         return other

@@ -200,7 +200,7 @@ class Schema:
                 if column.mean is None or column.std is None:
                     raise UsageError(
                         f"schema: column {column.column!r} has no mean and std; "
-                        "set them, or use `reader.schema = reader.fit()`"
+                        "set them, or read with `reader.with_schema(reader.fit())`"
                     )
                 x = (x - column.mean) / column.std
             missing = np.isnan(x)

@@ -6,8 +6,11 @@ A shape is a tuple in which None stands for any size; the shape None accepts any
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Sequence
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -252,6 +255,20 @@ def number(value: Any, name: str) -> Any:
     if not good:
         raise InputError(f"{name} must be one number, got {value!r}")
     return value
+
+
+def seconds(value: Any, name: str) -> float:
+    """Checks a finite number of seconds above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise InputError(f"{name} must be a number of seconds above 0, got {value!r}")
+    return value
+
+
+def path(value: Any, name: str) -> Path:
+    """Checks the path of a file or directory."""
+    if not isinstance(value, str | os.PathLike) or not isinstance(os.fspath(value), str):
+        raise InputError(f"{name} must be a path, got {kind(value)}")
+    return Path(value)
 
 
 def text(value: Any, name: str) -> str:

@@ -140,7 +140,7 @@ def _files(config: RunConfig) -> DataSource:
         raise InputError(f"config: data.path must name the {data.kind} files to train on")
     train = _file_reader(data, data.path)
     if isinstance(train, ColumnReader):
-        train.schema = train.fit()
+        train = train.with_schema(train.fit())
         data = replace(data, schema=train.schema.to_dict())
     test = None if data.test_path is None else _file_reader(data, data.test_path)
     return DataSource(f"{data.kind} files {data.path}{_normalisation(train)}", train, test, data)
@@ -155,13 +155,14 @@ def _normalisation(reader: Reader) -> str:
 
 def _file_reader(config: DataConfig, path: str, labelled: bool = True) -> Reader:
     options = {"batch_size": config.batch_size, "on_error": config.on_error, **config.options}
-    check_options("data.options", options, reader_class(config.kind), passed=("paths", "schema", "labelled"))
+    passed = ("paths", "schema", "labelled", "binary_labels")
+    check_options("data.options", options, reader_class(config.kind), passed=passed)
     try:
-        reader = reader_class(config.kind).from_config(path, config.schema, labelled=labelled, **options)
+        return reader_class(config.kind).from_config(
+            path, config.schema, labelled=labelled, binary_labels=labelled, **options
+        )
     except TypeError as error:
         raise InputError(f"config: data.options: {error}") from None
-    reader.binary_labels = labelled
-    return reader
 
 
 _DATASETS: Mapping[str, Callable[[RunConfig], DataSource]] = {

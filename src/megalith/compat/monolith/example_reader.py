@@ -59,25 +59,26 @@ class MonolithReader(Reader):
     A shard is every world_size-th record.
 
     Args:
-        paths: files, directories or patterns.
-        kind: the message of a record: "example", "example_batch" or "instance".
-        features: names, or a dict of our name -> Monolith's name. A feature that a record lacks is an empty
+        paths: Files, directories or patterns.
+        kind: The message of a record: "example", "example_batch" or "instance".
+        features: Names, or a dict of our name -> Monolith's name. A feature that a record lacks is an empty
             row. The fids of an Instance are named `fc_slot_<slot>`, its floats `value`.
-        batch_size: number of rows of a batch.
-        dense: name -> width. The columns are concatenated to `Batch.dense`, float32 [batch, sum of widths];
+        batch_size: Number of rows of a batch.
+        dense: Name -> width. The columns are concatenated to `Batch.dense`, float32 [batch, sum of widths];
             each must have its width in every row.
         framing: "length" or "tfrecord", see `record_files`.
-        header: what precedes each length, some of `record_files.HEADERS`.
-        label_index: which of several labels to use.
-        weights: whether to read instance weights (1 where a record has none).
-        time: whether to read times, the req_time of the line id.
-        drop_last: whether to leave out a last batch that is not full.
+        header: What precedes each length, some of `record_files.HEADERS`.
+        label_index: Which of several labels to use.
+        weights: Whether to read instance weights (1 where a record has none).
+        time: Whether to read times, the req_time of the line id.
+        drop_last: Whether to leave out a last batch that is not full.
         on_error: "raise", or "skip" to count bad records and rows in `skipped`. A file is left where its
             framing breaks.
-        max_bytes: the maximum length of a record.
+        binary_labels: See `Reader`.
+        max_bytes: The maximum length of a record.
 
     Raises:
-        InputError: an argument is wrong; or, while iterating, a record is wrong. The message names the file,
+        InputError: An argument is wrong; or, while iterating, a record is wrong. The message names the file,
             the record and the byte.
     """
 
@@ -98,9 +99,12 @@ class MonolithReader(Reader):
         time: bool = False,
         drop_last: bool = False,
         on_error: OnError = "raise",
+        binary_labels: bool = False,
         max_bytes: int = MAX_RECORD_BYTES,
     ) -> None:
-        super().__init__(batch_size=batch_size, drop_last=drop_last, on_error=on_error)
+        super().__init__(
+            batch_size=batch_size, drop_last=drop_last, on_error=on_error, binary_labels=binary_labels
+        )
         if not isinstance(kind, str) or kind not in KINDS:
             raise InputError(f"monolith: kind must be one of {', '.join(KINDS)}, got {kind!r}")
         if not isinstance(header, list | tuple) or not all(
@@ -212,7 +216,7 @@ class MonolithReader(Reader):
     def _check_rows(
         self, group: _RecordGroup, decoded: DecodedRecords, good: NDArray[np.bool_]
     ) -> list[_BadRow]:
-        """Clears `good` of bad rows and returns them in order, along with unreadable records."""
+        """Clear `good` of bad rows and return them in order, along with unreadable records."""
         ends = np.cumsum(decoded.rows)
         bad = [
             _BadRow(
