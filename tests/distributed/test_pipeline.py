@@ -1,8 +1,9 @@
-"""Pipeline over ranks: exact, or stale by one step; the order of exchanges; errors; leaving early."""
+"""Pipeline over ranks: exact, or stale by `depth` steps; the order of exchanges; errors; leaving early."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,11 @@ PIPELINES: dict[str, dict[str, Any]] = {
     "ids, push": {"mode": "ids", "push": True},
     "rows": {"mode": "rows"},
     "rows, push": {"mode": "rows", "push": True},
+    "ids, depth 3": {"mode": "ids", "depth": 3},
+    "ids, push, depth 3": {"mode": "ids", "push": True, "depth": 3},
+    "rows, depth 3": {"mode": "rows", "depth": 3},
 }
+EXACT = [name for name in PIPELINES if "rows" not in name]
 
 
 # ---- what is trained: two tables and a dense layer, ids that many batches share
@@ -73,8 +78,8 @@ def batches(count: int = BATCHES) -> list[Batch]:
         generator = torch.Generator().manual_seed(number)
         ids = torch.randint(12, (BATCH, 3), generator=generator)
         labels = torch.randint(2, (BATCH,), generator=generator).float()
-        cut = BATCH if ranks == 1 else 3 + number % 3
-        own = slice(0, cut) if rank == 0 else slice(cut, BATCH)
+        cuts = {1: [], 2: [3 + number % 3], 4: [1, 3 + number % 3, 6]}[ranks]
+        own = slice([0, *cuts][rank], [*cuts, BATCH][rank])
         column = Ragged.from_padded(ids[own], pad=-1)
         made.append(Batch({"a": column, "b": column}, labels[own]))
     return made
@@ -120,7 +125,7 @@ def trained(folder: str) -> dict[str, Any]:
             plain = Model(update, transport=transport)
             train(plain, batches())
             found[f"{transport} {update}"] = [state(plain)]
-            for name in ("ids", "ids, push"):
+            for name in EXACT:
                 model = Model(update, transport=transport)
                 train(model, Pipeline(model, batches(), **PIPELINES[name]))
                 found[f"{transport} {update}"].append(state(model))
@@ -142,7 +147,7 @@ def saved(folder: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_ids_ahead_and_pushed_gradients_change_no_bit(ranks: int, tmp_path: Path) -> None:
     results = run_ranks(trained, str(tmp_path), world_size=ranks)
     for found in results:
@@ -203,13 +208,14 @@ def stale() -> dict[str, tuple[list[float], Tensor]]:
     return {str(name): losses_and_rows(name) for name in (None, *PIPELINES)}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_rows_ahead_miss_exactly_the_update_before(ranks: int) -> None:
-    exact, late = simulated(0), simulated(1)
-    assert not torch.allclose(exact[1], late[1], atol=1e-3)
+    late = {steps: simulated(steps) for steps in (0, 1, 3)}
+    for steps in (1, 3):
+        assert not torch.allclose(late[0][1], late[steps][1], atol=1e-3)
     for found in run_ranks(stale, world_size=ranks):
         for name, (losses, rows) in found.items():
-            expected = late if "rows" in name else exact
+            expected = late[(3 if "depth 3" in name else 1) if "rows" in name else 0]
             torch.testing.assert_close(losses, expected[0], rtol=1e-5, atol=1e-6)
             torch.testing.assert_close(rows, expected[1], rtol=1e-5, atol=1e-6)
 
@@ -218,10 +224,11 @@ def test_rows_ahead_miss_exactly_the_update_before(ranks: int) -> None:
 
 
 def order() -> dict[str, list[str]]:
-    """What the exchange's thread does in a loop of three batches."""
+    """What the exchange's thread does in a loop of three batches, or of five with a depth of three."""
     found = {}
     for name in ("plain", *PIPELINES):
         model, log = Model(), []
+        count = 5 if "depth" in name else 3
         messages: Any = model.shards._messages
         numbers = dict.fromkeys(("request", "send_rows", "push"), 0)
 
@@ -236,8 +243,9 @@ def order() -> dict[str, list[str]]:
         for verb in numbers:
             setattr(messages, verb, logged(verb, getattr(messages, verb)))
         calls = model.shards.exchange.calls
-        train(model, batches(3) if name == "plain" else Pipeline(model, batches(3), **PIPELINES[name]))
-        assert model.shards.exchange.calls - calls == 3 * 4
+        loader = batches(count)
+        train(model, loader if name == "plain" else Pipeline(model, loader, **PIPELINES[name]))
+        assert model.shards.exchange.calls - calls == count * 4
         found[name] = [each.replace("send_rows", "rows").replace("request", "ids") for each in log]
     return found
 
@@ -248,7 +256,13 @@ def test_ids_or_rows_of_the_next_batch_travel_before_gradients() -> None:
         ids = ["ids 0", "rows 0", "ids 1", "push 0", "rows 1", "ids 2", "push 1", "rows 2", "push 2"]
         rows = ["ids 0", "rows 0", "ids 1", "rows 1", "push 0", "ids 2", "rows 2", "push 1", "push 2"]
         expected = {"plain": plain, "ids": ids, "ids, push": ids, "rows": rows, "rows, push": rows}
-        assert found == expected
+        assert {name: found[name] for name in expected} == expected
+        # With a depth of 3, rows of mode "ids" still come after the update of the batch before.
+        first, last = ["ids 0", "rows 0"], ["push 2", "rows 3", "push 3", "rows 4", "push 4"]
+        ids = [*first, "ids 1", "ids 2", "ids 3", "push 0", "rows 1", "ids 4", "push 1", "rows 2", *last]
+        assert found["ids, depth 3"] == found["ids, push, depth 3"] == ids
+        rows = [*first, "ids 1", "rows 1", "ids 2", "rows 2", "ids 3", "rows 3", "push 0", "ids 4", "rows 4"]
+        assert found["rows, depth 3"] == [*rows, "push 1", "push 2", "push 3", "push 4"]
 
 
 # ---- several collections, of their own tables and of shared ones
@@ -270,22 +284,24 @@ class Three(nn.Module):
         ]
 
 
-def with_three() -> list[list[Any]]:
-    found = []
-    for options in (None, *PIPELINES.values()):
+def with_three() -> dict[str, list[Any]]:
+    found = {}
+    for name, options in (("plain", None), *PIPELINES.items()):
         model = Three()
         loop = batches() if options is None else Pipeline(model, batches(), **options)
         for batch in loop:
             outputs = [out for part in model.parts for out in part(batch.features).values()]
             (torch.stack(outputs).sum(0) - 1).square().mean().backward()
-        found.append([{name: x.tolist() for name, x in rows.items()} for rows in model.rows()])
+        found[name] = [{table: x.tolist() for table, x in rows.items()} for rows in model.rows()]
     return found
 
 
 def test_all_collections_of_a_model_go_ahead() -> None:
-    for plain, ids, pushed, *stale in run_ranks(with_three):
-        assert ids == pushed == plain
-        assert stale[0] == stale[1] != plain
+    for found in run_ranks(with_three):
+        for name in EXACT:
+            assert found[name] == found["plain"], name
+        assert found["rows"] == found["rows, push"]
+        assert found["rows, depth 3"] != found["rows"] != found["plain"]
 
 
 # ---- trouble
@@ -328,6 +344,14 @@ def failing(number: int, when: str) -> Callable[[Model, Iterable[Any]], None]:
     return loop
 
 
+def attaching(batch: Batch, start: Any) -> Batch:
+    """Fails on rank 1, after the lookup was started, in the third batch."""
+    started = start(batch.features)
+    if dist.get_rank() == 1 and torch.equal(batch.labels, batches()[2].labels):
+        raise ZeroDivisionError("in attach")
+    return replace(batch, features=started)
+
+
 def evaluating(model: Model, loader: Iterable[Any]) -> None:
     model.eval()
     with torch.no_grad():
@@ -337,11 +361,12 @@ def evaluating(model: Model, loader: Iterable[Any]) -> None:
                 raise ZeroDivisionError("in evaluation")
 
 
-def troubles() -> dict[str, Any]:
+def troubles(names: list[str]) -> dict[str, Any]:
     pipeline.GRACE = 60.0  # machines may be slow, and later calls must come after it
     found: dict[str, Any] = {}
     bad = dist.get_rank() == 1
-    for name, options in PIPELINES.items():
+    for name in names:
+        options = PIPELINES[name]
         cases: dict[str, tuple[Any, Any]] = {
             "loader": (train, Broken(2) if bad else batches()),
             "first batch": (train, Broken(0) if bad else batches()),
@@ -350,9 +375,14 @@ def troubles() -> dict[str, Any]:
         }
         for when in ("before forward", "before backward", "NaN", "after the update"):
             cases[when] = (failing(2, when), batches())
+        # The loaders end within the batches ahead, or with them.
+        cases["after the update, near the end"] = (failing(4, "after the update"), batches())
+        cases["before forward, near the end"] = (failing(4, "before forward"), batches())
+        cases["attach"] = (train, batches())
         for case, (loop, loader) in cases.items():
             model = Model()
-            error = error_of(loop, model, Pipeline(model, loader, **options))
+            attach = attaching if case == "attach" else None
+            error = error_of(loop, model, Pipeline(model, loader, **options, attach=attach))
             error_of(model.shards.flush)
             found[f"{name}: {case}"] = (error, model.embeddings.global_step, usable(model))
     return found
@@ -363,23 +393,37 @@ def usable(model: Model) -> bool:
     return model.shards.lookup({"t": torch.arange(3)}).rows["t"].shape == (3, 4)
 
 
-def test_an_error_on_one_rank_ends_the_loop_of_all_and_leaves_them_in_step() -> None:
-    first, second = run_ranks(troubles)
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [(2, list(PIPELINES)[:4]), (2, list(PIPELINES)[4:]), (4, ["ids, push, depth 3", "rows, depth 3"])],
+)
+def test_an_error_on_one_rank_ends_the_loop_of_all_and_leaves_them_in_step(
+    ranks: int, names: list[str]
+) -> None:
+    first, second, *rest = run_ranks(troubles, names, world_size=ranks)
+    assert all(found.keys() == first.keys() for found in rest)
     for case, (error, steps, works) in second.items():
         kind = "InputError" if case.endswith((": ids", ": NaN")) else "ZeroDivisionError"
         assert error is not None, case
         assert error[0] == kind, case
         assert works, case
-        other, other_steps, other_works = first[case]
-        assert other is not None, case
-        assert other[0] == RankFailedError.__name__, (case, other)
-        assert "rank 1 failed" in other[1], (case, other)
-        assert other_works, case
-        expected = {"loader": 2, "first batch": 0, "ids": 2, "evaluation": 0, "after the update": 3}
+        expected = {
+            "first batch": 0,
+            "evaluation": 0,
+            "after the update": 3,
+            "after the update, near the end": 5,
+            "before forward, near the end": 4,
+        }
         wanted = expected.get(case.partition(": ")[2], 2)
         assert steps == wanted, case
-        # A rank that was pushing learns of it one step later.
-        assert other_steps in ((wanted, wanted + 1) if "push" in case else (wanted,)), case
+        for found in (first, *rest):
+            other, other_steps, other_works = found[case]
+            assert other is not None, case
+            assert other[0] == RankFailedError.__name__, (case, other)
+            assert "rank 1 failed" in other[1], (case, other)
+            assert other_works, case
+            # A rank that was pushing learns of it one step later.
+            assert other_steps in ((wanted, wanted + 1) if "push" in case else (wanted,)), case
 
 
 # ---- leaving early, short loaders

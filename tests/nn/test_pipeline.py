@@ -60,13 +60,19 @@ def expected() -> dict[int, Any]:
 @pytest.mark.parametrize("update", ["backward", "step"])
 def test_local_tables_are_read_in_forward_and_never_stale(mode: str, push: bool, update: str) -> None:
     plain, piped = collection(update=update), collection(update=update)
-    for model, loader in ((plain, COLUMNS), (piped, Pipeline(piped, COLUMNS, mode=mode, push=push))):
+    deep = collection(update=update)
+    loaders = (
+        (plain, COLUMNS),
+        (piped, Pipeline(piped, COLUMNS, mode=mode, push=push)),
+        (deep, Pipeline(deep, COLUMNS, mode=mode, push=push, depth=3)),
+    )
+    for model, loader in loaders:
         for batch in loader:
             (model(batch)["a"] - 1).square().sum().backward()
             if update == "step":
                 model.step()
-    assert contents(piped) == contents(plain)
-    assert piped.global_step == 3
+    assert contents(deep) == contents(piped) == contents(plain)
+    assert deep.global_step == piped.global_step == 3
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -147,7 +153,10 @@ def test_all_collections_of_a_model_are_started() -> None:
     assert contents(model.second) == {1: [-2.0], 2: [-2.0], 3: [-2.0]}
 
 
-def test_the_loader_is_read_one_batch_ahead_and_every_loop_is_an_epoch() -> None:
+@pytest.mark.parametrize(("depth", "newest"), [(1, [1, 2, 2]), (2, [2, 2, 2]), (5, [2, 2, 2])])
+def test_the_loader_is_read_depth_batches_ahead_and_every_loop_is_an_epoch(
+    depth: int, newest: list[int]
+) -> None:
     read: list[int] = []
 
     class Loader:
@@ -159,11 +168,11 @@ def test_the_loader_is_read_one_batch_ahead_and_every_loop_is_an_epoch() -> None
         def __len__(self) -> int:
             return len(COLUMNS)
 
-    pipeline = Pipeline(collection(), Loader())
+    pipeline = Pipeline(collection(), Loader(), depth=depth)
     assert len(pipeline) == 3
     for _ in range(2):
         seen = [max(read) for _ in pipeline]
-        assert seen == [1, 2, 2]
+        assert seen == newest
         assert read == [0, 1, 2]
         read.clear()
 
@@ -193,6 +202,9 @@ def test_leaving_early_and_empty_loaders() -> None:
 def test_bad_arguments() -> None:
     with pytest.raises(InputError, match="mode must be one of ids, rows, got 'all'"):
         Pipeline(collection(), [], mode="all")
+    for depth in (0, -1, 1.5, True, "3", None):
+        with pytest.raises(InputError, match="depth must be an integer of at least 1, got"):
+            Pipeline(collection(), [], depth=depth)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="Linear contains no EmbeddingCollection"):
         Pipeline(nn.Linear(1, 1), [])
 

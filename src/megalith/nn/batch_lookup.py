@@ -75,6 +75,15 @@ class StartedBatch(Mapping[str, Any]):
         self.columns = columns
         self._lookups: dict[Any, BatchLookup] = dict(lookups)
 
+    def add(self, collection: object, lookup: BatchLookup) -> None:
+        """Add the lookup of a collection.
+
+        Args:
+            collection: The collection; its next forward takes the lookup.
+            lookup: The lookup of its columns.
+        """
+        self._lookups[collection] = lookup
+
     def take(self, collection: object) -> BatchLookup | None:
         """Returns the lookup of a collection, the first time; then None."""
         return self._lookups.pop(collection, None)

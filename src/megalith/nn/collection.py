@@ -290,8 +290,8 @@ class EmbeddingCollection(nn.Module):
         squares = [g.square().sum() for p in self._pending for g in p.grads or ()]
         return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
 
-    def fail(self, lookup: Lookup, error: Exception) -> NoReturn:
-        """Fails the update of a forward that this rank will not make; see `Lookup.fail`.
+    def fail(self, lookup: Lookup, error: Exception, *, leave: bool = False) -> NoReturn:
+        """Fail the update of a forward that this rank will not make; see `Lookup.fail`.
 
         In eval mode, or if several forwards wait for one `step()`, no rank waits for that update and nothing
         is sent.
@@ -299,12 +299,13 @@ class EmbeddingCollection(nn.Module):
         Args:
             lookup: The lookup of the forward.
             error: The reason.
+            leave: Whether this rank leaves the series of the lookup; see `Lookup.fail`.
 
         Raises:
             Exception: Always; it is `error`, unless the exchange with the other ranks fails.
         """
         if self.training and all(each.lookup is lookup for each in self._pending):
-            lookup.fail(error)
+            lookup.fail(error, leave=leave)
         raise error
 
     def _update_rows(self, pending: Sequence[BatchLookup], scale: float) -> None:

@@ -1,21 +1,26 @@
-"""Pipeline: reads batches one ahead, so that exchanges between ranks run while the model computes.
+"""Pipeline: reads batches ahead, so that exchanges between ranks run while the model computes.
 
 A step of a rank waits for other ranks when it looks up and when it updates. The pipeline overlaps these
-waits:
+waits; with depth d:
 
-    batch k                                     batch k + 1
+    batch k                                     batch k + d
     ids have arrived, rows are fetched
                                                 read, ids are sorted and sent (mode "rows": rows are fetched)
     dense forward and backward
     gradients are sent (push: without waiting)
 
+Ids depend on the data only, so they may be sent any number of batches ahead. Rows depend on all updates
+before them: in mode "ids" they are fetched after the update of batch k - 1, whatever the depth.
+
 The exchanges are those of the loop without a pipeline, made by the same thread in an order that is the same
-on all ranks. The pipeline decides when exchanges happen, `shards` what they contain.
+on all ranks. The pipeline decides when exchanges happen, `shards` what they contain, and `LookupSeries` which
+of them are left out after an error.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
@@ -29,7 +34,9 @@ from megalith.distributed.absent_ranks import GRACE
 from megalith.errors import InputError, MegalithError, UsageError
 from megalith.nn.batch_lookup import BatchLookup, StartedBatch
 from megalith.nn.collection import EmbeddingCollection
-from megalith.shards import Lookup
+from megalith.nn.feature_plan import CompiledBatch
+from megalith.shards import Lookup, Shards
+from megalith.shards.lookup_series import LookupSeries
 
 MODES = ("ids", "rows")
 _END = object()
@@ -55,17 +62,18 @@ class Pipeline(Iterable[Any]):
 
     Args:
         model: An EmbeddingCollection, or a module that contains some.
-        loader: Yields batches.
-        mode: "ids" sends the ids of the next batch ahead and fetches its rows after the update of this batch:
-            the same results as without a pipeline. "rows" fetches rows ahead as well: they miss the update of
-            the batch before and are stale by one step.
+        loader: Yields batches, the same number on all ranks.
+        mode: "ids" sends the ids of the next batches ahead and fetches the rows of a batch after the update
+            of the batch before it: the same results as without a pipeline. "rows" fetches rows ahead as well:
+            they miss the updates of the `depth` batches before and are stale by `depth` steps.
+        depth: The number of batches that are read ahead. The first batches of a loop have fewer before them.
         push: Send and apply gradients while the loop continues, at most one step behind. Rows that are
             fetched later include them, so results stay the same; errors are raised one step later.
         attach: For other batches, a function (batch, start) that returns the batch to yield, which must
             contain the result of start(features).
 
     Raises:
-        InputError: For an unknown mode, or a model without an EmbeddingCollection.
+        InputError: For an unknown mode, a depth below 1, or a model without an EmbeddingCollection.
     """
 
     def __init__(
@@ -74,6 +82,7 @@ class Pipeline(Iterable[Any]):
         loader: Iterable[Any],
         *,
         mode: str = "ids",
+        depth: int = 1,
         push: bool = False,
         attach: Callable[[Any, Start], Any] | None = None,
     ) -> None:
@@ -81,107 +90,160 @@ class Pipeline(Iterable[Any]):
             raise InputError(f"Pipeline: model must be an nn.Module, got {type(model).__name__}")
         if not isinstance(mode, str) or mode not in MODES:
             raise InputError(f"Pipeline: mode must be one of {', '.join(MODES)}, got {mode!r}")
-        self._collections = [m for m in model.modules() if isinstance(m, EmbeddingCollection)]
-        if not self._collections:
+        if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
+            raise InputError(f"Pipeline: depth must be an integer of at least 1, got {depth!r}")
+        self.collections = [m for m in model.modules() if isinstance(m, EmbeddingCollection)]
+        if not self.collections:
             raise InputError(f"Pipeline: {type(model).__name__} contains no EmbeddingCollection")
         self.loader = loader
         self.mode = mode
+        self.depth = depth
         self.push = push
-        self._attach = _attach if attach is None else attach
+        self.attach = _attach if attach is None else attach
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        yield from self._batches(iter(self.loader))
-        for each in self._collections:
+        yield from _PipelineEpoch(self, iter(self.loader)).batches()
+        for each in self.collections:
             each.shards.flush()
 
-    def _batches(self, source: Iterator[Any]) -> Iterator[Any]:
-        ahead = self._begin(source)
-        while ahead is not None:
-            batch, lookups = ahead.result()
+
+class _PipelineEpoch:
+    """One loop over the batches of a loader.
+
+    Args:
+        pipeline: Its options.
+        source: The batches of this epoch.
+    """
+
+    def __init__(self, pipeline: Pipeline, source: Iterator[Any]) -> None:
+        self._pipeline = pipeline
+        self._collections = pipeline.collections
+        self._source = source
+        self._ahead: deque[_Ahead] = deque()
+        self._ended = False  # nothing more is read: the source has ended, or a batch has failed
+        self._series: dict[Shards, LookupSeries] = {}
+
+    def batches(self) -> Iterator[Any]:
+        self._fill(1)
+        while self._ahead:
+            batch, lookups = self._ahead.popleft().result()
             for lookup in lookups:
-                lookup.wait_ids()  # all ranks learn of a bad batch here, before they send the next ids
+                lookup.wait_ids()  # a bad batch of another rank raises here
             for lookup in lookups:
                 lookup.fetch()
-            ahead = self._begin(source)
-            if ahead is not None and ahead.exception() is None and self.mode == "rows":
-                for lookup in ahead.result()[1]:
-                    lookup.fetch()
+            self._fill(self._pipeline.depth)
             trains = torch.is_grad_enabled()
             try:
                 yield batch
             except BaseException:
-                self._leave(lookups, ahead, trains)
+                self._leave(lookups, trains)
                 raise
 
-    def _begin(self, source: Iterator[Any]) -> _Ahead | None:
+    def _fill(self, depth: int) -> None:
+        """Reads batches and sends their ids, until `depth` batches are ahead."""
+        while len(self._ahead) < depth and not self._ended:
+            ahead = self._begin()
+            if ahead is None:
+                self._ended = True
+                return
+            self._ahead.append(ahead)
+            if ahead.exception() is not None:
+                self._ended = True
+            elif self._pipeline.mode == "rows":
+                for lookup in ahead.result()[1]:
+                    lookup.fetch()
+
+    def _begin(self) -> _Ahead | None:
         """Reads the next batch and sends its ids; returns None at the end."""
-        started: dict[EmbeddingCollection, BatchLookup] = {}
-        silent = list(self._collections)  # those that have sent nothing for this batch
         ahead: _Ahead = Future()
+        compiled: list[CompiledBatch] = []
+        started: StartedBatch | None = None
 
         def start(features: Any) -> StartedBatch:
-            if not silent:
+            nonlocal compiled, started
+            if started is not None:
                 raise UsageError("Pipeline: attach called start(features) twice for one batch")
-            for compiled in [each.prepare(features) for each in self._collections]:
-                each = silent.pop(0)
-                lookup = each.shards.lookup(compiled.prepared)
-                started[each] = BatchLookup(compiled, lookup, self.push)
-            return StartedBatch(features, started)
+            compiled = [each.prepare(features) for each in self._collections]
+            started = StartedBatch(features, {})
+            return started
 
+        silent = list(self._collections)  # those that have sent nothing for this batch
         try:
-            batch = next(source, _END)
+            batch = next(self._source, _END)
             if batch is _END:
                 return None
-            attached = self._attach(batch, start)
-            if silent:
+            attached = self._pipeline.attach(batch, start)
+            if started is None:
                 raise UsageError("Pipeline: attach did not call start(features)")
-            ahead.set_result((attached, [each.lookup for each in started.values()]))
+            lookups = []  # after attach: an error in it comes before anything is sent
+            for each, own in zip(self._collections, compiled, strict=True):
+                silent.pop(0)
+                lookup = each.shards.lookup(own.prepared, series=self._series_of(each))
+                started.add(each, BatchLookup(own, lookup, self._pipeline.push))
+                lookups.append(lookup)
+            ahead.set_result((attached, lookups))
         except Exception as error:
             for each in silent:  # otherwise the other ranks would wait for this one
                 with suppress(Exception):
-                    each.shards.fail(error)
+                    each.shards.fail(error, series=self._series_of(each))
             ahead.set_exception(error)
         return ahead
 
+    def _series_of(self, collection: EmbeddingCollection) -> LookupSeries:
+        return self._series.setdefault(collection.shards, LookupSeries())
+
     # ---- leaving early
 
-    def _leave(self, current: list[Lookup], ahead: _Ahead | None, trains: bool) -> None:
+    def _leave(self, current: list[Lookup], trains: bool) -> None:
         """Takes part in the next calls of ranks that continue; waits some seconds for them."""
         if all(each.shards.world_size == 1 for each in self._collections):
             return
         # In a thread, as the other ranks may never make these calls: an interrupted job must end soon.
-        args = (current, ahead, trains)
-        thread = threading.Thread(target=self._fail_all, args=args, name="megalith pipeline", daemon=True)
+        thread = threading.Thread(
+            target=self._fail_all, args=(current, trains), name="megalith pipeline", daemon=True
+        )
         thread.start()
         thread.join(GRACE)
 
-    def _fail_all(self, current: list[Lookup], ahead: _Ahead | None, trains: bool) -> None:
-        """Fails the calls of ranks that continue: this update, the next lookup, the update after it.
+    def _fail_all(self, current: list[Lookup], trains: bool) -> None:
+        """Fails the first call of the ranks that continue which can fail.
 
-        The rows of the next batch come between them and cannot fail. If all ranks leave here, all of them
-        make these calls.
+        This is the update of the current batch or, if it was made, the next lookup, or the update after that.
+        The rows of a batch come between them and cannot fail. Once a call has failed, the series leaves out
+        all others. If all ranks leave here, all of them make these calls.
         """
         error = UsageError("it left the loop over a Pipeline before the end")
-        with suppress(MegalithError):  # the other ranks know of it, or cannot be reached
-            self._fail_updates(current, error, trains)
-            if ahead is None or ahead.exception() is not None:
-                return
+        self._fail_updates(current, error, trains)
+        for number, ahead in enumerate(self._ahead):
+            if ahead.exception() is not None:
+                return  # the other ranks raise at this batch
             lookups = ahead.result()[1]
             for lookup in lookups:
-                lookup.wait()
-            for each in self._collections:
-                with suppress(UsageError):
-                    each.shards.fail(error)
+                with suppress(MegalithError):  # the series has ended, or the ranks cannot be reached
+                    lookup.wait()
+            if number == 0 and any(each.is_open for each in self._series.values()) and self._has_more():
+                for each in self._collections:
+                    with suppress(MegalithError):
+                        each.shards.fail(error, series=self._series_of(each), leave=True)
             self._fail_updates(lookups, error, trains)
 
     def _fail_updates(self, lookups: list[Lookup], error: Exception, trains: bool) -> None:
         for each, lookup in zip(self._collections, lookups, strict=True):
             if trains:
-                with suppress(UsageError):  # the error itself
-                    each.fail(lookup, error)
+                with suppress(MegalithError):  # the error itself, or that of the series
+                    each.fail(lookup, error, leave=True)
+
+    def _has_more(self) -> bool:
+        """Whether the ranks that continue send the ids of another batch; all loaders are equally long."""
+        if self._ended:
+            return False
+        try:
+            return next(self._source, _END) is not _END
+        except Exception:
+            return True
 
 
 def _attach(batch: Any, start: Start) -> Any:

@@ -27,6 +27,7 @@ from megalith.distributed.ranks import RankGroup
 from megalith.errors import InputError, UnknownNameError, UsageError
 from megalith.ops.pooling import Pooling
 from megalith.routing import Router
+from megalith.shards.lookup_series import LookupSeries
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
 from megalith.table.validation import check_flag, check_table_name
 
@@ -86,14 +87,15 @@ class Lookup(ABC):
         """Starts to fetch the rows as they are now, if they are elsewhere; `wait` waits for them."""
         return
 
-    def fail(self, error: Exception) -> NoReturn:
-        """Fails the update of this lookup: no gradients will come from this rank.
+    def fail(self, error: Exception, *, leave: bool = False) -> NoReturn:
+        """Fail the update of this lookup: no gradients will come from this rank.
 
         The other ranks raise RankFailedError in their `apply_gradients` of this lookup. If the update has
         been made or has failed before, the other ranks do not wait for it and nothing is sent.
 
         Args:
             error: The reason.
+            leave: Whether this rank leaves the series of this lookup; see `LookupSeries`.
 
         Raises:
             Exception: Always; it is `error`, unless the exchange with the other ranks fails.
@@ -188,14 +190,23 @@ class Shards(ABC):
 
     # ---- a batch
 
-    def fail(self, error: Exception, call: str = "lookup") -> NoReturn:
-        """Fails a collective call that this rank cannot make.
+    def fail(
+        self,
+        error: Exception,
+        call: str = "lookup",
+        *,
+        series: LookupSeries | None = None,
+        leave: bool = False,
+    ) -> NoReturn:
+        """Fail a collective call that this rank cannot make.
 
         The other ranks raise RankFailedError in the same call; nothing is written anywhere.
 
         Args:
             error: The reason.
             call: The name of the method that the other ranks call.
+            series: The series of the lookup that fails, if it has one.
+            leave: Whether this rank leaves the series.
 
         Raises:
             Exception: Always; it is `error`, unless the exchange with the other ranks fails.
@@ -216,12 +227,18 @@ class Shards(ABC):
         return self.preparer(ids, missing_ok=missing_ok)
 
     @abstractmethod
-    def lookup(self, ids: Ids | PreparedIds, *, missing_ok: bool = False) -> Lookup:
-        """Starts to look up ids; may return before rows arrive.
+    def lookup(
+        self, ids: Ids | PreparedIds, *, missing_ok: bool = False, series: LookupSeries | None = None
+    ) -> Lookup:
+        """Start to look up ids; it may return before rows arrive.
 
         Args:
             ids: int64 or int32 [n] per table, or the result of `prepare`.
             missing_ok: Skip unknown tables instead of raising.
+            series: The series of this lookup, if it is made ahead of updates; see `LookupSeries`.
+
+        Returns:
+            The lookup, in progress or done.
 
         Raises:
             UnknownNameError: For an unknown table (a KeyError).

@@ -23,6 +23,7 @@ from megalith.shards.contract import (
     check_configs,
     missing_status,
 )
+from megalith.shards.lookup_series import LookupSeries
 from megalith.shards.preparer import LocalPreparer
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
 from megalith.table.engines.group import EngineGroup
@@ -58,8 +59,10 @@ class LocalShards(Shards):
 
     # ---- a batch
 
-    def lookup(self, ids: Ids | PreparedIds, *, missing_ok: bool = False) -> LocalLookup:
-        """See `Shards.lookup`. Finds rows; reads them when they are used."""
+    def lookup(
+        self, ids: Ids | PreparedIds, *, missing_ok: bool = False, series: LookupSeries | None = None
+    ) -> LocalLookup:
+        """See `Shards.lookup`. Finds rows; reads them when they are used. A series has no effect."""
         if not isinstance(ids, PreparedIds):
             ids = self.prepare(ids, missing_ok=missing_ok)
         elif not self._is_prepared(ids):  # made by hand, or by other shards
@@ -191,7 +194,7 @@ class LocalShards(Shards):
         check_by_table(rows, "rows", "{'user': 1000}")
         counts = {name: self.local[name].checks.row_count(rows[name]) for name in self.known(rows, False)}
         for name, n in counts.items():
-            self.local[name].reserve(n)
+            self.engines[name].reserve(n)
 
     # ---- touched rows, stats
 
@@ -202,25 +205,34 @@ class LocalShards(Shards):
 
     def untrack(self, consumer: str) -> None:
         """See `Shards.untrack`."""
-        self._check_consumer(consumer)
+        self.consumer_numbers(consumer)  # raises before the first table changes
         for table in self.local.values():
             table.untrack(consumer)
 
     def drain_touched(self, consumer: str) -> dict[str, tuple[Tensor, Tensor]]:
         """See `Shards.drain_touched`."""
-        self._check_consumer(consumer)
+        self.consumer_numbers(consumer)  # raises before the first table changes
         return {name: table.drain_touched(consumer) for name, table in self.local.items()}
 
     def mark_touched(self, consumer: str, ids: Ids) -> None:
         """See `Shards.mark_touched`."""
-        self._check_consumer(consumer)
+        numbers = self.consumer_numbers(consumer)
         for name, x in self.prepare(ids).ids.items():
-            self.local[name].mark_touched(consumer, x)
+            self.engines[name].mark(numbers[name], x)
 
-    def _check_consumer(self, consumer: str) -> None:
-        """Raises before the first table changes if some table does not know the consumer."""
-        for table in self.local.values():
-            table.consumer_number(consumer)
+    def consumer_numbers(self, consumer: str) -> dict[str, int]:
+        """Returns the number under which the engine of each table knows a consumer.
+
+        Args:
+            consumer: The name of the consumer.
+
+        Returns:
+            The numbers by table.
+
+        Raises:
+            UnknownNameError: Some table does not have this consumer.
+        """
+        return {name: table.consumer_number(consumer) for name, table in self.local.items()}
 
     def stats(self) -> dict[str, TableStats]:
         """See `Shards.stats`."""

@@ -4,11 +4,11 @@ Everything here runs in the thread of the exchange. A call is a sequence of all-
 little-endian int64 unless stated, and each part is padded to 8 bytes:
 
     exchange     part for each rank
-    sizes        call, sequence number, flags (1 failed, 2 out of data), time, number of ids per table
+    sizes        call, sequence number, flags (1 failed, 2 out of data, 4 left), time, number of ids per table
     ids          the distinct ids by table
     rows         the rows of the requested ids by table, in the precision of the wire
-    gradients    sequence number, failed, step, time, scale, clip_norm (float64); one bit per id (1: it has a
-                 gradient); the gradients by table, in the precision of the wire
+    gradients    sequence number, flags (1 failed, 4 left), step, time, scale, clip_norm (float64); one bit
+                 per id (1: it has a gradient); the gradients by table, in the precision of the wire
 
     call                     exchanges
     lookup                   sizes, ids; rows when they are fetched; gradients in apply_gradients
@@ -18,6 +18,7 @@ little-endian int64 unless stated, and each part is padded to 8 bytes:
     remove                   sizes, ids
 
 Sizes and gradients begin with a header, so all ranks know of an error on one rank before anything is written.
+Exchanges that a `LookupSeries` leaves out are not made on any rank.
 """
 
 from __future__ import annotations
@@ -34,12 +35,13 @@ from megalith.errors import RankFailedError, UsageError
 from megalith.library import span
 from megalith.shards.gradient_sums import GradientSum, halves
 from megalith.shards.local import LocalShards
+from megalith.shards.lookup_series import LookupSeries
 from megalith.shards.preparer import RoutedIds
 from megalith.shards.wire import make_wire
 from megalith.table.table_data import FoundRows, Step
 
 CALLS = ("lookup", "apply_gradients", "assign", "assign_add", "reinitialize", "remove")
-_FAILED, _OUT_OF_DATA = 1, 2
+_FAILED, _OUT_OF_DATA, _LEFT = 1, 2, 4
 _HEAD = 4  # call, number, flags, time
 _PUSH_WORDS = 6  # number, flags, step, time, scale, clip_norm
 _NO_TIME = -1
@@ -55,6 +57,7 @@ class RequestedIds:
         out_of_data: The ranks that have no more data.
         time: The latest time of all ranks, for what is written; None if no rank passes one.
         ids: int64 [n] per table, the ids of all ranks concatenated in rank order.
+        series: The series of the lookup.
         found: Row numbers and epoch per table, after rows were read.
     """
 
@@ -63,6 +66,7 @@ class RequestedIds:
     out_of_data: list[int]
     time: int | None
     ids: dict[str, Tensor]
+    series: LookupSeries
     found: dict[str, FoundRows] = field(default_factory=dict)
 
 
@@ -140,10 +144,13 @@ class RankMessages:
         call: str,
         routed: RoutedIds | None,
         error: Exception | None = None,
+        *,
         out_of_data: bool = False,
         time: float | None = None,
+        series: LookupSeries | None = None,
+        leave: bool = False,
     ) -> RequestedIds:
-        """Exchanges sizes, then ids.
+        """Exchange sizes, then ids.
 
         Args:
             call: One of CALLS.
@@ -151,17 +158,40 @@ class RankMessages:
             error: Why this rank fails the call.
             out_of_data: Whether this rank has no more data.
             time: The time of what is written, in seconds.
+            series: The series of the call; None: a call of its own.
+            leave: Whether this rank leaves the series.
+
+        Returns:
+            The ids that all ranks request from this one.
 
         Raises:
             Exception: `error`, if it is given.
             RankFailedError: If another rank fails the call, or makes another one.
         """
+        series = LookupSeries() if series is None else series
+        series.check_lookup()
+        flags = (_FAILED if error is not None else 0) | (_OUT_OF_DATA if out_of_data else 0)
+        try:
+            return self._request(call, routed, error, flags | (_LEFT if leave else 0), time, series)
+        except Exception as raised:
+            series.fail_lookups(raised)
+            raise
+
+    def _request(
+        self,
+        call: str,
+        routed: RoutedIds | None,
+        error: Exception | None,
+        flags: int,
+        time: float | None,
+        series: LookupSeries,
+    ) -> RequestedIds:
         size, tables = self._exchange.size, len(self._names)
         self._calls += 1
         head = torch.zeros(size, _HEAD + tables, dtype=torch.int64)
         head[:, 0] = CALLS.index(call)
         head[:, 1] = self._calls
-        head[:, 2] = (_FAILED if error is not None else 0) | (_OUT_OF_DATA if out_of_data else 0)
+        head[:, 2] = flags
         head[:, 3] = _seconds(time)
         if routed is not None:
             head[:, _HEAD:] = routed.deduped.counts
@@ -170,7 +200,7 @@ class RankMessages:
         got = self._exchange.all_to_all(_bytes(head), [width] * size, [width] * size, what)
         heads = got.view(torch.int64).view(size, -1)
         self._report_wait("sizes")
-        self._check_heads(heads, call, error)
+        self._check_heads(heads, call, error, series)
         if error is not None:
             raise error
         assert routed is not None
@@ -183,12 +213,12 @@ class RankMessages:
             self.recorder.requested(call, routed, counts)
             self.recorder.sent(routed.deduped.counts, counts, [8] * tables)
         done = [rank for rank, flags in enumerate(heads[:, 2].tolist()) if flags & _OUT_OF_DATA]
-        return RequestedIds(self._calls, counts, done, _latest(heads[:, 3].tolist()), by_table)
+        return RequestedIds(self._calls, counts, done, _latest(heads[:, 3].tolist()), by_table, series)
 
-    def _check_heads(self, heads: Tensor, call: str, error: Exception | None) -> None:
+    def _check_heads(self, heads: Tensor, call: str, error: Exception | None, series: LookupSeries) -> None:
         kinds, numbers, flags = heads[:, 0].tolist(), heads[:, 1].tolist(), heads[:, 2].tolist()
         if any(flag & _FAILED for flag in flags):
-            self._fail([bool(flag & _FAILED) for flag in flags], call, error)
+            self._fail(flags, call, error, series)
         for rank, (kind, number) in enumerate(zip(kinds, numbers, strict=True)):
             if kind != CALLS.index(call) or number != self._calls:
                 other = CALLS[kind] if 0 <= kind < len(CALLS) else "something else"
@@ -197,13 +227,15 @@ class RankMessages:
                     f"{other} (call {number}): all ranks must make the same calls in the same order"
                 )
 
-    def _fail(self, failed: Sequence[bool], call: str, error: Exception | None) -> None:
+    def _fail(self, flags: Sequence[int], call: str, error: Exception | None, series: LookupSeries) -> None:
         """Exchanges the errors; raises RankFailedError on the ranks that have none."""
         errors = self._exchange.gather(None if error is None else f"{type(error).__name__}: {error}")
-        if error is not None:
-            return  # the caller raises it
-        first = next(rank for rank, bad in enumerate(failed) if bad)
-        raise RankFailedError(f"{call}: rank {first} failed, so nothing was done: {errors[first]}")
+        first = next(rank for rank, flag in enumerate(flags) if flag & _FAILED)
+        failed = RankFailedError(f"{call}: rank {first} failed, so nothing was done: {errors[first]}")
+        if any(flag & _LEFT for flag in flags):
+            series.leave(error or failed)
+        if error is None:  # otherwise the caller raises it
+            raise failed
 
     def _send(self, ids: Tensor, out: Tensor, into: Tensor, what: str) -> Tensor:
         sizes = [n * 8 for n in out.sum(1).tolist()], [n * 8 for n in into.sum(1).tolist()]
@@ -213,6 +245,7 @@ class RankMessages:
 
     def send_rows(self, requested: RequestedIds, routed: RoutedIds) -> Tensor:
         """Reads the rows that other ranks request; returns those that this rank requested, float32 [size]."""
+        requested.series.check()
         counts, dims = requested.counts, self._dims
         flat = torch.empty(int(self.floats(counts).sum()))
         blocks = _blocks(flat, counts * self._widths)
@@ -243,23 +276,31 @@ class RankMessages:
     # ---- gradients
 
     def push(
-        self, requested: RequestedIds, routed: RoutedIds, push: GradientPush | None, error: Exception | None
+        self,
+        requested: RequestedIds,
+        routed: RoutedIds,
+        push: GradientPush | None,
+        error: Exception | None,
+        leave: bool = False,
     ) -> None:
-        """Sends gradients; sums the received ones by a tree over ranks, and makes one optimizer step per id.
+        """Send gradients; sum the received ones by a tree over ranks, and make one optimizer step per id.
 
         Args:
             requested: The ids that other ranks requested in the lookup.
             routed: The ids that this rank requested in the lookup.
             push: The gradients; None if this rank fails the update.
             error: Why this rank fails the update. It is not raised here.
+            leave: Whether this rank leaves the series of the lookup.
 
         Raises:
             RankFailedError: If another rank fails the update.
             UsageError: If step, scale or clip_norm differ between ranks.
         """
+        requested.series.check()
         mine, theirs = routed.deduped.counts, requested.counts
         sizes = self._push_sizes(mine), self._push_sizes(theirs)
-        head = _push_head(requested.number, push, error)
+        flags = (_FAILED if error is not None else 0) | (_LEFT if leave else 0)
+        head = _push_head(requested.number, flags, push)
         data = self._pack(head, push, mine, sizes[0])
         step = "" if push is None else f" of step {push.step}"
         what = self._what("apply_gradients", f"gradients{step}", requested.number)
@@ -267,7 +308,7 @@ class RankMessages:
         self._report_wait("gradients")
         parts = got.split_with_sizes(sizes[1])
         heads = [part[: _PUSH_WORDS * 8].view(torch.int64).tolist() for part in parts]
-        time = self._check_push(heads, head.tolist(), error)
+        time = self._check_push(heads, head.tolist(), error, requested.series)
         if push is None:
             return
         if self.recorder is not None:
@@ -329,11 +370,13 @@ class RankMessages:
             return [(None, each) for each in floats]
         return list(zip(_unpack_bits(bits, ids).split_with_sizes(sizes), floats, strict=True))
 
-    def _check_push(self, heads: list[list[int]], mine: list[int], error: Exception | None) -> float | None:
+    def _check_push(
+        self, heads: list[list[int]], mine: list[int], error: Exception | None, series: LookupSeries
+    ) -> float | None:
         """Returns the latest time; raises if another rank fails the update or passes other numbers."""
         flags = [head[1] for head in heads]
         if any(flags):
-            self._fail([bool(flag) for flag in flags], "apply_gradients", error)
+            self._fail(flags, "apply_gradients", error, series)
             return None
         if any(head[i] != mine[i] for head in heads for i in (0, 2, 4, 5)):
             raise UsageError(
@@ -404,10 +447,10 @@ def _summed(ids: Tensor, received: Sequence[tuple[Tensor | None, Tensor]], dim: 
     return torch.cat([part.ids for part in both]), torch.cat([part.grads for part in both])
 
 
-def _push_head(number: int, push: GradientPush | None, error: Exception | None) -> Tensor:
+def _push_head(number: int, flags: int, push: GradientPush | None) -> Tensor:
     head = torch.zeros(_PUSH_WORDS, dtype=torch.int64)
     head[0] = number
-    head[1] = int(error is not None)
+    head[1] = flags
     head[3] = _NO_TIME
     if push is not None:
         head[2] = push.step

@@ -33,6 +33,7 @@ from megalith.routing import Router
 from megalith.shards.contract import Ids, Lookup, PreparedIds, Rows, Shards, missing_status
 from megalith.shards.joint_pooling import JointPooling, used_mask
 from megalith.shards.local import LocalShards
+from megalith.shards.lookup_series import LookupSeries
 from megalith.shards.preparer import RoutedIds, RoutingPreparer, make_routers
 from megalith.shards.rank_messages import GradientPush, RankMessages, Recorder, RequestedIds
 from megalith.shards.wire import check_wire
@@ -132,46 +133,70 @@ class SyncShards(Shards):
     # ---- a batch
 
     def lookup(
-        self, ids: Ids | PreparedIds, *, missing_ok: bool = False, out_of_data: bool = False
+        self,
+        ids: Ids | PreparedIds,
+        *,
+        missing_ok: bool = False,
+        series: LookupSeries | None = None,
+        out_of_data: bool = False,
     ) -> SyncLookup:
-        """Sends the ids to their owners. Rows are fetched by the first use, or by `Lookup.fetch`.
+        """Send the ids to their owners. Rows are fetched by the first use, or by `Lookup.fetch`.
 
         Args:
             ids: int64 or int32 [n] per table, or the result of `prepare`.
             missing_ok: Skip unknown tables instead of raising.
+            series: See `Shards.lookup`.
             out_of_data: Whether this rank has no more data; `SyncLookup.out_of_data` lists such ranks.
+
+        Returns:
+            The lookup, in progress. An error on any rank is raised when it is used.
         """
-        return self._request("lookup", ids, missing_ok, out_of_data)
+        if series is not None and not isinstance(series, LookupSeries):
+            self.fail(InputError(f"series must be a LookupSeries, got {type(series).__name__}"))
+        return self._request("lookup", ids, missing_ok, series, out_of_data)
 
     def _request(
-        self, call: str, ids: Ids | PreparedIds, missing_ok: bool = False, out_of_data: bool = False
+        self,
+        call: str,
+        ids: Ids | PreparedIds,
+        missing_ok: bool = False,
+        series: LookupSeries | None = None,
+        out_of_data: bool = False,
     ) -> SyncLookup:
         try:
             routed = ids if isinstance(ids, PreparedIds) else self.prepare(ids, missing_ok=missing_ok)
             if not isinstance(routed, RoutedIds):
                 raise InputError("these ids were prepared by other Shards: prepare them with these")
         except Exception as error:
-            self.fail(error, call)
-        return SyncLookup(self, routed, call, out_of_data)
+            self.fail(error, call, series=series)
+        return SyncLookup(self, routed, call, series, out_of_data)
 
-    def fail(self, error: Exception, call: str = "lookup") -> NoReturn:
+    def fail(
+        self,
+        error: Exception,
+        call: str = "lookup",
+        *,
+        series: LookupSeries | None = None,
+        leave: bool = False,
+    ) -> NoReturn:
         """See `Shards.fail`."""
-        self.exchange.run(lambda: self._messages.request(call, None, error))
+        self.exchange.run(lambda: self._messages.request(call, None, error, series=series, leave=leave))
         raise error
 
-    def fail_update(self, lookup: SyncLookup, error: Exception) -> NoReturn:
-        """Takes part in the exchange of gradients to report an error; see `Shards.fail`.
+    def fail_update(self, lookup: SyncLookup, error: Exception, *, leave: bool = False) -> NoReturn:
+        """Take part in the exchange of gradients to report an error; see `Shards.fail`.
 
         Args:
             lookup: The lookup of the update.
             error: The reason.
+            leave: Whether this rank leaves the series of the lookup.
 
         Raises:
             Exception: Always; it is `error`, unless the exchange with the other ranks fails.
         """
         lookup.failed = True
         requested, routed, messages = lookup.requested, lookup.routed, self._messages
-        self.exchange.run(lambda: messages.push(requested.result(), routed, None, error))
+        self.exchange.run(lambda: messages.push(requested.result(), routed, None, error, leave))
         raise error
 
     def apply_gradients(
@@ -374,9 +399,10 @@ class SyncShards(Shards):
 
     def mark_touched(self, consumer: str, ids: Ids) -> None:
         """See `Shards.mark_touched`."""
-        checked = self.preparer.checked(ids)
-        owned = {name: x[self.router(name).owner(x) == self.rank] for name, x in checked.items()}
-        self._own.mark_touched(consumer, owned)
+        numbers = self._own.consumer_numbers(consumer)
+        for name, x in self.preparer.checked(ids).items():
+            owned = x[self.router(name).owner(x) == self.rank]
+            self._own.engines[name].mark(numbers[name], owned)
 
     def stats(self) -> dict[str, TableStats]:
         """See `Shards.stats`."""
@@ -396,14 +422,21 @@ class SyncLookup(Lookup):
         failed: Whether this rank has reported that it has no gradients.
     """
 
-    def __init__(self, shards: SyncShards, routed: RoutedIds, call: str, out_of_data: bool) -> None:
+    def __init__(
+        self,
+        shards: SyncShards,
+        routed: RoutedIds,
+        call: str,
+        series: LookupSeries | None,
+        out_of_data: bool,
+    ) -> None:
         super().__init__(routed.ids)
         self.shards = shards
         self.routed = routed
         self.failed = False
         messages = shards._messages
         self.requested: Future[RequestedIds] = shards.exchange.submit(
-            lambda: messages.request(call, routed, out_of_data=out_of_data)
+            lambda: messages.request(call, routed, out_of_data=out_of_data, series=series)
         )
         self._rows: Future[Tensor] | None = None
         self._joint: tuple[Pooling, JointPooling] | None = None
@@ -412,10 +445,10 @@ class SyncLookup(Lookup):
         """See `Lookup.wait_ids`."""
         self.requested.result()
 
-    def fail(self, error: Exception) -> NoReturn:
+    def fail(self, error: Exception, *, leave: bool = False) -> NoReturn:
         """See `Lookup.fail`."""
         if not (self.used or self.failed or self.requested.exception()):
-            self.shards.fail_update(self, error)
+            self.shards.fail_update(self, error, leave=leave)
         raise error
 
     def fetch(self) -> None:
