@@ -282,10 +282,8 @@ def prober() -> None:
     def look(call: Any, first: int, steps: int) -> None:
         request = PredictRequest()
         request.model_spec.name, request.model_spec.signature_name = SYNC_NAME, "lookup"
-        request.inputs[f"{SYNC_TABLE}_id"].CopyFrom(to_tensor_proto(ids[first:steps].reshape(-1)))
-        content = (
-            call(request.SerializeToString(), timeout=30.0).outputs[f"{SYNC_TABLE}_value"].tensor_content
-        )
+        request.inputs[SYNC_TABLE].CopyFrom(to_tensor_proto(ids[first:steps].reshape(-1)))
+        content = call(request.SerializeToString(), timeout=30.0).outputs[SYNC_TABLE].tensor_content
         now = time.monotonic()
         there = (np.frombuffer(content, np.float32).reshape(steps - first, PROBES, DIM) != 0).any(2)
         times = seen[first:steps]

@@ -53,11 +53,10 @@ def row(table: str, id: int) -> list[float]:
 
 def lookup(seen: Seen) -> dict[str, Tensor]:
     answer = {}
-    for name, ids in seen.inputs.items():
+    for table, ids in seen.inputs.items():
         assert isinstance(ids, Tensor)
-        table = name.removesuffix("_id")
         rows = [row(table, id) for id in ids.tolist()]
-        answer[f"{table}_value"] = torch.tensor(rows).reshape(-1, DIMS[table])
+        answer[table] = torch.tensor(rows).reshape(-1, DIMS[table])
     return answer
 
 
@@ -91,7 +90,7 @@ def test_each_part_is_asked_for_its_own_ids_once(routing: Routing) -> None:
                 owned = ids[router.owner(ids) == shard].unique().tolist()
                 sent: list[int] = []
                 for seen in server.seen:
-                    sent += seen.inputs.get(f"{table}_id", torch.empty(0)).tolist()
+                    sent += seen.inputs.get(table, torch.empty(0)).tolist()
                 assert sorted(sent) == owned
         for shard, server in enumerate(servers):
             assert len(server.seen) <= 1
@@ -175,7 +174,7 @@ def test_more_rows_than_a_message_holds_are_asked_for_in_pieces(monkeypatch: pyt
             assert len(server.seen) > 1
             for seen in server.seen:
                 sizes = {name: ids.shape[0] for name, ids in seen.inputs.items()}
-                assert 8 * sizes.get("user_id", 0) + 12 * sizes.get("movie_id", 0) <= 40
+                assert 8 * sizes.get("user", 0) + 12 * sizes.get("movie", 0) <= 40
     monkeypatch.setattr(fetch_module, "MAX_PIECE_BYTES", 1)  # less than a row: one at a time
     with parts(lookup, refuse) as (discovery, servers):
         routed = signature(ROUTINGS["roundrobin"])
@@ -244,10 +243,10 @@ def test_replicas_of_a_part_stand_in_for_each_other() -> None:
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ({}, "'user_value' is missing from the response"),
-        ({"user_value": torch.zeros(1, 3)}, r"is torch.float32 \[1, 3\], expected float32 \[1, 2\]"),
-        ({"user_value": torch.zeros(2, 2)}, r"expected float32 \[1, 2\]"),
-        ({"user_value": torch.zeros(1, 2, dtype=torch.float64)}, "torch.float64"),
+        ({}, "'user' is missing from the response"),
+        ({"user": torch.zeros(1, 3)}, r"is torch.float32 \[1, 3\], expected float32 \[1, 2\]"),
+        ({"user": torch.zeros(2, 2)}, r"expected float32 \[1, 2\]"),
+        ({"user": torch.zeros(1, 2, dtype=torch.float64)}, "torch.float64"),
         (b"\xff", "INTERNAL"),
     ],
 )

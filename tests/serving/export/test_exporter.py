@@ -10,6 +10,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalith import SGD, EmbeddingCollection, Feature, Layout, Slice, TableConfig, checkpoint
+from megalith import (
+    SGD,
+    EmbeddingCollection,
+    Feature,
+    Layout,
+    LocalShards,
+    Slice,
+    TableConfig,
+    checkpoint,
+)
 from megalith.errors import CheckpointError, ExportError, InputError, MegalithError, UsageError
 from megalith.models import Model
 from megalith.serving.export import exporter as module
@@ -573,3 +583,43 @@ def test_a_rank_among_many_exports_a_checkpoint(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(type(model.embeddings.shards), "world_size", 2, raising=False)
     with pytest.raises(UsageError, match="save a checkpoint and export that"):
         export_model(model, tmp_path, name="m")
+
+
+# ---- shards without a model
+
+
+def bare() -> LocalShards:
+    """Two tables of ten rows of ones, without a collection."""
+    shards = LocalShards([TableConfig(name, dim=dim, optimizer=SGD()) for name, dim in (("a", 2), ("b", 3))])
+    shards.assign({name: (torch.arange(10), torch.ones(10, dim)) for name, dim in (("a", 2), ("b", 3))})
+    return shards
+
+
+def test_shards_are_exported_as_rows(tmp_path: Path) -> None:
+    assert export_model(bare(), tmp_path, name="rows", precision="int8") == tmp_path
+    assert files(tmp_path) == {"0/signature.json", "0/a.safetensors", "0/b.safetensors"}
+    with closing(Servable(tmp_path / "0")) as servable:
+        signature = servable.signature
+        assert (signature.name, signature.part, signature.step) == ("rows", "standalone", 0)
+        assert (signature.predicts, signature.features, servable.dense_names) == (False, (), {})
+        assert servable.lookup("b", torch.tensor([3, 10])).tolist() == [[1.0] * 3, [0.0] * 3]
+        servable.warm_up()
+        servable.apply({"a": (torch.tensor([10]), torch.full((1, 2), 4.0))})
+        assert servable.lookup("a", torch.tensor([10])).tolist() == [[4.0, 4.0]]
+        with pytest.raises(UsageError, match="rows holds rows without a model"):
+            servable.predict({"a": torch.tensor([1])})
+
+
+def test_shards_are_exported_in_parts_without_an_entry(tmp_path: Path) -> None:
+    export_model(bare(), tmp_path, name="rows", version=2, num_shards=3)
+    parts = [f"ps_{number}/2" for number in range(3)]
+    assert files(tmp_path) == {
+        f"{part}/{file}" for part in parts for file in ("signature.json", "a.safetensors", "b.safetensors")
+    }
+    assert [Signature.read(tmp_path / part).tables["a"].rows for part in parts] == [4, 3, 3]
+
+
+def test_a_collection_is_not_a_model(tmp_path: Path) -> None:
+    collection = EmbeddingCollection([TableConfig("t", dim=2, optimizer=SGD())], [Feature("f", "t")])
+    with pytest.raises(InputError, match="to export its rows alone, pass its `shards`"):
+        export_model(collection, tmp_path, name="m")  # type: ignore[arg-type]

@@ -37,7 +37,10 @@ RECORDED = json.loads(Path(__file__).parents[1].joinpath("clients.json").read_te
 METHODS = {
     "tensorflow.serving.PredictionService/Predict": [
         request_of(INPUTS).SerializeToString(),
-        request_of({"user_id": FEATURES["user"]}, signature="lookup").SerializeToString(),
+        request_of({"user": FEATURES["user"]}, signature="lookup").SerializeToString(),
+        request_of(
+            {"id": FEATURES["user"], "id_split": torch.tensor([0, 0, 0, 2])}, signature="raw_lookup"
+        ).SerializeToString(),
         request_of(
             {"user_id": FEATURES["user"], "user_value": torch.zeros(2, 5)}, signature="hashtable_assign"
         ).SerializeToString(),
@@ -140,7 +143,7 @@ def test_damaged_writes(tmp_path: Path) -> None:
             except RemoteError as error:
                 code = error.code
             assert code in ANSWERS, (code, data.hex())
-        item = ask({"item_id": torch.arange(NUM_IDS)}, signature="lookup")["item_value"]
+        item = ask({"item": torch.arange(NUM_IDS)}, signature="lookup")["item"]
         assert torch.equal(item, model.embeddings.shards.local["item"].lookup(torch.arange(NUM_IDS)))
 
 
@@ -154,13 +157,13 @@ tensors = st.fixed_dictionaries(
         "floats": st.lists(st.floats(width=32), max_size=4),
     }
 )
-names = st.sampled_from(["user", "item", "tags", "dense", "user:row_splits", "tags:weights", "user_id", "x"])
+names = st.sampled_from(["user", "item", "dense", "user:row_splits", "tags:weights", "id", "id_split"])
 
 
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     inputs=st.dictionaries(names, tensors, max_size=5),
-    signature=st.sampled_from(["", "lookup", "raw_assign", "sync_begin", "nope"]),
+    signature=st.sampled_from(["", "lookup", "raw_lookup", "raw_assign", "sync_begin", "nope"]),
     version=st.sampled_from([0, 3, -1, 2**62]),
     outputs=st.lists(st.sampled_from(["logits", "nope"]), max_size=2),
 )

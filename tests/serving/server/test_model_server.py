@@ -33,7 +33,18 @@ from megalith.serving.proto.message_types import ModelInferResponse
 from megalith.serving.server.methods import remaining
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig
-from tests.serving.exports import NAMES, NUM_DENSE, ServerClient, export_version, logits, request_of, rows
+from tests.serving.exports import (
+    NAMES,
+    NUM_DENSE,
+    NUM_IDS,
+    ServerClient,
+    export_version,
+    logits,
+    request_of,
+    rows,
+)
+
+RAW = "raw_lookup"
 
 
 @pytest.fixture(scope="module")
@@ -228,11 +239,15 @@ def test_model_metadata(server: ModelServer, ask: ServerClient) -> None:
     assert answer.model_spec.version.value == 3
     signatures = SignatureDefMap()
     answer.metadata["signature_def"].Unpack(signatures)
-    assert sorted(signatures.signature_def) == ["lookup", "serving_default"]
+    assert sorted(signatures.signature_def) == ["lookup", "raw_lookup", "serving_default"]
     default = signatures.signature_def["serving_default"]
     assert sorted(default.inputs) == sorted([*NAMES, "dense"])
     assert sorted(default.outputs) == ["logits", "probabilities"]
     assert [dim.size for dim in default.inputs["dense"].tensor_shape.dim] == [-1, NUM_DENSE]
+    lookup, raw = signatures.signature_def["lookup"], signatures.signature_def["raw_lookup"]
+    assert sorted(lookup.inputs) == sorted(lookup.outputs) == sorted(NAMES)
+    assert [dim.size for dim in lookup.outputs["user"].tensor_shape.dim] == [-1, 5]
+    assert (sorted(raw.inputs), list(raw.outputs)) == (["id", "id_split"], ["flat_emb"])
 
 
 def test_model_status(ask: ServerClient) -> None:
@@ -245,14 +260,54 @@ def test_model_status(ask: ServerClient) -> None:
         ask.connection.get_model_status(request, timeout=20)
 
 
-def test_rows_are_looked_up(model: Model, ask: ServerClient) -> None:
-    ids = torch.tensor([4, 1000, 4, -1])
-    outputs = ask({"user_id": ids}, signature="lookup")
-    expected = model.embeddings.shards.local["user"].lookup(ids)
-    expected[[1, 3]] = 0.0
-    assert torch.equal(outputs["user_value"], expected)
-    refused(ask, {"nobody_id": ids}, "'nobody_id' is unknown; lookup takes user_id", signature="lookup")
-    refused(ask, {"user_id": ids.float()}, "'user_id' must be int64", signature="lookup")
+def known_rows(model: Model, table: str, ids: Tensor) -> Tensor:
+    """The rows of ids, zeros for those that training never saw."""
+    rows = model.embeddings.shards.local[table].lookup(ids)
+    rows[(ids < 0) | (ids >= NUM_IDS)] = 0.0
+    return rows
+
+
+def test_rows_are_looked_up_by_table(model: Model, ask: ServerClient) -> None:
+    ids, items = torch.tensor([4, 1000, 4, -1]), torch.tensor([7])
+    outputs = ask({"user": ids, "item": items}, signature="lookup")
+    assert sorted(outputs) == ["item", "user"]
+    assert torch.equal(outputs["user"], known_rows(model, "user", ids))
+    assert torch.equal(outputs["item"], known_rows(model, "item", items))
+    assert list(ask({"user": ids, "item": items}, signature="lookup", outputs=("item",))) == ["item"]
+
+
+def test_rows_of_all_tables_are_looked_up_flat(model: Model, ask: ServerClient) -> None:
+    ids = {"item": [7], "tags": [], "user": [4, 1000, 4]}
+    flat = ask({"id": torch.tensor([7, 4, 1000, 4]), "id_split": torch.tensor([0, 1, 1, 4])}, signature=RAW)
+    expected = [known_rows(model, name, torch.tensor(each, dtype=torch.int64)) for name, each in ids.items()]
+    assert list(flat) == ["flat_emb"]
+    assert torch.equal(flat["flat_emb"], torch.cat(expected).reshape(-1))
+    nothing = {"id": torch.empty(0, dtype=torch.int64), "id_split": torch.zeros(4, dtype=torch.int64)}
+    assert ask(nothing, signature=RAW)["flat_emb"].shape == (0,)
+
+
+ONE = torch.tensor([1])
+SPLIT = torch.tensor([0, 0, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("signature", "inputs", "outputs", "message"),
+    [
+        ("lookup", {"nobody": ONE}, (), "input 'nobody' is unknown; lookup takes user, item, tags"),
+        ("lookup", {"user": ONE.float()}, (), "input 'user' must be int64"),
+        ("lookup", {"user": ONE}, ("usr",), "output 'usr' is unknown; this lookup returns user"),
+        ("lookup", {"user": ONE}, ("item",), "output 'item' is unknown; this lookup returns user"),
+        (RAW, {"id": ONE, "id_split": SPLIT}, ("emb",), "this raw_lookup returns flat_emb"),
+        (RAW, {"ids": ONE, "id_split": SPLIT}, (), "input 'id' must be int64 .n., got nothing"),
+        (RAW, {"id": ONE, "id_split": SPLIT, "x": ONE}, (), "input 'x' is unknown; raw_lookup takes id"),
+        (RAW, {"id": ONE, "id_split": SPLIT[:3]}, (), "'id_split' must be 4 ascending numbers from 0 to 1"),
+        (RAW, {"id": ONE, "id_split": SPLIT * 2}, (), "'id_split' must be 4 ascending numbers from 0 to 1"),
+    ],
+)
+def test_a_wrong_lookup_is_refused(
+    ask: ServerClient, signature: str, inputs: dict[str, Tensor], outputs: tuple[str, ...], message: str
+) -> None:
+    refused(ask, inputs, message, signature=signature, outputs=outputs)
 
 
 def test_open_inference_protocol(model: Model, channel: grpc.Channel) -> None:

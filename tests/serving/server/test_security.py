@@ -252,7 +252,7 @@ def test_a_write_shows_at_once(exported: Path) -> None:
         ids = FEATURES["user"][:1]
         result = ask({"user_id": ids, "user_value": torch.full((1, 5), 2.0)}, signature="hashtable_assign")
         assert result["user_result"].tolist() == [1]
-        rows = ask({"user_id": ids}, signature="lookup", model="movies:ps_0")["user_value"]
+        rows = ask({"user": ids}, signature="lookup", model="movies:ps_0")["user"]
         assert rows.tolist() == [[2.0] * 5]
         after = ask(INPUTS)
         assert before["logits"][0] != after["logits"][0]

@@ -179,7 +179,7 @@ def test_a_rollback_keeps_receiving_pushes(tmp_path: Path) -> None:
         result = ask({"user_id": ids, "user_value": row}, signature="hashtable_assign")
         assert result["user_result"].tolist() == [1]
         assert version_of(ask) == 1
-        assert torch.equal(ask({"user_id": ids}, signature="lookup")["user_value"], row)
+        assert torch.equal(ask({"user": ids}, signature="lookup")["user"], row)
 
 
 def test_a_version_in_use_delays_no_other_model(tmp_path: Path) -> None:
@@ -300,10 +300,10 @@ def test_parts_of_a_model_in_one_server(tmp_path: Path) -> None:
                 ask(INPUTS, model="movies:ps_0")
             for shard, ids in enumerate((torch.tensor([2, 4]), torch.tensor([3, 5]))):
                 part: Any = {"model": f"movies:ps_{shard}", "signature": "lookup"}
-                rows = ask({"user_id": ids}, **part)["user_value"]
+                rows = ask({"user": ids}, **part)["user"]
                 assert torch.equal(rows, model.embeddings.shards.local["user"].lookup(ids))
                 with pytest.raises(RemoteError, match="belongs to another part"):
-                    ask({"user_id": ids + 1}, **part)
+                    ask({"user": ids + 1}, **part)
     assert not discovery.replicas("movies:entry")
 
 

@@ -170,9 +170,7 @@ class RowFetcher:
         """Sends the requests and copies the rows of their responses."""
         attempts = []
         for piece in pieces:
-            body = inputs_and_outputs(
-                {f"{table}_id": to_tensor_proto(ids) for table, ids in piece.ids.items()}
-            )
+            body = inputs_and_outputs({table: to_tensor_proto(ids) for table, ids in piece.ids.items()})
             targets = self._targets[piece.shard]
             attempts.append(Attempt([Route(targets, spec + body) for spec in self._specs[piece.shard]]))
         run(attempts, self._seconds)
@@ -193,15 +191,14 @@ class RowFetcher:
 
     def _read(self, attempt: Attempt, piece: _Piece) -> None:
         service = self._targets[piece.shard].service
-        names = {table: f"{table}_value" for table in piece.ids}
-        outputs = read_outputs(attempt.result(), list(names.values()), service)
-        for table, name in names.items():
+        outputs = read_outputs(attempt.result(), list(piece.ids), service)
+        for table, rows in outputs.items():
             expected = list(piece.rows[table].shape)
-            if outputs[name].dtype != torch.float32 or list(outputs[name].shape) != expected:
+            if rows.dtype != torch.float32 or list(rows.shape) != expected:
                 raise RemoteError(
-                    f"{service}: output {name!r} is {outputs[name].dtype} {list(outputs[name].shape)}, "
+                    f"{service}: output {table!r} is {rows.dtype} {list(rows.shape)}, "
                     f"expected float32 {expected}",
                     code="INTERNAL",
                 )
-        for table, name in names.items():
-            piece.rows[table].copy_(outputs[name])
+        for table, rows in outputs.items():
+            piece.rows[table].copy_(rows)

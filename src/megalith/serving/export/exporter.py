@@ -3,22 +3,18 @@
     OUT/{version}/                                   one process holds everything
     OUT/entry/{version}/  OUT/ps_0/{version}/  ...   the entry has the model, the ps parts have the rows
 
-A version is written to a staging directory and renamed when it is complete. The staging directory of a killed
-process is removed by the next export to the same place. docs/formats/export.md specifies the format.
+Shards without a model are exported as rows only: the same directories without a program and without an entry.
+A version is written to staging directories and renamed when it is complete. docs/formats/export.md specifies
+the format.
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
-import os
-import shutil
 import time
 import uuid
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,7 +34,6 @@ from megalith.serving.export.frozen_rows import FrozenWriter
 from megalith.serving.export.signature import (
     DENSE,
     ENTRY,
-    NAME,
     STANDALONE,
     ExportedTable,
     FeatureSpec,
@@ -46,8 +41,9 @@ from megalith.serving.export.signature import (
     Signature,
     check_name,
 )
+from megalith.serving.export.staging import StagingDirectories
 from megalith.serving.export.warmup_examples import Example, write_examples
-from megalith.storage.atomic import sync_path
+from megalith.shards import Shards
 from megalith.storage.store import StoredFile, checksum
 from megalith.table import TableConfig
 
@@ -55,7 +51,6 @@ RowSource = Callable[[str], Iterator[tuple[Tensor, Tensor]]]
 """Table -> chunks of distinct ids int64 [k] and rows float32 [k, dim]. Called twice for each table."""
 _EXAMPLE_SIZES = (1, 8)
 _MAX_FILE_NAME = 100
-_STAGING_PREFIX = ".draft-"
 
 
 class Exportable(Protocol):
@@ -80,7 +75,7 @@ class Provenance:
 
 
 def export_model(
-    model: Exportable,
+    model: Exportable | Shards,
     out: str | Path,
     *,
     name: str,
@@ -92,16 +87,17 @@ def export_model(
     source: Provenance | None = None,
     on_rows: Callable[[int], object] | None = None,
 ) -> Path:
-    """Writes a version of a model below `out`. A call that fails leaves no files.
+    """Write a version of a model below `out`. A call that fails leaves no files.
 
     Args:
-        model: The model; its `score` is traced in eval mode.
+        model: The model; its `score` is traced in eval mode. Shards are exported as rows without a model:
+            servers answer lookups of them, but no requests for scores.
         out: Directory of the versions.
         name: Name of the model in requests.
         precision: Precision of the rows: "float32", "float16" or "int8".
         num_shards: Number of ps parts, over which rows are distributed by each table's dist_type; 0 writes a
             standalone model.
-        version: A number below 2^63 (None: the step).
+        version: A number below 2^63 (None: the step, which is 0 for Shards).
         block_size: Number of consecutive ids per part, for tables of dist_type "continuous".
         rows: Source of the rows (None: the model's tables).
         source: The checkpoint of the rows.
@@ -113,15 +109,18 @@ def export_model(
     Raises:
         ExportError: The version exists or cannot be written.
         InputError: The model, or an argument, cannot be exported.
+        UsageError: The rows of other ranks are needed; export a checkpoint instead.
     """
-    collection = _collection(model)
+    collection = None if isinstance(model, Shards) else _collection(model)
     check_name(name)
     precisions.dtype_of(precision)
     if num_shards < 0:
         raise InputError(f"export: num_shards must be 0 or more, got {num_shards}")
+    shards = model if isinstance(model, Shards) else model.embeddings.shards
     if rows is None:
-        rows = _live_rows(collection)
-    source = source or Provenance(f"live-{uuid.uuid4().hex}", collection.global_step)
+        rows = _live_rows(shards)
+    step = 0 if collection is None else collection.global_step
+    source = source or Provenance(f"live-{uuid.uuid4().hex}", step)
     signature = Signature(
         model=name,
         version=source.step if version is None else version,
@@ -133,19 +132,19 @@ def export_model(
         megalith=megalith_version(),
         precision=precision,
         tables={},
-        features=tuple(FeatureSpec.of(feature) for feature in collection.features),
-        layouts=_layouts(collection.plan),
-        masks=dict(model.masks),
-        num_dense=model.num_dense,
-        dense_name=_dense_name(collection),
     )
+    if not isinstance(model, Shards):
+        signature = _describe(signature, model)
+    parts = [f"ps_{number}" for number in range(num_shards)] or [STANDALONE]
+    if num_shards and collection is not None:
+        parts.append(ENTRY)  # the last to be published, because it needs the others
     try:
-        with _StagingDirectories(Path(out), signature.version, num_shards) as staging:
+        with StagingDirectories(Path(out), signature.version, parts) as staging:
             tables = {
                 table: _TableExporter(staging, table, config, precision, num_shards, block_size).write(
                     rows, on_rows
                 )
-                for table, config in collection.shards.configs.items()
+                for table, config in shards.configs.items()
             }
             _write_parts(model, staging, signature, tables)
             staging.publish()
@@ -161,8 +160,13 @@ def _collection(model: Any) -> EmbeddingCollection:
     lacking = [name for name in ("embeddings", "masks", "num_dense", "score") if not hasattr(model, name)]
     if not isinstance(model, nn.Module) or lacking:
         raise InputError(
-            f"export: expected a model, got {type(model).__name__}"
+            f"export: expected a model or Shards, got {type(model).__name__}"
             + (f" without {', '.join(lacking)}" if lacking else "")
+            + (
+                "; to export its rows alone, pass its `shards`"
+                if isinstance(model, EmbeddingCollection)
+                else ""
+            )
         )
     collections = [each for each in model.modules() if isinstance(each, EmbeddingCollection)]
     if len(collections) != 1 or collections[0] is not model.embeddings:
@@ -171,6 +175,19 @@ def _collection(model: Any) -> EmbeddingCollection:
             "exactly one, `embeddings`"
         )
     return collections[0]
+
+
+def _describe(signature: Signature, model: Exportable) -> Signature:
+    """Returns a signature with the inputs of a model."""
+    collection = model.embeddings
+    return replace(
+        signature,
+        features=tuple(FeatureSpec.of(feature) for feature in collection.features),
+        layouts=_layouts(collection.plan),
+        masks=dict(model.masks),
+        num_dense=model.num_dense,
+        dense_name=_dense_name(collection),
+    )
 
 
 def _dense_name(collection: EmbeddingCollection) -> str:
@@ -182,12 +199,11 @@ def _dense_name(collection: EmbeddingCollection) -> str:
 
 
 def _write_parts(
-    model: Exportable, staging: _StagingDirectories, signature: Signature, tables: Mapping[str, _WrittenTable]
+    model: Exportable | Shards,
+    staging: StagingDirectories,
+    signature: Signature,
+    tables: Mapping[str, _WrittenTable],
 ) -> None:
-    front = staging.parts[-1]
-    program = export_program(model, staging.path(front) / "dense.pt2")
-    samples = {table: written.sample for table, written in tables.items()}
-    examples = write_examples(staging.path(front) / "examples.json", _examples(signature, samples))
     for number, part in enumerate(staging.parts):
         own = replace(
             signature,
@@ -197,10 +213,14 @@ def _write_parts(
                 for table, written in tables.items()
             },
         )
-        if part == front:
-            own = replace(own, program=program, examples=examples)
-        else:
+        if part not in (ENTRY, STANDALONE):
             own = replace(own, features=(), layouts=None, masks={}, num_dense=0)
+        elif not isinstance(model, Shards):
+            path = staging.path(part)
+            samples = {table: written.sample for table, written in tables.items()}
+            program = export_program(model, path / "dense.pt2")
+            examples = write_examples(path / "examples.json", _examples(signature, samples))
+            own = replace(own, program=program, examples=examples)
         staging.write(part, own)
 
 
@@ -224,7 +244,7 @@ class _TableExporter:
 
     def __init__(
         self,
-        staging: _StagingDirectories,
+        staging: StagingDirectories,
         table: str,
         config: TableConfig,
         precision: str,
@@ -288,14 +308,14 @@ class _TableExporter:
         return torch.cat(found), largest
 
 
-def _live_rows(collection: EmbeddingCollection) -> RowSource:
-    if collection.shards.world_size > 1:
+def _live_rows(shards: Shards) -> RowSource:
+    if shards.world_size > 1:
         raise UsageError(
             "export: this process has only the rows of its rank: save a checkpoint and export that"
         )
 
     def rows(table: str) -> Iterator[tuple[Tensor, Tensor]]:
-        for chunk in collection.shards.scan(table):
+        for chunk in shards.scan(table):
             yield chunk.ids, chunk.rows
 
     return rows
@@ -380,100 +400,6 @@ def _examples(signature: Signature, samples: Mapping[str, list[int]]) -> list[Ex
         dense = torch.zeros(size, signature.num_dense) if signature.num_dense else None
         examples.append((features, dense))
     return examples
-
-
-# ---- directories
-
-
-class _StagingDirectories:
-    """The directories in which the parts are written, next to their final places."""
-
-    def __init__(self, out: Path, version: int, num_shards: int) -> None:
-        self._out, self._version = out, version
-        self.parts = (
-            [*(f"ps_{number}" for number in range(num_shards)), ENTRY] if num_shards else [STANDALONE]
-        )
-        if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 2**63:
-            raise InputError(f"export: version must be an integer from 0 to 2^63 - 1, got {version!r}")
-        self._name = f"{_STAGING_PREFIX}{version}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._locks = ExitStack()
-
-    def _base(self, part: str) -> Path:
-        return self._out if part == STANDALONE else self._out / part
-
-    def path(self, part: str) -> Path:
-        """Returns the staging directory of a part."""
-        return self._base(part) / self._name
-
-    def __enter__(self) -> _StagingDirectories:
-        for part in self.parts:
-            if (self._base(part) / str(self._version)).exists():
-                raise ExportError(
-                    f"{self._base(part) / str(self._version)} exists: choose another version "
-                    "(--version), or another directory"
-                )
-        try:
-            for part in self.parts:
-                self._make(part)
-        except OSError:
-            self.__exit__()
-            raise
-        return self
-
-    def _make(self, part: str) -> None:
-        """Creates a staging directory, locked while this process lives, and removes abandoned ones."""
-        base = self._base(part)
-        base.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as exclusive:
-            with suppress(OSError):  # without locks, no staging directory is removed
-                # Otherwise another process could see a directory before it is locked.
-                exclusive.enter_context(_locked(base))
-            for abandoned in base.glob(f"{_STAGING_PREFIX}*"):
-                with suppress(OSError), _locked(abandoned, wait=False):
-                    shutil.rmtree(abandoned, ignore_errors=True)
-            self.path(part).mkdir()
-            with suppress(OSError):
-                self._locks.enter_context(_locked(self.path(part)))
-
-    def __exit__(self, *_: object) -> None:
-        for part in self.parts:
-            shutil.rmtree(self.path(part), ignore_errors=True)
-        self._locks.close()
-
-    def write(self, part: str, signature: Signature) -> None:
-        """Writes the signature of a part, the last of its files, and flushes all files to disk."""
-        path = self.path(part)
-        text = signature.to_json()
-        # A signature that servers cannot read must not be published.
-        Signature.from_dict(json.loads(text), f"export: {NAME}")
-        (path / NAME).write_text(text)
-        for each in path.iterdir():
-            sync_path(each)
-        sync_path(path)
-
-    def publish(self) -> None:
-        """Renames all parts to their final names, or none; the entry last, because it needs the others."""
-        done: list[str] = []
-        try:
-            for part in self.parts:
-                os.rename(self.path(part), self._base(part) / str(self._version))
-                done.append(part)
-                sync_path(self._base(part))
-        except OSError:
-            for part in done:
-                os.rename(self._base(part) / str(self._version), self.path(part))
-            raise
-
-
-@contextmanager
-def _locked(directory: Path, *, wait: bool = True) -> Iterator[None]:
-    """Holds a lock that the system releases when the process ends, even if it is killed. Raises OSError."""
-    handle = os.open(directory, os.O_RDONLY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        yield
-    finally:
-        os.close(handle)
 
 
 def _file_name(table: str) -> str:

@@ -1,7 +1,8 @@
 """Servable: one exported version in memory, which computes scores from features.
 
-A standalone model holds its rows. A ps part has rows but no model. An entry holds the model and fetches its
-rows through a callable. Rows and dense weights can be overwritten in memory; the files never change.
+A standalone model holds its rows. A ps part, and an export of Shards, has rows but no model. An entry holds
+the model and fetches its rows through a callable. Rows and dense weights can be overwritten in memory; the
+files never change.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """The overlay and the copy of the dense program in use, replaced together; a ps part has no copy."""
+    """The overlay and the copy of the dense program in use, replaced together; without a model, no copy."""
 
     overlay: Overlay
     copy: ProgramCopy | None
@@ -157,7 +158,7 @@ class Servable:
         Raises:
             InputError: An input has a wrong dtype or shape.
             UnknownNameError: A feature is missing.
-            UsageError: This is a ps part, or it is closed.
+            UsageError: It holds rows without a model, or it is closed.
         """
         return self._predict(features, dense, self._fetch)
 
@@ -168,7 +169,7 @@ class Servable:
         self._check_open()  # after the reads above, which `close` clears
         if plan is None or program is None:
             raise UsageError(
-                f"{self.signature.name} is a ps part without a model: request scores from the entry"
+                f"{self.signature.name} holds rows without a model: request scores from the entry"
             )
         missing = plan.features.keys() - features.keys()
         if missing:
@@ -197,7 +198,7 @@ class Servable:
         """Gives the current overlay and program, which belong together, and keeps them unchanged."""
         while True:
             snapshot = self._snapshot
-            assert snapshot.copy is not None  # only a ps part has none
+            assert snapshot.copy is not None  # `_predict` refuses rows without a model
             with snapshot.copy:
                 if snapshot.copy is self._snapshot.copy:  # otherwise it was replaced and may change
                     yield snapshot.overlay, snapshot.copy
@@ -338,7 +339,7 @@ class Servable:
 
     @property
     def dense_names(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of the dense weights; empty for a ps part."""
+        """Name -> shape of the dense weights; empty without a model."""
         return {} if self._program is None else self._program.names
 
     @property

@@ -32,6 +32,8 @@ DENSE = "dense"
 OUTPUTS = ("logits", "probabilities")
 _MAX_TEXT = 4096
 _COMBINERS: dict[str, type[Combiner]] = {"sum": Sum, "mean": Mean, "sqrtn": Sqrtn}
+_POOLING_METHODS = ("cut", "offsets", "divisor", "output_shape")
+"""What a collection calls to pool the rows of a feature."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,10 @@ class FeatureSpec:
         if isinstance(combiner, FirstN):
             return cls(feature.name, feature.table, "first_n", feature.shared, feature.pad, combiner.n)
         for name, known in _COMBINERS.items():
-            if type(combiner) is known:
+            # A subclass under another name is the same combiner; one that pools in another way is not.
+            if isinstance(combiner, known) and all(
+                getattr(type(combiner), method) is getattr(known, method) for method in _POOLING_METHODS
+            ):
                 return cls(feature.name, feature.table, name, feature.shared, feature.pad)
         raise InputError(f"feature {feature.name!r}: {combiner!r} cannot be exported; give it a combiner")
 
@@ -159,7 +164,7 @@ class Signature:
 
     @property
     def predicts(self) -> bool:
-        """Whether it computes scores; a ps part only returns rows."""
+        """Whether it computes scores; a ps part, and an export of Shards, only returns rows."""
         return self.program is not None
 
     @property
@@ -336,9 +341,11 @@ def _check(signature: Signature) -> None:
             raise ValueError(f"table {name!r} has {'no' if table.file is None else 'a'} file in {part!r}")
         if table.routing.num_shards > max(1, signature.sub_graph_num):
             raise ValueError(f"table {name!r} is distributed over {table.routing.num_shards} parts")
-    if signature.predicts == (signature.shard is not None):
-        raise ValueError(f"part {part!r} has {'a' if signature.predicts else 'no'} program")
+    if signature.predicts and signature.shard is not None:
+        raise ValueError(f"part {part!r} has a program")
     if not signature.predicts:
+        if part == ENTRY or signature.features:
+            raise ValueError(f"part {part!r} has no program")
         return
     if signature.outputs != OUTPUTS:
         raise ValueError(f"outputs are {', '.join(signature.outputs)}, not {', '.join(OUTPUTS)}")

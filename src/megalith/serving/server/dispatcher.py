@@ -21,7 +21,8 @@ from megalith.serving.server.batching import Alive
 from megalith.serving.server.inputs import InputReader, Inputs, Rows
 from megalith.serving.server.repository import Repository
 from megalith.serving.server.request_errors import Code, RequestError, as_request_error
-from megalith.serving.server.served_model import Array, ServedModel, lookup_rows
+from megalith.serving.server.row_lookup import lookup_rows
+from megalith.serving.server.served_model import Array, ServedModel
 from megalith.serving.server.server_config import ServerConfig
 from megalith.serving.server.server_metrics import UNKNOWN, Metrics
 from megalith.serving.wire_names import LOOKUP, PREDICT, SIGNATURES
@@ -99,23 +100,37 @@ class Dispatcher:
             return ScoreResult(version.number, _select_outputs(scores, request.outputs))
 
     def lookup(
-        self, name: str, version: int | None, read: Callable[[], Inputs], *, timeout: float | None = None
+        self,
+        name: str,
+        version: int | None,
+        read: Callable[[], Inputs],
+        *,
+        signature: str = LOOKUP,
+        outputs: Sequence[str] = (),
+        timeout: float | None = None,
     ) -> tuple[int, dict[str, Tensor]]:
-        """Returns the version, and the rows of the ids that a request holds.
+        """Return the rows of the ids that a request holds.
 
         Args:
             name: The model.
-            version: None: the newest version.
+            version: Number of the version; None: the newest.
             read: Reads the inputs; called once the request is admitted.
-            timeout: Seconds until the client stops waiting.
+            signature: `lookup` or `raw_lookup`.
+            outputs: Names of the outputs to return; empty: all.
+            timeout: Seconds until the client stops waiting; None: no deadline.
+
+        Returns:
+            The number of the version, and the outputs by name.
 
         Raises:
             RequestError: The request cannot be answered.
         """
-        with self.admit(name, LOOKUP) as model:
+        with self.admit(name, signature) as model:
             _check_deadline(timeout)
             with model.version(version) as found:
-                return found.number, lookup_rows(found, read(), max_bytes=self.max_bytes)
+                return found.number, lookup_rows(
+                    found.servable, read(), signature=signature, outputs=outputs, max_bytes=self.max_bytes
+                )
 
     def write(
         self,
@@ -171,7 +186,7 @@ class Dispatcher:
             self._closing = True
             return self._changed.wait_for(lambda: not self._running, timeout)
 
-    def enter(self) -> None:
+    def _enter(self) -> None:
         """Registers a request; raises RequestError if the server is full or shutting down."""
         with self._changed:
             if self._closing:
@@ -182,7 +197,7 @@ class Dispatcher:
                 )
             self._running += 1
 
-    def leave(self) -> None:
+    def _leave(self) -> None:
         """Counts a request out."""
         with self._changed:
             self._running -= 1
@@ -202,13 +217,13 @@ class _Admission:
 
     def __enter__(self) -> ServedModel:
         try:
-            self._dispatcher.enter()
+            self._dispatcher._enter()
         except RequestError as error:
             raise self._end(error) from None
         try:
             model = self._dispatcher.repository.find(self._name)
         except Exception as error:
-            self._dispatcher.leave()
+            self._dispatcher._leave()
             raise self._end(error) from None
         self._label = model.name
         return model
@@ -216,7 +231,7 @@ class _Admission:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._dispatcher.leave()
+        self._dispatcher._leave()
         if isinstance(error, Exception):
             raise self._end(error) from None
         self._count("OK")

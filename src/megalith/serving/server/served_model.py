@@ -14,17 +14,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from megalith.errors import DiscoveryError, InputError, RemoteError
+from megalith.errors import DiscoveryError, RemoteError
 from megalith.serving.client.row_fetcher import RowFetcher
 from megalith.serving.export.servable import Servable
 from megalith.serving.export.signature import ENTRY, STANDALONE, Signature
@@ -283,46 +280,25 @@ class ServedModel:
 
 
 def names_of(signature: Signature) -> list[str]:
-    """Returns the names of a model in requests; a standalone model also has the names of parts."""
-    model = signature.model
-    if signature.part == STANDALONE:
-        return [model, f"{model}:{STANDALONE}", f"{model}:{ENTRY}", f"{model}:ps_0"]
-    return [signature.name]
+    """Return the names of a model in requests.
+
+    Args:
+        signature: The model or one part of it. A standalone model also has the names of parts; without a
+            program it is not an entry.
+
+    Returns:
+        The names, the main one first.
+    """
+    if signature.part != STANDALONE:
+        return [signature.name]
+    parts = [STANDALONE, ENTRY, "ps_0"] if signature.predicts else [STANDALONE, "ps_0"]
+    return [signature.model, *(f"{signature.model}:{part}" for part in parts)]
 
 
 def services_of(signature: Signature) -> list[str]:
-    """Returns the names under which discovery registers a model."""
-    return [name for name in names_of(signature) if ":" in name]
-
-
-def lookup_rows(version: Version, inputs: Mapping[str, Any], *, max_bytes: int) -> dict[str, Tensor]:
-    """Returns the rows of ids.
+    """Return the names under which discovery registers a model.
 
     Args:
-        version: Holds the rows.
-        inputs: `{table}_id` -> int64 [n].
-        max_bytes: Maximum number of bytes of all rows together.
-
-    Returns:
-        `{table}_value` -> float32 [n, dim].
-
-    Raises:
-        InputError: An input is unknown, has another dtype or shape, or has too many ids.
+        signature: The model or one part of it.
     """
-    tables = version.signature.tables
-    outputs = {}
-    left = max_bytes
-    for name, ids in inputs.items():
-        table = name.removesuffix("_id")
-        if not name.endswith("_id") or table not in tables:
-            known = ", ".join(f"{table}_id" for table in list(tables)[:20])
-            raise InputError(f"input {name[:100]!r} is unknown; lookup takes {known}")
-        if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.dim() != 1:
-            raise InputError(f"input {name!r} must be int64 [ids]")
-        left -= 4 * ids.numel() * tables[table].dim
-        if left < 0:
-            raise InputError(
-                f"the rows of {name!r} would take more than {max_bytes} bytes; request fewer ids"
-            )
-        outputs[f"{table}_value"] = version.servable.lookup(table, ids)
-    return outputs
+    return [name for name in names_of(signature) if ":" in name]

@@ -3,7 +3,7 @@
 The signature of a PredictRequest selects what Predict does:
 
     serving_default                                      scores of the request's rows
-    lookup                                               rows of ids
+    lookup, raw_lookup                                   rows of ids
     hashtable_assign, raw_assign, NAME/raw_assign        write rows and dense weights
     sync_position, sync_begin, sync_end, sync_reload     position and control of parameter sync
 """
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError
-from megalith.serving.export.signature import Signature
+from megalith.serving.export.signature import ENTRY, Signature
 from megalith.serving.proto import (
     DataType,
     ErrorCode,
@@ -41,7 +41,15 @@ from megalith.serving.server.batching import Alive
 from megalith.serving.server.dispatcher import Dispatcher, unknown_signature
 from megalith.serving.server.methods import GrpcScoreRequest, grpc_handler, parse, remaining, serialize
 from megalith.serving.server.request_errors import Code, RequestError
-from megalith.serving.wire_names import HASHTABLE_ASSIGN, LOOKUP, PREDICT, write_signature
+from megalith.serving.server.row_lookup import FLAT_ROWS
+from megalith.serving.wire_names import (
+    HASHTABLE_ASSIGN,
+    LOOKUP,
+    PREDICT,
+    RAW_ASSIGN,
+    RAW_LOOKUP,
+    write_signature,
+)
 
 PREDICTION_SERVICE = "tensorflow.serving.PredictionService"
 MODEL_SERVICE = "tensorflow.serving.ModelService"
@@ -79,8 +87,15 @@ class TFService:
         if signature == PREDICT:
             whole = self._parse(PredictRequest, data) if contents else request
             response = self._scores(whole, timeout, context.is_active)
-        elif signature == LOOKUP:
-            number, rows = self._dispatcher.lookup(spec.name, version_of(spec), read_inputs, timeout=timeout)
+        elif signature in (LOOKUP, RAW_LOOKUP):
+            number, rows = self._dispatcher.lookup(
+                spec.name,
+                version_of(spec),
+                read_inputs,
+                signature=signature,
+                outputs=request.output_filter,
+                timeout=timeout,
+            )
             response = _response(spec, signature, rows, number)
         elif (write := write_signature(signature)) is not None:
             metadata = {
@@ -168,7 +183,7 @@ class TFService:
 
 def _is_large(signature: str) -> bool:
     """Returns whether requests of a signature have few, large tensors."""
-    return signature == LOOKUP or write_signature(signature) is not None
+    return signature in (LOOKUP, RAW_LOOKUP) or write_signature(signature) is not None
 
 
 def version_of(spec: Message) -> int | None:
@@ -212,19 +227,22 @@ def _signatures(signature: Signature, writes: bool) -> Message:
         inputs = {name: tensor_info(name, dtype, shape) for name, dtype, shape in inputs_of(signature)}
         outputs = {name: tensor_info(name, torch.float32, [None]) for name in signature.outputs}
         define(PREDICT, inputs, outputs)
-    ids = {f"{table}_id": tensor_info(f"{table}_id", torch.int64, [None]) for table in signature.tables}
-    values = {
-        f"{table}_value": tensor_info(f"{table}_value", torch.float32, [None, spec.dim])
-        for table, spec in signature.tables.items()
-    }
-    if signature.part != "entry":
-        define(LOOKUP, ids, values)
+    if signature.part != ENTRY:
+        dims = signature.dims
+        ids = {table: tensor_info(table, torch.int64, [None]) for table in dims}
+        rows = {table: tensor_info(table, torch.float32, [None, dim]) for table, dim in dims.items()}
+        define(LOOKUP, ids, rows)
+        raw = {name: tensor_info(name, torch.int64, [None]) for name in ("id", "id_split")}
+        define(RAW_LOOKUP, raw, {FLAT_ROWS: tensor_info(FLAT_ROWS, torch.float32, [None])})
         if writes:
-            results = {
-                f"{table}_result": tensor_info(f"{table}_result", torch.int64, [1])
-                for table in signature.tables
-            }
-            define(HASHTABLE_ASSIGN, {**ids, **values}, results)
+            pushed, results = {}, {}
+            for table, dim in dims.items():
+                pushed[f"{table}_id"] = tensor_info(f"{table}_id", torch.int64, [None])
+                pushed[f"{table}_value"] = tensor_info(f"{table}_value", torch.float32, [None, dim])
+                results[f"{table}_result"] = tensor_info(f"{table}_result", torch.int64, [1])
+            define(HASHTABLE_ASSIGN, pushed, results)
+            flat = {"flat_value": tensor_info("flat_value", torch.float32, [None])}
+            define(RAW_ASSIGN, {**raw, **flat}, {"result": tensor_info("result", torch.int64, [1])})
     return made
 
 

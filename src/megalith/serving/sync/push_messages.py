@@ -255,7 +255,7 @@ def _read_named(left: dict[str, Tensor | Strings], dims: Mapping[str, int]) -> R
 
 def _read_raw(left: dict[str, Tensor | Strings], dims: Mapping[str, int]) -> RowsAndRemoved:
     tables = sorted(dims)
-    parts = _split_by_table(left, "id", "id_split", len(tables))
+    parts = split_by_table(left, "id", "id_split", len(tables))
     sizes = [ids.numel() * dims[table] for table, ids in zip(tables, parts, strict=True)]
     flat = _floats(left, "flat_value", (sum(sizes),))
     rows = {
@@ -265,12 +265,25 @@ def _read_raw(left: dict[str, Tensor | Strings], dims: Mapping[str, int]) -> Row
     }
     if "removed" not in left and "removed_split" not in left:
         return rows, {}
-    gone = _split_by_table(left, "removed", "removed_split", len(tables))
+    gone = split_by_table(left, "removed", "removed_split", len(tables))
     return rows, {table: ids for table, ids in zip(tables, gone, strict=True) if ids.numel()}
 
 
-def _split_by_table(left: dict[str, Tensor | Strings], name: str, split: str, tables: int) -> list[Tensor]:
-    """Returns one tensor of ids per table."""
+def split_by_table(left: dict[str, Tensor | Strings], name: str, split: str, tables: int) -> list[Tensor]:
+    """Split the ids of all tables, and remove both inputs from `left`.
+
+    Args:
+        left: The inputs that are not read yet.
+        name: The input with the ids, int64 [n].
+        split: The input with the positions at which tables begin and end, int64 [tables + 1].
+        tables: The number of tables.
+
+    Returns:
+        The ids of each table, int64 [n_t].
+
+    Raises:
+        InputError: An input is missing, or has the wrong type, shape or values.
+    """
     ids, splits = _ids(left, name), _ids(left, split)
     sizes = splits.diff() if splits.numel() else splits
     ends = splits.numel() == tables + 1 and int(splits[0]) == 0 and int(splits[-1]) == ids.numel()
