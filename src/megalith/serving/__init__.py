@@ -2,7 +2,7 @@
 
     export/     writes a trained model as files that servers map into memory
     server/     gRPC and REST: `ModelServer`
-    client/     requests to servers: `PredictClient`, `remote_predict`
+    client/     requests to servers: `PredictClient`, `ClientCache`
     sync/       sends rows from training to serving: `Publisher`, `Subscriber`
     discovery/  which server serves which model
     proto/      protobuf messages
@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING
 from megalith.library import lazy_names
 
 if TYPE_CHECKING:
+    from megalith.serving.client.client_cache import ClientCache as ClientCache
     from megalith.serving.client.credentials import Credentials as Credentials
     from megalith.serving.client.predict_client import PredictClient as PredictClient
-    from megalith.serving.client.remote_predict import remote_predict as remote_predict
-    from megalith.serving.client.remote_predict import set_default_discovery as set_default_discovery
     from megalith.serving.export.exporter import export_model as export_model
     from megalith.serving.export.servable import Servable as Servable
     from megalith.serving.server.model_server import ModelServer as ModelServer
@@ -34,9 +33,9 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
+        ".client.client_cache": "ClientCache",
         ".client.credentials": "Credentials",
         ".client.predict_client": "PredictClient",
-        ".client.remote_predict": "remote_predict set_default_discovery",
         ".export.exporter": "export_model",
         ".export.servable": "Servable",
         ".server.model_server": "ModelServer",

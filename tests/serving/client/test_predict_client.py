@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import random
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -20,13 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalith import Ragged
-from megalith.compat.monolith.dummy_server import DummySyncServer
-from megalith.errors import DiscoveryError, InputError, MegalithError, RemoteError, UsageError
+from megalith.errors import InputError, MegalithError, RemoteError, UsageError
 from megalith.serving.client import failover
-from megalith.serving.client import remote_predict as remote_module
 from megalith.serving.client.channels import Channels
 from megalith.serving.client.predict_client import PredictClient
-from megalith.serving.client.remote_predict import remote_predict, set_default_discovery
 from megalith.serving.discovery import Replica, StaticDiscovery
 from megalith.serving.proto import (
     PredictResponse,
@@ -418,6 +413,8 @@ def response(**outputs: Any) -> bytes:
     return data
 
 
+WRONG = "INVALID_ARGUMENT"
+"""The request names an output that the server does not have, or that cannot be read."""
 HUGE = TensorProto(dtype=1)
 HUGE.tensor_shape.dim.add(size=2**60)
 SHORT = TensorProto(dtype=1, tensor_content=b"123")
@@ -425,26 +422,22 @@ SHORT.tensor_shape.dim.add(size=1)
 
 
 @pytest.mark.parametrize(
-    ("answer", "message"),
+    ("answer", "code", "message"),
     [
-        (b"\xff\xff\xff", "INTERNAL"),
-        (response(), "movies:entry: output 'y' is missing from the response; found nothing"),
-        (response(z=to_tensor_proto(X)), "found z"),
-        (response(y=strings_to_tensor_proto([b"a"])), "output 'y' holds strings"),
-        (response(y=HUGE), "output 'y': shape"),
-        (response(y=SHORT), "output 'y': 3 bytes"),
-        (response(y=TensorProto(dtype=77)), "output 'y': dtype 77"),
+        (b"\xff\xff\xff", "INTERNAL", "INTERNAL"),
+        (response(), WRONG, "movies:entry: output 'y' is missing from the response; found nothing"),
+        (response(z=to_tensor_proto(X)), WRONG, "found z"),
+        (response(y=strings_to_tensor_proto([b"a"])), WRONG, "output 'y' holds strings"),
+        (response(y=HUGE), "INTERNAL", "output 'y': shape"),
+        (response(y=SHORT), "INTERNAL", "output 'y': 3 bytes"),
+        (response(y=TensorProto(dtype=77)), "INTERNAL", "output 'y': dtype 77"),
     ],
 )
-def test_malformed_responses(answer: bytes, message: str) -> None:
+def test_malformed_responses(answer: bytes, code: str, message: str) -> None:
     with plain_server(lambda seen: answer) as server, client(server) as c:
         with pytest.raises(RemoteError, match=message) as raised:
             c.predict({"x": X}, outputs=["y"])
-        assert raised.value.code == "INTERNAL"
-        kept = remote_predict(
-            ["x"], [X], ["y"], "movies", 0, None, -1, False, 1000 * LONG, discovery=f"static:{server.address}"
-        )
-        assert [tensor.shape for tensor in kept] == [(0,)]
+        assert raised.value.code == code
 
 
 def test_any_bytes_give_tensors_or_a_remote_error() -> None:
@@ -466,174 +459,3 @@ def test_any_bytes_give_tensors_or_a_remote_error() -> None:
                 assert all(isinstance(value, Tensor) for value in c.predict({"x": X}).values())
 
         check()
-
-
-# ---- Monolith's call
-
-
-@pytest.fixture(autouse=True)
-def _no_default() -> Iterator[None]:
-    yield
-    set_default_discovery(None)
-
-
-def test_the_arguments_are_monoliths() -> None:
-    positional = [
-        (name, each.default)
-        for name, each in inspect.signature(remote_predict).parameters.items()
-        if each.kind is each.POSITIONAL_OR_KEYWORD
-    ]
-    none = inspect.Parameter.empty
-    assert positional == [
-        ("input_tensor_alias", none),
-        ("input_tensors", none),
-        ("output_tensor_alias", none),
-        ("model_name", none),
-        ("task", none),
-        ("old_model_name", None),
-        ("model_version", -1),
-        ("fail_op_on_rpc_error", True),
-        ("max_rpc_deadline_millis", 30),
-        ("signature_name", "serving_default"),
-    ]
-
-
-def test_remote_predict() -> None:
-    with plain_server(doubled) as server:
-        set_default_discovery(StaticDiscovery([server.address]))
-        z, y = remote_predict(["x"], [X], ["z", "y"], "movies", "entry", max_rpc_deadline_millis=1000 * LONG)
-        assert (z.tolist(), y.tolist()) == ([0.0], [2.0, 5.0])
-        remote_predict(["x"], [X], ["y"], "movies", 0, None, 3, True, 1000 * LONG, "lookup")
-        spec = server.seen[1].message.model_spec
-        assert (spec.name, spec.version.value, spec.signature_name) == ("movies:ps_0", 3, "lookup")
-
-
-@pytest.mark.parametrize("name", [None, ""])
-def test_remote_predict_needs_a_model_name(name: str | None) -> None:
-    with pytest.raises(ValueError, match="model_name must name a model"):
-        remote_predict(["x"], [X], ["y"], name, 0)
-
-
-@pytest.mark.parametrize(
-    ("inputs", "tensors", "outputs", "message"),
-    [
-        (["x"], [], ["y"], "1 input aliases for 0 tensors"),
-        (["x", "x"], [X, X], ["y"], "input_tensor_alias contains a name twice"),
-        (["x"], [X], ["y", "y"], "output_tensor_alias contains a name twice"),
-        (["x"], [X], [], "output_tensor_alias must name an output"),
-    ],
-)
-def test_remote_predict_checks_its_aliases(
-    inputs: list[str], tensors: list[Tensor], outputs: list[str], message: str
-) -> None:
-    with pytest.raises(InputError, match=message):
-        remote_predict(inputs, tensors, outputs, "movies", 0)
-
-
-def test_remote_predict_without_a_discovery_names_the_remedy() -> None:
-    with pytest.raises(UsageError, match="call set_default_discovery"):
-        remote_predict(["x"], [X], ["y"], "movies", 0)
-
-
-def test_a_failure_raises_or_gives_empty_outputs() -> None:
-    with DummySyncServer() as server:
-        set_default_discovery(f"static:{server.address}")
-        server.fail_next(2, "INTERNAL")
-        with pytest.raises(RemoteError) as raised:
-            remote_predict(["x"], [X], ["y", "z"], "movies", 0, max_rpc_deadline_millis=1000 * LONG)
-        assert raised.value.code == "INTERNAL"
-        outputs = remote_predict(["x"], [X], ["y", "z"], "movies", 0, None, -1, False, 1000 * LONG)
-        assert [(tensor.dtype, tensor.shape) for tensor in outputs] == [(torch.float32, (0,))] * 2
-        assert len(server.failed) == 2
-
-
-def test_wrong_arguments_raise_even_where_failures_do_not() -> None:
-    set_default_discovery("static:localhost:1")
-    with pytest.raises(InputError, match="timeout must be"):
-        remote_predict(["x"], [X], ["y"], "movies", 0, None, -1, False, 0)
-
-
-def test_calls_share_connections_until_the_default_changes() -> None:
-    with DummySyncServer() as server:
-        discovery = StaticDiscovery([server.address])
-        set_default_discovery(discovery)
-        for _ in range(5):
-            millis = 1000 * LONG
-            remote_predict(["t_id"], [torch.arange(3)], ["t_result"], "movies", 0, None, -1, True, millis)
-        shared = remote_module._shared
-        assert len(shared.clients) == len(shared.channels) == 1
-        set_default_discovery(None)
-        assert not shared.clients
-        assert not shared.channels
-
-
-class Opening(StaticDiscovery):
-    """A discovery that starts only when released."""
-
-    opened = 0
-
-    def __init__(self, address: str) -> None:
-        super().__init__([address])
-        self.released = threading.Event()
-        self.starting = threading.Event()
-        self.stopped = threading.Event()
-
-    def start(self, timeout: float = 15.0) -> None:
-        self.opened += 1
-        self.starting.set()
-        assert self.released.wait(LIMIT)
-
-    def stop(self) -> None:
-        self.stopped.set()
-
-
-def ask(url: str, deadline_millis: float = 1000 * LONG) -> list[float]:
-    (y,) = remote_predict(["x"], [X], ["y"], "movies", 0, None, -1, True, deadline_millis, discovery=url)
-    values: list[float] = y.tolist()
-    return values
-
-
-def test_a_discovery_that_does_not_open_costs_a_call_its_deadline_and_others_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with plain_server(doubled) as server:
-        slow, quick = Opening(server.address), StaticDiscovery([server.address])
-        monkeypatch.setattr(remote_module, "open_discovery", {"slow": slow, "quick": quick}.__getitem__)
-        with pytest.raises(DiscoveryError, match=r"slow did not answer within 0.05 seconds"):
-            ask("slow", 50)
-        empty = remote_predict(["x"], [X], ["y"], "movies", 0, None, -1, False, 50, discovery="slow")
-        assert empty[0].shape == (0,)
-        with ThreadPoolExecutor(1) as threads:
-            waiting = threads.submit(ask, "slow")
-            assert slow.starting.wait(LIMIT)
-            assert ask("quick") == [2.0, 5.0]
-            slow.released.set()
-            assert waiting.result(LIMIT) == [2.0, 5.0]
-        assert slow.opened == 1
-
-
-def test_a_discovery_that_opens_after_all_was_closed_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = Opening("localhost:1")
-    monkeypatch.setattr(remote_module, "open_discovery", {"slow": slow}.__getitem__)
-    with pytest.raises(DiscoveryError):
-        ask("slow", 50)
-    set_default_discovery(None)
-    assert not slow.stopped.is_set()
-    slow.released.set()
-    assert slow.stopped.wait(LIMIT)
-
-
-def test_a_discovery_that_failed_to_open_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    with plain_server(doubled) as server:
-        found: list[Any] = [DiscoveryError("no server"), StaticDiscovery([server.address])]
-
-        def opens(url: str) -> Any:
-            made = found.pop(0)
-            if isinstance(made, Exception):
-                raise made
-            return made
-
-        monkeypatch.setattr(remote_module, "open_discovery", opens)
-        with pytest.raises(DiscoveryError, match="no server"):
-            ask("some")
-        assert ask("some") == [2.0, 5.0]

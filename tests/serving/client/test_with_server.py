@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from megalith import Ragged, Sum
+from megalith.compat.monolith import remote_predict
 from megalith.errors import RemoteError
 from megalith.models import DeepFM, EmbeddingConfig
 from megalith.serving.client.predict_client import PredictClient
-from megalith.serving.client.remote_predict import remote_predict
 from megalith.serving.client.row_fetcher import RowFetcher
 from megalith.serving.discovery import StaticDiscovery
 from megalith.serving.export.exporter import export_model

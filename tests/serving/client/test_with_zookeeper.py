@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megalith.compat.monolith import remote_predict, set_default_discovery
 from megalith.errors import RemoteError
 from megalith.serving.client.predict_client import PredictClient
-from megalith.serving.client.remote_predict import remote_predict, set_default_discovery
 from megalith.serving.discovery import open_discovery
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from megalith.compat.monolith.importer import *
     from megalith.compat.monolith.layout_ops import *
     from megalith.compat.monolith.reduce_ops import *
+    from megalith.compat.monolith.remote_prediction import *
     from megalith.compat.monolith.replica_watcher import *
     from megalith.compat.monolith.sync_clients import *
     from megalith.compat.monolith.sync_config import *
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from megalith.compat.monolith.znode_records import *
     from megalith.ops import fid_v1_to_v2 as fid_v1_to_v2
     from megalith.ops import slot_of as slot_of
-    from megalith.serving import remote_predict as remote_predict
     from megalith.serving.discovery import SyncBackend as SyncBackend
 
 __getattr__, __dir__, __all__ = lazy_names(
@@ -52,6 +52,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         ".layout_ops": "fused_embedding_to_layout fused_embedding_to_layout_grad",
         ".reduce_ops": "ReduceMean ReduceSum fused_reduce_and_split fused_reduce_and_split_gpu"
         " fused_reduce_sum_and_split fused_sorted_segment_sum reduce_mean reduce_sqrtn reduce_sum",
+        ".remote_prediction": "remote_predict set_default_discovery",
         ".replica_watcher": "ReplicaWatcher",
         ".sync_clients": "ParameterSyncClient create_dummy_sync_client create_parameter_sync_clients"
         " parameter_sync_client_from_config",
@@ -60,7 +61,6 @@ __getattr__, __dir__, __all__ = lazy_names(
         ".znode_records": "Container ContainerServiceInfo ReplicaMeta SavedModel SavedModelDeployConfig"
         " TargetExtraInfo",
         "megalith.ops": "fid_v1_to_v2 slot_of",
-        "megalith.serving": "remote_predict",
         "megalith.serving.discovery": "SyncBackend",
     },
 )

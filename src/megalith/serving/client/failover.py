@@ -26,7 +26,8 @@ from megalith.serving.client.channels import Channels, Connection
 from megalith.serving.discovery.contract import Discovery, Replicas
 from megalith.serving.proto.message_types import Message
 
-FINAL = frozenset({"INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED"})
+INVALID_ARGUMENT = "INVALID_ARGUMENT"
+FINAL = frozenset({INVALID_ARGUMENT, "UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED"})
 """Codes that are about the request; after any other code another replica may succeed."""
 NOT_FOUND = "NOT_FOUND"
 """The replica works but lacks the model, which another replica may have."""

@@ -16,7 +16,7 @@ from megalith.errors import InputError, RemoteError
 from megalith.ragged import Ragged
 from megalith.serving.client.channels import Channels
 from megalith.serving.client.credentials import Credentials
-from megalith.serving.client.failover import Attempt, Route, Targets, run
+from megalith.serving.client.failover import INVALID_ARGUMENT, Attempt, Route, Targets, run
 from megalith.serving.discovery.contract import Discovery, ServiceName
 from megalith.serving.discovery.urls import open_discovery
 from megalith.serving.proto.limits import MAX_BYTES
@@ -41,7 +41,8 @@ class PredictClient:
         discovery: A started discovery, or a URL, which the client opens and `close` closes.
         model_name: The model.
         task: The part: "entry", "standalone", "ps_0" and so on, or a number i for ps_i.
-        old_model_name: Requested if no server knows `model_name`.
+        old_model_name: Requested if no server knows `model_name`; None: nothing. If it is the part itself,
+            such as "ps_0", the servers of `model_name` are asked for it: Monolith's old names have no model.
         model_version: -1 is the newest.
         signature_name: The signature of requests.
         timeout: Seconds for all attempts of a call together.
@@ -66,8 +67,13 @@ class PredictClient:
         credentials: Credentials | None = None,
         channels: Channels | None = None,
     ) -> None:
-        names = [model_name] if old_model_name is None else [model_name, old_model_name]
-        services = [_service(name, task) for name in names]
+        service = _service(model_name, task)
+        asked = [(service, _wire_name(service))]
+        if old_model_name == service.part:
+            asked.append((service, service.part))
+        elif old_model_name is not None:
+            old = _service(old_model_name, task)
+            asked.append((old, _wire_name(old)))
         if isinstance(model_version, bool) or not -1 <= model_version < 2**63:
             raise InputError(f"model_version must be -1 (the newest) or more, got {model_version!r}")
         if channels is not None and credentials is not None:
@@ -84,12 +90,12 @@ class PredictClient:
         try:
             if self._opened is not None:
                 self._opened.start()
-            self._targets = [Targets(found, str(service), self._channels) for service in services]
+            self._targets = {service: Targets(found, str(service), self._channels) for service, _ in asked}
         except BaseException:
             if self._opened is not None:
                 self._opened.stop()
             raise
-        self._names = [_wire_name(service) for service in services]
+        self._asked = [(self._targets[service], name) for service, name in asked]
 
     def predict(
         self,
@@ -117,15 +123,15 @@ class PredictClient:
         body = inputs_and_outputs(_protos(inputs), outputs)
         routes = [
             Route(targets, model_spec(name, self._signature_name, self._version) + body)
-            for name, targets in zip(self._names, self._targets, strict=True)
+            for targets, name in self._asked
         ]
         attempt = Attempt(routes)
         run([attempt], seconds)
-        return read_outputs(attempt.result(), outputs, self._targets[0].service)
+        return read_outputs(attempt.result(), outputs, self._asked[0][0].service)
 
     def close(self) -> None:
         """Closes the client and cancels calls in progress; further calls do nothing."""
-        for targets in self._targets:
+        for targets in self._targets.values():
             targets.close()
         if self._owned:
             self._channels.close()
@@ -165,7 +171,8 @@ def read_outputs(response: Message, names: Sequence[str], service: str) -> dict[
         service: The service, for messages.
 
     Raises:
-        RemoteError: An output is missing or malformed, or the outputs are too large.
+        RemoteError: An output is missing or holds strings (INVALID_ARGUMENT: the request should name
+            another), is malformed, or the outputs are too large (INTERNAL).
     """
     left, read = MAX_BYTES, {}
     for name in names or sorted(response.outputs):
@@ -173,11 +180,11 @@ def read_outputs(response: Message, names: Sequence[str], service: str) -> dict[
         if name not in response.outputs:
             known = ", ".join(sorted(response.outputs))[:200]
             raise RemoteError(
-                f"{label} is missing from the response; found {known or 'nothing'}", code="INTERNAL"
+                f"{label} is missing from the response; found {known or 'nothing'}", code=INVALID_ARGUMENT
             )
         proto = response.outputs[name]
         if proto.dtype == DataType.DT_STRING:
-            raise RemoteError(f"{label} holds strings; request other outputs by name", code="INTERNAL")
+            raise RemoteError(f"{label} holds strings; request other outputs by name", code=INVALID_ARGUMENT)
         try:
             read[name] = from_tensor_proto(proto, name=label, max_bytes=left)
         except InputError as error:

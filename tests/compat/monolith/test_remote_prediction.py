@@ -1,0 +1,354 @@
+"""remote_predict: calls copied from Monolith's code, against our own servers of tables without a model."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith import SGD, LocalShards, Ragged, TableConfig
+from megalith.compat.monolith import DummySyncServer, remote_predict, set_default_discovery
+from megalith.compat.monolith import remote_prediction as module
+from megalith.errors import InputError, RemoteError, UsageError
+from megalith.serving import ClientCache, ModelServer, ServerConfig, export_model
+from megalith.serving.discovery import StaticDiscovery
+from tests.serving.plain_server import LIMIT, Refused, Seen, plain_server
+
+MILLIS = 1000 * LIMIT
+X = torch.tensor([1.0, 2.5])
+SLOT_DIMS = {"fc_slot_1": 1, "fc_slot_2": 3}
+IDS = {"fc_slot_1": [1, 2, 5, 8], "fc_slot_2": [3, 4]}
+
+
+def tables() -> LocalShards:
+    """Two tables, whose rows hold the id in the first column and the column number in the others."""
+    shards = LocalShards([TableConfig(name, dim=dim, optimizer=SGD(0.1)) for name, dim in SLOT_DIMS.items()])
+    shards.assign({name: (torch.tensor(ids), rows(ids, SLOT_DIMS[name])) for name, ids in IDS.items()})
+    return shards
+
+
+def rows(ids: list[int], dim: int) -> Tensor:
+    """The rows of ids; an id above 100 has none."""
+    known = [[float(id), *range(1, dim)] if id <= 100 else [0.0] * dim for id in ids]
+    return torch.tensor(known).reshape(-1, dim)
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StaticDiscovery]:
+    """A server of each of two parts."""
+    out = export_model(tables(), tmp_path_factory.mktemp("tables"), name="m", num_shards=2)
+    found = StaticDiscovery({})
+    config = ServerConfig(allow_writes=True)
+    with ExitStack() as stack:
+        for number in range(2):
+            stack.enter_context(ModelServer(out / f"ps_{number}", config, discovery=found))
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def _no_default() -> Iterator[None]:
+    yield
+    set_default_discovery(None)
+
+
+# ---- calls of Monolith's DistributedMultiTypeHashTable
+
+
+def test_an_entry_looks_up_slots_in_each_ps(servers: StaticDiscovery) -> None:
+    set_default_discovery(servers)
+    slot_names = sorted(SLOT_DIMS)
+    per_ps = [{"fc_slot_1": [2, 8, 102], "fc_slot_2": [4]}, {"fc_slot_1": [5, 1], "fc_slot_2": []}]
+    for i, ids in enumerate(per_ps):
+        results = remote_predict(
+            slot_names,
+            [torch.tensor(ids[slot], dtype=torch.int64) for slot in slot_names],
+            slot_names,
+            task=i,
+            old_model_name=f"ps_{i}",
+            model_name=f"m:ps_{i}",
+            model_version=-1,
+            max_rpc_deadline_millis=MILLIS,
+            output_types=[torch.float32] * len(slot_names),
+            signature_name="lookup",
+        )
+        for slot, result in zip(slot_names, results, strict=True):
+            assert torch.equal(result, rows(ids[slot], SLOT_DIMS[slot])), slot
+
+
+def test_an_entry_looks_up_flat_rows_in_each_ps(servers: StaticDiscovery) -> None:
+    set_default_discovery(servers)
+    per_ps = [[[2, 8, 102], [4]], [[5, 1], []]]
+    for i, ids in enumerate(per_ps):
+        splitted_id = Ragged.from_lists(ids)
+        (flat_emb,) = remote_predict(
+            ["id", "id_split"],
+            [splitted_id.values, splitted_id.row_splits],
+            ["flat_emb"],
+            task=i,
+            old_model_name="ps_{}".format(i),  # noqa: UP032, as in Monolith's code
+            model_name=f"m:ps_{i}",
+            model_version=-1,
+            max_rpc_deadline_millis=MILLIS,
+            output_types=[torch.float32],
+            signature_name="raw_lookup",
+        )
+        expected = [rows(each, dim).reshape(-1) for each, dim in zip(ids, SLOT_DIMS.values(), strict=True)]
+        assert torch.equal(flat_emb, torch.cat(expected))
+
+
+def test_rows_that_raw_assign_writes_are_looked_up(servers: StaticDiscovery) -> None:
+    ids, splits = torch.tensor([42]), torch.tensor([0, 0, 1])
+    spec: dict[str, Any] = {"model_name": "m:ps_0", "task": 0, "max_rpc_deadline_millis": MILLIS}
+    (result,) = remote_predict(
+        ["id", "id_split", "flat_value"],
+        [ids, splits, torch.tensor([1.0, 2.0, 3.0])],
+        ["result"],
+        signature_name="tables/raw_assign",
+        discovery=servers,
+        **spec,
+    )
+    assert result.tolist() == [0]
+    (row,) = remote_predict(
+        ["fc_slot_2"], [ids], ["fc_slot_2"], signature_name="lookup", discovery=servers, **spec
+    )
+    assert row.tolist() == [[1.0, 2.0, 3.0]]
+
+
+MISSPELT: dict[str, tuple[dict[str, Any], str]] = {
+    "input": (
+        {"input_tensor_alias": ["fc_slot_3"]},
+        "input 'fc_slot_3' is unknown; lookup takes fc_slot_1, fc_slot_2",
+    ),
+    "output": ({"output_tensor_alias": ["fc_slot_3"]}, "output 'fc_slot_3' is unknown"),
+    "signature": ({"signature_name": "lokup"}, "signature 'lokup' is unknown"),
+    "dtype": ({"input_tensors": [torch.tensor([2.0])]}, "input 'fc_slot_1' must be int64"),
+    "part": ({"input_tensors": [torch.tensor([3])]}, "id 3 belongs to another part than ps_0"),
+}
+
+
+@pytest.mark.parametrize("case", MISSPELT)
+@pytest.mark.parametrize("fail", [True, False])
+def test_a_wrong_request_always_raises(servers: StaticDiscovery, case: str, fail: bool) -> None:
+    changes, message = MISSPELT[case]
+    call: dict[str, Any] = {
+        "input_tensor_alias": ["fc_slot_1"],
+        "input_tensors": [torch.tensor([2])],
+        "output_tensor_alias": ["fc_slot_1"],
+        "model_name": "m:ps_0",
+        "task": 0,
+        "old_model_name": "ps_0",
+        "signature_name": "lookup",
+        "max_rpc_deadline_millis": MILLIS,
+        "fail_op_on_rpc_error": fail,
+        "discovery": servers,
+    }
+    assert remote_predict(**call)[0].tolist() == [[2.0]]
+    with pytest.raises(RemoteError, match=message) as raised:
+        remote_predict(**call | changes)
+    assert raised.value.code == "INVALID_ARGUMENT"
+
+
+def test_a_model_of_one_process_has_the_parts_names(tmp_path: Path) -> None:
+    out = export_model(tables(), tmp_path, name="m", version=7)
+    with ModelServer(out) as server:
+        for model_name, task in (("m:ps_0", 0), ("m", 0), ("m", "ps_0"), ("m:standalone", "standalone")):
+            (found,) = remote_predict(
+                ["fc_slot_1"],
+                [torch.tensor([5, 2])],
+                ["fc_slot_1"],
+                model_name,
+                task,
+                None,
+                7,
+                max_rpc_deadline_millis=MILLIS,
+                signature_name="lookup",
+                discovery=f"static:{server.address}",
+            )
+            assert found.tolist() == [[5.0], [2.0]]
+
+
+# ---- arguments
+
+
+def test_the_arguments_are_monoliths() -> None:
+    positional = [
+        (name, each.default)
+        for name, each in inspect.signature(remote_predict).parameters.items()
+        if each.kind is each.POSITIONAL_OR_KEYWORD
+    ]
+    none = inspect.Parameter.empty
+    assert positional == [
+        ("input_tensor_alias", none),
+        ("input_tensors", none),
+        ("output_tensor_alias", none),
+        ("model_name", none),
+        ("task", none),
+        ("old_model_name", None),
+        ("model_version", -1),
+        ("fail_op_on_rpc_error", True),
+        ("max_rpc_deadline_millis", 30),
+        ("output_types", None),
+        ("name", None),
+        ("signature_name", "serving_default"),
+    ]
+
+
+def doubled(seen: Seen) -> dict[str, Tensor]:
+    return {"y": 2 * seen.inputs["x"], "z": torch.zeros(1)}
+
+
+def test_positional_arguments_and_names_on_the_wire() -> None:
+    with plain_server(doubled) as server:
+        set_default_discovery(StaticDiscovery([server.address]))
+        z, y = remote_predict(["x"], [X], ["z", "y"], "movies", "entry", max_rpc_deadline_millis=MILLIS)
+        assert (z.tolist(), y.tolist()) == ([0.0], [2.0, 5.0])
+        remote_predict(["x"], [X], ["y"], "movies", 0, None, 3, True, MILLIS, [torch.float32], "op", "lookup")
+        remote_predict(["x"], [X], ["y"], "movies:dense_0", 0, "dense_0", max_rpc_deadline_millis=MILLIS)
+        specs = [seen.message.model_spec for seen in server.seen]
+        assert [spec.name for spec in specs] == ["movies:entry", "movies:ps_0", "movies:dense_0"]
+        assert (specs[1].version.value, specs[1].signature_name) == (3, "lookup")
+
+
+@pytest.mark.parametrize(
+    ("old_model_name", "asked"),
+    [
+        ("ps_0", ["movies:ps_0", "ps_0"]),
+        ("films", ["movies:ps_0", "films:ps_0"]),
+        ("films:ps_0", ["movies:ps_0", "films:ps_0"]),
+    ],
+)
+def test_the_old_name_is_asked_for_if_no_server_knows_the_new_one(
+    old_model_name: str, asked: list[str]
+) -> None:
+    def answer(seen: Seen) -> dict[str, Tensor]:
+        if seen.message.model_spec.name != asked[1]:
+            raise Refused("NOT_FOUND")
+        return doubled(seen)
+
+    with plain_server(answer) as server:
+        (y,) = remote_predict(
+            ["x"],
+            [X],
+            ["y"],
+            model_name="movies:ps_0",
+            task=0,
+            old_model_name=old_model_name,
+            max_rpc_deadline_millis=MILLIS,
+            discovery=f"static:{server.address}",
+        )
+        assert y.tolist() == [2.0, 5.0]
+        assert [seen.message.model_spec.name for seen in server.seen] == asked
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no model": ({"model_name": None}, "model_name must name a model"),
+    "an empty model": ({"model_name": ""}, "model_name must name a model"),
+    "a part without a model": ({"model_name": ":ps_0"}, "model_name must name a model"),
+    "another task": ({"model_name": "movies:ps_1"}, "'movies:ps_1' names another part than task 0"),
+    "another part": ({"model_name": "movies:ps_0", "task": "entry"}, "another part than task 'entry'"),
+    "another old part": ({"old_model_name": "films:ps_1"}, "'films:ps_1' names another part than 'ps_0'"),
+    "too few tensors": ({"input_tensors": []}, "1 input aliases for 0 tensors"),
+    "a string": ({"input_tensor_alias": "x"}, "input_tensor_alias must be a list of names"),
+    "an input twice": (
+        {"input_tensor_alias": ["x", "x"], "input_tensors": [X, X]},
+        "input_tensor_alias contains a name twice",
+    ),
+    "an output twice": ({"output_tensor_alias": ["y", "y"]}, "output_tensor_alias contains a name twice"),
+    "no output": ({"output_tensor_alias": []}, "output_tensor_alias must name an output"),
+    "too many dtypes": ({"output_types": [torch.float32] * 2}, "output_types must be 1 torch dtypes"),
+    "no dtypes": ({"output_types": ["float32"]}, "output_types must be 1 torch dtypes"),
+    "no time": ({"max_rpc_deadline_millis": 0}, "timeout must be"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments_raise_even_where_failures_do_not(case: str) -> None:
+    changes, message = WRONG[case]
+    call: dict[str, Any] = {
+        "input_tensor_alias": ["x"],
+        "input_tensors": [X],
+        "output_tensor_alias": ["y"],
+        "model_name": "movies",
+        "task": 0,
+        "fail_op_on_rpc_error": False,
+        "discovery": "static:localhost:1",
+        "name": "op_1",
+    }
+    with pytest.raises(InputError, match=message):
+        remote_predict(**call | changes)
+
+
+def test_a_name_is_part_of_messages_and_a_missing_discovery_has_a_remedy() -> None:
+    with pytest.raises(UsageError, match="remote_predict 'op_1': no discovery: call set_default_discovery"):
+        remote_predict(["x"], [X], ["y"], "movies", 0, name="op_1")
+
+
+# ---- failures
+
+
+def test_a_failure_raises_or_gives_empty_outputs_of_the_types() -> None:
+    with DummySyncServer() as server:
+        set_default_discovery(f"static:{server.address}")
+        server.fail_next(3, "INTERNAL")
+        call: dict[str, Any] = {"model_name": "movies", "task": 0, "max_rpc_deadline_millis": MILLIS}
+        with pytest.raises(RemoteError) as raised:
+            remote_predict(["x"], [X], ["y", "z"], **call)
+        assert raised.value.code == "INTERNAL"
+        call["fail_op_on_rpc_error"] = False
+        outputs = remote_predict(["x"], [X], ["y", "z"], **call)
+        assert [(tensor.dtype, tensor.shape) for tensor in outputs] == [(torch.float32, (0,))] * 2
+        (empty,) = remote_predict(["x"], [X], ["y"], **call, output_types=[torch.int64])
+        assert (empty.dtype, empty.shape) == (torch.int64, (0,))
+        assert len(server.failed) == 3
+
+
+def test_a_malformed_response_is_a_failure_and_another_dtype_is_not() -> None:
+    answers: list[Any] = [b"\xff\xff\xff", {"y": X}, {"z": X}]
+    with plain_server(lambda seen: answers.pop(0)) as server:
+        call: dict[str, Any] = {"model_name": "movies", "task": 0, "max_rpc_deadline_millis": MILLIS}
+        call |= {"discovery": f"static:{server.address}", "fail_op_on_rpc_error": False}
+        assert remote_predict(["x"], [X], ["y"], **call)[0].shape == (0,)
+        with pytest.raises(InputError, match=r"'y' is torch\.float32, but output_types has torch\.int64"):
+            remote_predict(["x"], [X], ["y"], **call, output_types=[torch.int64])
+        with pytest.raises(RemoteError, match="output 'y' is missing from the response; found z"):
+            remote_predict(["x"], [X], ["y"], **call)
+
+
+def test_a_discovery_that_cannot_be_opened_leaves_no_default() -> None:
+    with pytest.raises(InputError, match="nope"):
+        set_default_discovery("nope:localhost")
+    with pytest.raises(UsageError, match="no discovery"):
+        remote_predict(["x"], [X], ["y"], "movies", 0)
+
+
+# ---- clients
+
+
+def test_calls_share_the_clients_they_are_given() -> None:
+    with plain_server(doubled) as server, ClientCache(StaticDiscovery([server.address])) as clients:
+        for _ in range(3):
+            (y,) = remote_predict(
+                ["x"], [X], ["y"], "movies", 0, max_rpc_deadline_millis=MILLIS, clients=clients
+            )
+            assert y.tolist() == [2.0, 5.0]
+        assert len(clients) == 1
+
+
+def test_the_clients_of_the_process_are_closed_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr(module.atexit, "register", at_exit.append)
+    monkeypatch.setattr(module, "_process_clients", functools.cache(module._process_clients.__wrapped__))
+    with plain_server(doubled) as server:
+        set_default_discovery(f"static:{server.address}")
+        for _ in range(2):
+            remote_predict(["x"], [X], ["y"], "movies", 0, max_rpc_deadline_millis=MILLIS)
+        assert len(module._process_clients()) == len(at_exit) == 1
+        at_exit[0]()
+        assert len(module._process_clients()) == 0
