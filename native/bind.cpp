@@ -126,7 +126,10 @@ NB_MODULE(_native, m) {
         },
         nb::arg("tensor"), nb::arg("threads"));
 
-  bind_ops(m);
+  bind_ids(m);
+  bind_rows(m);
+  bind_pool(m);
+  bind_layout(m);
   bind_files(m);
   bind_frozen(m);
   bind_mailbox(m);

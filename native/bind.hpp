@@ -152,9 +152,12 @@ struct BagsList {
   }
 };
 
-// Each adds functions or classes to the module: ops (bind_ops.cpp), files of other systems (bind_files.cpp), exported
-// rows (bind_frozen.cpp), and exchanges between processes (bind_mailbox.cpp).
-void bind_ops(nb::module_& m);
+// Each adds functions or classes to the module; the file of the same name has it. Ops: bind_ids, bind_rows, bind_pool,
+// bind_layout. Others: files of other systems, exported rows (bind_frozen), exchanges between processes (bind_mailbox).
+void bind_ids(nb::module_& m);
+void bind_rows(nb::module_& m);
+void bind_pool(nb::module_& m);
+void bind_layout(nb::module_& m);
 void bind_files(nb::module_& m);
 void bind_frozen(nb::module_& m);
 void bind_mailbox(nb::module_& m);

@@ -133,7 +133,7 @@ nb::tuple decode_records(int kind, const std::vector<nb::bytes>& messages, const
     for (const auto& [data, size] : spans) decoder.decode(data, size);
   }
   nb::list columns, errors;
-  for (Column& column : decoder.columns)
+  for (RecordColumn& column : decoder.columns)
     columns.append(nb::make_tuple(to_numpy<int64_t>(std::move(column.ids)), to_numpy<float>(std::move(column.floats)),
                                   to_numpy<uint8_t>(std::move(column.kinds)),
                                   to_numpy<int64_t>(std::move(column.lengths))));

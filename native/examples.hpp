@@ -20,133 +20,16 @@
 #include <utility>
 #include <vector>
 
-#include "strings.hpp"
+#include "record_values.hpp"
 #include "wire.hpp"
 
 namespace megalith {
 
 enum class RecordKind { example, example_batch, instance };
 
-// What a cell holds; `none` also stands for a feature without values.
-enum class CellKind : uint8_t { none, ids, floats };
-
 constexpr int64_t kMaxBatchRows = int64_t{1} << 20;
 // Cells and shared values that one ExampleBatch may expand to.
 constexpr int64_t kMaxExpandedValues = int64_t{1} << 26;
-
-inline int64_t fid_v1_to_v2(uint64_t fid) {
-  return static_cast<int64_t>((fid >> 54) << 48 | (fid & ((uint64_t{1} << 48) - 1)));
-}
-
-// The cells of one wanted name. A cell has values in `ids` or in `floats`, by its kind.
-class Column {
- public:
-  std::vector<int64_t> ids;
-  std::vector<float> floats;
-  std::vector<CellKind> kinds;
-  std::vector<int64_t> lengths;
-
-  void begin_record() {
-    record_ids_ = ids.size();
-    record_floats_ = floats.size();
-    record_cells_ = kinds.size();
-  }
-
-  // Removes the cells of the current record.
-  void reset_record() {
-    ids.resize(record_ids_);
-    floats.resize(record_floats_);
-    kinds.resize(record_cells_);
-    lengths.resize(record_cells_);
-  }
-
-  void end_record(int64_t rows) {
-    kinds.resize(record_cells_ + static_cast<size_t>(rows), CellKind::none);
-    lengths.resize(kinds.size(), 0);
-  }
-
-  void begin_cell() {
-    cell_ids_ = ids.size();
-    cell_floats_ = floats.size();
-    kind = CellKind::none;
-    is_bytes = false;
-  }
-
-  void clear_cell() {
-    ids.resize(cell_ids_);
-    floats.resize(cell_floats_);
-  }
-
-  void end_cell() {
-    kinds.push_back(kind);
-    lengths.push_back(cell_length());
-  }
-
-  int64_t cell_length() const {
-    return static_cast<int64_t>(ids.size() - cell_ids_ + floats.size() - cell_floats_);
-  }
-
-  float cell_float(int64_t i) const { return floats[cell_floats_ + static_cast<size_t>(i)]; }
-
-  // Repeats the last cell until there are `copies`.
-  void repeat_cell(int64_t copies) {
-    const size_t new_ids = ids.size() - cell_ids_, new_floats = floats.size() - cell_floats_;
-    for (int64_t k = 1; k < copies; ++k) {
-      kinds.push_back(kinds.back());
-      lengths.push_back(lengths.back());
-      ids.resize(ids.size() + new_ids);
-      floats.resize(floats.size() + new_floats);
-      std::copy_n(ids.end() - 2 * static_cast<ptrdiff_t>(new_ids), new_ids, ids.end() - static_cast<ptrdiff_t>(new_ids));
-      std::copy_n(floats.end() - 2 * static_cast<ptrdiff_t>(new_floats), new_floats,
-                  floats.end() - static_cast<ptrdiff_t>(new_floats));
-    }
-  }
-
-  // ---- values of the open cell
-
-  void add_fids(const wire::Field& field, bool is_v1) {
-    const size_t n = field.count(8), old = ids.size();
-    ids.resize(old + n);
-    if (n) std::memcpy(ids.data() + old, field.span.data, n * 8);
-    for (size_t i = old; is_v1 && i < ids.size(); ++i) ids[i] = fid_v1_to_v2(static_cast<uint64_t>(ids[i]));
-  }
-
-  void add_floats(const wire::Field& field) {
-    const size_t n = field.count(4), old = floats.size();
-    floats.resize(old + n);
-    if (n) std::memcpy(floats.data() + old, field.span.data, n * 4);
-  }
-
-  void add_doubles(const wire::Field& field) {
-    const size_t n = field.count(8);
-    for (size_t i = 0; i < n; ++i) {
-      double value;
-      std::memcpy(&value, field.span.data + 8 * i, 8);
-      add_double(value);
-    }
-  }
-
-  // A double that float32 cannot hold becomes infinite.
-  void add_double(double value) { floats.push_back(static_cast<float>(value)); }
-
-  void add_int64s(const wire::Field& field) {
-    if (field.type == wire::varint) return ids.push_back(field.int64());
-    for (wire::Fields run(field.message()); !run.done();) ids.push_back(static_cast<int64_t>(run.read_varint(10)));
-  }
-
-  void add_bytes(const wire::Field& field) {
-    const wire::Span& value = field.message();
-    if (cell_length() == 0) first_bytes = value;
-    ids.push_back(static_cast<int64_t>(xxhash64(value.data, value.size, 0)));
-  }
-
-  CellKind kind = CellKind::none;   // of the open cell
-  bool is_bytes = false;            // of the open cell: its ids are hashes
-  wire::Span first_bytes{};         // of the open cell, if it holds bytes
-
- private:
-  size_t record_ids_ = 0, record_floats_ = 0, record_cells_ = 0, cell_ids_ = 0, cell_floats_ = 0;
-};
 
 // Why a record could not be read. at: the byte, counted from the first of the record.
 struct RecordError {
@@ -175,7 +58,7 @@ class RecordDecoder {
     own_cells_.assign(columns.size(), 0);
   }
 
-  std::vector<Column> columns;
+  std::vector<RecordColumn> columns;
   std::vector<float> labels, weights;  // [rows]; a missing label is NaN, a missing weight is 1
   std::vector<int64_t> times;          // [rows]; 0 where unknown
   std::vector<uint8_t> has_time;       // [rows]
@@ -185,15 +68,15 @@ class RecordDecoder {
   void decode(const uint8_t* data, size_t size) {
     const wire::Span record{data, size, data};
     const size_t first = labels.size();
-    for (Column& column : columns) column.begin_record();
+    for (RecordColumn& column : columns) column.begin_record();
     try {
       const int64_t count = kind_ == RecordKind::example         ? example(record)
                             : kind_ == RecordKind::example_batch ? example_batch(record)
                                                                  : instance(record);
-      for (Column& column : columns) column.end_record(count);
+      for (RecordColumn& column : columns) column.end_record(count);
       rows.push_back(count);
     } catch (const wire::Error& error) {
-      for (Column& column : columns) column.reset_record();
+      for (RecordColumn& column : columns) column.reset_record();
       resize_rows(first);
       errors.push_back({static_cast<int64_t>(rows.size()), error.at, error.what()});
       rows.push_back(0);
@@ -292,13 +175,13 @@ class RecordDecoder {
         has_feature = true;
     }
     const int place = find(name);
-    Column& to = place >= 0 ? columns[static_cast<size_t>(place)] : scratch_;
+    RecordColumn& to = place >= 0 ? columns[static_cast<size_t>(place)] : scratch_;
     if (place < 0) to.begin_record();
     if (place < 0 || has_feature) to.reset_record();
     to.begin_cell();
     int member = 0;
     for (wire::Fields fields(message); fields.next(field);)
-      if (field.number == 2) feature(field.message(), to, member);
+      if (field.number == 2) add_feature(field.message(), to, member);
     if (place >= 0 && has_feature) to.end_cell();
     if (place < 0 && has_feature) special(place, row_, message);
     if (place < 0) to.reset_record();
@@ -337,18 +220,18 @@ class RecordDecoder {
     if (place != unwanted && (is_shared ? values == 0 : values != count))
       message.fail("column '" + std::string(name) + "' has " + std::to_string(values) + " values in a batch of " +
                    std::to_string(count));
-    Column& to = place >= 0 ? columns[static_cast<size_t>(place)] : scratch_;
+    RecordColumn& to = place >= 0 ? columns[static_cast<size_t>(place)] : scratch_;
     if (place < 0) to.begin_record();
     to.reset_record();
     size_t row = row_;
     for (wire::Fields fields(message); fields.next(field);) {
       if (field.number != 2) continue;
       const bool used = place != unwanted && !(is_shared && row > row_);
-      Column& cell = used ? to : scratch_;
+      RecordColumn& cell = used ? to : scratch_;
       if (!used) scratch_.begin_record();
       cell.begin_cell();
       int member = 0;
-      feature(field.message(), cell, member);
+      add_feature(field.message(), cell, member);
       if (place >= 0 && used) {
         if (!is_shared || count > 0) cell.end_cell();
         else cell.clear_cell();
@@ -360,7 +243,7 @@ class RecordDecoder {
     }
   }
 
-  void share(Column& cell, int place, std::string_view name, const wire::Span& message, int64_t count) {
+  void share(RecordColumn& cell, int place, std::string_view name, const wire::Span& message, int64_t count) {
     if (count == 0) return;
     expand(message, count, place < 0 ? cell.cell_length() : cell.lengths.back(), name);
     if (place < 0)
@@ -414,8 +297,8 @@ class RecordDecoder {
   }
 
   // Opens the cell of a column that field 1 or 2 of an Instance fills; these win over named features.
-  Column& own_cell(int place, CellKind kind) {
-    Column& to = columns[static_cast<size_t>(place)];
+  RecordColumn& own_cell(int place, CellKind kind) {
+    RecordColumn& to = columns[static_cast<size_t>(place)];
     size_t& last = own_cells_[static_cast<size_t>(place)];
     if (last != rows.size() + 1) {
       last = rows.size() + 1;
@@ -434,7 +317,7 @@ class RecordDecoder {
       std::memcpy(&fid, field.span.data + 8 * i, 8);
       const int place = slots_[fid >> 54];
       if (place < 0) continue;
-      Column& to = own_cell(place, CellKind::ids);
+      RecordColumn& to = own_cell(place, CellKind::ids);
       to.ids.push_back(fid_v1_to_v2(fid));
       ++to.lengths.back();
     }
@@ -443,7 +326,7 @@ class RecordDecoder {
   void value_floats(const wire::Field& field) {
     const size_t n = field.count(4);
     if (value_ < 0 || n == 0) return;
-    Column& to = own_cell(value_, CellKind::floats);
+    RecordColumn& to = own_cell(value_, CellKind::floats);
     to.add_floats(field);
     to.lengths.back() += static_cast<int64_t>(n);
   }
@@ -462,18 +345,18 @@ class RecordDecoder {
     }
     const int place = member == 10 ? unwanted : find(name);
     const bool used = place >= 0 && own_cells_[static_cast<size_t>(place)] != rows.size() + 1;
-    Column& to = used ? columns[static_cast<size_t>(place)] : scratch_;
+    RecordColumn& to = used ? columns[static_cast<size_t>(place)] : scratch_;
     if (!used) scratch_.begin_record();
     to.reset_record();
     to.begin_cell();
     for (wire::Fields fields(message); fields.next(field);) {
       if (field.number < 2 || field.number > 9) continue;
       if (field.number == member) {
-        instance_values(field, to);
+        add_instance_values(field, to);
       } else {  // only checked
-        Column other;
+        RecordColumn other;
         other.begin_cell();
-        instance_values(field, other);
+        add_instance_values(field, other);
       }
     }
     if (used)
@@ -482,73 +365,12 @@ class RecordDecoder {
       to.reset_record();
   }
 
-  static void instance_values(const wire::Field& field, Column& to) {
-    const uint32_t type = (field.number - 2) % 4;
-    to.kind = type == 1 ? CellKind::floats : CellKind::ids;
-    if (field.number <= 5) return add_values(field, to, type);
-    wire::Fields list(field.message());
-    wire::Field value;
-    while (list.next(value))
-      if (value.number == 1) add_values(value, to, type);
-  }
-
-  // ---- features
-
-  // type: 0 fids, 1 floats, 2 int64, 3 bytes, 4 doubles, 5 v1 fids.
-  static void add_values(const wire::Field& field, Column& to, uint32_t type) {
-    if (type == 0 || type == 5) return to.add_fids(field, type == 5);
-    if (type == 1) return to.add_floats(field);
-    if (type == 2) return to.add_int64s(field);
-    if (type == 3) return to.add_bytes(field);
-    to.add_doubles(field);
-  }
-
-  // Adds a Feature to the open cell. member: the field of the oneof that is set so far, 0 for none.
-  static void feature(const wire::Span& message, Column& to, int& member) {
-    // Of each member: the type of its values, and how many messages deep they are.
-    static constexpr uint8_t types[] = {0, 5, 0, 1, 4, 2, 3, 0, 1, 4, 2, 3, 2, 1, 4, 3, 5};
-    static constexpr uint8_t depths[] = {0, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 0, 0, 0, 0, 2};
-    wire::Fields fields(message);
-    wire::Field field;
-    while (fields.next(field)) {
-      if (field.number < 1 || field.number > 16) continue;
-      const uint8_t type = types[field.number], depth = depths[field.number];
-      if (static_cast<int>(field.number) != member || depth == 0) to.clear_cell();
-      member = static_cast<int>(field.number);
-      to.kind = type == 1 || type == 4 ? CellKind::floats : CellKind::ids;
-      to.is_bytes = type == 3;
-      if (depth == 0)
-        single(field, to, type);
-      else
-        lists(field.message(), to, type, depth);
-    }
-  }
-
-  static void lists(const wire::Span& message, Column& to, uint8_t type, int depth) {
-    wire::Fields fields(message);
-    wire::Field field;
-    while (fields.next(field)) {
-      if (field.number != 1) continue;
-      if (depth == 1)
-        add_values(field, to, type);
-      else
-        lists(field.message(), to, type, depth - 1);
-    }
-  }
-
-  static void single(const wire::Field& field, Column& to, uint8_t type) {
-    if (type == 1) return to.floats.push_back(field.fixed<float>());
-    if (type == 2) return to.ids.push_back(field.int64());
-    if (type == 3) return to.add_bytes(field);
-    to.add_double(field.fixed<double>());
-  }
-
   RecordKind kind_;
   int64_t label_index_;
   std::vector<Named> by_name_;           // sorted
   std::array<int, 1024> slots_{};        // column of each slot, -1 for none
   int value_ = -1;                       // column "value", -1 for none
-  Column scratch_;                       // a cell that is only checked, or of a special column
+  RecordColumn scratch_;                 // a cell that is only checked, or of a special column
   std::vector<size_t> own_cells_;        // per column: the last record, counted from 1, with an own_cell()
   std::vector<int64_t> label_counts_;    // per row of the record: labels so far
   size_t row_ = 0;                       // the first row of the record

@@ -27,6 +27,8 @@ namespace {
 #include "initialize.inl"
 #include "find.inl"
 #include "pool.inl"
+#include "unpool.inl"
+#include "gather.inl"
 #include "apply.inl"
 
 int state_size(int optimizer, int dim) {

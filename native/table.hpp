@@ -1,4 +1,5 @@
-// A table: index, rows, and the calls of the Engine contract. It does not depend on Python.
+// A table: index, rows, and the calls of the Engine contract. It does not depend on Python. Some member functions are
+// in files of their own: table_create.hpp (rows for new ids), table_snapshot.hpp, table_touched.hpp, table_update.hpp.
 //
 // Reads share the lock and a write holds it exclusively, so a write is atomic for readers. Results do not depend on
 // the number of threads: work is divided by position or by row range, and the gradient of a row is summed by one
@@ -111,7 +112,7 @@ class Table {
 
   // ---- training
 
-  // Gradients must be finite and bags' offsets ascend within [0, n]. In update.hpp.
+  // Gradients must be finite and bags' offsets ascend within [0, n]. In table_update.hpp.
   void update(const Update& u, int threads);
 
   // ---- writes
@@ -224,108 +225,23 @@ class Table {
     return {count, r < rows_.high() ? r : -1};
   }
 
-  // ---- snapshots; see snapshot.hpp
+  // ---- snapshots; see snapshot.hpp and table_snapshot.hpp
 
   // Starts a snapshot of all rows, or of the rows touched for a consumer. It drains the touched rows of the consumer
   // (-1: none). `room`: number of rows that may be saved before writers wait. Returns the number of rows.
-  int64_t begin_snapshot(int consumer, bool touched_only, int64_t room, std::vector<int64_t>& removed) {
-    std::unique_lock<ForkSafeLock> hold(lock_);
-    if (snapshot())
-      throw std::invalid_argument("table '" + options_.name + "' already has an open snapshot: close it first");
-    uint8_t bit = 0;
-    std::vector<int64_t> gone;
-    if (consumer >= 0) {
-      bit = static_cast<uint8_t>(1u << consumer);
-      if (!(tracked_ & bit)) throw std::invalid_argument("consumer: not tracked");
-      keep_distinct(removed_[consumer]);
-      for (int64_t id : removed_[consumer])
-        if (index_.find(id) < 0) gone.push_back(id);
-    }
-    removed = gone;
-    snapshot_ = std::make_shared<Snapshot>(rows_, bit, touched_only, std::move(gone), room);
-    snapshot_consumer_ = consumer;
-    if (consumer >= 0) removed_[consumer].clear();
-    return snapshot_->size();
-  }
-
-  int64_t read_snapshot(int64_t limit, int64_t* ids, const std::vector<Column>& columns, int64_t* times) {
-    std::shared_lock<ForkSafeLock> hold(lock_);
-    if (!snapshot_) throw std::invalid_argument("table '" + options_.name + "' has no open snapshot");
-    return snapshot_->read(rows_, limit, ids, columns, times);
-  }
-
-  int64_t snapshot_live() const {
-    std::shared_lock<ForkSafeLock> hold(lock_);
-    return snapshot_ ? snapshot_->live() : 0;
-  }
-
-  double snapshot_pressure() const {
-    std::shared_lock<ForkSafeLock> hold(lock_);
-    return snapshot_ ? snapshot_->pressure() : 0.0;
-  }
-
+  int64_t begin_snapshot(int consumer, bool touched_only, int64_t room, std::vector<int64_t>& removed);
+  int64_t read_snapshot(int64_t limit, int64_t* ids, const std::vector<Column>& columns, int64_t* times);
+  int64_t snapshot_live() const;
+  double snapshot_pressure() const;
   // Ends the snapshot. `give_back`: marks its touched rows again. Returns the seconds that writers waited.
-  double end_snapshot(bool give_back) {
-    std::unique_lock<ForkSafeLock> hold(lock_);
-    if (!snapshot()) return 0;
-    const std::shared_ptr<Snapshot> ended = std::move(snapshot_);
-    const int c = snapshot_consumer_;
-    ended->wake();
-    if (give_back && c >= 0 && (tracked_ & (1u << c))) {
-      ended->give_back(rows_);
-      removed_[c].insert(removed_[c].end(), ended->removed().begin(), ended->removed().end());
-    }
-    return ended->waited();
-  }
+  double end_snapshot(bool give_back);
 
-  // ---- touched rows
+  // ---- touched rows of numbered consumers; see table_touched.hpp
 
-  void track(int consumer) {
-    std::unique_lock<ForkSafeLock> hold(lock_);
-    rows_.start_tracking();
-    tracked_ = static_cast<uint8_t>(tracked_ | (1u << consumer));
-  }
-
-  void untrack(int consumer) {
-    std::unique_lock<ForkSafeLock> hold(lock_);
-    const uint8_t bit = static_cast<uint8_t>(1u << consumer);
-    tracked_ = static_cast<uint8_t>(tracked_ & ~bit);
-    removed_[consumer].clear();
-    removed_[consumer].shrink_to_fit();
-    if (!tracked_) return rows_.stop_tracking();
-    for (int64_t r = 0; r < rows_.high(); ++r)
-      rows_.flag(static_cast<int32_t>(r)) &= static_cast<uint8_t>(~bit);
-  }
-
-  void drain(int consumer, std::vector<int64_t>& updated, std::vector<int64_t>& removed) {
-    std::unique_lock<ForkSafeLock> hold(lock_);
-    const uint8_t bit = static_cast<uint8_t>(1u << consumer);
-    if (!(tracked_ & bit)) return;
-    for (int64_t r = 0; r < rows_.high(); ++r) {
-      const int32_t row = static_cast<int32_t>(r);
-      if (rows_.flag(row) & bit) updated.push_back(rows_.id_of(row));
-    }
-    keep_distinct(removed_[consumer]);
-    for (int64_t id : removed_[consumer])
-      if (index_.find(id) < 0) removed.push_back(id);
-    // Nothing can fail from here on: clear what the caller now has.
-    for (int64_t r = 0; r < rows_.high(); ++r)
-      rows_.flag(static_cast<int32_t>(r)) &= static_cast<uint8_t>(~bit);
-    removed_[consumer].clear();
-  }
-
-  void mark(int consumer, const int64_t* ids, int64_t n) {
-    std::unique_lock<ForkSafeLock> hold(lock_);
-    if (!(tracked_ & (1u << consumer))) return;
-    prepare_removed(n);
-    for (int64_t i = 0; i < n; ++i) {
-      const int32_t row = index_.find(ids[i]);
-      if (row >= 0)
-        rows_.flag(row) |= static_cast<uint8_t>(1u << consumer);
-      else
-        removed_[consumer].push_back(ids[i]);
-    }
-  }
+  void track(int consumer);
+  void untrack(int consumer);
+  void drain(int consumer, std::vector<int64_t>& updated, std::vector<int64_t>& removed);
+  void mark(int consumer, const int64_t* ids, int64_t n);
 
   // ---- state
 
@@ -427,128 +343,32 @@ class Table {
     return lowest >= 0 && highest < rows_.high();
   }
 
+  // Rows for ids that have none; see table_create.hpp.
   const int32_t* find_or_create(const int64_t* ids, int64_t n, Scratch& scratch, int threads,
-                                bool initialize = true) {
-    int32_t* rows = scratch.rows.get(n);
-    find_rows(ids, n, rows, threads);
-    int32_t* missing = scratch.missing.get(n);
-    int64_t count = 0;
-    for (int64_t i = 0; i < n; ++i)
-      if (rows[i] < 0) missing[count++] = static_cast<int32_t>(i);
-    const int64_t created = prepare_missing(ids, rows, count, scratch);
-    create_missing(rows, count, created, scratch, threads, initialize);
-    return rows;
-  }
-
-  // Creating rows for the positions in scratch.missing has two halves. This half may throw, and then the contents are
-  // unchanged: it numbers the distinct ids by first occurrence (`rows` holds the numbers until the second half) and
-  // makes room for all of them.
-  int64_t prepare_missing(const int64_t* ids, int32_t* rows, int64_t count, Scratch& scratch) {
-    if (count == 0) return 0;
-    const int32_t* missing = scratch.missing.get(count);
-    int64_t* fresh_ids = scratch.fresh_ids.get(count);
-    const int64_t created = number_distinct(ids, rows, missing, count, fresh_ids, scratch);
-    scratch.fresh.get(created);
-    rows_.prepare(created);
-    index_.prepare(created);
-    return created;
-  }
-
-  // The half that cannot fail: inserts the ids and initializes their rows, unless the caller writes complete rows.
+                                bool initialize = true);
+  int64_t prepare_missing(const int64_t* ids, int32_t* rows, int64_t count, Scratch& scratch);
   void create_missing(int32_t* rows, int64_t count, int64_t created, Scratch& scratch, int threads,
-                      bool initialize = true) {
-    if (count == 0) return;
-    const int32_t* missing = scratch.missing.get(count);
-    const int64_t* ids = scratch.fresh_ids.get(count);
-    int32_t* fresh = scratch.fresh.get(created);
-    index_.advance(static_cast<uint64_t>(created) + kAdvanceEachCall);
-    constexpr int64_t kAhead = 12;
-    for (int64_t k = 0; k < created; ++k) {
-      if (k + kAhead < created) index_.prefetch(ids[k + kAhead]);
-      fresh[k] = rows_.take(ids[k]);
-      index_.insert(ids[k], fresh[k]);
-    }
-    for (int64_t m = 0; m < count; ++m) rows[missing[m]] = fresh[rows[missing[m]]];
-    if (!initialize) return;
-    const TableView table = view();
-    for_ranges(created, 1024, threads, [&](int64_t first, int64_t last) {
-      kernels_->initialize(table, fresh + first, ids + first, last - first);
-    });
-  }
+                      bool initialize = true);
+  static int64_t number_distinct(const int64_t* ids, int32_t* rows, const int32_t* missing, int64_t count,
+                                 int64_t* distinct, Scratch& scratch);
 
-  // Numbers the distinct ids at the missing positions by first occurrence: writes the numbers to rows and the ids to
-  // distinct. Returns the number of distinct ids.
-  static int64_t number_distinct(const int64_t* ids, int32_t* rows, const int32_t* missing,
-                                 int64_t count, int64_t* distinct, Scratch& scratch) {
-    int bits = 4;
-    while ((int64_t{1} << bits) < 2 * count) ++bits;
-    const uint64_t mask = (uint64_t{1} << bits) - 1;
-    int32_t* slots = scratch.slots.get(int64_t{1} << bits);
-    std::fill(slots, slots + mask + 1, -1);
-    int64_t found = 0;
-    for (int64_t m = 0; m < count; ++m) {
-      const int64_t id = ids[missing[m]];
-      uint64_t at = slot_hash(id) & mask;
-      while (slots[at] >= 0 && distinct[slots[at]] != id) at = (at + 1) & mask;
-      if (slots[at] < 0) {
-        slots[at] = static_cast<int32_t>(found);
-        distinct[found++] = id;
-      }
-      rows[missing[m]] = slots[at];
-    }
-    return found;
-  }
-
-  // The open snapshot, if its reader is in this process.
-  Snapshot* snapshot() {
-    // Leaked on purpose: a thread that this process does not have may hold its mutex.
-    if (snapshot_ && snapshot_->abandoned()) new std::shared_ptr<Snapshot>(std::move(snapshot_));
-    return snapshot_.get();
-  }
-
-  void wait_for_reader(std::unique_lock<ForkSafeLock>& hold) {
-    const std::shared_ptr<Snapshot> waiting = snapshot_;
-    waiting->wait(hold);
-  }
-
-  // Saves the rows of these ids for the snapshot before they change.
+  // Snapshots; see table_snapshot.hpp.
+  Snapshot* snapshot();
+  void wait_for_reader(std::unique_lock<ForkSafeLock>& hold);
   void save_for_snapshot(const int64_t* ids, int64_t n, Scratch& scratch, int threads,
-                         std::unique_lock<ForkSafeLock>& hold) {
-    while (snapshot()) {
-      int32_t* rows = scratch.rows.get(n);
-      find_rows(ids, n, rows, threads);
-      if (snapshot_->save(rows_, rows, n)) return;
-      wait_for_reader(hold);
-    }
-  }
+                         std::unique_lock<ForkSafeLock>& hold);
+
+  // Removed ids of the consumers; see table_touched.hpp.
+  void prepare_removed(int64_t n);
+  static void keep_distinct(std::vector<int64_t>& ids);
+  void note_removed(int64_t id);
 
   void written(int32_t row, uint32_t time) {
     rows_.time_of(row) = time;
     if (tracked_) rows_.flag(row) |= tracked_;
   }
 
-  // Makes room to record this many removals without an allocation. Repeated ids are dropped before a list grows, so it
-  // holds at most twice as many entries as removed ids.
-  void prepare_removed(int64_t n) {
-    for (int c = 0; c < kMaxConsumers; ++c) {
-      if (!(tracked_ & (1u << c))) continue;
-      std::vector<int64_t>& list = removed_[c];
-      if (list.size() + static_cast<size_t>(n) <= list.capacity()) continue;
-      keep_distinct(list);
-      list.reserve(2 * list.size() + static_cast<size_t>(n));
-    }
-  }
-  static void keep_distinct(std::vector<int64_t>& ids) {
-    std::sort(ids.begin(), ids.end());
-    ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
-  }
-
-  void note_removed(int64_t id) {
-    for (int c = 0; c < kMaxConsumers; ++c)
-      if (tracked_ & (1u << c)) removed_[c].push_back(id);
-  }
-
-  // The stages of an update; see update.hpp.
+  // The stages of an update; see table_update.hpp.
   struct Reached;
   struct Parts;
   Parts divide(const Reached& reached, int64_t high, int threads, Scratch& scratch) const;
@@ -572,4 +392,7 @@ class Table {
 
 }  // namespace megalith
 
-#include "update.hpp"
+#include "table_create.hpp"
+#include "table_snapshot.hpp"
+#include "table_touched.hpp"
+#include "table_update.hpp"

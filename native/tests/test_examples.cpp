@@ -63,9 +63,9 @@ struct Decoded {
       if (!record.empty()) std::memcpy(exact.get(), record.data(), record.size());
       decoder.decode(exact.get(), record.size());
     }
-    for (const Column& column : decoder.columns) CHECK(column.kinds.size() == decoder.labels.size());
+    for (const RecordColumn& column : decoder.columns) CHECK(column.kinds.size() == decoder.labels.size());
   }
-  const Column& operator[](size_t i) const { return decoder.columns[i]; }
+  const RecordColumn& operator[](size_t i) const { return decoder.columns[i]; }
 };
 
 void examples_into_columns() {

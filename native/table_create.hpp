@@ -1,0 +1,83 @@
+// Table: rows for ids that have none.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "table.hpp"
+
+namespace megalith {
+
+inline const int32_t* Table::find_or_create(const int64_t* ids, int64_t n, Scratch& scratch, int threads,
+                                            bool initialize) {
+  int32_t* rows = scratch.rows.get(n);
+  find_rows(ids, n, rows, threads);
+  int32_t* missing = scratch.missing.get(n);
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; ++i)
+    if (rows[i] < 0) missing[count++] = static_cast<int32_t>(i);
+  const int64_t created = prepare_missing(ids, rows, count, scratch);
+  create_missing(rows, count, created, scratch, threads, initialize);
+  return rows;
+}
+
+// Creating rows for the positions in scratch.missing has two halves. This half may throw, and then the contents are
+// unchanged: it numbers the distinct ids by first occurrence (`rows` holds the numbers until the second half) and
+// makes room for all of them.
+inline int64_t Table::prepare_missing(const int64_t* ids, int32_t* rows, int64_t count, Scratch& scratch) {
+  if (count == 0) return 0;
+  const int32_t* missing = scratch.missing.get(count);
+  int64_t* fresh_ids = scratch.fresh_ids.get(count);
+  const int64_t created = number_distinct(ids, rows, missing, count, fresh_ids, scratch);
+  scratch.fresh.get(created);
+  rows_.prepare(created);
+  index_.prepare(created);
+  return created;
+}
+
+// The half that cannot fail: inserts the ids and initializes their rows, unless the caller writes complete rows.
+inline void Table::create_missing(int32_t* rows, int64_t count, int64_t created, Scratch& scratch, int threads,
+                                  bool initialize) {
+  if (count == 0) return;
+  const int32_t* missing = scratch.missing.get(count);
+  const int64_t* ids = scratch.fresh_ids.get(count);
+  int32_t* fresh = scratch.fresh.get(created);
+  index_.advance(static_cast<uint64_t>(created) + kAdvanceEachCall);
+  constexpr int64_t kAhead = 12;
+  for (int64_t k = 0; k < created; ++k) {
+    if (k + kAhead < created) index_.prefetch(ids[k + kAhead]);
+    fresh[k] = rows_.take(ids[k]);
+    index_.insert(ids[k], fresh[k]);
+  }
+  for (int64_t m = 0; m < count; ++m) rows[missing[m]] = fresh[rows[missing[m]]];
+  if (!initialize) return;
+  const TableView table = view();
+  for_ranges(created, 1024, threads, [&](int64_t first, int64_t last) {
+    kernels_->initialize(table, fresh + first, ids + first, last - first);
+  });
+}
+
+// Numbers the distinct ids at the missing positions by first occurrence: writes the numbers to rows and the ids to
+// distinct. Returns the number of distinct ids.
+inline int64_t Table::number_distinct(const int64_t* ids, int32_t* rows, const int32_t* missing,
+                                      int64_t count, int64_t* distinct, Scratch& scratch) {
+  int bits = 4;
+  while ((int64_t{1} << bits) < 2 * count) ++bits;
+  const uint64_t mask = (uint64_t{1} << bits) - 1;
+  int32_t* slots = scratch.slots.get(int64_t{1} << bits);
+  std::fill(slots, slots + mask + 1, -1);
+  int64_t found = 0;
+  for (int64_t m = 0; m < count; ++m) {
+    const int64_t id = ids[missing[m]];
+    uint64_t at = slot_hash(id) & mask;
+    while (slots[at] >= 0 && distinct[slots[at]] != id) at = (at + 1) & mask;
+    if (slots[at] < 0) {
+      slots[at] = static_cast<int32_t>(found);
+      distinct[found++] = id;
+    }
+    rows[missing[m]] = slots[at];
+  }
+  return found;
+}
+
+}  // namespace megalith

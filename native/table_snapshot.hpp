@@ -1,0 +1,87 @@
+// Table: snapshots, and the copies that writers make for an open one. snapshot.hpp has the snapshot itself.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "table.hpp"
+
+namespace megalith {
+
+inline int64_t Table::begin_snapshot(int consumer, bool touched_only, int64_t room, std::vector<int64_t>& removed) {
+  std::unique_lock<ForkSafeLock> hold(lock_);
+  if (snapshot())
+    throw std::invalid_argument("table '" + options_.name + "' already has an open snapshot: close it first");
+  uint8_t bit = 0;
+  std::vector<int64_t> gone;
+  if (consumer >= 0) {
+    bit = static_cast<uint8_t>(1u << consumer);
+    if (!(tracked_ & bit)) throw std::invalid_argument("consumer: not tracked");
+    keep_distinct(removed_[consumer]);
+    for (int64_t id : removed_[consumer])
+      if (index_.find(id) < 0) gone.push_back(id);
+  }
+  removed = gone;
+  snapshot_ = std::make_shared<Snapshot>(rows_, bit, touched_only, std::move(gone), room);
+  snapshot_consumer_ = consumer;
+  if (consumer >= 0) removed_[consumer].clear();
+  return snapshot_->size();
+}
+
+inline int64_t Table::read_snapshot(int64_t limit, int64_t* ids, const std::vector<Column>& columns, int64_t* times) {
+  std::shared_lock<ForkSafeLock> hold(lock_);
+  if (!snapshot_) throw std::invalid_argument("table '" + options_.name + "' has no open snapshot");
+  return snapshot_->read(rows_, limit, ids, columns, times);
+}
+
+inline int64_t Table::snapshot_live() const {
+  std::shared_lock<ForkSafeLock> hold(lock_);
+  return snapshot_ ? snapshot_->live() : 0;
+}
+
+inline double Table::snapshot_pressure() const {
+  std::shared_lock<ForkSafeLock> hold(lock_);
+  return snapshot_ ? snapshot_->pressure() : 0.0;
+}
+
+inline double Table::end_snapshot(bool give_back) {
+  std::unique_lock<ForkSafeLock> hold(lock_);
+  if (!snapshot()) return 0;
+  const std::shared_ptr<Snapshot> ended = std::move(snapshot_);
+  const int c = snapshot_consumer_;
+  ended->wake();
+  if (give_back && c >= 0 && (tracked_ & (1u << c))) {
+    ended->give_back(rows_);
+    removed_[c].insert(removed_[c].end(), ended->removed().begin(), ended->removed().end());
+  }
+  return ended->waited();
+}
+
+// The open snapshot, if its reader is in this process.
+inline Snapshot* Table::snapshot() {
+  // Leaked on purpose: a thread that this process does not have may hold its mutex.
+  if (snapshot_ && snapshot_->abandoned()) new std::shared_ptr<Snapshot>(std::move(snapshot_));
+  return snapshot_.get();
+}
+
+inline void Table::wait_for_reader(std::unique_lock<ForkSafeLock>& hold) {
+  const std::shared_ptr<Snapshot> waiting = snapshot_;
+  waiting->wait(hold);
+}
+
+// Saves the rows of these ids for the snapshot before they change.
+inline void Table::save_for_snapshot(const int64_t* ids, int64_t n, Scratch& scratch, int threads,
+                                     std::unique_lock<ForkSafeLock>& hold) {
+  while (snapshot()) {
+    int32_t* rows = scratch.rows.get(n);
+    find_rows(ids, n, rows, threads);
+    if (snapshot_->save(rows_, rows, n)) return;
+    wait_for_reader(hold);
+  }
+}
+
+}  // namespace megalith
