@@ -17,6 +17,7 @@ from megalith.errors import InputError, SequenceError, UsageError
 from megalith.serving.discovery import Replica as Found
 from megalith.serving.discovery import StaticDiscovery
 from megalith.serving.export.servable import Servable
+from megalith.serving.sync.parameter_source import ParameterSource
 from megalith.serving.sync.publisher import Publisher
 from megalith.serving.sync.subscriber import Subscriber
 from tests.serving.sync_support import (
@@ -161,7 +162,9 @@ def test_dense_weights_beyond_4_mib_change_with_the_last_message(stack: ExitStac
     assert seen.count(False) >= 2
 
 
-def test_rows_that_are_not_finite_are_held_back(online: Online) -> None:
+def test_rows_that_are_not_finite_are_held_back_and_logged(
+    online: Online, caplog: pytest.LogCaptureFixture
+) -> None:
     replica = online.replica()
     publisher = online.publisher([replica])
     rows = torch.ones(2, 5)
@@ -172,7 +175,61 @@ def test_rows_that_are_not_finite_are_held_back(online: Online) -> None:
     assert publisher.flush(LIMIT), publisher.report()
 
     assert publisher.source.held_back == 1
+    assert "1 of table 'user' (ids 2)" in caplog.text
     assert replica.servable.lookup("user", torch.tensor([1]))[0, 0] == 1.0
+
+
+def test_dense_weights_that_are_not_finite_are_held_back_and_logged(
+    online: Online, caplog: pytest.LogCaptureFixture
+) -> None:
+    replica = online.replica()
+    publisher = online.publisher([replica])
+    name, weight = next(online.model.named_parameters())
+    before = weight.detach().clone()
+    with torch.no_grad():
+        weight[0] = torch.nan
+
+    assert publisher.flush(LIMIT), publisher.report()
+
+    assert torch.equal(replica.servable.dense_weights[name], before)
+    assert f"not finite: {name}" in caplog.text
+
+
+def test_an_error_in_publish_loses_no_ids(online: Online, monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = online.replica()
+    publisher = online.publisher([replica])
+    online.trainer.step(2)
+
+    def fail() -> None:
+        raise MemoryError("no memory for the dense weights")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(publisher.source, "copy_dense", fail)
+        with pytest.raises(MemoryError):
+            publisher.publish()
+
+    online.assert_arrives(publisher, replica)
+
+
+def test_an_error_in_the_tables_of_one_collection_loses_no_ids_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    collections = {name: make_model().embeddings for name in ("first", "second")}
+    source = ParameterSource(torch.nn.ModuleDict(collections))
+    source.track("test")
+    for collection in collections.values():
+        collection.shards.assign({"user": (torch.tensor([1, 2]), torch.ones(2, 5))})
+
+    def fail(consumer: str) -> None:
+        raise MemoryError(f"no memory for the ids of {consumer}")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(collections["second"].shards, "drain_touched", fail)
+        with pytest.raises(MemoryError):
+            source.drain("test")
+
+    drained = {name: ids.tolist() for name, ids in source.drain("test").items() if ids.numel()}
+    assert drained == {"first.user": [1, 2], "second.user": [1, 2]}
 
 
 # ---- faults
@@ -420,9 +477,11 @@ def test_ranks_of_one_session_push_each_its_own_rows(stack: ExitStack, tmp_path:
     assert subscriber.staleness() is not None
 
 
-@pytest.mark.parametrize("routing", ["roundrobin", "hash_roundrobin"])
+@pytest.mark.parametrize(
+    ("routing", "signature"), [("roundrobin", "hashtable_assign"), ("hash_roundrobin", "raw_assign")]
+)
 def test_parts_get_the_rows_that_serving_routes_to_them(
-    stack: ExitStack, tmp_path: Path, routing: str
+    stack: ExitStack, tmp_path: Path, routing: str, signature: str
 ) -> None:
     model = make_model(dist_type=routing)
     trainer = Trainer(model)
@@ -433,7 +492,9 @@ def test_parts_get_the_rows_that_serving_routes_to_them(
         server = stack.enter_context(sync_server({_called(servable): Subscriber(servable)}))
         servers[servable.signature.part] = server
     targets = StaticDiscovery({f"movies:{part}": [server.address] for part, server in servers.items()})
-    publisher = stack.enter_context(Publisher(model, targets, model_name="movies", interval=HOUR, base="one"))
+    publisher = stack.enter_context(
+        Publisher(model, targets, model_name="movies", interval=HOUR, base="one", signature=signature)
+    )
     for _ in range(3):
         trainer.step()
         # The parts are found when the entry has answered.
@@ -493,7 +554,9 @@ def _called(servable: Servable) -> str:
 # ---- Monolith's protocol
 
 
-def test_monolith_servers_get_rows_without_metadata_and_retries_of_the_same(stack: ExitStack) -> None:
+def test_monolith_servers_get_rows_and_removals_without_metadata_and_retries_of_the_same(
+    stack: ExitStack,
+) -> None:
     server = stack.enter_context(DummySyncServer())
     shards = LocalShards([TableConfig("user", dim=2, optimizer=SGD(0.1))])
     publisher = stack.enter_context(
@@ -516,7 +579,8 @@ def test_monolith_servers_get_rows_without_metadata_and_retries_of_the_same(stac
     (request,) = server.requests
     assert (request.model, request.signature) == ("movies:ps_0", "hashtable_assign")
     assert sorted(request.inputs) == ["user_id", "user_value"]
-    assert request.inputs["user_id"].tolist() == [1]
+    assert request.inputs["user_id"].tolist() == [1, 2]
+    assert request.inputs["user_value"].tolist() == [[1.0, 1.0], [0.0, 0.0]]  # a removed id reads as zeros
     assert not [key for key in request.metadata if key.startswith("megalith")]
     assert len(server.failed) == 2
 

@@ -48,7 +48,8 @@ def cut_contents(
             contents.pop(_text(name), None)  # of two entries with the same name, the last counts
             if content is not None:
                 contents[_text(name)] = content
-            kept.append(_encoded(_INPUTS, bytes(name.encoded) + _encoded(2, small)))
+            entry = bytes(name.encoded) + field_prefix(2, len(small)) + small
+            kept += [field_prefix(_INPUTS, len(entry)), entry]
     except InputError:
         return data, {}
     return b"".join(kept), contents
@@ -140,11 +141,19 @@ def _text(field: _WireField) -> str:
         raise InputError(f"field {field.number} is not UTF-8") from None
 
 
-def _encoded(number: int, payload: bytes) -> bytes:
-    """A length-delimited field."""
-    size, out = len(payload), bytearray([number << 3 | _BYTES])
-    while size >= 0x80:
-        out.append(size & 0x7F | 0x80)
-        size >>= 7
-    out.append(size)
-    return bytes(out) + payload
+def field_prefix(number: int, length: int) -> bytes:
+    """Encode the key and the length of a length-delimited protobuf field; its payload follows them.
+
+    Args:
+        number: The number of the field, 1 to 15.
+        length: The number of bytes of the payload.
+
+    Returns:
+        The bytes before the payload.
+    """
+    out = bytearray([number << 3 | _BYTES])
+    while length >= 0x80:
+        out.append(length & 0x7F | 0x80)
+        length >>= 7
+    out.append(length)
+    return bytes(out)

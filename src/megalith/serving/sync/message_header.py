@@ -16,6 +16,7 @@ A position is the outputs of the control signatures:
     session            | the session that the subscriber follows; "" for none
     base               | the id of the save below the pushed rows; "" while rows are being replaced
     sequence, step     | the last sequence number of the asking publisher; the step of the export
+    rows_id            | 32 hex digits, new whenever pushed rows were dropped, also by a restart
     layout             | JSON of `ModelLayout`: the part served, its tables and dense weights
 
 Headers and positions are untrusted until validated here.
@@ -230,6 +231,8 @@ class Position:
         sequence: The last sequence number of the asking publisher.
         step: The training step of the served export.
         layout: What is served.
+        rows_id: Identifies the set of pushed rows: it is new whenever they were dropped. A client without a
+            session learns from it that what it pushed is gone.
     """
 
     session: str
@@ -237,6 +240,7 @@ class Position:
     sequence: int
     step: int
     layout: ModelLayout
+    rows_id: str = ""
 
     def outputs(self) -> dict[str, Tensor | Strings]:
         """Returns the outputs of a control signature."""
@@ -246,6 +250,7 @@ class Position:
             "sequence": torch.tensor([self.sequence]),
             "step": torch.tensor([self.step]),
             "layout": _string(self.layout.to_json()),
+            "rows_id": string(self.rows_id),
         }
 
     @classmethod
@@ -260,6 +265,7 @@ class Position:
             sequence,
             _read_int(outputs, "step"),
             ModelLayout.from_json(_read_bytes(outputs, "layout")),
+            read_string(outputs, "rows_id"),
         )
 
 

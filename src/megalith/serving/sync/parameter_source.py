@@ -1,11 +1,14 @@
 """The source of parameter sync: the tables and dense weights of a model in training.
 
 Tables are read concurrently with training, from any thread. Dense weights are copied by the training thread,
-between steps. Rows and weights that are not finite are not sent to servers; such rows are counted.
+between steps. Rows and weights that are not finite are not sent to servers: the log names their table and
+ids, and the rows are counted.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Mapping
 
 import torch
@@ -18,6 +21,11 @@ from megalith.ops.checks import all_finite
 from megalith.serving.sync.push_messages import PushMessage
 from megalith.shards import Shards
 from megalith.table import Table
+
+logger = logging.getLogger(__name__)
+
+MAX_NAMED_IDS = 20
+"""The number of ids of a table that a message about rows names."""
 
 
 class ParameterSource:
@@ -53,46 +61,76 @@ class ParameterSource:
             for name, table in shards.local.items()
         }
         self._last: dict[str, Tensor] = {}
+        self._counting = threading.Lock()
         self.held_back = 0
         """The number of rows that were not finite when a message was built."""
 
     # ---- in the training thread
 
     def track(self, consumer: str) -> None:
-        """Starts to record changes for a consumer."""
+        """Start to record changes for a consumer.
+
+        Args:
+            consumer: A name that no other consumer of the tables has.
+        """
         self.flush()
         for shards in self._shards:
             shards.track(consumer)
             shards.drain_touched(consumer)
 
     def untrack(self, consumer: str) -> None:
-        """Stops recording changes for a consumer."""
+        """Stop recording changes for a consumer.
+
+        Args:
+            consumer: The name given to `track`.
+        """
         for shards in self._shards:
             shards.untrack(consumer)
 
     def drain(self, consumer: str) -> dict[str, Tensor]:
-        """Returns the ids changed or removed since the last call, int64 [n] by table, without duplicates."""
-        found = {}
-        for shards in self._shards:
-            for name, (updated, removed) in shards.drain_touched(consumer).items():
-                # An id that was removed and created again is in both.
-                ids = torch.unique(torch.cat([updated, removed])) if removed.numel() else updated
-                found[self._names[id(shards)][name]] = ids
+        """Return the ids that changed or were removed since the last call; no id is lost by an error.
+
+        Args:
+            consumer: The name given to `track`.
+
+        Returns:
+            The ids of each table, int64 [n], without duplicates.
+        """
+        found: dict[str, Tensor] = {}
+        try:
+            for shards in self._shards:
+                for name, (updated, removed) in shards.drain_touched(consumer).items():
+                    found[self._names[id(shards)][name]] = join_changes(updated, removed)
+        except BaseException:
+            self.put_back(consumer, found)
+            raise
         return found
 
+    def put_back(self, consumer: str, ids: Mapping[str, Tensor]) -> None:
+        """Record ids as changed, so that the next `drain` returns them again.
+
+        Args:
+            consumer: The name given to `track`.
+            ids: The ids of each table, int64 [n], as `drain` returned them.
+        """
+        for name, changed in ids.items():
+            self.tables[name].mark_touched(consumer, changed)
+
     def flush(self) -> None:
-        """Waits for updates in progress, so that `drain` returns what they change."""
+        """Wait for updates in progress, so that `drain` returns what they change."""
         for shards in self._shards:
             shards.flush()
 
     def copy_dense(self) -> dict[str, Tensor] | None:
-        """Returns a copy of the dense weights; None if they have not changed or are not finite."""
+        """Return a copy of the dense weights; None if they have not changed or are not finite."""
         if self._model is None:
             return None
         now = {name: weight.detach() for name, weight in dense_state(self._model).items()}
         if now.keys() == self._last.keys() and all(_equal(now[name], self._last[name]) for name in now):
             return None
-        if not all(all_finite(weight) for weight in now.values() if weight.is_floating_point()):
+        bad = [name for name, weight in now.items() if weight.is_floating_point() and not all_finite(weight)]
+        if bad:
+            logger.warning("dense weights are not pushed, because these are not finite: %s", ", ".join(bad))
             return None
         self._last = {name: weight.to("cpu", copy=True).contiguous() for name, weight in now.items()}
         return self._last
@@ -100,17 +138,23 @@ class ParameterSource:
     # ---- in any thread
 
     def all_ids(self) -> dict[str, Tensor]:
-        """Returns the ids with a row, int64 [n] by table; ids created or removed meanwhile may be missing."""
-        none = [torch.empty(0, dtype=torch.int64)]
-        return {
-            name: torch.cat(none + [chunk.ids for chunk in table.scan()])
-            for name, table in self.tables.items()
-        }
+        """Return the ids that have a row; see `scan_ids`."""
+        return scan_ids(self.tables)
 
     def read(self, ids: Mapping[str, Tensor]) -> PushMessage:
-        """Reads rows; see `read_rows`. Rows that are not finite are counted in `held_back`."""
-        push, held_back = read_rows(self.tables, ids)
-        self.held_back += held_back
+        """Read rows; those that are not finite are logged, and counted in `held_back`.
+
+        Args:
+            ids: The ids of each table, int64 [n].
+
+        Returns:
+            A message with the finite rows, and the ids without a row as removed.
+        """
+        push, not_finite = read_rows(self.tables, ids)
+        if not_finite:
+            logger.warning("%s", describe_not_finite(not_finite))
+            with self._counting:
+                self.held_back += sum(each.numel() for each in not_finite.values())
         return push
 
 
@@ -118,18 +162,46 @@ def _equal(weight: Tensor, other: Tensor) -> bool:
     return weight.dtype == other.dtype and torch.equal(weight.cpu(), other)
 
 
-def read_rows(tables: Mapping[str, Table], ids: Mapping[str, Tensor]) -> tuple[PushMessage, int]:
-    """Reads the current rows of ids.
+def join_changes(updated: Tensor, removed: Tensor) -> Tensor:
+    """Join the two results of `Table.drain_touched`.
+
+    Args:
+        updated: The ids written, int64 [n], without duplicates.
+        removed: The ids removed, int64 [m]. An id that was removed and created again is in both.
+
+    Returns:
+        The distinct ids, int64 [k].
+    """
+    return torch.unique(torch.cat([updated, removed])) if removed.numel() else updated
+
+
+def scan_ids(tables: Mapping[str, Table]) -> dict[str, Tensor]:
+    """List the ids that have a row; ids created or removed meanwhile may be missing.
+
+    Args:
+        tables: The tables by name.
+
+    Returns:
+        The ids of each table, int64 [n].
+    """
+    none = [torch.empty(0, dtype=torch.int64)]
+    return {name: torch.cat(none + [chunk.ids for chunk in table.scan()]) for name, table in tables.items()}
+
+
+def read_rows(
+    tables: Mapping[str, Table], ids: Mapping[str, Tensor]
+) -> tuple[PushMessage, dict[str, Tensor]]:
+    """Read the current rows of ids.
 
     Args:
         tables: The tables by name.
         ids: The ids of each table, int64 [n].
 
     Returns:
-        A message with the rows, and the ids without a row as removed; and the number of rows that are left
-        out because they are not finite.
+        A message with the finite rows, and the ids without a row as removed; and the ids whose rows are left
+        out because they are not finite, int64 [k] by table.
     """
-    rows, removed, held_back = {}, {}, 0
+    rows, removed, not_finite = {}, {}, {}
     for name, wanted in ids.items():
         table = tables[name]
         epoch, found = table.epoch, table.find(wanted)
@@ -142,7 +214,25 @@ def read_rows(tables: Mapping[str, Table], ids: Mapping[str, Tensor]) -> tuple[P
         values = table.read(found, wanted, epoch=epoch)
         if not all_finite(values):
             finite = values.isfinite().all(1)
-            held_back += int((~finite).sum())
+            not_finite[name] = wanted[~finite]
             wanted, values = wanted[finite], values[finite]
-        rows[name] = (wanted, values)
-    return PushMessage(rows, removed), held_back
+        if wanted.numel():
+            rows[name] = (wanted, values)
+    return PushMessage(rows, removed), not_finite
+
+
+def describe_not_finite(not_finite: Mapping[str, Tensor]) -> str:
+    """Name the rows that are not pushed because they are not finite.
+
+    Args:
+        not_finite: The ids of those rows, int64 [n] by table, as `read_rows` returns them.
+
+    Returns:
+        A sentence for a log or an error; of many ids the first MAX_NAMED_IDS are named.
+    """
+    tables = []
+    for name, ids in not_finite.items():
+        more = ", ..." if ids.numel() > MAX_NAMED_IDS else ""
+        named = ", ".join(map(str, ids[:MAX_NAMED_IDS].tolist()))
+        tables.append(f"{ids.numel()} of table {name!r} (ids {named}{more})")
+    return f"rows with NaN or Inf are not pushed, servers keep their last value: {'; '.join(tables)}"

@@ -30,8 +30,9 @@ from megalith.serving.discovery.contract import Replicas
 from megalith.serving.sync.changed_ids import Interval, Journal, Uncompacted
 from megalith.serving.sync.message_header import MessageHeader, ModelLayout, SequenceCounter
 from megalith.serving.sync.parameter_source import ParameterSource
+from megalith.serving.sync.publisher_state import SenderOptions, TargetReport
 from megalith.serving.sync.push_messages import is_assign
-from megalith.serving.sync.sender import Sender, SenderOptions, TargetReport
+from megalith.serving.sync.sender import Sender
 from megalith.serving.wire_names import HASHTABLE_ASSIGN
 from megalith.shards import Shards
 
@@ -58,8 +59,8 @@ class Publisher:
             need only later changes.
         dense: Push dense weights too.
         credentials: The credentials for the servers.
-        protocol: "megalith", or "monolith" for Monolith's servers, which have no positions, deletions and
-            dense weights.
+        protocol: "megalith", or "monolith" for Monolith's servers, which have no positions and no dense
+            weights; a removed row becomes zeros there. Publisher `index` then pushes to the part ps_`index`.
         signature: "hashtable_assign" or "raw_assign".
         max_backlog: The number of rows that may wait for one target; beyond it the target starts over.
         max_journal: The number of ids remembered for targets that connect later.
@@ -154,10 +155,14 @@ class Publisher:
         return True
 
     def publish(self) -> int:
-        """Ends the interval now and sends the changes to every target; returns the number of the interval."""
+        """End the interval now and send the changes to every target; return the number of the interval."""
         self._check_open()
         ids = self.source.drain(self._consumer)
-        dense = self.source.copy_dense()
+        try:
+            dense = self.source.copy_dense()
+        except BaseException:
+            self.source.put_back(self._consumer, ids)
+            raise
         with self.lock:
             self.interval = Interval(self.interval.number + 1, clock.time())
             if dense is not None:
@@ -357,7 +362,7 @@ class Publisher:
                 self._senders[key] = sender
                 sender.start()
             for key, sender in self._senders.items():
-                sender.report.listed = key in listed
+                sender.set_listed(key in listed)
                 if key in listed:
                     self._missing_since.pop(key, None)
                 else:

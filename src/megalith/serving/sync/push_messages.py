@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError
+from megalith.serving.proto.contents import field_prefix
 from megalith.serving.proto.message_types import ModelSpec, TensorProto
 from megalith.serving.proto.tf_tensors import DTYPES, Strings
 from megalith.serving.wire_names import HASHTABLE_ASSIGN, RAW_ASSIGN
@@ -61,6 +62,24 @@ class PushMessage:
         with_row = sum(ids.numel() for ids, _ in self.rows.values())
         return with_row + sum(ids.numel() for ids in self.removed.values())
 
+    def with_zero_rows(self, dims: Mapping[str, int]) -> PushMessage:
+        """Replace removals by rows of zeros, which is how an absent id reads on Monolith's servers.
+
+        Args:
+            dims: The number of columns of each table.
+
+        Returns:
+            The same message without removed ids.
+        """
+        rows = dict(self.rows)
+        for table, gone in self.removed.items():
+            ids, values = rows.get(table, (_NO_IDS, torch.empty(0, dims[table])))
+            rows[table] = (
+                torch.cat([ids, gone]),
+                torch.cat([values, values.new_zeros(gone.numel(), dims[table])]),
+            )
+        return PushMessage(rows, {}, self.dense)
+
 
 def is_raw(signature: str) -> bool:
     """Returns whether a signature is raw_assign, with or without Monolith's prefix of a table set."""
@@ -96,9 +115,10 @@ def inputs_of(push: PushMessage, signature: str, tables: Iterable[str]) -> dict[
     rows_of = [push.rows.get(table, (_NO_IDS, torch.empty(0))) for table in ordered]
     removed = [push.removed.get(table, _NO_IDS) for table in ordered]
     raw: dict[str, Tensor | list[Tensor]] = {
-        "id": [ids for ids, _ in rows_of],
+        # An entry has no tables, and an input needs a tensor for its dtype.
+        "id": [ids for ids, _ in rows_of] or [_NO_IDS],
         "id_split": splits_of(ids.numel() for ids, _ in rows_of),
-        "flat_value": [rows.reshape(-1) for _, rows in rows_of],
+        "flat_value": [rows.reshape(-1) for _, rows in rows_of] or [torch.empty(0)],
     }
     if any(ids.numel() for ids in removed):
         raw |= {"removed": removed, "removed_split": splits_of(ids.numel() for ids in removed)}
@@ -148,18 +168,18 @@ def encode_request(model: str, signature: str, inputs: Inputs) -> bytes:
         The bytes of the request.
     """
     spec = ModelSpec(name=model, signature_name=signature).SerializeToString()
-    parts: list[bytes | memoryview] = [_field(1, len(spec)), spec]
+    parts: list[bytes | memoryview] = [field_prefix(1, len(spec)), spec]
     for name, given in inputs.items():
         tensors = [given] if isinstance(given, Tensor) else list(given)
         contents = [_memory(tensor) for tensor in tensors]
         shape = given.shape if isinstance(given, Tensor) else (sum(t.numel() for t in tensors),)
         head = _head(tensors[0].dtype, shape)
         size = sum(len(content) for content in contents)
-        start = _field(4, size) if size else b""
+        start = field_prefix(4, size) if size else b""
         key = name.encode()
         value_bytes = len(head) + len(start) + size
-        entry = [_field(1, len(key)), key, _field(2, value_bytes), head, start]
-        parts += [_field(2, sum(map(len, entry)) + size), *entry, *contents]
+        entry = [field_prefix(1, len(key)), key, field_prefix(2, value_bytes), head, start]
+        parts += [field_prefix(2, sum(map(len, entry)) + size), *entry, *contents]
     return b"".join(parts)
 
 
@@ -175,16 +195,6 @@ def _head(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
 def _memory(tensor: Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
-
-
-def _field(number: int, length: int) -> bytes:
-    """Returns the tag and the length of a length-delimited field."""
-    out = bytearray([number << 3 | 2])
-    while length >= 0x80:
-        out.append(length & 0x7F | 0x80)
-        length >>= 7
-    out.append(length)
-    return bytes(out)
 
 
 def splits_of(sizes: Iterable[int]) -> Tensor:

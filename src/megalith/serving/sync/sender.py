@@ -24,8 +24,8 @@ Invariants:
 - An interval counts as complete when its last message is acknowledged and the answer names a base.
 - The backlog and the report are changed with the publisher's lock held.
 
-With Monolith's protocol there is no handshake: messages have no header, one is in flight at a time, and all
-ids in the journal are sent first.
+With Monolith's protocol there is no handshake: messages have no header, one is in flight at a time, all ids
+in the journal are sent first, and a removed id is sent as a row of zeros, which is how an absent id reads.
 """
 
 from __future__ import annotations
@@ -35,22 +35,21 @@ import random
 import threading
 import time as clock
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
 from megalith.errors import InputError, MegalithError, RemoteError
 from megalith.routing import Router
 from megalith.serving.client.channels import Call, Connection
-from megalith.serving.client.credentials import Credentials
-from megalith.serving.proto.message_types import Message, PredictRequest
-from megalith.serving.proto.tf_tensors import from_tensor_protos, strings_to_tensor_proto
+from megalith.serving.proto.message_types import Message
+from megalith.serving.proto.tf_tensors import from_tensor_protos
 from megalith.serving.sync import message_header as headers
-from megalith.serving.sync.changed_ids import Backlog, Interval, Journal
+from megalith.serving.sync.changed_ids import Backlog, Interval
+from megalith.serving.sync.control_calls import MAX_ANSWER_BYTES, ask_position
 from megalith.serving.sync.message_header import MessageHeader, ModelLayout, Position, SequenceCounter
-from megalith.serving.sync.parameter_source import ParameterSource
+from megalith.serving.sync.publisher_state import PublisherState, SenderOptions, TargetReport
 from megalith.serving.sync.push_messages import (
     MAX_CONTENT_BYTES,
     Inputs,
@@ -66,7 +65,6 @@ logger = logging.getLogger(__name__)
 
 RELOAD_TIMEOUT = 120.0
 REPLACING_PAUSE = 0.1
-MAX_ANSWER_BYTES = 1 << 23
 MIN_PAUSE, MAX_PAUSE = 0.05, 5.0
 """Seconds between two attempts: doubled after each failure, and shortened at random by up to half."""
 _REFUSALS = ("FAILED_PRECONDITION", "NOT_FOUND", "INVALID_ARGUMENT")  # the same message would fail again
@@ -75,67 +73,6 @@ _ONE_SHARD = Router("roundrobin", 1)
 
 class HandshakeNeeded(MegalithError):
     """A target needs a new handshake."""
-
-
-@dataclass
-class TargetReport:
-    """The progress of a target. Times are in seconds since 1970; None: not yet known."""
-
-    address: str
-    model: str
-    """The name of the model there."""
-    part: str | None = None
-    backlog: int = 0
-    """Rows to be sent."""
-    sequence: int = 0
-    rows: int = 0
-    """Rows sent and acknowledged."""
-    error: str | None = None
-    """The last error; None after a success."""
-    acknowledged_at: float | None = None
-    """The time of the last answer."""
-    complete: float | None = None
-    """Everything trained until this time has arrived."""
-    listed: bool = True
-    """Whether discovery still lists the target."""
-
-    @property
-    def staleness(self) -> float | None:
-        """Seconds of training that have not arrived; None before the first interval is complete."""
-        return None if self.complete is None else max(0.0, clock.time() - self.complete)
-
-
-class PublisherState(Protocol):
-    """The state of a publisher that its senders share; guarded by `lock`."""
-
-    lock: threading.Condition
-    source: ParameterSource
-    journal: Journal
-    interval: Interval
-    """The last interval that has ended."""
-    dense: Mapping[str, Tensor]
-    dense_number: int
-    """The number of the interval in which the dense weights changed last."""
-
-    def compact_journal(self) -> None:
-        """Called when an interval is complete at a target: there may be time to compact the journal."""
-
-
-@dataclass(frozen=True)
-class SenderOptions:
-    """The options that all senders of a publisher share."""
-
-    session: str
-    index: int
-    count: int
-    signature: str
-    monolith: bool
-    """Use Monolith's protocol: rows only, without positions."""
-    timeout: float
-    max_backlog: int
-    credentials: Credentials | None
-    on_layout: Callable[[ModelLayout], None]
-    """Called with the layout of each target at its handshake."""
 
 
 @dataclass(frozen=True)
@@ -193,20 +130,29 @@ class Sender:
         self._thread = threading.Thread(target=self._run, name=f"megalith push {address}", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stops sending and cancels calls in progress; does not wait for the thread (see `join`)."""
+        """Stop sending and cancel calls in progress; does not wait for the thread (see `join`)."""
         self._closed.set()
         self._connection.close()
 
     def join(self, timeout: float) -> None:
-        """Waits for the thread."""
+        """Wait for the thread.
+
+        Args:
+            timeout: The maximum number of seconds to wait.
+        """
         self._thread.join(timeout)
 
     def add(self, ids: Mapping[str, Tensor], interval: Interval) -> None:
-        """Adds changed ids, with the publisher's lock held; a backlog that overflows is dropped."""
+        """Add changed ids, with the publisher's lock held; a backlog that overflows is dropped.
+
+        Args:
+            ids: The ids of each table, int64 [n], without duplicates.
+            interval: The interval in which they changed.
+        """
         if self._backlog is None:
             return  # the handshake decides what to send
         if not self._backlog.add(ids, interval):
@@ -215,6 +161,14 @@ class Sender:
             self._backlog = None
             self.report.error = "its backlog overflowed; it starts over"
         self._update_report()
+
+    def set_listed(self, listed: bool) -> None:
+        """Record, with the publisher's lock held, whether discovery lists the target.
+
+        Args:
+            listed: False if it does not; the sender continues until it is closed.
+        """
+        self.report.listed = listed
 
     def _update_report(self) -> None:
         self.report.backlog = 0 if self._backlog is None else len(self._backlog)
@@ -374,7 +328,7 @@ class Sender:
         """Queues messages of rows and, if they complete an interval, of dense weights and of its end."""
         push = self._publisher.source.read(ids)
         if self._options.monolith:
-            push = PushMessage(push.rows)
+            push = push.with_zero_rows({name: table.dim for name, table in self._layout.tables.items()})
         signature = self._options.signature
         contents = pack_inputs(push, dense, signature, self._table_names(), MAX_CONTENT_BYTES)
         if interval is not None and not contents and not self._replacing:
@@ -491,12 +445,11 @@ class Sender:
     def _ask_position(
         self, signature: str, sequence: int, *, base: str | None = None, timeout: float | None = None
     ) -> Position:
-        request = PredictRequest()
-        request.model_spec.name = self.report.model
-        request.model_spec.signature_name = signature
-        if base is not None:
-            request.inputs["base"].CopyFrom(strings_to_tensor_proto(headers.string(base)))
-        answer = self._connection.predict(
-            request, timeout=timeout or self._options.timeout, metadata=self._header(sequence).metadata()
+        return ask_position(
+            self._connection,
+            self.report.model,
+            signature,
+            timeout=timeout or self._options.timeout,
+            header=self._header(sequence),
+            base=base,
         )
-        return Position.read(from_tensor_protos(answer.outputs, max_bytes=MAX_ANSWER_BYTES))

@@ -34,7 +34,8 @@ Invariants:
 - Rows of two sessions are never mixed: a new session starts from the rows of a save, or replaces all rows.
 - While rows are being replaced, requests see the old rows; all publishers of a session replace together.
 
-Messages of a Monolith client have no header and are applied as they arrive. See docs/guides/online.md.
+Messages of a Monolith client have no header and are applied as they arrive; the `rows_id` of a position
+changes when they are dropped. See docs/guides/online.md.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from __future__ import annotations
 import logging
 import threading
 import time as clock
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,6 +122,7 @@ class Subscriber:
         """Whether the rows differ from those of the base."""
         self._pushed_on: str | None = None
         """The base on which the rows were pushed; rows of another base may be newer than the pushed ones."""
+        self._rows_id = uuid.uuid4().hex
         self._session = ""
         self._count = 0
         self._positions: dict[int, int] = {}
@@ -251,6 +254,7 @@ class Subscriber:
             sequence=self._positions.get(header.index, 0) if header is not None and same else 0,
             step=self.servable.signature.step,
             layout=_layout_of(self.servable),
+            rows_id=self._rows_id,
         ).outputs()
 
     # ---- begin, end, reload
@@ -306,6 +310,7 @@ class Subscriber:
             return
         if self._base == self.servable.signature.base:
             self.servable.reset()
+            self._rows_id = uuid.uuid4().hex
             self._dirty, self._dense = False, {}
         else:
             self._reload(again=True)
@@ -320,6 +325,7 @@ class Subscriber:
             for dense in self._waiting.values():
                 self._dense |= dense
             self.servable.adopt(self._stage, self._dense or None)
+            self._rows_id = uuid.uuid4().hex
             self._stage, self._waiting, ended = None, {}, set()
             self._dirty, self._pushed_on = True, None
             self.counters.replacements += 1
@@ -348,7 +354,7 @@ class Subscriber:
             if again:
                 raise SequenceError(f"the rows of save {self._base} cannot be read again: {error}") from None
             return
-        self._base = found.save
+        self._base, self._rows_id = found.save, uuid.uuid4().hex
         self._dense, self._dirty, self._pushed_on = dict(found.dense), False, None
         self._session = ""
         self._forget_positions()
@@ -399,6 +405,7 @@ class Subscriber:
     def _leave(self) -> None:
         """Stops following and serves the rows of the version only."""
         self.servable.reset()
+        self._rows_id = uuid.uuid4().hex
         self._stop_timer()
         self._session, self._dirty, self._dense, self._pushed_on = "", False, {}, None
         self._forget_positions()

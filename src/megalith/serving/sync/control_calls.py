@@ -1,0 +1,48 @@
+"""Control calls: sync_position, sync_begin and sync_reload, which a server answers with its position."""
+
+from __future__ import annotations
+
+from megalith.serving.client.channels import Connection
+from megalith.serving.proto.message_types import PredictRequest
+from megalith.serving.proto.tf_tensors import from_tensor_protos, strings_to_tensor_proto
+from megalith.serving.sync import message_header as headers
+from megalith.serving.sync.message_header import MessageHeader, Position
+
+MAX_ANSWER_BYTES = 1 << 23
+"""The maximum number of bytes of the tensors of an answer."""
+
+
+def ask_position(
+    connection: Connection,
+    model: str,
+    signature: str,
+    *,
+    timeout: float,
+    header: MessageHeader | None = None,
+    base: str | None = None,
+) -> Position:
+    """Make a control call.
+
+    Args:
+        connection: The connection to the server.
+        model: The name of the model there.
+        signature: sync_position, sync_begin or sync_reload.
+        timeout: Seconds to wait for the answer.
+        header: The header of the message; None for a client without a session.
+        base: The save to begin on, for sync_begin; "" replaces all rows.
+
+    Returns:
+        The position of the server.
+
+    Raises:
+        RemoteError: The server does not answer or refuses; one of Monolith does not have the signature.
+        InputError: The answer is not a position.
+    """
+    request = PredictRequest()
+    request.model_spec.name = model
+    request.model_spec.signature_name = signature
+    if base is not None:
+        request.inputs["base"].CopyFrom(strings_to_tensor_proto(headers.string(base)))
+    metadata = () if header is None else header.metadata()
+    answer = connection.predict(request, timeout=timeout, metadata=metadata)
+    return Position.read(from_tensor_protos(answer.outputs, max_bytes=MAX_ANSWER_BYTES))
