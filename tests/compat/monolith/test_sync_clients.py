@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import torch
 
 from megalith import SGD, LocalShards, Table, TableConfig, Zeros
+from megalith.compat.monolith import sync_clients
 from megalith.compat.monolith.dummy_server import DummySyncServer
 from megalith.compat.monolith.sync_clients import (
     ParameterSyncClient,
@@ -18,8 +21,12 @@ from megalith.compat.monolith.sync_clients import (
     create_parameter_sync_clients,
     parameter_sync_client_from_config,
 )
-from megalith.compat.monolith.sync_config import SyncConfig
+from megalith.compat.monolith.sync_config import SyncConfig, refresh_sync_config
 from megalith.errors import InputError, UnknownNameError
+from megalith.serving.discovery import Replica, StaticDiscovery
+from megalith.serving.server.model_server import ModelServer
+from megalith.serving.server.server_config import ServerConfig
+from tests.serving.sync_support import LIMIT, Trainer, assert_equal, export_version, make_model
 
 
 @pytest.fixture
@@ -104,6 +111,153 @@ def test_a_failed_target_keeps_its_ids_for_the_next_call(
     assert (first["update_num"], second["update_num"]) == (4, 2)
     ids, values = servers[0].requests[0].tables["a"]
     assert dict(zip(ids.tolist(), values[:, 0].tolist(), strict=True)) == {1: 1.0, 2: 7.0, 3: 7.0}
+
+
+def test_a_target_that_is_not_listed_for_a_while_keeps_its_ids(
+    client: ParameterSyncClient, servers: list[DummySyncServer]
+) -> None:
+    shards = shards_of(table=1)
+    client.attach(shards)
+    servers[0].fail_next(1, "UNAVAILABLE")
+    shards.assign({"table": (torch.tensor([1]), torch.ones(1, 1))})
+    client.create_sync_op(config_for(servers))
+    shards.assign({"table": (torch.tensor([2]), torch.ones(1, 1))})
+    client.create_sync_op(config_for(servers[1:]))
+    client.create_sync_op(config_for([]))
+
+    (response, _) = responses(client.create_sync_op(config_for(servers)))
+
+    assert response["update_num"] == 2
+    assert servers[0].requests[0].tables["table"][0].tolist() == [1, 2]
+
+
+def test_the_ids_of_absent_targets_are_limited_and_logged(
+    client: ParameterSyncClient,
+    servers: list[DummySyncServer],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(sync_clients, "MAX_ABSENT_IDS", 2)
+    shards = shards_of(table=1)
+    client.attach(shards)
+    client.create_sync_op(config_for(servers))
+    for id in range(3):
+        shards.assign({"table": (torch.tensor([id]), torch.ones(1, 1))})
+        client.create_sync_op(config_for(servers[1:]))
+    assert f"{servers[0].address} has been missing" in caplog.text
+    assert "the 3 ids it was not sent are dropped" in caplog.text
+
+    assert [each["update_num"] for each in responses(client.create_sync_op(config_for(servers)))] == [0, 0]
+
+
+def test_ids_are_kept_after_any_error(
+    client: ParameterSyncClient, servers: list[DummySyncServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = shards_of(table=1)
+    client.attach(shards)
+    shards.assign({"table": (torch.tensor([1]), torch.ones(1, 1))})
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no memory for the rows")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(sync_clients, "read_rows", fail)
+        with pytest.raises(MemoryError):
+            client.create_sync_op(config_for(servers))
+
+    assert [each["update_num"] for each in responses(client.create_sync_op())] == [1, 1]
+
+
+def test_clients_of_one_name_do_not_take_each_others_changes(servers: list[DummySyncServer]) -> None:
+    shards = shards_of(table=1)
+    with parameter_sync_client_from_config() as first, parameter_sync_client_from_config() as second:
+        assert first.name == second.name
+        for client in (first, second):
+            client.attach(shards)
+        shards.assign({"table": (torch.tensor([1]), torch.ones(1, 1))})
+
+        found = [responses(client.create_sync_op(config_for(servers[:1]))) for client in (first, second)]
+
+        assert [response["update_num"] for (response,) in found] == [1, 1]
+        first.close()
+        shards.assign({"table": (torch.tensor([2]), torch.ones(1, 1))})
+        assert responses(second.create_sync_op())[0]["update_num"] == 1
+
+
+def test_more_clients_than_a_table_has_consumers(servers: list[DummySyncServer]) -> None:
+    shards = shards_of(table=1)
+    clients = create_parameter_sync_clients(20)
+    for client in clients:
+        client.attach(shards)
+    shards.assign({"table": (torch.tensor([1, 2]), torch.ones(2, 1))})
+    shards.remove({"table": torch.tensor([2])})
+    shards.assign({"table": (torch.tensor([2]), torch.ones(1, 1))})  # in both results of a drain
+
+    found = [responses(client.create_sync_op(config_for(servers[:1])))[0] for client in clients]
+
+    assert [response["update_num"] for response in found] == [2] * 20
+    for client in clients:
+        client.close()
+    for consumer in range(8):
+        shards.track(f"consumer {consumer}")  # all consumers are free again
+
+
+def test_clients_with_tables_of_their_own_may_use_one_table_name(servers: list[DummySyncServer]) -> None:
+    clients, owners = create_parameter_sync_clients(2), [shards_of(table=1), shards_of(table=1)]
+    for number, (client, shards) in enumerate(zip(clients, owners, strict=True)):
+        client.attach(shards)
+        shards.assign({"table": (torch.tensor([number]), torch.full((1, 1), number + 1.0))})
+
+    for client, server in zip(clients, servers, strict=True):
+        client.create_sync_op(config_for([server]))
+
+    pushed = [server.requests[0].tables["table"] for server in servers]
+    assert [(ids.tolist(), rows.tolist()) for ids, rows in pushed] == [([0], [[1.0]]), ([1], [[2.0]])]
+
+
+@pytest.mark.parametrize("signature", ["hashtable_assign", "raw_assign"])
+def test_monolith_servers_get_removed_ids_as_zeros(
+    client: ParameterSyncClient, servers: list[DummySyncServer], signature: str
+) -> None:
+    shards = shards_of(table=2)
+    client.attach(shards)
+    shards.assign({"table": (torch.tensor([1, 2]), torch.ones(2, 2))})
+    shards.remove({"table": torch.tensor([2, 3])})
+
+    (response,) = responses(client.create_sync_op(config_for(servers[:1], signature_name=signature)))
+
+    assert (response["status_code"], response["update_num"]) == (0, 2)
+    inputs = {name: tensor.tolist() for name, tensor in servers[0].requests[0].inputs.items()}
+    assert (
+        inputs
+        == {
+            "hashtable_assign": {"table_id": [1, 2], "table_value": [[1.0, 1.0], [0.0, 0.0]]},
+            "raw_assign": {"id": [1, 2], "id_split": [0, 2], "flat_value": [1.0, 1.0, 0.0, 0.0]},
+        }[signature]
+    )
+
+
+def test_rows_that_are_not_finite_are_reported_by_table_and_id(
+    client: ParameterSyncClient, servers: list[DummySyncServer], caplog: pytest.LogCaptureFixture
+) -> None:
+    shards = shards_of(table=1)
+    client.attach(shards)
+    largest = torch.full((2, 1), torch.finfo(torch.float32).max)
+    shards.assign({"table": (torch.tensor([5, 6]), largest)})
+    shards.assign_add({"table": (torch.tensor([5]), largest[:1])})
+
+    (response,) = responses(client.create_sync_op(config_for(servers[:1])))
+
+    assert (response["status_code"], response["update_num"]) == (9, 1)
+    message = "rows with NaN or Inf are not pushed, servers keep their last value: 1 of table 'table' (ids 5)"
+    assert response["error_message"] == message
+    assert message in caplog.text
+    shards.assign({"table": (torch.tensor([5]), torch.ones(1, 1))})
+    assert responses(client.create_sync_op())[0] == {
+        "status_code": 0,
+        "target": servers[0].address,
+        "update_num": 1,
+    }
 
 
 def test_without_targets_changes_wait(client: ParameterSyncClient, servers: list[DummySyncServer]) -> None:
@@ -200,3 +354,141 @@ def test_what_is_no_config_is_refused(client: ParameterSyncClient, config: bytes
 def test_another_signature_is_refused(client: ParameterSyncClient, servers: list[DummySyncServer]) -> None:
     with pytest.raises(InputError, match="hashtable_assign or raw_assign"):
         client.create_sync_op(config_for(servers, signature_name="serving_default"))
+
+
+# ---- real servers of a model in two parts
+
+
+class Parts:
+    """A model in training, served in two parts; a part may be killed and started again at its address."""
+
+    def __init__(self, root: Path, stack: ExitStack, routing: str) -> None:
+        self.model = make_model(dist_type=routing)
+        self.trainer = Trainer(self.model, num_ids=300)
+        self.trainer.step(2)
+        export_version(self.model, root, base="one", num_shards=2)
+        self._root, self._stack = root, stack
+        self.servers = [self._start(part, 0) for part in range(2)]
+        self.backend = StaticDiscovery(
+            {f"movies:ps_{part}": [server.address] for part, server in enumerate(self.servers)}
+        )
+        self.backend.subscribe_model("movies")
+        self.clients = create_parameter_sync_clients(2)
+        for client in self.clients:
+            stack.callback(client.close)
+            client.attach(self.model.embeddings.shards)
+
+    def _start(self, part: int, port: int) -> ModelServer:
+        config = ServerConfig(port=port, allow_writes=True, poll_seconds=60.0)
+        return self._stack.enter_context(ModelServer(self._root / f"ps_{part}", config))
+
+    def restart(self, part: int) -> None:
+        """Ends a server, if it still runs, and starts one with the rows of the export; clients reconnect."""
+        self.servers[part].stop()
+        address = self.servers[part].address
+        self.servers[part] = self._start(part, int(address.rpartition(":")[2]))
+        connection = self.clients[part]._channels.get(address)
+        grpc.channel_ready_future(connection.channel).result(LIMIT)
+
+    def sync(self) -> list[dict[str, Any]]:
+        """The response of each part's only target."""
+        found = []
+        for part, client in enumerate(self.clients):
+            found += responses(client.create_sync_op(refresh_sync_config(self.backend, part)))
+        return found
+
+    def assert_equal(self) -> None:
+        for server in self.servers:
+            newest = server.models[0].newest
+            assert newest is not None
+            assert_equal(newest.servable, self.model, num_ids=300)
+
+
+@pytest.fixture
+def parts(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Parts]:
+    with ExitStack() as stack:
+        yield Parts(tmp_path, stack, getattr(request, "param", "roundrobin"))
+
+
+@pytest.mark.parametrize("parts", ["roundrobin", "hash_roundrobin"], indirect=True)
+def test_two_clients_deliver_rows_and_removals_to_two_parts(parts: Parts) -> None:
+    for _ in range(3):
+        parts.trainer.step(3)
+        parts.model.embeddings.shards.remove({"item": torch.arange(20)})
+
+        found = parts.sync()
+
+        assert [(each["status_code"], each.get("error_message")) for each in found] == [(0, None)] * 2
+        assert all(each["update_num"] > 0 for each in found)
+        parts.assert_equal()
+    assert [each["update_num"] for each in parts.sync()] == [0, 0]
+
+
+def test_a_part_that_dies_and_comes_back_gets_everything(parts: Parts) -> None:
+    parts.trainer.step(2)
+    parts.sync()
+    parts.servers[1].stop()
+    parts.trainer.step(2)
+    well, dead = parts.sync()
+    assert (well["status_code"], dead["status_code"], dead["update_num"]) == (0, 14, 0)
+
+    # Discovery does not list the dead server for a while; training continues.
+    address = parts.servers[1].address
+    parts.backend.unregister("movies:ps_1", address)
+    parts.trainer.step(2)
+    assert len(parts.sync()) == 1
+    parts.restart(1)
+    parts.backend.register("movies:ps_1", Replica(address))
+
+    found = parts.sync()
+
+    assert (found[1]["status_code"], found[1]["update_num"] > 0) == (0, True)
+    parts.assert_equal()
+
+
+def test_a_part_that_restarts_unnoticed_is_sent_the_pushed_rows_again(parts: Parts) -> None:
+    parts.trainer.step(3)
+    parts.sync()
+    parts.restart(0)
+
+    found = parts.sync()
+
+    assert found[0]["update_num"] > 0  # although nothing was trained since
+    assert found[1]["update_num"] == 0
+    parts.assert_equal()
+
+
+def test_what_a_target_does_not_serve_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with ExitStack() as stack:
+        parts = Parts(tmp_path, stack, "roundrobin")
+        (client,) = create_parameter_sync_clients(1)
+        stack.callback(client.close)
+        client.attach(parts.model.embeddings.shards)
+        client.attach(shards_of(other=1).local["other"])
+        client._tables["other"].assign(torch.tensor([1, 2]), torch.ones(2, 1))
+        parts.trainer.step()
+
+        (response,) = responses(client.create_sync_op(refresh_sync_config(parts.backend, 0)))
+
+        assert response["status_code"] == 9
+        assert response["error_message"] == "table 'other' is not served there: its 2 ids are not pushed"
+        assert response["update_num"] > 0
+        assert "is one of 2 parts, but there are clients for 1" in caplog.text
+
+
+def test_an_entry_has_no_rows(tmp_path: Path) -> None:
+    model = make_model()
+    export_version(model, tmp_path, base="one", num_shards=1)
+    options = ServerConfig(allow_writes=True, discovery=f"file:{tmp_path / 'servers.json'}")
+    with (
+        ModelServer(tmp_path, options) as server,
+        parameter_sync_client_from_config() as client,
+    ):
+        client.attach(model.embeddings.shards)
+        model.embeddings.shards.assign({"user": (torch.tensor([1]), torch.ones(1, 5))})
+        config = SyncConfig(model_name="movies:entry", targets=(server.address,), timeout_ms=3000)
+
+        (response,) = responses(client.create_sync_op(config.to_bytes()))
+
+        assert (response["status_code"], response["update_num"]) == (9, 0)
+        assert "is an entry, which has no rows: push to its parts" in response["error_message"]

@@ -1,7 +1,8 @@
 """DummySyncServer: a server that records pushed requests, for users' tests of parameter sync.
 
 It is a real gRPC PredictionService on loopback that stores every request and applies none. It can fail or
-answer late on request, so that a test can check how its client reacts. No request stops it.
+answer late on request, so that a test can check how its client reacts. No request stops it. Like a Monolith
+server it does not have Megalith's control signatures, such as sync_position: it refuses them, unrecorded.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from megalith.serving.client.credentials import grpc_module
 from megalith.serving.discovery.addresses import is_loopback
 from megalith.serving.proto.message_types import Message, PredictRequest, PredictResponse, protobuf
 from megalith.serving.proto.tf_tensors import Strings, from_tensor_protos, to_tensor_proto
+from megalith.serving.wire_names import CONTROLS
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +61,7 @@ class DummySyncServer:
     the number of ids; for `raw_assign` it has `result` = [0].
 
     Args:
-        address: host:port on loopback; port 0 picks a free port.
+        address: A `host:port` on loopback; port 0 picks a free port.
 
     Raises:
         InputError: The address is not on loopback.
@@ -96,7 +98,7 @@ class DummySyncServer:
         self._server.start()
 
     def get_port(self) -> int:
-        """Returns the port it listens on."""
+        """Return the port it listens on."""
         return self._port
 
     @property
@@ -118,7 +120,7 @@ class DummySyncServer:
             return self._refused
 
     def wait(self, n: int = 1, timeout: float = 10.0) -> list[RecordedRequest]:
-        """Waits for requests.
+        """Wait for requests.
 
         Args:
             n: The number of requests to wait for.
@@ -139,7 +141,7 @@ class DummySyncServer:
             return list(self._requests)
 
     def fail_next(self, n: int = 1, code: str = "UNAVAILABLE") -> None:
-        """Fails the next requests.
+        """Fail the next requests.
 
         Args:
             n: The number of requests.
@@ -155,7 +157,7 @@ class DummySyncServer:
             self._failures.extend([status] * n)
 
     def delay(self, seconds: float) -> None:
-        """Delays each answer from now on; requests are still recorded when they arrive.
+        """Delay each answer from now on; requests are still recorded when they arrive.
 
         Args:
             seconds: The delay.
@@ -164,7 +166,7 @@ class DummySyncServer:
             self._delay = seconds
 
     def shutdown(self) -> None:
-        """Stops the server without waiting for delayed answers; a second call does nothing."""
+        """Stop the server without waiting for delayed answers; a second call does nothing."""
         self._server.stop(None).wait()
         self._threads.shutdown()
 
@@ -185,6 +187,11 @@ class DummySyncServer:
             with self._changed:
                 self._refused += 1
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        if recorded.signature in CONTROLS:  # TF Serving's answer to an unknown signature
+            context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"Serving signature key {recorded.signature!r} not found.",
+            )
         with self._changed:
             status = self._failures.popleft() if self._failures else None
             (self._requests if status is None else self._failed).append(recorded)
@@ -203,6 +210,22 @@ class DummySyncServer:
             response.outputs[name].CopyFrom(to_tensor_proto(value))
         answer: bytes = response.SerializeToString()
         return answer
+
+
+def create_dummy_sync_server(address: str) -> DummySyncServer:
+    """Start a `DummySyncServer`.
+
+    Args:
+        address: A `host:port` on loopback; port 0 picks a free port.
+
+    Returns:
+        The server. Monolith returns a handle, and its class DummySyncServer wraps it.
+
+    Raises:
+        InputError: The address is not on loopback.
+        UsageError: The port is in use.
+    """
+    return DummySyncServer(address)
 
 
 def _recorded(request: Message, context: Any) -> RecordedRequest:

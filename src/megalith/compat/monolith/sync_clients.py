@@ -1,39 +1,67 @@
 """Monolith's parameter sync clients: each call pushes the changed rows and returns a result per target.
 
-They are for code written for Monolith and for servers with its protocol. They send rows only, without
-positions, deletions or dense weights; new code should use `megalith.serving.Publisher`.
+They are for code written for Monolith and for servers with its protocol; new code should use
+`megalith.serving.Publisher`, which also pushes dense weights and applies each message once, in order.
+
+    target             | how it is recognised        | ids                        | removed ids
+    -------------------+-----------------------------+----------------------------+------------------------
+    a Megalith server  | it answers `sync_position`  | those routed to its part   | removed there
+    a Monolith server  | it lacks that signature     | all of the attached tables | rows of zeros, which is
+                       |                             |                            | how an absent id reads
+
+Each target has a backlog: ids are added to it when they change, and leave it when the target acknowledges
+them. It is kept while a target fails or is missing from the config. A Megalith server that has lost the
+pushed rows, because it restarted or serves another version, is sent every id that changed since `attach`.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from torch import Tensor, cat
-
 from megalith.compat.monolith.sync_config import SyncConfig, read_sync_config
+from megalith.compat.monolith.tracked_changes import TrackedChanges
 from megalith.errors import InputError, RemoteError, UsageError
 from megalith.serving.client.channels import Channels
 from megalith.serving.client.credentials import Credentials, grpc_module
 from megalith.serving.proto.message_types import PushResult, protobuf
 from megalith.serving.sync.changed_ids import IdSets
-from megalith.serving.sync.parameter_source import read_rows
+from megalith.serving.sync.control_calls import ask_position
+from megalith.serving.sync.message_header import ModelLayout
+from megalith.serving.sync.parameter_source import describe_not_finite, read_rows
 from megalith.serving.sync.push_messages import (
     MAX_CONTENT_BYTES,
-    PushMessage,
     encode_request,
     inputs_of,
     is_assign,
     row_bytes,
 )
-from megalith.serving.wire_names import HASHTABLE_ASSIGN
+from megalith.serving.wire_names import HASHTABLE_ASSIGN, SYNC_POSITION
 from megalith.shards import Shards
 from megalith.table import Table
 
+logger = logging.getLogger(__name__)
+
 MAX_THREADS = 16
+MAX_ABSENT_IDS = 20_000_000
+"""The number of ids kept for targets that the config no longer lists; beyond it the oldest are dropped."""
+NOT_PUSHED = "FAILED_PRECONDITION"
+"""The status of a target that answered, but was not sent all rows; the message names them."""
+_NO_SIGNATURE = ("FAILED_PRECONDITION", "INVALID_ARGUMENT", "UNIMPLEMENTED")
+
+
+@dataclass(eq=False)
+class _Target:
+    """A model on a server, and the ids that it has not acknowledged. rows_id: "" before its first answer."""
+
+    address: str
+    model: str
+    backlog: IdSets = field(default_factory=IdSets)
+    rows_id: str = ""
 
 
 class ParameterSyncClient:
@@ -41,8 +69,11 @@ class ParameterSyncClient:
 
     Args:
         config: A serialised ClientConfig with the targets, used until a call passes another one.
-        name: The name of the consumer that tracks changes in the tables.
+        name: Monolith's name of the client; several clients may have the same one.
         credentials: The credentials for the targets.
+        changes: Records the changes of the tables; None: a record of its own. Clients of one model share one.
+        num_parts: The number of parts for which there is a client; None: unknown. A model that is served in
+            another number of parts is logged.
     """
 
     def __init__(
@@ -51,15 +82,20 @@ class ParameterSyncClient:
         *,
         name: str = "MonolithSyncClient_",
         credentials: Credentials | None = None,
+        changes: TrackedChanges | None = None,
+        num_parts: int | None = None,
     ) -> None:
         self.name = name
         self._config = _read(config)
         self._channels = Channels(credentials)
+        self._changes = changes or TrackedChanges()
+        self._num_parts = num_parts
         self._tables: dict[str, Table] = {}
-        self._waiting: dict[str, IdSets] = {}
+        self._targets: dict[tuple[str, str], _Target] = {}
+        """By address and model; those that have been missing from the config for longest come first."""
 
     def attach(self, tables: Shards | Table) -> None:
-        """Adds tables; their changes are tracked from now on.
+        """Add tables; their changes are tracked from now on.
 
         Args:
             tables: A table, or the shards that hold tables.
@@ -71,75 +107,158 @@ class ParameterSyncClient:
         for name, table in _by_name(tables).items():
             if self._tables.get(name, table) is not table:
                 raise InputError(f"another table named {name!r} is already attached to {self.name!r}")
+            self._changes.attach(self, name, table)
             self._tables[name] = table
-            table.track(self.name)
 
-    def create_sync_op(self, config: bytes | str | None = None) -> str:
-        """Pushes the changed rows to every target. Nothing is sent if nothing changed.
+    def create_sync_op(self, config_str: bytes | str | None = None) -> str:
+        """Push the changed rows to every target. Nothing is sent if nothing changed.
 
         Args:
-            config: A serialised ClientConfig (a str holds its bytes as Latin-1); empty: the last one.
+            config_str: A serialised ClientConfig (a str holds its bytes as Latin-1); empty: the last one.
 
         Returns:
             A PushResult as JSON with one response per target, in the order of the targets: status_code is 0
-            or gRPC's code, update_num is the number of ids pushed. Ids that could not be pushed are kept and
-            pushed by the next call.
+            or gRPC's code, update_num is the number of ids pushed, removed ones included. Ids that could not
+            be pushed are kept and pushed by a later call, also if a config in between does not list the
+            target. Rows with NaN or Inf, and rows of tables that the target does not serve, are not pushed:
+            the status is then FAILED_PRECONDITION, and error_message names the tables and ids.
 
         Raises:
             InputError: The config is malformed.
         """
-        if config:
-            self._config = _read(config)
+        if config_str:
+            self._config = _read(config_str)
         chosen = self._config
         if not is_assign(chosen.signature_name or HASHTABLE_ASSIGN):
             raise InputError(
                 f"sync config: signature_name must be hashtable_assign or raw_assign, "
                 f"got {chosen.signature_name[:100]!r}"
             )
-        self._waiting = {target: self._waiting.get(target, IdSets()) for target in chosen.targets}
         result = PushResult()
         if not chosen.targets:
             return _json(result)
-        changed = self._drain()
-        for waiting in self._waiting.values():
-            waiting.add(changed)
-        with ThreadPoolExecutor(min(MAX_THREADS, len(chosen.targets))) as threads:
-            pushed = list(threads.map(lambda target: self._push(target, chosen), chosen.targets))
-        for target, (count, error) in zip(chosen.targets, pushed, strict=True):
-            response = result.responses.add(target=target, status_code=0, update_num=count)
+        listed = {address: self._list(address, chosen.model_name) for address in chosen.targets}
+        changed = self._changes.take(self)
+        for target in self._targets.values():
+            target.backlog.add(changed)
+        self._drop_absent(len(listed))
+        with ThreadPoolExecutor(min(MAX_THREADS, len(listed))) as threads:
+            outcomes = threads.map(lambda target: self._push(target, chosen), listed.values())
+            pushed = dict(zip(listed, outcomes, strict=True))
+        for address in chosen.targets:
+            count, error = pushed[address]
+            response = result.responses.add(target=address, status_code=0, update_num=count)
             if error is not None:
                 response.status_code = grpc_module().StatusCode[error.code].value[0]
                 response.error_message = str(error)
         return _json(result)
 
-    def _drain(self) -> dict[str, Tensor]:
-        return {name: cat(table.drain_touched(self.name)) for name, table in self._tables.items()}
+    def _list(self, address: str, model: str) -> _Target:
+        """Return the target, and move it behind those that were listed earlier."""
+        target = self._targets.pop((address, model), None) or _Target(address, model)
+        self._targets[address, model] = target
+        return target
 
-    def _push(self, target: str, config: SyncConfig) -> tuple[int, RemoteError | None]:
-        """Pushes to one target; returns the number of ids pushed and the error, if any."""
-        waiting, count = self._waiting[target], 0
-        costs = row_bytes({name: table.dim for name, table in self._tables.items()})
+    def _drop_absent(self, listed: int) -> None:
+        """Forget targets that the config has not listed for longest, once they hold too many ids.
+
+        listed: The number of targets that it lists, which are the last ones.
+        """
+        absent = list(self._targets)[: len(self._targets) - listed]
+        total = sum(len(self._targets[key].backlog) for key in absent)
+        for key in absent:
+            if total <= MAX_ABSENT_IDS:
+                return
+            gone = self._targets.pop(key)
+            total -= len(gone.backlog)
+            logger.warning(
+                "%s: %s has been missing from the config for long: the %d ids it was not sent are dropped",
+                gone.model,
+                gone.address,
+                len(gone.backlog),
+            )
+
+    def _push(self, target: _Target, config: SyncConfig) -> tuple[int, RemoteError | None]:
+        """Push to one target; returns the number of ids pushed and the error, if any."""
+        if not len(target.backlog) and not target.rows_id:
+            return 0, None
+        count, problems = 0, list[str]()
+        try:
+            layout = self._ask_layout(target, config, problems)
+            while len(target.backlog):
+                count += self._send(target, layout, config, problems)
+        except RemoteError as error:
+            return count, error
+        if not problems:
+            return count, None
+        for problem in problems:
+            logger.warning("%s at %s: %s", target.model, target.address, problem)
+        return count, RemoteError("; ".join(problems), code=NOT_PUSHED)
+
+    def _ask_layout(self, target: _Target, config: SyncConfig, problems: list[str]) -> ModelLayout | None:
+        """Ask what the target serves, and reduce its backlog to that; None for a Monolith server."""
+        connection, timeout = self._channels.get(target.address), config.timeout_ms / 1000
+        try:
+            position = ask_position(connection, target.model, SYNC_POSITION, timeout=timeout)
+        except InputError:
+            return None
+        except RemoteError as error:
+            if error.code in _NO_SIGNATURE and not target.rows_id:
+                return None
+            raise
+        layout = position.layout
+        if not layout.takes_rows:
+            raise RemoteError(
+                f"{target.address}: {target.model!r} is an entry, which has no rows: push to its parts, "
+                "'model:ps_0' and so on",
+                code=NOT_PUSHED,
+            )
+        if position.rows_id != target.rows_id:
+            # It is new, or has lost what was pushed to it.
+            target.backlog.add(self._changes.all_ids(self))
+            target.rows_id = position.rows_id
+        if self._num_parts is not None and layout.sub_graph_num not in (0, self._num_parts):
+            logger.warning(
+                "%s at %s is one of %d parts, but there are clients for %d: the other parts get no rows; "
+                "use create_parameter_sync_clients(%d)",
+                target.model,
+                target.address,
+                layout.sub_graph_num,
+                self._num_parts,
+                layout.sub_graph_num,
+            )
+        for table, ids in target.backlog.tensors().items():
+            if table not in layout.tables:
+                problems.append(f"table {table!r} is not served there: its {ids.numel()} ids are not pushed")
+        target.backlog.compact(layout.keep)
+        return layout
+
+    def _send(
+        self, target: _Target, layout: ModelLayout | None, config: SyncConfig, problems: list[str]
+    ) -> int:
+        """Send one message; returns the number of its ids. If it fails, they return to the backlog."""
+        dims = {name: table.dim for name, table in self._tables.items()}
+        served = dims if layout is None else layout.tables
         signature = config.signature_name or HASHTABLE_ASSIGN
-        while len(waiting):
-            ids = waiting.take(MAX_CONTENT_BYTES, costs)
-            push = PushMessage(read_rows(self._tables, ids)[0].rows)
-            if not push.num_ids:
-                continue
-            request = encode_request(config.model_name, signature, inputs_of(push, signature, self._tables))
-            try:
-                self._channels.get(target).predict(request, timeout=config.timeout_ms / 1000)
-            except RemoteError as error:
-                waiting.add(ids)
-                return count, error
-            count += push.num_ids
-        return count, None
+        ids = target.backlog.take(MAX_CONTENT_BYTES, row_bytes(dims))
+        try:
+            push, not_finite = read_rows(self._tables, ids)
+            if layout is None:
+                push = push.with_zero_rows(dims)
+            if push.num_ids:
+                request = encode_request(target.model, signature, inputs_of(push, signature, served))
+                self._channels.get(target.address).predict(request, timeout=config.timeout_ms / 1000)
+        except BaseException:
+            target.backlog.add(ids)
+            raise
+        if not_finite:
+            problems.append(describe_not_finite(not_finite))
+        return push.num_ids
 
     def close(self) -> None:
-        """Closes the connections; the tables stop tracking changes for this client."""
+        """Close the connections; the tables stop tracking changes for this client."""
         self._channels.close()
-        for table in self._tables.values():
-            with suppress(KeyError):  # another client with the same name may have stopped it already
-                table.untrack(self.name)
+        self._changes.detach(self)
         self._tables = {}
 
     def __enter__(self) -> Self:
@@ -155,13 +274,26 @@ class DummySyncClient(ParameterSyncClient):
     """Reports success for every push without sending anything; its tables track no changes."""
 
     def attach(self, tables: Shards | Table) -> None:
-        """Checks the argument and does nothing else."""
+        """Check the argument and do nothing else.
+
+        Args:
+            tables: A table, or the shards that hold tables.
+        """
         _by_name(tables)
 
-    def create_sync_op(self, config: bytes | str | None = None) -> str:
-        """Returns a PushResult as JSON with success for every target."""
+    def create_sync_op(self, config_str: bytes | str | None = None) -> str:
+        """Report success.
+
+        Args:
+            config_str: A serialised ClientConfig; empty: the last one.
+
+        Returns:
+            A PushResult as JSON with success for every target.
+        """
+        if config_str:
+            self._config = _read(config_str)
         result = PushResult()
-        for target in _read(config).targets:
+        for target in self._config.targets:
             result.responses.add(target=target, status_code=0, update_num=0)
         return _json(result)
 
@@ -169,7 +301,7 @@ class DummySyncClient(ParameterSyncClient):
 def parameter_sync_client_from_config(
     config: bytes | str | None = None, name_suffix: str = ""
 ) -> ParameterSyncClient:
-    """Makes a client.
+    """Make a client.
 
     Args:
         config: A serialised ClientConfig with the targets; empty: none yet.
@@ -182,10 +314,13 @@ def parameter_sync_client_from_config(
 
 
 def create_parameter_sync_clients(ps_num: int) -> list[ParameterSyncClient]:
-    """Makes one client per parameter server; one client for 0 servers.
+    """Make one client per part of a served model; one client for 0 parts.
+
+    Client i pushes to the targets of `ps_i`: `create_sync_op(refresh_sync_config(backend, i))`. All clients
+    may attach the same tables: each part receives the ids that serving routes to it.
 
     Args:
-        ps_num: The number of parameter servers.
+        ps_num: The number of parameter servers, which is the number of parts.
 
     Returns:
         The clients.
@@ -195,12 +330,17 @@ def create_parameter_sync_clients(ps_num: int) -> list[ParameterSyncClient]:
     """
     if ps_num < 0:
         raise InputError(f"ps_num must be 0 or more, got {ps_num}")
-    suffixes = [str(number) for number in range(ps_num)] or [""]
-    return [parameter_sync_client_from_config(name_suffix=suffix) for suffix in suffixes]
+    if not ps_num:
+        return [parameter_sync_client_from_config()]
+    changes = TrackedChanges()
+    return [
+        ParameterSyncClient(name=f"MonolithSyncClient_{number}", changes=changes, num_parts=ps_num)
+        for number in range(ps_num)
+    ]
 
 
 def create_dummy_sync_client() -> DummySyncClient:
-    """Makes a client that pushes nothing."""
+    """Make a client that pushes nothing."""
     return DummySyncClient(name="MonolithDummySyncClient")
 
 

@@ -1,0 +1,117 @@
+"""Tracked changes: which ids of the attached tables have changed, for one or several sync clients.
+
+A table records changes for 8 consumers at most, and there is one client for each part of a served model. So
+the clients of one model share one consumer: whenever one of them takes its ids, those of the others are kept
+for them. All ids since the first attach are remembered too, for a server that has lost what was pushed to it.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from megalith.serving.sync.changed_ids import IdSets, Journal
+from megalith.serving.sync.parameter_source import join_changes, scan_ids
+from megalith.table import Table
+
+MAX_IDS = 20_000_000
+"""The number of changed ids to remember; beyond it a server that lost its rows is sent all rows."""
+
+
+class TrackedChanges:
+    """The changed ids of tables, for each client. Safe to share between threads.
+
+    Args:
+        max_ids: The number of changed ids to remember.
+    """
+
+    def __init__(self, max_ids: int = MAX_IDS) -> None:
+        self._consumer = f"sync clients {uuid.uuid4().hex}"
+        self._lock = threading.Lock()
+        # Two tables may have one name, if each client has the tables of its own parameter server.
+        self._tables: dict[str, Table] = {}
+        self._attached: dict[object, dict[str, str]] = {}
+        """The keys of each client's tables, by the name of the table."""
+        self._pending: dict[object, IdSets] = {}
+        self._journal = Journal(max_ids)
+        self._journal.begin_epoch("")
+
+    def attach(self, client: object, name: str, table: Table) -> None:
+        """Record the changes of a table for a client from now on; a second call has no effect.
+
+        Args:
+            client: The client, as a key.
+            name: The client's name of the table.
+            table: The table.
+
+        Raises:
+            UsageError: The table already has the maximum number of consumers.
+        """
+        key = str(id(table))
+        with self._lock:
+            self._drain()  # earlier changes are not for this client
+            if key not in self._tables:
+                table.track(self._consumer)
+                self._tables[key] = table
+            self._attached.setdefault(client, {})[name] = key
+            self._pending.setdefault(client, IdSets())
+
+    def detach(self, client: object) -> None:
+        """Forget a client; tables that no other client has attached stop recording.
+
+        Args:
+            client: The client, as a key.
+        """
+        with self._lock:
+            keys = set(self._attached.pop(client, {}).values())
+            self._pending.pop(client, None)
+            for key in keys.difference(*(others.values() for others in self._attached.values())):
+                self._tables.pop(key).untrack(self._consumer)
+
+    def take(self, client: object) -> dict[str, Tensor]:
+        """Return the ids that changed or were removed since the client's last call.
+
+        Args:
+            client: The client, as a key.
+
+        Returns:
+            The ids of each table, int64 [n], without duplicates.
+        """
+        with self._lock:
+            self._drain()
+            pending = self._pending.get(client, IdSets()).tensors()
+            self._pending[client] = IdSets()
+            return self._by_name(client, pending)
+
+    def all_ids(self, client: object) -> dict[str, Tensor]:
+        """Return all ids that changed since the tables were attached, or all rows' ids if those are too many.
+
+        Args:
+            client: The client, as a key.
+
+        Returns:
+            The ids of each table, int64 [n], without duplicates.
+        """
+        with self._lock:
+            self._drain()
+            known = self._journal.since("")
+            if known is not None:
+                return self._by_name(client, known)
+            tables = {name: self._tables[key] for name, key in self._attached.get(client, {}).items()}
+        return scan_ids(tables)
+
+    def _by_name(self, client: object, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        keys = self._attached.get(client, {})
+        return {name: ids[key] for name, key in keys.items() if key in ids}
+
+    def _drain(self) -> None:
+        """Distribute the changed ids to the clients that have attached their table."""
+        for key, table in self._tables.items():
+            ids = join_changes(*table.drain_touched(self._consumer))
+            self._journal.add({key: ids})
+            for client, keys in self._attached.items():
+                if key in keys.values():
+                    self._pending[client].add({key: ids})
