@@ -256,7 +256,7 @@ def layout(scale: int) -> list[Workload]:
         popular = torch.rand(int(lengths.sum()), generator=source, dtype=torch.float64)
         columns[name] = Ragged.from_lengths((10 ** (popular * 5)).long() * 7919 + i * 2**40, lengths)
     fids = monolith.sharding_sparse_fids(columns, servers, configs)
-    rows = [torch.randn(ids.numel(), 1 + dim, generator=source) for ids in fids.fid_list]
+    rows = [torch.randn(ids.numel(), 1 + dim, generator=source) for ids in fids.lists]
     leaves = [r.clone().requires_grad_() for r in rows]
     offsets = fids.feature_offset
     ends = offsets[::batch].tolist()

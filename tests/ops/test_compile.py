@@ -59,7 +59,7 @@ CFGS = FeatureConfigs(
 COLUMNS = {"a": COLUMN, "b": COLUMN, "c": COLUMN}
 FOUND = monolith.sharding_sparse_fids(COLUMNS, 2, CFGS)
 SIZES = FOUND.emb_size.tolist()
-ENCODING = (FOUND.fid_list_row_split, FOUND.fid_offset, FOUND.feature_offset, FOUND.nfl_offset, 3)
+ENCODING = (None, FOUND.fid_offset, FOUND.feature_offset, FOUND.nfl_offset, 3)
 
 
 def buffer(value: Tensor) -> Tensor:
@@ -159,7 +159,13 @@ MODELS: dict[str, Callable[[Tensor], Any]] = {
     "split_rows": lambda r: ops.split_rows(r, TO, 3),
     "take": taken,
 }
-INSIDE_OTHERS = {"finalize_shared_tensor", "fused_reduce_and_split_gpu", "unique_key_with_value_and_offset"}
+INSIDE_OTHERS = {
+    "finalize_shared_tensor",
+    "fused_reduce_and_split_gpu",
+    "monolith_aligned_flat_concat",
+    "monolith_aligned_flat_split",
+    "unique_key_with_value_and_offset",
+}
 # Strings are not tensors; `pool` and `unpool` are twins of `pool_rows`, for tables.
 NOT_COMPILED = {"hash_bytes", "hash_strings", "pool", "unpool"}
 
@@ -290,6 +296,7 @@ SAMPLES: dict[str, tuple[Any, ...]] = {
     "take": (IDS, COLUMN.row_splits, torch.tensor([2, 0])),
     "unpad": (torch.ones(3, 2, 3), COLUMN.row_splits, 5),
     "unpool": ([torch.ones(2, 3), torch.ones(2, 3)], *PLAN, 15, "index"),
+    "visible_runs": (TO, TO, torch.full_like(TO, 2)),
 }
 
 

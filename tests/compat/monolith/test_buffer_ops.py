@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -58,6 +60,78 @@ def test_several_fills_make_one_buffer() -> None:
     assert filled.tolist() == [0, 1, 2, 3, 4, 5, 2, 3, 0, 1, 6, 7, 8, 9, 10, 11, 6, 7, 8]
     grads = torch.autograd.grad(filled, values, torch.arange(19.0))
     assert [g.tolist() for g in grads] == [[8, 10, 8, 10], [4, 5, 26, 28, 30, 13, 14, 15]]
+
+
+def one_key() -> tuple[Any, monolith.SharedBuffer]:
+    """The offsets and the buffer of one key of size 2."""
+    found = monolith.unique_key_with_value_and_offset(Ragged.from_lists([[9]]), [2])
+    assert found.value_buffer is not None
+    return found.value_offset, found.value_buffer
+
+
+def test_where_positions_overlap_the_last_value_is_copied() -> None:
+    where, buffer = one_key()
+    value = torch.tensor([5.0, 6.0, 7.0, 8.0], requires_grad=True)
+    twice = Ragged.from_lists([[0, 0]])
+
+    handle = monolith.fill_with_offset_map(twice, value, where, buffer, [2])
+    filled = monolith.finalize_shared_tensor([handle], torch.float32, [None])
+
+    assert filled.tolist() == [7, 8]
+    (grad,) = torch.autograd.grad(filled, value, torch.tensor([1.0, 10.0]))
+    assert grad.tolist() == [0, 0, 1, 10]  # what was overwritten has no part in the result
+    by_hand = monolith.fill_with_offset_map_gradient(twice, torch.tensor([1.0, 10.0]), where, [2])
+    assert by_hand.tolist() == [1, 10, 1, 10]  # Monolith's op counts it
+
+
+def test_a_later_fill_overwrites_an_earlier_one() -> None:
+    where, buffer = one_key()
+    first, second = torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor([3.0, 4.0], requires_grad=True)
+    pos = Ragged.from_lists([[0]])
+    handles = [monolith.fill_with_offset_map(pos, v, where, buffer, [2]) for v in (first, second)]
+    filled = monolith.finalize_shared_tensor(handles, torch.float64, [1, None])
+    assert filled.tolist() == [[3, 4]]
+    assert filled.dtype == torch.float64
+    grads = torch.autograd.grad(filled.sum(), [first, second])
+    assert [g.tolist() for g in grads] == [[0, 0], [1, 1]]
+
+
+def test_chunks_that_overlap_in_part_are_copied_one_after_the_other() -> None:
+    offsets = Ragged.from_lists([[0, 3], [2], [1]])  # of 3 elements each, in a buffer of 7
+    where = monolith.OffsetMap(offsets, ints(0, 3))
+    value = torch.arange(1.0, 10.0, dtype=torch.float64).requires_grad_()
+
+    def fill(value: torch.Tensor) -> torch.Tensor:
+        buffer = monolith.SharedBuffer(7)
+        handle = monolith.fill_with_offset_map(Ragged.from_lists([[0, 1, 2]]), value, where, buffer, [3])
+        return monolith.finalize_shared_tensor([handle], torch.float64)
+
+    plain = [0.0] * 7
+    for chunk, starts in ((value[:3], [0, 3]), (value[3:6], [2]), (value[6:], [1])):
+        for start in starts:
+            plain[start : start + 3] = chunk.tolist()
+    assert fill(value).tolist() == plain == [1, 7, 8, 9, 6, 3, 0]
+    assert torch.autograd.gradcheck(fill, value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"shape": [3]}, "does not match the buffer's 2 elements"),
+        ({"shape": [None, None]}, "does not match"),
+        ({"shape": ["2"]}, "at most one None"),
+        ({"dtype": torch.int64}, "dtype must be a float dtype"),
+    ],
+)
+def test_an_error_does_not_use_the_buffer_up(arguments: dict[str, Any], message: str) -> None:
+    where, buffer = one_key()
+    pos = Ragged.from_lists([[0]])
+    with pytest.raises(InputError, match="value is too short"):
+        monolith.fill_with_offset_map(pos, torch.ones(1), where, buffer, [2])
+    monolith.fill_with_offset_map(pos, torch.ones(2), where, buffer, [2])
+    with pytest.raises(InputError, match=message):
+        monolith.finalize_shared_tensor([buffer], **arguments)
+    assert monolith.finalize_shared_tensor([buffer], torch.float32, [None]).tolist() == [1, 1]
 
 
 def test_a_value_too_short_is_refused() -> None:

@@ -84,20 +84,20 @@ def feature(name: str, **changed: Any) -> FeatureConfigs:
 
 
 SHARDING: dict[str, tuple[Callable[[], Any], str]] = {
-    "no columns": (lambda: shard(columns=[1]), "columns must be a dict"),
+    "no columns": (lambda: shard(columns=[1]), "tensor must be a dict"),
     "no configs": (lambda: shard(cfgs=b""), "feature_cfgs"),
     "no features": (lambda: shard(cfgs=FeatureConfigs()), "feature_cfgs has no features"),
-    "no Ragged": (lambda: shard({**COLUMNS, "a": ints(1)}), r"columns\['a'\] must be a Ragged"),
+    "no Ragged": (lambda: shard({**COLUMNS, "a": ints(1)}), r"tensor\['a'\] must be a Ragged"),
     "floats": (
         lambda: shard({**COLUMNS, "a": Ragged(torch.ones(2), ints(0, 1, 2))}),
-        r"columns\['a'\].values",
+        r"tensor\['a'\].values",
     ),
     "other rows": (
         lambda: shard({**COLUMNS, "b": Ragged.from_lists([[1]])}),
-        r"columns\['b'\] must have 2 rows",
+        r"tensor\['b'\] must have 2 rows",
     ),
-    "other batch": (lambda: shard(batch_size=3), r"columns\['a'\] must have 3 rows"),
-    "shared rows": (lambda: shard(shared=["b"]), r"columns\['b'\] must have 1 row because it is shared"),
+    "other batch": (lambda: shard(batch_size=3), r"tensor\['a'\] must have 3 rows"),
+    "shared rows": (lambda: shard(shared=["b"]), r"tensor\['b'\] must have 1 row because it is shared"),
     "all missing": (lambda: shard({}), "batch_size is required"),
     "servers": (lambda: shard(ps_num=-1), "ps_num must be"),
     "half a server": (lambda: shard(ps_num=1.5), "ps_num must be"),
@@ -145,7 +145,7 @@ LAYOUT: dict[str, tuple[Callable[[], Any], str]] = {
     "no batch size": (lambda: layout(batch_size=None), "batch_size must be"),
     "batch sizes": (lambda: layout(batch_size=ints(2, 2)), "batch_size must be"),
     "variant": (lambda: layout(variant_type="tfrecord"), "variant_type must be one of"),
-    "version": (lambda: layout(version=2), "version 2 has another encoding"),
+    "version": (lambda: layout(version=2), "version must be 3, 4 or 5, got 2"),
     "configs": (lambda: layout(feature_cfgs=CFGS.to_proto()), "feature_cfgs must be FeatureConfigs"),
     "no features": (lambda: layout([], feature_cfgs=FeatureConfigs()), "feature_cfgs has no features"),
     "declared batch": (

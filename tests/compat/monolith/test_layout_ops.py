@@ -42,7 +42,7 @@ def embeddings(
 ) -> list[Tensor]:
     """The flat rows of each list, as a lookup would give them."""
     lists = []
-    for number, (fids, splits) in enumerate(zip(found.fid_list, found.fid_list_row_split, strict=True)):
+    for number, (fids, splits) in enumerate(zip(found.lists, row_splits(found), strict=True)):
         table = cfgs.table_names[number // ps]
         flat: list[float] = []
         for name, (a, b) in zip(cfgs.features_of(table), pairwise(splits.tolist()), strict=True):
@@ -51,10 +51,15 @@ def embeddings(
     return lists
 
 
+def row_splits(found: ShardedFids) -> list[Tensor]:
+    assert isinstance(found.fid_list_row_splits, dict)
+    return list(found.fid_list_row_splits.values())
+
+
 def encoding(found: ShardedFids) -> tuple[Any, ...]:
     """The arguments of the layout op after the embeddings."""
     return (
-        found.fid_list_row_split,
+        row_splits(found),
         found.fid_offset,
         found.feature_offset,
         found.nfl_offset,
@@ -109,13 +114,13 @@ def pairs(fid_offset: Tensor) -> list[tuple[int, int]]:
 def test_the_worked_example_with_merged_tables() -> None:
     found = shard(columns(EXAMPLE), 2, MERGED)
 
-    assert [f.tolist() for f in found.fid_list] == [
+    assert [f.tolist() for f in found.lists] == [
         [0, 6, 12],
         [3, 9, 15],
         [2, 8, 14, 4, 10, 16],
         [5, 11, 17, 1, 7, 13],
     ]
-    assert [s.tolist() for s in found.fid_list_row_split] == [[0, 3], [0, 3], [0, 3, 6], [0, 3, 6]]
+    assert [s.tolist() for s in row_splits(found)] == [[0, 3], [0, 3], [0, 3, 6], [0, 3, 6]]
     assert pairs(found.fid_offset) == [
         *[(2, 0), (3, 0), (2, 13), (3, 13), (2, 26), (3, 26)],
         *[(3, 39), (2, 39), (3, 52), (2, 52), (3, 65), (2, 65)],
@@ -131,9 +136,9 @@ def test_the_worked_example_with_merged_tables() -> None:
 def test_the_worked_example_with_one_table() -> None:
     found = shard(columns(EXAMPLE), 2, NATIVE)
 
-    assert found.fid_list[0].tolist() == [2, 8, 14, 4, 10, 16, 0, 6, 12]
-    assert found.fid_list[1].tolist() == [5, 11, 17, 1, 7, 13, 3, 9, 15]
-    assert [s.tolist() for s in found.fid_list_row_split] == [[0, 3, 6, 9], [0, 3, 6, 9]]
+    assert found.lists[0].tolist() == [2, 8, 14, 4, 10, 16, 0, 6, 12]
+    assert found.lists[1].tolist() == [5, 11, 17, 1, 7, 13, 3, 9, 15]
+    assert [s.tolist() for s in row_splits(found)] == [[0, 3, 6, 9], [0, 3, 6, 9]]
     assert found.emb_size.tolist() == [93, 93]
     assert min(e for _, e in pairs(found.fid_offset)[6:12]) == 39
     assert min(e for _, e in pairs(found.fid_offset)[12:]) == 78
@@ -156,16 +161,16 @@ def test_the_worked_example_looks_up_what_was_assigned(cfgs: FeatureConfigs) -> 
 def test_ids_travel_once_per_feature_and_server_or_once_per_occurrence() -> None:
     rows = {"uid": [[4, 6, 4], [7]], "gid": [[6], []], "cid": [[], []]}
     once, every = (shard(columns(rows), 2, NATIVE, unique) for unique in (True, False))
-    assert [f.tolist() for f in once.fid_list] == [[6, 4, 6], [7]]  # gid, then uid
+    assert [f.tolist() for f in once.lists] == [[6, 4, 6], [7]]  # gid, then uid
     assert pairs(once.fid_offset) == [(0, 0), (0, 13), (0, 18), (0, 13), (1, 0)]
-    assert [f.tolist() for f in every.fid_list] == [[6, 4, 6, 4], [7]]
+    assert [f.tolist() for f in every.lists] == [[6, 4, 6, 4], [7]]
     assert pairs(every.fid_offset) == [(0, 0), (0, 13), (0, 18), (0, 23), (1, 0)]
 
 
 def test_shared_and_missing_features_have_one_row() -> None:
     rows = {"uid": [[1], [2], [3]], "gid": [[5, 6]], "unknown": [[9], [9], [9]]}
     found = shard(columns(rows), 0, NATIVE, shared=["gid"])  # 0 servers count as 1
-    assert found.fid_list[0].tolist() == [5, 6, 1, 2, 3]
+    assert found.lists[0].tolist() == [5, 6, 1, 2, 3]
     assert found.feature_offset.tolist() == [0, 0, 2, 3, 4, 5]
     assert found.nfl_offset.tolist() == [2**31, 2**31 + 1, 2, 6]
     assert found.batch_size == 3
@@ -173,10 +178,10 @@ def test_shared_and_missing_features_have_one_row() -> None:
 
 def test_ids_count_as_unsigned_and_a_router_decides() -> None:
     rows = {"uid": [[-1, 7]], "gid": [[]], "cid": [[]]}
-    assert [f.tolist() for f in shard(columns(rows), 3, NATIVE).fid_list] == [[-1], [7], []]
+    assert [f.tolist() for f in shard(columns(rows), 3, NATIVE).lists] == [[-1], [7], []]
     hashed = Router("hash_roundrobin", 3, skip_first=True)
     owners = hashed.owner(torch.tensor([-1, 7])).tolist()
-    lists = [f.tolist() for f in shard(columns(rows), hashed, NATIVE).fid_list]
+    lists = [f.tolist() for f in shard(columns(rows), hashed, NATIVE).lists]
     assert lists == [[id for id, o in zip([-1, 7], owners, strict=True) if o == s] for s in range(3)]
 
 

@@ -78,10 +78,10 @@ MONOLITH: dict[str, Case] = {
         lambda: monolith.fill_with_offset_map_gradient(POS, torch.ones(3), KEYS.value_offset, [1, 2]),
         "value_offset_map",
     ),
-    "finalize none": (lambda: monolith.finalize_shared_tensor([]), "handles is empty"),
+    "finalize none": (lambda: monolith.finalize_shared_tensor([]), "shared_tensor_handles is empty"),
     "finalize two": (
         lambda: monolith.finalize_shared_tensor([monolith.SharedBuffer(1), monolith.SharedBuffer(1)]),
-        r"handles\[1\] is not the buffer",
+        r"shared_tensor_handles\[1\] is not the buffer",
     ),
     "finalize shape": (
         lambda: monolith.finalize_shared_tensor([monolith.SharedBuffer(4)], shape=[3]),
@@ -137,7 +137,7 @@ MONOLITH: dict[str, Case] = {
     ),
     "fused_gradient beyond": (
         lambda: monolith.fused_gather_embeddings_by_input_gradient(3, [F32], [I3], [2]),
-        r"fused_embedding_offsets\[2\] = 2",
+        r"embedding_offsets\[2\] = 2",
     ),
     "fused_gradient grads": (
         lambda: monolith.fused_gather_embeddings_by_input_gradient(9, [], [I3], [2]),
@@ -149,7 +149,7 @@ MONOLITH: dict[str, Case] = {
     ),
     "fused_gradient size": (
         lambda: monolith.fused_gather_embeddings_by_input_gradient(I3, [F32], [I3], [2]),
-        "fused_size must be one integer",
+        "fused_embeddings must be one integer",
     ),
     "reduce beyond": (lambda: mean(ints(0, 1, 3)), r"id_indices\[2\] = 3"),
     "reduce below": (lambda: mean(ints(0, 1, -1)), r"id_indices\[2\] = -1"),
@@ -187,14 +187,14 @@ MONOLITH: dict[str, Case] = {
     ),
     "merged sizes": (
         lambda: monolith.normalize_merged_split(ints(0, 1), ints(3)),
-        "row_split_size must add up",
+        "size must add up",
     ),
     "merged starts": (lambda: monolith.normalize_merged_split(ints(0, 1, 1, 2), ints(2, 2)), "begin at 0"),
     "merged falling": (
         lambda: monolith.normalize_merged_split(ints(0, 2, 1), ints(3)),
         "row_split must not descend",
     ),
-    "merged none": (lambda: monolith.normalize_merged_split(EMPTY, EMPTY), "row_split_size is empty"),
+    "merged none": (lambda: monolith.normalize_merged_split(EMPTY, EMPTY), "size is empty"),
     "aligned none": (lambda: monolith.aligned_flat_concat([]), "inputs is empty"),
     "aligned ints": (lambda: monolith.aligned_flat_concat([F32, I3]), r"inputs\[1\] must be a float"),
     "aligned types": (

@@ -14,14 +14,17 @@ from megalith.library import lazy_names
 
 if TYPE_CHECKING:
     from megalith.compat.monolith.buffer_ops import *
+    from megalith.compat.monolith.device_names import *
     from megalith.compat.monolith.distribution_ops import *
     from megalith.compat.monolith.dummy_server import *
+    from megalith.compat.monolith.embedding_combiners import *
     from megalith.compat.monolith.example_reader import *
     from megalith.compat.monolith.feature_configs import *
     from megalith.compat.monolith.fid_sharding import *
     from megalith.compat.monolith.fused_tables import *
     from megalith.compat.monolith.importer import *
     from megalith.compat.monolith.layout_ops import *
+    from megalith.compat.monolith.learning_rates import *
     from megalith.compat.monolith.reduce_ops import *
     from megalith.compat.monolith.remote_prediction import *
     from megalith.compat.monolith.replica_watcher import *
@@ -37,21 +40,25 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         ".buffer_ops": "OffsetMap SharedBuffer UniqueKeys aligned_flat_concat aligned_flat_split"
-        " fill_with_offset_map fill_with_offset_map_gradient finalize_shared_tensor normalize_merged_split"
+        " fill_with_offset_map fill_with_offset_map_gradient finalize_shared_tensor"
+        " monolith_aligned_flat_concat monolith_aligned_flat_split normalize_merged_split"
         " unique_key_with_value_and_offset",
+        ".device_names": "get_device_str ps_device",
         ".distribution_ops": "FusedReorder fused_gather_embeddings_by_input"
         " fused_gather_embeddings_by_input_gradient fused_reorder_by_indices"
         " gather_embeddings_by_ids_gradient_back_prop gather_embeddings_by_input map_id_to_embedding"
         " map_id_to_embedding_gradient_back_prop ragged_split_by_indices reorder_by_indices split_by_indices",
-        ".dummy_server": "DummySyncServer",
+        ".dummy_server": "DummySyncServer create_dummy_sync_server",
+        ".embedding_combiners": "Combiner FirstN ReduceMean ReduceSum",
         ".example_reader": "MonolithReader",
         ".feature_configs": "FeatureConfig FeatureConfigs OutConfig OutType PoolingType SliceConfig",
         ".fid_sharding": "ShardedFids sharding_sparse_fids",
-        ".fused_tables": "FusedLookup fused_apply_gradients fused_lookup",
+        ".fused_tables": "FusedLookup fused_apply_gradient fused_apply_gradients fused_lookup",
         ".importer": "import_monolith",
         ".layout_ops": "fused_embedding_to_layout fused_embedding_to_layout_grad",
-        ".reduce_ops": "ReduceMean ReduceSum fused_reduce_and_split fused_reduce_and_split_gpu"
-        " fused_reduce_sum_and_split fused_sorted_segment_sum reduce_mean reduce_sqrtn reduce_sum",
+        ".learning_rates": "PolynomialDecay",
+        ".reduce_ops": "fused_reduce_and_split fused_reduce_and_split_gpu fused_reduce_sum_and_split"
+        " fused_sorted_segment_sum reduce_mean reduce_sqrtn reduce_sum",
         ".remote_prediction": "remote_predict set_default_discovery",
         ".replica_watcher": "ReplicaWatcher",
         ".sync_clients": "ParameterSyncClient create_dummy_sync_client create_parameter_sync_clients"

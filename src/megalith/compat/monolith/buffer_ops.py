@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megalith.errors import InputError, UsageError
+from megalith.library import define_op, new_size
 from megalith.ops import checks
 from megalith.ops.bucketing import dedup
 from megalith.ops.move_runs import moved, take
@@ -27,7 +28,7 @@ class OffsetMap(NamedTuple):
     """int64 [rows + 1]: which distinct keys belong to each row of the input."""
 
     def to_lists(self) -> list[list[list[int]]]:
-        """Returns the offsets as nested lists: row, distinct key, offset."""
+        """Return the offsets as nested lists: row, distinct key, offset."""
         flat, splits = self.offsets.to_lists(), self.row_splits.tolist()
         return [flat[a:b] for a, b in pairwise(splits)]
 
@@ -39,7 +40,7 @@ class SharedBuffer:
     of them.
 
     Args:
-        size: the number of elements.
+        size: The number of elements.
     """
 
     def __init__(self, size: int) -> None:
@@ -59,13 +60,19 @@ class UniqueKeys(NamedTuple):
 def unique_key_with_value_and_offset(
     key: Ragged, dims: Sequence[int], generate_buffer: bool = True
 ) -> UniqueKeys:
-    """Finds the distinct keys of each row, in order of first occurrence, and where their values go.
+    """Find the distinct keys of each row, in order of first occurrence, and where their values go.
 
     Args:
-        key: int keys.
-        dims: the size of a value, for each row.
-        generate_buffer: whether to create a buffer. It holds one value per key, duplicates included, row by
+        key: Integer keys.
+        dims: The size of a value, for each row.
+        generate_buffer: Whether to create a buffer. It holds one value per key, duplicates included, row by
             row.
+
+    Returns:
+        The distinct keys, the offsets of their values, and the buffer (None without `generate_buffer`).
+
+    Raises:
+        InputError: `dims` does not have one size per row.
     """
     if not isinstance(key, Ragged):
         raise InputError(f"key must be a Ragged, got {checks.kind(key)}")
@@ -90,21 +97,24 @@ def unique_key_with_value_and_offset(
 def fill_with_offset_map(
     pos: Ragged, value: Tensor, value_offset_map: OffsetMap, value_buffer: SharedBuffer, dims: Sequence[int]
 ) -> SharedBuffer:
-    """Records values for a buffer, at the offsets of their keys. Differentiable in `value`.
+    """Record values for a buffer, at the offsets of their keys. Differentiable in `value`.
+
+    If several values go to the same elements, the last one stays: values of one fill count in the order of
+    `pos`, fills in the order of the calls. A value that is overwritten has no gradient.
 
     Args:
-        pos: for each row, numbers of distinct keys, counted over all rows.
+        pos: For each row, numbers of distinct keys, counted over all rows.
         value: float [size]: the values of these keys, concatenated.
-        value_offset_map: where each distinct key's values go.
-        value_buffer: the buffer to fill.
-        dims: the size of a value, for each row.
+        value_offset_map: Where each distinct key's values go.
+        value_buffer: The buffer to fill.
+        dims: The size of a value, for each row.
 
     Returns:
         The same buffer.
 
     Raises:
-        InputError: `value` is too short, or `pos` has an unknown number.
-        UsageError: the buffer is already finalized.
+        InputError: `value` is too short, or `pos` has an unknown number; the buffer is unchanged.
+        UsageError: The buffer is already finalized.
     """
     if not isinstance(value_buffer, SharedBuffer):
         raise InputError(f"value_buffer must be a SharedBuffer, got {checks.kind(value_buffer)}")
@@ -112,7 +122,8 @@ def fill_with_offset_map(
         raise UsageError("value_buffer is already finalized; fill it before finalize_shared_tensor")
     value = checks.floats(value, "value", (None,))
     source, target, widths = _runs(pos, value_offset_map, dims)
-    checks.require(target + widths <= value_buffer.size, "value_offset_map exceeds value_buffer")
+    inside = (target >= 0) & (target + widths <= value_buffer.size)
+    checks.require(inside, "value_offset_map exceeds value_buffer")
     needed = (pos.lengths() * _dims(dims, pos, "pos")).sum()
     checks.require(needed <= value.shape[0], "value is too short for pos and dims")
     value_buffer.fills.append((value, source, target, widths))
@@ -122,13 +133,15 @@ def fill_with_offset_map(
 def fill_with_offset_map_gradient(
     pos: Ragged, grad: Tensor, value_offset_map: OffsetMap, dims: Sequence[int]
 ) -> Tensor:
-    """Computes the gradient of a fill's `value`.
+    """Compute the gradient of a fill's `value` as Monolith defines it.
+
+    A value that a later one overwrites counts as if it had been used; autograd gives it no gradient.
 
     Args:
-        pos: as in `fill_with_offset_map`.
+        pos: As in `fill_with_offset_map`.
         grad: float [buffer size], the gradient of the buffer.
-        value_offset_map: as in `fill_with_offset_map`.
-        dims: as in `fill_with_offset_map`.
+        value_offset_map: As in `fill_with_offset_map`.
+        dims: As in `fill_with_offset_map`.
 
     Returns:
         For each value, the sum of `grad` over the offsets of its key, concatenated.
@@ -140,42 +153,100 @@ def fill_with_offset_map_gradient(
 
 
 def finalize_shared_tensor(
-    handles: Sequence[SharedBuffer], dtype: torch.dtype = torch.float32, shape: Sequence[int] = (-1,)
+    shared_tensor_handles: Sequence[SharedBuffer],
+    dtype: torch.dtype = torch.float32,
+    shape: Sequence[int | None] | None = None,
 ) -> Tensor:
-    """Returns a filled buffer as a tensor, with zeros where nothing was filled in.
+    """Return a filled buffer as a tensor, with zeros where nothing was filled in.
 
     Args:
-        handles: what the fills returned; all must be the same buffer.
-        dtype: of the result.
-        shape: of the result.
+        shared_tensor_handles: What the fills returned; all must be the same buffer.
+        dtype: The float dtype of the result.
+        shape: The shape of the result. One size may be None (or -1), which means whatever remains; None
+            means one dimension.
+
+    Returns:
+        The buffer, on the device of the values that were filled in. The buffer cannot be used again.
 
     Raises:
-        UsageError: the buffer is already finalized.
+        InputError: The handles differ, or `dtype` or `shape` does not match; the buffer can still be used.
+        UsageError: The buffer is already finalized.
     """
-    handles = checks.as_list(handles, "handles")
+    handles = checks.as_list(shared_tensor_handles, "shared_tensor_handles")
     for number, handle in enumerate(handles):
         if not isinstance(handle, SharedBuffer) or handle is not handles[0]:
-            raise InputError(f"handles[{number}] is not the buffer of handles[0]")
+            raise InputError(f"shared_tensor_handles[{number}] is not the buffer of shared_tensor_handles[0]")
     if not handles:
-        raise InputError("handles is empty; pass the buffers that fill_with_offset_map returned")
+        raise InputError(
+            "shared_tensor_handles is empty; pass the buffers that fill_with_offset_map returned"
+        )
     buffer = handles[0]
     if buffer.finalized:
         raise UsageError(
             "this buffer is already finalized; create another with unique_key_with_value_and_offset"
         )
-    buffer.finalized = True
-    out = torch.zeros(buffer.size, dtype=dtype)
-    for value, source, target, widths in buffer.fills:
-        filled = moved(value, source, target, widths, buffer.size, "value")
-        out = out.to(value.device) + filled.to(dtype)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise InputError(f"dtype must be a float dtype, got {dtype!r}")
+    dims = [-1 if dim is None else dim for dim in ([None] if shape is None else shape)]
+    for dim in dims:
+        if isinstance(dim, bool) or not isinstance(dim, int):
+            raise InputError(f"shape must hold sizes and at most one None, got {shape!r}")
+    filled = _filled(buffer, dtype)
     try:
-        return out.view(*shape)
+        result = filled.view(dims)
     except RuntimeError:
-        raise InputError(f"shape {tuple(shape)} does not match the buffer's {buffer.size} elements") from None
+        raise InputError(f"shape {shape!r} does not match the buffer's {buffer.size} elements") from None
+    buffer.finalized = True
+    return result
+
+
+def _filled(buffer: SharedBuffer, dtype: torch.dtype) -> Tensor:
+    """Copies the values of all fills, [size]."""
+    if not buffer.fills:
+        return torch.zeros(buffer.size, dtype=dtype)
+    values, sources, targets, widths = (list(each) for each in zip(*buffer.fills, strict=True))
+    starts = accumulate((value.shape[0] for value in values), initial=0)
+    source = torch.cat([each + start for each, start in zip(sources, starts, strict=False)])
+    at, to, width = _visible_runs(source, torch.cat(targets), torch.cat(widths))
+    return moved(torch.cat([value.to(dtype) for value in values]), at, to, width, buffer.size, "value")
+
+
+def _visible_runs_any(source: Tensor, target: Tensor, widths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    # Stable, so that the last of several equal targets is the last run.
+    order = torch.argsort(target, stable=True)
+    start, end = target[order], (target + widths)[order]
+    if bool((end[:-1] <= start[1:]).all()):
+        return source.clone(), target.clone(), widths.clone()
+    last = torch.cat([start[1:] != start[:-1], start.new_ones(1, dtype=torch.bool)])
+    if bool((last[:-1] | (end[:-1] == end[1:])).all()):  # runs of one target have one width
+        start, end = start[last], end[last]
+        if bool((end[:-1] <= start[1:]).all()):
+            return source[order][last], start, end - start
+    # Runs that overlap in part: one run per element, and of each element the last.
+    total = int(widths.sum())
+    run = torch.repeat_interleave(
+        torch.arange(widths.shape[0], device=source.device), widths, output_size=total
+    )
+    within = torch.arange(total, device=source.device) - (torch.cumsum(widths, 0) - widths)[run]
+    return _visible_runs_any(source[run] + within, target[run] + within, torch.ones_like(run))
+
+
+def _visible_runs_fake(source: Tensor, target: Tensor, widths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    count = new_size()
+    return source.new_empty(count), target.new_empty(count), widths.new_empty(count)
+
+
+_visible_runs = define_op(
+    "visible_runs(Tensor source, Tensor target, Tensor widths) -> (Tensor, Tensor, Tensor)",
+    native=_visible_runs_any,
+    twin=_visible_runs_any,
+    fake=_visible_runs_fake,
+)
+"""Returns runs that do not overlap and copy the same as all given runs, one after the other."""
 
 
 def _dims(dims: Sequence[int], column: Ragged, name: str) -> Tensor:
-    """Checks the size of a value for each row of the column; returns int64 [rows]."""
+    """Check the size of a value for each row of the column; return int64 [rows]."""
     sizes = checks.sizes(dims, "dims")
     rows = column.row_splits.shape[0] - 1
     if len(sizes) != rows:
@@ -184,7 +255,7 @@ def _dims(dims: Sequence[int], column: Ragged, name: str) -> Tensor:
 
 
 def _runs(pos: Ragged, where: OffsetMap, dims: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Lists the copies of a fill: start in the values, start in the buffer, and size of each."""
+    """List the copies of a fill: start in the values, start in the buffer, and size of each."""
     if not isinstance(pos, Ragged) or not isinstance(where, OffsetMap):
         raise InputError("pos must be a Ragged and value_offset_map an OffsetMap")
     chosen = checks.int64(pos.values, "pos.values")
@@ -203,24 +274,25 @@ def _runs(pos: Ragged, where: OffsetMap, dims: Sequence[int]) -> tuple[Tensor, T
 # ---- splits and flat buffers
 
 
-def normalize_merged_split(row_split: Tensor, row_split_size: Tensor) -> Tensor:
-    """Merges concatenated row splits, each of which begins at 0, into the row splits of all rows.
+def normalize_merged_split(row_split: Tensor, size: Tensor) -> Tensor:
+    """Merge concatenated row splits, each of which begins at 0, into the row splits of all rows.
 
     Args:
         row_split: int [n], the concatenated row splits.
-        row_split_size: int [k], the length of each.
+        size: int [k], the length of each.
 
     Returns:
         int64 [n + 1 - k].
+
+    Raises:
+        InputError: The sizes do not add up to n, or a part does not begin at 0 or descends.
     """
     splits = checks.int64(row_split, "row_split")
-    sizes = checks.int64(row_split_size, "row_split_size")
+    sizes = checks.int64(size, "size")
     if sizes.shape[0] < 1:
-        raise InputError("row_split_size is empty; pass the length of each row_splits")
+        raise InputError("size is empty; pass the length of each row_split")
     total = splits.shape[0]
-    checks.require(
-        (sizes >= 1).all() & (sizes.sum() == total), "row_split_size must add up to row_split's length"
-    )
+    checks.require((sizes >= 1).all() & (sizes.sum() == total), "size must add up to row_split's length")
     ends = torch.cumsum(sizes, 0)
     first = torch.zeros_like(splits, dtype=torch.bool).index_fill(0, ends - sizes, True)
     checks.require(torch.where(first, splits, 0) == 0, "row_split: each part must begin at 0")
@@ -232,12 +304,18 @@ def normalize_merged_split(row_split: Tensor, row_split_size: Tensor) -> Tensor:
 
 
 def aligned_flat_concat(inputs: Sequence[Tensor], scale: float = 1.0, alignment: int = 64) -> Tensor:
-    """Flattens and concatenates tensors, each padded with zeros to a multiple of `alignment` bytes.
+    """Flatten and concatenate tensors, each padded with zeros to a multiple of `alignment` bytes.
 
     Args:
-        inputs: float tensors of one dtype.
-        scale: a factor for the result.
-        alignment: in bytes.
+        inputs: Float tensors of one dtype.
+        scale: A factor for the result.
+        alignment: The alignment of each tensor in bytes, a multiple of the element size.
+
+    Returns:
+        A flat tensor of the dtype of the inputs.
+
+    Raises:
+        InputError: `inputs` is empty, dtypes differ, or the alignment does not fit the dtype.
     """
     tensors = checks.same_floats(inputs, "inputs")
     pieces = [
@@ -248,12 +326,18 @@ def aligned_flat_concat(inputs: Sequence[Tensor], scale: float = 1.0, alignment:
 
 
 def aligned_flat_split(inputs: Sequence[Tensor], flat: Tensor, alignment: int = 64) -> list[Tensor]:
-    """Splits the result of `aligned_flat_concat` into views with the shapes of the inputs.
+    """Split the result of `aligned_flat_concat` into views with the shapes of the inputs.
 
     Args:
-        inputs: float tensors of one dtype, for their shapes.
-        flat: what `aligned_flat_concat` returned.
-        alignment: in bytes.
+        inputs: Float tensors of one dtype, for their shapes.
+        flat: What `aligned_flat_concat` returned.
+        alignment: The alignment in bytes that `aligned_flat_concat` got.
+
+    Returns:
+        A view of `flat` for each input, in its shape.
+
+    Raises:
+        InputError: `flat` does not have the length that the inputs give.
     """
     tensors = checks.same_floats(inputs, "inputs")
     sizes = [_aligned(t, alignment) for t in tensors]
@@ -261,8 +345,12 @@ def aligned_flat_split(inputs: Sequence[Tensor], flat: Tensor, alignment: int = 
     return [piece[: t.numel()].view(t.shape) for piece, t in zip(flat.split(sizes), tensors, strict=True)]
 
 
+monolith_aligned_flat_concat = aligned_flat_concat
+monolith_aligned_flat_split = aligned_flat_split
+
+
 def _aligned(tensor: Tensor, alignment: int) -> int:
-    """Returns the number of elements, rounded up to a multiple of `alignment` bytes."""
+    """Return the number of elements, rounded up to a multiple of `alignment` bytes."""
     item = tensor.element_size()
     if checks.integer(alignment, "alignment") < item or alignment % item:
         raise InputError(f"alignment must be a multiple of {item} bytes, got {alignment}")

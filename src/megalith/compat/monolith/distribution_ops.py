@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,12 +27,12 @@ from megalith.routing import Router
 
 
 def split_by_indices(indices: Tensor, tensor: Tensor, num_splits: int) -> list[Tensor]:
-    """Splits a tensor by row: row i goes to output `indices[i]`, in input order.
+    """Split a tensor by row: row i goes to output `indices[i]`, in input order.
 
     Args:
         indices: int [n], each in 0:num_splits.
         tensor: [n, ...] of any dtype.
-        num_splits: the number of outputs.
+        num_splits: The number of outputs.
 
     Returns:
         `num_splits` tensors [k, ...].
@@ -43,12 +43,12 @@ def split_by_indices(indices: Tensor, tensor: Tensor, num_splits: int) -> list[T
 def ragged_split_by_indices(
     indices: Tensor, num: Ragged, num_splits: int
 ) -> tuple[list[Ragged], list[Ragged]]:
-    """Splits a column by value: value i goes to output `indices[i]`. Every output has all rows.
+    """Split a column by value: value i goes to output `indices[i]`. Every output has all rows.
 
     Args:
         indices: int [n], one per value, each in 0:num_splits.
-        num: the column with n values.
-        num_splits: the number of outputs.
+        num: The column with n values.
+        num_splits: The number of outputs.
 
     Returns:
         The parts, and columns of the same shape with the positions of their values in the input.
@@ -72,12 +72,12 @@ def ragged_split_by_indices(
 
 
 def reorder_by_indices(input: Tensor, shard_ids: Tensor, num_of_shards: int) -> tuple[Tensor, Tensor]:
-    """Groups distinct ids by shard. Within a shard, the id that first occurs last comes first.
+    """Group distinct ids by shard. Within a shard, the id that first occurs last comes first.
 
     Args:
         input: int [n], or rows [n, d] whose first column is the id.
         shard_ids: int [n]; the first occurrence of an id decides its shard.
-        num_of_shards: the number of shards.
+        num_of_shards: The number of shards.
 
     Returns:
         The distinct ids (or rows), and int32 [num_of_shards] with the number of ids of each shard.
@@ -99,7 +99,7 @@ def reorder_by_indices(input: Tensor, shard_ids: Tensor, num_of_shards: int) -> 
 
 
 def _as_ids(column: Tensor) -> Tensor:
-    """Maps numbers to int64 so that two results are equal exactly if the numbers are."""
+    """Map numbers to int64 so that two results are equal exactly if the numbers are."""
     if not column.is_floating_point():
         return column.to(torch.int64)
     return (column.to(torch.float64) + 0.0).view(torch.int64)  # -0 + 0 is 0
@@ -123,12 +123,15 @@ class FusedReorder(NamedTuple):
 def fused_reorder_by_indices(
     inputs: Sequence[Tensor], num_of_shards: int | Router, dim_sizes: Sequence[int]
 ) -> FusedReorder:
-    """Groups the distinct ids of several inputs by the shard that owns them.
+    """Group the distinct ids of several inputs by the shard that owns them.
 
     Args:
         inputs: int [n] each; ids are compared within an input.
-        num_of_shards: a Router, or the number of shards for roundrobin.
-        dim_sizes: the row size of each input.
+        num_of_shards: A Router, or the number of shards for roundrobin.
+        dim_sizes: The row size of each input.
+
+    Returns:
+        The distinct ids by shard and input, their counts, and where the row of each id of the inputs begins.
     """
     inputs = checks.int64_vectors(inputs, "inputs")
     dims = checks.sizes(dim_sizes, "dim_sizes")
@@ -158,19 +161,19 @@ def fused_reorder_by_indices(
 def map_id_to_embedding(
     ids: Sequence[Tensor], embeddings: Sequence[Tensor], input: Tensor, use_multi_threads: bool = True
 ) -> Tensor:
-    """Gathers the row of each id of the input from several pieces of (ids, rows).
+    """Gather the row of each id of the input from several pieces of (ids, rows).
 
     Args:
         ids: int [k] each; an id in several pieces takes its row from the first one.
         embeddings: float [k, d] each.
         input: int [...].
-        use_multi_threads: ignored; torch.get_num_threads() applies.
+        use_multi_threads: Ignored; torch.get_num_threads() applies.
 
     Returns:
         [..., d].
 
     Raises:
-        InputError: an id of the input is in no piece.
+        InputError: An id of the input is in no piece.
     """
     pieces, rows = _pieces(ids), checks.as_list(embeddings, "embeddings")
     checks.same_length(ids=pieces, embeddings=rows)
@@ -183,7 +186,7 @@ def map_id_to_embedding(
 def map_id_to_embedding_gradient_back_prop(
     ids: Sequence[Tensor], input: Tensor, grads: Tensor
 ) -> list[Tensor]:
-    """Sums gradient rows by piece and id: the gradient of `map_id_to_embedding`.
+    """Sum gradient rows by piece and id: the gradient of `map_id_to_embedding`.
 
     Args:
         ids: int [k] each.
@@ -203,13 +206,13 @@ def map_id_to_embedding_gradient_back_prop(
 def gather_embeddings_by_input(
     ids: Tensor, embeddings: Tensor, input: Tensor, use_multi_threads: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Gathers the row of each id of the input.
+    """Gather the row of each id of the input.
 
     Args:
         ids: int [k].
         embeddings: float [k, d].
         input: int [...].
-        use_multi_threads: ignored; torch.get_num_threads() applies.
+        use_multi_threads: Ignored; torch.get_num_threads() applies.
 
     Returns:
         The rows [..., d], and the position of each id in `ids`, int64 [...].
@@ -221,7 +224,7 @@ def gather_embeddings_by_input(
 
 
 def gather_embeddings_by_ids_gradient_back_prop(ids: Tensor, grads: Tensor, index_mapping: Tensor) -> Tensor:
-    """Sums gradient rows by position: the gradient of `gather_embeddings_by_input`.
+    """Sum gradient rows by position: the gradient of `gather_embeddings_by_input`.
 
     Args:
         ids: int [k].
@@ -240,52 +243,54 @@ def gather_embeddings_by_ids_gradient_back_prop(ids: Tensor, grads: Tensor, inde
 def fused_gather_embeddings_by_input(
     fused_embeddings: Tensor, fused_embedding_offsets: Sequence[Tensor], embedding_dims: Sequence[int]
 ) -> list[Tensor]:
-    """Gathers rows of several sizes from one flat buffer.
+    """Gather rows of several sizes from one flat buffer.
 
     Args:
         fused_embeddings: float [size].
         fused_embedding_offsets: int [n] each: the element where each row begins.
-        embedding_dims: the row size of each output.
+        embedding_dims: The row size of each output.
 
     Returns:
         A [n, dim] for each tensor of offsets.
     """
     fused = checks.floats(fused_embeddings, "fused_embeddings", (None,))
-    offsets, dims = _offsets(fused_embedding_offsets, embedding_dims)
+    offsets, dims = _offsets(fused_embedding_offsets, embedding_dims, "fused_embedding_offsets")
     return gather_pieces(fused, offsets, dims, name="fused_embedding_offsets")
 
 
 def fused_gather_embeddings_by_input_gradient(
-    fused_size: int | Tensor,
+    fused_embeddings: int | Tensor,
     grads: Sequence[Tensor],
-    fused_embedding_offsets: Sequence[Tensor],
+    embedding_offsets: Sequence[Tensor],
     embedding_dims: Sequence[int],
     scale: float = 1.0,
 ) -> Tensor:
-    """Sums gradient rows into a flat buffer: the gradient of `fused_gather_embeddings_by_input`.
+    """Sum gradient rows into a flat buffer: the gradient of `fused_gather_embeddings_by_input`.
 
     Args:
-        fused_size: the size of the buffer.
+        fused_embeddings: The number of elements of the buffer, despite its name; an int or a tensor of one
+            element.
         grads: float [n, dim] each.
-        fused_embedding_offsets: int [n] each.
-        embedding_dims: the row size of each.
-        scale: a factor for the result.
+        embedding_offsets: int [n] each: the element where each row begins.
+        embedding_dims: The row size of each.
+        scale: A factor for the result.
 
     Returns:
-        [fused_size].
+        [fused_embeddings].
     """
-    size = checks.scalar(fused_size, "fused_size")
-    offsets, dims = _offsets(fused_embedding_offsets, embedding_dims)
-    checks.same_length(grads=checks.as_list(grads, "grads"), fused_embedding_offsets=offsets)
+    size = checks.scalar(fused_embeddings, "fused_embeddings")
+    offsets, dims = _offsets(embedding_offsets, embedding_dims, "embedding_offsets")
+    checks.same_length(grads=checks.as_list(grads, "grads"), embedding_offsets=offsets)
     rows = [checks.floats(g, f"grads[{m}]", (offsets[m].shape[0], dims[m])) for m, g in enumerate(grads)]
-    total = scatter_pieces(rows, offsets, size, name="fused_embedding_offsets")
+    total = scatter_pieces(rows, offsets, size, name="embedding_offsets")
     return total if checks.number(scale, "scale") == 1 else total * scale
 
 
-def _offsets(offsets: Sequence[Tensor], dims: Sequence[int]) -> tuple[list[Tensor], list[int]]:
-    checked = checks.int64_vectors(offsets, "fused_embedding_offsets")
+def _offsets(offsets: Sequence[Tensor], dims: Sequence[int], name: str) -> tuple[list[Tensor], list[int]]:
+    checked = checks.int64_vectors(offsets, name)
     sizes = checks.sizes(dims, "embedding_dims")
-    checks.same_length(fused_embedding_offsets=checked, embedding_dims=sizes)
+    lists: dict[str, list[Any]] = {name: checked, "embedding_dims": sizes}
+    checks.same_length(**lists)
     return checked, sizes
 
 

@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from enum import IntEnum
+from functools import lru_cache
 from operator import index
 from typing import TYPE_CHECKING, Any, Self
 
@@ -47,11 +48,11 @@ class _ConfigMessage:
     __slots__: tuple[str, ...] = ()
 
     def to_proto(self) -> bytes:
-        """Serializes the message; equal messages give equal bytes.
+        """Serialize the message; equal messages give equal bytes.
 
         Raises:
-            InputError: a string cannot be encoded in UTF-8.
-            MissingDependencyError: protobuf is not installed.
+            InputError: A string cannot be encoded in UTF-8.
+            MissingDependencyError: Protobuf is not installed.
         """
         from megalith.compat.monolith.monolith_protos import message_type
 
@@ -65,18 +66,18 @@ class _ConfigMessage:
 
     @classmethod
     def from_proto(cls, message: Buffer) -> Self:
-        """Parses a serialized message; unknown fields are ignored.
+        """Parse a serialized message; unknown fields are ignored.
 
         Raises:
-            InputError: the bytes are not a valid message, or an enum has an unknown value.
-            MissingDependencyError: protobuf is not installed.
+            InputError: The bytes are not a valid message, or an enum has an unknown value.
+            MissingDependencyError: Protobuf is not installed.
         """
         from megalith.compat.monolith.monolith_protos import parse_message
 
         return cls._read(parse_message(f"{_PACKAGE}.{cls.__name__}", bytes(message)))
 
     def _write(self, message: Any) -> None:
-        """Copies the fields to a protobuf message, which has the same names."""
+        """Copy the fields to a protobuf message, which has the same names."""
         for name in self.__slots__:
             value = getattr(self, name)
             if isinstance(value, tuple):
@@ -217,13 +218,13 @@ class FeatureConfigs(_ConfigMessage):
         return tuple(sorted(self.out_configs))
 
     def features_of(self, table: str) -> tuple[str, ...]:
-        """Returns the features of a table, sorted.
+        """Return the features of a table, sorted.
 
         Args:
-            table: the name of the table.
+            table: The name of the table.
 
         Raises:
-            UnknownNameError: no feature uses the table.
+            UnknownNameError: No feature uses the table.
         """
         names = tuple(name for name in self.feature_names if self.feature_configs[name].table == table)
         if not names:
@@ -234,13 +235,13 @@ class FeatureConfigs(_ConfigMessage):
     # ---- consistency
 
     def validate(self) -> None:
-        """Checks that the messages match each other.
+        """Check that the messages match each other.
 
         Every feature has a table and positive slice_dims, and a FIRSTN feature keeps at least one row; every
         slice is inside an existing feature; every declared shape is that of its slices.
 
         Raises:
-            InputError: they do not. The message names the layout, the slice and the field.
+            InputError: They do not. The message names the layout, the slice and the field.
         """
         for name in self.feature_names:
             self._check_feature(name)
@@ -248,7 +249,7 @@ class FeatureConfigs(_ConfigMessage):
             self.output_shapes(layout)
 
     def output_shapes(self, layout: str) -> tuple[Shape, ...]:
-        """Returns the shape of each tensor of a layout: the declared one, or else that of its slices.
+        """Return the shape of each tensor of a layout: the declared one, or else that of its slices.
 
         For slices of width w (L is the max_sequence_length of FIRSTN features):
 
@@ -261,11 +262,11 @@ class FeatureConfigs(_ConfigMessage):
         The batch is -1 unless declared.
 
         Args:
-            layout: the name of the layout.
+            layout: The name of the layout.
 
         Raises:
-            UnknownNameError: there is no such layout.
-            InputError: the slices and the declared shapes do not match.
+            UnknownNameError: There is no such layout.
+            InputError: The slices and the declared shapes do not match.
         """
         if layout not in self.out_configs:
             known = ", ".join(self.layout_names)
@@ -349,7 +350,7 @@ class FeatureConfigs(_ConfigMessage):
 
     @classmethod
     def from_encoded(cls, encoded: str) -> Self:
-        """Returns the configs that `encoded` was made of.
+        """Return the configs that `encoded` was made of.
 
         Args:
             encoded: What `FeatureConfigs.encoded` returns.
@@ -371,6 +372,31 @@ class FeatureConfigs(_ConfigMessage):
         return json.dumps(
             [{name: asdict(each) for name, each in self.feature_configs.items()}, outs], sort_keys=True
         )
+
+
+def as_feature_configs(value: Any) -> FeatureConfigs:
+    """Return the configs that an op got as `feature_cfgs`.
+
+    Args:
+        value: FeatureConfigs, or a protobuf message of Monolith's `FeatureConfigs`.
+
+    Returns:
+        The configs; those of a message are parsed once and cached.
+
+    Raises:
+        InputError: `value` is neither, or the message is not valid.
+    """
+    if isinstance(value, FeatureConfigs):
+        return value
+    descriptor = getattr(value, "DESCRIPTOR", None)
+    if getattr(descriptor, "full_name", None) == f"{_PACKAGE}.FeatureConfigs":
+        return _parsed(value.SerializeToString(deterministic=True))
+    raise InputError(f"feature_cfgs must be FeatureConfigs, got {type(value).__name__}")
+
+
+@lru_cache(maxsize=64)
+def _parsed(data: bytes) -> FeatureConfigs:
+    return FeatureConfigs.from_proto(data)
 
 
 def _mismatch(layout: str, problem: str, out: OutConfig | None = None, i: int = 0) -> InputError:

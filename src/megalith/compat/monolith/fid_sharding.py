@@ -1,13 +1,21 @@
 """sharding_sparse_fids: splits the ids of all features by table and server, in Monolith's layout encoding.
 
-The encoding is Monolith's version 5: `fid_offset` packs the number of a list (table * servers + server) and
-an element of that list into one integer, `nfl_offset` marks shared features in bit 31. It is for models that
-come from Monolith; Megalith's own modules pool without it. `layout_ops` reads it.
+`fid_offset` packs the number of a list (table * servers + server) and an element of that list into one
+integer; `nfl_offset` marks shared features in bit 31. Monolith has five versions of the encoding; 3, 4 and 5
+share these offsets and differ in what comes with them:
+
+    version   lists of ids                                             sizes
+    3         one per table and server                                 none
+    4         one tensor, by server, then table                        ids and elements of each list
+    5         one per table and server                                 of every tensor, for several requests
+
+The encoding is for models that come from Monolith; Megalith's own modules pool without it. `layout_ops` reads
+it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -15,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megalith.compat.monolith.feature_configs import FeatureConfigs
+from megalith.compat.monolith.feature_configs import FeatureConfigs, as_feature_configs
 from megalith.compat.monolith.layout_plan import layout_plan
 from megalith.errors import InputError
 from megalith.library import define_op, new_size
@@ -26,112 +34,217 @@ from megalith.routing import Router
 
 SHARED = 1 << 31
 """The bit of nfl_offset that marks a shared feature."""
+INPUT_TYPES = ("example", "example_batch", "examplebatch", "instance")
+"""Monolith's names of records."""
 
 
 class ShardedFids(NamedTuple):
-    """Result of `sharding_sparse_fids`. T tables and F features are numbered in the order of their names."""
+    """Result of `sharding_sparse_fids`, in the order of Monolith's.
 
-    fid_list: list[Tensor]
-    """T * servers x int64 [k]: list t * servers + p has the ids that table t looks up on server p."""
-    fid_list_row_split: list[Tensor]
-    """T * servers x int64 [features of the table + 1]: where the ids of each feature begin in the list."""
+    T tables and F features are numbered in the order of their names; S is the number of servers. A field that
+    the version does not have is None.
+    """
+
+    fid_list: dict[str, Tensor] | list[Tensor] | Tensor
+    """int64 [k] for each table and server, by "table:server", or as a list in that order if
+    `fid_list_ret_list`; version 4: one tensor [n], by server, then table."""
     fid_offset: Tensor
     """int64 [n]: for each id the list (high 32 bits) and the element of it where its row begins."""
     feature_offset: Tensor
     """int64 [rows + 1]: where the ids of each row of each feature begin."""
     nfl_offset: Tensor
     """int64 [F + 1]: each feature's first row, plus 2^31 if shared; then the length of feature_offset."""
-    batch_size: int
-    nfl_size: Tensor
-    """int64 [1]: the length of nfl_offset."""
-    feature_size: Tensor
-    """int64 [1]: the length of feature_offset."""
-    fid_size: Tensor
-    """int64 [1]: the length of fid_offset."""
-    emb_size: Tensor
-    """int64 [T * servers]: the number of elements of the rows of each list."""
+    batch_size: Tensor
+    """int64, the number of rows of the batch: [1] in version 5, otherwise a scalar."""
+    nfl_size: Tensor | None = None
+    """Version 5: int64 [1], the length of nfl_offset."""
+    feature_size: Tensor | None = None
+    """Version 5: int64 [1], the length of feature_offset."""
+    fid_size: Tensor | None = None
+    """Version 5: int64 [1], the length of fid_offset."""
+    emb_size: Tensor | None = None
+    """Version 5: int64 [T * S], the number of elements of the rows of each list."""
+    fid_list_row_splits: dict[str, Tensor] | Sequence[Tensor] | Tensor = ()
+    """int64 [features of the table + 1] for each list, in the form of `fid_list`: where the ids of each
+    feature begin in the list."""
+    fid_list_row_splits_size: dict[str, Tensor] | list[Tensor] | None = None
+    """Version 5: int64 [1] for each list, the length of its row splits."""
+    fid_list_emb_row_lenth: Tensor | None = None
+    """Version 4: int64 [S * T], the number of elements of the rows of each list, by server, then table."""
+    fid_list_table_row_length: Tensor | None = None
+    """Version 4: int64 [S * T], the number of ids of each list, by server, then table."""
+    fid_list_shard_row_lenth: Tensor | None = None
+    """Version 4: int64 [S], the number of ids of each server."""
+
+    @property
+    def lists(self) -> list[Tensor]:
+        """The ids of each list, int64 [k], in the order table * servers + server; not for version 4."""
+        if isinstance(self.fid_list, Tensor):
+            raise InputError("version 4 has one tensor of ids; split it by fid_list_table_row_length")
+        return list(self.fid_list.values()) if isinstance(self.fid_list, dict) else self.fid_list
 
 
 def sharding_sparse_fids(
-    columns: Mapping[str, Ragged],
+    tensor: Mapping[str, Ragged],
     ps_num: int | Router,
     feature_cfgs: FeatureConfigs,
     unique: bool = True,
+    input_type: str = "example",
+    parallel_flag: int = 0,
+    fid_list_ret_list: bool = False,
+    version: int = 5,
     *,
     shared: Collection[str] = (),
     batch_size: int | None = None,
 ) -> ShardedFids:
-    """Splits the ids of all features by table and server, and records where each id finds its row.
+    """Split the ids of all features by table and server, and record where each id finds its row.
 
     Args:
-        columns: ids by feature. Columns without a config are ignored; a feature without a column counts as
-            a shared feature without ids.
-        ps_num: the number of servers for roundrobin (0 counts as 1), or a Router.
-        feature_cfgs: the features and their tables.
-        unique: whether an id is sent only once per feature and server.
-        shared: features with one row for the whole batch.
-        batch_size: required if every feature is shared.
+        tensor: Ids by feature, where Monolith has a tensor of parsed records. Columns without a config are
+            ignored; a feature without a column counts as a shared feature without ids. The encoding has no
+            weights, so a column with weights raises.
+        ps_num: The number of servers for roundrobin (0 counts as 1), or a Router.
+        feature_cfgs: The features and their tables; also a protobuf message of Monolith's.
+        unique: Whether an id is sent only once per feature and server.
+        input_type: "example", "example_batch" or "instance"; checked, otherwise ignored.
+        parallel_flag: Ignored.
+        fid_list_ret_list: Whether the lists of ids are a list instead of a dict by "table:server".
+        version: The encoding: 3, 4 or 5.
+        shared: Features with one row for the whole batch. Monolith's records say which these are.
+        batch_size: The number of rows; required if every feature is shared.
+
+    Returns:
+        The lists of ids, and the offsets and sizes that `fused_embedding_to_layout` takes.
 
     Raises:
-        InputError: the columns do not match the config or each other.
+        InputError: The columns do not match the config or each other, a column has weights, or the version
+            is not 3, 4 or 5.
     """
-    if not isinstance(feature_cfgs, FeatureConfigs) or not isinstance(columns, Mapping):
-        got = f"{checks.kind(columns)} and {checks.kind(feature_cfgs)}"
-        raise InputError(f"columns must be a dict and feature_cfgs FeatureConfigs, got {got}")
+    configs = as_feature_configs(feature_cfgs)
+    if not isinstance(tensor, Mapping):
+        raise InputError(f"tensor must be a dict of Ragged columns by feature, got {checks.kind(tensor)}")
+    check_version(version)
+    check_input_type(input_type, "input_type")
+    checks.flag(unique, "unique")
+    checks.flag(fid_list_ret_list, "fid_list_ret_list")
     router = ps_num
     if not isinstance(router, Router):
         router = Router("roundrobin", max(1, checks.integer(ps_num, "ps_num", least=0)))
-    checks.flag(unique, "unique")
+    taken, one_row, batch = _columns(tensor, configs, shared, batch_size)
+    names, servers = configs.table_names, router.num_shards
+    count = len(names) * servers
+    *outputs, fid_offset, feature_offset, nfl_offset, emb_size = _shard(
+        [checks.int64(c.values, f"tensor[{n!r}].values") for n, c in taken.items()],
+        [c.row_splits for c in taken.values()],
+        [int(s) for s in one_row],
+        list(router.rule),
+        servers,
+        unique,
+        configs.encoded,
+    )
+    fids, splits = outputs[:count], outputs[count:]
+
+    def size(length: int) -> Tensor:
+        return torch.full((1,), length, dtype=torch.int64, device=fid_offset.device)
+
+    found = ShardedFids(
+        fid_list=[],
+        fid_offset=fid_offset,
+        feature_offset=feature_offset,
+        nfl_offset=nfl_offset,
+        batch_size=size(batch) if version == 5 else size(batch)[0],
+        fid_list_row_splits=[],
+    )
+    if version == 4:
+        order = [table * servers + server for server in range(servers) for table in range(len(names))]
+        table_rows = torch.cat([size(fids[k].shape[0]) for k in order])
+        return found._replace(
+            fid_list=torch.cat([fids[k] for k in order]),
+            fid_list_row_splits=torch.cat([splits[k] for k in order]),
+            fid_list_emb_row_lenth=emb_size[order],
+            fid_list_table_row_length=table_rows,
+            fid_list_shard_row_lenth=table_rows.view(servers, len(names)).sum(1),
+        )
+    keys = [f"{table}:{server}" for table in names for server in range(servers)]
+
+    def listed(items: list[Tensor]) -> dict[str, Tensor] | list[Tensor]:
+        return items if fid_list_ret_list else dict(zip(keys, items, strict=True))
+
+    found = found._replace(fid_list=listed(fids), fid_list_row_splits=listed(splits))
+    if version == 3:
+        return found
+    return found._replace(
+        nfl_size=size(nfl_offset.shape[0]),
+        feature_size=size(feature_offset.shape[0]),
+        fid_size=size(fid_offset.shape[0]),
+        emb_size=emb_size,
+        fid_list_row_splits_size=listed([size(each.shape[0]) for each in splits]),
+    )
+
+
+def check_version(version: int) -> None:
+    """Raise unless an encoding is one that these ops read and write.
+
+    Args:
+        version: The number that a caller passed.
+
+    Raises:
+        InputError: The version is not 3, 4 or 5.
+    """
+    if not isinstance(version, int) or isinstance(version, bool) or version not in (3, 4, 5):
+        raise InputError(
+            f"version must be 3, 4 or 5, got {version!r}: 1 and 2 have another encoding; encode with "
+            "sharding_sparse_fids"
+        )
+
+
+def check_input_type(value: str, name: str) -> None:
+    """Raise unless a text names one of Monolith's records.
+
+    Args:
+        value: What a caller passed.
+        name: The name of the argument, for the message.
+
+    Raises:
+        InputError: It is another text, or not a text.
+    """
+    if not isinstance(value, str) or value not in INPUT_TYPES:
+        raise InputError(f"{name} must be one of {', '.join(INPUT_TYPES)}, got {value!r}")
+
+
+def _columns(
+    given: Mapping[str, Ragged], configs: FeatureConfigs, shared: Collection[str], batch_size: int | None
+) -> tuple[dict[str, Ragged], list[bool], int]:
+    """Checks the columns; returns one per feature, which of them have one row, and the batch size."""
     if not isinstance(shared, list | tuple | set | frozenset | dict) or not all(
         isinstance(name, str) for name in shared
     ):
         raise InputError(f"shared must be a list of names of features, got {checks.kind(shared)}")
-    names = list(feature_cfgs.feature_names)
+    names = configs.feature_names
     if not names:
         raise InputError("feature_cfgs has no features")
     for name in names:
-        if name in columns and not isinstance(columns[name], Ragged):
-            raise InputError(f"columns[{name!r}] must be a Ragged, got {checks.kind(columns[name])}")
-    device = next((columns[n].values.device for n in names if n in columns), torch.device("cpu"))
+        if name in given and not isinstance(given[name], Ragged):
+            raise InputError(f"tensor[{name!r}] must be a Ragged, got {checks.kind(given[name])}")
+        if name in given and given[name].weights is not None:
+            raise InputError(
+                f"tensor[{name!r}] has weights, which Monolith's encoding cannot hold; drop them, or use an "
+                "EmbeddingCollection, which applies them"
+            )
+    device = next((given[n].values.device for n in names if n in given), torch.device("cpu"))
     empty = torch.zeros(2, dtype=torch.int64, device=device)
-    taken = [columns[n] if n in columns else Ragged(empty[:0], empty) for n in names]
-    one_row = [n in shared or n not in columns for n in names]
+    taken = {n: given[n] if n in given else Ragged(empty[:0], empty) for n in names}
+    one_row = [n in shared or n not in given for n in names]
     batch = None if batch_size is None else checks.integer(batch_size, "batch_size", least=0)
-    for name, column, alone in zip(names, taken, one_row, strict=True):
+    for (name, column), alone in zip(taken.items(), one_row, strict=True):
         rows = column.row_splits.shape[0] - 1
         batch = rows if batch is None and not alone else batch
         if rows != (1 if alone else batch):
             wanted = "1 row because it is shared" if alone else f"{batch} rows like the others"
-            raise InputError(f"columns[{name!r}] must have {wanted}, got {rows}")
+            raise InputError(f"tensor[{name!r}] must have {wanted}, got {rows}")
     if batch is None:
         raise InputError("batch_size is required when every feature is shared")
-    values = [checks.int64(c.values, f"columns[{n!r}].values") for n, c in zip(names, taken, strict=True)]
-    lists = len(feature_cfgs.table_names) * router.num_shards
-    *outputs, fid_offset, feature_offset, nfl_offset, emb_size = _shard(
-        values,
-        [c.row_splits for c in taken],
-        [int(s) for s in one_row],
-        list(router.rule),
-        router.num_shards,
-        unique,
-        feature_cfgs.encoded,
-    )
-    nfl_size, feature_size, fid_size = (
-        torch.full((1,), t.shape[0], dtype=torch.int64, device=device)
-        for t in (nfl_offset, feature_offset, fid_offset)
-    )
-    return ShardedFids(
-        fid_list=outputs[:lists],
-        fid_list_row_split=outputs[lists:],
-        fid_offset=fid_offset,
-        feature_offset=feature_offset,
-        nfl_offset=nfl_offset,
-        batch_size=batch,
-        nfl_size=nfl_size,
-        feature_size=feature_size,
-        fid_size=fid_size,
-        emb_size=emb_size,
-    )
+    return taken, one_row, batch
 
 
 def _shard_any(

@@ -1,4 +1,4 @@
-"""fused_lookup and fused_apply_gradients: the ids of K tables from N shards in one flat tensor.
+"""fused_lookup and fused_apply_gradient: the ids of K tables from N shards in one flat tensor.
 
 Block n * K + k holds the ids that shard n requests from table k (tables sorted by name). Embeddings and
 gradients have the same order; each id takes as many floats as its table's dim.
@@ -37,19 +37,22 @@ def fused_lookup(
     ids: Tensor,
     fused_slot_size: Tensor,
     num_of_shards: int,
-    req_time: float | None = None,
+    req_time: float | Tensor | None = None,
 ) -> FusedLookup:
-    """Looks up the ids of many tables, grouped by requesting shard, in one call.
+    """Look up the ids of many tables, grouped by requesting shard, in one call.
 
     Args:
-        shards: the tables.
+        shards: The tables.
         ids: int64 [n], block by block.
         fused_slot_size: int32 [num_of_shards * tables], the number of ids of each block.
-        num_of_shards: the number of requesting shards.
-        req_time: ignored; a lookup does not change a row's last-update time.
+        num_of_shards: The number of requesting shards.
+        req_time: Ignored; a lookup does not change a row's last-update time.
+
+    Returns:
+        The rows, block by block, and where the ids and rows of each block begin.
 
     Raises:
-        InputError: the sizes do not match the ids or the tables.
+        InputError: The sizes do not match the ids or the tables.
     """
     names, blocks = _blocks(shards, ids, fused_slot_size, num_of_shards)
     embeddings = torch.empty(int(blocks.emb_offsets[-1]))
@@ -58,7 +61,7 @@ def fused_lookup(
     return FusedLookup(embeddings, blocks.embedding_splits, blocks.id_offsets, blocks.emb_offsets, ids)
 
 
-def fused_apply_gradients(
+def fused_apply_gradient(
     shards: LocalShards,
     ids: Tensor,
     indices: Tensor,
@@ -66,28 +69,35 @@ def fused_apply_gradients(
     id_grads: Tensor,
     id_offsets: Tensor,
     grad_offsets: Tensor,
-    global_step: int,
-    req_time: float | None,
+    global_step: int | Tensor,
+    req_time: float | Tensor | None,
     num_of_shards: int,
+    enable_grad_accumulation: bool = False,
 ) -> None:
-    """Applies the gradients of a `fused_lookup`: one summed step per distinct id, also across shards.
+    """Apply the gradients of a `fused_lookup`: one summed step per distinct id, also across shards.
 
     Args:
-        shards: the tables.
+        shards: The tables.
         ids: int64 [n], as in the lookup.
         indices: `FusedLookup.indices`.
-        fused_slot_size: as in the lookup.
+        fused_slot_size: As in the lookup.
         id_grads: float32 [floats], in the order of the embeddings.
         id_offsets: `FusedLookup.id_offsets`.
         grad_offsets: `FusedLookup.emb_offsets`.
-        global_step: the step for learning rates.
-        req_time: the last-update time of the rows, in seconds; None is now.
-        num_of_shards: as in the lookup.
+        global_step: The step for learning rates, an int or a tensor of one element.
+        req_time: The last-update time of the rows in seconds, a number or a tensor of one element; None is
+            now.
+        num_of_shards: As in the lookup.
+        enable_grad_accumulation: Ignored; the gradients of an id are always summed.
 
     Raises:
-        InputError: the sizes, offsets or gradients do not match the lookup; nothing is written.
+        InputError: The sizes, offsets or gradients do not match the lookup; nothing is written.
     """
     names, blocks = _blocks(shards, ids, fused_slot_size, num_of_shards)
+    checks.flag(enable_grad_accumulation, "enable_grad_accumulation")
+    if isinstance(req_time, Tensor):
+        req_time = checks.scalar(req_time, "req_time")
+    step = checks.scalar(global_step, "global_step")
     for name, given, own in (
         ("id_offsets", id_offsets, blocks.id_offsets),
         ("grad_offsets", grad_offsets, blocks.emb_offsets),
@@ -110,9 +120,13 @@ def fused_apply_gradients(
     shards.apply_gradients(
         {name: ids[positions[name]] for name in present},
         {name: grads[name] for name in present},
-        step=global_step,
+        step=step,
         time=req_time,
     )
+
+
+fused_apply_gradients = fused_apply_gradient
+"""An earlier name of this package for `fused_apply_gradient`."""
 
 
 @dataclass(frozen=True)
@@ -130,16 +144,16 @@ class _Blocks:
     embedding_splits: Tensor
 
     def ids_of(self, table: int) -> Tensor:
-        """Returns the positions of a table's ids."""
+        """Return the positions of a table's ids."""
         return torch.nonzero(self.block % len(self.dims) == table).flatten()
 
     def floats_of(self, table: int) -> Tensor:
-        """Returns the positions of a table's floats, [ids, dim]."""
+        """Return the positions of a table's floats, [ids, dim]."""
         return self.start[self.ids_of(table), None] + torch.arange(self.dims[table])
 
 
 def _blocks(shards: LocalShards, ids: Tensor, sizes: Tensor, num_of_shards: int) -> tuple[list[str], _Blocks]:
-    """Checks ids and sizes; returns the names of the tables and the blocks."""
+    """Check ids and sizes; return the names of the tables and the blocks."""
     if not isinstance(shards, LocalShards):
         raise InputError(f"shards must be LocalShards, got {type(shards).__name__}")
     names = sorted(shards.configs)
@@ -176,5 +190,5 @@ def _blocks(shards: LocalShards, ids: Tensor, sizes: Tensor, num_of_shards: int)
 
 
 def _small(x: Tensor) -> Tensor:
-    """Converts to int32, Monolith's type, unless that would overflow."""
+    """Convert to int32, Monolith's type, unless that would overflow."""
     return x.to(torch.int32) if not x.numel() or int(x.max()) < 2**31 else x

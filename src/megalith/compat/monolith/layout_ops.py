@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megalith.compat.monolith.feature_configs import FeatureConfigs
-from megalith.compat.monolith.fid_sharding import SHARED
+from megalith.compat.monolith.feature_configs import FeatureConfigs, as_feature_configs
+from megalith.compat.monolith.fid_sharding import SHARED, check_input_type
 from megalith.compat.monolith.layout_plan import LayoutPlan, layout_plan, num_columns
+from megalith.compat.monolith.layout_requests import LayoutRequests, RequestSizes, layout_requests
 from megalith.errors import InputError
 from megalith.library import copy_repeated, define_op, native_module, new_tensor
 from megalith.ops import checks
@@ -23,12 +24,10 @@ from megalith.ops.pool_rows import _pool, _unpool, arguments
 from megalith.ops.pooling import Bags
 from megalith.routing import Router
 
-_INPUTS = ("example", "example_batch", "examplebatch", "instance")
-
 
 def fused_embedding_to_layout(
     embeddings_list: Sequence[Tensor],
-    fid_list_row_split: Sequence[Tensor] | None,
+    fid_list_row_split: object,
     fid_offset: Tensor,
     feature_offset: Tensor,
     nfl_offset: Tensor,
@@ -36,39 +35,65 @@ def fused_embedding_to_layout(
     variant_type: str,
     feature_cfgs: FeatureConfigs,
     ps_num: int | Router,
-    *,
+    fid_list_emb_row_lenth: Tensor | None = None,
+    nfl_size: Tensor | None = None,
+    feature_size: Tensor | None = None,
+    fid_size: Tensor | None = None,
+    emb_size: Tensor | None = None,
     parallel_flag: int = 0,
-    version: int = 5,
+    version: int = 3,
 ) -> list[Tensor]:
-    """Assembles rows into layouts. Differentiable in the embeddings.
+    """Assemble rows into layouts. Differentiable in the embeddings.
 
     Args:
-        embeddings_list: the rows of each list of `sharding_sparse_fids`, flat or [k, dim], of one float type.
-        fid_list_row_split: ignored.
-        fid_offset: from `sharding_sparse_fids`.
-        feature_offset: from `sharding_sparse_fids`.
-        nfl_offset: from `sharding_sparse_fids`.
-        batch_size: from `sharding_sparse_fids`.
+        embeddings_list: The rows of each list of `sharding_sparse_fids`, flat or [k, dim], of one float type;
+            version 4: one tensor with the rows of all lists, in the order of `fid_list`.
+        fid_list_row_split: Ignored.
+        fid_offset: From `sharding_sparse_fids`; unsigned dtypes are accepted.
+        feature_offset: From `sharding_sparse_fids`.
+        nfl_offset: From `sharding_sparse_fids`; unsigned dtypes are accepted.
+        batch_size: From `sharding_sparse_fids`, or an int; version 5: int [R] for R requests.
         variant_type: "example", "example_batch" or "instance"; checked, otherwise ignored.
-        feature_cfgs: the config that `sharding_sparse_fids` got.
-        ps_num: the number of servers, or the Router that `sharding_sparse_fids` got.
-        parallel_flag: ignored.
-        version: 3 or 5, which have the same encoding.
+        feature_cfgs: The config that `sharding_sparse_fids` got; also a protobuf message of Monolith's.
+        ps_num: The number of servers, or the Router that `sharding_sparse_fids` got.
+        fid_list_emb_row_lenth: Version 4: the number of elements of each list.
+        nfl_size: Version 5: int [R], the length of nfl_offset in each request. Pass all four sizes, or none
+            for one request.
+        feature_size: Version 5: int [R], the length of feature_offset in each request.
+        fid_size: Version 5: int [R], the length of fid_offset in each request.
+        emb_size: Version 5: int [R * lists], the number of elements of each list, request by request.
+        parallel_flag: Ignored.
+        version: The encoding: 3, 4 or 5.
 
     Returns:
-        A tensor for each shape of each layout, layouts sorted by name.
+        A tensor for each shape of each layout, layouts sorted by name. The rows of several requests follow
+        one another.
 
     Raises:
-        InputError: an offset is outside its list, or the encoding does not match the config.
+        InputError: An offset is outside its list, or the encoding does not match the config, the version or
+            the sizes.
     """
-    lists, encoding = _layout_arguments(
-        embeddings_list, fid_offset, feature_offset, nfl_offset, batch_size, feature_cfgs, ps_num
+    check_input_type(variant_type, "variant_type")
+    configs = as_feature_configs(feature_cfgs)
+    found = layout_requests(
+        embeddings_list,
+        fid_offset,
+        feature_offset,
+        nfl_offset,
+        batch_size,
+        configs,
+        ps_num,
+        RequestSizes(fid_list_emb_row_lenth, nfl_size, feature_size, fid_size, emb_size),
+        version,
     )
-    _check_variant(variant_type, version)
-    if torch.is_grad_enabled() and any(rows.requires_grad for rows in lists):
-        outputs = list(_ToLayout.apply(*encoding, *copy_repeated(lists)))
-    else:
-        outputs = _layout(lists, *encoding)
+    parts = []
+    for request in found.requests:
+        encoding = _Encoding(*request[1:], configs.encoded)
+        if torch.is_grad_enabled() and any(rows.requires_grad for rows in request.lists):
+            parts.append(list(_ToLayout.apply(*encoding, *copy_repeated(request.lists))))
+        else:
+            parts.append(_layout(request.lists, *encoding))
+    outputs = parts[0] if len(parts) == 1 else [torch.cat(each) for each in zip(*parts, strict=True)]
     return [o.to(embeddings_list[0].dtype) for o in outputs]
 
 
@@ -78,43 +103,65 @@ def fused_embedding_to_layout_grad(
     fid_offset: Tensor,
     batch_size: int | Tensor,
     embeddings_list: Sequence[Tensor],
-    fid_list_row_split: Sequence[Tensor] | None,
+    fid_list_row_split: object,
     layout_tensors_grad: Sequence[Tensor],
     variant_type: str,
     feature_cfgs: FeatureConfigs,
     ps_num: int | Router,
-    *,
+    fid_list_emb_row_lenth: Tensor | None = None,
     layout_tensors_grad_scale: float | Tensor | None = None,
     parallel_flag: int = 0,
-    version: int = 5,
+    version: int = 3,
+    *,
+    nfl_size: Tensor | None = None,
+    feature_size: Tensor | None = None,
+    fid_size: Tensor | None = None,
+    emb_size: Tensor | None = None,
 ) -> list[Tensor]:
-    """Computes the gradient of `fused_embedding_to_layout`, for callers without autograd.
+    """Compute the gradient of `fused_embedding_to_layout`, for callers without autograd.
 
     Args:
-        nfl_offset: as in the forward op, like the other arguments not listed here.
-        feature_offset: as in the forward op.
-        fid_offset: as in the forward op.
-        batch_size: as in the forward op.
-        embeddings_list: as in the forward op; only shapes and dtype are used.
-        fid_list_row_split: ignored.
-        layout_tensors_grad: the gradient of each output.
-        variant_type: as in the forward op.
-        feature_cfgs: as in the forward op.
-        ps_num: as in the forward op.
-        layout_tensors_grad_scale: a factor for `layout_tensors_grad`.
-        parallel_flag: ignored.
-        version: as in the forward op.
+        nfl_offset: As in the forward op.
+        feature_offset: As in the forward op.
+        fid_offset: As in the forward op.
+        batch_size: As in the forward op.
+        embeddings_list: As in the forward op; only shapes and dtype are used.
+        fid_list_row_split: Ignored.
+        layout_tensors_grad: The gradient of each output.
+        variant_type: As in the forward op.
+        feature_cfgs: As in the forward op.
+        ps_num: As in the forward op.
+        fid_list_emb_row_lenth: As in the forward op.
+        layout_tensors_grad_scale: A factor for `layout_tensors_grad`.
+        parallel_flag: Ignored.
+        version: As in the forward op.
+        nfl_size: As in the forward op. Monolith has no gradient of several requests.
+        feature_size: As in the forward op.
+        fid_size: As in the forward op.
+        emb_size: As in the forward op.
 
     Returns:
         The gradient of each of the embeddings, in their shapes.
+
+    Raises:
+        InputError: As in the forward op, or a gradient does not have the shape of its output.
     """
+    check_input_type(variant_type, "variant_type")
+    configs = as_feature_configs(feature_cfgs)
     with torch.no_grad():
-        lists, encoding = _layout_arguments(
-            embeddings_list, fid_offset, feature_offset, nfl_offset, batch_size, feature_cfgs, ps_num
+        found = layout_requests(
+            embeddings_list,
+            fid_offset,
+            feature_offset,
+            nfl_offset,
+            batch_size,
+            configs,
+            ps_num,
+            RequestSizes(fid_list_emb_row_lenth, nfl_size, feature_size, fid_size, emb_size),
+            version,
         )
-    _check_variant(variant_type, version)
     grads = checks.as_list(layout_tensors_grad, "layout_tensors_grad")
-    dtype = lists[0].dtype
+    dtype = found.requests[0].lists[0].dtype
     wide = [checks.floats(g, f"layout_tensors_grad[{i}]", None).to(dtype) for i, g in enumerate(grads)]
     if layout_tensors_grad_scale is not None:
         scale = layout_tensors_grad_scale
@@ -122,9 +169,25 @@ def fused_embedding_to_layout_grad(
             scale = scale.reshape(())
         checks.with_data(torch.as_tensor(checks.number(scale, "layout_tensors_grad_scale")), "the scale")
         wide = [g * scale for g in wide]
-    flat = _layout_grad(wide, [rows.shape[0] for rows in lists], *encoding)
-    pieces = flat.split([e.numel() for e in embeddings_list])
-    return [p.view(e.shape).to(e.dtype) for p, e in zip(pieces, embeddings_list, strict=True)]
+    gradients = []
+    for request, own in zip(found.requests, _by_request(wide, found), strict=True):
+        sizes = [rows.shape[0] for rows in request.lists]
+        flat = _layout_grad(own, sizes, *_Encoding(*request[1:], configs.encoded))
+        gradients.append(list(flat.split(sizes)))
+    return [g.to(e.dtype) for g, e in zip(found.join(gradients), embeddings_list, strict=True)]
+
+
+def _by_request(grads: list[Tensor], found: LayoutRequests) -> list[list[Tensor]]:
+    """Divides the gradients of the outputs by the batches of the requests."""
+    if len(found.requests) == 1:
+        return [grads]
+    batches = [request.batch for request in found.requests]
+    for i, grad in enumerate(grads):
+        if grad.dim() < 1 or grad.shape[0] != sum(batches):
+            raise InputError(
+                f"layout_tensors_grad[{i}] must have {sum(batches)} rows, got the shape {list(grad.shape)}"
+            )
+    return [list(each) for each in zip(*(grad.split(batches) for grad in grads), strict=True)]
 
 
 # ---- arguments
@@ -145,7 +208,7 @@ class _Encoding(NamedTuple):
         return layout_plan(self.encoded)
 
     def feature_rows(self) -> tuple[list[int], list[bool]]:
-        """Returns where each feature's rows begin in feature_offset (and their end), and which are shared."""
+        """Return where each feature's rows begin in feature_offset (and their end), and which are shared."""
         plan, batch = self.plan, self.batch
         for shape in plan.shapes:
             if shape[0] not in (-1, batch):
@@ -164,7 +227,7 @@ class _Encoding(NamedTuple):
         return starts, shared
 
     def native_features(self) -> list[Any]:
-        """Returns the features in the native module's form."""
+        """Return the features in the native module's form."""
         plan = self.plan
         starts, shared = self.feature_rows()
         rows = [1 if s else self.batch for s in shared]
@@ -172,7 +235,7 @@ class _Encoding(NamedTuple):
         return list(zip(*fields, strict=True))
 
     def pooling(self, sizes: list[int], dtype: torch.dtype) -> tuple[Any, ...]:
-        """Returns arguments for the ops `pool` and `unpool`, for lists of these sizes."""
+        """Return arguments for the ops `pool` and `unpool`, for lists of these sizes."""
         plan, feature_offset = self.plan, self.feature_offset
         starts, shared = self.feature_rows()
         device, n = self.fid_offset.device, self.fid_offset.shape[0]
@@ -200,57 +263,11 @@ class _Encoding(NamedTuple):
 
 
 def _first_rows(index: Tensor, offsets: Tensor, first: int) -> Tensor:
-    """Returns the first occurrences of each row, -1 where it has fewer: int64 [rows * first]."""
+    """Return the first occurrences of each row, -1 where it has fewer: int64 [rows * first]."""
     at = offsets[:-1, None] + torch.arange(first, device=index.device)
     missing = at >= offsets[1:, None]
     found = torch.nn.functional.pad(index, (0, 1), value=-1)[at.masked_fill(missing, -1)]
     return found.flatten()
-
-
-def _layout_arguments(
-    embeddings_list: Sequence[Tensor],
-    fid_offset: Tensor,
-    feature_offset: Tensor,
-    nfl_offset: Tensor,
-    batch_size: int | Tensor,
-    feature_cfgs: FeatureConfigs,
-    ps_num: int | Router,
-) -> tuple[list[Tensor], _Encoding]:
-    """Checks the arguments of both ops; returns the rows of each list, flat, and the encoding."""
-    if not isinstance(feature_cfgs, FeatureConfigs):
-        raise InputError(f"feature_cfgs must be FeatureConfigs, got {checks.kind(feature_cfgs)}")
-    lists = checks.as_list(embeddings_list, "embeddings_list")
-    servers = ps_num.num_shards if isinstance(ps_num, Router) else checks.integer(ps_num, "ps_num", least=0)
-    wanted = len(feature_cfgs.table_names) * max(1, servers)
-    if len(lists) != wanted:
-        raise InputError(f"embeddings_list has {len(lists)} tensors, expected {wanted}: tables times servers")
-    if not lists:
-        raise InputError("feature_cfgs has no features")
-    checks.same_floats(lists, "embeddings_list")
-    dtype = torch.promote_types(lists[0].dtype, torch.float32)
-    return [rows.reshape(-1).to(dtype) for rows in lists], _Encoding(
-        _unsigned(fid_offset, "fid_offset", (None,)),
-        checks.int64(feature_offset, "feature_offset"),
-        _unsigned(nfl_offset, "nfl_offset", (len(feature_cfgs.feature_names) + 1,)),
-        checks.scalar(batch_size, "batch_size"),
-        feature_cfgs.encoded,
-    )
-
-
-def _check_variant(variant_type: str, version: int) -> None:
-    if not isinstance(variant_type, str) or variant_type not in _INPUTS:
-        raise InputError(f"variant_type must be one of {', '.join(_INPUTS)}, got {variant_type!r}")
-    if not isinstance(version, int) or version not in (3, 5):
-        raise InputError(
-            f"version {version} has another encoding; encode with sharding_sparse_fids and pass 5"
-        )
-
-
-def _unsigned(tensor: Tensor, name: str, shape: tuple[int | None, ...]) -> Tensor:
-    """Converts an integer tensor, also of the unsigned dtypes that Monolith uses, to int64."""
-    if isinstance(tensor, Tensor) and tensor.dtype in (torch.uint32, torch.uint64):
-        tensor = tensor.to(torch.int64)
-    return checks.int64(tensor, name, shape)
 
 
 # ---- the ops
@@ -315,7 +332,7 @@ def _layout_grad_twin(grads: list[Tensor], sizes: list[int], *arguments: Any) ->
 
 
 def _flat_grads(grads: list[Tensor], encoding: _Encoding) -> list[Tensor]:
-    """Checks the gradients; returns each as [batch, columns]."""
+    """Check the gradients; return each as [batch, columns]."""
     shapes, batch = encoding.plan.shapes, encoding.batch
     if len(grads) != len(shapes):
         raise InputError(f"layout_tensors_grad has {len(grads)} tensors, the layouts have {len(shapes)}")

@@ -41,7 +41,7 @@ class LayoutPlan:
 
 @lru_cache(maxsize=64)
 def layout_plan(encoded: str) -> LayoutPlan:
-    """Compiles a config.
+    """Compile a config.
 
     Args:
         encoded: `FeatureConfigs.encoded`, a string because torch ops take strings and not objects.
@@ -88,5 +88,5 @@ def layout_plan(encoded: str) -> LayoutPlan:
 
 
 def num_columns(shape: Sequence[int]) -> int:
-    """Returns the number of elements of one batch row."""
+    """Return the number of elements of one batch row."""
     return prod(shape[1:])

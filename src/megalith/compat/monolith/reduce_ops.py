@@ -9,22 +9,22 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError
-from megalith.nn import Mean, Sum
 from megalith.ops import checks
 from megalith.ops.gather_rows import scatter_sum
 from megalith.ops.pool_rows import pool_rows
 from megalith.ops.pooling import Bags, OutputSlice
 
-ReduceSum, ReduceMean = Sum, Mean  # Monolith's names of the combiners
 
-
-def reduce_sum(id_indices: Tensor, id_values: Tensor, id_length: int | Tensor) -> Tensor:
-    """Sums the rows of each batch row.
+def reduce_sum(
+    id_indices: Tensor, id_values: Tensor, id_length: int | Tensor, name: str | None = None
+) -> Tensor:
+    """Sum the rows of each batch row.
 
     Args:
         id_indices: int [n, 1] or [n], the batch row of each value.
         id_values: float [n, d].
-        id_length: the number of batch rows.
+        id_length: The number of batch rows, an int or a tensor of one element.
+        name: Ignored; the name of a graph node in Monolith.
 
     Returns:
         [id_length, d].
@@ -33,13 +33,16 @@ def reduce_sum(id_indices: Tensor, id_values: Tensor, id_length: int | Tensor) -
     return scatter_sum(values, index, size, name="id_indices")
 
 
-def reduce_mean(id_indices: Tensor, id_values: Tensor, id_length: int | Tensor) -> Tensor:
-    """Averages the rows of each batch row; a batch row without values is 0.
+def reduce_mean(
+    id_indices: Tensor, id_values: Tensor, id_length: int | Tensor, name: str | None = None
+) -> Tensor:
+    """Average the rows of each batch row; a batch row without values is 0.
 
     Args:
         id_indices: int [n, 1] or [n], the batch row of each value.
         id_values: float [n, d].
-        id_length: the number of batch rows.
+        id_length: The number of batch rows, an int or a tensor of one element.
+        name: Ignored; the name of a graph node in Monolith.
 
     Returns:
         [id_length, d].
@@ -50,15 +53,18 @@ def reduce_mean(id_indices: Tensor, id_values: Tensor, id_length: int | Tensor) 
     return (total / counts.clamp(min=1)).to(values.dtype)
 
 
-def reduce_sqrtn(id_indices: Tensor, id_values: Tensor, id_length: int | Tensor) -> Tensor:
-    """Computes the L2 norm of each column over the rows of a batch row; its gradient at 0 is 0.
+def reduce_sqrtn(
+    id_indices: Tensor, id_values: Tensor, id_length: int | Tensor, name: str | None = None
+) -> Tensor:
+    """Compute the L2 norm of each column over the rows of a batch row; its gradient at 0 is 0.
 
     This is not the combiner `Sqrtn`, which is sum / sqrt(n); the name is Monolith's.
 
     Args:
         id_indices: int [n, 1] or [n], the batch row of each value.
         id_values: float [n, d].
-        id_length: the number of batch rows.
+        id_length: The number of batch rows, an int or a tensor of one element.
+        name: Ignored; the name of a graph node in Monolith.
 
     Returns:
         [id_length, d].
@@ -71,14 +77,15 @@ def reduce_sqrtn(id_indices: Tensor, id_values: Tensor, id_length: int | Tensor)
 
 
 def fused_sorted_segment_sum(
-    indices: Sequence[Tensor], values: Sequence[Tensor], shapes: Sequence[Sequence[int]]
+    indices: Sequence[Tensor], values: Sequence[Tensor], shapes: Sequence[Sequence[int] | Tensor]
 ) -> list[Tensor]:
-    """Computes several segment sums.
+    """Compute several segment sums.
 
     Args:
         indices: int [n] each, the segment of each value; they need not be sorted.
         values: float [n, d] each.
-        shapes: (segments, d) of each.
+        shapes: (segments, d) of each, as sizes or as an int [2] tensor. Tensors are read on the host; inside
+            torch.compile pass sizes.
 
     Returns:
         A [segments, d] for each.
@@ -88,25 +95,38 @@ def fused_sorted_segment_sum(
     checks.same_length(**named)
     results = []
     for i, (index, rows, shape) in enumerate(zip(*lists, strict=True)):
-        if not isinstance(shape, list | tuple) or len(shape) != 2:
-            raise InputError(f"shapes[{i}] must be (segments, columns), got {shape!r}")
-        segments, columns = (checks.integer(size, f"shapes[{i}]", least=0) for size in shape)
+        segments, columns = _shape(shape, f"shapes[{i}]")
         index, rows, size = _segments(index, rows, segments, names=(f"indices[{i}]", f"values[{i}]"))
         checks.floats(rows, f"values[{i}]", (None, columns))
         results.append(scatter_sum(rows, index, size, name=f"indices[{i}]"))
     return results
 
 
+def _shape(shape: Sequence[int] | Tensor, name: str) -> tuple[int, int]:
+    """Checks (segments, columns), given as sizes or as a tensor."""
+    if isinstance(shape, Tensor):
+        shape = checks.with_data(checks.integers(shape, name, (2,)), name).tolist()
+    if not isinstance(shape, list | tuple) or len(shape) != 2:
+        raise InputError(f"{name} must be (segments, columns), got {shape!r}")
+    segments, columns = (checks.integer(size, name, least=0) for size in shape)
+    return segments, columns
+
+
 def fused_reduce_sum_and_split(
-    id_indices: Tensor, id_values: Tensor, id_length: int | Tensor, split_dims: Sequence[int]
+    id_indices: Tensor,
+    id_values: Tensor,
+    id_length: int | Tensor,
+    split_dims: Sequence[int],
+    name: str | None = None,
 ) -> list[Tensor]:
-    """Sums the rows of each batch row and splits the sums by column.
+    """Sum the rows of each batch row and splits the sums by column.
 
     Args:
         id_indices: int [n, 1] or [n], the batch row of each value.
         id_values: float [n, d].
-        id_length: the number of batch rows.
-        split_dims: sizes that add up to d.
+        id_length: The number of batch rows, an int or a tensor of one element.
+        split_dims: Sizes that add up to d.
+        name: Ignored; the name of a graph node in Monolith.
 
     Returns:
         A [id_length, dim] for each size.
@@ -119,14 +139,18 @@ def fused_reduce_sum_and_split(
 
 
 def fused_reduce_and_split(
-    splits: Sequence[Tensor], embeddings: Sequence[Tensor], slice_dims: Sequence[Sequence[int]]
+    splits: Sequence[Tensor],
+    embeddings: Sequence[Tensor],
+    slice_dims: Sequence[Sequence[int]],
+    name: str | None = None,
 ) -> list[Tensor]:
-    """Sums each row of several columns and splits the sums.
+    """Sum each row of several columns and splits the sums.
 
     Args:
-        splits: row splits, int [batch + 1], of each column.
+        splits: Row splits, int [batch + 1], of each column.
         embeddings: float [n, d] of each column.
-        slice_dims: for each column, sizes that add up to d.
+        slice_dims: For each column, sizes that add up to d.
+        name: Ignored; the name of a graph node in Monolith.
 
     Returns:
         A [batch, dim] for each size of each column, in order.
@@ -151,7 +175,7 @@ fused_reduce_and_split_gpu = fused_reduce_and_split
 
 
 def _wide(values: Tensor) -> Tensor:
-    """Converts 16-bit floats to float32, because sums of counts and squares would overflow."""
+    """Convert 16-bit floats to float32, because sums of counts and squares would overflow."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 

@@ -30,7 +30,7 @@ class SyncConfig:
     """Where each target runs, in the order of the targets; empty unless it is known for all of them."""
 
     def to_bytes(self) -> bytes:
-        """Returns the serialised ClientConfig; a replica id of -1 is written explicitly."""
+        """Return the serialised ClientConfig; a replica id of -1 is written explicitly."""
         config = ClientConfig(
             model_name=self.model_name,
             signature_name=self.signature_name,
@@ -45,7 +45,7 @@ class SyncConfig:
 
 
 def read_sync_config(config: bytes | Message) -> SyncConfig:
-    """Reads a ClientConfig.
+    """Read a ClientConfig.
 
     Args:
         config: The message or its bytes.
@@ -82,11 +82,11 @@ def read_sync_config(config: bytes | Message) -> SyncConfig:
     )
 
 
-def refresh_sync_config(backend: SyncBackend, ps_index: int) -> bytes:
-    """Makes the serialised ClientConfig of one parameter server.
+def refresh_sync_config(sync_backend: SyncBackend, ps_index: int) -> bytes:
+    """Make the serialised ClientConfig of one parameter server.
 
     Args:
-        backend: Finds the replicas, for example a `Discovery`.
+        sync_backend: Finds the replicas, for example a `Discovery`.
         ps_index: The number of the parameter server; its part is `ps_{ps_index}`.
 
     Returns:
@@ -95,7 +95,7 @@ def refresh_sync_config(backend: SyncBackend, ps_index: int) -> bytes:
     Raises:
         InputError: The backend returns a target that is not an address.
     """
-    name, targets = backend.get_sync_targets(f"ps_{ps_index}")
+    name, targets = sync_backend.get_sync_targets(f"ps_{ps_index}")
     return SyncConfig(
         model_name=name,
         signature_name=HASHTABLE_ASSIGN,

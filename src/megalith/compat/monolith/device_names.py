@@ -1,0 +1,80 @@
+"""Monolith's names of devices: which server, chief or worker something runs on.
+
+The names are TensorFlow's (`/job:JOB/task:N/device:TYPE:0`). Nothing is placed by them here: a tensor has a
+`torch.device`, and rows are on the rank or server that the router gives. They are for code, logs and configs
+that identify processes by these names.
+
+    process                          name
+    parameter server i               /job:ps/task:i/device:CPU:0
+    rank 0, with parameter servers   /job:chief/replica:0/task:0/device:TYPE:0
+    rank r > 0, with servers         /job:worker/replica:0/task:(r - 1)/device:TYPE:0
+    a rank without servers           the empty string
+    a process without a launcher     /device:TYPE:0
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+
+import torch
+
+from megalith.distributed.launcher_environment import LaunchWarning, read_launch
+from megalith.ops import checks
+
+
+def ps_device(index: int) -> str:
+    """Return the name of a parameter server.
+
+    Args:
+        index: The number of the server, from 0.
+
+    Returns:
+        The name, such as "/job:ps/task:1/device:CPU:0".
+
+    Raises:
+        InputError: `index` is not an integer >= 0.
+    """
+    return f"/job:ps/task:{checks.integer(index, 'index', least=0)}/device:CPU:0"
+
+
+def get_device_str(
+    force_on_cpu: bool = False,
+    *,
+    num_ps: int = 0,
+    enable_gpu_training: bool | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> str:
+    """Return the name of the device of this process.
+
+    The keyword-only arguments are flags in Monolith. A process belongs to synchronous training if a launcher
+    (OpenMPI, torchrun or SLURM) started it; Monolith knows OpenMPI and has a flag for it.
+
+    Args:
+        force_on_cpu: Whether the device is the CPU in any case.
+        num_ps: The number of parameter servers.
+        enable_gpu_training: Whether the device is a GPU; None: if this process sees one.
+        environ: The variables of the launcher; None: os.environ.
+
+    Returns:
+        The name; the module's table lists all forms. The empty string means that the process places nothing.
+
+    Raises:
+        InputError: An argument has the wrong type, or the variables of the launcher contradict each other.
+    """
+    cpu = checks.flag(force_on_cpu, "force_on_cpu")
+    num_ps = checks.integer(num_ps, "num_ps", least=0)
+    if enable_gpu_training is None:
+        gpu = torch.cuda.is_available()
+    else:
+        gpu = checks.flag(enable_gpu_training, "enable_gpu_training")
+    device = f"device:{'GPU' if gpu and not cpu else 'CPU'}:0"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LaunchWarning)  # a process without a launcher has a name too
+        launch = read_launch(environ)
+    if launch.launcher is None:
+        return f"/{device}"
+    if num_ps == 0:
+        return ""
+    job, task = ("chief", 0) if launch.rank == 0 else ("worker", launch.rank - 1)
+    return f"/job:{job}/replica:0/task:{task}/{device}"

@@ -1,0 +1,233 @@
+"""The three encodings of the layout ops, converted to one: a flat list of rows per table and server.
+
+    version   embeddings_list                            further arguments
+    3         one tensor per table and server            none
+    4         one tensor, by server, then table          fid_list_emb_row_lenth: the elements of each list
+    5         one tensor per table and server; the       batch_size, nfl_size, feature_size, fid_size [R] and
+              rows of R requests are concatenated        emb_size [R * lists]: the sizes of each request
+
+Requests of version 5 are encoded one by one (`sharding_sparse_fids`) and every tensor is concatenated; a
+shared feature has one row per request. The outputs of the requests follow one another in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalith.compat.monolith.feature_configs import FeatureConfigs
+from megalith.compat.monolith.fid_sharding import check_version
+from megalith.errors import InputError
+from megalith.ops import checks
+from megalith.routing import Router
+
+
+class RequestSizes(NamedTuple):
+    """The arguments that describe how the tensors of a call are divided; None where the version has none."""
+
+    fid_list_emb_row_lenth: Tensor | None = None
+    nfl_size: Tensor | None = None
+    feature_size: Tensor | None = None
+    fid_size: Tensor | None = None
+    emb_size: Tensor | None = None
+
+
+class LayoutRequest(NamedTuple):
+    """One batch in the encoding of version 3."""
+
+    lists: list[Tensor]
+    """float [elements] for each table and server: the rows, flat."""
+    fid_offset: Tensor
+    feature_offset: Tensor
+    nfl_offset: Tensor
+    batch: int
+
+
+class LayoutRequests(NamedTuple):
+    """The batches of a call, and how the gradients of their lists become those of the arguments."""
+
+    requests: list[LayoutRequest]
+    shapes: list[torch.Size]
+    """The shape of each tensor of `embeddings_list`."""
+    server_major: list[int] | None
+    """Version 4: the numbers of the lists in the order in which the one tensor holds them."""
+
+    def join(self, gradients: list[list[Tensor]]) -> list[Tensor]:
+        """Combine the gradients of the lists of all requests.
+
+        Args:
+            gradients: For each request, float [elements] for each list.
+
+        Returns:
+            A gradient for each tensor of `embeddings_list`, in its shape.
+        """
+        flat = (
+            gradients[0]
+            if len(gradients) == 1
+            else [torch.cat(each) for each in zip(*gradients, strict=True)]
+        )
+        if self.server_major is not None:
+            flat = [torch.cat([flat[number] for number in self.server_major])]
+        return [each.view(shape) for each, shape in zip(flat, self.shapes, strict=True)]
+
+
+def layout_requests(
+    embeddings_list: Sequence[Tensor],
+    fid_offset: Tensor,
+    feature_offset: Tensor,
+    nfl_offset: Tensor,
+    batch_size: int | Tensor,
+    configs: FeatureConfigs,
+    ps_num: int | Router,
+    sizes: RequestSizes,
+    version: int,
+) -> LayoutRequests:
+    """Check the arguments of a layout op and divide them into requests.
+
+    Args:
+        embeddings_list: The rows, as the version has them; float tensors of one dtype.
+        fid_offset: int [n], of all requests; also unsigned, as Monolith has it.
+        feature_offset: int [rows + 1 of each request].
+        nfl_offset: int [features + 1 of each request]; also unsigned.
+        batch_size: The number of rows, or those of each request, int [R].
+        configs: The features and their tables.
+        ps_num: The number of servers (0 counts as 1), or a Router.
+        sizes: The sizes that the version needs.
+        version: 3, 4 or 5.
+
+    Returns:
+        The requests; versions 3 and 4 have one.
+
+    Raises:
+        InputError: An argument has the wrong type or shape, or the sizes do not add up.
+    """
+    check_version(version)
+    servers = ps_num.num_shards if isinstance(ps_num, Router) else checks.integer(ps_num, "ps_num", least=0)
+    tables, servers = len(configs.table_names), max(1, servers)
+    if not tables:
+        raise InputError("feature_cfgs has no features")
+    given = checks.as_list(embeddings_list, "embeddings_list")
+    shapes = [each.shape if isinstance(each, Tensor) else torch.Size() for each in given]
+    fid_offset = _unsigned(fid_offset, "fid_offset")
+    feature_offset = checks.int64(feature_offset, "feature_offset")
+    nfl_offset = _unsigned(nfl_offset, "nfl_offset")
+    _check_sizes(sizes, version)
+    server_major = None
+    if version == 4:
+        server_major = [table * servers + server for server in range(servers) for table in range(tables)]
+        lists = _from_one_tensor(given, sizes.fid_list_emb_row_lenth, server_major)
+    else:
+        if len(given) != tables * servers:
+            wanted = f"expected {tables * servers}: tables times servers"
+            raise InputError(f"embeddings_list has {len(given)} tensors, {wanted}")
+        lists = _flat(given)
+    features = len(configs.feature_names)
+    if sizes.nfl_size is None:
+        checks.int64(nfl_offset, "nfl_offset", (features + 1,))
+        batch = checks.scalar(batch_size, "batch_size")
+        requests = [LayoutRequest(lists, fid_offset, feature_offset, nfl_offset, batch)]
+    else:
+        requests = _concatenated(lists, fid_offset, feature_offset, nfl_offset, batch_size, sizes, features)
+    return LayoutRequests(requests, shapes, server_major)
+
+
+def _check_sizes(sizes: RequestSizes, version: int) -> None:
+    if (sizes.fid_list_emb_row_lenth is not None) != (version == 4):
+        raise InputError(
+            f"fid_list_emb_row_lenth must be given for version 4 and no other, got version {version}"
+        )
+    given = [name for name in RequestSizes._fields[1:] if getattr(sizes, name) is not None]
+    if given and version != 5:
+        raise InputError(f"{given[0]} must not be given for version {version}; pass version=5")
+    if given and len(given) < 4:
+        missing = next(name for name in RequestSizes._fields[1:] if name not in given)
+        raise InputError(f"{missing} is missing: pass all or none of {', '.join(RequestSizes._fields[1:])}")
+
+
+def _from_one_tensor(given: list[Tensor], lengths: Tensor | None, server_major: list[int]) -> list[Tensor]:
+    """Divides the one tensor of version 4; returns the lists in the order table * servers + server."""
+    if len(given) != 1:
+        raise InputError(f"embeddings_list has {len(given)} tensors, expected 1 for version 4")
+    (flat,) = _flat(given)
+    parts = _lengths(lengths, "fid_list_emb_row_lenth", len(server_major))
+    if sum(parts) != flat.shape[0]:
+        raise InputError(
+            f"fid_list_emb_row_lenth adds up to {sum(parts)}, embeddings_list[0] has {flat.shape[0]} elements"
+        )
+    found = dict(zip(server_major, flat.split(parts), strict=True))
+    return [found[number] for number in range(len(server_major))]
+
+
+def _concatenated(
+    lists: list[Tensor],
+    fid_offset: Tensor,
+    feature_offset: Tensor,
+    nfl_offset: Tensor,
+    batch_size: int | Tensor,
+    sizes: RequestSizes,
+    features: int,
+) -> list[LayoutRequest]:
+    """Divides the concatenated requests of version 5."""
+    batches = _lengths(
+        torch.tensor([batch_size]) if isinstance(batch_size, int) else batch_size, "batch_size"
+    )
+    count = len(batches)
+    if not count:
+        raise InputError("batch_size is empty; pass the batch size of at least one request")
+    divided = {}
+    for name, whole, lengths in (
+        ("nfl_size", nfl_offset, sizes.nfl_size),
+        ("feature_size", feature_offset, sizes.feature_size),
+        ("fid_size", fid_offset, sizes.fid_size),
+    ):
+        parts = _lengths(lengths, name, count)
+        if name == "nfl_size" and any(part != features + 1 for part in parts):
+            raise InputError(f"nfl_size must be {features + 1} for each request, got {parts}")
+        if sum(parts) != whole.shape[0]:
+            raise InputError(f"{name} adds up to {sum(parts)}, but there are {whole.shape[0]} entries")
+        divided[name] = whole.split(parts)
+    elements = _lengths(sizes.emb_size, "emb_size", count * len(lists))
+    rows = []
+    for number, flat in enumerate(lists):
+        parts = elements[number :: len(lists)]  # emb_size is request-major
+        if sum(parts) != flat.shape[0]:
+            raise InputError(
+                f"emb_size gives list {number} {sum(parts)} elements, "
+                f"embeddings_list[{number}] has {flat.shape[0]}"
+            )
+        rows.append(flat.split(parts))
+    return [
+        LayoutRequest(
+            [each[r] for each in rows],
+            divided["fid_size"][r],
+            divided["feature_size"][r],
+            divided["nfl_size"][r],
+            batches[r],
+        )
+        for r in range(count)
+    ]
+
+
+def _lengths(tensor: Tensor | None, name: str, count: int | None = None) -> list[int]:
+    """Checks a vector of sizes; returns it as a list."""
+    found: list[int] = checks.with_data(checks.integers(tensor, name, (count,)), name).tolist()
+    if any(length < 0 for length in found):
+        raise InputError(f"{name} must not be negative, got {found}")
+    return found
+
+
+def _flat(tensors: list[Tensor]) -> list[Tensor]:
+    """Checks float tensors of one dtype; returns them flat, 16-bit floats as float32."""
+    checks.same_floats(tensors, "embeddings_list")
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    return [rows.reshape(-1).to(dtype) for rows in tensors]
+
+
+def _unsigned(tensor: Tensor, name: str) -> Tensor:
+    """Converts an integer tensor, also of the unsigned dtypes that Monolith uses, to int64."""
+    if isinstance(tensor, Tensor) and tensor.dtype in (torch.uint32, torch.uint64):
+        tensor = tensor.to(torch.int64)
+    return checks.int64(tensor, name)

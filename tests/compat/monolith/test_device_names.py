@@ -1,0 +1,44 @@
+"""Monolith's names of servers, chief and workers."""
+
+from __future__ import annotations
+
+import pytest
+
+from megalith.compat.monolith import get_device_str, ps_device
+from megalith.errors import InputError
+
+
+def mpi(rank: int, size: int = 4) -> dict[str, str]:
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    return {f"OMPI_COMM_WORLD_{n}": str(v) for n, v in zip(names, (rank, size, rank, size), strict=True)}
+
+
+@pytest.mark.parametrize(
+    ("environ", "num_ps", "gpu", "name"),
+    [
+        ({}, 0, False, "/device:CPU:0"),
+        ({}, 3, True, "/device:GPU:0"),
+        (mpi(0), 2, False, "/job:chief/replica:0/task:0/device:CPU:0"),
+        (mpi(1), 2, True, "/job:worker/replica:0/task:0/device:GPU:0"),
+        (mpi(3), 2, False, "/job:worker/replica:0/task:2/device:CPU:0"),
+        (mpi(3), 0, True, ""),
+        (
+            {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3"},
+            1,
+            False,
+            "/job:worker/replica:0/task:1/device:CPU:0",
+        ),
+    ],
+)
+def test_names_of_ranks(environ: dict[str, str], num_ps: int, gpu: bool, name: str) -> None:
+    assert get_device_str(num_ps=num_ps, enable_gpu_training=gpu, environ=environ) == name
+    forced = get_device_str(True, num_ps=num_ps, enable_gpu_training=gpu, environ=environ)
+    assert forced == name.replace("GPU", "CPU")
+
+
+def test_names_of_servers() -> None:
+    assert [ps_device(i) for i in (0, 1)] == ["/job:ps/task:0/device:CPU:0", "/job:ps/task:1/device:CPU:0"]
+    with pytest.raises(InputError, match="index must be"):
+        ps_device(-1)
+    with pytest.raises(InputError, match="num_ps must be"):
+        get_device_str(num_ps=-1, environ={})
