@@ -30,6 +30,7 @@ from megalith.checkpoint.importers.row_import import (
 )
 from megalith.errors import CheckpointError, InputError
 from megalith.nn import EmbeddingCollection
+from megalith.ops import checks
 from megalith.routing import MODES, Router
 from megalith.storage.store import LocalStore
 from megalith.storage.strict_json import parse_json_object
@@ -103,7 +104,11 @@ def import_dynamicemb(
     """
     into = RowImport(collection, tables, time=time, on_error=on_error)
     names = {name: name for name in into.configs} if tables is None else dict(tables)
-    root = Path(directory)
+    root = checks.path(directory, "import_dynamicemb: directory")
+    checks.flag(drop_optimizer_state, "import_dynamicemb: drop_optimizer_state")
+    checks.flag(check_owners, "import_dynamicemb: check_owners")
+    if num_embeddings is not None:
+        checks.mapping(num_embeddings, "import_dynamicemb: num_embeddings", '{"user": 1000}')
     dumps = _find(root, set(names.values()), into.left_out)
     sources = {}
     for ours, theirs in names.items():

@@ -29,14 +29,14 @@ class EntrySource:
 
 
 def find_sources(path: Path) -> list[EntrySource]:
-    """Finds the files of a checkpoint.
+    """Find the files of a checkpoint.
 
     Args:
-        path: the directory `model.ckpt-STEP.assets`, or `model.ckpt-STEP`.
+        path: The directory `model.ckpt-STEP.assets`, or `model.ckpt-STEP`.
 
     Raises:
-        CheckpointError: there are no files, or a set of files is not complete.
-        MissingDependencyError: there is a .meta file, and protobuf is not installed.
+        CheckpointError: There are no files, or a set of files is not complete.
+        MissingDependencyError: There is a .meta file, and protobuf is not installed.
     """
     root = path if path.is_dir() else path.with_name(path.name + ".assets")
     if not root.is_dir():
@@ -67,7 +67,7 @@ def find_sources(path: Path) -> list[EntrySource]:
 
 
 def file_name(table: str) -> str:
-    """Returns the name of a table as Monolith writes it in file names."""
+    """Return the name of a table as Monolith writes it in file names."""
     return re.sub("[:/]", "-", table)
 
 

@@ -78,7 +78,7 @@ class EntryFile:
     damaged or ends too early, or an entry does not have the expected layout.
 
     Args:
-        path: the file.
+        path: The file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -88,7 +88,7 @@ class EntryFile:
         self._at = 0
 
     def read(self, layout: EntryLayout, limit: int | None = None) -> Iterator[Entries]:
-        """Yields the next `limit` entries (None: all that follow), in pieces."""
+        """Yield the next `limit` entries (None: all that follow), in pieces."""
         left = _NO_LIMIT if limit is None else limit
         while left > 0:
             room = min(chunk_rows(layout.width), left)
@@ -106,18 +106,18 @@ class EntryFile:
                 return
 
     def skip(self, count: int) -> None:
-        """Skips the next `count` entries."""
+        """Skip the next `count` entries."""
         n = self._fill(count, None, None)
         if n < count:
             self._check_end(n, count)
 
     def finish(self) -> None:
-        """Raises CheckpointError if there is another entry."""
+        """Raise CheckpointError if there is another entry."""
         if self._data or self._more():
             raise self._wrong(f"there are more entries at byte {self._at} than its .meta file lists")
 
     def _fill(self, room: int, layout: EntryLayout | None, rows: Entries | None) -> int:
-        """Reads up to `room` entries; fewer at the end of the file."""
+        """Read up to `room` entries; fewer at the end of the file."""
         n = 0
         while n < room:
             into = None if rows is None else Entries(*(column[n:] for column in rows))
@@ -132,7 +132,7 @@ class EntryFile:
         return n
 
     def _more(self) -> bool:
-        """Reads at least as much as is buffered, so that a long record is copied only a few times."""
+        """Read at least as much as is buffered, so that a long record is copied only a few times."""
         parts, size = [self._data], 0
         try:
             while size < max(_READ, len(self._data)) and (block := next(self._blocks, None)) is not None:
@@ -154,7 +154,7 @@ class EntryFile:
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
-    """Yields the bytes of a file, unpacked if it is a file of Snappy blocks."""
+    """Yield the bytes of a file, unpacked if it is a file of Snappy blocks."""
     with path.open("rb") as file:
         head = file.read(12)
         plain = len(head) < 12 or masked_crc32c(head[:8]) == struct.unpack("<I", head[8:])[0]
@@ -169,21 +169,21 @@ def _blocks(path: Path) -> Iterator[bytes]:
 def read_entries(
     data: bytes, at: int, limit: int, layout: EntryLayout | None, into: Entries | None
 ) -> tuple[int, int]:
-    """Reads complete records.
+    """Read complete records.
 
     Args:
-        data: a part of the stream that begins with a record.
-        at: the position of data in the stream, for errors.
-        limit: the maximum number of records.
-        layout: the floats of an entry, or None to only check and count records.
-        into: the rows to fill, or None without a layout.
+        data: A part of the stream that begins with a record.
+        at: The position of data in the stream, for errors.
+        limit: The maximum number of records.
+        layout: The floats of an entry, or None to only check and count records.
+        into: The rows to fill, or None without a layout.
 
     Returns:
         The number of records, and their bytes.
 
     Raises:
-        InputError: a record is wrong. The message has the reason and the byte.
-        NativeMissingError: the native module is not built.
+        InputError: A record is wrong. The message has the reason and the byte.
+        NativeMissingError: The native module is not built.
     """
     native = native_module()
     if native is None:

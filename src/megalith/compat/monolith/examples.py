@@ -62,17 +62,17 @@ class DecodedRecords(NamedTuple):
 def decode_records(
     kind: Kind, messages: Sequence[bytes], names: Sequence[str], *, label_index: int = 0
 ) -> DecodedRecords:
-    """Decodes serialized messages into columns; the GIL is released meanwhile.
+    """Decode serialized messages into columns; the GIL is released meanwhile.
 
     Args:
-        kind: the type of all messages.
-        messages: the records. A wrong one becomes a `RecordError`, whatever its bytes are.
-        names: the features to read, without duplicates. The fids of an Instance are named `fc_slot_<slot>`,
+        kind: The type of all messages.
+        messages: The records. A wrong one becomes a `RecordError`, whatever its bytes are.
+        names: The features to read, without duplicates. The fids of an Instance are named `fc_slot_<slot>`,
             its floats `value`.
-        label_index: which label of a row to return.
+        label_index: Which label of a row to return.
 
     Raises:
-        NativeMissingError: the native module is not built.
+        NativeMissingError: The native module is not built.
     """
     native = native_module()
     if native is None:

@@ -20,6 +20,7 @@ from megalith.compat.monolith.checkpoint_files import EntrySource, file_name, fi
 from megalith.compat.monolith.entry_dumps import Entries, EntryFile, EntryLayout, SegmentLayout
 from megalith.errors import CheckpointError, InputError
 from megalith.nn import EmbeddingCollection
+from megalith.ops import checks
 from megalith.table import TableConfig
 from megalith.table.optimizers import Adam
 from megalith.table.table_data import MAX_TIME
@@ -47,34 +48,36 @@ def import_monolith(
     time: float | None = None,
     on_error: OnError = "raise",
 ) -> ImportReport:
-    """Imports tables from a Monolith checkpoint: single hash tables and native multi-tables, plain or Snappy.
+    """Import tables from a Monolith checkpoint: single hash tables and native multi-tables, plain or Snappy.
 
     The state of SGD, Adagrad, FTRL, Adam and Momentum is imported; Adam's powers of its betas become the
     update count of a row. Ids are not changed.
 
     Args:
-        collection: the tables to fill.
-        path: the directory `model.ckpt-STEP.assets`, or `model.ckpt-STEP`.
-        tables: our table -> its name in Monolith, or a list of names whose rows belong together (one for each
+        collection: The tables to fill.
+        path: The directory `model.ckpt-STEP.assets`, or `model.ckpt-STEP`.
+        tables: Our table -> its name in Monolith, or a list of names whose rows belong together (one for each
             parameter server). Default: all tables of the collection, under their own names. Rows of a name
             that several multi-tables have are merged.
-        drop_optimizer_state: whether to start with fresh optimizer state.
-        time: seconds, the last-update time of rows without one. Default: now.
-        on_error: see `RowImport`.
+        drop_optimizer_state: Whether to start with fresh optimizer state.
+        time: Seconds, the last-update time of rows without one. Default: now.
+        on_error: See `RowImport`.
 
     Returns:
         What was imported, and what was left out.
 
     Raises:
-        CheckpointError: a set of files is not complete, a file is damaged, entries do not match the table, or
+        CheckpointError: A set of files is not complete, a file is damaged, entries do not match the table, or
             optimizers differ and drop_optimizer_state is not set. The message has the file and the byte.
             Nothing is written.
-        InputError: an argument is wrong.
+        InputError: An argument is wrong.
     """
     into = RowImport(collection, tables, time=time, on_error=on_error)
     wanted = _wanted({name: name for name in into.configs} if tables is None else tables)
-    sources = find_sources(Path(path))
-    _check_names(Path(path), wanted, sources, into.left_out)
+    path = checks.path(path, "import_monolith: path")
+    checks.flag(drop_optimizer_state, "import_monolith: drop_optimizer_state")
+    sources = find_sources(path)
+    _check_names(path, wanted, sources, into.left_out)
     readers = {
         name: _ShardReader(config, drop_optimizer_state, into.time) for name, config in into.configs.items()
     }
@@ -107,7 +110,7 @@ class _ShardReader:
         self._time = time
 
     def piece(self, where: str, entries: Entries) -> ImportedRows:
-        """Converts the state and the times of some entries."""
+        """Convert the state and the times of some entries."""
         times = entries.times
         if times.numel() and not 0 <= int(times.min()) <= int(times.max()) <= MAX_TIME:
             wrong = int(entries.ids[(times < 0) | (times > MAX_TIME)][0])
@@ -153,12 +156,12 @@ class _ShardReader:
 
 
 def counts(power1: Tensor, power2: Tensor, betas: tuple[float, float]) -> tuple[Tensor, int]:
-    """Computes the number of updates t from beta1 ** (t + 1) and beta2 ** (t + 1).
+    """Compute the number of updates t from beta1 ** (t + 1) and beta2 ** (t + 1).
 
     Args:
         power1: float32 [n, 1].
         power2: float32 [n, 1].
-        betas: the betas of Adam.
+        betas: The betas of Adam.
 
     Returns:
         t, float32 [n, 1], NaN where the numbers are not such powers; and the number of rows whose powers give

@@ -16,20 +16,20 @@ from megalith.serving.proto.message_types import Message, load_pool, message_cla
 
 @cache
 def message_type(full_name: str) -> Any:
-    """Returns the class of a message, such as "monolith.io.proto.Example".
+    """Return the class of a message, such as "monolith.io.proto.Example".
 
     Raises:
-        MissingDependencyError: protobuf is not installed.
+        MissingDependencyError: Protobuf is not installed.
     """
     return message_class(_pool(), full_name)
 
 
 def parse_message(full_name: str, data: bytes) -> Message:
-    """Parses a serialized message.
+    """Parse a serialized message.
 
     Raises:
-        InputError: the bytes are not such a message.
-        MissingDependencyError: protobuf is not installed.
+        InputError: The bytes are not such a message.
+        MissingDependencyError: Protobuf is not installed.
     """
     try:
         return message_type(full_name).FromString(data)

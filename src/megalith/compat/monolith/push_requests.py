@@ -15,7 +15,7 @@ from megalith.serving.sync.push_messages import MAX_PUSH_BYTES, splits_of
 
 
 def split_push(request: Message, limit: int = MAX_PUSH_BYTES) -> list[Message]:
-    """Splits a PushRequest that is larger than a limit.
+    """Split a PushRequest that is larger than a limit.
 
     Args:
         request: The PushRequest.
@@ -46,7 +46,7 @@ def split_push(request: Message, limit: int = MAX_PUSH_BYTES) -> list[Message]:
 
 
 def to_predict_request(request: Message) -> Message:
-    """Converts a PushRequest to a PredictRequest.
+    """Convert a PushRequest to a PredictRequest.
 
     Args:
         request: The PushRequest.
