@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from megalith.distributed.launcher_environment import broadcast_dense, configure
 from megalith.errors import InputError
@@ -109,6 +111,108 @@ def test_models_that_differ_raise_on_every_rank_and_nothing_is_written(without_l
         assert "no shape yet on ranks [1]" in lazy
         assert ("(here: weight, bias)" in lazy) == (rank == 1)
         assert weights == [rank]
+
+
+# ---- optimizer state
+
+
+OPTIMIZERS: dict[str, Callable[[Any, int], torch.optim.Optimizer]] = {
+    "adam": lambda p, rank: torch.optim.Adam(p, 0.1 * (rank + 1), betas=(0.5 + rank / 10, 0.9)),
+    "amsgrad": lambda p, rank: torch.optim.Adam(p, 0.1, amsgrad=True),
+    "momentum": lambda p, rank: torch.optim.SGD(p, torch.tensor(0.1 * (rank + 1)), momentum=0.9),
+    "adagrad": lambda p, rank: torch.optim.Adagrad(p, 0.1, initial_accumulator_value=float(rank)),
+    "groups": lambda p, rank: torch.optim.Adam(
+        [{"params": [p[0]], "lr": 0.1 * (rank + 1)}, {"params": [p[1]], "name": f"rank {rank}"}]
+    ),
+    "lbfgs": lambda p, rank: torch.optim.LBFGS(p, max_iter=2 + rank),
+}
+
+
+def layer(seed: int) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(3, 2)
+
+
+def steps(model: nn.Linear, optimizer: torch.optim.Optimizer, count: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        inputs = torch.randn(4, 3, generator=generator)
+
+        def closure(inputs: Tensor = inputs) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(inputs).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+def with_optimizers(first_steps: list[int]) -> dict[str, Any]:
+    """Rank r has made first_steps[r] steps on its own data when the broadcast comes."""
+    rank = dist.get_rank()
+    found = {}
+    for name, make in OPTIMIZERS.items():
+        model = layer(rank)
+        optimizer = make(list(model.parameters()), rank)
+        steps(model, optimizer, first_steps[rank], seed=rank)
+        before = optimizer.state_dict() if rank == 0 else None
+        expected = None if before is None else pickle.dumps(lists(before))
+        broadcast_dense(model, optimizer=optimizer)
+        after = lists(optimizer.state_dict())
+        steps(model, optimizer, 2, seed=9)  # equal ranks stay equal
+        unchanged = expected is None or pickle.dumps(after) == expected
+        found[name] = (unchanged, after, lists(optimizer.state_dict()), lists(model.state_dict()))
+    return found
+
+
+def lists(data: Any) -> Any:
+    """Tensors as dtype and bytes, to compare every bit."""
+    if isinstance(data, Tensor):
+        return str(data.dtype), tuple(data.shape), data.detach().reshape(-1).view(torch.uint8).tolist()
+    if isinstance(data, dict):
+        return {key: lists(value) for key, value in data.items()}
+    return [lists(value) for value in data] if isinstance(data, list | tuple) else data
+
+
+# Rank 0 may have more state than others, less, or none.
+@pytest.mark.parametrize("first_steps", [[3, 1], [0, 2], [2, 0, 1, 5]])
+def test_ranks_that_start_with_different_optimizer_state_end_equal(first_steps: list[int]) -> None:
+    first, *others = run_ranks(with_optimizers, first_steps, world_size=len(first_steps))
+    for name in OPTIMIZERS:
+        unchanged, after, later, weights = first[name]
+        assert unchanged, name  # rank 0 keeps its own
+        assert bool(after["state"]) == (first_steps[0] > 0 or name == "adagrad"), name
+        for other in others:
+            assert other[name][1:] == (after, later, weights), name
+
+
+def bad_optimizers() -> list[Any]:
+    rank = dist.get_rank()
+    model = layer(rank)
+    start = model.weight.detach().clone()
+    made: list[Any] = [
+        torch.optim.Adam(model.parameters()) if rank == 0 else torch.optim.SGD(model.parameters()),
+        torch.optim.SGD(model.parameters() if rank == 0 else [model.weight]),
+        torch.optim.SGD(model.parameters()) if rank == 0 else None,
+        torch.optim.SGD(model.parameters()) if rank == 0 else 3,
+        torch.optim.SGD([{"params": model.parameters(), "choose": lambda: 1}]),
+    ]
+    found = [error_of(lambda each=each: broadcast_dense(model, optimizer=each)) for each in made]
+    return [*found, torch.equal(model.weight, start)]
+
+
+def test_optimizers_that_differ_raise_on_every_rank_and_nothing_is_written() -> None:
+    for rank, (*different, wrong, opaque, unchanged) in enumerate(run_ranks(bad_optimizers)):
+        for said in different:
+            assert "or the optimizers of ranks [1] differ from those of rank 0" in said
+        assert ("ranks [1] cannot take part" if rank == 0 else "torch.optim.Optimizer, got int") in wrong
+        assert ("optimizer of rank 0 cannot be sent" if rank == 0 else "ranks [0] cannot take part") in opaque
+        assert unchanged
+
+
+def test_an_optimizer_needs_its_model() -> None:
+    with pytest.raises(InputError, match="optimizer needs model="):
+        configure("runs", optimizer=torch.optim.SGD([nn.Parameter(torch.ones(1))]), environ={})
 
 
 def test_a_process_group_that_the_variables_do_not_know_is_an_error(without_launcher: list[Any]) -> None:

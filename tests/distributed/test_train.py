@@ -400,3 +400,40 @@ def trained_or_refused(settings: RunConfig, folder: Path) -> str:
     except MegalithError as error:
         return f"{type(error).__name__}: {error}"
     return str(dict(run.batches.skipped()))
+
+
+# ---- the start
+
+
+def started_with_other_state(folder: str) -> Any:
+    """Ranks whose optimizers begin with different learning rates and states."""
+    make, rank = torch.optim.Adam, dist.get_rank()
+
+    def other(parameters: Any, lr: float) -> torch.optim.Adam:
+        made = make(parameters, lr * (1 + rank))
+        for parameter in made.param_groups[0]["params"][: 1 + rank]:
+            moment = torch.full_like(parameter, 1.0 + rank)
+            made.state[parameter] = {
+                "step": torch.tensor(2.0),
+                "exp_avg": moment,
+                "exp_avg_sq": moment.square(),
+            }
+        return made
+
+    torch.optim.Adam = other  # type: ignore[assignment,misc]
+    run = Run(config(train_max_steps=2), folder)
+    first = run.optimizer.state_dict()
+    begun = (
+        first["param_groups"][0]["lr"],
+        {n: s["exp_avg"].unique().tolist() for n, s in first["state"].items()},
+    )
+    run.train()
+    return begun, {name: x.tolist() for name, x in run.model.named_parameters()}
+
+
+def test_the_optimizer_state_of_rank_0_is_part_of_the_start(tmp_path: Path) -> None:
+    (begun, weights), (other_begun, other_weights) = run_ranks(
+        started_with_other_state, str(tmp_path / "run")
+    )
+    assert begun == other_begun == (config().train.lr, {0: [1.0]})
+    assert weights == other_weights

@@ -1,17 +1,29 @@
-"""Broadcast of the dense weights of a model at the start: every rank gets those of rank 0.
+"""Broadcast of the dense part of a model at the start: all ranks get weights and optimizer state of rank 0.
 
 Tables need no broadcast: an initial row is a function of seed, table and id.
+
+    step                 content
+    descriptions         all ranks: whether parameters and optimizer have the same form, and can be broadcast
+    weights              rank 0 -> others: parameters and buffers
+    optimizer, form      rank 0 -> others: its options and state, without the content of tensors
+    optimizer, content   rank 0 -> others: the tensors of options and state
+
+Ranks may have different optimizer state, or none: they replace their own. Nothing is written unless the
+descriptions match.
 """
 
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Iterator
 from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from megalith.distributed.ranks import has_process_group
 from megalith.errors import InputError
@@ -20,57 +32,215 @@ BUCKET_BYTES = 25 << 20
 """Tensors are sent together up to this size; larger ones separately."""
 
 
-def broadcast_dense(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Copies the parameters and buffers of rank 0 of a group to all its ranks. A collective call.
+def broadcast_dense(
+    model: nn.Module, group: dist.ProcessGroup | None = None, *, optimizer: Optimizer | None = None
+) -> None:
+    """Copy the dense weights and optimizer state of rank 0 of a group to all its ranks. A collective call.
 
-    Gradients, optimizer state and tables stay unchanged.
+    Weights are parameters and buffers. Gradients and tables stay unchanged.
 
     Args:
         model: The model.
         group: The process group; None: the default group.
+        optimizer: The optimizer of the dense weights. Its state and the options of its parameter groups (such
+            as the learning rate) become those of rank 0; None: no optimizer is changed.
 
     Raises:
-        InputError: On all ranks, before anything is written: if names, shapes or dtypes differ between ranks,
-            or a lazy module has not seen its first batch.
+        InputError: On all ranks, before anything is written: if names, shapes or dtypes, or the types and
+            parameters of the optimizers differ between ranks; if a lazy module has not seen its first batch;
+            if a parameter is sharded over ranks; if an option of the optimizer cannot be sent.
     """
     if not has_process_group():
         raise InputError("broadcast_dense needs a process group: call init_process_group first")
-    named = list(chain(model.named_parameters(), model.named_buffers()))
     wire = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-    _check_equal(named, group, wire)
+    named: list[tuple[str, Tensor]] = []
+    packed = _PackedState(b"", [])
+    problem = _type_problem(model, optimizer)
+    if problem is None:
+        named = list(chain(model.named_parameters(), model.named_buffers()))
+        problem = _sharded_problem(named, optimizer)
+    if problem is None and optimizer is not None and dist.get_rank(group) == 0:
+        try:
+            packed = _pack(optimizer)
+        except Exception as error:
+            problem = f"the optimizer of rank 0 cannot be sent ({type(error).__name__}: {error})"
+    _check_equal(named, optimizer, problem, group, wire)
     with torch.no_grad():
-        for bucket in _buckets([tensor for _, tensor in named]):
-            flat = torch.cat([_bytes(tensor).to(wire) for tensor in bucket])
-            dist.broadcast(flat, group=group, group_src=0)
-            if dist.get_rank(group) == 0:
-                continue
-            for tensor, piece in zip(bucket, flat.split([t.nbytes for t in bucket]), strict=True):
-                # clone: a view as a wider dtype needs aligned memory
-                tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
+        _broadcast([tensor for _, tensor in named], group, wire)
+        if optimizer is not None:
+            _broadcast_optimizer(optimizer, packed, group, wire)
+
+
+def _type_problem(model: Any, optimizer: Any) -> str | None:
+    if not isinstance(model, nn.Module):
+        return f"model must be an nn.Module, got {type(model).__name__}"
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        return f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
+    return None
+
+
+def _sharded_problem(named: list[tuple[str, Tensor]], optimizer: Optimizer | None) -> str | None:
+    parameters = [] if optimizer is None else [("of the optimizer", p) for p in _parameters(optimizer)]
+    for name, tensor in (*named, *parameters):
+        if hasattr(tensor, "device_mesh"):  # a DTensor
+            return (
+                f"parameter {name!r} is sharded over ranks: broadcast before the model is sharded, or load a "
+                "checkpoint instead"
+            )
+    return None
 
 
 def _check_equal(
-    named: list[tuple[str, Tensor]], group: dist.ProcessGroup | None, wire: torch.device
+    named: list[tuple[str, Tensor]],
+    optimizer: Optimizer | None,
+    problem: str | None,
+    group: dist.ProcessGroup | None,
+    wire: torch.device,
 ) -> None:
-    """Raises InputError on every rank if the tensors of one rank differ from those of rank 0."""
+    """Raises InputError on every rank if one cannot take part or its tensors differ from those of rank 0."""
     lazy = [name for name, tensor in named if nn.parameter.is_lazy(tensor)]
-    described = "lazy" if lazy else repr([(name, tuple(x.shape), str(x.dtype)) for name, x in named])
+    described = "" if lazy or problem else repr(_description(named, optimizer))
     digest = int.from_bytes(hashlib.sha256(described.encode()).digest()[:8], "big", signed=True)
-    own = torch.tensor([digest, len(lazy)], device=wire)
+    own = torch.tensor([digest, len(lazy), int(problem is not None)], device=wire)
     all_ranks = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(all_ranks, own, group=group)
     descriptions = torch.stack(all_ranks).tolist()
-    if unready := [rank for rank, (_, count) in enumerate(descriptions) if count]:
+    if problem is not None:
+        raise InputError(f"broadcast_dense: {problem}")
+    if failed := [rank for rank, (_, _, bad) in enumerate(descriptions) if bad]:
+        raise InputError(f"broadcast_dense: ranks {failed} cannot take part; their errors give the reason")
+    if unready := [rank for rank, (_, count, _) in enumerate(descriptions) if count]:
         here = f" (here: {', '.join(lazy)})" if lazy else ""
         raise InputError(
             f"broadcast_dense: lazy parameters have no shape yet on ranks {unready}{here}; run a batch "
             "through the model first"
         )
-    if other := [rank for rank, (theirs, _) in enumerate(descriptions) if theirs != descriptions[0][0]]:
+    if other := [rank for rank, (theirs, *_) in enumerate(descriptions) if theirs != descriptions[0][0]]:
         raise InputError(
-            f"broadcast_dense: names, shapes or dtypes of parameters or buffers of ranks {other} differ from "
-            "those of rank 0; build the same model on every rank"
+            "broadcast_dense: names, shapes or dtypes of parameters or buffers, or the optimizers of ranks "
+            f"{other} differ from those of rank 0; build the same model and optimizer on every rank"
         )
+
+
+def _description(named: list[tuple[str, Tensor]], optimizer: Optimizer | None) -> Any:
+    """Returns what must be equal on all ranks."""
+    weights = [(name, tuple(x.shape), str(x.dtype)) for name, x in named]
+    if optimizer is None:
+        return weights, None
+    names = {id(tensor): name for name, tensor in named}
+    groups = [
+        [(names.get(id(p)), tuple(p.shape), str(p.dtype)) for p in group["params"]]
+        for group in optimizer.param_groups
+    ]
+    return weights, type(optimizer).__qualname__, groups
+
+
+# ---- the optimizer
+
+
+class _PackedState(NamedTuple):
+    """Options and state of an optimizer."""
+
+    form: bytes
+    """Pickled data, with a _TensorForm in place of each tensor."""
+    tensors: list[Tensor]
+    """The tensors, in the order in which the data contains them."""
+
+
+class _TensorForm(NamedTuple):
+    """A tensor without its content."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    on_cpu: bool
+    """Whether it is on the CPU; otherwise it is on the device of its parameter."""
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _pack(optimizer: Optimizer) -> _PackedState:
+    tensors: list[Tensor] = []
+    options = [
+        {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    ]
+    state = [optimizer.state.get(parameter) for parameter in _parameters(optimizer)]
+    form = _replaced((options, state), Tensor, lambda x: _form(x, tensors))
+    return _PackedState(pickle.dumps(form), tensors)
+
+
+def _form(tensor: Tensor, tensors: list[Tensor]) -> _TensorForm:
+    tensors.append(tensor)
+    return _TensorForm(tuple(tensor.shape), tensor.dtype, tensor.is_cpu)
+
+
+def _replaced(data: Any, kind: type, replace: Any) -> Any:
+    """Returns nested data in which values of a type are replaced, in a fixed order."""
+    if isinstance(data, kind):
+        return replace(data)
+    if isinstance(data, dict):
+        return {key: _replaced(value, kind, replace) for key, value in data.items()}
+    if isinstance(data, list):
+        return [_replaced(value, kind, replace) for value in data]
+    if type(data) is tuple:
+        return tuple(_replaced(value, kind, replace) for value in data)
+    return data
+
+
+def _broadcast_optimizer(
+    optimizer: Optimizer, packed: _PackedState, group: dist.ProcessGroup | None, wire: torch.device
+) -> None:
+    sent: list[Any] = [packed.form]
+    dist.broadcast_object_list(sent, group=group, group_src=0, device=wire)
+    if dist.get_rank(group) == 0:
+        _broadcast(packed.tensors, group, wire)
+        return
+    options, state = pickle.loads(sent[0])  # rank 0 of the same job wrote it
+    received: list[Tensor] = []
+
+    def new(form: _TensorForm, device: torch.device) -> Tensor:
+        received.append(torch.empty(form.shape, dtype=form.dtype, device="cpu" if form.on_cpu else device))
+        return received[-1]
+
+    groups = optimizer.param_groups
+    options = [
+        _replaced(theirs, _TensorForm, lambda form, own=own: new(form, _device(own["params"])))
+        for theirs, own in zip(options, groups, strict=True)
+    ]
+    parameters = _parameters(optimizer)
+    state = [
+        _replaced(theirs, _TensorForm, lambda form, own=own: new(form, _device([own])))
+        for theirs, own in zip(state, parameters, strict=True)
+    ]
+    _broadcast(received, group, wire)
+    for own, theirs in zip(groups, options, strict=True):
+        kept = own["params"]
+        own.clear()
+        own.update({"params": kept, **theirs})
+    for parameter, theirs in zip(parameters, state, strict=True):
+        optimizer.state.pop(parameter, None)
+        if theirs is not None:
+            optimizer.state[parameter] = theirs
+
+
+def _device(parameters: list[Tensor]) -> torch.device:
+    return parameters[0].device if parameters else torch.device("cpu")
+
+
+# ---- tensors
+
+
+def _broadcast(tensors: list[Tensor], group: dist.ProcessGroup | None, wire: torch.device) -> None:
+    """Copies the content of the tensors of rank 0 to those of the other ranks."""
+    for bucket in _buckets(tensors):
+        flat = torch.cat([_bytes(tensor).to(wire) for tensor in bucket])
+        dist.broadcast(flat, group=group, group_src=0)
+        if dist.get_rank(group) == 0:
+            continue
+        for tensor, piece in zip(bucket, flat.split([t.nbytes for t in bucket]), strict=True):
+            # clone: a view as a wider dtype needs aligned memory
+            tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
 
 
 def _bytes(tensor: Tensor) -> Tensor:

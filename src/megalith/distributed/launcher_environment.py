@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from megalith.distributed.dense_broadcast import broadcast_dense
 from megalith.distributed.ranks import has_process_group
@@ -145,6 +146,7 @@ def configure(
     uuid: str | None = None,
     device: torch.device | str | None = None,
     model: nn.Module | None = None,
+    optimizer: Optimizer | None = None,
     group: dist.ProcessGroup | None = None,
     broadcast: bool = True,
     environ: Mapping[str, str] | None = None,
@@ -158,14 +160,17 @@ def configure(
         uuid: The id of the launch, equal on all ranks; None: derived from the variables of the launcher.
         device: The device; None: the GPU of the local rank, or the CPU if there is no GPU.
         model: A model that receives the dense weights of rank 0 (see `broadcast_dense`).
+        optimizer: The optimizer of the dense weights of `model`, which receives the state of rank 0's.
         group: The process group of the broadcast; None: the default group.
-        broadcast: Whether to broadcast the dense weights of `model`.
+        broadcast: Whether to broadcast the dense weights of `model` and the state of `optimizer`.
         environ: The variables; None: os.environ.
 
     Raises:
         InputError: If variables contradict each other or the process group, if nothing identifies the launch,
-            or if there are GPUs but none for this local rank.
+            if there are GPUs but none for this local rank, or for an optimizer without a model.
     """
+    if optimizer is not None and model is None:
+        raise InputError("configure: optimizer needs model=, the model whose weights it updates")
     launch = read_launch(environ)
     grouped = has_process_group()
     if grouped and (dist.get_rank(), dist.get_world_size()) != (launch.rank, launch.size):
@@ -181,7 +186,7 @@ def configure(
         run_dir=Path(run) if plain else _own_dir(Path(run), launch, uuid),
     )
     if model is not None and broadcast and (grouped or launch.size > 1):
-        broadcast_dense(model, group)
+        broadcast_dense(model, group, optimizer=optimizer)
     return setup
 
 
