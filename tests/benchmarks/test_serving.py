@@ -26,7 +26,7 @@ def test_a_quick_run_measures_requests_sync_and_staleness(tmp_path: Path) -> Non
 
     assert ended.returncode == 0, ended.stderr
     result = json.loads(output.read_text())
-    loads = {(load["clients"], load["batch"], load["contestant"]) for load in result["requests"]}
+    loads = {(load["clients"], load["batch"], load["variant"]) for load in result["requests"]}
     assert loads == {(n, 1, name) for n in (1, 32) for name in ("megalith", "plain", "lean")}
     assert all(load["per_second"] > 0 for load in result["requests"])
     assert min(result["sync"][name] for name in ("first", "one", "two", "raw")) > 0
