@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
@@ -123,10 +124,19 @@ class Table {
     Lease lease;
     save_for_snapshot(ids, n, *lease, threads, hold);
     const int32_t* rows = find_or_create(ids, n, *lease, threads);
+    constexpr int64_t kAhead = 16;
     for (int64_t i = 0; i < n; ++i) {
+      if (i + kAhead < n) {
+        const float* later = rows_.weights(rows[i + kAhead]);
+        for (int c = 0; c < dim_; c += 16) __builtin_prefetch(later + c, 1);
+        __builtin_prefetch(&rows_.time_of(rows[i + kAhead]), 1);
+      }
       float* w = rows_.weights(rows[i]);
       const float* v = values + i * dim_;
-      for (int c = 0; c < dim_; ++c) w[c] = add ? w[c] + v[c] : v[c];
+      if (add)
+        for (int c = 0; c < dim_; ++c) w[c] = w[c] + v[c];
+      else
+        std::memcpy(w, v, static_cast<size_t>(dim_) * sizeof(float));
       written(rows[i], time);
     }
   }
