@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import DiscoveryError, InputError, RemoteError, UsageError
+from megalith.ops import checks
 from megalith.serving.client.client_cache import ClientCache
 from megalith.serving.client.credentials import Credentials
 from megalith.serving.client.failover import FINAL
@@ -110,17 +111,20 @@ def remote_predict(
         RemoteError: No server answered in time, or the servers refuse the request.
         DiscoveryError: The discovery did not answer in time.
     """
-    where = f"remote_predict {name!r}" if name else "remote_predict"
+    where = "remote_predict" if name is None else f"remote_predict {checks.text(name, 'name')!r}"
     inputs = _aliases(input_tensor_alias, "input_tensor_alias", where)
     outputs = _aliases(output_tensor_alias, "output_tensor_alias", where)
-    if len(inputs) != len(input_tensors):
+    if len(inputs) != len(checks.as_list(input_tensors, f"{where}: input_tensors")):
         raise InputError(f"{where}: {len(inputs)} input aliases for {len(input_tensors)} tensors")
     if not outputs:
         raise InputError(f"{where}: output_tensor_alias must name an output")
     dtypes = _dtypes(output_types, outputs, where)
     model, part = _model_and_part(model_name, task, where)
     old = _old_model(old_model_name, part, where)
-    seconds = check_timeout(max_rpc_deadline_millis / 1000)
+    checks.flag(fail_op_on_rpc_error, f"{where}: fail_op_on_rpc_error")
+    seconds = check_timeout(
+        float(checks.number(max_rpc_deadline_millis, f"{where}: max_rpc_deadline_millis")) / 1000
+    )
     end = time.monotonic() + seconds
     try:
         client = _clients(clients, discovery, where).client(
@@ -151,6 +155,8 @@ def remote_predict(
 
 def _clients(given: ClientCache | None, discovery: Discovery | str | None, where: str) -> ClientCache:
     if given is not None:
+        if not isinstance(given, ClientCache):
+            raise InputError(f"{where}: clients must be a ClientCache, got {checks.kind(given)}")
         return given
     clients = _process_clients()
     if discovery is None and clients.discovery is None:
@@ -161,7 +167,7 @@ def _clients(given: ClientCache | None, discovery: Discovery | str | None, where
 
 
 def _aliases(given: Sequence[str], what: str, where: str) -> list[str]:
-    if isinstance(given, str) or not all(isinstance(alias, str) for alias in given):
+    if not isinstance(given, list | tuple) or not all(isinstance(alias, str) for alias in given):
         raise InputError(f"{where}: {what} must be a list of names, got {repr(given)[:100]}")
     if len(set(given)) != len(given):
         raise InputError(f"{where}: {what} contains a name twice")
@@ -173,12 +179,13 @@ def _dtypes(
 ) -> list[torch.dtype | None]:
     if given is None:
         return [None] * len(outputs)
-    if len(given) != len(outputs) or not all(isinstance(dtype, torch.dtype) for dtype in given):
+    known = checks.as_list(given, f"{where}: output_types")
+    if len(known) != len(outputs) or not all(isinstance(dtype, torch.dtype) for dtype in known):
         raise InputError(
             f"{where}: output_types must be {len(outputs)} torch dtypes, one for each output, "
             f"got {repr(given)[:100]}"
         )
-    return list(given)
+    return known
 
 
 def _model_and_part(model_name: str | None, task: str | int, where: str) -> tuple[str, str | int]:
@@ -203,9 +210,9 @@ def _model_and_part(model_name: str | None, task: str | int, where: str) -> tupl
 
 def _old_model(old_model_name: str | None, part: str | int, where: str) -> str | None:
     """Returns an old name without its part; None if there is no old name."""
-    if not old_model_name:
+    if old_model_name is None or not checks.text(old_model_name, f"{where}: old_model_name"):
         return None
-    model, colon, own = str(old_model_name).rpartition(":")
+    model, colon, own = old_model_name.rpartition(":")
     expected = f"ps_{part}" if isinstance(part, int) else part
     if colon and own != expected:
         raise InputError(f"{where}: old_model_name {old_model_name!r} names another part than {expected!r}")

@@ -11,12 +11,14 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any, Self, TypeVar
 
-from megalith.errors import DiscoveryError, UsageError
+from megalith.errors import DiscoveryError, InputError, UsageError
+from megalith.ops.checks import kind, text
 from megalith.serving.client.channels import Channels
 from megalith.serving.client.credentials import Credentials
-from megalith.serving.client.predict_client import PredictClient, check_timeout
+from megalith.serving.client.predict_client import PredictClient, check_settings, check_timeout, service_of
 from megalith.serving.discovery.contract import Discovery
 from megalith.serving.discovery.urls import open_discovery
+from megalith.serving.wire_names import PREDICT
 
 MAX_CLIENTS = 256
 """Maximum number of clients; beyond it the oldest one is closed."""
@@ -32,11 +34,14 @@ class ClientCache:
 
     Args:
         discovery: Used by calls that name none: a started discovery, or a URL, which the first call opens.
+
+    Raises:
+        InputError: The discovery is something else.
     """
 
     def __init__(self, discovery: Discovery | str | None = None) -> None:
         self._lock = threading.Lock()
-        self._default = discovery
+        self._default = _check_discovery(discovery)
         self._opened: dict[str, Future[Discovery]] = {}
         self._channels: dict[Credentials | None, Channels] = {}
         self._clients: dict[tuple[Any, ...], Future[PredictClient]] = {}
@@ -57,7 +62,9 @@ class ClientCache:
         discovery: Discovery | str | None = None,
         credentials: Credentials | None = None,
         timeout: float,
-        **settings: Any,
+        old_model_name: str | None = None,
+        model_version: int = -1,
+        signature_name: str = PREDICT,
     ) -> PredictClient:
         """Return the client of these settings; the cache closes it.
 
@@ -68,7 +75,9 @@ class ClientCache:
                 kept.
             credentials: What the client presents to servers.
             timeout: Seconds to wait until the client is made; it is not the client's own timeout.
-            settings: old_model_name, model_version and signature_name of `PredictClient`.
+            old_model_name: Requested if no server knows `model_name`; see `PredictClient`.
+            model_version: -1 is the newest.
+            signature_name: The signature of requests.
 
         Returns:
             The client, with `PredictClient`'s default timeout.
@@ -79,19 +88,30 @@ class ClientCache:
             DiscoveryError: The discovery cannot be opened, or not in time; the next call may succeed.
         """
         seconds = check_timeout(timeout)
+        check_settings(old_model_name, model_version, signature_name, credentials)
+        service = service_of(model_name, task)
+        _check_discovery(discovery)
         with self._lock:
             discovery = self._default if discovery is None else discovery
             if discovery is None:
                 raise UsageError(
                     "no discovery: pass one, such as 'static:host:port', to the call or to the ClientCache"
                 )
-            key = (discovery, credentials, model_name, task, *settings.items())
+            key = (discovery, credentials, service, old_model_name, model_version, signature_name)
             client = self._clients.get(key)
             if client is None:
                 channels = self._channels.setdefault(credentials, Channels(credentials))
                 opening = self._opening(discovery) if isinstance(discovery, str) else _done(discovery)
                 client = _in_thread(
-                    lambda: PredictClient(opening.result(), model_name, task, channels=channels, **settings)
+                    lambda: PredictClient(
+                        opening.result(),
+                        model_name,
+                        task,
+                        old_model_name=old_model_name,
+                        model_version=model_version,
+                        signature_name=signature_name,
+                        channels=channels,
+                    )
                 )
                 if len(self._clients) >= MAX_CLIENTS:
                     # It owns neither channels nor discovery, so calls in progress continue.
@@ -120,6 +140,7 @@ class ClientCache:
             InputError: The URL is of an unknown kind.
             DiscoveryError: The discovery cannot be opened.
         """
+        text(url, "url")
         with self._lock:
             opening = self._opening(url)
         return opening.result()
@@ -129,7 +150,11 @@ class ClientCache:
 
         Args:
             discovery: A started discovery, or a URL, which the next call opens; None: no discovery.
+
+        Raises:
+            InputError: The discovery is something else; nothing is closed.
         """
+        _check_discovery(discovery)
         with self._lock:
             clients, channels, opened = self._clients, self._channels, self._opened
             self._default, self._clients, self._channels, self._opened = discovery, {}, {}, {}
@@ -155,6 +180,12 @@ class ClientCache:
         if known is None or (known.done() and known.exception() is not None):
             known = self._opened[url] = _in_thread(lambda: _open(url))
         return known
+
+
+def _check_discovery(discovery: Discovery | str | None) -> Discovery | str | None:
+    if discovery is not None and not isinstance(discovery, Discovery | str):
+        raise InputError(f"discovery must be a Discovery or its URL, got {kind(discovery)}")
+    return discovery
 
 
 def _open(url: str) -> Discovery:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith.errors import InputError, MissingDependencyError
+from megalith.ops.checks import path as check_path
 
 MAX_SECRET_BYTES = 1 << 20
 """The largest file of a token, a certificate or a key."""
@@ -113,4 +114,5 @@ def read_secret(what: str, path: Path) -> bytes:
 
 
 def _read_optional(name: str, path: str | Path | None) -> bytes | None:
-    return None if path is None else read_secret(f"credentials: {name}", Path(path))
+    where = f"credentials: {name}"
+    return None if path is None else read_secret(where, check_path(path, where))

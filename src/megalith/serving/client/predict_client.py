@@ -13,6 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from megalith.errors import InputError, RemoteError
+from megalith.ops.checks import kind, text
 from megalith.ragged import Ragged
 from megalith.serving.client.channels import Channels
 from megalith.serving.client.credentials import Credentials
@@ -67,15 +68,16 @@ class PredictClient:
         credentials: Credentials | None = None,
         channels: Channels | None = None,
     ) -> None:
-        service = _service(model_name, task)
+        check_settings(old_model_name, model_version, signature_name, credentials)
+        service = service_of(model_name, task)
         asked = [(service, _wire_name(service))]
         if old_model_name == service.part:
             asked.append((service, service.part))
         elif old_model_name is not None:
-            old = _service(old_model_name, task)
+            old = service_of(old_model_name, task)
             asked.append((old, _wire_name(old)))
-        if isinstance(model_version, bool) or not -1 <= model_version < 2**63:
-            raise InputError(f"model_version must be -1 (the newest) or more, got {model_version!r}")
+        if channels is not None and not isinstance(channels, Channels):
+            raise InputError(f"channels must be Channels, got {kind(channels)}")
         if channels is not None and credentials is not None:
             raise InputError("give either credentials or channels, which have their own credentials")
         self.timeout = check_timeout(timeout)
@@ -120,6 +122,10 @@ class PredictClient:
             DiscoveryError: The discovery failed.
         """
         seconds = self.timeout if timeout is None else check_timeout(timeout)
+        if not isinstance(inputs, Mapping) or not all(isinstance(name, str) for name in inputs):
+            raise InputError(f"inputs must be a dict of tensors by name, got {kind(inputs)}")
+        if not isinstance(outputs, list | tuple) or not all(isinstance(name, str) for name in outputs):
+            raise InputError(f"outputs must be a list of names, got {repr(outputs)[:100]}")
         body = inputs_and_outputs(_protos(inputs), outputs)
         routes = [
             Route(targets, model_spec(name, self._signature_name, self._version) + body)
@@ -143,6 +149,33 @@ class PredictClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def check_settings(
+    old_model_name: object, model_version: object, signature_name: object, credentials: object
+) -> None:
+    """Check the types of a client's settings; see `PredictClient`.
+
+    Args:
+        old_model_name: None or a string.
+        model_version: An integer of -1 or more.
+        signature_name: A string.
+        credentials: None or Credentials.
+
+    Raises:
+        InputError: A setting is something else.
+    """
+    if old_model_name is not None:
+        text(old_model_name, "old_model_name")
+    if (
+        isinstance(model_version, bool)
+        or not isinstance(model_version, int)
+        or not -1 <= model_version < 2**63
+    ):
+        raise InputError(f"model_version must be -1 (the newest) or more, got {model_version!r}")
+    text(signature_name, "signature_name")
+    if credentials is not None and not isinstance(credentials, Credentials):
+        raise InputError(f"credentials must be Credentials, got {kind(credentials)}")
 
 
 def model_spec(name: str, signature_name: str, version: int = -1) -> bytes:
@@ -193,7 +226,16 @@ def read_outputs(response: Message, names: Sequence[str], service: str) -> dict[
     return read
 
 
-def _service(model_name: str, task: str | int) -> ServiceName:
+def service_of(model_name: str, task: str | int) -> ServiceName:
+    """Return the service of a part of a model.
+
+    Args:
+        model_name: The model.
+        task: The part, or a number i for ps_i.
+
+    Raises:
+        InputError: A name is malformed.
+    """
     if isinstance(task, bool) or not isinstance(task, str | int) or (isinstance(task, int) and task < 0):
         raise InputError(f"task must be a part of the model, such as 'entry', or 0 for 'ps_0', got {task!r}")
     return ServiceName(model_name, f"ps_{task}" if isinstance(task, int) else task)
@@ -222,9 +264,7 @@ def _protos(inputs: Mapping[str, Input]) -> dict[str, Message]:
                     protos[f"{name}:weights"] = to_tensor_proto(value.weights)
             elif isinstance(value, Tensor):
                 protos[name] = to_tensor_proto(value)
-            elif isinstance(value, np.ndarray) or (
-                isinstance(value, Sequence) and not isinstance(value, str)
-            ):
+            elif isinstance(value, np.ndarray | list | tuple):
                 protos[name] = strings_to_tensor_proto(_encoded(value))
             else:
                 raise InputError(
