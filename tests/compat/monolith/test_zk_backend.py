@@ -13,6 +13,7 @@ from megalith.compat.monolith import (
     Container,
     ContainerServiceInfo,
     ReplicaMeta,
+    ReplicaWatcher,
     SavedModel,
     SavedModelDeployConfig,
     TargetExtraInfo,
@@ -27,7 +28,6 @@ from tests.serving.zookeeper import (
     LIMIT,
     Changes,
     ZooKeeper,
-    node_changes,
     opening,
     root,
     within_limit,
@@ -58,28 +58,6 @@ def test_declarations_and_layouts_last(zookeeper: ZooKeeper, root: str, opened: 
         assert json.loads(data) == {"model_base_path": "/models/ps_0", "version_policy": "latest"}
         assert not stat.ephemeralOwner
         assert client.get_children(f"/{root}/layouts/main") == ["movies:ps_0"]
-
-
-def test_a_replica_is_a_node_that_monolith_reads(zookeeper: ZooKeeper, root: str, opened: Open) -> None:
-    meta = ReplicaMeta(
-        "10.0.0.1:8500", stat=AVAILABLE, model_name="movies", server_type="ps", task=1, replica=2
-    )
-    opened().register_replica(meta, idc="lf", cluster="blue")
-
-    with zookeeper.client() as client:
-        data, stat = client.get(f"/{root}/service/movies/lf:blue/ps:1/2")
-        assert stat.ephemeralOwner
-        assert json.loads(data) == {
-            "address": "10.0.0.1:8500",
-            "address_ipv6": None,
-            "stat": 30,
-            "model_name": "movies",
-            "server_type": "ps",
-            "task": 1,
-            "replica": 2,
-            "archon_address": None,
-            "archon_address_ipv6": None,
-        }
 
 
 def test_service_info_goes_there_and_back(zookeeper: ZooKeeper, root: str, opened: Open) -> None:
@@ -158,7 +136,7 @@ def test_sync_targets_of_replicas(zookeeper: ZooKeeper, root: str, opened: Open)
     with zookeeper.client() as client:
         meta = ReplicaMeta("localhost:8500", stat=AVAILABLE)
         client.create(f"/{root}/service/test_ffm_model/ps:1/-1", meta.to_json(), makepath=True)
-    watcher = opened().watch_replicas("test_ffm_model")
+    watcher = ReplicaWatcher(opened(), "test_ffm_model")
     backend = watcher.to_sync_wrapper()
     backend.subscribe_model("anything")
 
@@ -182,24 +160,37 @@ def replica(task: int = 0, replica: int = 0, **fields: Any) -> ReplicaMeta:
     return ReplicaMeta(model_name="movies", task=task, replica=replica, **given)
 
 
-def test_only_available_replicas_are_given_out(opened: Open) -> None:
-    server, asking = opened(), opened()
+@pytest.fixture
+def announce(zookeeper: ZooKeeper, root: str) -> Iterator[Callable[..., None]]:
+    """Writes the node of a replica, or overwrites it, as Monolith's agents do."""
+    with zookeeper.client() as client:
+
+        def write(meta: ReplicaMeta, **place: str) -> None:
+            path = meta.get_path(root, **place)
+            if client.exists(path):
+                client.set(path, meta.to_json())
+            else:
+                client.create(path, meta.to_json(), ephemeral=True, makepath=True)
+
+        yield write
+
+
+def test_only_available_replicas_are_given_out(opened: Open, announce: Callable[..., None]) -> None:
     for k, stat in enumerate(ModelState):
-        server.register_replica(replica(replica=k, stat=stat))
-    watcher = asking.watch_replicas("movies")
+        announce(replica(replica=k, stat=stat))
+    watcher = ReplicaWatcher(opened(), "movies")
     assert watcher.get_replicas("ps", 0) == [f"10.0.0.{list(ModelState).index(AVAILABLE)}:8500"]
 
 
-def test_replicas_are_found_by_type_and_task(opened: Open) -> None:
-    server = opened()
+def test_replicas_are_found_by_type_and_task(opened: Open, announce: Callable[..., None]) -> None:
     for meta in (
         replica(0, 1),
         replica(0, 0),
         replica(1),
         replica(0, server_type="dense", address="10.9.9.9:1"),
     ):
-        server.register_replica(meta)
-    watcher = server.watch_replicas("movies")
+        announce(meta)
+    watcher = ReplicaWatcher(opened(), "movies")
 
     assert watcher.get_replicas("ps", 0) == ["10.0.0.0:8500", "10.0.0.1:8500"]
     assert watcher.get_replica("ps", 0, 1) == ["10.0.0.1:8500"]
@@ -213,11 +204,10 @@ def test_replicas_are_found_by_type_and_task(opened: Open) -> None:
     assert watcher.get_replicas_with_extra_info("ps", 1) == {"10.0.1.0:8500": TargetExtraInfo(replica_id=0)}
 
 
-def test_replicas_know_their_data_centre(opened: Open) -> None:
-    server = opened()
-    server.register_replica(replica(address="10.0.0.1:1"), idc="lf", cluster="blue")
-    server.register_replica(replica(address="10.0.0.2:1"), idc="hl", cluster="blue")
-    watcher = server.watch_replicas("movies", dc_aware=True)
+def test_replicas_know_their_data_centre(opened: Open, announce: Callable[..., None]) -> None:
+    announce(replica(address="10.0.0.1:1"), idc="lf", cluster="blue")
+    announce(replica(address="10.0.0.2:1"), idc="hl", cluster="blue")
+    watcher = ReplicaWatcher(opened(), "movies", dc_aware=True)
 
     assert watcher.get_replicas_with_extra_info("ps", 0) == {
         "10.0.0.1:1": TargetExtraInfo("lf", "blue", 0),
@@ -229,24 +219,23 @@ def test_replicas_know_their_data_centre(opened: Open) -> None:
     assert sorted(watcher.get_replica("ps", 0, 0)) == ["10.0.0.1:1", "10.0.0.2:1"]
 
 
-def test_a_replica_follows_its_state(zookeeper: ZooKeeper, root: str, opened: Open) -> None:
-    server = opened()
-    watcher = server.watch_replicas("movies")
-    with zookeeper.client() as client:
-        changes = node_changes(client, f"/{root}/service/movies/ps:0/0")
-        for stat in (ModelState.LOADING, AVAILABLE, ModelState.UNLOADING):
-            server.register_replica(replica(stat=stat))
-            changes.until(lambda node, stat=stat: node and json.loads(node[0])["stat"] == stat)
-        server.unregister_replica(replica())
-        changes.until(lambda node: node is None)
+def test_a_replica_follows_its_state(opened: Open, announce: Callable[..., None]) -> None:
+    announce(replica(stat=ModelState.LOADING))
+    watcher, changes = ReplicaWatcher(opened(), "movies"), Changes()
     assert watcher.get_replicas("ps", 0) == []
+    changed = watcher._view.on_change
+    watcher._view.on_change = lambda found: changes((changed(found), watcher.get_replicas("ps", 0))[1])
+
+    for stat, expected in ((AVAILABLE, ["10.0.0.0:8500"]), (ModelState.UNLOADING, [])):
+        announce(replica(stat=stat))
+
+        changes.until(lambda found, expected=expected: found == expected)
 
 
 def test_replica_nodes_that_cannot_be_read_are_passed_over(
-    zookeeper: ZooKeeper, root: str, opened: Open
+    zookeeper: ZooKeeper, root: str, opened: Open, announce: Callable[..., None]
 ) -> None:
-    server = opened()
-    server.register_replica(replica())
+    announce(replica())
     with zookeeper.client() as client:
         bad: dict[str, bytes] = {
             "ps:0/1": b"no json",
@@ -258,7 +247,7 @@ def test_replica_nodes_that_cannot_be_read_are_passed_over(
         bad["ps:0/" + "9" * 40] = replica().to_json()
         for path, data in bad.items():
             client.create(f"/{root}/service/movies/{path}", data, makepath=True)
-    assert server.watch_replicas("movies").get_all_replicas("ps") == {"ps:0": ["10.0.0.0:8500"]}
+    assert ReplicaWatcher(opened(), "movies").get_all_replicas("ps") == {"ps:0": ["10.0.0.0:8500"]}
 
 
 def test_requests_need_a_started_backend(opened: Open) -> None:
@@ -288,14 +277,14 @@ def test_what_zookeeper_refuses_is_an_error_and_harms_nothing_else(
         discovery = opened()
         with pytest.raises(DiscoveryError, match=r"container_service.*NoAuth"):
             discovery.register("movies:entry", Replica("10.0.0.1:8500"))
-        discovery.register_replica(replica())
-        assert discovery.watch_replicas("movies").get_replicas("ps", 0) == ["10.0.0.0:8500"]
+        discovery.sync_available_saved_models(Container("default", "a"), {SavedModel("books", "entry")})
+        assert client.get_children(f"/{root}/binding/books") == ["entry:default:a"]
 
 
 def test_stop_does_not_wait_for_a_zookeeper_that_is_away(zookeeper: ZooKeeper, opened: Open) -> None:
     discovery = opened(session_seconds=60.0)
     discovery.register("movies:entry", Replica("10.0.0.1:8500"))
-    watcher = discovery.watch_replicas("movies")
+    watcher = ReplicaWatcher(discovery, "movies")
     zookeeper.kill()
     try:
         within_limit(watcher.stop)

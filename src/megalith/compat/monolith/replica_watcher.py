@@ -1,7 +1,11 @@
-"""ReplicaWatcher: the replicas of each task of a service, read from the ReplicaMeta nodes in ZooKeeper.
+"""ReplicaWatcher: the replicas of each task of a service, read from ZooKeeper.
 
-A replica is returned only if it is AVAILABLE and has an address that can be called. Malformed nodes are
-skipped and logged.
+    node                                                                      | value
+    --------------------------------------------------------------------------+------------
+    /{bzid}/service/{model}[/{idc}:{cluster}]/{server_type}:{task}/{replica}  | ReplicaMeta
+
+Monolith's agents write these nodes. A replica is returned only if it is AVAILABLE and has an address that can
+be called. Malformed nodes are skipped and logged.
 """
 
 from __future__ import annotations
@@ -12,8 +16,9 @@ from dataclasses import dataclass
 
 from megalith.compat.monolith.znode_records import AddressFamily, ReplicaMeta, ServerType, TargetExtraInfo
 from megalith.errors import InputError
-from megalith.serving.discovery.contract import SyncBackend, SyncTargets
-from megalith.serving.discovery.zk_session import NodeReader, ZooKeeperSession
+from megalith.serving.discovery.contract import SyncBackend, SyncTargets, check_name
+from megalith.serving.discovery.zk_session import NodeReader
+from megalith.serving.discovery.zookeeper import ZooKeeperDiscovery
 
 logger = logging.getLogger(__name__)
 
@@ -36,22 +41,25 @@ class _TaskReplica:
 
 
 class ReplicaWatcher:
-    """The replicas below a node, kept up to date until `stop`.
+    """The replicas of a service, kept up to date until `stop`.
 
     The getters need no connection: while ZooKeeper is unavailable they return the replicas found last.
 
     Args:
-        session: The connection to ZooKeeper.
-        prefix: The path of the service.
+        zk: A started backend, whose connection is used.
+        base_name: The name of the service, below /{bzid}/service.
         dc_aware: Whether there is a level idc:cluster between the service and its tasks.
         use_archon: Return archon addresses.
         address_family: The preferred family of addresses.
+
+    Raises:
+        InputError: `zk` is not a backend in ZooKeeper, or the name is malformed.
     """
 
     def __init__(
         self,
-        session: ZooKeeperSession,
-        prefix: str,
+        zk: ZooKeeperDiscovery,
+        base_name: str,
         *,
         dc_aware: bool = False,
         use_archon: bool = False,
@@ -60,15 +68,17 @@ class ReplicaWatcher:
         self._dc_aware = dc_aware
         self._use_archon = use_archon
         self._family: AddressFamily = address_family
-        self._prefix = prefix
+        if not isinstance(zk, ZooKeeperDiscovery):
+            raise InputError(f"ReplicaWatcher: zk must be a ZKBackend, got {type(zk).__name__}")
+        self._prefix = f"/{zk.root}/service/{check_name(base_name, 'base name')}"
         self._found: tuple[_TaskReplica, ...] = ()
         self._is_stopped = False
-        self._session = session
-        self._view = session.view(prefix, self._read, self._changed)
-        session.wait(self._view)
+        self._session = zk.session
+        self._view = self._session.view(self._prefix, self._read, self._changed)
+        self._session.wait(self._view)
 
     def stop(self) -> None:
-        """Stops watching without delay; afterwards there are no replicas."""
+        """Stop watching without delay; afterwards there are no replicas."""
         self._is_stopped = True
         self._session.drop(self._view)
         self._found = ()
@@ -76,7 +86,7 @@ class ReplicaWatcher:
     def get_replicas(
         self, server_type: ServerType, task: int, idc: str | None = None, cluster: str | None = None
     ) -> list[str]:
-        """Returns the addresses of the replicas of a task, sorted by replica id.
+        """Return the addresses of the replicas of a task, sorted by replica id.
 
         Args:
             server_type: "ps", "entry" or "dense".
@@ -97,7 +107,7 @@ class ReplicaWatcher:
         idc: str | None = None,
         cluster: str | None = None,
     ) -> list[str]:
-        """Returns the addresses of one replica.
+        """Return the addresses of one replica.
 
         Args:
             server_type: "ps", "entry" or "dense".
@@ -115,7 +125,7 @@ class ReplicaWatcher:
     def get_all_replicas(
         self, server_type: ServerType, idc: str | None = None, cluster: str | None = None
     ) -> dict[str, list[str]]:
-        """Returns the addresses of all tasks of a type.
+        """Return the addresses of all tasks of a type.
 
         Args:
             server_type: "ps", "entry" or "dense".
@@ -134,7 +144,7 @@ class ReplicaWatcher:
     def get_replicas_with_extra_info(
         self, server_type: ServerType, task: int, idc: str | None = None, cluster: str | None = None
     ) -> dict[str, TargetExtraInfo]:
-        """Returns the addresses of the replicas of a task, and where each of them runs.
+        """Return the addresses of the replicas of a task, and where each of them runs.
 
         Args:
             server_type: "ps", "entry" or "dense".
@@ -149,7 +159,7 @@ class ReplicaWatcher:
         return {each.address: TargetExtraInfo(each.idc, each.cluster, each.replica_id) for each in found}
 
     def to_sync_wrapper(self) -> SyncBackend:
-        """Returns the backend for parameter sync: the sub graph "ps_1" is task 1 of type ps."""
+        """Return the backend for parameter sync: the sub graph "ps_1" is task 1 of type ps."""
         return _SyncWrapper(self)
 
     def _matching(
@@ -214,15 +224,15 @@ class _SyncWrapper(SyncBackend):
         self._watcher = watcher
 
     def subscribe_model(self, model_name: str) -> None:
-        """Does nothing: a watcher belongs to one service."""
+        """Do nothing: a watcher belongs to one service."""
 
     def get_sync_targets(self, sub_graph: str) -> SyncTargets:
-        """Returns ("ps_1", replicas with extra info); raises InputError unless the sub graph is ps_N."""
+        """Return ("ps_1", replicas with extra info); raises InputError unless the sub graph is ps_N."""
         part = _SUB_GRAPH.fullmatch(sub_graph)
         if part is None:
             raise InputError(f"sub graph {sub_graph!r} must be ps_0, ps_1 and so on")
         return sub_graph, self._watcher.get_replicas_with_extra_info("ps", int(part["task"]))
 
     def stop(self) -> None:
-        """Stops the watcher."""
+        """Stop the watcher."""
         self._watcher.stop()

@@ -74,6 +74,9 @@ class ParameterSyncClient:
         changes: Records the changes of the tables; None: a record of its own. Clients of one model share one.
         num_parts: The number of parts for which there is a client; None: unknown. A model that is served in
             another number of parts is logged.
+
+    Raises:
+        InputError: An argument has the wrong type, or the config is malformed.
     """
 
     def __init__(
@@ -85,6 +88,10 @@ class ParameterSyncClient:
         changes: TrackedChanges | None = None,
         num_parts: int | None = None,
     ) -> None:
+        if changes is not None and not isinstance(changes, TrackedChanges):
+            raise InputError(f"changes must be TrackedChanges, got {type(changes).__name__}")
+        if num_parts is not None and (not isinstance(num_parts, int) or isinstance(num_parts, bool)):
+            raise InputError(f"num_parts must be an integer, got {num_parts!r}")
         self.name = name
         self._config = _read(config)
         self._channels = Channels(credentials)

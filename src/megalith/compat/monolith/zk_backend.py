@@ -2,13 +2,13 @@
 
 In addition to the nodes of `ZooKeeperDiscovery`:
 
-    node below /{bzid}                                                | value                  | lifetime
-    ------------------------------------------------------------------+------------------------+-----------
-    saved_models/{model}/{sub_graph}                                  | SavedModelDeployConfig | persistent
-    layouts/{layout}/{model}:{sub_graph}                              | empty                  | persistent
-    service/{model}[/{idc}:{cluster}]/{server_type}:{task}/{replica}  | ReplicaMeta            | session
+    node below /{bzid}                    | value                  | lifetime
+    --------------------------------------+------------------------+-----------
+    saved_models/{model}/{sub_graph}      | SavedModelDeployConfig | persistent
+    layouts/{layout}/{model}:{sub_graph}  | empty                  | persistent
 
-Megalith's own servers use none of these calls: they register through `Discovery.register`.
+Megalith's own servers use none of these calls: they register through `Discovery.register`. The nodes of
+replicas by task are read by `ReplicaWatcher`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,7 @@ from collections.abc import Callable, Set
 from functools import partial
 from typing import Any
 
-from megalith.compat.monolith.replica_watcher import ReplicaWatcher
-from megalith.compat.monolith.znode_records import (
-    AddressFamily,
-    ReplicaMeta,
-    SavedModel,
-    SavedModelDeployConfig,
-)
+from megalith.compat.monolith.znode_records import SavedModel, SavedModelDeployConfig
 from megalith.errors import InputError
 from megalith.serving.discovery.contract import ServiceName, Watch, check_name
 from megalith.serving.discovery.zk_session import NodeReader
@@ -52,7 +46,7 @@ class ZKBackend(ZooKeeperDiscovery):
     # ---- the calls of an agent
 
     def report_service_info(self, container: Container, service_info: ContainerServiceInfo) -> None:
-        """Announces the addresses of a container for the lifetime of this session.
+        """Announce the addresses of a container for the lifetime of this session.
 
         Args:
             container: The serving process.
@@ -61,10 +55,10 @@ class ZKBackend(ZooKeeperDiscovery):
         Raises:
             DiscoveryError: ZooKeeper is unavailable or refuses.
         """
-        self._session.wait(self._session.hold(self._container_path(container), service_info.to_json()))
+        self.session.wait(self.session.hold(self._container_path(container), service_info.to_json()))
 
     def get_service_info(self, container: Container) -> ContainerServiceInfo | None:
-        """Returns the addresses of a container.
+        """Return the addresses of a container.
 
         Args:
             container: The serving process.
@@ -76,11 +70,11 @@ class ZKBackend(ZooKeeperDiscovery):
             DiscoveryError: ZooKeeper is unavailable or refuses.
         """
         path = self._container_path(container)
-        data = self._session.get(path)
+        data = self.session.get(path)
         return None if data is None else read_service_info(data, path)
 
     def sync_available_saved_models(self, container: Container, saved_models: Set[SavedModel]) -> None:
-        """Replaces the bindings of a container.
+        """Replace the bindings of a container.
 
         Args:
             container: The serving process.
@@ -91,10 +85,10 @@ class ZKBackend(ZooKeeperDiscovery):
         """
         with self._lock:
             tasks = self._bind(container, {saved_model.service for saved_model in saved_models})
-        self._session.wait(*tasks)
+        self.session.wait(*tasks)
 
     def register_layout_callback(self, layout: str, callback: Callable[[DeployedModels], object]) -> Watch:
-        """Calls back with the saved models of a layout, immediately and after every change.
+        """Call back with the saved models of a layout, immediately and after every change.
 
         Args:
             layout: A name below /{bzid}/layouts, or a full path.
@@ -105,14 +99,14 @@ class ZKBackend(ZooKeeperDiscovery):
             The watch, to be cancelled.
         """
         path = self._layout_path(layout)
-        view = self._session.view(path, partial(self._read_layout, path), callback)
-        self._session.wait(view)
-        return Watch(partial(self._session.drop, view))
+        view = self.session.view(path, partial(self._read_layout, path), callback)
+        self.session.wait(view)
+        return Watch(partial(self.session.drop, view))
 
     # ---- the calls of a controller
 
     def decl_saved_model(self, saved_model: SavedModel, deploy_config: SavedModelDeployConfig) -> None:
-        """Stores the config of a saved model.
+        """Store the config of a saved model.
 
         Args:
             saved_model: The part of a model.
@@ -121,10 +115,10 @@ class ZKBackend(ZooKeeperDiscovery):
         Raises:
             DiscoveryError: ZooKeeper is unavailable or refuses.
         """
-        self._session.put(self._saved_model_path(saved_model), deploy_config.to_json())
+        self.session.put(self._saved_model_path(saved_model), deploy_config.to_json())
 
     def add_to_layout(self, layout: str, saved_model: SavedModel) -> None:
-        """Adds a saved model to a layout.
+        """Add a saved model to a layout.
 
         Args:
             layout: A name below /{bzid}/layouts, or a full path.
@@ -133,10 +127,10 @@ class ZKBackend(ZooKeeperDiscovery):
         Raises:
             DiscoveryError: ZooKeeper is unavailable or refuses.
         """
-        self._session.put(f"{self._layout_path(layout)}/{saved_model}", b"")
+        self.session.put(f"{self._layout_path(layout)}/{saved_model}", b"")
 
     def remove_from_layout(self, layout: str, saved_model: SavedModel) -> None:
-        """Removes a saved model from a layout, if it is there.
+        """Remove a saved model from a layout, if it is there.
 
         Args:
             layout: A name below /{bzid}/layouts, or a full path.
@@ -145,61 +139,7 @@ class ZKBackend(ZooKeeperDiscovery):
         Raises:
             DiscoveryError: ZooKeeper is unavailable or refuses.
         """
-        self._session.remove(f"{self._layout_path(layout)}/{saved_model}")
-
-    # ---- replicas by task
-
-    def register_replica(
-        self, meta: ReplicaMeta, *, idc: str | None = None, cluster: str | None = None
-    ) -> None:
-        """Announces a replica of a task; a second call for the same replica replaces it.
-
-        Args:
-            meta: The replica, with its state.
-            idc: The data centre, if the service has that level.
-            cluster: The cluster, together with `idc`.
-
-        Raises:
-            DiscoveryError: ZooKeeper is unavailable or refuses.
-        """
-        path = meta.get_path(self.root, idc=idc, cluster=cluster)
-        self._session.wait(self._session.hold(path, meta.to_json()))
-
-    def unregister_replica(
-        self, meta: ReplicaMeta, *, idc: str | None = None, cluster: str | None = None
-    ) -> None:
-        """Withdraws a replica of a task.
-
-        Args:
-            meta: The replica.
-            idc: The data centre, if the service has that level.
-            cluster: The cluster, together with `idc`.
-        """
-        self._session.wait(self._session.release(meta.get_path(self.root, idc=idc, cluster=cluster)))
-
-    def watch_replicas(
-        self,
-        base_name: str,
-        *,
-        dc_aware: bool = False,
-        use_archon: bool = False,
-        address_family: AddressFamily = "ipv4",
-    ) -> ReplicaWatcher:
-        """Watches the replicas of a service.
-
-        Args:
-            base_name: The name of the service, below /{bzid}/service.
-            dc_aware: Whether there is a level idc:cluster between the service and its tasks.
-            use_archon: Return archon addresses.
-            address_family: The preferred family of addresses.
-
-        Returns:
-            The watcher, to be stopped.
-        """
-        prefix = f"/{self.root}/service/{check_name(base_name, 'base name')}"
-        return ReplicaWatcher(
-            self._session, prefix, dc_aware=dc_aware, use_archon=use_archon, address_family=address_family
-        )
+        self.session.remove(f"{self._layout_path(layout)}/{saved_model}")
 
     # ---- nodes
 

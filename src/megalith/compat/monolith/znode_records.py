@@ -123,7 +123,7 @@ class ReplicaMeta(ZnodeRecord):
         return self.stat == ModelState.AVAILABLE
 
     def get_address(self, use_archon: bool = False, address_family: AddressFamily = "ipv4") -> str | None:
-        """Returns the address to call.
+        """Return the address to call.
 
         Args:
             use_archon: Return an archon address.
@@ -146,7 +146,7 @@ class ReplicaMeta(ZnodeRecord):
         return None
 
     def get_path(self, root: str, *, idc: str | None = None, cluster: str | None = None) -> str:
-        """Returns the path of its node.
+        """Return the path of its node.
 
         Args:
             root: The path that all nodes are below (Monolith's bzid).

@@ -55,7 +55,8 @@ class ZooKeeperDiscovery(Discovery):
             check_name(part, "root")
         self.root = root
         self._name = check_name(container_id or uuid.uuid4().hex[:12], "container_id")
-        self._session = ZooKeeperSession(hosts, **options)
+        self.session = ZooKeeperSession(hosts, **options)
+        """The connection, which further readers of nodes may share."""
         self._lock = threading.RLock()
         self._containers: dict[str, Container] = {}
         self._bound_services: dict[Container, set[ServiceName]] = {}
@@ -64,16 +65,16 @@ class ZooKeeperDiscovery(Discovery):
 
     def start(self, timeout: float = 15.0) -> None:
         """See `SyncBackend.start`; a timeout of 0 connects in the background."""
-        self._session.start(timeout)
+        self.session.start(timeout)
 
     def stop(self) -> None:
         """See `SyncBackend.stop`; registered replicas disappear immediately if ZooKeeper can be reached."""
-        self._session.stop()
+        self.session.stop()
 
     @property
     def is_connected(self) -> bool:
         """Whether ZooKeeper is connected."""
-        return self._session.is_connected
+        return self.session.is_connected
 
     def register(self, service: str, replica: Replica) -> None:
         """See `Discovery.register`; while ZooKeeper is unavailable the replica is kept and written later."""
@@ -81,9 +82,9 @@ class ZooKeeperDiscovery(Discovery):
         info = ContainerServiceInfo(grpc=replica.address, idc=replica.idc)
         with self._lock:
             container = self._container_of(replica)
-            announced = self._session.hold(self._container_path(container), info.to_json())
+            announced = self.session.hold(self._container_path(container), info.to_json())
             bound = self._bind(container, self._bound_services.get(container, set()) | {name})
-        self._session.wait(announced, *bound)
+        self.session.wait(announced, *bound)
 
     def unregister(self, service: str, address: str) -> None:
         """See `Discovery.unregister`."""
@@ -96,8 +97,8 @@ class ZooKeeperDiscovery(Discovery):
             tasks = self._bind(container, remaining)
             if not remaining:
                 del self._containers[address]
-                tasks.append(self._session.release(self._container_path(container)))
-        self._session.wait(*tasks)
+                tasks.append(self.session.release(self._container_path(container)))
+        self.session.wait(*tasks)
 
     def replicas(self, service: str) -> Replicas:
         """See `Discovery.replicas`."""
@@ -113,19 +114,19 @@ class ZooKeeperDiscovery(Discovery):
         """Replaces the bindings of a container; the caller holds the lock and waits for the tasks."""
         before = self._bound_services.get(container, set())
         self._bound_services[container] = set(services)
-        held = [self._session.hold(self._binding_path(container, name), b"") for name in sorted(services)]
+        held = [self.session.hold(self._binding_path(container, name), b"") for name in sorted(services)]
         gone = sorted(before - services)
-        return held + [self._session.release(self._binding_path(container, name)) for name in gone]
+        return held + [self.session.release(self._binding_path(container, name)) for name in gone]
 
     def _watch_bindings(self, model: str) -> None:
         with self._lock:
             view = self._bindings.get(model)
             if view is None:
                 path = f"/{self.root}/binding/{model}"
-                view = self._bindings[model] = self._session.view(
+                view = self._bindings[model] = self.session.view(
                     path, partial(self._read_bindings, path), partial(self._set_bindings, model)
                 )
-        self._session.wait(view)
+        self.session.wait(view)
 
     def _set_bindings(self, model: str, found: Bindings) -> None:
         parts = self._parts.setdefault(model, set())
