@@ -22,6 +22,7 @@ from megalith import (
     TableConfig,
     checkpoint,
 )
+from megalith.checkpoint import save_job
 from megalith.errors import CheckpointError, InputError, UsageError
 from tests.checkpoint.memory import MemoryStore
 from tests.table.support import assert_same_tables, ints, whole
@@ -253,6 +254,48 @@ def test_progress_that_is_not_json_raises() -> None:
     for progress in ({1: "a", "1": "b"}, {"x": deep}, {"x": {1, 2}}, {"x": float("inf")}):
         with pytest.raises(InputError, match="progress must be JSON data"):
             checkpoint.save(Net([table()]), MemoryStore(), progress=progress)
+
+
+def nested(levels: int) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    for _ in range(levels - 1):
+        data = {"x": data}
+    return data
+
+
+@pytest.mark.parametrize("levels", [98, 99, 100, 101])
+def test_progress_that_a_manifest_cannot_hold_raises_at_the_save(levels: int) -> None:
+    store, model = MemoryStore(), Net([table()])
+    for save in (checkpoint.save, checkpoint.save_delta):
+        with pytest.raises(InputError, match="progress must be JSON data of at most 97 levels"):
+            save(model, store, progress=nested(levels))
+        checkpoint.save(model, store, progress=nested(97))
+
+    checkpoint.save_delta(model, store, progress=nested(97))  # as deep as a base can hold them, and a delta
+
+    assert checkpoint.load(Net([table()]), store).progress == nested(97)
+
+
+def test_optimizer_state_that_a_manifest_cannot_hold_raises_at_the_save() -> None:
+    class DeepState(torch.optim.SGD):
+        def state_dict(self) -> dict[str, Any]:
+            return nested(50)
+
+    model = Net([table()])
+    optimizer = DeepState([torch.nn.Parameter(torch.zeros(1))])
+    with pytest.raises(InputError, match="packed state must be JSON data of at most 97 levels"):
+        checkpoint.save(model, MemoryStore(), optimizer=optimizer)
+
+
+def test_a_manifest_too_large_to_be_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, model = MemoryStore(), Net([table()])
+    first = checkpoint.save(model, store)
+    monkeypatch.setattr(save_job, "MAX_MANIFEST", 10_000)
+
+    with pytest.raises(CheckpointError, match=r"the manifest would have .* bytes, more than 10000"):
+        checkpoint.save(model, store, progress={"x": "y" * 10_000})
+
+    assert checkpoint.read_manifest(store) == first
 
 
 def test_two_tables_with_the_same_name_raise() -> None:

@@ -329,3 +329,24 @@ def test_training_continues_on_another_number_of_ranks_with_the_same_bits(tmp_pa
                 assert "checkpoint.load" in said[1]
     with pytest.raises(UsageError, match=r"checkpoint\.load"):
         EmbeddingCollection(bits.TABLES, bits.FEATURES).load_state_dict(states[1])
+
+
+# ---- options
+
+
+def wrong_on_rank_1(folder: Path) -> list[tuple[str, str] | None]:
+    model, last = spread(), dist.get_rank() == 1
+    wrong: Any = 16 if last else "float32"
+    return [
+        error_of(lambda: checkpoint.save(model, folder, precision=wrong)),
+        error_of(lambda: checkpoint.save(model, folder, precision="float16" if last else "float32")),
+        error_of(lambda: checkpoint.load(model, folder, reroute=wrong if last else False)),
+    ]
+
+
+def test_wrong_options_of_one_rank_raise_on_all(tmp_path: Path) -> None:
+    first, second = run_ranks(wrong_on_rank_1, tmp_path)
+    assert [kind for kind, _ in first] == ["CheckpointError", "InputError", "CheckpointError"]
+    assert [kind for kind, _ in second] == ["InputError"] * 3
+    assert first[0][1] == f"rank 1: InputError: {second[0][1]}"
+    assert list(tmp_path.iterdir()) == []

@@ -309,6 +309,12 @@ def test_a_batch_is_validated_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert calls == ["ids of a", "ids of b", "grads of a"]  # the gradients of outputs belong to all tables
 
+    shards.track("publisher")
+    calls.clear()
+    shards.mark_touched("publisher", asked)
+
+    assert calls == ["ids of a", "ids of b"]
+
 
 def test_the_phases_of_a_step_are_named_in_a_profile(engine: str) -> None:
     asked, pooling = two_table_pooling()

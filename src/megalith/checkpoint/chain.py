@@ -2,20 +2,21 @@
 
 Each collection remembers the save that its rows come from (`CheckpointState.last_save`). A delta holds the
 rows changed since that save, so it can only be added to that checkpoint, and only if that save is still the
-last one there, the tip of the chain.
+last one there, the tip of the chain. It also remembers the routing that its tables were saved with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import nn
 
 from megalith.checkpoint.dense_state import collections_of, dense_state
-from megalith.checkpoint.manifest import Manifest
+from megalith.checkpoint.manifest import Manifest, Routing
 from megalith.checkpoint.sharded_weights import ranks_of_weights
 from megalith.distributed.ranks import RankGroup
-from megalith.errors import CheckpointError, UsageError
+from megalith.errors import CheckpointError, InputError, UsageError
 from megalith.nn import EmbeddingCollection
 from megalith.shards import Shards
 from megalith.storage.store import Store
@@ -142,3 +143,54 @@ def ranks_of(model: nn.Module) -> RankGroup:
             "each rank has its own: build the collection from TableConfigs, or from SyncShards"
         )
     return sharing
+
+
+def check_equal_options(ranks: RankGroup, call: str, options: Mapping[str, Any]) -> None:
+    """Raise on every rank unless all ranks pass equal options. A collective call.
+
+    Args:
+        ranks: The ranks that make this call.
+        call: The name of the function that takes the options, for the message.
+        options: The options by name, of types that can be compared.
+
+    Raises:
+        InputError: An option differs; the message names it, both ranks and both values.
+    """
+    everywhere = ranks.gather(dict(options))
+    for rank, other in enumerate(everywhere):
+        for name, value in everywhere[0].items():
+            if other[name] != value:
+                raise InputError(
+                    f"{call}: rank 0 passes {name}={value!r}, but rank {rank} passes {other[name]!r}: pass "
+                    "the same on every rank"
+                )
+
+
+def keep_routing(collection: EmbeddingCollection, table: str, routing: Routing) -> None:
+    """Remember the routing that a table was saved with; with one shard nothing else records it.
+
+    Args:
+        collection: The collection that the rows are loaded into.
+        table: The name of the table in it.
+        routing: The routing of the checkpoint.
+    """
+    collection.checkpoint_state.routing[table] = routing.dist_type, routing.block_size
+
+
+def routing_of(collection: EmbeddingCollection, table: str) -> Routing:
+    """Return the routing of a table, as a save or an export records it.
+
+    Args:
+        collection: The collection.
+        table: The name of the table in it.
+
+    Returns:
+        The routing of its shards; with one shard, the mode of its config or else of the checkpoint that was
+        loaded last.
+    """
+    router = collection.shards.router(table)
+    if router is None:
+        mode, block_size = collection.checkpoint_state.routing.get(table, ("roundrobin", None))
+        configured = collection.shards.configs[table].dist_type or mode
+        return Routing(configured, block_size=block_size if configured == mode else None)
+    return Routing(router.mode, router.num_shards, router.block_size, router.skip_first)

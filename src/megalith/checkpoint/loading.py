@@ -19,7 +19,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from megalith.checkpoint.chain import check_idle, forget_last_save, ranks_of, set_last_save, track_changes
+from megalith.checkpoint.chain import (
+    check_equal_options,
+    check_idle,
+    forget_last_save,
+    keep_routing,
+    ranks_of,
+    set_last_save,
+    track_changes,
+)
 from megalith.checkpoint.dense_state import DenseMatch, collections_of, dense_state, match_dense, tables_of
 from megalith.checkpoint.manifest import NAME, Manifest, Piece, TableEntry, full_name
 from megalith.checkpoint.match_tables import TableMatch, TableMatches, match_tables
@@ -115,6 +123,19 @@ class _LoadOptions:
         if self.on_rows is not None and not callable(self.on_rows):
             raise InputError(f"on_rows must be a function, got {type(self.on_rows).__name__}")
 
+    @property
+    def shared(self) -> dict[str, Any]:
+        """The options that must be equal on all ranks."""
+        dropped = self.drop_optimizer_state
+        return {
+            "optimizer": None if self.optimizer is None else type(self.optimizer).__name__,
+            "reroute": self.reroute,
+            "rename": dict(self.rename),
+            "drop_optimizer_state": dropped if isinstance(dropped, bool) else sorted(dropped),
+            "allow_missing": self.allow_missing,
+            "deltas": self.deltas,
+        }
+
 
 def load(
     model: nn.Module,
@@ -154,20 +175,27 @@ def load(
     Raises:
         CheckpointError: The checkpoint is missing or damaged, or does not match the model; the message names
             the file, or the table and the difference.
-        InputError: The routing mode differs (see `reroute`), or an option names something unknown.
+        InputError: The routing mode differs (see `reroute`), or an option has the wrong type, names something
+            unknown, or differs between ranks.
         UsageError: A save of the model is in progress, or the placement of a sharded weight is not supported.
     """
-    store = open_store(path)
     ranks = ranks_of(model)
-    options = _LoadOptions(
-        optimizer=optimizer,
-        reroute=reroute,
-        rename={} if rename is None else rename,
-        drop_optimizer_state=drop_optimizer_state,
-        allow_missing=allow_missing,
-        deltas=deltas,
-        on_rows=on_rows,
+    store, options = _agree(
+        ranks,
+        lambda: (
+            open_store(path),
+            _LoadOptions(
+                optimizer=optimizer,
+                reroute=reroute,
+                rename={} if rename is None else rename,
+                drop_optimizer_state=drop_optimizer_state,
+                allow_missing=allow_missing,
+                deltas=deltas,
+                on_rows=on_rows,
+            ),
+        ),
     )
+    check_equal_options(ranks, "load", options.shared)
     for _ in range(_TRIES - 1):
         before = _manifest_bytes(store, ranks)
         try:
@@ -351,8 +379,7 @@ def _keep_routing(found: TableMatches, collections: Mapping[str, EmbeddingCollec
     for path, local, _ in tables_of(collections):
         match = matches.get(full_name(path, local))
         if match is not None:
-            saved = match.entries[-1].routing
-            collections[path].checkpoint_state.routing[local] = saved.dist_type, saved.block_size
+            keep_routing(collections[path], local, match.entries[-1].routing)
 
 
 def _all_ranks(ranks: RankGroup, found: TableMatches, kept: dict[str, int]) -> dict[str, TableReport]:

@@ -12,10 +12,12 @@ from typing import Any
 
 from torch import nn
 
-from megalith.checkpoint.chain import ranks_of
+from megalith.checkpoint.chain import check_equal_options, ranks_of
 from megalith.checkpoint.manifest import NAME, Manifest
 from megalith.checkpoint.saving import SaveHandle, async_save, save
-from megalith.errors import InputError
+from megalith.distributed.agreement import agree
+from megalith.distributed.ranks import RankGroup
+from megalith.errors import CheckpointError, InputError
 from megalith.storage.store import Store, open_store
 
 _FOLDER = re.compile(r"step-(\d{12})")
@@ -61,6 +63,12 @@ class Rotation:
             raise InputError(f"step must be between 0 and 10^12, got {step!r}")
         return self.store.inside(_folder(step))
 
+    def _agreed_store(self, step: int, ranks: RankGroup) -> Store:
+        """Return the store of a step; raise on every rank unless all ranks pass the same valid step."""
+        store = agree(ranks, lambda: self._store_of(step), error=CheckpointError)
+        check_equal_options(ranks, "Rotation", {"step": step})
+        return store
+
     def steps(self) -> list[int]:
         """Return the steps of all complete checkpoints, ascending."""
         return [step for step in self._all_steps() if self._is_complete(step)]
@@ -81,8 +89,9 @@ class Rotation:
         Returns:
             The manifest of the checkpoint.
         """
-        manifest = save(model, self._store_of(step), **options)
-        if ranks_of(model).rank == 0:
+        ranks = ranks_of(model)
+        manifest = save(model, self._agreed_store(step, ranks), **options)
+        if ranks.rank == 0:
             self.clean()
         return manifest
 
@@ -97,10 +106,9 @@ class Rotation:
         Returns:
             A handle to wait on.
         """
-        is_first = ranks_of(model).rank == 0
-        return async_save(
-            model, self._store_of(step), on_complete=self.clean if is_first else None, **options
-        )
+        ranks = ranks_of(model)
+        store = self._agreed_store(step, ranks)
+        return async_save(model, store, on_complete=self.clean if ranks.rank == 0 else None, **options)
 
     def clean(self) -> list[int]:
         """Delete the checkpoints that are not kept, and the remains of interrupted saves.

@@ -36,9 +36,11 @@ from torch import nn
 
 from megalith.checkpoint.chain import (
     CONSUMER,
+    check_equal_options,
     check_idle,
     check_last_save,
     ranks_of,
+    routing_of,
     set_busy,
     set_idle,
     set_last_save,
@@ -50,7 +52,6 @@ from megalith.checkpoint.manifest import (
     Delta,
     Manifest,
     Piece,
-    Routing,
     TableEntry,
     describe,
     full_name,
@@ -62,9 +63,8 @@ from megalith.checkpoint.saved_rows import MAX_MANIFEST, read_manifest, write_te
 from megalith.checkpoint.sharded_weights import check_weights, whole_copies
 from megalith.distributed.agreement import agree
 from megalith.errors import CheckpointError, InputError, UsageError
-from megalith.nn import EmbeddingCollection
 from megalith.storage.store import Store, open_store
-from megalith.storage.strict_json import parse_json
+from megalith.storage.strict_json import MAX_DEPTH, is_nested_deeper, parse_json
 from megalith.table import TableConfig
 from megalith.table.snapshot import Snapshot
 
@@ -74,6 +74,8 @@ BUFFER_BYTES = 64 << 20
 """Memory for rows that change during a save, for all tables together; when it is full, training waits."""
 DATA = "data-"
 PRECISIONS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+MAX_PROGRESS_DEPTH = MAX_DEPTH - 3
+"""Levels of `progress` and of packed optimizer state: the manifest of a delta adds three levels."""
 _POLL_SECONDS = 0.02
 
 
@@ -93,18 +95,28 @@ class SaveOptions:
     timeout: float
     track: bool
     delta: bool
+    on_complete: Callable[[], object] | None = None
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise InputError if an option has the wrong type or value."""
         if self.optimizer is not None and not hasattr(self.optimizer, "state_dict"):
             raise InputError(f"optimizer must be a torch optimizer, got {type(self.optimizer).__name__}")
         if self.progress is not None and not isinstance(self.progress, dict):
             raise InputError(f"progress must be a dict of JSON data, got {type(self.progress).__name__}")
-        if not isinstance(self.precision, str):
-            raise InputError(f"precision must be a name, got {type(self.precision).__name__}")
-        if not isinstance(self.track, bool):
-            raise InputError(f"deltas must be True or False, got {type(self.track).__name__}")
-        if self.on_rows is not None and not callable(self.on_rows):
-            raise InputError(f"on_rows must be a function, got {type(self.on_rows).__name__}")
+        if not isinstance(self.precision, str) or self.precision not in PRECISIONS:
+            raise InputError(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
+        for name, value in (("deltas", self.track), ("delta", self.delta)):
+            if not isinstance(value, bool):
+                raise InputError(f"{name} must be True or False, got {type(value).__name__}")
+        for name, function in (("on_rows", self.on_rows), ("on_complete", self.on_complete)):
+            if function is not None and not callable(function):
+                raise InputError(f"{name} must be a function, got {type(function).__name__}")
+        if (
+            isinstance(self.timeout, bool)
+            or not isinstance(self.timeout, int | float)
+            or not self.timeout > 0
+        ):
+            raise InputError(f"timeout must be a positive number of seconds, got {self.timeout!r}")
 
 
 @dataclass
@@ -135,11 +147,16 @@ class SaveJob:
     """
 
     def __init__(self, model: nn.Module, path: str | PathLike[str] | Store, options: SaveOptions) -> None:
-        self.store = open_store(path)
         self.waited = 0.0
         self._options = options
         self._collections = collections_of(model)
         self._ranks = ranks_of(model)
+        self.store: Store = agree(self._ranks, lambda: self._open(path), error=CheckpointError)
+        check_equal_options(
+            self._ranks,
+            "a save",
+            {"precision": options.precision, "deltas": options.track, "delta": options.delta},
+        )
         self._steps = {path: c.global_step for path, c in self._collections.items()}
         self._tables: list[_FrozenTable] = []
         weights, state = agree(self._ranks, lambda: self._check(model), error=CheckpointError)
@@ -160,11 +177,13 @@ class SaveJob:
 
     # ---- freezing
 
+    def _open(self, path: str | PathLike[str] | Store) -> Store:
+        self._options.check()
+        return open_store(path)
+
     def _check(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Check the options; return the dense weights and the tensors of the optimizer's state."""
+        """Check the model; return its dense weights and the tensors of the optimizer's state."""
         options = self._options
-        if options.precision not in PRECISIONS:
-            raise InputError(f"precision must be one of {', '.join(PRECISIONS)}, got {options.precision!r}")
         check_idle(self._collections)
         names = [full_name(path, name) for path, name, _ in tables_of(self._collections)]
         if len(set(names)) != len(names):
@@ -173,11 +192,16 @@ class SaveJob:
             # This also makes a copy: the caller may change the content later.
             self._progress: Any = parse_json(json.dumps(options.progress or {}, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
-            raise InputError(f"progress must be JSON data: {error}") from None
+            raise InputError(
+                f"progress must be JSON data of at most {MAX_PROGRESS_DEPTH} levels: {error}"
+            ) from None
         self._structure: Any = None
         state: dict[str, torch.Tensor] = {}
         if options.optimizer is not None:
             self._structure, state = pack(options.optimizer.state_dict())
+        for name, data in (("progress", self._progress), ("the optimizer's packed state", self._structure)):
+            if is_nested_deeper(data, MAX_PROGRESS_DEPTH):
+                raise InputError(f"{name} must be JSON data of at most {MAX_PROGRESS_DEPTH} levels")
         if options.delta and self._ranks.rank == 0:
             check_last_save(self._collections.values(), self.store, read_manifest(self.store))
         return dense_state(model), state
@@ -309,7 +333,7 @@ class SaveJob:
             entries[frozen.collection].tables[frozen.name] = TableEntry(
                 segments=describe(frozen.config),
                 seed=shards.local[frozen.name].seed,
-                routing=_routing(self._collections[frozen.collection], frozen.name),
+                routing=routing_of(self._collections[frozen.collection], frozen.name),
                 pieces=[piece for part in parts for piece in read_pieces(part, "pieces", where)],
                 live=sum(part["live"] for part in parts),
                 removed=[piece for part in parts for piece in read_pieces(part, "removed", where)],
@@ -395,8 +419,18 @@ def commit(store: Store, manifest: Manifest, replaced: Manifest | None = None) -
         manifest: The new manifest; its files are already written.
         replaced: If given, only folders that this manifest names are deleted, so that a save in progress
             keeps its files.
+
+    Raises:
+        CheckpointError: The manifest is too large to be read again.
+        OSError: The manifest cannot be written.
     """
-    store.write(NAME, [manifest.to_json().encode()])
+    text = manifest.to_json().encode()
+    if len(text) > MAX_MANIFEST:
+        raise CheckpointError(
+            f"{store.where}: the manifest would have {len(text)} bytes, more than {MAX_MANIFEST}: pass less "
+            "progress, or merge the deltas with `megalith checkpoint compact`"
+        )
+    store.write(NAME, [text])
     try:
         old = store.folders() if replaced is None else folders_of(replaced)
         for folder in set(old) - folders_of(manifest):
@@ -417,16 +451,6 @@ def folders_of(manifest: Manifest) -> set[str]:
         Names of the top-level folders.
     """
     return {PurePosixPath(file.path).parts[0] for file in manifest.all_files()}
-
-
-def _routing(collection: EmbeddingCollection, table: str) -> Routing:
-    """Return the routing of a table; with one shard, the mode of its config or of the checkpoint it had."""
-    router = collection.shards.router(table)
-    if router is None:
-        mode, block_size = collection.checkpoint_state.routing.get(table, ("roundrobin", None))
-        configured = collection.shards.configs[table].dist_type or mode
-        return Routing(configured, block_size=block_size if configured == mode else None)
-    return Routing(router.mode, router.num_shards, router.block_size, router.skip_first)
 
 
 def _read_json(store: Store, name: str) -> Any:

@@ -13,6 +13,8 @@ from torch import nn
 
 from megalith.checkpoint.manifest import Manifest
 from megalith.checkpoint.save_job import SaveJob, SaveOptions
+from megalith.errors import InputError
+from megalith.ops import checks
 from megalith.storage.store import Store
 
 TIMEOUT = 1800.0
@@ -50,7 +52,8 @@ def save(
         The manifest of the checkpoint.
 
     Raises:
-        InputError: The precision is not known, or progress is not JSON data.
+        InputError: An option has the wrong type or value or differs between ranks, or progress is not JSON
+            data of at most 97 levels.
         UsageError: Another save of the model is in progress, or the placement of a sharded weight cannot be
             saved.
         CheckpointError: Another rank failed or did not finish in time. The previous checkpoint remains.
@@ -131,7 +134,14 @@ def async_save(
     """
     began = clock.perf_counter()
     options = SaveOptions(
-        optimizer, progress, precision, on_rows, timeout, track=deltas or delta, delta=delta
+        optimizer,
+        progress,
+        precision,
+        on_rows,
+        timeout,
+        track=delta is True or deltas,
+        delta=delta,
+        on_complete=on_complete,
     )
     return SaveHandle(SaveJob(model, path, options), clock.perf_counter() - began, on_complete)
 
@@ -191,7 +201,9 @@ class SaveHandle:
             TimeoutError: The save has not ended in time; it continues.
             Exception: The error of the save, if it failed.
         """
-        self._thread.join(timeout)
+        if timeout is not None and not checks.number(timeout, "wait: timeout") >= 0:
+            raise InputError(f"wait: timeout must be a number of seconds of 0 or more, got {timeout}")
+        self._thread.join(None if timeout is None else float(timeout))
         if self._thread.is_alive():
             raise TimeoutError(f"the save has not ended within {timeout} s")
         if self._error is not None:

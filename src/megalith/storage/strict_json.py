@@ -36,6 +36,8 @@ def parse_json(text: str | bytes, error: ErrorFactory = ValueError, *, max_bytes
         Exception: What `error` makes, if the text is too large, is not JSON, is nested more than MAX_DEPTH
             levels deep, repeats a key within an object, or contains NaN or Infinity.
     """
+    if not isinstance(text, str | bytes):
+        raise error(f"is a {type(text).__name__}, not text")
     if len(text) > max_bytes:
         raise error(f"has more than {max_bytes} bytes")
     try:
@@ -45,9 +47,25 @@ def parse_json(text: str | bytes, error: ErrorFactory = ValueError, *, max_bytes
         raise error(_TOO_DEEP) from None
     except ValueError as problem:
         raise error(f"is not valid JSON: {problem}") from None
-    if text.count("[") + text.count("{") > MAX_DEPTH and _is_too_deep(data):
+    if text.count("[") + text.count("{") > MAX_DEPTH and is_nested_deeper(data, MAX_DEPTH):
         raise error(_TOO_DEEP)
     return data
+
+
+def is_nested_deeper(data: Any, levels: int) -> bool:
+    """Return whether the objects and lists of JSON data are nested more than some levels deep.
+
+    Args:
+        data: The data; a number or a string has 0 levels, `[]` and `{}` have 1.
+        levels: The limit.
+
+    Returns:
+        Whether the data exceed the limit.
+    """
+    level = [data] if isinstance(data, dict | list) else []
+    for _ in range(levels):
+        level = [x for each in level for x in _children(each) if isinstance(x, dict | list)]
+    return bool(level)
 
 
 def parse_json_object(text: str | bytes, error: ErrorFactory, *, max_bytes: int = MAX_BYTES) -> JsonFields:
@@ -308,16 +326,6 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(data) != len(pairs):
         raise ValueError("an object has a key twice")
     return data
-
-
-def _is_too_deep(data: Any) -> bool:
-    """Return whether objects and lists are nested more than MAX_DEPTH levels deep."""
-    level = [data]
-    for _ in range(MAX_DEPTH):
-        level = [x for each in level for x in _children(each) if isinstance(x, dict | list)]
-        if not level:
-            return False
-    return True
 
 
 def _children(data: dict[str, Any] | list[Any]) -> list[Any]:
