@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from megalith.library import native_module
 _INTEGERS = (torch.int64, torch.int32)
 
 Shape = Sequence[int | None] | None
+Checked = TypeVar("Checked")
 
 
 def integers(tensor: Any, name: str, shape: Shape = (None,)) -> Tensor:
@@ -254,6 +255,33 @@ def number(value: Any, name: str) -> Any:
         good = isinstance(value, Real | torch.SymFloat | torch.SymInt) and not isinstance(value, bool)
     if not good:
         raise InputError(f"{name} must be one number, got {value!r}")
+    return value
+
+
+def instance(value: Any, expected: type[Checked], name: str) -> Checked:
+    """Checks an object of a class."""
+    if not isinstance(value, expected):
+        raise InputError(f"{name} must be a {expected.__name__}, got {kind(value)}")
+    return value
+
+
+def callback(value: Any, name: str) -> None:
+    """Checks a function, or None."""
+    if value is not None and not callable(value):
+        raise InputError(f"{name} must be a function, got {kind(value)}")
+
+
+def one_of(value: Any, choices: Sequence[str], name: str) -> str:
+    """Checks a string that is one of the choices."""
+    if not isinstance(value, str) or value not in choices:
+        raise InputError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+    return value
+
+
+def mapping(value: Any, name: str, example: str) -> Mapping[str, Any]:
+    """Checks a dict with strings as keys; the message shows the example."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise InputError(f"{name} must be a dict such as {example}, got {kind(value)}")
     return value
 
 
