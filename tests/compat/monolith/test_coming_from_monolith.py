@@ -4,6 +4,8 @@ import ast
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -28,7 +30,8 @@ NAMES = {
         fused_gather_embeddings_by_input_gradient reduce_sum reduce_mean reduce_sqrtn fused_sorted_segment_sum
         fused_reduce_sum_and_split fused_reduce_and_split_gpu normalize_merged_split sharding_sparse_fids
         fused_embedding_to_layout fused_embedding_to_layout_grad monolith_aligned_flat_concat
-        monolith_aligned_flat_split FeatureConfigs FeatureConfig OutConfig SliceConfig
+        monolith_aligned_flat_split FeatureConfigs FeatureConfig OutConfig SliceConfig Combiner max_seq_length
+        ReduceSum ReduceMean FirstN PolynomialDecay
     """,
     "The synchronous table": """
         DistributedMultiTypeHashTableMpi shard_num table_factory queue_configs _output_dims
@@ -60,8 +63,9 @@ NAMES = {
         enable_sync_training init_sync_train_and_update_conf merge_sync_training_ckpt model_dir uuid num_ps
         reorder_fids_in_data_pipeline index num_workers enable_variable_partition
         MONOLITH_WITH_BYTEPS_BCAST MONOLITH_WITH_BYTEPS_ALLREDUCE
-        try_init_cuda CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER get_device_str enable_gpu_training
-        get_sync_run_hooks ByteCCLTelemetryHook update_session_config_for_gpu MONOLITH_FORCE_GPU_COMPATIBLE
+        try_init_cuda CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER get_device_str ps_device
+        enable_gpu_training get_sync_run_hooks ByteCCLTelemetryHook update_session_config_for_gpu
+        MONOLITH_FORCE_GPU_COMPATIBLE
         bps_init BYTEPS_ALLTOALL_SESSION_SIZE BYTEPS_LOCAL_SIZE DMLC_INTERFACE BYTEPS_GPU_NIC_BINDING_MODE
         BYTEPS_WITH_ALL_NICS UCX_NET_DEVICES PSLITE_UCX_TLS BYTEPS_KEY_HASH_FN PSLITE_UCX_RNDV_THRESH
         BYTEPS_SERVER_DIRECT_RESPONSE BYTEPS_P2P_PARTITION_BYTES BYTEPS_PARTITION_BYTES
@@ -79,7 +83,7 @@ NAMES = {
 }
 CONCEPTS = (
     "control dependencies",
-    "op versions 1 to 4",
+    "op versions 1 to 5",
     "variant",
     "colocation",
     "session config",
@@ -175,6 +179,40 @@ def test_our_names_can_be_imported_and_planned_names_cannot() -> None:
         if not spans(here) and not spans(planned) and here != "nothing":
             wrong.append(f"{row}: name something, or write nothing")
     assert wrong == []
+
+
+READS_AT_IMPORT = """
+import importlib.util, os, sys
+import torch, torch._dynamo, torch.distributed, numpy, google.protobuf, grpc
+
+package = os.path.dirname(importlib.util.find_spec("megalith").origin)
+reads = []
+
+class Recorded(type(os.environ)):
+    def __getitem__(self, key):
+        frame = sys._getframe(1)
+        while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+            if frame.f_code.co_filename.startswith(package):
+                reads.append((key, frame.f_code.co_filename))
+            frame = frame.f_back
+        return super().__getitem__(key)
+
+os.environ.__class__ = Recorded
+exec(compile("os.environ.get('SEEN')", os.path.join(package, "seen.py"), "exec"))
+import megalith, megalith.distributed.launcher_environment, megalith.serving, megalith.training
+from megalith.compat import monolith
+for name in monolith.__all__:
+    getattr(monolith, name)
+print(*(key for key, _ in reads))
+"""
+
+
+def test_importing_reads_no_environment_variable() -> None:
+    """The page says so; Monolith reads its settings when it is imported."""
+    command = [sys.executable, "-c", READS_AT_IMPORT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["SEEN"]  # the one read that the script itself makes, to show that it looks
 
 
 def test_named_tests_exist() -> None:
