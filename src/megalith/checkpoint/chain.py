@@ -177,20 +177,21 @@ def keep_routing(collection: EmbeddingCollection, table: str, routing: Routing) 
     collection.checkpoint_state.routing[table] = routing.dist_type, routing.block_size
 
 
-def routing_of(collection: EmbeddingCollection, table: str) -> Routing:
+def routing_of(shards: Shards, table: str, kept: Mapping[str, tuple[str, int | None]]) -> Routing:
     """Return the routing of a table, as a save or an export records it.
 
     Args:
-        collection: The collection.
-        table: The name of the table in it.
+        shards: The tables of a collection.
+        table: The name of the table.
+        kept: What `keep_routing` remembers: `CheckpointState.routing`.
 
     Returns:
-        The routing of its shards; with one shard, the mode of its config or else of the checkpoint that was
-        loaded last.
+        The routing of the shards; with one shard, the mode of the table's config or else of the checkpoint
+        that was loaded last.
     """
-    router = collection.shards.router(table)
+    router = shards.router(table)
     if router is None:
-        mode, block_size = collection.checkpoint_state.routing.get(table, ("roundrobin", None))
-        configured = collection.shards.configs[table].dist_type or mode
+        mode, block_size = kept.get(table, ("roundrobin", None))
+        configured = shards.configs[table].dist_type or mode
         return Routing(configured, block_size=block_size if configured == mode else None)
     return Routing(router.mode, router.num_shards, router.block_size, router.skip_first)

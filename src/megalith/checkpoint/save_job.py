@@ -328,12 +328,13 @@ class SaveJob:
         where = f"{self.store.where}/{self._folder}"
         entries = {path: CollectionEntry(step, {}) for path, step in self._steps.items()}
         for frozen in self._tables:
-            shards = self._collections[frozen.collection].shards
+            collection = self._collections[frozen.collection]
+            shards = collection.shards
             parts = [report[full_name(frozen.collection, frozen.name)] for report in reports]
             entries[frozen.collection].tables[frozen.name] = TableEntry(
                 segments=describe(frozen.config),
                 seed=shards.local[frozen.name].seed,
-                routing=routing_of(self._collections[frozen.collection], frozen.name),
+                routing=routing_of(shards, frozen.name, collection.checkpoint_state.routing),
                 pieces=[piece for part in parts for piece in read_pieces(part, "pieces", where)],
                 live=sum(part["live"] for part in parts),
                 removed=[piece for part in parts for piece in read_pieces(part, "removed", where)],

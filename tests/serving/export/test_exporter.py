@@ -24,10 +24,12 @@ from megalith import (
     Feature,
     Layout,
     LocalShards,
+    Router,
     Slice,
     TableConfig,
     checkpoint,
 )
+from megalith.checkpoint.manifest import Routing
 from megalith.errors import CheckpointError, ExportError, InputError, MegalithError, UsageError
 from megalith.models import Model
 from megalith.serving.export import exporter as module
@@ -172,6 +174,27 @@ def test_parts_hold_the_rows_they_own_and_the_entry_answers_through_them(tmp_pat
     features, _ = request(30)
     assert torch.equal(entry.predict(features)["logits"], alone.predict(features)["logits"])
     assert entry.predict(request(0)[0])["logits"].shape == (0,)
+
+
+@pytest.mark.parametrize("num_shards", [0, 2])
+def test_a_mode_that_was_carried_over_by_a_load_is_exported(
+    tmp_path: Path, fast: None, num_shards: int
+) -> None:
+    """Given a checkpoint of another routing mode, its load in one process and an export keep the mode."""
+    saved = wide()
+    saved.embeddings.checkpoint_state.routing["t"] = ("hash_roundrobin", None)
+    checkpoint.save(saved, tmp_path / "saved")
+    loaded = Wide()
+    checkpoint.load(loaded, tmp_path / "saved")
+
+    export_model(loaded, tmp_path / "out", name="m", version=1, num_shards=num_shards)
+
+    part = Servable(tmp_path / "out" / ("ps_1" if num_shards else "") / "1")
+    table = part.signature.tables["t"]
+    assert table.routing == Routing("hash_roundrobin", max(1, num_shards))
+    assert table.rows == int(
+        (Router("hash_roundrobin", 2).owner(torch.arange(10)) == 1).sum() if num_shards else 10
+    )
 
 
 def test_a_part_refuses_ids_of_another(tmp_path: Path, fast: None) -> None:

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from megalith.checkpoint.chain import routing_of
 from megalith.checkpoint.manifest import Routing
 from megalith.checkpoint.save_job import megalith_version
 from megalith.errors import ExportError, InputError, MegalithError, UsageError
@@ -61,7 +62,15 @@ class Exportable(Protocol):
     num_dense: int
 
     def score(self, rows: dict[str, Tensor], dense: Tensor | None) -> Tensor:
-        """Computes logits [B] from embeddings and masks by name, and dense values."""
+        """Compute logits; traced by torch.export, with any batch size B.
+
+        Args:
+            rows: Embeddings by name of the feature or layout, [B, ...], and masks, bool [B, n].
+            dense: Dense values, float32 [B, num_dense]; None if `num_dense` is 0.
+
+        Returns:
+            Logits [B].
+        """
 
 
 @dataclass(frozen=True)
@@ -95,8 +104,8 @@ def export_model(
         out: Directory of the versions.
         name: Name of the model in requests.
         precision: Precision of the rows: "float32", "float16" or "int8".
-        num_shards: Number of ps parts, over which rows are distributed by each table's dist_type; 0 writes a
-            standalone model.
+        num_shards: Number of ps parts, over which rows are distributed by each table's routing mode: that of
+            its config, its shards or the checkpoint that was loaded; 0 writes a standalone model.
         version: A number below 2^63 (None: the step, which is 0 for Shards).
         block_size: Number of consecutive ids per part, for tables of dist_type "continuous".
         rows: Source of the rows (None: the model's tables).
@@ -120,6 +129,7 @@ def export_model(
     if rows is None:
         rows = _live_rows(shards)
     step = 0 if collection is None else collection.global_step
+    kept = {} if collection is None else collection.checkpoint_state.routing
     source = source or Provenance(f"live-{uuid.uuid4().hex}", step)
     signature = Signature(
         model=name,
@@ -141,9 +151,14 @@ def export_model(
     try:
         with StagingDirectories(Path(out), signature.version, parts) as staging:
             tables = {
-                table: _TableExporter(staging, table, config, precision, num_shards, block_size).write(
-                    rows, on_rows
-                )
+                table: _TableExporter(
+                    staging,
+                    config,
+                    routing_of(shards, table, kept).dist_type,
+                    precision,
+                    num_shards,
+                    block_size,
+                ).write(rows, on_rows)
                 for table, config in shards.configs.items()
             }
             _write_parts(model, staging, signature, tables)
@@ -245,19 +260,18 @@ class _TableExporter:
     def __init__(
         self,
         staging: StagingDirectories,
-        table: str,
         config: TableConfig,
+        mode: str,
         precision: str,
         num_shards: int,
         block_size: int | None,
     ) -> None:
-        self._staging, self._table, self._config, self._precision = staging, table, config, precision
+        self._staging, self._table, self._config, self._precision = staging, config.name, config, precision
         self._parts = [part for part in staging.parts if part != ENTRY]
-        mode = config.dist_type or "roundrobin"
         block = block_size if mode == "continuous" and num_shards > 1 else None
         if mode == "continuous" and num_shards > 1 and block is None:
             raise InputError(
-                f"table {table!r} has dist_type 'continuous': give block_size, the number of ids of a part"
+                f"table {self._table!r} has dist_type 'continuous': give block_size, the ids of a part"
             )
         self._routing = Routing(mode, max(1, num_shards), block)
         self._router = self._routing.router()
