@@ -59,19 +59,24 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 class Call:
-    """A call in progress."""
+    """A call in progress.
+
+    Args:
+        future: The `grpc.Future` of the call.
+        address: The server, for messages.
+    """
 
     def __init__(self, future: Any, address: str) -> None:
         self._future = future
         self.address = address
 
     def result(self) -> Message:
-        """Waits for the response until the call's deadline; raises RemoteError."""
+        """Wait for the response until the call's deadline; raise RemoteError."""
         with _failures(self.address):
             return self._future.result()
 
     def cancel(self) -> None:
-        """Cancels the call; `result` then raises RemoteError with the code CANCELLED."""
+        """Cancel the call; `result` then raises RemoteError with the code CANCELLED."""
         self._future.cancel()
 
 
@@ -107,26 +112,72 @@ class Connection:
         self._get_model_status = self._method(GET_MODEL_STATUS, GetModelStatusResponse)
 
     def predict(self, request: Message | bytes, *, timeout: float, metadata: Metadata = ()) -> Message:
-        """Sends a PredictRequest and returns the PredictResponse; raises RemoteError."""
+        """Send a PredictRequest and wait for the response.
+
+        Args:
+            request: The PredictRequest.
+            timeout: Deadline of the call in seconds.
+            metadata: Sent with the request, after the token.
+
+        Returns:
+            The PredictResponse.
+
+        Raises:
+            RemoteError: The call failed, or the response is malformed.
+        """
         return self._call(self._predict, request, timeout, metadata)
 
     def start_predict(self, request: Message | bytes, *, timeout: float, metadata: Metadata = ()) -> Call:
-        """Sends a PredictRequest and returns the call in progress."""
+        """Send a PredictRequest without waiting.
+
+        Args:
+            request: The PredictRequest.
+            timeout: Deadline of the call in seconds.
+            metadata: Sent with the request, after the token.
+
+        Returns:
+            The call in progress.
+
+        Raises:
+            RemoteError: The connection is closed.
+        """
         with _failures(self.address):
             sent = (*self._metadata, *metadata)
             future = self._predict.future(_to_bytes(request), timeout=timeout, metadata=sent)
             return Call(future, self.address)
 
     def get_model_metadata(self, request: Message | bytes, *, timeout: float) -> Message:
-        """Returns the GetModelMetadataResponse; raises RemoteError."""
+        """Request the signatures of a model.
+
+        Args:
+            request: The GetModelMetadataRequest.
+            timeout: Deadline of the call in seconds.
+
+        Returns:
+            The GetModelMetadataResponse.
+
+        Raises:
+            RemoteError: The call failed, or the response is malformed.
+        """
         return self._call(self._get_model_metadata, request, timeout)
 
     def get_model_status(self, request: Message | bytes, *, timeout: float) -> Message:
-        """Returns the GetModelStatusResponse; raises RemoteError."""
+        """Request the states of the versions of a model.
+
+        Args:
+            request: The GetModelStatusRequest.
+            timeout: Deadline of the call in seconds.
+
+        Returns:
+            The GetModelStatusResponse.
+
+        Raises:
+            RemoteError: The call failed, or the response is malformed.
+        """
         return self._call(self._get_model_status, request, timeout)
 
     def close(self) -> None:
-        """Closes the channel and cancels calls in progress; further calls do nothing."""
+        """Close the channel and cancel calls in progress; further calls do nothing."""
         self.channel.close()
 
     def __enter__(self) -> Self:
@@ -163,7 +214,13 @@ class Channels:
         self._closed = False
 
     def get(self, address: str) -> Connection:
-        """Returns the connection to an address.
+        """Return the connection to an address; opened on first use.
+
+        Args:
+            address: host:port.
+
+        Returns:
+            The connection, which these channels close.
 
         Raises:
             InputError: The address is malformed.
@@ -182,7 +239,10 @@ class Channels:
         return connection
 
     def submit(self, work: Callable[[], object]) -> None:
-        """Runs a call in a pooled thread; grpcio would start a thread for each of its futures.
+        """Run a call in a pooled thread; grpcio would start a thread for each of its futures.
+
+        Args:
+            work: Makes the call and passes on its result; what it returns or raises is dropped.
 
         Raises:
             UsageError: The channels are closed.
@@ -195,7 +255,7 @@ class Channels:
             self._workers.submit(work)
 
     def close(self) -> None:
-        """Closes all connections; further calls do nothing."""
+        """Close all connections; further calls do nothing."""
         with self._lock:
             self._closed = True
             connections = list(self._open.values())
@@ -214,7 +274,7 @@ class Channels:
 
 @contextmanager
 def _failures(address: str) -> Iterator[None]:
-    """Raises errors of grpcio as RemoteError."""
+    """Raise errors of grpcio as RemoteError."""
     grpc = grpc_module()
     try:
         yield

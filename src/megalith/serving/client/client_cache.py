@@ -136,6 +136,9 @@ class ClientCache:
         Args:
             url: Such as "static:host:port".
 
+        Returns:
+            The discovery, which the cache stops.
+
         Raises:
             InputError: The URL is of an unknown kind.
             DiscoveryError: The discovery cannot be opened.
@@ -195,7 +198,7 @@ def _open(url: str) -> Discovery:
 
 
 def _in_thread(make: Callable[[], Made]) -> Future[Made]:
-    """Calls a function in a daemon thread and returns its future."""
+    """Call a function in a daemon thread and return its future."""
     future: Future[Made] = Future()
 
     def work() -> None:
@@ -215,7 +218,7 @@ def _done(made: Made) -> Future[Made]:
 
 
 def _when_ready(future: Future[Made], call: Callable[[Made], object]) -> None:
-    """Calls a function with the result of a future when it completes; does nothing if it failed."""
+    """Call a function with the result of a future when it completes; do nothing if it failed."""
 
     def done(future: Future[Made]) -> None:
         if future.exception() is None:

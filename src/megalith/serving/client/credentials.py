@@ -19,7 +19,7 @@ MAX_SECRET_BYTES = 1 << 20
 
 
 def grpc_module() -> Any:
-    """Returns the module grpc; raises MissingDependencyError if it is not installed."""
+    """Return the module grpc; raise MissingDependencyError if it is not installed."""
     try:
         return importlib.import_module("grpc")
     except ImportError as error:
@@ -68,7 +68,7 @@ class Credentials:
         key: str | Path | None = None,
         tls: bool = False,
     ) -> Credentials:
-        """Reads credentials from files.
+        """Read credentials from files.
 
         Args:
             token: File of the token; white space around it is removed.
@@ -76,6 +76,9 @@ class Credentials:
             certificate: PEM file of the client's certificate.
             key: PEM file of its private key.
             tls: Use TLS even without certificates.
+
+        Returns:
+            The credentials; what is None has no file.
 
         Raises:
             InputError: A file cannot be read, or its content is malformed.
@@ -96,14 +99,17 @@ class Credentials:
 
 
 def read_secret(what: str, path: Path) -> bytes:
-    """Reads a token, a certificate or a key.
+    """Read a token, a certificate or a key.
 
     Args:
         what: What the file holds, for error messages.
         path: The file.
 
+    Returns:
+        The content of the file.
+
     Raises:
-        InputError: The file cannot be read or is too large.
+        InputError: The file cannot be read or has more than MAX_SECRET_BYTES.
     """
     try:
         if path.stat().st_size > MAX_SECRET_BYTES:

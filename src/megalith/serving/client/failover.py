@@ -57,7 +57,7 @@ class Targets:
         self._watch = discovery.watch(service, self._set)
 
     def in_turn(self) -> list[str]:
-        """Returns the addresses of all replicas, best first. Raises DiscoveryError."""
+        """Return the addresses of all replicas, best first. Raise DiscoveryError."""
         replicas = self._replicas or self._discovery.replicas(self.service)
         start = next(self._turn) % max(len(replicas), 1)
         rested = time.monotonic() - REST_SECONDS
@@ -66,11 +66,15 @@ class Targets:
         return addresses
 
     def failed(self, address: str) -> None:
-        """Records that a replica failed."""
+        """Record that a replica failed; for REST_SECONDS it is tried last.
+
+        Args:
+            address: The address of the replica.
+        """
         self._failed[address] = time.monotonic()
 
     def close(self) -> None:
-        """Stops watching the discovery; the channels stay open."""
+        """Stop watching the discovery; the channels stay open."""
         self._watch.cancel()
 
     def _set(self, replicas: Replicas) -> None:
@@ -123,13 +127,13 @@ class Attempt:
         """The error after which no other server is tried."""
 
     def result(self) -> Message:
-        """Returns the response; raises RemoteError or DiscoveryError."""
+        """Return the response; raise RemoteError or DiscoveryError."""
         if self._error is not None:
             raise self._error
         return self._response
 
     def begin(self, end: float, ended: Ended, *, alone: bool) -> None:
-        """Sends the request to the first server of the first route that has any.
+        """Send the request to the first server of the first route that has any.
 
         Args:
             end: The deadline, of `time.monotonic`.
@@ -151,7 +155,12 @@ class Attempt:
         self._send()
 
     def take(self, ended: Try, outcome: Outcome) -> None:
-        """Handles the end of a try: a response, or an error after which to continue or to fail."""
+        """Handle the end of a try: finish, or continue with the next server or route, or fail.
+
+        Args:
+            ended: The try; one that is not in progress, because another was faster, is ignored.
+            outcome: The response, or the error.
+        """
         if ended not in self._in_progress:
             return
         slower = self._in_progress[: self._in_progress.index(ended)]
@@ -164,7 +173,11 @@ class Attempt:
         self._finish(response=outcome)
 
     def wake(self, now: float) -> None:
-        """Tries the next server too, or fails at the deadline."""
+        """Send the request to the next server too, or fail at the deadline.
+
+        Args:
+            now: The time of `time.monotonic`.
+        """
         if now >= self._end:
             for each in self._in_progress:
                 self._routes[0].targets.failed(each.address)
@@ -224,7 +237,7 @@ class Attempt:
 
 
 def run(attempts: Sequence[Attempt], seconds: float) -> None:
-    """Runs requests concurrently until each has a response or an error.
+    """Run requests concurrently until each has a response or an error.
 
     Args:
         attempts: The requests.

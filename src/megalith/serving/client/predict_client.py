@@ -106,7 +106,7 @@ class PredictClient:
         outputs: Sequence[str] = (),
         timeout: float | None = None,
     ) -> dict[str, Tensor]:
-        """Requests a prediction.
+        """Request a prediction.
 
         Args:
             inputs: Tensors, strings, or Ragged columns (sent as `name`, `name:row_splits`, `name:weights`).
@@ -136,7 +136,7 @@ class PredictClient:
         return read_outputs(attempt.result(), outputs, self._asked[0][0].service)
 
     def close(self) -> None:
-        """Closes the client and cancels calls in progress; further calls do nothing."""
+        """Close the client and cancel calls in progress; further calls do nothing."""
         for targets in self._targets.values():
             targets.close()
         if self._owned:
@@ -179,7 +179,16 @@ def check_settings(
 
 
 def model_spec(name: str, signature_name: str, version: int = -1) -> bytes:
-    """Returns the bytes of a PredictRequest without inputs; append those of `inputs_and_outputs`."""
+    """Return the bytes of a PredictRequest without inputs; append those of `inputs_and_outputs`.
+
+    Args:
+        name: The name of the model on its servers.
+        signature_name: The signature.
+        version: The version; -1: none, so that servers use the newest.
+
+    Returns:
+        A serialized PredictRequest.
+    """
     request = PredictRequest()
     request.model_spec.name = name
     request.model_spec.signature_name = signature_name
@@ -190,18 +199,29 @@ def model_spec(name: str, signature_name: str, version: int = -1) -> bytes:
 
 
 def inputs_and_outputs(protos: Mapping[str, Message], outputs: Sequence[str] = ()) -> bytes:
-    """Returns the bytes of a PredictRequest without a model; without `outputs` it requests all."""
+    """Return the bytes of a PredictRequest without a model; append them to those of `model_spec`.
+
+    Args:
+        protos: TensorProto by name of the input.
+        outputs: Names of the outputs to request; empty: all.
+
+    Returns:
+        A serialized PredictRequest.
+    """
     data: bytes = PredictRequest(inputs=protos, output_filter=outputs).SerializeToString()
     return data
 
 
 def read_outputs(response: Message, names: Sequence[str], service: str) -> dict[str, Tensor]:
-    """Reads the tensors of a PredictResponse.
+    """Read the tensors of a PredictResponse.
 
     Args:
         response: The message.
         names: The outputs to read, in this order (empty: all).
         service: The service, for messages.
+
+    Returns:
+        Tensors by name, of at most MAX_BYTES together.
 
     Raises:
         RemoteError: An output is missing or holds strings (INVALID_ARGUMENT: the request should name
@@ -233,6 +253,9 @@ def service_of(model_name: str, task: str | int) -> ServiceName:
         model_name: The model.
         task: The part, or a number i for ps_i.
 
+    Returns:
+        The name by which discovery finds its servers.
+
     Raises:
         InputError: A name is malformed.
     """
@@ -247,7 +270,17 @@ def _wire_name(service: ServiceName) -> str:
 
 
 def check_timeout(value: float) -> float:
-    """Returns a deadline; raises InputError unless it is a finite number above 0."""
+    """Check a deadline.
+
+    Args:
+        value: Seconds.
+
+    Returns:
+        The value.
+
+    Raises:
+        InputError: It is not a finite number above 0.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise InputError(f"timeout must be a number of seconds above 0, got {value!r}")
     return value

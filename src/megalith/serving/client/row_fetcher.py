@@ -98,7 +98,7 @@ class RowFetcher:
         """Number of distinct ids that read as zeros because of that."""
 
     def __call__(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Fetches the rows of ids; an id without a row reads as zeros.
+        """Fetch the rows of ids; an id without a row reads as zeros.
 
         Args:
             ids: Table -> int64 [n].
@@ -124,7 +124,7 @@ class RowFetcher:
         return {table: found[table][inverse[table]] for table in ids}
 
     def close(self) -> None:
-        """Closes the fetcher and cancels fetches in progress; further calls do nothing."""
+        """Close the fetcher and cancel fetches in progress; further calls do nothing."""
         for targets in self._targets:
             targets.close()
         self._channels.close()
@@ -149,7 +149,7 @@ class RowFetcher:
     def _cut(
         self, shard: int, distinct: Mapping[str, list[Tensor]], found: Mapping[str, Tensor]
     ) -> Iterator[_Piece]:
-        """Yields the requests to a part, none of them too large; usually one, and none without ids."""
+        """Yield the requests to a part, none of them too large; usually one, and none without ids."""
         piece, left = _Piece(shard, {}, {}), MAX_PIECE_BYTES
         for table, parts in distinct.items():
             ids, begin = parts[shard], sum(part.numel() for part in parts[:shard])
@@ -167,7 +167,7 @@ class RowFetcher:
             yield piece
 
     def _fetch(self, pieces: list[_Piece]) -> None:
-        """Sends the requests and copies the rows of their responses."""
+        """Send the requests and copy the rows of their responses."""
         attempts = []
         for piece in pieces:
             body = inputs_and_outputs({table: to_tensor_proto(ids) for table, ids in piece.ids.items()})

@@ -55,7 +55,17 @@ _CONTAINERS = (None, "builtins.dict", "builtins.list", "builtins.tuple")
 
 
 def write_archive(program: ExportedProgram) -> bytes:
-    """Serializes a program. Raises ExportError for one that `check_archive` would refuse."""
+    """Serialize a program.
+
+    Args:
+        program: The program; its sample inputs, guards and metadata are removed.
+
+    Returns:
+        The archive.
+
+    Raises:
+        ExportError: `check_archive` would refuse the archive.
+    """
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             node.meta = {name: value for name, value in node.meta.items() if name == "val"}
@@ -70,7 +80,7 @@ def write_archive(program: ExportedProgram) -> bytes:
 
 
 def check_archive(data: bytes, where: str) -> None:
-    """Raises ExportError unless an archive holds a program that only computes.
+    """Raise ExportError unless an archive holds a program that only computes.
 
     Args:
         data: The archive.
@@ -94,10 +104,16 @@ def check_archive(data: bytes, where: str) -> None:
 
 
 def load_archive(data: bytes) -> ExportedProgram:
-    """Loads the program of an archive that passed `check_archive`.
+    """Load the program of an archive that passed `check_archive`.
 
     It does not use torch.export.load: when that fails, it tries an older, pickled format with another zip
     reader, and one file can look like different archives to two readers.
+
+    Args:
+        data: The archive.
+
+    Returns:
+        The program.
     """
     from torch.export.pt2_archive._package import load_pt2
 
@@ -124,7 +140,7 @@ def _check_graph(data: Any) -> None:
 
 
 def _check_inside(data: Any, key: str) -> None:
-    """Checks each string by how torch uses it, which depends on its key."""
+    """Check each string by how torch uses it, which depends on its key."""
     if isinstance(data, dict):
         for name, each in data.items():
             if not _PLAIN.fullmatch(name):
@@ -147,7 +163,7 @@ def _is_expression(text: str) -> bool:
 
 
 def _is_structure(text: str) -> bool:
-    """Returns whether a tree spec has only dicts, lists and tuples; other types would be imported by name."""
+    """Return whether a tree spec has only dicts, lists and tuples; other types would be imported by name."""
     level = [parse_json(text)[1]]
     while level:
         if any(each["type"] not in _CONTAINERS for each in level):

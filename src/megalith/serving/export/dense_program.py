@@ -68,7 +68,7 @@ class DenseProgram:
         return dict(self._now)
 
     def __call__(self, rows: dict[str, Any], dense: Tensor | None) -> Tensor:
-        """Returns the logits, float32 [B]."""
+        """Return the logits, float32 [B]."""
         while True:
             copy = self.front
             with copy:
@@ -76,7 +76,14 @@ class DenseProgram:
                     return copy(rows, dense)
 
     def check(self, weights: Mapping[str, Tensor]) -> None:
-        """Raises InputError unless these are finite weights of the program with their dtypes and shapes."""
+        """Check new weights.
+
+        Args:
+            weights: Name -> weight.
+
+        Raises:
+            InputError: A weight is unknown, not finite, or has another dtype or shape.
+        """
         for name, weight in weights.items():
             if name not in self._same:
                 raise InputError(f"dense weight {name!r} is unknown (known: {', '.join(self._exported)})")
@@ -90,7 +97,7 @@ class DenseProgram:
                 raise InputError(f"dense weight {name!r} holds NaN or Inf")
 
     def set(self, weights: Mapping[str, Tensor]) -> ProgramCopy:
-        """Replaces weights in one step.
+        """Replace weights in one step.
 
         The previous front copy keeps its weights until the next call.
 
@@ -115,12 +122,15 @@ class DenseProgram:
             return back
 
     def reset(self) -> ProgramCopy:
-        """Restores the exported weights; see `set`."""
+        """Restore the exported weights; see `set`."""
         return self.set(self._exported)
 
 
 class ProgramCopy:
     """One copy of the program. As a context manager it keeps its weights unchanged.
+
+    Args:
+        program: The loaded archive; no other copy may use it.
 
     Attributes:
         module: The module that computes.
@@ -148,7 +158,7 @@ class ProgramCopy:
         self._changed = threading.Condition()
 
     def __call__(self, rows: dict[str, Any], dense: Tensor | None) -> Tensor:
-        """Returns the logits, float32 [B]."""
+        """Return the logits, float32 [B]."""
         # `forward` skips the hooks of a module's call, whose size checks would dominate the time.
         logits: Tensor = self.module.forward(rows, dense)
         return logits
@@ -164,6 +174,6 @@ class ProgramCopy:
                 self._changed.notify_all()
 
     def wait_idle(self) -> None:
-        """Waits until no request uses the copy."""
+        """Wait until no request uses the copy."""
         with self._changed:
             self._changed.wait_for(lambda: not self._running)

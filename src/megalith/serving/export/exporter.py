@@ -171,7 +171,7 @@ def export_model(
 
 
 def _collection(model: Any) -> EmbeddingCollection:
-    """Returns the model's collection; raises InputError unless it is the only one."""
+    """Return the model's collection; raise InputError unless it is the only one."""
     lacking = [name for name in ("embeddings", "masks", "num_dense", "score") if not hasattr(model, name)]
     if not isinstance(model, nn.Module) or lacking:
         raise InputError(
@@ -193,7 +193,7 @@ def _collection(model: Any) -> EmbeddingCollection:
 
 
 def _describe(signature: Signature, model: Exportable) -> Signature:
-    """Returns a signature with the inputs of a model."""
+    """Return a signature with the inputs of a model."""
     collection = model.embeddings
     return replace(
         signature,
@@ -206,7 +206,7 @@ def _describe(signature: Signature, model: Exportable) -> Signature:
 
 
 def _dense_name(collection: EmbeddingCollection) -> str:
-    """Returns the name of the dense values in requests, which no feature has."""
+    """Return the name of the dense values in requests, which no feature has."""
     name = DENSE
     while any(feature.name == name for feature in collection.features):
         name += "_values"
@@ -310,7 +310,7 @@ class _TableExporter:
             raise InputError(f"table {self._table!r}: {error}") from None
 
     def _first_pass(self, rows: RowSource, segments: list[int]) -> tuple[Tensor, list[float]]:
-        """Returns all ids, and the largest magnitude of each segment if the precision needs it."""
+        """Return all ids, and the largest magnitude of each segment if the precision needs it."""
         found = [torch.empty(0, dtype=torch.int64)]
         largest = [0.0] * len(segments)
         for ids, values in rows(self._table):
@@ -351,7 +351,7 @@ class _Score(nn.Module):
 
 
 def export_program(model: Exportable, path: Path) -> StoredFile:
-    """Traces `score` with torch.export, for any batch size, and writes it.
+    """Trace `score` with torch.export, for any batch size, and write it.
 
     Args:
         model: The model.
@@ -417,7 +417,7 @@ def _examples(signature: Signature, samples: Mapping[str, list[int]]) -> list[Ex
 
 
 def _file_name(table: str) -> str:
-    """Returns a file name for a table of any name."""
+    """Return a file name for a table of any name."""
     plain = "".join(char if char.isascii() and (char.isalnum() or char in "-_") else "_" for char in table)
     if plain == table and len(table) <= _MAX_FILE_NAME:
         return plain

@@ -32,7 +32,14 @@ _GOLDEN = signed(0x9E3779B97F4A7C15)
 
 
 def slot_hash(ids: Tensor) -> Tensor:
-    """Returns the hash by which ids are sorted, its 64 bits as int64 [n]."""
+    """Return the hash by which ids are sorted.
+
+    Args:
+        ids: int64 [n].
+
+    Returns:
+        The 64 bits of each hash, int64 [n].
+    """
     return mix64(ids + _GOLDEN)
 
 
@@ -65,7 +72,7 @@ class FrozenRows:
         self._check_buckets()
 
     def _check_buckets(self) -> None:
-        """Raises ExportError for a bucket that reaches beyond the ids, which lookups would follow."""
+        """Raise ExportError for a bucket that reaches beyond the ids, which lookups would follow."""
         n, native = self.ids.numel(), native_module()
         if native is not None:
             fits = bool(native.frozen_fits(self._buckets, n))
@@ -79,7 +86,7 @@ class FrozenRows:
         return self.ids.numel()
 
     def read(self, ids: Tensor, out: Tensor, skip: Tensor | None = None) -> int:
-        """Reads rows; an id without a row reads as zeros. All tensors are contiguous.
+        """Read rows; an id without a row reads as zeros. All tensors are contiguous.
 
         Args:
             ids: int64 [n].
@@ -96,7 +103,16 @@ class FrozenRows:
         return missing
 
     def read_twin(self, ids: Tensor, out: Tensor, skip: Tensor | None = None) -> int:
-        """The reference implementation of `read` in torch."""
+        """Read rows in torch; the reference implementation of `read`.
+
+        Args:
+            ids: int64 [n].
+            out: Where the rows go, float32 [n, dim].
+            skip: uint8 [n]; `out` is unchanged where it is not 0. None: nothing is skipped.
+
+        Returns:
+            Number of ids without a row.
+        """
         found = self.find(ids)
         wanted = torch.ones_like(found, dtype=torch.bool) if skip is None else skip == 0
         has = wanted & (found >= 0)
@@ -105,7 +121,14 @@ class FrozenRows:
         return int((wanted & ~has).sum())
 
     def find(self, ids: Tensor) -> Tensor:
-        """Returns the row index of each id, int64 [n]; -1 where there is none."""
+        """Return the row index of each id.
+
+        Args:
+            ids: int64 [n].
+
+        Returns:
+            int64 [n]; -1 where an id has no row.
+        """
         bucket = shift_right(slot_hash(ids), 64 - self._bits) if self._bits else torch.zeros_like(ids)
         begin, end = self._buckets[bucket], self._buckets[bucket + 1]
         found = torch.full_like(ids, -1)
@@ -159,7 +182,7 @@ class FrozenWriter:
         self._written = 0
 
     def add(self, ids: Tensor, rows: Tensor) -> None:
-        """Writes the next rows, in the order of the constructor's ids.
+        """Write the next rows, in the order of the constructor's ids.
 
         Args:
             ids: int64 [k].
@@ -176,7 +199,7 @@ class FrozenWriter:
         self._written += ids.numel()
 
     def close(self) -> StoredFile:
-        """Flushes the file to disk and returns its entry. Raises ExportError if rows are missing."""
+        """Flush the file to disk and return its entry. Raise ExportError if rows are missing."""
         if self._written != self.rows:
             raise ExportError(f"{self._path}: {self._written} rows for {self.rows} ids")
         crc = zlib.crc32(view_of(self._data))
@@ -199,7 +222,7 @@ def _bits(buckets: int, path: Path) -> int:
 
 
 def _mapped(path: Path) -> Tensor:
-    """Maps a file into memory; returns its bytes, uint8, read-only."""
+    """Map a file into memory; return its bytes, uint8, read-only."""
     try:
         with open(path, "rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -41,11 +41,18 @@ class Overlay:
         return sum(len(table) for table in self._tables.values())
 
     def rows_of(self, table: str) -> int:
-        """Returns the number of written ids of a table, including removed ones."""
+        """Return the number of written ids of a table, including removed ones.
+
+        Args:
+            table: Name of the table.
+
+        Returns:
+            The number of ids.
+        """
         return len(self._tables[table])
 
     def apply(self, rows: RowsByTable, removed: Mapping[str, Tensor] = _NOTHING) -> None:
-        """Writes rows, then removes ids; the caller has validated both.
+        """Write rows, then remove ids; the caller has validated both.
 
         Args:
             rows: Table -> (ids int64 [n], rows float32 [n, dim]).
@@ -63,7 +70,11 @@ class Overlay:
             self._tables[name].assign(ids, flagged)
 
     def read(self, table: str, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Reads rows.
+        """Read rows.
+
+        Args:
+            table: Name of the table.
+            ids: int64 [n].
 
         Returns:
             Rows float32 [n, dim], zeros where there is none; and flags float32 [n]: PRESENT, REMOVED, or 0 if
@@ -73,6 +84,13 @@ class Overlay:
         return flagged[:, :-1], flagged[:, -1]
 
     def scan(self, table: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yields everything written, in chunks of ids, rows and flags."""
+        """Yield everything written.
+
+        Args:
+            table: Name of the table.
+
+        Yields:
+            Chunks: ids int64 [k], rows float32 [k, dim] and flags float32 [k].
+        """
         for chunk in self._tables[table].scan():
             yield chunk.ids, chunk.rows[:, :-1], chunk.rows[:, -1]

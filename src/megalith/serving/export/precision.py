@@ -19,14 +19,24 @@ _SMALLEST_STEP = torch.finfo(torch.float32).tiny
 
 
 def dtype_of(precision: str) -> torch.dtype:
-    """Returns the dtype of stored rows. Raises InputError for an unknown precision."""
+    """Return the dtype of stored rows.
+
+    Args:
+        precision: "float32", "float16" or "int8".
+
+    Returns:
+        The dtype.
+
+    Raises:
+        InputError: The precision is unknown.
+    """
     if precision not in PRECISIONS:
         raise InputError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
     return PRECISIONS[precision]
 
 
 def steps_for(largest: Sequence[float], precision: str) -> list[float]:
-    """Returns the step size of each segment.
+    """Return the step size of each segment.
 
     Args:
         largest: The largest magnitude of each segment, which becomes 127 steps.
@@ -41,12 +51,15 @@ def steps_for(largest: Sequence[float], precision: str) -> list[float]:
 
 
 def encode(rows: Tensor, precision: str, steps: Tensor) -> Tensor:
-    """Converts rows to their stored form.
+    """Convert rows to their stored form.
 
     Args:
         rows: float32 [n, dim].
         precision: "float32", "float16" or "int8".
         steps: Step size of each column, float32 [dim]; used for int8.
+
+    Returns:
+        [n, dim], of the dtype of the precision.
 
     Raises:
         InputError: A row holds NaN, Inf, or a value beyond float16.
@@ -63,13 +76,29 @@ def encode(rows: Tensor, precision: str, steps: Tensor) -> Tensor:
 
 
 def decode(stored: Tensor, steps: Tensor) -> Tensor:
-    """Converts stored rows to float32 [n, dim]; the inverse of `encode`."""
+    """Convert stored rows back; the inverse of `encode`.
+
+    Args:
+        stored: float32, float16 or int8 [n, dim].
+        steps: Step size of each column, float32 [dim]; used for int8.
+
+    Returns:
+        float32 [n, dim].
+    """
     rows = stored.to(torch.float32)
     return rows * steps if stored.dtype == torch.int8 else rows
 
 
 def fixed_r8(rows: Tensor, steps: Tensor) -> Tensor:
-    """Rounds values to steps, halves away from zero, clamped to -128 .. 127; NaN becomes 0."""
+    """Round values to steps, halves away from zero.
+
+    Args:
+        rows: float32 [n, dim].
+        steps: Step size of each column, float32 [dim].
+
+    Returns:
+        Numbers of steps, int8 [n, dim], clamped to -128 .. 127; NaN becomes 0.
+    """
     half = torch.where(rows < 0, -steps / 2, steps / 2)
     rounded = torch.trunc((rows + half) / steps).clamp(-128, 127)
     return torch.nan_to_num(rounded, nan=0.0).to(torch.int8)

@@ -46,18 +46,30 @@ class Gathering:
         self._covered = covered(self._bags, self._outputs)
 
     def rows(self) -> Gathered:
-        """Allocates the buffer of a request."""
+        """Allocate the buffer of a request."""
         buffer = torch.empty(sum(self._sizes))
         parts = zip(self._shapes.items(), buffer.split(self._sizes), strict=True)
         return Gathered(buffer, {name: part.view(shape) for (name, shape), part in parts})
 
     def pool(self, gathered: Gathered) -> list[Tensor]:
-        """Returns the outputs of the pooling."""
+        """Reduce the rows of a request.
+
+        Args:
+            gathered: The filled buffer of `rows`.
+
+        Returns:
+            The outputs of the pooling, float32, in its order.
+        """
         return pool_flat(gathered.buffer, self._index, self._bags, self._outputs, self._dim, self._covered)
 
 
 class Gathered:
-    """Rows to fill, float32 [n, dim] by table, all in one buffer."""
+    """Rows to fill, all in one buffer.
+
+    Args:
+        buffer: float32, flat: the rows of table after table.
+        rows: Table -> its part of the buffer, float32 [n, dim].
+    """
 
     def __init__(self, buffer: Tensor, rows: dict[str, Tensor]) -> None:
         self.buffer = buffer

@@ -146,7 +146,7 @@ class Servable:
     # ---- reading
 
     def predict(self, features: Mapping[str, Any], dense: Tensor | None = None) -> dict[str, Tensor]:
-        """Computes the scores of a batch.
+        """Compute the scores of a batch.
 
         Args:
             features: Every feature by name, Ragged columns or tensors, as for an EmbeddingCollection.
@@ -195,7 +195,7 @@ class Servable:
 
     @contextmanager
     def _hold_snapshot(self) -> Iterator[tuple[Overlay, ProgramCopy]]:
-        """Gives the current overlay and program, which belong together, and keeps them unchanged."""
+        """Give the current overlay and program, which belong together, and keep them unchanged."""
         while True:
             snapshot = self._snapshot
             assert snapshot.copy is not None  # `_predict` refuses rows without a model
@@ -205,7 +205,7 @@ class Servable:
                     return
 
     def _rows(self, plan: FeaturePlan, request: _Request, gathered: Gathered) -> dict[str, Any]:
-        """Returns the inputs of the dense program."""
+        """Return the inputs of the dense program."""
         with span("megalith.pool"):
             rows = plan.assemble(request.batch, request.gathering.pool(gathered))
         for name, of in self.signature.masks.items():
@@ -214,7 +214,7 @@ class Servable:
         return rows
 
     def _columns(self, plan: FeaturePlan, features: Mapping[str, Any]) -> _Request:
-        """Compiles columns of any kind."""
+        """Compile columns of any kind."""
         columns = {name: column_of(f, features[name]) for name, f in plan.features.items()}
         batch = plan.compile(columns)
         sizes = {table: ids.numel() for table, ids in batch.ids.items()}
@@ -222,7 +222,7 @@ class Servable:
         return _Request(batch, Gathering(sizes, batch.pooling, self.signature.dims), ids)
 
     def _singles(self, plan: FeaturePlan, features: Mapping[str, Any]) -> _Request | None:
-        """Compiles columns of one id per row, for which only the batch size matters; None for others."""
+        """Compile columns of one id per row, for which only the batch size matters; None for others."""
         size = None
         for name, feature in plan.features.items():
             ids = features[name]
@@ -245,7 +245,7 @@ class Servable:
         return _Request(compiled.batch, compiled.gathering, {t: each.contiguous() for t, each in ids.items()})
 
     def _fill(self, gathered: Gathered, request: _Request, fetch: Fetch) -> None:
-        """Fetches the rows of an entry's request."""
+        """Fetch the rows of an entry's request."""
         if not gathered.buffer.numel():
             return
         fetched = fetch(request.ids)
@@ -271,7 +271,7 @@ class Servable:
         return dense.to(torch.float32)
 
     def lookup(self, table: str, ids: Tensor) -> Tensor:
-        """Returns the rows of ids; an id without a row reads as zeros.
+        """Return the rows of ids; an id without a row reads as zeros.
 
         Args:
             table: Name of the table.
@@ -317,7 +317,7 @@ class Servable:
             self.counters.ids_missing += missing
 
     def warm_up(self) -> None:
-        """Computes the export's examples once, so that the first request does not pay for lazy setup.
+        """Compute the export's examples once, so that the first request does not pay for lazy setup.
 
         An entry uses rows of zeros for them, because its parts may not be available yet.
         """
@@ -348,7 +348,7 @@ class Servable:
         return {} if self._program is None else self._program.weights
 
     def check(self, rows: RowsByTable, removed: Tensors = _NOTHING, dense: Tensors = _NOTHING) -> None:
-        """Validates the arguments of `apply`.
+        """Validate the arguments of `apply`.
 
         Args:
             rows: Table -> (ids int64 [n], rows float32 [n, dim]).
@@ -377,7 +377,7 @@ class Servable:
             self._program.check(dense)
 
     def apply(self, rows: RowsByTable, removed: Tensors = _NOTHING, dense: Tensors = _NOTHING) -> None:
-        """Writes rows, then removes ids, then replaces dense weights; writes nothing if `check` raises.
+        """Write rows, then remove ids, then replace dense weights; write nothing if `check` raises.
 
         Args:
             rows: Table -> (ids int64 [n], rows float32 [n, dim]).
@@ -388,7 +388,7 @@ class Servable:
         self.write(rows, removed, dense)
 
     def write(self, rows: RowsByTable, removed: Tensors = _NOTHING, dense: Tensors = _NOTHING) -> None:
-        """Writes arguments that passed `check`; see `apply`.
+        """Write arguments that passed `check`; see `apply`.
 
         Args:
             rows: Table -> (ids int64 [n], rows float32 [n, dim]).
@@ -400,16 +400,16 @@ class Servable:
             self._snapshot = self._with(self.overlay, dense)
 
     def reset(self) -> None:
-        """Restores the exported rows and weights in one step."""
+        """Restore the exported rows and weights in one step."""
         copy = None if self._program is None else self._program.reset()
         self._snapshot = _Snapshot(Overlay(self.signature.dims), copy)
 
     def stage(self) -> Overlay:
-        """Returns an empty overlay to fill with all rows and then `adopt`."""
+        """Return an empty overlay to fill with all rows and then `adopt`."""
         return Overlay(self.signature.dims, hides_base=True)
 
     def adopt(self, overlay: Overlay, dense: Mapping[str, Tensor] | None = None) -> None:
-        """Replaces the overlay, and dense weights, in one step.
+        """Replace the overlay, and dense weights, in one step.
 
         Args:
             overlay: The new overlay.
@@ -424,7 +424,7 @@ class Servable:
         self._snapshot = self._with(overlay, dense)
 
     def inherit(self, overlay: Overlay, dense: Mapping[str, Tensor] | None = None) -> None:
-        """Takes over the overlay of another version, which keeps it, and dense weights.
+        """Take over the overlay of another version, which keeps it, and dense weights.
 
         Only rows that differ from this version's exported rows are copied, so that overlays do not grow from
         version to version.
@@ -453,7 +453,7 @@ class Servable:
         self._snapshot = self._with(own, dense)
 
     def _with(self, overlay: Overlay, dense: Mapping[str, Tensor] | None = None) -> _Snapshot:
-        """Returns a snapshot of an overlay and dense weights; without weights, those in use."""
+        """Return a snapshot of an overlay and dense weights; without weights, those in use."""
         if self._program is None:
             return _Snapshot(overlay, None)
         return _Snapshot(overlay, self._program.set(dense) if dense else self._program.front)
@@ -471,7 +471,7 @@ class Servable:
         self._check_owner(table, ids)
 
     def _check_owner(self, table: str, ids: Tensor) -> None:
-        """Raises InputError for an id of another part, which must not read as a missing row."""
+        """Raise InputError for an id of another part, which must not read as a missing row."""
         shard = self.signature.shard
         if shard is None:
             return
@@ -493,7 +493,7 @@ class Servable:
             raise UsageError(f"{self.signature.name} of {self.directory} is closed")
 
     def close(self) -> None:
-        """Closes the servable; files and rows are released when calls in progress have ended."""
+        """Close the servable; files and rows are released when calls in progress have ended."""
         self._closed = True
         self._frozen = {}
         self._plan = self._program = None

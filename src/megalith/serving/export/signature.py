@@ -48,7 +48,7 @@ class FeatureSpec:
     max_length: int | None = None
 
     def feature(self) -> Feature:
-        """Returns the feature of the collection."""
+        """Return the feature of the collection."""
         if self.combiner == "first_n":
             combiner: Combiner = FirstN(self.max_length or 0)
         elif self.combiner in _COMBINERS:
@@ -59,7 +59,17 @@ class FeatureSpec:
 
     @classmethod
     def of(cls, feature: Feature) -> FeatureSpec:
-        """Describes a feature. Raises InputError for a feature without a combiner."""
+        """Describe a feature.
+
+        Args:
+            feature: A feature of a collection.
+
+        Returns:
+            Its description.
+
+        Raises:
+            InputError: The feature has no combiner, or one that servers do not know.
+        """
         combiner = feature.combiner
         if isinstance(combiner, FirstN):
             return cls(feature.name, feature.table, "first_n", feature.shared, feature.pad, combiner.n)
@@ -81,12 +91,19 @@ class LayoutSpec:
     slices: tuple[tuple[str, int, int], ...]
 
     def layout(self) -> Layout:
-        """Returns the layout of the collection."""
+        """Return the layout of the collection."""
         return Layout(self.name, [Slice(*each) for each in self.slices], self.kind)
 
     @classmethod
     def of(cls, layout: Layout) -> LayoutSpec:
-        """Describes a layout."""
+        """Describe a layout.
+
+        Args:
+            layout: A layout of a collection.
+
+        Returns:
+            Its description.
+        """
         cuts = tuple((cut.feature, cut.start, cut.end) for cut in layout.slices)
         return cls(layout.name, layout.kind, cuts)
 
@@ -117,7 +134,7 @@ class ExportedTable:
         return [step for step, dim in pairs for _ in range(dim)]
 
     def router(self) -> Router:
-        """Returns the router of ids to ps parts; in a standalone model all ids belong to ps_0."""
+        """Return the router of ids to ps parts; in a standalone model all ids belong to ps_0."""
         return self.routing.router() or Router("roundrobin", 1)
 
 
@@ -178,7 +195,7 @@ class Signature:
         return {name: table.dim for name, table in self.tables.items()}
 
     def plan(self) -> FeaturePlan:
-        """Returns the plan that compiles requests; raises InputError or UnknownNameError for bad names."""
+        """Return the plan that compiles requests; raise InputError or UnknownNameError for bad names."""
         configs = {
             name: TableConfig(name, segments=[Segment(dim, optimizer=SGD(0.0)) for dim in table.segments])
             for name, table in self.tables.items()
@@ -187,19 +204,22 @@ class Signature:
         return FeaturePlan([each.feature() for each in self.features], layouts, configs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the signature as plain data for JSON."""
+        """Return the signature as plain data for JSON."""
         return {"format": FORMAT, "format_version": VERSION, **asdict(self)}
 
     def to_json(self) -> str:
-        """Returns the text of the file."""
+        """Return the text of the file."""
         return json.dumps(self.to_dict(), indent=1, allow_nan=False)
 
     @classmethod
     def read(cls, directory: Path) -> Signature:
-        """Reads the signature of an exported version.
+        """Read the signature of an exported version.
 
         Args:
             directory: The directory of the version.
+
+        Returns:
+            The signature; every field is validated.
 
         Raises:
             ExportError: The file is missing or malformed.
@@ -215,11 +235,14 @@ class Signature:
 
     @classmethod
     def from_dict(cls, data: Any, where: str) -> Signature:
-        """Validates plain data.
+        """Validate plain data.
 
         Args:
             data: The parsed JSON.
             where: The file, for messages.
+
+        Returns:
+            The signature.
 
         Raises:
             ExportError: A field is missing or wrong; the message names it.
@@ -316,7 +339,14 @@ def _file(data: Any) -> StoredFile | None:
 
 
 def check_name(model: str) -> None:
-    """Raises InputError unless a string can be the name of a model."""
+    """Check the name of a model.
+
+    Args:
+        model: The name.
+
+    Raises:
+        InputError: It is empty or too long, or holds '/', ':' or unprintable characters.
+    """
     if not isinstance(model, str) or not 1 <= len(model) <= _MAX_TEXT:
         raise InputError(
             f"the name of a model must be a string of 1 to {_MAX_TEXT} characters, not {repr(model)[:100]}"

@@ -53,6 +53,9 @@ class StagingDirectories:
 
         Args:
             part: One of `parts`.
+
+        Returns:
+            The directory.
         """
         return self._base(part) / self._name
 
@@ -72,7 +75,7 @@ class StagingDirectories:
         return self
 
     def _make(self, part: str) -> None:
-        """Creates a staging directory, locked while this process lives, and removes abandoned ones."""
+        """Create a staging directory, locked while this process lives, and remove abandoned ones."""
         base = self._base(part)
         base.mkdir(parents=True, exist_ok=True)
         with ExitStack() as exclusive:
@@ -126,7 +129,7 @@ class StagingDirectories:
 
 @contextmanager
 def _locked(directory: Path, *, wait: bool = True) -> Iterator[None]:
-    """Holds a lock that the system releases when the process ends, even if it is killed. Raises OSError."""
+    """Hold a lock that the system releases when the process ends, even if it is killed. Raise OSError."""
     handle = os.open(directory, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

@@ -21,7 +21,17 @@ Example = tuple[dict[str, Ragged], Tensor | None]
 
 
 def read_examples(path: Path) -> list[Example]:
-    """Reads the warm-up requests of an export. Raises ExportError if the file is malformed."""
+    """Read the warm-up requests of an export.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The requests.
+
+    Raises:
+        ExportError: The file cannot be read or is malformed.
+    """
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise ValueError("too long")
@@ -36,7 +46,15 @@ def read_examples(path: Path) -> list[Example]:
 
 
 def write_examples(path: Path, examples: list[Example]) -> StoredFile:
-    """Writes the warm-up requests of an export, and returns the entry of the file."""
+    """Write the warm-up requests of an export.
+
+    Args:
+        path: The new file.
+        examples: The requests.
+
+    Returns:
+        The entry of the file.
+    """
     data = {
         "examples": [
             {

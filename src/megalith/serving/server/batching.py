@@ -82,7 +82,7 @@ class Batcher(Generic[Work, Result]):
         return self._rows
 
     def check(self, rows: int, cost: int = 0) -> None:
-        """Raises InputError for a request that is larger than the empty queue.
+        """Raise InputError for a request that is larger than the empty queue.
 
         Args:
             rows: Number of rows.
@@ -98,14 +98,17 @@ class Batcher(Generic[Work, Result]):
     def submit(
         self, work: Work, rows: int, *, cost: int = 0, timeout: float, alive: Alive | None = None
     ) -> Result:
-        """Queues work and waits for its result.
+        """Queue work and wait for its result.
 
         Args:
             work: What `compute` gets.
             rows: Number of rows.
             cost: Bytes that the computation gathers.
             timeout: Seconds to wait for the result.
-            alive: Returns whether the client still waits; asked before the computation.
+            alive: Returns whether the client still waits; asked before the computation. None: it does.
+
+        Returns:
+            What `compute` returned for this work.
 
         Raises:
             InputError: The request is larger than the empty queue.
@@ -133,7 +136,7 @@ class Batcher(Generic[Work, Result]):
         return queued.result  # type: ignore[return-value]
 
     def close(self) -> None:
-        """Computes the queued requests, then ends the threads; further calls do nothing."""
+        """Compute the queued requests, then end the threads; further calls do nothing."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -159,7 +162,7 @@ class Batcher(Generic[Work, Result]):
                 queued.wake.release()
 
     def _take(self) -> list[_QueuedRequest[Work, Result]]:
-        """Waits for the next batch; empty once the queue is closed and empty."""
+        """Wait for the next batch; empty once the queue is closed and empty."""
         with self._changed:
             batch: list[_QueuedRequest[Work, Result]] = []
             while not batch:
@@ -173,7 +176,7 @@ class Batcher(Generic[Work, Result]):
             return batch
 
     def _cut(self) -> list[_QueuedRequest[Work, Result]]:
-        """Takes a batch from the front of the queue; empty if another worker took it."""
+        """Take a batch from the front of the queue; empty if another worker took it."""
         batch: list[_QueuedRequest[Work, Result]] = []
         rows = cost = 0
         while self._queue:
@@ -198,7 +201,7 @@ class Batcher(Generic[Work, Result]):
 
 
 def _awaited(queued: _QueuedRequest[Work, Result]) -> bool:
-    """Returns whether a caller still waits; otherwise sets the error of its request."""
+    """Return whether a caller still waits; otherwise set the error of its request."""
     if queued.deadline <= time.monotonic():
         queued.error = _too_late()
     elif queued.alive is not None and not queued.alive():

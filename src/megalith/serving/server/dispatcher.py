@@ -45,7 +45,18 @@ class ScoreRequest(Protocol):
     """Whether the client still waits."""
 
     def read(self, reader: InputReader, /) -> Rows:
-        """Reads the rows; called once the request is admitted. Raises InputError or RequestError."""
+        """Read the rows; called once, after the request is admitted.
+
+        Args:
+            reader: Reads the inputs of the version that answers.
+
+        Returns:
+            The rows to score.
+
+        Raises:
+            InputError: An input is unknown, missing or malformed.
+            RequestError: The request is too large.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +97,17 @@ class Dispatcher:
         return self._closing
 
     def predict(self, request: ScoreRequest) -> ScoreResult:
-        """Returns the scores of a request's rows. Raises RequestError."""
+        """Compute the scores of a request's rows.
+
+        Args:
+            request: What to score, and by which version.
+
+        Returns:
+            The requested outputs.
+
+        Raises:
+            RequestError: The request cannot be answered.
+        """
         with self.admit(request.model, PREDICT) as model, model.version(request.version) as version:
             if not version.signature.predicts:
                 raise RequestError(
@@ -141,14 +162,17 @@ class Dispatcher:
         *,
         timeout: float | None = None,
     ) -> dict[str, Tensor | Strings]:
-        """Passes a message of a publisher to the model's subscriber, and returns its response.
+        """Pass a message of a publisher to the model's subscriber.
 
         Args:
             name: The model.
             signature: One of WRITES.
             read: Reads the inputs; called once the request is admitted.
             metadata: The header of the message.
-            timeout: Seconds until the client stops waiting.
+            timeout: Seconds until the client stops waiting; None: no deadline.
+
+        Returns:
+            The subscriber's response: outputs by name.
 
         Raises:
             RequestError: Writes are not allowed, or the message cannot be applied.
@@ -168,26 +192,46 @@ class Dispatcher:
                 model.writers.release()
 
     def admit(self, name: str, signature: str) -> _Admission:
-        """Returns a context manager that admits a request and gives the model it names.
+        """Admit a request.
 
-        Any error within it, or of the admission, is raised as a RequestError and counted.
+        Args:
+            name: The model.
+            signature: The signature, or another word for the kind of request, as a label of the metrics.
+
+        Returns:
+            A context manager for the time of the request, which gives the model. Any error within it, or of
+            the admission, is raised as a RequestError and counted.
         """
         return _Admission(self, name, signature)
 
     def reject(self, error: Exception) -> RequestError:
-        """Counts a request that cannot be parsed, and returns the error to raise."""
+        """Count a request that cannot be parsed.
+
+        Args:
+            error: Why it cannot be parsed.
+
+        Returns:
+            The error to raise.
+        """
         status, text = as_request_error(error, "a request")
         self.metrics.request(UNKNOWN, UNKNOWN, status.name, 0.0)
         return RequestError(status, text)
 
     def close(self, timeout: float) -> bool:
-        """Refuses new requests and waits for those in progress; returns False if some remain."""
+        """Refuse new requests and wait for those in progress.
+
+        Args:
+            timeout: Seconds to wait.
+
+        Returns:
+            False if some requests are still in progress.
+        """
         with self._changed:
             self._closing = True
             return self._changed.wait_for(lambda: not self._running, timeout)
 
     def _enter(self) -> None:
-        """Registers a request; raises RequestError if the server is full or shutting down."""
+        """Register a request; raise RequestError if the server is full or shutting down."""
         with self._changed:
             if self._closing:
                 raise RequestError(Code.UNAVAILABLE, "the server is shutting down")
@@ -198,7 +242,7 @@ class Dispatcher:
             self._running += 1
 
     def _leave(self) -> None:
-        """Counts a request out."""
+        """Register the end of a request."""
         with self._changed:
             self._running -= 1
             if self._closing:
@@ -247,7 +291,14 @@ class _Admission:
 
 
 def unknown_signature(name: str) -> RequestError:
-    """Returns the error for a signature that no model has."""
+    """Return the error for a signature that no model has.
+
+    Args:
+        name: The signature of the request.
+
+    Returns:
+        An error that lists the known signatures.
+    """
     known = ", ".join(SIGNATURES)
     return RequestError(Code.INVALID_ARGUMENT, f"signature {name[:100]!r} is unknown; use one of {known}")
 

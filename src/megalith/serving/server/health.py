@@ -44,12 +44,20 @@ class Health:
         self.set(())
 
     def add_to(self, server: Any) -> None:
-        """Adds the service to a gRPC server."""
+        """Add the service to a gRPC server.
+
+        Args:
+            server: A `grpc.Server` that is not started yet.
+        """
         stubs = _module("grpcio-health-checking", "grpc_health.v1.health_pb2_grpc")
         stubs.add_HealthServicer_to_server(self._servicer, server)
 
     def set(self, serving: Iterable[str]) -> None:
-        """Sets these names, and the server if there are any, to SERVING, and earlier names to NOT_SERVING."""
+        """Set which services and models are SERVING; the server itself is, if there are any.
+
+        Args:
+            serving: Their names. Names of earlier calls that are not among them become NOT_SERVING.
+        """
         now = set(serving)
         states = self._messages.HealthCheckResponse
         for name in {*self._known, *now, ""}:
@@ -59,12 +67,17 @@ class Health:
                 self._servicer.set(name, state)
 
     def shut_down(self) -> None:
-        """Sets everything to NOT_SERVING permanently."""
+        """Set everything to NOT_SERVING permanently."""
         self._servicer.enter_graceful_shutdown()
 
 
 def add_reflection(server: Any, services: Sequence[str]) -> None:
-    """Adds reflection, by which clients such as grpcurl list services, methods and messages."""
+    """Add reflection, by which clients such as grpcurl list services, methods and messages.
+
+    Args:
+        server: A `grpc.Server` that is not started yet.
+        services: Full names of our services; health and reflection are added.
+    """
     reflection = _module("grpcio-reflection", "grpc_reflection.v1alpha.reflection")
     for name in ("grpc_health.v1.health_pb2", "grpc_reflection.v1alpha.reflection_pb2"):
         POOL.AddSerializedFile(importlib.import_module(name).DESCRIPTOR.serialized_pb)
@@ -73,7 +86,14 @@ def add_reflection(server: Any, services: Sequence[str]) -> None:
 
 
 def guard(security: Security) -> Any:
-    """Returns a gRPC interceptor that requires the token and limits health checks and streams."""
+    """Make a gRPC interceptor that requires the token and limits health checks and streams.
+
+    Args:
+        security: Has the token; without one, nothing is required.
+
+    Returns:
+        A `grpc.ServerInterceptor`.
+    """
     grpc = grpc_module()
     streams, checks = (threading.BoundedSemaphore(number) for number in (MAX_STREAMS, MAX_CHECKS))
 
@@ -113,7 +133,7 @@ def guard(security: Security) -> Any:
 
 
 def _first_message(behavior: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a unary method as a streaming method whose first message must arrive in time."""
+    """Wrap a unary method as a streaming method whose first message must arrive in time."""
 
     @functools.wraps(behavior)
     def call(requests: Iterator[Any], context: Any, *more: Any) -> Any:
@@ -132,7 +152,7 @@ def _first_message(behavior: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _limited(behavior: Callable[..., Any], slots: threading.BoundedSemaphore) -> Callable[..., Any]:
-    """Limits the number of concurrent calls of a method to the slots of a semaphore."""
+    """Limit the number of concurrent calls of a method to the slots of a semaphore."""
 
     @functools.wraps(behavior)
     def call(request: Any, context: Any, *more: Any) -> Any:

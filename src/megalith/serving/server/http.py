@@ -60,11 +60,15 @@ class HttpServer(ThreadingMixIn, HTTPServer):
         self._thread = threading.Thread(target=self.serve_forever, name="megalith-http", daemon=True)
 
     def start(self) -> None:
-        """Starts to accept connections."""
+        """Start to accept connections."""
         self._thread.start()
 
     def stop(self, timeout: float) -> None:
-        """Accepts no further connections, and waits `timeout` seconds for responses in progress."""
+        """Accept no further connections, and wait for responses in progress.
+
+        Args:
+            timeout: Seconds to wait.
+        """
         if self._thread.ident is not None:  # `shutdown` would wait forever for a loop that never started
             self.shutdown()
             self._thread.join()
@@ -74,7 +78,7 @@ class HttpServer(ThreadingMixIn, HTTPServer):
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Marks a request as in progress."""
+        """Mark a request as in progress."""
         with self._changed:
             self._busy += 1
         try:
@@ -85,7 +89,12 @@ class HttpServer(ThreadingMixIn, HTTPServer):
                 self._changed.notify_all()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Starts a thread for a connection, or sends a 503 without a body if there are too many."""
+        """Start a thread for a connection, or send a 503 without a body if there are too many.
+
+        Args:
+            request: The socket of the connection.
+            client_address: Host and port of the client.
+        """
         if not self._slots.acquire(blocking=False):
             try:
                 if self._context is None:  # TLS would need a handshake first
@@ -100,7 +109,12 @@ class HttpServer(ThreadingMixIn, HTTPServer):
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Serves a connection; the TLS handshake happens here, so that a slow client delays no other."""
+        """Serve a connection; the TLS handshake happens here, so that a slow client delays no other.
+
+        Args:
+            request: The socket of the connection.
+            client_address: Host and port of the client.
+        """
         try:
             request.settimeout(IDLE_SECONDS)
             if self._context is not None:
@@ -114,7 +128,12 @@ class HttpServer(ThreadingMixIn, HTTPServer):
             self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Logs a broken connection for debugging only."""
+        """Log a broken connection, for debugging only.
+
+        Args:
+            request: The socket of the connection.
+            client_address: Host and port of the client.
+        """
         logger.debug("a connection broke", exc_info=True)
 
 
@@ -129,18 +148,23 @@ class Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def setup(self) -> None:
-        """Replaces the reader by one with deadlines."""
+        """Replace the reader by one with deadlines."""
         super().setup()
         self.rfile.close()
         self._reader = _DeadlineReader(self.connection)
         self.rfile = io.BufferedReader(self._reader)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are counted, not logged."""
+        """Log for debugging only: requests are counted instead.
+
+        Args:
+            format: A format string.
+            *args: Its arguments.
+        """
         logger.debug(format, *args)
 
     def reply(self, status: int, kind: str, body: bytes, **headers: str) -> None:
-        """Sends a response, and starts the deadline of the next request.
+        """Send a response, and start the deadline of the next request.
 
         Args:
             status: HTTP status.
@@ -170,15 +194,15 @@ class _DeadlineReader(io.RawIOBase):
         self.begin()
 
     def begin(self) -> None:
-        """Starts the deadline of the next request."""
+        """Start the deadline of the next request."""
         self._deadline = time.monotonic() + REQUEST_SECONDS
 
     def readable(self) -> bool:
-        """Returns True."""
+        """Return True."""
         return True
 
     def readinto(self, buffer: Buffer) -> int:
-        """Reads into a buffer, as the file of a socket does."""
+        """Read into a buffer, as the file of a socket does."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("the request took too long")

@@ -49,14 +49,32 @@ class InferRequest:
         self._binary: dict[str, bool] = {}
 
     def read(self, reader: InputReader) -> Rows:
-        """Parses the body and reads the rows. Raises InputError or RequestError."""
+        """Parse the body and read the rows; sets `outputs` and `timeout`.
+
+        Args:
+            reader: Reads the inputs of the version that answers.
+
+        Returns:
+            The rows to score.
+
+        Raises:
+            InputError: The body is malformed, or an input is unknown, missing or malformed.
+            RequestError: The body has too much JSON.
+        """
         self._request, tensors = _split(self._body, self._header)
         self._binary = _outputs(self._request)
         self.outputs, self.timeout = list(self._binary), _timeout(self._request)
         return reader.read(_inputs(self._request, tensors, reader.max_bytes))
 
     def response(self, scored: ScoreResult) -> tuple[dict[str, Any], bytes]:
-        """Returns the JSON of the response, and the bytes of the tensors that follow it."""
+        """Return the response to the request.
+
+        Args:
+            scored: The scores.
+
+        Returns:
+            The JSON, and the bytes of the tensors that follow it.
+        """
         given = _parameters(self._request).get("binary_data_output") is True
         reply: dict[str, Any] = {"model_name": self.model, "model_version": str(scored.version)}
         if isinstance(self._request.get("id"), str):
@@ -74,7 +92,7 @@ class InferRequest:
 
 
 def _split(body: bytes, header: str | None) -> tuple[dict[str, Any], bytes]:
-    """Splits a body into its JSON and the bytes of the tensors that follow."""
+    """Split a body into its JSON and the bytes of the tensors that follow."""
     length = len(body)
     if header is not None:
         if not header.isascii() or not header.isdecimal() or len(header) > 18 or int(header) > length:
@@ -103,7 +121,7 @@ def _parameters(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _timeout(request: Mapping[str, Any]) -> float | None:
-    """Returns the timeout in seconds; the parameter is in microseconds, as in Triton."""
+    """Return the timeout in seconds; the parameter is in microseconds, as in Triton."""
     given = _parameters(request).get("timeout")
     if given is None:
         return None
@@ -113,7 +131,7 @@ def _timeout(request: Mapping[str, Any]) -> float | None:
 
 
 def _outputs(request: Mapping[str, Any]) -> dict[str, bool]:
-    """Returns the requested outputs, and whether each is returned as bytes."""
+    """Return the requested outputs, and whether each is returned as bytes."""
     default = _parameters(request).get("binary_data_output") is True
     outputs = request.get("outputs", [])
     if not isinstance(outputs, list):
@@ -168,7 +186,7 @@ def _are_integers(sizes: list[Any]) -> bool:
 
 
 def _flat(data: Any, name: str) -> list[Any]:
-    """Returns values in row-major order, from a flat list or from nested lists."""
+    """Return values in row-major order, from a flat list or from nested lists."""
     if not isinstance(data, list):
         raise InputError(f"{name} needs data, a list")
     values: list[Any] = data
@@ -182,5 +200,5 @@ def _flat(data: Any, name: str) -> list[Any]:
 
 
 def _numbers(array: Array) -> list[float | None]:
-    """Returns values for JSON: null where they are not finite."""
+    """Return values for JSON: null where they are not finite."""
     return [value if math.isfinite(value) else None for value in array.tolist()]

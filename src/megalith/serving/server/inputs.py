@@ -49,7 +49,15 @@ class Column:
     weights: bytes | None = None
 
     def piece(self, begin: int, end: int) -> Column:
-        """Returns the rows from begin to end (exclusive)."""
+        """Return some rows of the column.
+
+        Args:
+            begin: The first row.
+            end: The row after the last one.
+
+        Returns:
+            A column of `end - begin` rows.
+        """
         lengths, first, last = None, begin, end
         if self.lengths is not None:
             lengths = self.lengths[8 * begin : 8 * end]
@@ -75,7 +83,14 @@ class Rows:
     """The ids of each feature, instead of columns, if every feature has one id per row and no weights."""
 
     def column(self, k: int) -> Column | None:
-        """Returns the column of the k-th feature."""
+        """Return the column of a feature.
+
+        Args:
+            k: The position of the feature in the signature.
+
+        Returns:
+            The column; None: the request lacks the feature.
+        """
         return self.columns[k] if self.plain is None else Column(self.plain[k])
 
 
@@ -99,11 +114,31 @@ class InputReader:
         self._shared = any(feature.shared for feature in signature.features)
 
     def read_protos(self, protos: Mapping[str, Message]) -> Rows:
-        """Reads the inputs of a PredictRequest. Raises InputError."""
+        """Read the inputs of a PredictRequest.
+
+        Args:
+            protos: TensorProto by name.
+
+        Returns:
+            The rows to score.
+
+        Raises:
+            InputError: An input is unknown, missing, malformed or too large; the message names it.
+        """
         return self._read_plain(protos) or self.read(from_tensor_protos(protos, max_bytes=self.max_bytes))
 
     def read_infer(self, request: Message) -> Rows:
-        """Reads the inputs of a ModelInferRequest. Raises InputError."""
+        """Read the inputs of a ModelInferRequest.
+
+        Args:
+            request: The message.
+
+        Returns:
+            The rows to score.
+
+        Raises:
+            InputError: An input is unknown, missing, malformed or too large; the message names it.
+        """
         raw = request.raw_input_contents
         if len(raw) == len(request.inputs) and not self._shared:
             given = {}
@@ -116,7 +151,18 @@ class InputReader:
         return self.read(from_infer_request(request, max_bytes=self.max_bytes))
 
     def read(self, inputs: Inputs) -> Rows:
-        """Reads inputs by name. Raises InputError, naming the input."""
+        """Read inputs that are decoded already.
+
+        Args:
+            inputs: Tensors and strings by name.
+
+        Returns:
+            The rows to score.
+
+        Raises:
+            InputError: An input is unknown, missing or malformed, or the rows of its ids are too large; the
+                message names it.
+        """
         for name in inputs:
             self._check_known(name, inputs)
         counts: dict[str, int] = {}
@@ -146,17 +192,28 @@ class InputReader:
         return self._check_cost(self._rows(count, tuple(columns), dense))
 
     def pieces(self, rows: Rows, size: int) -> list[Rows]:
-        """Splits a request into parts of at most `size` rows each."""
+        """Split a request.
+
+        Args:
+            rows: The request.
+            size: Maximum number of rows of a part.
+
+        Returns:
+            The parts in the order of the rows; features shared by a batch are in every part.
+        """
         if rows.count <= size:
             return [rows]
         ends = [*range(size, rows.count, size), rows.count]
         return [self._piece(rows, begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
     def join(self, batch: Sequence[Rows]) -> tuple[dict[str, Ragged | Tensor], Tensor | None]:
-        """Concatenates the features and the dense values of requests.
+        """Concatenate the features and the dense values of requests.
+
+        Args:
+            batch: The requests.
 
         Returns:
-            Features by name, and the dense values float32 [B, num_dense].
+            Features by name, and the dense values float32 [B, num_dense]; None if the model takes none.
         """
         features: dict[str, Ragged | Tensor] = {}
         plain = [rows.plain for rows in batch if rows.plain is not None]
@@ -173,13 +230,20 @@ class InputReader:
         return features, dense
 
     def missing(self, rows: Rows) -> list[str]:
-        """Returns the names of the features that a request lacks."""
+        """Return the features that a request lacks.
+
+        Args:
+            rows: The request.
+
+        Returns:
+            Their names, in the order of the signature.
+        """
         if rows.plain is not None:
             return []
         return [name for name, column in zip(self.names, rows.columns, strict=True) if column is None]
 
     def _read_plain(self, protos: Mapping[str, Message]) -> Rows | None:
-        """Reads a plain PredictRequest, whose tensors all are in tensor_content; None for others."""
+        """Read a plain PredictRequest, whose tensors all are in tensor_content; None for others."""
         if self._shared or len(protos) > len(self.names) + 1:
             return None
         given = {}
@@ -191,7 +255,7 @@ class InputReader:
         return self._plain(given, _INT64, _FLOAT)
 
     def _plain(self, given: Mapping[str, _Raw], int64: int | str, float32: int | str) -> Rows | None:
-        """Reads the common request: int64 [B] for every feature, float32 dense values; None for others."""
+        """Read the common request: int64 [B] for every feature, float32 dense values; None for others."""
         if not self.names or len(given) != len(self.names) + (self.num_dense > 0):
             return None
         ids = []
@@ -266,7 +330,7 @@ class InputReader:
 
 
 def _read_column(feature: FeatureSpec, inputs: Inputs) -> tuple[Column, int]:
-    """Reads the column of a feature; returns it and its number of rows."""
+    """Read the column of a feature; return it and its number of rows."""
     name = feature.name
     ids, absent = _ids(feature, inputs[name])
     given = inputs.get(name + WEIGHTS)
@@ -291,7 +355,7 @@ def _read_column(feature: FeatureSpec, inputs: Inputs) -> tuple[Column, int]:
 
 
 def _ids(feature: FeatureSpec, given: Tensor | Strings) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Returns ids of any shape, and where they are padding: the feature's pad, or an empty string."""
+    """Return ids of any shape, and where they are padding: the feature's pad, or an empty string."""
     if not isinstance(given, Tensor):
         ids: NDArray[np.int64] = hash_strings(given).numpy()
         return ids, np.asarray(given == b"", dtype=bool).reshape(given.shape)
@@ -326,7 +390,7 @@ def _lengths(name: str, given: Tensor | Strings, num_values: int) -> NDArray[np.
 
 
 def _concatenate(columns: Sequence[tuple[Column | None, int]]) -> Ragged:
-    """Concatenates a feature of several requests; a request without it has empty rows."""
+    """Concatenate a feature of several requests; a request without it has empty rows."""
     ids, lengths = [], []
     for column, count in columns:
         if column is None:

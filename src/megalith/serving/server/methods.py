@@ -35,11 +35,14 @@ class GrpcScoreRequest:
 
 
 def grpc_handler(service: str, methods: Mapping[str, Method]) -> Any:
-    """Returns a gRPC handler of a service.
+    """Make a gRPC handler of a service.
 
     Args:
         service: Full name of the service.
         methods: Name -> method, which takes bytes, returns bytes, and raises RequestErrors.
+
+    Returns:
+        A generic handler, to be added to a `grpc.Server`.
     """
     grpc = grpc_module()
     return grpc.method_handlers_generic_handler(
@@ -63,12 +66,18 @@ def _abort_on_error(method: Method) -> Method:
 
 
 def parse(dispatcher: Dispatcher, kind: Any, data: bytes) -> Message:
-    """Parses a message; counts the request and raises RequestError if the bytes are malformed.
+    """Parse a message.
 
     Args:
         dispatcher: Counts malformed requests.
         kind: The message class.
         data: The serialized message.
+
+    Returns:
+        The message.
+
+    Raises:
+        RequestError: The bytes are malformed.
     """
     try:
         return kind.FromString(data)
@@ -77,12 +86,26 @@ def parse(dispatcher: Dispatcher, kind: Any, data: bytes) -> Message:
 
 
 def serialize(message: Message) -> bytes:
-    """Returns the bytes of a message."""
+    """Return the bytes of a message.
+
+    Args:
+        message: A protobuf message.
+
+    Returns:
+        The serialized message.
+    """
     data: bytes = message.SerializeToString()
     return data
 
 
 def remaining(context: Any) -> float | None:
-    """Returns the seconds until a call's deadline; None if it has none."""
+    """Return the time until a call's deadline.
+
+    Args:
+        context: The `grpc.ServicerContext` of the call.
+
+    Returns:
+        Seconds; None if the call has no deadline.
+    """
     seconds: float | None = context.time_remaining()
     return None if seconds is None or seconds > NO_DEADLINE else seconds

@@ -105,7 +105,7 @@ class ModelServer:
     # ---- lifecycle
 
     def start(self) -> Self:
-        """Opens the models, then the ports.
+        """Open the models, then the ports.
 
         Raises:
             InputError: No model can be served.
@@ -130,7 +130,7 @@ class ModelServer:
         return self
 
     def stop(self) -> None:
-        """Refuses new requests, answers the accepted ones, then ends; further calls do nothing.
+        """Refuse new requests, answer the accepted ones, then end; further calls do nothing.
 
         Takes at most about `drain_seconds`; requests that are still in progress then are cancelled.
         """
@@ -189,7 +189,7 @@ class ModelServer:
         return self._metrics
 
     def refresh(self) -> None:
-        """Checks for new versions now instead of at the next poll."""
+        """Check for new versions now instead of at the next poll."""
         self._repository.refresh()
 
     # ---- components
@@ -263,7 +263,7 @@ class ModelServer:
                 server.start()
 
     def _announce(self) -> None:
-        """Reports the available models to health and discovery; retries registrations that failed."""
+        """Report the available models to health and discovery; retry registrations that failed."""
         with self._announcing:
             if self._state == "serving":
                 self._announce_all()

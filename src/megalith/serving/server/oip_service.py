@@ -40,13 +40,17 @@ EXTENSIONS = ("binary_tensor_data",)
 
 
 class OIPService:
-    """The methods of GRPCInferenceService."""
+    """The methods of GRPCInferenceService.
+
+    Args:
+        dispatcher: Answers the requests.
+    """
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
 
     def handlers(self) -> list[Any]:
-        """Returns the handlers to register with a gRPC server."""
+        """Return the handlers to register with a gRPC server."""
         methods = {
             "ServerLive": self.server_live,
             "ServerReady": self.server_ready,
@@ -58,31 +62,88 @@ class OIPService:
         return [grpc_handler(SERVICE, methods)]
 
     def server_live(self, data: bytes, context: Any) -> bytes:
-        """Returns true: the server runs."""
+        """Return that the server runs.
+
+        Args:
+            data: The serialized ServerLiveRequest.
+            context: The `grpc.ServicerContext` of the call; not used.
+
+        Returns:
+            The serialized ServerLiveResponse.
+        """
         return serialize(ServerLiveResponse(live=True))
 
     def server_ready(self, data: bytes, context: Any) -> bytes:
-        """Returns whether some model is available."""
+        """Return whether some model is available.
+
+        Args:
+            data: The serialized ServerReadyRequest.
+            context: The `grpc.ServicerContext` of the call; not used.
+
+        Returns:
+            The serialized ServerReadyResponse.
+        """
         return serialize(ServerReadyResponse(ready=self._dispatcher.ready))
 
     def model_ready(self, data: bytes, context: Any) -> bytes:
-        """Returns whether a version of a model is available; `version` "" is the newest."""
+        """Return whether a version of a model is available.
+
+        Args:
+            data: The serialized ModelReadyRequest.
+            context: The `grpc.ServicerContext` of the call; not used.
+
+        Returns:
+            The serialized ModelReadyResponse.
+
+        Raises:
+            RequestError: The request is malformed.
+        """
         request = parse(self._dispatcher, ModelReadyRequest, data)
         ready = model_ready(self._dispatcher, request.name, request.version)
         return serialize(ModelReadyResponse(ready=ready))
 
     def server_metadata(self, data: bytes, context: Any) -> bytes:
-        """Returns name and version of this server."""
+        """Return name and version of this server.
+
+        Args:
+            data: The serialized ServerMetadataRequest.
+            context: The `grpc.ServicerContext` of the call; not used.
+
+        Returns:
+            The serialized ServerMetadataResponse.
+        """
         return serialize(ServerMetadataResponse(name=SERVER, version=__version__, extensions=EXTENSIONS))
 
     def model_metadata(self, data: bytes, context: Any) -> bytes:
-        """Returns the inputs and outputs of a version."""
+        """Return the inputs and outputs of a version.
+
+        Args:
+            data: The serialized ModelMetadataRequest.
+            context: The `grpc.ServicerContext` of the call; not used.
+
+        Returns:
+            The serialized ModelMetadataResponse.
+
+        Raises:
+            RequestError: The request is malformed, or the model or the version is unknown.
+        """
         request = parse(self._dispatcher, ModelMetadataRequest, data)
         described = describe(self._dispatcher, request.name, request.version)
         return serialize(ModelMetadataResponse(**described))
 
     def model_infer(self, data: bytes, context: Any) -> bytes:
-        """Returns the scores of the request's rows."""
+        """Return the scores of the request's rows.
+
+        Args:
+            data: The serialized ModelInferRequest.
+            context: The `grpc.ServicerContext` of the call: its deadline, and whether the client waits.
+
+        Returns:
+            The serialized ModelInferResponse.
+
+        Raises:
+            RequestError: The request cannot be answered.
+        """
         request = parse(self._dispatcher, ModelInferRequest, data)
         scored = self._dispatcher.predict(
             GrpcScoreRequest(
@@ -110,7 +171,17 @@ class OIPService:
 
 
 def parse_version(text: str) -> int | None:
-    """Parses a version of the protocol; "" (the newest) gives None. Raises InputError."""
+    """Parse a version of the protocol.
+
+    Args:
+        text: Decimal digits; "" is the newest version.
+
+    Returns:
+        The number; None for the newest version.
+
+    Raises:
+        InputError: The text is not a number.
+    """
     if not text:
         return None
     if not text.isascii() or not text.isdecimal() or len(text) > 19:
@@ -119,7 +190,16 @@ def parse_version(text: str) -> int | None:
 
 
 def model_ready(dispatcher: Dispatcher, name: str, version: str) -> bool:
-    """Returns whether a version of a model is available; `version` "" is the newest."""
+    """Return whether a version of a model is available.
+
+    Args:
+        dispatcher: Has the models.
+        name: The model.
+        version: The number of the version as text; "" is the newest.
+
+    Returns:
+        False also for an unknown model and a malformed version, and while the server shuts down.
+    """
     try:
         number = parse_version(version)
         model = dispatcher.repository.find(name)
@@ -129,12 +209,15 @@ def model_ready(dispatcher: Dispatcher, name: str, version: str) -> bool:
 
 
 def describe(dispatcher: Dispatcher, name: str, version: str) -> dict[str, Any]:
-    """Returns the metadata of a model in the form of the protocol.
+    """Return the metadata of a model in the form of the protocol.
 
     Args:
         dispatcher: Admits the request.
         name: The model.
-        version: "" is the newest.
+        version: The number of the version as text; "" is the newest.
+
+    Returns:
+        The fields of a ModelMetadataResponse.
 
     Raises:
         RequestError: The model or the version is unknown.

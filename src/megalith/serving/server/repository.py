@@ -99,7 +99,7 @@ class Repository:
         return sorted(self._roots.copy().values(), key=lambda model: model.name)
 
     def start(self) -> None:
-        """Opens the models and starts polling. Raises InputError if no model can be served."""
+        """Open the models and start polling. Raise InputError if no model can be served."""
         self.refresh()
         if not any(model.available for model in self.models):
             errors = [
@@ -117,7 +117,11 @@ class Repository:
         self._thread.start()
 
     def stop(self, timeout: float) -> None:
-        """Stops polling and retires every version; waits `timeout` seconds for requests in progress."""
+        """Stop polling and retire every version.
+
+        Args:
+            timeout: Seconds to wait for requests in progress, all together.
+        """
         end = time.monotonic() + timeout
         self._stopping.set()
         if self._thread.is_alive():
@@ -129,7 +133,17 @@ class Repository:
                 model.subscriber.close()
 
     def find(self, name: str) -> ServedModel:
-        """Returns the model that a request names. Raises RequestError if it is unknown."""
+        """Return the model that a request names.
+
+        Args:
+            name: The model, or the model and its part; a model in parts is found by its entry.
+
+        Returns:
+            The model, which may have no available version.
+
+        Raises:
+            RequestError: The model is unknown.
+        """
         found = self._names.get(name) or self._names.get(f"{name}:{ENTRY}")
         if found is None:  # a model that was never opened has the name of its directory
             found = next((model for model in self.models if model.name == name), None)
@@ -141,7 +155,7 @@ class Repository:
         return found
 
     def refresh(self) -> None:
-        """Checks the directory once, and loads and retires versions."""
+        """Check the directory once, and load and retire versions."""
         with self._refreshing:
             for root in version_roots(self.directory, DEPTH):
                 self._refresh_root(root)
@@ -179,7 +193,7 @@ class Repository:
         return KEPT_VERSIONS if newest is None or newest.signature.shard is None else KEPT_VERSIONS_OF_PARTS
 
     def _load(self, model: ServedModel, root: Path, number: int) -> bool:
-        """Opens a version and makes it available; returns False if that fails."""
+        """Open a version and make it available; return False if that fails."""
         directory = root / str(number)
         files, failed = _files(directory), self._failed.get(directory)
         if failed is not None and failed.files == files and time.monotonic() < failed.retry_at:
@@ -245,7 +259,7 @@ class Repository:
             raise InputError(f"it is model {signature.name!r}, but {root} holds versions of {model.name!r}")
 
     def _follow(self, model: ServedModel, servable: Servable) -> None:
-        """Makes a servable the target of the model's subscriber."""
+        """Make a servable the target of the model's subscriber."""
         if self._make_subscriber is None:
             return
         if model.subscriber is None:
@@ -261,11 +275,14 @@ def _close(servable: Servable | None, fetcher: RowFetcher | None) -> None:
 
 
 def version_roots(directory: Path, depth: int) -> Iterator[Path]:
-    """Yields the directories that hold versions.
+    """Yield the directories that hold versions.
 
     Args:
         directory: Where to search.
         depth: How many levels below it to search; directories below one with versions are not searched.
+
+    Yields:
+        Directories, those of one level in the order of their names.
     """
     if versions_of(directory):
         yield directory
@@ -275,7 +292,14 @@ def version_roots(directory: Path, depth: int) -> Iterator[Path]:
 
 
 def versions_of(directory: Path) -> list[int]:
-    """Returns the version numbers in a directory, unsorted; only names that are int64 numbers count."""
+    """Return the version numbers in a directory; only names that are int64 numbers count.
+
+    Args:
+        directory: The directory of the versions; a missing one has none.
+
+    Returns:
+        The numbers, unsorted.
+    """
     names = [name for name in _folders(directory) if name.isascii() and name.isdecimal()]
     return [int(name) for name in names if str(int(name)) == name and int(name) < 2**63]
 
@@ -290,7 +314,7 @@ def _folders(directory: Path) -> list[str]:
 
 
 def _files(directory: Path) -> Files:
-    """Returns a description of a version's files that changes when any of them does."""
+    """Return a description of a version's files that changes when any of them does."""
     found = []
     try:
         for path in islice(directory.rglob("*"), MAX_FILES):
@@ -302,6 +326,6 @@ def _files(directory: Path) -> Files:
 
 
 def _fallback_name(root: Path, directory: Path) -> str:
-    """Returns the name of a model whose signature is not known yet."""
+    """Return the name of a model whose signature is not known yet."""
     parts = root.relative_to(directory).parts
     return ":".join(parts) or directory.name

@@ -30,7 +30,14 @@ Reply = tuple[int, dict[str, Any], bytes]
 
 
 class RestServer(HttpServer):
-    """The HTTP server of the protocol."""
+    """The HTTP server of the protocol.
+
+    Args:
+        dispatcher: Answers the requests.
+        security: Token and TLS.
+        host: Address to listen on.
+        port: Port; 0 picks a free one.
+    """
 
     def __init__(self, dispatcher: Dispatcher, security: Security, host: str, port: int) -> None:
         self.dispatcher = dispatcher
@@ -66,7 +73,7 @@ class _RestHandler(Handler):
             self.reply(status, "application/json", text)
 
     def _admitted(self) -> list[str]:
-        """Returns the parts of the path; otherwise raises RequestError and ends the connection unread."""
+        """Return the parts of the path; otherwise raise RequestError and end the connection unread."""
         close, self.close_connection = self.close_connection, True
         try:
             parts = [unquote(part) for part in urlsplit(self.path).path.split("/")[1:]]
@@ -79,7 +86,7 @@ class _RestHandler(Handler):
         return parts
 
     def _body(self) -> bytes:
-        """Reads the body; raises RequestError, and ends the connection, if it must not be read."""
+        """Read the body; raise RequestError, and end the connection, if it must not be read."""
         close, self.close_connection = self.close_connection, True
         if (
             self.headers.get("transfer-encoding")

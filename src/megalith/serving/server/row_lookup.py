@@ -65,7 +65,7 @@ def lookup_rows(
 
 
 def _ids_by_table(inputs: Mapping[str, Tensor | Strings], dims: Mapping[str, int]) -> dict[str, Tensor]:
-    """Returns the inputs of `lookup` by table; raises InputError."""
+    """Return the inputs of `lookup` by table; raise InputError."""
     found = {}
     for table, ids in inputs.items():
         if table not in dims:
@@ -77,7 +77,7 @@ def _ids_by_table(inputs: Mapping[str, Tensor | Strings], dims: Mapping[str, int
 
 
 def _raw_ids(inputs: Mapping[str, Tensor | Strings], dims: Mapping[str, int]) -> dict[str, Tensor]:
-    """Returns the inputs of `raw_lookup` by table, for all tables in their order; raises InputError."""
+    """Return the inputs of `raw_lookup` by table, for all tables in their order; raise InputError."""
     left = dict(inputs)
     tables = sorted(dims)
     ids = split_by_table(left, "id", "id_split", len(tables))

@@ -59,7 +59,7 @@ class Security:
         return self.token is not None or self.client_ca is not None
 
     def check_exposure(self, host: str, *, writes: bool) -> None:
-        """Raises UsageError if anyone beyond this machine could write.
+        """Raise UsageError if anyone beyond this machine could write.
 
         Args:
             host: The address that the server listens on.
@@ -72,10 +72,13 @@ class Security:
             )
 
     def admits(self, authorization: str | bytes | None) -> bool:
-        """Returns whether a request carries the token; compares in constant time.
+        """Return whether a request carries the token; compare in constant time.
 
         Args:
-            authorization: The value of the `authorization` header.
+            authorization: The value of the `authorization` header; None: there is none.
+
+        Returns:
+            True also if the server requires no token.
         """
         if self.token is None:
             return True
@@ -85,7 +88,7 @@ class Security:
         return hmac.compare_digest(token.strip(), self.token.encode()) and scheme.lower() == b"bearer"
 
     def grpc_credentials(self) -> Any:
-        """Returns the credentials of a gRPC port; None without TLS."""
+        """Return the credentials of a gRPC port; None without TLS."""
         if self.certificate is None or self.key is None:
             return None
         self.ssl_context()  # its errors name the file; those of gRPC do not
@@ -94,7 +97,7 @@ class Security:
         return grpc_module().ssl_server_credentials([pair], roots, self.client_ca is not None)
 
     def ssl_context(self) -> ssl.SSLContext | None:
-        """Returns the TLS context of an HTTP port; None without TLS."""
+        """Return the TLS context of an HTTP port; None without TLS."""
         if self.certificate is None or self.key is None:
             return None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -110,7 +113,7 @@ class Security:
 
 
 def read_token(path: Path | None, environment: Mapping[str, str] | None = None) -> str | None:
-    """Reads the token of a server; it is not an option of the command line, which other users can see.
+    """Read the token of a server; it is not an option of the command line, which other users can see.
 
     Args:
         path: File of the token.

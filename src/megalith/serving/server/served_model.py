@@ -83,13 +83,13 @@ class Version:
         return self._batcher.queued_rows
 
     def acquire(self) -> bool:
-        """Keeps the version open until `release`; returns False if it has been retired."""
+        """Keep the version open until `release`; return False if it has been retired."""
         with self._unused:
             self._users += not self._retired
             return not self._retired
 
     def release(self) -> None:
-        """Releases the version; the last user of a retired version closes it."""
+        """Release the version; the last user of a retired version closes it."""
         with self._unused:
             self._users -= 1
             self._unused.notify_all()
@@ -98,7 +98,7 @@ class Version:
             self._close()
 
     def predict(self, rows: Rows, *, timeout: float, alive: Alive | None = None) -> dict[str, Array]:
-        """Computes the scores of a request, together with those of other requests.
+        """Compute the scores of a request, together with those of other requests.
 
         Args:
             rows: What to score.
@@ -131,7 +131,7 @@ class Version:
         return {name: array[begin:end] for name, array in outputs.items()}
 
     def retire(self, timeout: float = 0.0, on_end: Callable[[], object] = lambda: None) -> None:
-        """Accepts no further requests, and closes the version when the last request has ended.
+        """Accept no further requests, and close the version when the last request has ended.
 
         Args:
             timeout: Seconds to wait for that; afterwards the last request closes the version.
@@ -170,7 +170,7 @@ class Version:
 
 
 def _is_unavailable(error: Exception) -> bool:
-    """Returns whether a part of the model did not answer, so that splitting the batch would not help."""
+    """Return whether a part of the model did not answer, so that splitting the batch would not help."""
     if isinstance(error, RemoteError):
         return error.code in ("UNAVAILABLE", "DEADLINE_EXCEEDED")
     return isinstance(error, DiscoveryError)
@@ -225,7 +225,13 @@ class ServedModel:
         return self._newest is not None
 
     def set_status(self, number: int, state: ModelState, error: str = "") -> None:
-        """Sets the status of a version; only the newest 16 ended versions are kept."""
+        """Set the status of a version; only the newest 16 ended versions are kept.
+
+        Args:
+            number: The version.
+            state: Its state.
+            error: Why it ended; "": without an error.
+        """
         with self._lock:
             self._status[number] = VersionStatus(state, error)
             ended = [n for n, status in sorted(self._status.items()) if status.state == ModelState.END]
@@ -233,14 +239,23 @@ class ServedModel:
                 del self._status[old]
 
     def add(self, version: Version) -> None:
-        """Makes a version available; the highest number is the newest."""
+        """Make a version available; the highest number is the newest.
+
+        Args:
+            version: The version, which is open and warmed up.
+        """
         with self._lock:
             self._versions[version.number] = version
             self._newest = self._versions[max(self._versions)]
         self.set_status(version.number, ModelState.AVAILABLE)
 
     def remove(self, number: int, timeout: float = 0.0) -> None:
-        """Retires a version; see `Version.retire`."""
+        """Retire a version; see `Version.retire`.
+
+        Args:
+            number: The version.
+            timeout: Seconds to wait for its last request; afterwards that request closes the version.
+        """
         with self._lock:
             version = self._versions.pop(number)
             self._newest = self._versions[max(self._versions)] if self._versions else None
@@ -253,7 +268,7 @@ class ServedModel:
 
     @contextmanager
     def version(self, number: int | None) -> Iterator[Version]:
-        """Gives a version for the time of one request. Raises RequestError if there is none.
+        """Give a version for the time of one request. Raise RequestError if there is none.
 
         Args:
             number: None is the newest version. So is 0 if no version has that number, because some clients
@@ -300,5 +315,8 @@ def services_of(signature: Signature) -> list[str]:
 
     Args:
         signature: The model or one part of it.
+
+    Returns:
+        Its names that have a part.
     """
     return [name for name in names_of(signature) if ":" in name]

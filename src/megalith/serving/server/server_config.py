@@ -111,14 +111,14 @@ class ServerConfig:
 
 
 def _check_seconds(config: Any, name: str) -> None:
-    """Raises InputError unless a field is a number of seconds, 0 or more."""
+    """Raise InputError unless a field is a number of seconds, 0 or more."""
     value = getattr(config, name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
         raise InputError(f"{name} must be a number of 0 or more, got {value!r}")
 
 
 def _check_integer(config: Any, name: str, low: int, high: int | None = None) -> None:
-    """Raises InputError unless a field is an integer of a range, or None where that is its default."""
+    """Raise InputError unless a field is an integer of a range, or None where that is its default."""
     value = getattr(config, name)
     if value is None and getattr(type(config), name) is None:
         return

@@ -22,7 +22,17 @@ UNKNOWN = "unknown"
 
 
 def prometheus(module: str = "prometheus_client") -> Any:
-    """Imports a module of prometheus_client; raises MissingDependencyError if it is not installed."""
+    """Import a module of prometheus_client.
+
+    Args:
+        module: Name of the module.
+
+    Returns:
+        The module.
+
+    Raises:
+        MissingDependencyError: It is not installed.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -68,30 +78,51 @@ class Metrics:
         self._children: dict[tuple[str, ...], Any] = {}
 
     def request(self, model: str, signature: str, code: str, seconds: float) -> None:
-        """Records the end of a request; `code` is the name of its status."""
+        """Record the end of a request.
+
+        Args:
+            model: Name of the model; UNKNOWN if there is no such model.
+            signature: The signature; UNKNOWN if it is none of ours.
+            code: Name of the gRPC status.
+            seconds: Time from its arrival to its response.
+        """
         self._child(self._latency, "latency", model, signature, code).observe(seconds)
         if code not in ("OK", "INTERNAL"):
             self._child(self._refused, "refused", model, code).inc()
 
     def batch(self, model: str, rows: int) -> None:
-        """Records the rows of a batch."""
+        """Record the rows of a batch.
+
+        Args:
+            model: Name of the model.
+            rows: Number of rows.
+        """
         self._child(self._batches, "batches", model).observe(rows)
 
     def missing_feature(self, model: str, feature: str) -> None:
-        """Counts a request without a feature."""
+        """Count a request without a feature.
+
+        Args:
+            model: Name of the model.
+            feature: Name of the feature.
+        """
         self._child(self._missing, "missing", model, feature).inc()
 
     def load_failed(self, model: str) -> None:
-        """Counts a version that failed to load."""
+        """Count a version that failed to load.
+
+        Args:
+            model: Name of the model.
+        """
         self._failed_loads.labels(model).inc()
 
     def text(self) -> bytes:
-        """Returns the metrics in Prometheus's text format."""
+        """Return the metrics in Prometheus's text format."""
         data: bytes = prometheus().generate_latest(self.registry)
         return data
 
     def _child(self, metric: Any, kind: str, *labels: str) -> Any:
-        """Returns a child of a metric; cached, because the library's own lookup is slower than counting."""
+        """Return a child of a metric; cached, because the library's own lookup is slower than counting."""
         key = (kind, *labels)
         child = self._children.get(key)
         if child is None:
@@ -106,7 +137,7 @@ class _Models:
         self._models = models
 
     def collect(self) -> Iterator[Any]:
-        """Yields the current metrics of all models."""
+        """Yield the current metrics of all models."""
         core = prometheus("prometheus_client.core")
 
         def gauge(name: str, text: str, *labels: str) -> Any:
@@ -146,7 +177,14 @@ class _Models:
 
 
 class MetricsServer(HttpServer):
-    """An HTTP server of the metrics, for any path; it uses TLS if the other ports do."""
+    """An HTTP server of the metrics, for any path; it uses TLS if the other ports do.
+
+    Args:
+        metrics: What to return.
+        security: TLS; no token is required.
+        host: Address to listen on.
+        port: Port; 0 picks a free one.
+    """
 
     def __init__(self, metrics: Metrics, security: Security, host: str, port: int) -> None:
         self.metrics = metrics

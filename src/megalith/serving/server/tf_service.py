@@ -61,13 +61,17 @@ _FLOAT = int(DataType.DT_FLOAT)
 
 
 class TFService:
-    """The methods of PredictionService and ModelService."""
+    """The methods of PredictionService and ModelService.
+
+    Args:
+        dispatcher: Answers the requests.
+    """
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
 
     def handlers(self) -> list[Any]:
-        """Returns the handlers to register with a gRPC server."""
+        """Return the handlers to register with a gRPC server."""
         return [
             grpc_handler(
                 PREDICTION_SERVICE,
@@ -77,7 +81,19 @@ class TFService:
         ]
 
     def predict(self, data: bytes, context: Any) -> bytes:
-        """Returns scores, rows, or the response to a write, depending on the signature."""
+        """Return scores, rows, or the response to a write, depending on the signature.
+
+        Args:
+            data: The serialized PredictRequest.
+            context: The `grpc.ServicerContext` of the call: its deadline and metadata, and
+                whether the client waits.
+
+        Returns:
+            The serialized PredictResponse.
+
+        Raises:
+            RequestError: The request cannot be answered.
+        """
         small, contents = cut_contents(data, _is_large) if len(data) >= LARGE else (data, {})
         request = self._parse(PredictRequest, small)
         spec = request.model_spec
@@ -110,7 +126,18 @@ class TFService:
         return serialize(response)
 
     def get_model_metadata(self, data: bytes, context: Any) -> bytes:
-        """Returns the signatures of a version."""
+        """Return the signatures of a version.
+
+        Args:
+            data: The serialized GetModelMetadataRequest.
+            context: The `grpc.ServicerContext` of the call; not used.
+
+        Returns:
+            The serialized GetModelMetadataResponse.
+
+        Raises:
+            RequestError: The request is malformed, or the model or the version is unknown.
+        """
         request = self._parse(GetModelMetadataRequest, data)
         if list(request.metadata_field) != [METADATA_FIELD]:
             error = InputError(f"metadata_field must be [{METADATA_FIELD!r}]")
@@ -129,7 +156,18 @@ class TFService:
         return serialize(response)
 
     def get_model_status(self, data: bytes, context: Any) -> bytes:
-        """Returns the state of each version, or of the one that the request names (0 names none)."""
+        """Return the state of each version, or of the one that the request names (0 names none).
+
+        Args:
+            data: The serialized GetModelStatusRequest.
+            context: The `grpc.ServicerContext` of the call; not used.
+
+        Returns:
+            The serialized GetModelStatusResponse.
+
+        Raises:
+            RequestError: The request is malformed, or the model or the version is unknown.
+        """
         request = self._parse(GetModelStatusRequest, data)
         number = version_of(request.model_spec)
 
@@ -182,12 +220,22 @@ class TFService:
 
 
 def _is_large(signature: str) -> bool:
-    """Returns whether requests of a signature have few, large tensors."""
+    """Return whether requests of a signature have few, large tensors."""
     return signature in (LOOKUP, RAW_LOOKUP) or write_signature(signature) is not None
 
 
 def version_of(spec: Message) -> int | None:
-    """Returns the version of a ModelSpec; None if it has none. Raises RequestError for a label."""
+    """Return the version that a ModelSpec names.
+
+    Args:
+        spec: The message.
+
+    Returns:
+        The number; None if it names none.
+
+    Raises:
+        RequestError: It names a version by a label.
+    """
     if spec.version_label:
         raise RequestError(Code.NOT_FOUND, f"version label {spec.version_label[:100]!r} is unknown")
     return spec.version.value if spec.HasField("version") else None
@@ -213,7 +261,7 @@ def _fill_spec(response: Message, name: str, signature: str, version: int | None
 
 
 def _signatures(signature: Signature, writes: bool) -> Message:
-    """Returns the SignatureDefMap of a version."""
+    """Return the SignatureDefMap of a version."""
     made = SignatureDefMap()
 
     def define(name: str, inputs: dict[str, Message], outputs: dict[str, Message]) -> None:
@@ -247,7 +295,14 @@ def _signatures(signature: Signature, writes: bool) -> Message:
 
 
 def inputs_of(signature: Signature) -> list[tuple[str, torch.dtype, list[int | None]]]:
-    """Returns name, dtype and shape of each input of serving_default; None is a size that varies."""
+    """Return the inputs of serving_default.
+
+    Args:
+        signature: The model.
+
+    Returns:
+        Name, dtype and shape of each input; None in a shape is a size that varies.
+    """
     described: list[tuple[str, torch.dtype, list[int | None]]] = []
     for feature in signature.features:
         length = [] if feature.max_length == 1 else [None]
