@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megalith import SGD, SyncShards, TableConfig
-from megalith.errors import UnknownNameError, UsageError
+from megalith.errors import InputError, UnknownNameError, UsageError
 from megalith.shards import CommMetrics, CommReport
 from tests.distributed.ranks import run_ranks
 
@@ -36,7 +36,7 @@ def numbers(report: CommReport, table: str) -> dict[str, tuple[float, ...]]:
 def error_of(work: Any) -> str:
     try:
         work()
-    except (UnknownNameError, UsageError) as error:
+    except (InputError, UnknownNameError, UsageError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
 
@@ -55,6 +55,13 @@ def on_a_rank() -> dict[str, Any]:
     found["seen"] = seen == [first]
     found["waits"] = {name: min(spread.by_rank) > 0 for name, spread in first.waits.items()}
     found["scalars"] = first.scalars()
+    found["splits"] = {
+        table: {exchange: splits.by_sender for exchange, splits in exchanges.items()}
+        for table, exchanges in first.splits.items()
+    }
+    found["histograms"] = first.histograms()
+    ids = first.splits["a"]["ids"]
+    found["by receiver"] = (ids.of(0), ids.of(1), ids.sent, ids.received)
     step(shards, 1)
     again = metrics.collect(20)
     found["again"] = {name: numbers(again, "a")[name] for name in ("misses", "created", "ids_sent")}
@@ -64,8 +71,12 @@ def on_a_rank() -> dict[str, Any]:
     found["unknown"] = error_of(lambda: CommMetrics(shards, tables=["user"]))
     some = CommMetrics(shards, tables=["b"])
     shards.assign({"b": (torch.tensor([1]), torch.zeros(1, 2))} if shards.rank == 0 else {})
-    found["assign"] = {table: numbers(some.collect(30), table) for table in some.tables}
+    assigned = some.collect(30)
+    found["assign"] = {table: numbers(assigned, table) for table in some.tables}
+    found["assign splits"] = assigned.splits["b"]["rows"].by_sender
     some.close()
+    some.close()  # nothing happens
+    found["closed"] = error_of(lambda: shards.add_recorder("x"))  # type: ignore[arg-type]
 
     small = SyncShards(CONFIGS, wire={"rows": "int8", "grads": "bfloat16"})
     metrics = CommMetrics(small)
@@ -107,6 +118,37 @@ def test_a_batch_made_by_hand_counts_exactly(ranks: list[dict[str, Any]]) -> Non
             "ids_received": (1, 0),
             "bytes_sent": (8, 8 + 8),
             "bytes_received": (8 + 8, 8),
+        }
+
+
+def test_splits_name_sender_and_receiver(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found["splits"]["a"] == {
+            "ids": ((2, 2), (1, 1)),  # rank 0 asks rank 0 for 0 and 2, rank 1 for 1 and 3; rank 1: 4; 3
+            "rows": ((2, 1), (2, 1)),  # from the owner, so the other way round
+            "gradients": ((2, 2), (1, 1)),
+        }
+        assert found["splits"]["b"] == {
+            "ids": ((0, 0), (1, 0)),
+            "rows": ((0, 1), (0, 0)),
+            "gradients": ((0, 0), (1, 0)),
+        }
+        of_0, of_1, sent, received = found["by receiver"]
+        assert (of_0.by_rank, of_1.by_rank) == ((2, 2), (1, 1))
+        assert (sent.by_rank, sent.max_rank, received.by_rank) == ((4, 2), 0, (3, 3))
+        assert found["assign splits"] == ((0, 1), (0, 0))  # rank 0 assigns id 1
+
+
+def test_histograms_hold_the_splits_and_what_each_rank_sent(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        a = {name: values for name, values in found["histograms"].items() if name.startswith("comm/a/")}
+        assert a == {
+            "comm/a/ids_splits": (2, 2, 1, 1),
+            "comm/a/ids_dist": (4, 2),
+            "comm/a/rows_splits": (2, 1, 2, 1),
+            "comm/a/rows_dist": (3, 3),
+            "comm/a/gradients_splits": (2, 2, 1, 1),
+            "comm/a/gradients_dist": (4, 2),
         }
 
 
@@ -152,3 +194,4 @@ def test_mistakes_are_told(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert found["unknown"].startswith("UnknownNameError: unknown table 'user' (known: 'a', 'b')")
         assert "close() it first" in found["twice"]
+        assert found["closed"] == "InputError: recorder must be a Recorder, got str"

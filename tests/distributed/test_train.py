@@ -244,11 +244,15 @@ def test_rank_0_alone_writes_and_counts_all(tmp_path: Path) -> None:
 def test_comm_metrics_reach_tensorboard(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run_ranks(measured, config(train_comm_metrics="*", train_epochs=1), tmp_path / "run")
-    events = accumulator.EventAccumulator(str(tmp_path / "run/tensorboard"))
+    events = accumulator.EventAccumulator(str(tmp_path / "run/tensorboard"), {"histograms": 0})
     events.Reload()
     tags = events.Tags()["scalars"]
     assert {"loss", "comm/lookups", "comm/user/bytes_sent/rank1", "comm_wait/rows/max"} <= set(tags)
     assert [(e.step, e.value) for e in events.Scalars("comm/item/ids/max")] == [(4, 4 * 31), (6, 2 * 31)]
+    drawn = [e.histogram_value for e in events.Histograms("comm/item/ids_splits")]
+    assert [each.num for each in drawn] == [4, 4]  # a value per sender and receiver
+    sent = [e.histogram_value.sum for e in events.Histograms("comm/item/ids_dist")]
+    assert [each.sum for each in drawn] == sent != [0, 0]
 
 
 @pytest.mark.parametrize(("mode", "block_size"), MODES)

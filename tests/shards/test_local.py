@@ -362,6 +362,8 @@ def test_what_is_not_a_pair_or_not_a_dict_is_named(engine: str) -> None:
         shards.preparer({"zz": ids(1)})
     with pytest.raises(UsageError, match="CommMetrics counts the traffic of a SyncShards, got LocalShards"):
         CommMetrics(shards)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="LocalShards has no exchanges to record"):
+        shards.add_recorder(None)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="table 'a': rows hold NaN or Inf"):
         shards.assign({"a": (ids(1), torch.full((1, 1), torch.nan))})
     assert contents(shards) == {"a": {}}

@@ -1,12 +1,13 @@
 """CommMetrics: the traffic of a SyncShards by table and rank, and the time of its exchanges.
 
 Counting is local and cheap; `collect` gathers the counters of all ranks since the last call. Without a
-CommMetrics nothing is counted. The caller decides where the numbers go: `CommReport.scalars` names them.
+CommMetrics nothing is counted. The caller decides where the numbers go: `CommReport.scalars` and
+`CommReport.histograms` name them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +15,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError, UsageError
-from megalith.shards.preparer import RoutedIds
-from megalith.shards.rank_messages import RequestedIds
+from megalith.shards.recorder import EXCHANGES
 from megalith.shards.sync import SyncShards
 
 COUNTS = (
@@ -30,7 +30,8 @@ COUNTS = (
     "bytes_received",
 )
 """The counters of each table, in order; the many-ranks guide explains them."""
-EXCHANGES = ("sizes", "ids", "rows", "gradients")
+SPLITS = EXCHANGES[1:]
+"""The exchanges whose content is counted by receiver."""
 _AT = {name: number for number, name in enumerate(COUNTS)}
 
 
@@ -70,6 +71,38 @@ class Spread:
 
 
 @dataclass(frozen=True)
+class ExchangeSplits:
+    """How many ids, rows or gradients each rank sent to each rank, including those that stayed on a rank.
+
+    Attributes:
+        by_sender: by_sender[i][j] were sent from rank i to rank j.
+    """
+
+    by_sender: tuple[tuple[int, ...], ...]
+
+    @property
+    def sent(self) -> Spread:
+        """The number that each rank sent to all ranks together."""
+        return Spread(tuple(map(sum, self.by_sender)))
+
+    @property
+    def received(self) -> Spread:
+        """The number that each rank received from all ranks together."""
+        return Spread(tuple(map(sum, zip(*self.by_sender, strict=True))))
+
+    def of(self, sender: int) -> Spread:
+        """Return what one rank sent, by receiver.
+
+        Args:
+            sender: The rank.
+
+        Returns:
+            The number for each receiver; `min_rank` and `max_rank` are receivers.
+        """
+        return Spread(self.by_sender[sender])
+
+
+@dataclass(frozen=True)
 class CommReport:
     """The traffic since the last report.
 
@@ -78,12 +111,14 @@ class CommReport:
         lookups: The number of lookups.
         tables: By table, the numbers of COUNTS and distinct_ratio.
         waits: The seconds in each of EXCHANGES, including the wait for other ranks.
+        splits: By table, then by exchange of SPLITS: who sent how much to whom.
     """
 
     step: int
     lookups: int
     tables: dict[str, dict[str, Spread]]
     waits: dict[str, Spread]
+    splits: dict[str, dict[str, ExchangeSplits]]
 
     def scalars(self) -> dict[str, float]:
         """Returns all numbers by name, for TensorBoard and similar tools."""
@@ -93,6 +128,19 @@ class CommReport:
                 found |= spread.scalars(f"comm/{table}/{name}")
         for exchange, spread in self.waits.items():
             found |= spread.scalars(f"comm_wait/{exchange}")
+        return found
+
+    def histograms(self) -> dict[str, tuple[float, ...]]:
+        """Return the values to draw as histograms by name, e.g. for `SummaryWriter.add_histogram`.
+
+        `comm/TABLE/EXCHANGE_splits` has a value per sender and receiver, `comm/TABLE/EXCHANGE_dist` one per
+        sender.
+        """
+        found: dict[str, tuple[float, ...]] = {}
+        for table, exchanges in self.splits.items():
+            for exchange, splits in exchanges.items():
+                found[f"comm/{table}/{exchange}_splits"] = tuple(n for row in splits.by_sender for n in row)
+                found[f"comm/{table}/{exchange}_dist"] = splits.sent.by_rank
         return found
 
 
@@ -124,8 +172,6 @@ class CommMetrics:
         if callback is not None and not callable(callback):
             raise InputError(f"CommMetrics: callback must be a function of a CommReport, got {callback!r}")
         shards.known([] if tables is None else tables, missing_ok=False)
-        if shards.recorder is not None:
-            raise UsageError("these shards already have a CommMetrics: close() it first")
         self.tables = list(shards.configs) if tables is None else list(dict.fromkeys(tables))
         self._shards = shards
         self._callback = callback
@@ -133,7 +179,7 @@ class CommMetrics:
         order = list(shards.configs)
         self._columns = torch.tensor([order.index(name) for name in self.tables], dtype=torch.int64)
         self._reset()
-        shards.recorder = self
+        shards.add_recorder(self)
 
     def collect(self, step: int) -> CommReport:
         """Returns the counters of all ranks since the last call, and resets them. A collective call.
@@ -142,59 +188,63 @@ class CommMetrics:
             step: The step, for the report.
         """
         everywhere = self._shards.exchange.gather(self._shards.exchange.run(self._take))
-        tables = {}
+        tables, splits = {}, {}
         for t, name in enumerate(self.tables):
             numbers = {
-                count: Spread(tuple(counted[t][c] for counted, _, _ in everywhere))
+                count: Spread(tuple(counted[t][c] for counted, *_ in everywhere))
                 for c, count in enumerate(COUNTS)
             }
             both = zip(numbers["distinct"].by_rank, numbers["ids"].by_rank, strict=True)
             numbers["distinct_ratio"] = Spread(tuple(kept / all_ if all_ else 1.0 for kept, all_ in both))
             tables[name] = numbers
+            splits[name] = {
+                exchange: ExchangeSplits(tuple(tuple(own[e][t]) for _, own, _, _ in everywhere))
+                for e, exchange in enumerate(SPLITS)
+            }
         waits = {
-            exchange: Spread(tuple(waited[exchange] for _, waited, _ in everywhere)) for exchange in EXCHANGES
+            exchange: Spread(tuple(waited[exchange] for _, _, waited, _ in everywhere))
+            for exchange in EXCHANGES
         }
-        report = CommReport(step, everywhere[self._rank][2], tables, waits)
+        report = CommReport(step, everywhere[self._rank][3], tables, waits, splits)
         if self._callback is not None:
             self._callback(report)
         return report
 
     def close(self) -> None:
-        """Stops counting."""
-        if self._shards.recorder is self:
-            self._shards.recorder = None
+        """Stop counting."""
+        self._shards.remove_recorder(self)
 
     # ---- in the thread of the exchange
 
     def _reset(self) -> None:
         self._counts = torch.zeros(len(self.tables), len(COUNTS), dtype=torch.int64)
+        self._splits = torch.zeros(len(SPLITS), len(self.tables), self._shards.world_size, dtype=torch.int64)
         self._waits = dict.fromkeys(EXCHANGES, 0.0)
         self._lookups = 0
 
-    def _take(self) -> tuple[Any, dict[str, float], int]:
-        taken = self._counts.tolist(), self._waits, self._lookups
+    def _take(self) -> tuple[Any, Any, dict[str, float], int]:
+        taken = self._counts.tolist(), self._splits.tolist(), self._waits, self._lookups
         self._reset()
         return taken
 
     def _add(self, name: str, by_table: Tensor) -> None:
         self._counts[:, _AT[name]] += by_table[self._columns]
 
-    def requested(self, call: str, routed: RoutedIds, counts: Tensor) -> None:
+    def requested(self, call: str, occurrences: Mapping[str, int], out: Tensor, into: Tensor) -> None:
         """See `Recorder.requested`."""
-        out = routed.deduped.counts
         self._add("ids_sent", self._away(out))
-        self._add("ids_received", self._away(counts))
+        self._add("ids_received", self._away(into))
         if call != "lookup":
             return
         self._lookups += 1
         for t, name in enumerate(self.tables):
-            if name in routed.ids:
-                self._counts[t, _AT["ids"]] += routed.ids[name].numel()
+            self._counts[t, _AT["ids"]] += occurrences.get(name, 0)
         self._add("distinct", out.sum(0))
-        self._add("served", counts.sum(0))
+        self._add("served", into.sum(0))
 
-    def sent(self, out: Tensor, into: Tensor, row_bytes: Sequence[int]) -> None:
+    def sent(self, exchange: str, out: Tensor, into: Tensor, row_bytes: Sequence[int]) -> None:
         """See `Recorder.sent`."""
+        self._splits[SPLITS.index(exchange)] += out.t()[self._columns]
         each = torch.tensor(row_bytes, dtype=torch.int64)
         self._add("bytes_sent", self._away(out) * each)
         self._add("bytes_received", self._away(into) * each)
@@ -203,11 +253,10 @@ class CommMetrics:
         """See `Recorder.waited`."""
         self._waits[exchange] += seconds
 
-    def read(self, requested: RequestedIds) -> None:
+    def read(self, misses: Mapping[str, int]) -> None:
         """See `Recorder.read`."""
         for t, name in enumerate(self.tables):
-            if name in requested.found:
-                self._counts[t, _AT["misses"]] += int((requested.found[name][0] < 0).sum())
+            self._counts[t, _AT["misses"]] += misses.get(name, 0)
 
     def created(self, table: str, rows: int) -> None:
         """See `Recorder.created`."""

@@ -28,6 +28,7 @@ from megalith.errors import InputError, UnknownNameError, UsageError
 from megalith.ops.pooling import Pooling
 from megalith.routing import Router
 from megalith.shards.lookup_series import LookupSeries
+from megalith.shards.recorder import Recorder
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
 from megalith.table.validation import check_flag, check_table_name
 
@@ -398,6 +399,26 @@ class Shards(ABC):
             consumer: The name of the consumer.
             ids: int64 or int32 [n] per table.
         """
+
+    def add_recorder(self, recorder: Recorder) -> None:
+        """Start to report the exchanges between ranks to a recorder. Shards have one at most.
+
+        Args:
+            recorder: The recorder, such as a `CommMetrics`.
+
+        Raises:
+            InputError: It is not a Recorder.
+            UsageError: There is one already, or these shards exchange nothing.
+        """
+        raise UsageError(f"{type(self).__name__} has no exchanges to record: its tables are in this process")
+
+    def remove_recorder(self, recorder: Recorder) -> None:
+        """Stop reporting to a recorder. Nothing happens if it was not added.
+
+        Args:
+            recorder: The recorder.
+        """
+        return
 
     @abstractmethod
     def stats(self) -> dict[str, TableStats]:

@@ -85,7 +85,18 @@ class RoutingPreparer(LocalPreparer):
 
     def __call__(self, ids: Ids, *, missing_ok: bool = False, distinct: bool = True) -> RoutedIds:
         """See `Shards.prepare`; distinct=False keeps repeated ids, in their order."""
-        checked = self.checked(ids, missing_ok)
+        return self.route(self.checked(ids, missing_ok), distinct=distinct)
+
+    def route(self, checked: Mapping[str, Tensor], *, distinct: bool = True) -> RoutedIds:
+        """Sort ids by owner.
+
+        Args:
+            checked: int64 [n] per table, validated.
+            distinct: Whether to keep each id once; False keeps repeated ids, in their order.
+
+        Returns:
+            The ids with their routes.
+        """
         columns = [checked.get(name, _NONE) for name in self._checks]
         splits = torch.tensor([0, *(column.numel() for column in columns)]).cumsum(0)
         flat = torch.cat(columns) if columns else _NONE

@@ -25,18 +25,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megalith.distributed.exchange import Exchange
-from megalith.errors import RankFailedError, UsageError
+from megalith.errors import InputError, RankFailedError, UsageError
 from megalith.library import span
 from megalith.shards.gradient_sums import GradientSum, halves
 from megalith.shards.local import LocalShards
 from megalith.shards.lookup_series import LookupSeries
 from megalith.shards.preparer import RoutedIds
+from megalith.shards.recorder import Recorder
 from megalith.shards.wire import make_wire
 from megalith.table.table_data import FoundRows, Step
 
@@ -91,25 +91,6 @@ class GradientPush:
     rates: Mapping[str, list[float]]
 
 
-class Recorder(Protocol):
-    """Observes the exchanges, in their thread. Counts are int64 [ranks, tables] and include this rank."""
-
-    def requested(self, call: str, routed: RoutedIds, counts: Tensor) -> None:
-        """A call began: the ids that this rank requests, and the counts that others request from it."""
-
-    def sent(self, out: Tensor, into: Tensor, row_bytes: Sequence[int]) -> None:
-        """Ids, rows or gradients were sent and received; row_bytes: the bytes of one, per table."""
-
-    def waited(self, exchange: str, seconds: float) -> None:
-        """An exchange (sizes, ids, rows, gradients) took some seconds, including the wait for other ranks."""
-
-    def read(self, requested: RequestedIds) -> None:
-        """Rows were read; `requested.found` has their row numbers."""
-
-    def created(self, table: str, rows: int) -> None:
-        """An update created rows."""
-
-
 class RankMessages:
     """The exchanges of one SyncShards.
 
@@ -117,9 +98,6 @@ class RankMessages:
         exchange: The connection between the ranks.
         shards: The tables of this rank.
         wire: The precision of rows and of gradients.
-
-    Attributes:
-        recorder: The observer of the exchanges, if any.
     """
 
     def __init__(self, exchange: Exchange, shards: LocalShards, wire: tuple[str, str]) -> None:
@@ -131,7 +109,32 @@ class RankMessages:
         self._widths = torch.tensor(self._dims, dtype=torch.int64)
         self._rows_wire, self._grads_wire = make_wire(wire[0]), make_wire(wire[1])
         self._calls = 0
-        self.recorder: Recorder | None = None
+        self._recorder: Recorder | None = None
+
+    def add_recorder(self, recorder: Recorder) -> None:
+        """Start to report exchanges to a recorder.
+
+        Args:
+            recorder: The recorder.
+
+        Raises:
+            InputError: It is not a Recorder.
+            UsageError: There is one already.
+        """
+        if not isinstance(recorder, Recorder):
+            raise InputError(f"recorder must be a Recorder, got {type(recorder).__name__}")
+        if self._recorder is not None:
+            raise UsageError("these shards already have a recorder, such as a CommMetrics: close() it first")
+        self._recorder = recorder
+
+    def remove_recorder(self, recorder: Recorder) -> None:
+        """Stop reporting to a recorder, if it is the one that was added.
+
+        Args:
+            recorder: The recorder.
+        """
+        if self._recorder is recorder:
+            self._recorder = None
 
     def floats(self, counts: Tensor) -> Tensor:
         """Returns the number of floats of the rows of `counts` ids [ranks, tables], int64 [ranks]."""
@@ -209,9 +212,10 @@ class RankMessages:
         self._report_wait("ids")
         blocks = _blocks(ids, counts)
         by_table = {name: _join(blocks[t]) for t, name in enumerate(self._names)}
-        if self.recorder is not None:
-            self.recorder.requested(call, routed, counts)
-            self.recorder.sent(routed.deduped.counts, counts, [8] * tables)
+        if self._recorder is not None:
+            occurrences = {name: own.numel() for name, own in routed.ids.items()}
+            self._recorder.requested(call, occurrences, routed.deduped.counts, counts)
+            self._recorder.sent("ids", routed.deduped.counts, counts, [8] * tables)
         done = [rank for rank, flags in enumerate(heads[:, 2].tolist()) if flags & _OUT_OF_DATA]
         return RequestedIds(self._calls, counts, done, _latest(heads[:, 3].tolist()), by_table, series)
 
@@ -268,9 +272,10 @@ class RankMessages:
             self._what("lookup", "rows", requested.number),
         )
         self._report_wait("rows")
-        if self.recorder is not None:
-            self.recorder.read(requested)
-            self.recorder.sent(counts, mine, [wire.row_bytes(dim) for dim in dims])
+        if self._recorder is not None:
+            missing = {name: int((found.rows < 0).sum()) for name, found in requested.found.items()}
+            self._recorder.read(missing)
+            self._recorder.sent("rows", counts, mine, [wire.row_bytes(dim) for dim in dims])
         return wire.decode(data, mine, dims)
 
     # ---- gradients
@@ -311,8 +316,9 @@ class RankMessages:
         time = self._check_push(heads, head.tolist(), error, requested.series)
         if push is None:
             return
-        if self.recorder is not None:
-            self.recorder.sent(mine, theirs, [self._grads_wire.row_bytes(dim) for dim in self._dims])
+        if self._recorder is not None:
+            row_bytes = [self._grads_wire.row_bytes(dim) for dim in self._dims]
+            self._recorder.sent("gradients", mine, theirs, row_bytes)
         received = [self._unpack(part, counts) for part, counts in zip(parts, theirs, strict=True)]
         ids: dict[str, Tensor] = {}
         found: dict[str, FoundRows] = {}
@@ -329,11 +335,11 @@ class RankMessages:
             steps[name] = Step(push.rates[name], table.checks.time(time), push.scale, push.clip_norm)
             if own is requested.ids[name] and name in requested.found:
                 found[name] = requested.found[name]
-        before = {name: len(self._tables[name]) for name in grads} if self.recorder is not None else {}
+        before = {name: len(self._tables[name]) for name in grads} if self._recorder is not None else {}
         self._engines.update(ids, found, grads, None, steps)
         for name, rows in before.items():
-            assert self.recorder is not None
-            self.recorder.created(name, len(self._tables[name]) - rows)
+            assert self._recorder is not None
+            self._recorder.created(name, len(self._tables[name]) - rows)
 
     def _push_sizes(self, counts: Tensor) -> list[int]:
         """Returns the bytes per peer: header, one bit per id, values."""
@@ -387,20 +393,29 @@ class RankMessages:
 
     # ---- other writes
 
-    def write(self, call: str, routed: RoutedIds, flat: Tensor, time: float | None) -> None:
-        """Exchanges ids and rows of assign or assign_add, and writes them in the order of the ranks."""
+    def write(self, routed: RoutedIds, flat: Tensor, *, add: bool, time: float | None) -> None:
+        """Exchange ids and rows of assign or assign_add, and write them in the order of the ranks.
+
+        Args:
+            routed: The ids that this rank writes, with repeated ids.
+            flat: float32, their rows, in the order of `routed`; validated.
+            add: Whether to add to the rows.
+            time: The last-update time in seconds; None: the clock of the owner.
+        """
+        call = "assign_add" if add else "assign"
         requested = self.request(call, routed, time=time)
         out, into = self.floats(routed.deduped.counts), self.floats(requested.counts)
         sizes = (out * 4).tolist(), (into * 4).tolist()
         values = self._exchange.all_to_all(_bytes(flat), *sizes, self._what(call, "rows")).view(torch.float32)
         self._report_wait("rows")
-        if self.recorder is not None:
+        if self._recorder is not None:
             row_bytes = [4 * dim for dim in self._dims]
-            self.recorder.sent(routed.deduped.counts, requested.counts, row_bytes)
+            self._recorder.sent("rows", routed.deduped.counts, requested.counts, row_bytes)
         blocks = _blocks(values, requested.counts * self._widths)
         for (name, table), own in zip(self._tables.items(), blocks, strict=True):
             if requested.ids[name].numel():
-                getattr(table, call)(requested.ids[name], _join(own).view(-1, table.dim), time=requested.time)
+                rows, seconds = _join(own).view(-1, table.dim), table.checks.time(requested.time)
+                self._engines[name].assign(requested.ids[name], rows, add=add, time=seconds)
 
     def reinitialize(self, routed: RoutedIds, time: float | None) -> Tensor:
         """Returns the status of each id of this rank, int32 [n], in the order of `routed`."""
@@ -428,8 +443,8 @@ class RankMessages:
         return f"SyncShards.{call} (call {number or self._calls}), exchange of {exchange} (tables {names})"
 
     def _report_wait(self, exchange: str) -> None:
-        if self.recorder is not None:
-            self.recorder.waited(exchange, self._exchange.waited)
+        if self._recorder is not None:
+            self._recorder.waited(exchange, self._exchange.waited)
 
 
 def _summed(ids: Tensor, received: Sequence[tuple[Tensor | None, Tensor]], dim: int) -> tuple[Tensor, Tensor]:

@@ -35,10 +35,11 @@ from megalith.shards.joint_pooling import JointPooling, used_mask
 from megalith.shards.local import LocalShards
 from megalith.shards.lookup_series import LookupSeries
 from megalith.shards.preparer import RoutedIds, RoutingPreparer, make_routers
-from megalith.shards.rank_messages import GradientPush, RankMessages, Recorder, RequestedIds
+from megalith.shards.rank_messages import GradientPush, RankMessages, RequestedIds
+from megalith.shards.recorder import Recorder
 from megalith.shards.wire import check_wire
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
-from megalith.table.validation import as_integer, check_by_table, check_flag, check_pooling, plain
+from megalith.table.validation import as_integer, check_by_table, check_flag, check_pooling
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 """The address of an object in its repr, which differs between ranks."""
@@ -118,17 +119,13 @@ class SyncShards(Shards):
         self.check_name(table)
         return self.routers[table]
 
-    @property
-    def recorder(self) -> Recorder | None:
-        """The observer of the exchanges, if any: see `CommMetrics`."""
-        return self._messages.recorder
+    def add_recorder(self, recorder: Recorder) -> None:
+        """See `Shards.add_recorder`. It takes effect between two calls."""
+        self.exchange.run(lambda: self._messages.add_recorder(recorder))
 
-    @recorder.setter
-    def recorder(self, recorder: Recorder | None) -> None:
-        def change() -> None:
-            self._messages.recorder = recorder
-
-        self.exchange.run(change)  # between two calls
+    def remove_recorder(self, recorder: Recorder) -> None:
+        """See `Shards.remove_recorder`."""
+        self.exchange.run(lambda: self._messages.remove_recorder(recorder))
 
     # ---- a batch
 
@@ -304,26 +301,26 @@ class SyncShards(Shards):
 
     def assign(self, rows: Rows, *, time: float | None = None) -> None:
         """See `Shards.assign`. If several ranks assign one id, the highest rank wins; time is the latest."""
-        self._write("assign", rows, time)
+        self._write(rows, add=False, time=time)
 
     def assign_add(self, rows: Rows, *, time: float | None = None) -> None:
         """See `Shards.assign_add`."""
-        self._write("assign_add", rows, time)
+        self._write(rows, add=True, time=time)
 
-    def _write(self, call: str, rows: Rows, time: float | None) -> None:
+    def _write(self, rows: Rows, *, add: bool, time: float | None) -> None:
         try:
             check_by_table(rows, "rows", "{'user': (ids, rows)}")
-            for name in self.known(rows, missing_ok=False):
-                self.local[name].checks.ids_and_rows(rows[name])
+            known = self.known(rows, missing_ok=False)
+            checked = {name: self.local[name].checks.ids_and_rows(rows[name]) for name in known}
             time = self._check_time(time)
-            routed = self.preparer({name: ids for name, (ids, _) in rows.items()}, distinct=False)
-            pieces = [plain(values) for _, values in rows.values()]
-            offsets = [routed.offsets(name) for name in rows]
+            routed = self.preparer.route({name: ids for name, (ids, _) in checked.items()}, distinct=False)
+            pieces = [values for _, values in checked.values()]
+            offsets = [routed.offsets(name) for name in checked]
             size = int(self._messages.floats(routed.deduped.counts).sum())
             flat = scatter_pieces(pieces, offsets, size)
         except Exception as error:
-            self.fail(error, call)
-        self.exchange.run(lambda: self._messages.write(call, routed, flat, time))
+            self.fail(error, "assign_add" if add else "assign")
+        self.exchange.run(lambda: self._messages.write(routed, flat, add=add, time=time))
 
     def reinitialize(
         self, ids: Ids, *, time: float | None = None, missing_ok: bool = False

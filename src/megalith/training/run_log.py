@@ -1,11 +1,13 @@
-"""The logs of a run: metrics.jsonl and TensorBoard scalars."""
+"""The logs of a run: metrics.jsonl, TensorBoard scalars and histograms."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 
 class MetricsLog:
@@ -41,7 +43,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 class ScalarWriter:
-    """Writes the numbers of each record as TensorBoard scalars if tensorboard is installed.
+    """Writes the numbers of each record as TensorBoard scalars, and histograms, if tensorboard is installed.
 
     Args:
         directory: Directory of the event files.
@@ -77,6 +79,19 @@ class ScalarWriter:
         for name, value in scalars.items():
             if value is not None:
                 self._writer.add_scalar(name, value, step)
+
+    def add_histograms(self, values: Mapping[str, Sequence[float]], step: int) -> None:
+        """Add the distribution of values by name.
+
+        Args:
+            values: The values of each histogram; an empty one is left out.
+            step: Number of batches so far.
+        """
+        if self._writer is None:
+            return
+        for name, each in values.items():
+            if each:
+                self._writer.add_histogram(name, torch.tensor(each), step)
 
     def close(self) -> None:
         """Flushes and closes the event files."""

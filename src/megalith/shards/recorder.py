@@ -1,0 +1,62 @@
+"""Recorder: observes the exchanges of shards between ranks. `CommMetrics` is one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+EXCHANGES = ("sizes", "ids", "rows", "gradients")
+"""The exchanges of a training step, in order."""
+
+
+@runtime_checkable
+class Recorder(Protocol):
+    """Receives numbers in the thread of the exchange, so its methods must be fast.
+
+    Counts are int64 [ranks, tables], with the tables in the order of the configs, and include this rank.
+    """
+
+    def requested(self, call: str, occurrences: Mapping[str, int], out: Tensor, into: Tensor) -> None:
+        """Record that ids were exchanged.
+
+        Args:
+            call: The method of the shards.
+            occurrences: The number of ids that this rank passed, including duplicates, per table.
+            out: The ids that this rank requests from each rank.
+            into: The ids that each rank requests from this one.
+        """
+
+    def sent(self, exchange: str, out: Tensor, into: Tensor, row_bytes: Sequence[int]) -> None:
+        """Record what was sent and received.
+
+        Args:
+            exchange: "ids", "rows" or "gradients".
+            out: The number sent to each rank.
+            into: The number received from each rank.
+            row_bytes: The bytes of one id, row or gradient, per table.
+        """
+
+    def waited(self, exchange: str, seconds: float) -> None:
+        """Record the time of an exchange.
+
+        Args:
+            exchange: One of EXCHANGES.
+            seconds: Its time, including the wait for other ranks.
+        """
+
+    def read(self, misses: Mapping[str, int]) -> None:
+        """Record that rows were read.
+
+        Args:
+            misses: The number of requested ids without a row, per table; only tables that were read.
+        """
+
+    def created(self, table: str, rows: int) -> None:
+        """Record that an update created rows.
+
+        Args:
+            table: The name of the table.
+            rows: The number of new rows.
+        """
