@@ -201,7 +201,7 @@ def finalize_shared_tensor(
 
 
 def _filled(buffer: SharedBuffer, dtype: torch.dtype) -> Tensor:
-    """Copies the values of all fills, [size]."""
+    """Copy the values of all fills, [size]."""
     if not buffer.fills:
         return torch.zeros(buffer.size, dtype=dtype)
     values, sources, targets, widths = (list(each) for each in zip(*buffer.fills, strict=True))
@@ -242,7 +242,7 @@ _visible_runs = define_op(
     twin=_visible_runs_any,
     fake=_visible_runs_fake,
 )
-"""Returns runs that do not overlap and copy the same as all given runs, one after the other."""
+"""Return runs that do not overlap and copy the same as all given runs, one after the other."""
 
 
 def _dims(dims: Sequence[int], column: Ragged, name: str) -> Tensor:

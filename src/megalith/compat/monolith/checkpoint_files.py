@@ -34,6 +34,9 @@ def find_sources(path: Path) -> list[EntrySource]:
     Args:
         path: The directory `model.ckpt-STEP.assets`, or `model.ckpt-STEP`.
 
+    Returns:
+        The files in the order of their names and shards, each with the tables that it holds.
+
     Raises:
         CheckpointError: There are no files, or a set of files is not complete.
         MissingDependencyError: There is a .meta file, and protobuf is not installed.
@@ -67,7 +70,14 @@ def find_sources(path: Path) -> list[EntrySource]:
 
 
 def file_name(table: str) -> str:
-    """Return the name of a table as Monolith writes it in file names."""
+    """Return the name of a table as Monolith writes it in file names.
+
+    Args:
+        table: The name of the table.
+
+    Returns:
+        The name with "-" for ":" and "/".
+    """
     return re.sub("[:/]", "-", table)
 
 

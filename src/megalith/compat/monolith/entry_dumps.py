@@ -88,7 +88,15 @@ class EntryFile:
         self._at = 0
 
     def read(self, layout: EntryLayout, limit: int | None = None) -> Iterator[Entries]:
-        """Yield the next `limit` entries (None: all that follow), in pieces."""
+        """Yield the next entries, in pieces.
+
+        Args:
+            layout: The floats that an entry must have.
+            limit: The number of entries; None: all that follow.
+
+        Yields:
+            Ids, floats and times of some entries, in the order of the file.
+        """
         left = _NO_LIMIT if limit is None else limit
         while left > 0:
             room = min(chunk_rows(layout.width), left)
@@ -106,7 +114,11 @@ class EntryFile:
                 return
 
     def skip(self, count: int) -> None:
-        """Skip the next `count` entries."""
+        """Skip the next entries.
+
+        Args:
+            count: The number of entries.
+        """
         n = self._fill(count, None, None)
         if n < count:
             self._check_end(n, count)

@@ -71,6 +71,9 @@ def decode_records(
             its floats `value`.
         label_index: Which label of a row to return.
 
+    Returns:
+        The rows of all records, concatenated, and the records that cannot be read.
+
     Raises:
         NativeMissingError: The native module is not built.
     """

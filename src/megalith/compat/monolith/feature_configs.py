@@ -223,6 +223,9 @@ class FeatureConfigs(_ConfigMessage):
         Args:
             table: The name of the table.
 
+        Returns:
+            Their names; at least one.
+
         Raises:
             UnknownNameError: No feature uses the table.
         """
@@ -263,6 +266,9 @@ class FeatureConfigs(_ConfigMessage):
 
         Args:
             layout: The name of the layout.
+
+        Returns:
+            One shape for each tensor of the layout: one per slice for NONE, otherwise one.
 
         Raises:
             UnknownNameError: There is no such layout.
@@ -354,6 +360,9 @@ class FeatureConfigs(_ConfigMessage):
 
         Args:
             encoded: What `FeatureConfigs.encoded` returns.
+
+        Returns:
+            Configs that are equal to those.
         """
         features, outs = json.loads(encoded)
         return cls(

@@ -215,7 +215,7 @@ def check_input_type(value: str, name: str) -> None:
 def _columns(
     given: Mapping[str, Ragged], configs: FeatureConfigs, shared: Collection[str], batch_size: int | None
 ) -> tuple[dict[str, Ragged], list[bool], int]:
-    """Checks the columns; returns one per feature, which of them have one row, and the batch size."""
+    """Check the columns; return one per feature, which of them have one row, and the batch size."""
     if not isinstance(shared, list | tuple | set | frozenset | dict) or not all(
         isinstance(name, str) for name in shared
     ):

@@ -178,7 +178,7 @@ def fused_embedding_to_layout_grad(
 
 
 def _by_request(grads: list[Tensor], found: LayoutRequests) -> list[list[Tensor]]:
-    """Divides the gradients of the outputs by the batches of the requests."""
+    """Divide the gradients of the outputs by the batches of the requests."""
     if len(found.requests) == 1:
         return [grads]
     batches = [request.batch for request in found.requests]

@@ -45,6 +45,12 @@ def layout_plan(encoded: str) -> LayoutPlan:
 
     Args:
         encoded: `FeatureConfigs.encoded`, a string because torch ops take strings and not objects.
+
+    Returns:
+        The plan; the last 64 are cached.
+
+    Raises:
+        InputError: The layouts do not match the features.
     """
     configs = FeatureConfigs.from_encoded(encoded)
     configs.validate()
@@ -88,5 +94,12 @@ def layout_plan(encoded: str) -> LayoutPlan:
 
 
 def num_columns(shape: Sequence[int]) -> int:
-    """Return the number of elements of one batch row."""
+    """Return the number of elements of one batch row.
+
+    Args:
+        shape: The shape of an output, the batch first.
+
+    Returns:
+        The product of the other sizes.
+    """
     return prod(shape[1:])

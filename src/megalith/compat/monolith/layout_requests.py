@@ -148,7 +148,7 @@ def _check_sizes(sizes: RequestSizes, version: int) -> None:
 
 
 def _from_one_tensor(given: list[Tensor], lengths: Tensor | None, server_major: list[int]) -> list[Tensor]:
-    """Divides the one tensor of version 4; returns the lists in the order table * servers + server."""
+    """Divide the one tensor of version 4; return the lists in the order table * servers + server."""
     if len(given) != 1:
         raise InputError(f"embeddings_list has {len(given)} tensors, expected 1 for version 4")
     (flat,) = _flat(given)
@@ -170,7 +170,7 @@ def _concatenated(
     sizes: RequestSizes,
     features: int,
 ) -> list[LayoutRequest]:
-    """Divides the concatenated requests of version 5."""
+    """Divide the concatenated requests of version 5."""
     batches = _lengths(
         torch.tensor([batch_size]) if isinstance(batch_size, int) else batch_size, "batch_size"
     )
@@ -212,7 +212,7 @@ def _concatenated(
 
 
 def _lengths(tensor: Tensor | None, name: str, count: int | None = None) -> list[int]:
-    """Checks a vector of sizes; returns it as a list."""
+    """Check a vector of sizes; return it as a list."""
     found: list[int] = checks.with_data(checks.integers(tensor, name, (count,)), name).tolist()
     if any(length < 0 for length in found):
         raise InputError(f"{name} must not be negative, got {found}")
@@ -220,14 +220,14 @@ def _lengths(tensor: Tensor | None, name: str, count: int | None = None) -> list
 
 
 def _flat(tensors: list[Tensor]) -> list[Tensor]:
-    """Checks float tensors of one dtype; returns them flat, 16-bit floats as float32."""
+    """Check float tensors of one dtype; return them flat, 16-bit floats as float32."""
     checks.same_floats(tensors, "embeddings_list")
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
     return [rows.reshape(-1).to(dtype) for rows in tensors]
 
 
 def _unsigned(tensor: Tensor, name: str) -> Tensor:
-    """Converts an integer tensor, also of the unsigned dtypes that Monolith uses, to int64."""
+    """Convert an integer tensor, also of the unsigned dtypes that Monolith uses, to int64."""
     if isinstance(tensor, Tensor) and tensor.dtype in (torch.uint32, torch.uint64):
         tensor = tensor.to(torch.int64)
     return checks.int64(tensor, name)

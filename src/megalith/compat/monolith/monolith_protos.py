@@ -16,7 +16,13 @@ from megalith.serving.proto.message_types import Message, load_pool, message_cla
 
 @cache
 def message_type(full_name: str) -> Any:
-    """Return the class of a message, such as "monolith.io.proto.Example".
+    """Return the class of a message.
+
+    Args:
+        full_name: The name with its package, such as "monolith.io.proto.Example".
+
+    Returns:
+        The class, created at first use.
 
     Raises:
         MissingDependencyError: Protobuf is not installed.
@@ -26,6 +32,13 @@ def message_type(full_name: str) -> Any:
 
 def parse_message(full_name: str, data: bytes) -> Message:
     """Parse a serialized message.
+
+    Args:
+        full_name: The name of the message with its package.
+        data: The bytes.
+
+    Returns:
+        The message.
 
     Raises:
         InputError: The bytes are not such a message.

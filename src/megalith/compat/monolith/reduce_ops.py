@@ -103,7 +103,7 @@ def fused_sorted_segment_sum(
 
 
 def _shape(shape: Sequence[int] | Tensor, name: str) -> tuple[int, int]:
-    """Checks (segments, columns), given as sizes or as a tensor."""
+    """Check (segments, columns), given as sizes or as a tensor."""
     if isinstance(shape, Tensor):
         shape = checks.with_data(checks.integers(shape, name, (2,)), name).tolist()
     if not isinstance(shape, list | tuple) or len(shape) != 2:

@@ -23,11 +23,11 @@ _VARINT, _BYTES = 0, 2
 def cut_contents(
     data: bytes, wanted: Callable[[str], bool] = lambda signature: True
 ) -> tuple[bytes, dict[str, memoryview]]:
-    """Cuts the `tensor_content` of large inputs out of a serialized PredictRequest.
+    """Cut the `tensor_content` of large inputs out of a serialized PredictRequest.
 
     Args:
-        data: the request.
-        wanted: whether to cut requests for a signature.
+        data: The request.
+        wanted: Whether to cut requests for a signature.
 
     Returns:
         The request without the contents, and views of `data` with the contents by input name. A request with

@@ -1,4 +1,4 @@
-"""Converts tensors to requests of the Open Inference Protocol and back.
+"""Convert tensors to requests of the Open Inference Protocol and back.
 
 Tensors are written as raw contents and read from raw or typed contents. Requests are untrusted until
 validated.
@@ -61,17 +61,17 @@ _CONTENTS = {
 
 
 def from_infer_request(request: Message, *, max_bytes: int = MAX_BYTES) -> dict[str, Tensor | Strings]:
-    """Converts the inputs of a ModelInferRequest.
+    """Convert the inputs of a ModelInferRequest.
 
     Args:
-        request: the message.
-        max_bytes: the maximum total size of the inputs.
+        request: The message.
+        max_bytes: The maximum total size of the inputs.
 
     Returns:
         Tensors by name; BYTES are arrays of bytes objects.
 
     Raises:
-        InputError: an input, which the message names, is invalid or too large.
+        InputError: An input, which the message names, is invalid or too large.
     """
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
@@ -100,17 +100,20 @@ def from_infer_request(request: Message, *, max_bytes: int = MAX_BYTES) -> dict[
 def from_raw(
     datatype: str, shape: Sequence[int], data: bytes, *, name: str = "tensor", max_bytes: int = MAX_BYTES
 ) -> Tensor | Strings:
-    """Converts raw contents to a tensor, or to an array of bytes objects for BYTES.
+    """Convert raw contents to a tensor, or to an array of bytes objects for BYTES.
 
     Args:
-        datatype: the protocol's name of the type.
-        shape: the sizes.
-        data: little-endian elements in row-major order; an element of BYTES is a 4-byte length and its bytes.
-        name: the name of the tensor in errors.
-        max_bytes: the maximum size of the result.
+        datatype: The protocol's name of the type.
+        shape: The sizes.
+        data: Little-endian elements in row-major order; an element of BYTES is a 4-byte length and its bytes.
+        name: The name of the tensor in errors.
+        max_bytes: The maximum size of the result.
+
+    Returns:
+        A tensor of that shape, or an array of bytes objects for BYTES.
 
     Raises:
-        InputError: the type is unknown, or the bytes do not match the shape.
+        InputError: The type is unknown, or the bytes do not match the shape.
     """
     if datatype == BYTES:
         sizes = checked_shape(shape, POINTER_BYTES, max_bytes, name)
@@ -127,17 +130,20 @@ def from_values(
     name: str = "tensor",
     max_bytes: int = MAX_BYTES,
 ) -> Tensor | Strings:
-    """Converts values of typed contents or of JSON to a tensor, or to an array of bytes objects for BYTES.
+    """Convert values of typed contents or of JSON to a tensor, or to an array of bytes objects for BYTES.
 
     Args:
-        datatype: the protocol's name of the type.
-        shape: the sizes.
-        values: the elements in row-major order.
-        name: the name of the tensor in errors.
-        max_bytes: the maximum size of the result.
+        datatype: The protocol's name of the type.
+        shape: The sizes.
+        values: The elements in row-major order.
+        name: The name of the tensor in errors.
+        max_bytes: The maximum size of the result.
+
+    Returns:
+        A tensor of that shape, or an array of bytes objects for BYTES.
 
     Raises:
-        InputError: a value has another type, or the number of values does not match the shape.
+        InputError: A value has another type, or the number of values does not match the shape.
     """
     dtype = None if datatype == BYTES else _dtype(datatype, name)
     item_bytes = POINTER_BYTES if dtype is None else dtype.itemsize
@@ -152,13 +158,19 @@ def from_values(
 def to_infer_request(
     inputs: Mapping[str, Tensor | Strings], *, model_name: str, model_version: str = "", id: str = ""
 ) -> Message:
-    """Creates a ModelInferRequest with raw contents.
+    """Create a ModelInferRequest with raw contents.
 
     Args:
-        inputs: tensors, or arrays of bytes objects, by name.
-        model_name: the model.
-        model_version: the version; empty means the server's choice.
-        id: the id of the request, which the response repeats.
+        inputs: Tensors, or arrays of bytes objects, by name.
+        model_name: The model.
+        model_version: The version; empty means the server's choice.
+        id: The id of the request, which the response repeats.
+
+    Returns:
+        The ModelInferRequest.
+
+    Raises:
+        InputError: The protocol does not have the type of an input.
     """
     request = ModelInferRequest(model_name=model_name, model_version=model_version, id=id)
     for name, value in inputs.items():
@@ -168,10 +180,17 @@ def to_infer_request(
 
 
 def datatype_of(value: Tensor | Strings | torch.dtype, name: str = "tensor") -> str:
-    """Returns the protocol's name of a type, "BYTES" for an array of bytes objects.
+    """Return the protocol's name of a type.
+
+    Args:
+        value: A dtype, or a tensor or an array of bytes objects that has the type.
+        name: The name of the tensor in errors.
+
+    Returns:
+        The name, such as "FP32"; "BYTES" for an array of bytes objects.
 
     Raises:
-        InputError: the protocol does not have the type.
+        InputError: The protocol does not have the type.
     """
     if isinstance(value, np.ndarray):
         return BYTES
@@ -195,7 +214,7 @@ def _contents(given: Message, name: str) -> Sequence[Any]:
 
 
 def _tensor(values: list[Any], dtype: torch.dtype, name: str) -> Tensor:
-    """Converts Python numbers to a flat tensor; raises InputError if one has another type or is too large."""
+    """Convert Python numbers to a flat tensor; raise InputError if one has another type or is too large."""
     kinds = {bool} if dtype == torch.bool else {int, float} if dtype.is_floating_point else {int}
     if not kinds.issuperset(map(type, values)):
         raise InputError(f"{name}: values are not all {DATATYPES[dtype]}")
@@ -221,7 +240,7 @@ def _strings(values: Sequence[Any], name: str) -> Strings:
 
 
 def _cut(data: bytes, count: int, name: str) -> Strings:
-    """Splits length-prefixed elements; raises InputError unless there are exactly `count`."""
+    """Split length-prefixed elements; raise InputError unless there are exactly `count`."""
     if len(data) < 4 * count:
         raise InputError(f"{name}: {len(data)} bytes cannot hold {count} elements of BYTES")
     out = np.empty(count, dtype=object)

@@ -20,13 +20,16 @@ Message: TypeAlias = Any
 
 
 def protobuf(module: str) -> Any:
-    """Imports a module of google.protobuf.
+    """Import a module of google.protobuf.
 
     Args:
-        module: its name, such as "json_format".
+        module: Its name, such as "json_format".
+
+    Returns:
+        The module.
 
     Raises:
-        MissingDependencyError: protobuf is not installed.
+        MissingDependencyError: Protobuf is not installed.
     """
     try:
         return importlib.import_module(f"google.protobuf.{module}")
@@ -35,7 +38,14 @@ def protobuf(module: str) -> Any:
 
 
 def load_pool(path: Path) -> Any:
-    """Creates a descriptor pool with the files of a serialized FileDescriptorSet."""
+    """Create a descriptor pool.
+
+    Args:
+        path: A file with a serialized FileDescriptorSet.
+
+    Returns:
+        A pool with the files of the set; protobuf's default pool is not changed.
+    """
     pool = protobuf("descriptor_pool").DescriptorPool()
     for file in protobuf("descriptor_pb2").FileDescriptorSet.FromString(path.read_bytes()).file:
         pool.Add(file)
@@ -43,7 +53,15 @@ def load_pool(path: Path) -> Any:
 
 
 def message_class(pool: Any, full_name: str) -> Any:
-    """Returns the class of a message; the messages and enums declared inside it are its attributes."""
+    """Return the class of a message.
+
+    Args:
+        pool: A descriptor pool that has the message.
+        full_name: The name with its package, such as "tensorflow.TensorProto".
+
+    Returns:
+        The class; the messages and enums declared inside the message are its attributes.
+    """
     return protobuf("message_factory").GetMessageClass(pool.FindMessageTypeByName(full_name))
 
 

@@ -1,4 +1,4 @@
-"""Converts tensors to TensorFlow's TensorProto and back.
+"""Convert tensors to TensorFlow's TensorProto and back.
 
 Tensors are written as `tensor_content`. They are read from there or from the typed field of the dtype, by
 TensorFlow's rules: if there are too few typed values, the last one is repeated; without values, all are zero.
@@ -69,7 +69,13 @@ _FIELDS = {
 
 
 def to_tensor_proto(tensor: Tensor) -> Message:
-    """Converts a tensor of any device to a TensorProto.
+    """Convert a tensor to a TensorProto.
+
+    Args:
+        tensor: A tensor on any device.
+
+    Returns:
+        A TensorProto with the elements in `tensor_content`.
 
     Raises:
         InputError: TensorFlow does not have the dtype.
@@ -83,16 +89,20 @@ def to_tensor_proto(tensor: Tensor) -> Message:
 def from_tensor_proto(
     proto: Message, *, name: str = "tensor", max_bytes: int = MAX_BYTES, content: memoryview | None = None
 ) -> Tensor:
-    """Copies a TensorProto into a tensor.
+    """Copy a TensorProto into a tensor.
 
     Args:
-        proto: the message.
-        name: the name of the tensor in errors.
-        max_bytes: the maximum size of the tensor.
-        content: its `tensor_content`, if `cut_contents` cut it out of the message.
+        proto: The message.
+        name: The name of the tensor in errors.
+        max_bytes: The maximum size of the tensor.
+        content: Its `tensor_content`, if `cut_contents` cut it out of the message.
+
+    Returns:
+        A tensor that does not share memory with the message. Fewer values than the shape holds are completed
+        with the last one, as TensorFlow does.
 
     Raises:
-        InputError: the dtype is unknown or DT_STRING (see `strings_from_tensor_proto`), or the values do not
+        InputError: The dtype is unknown or DT_STRING (see `strings_from_tensor_proto`), or the values do not
             match the shape.
     """
     number = proto.dtype
@@ -118,18 +128,18 @@ def from_tensor_protos(
     max_bytes: int = MAX_BYTES,
     contents: Mapping[str, memoryview] = MappingProxyType({}),
 ) -> dict[str, Tensor | Strings]:
-    """Converts the inputs of a request.
+    """Convert the inputs of a request.
 
     Args:
         protos: TensorProto by name.
-        max_bytes: the maximum total size.
-        contents: the contents that `cut_contents` cut out of the messages, by name.
+        max_bytes: The maximum total size.
+        contents: The contents that `cut_contents` cut out of the messages, by name.
 
     Returns:
         Tensors by name; strings are arrays of bytes objects.
 
     Raises:
-        InputError: as in `from_tensor_proto`.
+        InputError: As in `from_tensor_proto`.
     """
     left = max_bytes
     read: dict[str, Tensor | Strings] = {}
@@ -147,10 +157,16 @@ def from_tensor_protos(
 
 
 def strings_to_tensor_proto(strings: Strings | Sequence[bytes]) -> Message:
-    """Converts an array of bytes objects, of any shape, or a list of them to a TensorProto of DT_STRING.
+    """Convert bytes objects to a TensorProto of DT_STRING.
+
+    Args:
+        strings: An array of bytes objects, of any shape, or a list of them.
+
+    Returns:
+        A TensorProto of the same shape.
 
     Raises:
-        InputError: an element is not a bytes object.
+        InputError: An element is not a bytes object.
     """
     array = np.asarray(strings, dtype=object)
     flat = array.reshape(-1).tolist()
@@ -163,15 +179,18 @@ def strings_to_tensor_proto(strings: Strings | Sequence[bytes]) -> Message:
 
 
 def strings_from_tensor_proto(proto: Message, *, name: str = "tensor", max_bytes: int = MAX_BYTES) -> Strings:
-    """Converts a TensorProto of DT_STRING to an array of bytes objects.
+    """Convert a TensorProto of DT_STRING to an array of bytes objects.
 
     Args:
-        proto: the message.
-        name: the name of the tensor in errors.
-        max_bytes: the maximum size of the array, 8 bytes for each element in addition to the message.
+        proto: The message.
+        name: The name of the tensor in errors.
+        max_bytes: The maximum size of the array, 8 bytes for each element in addition to the message.
+
+    Returns:
+        An array of bytes objects, in the shape of the message.
 
     Raises:
-        InputError: the dtype is another, or the values do not match the shape.
+        InputError: The dtype is another, or the values do not match the shape.
     """
     if proto.dtype != DataType.DT_STRING:
         raise InputError(f"{name}: dtype {_dtype_name(proto.dtype)} is not DT_STRING")
@@ -187,12 +206,15 @@ def strings_from_tensor_proto(proto: Message, *, name: str = "tensor", max_bytes
 
 
 def tensor_info(name: str, dtype: torch.dtype, shape: Iterable[int | None]) -> Message:
-    """Describes a tensor for a signature.
+    """Describe a tensor for a signature.
 
     Args:
-        name: the name of the tensor.
-        dtype: its type.
-        shape: its sizes; None or -1 for a size that varies.
+        name: The name of the tensor.
+        dtype: Its type.
+        shape: Its sizes; None or -1 for a size that varies.
+
+    Returns:
+        A TensorInfo.
 
     Raises:
         InputError: TensorFlow does not have the dtype.
