@@ -46,6 +46,7 @@ from megalith.distributed.agreement import agree
 from megalith.distributed.ranks import RankGroup
 from megalith.errors import CheckpointError, InputError, RankFailedError, RankTimeoutError
 from megalith.nn import EmbeddingCollection
+from megalith.ops import checks
 from megalith.storage.store import Store, StoredFile, open_store
 from megalith.table import Chunk
 
@@ -118,10 +119,8 @@ class _LoadOptions:
         ):
             raise InputError(f"drop_optimizer_state must be True, False or a list of tables, got {dropped!r}")
         for name in ("reroute", "allow_missing", "deltas"):
-            if not isinstance(getattr(self, name), bool):
-                raise InputError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if self.on_rows is not None and not callable(self.on_rows):
-            raise InputError(f"on_rows must be a function, got {type(self.on_rows).__name__}")
+            checks.flag(getattr(self, name), name)
+        checks.callback(self.on_rows, "on_rows")
 
     @property
     def shared(self) -> dict[str, Any]:

@@ -63,6 +63,7 @@ from megalith.checkpoint.saved_rows import MAX_MANIFEST, read_manifest, write_te
 from megalith.checkpoint.sharded_weights import check_weights, whole_copies
 from megalith.distributed.agreement import agree
 from megalith.errors import CheckpointError, InputError, UsageError
+from megalith.ops import checks
 from megalith.storage.store import Store, open_store
 from megalith.storage.strict_json import MAX_DEPTH, is_nested_deeper, parse_json
 from megalith.table import TableConfig
@@ -103,20 +104,12 @@ class SaveOptions:
             raise InputError(f"optimizer must be a torch optimizer, got {type(self.optimizer).__name__}")
         if self.progress is not None and not isinstance(self.progress, dict):
             raise InputError(f"progress must be a dict of JSON data, got {type(self.progress).__name__}")
-        if not isinstance(self.precision, str) or self.precision not in PRECISIONS:
-            raise InputError(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
-        for name, value in (("deltas", self.track), ("delta", self.delta)):
-            if not isinstance(value, bool):
-                raise InputError(f"{name} must be True or False, got {type(value).__name__}")
-        for name, function in (("on_rows", self.on_rows), ("on_complete", self.on_complete)):
-            if function is not None and not callable(function):
-                raise InputError(f"{name} must be a function, got {type(function).__name__}")
-        if (
-            isinstance(self.timeout, bool)
-            or not isinstance(self.timeout, int | float)
-            or not self.timeout > 0
-        ):
-            raise InputError(f"timeout must be a positive number of seconds, got {self.timeout!r}")
+        checks.one_of(self.precision, tuple(PRECISIONS), "precision")
+        checks.flag(self.track, "deltas")
+        checks.flag(self.delta, "delta")
+        checks.callback(self.on_rows, "on_rows")
+        checks.callback(self.on_complete, "on_complete")
+        checks.seconds(self.timeout, "timeout")
 
 
 @dataclass

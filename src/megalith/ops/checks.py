@@ -259,41 +259,107 @@ def number(value: Any, name: str) -> Any:
 
 
 def instance(value: Any, expected: type[Checked], name: str) -> Checked:
-    """Checks an object of a class."""
+    """Check an object of a class.
+
+    Args:
+        value: The argument.
+        expected: The class; subclasses are accepted too.
+        name: Its name in the message.
+
+    Returns:
+        The value.
+
+    Raises:
+        InputError: It is something else.
+    """
     if not isinstance(value, expected):
         raise InputError(f"{name} must be a {expected.__name__}, got {kind(value)}")
     return value
 
 
 def callback(value: Any, name: str) -> None:
-    """Checks a function, or None."""
+    """Check a function, or None.
+
+    Args:
+        value: The argument.
+        name: Its name in the message.
+
+    Raises:
+        InputError: It is not None and cannot be called.
+    """
     if value is not None and not callable(value):
         raise InputError(f"{name} must be a function, got {kind(value)}")
 
 
 def one_of(value: Any, choices: Sequence[str], name: str) -> str:
-    """Checks a string that is one of the choices."""
+    """Check a string with a few known values.
+
+    Args:
+        value: The argument.
+        choices: The known values, which the message lists.
+        name: Its name in the message.
+
+    Returns:
+        The value.
+
+    Raises:
+        InputError: It is something else.
+    """
     if not isinstance(value, str) or value not in choices:
         raise InputError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
     return value
 
 
 def mapping(value: Any, name: str, example: str) -> Mapping[str, Any]:
-    """Checks a dict with strings as keys; the message shows the example."""
+    """Check a dict with strings as keys. Its values are not checked.
+
+    Args:
+        value: The argument.
+        name: Its name in the message.
+        example: A correct value for the message, such as '{"user": "user.weight"}'.
+
+    Returns:
+        The value.
+
+    Raises:
+        InputError: It is not a mapping, or a key is not a string.
+    """
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise InputError(f"{name} must be a dict such as {example}, got {kind(value)}")
     return value
 
 
 def seconds(value: Any, name: str) -> float:
-    """Checks a finite number of seconds above 0."""
+    """Check a duration.
+
+    Args:
+        value: The argument.
+        name: Its name in the message.
+
+    Returns:
+        The value.
+
+    Raises:
+        InputError: It is not a finite number above 0.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise InputError(f"{name} must be a number of seconds above 0, got {value!r}")
     return value
 
 
 def path(value: Any, name: str) -> Path:
-    """Checks the path of a file or directory."""
+    """Check the path of a file or directory, which need not exist.
+
+    Args:
+        value: A string or an os.PathLike of a string.
+        name: Its name in the message.
+
+    Returns:
+        The path.
+
+    Raises:
+        InputError: It is something else, such as bytes.
+    """
     if not isinstance(value, str | os.PathLike) or not isinstance(os.fspath(value), str):
         raise InputError(f"{name} must be a path, got {kind(value)}")
     return Path(value)
