@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from megalith import Adam
+from megalith.cli.config_options import field_docstrings
 from megalith.errors import InputError, UnknownNameError
+from megalith.table.optimizers import OPTIMIZERS
 from megalith.training import RunConfig
+from megalith.training.run_config import TrainConfig
 
 TOML = """
 [data]
@@ -43,6 +46,13 @@ def test_flags_override_the_values_of_a_file(tmp_path: Path) -> None:
     assert config.train.epochs == 3
     assert config.table_optimizer == Adam(1.0)
     assert RunConfig.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_of_tables_can_be_chosen_and_is_named_in_the_help(name: str) -> None:
+    config = RunConfig.from_dict({"train": {"table_optimizer": name, "table_lr": 0.5}})
+    assert config.table_optimizer == OPTIMIZERS[name](lr=0.5)
+    assert name in field_docstrings(TrainConfig)["table_optimizer"]
 
 
 @pytest.mark.parametrize(

@@ -18,16 +18,9 @@ from megalith.data.reader_registry import FILE_READERS
 from megalith.errors import InputError, UnknownNameError
 from megalith.routing import MODES
 from megalith.shards.wire import check_wire
-from megalith.table import FTRL, SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
+from megalith.table.optimizers import OPTIMIZERS, Optimizer
 
 KINDS = ("movielens", "synthetic", *FILE_READERS)
-OPTIMIZERS: dict[str, type[Optimizer]] = {
-    "adagrad": Adagrad,
-    "adam": Adam,
-    "ftrl": FTRL,
-    "rowwise_adagrad": RowWiseAdagrad,
-    "sgd": SGD,
-}
 
 MAY_CHANGE = (
     "epochs",
@@ -103,7 +96,7 @@ class TrainConfig:
     lr: float = 1e-3
     """Learning rate of Adam for the dense weights."""
     table_optimizer: str = "adagrad"
-    """Optimizer of the tables: adagrad, adam, ftrl, rowwise_adagrad or sgd."""
+    """Optimizer of the tables: adagrad, adam, ftrl, momentum, rowwise_adagrad or sgd."""
     table_lr: float = 0.05
     """Learning rate of the tables."""
     engine: str = "cpu"
@@ -173,7 +166,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         _one_of("data.kind", self.data.kind, KINDS)
         _one_of("data.on_error", self.data.on_error, ("raise", "skip"))
-        _one_of("train.table_optimizer", self.train.table_optimizer, tuple(OPTIMIZERS))
+        _one_of("train.table_optimizer", self.train.table_optimizer, tuple(sorted(OPTIMIZERS)))
         counts = ("epochs", "max_steps", "threads", "log_every", "save_every", "keep_last", "keep_every")
         at_least_1 = {f"train.{name}": getattr(self.train, name) for name in counts}
         at_least_1 |= {"data.batch_size": self.data.batch_size, "model.dim": self.model.dim}
@@ -212,7 +205,7 @@ class RunConfig:
     @property
     def table_optimizer(self) -> Optimizer:
         """The optimizer of the tables."""
-        return OPTIMIZERS[self.train.table_optimizer](self.train.table_lr)
+        return OPTIMIZERS[self.train.table_optimizer](lr=self.train.table_lr)
 
     @property
     def wire(self) -> str | dict[str, str]:
