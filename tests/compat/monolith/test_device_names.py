@@ -42,3 +42,5 @@ def test_names_of_servers() -> None:
         ps_device(-1)
     with pytest.raises(InputError, match="num_ps must be"):
         get_device_str(num_ps=-1, environ={})
+    with pytest.raises(InputError, match="environ must map names"):
+        get_device_str(environ=["RANK"])  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 import torch
 
 from megalith.distributed.launcher_environment import LaunchWarning, read_launch
+from megalith.errors import InputError
 from megalith.ops import checks
 
 
@@ -68,6 +69,8 @@ def get_device_str(
         gpu = torch.cuda.is_available()
     else:
         gpu = checks.flag(enable_gpu_training, "enable_gpu_training")
+    if environ is not None and not isinstance(environ, Mapping):
+        raise InputError(f"environ must map names of variables to texts, got {type(environ).__name__}")
     device = f"device:{'GPU' if gpu and not cpu else 'CPU'}:0"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LaunchWarning)  # a process without a launcher has a name too
