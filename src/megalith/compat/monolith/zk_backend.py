@@ -21,7 +21,7 @@ from typing import Any
 from megalith.compat.monolith.znode_records import SavedModel, SavedModelDeployConfig
 from megalith.errors import InputError
 from megalith.serving.discovery.contract import ServiceName, Watch, check_name
-from megalith.serving.discovery.zk_session import NodeReader
+from megalith.serving.discovery.zk_tasks import NodeReader
 from megalith.serving.discovery.znodes import Container, ContainerServiceInfo
 from megalith.serving.discovery.zookeeper import ZooKeeperDiscovery, read_service_info
 

@@ -17,7 +17,7 @@ _GRPC_SCHEMES = frozenset({"unix", "unix-abstract", "vsock", "dns", "ipv4", "ipv
 
 
 def check_address(address: object, what: str = "address") -> str:
-    """Checks an address.
+    """Check an address.
 
     Args:
         address: The address to check.
@@ -37,12 +37,26 @@ def check_address(address: object, what: str = "address") -> str:
 
 
 def is_wildcard(address: str) -> bool:
-    """Returns whether an address means "all interfaces": a server can bind to it, a client cannot call it."""
+    """Return whether an address means "all interfaces": a server can bind to it, a client cannot call it.
+
+    Args:
+        address: An address, `host:port`.
+
+    Returns:
+        True for 0.0.0.0 and [::].
+    """
     return address.startswith(("0.0.0.0", "[::]"))
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether a host, given without a port, can be reached from this machine only."""
+    """Return whether a host can be reached from this machine only.
+
+    Args:
+        host: A name or an IP address, without a port.
+
+    Returns:
+        True for localhost and loopback addresses; other names are not resolved.
+    """
     if host.lower() == "localhost":
         return True
     try:

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from megalith.errors import DiscoveryError, InputError, UsageError
+from megalith.ops import checks
 from megalith.serving.discovery.addresses import check_address
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ SyncTargets = tuple[str, Collection[str]]
 
 
 def check_name(name: object, what: str) -> str:
-    """Checks a name that becomes part of a path or of `a:b:c`.
+    """Check a name that becomes part of a path or of `a:b:c`.
 
     Args:
         name: The name to check.
@@ -71,15 +72,18 @@ class ServiceName:
 
     @classmethod
     def parse(cls, name: str) -> ServiceName:
-        """Parses a service name.
+        """Parse a service name.
 
         Args:
-            name: Such as "movies:entry".
+            name: A name such as "movies:entry".
+
+        Returns:
+            The name in its parts.
 
         Raises:
             InputError: The name is malformed.
         """
-        model, colon, part = name.partition(":")
+        model, colon, part = checks.text(name, "service").partition(":")
         if not colon:
             raise InputError(f"service {name!r} must be model:part, for example 'movies:entry'")
         return cls(model, part)
@@ -103,7 +107,8 @@ class Replica:
 
     def __post_init__(self) -> None:
         check_address(self.address)
-        if not -1 <= self.replica_id < 2**63:
+        number = isinstance(self.replica_id, int) and not isinstance(self.replica_id, bool)
+        if not number or not -1 <= self.replica_id < 2**63:
             raise InputError(f"replica_id must be -1 or more, got {self.replica_id}")
         if self.idc is not None:
             check_name(self.idc, "idc")
@@ -126,7 +131,7 @@ class Watch:
         self._cancel = cancel
 
     def cancel(self) -> None:
-        """Ends the watch; a second call does nothing."""
+        """End the watch; a second call does nothing."""
         self._cancel()
 
 
@@ -135,7 +140,7 @@ class SyncBackend(ABC):
 
     @abstractmethod
     def subscribe_model(self, model_name: str) -> None:
-        """Sets the model in training.
+        """Set the model in training.
 
         Args:
             model_name: The name of the model.
@@ -146,7 +151,7 @@ class SyncBackend(ABC):
 
     @abstractmethod
     def get_sync_targets(self, sub_graph: str) -> SyncTargets:
-        """Returns the servers of a part of the model.
+        """Return the servers of a part of the model.
 
         Args:
             sub_graph: The part, for example "ps_0".
@@ -156,7 +161,7 @@ class SyncBackend(ABC):
         """
 
     def start(self, timeout: float = 15.0) -> None:  # noqa: B027, most have nothing to start
-        """Makes the backend ready.
+        """Make the backend ready.
 
         Args:
             timeout: Seconds to wait for it.
@@ -166,7 +171,7 @@ class SyncBackend(ABC):
         """
 
     def stop(self) -> None:  # noqa: B027
-        """Stops the backend without delay. A stopped backend cannot be started again."""
+        """Stop the backend without delay. A stopped backend cannot be started again."""
 
     def __enter__(self) -> Self:
         self.start()
@@ -191,7 +196,7 @@ class Discovery(SyncBackend):
 
     @abstractmethod
     def register(self, service: str, replica: Replica) -> None:
-        """Announces a server of a service; a replica with the same address is replaced.
+        """Announce a server of a service; a replica with the same address is replaced.
 
         Args:
             service: "model:part".
@@ -204,7 +209,7 @@ class Discovery(SyncBackend):
 
     @abstractmethod
     def unregister(self, service: str, address: str) -> None:
-        """Withdraws a registered server; does nothing if it is not registered.
+        """Withdraw a registered server; does nothing if it is not registered.
 
         Args:
             service: "model:part".
@@ -213,7 +218,7 @@ class Discovery(SyncBackend):
 
     @abstractmethod
     def replicas(self, service: str) -> Replicas:
-        """Returns the current servers of a service.
+        """Return the current servers of a service.
 
         Args:
             service: "model:part".
@@ -223,7 +228,7 @@ class Discovery(SyncBackend):
         """
 
     def watch(self, service: str, callback: OnChange) -> Watch:
-        """Calls back with the replicas of a service, immediately and after every change.
+        """Call back with the replicas of a service, immediately and after every change.
 
         Args:
             service: "model:part".
@@ -232,11 +237,12 @@ class Discovery(SyncBackend):
         Returns:
             The watch, to be cancelled.
         """
+        checks.instance(callback, Callable, "watch: callback")  # type: ignore[type-abstract]
         self.replicas(service)
         return self._registry.watch(service, callback)
 
     def wait(self, service: str, count: int = 1, timeout: float = 30.0) -> Replicas:
-        """Waits for the replicas of a service.
+        """Wait for the replicas of a service.
 
         Args:
             service: "model:part".
@@ -249,6 +255,8 @@ class Discovery(SyncBackend):
         Raises:
             DiscoveryError: There are fewer replicas after `timeout` seconds.
         """
+        checks.integer(count, "wait: count", least=0)
+        checks.seconds(timeout, "wait: timeout")
         self.replicas(service)
         return self._registry.wait(service, count, timeout)
 
@@ -263,7 +271,7 @@ class Discovery(SyncBackend):
         self._model = model_name
 
     def get_sync_targets(self, sub_graph: str) -> SyncTargets:
-        """Returns the servers of a part of the subscribed model.
+        """Return the servers of a part of the subscribed model.
 
         Args:
             sub_graph: The part.
@@ -289,12 +297,24 @@ class ReplicaRegistry:
         self._watches: dict[str, list[OnChange]] = {}
 
     def get(self, service: str) -> Replicas:
-        """Returns the replicas found last; empty at first."""
+        """Return the replicas found last.
+
+        Args:
+            service: "model:part".
+
+        Returns:
+            The replicas; none before the first `set`.
+        """
         with self._changed:
             return self._found.get(service, ())
 
     def set(self, service: str, replicas: Iterable[Replica]) -> None:
-        """Stores the replicas found, and calls back if they changed."""
+        """Store the replicas found, and call the watches if they changed.
+
+        Args:
+            service: "model:part".
+            replicas: All its replicas, in any order.
+        """
         found = sort_replicas(replicas)
         with self._changed:
             if found == self._found.get(service, ()):
@@ -305,7 +325,15 @@ class ReplicaRegistry:
                 call_back(callback, found, service)
 
     def watch(self, service: str, callback: OnChange) -> Watch:
-        """Calls back immediately and after every change."""
+        """Call back immediately and after every change.
+
+        Args:
+            service: "model:part".
+            callback: Called with the replicas, with the lock of the registry held.
+
+        Returns:
+            The watch, to be cancelled.
+        """
         # A partial compares by identity: a function may watch twice and cancel one of the watches.
         entry = partial(callback)
         with self._changed:
@@ -319,7 +347,19 @@ class ReplicaRegistry:
                 self._watches[service].remove(entry)
 
     def wait(self, service: str, count: int, timeout: float) -> Replicas:
-        """Waits until a service has `count` replicas; raises DiscoveryError after `timeout` seconds."""
+        """Wait for the replicas of a service.
+
+        Args:
+            service: "model:part".
+            count: The number of replicas to wait for.
+            timeout: Seconds to wait.
+
+        Returns:
+            The replicas, at least `count`.
+
+        Raises:
+            DiscoveryError: There are fewer replicas after `timeout` seconds.
+        """
         with self._changed:
             if not self._changed.wait_for(lambda: len(self.get(service)) >= count, timeout):
                 raise DiscoveryError(
@@ -329,7 +369,14 @@ class ReplicaRegistry:
 
 
 def sort_replicas(replicas: Iterable[Replica]) -> Replicas:
-    """Sorts replicas by replica id and address, and keeps the first of each address."""
+    """Sort replicas and keep the first of each address.
+
+    Args:
+        replicas: The replicas in any order.
+
+    Returns:
+        The replicas, sorted by replica id and address.
+    """
     first: dict[str, Replica] = {}
     for replica in sorted(replicas, key=lambda replica: (replica.replica_id, replica.address)):
         first.setdefault(replica.address, replica)
@@ -337,7 +384,13 @@ def sort_replicas(replicas: Iterable[Replica]) -> Replicas:
 
 
 def call_back(callback: Callable[..., object], value: object, about: str) -> None:
-    """Calls a user's function. An exception is logged, because there is no caller to raise it to."""
+    """Call a user's function. An exception is logged, because there is no caller to raise it to.
+
+    Args:
+        callback: The function.
+        value: Its argument.
+        about: What the value belongs to, for the log.
+    """
     try:
         callback(value)
     except Exception:
@@ -345,7 +398,7 @@ def call_back(callback: Callable[..., object], value: object, about: str) -> Non
 
 
 def parse_replica(given: object, where: str) -> Replica:
-    """Makes a Replica from an address or from a mapping of its fields.
+    """Make a Replica from an address or from a mapping of its fields.
 
     Args:
         given: A Replica, an address, or {"address": ..., "replica_id": ..., "idc": ..., "cluster": ...}.

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith.errors import DiscoveryError, InputError, UsageError
+from megalith.ops import checks
 from megalith.serving.discovery.contract import Discovery, Replica, Replicas, ServiceName, parse_replica
 from megalith.storage.strict_json import parse_json
 
@@ -48,9 +49,9 @@ class FileDiscovery(Discovery):
 
     def __init__(self, path: str | os.PathLike[str], *, interval: float = 1.0) -> None:
         super().__init__()
-        if not 0.01 <= interval <= 60:
+        if not 0.01 <= checks.seconds(interval, "interval") <= 60:
             raise InputError(f"interval must be 0.01 to 60 seconds, got {interval}")
-        self.path = Path(path)
+        self.path = checks.path(path, "discovery: path")
         self._interval = interval
         self._lock = threading.RLock()
         self._last: bytes | None = None
@@ -61,7 +62,7 @@ class FileDiscovery(Discovery):
         self._thread: threading.Thread | None = None
 
     def start(self, timeout: float = 15.0) -> None:
-        """Starts to watch the file.
+        """Start to watch the file.
 
         Args:
             timeout: Not used.
@@ -94,6 +95,7 @@ class FileDiscovery(Discovery):
     def register(self, service: str, replica: Replica) -> None:
         """See `Discovery.register`; raises UsageError for a TOML file, which is read-only."""
         name = str(ServiceName.parse(service))
+        checks.instance(replica, Replica, "register: replica")
         entry = {key: value for key, value in vars(replica).items() if value not in (None, -1)}
         with self._rewriting() as services:
             others = [server for server in services.get(name, []) if _address(server) != replica.address]
@@ -103,6 +105,8 @@ class FileDiscovery(Discovery):
 
     def unregister(self, service: str, address: str) -> None:
         """See `Discovery.unregister`."""
+        ServiceName.parse(service)
+        checks.text(address, "unregister: address")
         with self._rewriting() as services:
             others = [server for server in services.get(service, []) if _address(server) != address]
             if service in services:
@@ -117,7 +121,7 @@ class FileDiscovery(Discovery):
         return self._registry.get(service)
 
     def refresh(self) -> None:
-        """Reads the file now. A file that cannot be read is logged once and changes nothing."""
+        """Read the file now. A file that cannot be read is logged once and changes nothing."""
         with self._lock:
             try:
                 data = self._read()
@@ -153,7 +157,7 @@ class FileDiscovery(Discovery):
 
     @contextmanager
     def _rewriting(self) -> Iterator[dict[str, list[Any]]]:
-        """Yields the services of the file to be changed, and writes them back if they were."""
+        """Yield the services of the file to be changed, and write them back if they were."""
         if self.path.suffix == ".toml":
             raise UsageError(f"{self.path}: TOML files are read-only; let servers register in a .json file")
         with self._lock, self._locked():
@@ -176,7 +180,7 @@ class FileDiscovery(Discovery):
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Holds the lock file, which all processes that rewrite the file use."""
+        """Hold the lock file, which all processes that rewrite the file use."""
         path = self.path.with_name(f".{self.path.name}.lock")
         deadline = time.monotonic() + LOCK_SECONDS
         try:
@@ -195,7 +199,7 @@ class FileDiscovery(Discovery):
 
 
 def parse_services(data: bytes, path: Path) -> dict[str, list[Replica]]:
-    """Parses the content of a file.
+    """Parse the content of a file.
 
     Args:
         data: The bytes of the file.

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from megalith.errors import InputError
+from megalith.ops import checks
 from megalith.serving.discovery.contract import Discovery, Replica, Replicas, ServiceName, parse_replica
 
 Servers = Sequence[str | Replica]
@@ -26,7 +27,7 @@ class StaticDiscovery(Discovery):
 
     def __init__(self, servers: Servers | Mapping[str, Servers]) -> None:
         super().__init__()
-        if isinstance(servers, str):
+        if not isinstance(servers, list | tuple | Mapping):
             raise InputError(f"servers must be a list of addresses, not {servers!r}")
         by_service = servers if isinstance(servers, Mapping) else {}
         everywhere = () if isinstance(servers, Mapping) else servers
@@ -34,18 +35,22 @@ class StaticDiscovery(Discovery):
         self._lock = threading.RLock()
         self._registered: dict[str, dict[str, Replica]] = {}
         for service, given in by_service.items():
+            checks.as_list(given, f"servers of {service!r}")
             for server in given:
                 self.register(service, parse_replica(server, service))
 
     def register(self, service: str, replica: Replica) -> None:
         """See `Discovery.register`."""
         ServiceName.parse(service)
+        checks.instance(replica, Replica, "register: replica")
         with self._lock:
             self._registered.setdefault(service, {})[replica.address] = replica
             self._update(service)
 
     def unregister(self, service: str, address: str) -> None:
         """See `Discovery.unregister`; servers that serve every service stay."""
+        ServiceName.parse(service)
+        checks.text(address, "unregister: address")
         with self._lock:
             self._registered.get(service, {}).pop(address, None)
             self._update(service)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megalith.errors import InputError
+from megalith.ops import checks
 from megalith.serving.discovery.contract import Discovery
 from megalith.serving.discovery.file import FileDiscovery
 from megalith.serving.discovery.static import StaticDiscovery
@@ -34,7 +35,7 @@ _SCHEMES: dict[str, Callable[..., Discovery]] = {
 
 
 def open_discovery(url: str, **options: Any) -> Discovery:
-    """Makes a discovery, which is not started yet.
+    """Make a discovery, which is not started yet.
 
     Args:
         url: "static:host:port,...", "file:path" or "zk://host:port,host:port/root".
@@ -46,7 +47,7 @@ def open_discovery(url: str, **options: Any) -> Discovery:
     Raises:
         InputError: The URL is malformed.
     """
-    scheme, colon, rest = url.partition(":")
+    scheme, colon, rest = checks.text(url, "discovery").partition(":")
     if not colon or scheme not in _SCHEMES:
         raise InputError(f"discovery {url!r} must start with one of {', '.join(f'{s}:' for s in _SCHEMES)}")
     return _SCHEMES[scheme](rest, **options)

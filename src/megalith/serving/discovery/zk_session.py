@@ -21,113 +21,29 @@ later has it; a task that fails does not keep the others from running.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from megalith.errors import DiscoveryError, InputError, MissingDependencyError, UsageError
+from megalith.errors import DiscoveryError, InputError, UsageError
 from megalith.serving.discovery.contract import call_back
+from megalith.serving.discovery.zk_tasks import (
+    HeldNode,
+    NodeReader,
+    NodeView,
+    SessionTask,
+    T,
+    ZooKeeperUnavailable,
+    kazoo,
+)
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 CLOSE_SECONDS = 1.0
 """How long `stop` waits for a connected server to close the session."""
 _RETRY_SECONDS = 0.5
-_READ_TRIES = 5
-
-
-def kazoo(module: str) -> Any:
-    """Imports a module of kazoo; raises MissingDependencyError if kazoo is not installed."""
-    try:
-        return importlib.import_module(f"kazoo.{module}")
-    except ImportError as error:
-        raise MissingDependencyError("ZooKeeper needs kazoo: pip install megalith[discovery]") from error
-
-
-class ZooKeeperUnavailable(DiscoveryError):
-    """ZooKeeper cannot be reached now; the thread retries."""
-
-
-class SessionTask:
-    """Work for the thread, repeated whenever it is marked due. name: the path of its node."""
-
-    def __init__(self, name: str, wake: threading.Event) -> None:
-        self.name = name
-        self._wake = wake
-        self.is_due = True
-        self.done = threading.Event()
-        self.problem: str | None = None
-
-    def mark_due(self, _: object = None) -> None:
-        """Runs the task again. A bound method, so that kazoo keeps one watch per node."""
-        self.is_due = True
-        self._wake.set()
-
-
-class HeldNode(SessionTask):
-    """An ephemeral node that this session keeps in ZooKeeper."""
-
-    def __init__(self, path: str, value: bytes, wake: threading.Event) -> None:
-        super().__init__(path, wake)
-        self.value = value
-        self.was_owned = False
-        """Whether we have owned the node; until then, the node of another session is replaced."""
-        self.written: tuple[int | None, int, bytes] | None = None
-        """Session, version and value of our last write."""
-
-
-class NodeView(SessionTask, Generic[T]):
-    """A value computed from nodes, and computed again whenever one of them changes."""
-
-    def __init__(
-        self,
-        name: str,
-        read: Callable[[NodeReader], T],
-        on_change: Callable[[T], object],
-        wake: threading.Event,
-    ) -> None:
-        super().__init__(name, wake)
-        self.read = read
-        self.on_change = on_change
-        self.value: T | None = None
-
-
-class NodeReader:
-    """Reads nodes for a view and sets a watch on each of them."""
-
-    def __init__(self, session: ZooKeeperSession, mark_due: Callable[[object], None]) -> None:
-        self._session = session
-        self._mark_due = mark_due
-        self._missing: type[Exception] = kazoo("exceptions").NoNodeError
-
-    def children(self, path: str) -> list[str]:
-        """Returns the sorted names of the children of a node; empty if the node does not exist."""
-        return sorted(self._answer(self._ask("get_children", path), "get_children", path) or ())
-
-    def data(self, paths: Iterable[str]) -> dict[str, bytes]:
-        """Returns the bytes of the nodes that exist. The requests are sent together."""
-        asked = {path: self._ask("get", path) for path in paths}
-        answers = {path: self._answer(answer, "get", path) for path, answer in asked.items()}
-        return {path: bytes(answer[0]) for path, answer in answers.items() if answer is not None}
-
-    def _ask(self, call: str, path: str) -> Any:
-        return self._session.send(call, path, watch=self._mark_due)
-
-    def _answer(self, asked: Any, call: str, path: str) -> Any:
-        for _ in range(_READ_TRIES):
-            try:
-                return self._session.result(asked, path)
-            except self._missing:
-                # Only `exists` can watch for the creation of a node.
-                if self._session.result(self._ask("exists", path), path) is None:
-                    return None
-                asked = self._ask(call, path)
-        raise ZooKeeperUnavailable(f"{path} is created and deleted repeatedly")
 
 
 class ZooKeeperSession:
@@ -177,7 +93,15 @@ class ZooKeeperSession:
     # ---- start and stop
 
     def start(self, timeout: float = 15.0) -> None:
-        """Connects; raises DiscoveryError after `timeout` seconds. 0 connects in the background."""
+        """Connect.
+
+        Args:
+            timeout: Seconds to wait for the connection; 0 connects in the background.
+
+        Raises:
+            DiscoveryError: ZooKeeper did not answer in time.
+            UsageError: The session was stopped.
+        """
         if self._stopping.is_set():
             raise UsageError(f"ZooKeeper {self.hosts}: a stopped session cannot restart: create a new one")
         if self._thread is not None:
@@ -190,7 +114,7 @@ class ZooKeeperSession:
             raise DiscoveryError(f"ZooKeeper {self.hosts} did not answer within {timeout:g} seconds")
 
     def stop(self) -> None:
-        """Ends the session, which deletes our nodes, if ZooKeeper is connected; does not block otherwise."""
+        """End the session, which deletes our nodes, if ZooKeeper is connected; does not block otherwise."""
         self._stopping.set()
         self._wake.set()
         was_connected = self.is_connected
@@ -214,9 +138,14 @@ class ZooKeeperSession:
     # ---- nodes of our own
 
     def hold(self, path: str, value: bytes) -> SessionTask:
-        """Keeps an ephemeral node with this value, also in later sessions, until `release` or `stop`.
+        """Keep an ephemeral node, also in later sessions, until `release` or `stop`; does not block.
 
-        Does not block; pass the result to `wait`.
+        Args:
+            path: The path of the node.
+            value: Its content; a second call replaces it.
+
+        Returns:
+            The task, for `wait`.
         """
         with self._lock:
             held = self._held.get(path)
@@ -229,7 +158,14 @@ class ZooKeeperSession:
         return held
 
     def release(self, path: str) -> SessionTask:
-        """Deletes a held node. Does not block; pass the result to `wait`."""
+        """Delete a held node; does not block.
+
+        Args:
+            path: The path of the node; one that is not held has no effect.
+
+        Returns:
+            The task, for `wait`.
+        """
         released = SessionTask(path, self._wake)
         with self._lock:
             if self._held.pop(path, None) is None:
@@ -240,9 +176,12 @@ class ZooKeeperSession:
         return released
 
     def wait(self, *tasks: SessionTask) -> None:
-        """Waits until nodes are written or deleted and views computed; does not wait without a connection.
+        """Wait until nodes are written or deleted and views computed; does not wait without a connection.
 
         Unfinished tasks run when ZooKeeper is available again.
+
+        Args:
+            tasks: The results of `hold`, `release` and `view`.
 
         Raises:
             DiscoveryError: ZooKeeper refuses to write a node, which is then no longer held.
@@ -265,7 +204,16 @@ class ZooKeeperSession:
     def view(
         self, name: str, read: Callable[[NodeReader], T], on_change: Callable[[T], object]
     ) -> NodeView[T]:
-        """Computes `read` now and after every change of a node it read; calls back with each new value."""
+        """Compute a value now and after every change of a node that it was computed from.
+
+        Args:
+            name: The path of its main node, for the log.
+            read: Computes the value from nodes; called by the thread.
+            on_change: Called with each new value; an exception it raises is logged.
+
+        Returns:
+            The view, for `wait` and `drop`.
+        """
         view = NodeView(name, read, on_change, self._wake)
         with self._lock:
             self._views.append(view)
@@ -273,7 +221,11 @@ class ZooKeeperSession:
         return view
 
     def drop(self, view: NodeView[Any]) -> None:
-        """Removes a view."""
+        """Remove a view; its function is not called again.
+
+        Args:
+            view: The result of `view`.
+        """
         with self._lock:
             if view in self._views:
                 self._views.remove(view)
@@ -281,21 +233,46 @@ class ZooKeeperSession:
     # ---- single requests
 
     def put(self, path: str, value: bytes) -> None:
-        """Creates a persistent node with its parents, or sets its value; raises DiscoveryError."""
+        """Create a persistent node with its parents, or set its value.
+
+        Args:
+            path: The path of the node.
+            value: Its content.
+
+        Raises:
+            DiscoveryError: ZooKeeper is unavailable or refuses.
+        """
         try:
             self._ask("create", path, value, makepath=True)
         except kazoo("exceptions").NodeExistsError:
             self._ask("set", path, value)
 
     def remove(self, path: str) -> None:
-        """Deletes a node if it exists; raises DiscoveryError."""
+        """Delete a node if it exists.
+
+        Args:
+            path: The path of the node.
+
+        Raises:
+            DiscoveryError: ZooKeeper is unavailable or refuses.
+        """
         try:
             self._ask("delete", path)
         except kazoo("exceptions").NoNodeError:
             return
 
     def get(self, path: str) -> bytes | None:
-        """Returns the bytes of a node, None if it does not exist; raises DiscoveryError."""
+        """Read a node.
+
+        Args:
+            path: The path of the node.
+
+        Returns:
+            Its content; None if it does not exist.
+
+        Raises:
+            DiscoveryError: ZooKeeper is unavailable or refuses.
+        """
         try:
             return bytes(self._ask("get", path)[0])
         except kazoo("exceptions").NoNodeError:
@@ -316,7 +293,18 @@ class ZooKeeperSession:
         return self.result(self.send(call, path, *args, **options), path)
 
     def send(self, call: str, path: str, *args: Any, **options: Any) -> Any:
-        """Sends a request, one of kazoo's calls; raises ZooKeeperUnavailable without a connection."""
+        """Send a request.
+
+        Args:
+            call: The name of a method of KazooClient, such as "create"; it gets all other arguments.
+            path: The path of the node.
+
+        Returns:
+            The request in progress, for `result`.
+
+        Raises:
+            ZooKeeperUnavailable: There is no connection.
+        """
         client = self._client
         if not client.connected:
             # kazoo would queue the request, and might execute it long after the caller got an error.
@@ -324,7 +312,18 @@ class ZooKeeperSession:
         return getattr(client, f"{call}_async")(path, *args, **options)
 
     def result(self, sent: Any, path: str) -> Any:
-        """Waits for an answer; raises ZooKeeperUnavailable if there is none, or what kazoo raises."""
+        """Wait for an answer.
+
+        Args:
+            sent: The request in progress that `send` returned.
+            path: The path of its node, for the error message.
+
+        Returns:
+            What the method of KazooClient returns.
+
+        Raises:
+            ZooKeeperUnavailable: There is no answer. Errors of the request itself are raised as kazoo's.
+        """
         errors = kazoo("exceptions")
         try:
             return sent.get(timeout=self._request_seconds)
@@ -362,7 +361,7 @@ class ZooKeeperSession:
                 logger.exception("ZooKeeper %s: unexpected error, retrying", self.hosts)
 
     def _check_connection(self) -> None:
-        """Raises ZooKeeperUnavailable without a connection; replaces one that has been lost for long."""
+        """Raise ZooKeeperUnavailable without a connection; replaces one that has been lost for long."""
         if self._client.connected:
             self._unavailable_since = None
             return
@@ -411,7 +410,7 @@ class ZooKeeperSession:
             raise ZooKeeperUnavailable(failed)
 
     def _write(self, held: HeldNode) -> None:
-        """Takes ownership of a node and sets its value."""
+        """Take ownership of a node and set its value."""
         errors = kazoo("exceptions")
         path, value = held.name, held.value
         try:
@@ -481,7 +480,7 @@ class ZooKeeperSession:
 
 
 def _close(client: Any) -> threading.Thread:
-    """Closes a client in the background: kazoo may wait seconds for its own threads."""
+    """Close a client in the background: kazoo may wait seconds for its own threads."""
 
     def close() -> None:
         try:
@@ -496,5 +495,5 @@ def _close(client: Any) -> threading.Thread:
 
 
 def _describe(error: BaseException) -> str:
-    """Names an exception; those of kazoo often have no text."""
+    """Name an exception; those of kazoo often have no text."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

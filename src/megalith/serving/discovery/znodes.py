@@ -25,12 +25,12 @@ class ZnodeRecord:
     """Base of data classes that are stored as a JSON object in a node."""
 
     def to_json(self) -> bytes:
-        """Returns the content of the node."""
+        """Return the content of the node."""
         return json.dumps(asdict(self)).encode()  # type: ignore[call-overload]
 
     @classmethod
     def from_json(cls, data: bytes, *, where: str = "record") -> Self:
-        """Reads a record from the content of a node.
+        """Read a record from the content of a node.
 
         Args:
             data: The content.

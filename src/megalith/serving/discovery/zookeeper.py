@@ -20,9 +20,11 @@ from functools import partial
 from typing import Any
 
 from megalith.errors import InputError
+from megalith.ops import checks
 from megalith.serving.discovery.addresses import is_wildcard
 from megalith.serving.discovery.contract import Discovery, Replica, Replicas, ServiceName, check_name
-from megalith.serving.discovery.zk_session import NodeReader, NodeView, SessionTask, ZooKeeperSession
+from megalith.serving.discovery.zk_session import ZooKeeperSession
+from megalith.serving.discovery.zk_tasks import NodeReader, NodeView, SessionTask
 from megalith.serving.discovery.znodes import Container, ContainerServiceInfo
 
 logger = logging.getLogger(__name__)
@@ -51,10 +53,11 @@ class ZooKeeperDiscovery(Discovery):
         self, hosts: str, root: str = "megalith", *, container_id: str | None = None, **options: Any
     ) -> None:
         super().__init__()
-        for part in root.split("/"):
+        checks.text(hosts, "ZooKeeper: hosts")
+        for part in checks.text(root, "root").split("/"):
             check_name(part, "root")
         self.root = root
-        self._name = check_name(container_id or uuid.uuid4().hex[:12], "container_id")
+        self._name = check_name(uuid.uuid4().hex[:12] if container_id is None else container_id, "container_id")
         self.session = ZooKeeperSession(hosts, **options)
         """The connection, which further readers of nodes may share."""
         self._lock = threading.RLock()
@@ -79,6 +82,7 @@ class ZooKeeperDiscovery(Discovery):
     def register(self, service: str, replica: Replica) -> None:
         """See `Discovery.register`; while ZooKeeper is unavailable the replica is kept and written later."""
         name = ServiceName.parse(service)
+        checks.instance(replica, Replica, "register: replica")
         info = ContainerServiceInfo(grpc=replica.address, idc=replica.idc)
         with self._lock:
             container = self._container_of(replica)
@@ -89,6 +93,7 @@ class ZooKeeperDiscovery(Discovery):
     def unregister(self, service: str, address: str) -> None:
         """See `Discovery.unregister`."""
         name = ServiceName.parse(service)
+        checks.text(address, "unregister: address")
         with self._lock:
             container = self._containers.get(address)
             if container is None:
@@ -111,7 +116,7 @@ class ZooKeeperDiscovery(Discovery):
         self._watch_bindings(model_name)
 
     def _bind(self, container: Container, services: Set[ServiceName]) -> list[SessionTask]:
-        """Replaces the bindings of a container; the caller holds the lock and waits for the tasks."""
+        """Replace the bindings of a container; the caller holds the lock and waits for the tasks."""
         before = self._bound_services.get(container, set())
         self._bound_services[container] = set(services)
         held = [self.session.hold(self._binding_path(container, name), b"") for name in sorted(services)]
@@ -172,7 +177,15 @@ class ZooKeeperDiscovery(Discovery):
 
 
 def read_service_info(data: bytes, path: str) -> ContainerServiceInfo | None:
-    """Reads the addresses of a container; a malformed record is logged and returned as None."""
+    """Read the addresses of a container; a malformed record is logged.
+
+    Args:
+        data: The content of its node.
+        path: The path of the node, for the log.
+
+    Returns:
+        The addresses; None if the record is malformed.
+    """
     try:
         return ContainerServiceInfo.from_json(data, where=path)
     except InputError as error:
@@ -181,7 +194,7 @@ def read_service_info(data: bytes, path: str) -> ContainerServiceInfo | None:
 
 
 def _name_or_none(idc: str | None) -> str | None:
-    """Returns a valid name of a data centre, or None, so that an invalid name does not hide the server."""
+    """Return a valid name of a data centre, or None, so that an invalid name does not hide the server."""
     try:
         return None if idc is None else check_name(idc, "idc")
     except InputError:
@@ -189,7 +202,18 @@ def _name_or_none(idc: str | None) -> str | None:
 
 
 def open_zookeeper(rest: str, **options: Any) -> ZooKeeperDiscovery:
-    """Makes a discovery from the part of a URL after "zk:", //host:port,host:port/root; raises InputError."""
+    """Make a discovery from a URL.
+
+    Args:
+        rest: The URL without "zk:", such as "//host:port,host:port/root".
+        options: Further arguments of `ZooKeeperDiscovery`.
+
+    Returns:
+        The discovery, which is not started yet.
+
+    Raises:
+        InputError: The URL or an option is malformed.
+    """
     hosts, _, root = rest.removeprefix("//").partition("/")
     if not rest.startswith("//") or not hosts:
         raise InputError(f"zk:{rest} must be zk://host:port,host:port/root")

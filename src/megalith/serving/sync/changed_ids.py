@@ -53,7 +53,7 @@ class IdSets:
         return sum(self._sizes.values())
 
     def add(self, ids: Mapping[str, Tensor]) -> None:
-        """Adds ids.
+        """Add ids.
 
         Args:
             ids: The ids of each table, int64 [n], without duplicates. The tensors must not be modified later.
@@ -71,11 +71,17 @@ class IdSets:
         return self._sizes[table] > 2 * self._compacted[table] + MIN_COMPACTION
 
     def needs_compaction(self) -> dict[str, tuple[Tensor, ...]]:
-        """Returns the tensors to compact, by table."""
+        """Return the tensors to compact, by table."""
         return {table: tuple(parts) for table, parts in self._parts.items() if self._has_doubled(table)}
 
     def replace(self, table: str, parts: tuple[Tensor, ...], ids: Tensor) -> None:
-        """Replaces tensors returned by `needs_compaction` by their distinct ids, if they are still held."""
+        """Replace tensors by their distinct ids, if they are still held.
+
+        Args:
+            table: The table of the ids.
+            parts: The tensors that `needs_compaction` returned for it.
+            ids: Their distinct ids, int64 [n].
+        """
         now = self._parts[table]
         if len(now) >= len(parts) and all(a is b for a, b in zip(now, parts, strict=False)):
             self._parts[table] = [ids, *now[len(parts) :]]
@@ -83,7 +89,11 @@ class IdSets:
             self._compacted[table] = ids.numel()
 
     def compact(self, keep: Keep | None = None) -> None:
-        """Removes duplicates, and the ids that `keep` does not select."""
+        """Remove duplicates, and the ids that `keep` does not select.
+
+        Args:
+            keep: Selects the ids that stay; None: all of them.
+        """
         for table in list(self._parts):
             self._compact(table, keep)
 
@@ -97,12 +107,12 @@ class IdSets:
         self._sizes[table] = self._compacted[table] = ids.numel()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the distinct ids of each table, int64 [n]; tables without ids are absent."""
+        """Return the distinct ids of each table, int64 [n]; tables without ids are absent."""
         self.compact()
         return {table: parts[0] for table, parts in self._parts.items() if parts[0].numel()}
 
     def take(self, budget: int, costs: Mapping[str, int]) -> dict[str, Tensor]:
-        """Removes and returns ids.
+        """Remove and return ids.
 
         Args:
             budget: The maximum total cost. One id is returned even if it costs more.
@@ -155,7 +165,11 @@ class Journal:
         return tuple(epoch.label for epoch in self._epochs)
 
     def begin_epoch(self, label: str) -> None:
-        """Starts an epoch. If the label exists, its epoch restarts here and loses its ids."""
+        """Start an epoch. If the label exists, its epoch restarts here and loses its ids.
+
+        Args:
+            label: The id of the save that the rows are equal to now.
+        """
         for number, epoch in enumerate(self._epochs):
             if epoch.label == label:
                 del self._epochs[number]
@@ -166,7 +180,7 @@ class Journal:
         del self._epochs[:-MAX_EPOCHS]
 
     def add(self, ids: Mapping[str, Tensor]) -> None:
-        """Adds changed ids to the current epoch; without an epoch they are ignored.
+        """Add changed ids to the current epoch; without an epoch they are ignored.
 
         Args:
             ids: The ids of each table, int64 [n], without duplicates.
@@ -186,7 +200,7 @@ class Journal:
         return len(self) / self._max_ids
 
     def needs_compaction(self) -> list[Uncompacted]:
-        """Returns the tensors to compact.
+        """Return the tensors to compact.
 
         Compaction takes long, so the owner leaves it to another thread: `dedup` of the tensors needs no lock,
         `IdSets.replace` with the result does.
@@ -198,7 +212,14 @@ class Journal:
         ]
 
     def since(self, label: str) -> dict[str, Tensor] | None:
-        """Returns the ids changed after a save, int64 [n] by table; None if the label is unknown."""
+        """Return the ids changed after a save.
+
+        Args:
+            label: The id of the save.
+
+        Returns:
+            The ids of each table, int64 [n]; None if the label is unknown.
+        """
         if label not in self.labels:
             return None
         found = IdSets()
@@ -207,7 +228,15 @@ class Journal:
         return found.tensors()
 
     def is_not_older(self, later: str, earlier: str) -> bool:
-        """Returns whether both labels are known and `later` is not older than `earlier`."""
+        """Return whether both labels are known and one is not older than the other.
+
+        Args:
+            later: The label that may be newer.
+            earlier: The label that may be older.
+
+        Returns:
+            True also for equal labels.
+        """
         labels = self.labels
         return earlier in labels and later in labels and labels.index(earlier) <= labels.index(later)
 
@@ -246,7 +275,12 @@ class Backlog:
         return len(self._now) + len(self._later)
 
     def begin(self, ids: Mapping[str, Tensor], interval: Interval) -> None:
-        """Sets the first ids, those up to an interval. They are taken before all others."""
+        """Set the first ids, which are taken before all others.
+
+        Args:
+            ids: The ids of each table, int64 [n], without duplicates.
+            interval: The last interval in which they changed.
+        """
         self._now.add(ids)
         self._now.compact(self._keep)
         self._interval_now = interval
@@ -254,7 +288,15 @@ class Backlog:
         self._max_rows += len(self._now)
 
     def add(self, ids: Mapping[str, Tensor], interval: Interval) -> bool:
-        """Adds the ids of an interval; returns False if they exceed `max_rows`."""
+        """Add the ids of an interval.
+
+        Args:
+            ids: The ids of each table, int64 [n], without duplicates.
+            interval: The interval in which they changed.
+
+        Returns:
+            False if there are now more than `max_rows` ids.
+        """
         self._later.add(ids)
         self._interval_later = interval
         if len(self) > self._max_rows:
@@ -267,7 +309,11 @@ class Backlog:
         return len(self) > 0 or self._completed is not self._interval_later
 
     def take(self, budget: int, costs: Mapping[str, int]) -> tuple[dict[str, Tensor], Interval | None]:
-        """Removes and returns ids; see `IdSets.take`.
+        """Remove and return ids.
+
+        Args:
+            budget: The maximum total cost. One id is returned even if it costs more.
+            costs: The cost of one id, by table.
 
         Returns:
             The ids of each table, int64 [n], and the interval that is complete with them, if one is.

@@ -82,7 +82,7 @@ class MessageHeader:
             raise InputError(f"{PUBLISHER} must be r/n with r below n, got {self.index}/{self.count}")
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Returns the gRPC metadata."""
+        """Return the gRPC metadata."""
         pairs = [(SESSION, self.session), (PUBLISHER, f"{self.index}/{self.count}")]
         if self.sequence:
             pairs.append((SEQUENCE, str(self.sequence)))
@@ -92,7 +92,7 @@ class MessageHeader:
 
     @classmethod
     def read(cls, metadata: Mapping[str, str]) -> MessageHeader | None:
-        """Reads a header from gRPC metadata.
+        """Read a header from gRPC metadata.
 
         Args:
             metadata: The metadata of a request.
@@ -130,13 +130,17 @@ class SequenceCounter:
         self.last = 0
 
     def next(self) -> int:
-        """Returns the number of the next message."""
+        """Return the number of the next message."""
         with self._lock:
             self.last += 1
             return self.last
 
     def skip(self, used: int) -> None:
-        """Continues after a number that is known to be used."""
+        """Continue after a number that is known to be used.
+
+        Args:
+            used: The number; a smaller one than the last has no effect.
+        """
         with self._lock:
             self.last = max(self.last, used)
 
@@ -171,7 +175,15 @@ class ModelLayout:
         return self.part != "entry"
 
     def keep(self, table: str, ids: Tensor) -> Tensor:
-        """Returns the ids of a table, int64 [n], that belong to this part."""
+        """Select the ids that belong to this part.
+
+        Args:
+            table: The table; none of its ids belong here if it is not served.
+            ids: The ids, int64 [n].
+
+        Returns:
+            Some of the ids in their order, int64 [k].
+        """
         if table not in self.tables or not self.takes_rows:
             return ids[:0]
         if not self.part.startswith("ps_"):
@@ -179,7 +191,7 @@ class ModelLayout:
         return ids[self.tables[table].router.owner(ids) == int(self.part.removeprefix("ps_"))]
 
     def to_json(self) -> bytes:
-        """Returns the wire format."""
+        """Return the wire format."""
         tables = {
             name: [
                 each.dim,
@@ -201,7 +213,17 @@ class ModelLayout:
 
     @classmethod
     def from_json(cls, data: bytes) -> ModelLayout:
-        """Reads the wire format; raises InputError if it is malformed."""
+        """Read the wire format.
+
+        Args:
+            data: The JSON object that `to_json` writes.
+
+        Returns:
+            The layout.
+
+        Raises:
+            InputError: The data are malformed.
+        """
         try:
             found = parse_json(data, max_bytes=MAX_LAYOUT)
             part = found["part"]
@@ -243,7 +265,7 @@ class Position:
     rows_id: str = ""
 
     def outputs(self) -> dict[str, Tensor | Strings]:
-        """Returns the outputs of a control signature."""
+        """Return the outputs of a control signature."""
         return {
             "session": string(self.session),
             "base": string(self.base),
@@ -255,7 +277,17 @@ class Position:
 
     @classmethod
     def read(cls, outputs: Mapping[str, Tensor | Strings]) -> Position:
-        """Reads outputs; raises InputError naming the output that is missing or malformed."""
+        """Read the outputs of a control signature.
+
+        Args:
+            outputs: The outputs by name.
+
+        Returns:
+            The position.
+
+        Raises:
+            InputError: An output is missing or malformed; the message names it.
+        """
         sequence = _read_int(outputs, "sequence")
         if not 0 <= sequence <= MAX_SEQUENCE:
             raise InputError(f"'sequence' must be 0 to {MAX_SEQUENCE}, got {sequence}")
@@ -270,12 +302,31 @@ class Position:
 
 
 def string(text: str) -> Strings:
-    """Returns a string as a tensor of shape [1]."""
+    """Encode a string.
+
+    Args:
+        text: The string.
+
+    Returns:
+        A tensor of strings, [1].
+    """
     return _string(text.encode())
 
 
 def read_string(tensors: Mapping[str, Tensor | Strings], name: str, longest: int = 4096) -> str:
-    """Reads the string of a tensor with one element; raises InputError if it is not one string."""
+    """Read a tensor that holds one string.
+
+    Args:
+        tensors: Tensors by name.
+        name: The name of the tensor.
+        longest: The number of bytes after which the string is cut.
+
+    Returns:
+        The string.
+
+    Raises:
+        InputError: The tensor is missing, is not one string, or is not UTF-8.
+    """
     try:
         return _read_bytes(tensors, name)[:longest].decode()
     except UnicodeDecodeError:

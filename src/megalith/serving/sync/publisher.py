@@ -179,7 +179,7 @@ class Publisher:
         return number
 
     def compact_journal(self) -> None:
-        """Removes duplicate ids from the journal in another thread, if it is nearly full.
+        """Remove duplicate ids from the journal in another thread, if it is nearly full.
 
         It waits until no send is in progress, if it can, to leave the CPU to the senders.
         """
@@ -206,7 +206,7 @@ class Publisher:
             self.lock.notify_all()
 
     def checkpoint_taken(self, save_id: str) -> None:
-        """Records that the model is equal to a save; servers at that save are sent later changes only.
+        """Record that the model is equal to a save; servers at that save are sent later changes only.
 
         Call this when the save is taken or begun, before the next training step.
 
@@ -223,7 +223,7 @@ class Publisher:
             self.journal.begin_epoch(save_id)
 
     def flush(self, timeout: float = 30.0) -> bool:
-        """Pushes everything and waits until all targets have acknowledged it.
+        """Push everything and wait until all targets have acknowledged it.
 
         Args:
             timeout: Seconds to wait.
@@ -237,7 +237,7 @@ class Publisher:
             return self.lock.wait_for(lambda: not self._lagging(number) and not self._unserved(), timeout)
 
     def close(self) -> None:
-        """Stops pushing; unsent changes are dropped. A second call does nothing."""
+        """Stop pushing; unsent changes are dropped. A second call does nothing."""
         with self.lock:
             if self._closed:
                 return
@@ -275,12 +275,12 @@ class Publisher:
     # ---- progress
 
     def report(self) -> list[TargetReport]:
-        """Returns the progress of each target."""
+        """Return the progress of each target."""
         with self.lock:
             return [replace(sender.report) for _, sender in sorted(self._senders.items())]
 
     def lagging(self) -> list[TargetReport]:
-        """Returns the targets that have not acknowledged everything published, and parts without a server."""
+        """Return the targets that have not acknowledged everything published, and parts without a server."""
         with self.lock:
             lagging = [replace(sender.report) for sender in self._lagging(self.interval.number)]
             error = "discovery lists no server of it"
@@ -298,7 +298,7 @@ class Publisher:
         ]
 
     def _unserved(self) -> list[str]:
-        """Returns the parts of the entry's rows that no known server has."""
+        """Return the parts of the entry's rows that no known server has."""
         return sorted(service for service in self._parts if not self._listed.get(service))
 
     # ---- targets
@@ -312,7 +312,7 @@ class Publisher:
             self._watch(f"{self.model_name}:{part}", self.model_name)
 
     def _ask_for_targets(self) -> None:
-        """Gets the servers of this rank's part, for Monolith and for backends without watches."""
+        """Get the servers of this rank's part, for Monolith and for backends without watches."""
         try:
             name, found = self._targets.get_sync_targets(f"ps_{self._options.index}")
             self._set_targets(name, {(check_address(address), name) for address in found})
@@ -338,7 +338,7 @@ class Publisher:
             watch.cancel()
 
     def _watch_parts(self, layout: ModelLayout) -> None:
-        """Watches the parts that hold the rows of an entry, once the layout of the entry is known."""
+        """Watch the parts that hold the rows of an entry, once the layout of the entry is known."""
         if layout.part != "entry" or not isinstance(self._targets, Discovery):
             return
         services = [f"{self.model_name}:ps_{number}" for number in range(layout.sub_graph_num)]
@@ -370,7 +370,7 @@ class Publisher:
             self.lock.notify_all()
 
     def _close_missing(self) -> None:
-        """Closes the senders of targets that discovery has not listed for long."""
+        """Close the senders of targets that discovery has not listed for long."""
         with self.lock:
             oldest = clock.monotonic() - MISSING_SECONDS
             for key in [key for key, since in self._missing_since.items() if since < oldest]:

@@ -82,12 +82,26 @@ class PushMessage:
 
 
 def is_raw(signature: str) -> bool:
-    """Returns whether a signature is raw_assign, with or without Monolith's prefix of a table set."""
+    """Return whether a signature is raw_assign, with or without Monolith's prefix of a table set.
+
+    Args:
+        signature: The name of the signature.
+
+    Returns:
+        True for "raw_assign" and "anything/raw_assign".
+    """
     return signature == RAW_ASSIGN or signature.endswith(f"/{RAW_ASSIGN}")
 
 
 def is_assign(signature: str) -> bool:
-    """Returns whether a signature writes rows."""
+    """Return whether a signature writes rows.
+
+    Args:
+        signature: The name of the signature.
+
+    Returns:
+        True for hashtable_assign and raw_assign.
+    """
     return signature == HASHTABLE_ASSIGN or is_raw(signature)
 
 
@@ -95,7 +109,7 @@ def is_assign(signature: str) -> bool:
 
 
 def inputs_of(push: PushMessage, signature: str, tables: Iterable[str]) -> dict[str, Tensor | list[Tensor]]:
-    """Converts a push to the inputs of a signature.
+    """Convert a push to the inputs of a signature.
 
     Args:
         push: The content.
@@ -126,14 +140,21 @@ def inputs_of(push: PushMessage, signature: str, tables: Iterable[str]) -> dict[
 
 
 def row_bytes(dims: Mapping[str, int]) -> dict[str, int]:
-    """Returns the bytes that one id and its row take in a message, by table."""
+    """Compute the bytes that one id and its row take in a message.
+
+    Args:
+        dims: The number of columns of each table.
+
+    Returns:
+        The number of bytes, by table.
+    """
     return {name: 8 + 4 * dim for name, dim in dims.items()}
 
 
 def pack_inputs(
     push: PushMessage, dense: Mapping[str, Tensor], signature: str, tables: Iterable[str], room: int
 ) -> list[dict[str, Tensor | list[Tensor]]]:
-    """Distributes a push and dense weights over messages.
+    """Distribute a push and dense weights over messages.
 
     Args:
         push: Rows and removed ids, which fit into one message.
@@ -157,7 +178,7 @@ def pack_inputs(
 
 
 def encode_request(model: str, signature: str, inputs: Inputs) -> bytes:
-    """Serialises a PredictRequest; each tensor is copied once.
+    """Serialise a PredictRequest; each tensor is copied once.
 
     Args:
         model: The name of the model on the server.
@@ -198,7 +219,14 @@ def _memory(tensor: Tensor) -> memoryview:
 
 
 def splits_of(sizes: Iterable[int]) -> Tensor:
-    """Returns the cumulative sums of sizes, starting with 0, int64 [n + 1]."""
+    """Compute the positions at which consecutive pieces begin and end.
+
+    Args:
+        sizes: The size of each of n pieces.
+
+    Returns:
+        The cumulative sums, starting with 0, int64 [n + 1].
+    """
     return torch.from_numpy(np.cumsum([0, *sizes], dtype=np.int64))
 
 
@@ -208,7 +236,7 @@ def splits_of(sizes: Iterable[int]) -> Tensor:
 def read_push(
     signature: str, inputs: ReceivedInputs, dims: Mapping[str, int], dense: Mapping[str, Sequence[int]]
 ) -> PushMessage:
-    """Validates the inputs of a signature.
+    """Validate the inputs of a signature.
 
     Args:
         signature: hashtable_assign or raw_assign.
@@ -242,7 +270,15 @@ def read_push(
 
 
 def result_of(push: PushMessage, signature: str) -> dict[str, Tensor]:
-    """Returns the outputs of an assign: the number of ids of each table, or [0] for raw_assign."""
+    """Make the outputs that answer an assign, as Monolith's servers do.
+
+    Args:
+        push: The message that was applied.
+        signature: hashtable_assign or raw_assign.
+
+    Returns:
+        The number of ids with a row as `{table}_result` int64 [1], or `result` [0] for raw_assign.
+    """
     if is_raw(signature):
         return {"result": torch.zeros(1, dtype=torch.int64)}
     return {f"{table}_result": torch.tensor([ids.numel()]) for table, (ids, _) in push.rows.items()}

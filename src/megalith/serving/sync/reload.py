@@ -36,12 +36,22 @@ class Reloaded:
 
 
 def latest_save(checkpoint: Path) -> str:
-    """Returns the id of the latest save of a checkpoint; raises CheckpointError if there is none."""
+    """Return the id of the latest save of a checkpoint.
+
+    Args:
+        checkpoint: The directory of the checkpoint or of the run.
+
+    Returns:
+        The id.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or it is damaged.
+    """
     return read_manifest(_store(checkpoint)).tip
 
 
 def read_newer(checkpoint: Path, servable: Servable) -> Reloaded:
-    """Reads what a checkpoint has in addition to the save a model was exported from.
+    """Read what a checkpoint has in addition to the save a model was exported from.
 
     Args:
         checkpoint: The directory of the checkpoint or of the run.
@@ -96,7 +106,7 @@ def _read_rows(store: Store, manifest: Manifest, servable: Servable) -> Overlay:
 
 
 def _entries(manifest: Manifest, dims: Mapping[str, int], where: str) -> dict[str, list[TableEntry]]:
-    """Returns the entries of each served table; raises CheckpointError if a table is missing or differs."""
+    """Return the entries of each served table; raises CheckpointError if a table is missing or differs."""
     found = {}
     all_entries = manifest.tables()
     for path, collection in manifest.collections.items():
@@ -114,7 +124,7 @@ def _entries(manifest: Manifest, dims: Mapping[str, int], where: str) -> dict[st
 
 
 def _own(servable: Servable, table: str, ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the ids and rows that belong to the served part."""
+    """Return the ids and rows that belong to the served part."""
     signature = servable.signature
     if signature.shard is None:
         return ids, rows

@@ -192,7 +192,7 @@ class Sender:
             self._pause(self._failures)
 
     def _describe(self, error: MegalithError) -> str:
-        """Returns the message of an error without the address, which the report has."""
+        """Return the message of an error without the address, which the report has."""
         return str(error).removeprefix(f"{self.report.address}: ")
 
     def _reset(self, reason: str) -> None:
@@ -209,7 +209,7 @@ class Sender:
         self._closed.wait(self._random.uniform(longest / 2, longest))
 
     def _push(self) -> None:
-        """Sends messages until the target needs a new handshake or the sender is closed."""
+        """Send messages until the target needs a new handshake or the sender is closed."""
         # Without sequence numbers nothing would keep two messages in order.
         window = 1 if self._options.monolith else headers.WINDOW
         in_flight: deque[tuple[_QueuedMessage, Call]] = deque()
@@ -232,7 +232,7 @@ class Sender:
         return self._connection.start_predict(message.data, timeout=self._options.timeout, metadata=metadata)
 
     def _await_answer(self, message: _QueuedMessage, call: Call, *, last: _QueuedMessage | None) -> Message:
-        """Returns the answer to a message, which is sent again until there is one.
+        """Return the answer to a message, which is sent again until there is one.
 
         last: The last message in flight after it, which arrives too early if this one is sent again.
         """
@@ -280,7 +280,7 @@ class Sender:
                 self._complete(message.interval)
 
     def _ask_again(self, interval: Interval) -> None:
-        """Queues an empty message: other ranks still replace rows, and nothing is visible until then."""
+        """Queue an empty message: other ranks still replace rows, and nothing is visible until then."""
         self._closed.wait(REPLACING_PAUSE)
         self._queue(self._options.signature, self._inputs(PushMessage()), 0, interval)
 
@@ -296,12 +296,12 @@ class Sender:
     # ---- building messages
 
     def _next(self, *, wait: bool) -> _QueuedMessage | None:
-        """Returns the next message; None if there is none yet, or the state is no longer PUSHING."""
+        """Return the next message; None if there is none yet, or the state is no longer PUSHING."""
         self._fill(wait=wait)
         return self._ready.popleft() if self._ready else None
 
     def _fill(self, *, wait: bool) -> None:
-        """Builds messages if the queue is empty and there is something to send."""
+        """Build messages if the queue is empty and there is something to send."""
         if self._ready:
             return
         with self._publisher.lock:
@@ -325,7 +325,7 @@ class Sender:
     def _build(
         self, ids: Mapping[str, Tensor], dense: Mapping[str, Tensor], interval: Interval | None
     ) -> None:
-        """Queues messages of rows and, if they complete an interval, of dense weights and of its end."""
+        """Queue messages of rows and, if they complete an interval, of dense weights and of its end."""
         push = self._publisher.source.read(ids)
         if self._options.monolith:
             push = push.with_zero_rows({name: table.dim for name, table in self._layout.tables.items()})
@@ -362,7 +362,7 @@ class Sender:
     # ---- handshake
 
     def _handshake(self) -> None:
-        """Asks for the position of the target, and decides what has to be sent."""
+        """Ask for the position of the target, and decide what has to be sent."""
         if self._options.monolith:
             self._begin_monolith()
             return
@@ -385,7 +385,7 @@ class Sender:
         self._replacing = not base
 
     def _knows(self, base: str) -> bool:
-        """Returns whether the changes since a save are known, and the target can begin there."""
+        """Return whether the changes since a save are known, and the target can begin there."""
         with self._publisher.lock:
             return base in self._publisher.journal.labels and base != self._refused_base
 
@@ -402,7 +402,7 @@ class Sender:
         self._refused_base = None
 
     def _begin_monolith(self) -> None:
-        """Sends all ids in the journal, because there are no positions."""
+        """Send all ids in the journal, because there are no positions."""
         tables = self._publisher.source.tables.items()
         layouts = {name: headers.TableLayout(table.dim, _ONE_SHARD) for name, table in tables}
         self._set_layout(ModelLayout(tables=layouts))

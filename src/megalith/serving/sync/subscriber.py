@@ -137,7 +137,7 @@ class Subscriber:
     # ---- messages
 
     def handle(self, signature: str, inputs: Tensors, metadata: Mapping[str, str]) -> Outputs:
-        """Handles one message.
+        """Handle one message.
 
         Args:
             signature: An assign or a control signature.
@@ -201,7 +201,7 @@ class Subscriber:
         self._advance(header)
 
     def _base_output(self) -> Outputs:
-        """Returns the base for an answer; "" while pushed rows are not visible yet."""
+        """Return the base for an answer; "" while pushed rows are not visible yet."""
         return {"base": string(self._base if self._stage is None else "")}
 
     def _count_push(self, push: PushMessage, dense: Mapping[str, Tensor]) -> None:
@@ -214,7 +214,7 @@ class Subscriber:
     # ---- order
 
     def _await_turn(self, header: MessageHeader) -> None:
-        """Waits, not for long, until the message before this one has been applied."""
+        """Wait, not for long, until the message before this one has been applied."""
         self._lock.wait_for(lambda: not self._is_early(header), EARLY_SECONDS)
 
     def _is_early(self, header: MessageHeader) -> bool:
@@ -222,7 +222,7 @@ class Subscriber:
         return header.session == self._session and last + 1 < header.sequence <= last + WINDOW
 
     def _follows(self, header: MessageHeader) -> bool:
-        """Returns whether to apply a message: False if it is repeated; raises SequenceError after a gap."""
+        """Return whether to apply a message: False if it is repeated; raises SequenceError after a gap."""
         last = self._positions.get(header.index)
         if header.session != self._session or header.count != self._count or last is None:
             raise SequenceError(
@@ -275,7 +275,7 @@ class Subscriber:
         return self._position(header)
 
     def _is_late(self, header: MessageHeader | None) -> bool:
-        """Returns whether later messages of its publisher have arrived: a late control must not undo them."""
+        """Return whether later messages of its publisher have arrived: a late control must not undo them."""
         if header is None or header.session != self._session or not header.sequence:
             return False
         late = header.sequence <= self._positions.get(header.index, 0)
@@ -283,7 +283,7 @@ class Subscriber:
         return late
 
     def _begin_on(self, base: str, header: MessageHeader) -> None:
-        """Returns to the rows of the base, unless all pushed rows belong to this session and base."""
+        """Return to the rows of the base, unless all pushed rows belong to this session and base."""
         staged = self._stage is not None and header.session == self._session
         if base == self._base and not staged:
             if (header.session, base) == (self._session, self._pushed_on):
@@ -296,7 +296,7 @@ class Subscriber:
         self._pushed_on = base
 
     def _follow(self, header: MessageHeader) -> None:
-        """Follows a session from its beginning."""
+        """Follow a session from its beginning."""
         self._session, self._count = header.session, header.count
         self._forget_positions()
 
@@ -335,7 +335,7 @@ class Subscriber:
         return self._base_output()
 
     def _reload(self, *, again: bool = False) -> None:
-        """Adopts the latest save of the checkpoint.
+        """Adopt the latest save of the checkpoint.
 
         Without a checkpoint, or if it cannot be read, nothing changes: the publisher sees the old base.
 
@@ -364,7 +364,7 @@ class Subscriber:
     # ---- versions
 
     def move_to(self, servable: Servable) -> None:
-        """Switches to another version, which inherits the pushed rows as long as messages keep coming.
+        """Switch to another version, which inherits the pushed rows as long as messages keep coming.
 
         Args:
             servable: The new version.
@@ -403,7 +403,7 @@ class Subscriber:
             self._leave()
 
     def _leave(self) -> None:
-        """Stops following and serves the rows of the version only."""
+        """Stop following and serve the rows of the version only."""
         self.servable.reset()
         self._rows_id = uuid.uuid4().hex
         self._stop_timer()
@@ -416,14 +416,14 @@ class Subscriber:
             self._timer = None
 
     def close(self) -> None:
-        """Stops the timer; the served model does not change."""
+        """Stop the timer; the served model does not change."""
         with self._lock:
             self._stop_timer()
 
     # ---- progress
 
     def staleness(self) -> float | None:
-        """Returns the seconds of training that have not arrived; None before the first complete interval."""
+        """Return the seconds of training that have not arrived; None before the first complete interval."""
         complete = self._complete  # without the lock, which a reload holds for a long time
         return None if complete is None else max(0.0, clock.time() - complete)
 
@@ -441,7 +441,7 @@ def _layout_of(servable: Servable) -> ModelLayout:
 
 
 def _continues(servable: Servable, before: Servable) -> bool:
-    """Returns whether rows pushed to one version are valid on top of another.
+    """Return whether rows pushed to one version are valid on top of another.
 
     They are not on an older version, and not if its layout differs: publishers would continue to send the ids
     of the old layout.
