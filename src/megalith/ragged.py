@@ -292,6 +292,8 @@ class Ragged:
 
     def __getitem__(self, index: int | slice) -> Any:
         """Return the values of a row (int) or the Ragged of some rows (slice; a view for step 1)."""
+        if self.row_splits.is_meta:
+            raise InputError("the rows of a Ragged on the meta device cannot be read")
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step != 1:

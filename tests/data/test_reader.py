@@ -107,7 +107,7 @@ def test_invalid_positions(position: object, message: str) -> None:
 
 
 def test_arguments_out_of_range() -> None:
-    with pytest.raises(InputError, match="batch_size must be at least 1, got 0"):
+    with pytest.raises(InputError, match="batch_size must be an integer of at least 1, got 0"):
         MemoryReader(samples(1), batch_size=0)
     with pytest.raises(InputError, match=r"rank must be 0 to 1, got 2"):
         MemoryReader(samples(1), batch_size=1).shard(2, 2)

@@ -33,6 +33,7 @@ from megalith.checkpoint.manifest import Manifest, full_name
 from megalith.checkpoint.saved_rows import latest_rows, read_manifest
 from megalith.errors import CheckpointError, InputError, MissingDependencyError, UnknownNameError
 from megalith.nn import EmbeddingCollection
+from megalith.ops import checks
 from megalith.storage.store import LocalStore, Store, open_store
 from megalith.table import Chunk
 
@@ -65,6 +66,9 @@ def export(
         UnknownNameError: The checkpoint has no such table.
         MissingDependencyError: Pyarrow is not installed.
     """
+    checks.flag(state, "export: state")
+    if tables is not None:
+        tables = [checks.text(name, "export: a table") for name in checks.as_list(tables, "export: tables")]
     source = open_store(path)
     manifest = read_manifest(source)
     entries = manifest.tables()

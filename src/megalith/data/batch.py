@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError
-from megalith.ops import take
+from megalith.ops import checks, take
 from megalith.ragged import Ragged
 
 Position = dict[str, Any]
@@ -47,7 +47,14 @@ class Batch:
         Args:
             device: The device.
             non_blocking: As in `torch.Tensor.to`.
+
+        Returns:
+            A batch whose tensors are on that device.
+
+        Raises:
+            InputError: The device is unknown.
         """
+        checks.flag(non_blocking, "batch: non_blocking")
         return self._moved(lambda x: x.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
@@ -60,7 +67,12 @@ class Batch:
         Args:
             start: First row.
             end: Row after the last one.
+
+        Returns:
+            A batch of views.
         """
+        checks.integer(start, "batch: start", least=0)
+        checks.integer(end, "batch: end", least=0)
         return self._moved(lambda x: x[start:end])
 
     def _moved(self, move: Any) -> Self:
@@ -120,12 +132,27 @@ class Samples:
             *(None if x is None else x[rows] for x in (self.dense, self.weights, self.times)),
         )
 
+    @property
+    def columns(self) -> list[str]:
+        """Names of the features, and of the other columns that are present."""
+        others = [name for name in ("dense", "weights", "times") if getattr(self, name) is not None]
+        return [*sorted(self.features), *others]
+
     def select(self, rows: Tensor) -> Samples:
         """Returns some rows.
 
         Args:
             rows: Indices of the rows in the order of the result, int64 [m].
+
+        Returns:
+            m rows.
+
+        Raises:
+            InputError: An index is out of range.
         """
+        rows = checks.with_data(checks.int64(rows, "samples: rows"), "samples: rows")
+        if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(self):
+            raise InputError(f"samples: rows must be from 0 to {len(self) - 1}")
         return Samples(
             {name: take(ragged, rows) for name, ragged in self.features.items()},
             self.labels[rows],
@@ -137,6 +164,9 @@ class Samples:
 
         Args:
             position: Position of the reader after the rows.
+
+        Returns:
+            The batch. Its time is that of the newest row.
         """
         time = None if self.times is None or len(self) == 0 else int(self.times.max())
         return Batch(self.features, self.labels, self.dense, self.weights, time, position)
@@ -147,9 +177,22 @@ class Samples:
 
         Args:
             parts: At least one; all with the same columns.
+
+        Returns:
+            The rows of all parts, in order; a single part itself.
+
+        Raises:
+            InputError: There is no part, or their columns differ.
         """
+        if not isinstance(parts, list | tuple) or not parts:
+            raise InputError(f"samples: concat takes a list of Samples, got {parts!r}")
+        for part in parts:
+            checks.instance(part, Samples, "samples: a part")
         if len(parts) == 1:
             return parts[0]
+        columns = [part.columns for part in parts]
+        if any(other != columns[0] for other in columns):
+            raise InputError(f"samples: the columns of the parts differ: {' / '.join(map(str, columns))}")
         first = parts[0]
         return cls(
             {name: Ragged.concat([part.features[name] for part in parts]) for name in first.features},

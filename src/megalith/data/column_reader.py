@@ -34,6 +34,7 @@ from megalith.data.files import Paths, data_root, list_files
 from megalith.data.reader import OnError, Reader, RowBlock
 from megalith.data.schema import IdSource, Schema
 from megalith.errors import InputError
+from megalith.ops import checks
 
 _ID_WORDS: Mapping[IdSource, str] = {"integer": "integers as they are", "xxhash64": "hashes of text"}
 
@@ -92,9 +93,10 @@ class ColumnReader(Reader):
         cls, path: str, schema: Mapping[str, Any], *, labelled: bool = True, **options: Any
     ) -> Self:
         """See `Reader.from_config`."""
+        checks.mapping(schema, "config: [data.schema]", '{"features": {"user": "user"}, "label": "clicked"}')
         if not schema.get("features"):
             raise InputError(f"config: [data.schema] must name the feature and label columns of {path}")
-        if labelled and not schema.get("label"):
+        if checks.flag(labelled, "reader: labelled") and not schema.get("label"):
             raise InputError(f"config: [data.schema] has no label: name the label column of {path}")
         return cls(path, Schema.from_dict({"label": None, **schema}), **options)
 
@@ -167,6 +169,8 @@ class ColumnReader(Reader):
         Raises:
             InputError: There is no row or no value to fit, or a file cannot be read.
         """
+        if rows is not None:
+            checks.integer(rows, "reader: rows")
         wanted = self.schema.unfitted
         if wanted is None:
             return self.schema

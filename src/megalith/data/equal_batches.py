@@ -30,6 +30,7 @@ from megalith.data.empty_batch import describe, make_empty_batch
 from megalith.distributed.absent_ranks import naming_absent_ranks, wait_for_all_ranks
 from megalith.distributed.ranks import has_process_group
 from megalith.errors import InputError, MegalithError, RankFailedError, UsageError
+from megalith.ops import checks
 from megalith.ragged import Ragged
 
 TIMEOUT = 600.0
@@ -85,10 +86,10 @@ class EqualBatchLoader(Iterable[Batch]):
     def __init__(
         self, loader: Iterable[Batch], group: dist.ProcessGroup | None = None, *, timeout: float = TIMEOUT
     ) -> None:
-        if timeout <= 0:
-            raise InputError(f"pad_to_equal_batches: timeout must be positive, got {timeout}")
+        if isinstance(loader, Tensor) or not (isinstance(loader, Iterable) or hasattr(loader, "__getitem__")):
+            raise InputError(f"pad_to_equal_batches: loader must be iterable, got {type(loader).__name__}")
         self.loader = loader
-        self.timeout = timeout
+        self.timeout = checks.seconds(timeout, "pad_to_equal_batches: timeout")
         self.sizes: list[int] = []
         self._group: dist.ProcessGroup | None = None
         self._epoch = 0

@@ -23,7 +23,7 @@ from torch import Tensor
 from megalith.data.batch import Samples
 from megalith.data.movielens_download import default_cache, fetch_movielens
 from megalith.errors import InputError
-from megalith.ops import hash_strings, take
+from megalith.ops import checks, hash_strings, take
 from megalith.ragged import Ragged
 
 LIKED = 4.0
@@ -64,9 +64,14 @@ class MovieLens:
             train: Fraction of the samples for training.
             valid: Fraction for validation; the rest is for testing.
 
+        Returns:
+            The three parts; they share the memory of the samples.
+
         Raises:
             InputError: A fraction is out of range.
         """
+        checks.number(train, "split: train")
+        checks.number(valid, "split: valid")
         if not (0 < train < 1 and 0 <= valid < 1 and train + valid <= 1):
             raise InputError(
                 f"split: fractions must be above 0 and at most 1 in total, got {train} and {valid}"
@@ -90,10 +95,13 @@ def load_movielens(cache_dir: str | os.PathLike[str] | None = None, *, history: 
         cache_dir: Directory of the download. None: the cache directory of the user.
         history: See `read_movielens`.
 
+    Returns:
+        The ratings with the attributes of users and movies.
+
     Raises:
         DataUnavailableError: The download failed.
     """
-    cache = default_cache() if cache_dir is None else Path(cache_dir)
+    cache = default_cache() if cache_dir is None else checks.path(cache_dir, "movielens: cache_dir")
     return read_movielens(fetch_movielens(cache), history=history)
 
 
@@ -105,12 +113,14 @@ def read_movielens(directory: str | os.PathLike[str], *, history: int = 0) -> Mo
         history: Maximum length of the feature `history`: the movies that the user rated in earlier seconds,
             oldest first. 0: no such feature.
 
+    Returns:
+        The ratings with the attributes of users and movies.
+
     Raises:
         InputError: A file is missing or a line is bad; the message names file, line and column.
     """
-    if history < 0:
-        raise InputError(f"movielens: history must be 0 or more, got {history}")
-    layout = _layout(Path(directory))
+    checks.integer(history, "movielens: history", least=0)
+    layout = _layout(checks.path(directory, "movielens: directory"))
     users = {row[0]: row for _, row in _rows(layout.users)}
     movies = {row[0]: row for _, row in _rows(layout.movies)}
     ratings = _ratings(layout.ratings, users, movies)

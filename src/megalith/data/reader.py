@@ -64,11 +64,9 @@ class Reader(IterableDataset[Batch], ABC):
         on_error: OnError = "raise",
         binary_labels: bool = False,
     ) -> None:
-        if not isinstance(batch_size, int) or batch_size < 1:
-            raise InputError(f"reader: batch_size must be at least 1, got {batch_size!r}")
+        self.batch_size = checks.integer(batch_size, "reader: batch_size")
         if not isinstance(on_error, str) or on_error not in ("raise", "skip"):
             raise InputError(f'reader: on_error must be "raise" or "skip", got {on_error!r}')
-        self.batch_size = batch_size
         self.drop_last = checks.flag(drop_last, "reader: drop_last")
         self.on_error = on_error
         self.binary_labels = checks.flag(binary_labels, "reader: binary_labels")
@@ -225,6 +223,9 @@ class MemoryReader(Reader):
         batch_size: Rows per batch.
         shuffle: Seed of a random order that differs per epoch. None keeps the order of the samples.
         drop_last: Whether to drop the last batch if it is not full.
+
+    Raises:
+        InputError: An argument has the wrong type or is out of range.
     """
 
     def __init__(
@@ -236,7 +237,9 @@ class MemoryReader(Reader):
         drop_last: bool = False,
     ) -> None:
         super().__init__(batch_size=batch_size, drop_last=drop_last)
-        self.samples = samples
+        self.samples = checks.instance(samples, Samples, "reader: samples")
+        if shuffle is not None and (isinstance(shuffle, bool) or not isinstance(shuffle, int)):
+            raise InputError(f"reader: shuffle must be an integer, the seed, or None, got {shuffle!r}")
         self.shuffle = shuffle
         self._epoch = 0
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megalith.errors import InputError, UsageError
+from megalith.ops import checks
 from megalith.ops.ids import NUM_SLOTS
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -56,9 +57,8 @@ class FeatureColumn:
             raise InputError(f"schema: hash of column {self.column!r} must be True, False or None")
         if self.separator is not None and (not isinstance(self.separator, str) or not self.separator):
             raise InputError(f"schema: separator of column {self.column!r} must be non-empty text")
-        if self.ids is not None and self.ids not in get_args(IdSource):
-            known = ", ".join(get_args(IdSource))
-            raise InputError(f"schema: ids of column {self.column!r} must be one of {known}")
+        if self.ids is not None:
+            checks.one_of(self.ids, get_args(IdSource), f"schema: ids of column {self.column!r}")
         if self.ids is not None and self.hash is not None and (self.ids == "xxhash64") != self.hash:
             raise InputError(
                 f"schema: ids of column {self.column!r} are {self.ids}, which contradicts hash={self.hash}"
@@ -88,14 +88,10 @@ class DenseColumn:
 
     def __post_init__(self) -> None:
         _name("dense", self.column)
-        if self.nan not in get_args(NanRule):
-            known = ", ".join(get_args(NanRule))
-            raise InputError(f"schema: nan of column {self.column!r} must be one of {known}")
+        checks.one_of(self.nan, get_args(NanRule), f"schema: nan of column {self.column!r}")
         if not isinstance(self.indicator, bool):
             raise InputError(f"schema: indicator of column {self.column!r} must be True or False")
-        if not isinstance(self.normalise, str) or self.normalise not in get_args(Normalise):
-            known = ", ".join(get_args(Normalise))
-            raise InputError(f"schema: normalise of column {self.column!r} must be one of {known}")
+        checks.one_of(self.normalise, get_args(Normalise), f"schema: normalise of column {self.column!r}")
         if (self.mean is None) != (self.std is None):
             raise InputError(f"schema: column {self.column!r} needs both mean and std, or neither")
         if self.mean is not None and self.std is not None:
@@ -168,8 +164,12 @@ class Schema:
         """Returns the schema with the recorded source of the ids of features.
 
         Args:
-            sources: Feature name -> source.
+            sources: Feature name -> source. A feature that is not listed keeps its source.
+
+        Returns:
+            A new schema.
         """
+        checks.mapping(sources, "schema: sources", '{"user": "integer"}')
         features = {
             name: replace(column, ids=sources.get(name, column.ids))
             for name, column in self.feature_columns.items()
@@ -190,6 +190,7 @@ class Schema:
         Raises:
             UsageError: A "standard" column is not fitted.
         """
+        _check_raw(raw, len(self.dense_columns))
         out = np.empty((len(raw), self.num_dense), np.float32)
         at = 0
         for i, column in enumerate(self.dense_columns):
@@ -222,11 +223,17 @@ class Schema:
         Args:
             raw: Dense values, float64 [n, k]; NaN is a missing value. Or parts of them, one after another.
 
+        Returns:
+            A new schema in which every column is fitted.
+
         Raises:
             InputError: A column has no value.
         """
         moments = [_Moments() for _ in self.dense_columns]
+        if isinstance(raw, Tensor) or not isinstance(raw, Iterable):
+            raise InputError(f"schema: dense values must be an array [n, k], got {type(raw).__name__}")
         for part in [raw] if isinstance(raw, np.ndarray) else raw:
+            _check_raw(part, len(moments))
             for i, column in enumerate(self.dense_columns):
                 if not column.is_fitted:
                     moments[i].add(part[:, i])
@@ -247,7 +254,17 @@ class Schema:
 
         Args:
             fitted: A schema of the columns of `unfitted`, in their order, with all values.
+
+        Returns:
+            A new schema in which every column is fitted.
+
+        Raises:
+            InputError: The other schema has other columns.
         """
+        checks.instance(fitted, Schema, "schema: fitted")
+        wanted = [column.column for column in self.dense_columns if not column.is_fitted]
+        if wanted != [column.column for column in fitted.dense_columns][: len(wanted)]:
+            raise InputError(f"schema: the fitted schema must have the columns {', '.join(wanted)}")
         found = iter(fitted.dense_columns)
         dense = [column if column.is_fitted else next(found) for column in self.dense_columns]
         return replace(self, dense=dense)
@@ -270,6 +287,9 @@ class Schema:
 
         Args:
             data: That form; columns may also be plain names.
+
+        Returns:
+            The schema.
 
         Raises:
             InputError: The data does not have this form.
@@ -314,6 +334,12 @@ class _Moments:
             squares += self.squares + difference * difference * (self.count * len(values) / total)
         self.count, self.mean, self.squares = total, mean, squares
         self._range = min(self._range[0], float(values.min())), max(self._range[1], float(values.max()))
+
+
+def _check_raw(raw: Any, width: int) -> None:
+    if not isinstance(raw, np.ndarray) or raw.ndim != 2 or raw.shape[1] != width or raw.dtype.kind != "f":
+        got = f"{raw.dtype} {list(raw.shape)}" if isinstance(raw, np.ndarray) else type(raw).__name__
+        raise InputError(f"schema: dense values must be a float64 array [n, {width}], got {got}")
 
 
 def _name(what: str, name: Any) -> None:

@@ -200,7 +200,14 @@ class SyntheticReader(Reader):
 
         Args:
             index: Index of the batch in the stream of all ranks.
+
+        Returns:
+            The batch; its position is that of this shard after it.
+
+        Raises:
+            InputError: The index is not an integer of 0 or more.
         """
+        checks.integer(index, "synthetic data: index", least=0)
         columns = {feature.name: self._ids(feature, index) for feature in self.features}
         dense = None
         if self.num_dense:

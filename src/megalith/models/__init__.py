@@ -39,9 +39,12 @@ def build_model(name: str, embeddings: EmbeddingConfig, **options: Any) -> Model
         embeddings: The features and tables.
         options: The options of the class of the model.
 
+    Returns:
+        The model, with new weights.
+
     Raises:
         UnknownNameError: For an unknown name; it lists the known ones.
     """
-    if name not in MODELS:
+    if not isinstance(name, str) or name not in MODELS:
         raise UnknownNameError(f"unknown model {name!r} (known: {', '.join(map(repr, MODELS))})")
     return MODELS[name](embeddings, **options)

@@ -7,14 +7,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from megalith.errors import InputError
 from megalith.models.embedding_config import EmbeddingConfig
-from megalith.models.model import Model, join, mlp
+from megalith.models.model import Model, join, mlp, widths
 from megalith.nn import Layout, Slice
+from megalith.ops import checks
 
 
 class Cross(nn.Module):
-    """x -> x0 * (U V x + b) + x with a low-rank U V, which raises the degree of input products by one."""
+    """x -> x0 * (U V x + b) + x with a low-rank U V, which raises the degree of input products by one.
+
+    Args:
+        width: The number of inputs.
+        rank: The rank of U V.
+    """
 
     def __init__(self, width: int, rank: int) -> None:
         super().__init__()
@@ -27,6 +32,9 @@ class Cross(nn.Module):
         Args:
             first: The inputs x0, [B, width].
             x: The output of the previous layer, [B, width].
+
+        Returns:
+            float [B, width].
         """
         out: Tensor = first * self.up(self.down(x)) + x
         return out
@@ -55,14 +63,16 @@ class DCNv2(Model):
         dropout: float = 0.0,
     ) -> None:
         super().__init__(num_dense=num_dense)
-        if num_cross < 1 or rank < 1:
-            raise InputError(f"DCNv2: num_cross and rank must be at least 1, got {num_cross} and {rank}")
+        checks.instance(embeddings, EmbeddingConfig, f"{type(self).__name__}: embeddings")
+        checks.integer(num_cross, "DCNv2: num_cross")
+        checks.integer(rank, "DCNv2: rank")
+        layers = widths(hidden, "DCNv2: hidden")
         names, dim = list(embeddings.combiners), embeddings.dim
         self.embeddings = embeddings.collection([Layout("rows", [Slice(name, 0, dim) for name in names])])
         width = len(names) * dim + num_dense
         self.cross = nn.ModuleList(Cross(width, rank) for _ in range(num_cross))
-        self.deep = mlp([width, *hidden], dropout=dropout, last=False)
-        self.last = nn.Linear(width + ([width, *hidden][-1]), 1)
+        self.deep = mlp([width, *layers], dropout=dropout, last=False)
+        self.last = nn.Linear(width + ([width, *layers][-1]), 1)
 
     def score(self, rows: dict[str, Tensor], dense: Tensor | None) -> Tensor:
         """See `Model.score`; rows: rows [B, features * dim]."""

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from megalith.models.embedding_config import EmbeddingConfig
-from megalith.models.model import Model, join, mlp
+from megalith.models.model import Model, join, mlp, widths
 from megalith.nn import Layout, Slice
+from megalith.ops import checks
 from megalith.table import Optimizer, Segment, Zeros
 
 
@@ -36,8 +37,10 @@ class DeepFM(Model):
         weight_optimizer: Optimizer | None = None,
     ) -> None:
         super().__init__(num_dense=num_dense)
+        checks.instance(embeddings, EmbeddingConfig, f"{type(self).__name__}: embeddings")
         names, dim = list(embeddings.combiners), embeddings.dim
-        weight = Segment(1, optimizer=weight_optimizer or embeddings.optimizer, initializer=Zeros())
+        optimizer = embeddings.optimizer if weight_optimizer is None else weight_optimizer
+        weight = Segment(1, optimizer=optimizer, initializer=Zeros())
         self.embeddings = embeddings.collection(
             [
                 Layout("bias", [Slice(name, 0, 1) for name in names], kind="add"),
@@ -45,7 +48,7 @@ class DeepFM(Model):
             ],
             segments=[weight, embeddings.segment()],
         )
-        self.deep = mlp([len(names) * dim + num_dense, *hidden, 1], dropout=dropout)
+        self.deep = mlp([len(names) * dim + num_dense, *widths(hidden, "DeepFM: hidden"), 1], dropout=dropout)
         self.linear = nn.Linear(num_dense, 1, bias=False) if num_dense else None
 
     def score(self, rows: dict[str, Tensor], dense: Tensor | None) -> Tensor:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from megalith.errors import InputError, UnknownNameError
 from megalith.models.embedding_config import EmbeddingConfig
-from megalith.models.model import Model, join, mlp
+from megalith.models.model import Model, join, mlp, widths
 from megalith.nn import Feature, FirstN, Layout, Slice
+from megalith.ops import checks
 
 
 class DIN(Model):
@@ -51,8 +52,10 @@ class DIN(Model):
         dropout: float = 0.0,
     ) -> None:
         super().__init__(num_dense=num_dense)
+        checks.instance(embeddings, EmbeddingConfig, f"{type(self).__name__}: embeddings")
         names, dim = list(embeddings.combiners), embeddings.dim
-        if target not in names:
+        checks.text(history, "DIN: history")
+        if not isinstance(target, str) or target not in names:
             known = ", ".join(map(repr, names))
             raise UnknownNameError(f"DIN: target {target!r} is not a feature (known: {known})")
         if history in names:
@@ -67,8 +70,8 @@ class DIN(Model):
             ],
             more=[past],
         )
-        self.attention = mlp([4 * dim, *attention, 1])
-        self.deep = mlp([(len(names) + 1) * dim + num_dense, *hidden, 1], dropout=dropout)
+        self.attention = mlp([4 * dim, *widths(attention, "DIN: attention"), 1])
+        self.deep = mlp([(len(names) + 1) * dim + num_dense, *widths(hidden, "DIN: hidden"), 1], dropout=dropout)
 
     def score(self, rows: dict[str, Tensor], dense: Tensor | None) -> Tensor:
         """See `Model.score`.

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from megalith.models.embedding_config import EmbeddingConfig
-from megalith.models.model import Model, mlp
+from megalith.models.model import Model, mlp, widths
 from megalith.nn import Layout, Slice
+from megalith.ops import checks
 
 
 class DLRM(Model):
@@ -35,14 +36,16 @@ class DLRM(Model):
         dropout: float = 0.0,
     ) -> None:
         super().__init__(num_dense=num_dense)
+        checks.instance(embeddings, EmbeddingConfig, f"{type(self).__name__}: embeddings")
         names, dim = list(embeddings.combiners), embeddings.dim
         self.embeddings = embeddings.collection(
             [Layout("rows", [Slice(name, 0, dim) for name in names], kind="stack")]
         )
-        self.bottom = mlp([num_dense, *bottom, dim], dropout=dropout, last=False) if num_dense else None
+        below = [num_dense, *widths(bottom, "DLRM: bottom"), dim]
+        self.bottom = mlp(below, dropout=dropout, last=False) if num_dense else None
         self.vector = nn.Parameter(torch.randn(dim) / dim**0.5) if not num_dense else None
         count = len(names) + 1
-        self.top = mlp([dim + count * (count - 1) // 2, *top, 1], dropout=dropout)
+        self.top = mlp([dim + count * (count - 1) // 2, *widths(top, "DLRM: top"), 1], dropout=dropout)
 
     def score(self, rows: dict[str, Tensor], dense: Tensor | None) -> Tensor:
         """See `Model.score`; rows: rows [B, features, dim]."""

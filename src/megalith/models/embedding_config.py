@@ -15,6 +15,7 @@ from difflib import get_close_matches
 
 from megalith.errors import InputError, UnknownNameError
 from megalith.nn import Combiner, EmbeddingCollection, Feature, FirstN, Layout, Mean
+from megalith.ops import checks
 from megalith.shards import Shards
 from megalith.table import Adagrad, Initializer, Optimizer, Segment, TableConfig, Uniform
 
@@ -55,7 +56,8 @@ class EmbeddingConfig:
     that is not listed is not checked."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.features, str) or not self.features:
+        listed = isinstance(self.features, list | tuple | Mapping)
+        if not listed or not self.features or not all(isinstance(name, str) for name in self.features):
             raise InputError(f"EmbeddingConfig: features must be a list of names, got {self.features!r}")
         if len(self.combiners) < len(self.features):
             raise InputError(f"EmbeddingConfig: names of features must differ, got {self.features!r}")
@@ -64,6 +66,8 @@ class EmbeddingConfig:
                 raise InputError(
                     f"feature {name!r}: combiner must be Sum(), Mean() or Sqrtn(), got {combiner!r}"
                 )
+        if not isinstance(self.tables, Mapping) or not all(isinstance(x, str) for x in self.tables.values()):
+            raise InputError(f"EmbeddingConfig: tables must map features to tables, got {self.tables!r}")
         for name in self.tables:
             if name not in self.combiners:
                 known = ", ".join(map(repr, self.combiners))
@@ -96,8 +100,11 @@ class EmbeddingConfig:
 
         Args:
             feature: The name of the feature.
+
+        Returns:
+            That of `tables`, or the name of the feature itself.
         """
-        return self.tables.get(feature, feature)
+        return self.tables.get(checks.text(feature, "EmbeddingConfig: feature"), feature)
 
     def segment(self) -> Segment:
         """Returns the segment of the embedding."""
@@ -117,12 +124,17 @@ class EmbeddingConfig:
             segments: The segments of a row; None: the embedding alone.
             more: Features in addition to those of the config.
 
+        Returns:
+            A collection with one table for each table name of the features.
+
         Raises:
             UnknownNameError: If the shards do not have a table.
             InputError: If a table of the shards has other segments, or features of one table have ids from
                 different sources.
         """
         features = [Feature(name, self.table(name), combiner) for name, combiner in self.combiners.items()]
+        if not isinstance(more, list | tuple) or not all(isinstance(each, Feature) for each in more):
+            raise InputError(f"EmbeddingConfig: more must be a list of Features, got {more!r}")
         features += more
         self._check_id_sources(features)
         row = [self.segment()] if segments is None else segments

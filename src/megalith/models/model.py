@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from megalith.errors import InputError
 from megalith.nn import EmbeddingCollection
 from megalith.nn.batch_preparer import column_of, real_places
+from megalith.ops import checks
 from megalith.ragged import Ragged
 
 
@@ -51,6 +52,9 @@ class Model(nn.Module):
             dense: float [B, num_dense]; a model without dense values ignores it.
             time: Seconds; the last-update time of the rows that this forward trains.
 
+        Returns:
+            The logits; their sigmoid is the predicted probability.
+
         Raises:
             InputError: If dense is missing or has another shape.
         """
@@ -63,6 +67,9 @@ class Model(nn.Module):
         Args:
             features: As for EmbeddingCollection.
             time: As for `forward`.
+
+        Returns:
+            The outputs of the collection, and the masks, by name.
         """
         rows: dict[str, Tensor] = self.embeddings(features, time=time)
         if self.masks:
@@ -78,6 +85,9 @@ class Model(nn.Module):
         Args:
             rows: The result of `embed`.
             dense: float [B, num_dense], or None for a model without dense values.
+
+        Returns:
+            The logits.
         """
         raise NotImplementedError
 
@@ -105,9 +115,9 @@ class Model(nn.Module):
         first: Tensor | list[Tensor] = next(iter(rows.values()))  # a layout of kind "none" gives a list
         size = (first[0] if isinstance(first, list) else first).shape[0]
         shape = (size, self.num_dense)
-        if dense is None or tuple(dense.shape) != shape:
-            got = "none" if dense is None else list(dense.shape)
-            raise InputError(f"{type(self).__name__}: dense must be {list(shape)}, got {got}")
+        if not isinstance(dense, Tensor) or tuple(dense.shape) != shape or not dense.is_floating_point():
+            got = f"{dense.dtype} {list(dense.shape)}" if isinstance(dense, Tensor) else repr(dense)[:100]
+            raise InputError(f"{type(self).__name__}: dense must be floats {list(shape)}, got {got}")
         return dense
 
 
@@ -133,7 +143,18 @@ def forward_batch(model: nn.Module, batch: BatchLike) -> Tensor:
     Args:
         model: The model. It may be wrapped, e.g. by DDP.
         batch: A `megalith.data.Batch`, or an object with `features`, `dense` and `time`.
+
+    Returns:
+        The logits, float [B].
+
+    Raises:
+        InputError: The batch is of another kind, or it does not match the model.
     """
+    checks.instance(model, nn.Module, "forward_batch: model")
+    if not all(hasattr(batch, name) for name in ("features", "dense", "time")):
+        raise InputError(
+            f"forward_batch: batch must have features, dense and time, as a Batch has; got {type(batch).__name__}"
+        )
     logits: Tensor = model(batch.features, dense=batch.dense, time=batch.time)
     return logits
 
@@ -145,7 +166,16 @@ def mlp(sizes: Sequence[int], *, dropout: float = 0.0, last: bool = True) -> nn.
         sizes: The widths, input and output included.
         dropout: The dropout probability.
         last: Whether the last layer is plain; False adds ReLU and dropout after it too.
+
+    Returns:
+        The layers, from [B, sizes[0]] to [B, sizes[-1]].
+
+    Raises:
+        InputError: A width is not a positive integer, or the probability is out of range.
     """
+    checks.sizes(sizes, "widths of layers")
+    if not 0 <= checks.number(dropout, "dropout") < 1:
+        raise InputError(f"dropout must be from 0 to below 1, got {dropout}")
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(sizes):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
@@ -156,6 +186,30 @@ def mlp(sizes: Sequence[int], *, dropout: float = 0.0, last: bool = True) -> nn.
     return nn.Sequential(*layers)
 
 
+def widths(hidden: Any, name: str) -> list[int]:
+    """Checks the widths of hidden layers.
+
+    Args:
+        hidden: The widths, possibly none.
+        name: The argument, for the error message.
+
+    Returns:
+        The widths.
+
+    Raises:
+        InputError: It is not a list of positive integers.
+    """
+    return checks.sizes(hidden, name)
+
+
 def join(rows: Tensor, dense: Tensor | None) -> Tensor:
-    """Returns rows [B, w] and dense values [B, k], if any, concatenated: [B, w + k]."""
+    """Concatenates rows and dense values.
+
+    Args:
+        rows: float [B, w].
+        dense: float [B, k]; None: there are no dense values.
+
+    Returns:
+        float [B, w + k].
+    """
     return rows if dense is None else torch.cat([rows, dense], 1)

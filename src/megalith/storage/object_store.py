@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError, MegalithError, MissingDependencyError, StoreError
+from megalith.ops import checks
 from megalith.storage.store import LocalStore, Store, StoredFile, checksum, for_each, view_of
 from megalith.storage.strict_json import ErrorFactory, as_utc
 
@@ -88,7 +89,7 @@ class ObjectStore(Store):
             raise MissingDependencyError(
                 f"{url}: object stores need obstore: pip install 'megalith[remote]'"
             ) from None
-        self.where = self.address = url.rstrip("/")
+        self.where = self.address = checks.text(url, "object store: url").rstrip("/")
         self._obstore: Any = obstore
         self._prefix = ""
         if not url.startswith(("memory:", "file:")):
@@ -101,7 +102,10 @@ class ObjectStore(Store):
 
     def write(self, name: str, parts: Sequence[Any]) -> StoredFile:
         """See `Store.write`."""
-        data = b"".join(memoryview(part).cast("B") for part in parts)
+        try:
+            data = b"".join(memoryview(part).cast("B") for part in parts)
+        except TypeError:
+            raise InputError(f"{self.where}/{name}: parts must be a list of bytes-like objects") from None
         with self._request(f"writing {name}"):
             self._obstore.put(self._store, self._key(name), data)
         return StoredFile(path=name, bytes=len(data), checksum=checksum(zlib.crc32(data)))
@@ -118,7 +122,8 @@ class ObjectStore(Store):
 
     def read(self, name: str, size: int, start: int = 0) -> Tensor:
         """See `Store.read`."""
-        if not size:
+        checks.integer(start, "read: start", least=0)
+        if not checks.integer(size, "read: size", least=0):
             return torch.empty(0, dtype=torch.uint8)
         with self._request(f"reading {name}"):
             found = self._obstore.get_range(self._store, self._key(name), start=start, length=size)
@@ -218,6 +223,8 @@ class ObjectStore(Store):
         Raises:
             StoreError: The request failed or ended early; see `request_error`.
         """
+        checks.instance(sink, Callable, "get: sink")  # type: ignore[type-abstract]
+        _check_etag(etag)
         async with self._limited("get", key, timeout):
             options = {} if etag is None else {"if_match": etag}
             answer = await self._obstore.get_async(self._store, self._key(key), options=options)
@@ -252,6 +259,9 @@ class ObjectStore(Store):
         Raises:
             StoreError: The request failed; see `request_error`.
         """
+        checks.integer(start, "get_range: start", least=0)
+        checks.integer(length, "get_range: length")
+        _check_etag(etag)
         async with self._limited("get", key, timeout):
             options: dict[str, Any] = {"range": (start, start + length)}
             if etag is not None:
@@ -278,6 +288,9 @@ class ObjectStore(Store):
         Raises:
             StoreError: The request failed; see `request_error`.
         """
+        if not isinstance(data, bytes) and not (isinstance(data, Path) and data.is_file()):
+            raise InputError(f"put of {key!r}: data must be bytes or the path of a file, got {data!r:.100}")
+        checks.flag(create, "put: create")
         small = isinstance(data, bytes) or data.stat().st_size <= UPLOAD_PART_BYTES
         async with self._limited("put", key, timeout):
             if create and not small:
@@ -323,6 +336,8 @@ class ObjectStore(Store):
     @asynccontextmanager
     async def _limited(self, verb: str, key: str, timeout: float) -> AsyncIterator[None]:
         """Limit the time of a request and convert obstore's errors."""
+        checks.seconds(timeout, f"{verb}: timeout")
+        self._key(key)
         known = self._obstore.exceptions
         where = f"{verb} of {key!r} in {self.where}"
         try:
@@ -349,6 +364,7 @@ class ObjectStore(Store):
         return ObjectInfo(key, int(meta["size"]), meta["e_tag"], as_utc(meta["last_modified"]))
 
     def _key(self, name: str) -> str:
+        checks.text(name, "object store: name")
         return f"{self._prefix}/{name}" if self._prefix else name
 
     @contextmanager
@@ -356,12 +372,17 @@ class ObjectStore(Store):
         """Convert obstore's errors to StoreError; a missing object remains a FileNotFoundError."""
         try:
             yield
-        except StoreError:
+        except MegalithError:
             raise
         except FileNotFoundError:
             raise FileNotFoundError(errno.ENOENT, "the object does not exist", self.where) from None
         except Exception as error:  # obstore's own error types
             raise StoreError(f"{self.where}: {action} failed: {_first_line(error)}") from None
+
+
+def _check_etag(etag: Any) -> None:
+    if etag is not None:
+        checks.text(etag, "etag")
 
 
 def _client_options() -> dict[str, Any]:

@@ -16,6 +16,7 @@ from megalith.data import MemoryReader, Reader, SyntheticReader, load_movielens,
 from megalith.data.column_reader import ColumnReader
 from megalith.data.reader_registry import reader_class
 from megalith.errors import InputError
+from megalith.ops import checks
 from megalith.training.options import check_options
 from megalith.training.run_config import DataConfig, RunConfig
 
@@ -43,10 +44,14 @@ def open_source(config: RunConfig) -> DataSource:
     Args:
         config: The config of the run.
 
+    Returns:
+        The readers. Normalisation is fitted, if the config asks for it.
+
     Raises:
         InputError: A key is missing or wrong; the message names it.
         DataUnavailableError: MovieLens cannot be downloaded.
     """
+    checks.instance(config, RunConfig, "open_source: config")
     return _DATASETS.get(config.data.kind, _files)(config)
 
 
@@ -58,9 +63,15 @@ def open_reader(config: DataConfig, path: Path, *, labelled: bool = True) -> Rea
         path: File or directory.
         labelled: Whether the files have labels.
 
+    Returns:
+        The reader of the files.
+
     Raises:
         InputError: The config's data is a dataset, not files, or a file cannot be read.
     """
+    checks.instance(config, DataConfig, "open_reader: config")
+    path = checks.path(path, "open_reader: path")
+    checks.flag(labelled, "open_reader: labelled")
     if config.kind in _DATASETS:
         raise InputError(f"{config.kind} data is not read from files; train on parquet or csv data instead")
     if not labelled:
@@ -75,6 +86,9 @@ def id_sources(config: DataConfig) -> dict[str, str]:
 
     Args:
         config: The config of the data.
+
+    Returns:
+        Feature -> source. Features whose source is not recorded are left out too.
     """
     columns = config.schema.get("features", {})
     return {

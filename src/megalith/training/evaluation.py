@@ -15,6 +15,7 @@ from megalith.data import Batch, Reader
 from megalith.errors import InputError
 from megalith.metrics import AUC, Calibration
 from megalith.models import forward_batch
+from megalith.ops import checks
 from megalith.training.run_batches import RunBatches
 from megalith.training.run_ranks import RunRanks
 
@@ -61,9 +62,18 @@ def evaluate(
             result.
         shards: Whether each rank reads its own shard. False: each rank reads all samples.
 
+    Returns:
+        The metrics over all samples.
+
     Raises:
         InputError: A sample has no label.
     """
+    checks.instance(model, nn.Module, "evaluate: model")
+    checks.instance(reader, Reader, "evaluate: reader")
+    checks.callback(on_batch, "evaluate: on_batch")
+    if ranks is not None:
+        checks.instance(ranks, RunRanks, "evaluate: ranks")
+    checks.flag(shards, "evaluate: shards")
     was_training = model.training
     model.eval()
     auc, calibration = AUC(), Calibration()

@@ -26,6 +26,7 @@ from megalith.data.reader_registry import FILE_READERS
 from megalith.distributed.dense_broadcast import broadcast_dense
 from megalith.errors import InputError, UsageError
 from megalith.metrics import BinnedAUC
+from megalith.ops import checks
 from megalith.shards import CommMetrics, CommReport, SyncShards
 from megalith.training.data_source import open_source
 from megalith.training.evaluation import Evaluation, evaluate
@@ -111,7 +112,9 @@ class Run:
     """
 
     def __init__(self, config: RunConfig, directory: str | Path, *, start_over: bool = False) -> None:
-        self.directory = Path(directory)
+        checks.instance(config, RunConfig, "run: config")
+        checks.flag(start_over, "run: start_over")
+        self.directory = checks.path(directory, "run: directory")
         self.ranks = RunRanks(config.train.timeout)
         self.ranks.on_rank_0(lambda: None if start_over else self._check_free())
         self._open(config)
@@ -140,14 +143,17 @@ class Run:
             directory: Directory of the run.
             changes: New values of keys of [train]; see `RunConfig.resumed`.
 
+        Returns:
+            The run, at the batch after its last save.
+
         Raises:
             CheckpointError: There is no complete checkpoint.
             InputError: A key cannot change.
         """
         self = cls.__new__(cls)
-        self.directory = Path(directory)
+        self.directory = checks.path(directory, "run: directory")
         manifest = checkpoint.read_manifest(self.directory / CHECKPOINT)
-        config = config_of(manifest, self.directory).resumed(changes or {})
+        config = config_of(manifest, self.directory).resumed({} if changes is None else changes)
         self.ranks = RunRanks(config.train.timeout)
         self._open(config)
         report = checkpoint.load(self.model, self.directory / CHECKPOINT, optimizer=self.optimizer)
@@ -174,9 +180,9 @@ class Run:
         self.config = config.changed(data_schema=self.source.config.schema)
         self.batches = RunBatches(self.source.train, self.ranks, shards=self._reads_shards)
         self.model = model_for(self.config, self.source.train.feature_names, self.source.train.num_dense)
-        if self.ranks.size > 1:
-            broadcast_dense(self.model, self.ranks.group)
         self.optimizer = torch.optim.Adam(self.model.parameters(), config.train.lr)
+        if self.ranks.size > 1:
+            broadcast_dense(self.model, self.ranks.group, optimizer=self.optimizer)
         self._steps = self._make_steps()
         self.step = self.epoch = self.samples = 0
         self.seconds = 0.0
@@ -210,7 +216,7 @@ class Run:
         Args:
             watcher: Receives the events of the run.
         """
-        watcher = watcher or Watcher()
+        watcher = _watcher(watcher)
         with using_threads(self.threads):
             self._train_and_publish(watcher)
 
@@ -321,6 +327,7 @@ class Run:
         watcher.logged(record)
         if report is not None:
             scalars.add(report.scalars(), self.step)
+            scalars.add_histograms(report.histograms(), self.step)
             watcher.communicated(report)
 
     def rows(self) -> dict[str, int]:
@@ -353,8 +360,9 @@ class Run:
             watcher: Receives the events of the save.
             wait: Whether to wait until it is complete. False: training continues while it is written.
         """
+        checks.flag(wait, "run: wait")
+        watcher = _watcher(watcher)
         self._finish_save()
-        watcher = watcher or Watcher()
         step = self.step
 
         def keep() -> None:
@@ -415,13 +423,21 @@ class Run:
 
         Args:
             on_batch: Called after each batch with the number of samples so far.
+
+        Returns:
+            The result, the same on all ranks; None if there is no test data.
         """
+        checks.callback(on_batch, "run: on_batch")
         if self.source.test is None:
             return None
         result = evaluate(self.model, self.source.test, on_batch, ranks=self.ranks, shards=self._reads_shards)
         if self.ranks.is_first:
             (self.directory / "evaluation.json").write_text(json.dumps(result.to_dict(), indent=1))
         return result
+
+
+def _watcher(given: Watcher | None) -> Watcher:
+    return Watcher() if given is None else checks.instance(given, Watcher, "run: watcher")
 
 
 class _Window:

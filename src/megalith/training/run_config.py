@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from megalith.data.reader_registry import FILE_READERS
 from megalith.errors import InputError, UnknownNameError
+from megalith.ops import checks
 from megalith.routing import MODES
 from megalith.shards.wire import check_wire
 from megalith.table.optimizers import OPTIMIZERS, Optimizer
@@ -51,7 +52,11 @@ FIXED_DATA = ("kind", "path", "test_path", "schema", "options")
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The training and test data."""
+    """The training and test data.
+
+    Raises:
+        InputError: A value has the wrong type.
+    """
 
     kind: str = "movielens"
     """Kind of data: movielens, synthetic, parquet, csv, criteo or monolith."""
@@ -68,10 +73,17 @@ class DataConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the reader."""
 
+    def __post_init__(self) -> None:
+        _check_types("data", self)
+
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model."""
+    """The model.
+
+    Raises:
+        InputError: A value has the wrong type.
+    """
 
     name: str = "deepfm"
     """Kind of model: deepfm, dlrm, dcnv2 or din."""
@@ -84,10 +96,17 @@ class ModelConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the model's class, such as hidden = [64, 32]."""
 
+    def __post_init__(self) -> None:
+        _check_types("model", self)
+
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The training loop, checkpoints, ranks and publishing."""
+    """The training loop, checkpoints, ranks and publishing.
+
+    Raises:
+        InputError: A value has the wrong type.
+    """
 
     epochs: int = 1
     """Number of passes over the data."""
@@ -147,6 +166,9 @@ class TrainConfig:
     publish_ca_file: str | None = None
     """File with PEM certificates to verify the servers with. Pushes then use TLS."""
 
+    def __post_init__(self) -> None:
+        _check_types("train", self)
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -164,6 +186,8 @@ class RunConfig:
     """Section [train]."""
 
     def __post_init__(self) -> None:
+        for name, kind in _SECTIONS.items():
+            checks.instance(getattr(self, name), kind, f"config: [{name}]")
         _one_of("data.kind", self.data.kind, KINDS)
         _one_of("data.on_error", self.data.on_error, ("raise", "skip"))
         _one_of("train.table_optimizer", self.train.table_optimizer, tuple(sorted(OPTIMIZERS)))
@@ -230,15 +254,19 @@ class RunConfig:
         Args:
             data: Section -> keys. Keys that are missing have their default.
 
+        Returns:
+            The config.
+
         Raises:
             UnknownNameError: A section or key does not exist.
             InputError: A value has the wrong type or is out of range.
         """
-        parts: dict[str, Any] = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig}
+        if not isinstance(data, Mapping):
+            raise InputError(f"config: expected sections by name, got {type(data).__name__}")
         for key in data:
-            if key not in parts:
-                raise UnknownNameError(f"config: unknown section [{key}] (known: {', '.join(parts)})")
-        return cls(**{name: _section(name, kind, data.get(name, {})) for name, kind in parts.items()})
+            if key not in _SECTIONS:
+                raise UnknownNameError(f"config: unknown section [{key}] (known: {', '.join(_SECTIONS)})")
+        return cls(**{name: _section(name, kind, data.get(name, {})) for name, kind in _SECTIONS.items()})
 
     @classmethod
     def from_toml(cls, path: Path) -> RunConfig:
@@ -247,10 +275,14 @@ class RunConfig:
         Args:
             path: The file.
 
+        Returns:
+            The config.
+
         Raises:
             InputError: The file cannot be read, is not TOML, or a value is wrong.
             UnknownNameError: A section or key does not exist.
         """
+        path = checks.path(path, "config: path")
         try:
             return cls.from_dict(tomllib.loads(path.read_text(encoding="utf-8")))
         except OSError as error:
@@ -266,10 +298,20 @@ class RunConfig:
         Args:
             **flags: Values by section and key: `data_path=...`, `model_dim=...`, `train_epochs=...`. None
                 keeps the current value.
+
+        Returns:
+            A new config.
+
+        Raises:
+            UnknownNameError: A section or key does not exist.
+            InputError: A value has the wrong type or is out of range.
         """
-        parts: dict[str, dict[str, Any]] = {"data": {}, "model": {}, "train": {}}
+        parts: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
         for flag, value in flags.items():
             section, _, name = flag.partition("_")
+            if section not in parts:
+                known = ", ".join(f"{part}_..." for part in parts)
+                raise UnknownNameError(f"config: unknown key {flag!r} (known: {known})")
             if value is not None:
                 parts[section][name] = value
         merged = {name: {**asdict(getattr(self, name)), **new} for name, new in parts.items()}
@@ -281,9 +323,13 @@ class RunConfig:
         Args:
             changes: New values of keys of [train].
 
+        Returns:
+            A new config.
+
         Raises:
             InputError: A key is not one of `MAY_CHANGE`.
         """
+        checks.mapping(changes, "resume: changes", '{"epochs": 2}')
         for key in changes:
             if key not in MAY_CHANGE:
                 raise InputError(
@@ -300,9 +346,13 @@ class RunConfig:
         Args:
             wanted: The wanted config.
 
+        Returns:
+            New values by key of [train].
+
         Raises:
             InputError: A key differs that cannot change when a run is resumed.
         """
+        checks.instance(wanted, RunConfig, "config: wanted")
         changes = {}
         here, there = self.to_dict(), wanted.to_dict()
         for section, values in there.items():
@@ -322,10 +372,15 @@ def _section(name: str, kind: Any, data: Any) -> Any:
     if not isinstance(data, Mapping):
         raise InputError(f"config: [{name}] must be a section")
     known = [f.name for f in fields(kind)]
-    hints = get_type_hints(kind)
-    for key, value in data.items():
+    for key in data:
         if key not in known:
             raise UnknownNameError(f"config: unknown key {name}.{key} (known: {', '.join(known)})")
+    return kind(**data)
+
+
+def _check_types(name: str, section: Any) -> None:
+    hints = get_type_hints(type(section))
+    for key, value in vars(section).items():
         allowed = tuple(getattr(t, "__origin__", t) for t in get_args(hints[key]) or (hints[key],))
         if getattr(hints[key], "__origin__", None) in (dict, list):
             allowed = (hints[key].__origin__,)
@@ -334,7 +389,9 @@ def _section(name: str, kind: Any, data: Any) -> Any:
         if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
             wanted = " or ".join("nothing" if t is type(None) else t.__name__ for t in allowed)
             raise InputError(f"config: {name}.{key} must be {wanted}, got {value!r}")
-    return replace(kind(), **data)
+
+
+_SECTIONS: Mapping[str, type] = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig}
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -11,6 +11,7 @@ from megalith.checkpoint.saved_rows import read_tensors
 from megalith.distributed.ranks import world_size
 from megalith.errors import CheckpointError, InputError
 from megalith.models import MODELS, EmbeddingConfig, Model, build_model
+from megalith.ops import checks
 from megalith.routing import Router
 from megalith.shards import SyncShards
 from megalith.storage.store import open_store
@@ -130,7 +131,7 @@ def load_trained(path: str | Path) -> tuple[Model, RunConfig]:
     Raises:
         CheckpointError: There is no complete checkpoint, or it was not saved by a run.
     """
-    root = find_checkpoint(path)
+    root = find_checkpoint(checks.path(path, "load_trained: path"))
     manifest = checkpoint.read_manifest(root)
     config = config_of(manifest, root)
     model = model_for(config, manifest.progress["features"], manifest.progress["num_dense"])

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megalith.errors import CheckpointError, InputError, UsageError
 from megalith.nn import EmbeddingCollection
+from megalith.ops import checks
 from megalith.ops.checks import all_finite
 from megalith.table import Chunk, TableConfig
 from megalith.table.table_data import MAX_TIME
@@ -94,8 +95,7 @@ class RowImport:
             raise InputError(
                 f'tables must map tables to names in the source ({{"user": "name"}}), got {tables!r}'
             )
-        if on_error not in ("raise", "skip"):
-            raise InputError(f'on_error must be "raise" or "skip", got {on_error!r}')
+        checks.one_of(on_error, ("raise", "skip"), "on_error")
         self.shards = collection.shards
         self.configs: dict[str, TableConfig] = {}
         self.left_out: dict[str, str] = {}
@@ -196,7 +196,7 @@ def spread_state(config: TableConfig, whole: Mapping[str, Tensor]) -> dict[str, 
     state, start = {}, 0
     for number, segment in enumerate(config.segments):
         end = start + segment.dim
-        for kept in segment.optimizer.state(segment.dim):
+        for kept in segment.optimizer.states(segment.dim):
             values = whole[kept.name]
             alone = values.shape[1] == 1 and kept.size == 1
             state[f"{number}/{kept.name}"] = values if alone else values[:, start:end]

@@ -19,6 +19,7 @@ from megalith.checkpoint.importers.row_import import (
 )
 from megalith.errors import InputError
 from megalith.nn import EmbeddingCollection
+from megalith.ops import checks
 from megalith.table import TableConfig
 
 _STATE: dict[str, dict[str, str]] = {
@@ -55,12 +56,14 @@ def import_torch(
     Raises:
         InputError: A key is missing, or a weight or its state does not match the table. Nothing was written.
     """
+    checks.mapping(tables, "import_torch: tables", '{"user": "user.weight"}')
     into = RowImport(collection, tables, time=time, on_error=on_error)
     if not isinstance(state_dict, Mapping):
         raise InputError(
             f"import_torch: state_dict must map names to tensors, got {type(state_dict).__name__}"
         )
-    given = optimizer_state or {}
+    given = {} if optimizer_state is None else optimizer_state
+    checks.mapping(given, "import_torch: optimizer_state", '{"user": optimizer.state[weight]}')
     if extra := sorted(set(given) - set(tables)):
         raise InputError(f"import_torch: optimizer_state is given for {extra}, which are not in tables")
     weights, states = {}, {}
@@ -113,6 +116,7 @@ def _weight(config: TableConfig, state_dict: Mapping[str, Any], key: str) -> Ten
 def _state(config: TableConfig, rows: int, given: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the state by our names: float [rows, dim], or [] for one number for all rows."""
     where = f"table {config.name!r}: optimizer_state"
+    checks.mapping(given, where, '{"sum": ...}')
     wanted: dict[str, str] = {}
     for segment in config.segments:
         if segment.optimizer.name not in _STATE:
