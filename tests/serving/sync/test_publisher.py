@@ -15,7 +15,7 @@ from megalith import SGD, LocalShards, TableConfig, checkpoint
 from megalith.compat.monolith.dummy_server import DummySyncServer
 from megalith.errors import InputError, SequenceError, UsageError
 from megalith.serving.discovery import Replica as Found
-from megalith.serving.discovery import StaticDiscovery
+from megalith.serving.discovery import StaticDiscovery, SyncBackend
 from megalith.serving.export.servable import Servable
 from megalith.serving.sync.parameter_source import ParameterSource
 from megalith.serving.sync.publisher import Publisher
@@ -506,6 +506,33 @@ def test_parts_get_the_rows_that_serving_routes_to_them(
     for servable in parts:
         assert_equal(servable, model)
     assert {report.part for report in publisher.report()} == {"entry", "ps_0", "ps_1"}
+
+
+class _Backend(SyncBackend):
+    """Monolith's part of a discovery: no watches, and one part at a time."""
+
+    def __init__(self, addresses: dict[str, str]) -> None:
+        self._addresses = addresses
+
+    def subscribe_model(self, model_name: str) -> None:
+        assert model_name == "movies"
+
+    def get_sync_targets(self, sub_graph: str) -> tuple[str, list[str]]:
+        return f"movies:{sub_graph}", [self._addresses[sub_graph]]
+
+
+def test_a_backend_without_watches_is_asked_for_every_part(stack: ExitStack, tmp_path: Path) -> None:
+    model = make_model()
+    parts = export_version(model, tmp_path, base="one", num_shards=2)[1:]
+    servers = [stack.enter_context(sync_server({_called(part): Subscriber(part)})) for part in parts]
+    backend = _Backend({f"ps_{number}": server.address for number, server in enumerate(servers)})
+    publisher = stack.enter_context(Publisher(model, backend, model_name="movies", interval=HOUR, base="one"))
+    Trainer(model).step(2)
+
+    assert publisher.flush(LIMIT), publisher.report()
+
+    for part in parts:
+        assert_equal(part, model)
 
 
 def test_flush_waits_for_a_part_without_a_server(stack: ExitStack, tmp_path: Path) -> None:

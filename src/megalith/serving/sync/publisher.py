@@ -52,7 +52,9 @@ class Publisher:
 
     Args:
         model: The model in training, or the shards of its tables.
-        targets: The discovery of the servers. One given as a URL is started here and stopped by `close`.
+        targets: The discovery of the servers. One given as a URL is started here and stopped by `close`. A
+            `SyncBackend` that is not a Discovery lists the parts with rows only, so the entry of a model in
+            parts gets no dense weights.
         model_name: The name of the model on the servers.
         interval: Seconds between pushes.
         base: The id of the save that the model's rows are equal to now, if there is one. Servers at that save
@@ -119,12 +121,15 @@ class Publisher:
             timeout=timeout,
             max_backlog=max_backlog,
             credentials=credentials,
-            on_layout=self._watch_parts,
+            on_layout=self._find_parts,
         )
         self._senders: dict[tuple[str, str], Sender] = {}
         self._listed: dict[str, set[tuple[str, str]]] = {}
         """The targets of each service that discovery lists."""
         self._parts: set[str] = set()
+        self._num_parts = 0
+        """The number of parts with rows, once a target has answered; 0: not known, or not in parts."""
+        self._asking = threading.Lock()
         self._missing_since: dict[tuple[str, str], float] = {}
         self._sequences: dict[tuple[str, str], SequenceCounter] = {}
         self._watches: dict[str, Watch] = {}
@@ -312,12 +317,20 @@ class Publisher:
             self._watch(f"{self.model_name}:{part}", self.model_name)
 
     def _ask_for_targets(self) -> None:
-        """Get the servers of this rank's part, for Monolith and for backends without watches."""
-        try:
-            name, found = self._targets.get_sync_targets(f"ps_{self._options.index}")
-            self._set_targets(name, {(check_address(address), name) for address in found})
-        except Exception as error:  # an error of a user's backend must not stop training
-            logger.warning("%s: no targets now: %s: %s", self.model_name, type(error).__name__, error)
+        """Get the servers of all parts, or of this rank's part while their number is not known.
+
+        For Monolith, where a rank is a part, and for backends without watches.
+        """
+        numbers = range(self._num_parts) if self._num_parts else (self._options.index,)
+        for number in numbers:
+            try:
+                with self._asking:
+                    name, found = self._targets.get_sync_targets(f"ps_{number}")
+                with self.lock:
+                    self._parts |= {name} if self._num_parts else set()
+                self._set_targets(name, {(check_address(address), name) for address in found})
+            except Exception as error:  # an error of a user's backend must not stop training
+                logger.warning("%s: no targets now: %s: %s", self.model_name, type(error).__name__, error)
 
     def _watch(self, service: str, name: str) -> None:
         with self.lock:
@@ -337,9 +350,16 @@ class Publisher:
         if closed:  # without the lock: discovery holds its own lock when it calls back
             watch.cancel()
 
-    def _watch_parts(self, layout: ModelLayout) -> None:
-        """Watch the parts that hold the rows of an entry, once the layout of the entry is known."""
-        if layout.part != "entry" or not isinstance(self._targets, Discovery):
+    def _find_parts(self, layout: ModelLayout) -> None:
+        """Find the parts that hold the rows of a model, once the layout of the first target is known."""
+        if not isinstance(self._targets, Discovery):
+            with self.lock:
+                known = layout.sub_graph_num == self._num_parts
+                self._num_parts = layout.sub_graph_num
+            if not known:
+                self._ask_for_targets()
+            return
+        if layout.part != "entry":
             return
         services = [f"{self.model_name}:ps_{number}" for number in range(layout.sub_graph_num)]
         with self.lock:
