@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 from typing import Any
 
 import pytest
 import torch
 
-from megalith import SGD, LocalShards, Ragged, TableConfig, Zeros
+from megalith import SGD, LocalShards, Ragged, Table, TableConfig, Zeros
 from megalith.compat import monolith
 from megalith.errors import InputError
+from megalith.serving.proto import ClientConfig
 
 # As Monolith's modules define them. Methods are functions here whose first argument is the object.
 SIGNATURES = """
@@ -202,3 +204,35 @@ def test_a_learning_rate_function() -> None:
     before = shards.local["t"].lookup(ids).item()
     shards.apply_gradients({"t": ids}, {"t": torch.ones(1, 1)}, step=1)
     assert shards.local["t"].lookup(ids).item() == pytest.approx(before - 1.1)
+
+
+def test_parameter_sync_as_monoliths_own_test_makes_it() -> None:
+    servers = [monolith.DummySyncServer("localhost:0"), monolith.create_dummy_sync_server("localhost:0")]
+    config = ClientConfig(model_name="m", signature_name="hashtable_assign", timeout_in_ms=3000)
+    config.targets.extend(f"localhost:{server.get_port()}" for server in servers)
+    table = Table(TableConfig("t", dim=3, optimizer=SGD(0.1), initializer=Zeros()))
+    ids = torch.tensor([0, 0, 1])
+    try:
+        client = monolith.parameter_sync_client_from_config(config)
+        client.attach(table)
+        table.apply_gradients(ids, -torch.ones(3, 3), step=0)
+        sync_client = monolith.ParameterSyncClient(client)
+        result = json.loads(sync_client.create_sync_op(config_str=config.SerializeToString()))
+        assert [(r["target"], r["update_num"]) for r in result["responses"]] == [
+            (t, 2) for t in config.targets
+        ]
+        for server in servers:
+            (request,) = server.wait()
+            pushed, rows = request.tables["t"]
+            assert dict(zip(pushed.tolist(), rows.tolist(), strict=True)) == {
+                0: pytest.approx([0.2] * 3),
+                1: pytest.approx([0.1] * 3),
+            }
+        assert sync_client.handle is sync_client
+        dummy = monolith.ParameterSyncClient(monolith.create_dummy_sync_client())
+        assert json.loads(dummy.create_sync_op(config.SerializeToString()))["responses"][0]["target"]
+        assert [len(server.requests) for server in servers] == [1, 1]
+    finally:
+        client.close()
+        for server in servers:
+            server.shutdown()

@@ -28,7 +28,7 @@ from megalith.compat.monolith.tracked_changes import TrackedChanges
 from megalith.errors import InputError, RemoteError, UsageError
 from megalith.serving.client.channels import Channels
 from megalith.serving.client.credentials import Credentials, grpc_module
-from megalith.serving.proto.message_types import PushResult, protobuf
+from megalith.serving.proto.message_types import Message, PushResult, protobuf
 from megalith.serving.sync.changed_ids import IdSets
 from megalith.serving.sync.control_calls import ask_position
 from megalith.serving.sync.message_header import ModelLayout
@@ -68,7 +68,8 @@ class ParameterSyncClient:
     """Pushes the changed rows of its tables at each `create_sync_op`. Not safe to share between threads.
 
     Args:
-        config: A serialised ClientConfig with the targets, used until a call passes another one.
+        config: A ClientConfig with the targets, or its bytes, used until a call passes another one. A client
+            (its `handle`, which Monolith wraps) gives the same client: the other arguments are ignored.
         name: Monolith's name of the client; several clients may have the same one.
         credentials: The credentials for the targets.
         changes: Records the changes of the tables; None: a record of its own. Clients of one model share one.
@@ -79,15 +80,21 @@ class ParameterSyncClient:
         InputError: An argument has the wrong type, or the config is malformed.
     """
 
+    def __new__(cls, config: object = None, **options: object) -> Self:
+        """Return the client that is wrapped, if any, so that both are one object."""
+        return config if isinstance(config, cls) else super().__new__(cls)
+
     def __init__(
         self,
-        config: bytes | str | None = None,
+        config: bytes | str | Message | ParameterSyncClient | None = None,
         *,
         name: str = "MonolithSyncClient_",
         credentials: Credentials | None = None,
         changes: TrackedChanges | None = None,
         num_parts: int | None = None,
     ) -> None:
+        if config is self:
+            return  # __new__ returned the client that is wrapped
         if changes is not None and not isinstance(changes, TrackedChanges):
             raise InputError(f"changes must be TrackedChanges, got {type(changes).__name__}")
         if num_parts is not None and (not isinstance(num_parts, int) or isinstance(num_parts, bool)):
@@ -100,6 +107,11 @@ class ParameterSyncClient:
         self._tables: dict[str, Table] = {}
         self._targets: dict[tuple[str, str], _Target] = {}
         """By address and model; those that have been missing from the config for longest come first."""
+
+    @property
+    def handle(self) -> ParameterSyncClient:
+        """The client itself; in Monolith, the tensor that `ParameterSyncClient` wraps."""
+        return self
 
     def attach(self, tables: Shards | Table) -> None:
         """Add tables; their changes are tracked from now on.
@@ -306,12 +318,12 @@ class DummySyncClient(ParameterSyncClient):
 
 
 def parameter_sync_client_from_config(
-    config: bytes | str | None = None, name_suffix: str = ""
+    config: bytes | str | Message | None = None, name_suffix: str = ""
 ) -> ParameterSyncClient:
     """Make a client.
 
     Args:
-        config: A serialised ClientConfig with the targets; empty: none yet.
+        config: A ClientConfig with the targets, or its bytes; empty: none yet.
         name_suffix: The end of the client's name.
 
     Returns:
@@ -361,7 +373,7 @@ def _by_name(tables: Shards | Table) -> Mapping[str, Table]:
     return tables.local
 
 
-def _read(config: bytes | str | None) -> SyncConfig:
+def _read(config: bytes | str | Message | None) -> SyncConfig:
     if isinstance(config, str):
         config = config.encode("latin-1", "replace")
     return read_sync_config(config) if config else SyncConfig(signature_name=HASHTABLE_ASSIGN)

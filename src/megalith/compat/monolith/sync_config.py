@@ -61,6 +61,8 @@ def read_sync_config(config: bytes | Message) -> SyncConfig:
             config = ClientConfig.FromString(config)
         except protobuf("message").DecodeError:
             raise InputError(f"sync config: these {len(config)} bytes are not a ClientConfig") from None
+    if not isinstance(config, ClientConfig):
+        raise InputError(f"sync config: expected a ClientConfig or its bytes, got {type(config).__name__}")
     if len(config.targets) > MAX_TARGETS:
         raise InputError(f"sync config: {len(config.targets)} targets, but at most {MAX_TARGETS} are allowed")
     if config.timeout_in_ms <= 0:
