@@ -56,8 +56,7 @@ def import_torch(
     Raises:
         InputError: A key is missing, or a weight or its state does not match the table. Nothing was written.
     """
-    checks.mapping(tables, "import_torch: tables", '{"user": "user.weight"}')
-    into = RowImport(collection, tables, time=time, on_error=on_error)
+    into = RowImport(collection, {} if tables is None else tables, time=time, on_error=on_error)
     if not isinstance(state_dict, Mapping):
         raise InputError(
             f"import_torch: state_dict must map names to tensors, got {type(state_dict).__name__}"
