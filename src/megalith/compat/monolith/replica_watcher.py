@@ -89,7 +89,7 @@ class ReplicaWatcher:
         """Return the addresses of the replicas of a task, sorted by replica id.
 
         Args:
-            server_type: "ps", "entry" or "dense".
+            server_type: One of "ps", "entry" and "dense".
             task: The number of the task.
             idc: Only replicas in this data centre.
             cluster: Only replicas in this cluster.
@@ -110,7 +110,7 @@ class ReplicaWatcher:
         """Return the addresses of one replica.
 
         Args:
-            server_type: "ps", "entry" or "dense".
+            server_type: One of "ps", "entry" and "dense".
             task: The number of the task.
             replica: The number of the replica.
             idc: Only replicas in this data centre.
@@ -128,7 +128,7 @@ class ReplicaWatcher:
         """Return the addresses of all tasks of a type.
 
         Args:
-            server_type: "ps", "entry" or "dense".
+            server_type: One of "ps", "entry" and "dense".
             idc: Only replicas in this data centre.
             cluster: Only replicas in this cluster.
 
@@ -147,7 +147,7 @@ class ReplicaWatcher:
         """Return the addresses of the replicas of a task, and where each of them runs.
 
         Args:
-            server_type: "ps", "entry" or "dense".
+            server_type: One of "ps", "entry" and "dense".
             task: The number of the task.
             idc: Only replicas in this data centre.
             cluster: Only replicas in this cluster.

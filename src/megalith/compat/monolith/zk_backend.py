@@ -36,7 +36,7 @@ class ZKBackend(ZooKeeperDiscovery):
 
     Args:
         bzid: The path that all nodes are below.
-        zk_servers: "host:port,host:port".
+        zk_servers: The servers of ZooKeeper, "host:port,host:port".
         options: Further arguments of `ZooKeeperDiscovery`.
     """
 

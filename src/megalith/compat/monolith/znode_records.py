@@ -92,7 +92,7 @@ class ReplicaMeta(ZnodeRecord):
         address_ipv6: Its IPv6 address.
         stat: Its state, a number of `ModelState`.
         model_name: The name of the model.
-        server_type: "ps", "entry" or "dense".
+        server_type: One of "ps", "entry" and "dense".
         task: The number of the task.
         replica: The number of the replica.
         archon_address: Its archon address.
@@ -114,8 +114,9 @@ class ReplicaMeta(ZnodeRecord):
 
     def __post_init__(self) -> None:
         for name in ("address", "address_ipv6", "archon_address", "archon_address_ipv6"):
-            if getattr(self, name):
-                check_address(getattr(self, name), name)
+            address = getattr(self, name)
+            if address is not None and not (isinstance(address, str) and not address):
+                check_address(address, name)
 
     @property
     def is_available(self) -> bool:

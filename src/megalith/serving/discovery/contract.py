@@ -94,7 +94,7 @@ class Replica:
     """A server of a service.
 
     Args:
-        address: `host:port` or `[ipv6]:port`.
+        address: Its address, `host:port` or `[ipv6]:port`.
         replica_id: Its number among the replicas; -1 if it has none.
         idc: The data centre it runs in, if known.
         cluster: The cluster it runs in, if known.
@@ -199,7 +199,7 @@ class Discovery(SyncBackend):
         """Announce a server of a service; a replica with the same address is replaced.
 
         Args:
-            service: "model:part".
+            service: The service, "model:part".
             replica: The server.
 
         Raises:
@@ -212,7 +212,7 @@ class Discovery(SyncBackend):
         """Withdraw a registered server; does nothing if it is not registered.
 
         Args:
-            service: "model:part".
+            service: The service, "model:part".
             address: The address of the server.
         """
 
@@ -221,7 +221,7 @@ class Discovery(SyncBackend):
         """Return the current servers of a service.
 
         Args:
-            service: "model:part".
+            service: The service, "model:part".
 
         Returns:
             The replicas, sorted by replica id and address, each address once.
@@ -231,7 +231,7 @@ class Discovery(SyncBackend):
         """Call back with the replicas of a service, immediately and after every change.
 
         Args:
-            service: "model:part".
+            service: The service, "model:part".
             callback: Called with a tuple of `Replica`. An exception it raises is logged.
 
         Returns:
@@ -245,7 +245,7 @@ class Discovery(SyncBackend):
         """Wait for the replicas of a service.
 
         Args:
-            service: "model:part".
+            service: The service, "model:part".
             count: The number of replicas to wait for.
             timeout: Seconds to wait.
 
@@ -300,7 +300,7 @@ class ReplicaRegistry:
         """Return the replicas found last.
 
         Args:
-            service: "model:part".
+            service: The service, "model:part".
 
         Returns:
             The replicas; none before the first `set`.
@@ -312,7 +312,7 @@ class ReplicaRegistry:
         """Store the replicas found, and call the watches if they changed.
 
         Args:
-            service: "model:part".
+            service: The service, "model:part".
             replicas: All its replicas, in any order.
         """
         found = sort_replicas(replicas)
@@ -328,7 +328,7 @@ class ReplicaRegistry:
         """Call back immediately and after every change.
 
         Args:
-            service: "model:part".
+            service: The service, "model:part".
             callback: Called with the replicas, with the lock of the registry held.
 
         Returns:
@@ -350,7 +350,7 @@ class ReplicaRegistry:
         """Wait for the replicas of a service.
 
         Args:
-            service: "model:part".
+            service: The service, "model:part".
             count: The number of replicas to wait for.
             timeout: Seconds to wait.
 

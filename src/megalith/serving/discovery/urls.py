@@ -38,7 +38,7 @@ def open_discovery(url: str, **options: Any) -> Discovery:
     """Make a discovery, which is not started yet.
 
     Args:
-        url: "static:host:port,...", "file:path" or "zk://host:port,host:port/root".
+        url: One of "static:host:port,...", "file:path" or "zk://host:port,host:port/root".
         options: Further arguments of the discovery's class.
 
     Returns:

@@ -50,7 +50,7 @@ class ZooKeeperSession:
     """A connection to ZooKeeper; see the module. Safe to share between threads.
 
     Args:
-        hosts: "host:port,host:port".
+        hosts: The servers of ZooKeeper, "host:port,host:port".
         session_seconds: The silence after which ZooKeeper deletes our nodes.
         poll_seconds: The interval of a full comparison without any event.
         request_seconds: How long to wait for one answer.

@@ -40,7 +40,7 @@ class ZooKeeperDiscovery(Discovery):
     again when it returns, also in a new session.
 
     Args:
-        hosts: "host:port,host:port".
+        hosts: The servers of ZooKeeper, "host:port,host:port".
         root: The path that all nodes are below (Monolith's bzid); it may contain slashes.
         container_id: The name of this process in ZooKeeper; random if not given.
         options: Further arguments of `ZooKeeperSession`.

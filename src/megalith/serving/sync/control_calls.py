@@ -26,7 +26,7 @@ def ask_position(
     Args:
         connection: The connection to the server.
         model: The name of the model there.
-        signature: sync_position, sync_begin or sync_reload.
+        signature: One of sync_position, sync_begin and sync_reload.
         timeout: Seconds to wait for the answer.
         header: The header of the message; None for a client without a session.
         base: The save to begin on, for sync_begin; "" replaces all rows.

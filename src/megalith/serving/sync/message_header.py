@@ -158,7 +158,7 @@ class ModelLayout:
     """What a server serves of a model.
 
     Args:
-        part: "standalone", "entry", or "ps_0" and so on.
+        part: One of "standalone", "entry", or "ps_0" and so on.
         sub_graph_num: The number of ps parts of the model.
         tables: The served tables.
         dense: The names of the dense weights.

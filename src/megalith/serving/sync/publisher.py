@@ -61,9 +61,9 @@ class Publisher:
             need only later changes.
         dense: Push dense weights too.
         credentials: The credentials for the servers.
-        protocol: "megalith", or "monolith" for Monolith's servers, which have no positions and no dense
+        protocol: Either "megalith", or "monolith" for Monolith's servers, without positions and dense
             weights; a removed row becomes zeros there. Publisher `index` then pushes to the part ps_`index`.
-        signature: "hashtable_assign" or "raw_assign".
+        signature: Either "hashtable_assign" or "raw_assign".
         max_backlog: The number of rows that may wait for one target; beyond it the target starts over.
         max_journal: The number of ids remembered for targets that connect later.
         timeout: Seconds for one message.

@@ -113,7 +113,7 @@ def inputs_of(push: PushMessage, signature: str, tables: Iterable[str]) -> dict[
 
     Args:
         push: The content.
-        signature: hashtable_assign or raw_assign.
+        signature: Either hashtable_assign or raw_assign.
         tables: The names of all tables of the target, which raw_assign needs.
 
     Returns:
@@ -159,7 +159,7 @@ def pack_inputs(
     Args:
         push: Rows and removed ids, which fit into one message.
         dense: The dense weights. The first ones share the message of the rows while they fit.
-        signature: hashtable_assign or raw_assign.
+        signature: Either hashtable_assign or raw_assign.
         tables: The names of all tables of the target.
         room: The maximum number of bytes of rows and dense weights in a message.
 
@@ -239,7 +239,7 @@ def read_push(
     """Validate the inputs of a signature.
 
     Args:
-        signature: hashtable_assign or raw_assign.
+        signature: Either hashtable_assign or raw_assign.
         inputs: The received tensors.
         dims: The number of columns of each table.
         dense: The shape of each dense weight.
@@ -274,7 +274,7 @@ def result_of(push: PushMessage, signature: str) -> dict[str, Tensor]:
 
     Args:
         push: The message that was applied.
-        signature: hashtable_assign or raw_assign.
+        signature: Either hashtable_assign or raw_assign.
 
     Returns:
         The number of ids with a row as `{table}_result` int64 [1], or `result` [0] for raw_assign.

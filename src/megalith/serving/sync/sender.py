@@ -88,7 +88,7 @@ class Sender:
     """Sends to one target until `close`.
 
     Args:
-        address: host:port.
+        address: The address, host:port.
         model: The name of the model there.
         publisher: The state shared with the publisher.
         options: The options shared by all senders.
