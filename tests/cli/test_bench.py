@@ -17,8 +17,9 @@ import torch.distributed as dist
 from typer.testing import CliRunner, Result
 
 from megalith.cli.main import app
-from megalith.distributed.comm_bench import PATTERNS, CommSettings
+from megalith.distributed.comm_bench import PATTERNS, TRANSPORTS, CommSettings, RankLink
 from megalith.distributed.comm_bench_ranks import measure_local
+from megalith.distributed.exchange import Exchange
 from megalith.errors import InputError, RankFailedError, UnknownNameError
 from tests.distributed.ranks import run_ranks
 
@@ -49,13 +50,14 @@ def run(*command: str) -> str:
 # ---- the exchanges
 
 
-def exchanged(sizes: list[int]) -> dict[str, list[dict[str, Any]]]:
+def exchanged(sizes: list[int], transport: str) -> dict[str, list[dict[str, Any]]]:
     """What each pattern received, and the bytes it counts, by size."""
     settings = CommSettings(dim=4, pieces=3)
+    link = RankLink(exchange=None if transport == "gloo" else Exchange(transport=transport))
     found: dict[str, list[dict[str, Any]]] = {}
     for name, make in PATTERNS.items():
         for size in sizes:
-            exchange = make(size, settings, None)
+            exchange = make(size, settings, link)
             exchange.call()
             values, counts = exchange.call().flatten().unique(return_counts=True)
             received = dict(zip(values.tolist(), counts.tolist(), strict=True))
@@ -65,9 +67,10 @@ def exchanged(sizes: list[int]) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def test_every_rank_receives_the_data_of_the_pattern_from_every_rank() -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_rank_receives_the_data_of_the_pattern_from_every_rank(transport: str) -> None:
     ranks = 3
-    results = run_ranks(exchanged, [7200], world_size=ranks)
+    results = run_ranks(exchanged, [7200], transport, world_size=ranks)
     for rank, found in enumerate(results):
         ((even,), (rows,), (ids,), (uneven,)) = (found[name] for name in ("even", "rows", "ids", "uneven"))
         assert even["received"] == dict.fromkeys(range(ranks), 600)
@@ -81,8 +84,9 @@ def test_every_rank_receives_the_data_of_the_pattern_from_every_rank() -> None:
         assert found["all_reduce"][0]["size"] == found["all_reduce"][0]["sent"] == 7200
 
 
-def test_a_byte_is_rounded_up_to_an_element() -> None:
-    for found in run_ranks(exchanged, [1]):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_byte_is_rounded_up_to_an_element(transport: str) -> None:
+    for found in run_ranks(exchanged, [1], transport):
         assert {name: seen[0]["size"] for name, seen in found.items()} == {
             "all_reduce": 4,
             "even": 4,
@@ -96,6 +100,13 @@ def test_a_byte_is_rounded_up_to_an_element() -> None:
     ("changes", "error", "printed"),
     [
         ({"patterns": ("gossip",)}, UnknownNameError, "unknown pattern 'gossip' (known: all_reduce, even,"),
+        ({"transports": ("ucx",)}, UnknownNameError, "unknown transport 'ucx' (known: gloo, shared_memory)"),
+        ({"transports": ()}, InputError, "transports must not be empty"),
+        (
+            {"patterns": ("all_reduce",), "transports": ("shared_memory",)},
+            InputError,
+            "all_reduce has no shared memory",
+        ),
         ({"sizes": ()}, InputError, "sizes must not be empty"),
         ({"sizes": (1 << 40,)}, InputError, "sizes must be within"),
         ({"seconds": 0.0}, InputError, "seconds must be above 0"),
@@ -119,8 +130,11 @@ def test_without_a_launcher_it_measures_two_local_ranks_as_json_and_plots_them(t
     assert found["ranks"] == 2
     assert found["left_out"] == 0
     assert found["machine"]["torch"] == torch.__version__
-    assert [(r["pattern"], r["size"]) for r in found["results"]] == [
-        (pattern, size) for pattern in PATTERNS for size in (1024, 65536)
+    assert [(r["pattern"], r["transport"], r["size"]) for r in found["results"]] == [
+        (pattern, transport, size)
+        for pattern in PATTERNS
+        for transport in (("gloo",) if pattern == "all_reduce" else ("gloo", "shared_memory"))
+        for size in (1024, 65536)
     ]
     for result in found["results"]:
         assert 3 <= result["calls"] <= 5
@@ -128,7 +142,7 @@ def test_without_a_launcher_it_measures_two_local_ranks_as_json_and_plots_them(t
         part = 1 if result["pattern"] == "all_reduce" else 0.5  # of two ranks each keeps half, on average
         assert result["goodput"] == pytest.approx(result["size"] * part / result["latency"], rel=0.01)
     drawn = page.read_text()
-    assert drawn.count("<svg") == 2
+    assert drawn.count("<svg") == 4  # latency and goodput of each transport
     assert drawn.count("<circle") == 2 * len(found["results"])
     assert not re.search("NaN|undefined|<script", drawn)
 
@@ -138,16 +152,27 @@ def test_the_table_names_patterns_and_sizes() -> None:
     assert result.exit_code == 0, result.output
     assert "3 ranks, gloo" in result.output
     printed = [line for line in result.output.splitlines() if "KiB" in line]
-    assert len(printed) == 4
-    assert "all-to-all, rows" in printed[0]
+    assert len(printed) == 8
+    assert re.search("all-to-all, rows .* gloo .* 1.0 KiB", printed[0])
     assert "64.0 KiB" in printed[1]
-    assert "all-to-all, ids" in printed[2]
+    assert re.search("shared memory .* 1.0 KiB", printed[2])
+    assert "all-to-all, ids" in printed[4]
+
+
+def test_one_transport_may_be_chosen() -> None:
+    result = bench(*QUICK, "--pattern", "even", "--transport", "shared_memory", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)["results"]
+    assert [(each["transport"], each["size"]) for each in found] == [
+        ("shared_memory", 1024),
+        ("shared_memory", 65536),
+    ]
 
 
 def test_what_exceeds_the_budget_is_left_out_and_reported() -> None:
     result = bench(*QUICK, "--budget", "1e-9")
     assert result.exit_code == 0, result.output
-    assert "not measured: 10 of 10, because --budget was used up" in result.output
+    assert "not measured: 18 of 18, because --budget was used up" in result.output
 
 
 def test_a_rank_that_dies_ends_the_measurement_with_an_error() -> None:
@@ -174,7 +199,8 @@ def test_under_torchrun_the_ranks_are_its_own_and_one_of_them_prints() -> None:
     printed = run(*command, "-m", "megalith", "bench", "comm", *QUICK, "--pattern", "even", "--json")
     found = json.loads(printed)
     assert found["ranks"] == 2
-    assert [result["pattern"] for result in found["results"]] == ["even", "even"]
+    assert [result["pattern"] for result in found["results"]] == ["even"] * 4
+    assert [result["transport"] for result in found["results"]] == ["gloo"] * 2 + ["shared_memory"] * 2
 
 
 @pytest.mark.parametrize(
@@ -207,6 +233,7 @@ def test_a_launcher_that_does_not_suit_is_an_error(
         (["--sizes", "1KiB,much"], "--sizes: 'much' is not a number of bytes such as 512, 64KiB or 1M"),
         (["--sizes", "0"], "sizes must be within 1 .."),
         (["--pattern", "gossip"], "unknown pattern 'gossip'"),
+        (["--transport", "ucx"], "unknown transport 'ucx'"),
         (["--plot", "/no/such/place.html"], "--plot: /no/such is not a directory"),
     ],
 )

@@ -18,7 +18,7 @@ from rich.text import Text
 from megalith.cli.config_options import config_options
 from megalith.cli.console import exit_on_error
 from megalith.cli.output import console, progress
-from megalith.distributed.comm_bench import PATTERNS, CommSettings, Measurement
+from megalith.distributed.comm_bench import PATTERNS, TRANSPORTS, CommSettings, Measurement
 from megalith.distributed.comm_bench_ranks import measure_launched, measure_local
 from megalith.distributed.launcher_environment import Launch, LaunchWarning, read_launch
 from megalith.errors import InputError
@@ -30,7 +30,7 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
 @app.command()
-@config_options("settings", CommSettings, omit=("patterns", "sizes"))
+@config_options("settings", CommSettings, omit=("patterns", "transports", "sizes"))
 def comm(
     ranks: Annotated[
         int | None,
@@ -39,6 +39,10 @@ def comm(
     pattern: Annotated[
         list[str] | None,
         typer.Option(help=f"One of {', '.join(PATTERNS)}. May be repeated. Default: all."),
+    ] = None,
+    transport: Annotated[
+        list[str] | None,
+        typer.Option(help=f"One of {', '.join(TRANSPORTS)}. May be repeated. Default: both."),
     ] = None,
     sizes: Annotated[
         str, typer.Option(help="Bytes that a rank contributes to an exchange, comma-separated: 512,64KiB,1M.")
@@ -50,9 +54,10 @@ def comm(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure collectives between ranks over gloo: latency and goodput by size.
+    """Measure collectives between ranks: latency and goodput by size, over gloo and through shared memory.
 
-    Started directly, it measures processes of this machine; under torchrun, the ranks of torchrun. Latency is
+    Started directly, it measures processes of this machine; under torchrun, the ranks of torchrun. Tables use
+    shared memory if all ranks are on one host, and gloo otherwise; all-reduce uses gloo only. Latency is
     the median time of a call on its slowest rank. Goodput is the number of bytes that leave a rank per second
     (all-reduce: the bytes of the buffer).
 
@@ -67,12 +72,16 @@ def comm(
     \b
     Example:
       megalith bench comm
+      megalith bench comm --ranks 4 --pattern rows --transport shared_memory
       megalith bench comm --ranks 4 --pattern rows --sizes 64KiB,1M --plot comm.html
       torchrun --nproc-per-node 2 -m megalith bench comm --json
     """
     with exit_on_error():
         chosen = CommSettings(
-            patterns=tuple(pattern or PATTERNS), sizes=tuple(map(_bytes, sizes.split(","))), **settings
+            patterns=tuple(pattern or PATTERNS),
+            transports=tuple(transport or TRANSPORTS),
+            sizes=tuple(map(_bytes, sizes.split(","))),
+            **settings,
         )
         if plot is not None and not plot.parent.is_dir():
             raise InputError(f"--plot: {plot.parent} is not a directory")
@@ -101,7 +110,9 @@ def comm(
     out = console()
     out.print(_grid(num_ranks, found))
     if left_out:
-        out.print(Text(f"not measured: {left_out} of {chosen.num_points}, because --budget was used up"))
+        alone = launch.local_size < launch.size and not any(m.transport == "shared_memory" for m in found)
+        reason = "the ranks are on several hosts or --budget" if alone else "--budget"
+        out.print(Text(f"not measured: {left_out} of {chosen.num_points}, because {reason} was used up"))
     if plot is not None:
         out.print(Text(f"plots: {plot}"))
 
@@ -128,8 +139,8 @@ def _bytes(text: str) -> int:
 
 def _grid(ranks: int, found: Sequence[Measurement]) -> Table:
     grid = Table(title=title(ranks), title_justify="left", title_style="bold")
-    for number, name in enumerate(HEAD):
-        grid.add_column(name, justify="right" if number else "left")
+    for name in HEAD:
+        grid.add_column(name, justify="left" if name in ("pattern", "transport") else "right")
     for before, each in zip([None, *found], found, strict=False):
         same = before is not None and before.pattern == each.pattern
         if before is not None and not same:

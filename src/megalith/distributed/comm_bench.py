@@ -1,11 +1,13 @@
 """Communication benchmark: the time of collectives with the shapes of table exchanges, by size.
 
-This module makes the exchanges and times them inside the ranks of a process group. It neither starts the
-ranks nor prints the numbers.
+All-to-all exchanges are measured over gloo and through shared memory, the two transports of `Exchange`; an
+all-reduce over gloo only. This module makes the exchanges and times them inside the ranks of a process group.
+It neither starts the ranks nor prints the numbers.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,13 +18,38 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalith.errors import InputError, UnknownNameError
+from megalith.distributed.exchange import Exchange
+from megalith.errors import InputError, UnknownNameError, UsageError
 
+TRANSPORTS = ("gloo", "shared_memory")
 MAX_SIZE = 1 << 32
 """The maximum number of bytes that a rank sends at once."""
 
+START_SECONDS = 60
+"""Seconds beyond the budget for the start of processes and the end of the last exchange."""
+
 _WARM_UPS = 2
 _FEWEST = 3
+
+
+@dataclass(frozen=True)
+class RankLink:
+    """How the ranks of a measurement are connected."""
+
+    group: dist.ProcessGroup | None = None
+    """Their process group; None: the default group."""
+    exchange: Exchange | None = None
+    """The exchange for all-to-all, with shared memory; None: gloo."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process."""
+        return dist.get_rank(self.group)
 
 
 class MeasuredExchange(NamedTuple):
@@ -41,6 +68,8 @@ class CommSettings:
 
     patterns: Sequence[str] = ("all_reduce", "even", "uneven", "ids", "rows")
     """Names in PATTERNS."""
+    transports: Sequence[str] = TRANSPORTS
+    """Names in TRANSPORTS. Shared memory is left out with gloo if the ranks are on several hosts."""
     sizes: Sequence[int] = tuple(1 << power for power in (10, 13, 16, 19, 22, 25))
     """Bytes that a rank passes to one exchange."""
     dim: int = 64
@@ -58,7 +87,10 @@ class CommSettings:
         for pattern in self.patterns:
             if pattern not in PATTERNS:
                 raise UnknownNameError(f"unknown pattern {pattern!r} (known: {', '.join(PATTERNS)})")
-        for name in ("patterns", "sizes"):
+        for transport in self.transports:
+            if transport not in TRANSPORTS:
+                raise UnknownNameError(f"unknown transport {transport!r} (known: {', '.join(TRANSPORTS)})")
+        for name in ("patterns", "transports", "sizes"):
             if not getattr(self, name):
                 raise InputError(f"bench: {name} must not be empty")
         for size in self.sizes:
@@ -67,11 +99,23 @@ class CommSettings:
         for name in ("dim", "pieces", "seconds", "max_calls", "budget"):
             if not getattr(self, name) > 0:
                 raise InputError(f"bench: {name} must be above 0, got {getattr(self, name)}")
+        if not self.pairs:
+            raise InputError("bench: all_reduce has no shared memory: add the transport gloo or a pattern")
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """The patterns with their transports, in order of measurement."""
+        return [
+            (pattern, transport)
+            for pattern in self.patterns
+            for transport in self.transports
+            if pattern != "all_reduce" or transport == "gloo"
+        ]
 
     @property
     def num_points(self) -> int:
         """The number of measurements."""
-        return len(self.patterns) * len(self.sizes)
+        return len(self.pairs) * len(self.sizes)
 
 
 @dataclass(frozen=True)
@@ -79,6 +123,7 @@ class Measurement:
     """One pattern at one size. Times are those of the slowest rank in each call."""
 
     pattern: str
+    transport: str
     size: int
     """Bytes that a rank passed to an exchange, rounded to complete elements."""
     calls: int
@@ -92,34 +137,58 @@ class Measurement:
 
 
 def measure(settings: CommSettings, group: dist.ProcessGroup | None = None) -> Iterator[Measurement]:
-    """Yields measurements by pattern, then by ascending size; the results are equal on all ranks.
+    """Yield measurements by pattern, transport, then ascending size; the results are equal on all ranks.
 
     This is a collective call. It ends early when the budget is spent.
 
     Args:
         settings: What to measure.
         group: The process group; None: the default group.
+
+    Yields:
+        The measurements. Those with shared memory are left out if the ranks are on several hosts.
+
+    Raises:
+        UsageError: Only shared memory is to be measured, and the ranks are on several hosts.
     """
     begin = time.perf_counter()
-    for pattern in settings.patterns:
-        for size in sorted(settings.sizes):
+    links = _links(settings, group)
+    for pattern, transport in settings.pairs:
+        for size in sorted(settings.sizes) if transport in links else ():
             if _slowest(torch.tensor([time.perf_counter() - begin]), group)[0] > settings.budget:
                 return
-            yield _measure_one(pattern, size, settings, group)
+            yield _measure_one(pattern, transport, size, settings, links[transport])
+
+
+def _links(settings: CommSettings, group: dist.ProcessGroup | None) -> dict[str, RankLink]:
+    """Returns the links by transport, the same ones on all ranks."""
+    links = {}
+    for transport in settings.transports:
+        if transport == "gloo":
+            links[transport] = RankLink(group)
+            continue
+        try:
+            exchange = Exchange(group, transport=transport, timeout=settings.budget + START_SECONDS)
+            links[transport] = RankLink(group, exchange)
+        except UsageError:  # on all ranks: they are on several hosts
+            if len(settings.transports) == 1:
+                raise
+    return links
 
 
 def _measure_one(
-    pattern: str, size: int, settings: CommSettings, group: dist.ProcessGroup | None
+    pattern: str, transport: str, size: int, settings: CommSettings, link: RankLink
 ) -> Measurement:
-    exchange = PATTERNS[pattern](size, settings, group)
+    group = link.group
+    exchange = PATTERNS[pattern](size, settings, link)
     guess = min(_slowest(_timed(exchange, _WARM_UPS), group))
     calls = max(_FEWEST, min(settings.max_calls, int(settings.seconds / max(guess, 1e-9))))
     times = sorted(_slowest(_timed(exchange, calls), group))
     sent = torch.tensor(float(exchange.sent))
     dist.all_reduce(sent, group=group)
     median = times[len(times) // 2]
-    goodput = float(sent) / dist.get_world_size(group) / median
-    return Measurement(pattern, exchange.size, calls, median, times[0], goodput)
+    goodput = float(sent) / link.size / median
+    return Measurement(pattern, transport, exchange.size, calls, median, times[0], goodput)
 
 
 def _timed(exchange: MeasuredExchange, calls: int) -> Tensor:
@@ -142,64 +211,78 @@ def _slowest(seconds: Tensor, group: dist.ProcessGroup | None) -> list[float]:
 # ---- the patterns; each rank sends its own rank, so that tests can check the routes
 
 
-def _all_reduce(size: int, settings: CommSettings, group: dist.ProcessGroup | None) -> MeasuredExchange:
+def _all_reduce(size: int, settings: CommSettings, link: RankLink) -> MeasuredExchange:
     own = torch.zeros(_count(size, 4))
 
     def call() -> Tensor:
-        dist.all_reduce(own, group=group)
+        dist.all_reduce(own, group=link.group)
         return own
 
     return MeasuredExchange(call, own.nbytes, own.nbytes)
 
 
-def _even(size: int, settings: CommSettings, group: dist.ProcessGroup | None) -> MeasuredExchange:
-    return _all_to_all(_shares(_count(size, 4), [1.0] * dist.get_world_size(group)), (), group)
+def _even(size: int, settings: CommSettings, link: RankLink) -> MeasuredExchange:
+    return _all_to_all(_shares(_count(size, 4), [1.0] * link.size), (), link)
 
 
-def _uneven(size: int, settings: CommSettings, group: dist.ProcessGroup | None) -> MeasuredExchange:
+def _uneven(size: int, settings: CommSettings, link: RankLink) -> MeasuredExchange:
     """Rank 0 receives the most, each next rank less: 1, 1/2, 1/3, ..."""
-    weights = [1 / (1 + rank) for rank in range(dist.get_world_size(group))]
-    return _all_to_all(_shares(_count(size, 4), weights), (), group)
+    weights = [1 / (1 + rank) for rank in range(link.size)]
+    return _all_to_all(_shares(_count(size, 4), weights), (), link)
 
 
-def _rows(size: int, settings: CommSettings, group: dist.ProcessGroup | None) -> MeasuredExchange:
+def _rows(size: int, settings: CommSettings, link: RankLink) -> MeasuredExchange:
     num_rows = _count(size, 4 * settings.dim)
-    return _all_to_all(_shares(num_rows, [1.0] * dist.get_world_size(group)), (settings.dim,), group)
+    return _all_to_all(_shares(num_rows, [1.0] * link.size), (settings.dim,), link)
 
 
-def _ids(size: int, settings: CommSettings, group: dist.ProcessGroup | None) -> MeasuredExchange:
+def _ids(size: int, settings: CommSettings, link: RankLink) -> MeasuredExchange:
     """One piece of ids per rank and table, concatenated before the exchange and split after it."""
-    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    world, rank = link.size, link.rank
     lengths = _shares(_count(size, 8), [1.0] * (world * settings.pieces))
     pieces = [torch.full((length,), rank, dtype=torch.int64) for length in lengths]
     sent = [sum(lengths[peer * settings.pieces : (peer + 1) * settings.pieces]) for peer in range(world)]
     from_each = lengths[rank * settings.pieces : (rank + 1) * settings.pieces]
-    received = torch.empty(sent[rank] * world, dtype=torch.int64)
+    transfer = _transfer(torch.empty(sent[rank] * world, dtype=torch.int64), sent, link)
 
     def call() -> Tensor:
-        dist.all_to_all_single(received, torch.cat(pieces), [sent[rank]] * world, sent, group=group)
+        received = transfer(torch.cat(pieces))
         received.split(from_each * world)
         return received
 
     return MeasuredExchange(call, 8 * sum(sent), 8 * (sum(sent) - sent[rank]))
 
 
-def _all_to_all(
-    counts: list[int], width: tuple[int, ...], group: dist.ProcessGroup | None
-) -> MeasuredExchange:
+def _all_to_all(counts: list[int], width: tuple[int, ...], link: RankLink) -> MeasuredExchange:
     """Every rank sends counts[peer] elements of float32 [*width] to each peer."""
-    world, rank = dist.get_world_size(group), dist.get_rank(group)
-    own = torch.full((sum(counts), *width), float(rank))
-    received = torch.empty(counts[rank] * world, *width)
-
-    def call() -> Tensor:
-        dist.all_to_all_single(received, own, [counts[rank]] * world, counts, group=group)
-        return received
-
-    return MeasuredExchange(call, own.nbytes, own.nbytes - received.nbytes // world)
+    own = torch.full((sum(counts), *width), float(link.rank))
+    received = torch.empty(counts[link.rank] * link.size, *width)
+    transfer = _transfer(received, counts, link)
+    return MeasuredExchange(lambda: transfer(own), own.nbytes, own.nbytes - received.nbytes // link.size)
 
 
-PATTERNS: dict[str, Callable[[int, CommSettings, dist.ProcessGroup | None], MeasuredExchange]] = {
+def _transfer(received: Tensor, counts: list[int], link: RankLink) -> Callable[[Tensor], Tensor]:
+    """Returns an all-to-all in which every rank sends counts[peer] elements, into memory like `received`."""
+    into = [counts[link.rank]] * link.size
+    exchange = link.exchange
+    if exchange is None:
+
+        def over_gloo(own: Tensor) -> Tensor:
+            dist.all_to_all_single(received, own, into, counts, group=link.group)
+            return received
+
+        return over_gloo
+    each = received.element_size() * math.prod(received.shape[1:])
+    send_sizes, recv_sizes = [n * each for n in counts], [n * each for n in into]
+
+    def through_memory(own: Tensor) -> Tensor:
+        data = exchange.all_to_all(own.view(-1).view(torch.uint8), send_sizes, recv_sizes, "bench")
+        return data.view(received.dtype).view(received.shape)
+
+    return through_memory
+
+
+PATTERNS: dict[str, Callable[[int, CommSettings, RankLink], MeasuredExchange]] = {
     "all_reduce": _all_reduce,
     "even": _even,
     "uneven": _uneven,

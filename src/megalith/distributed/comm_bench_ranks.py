@@ -1,7 +1,7 @@
 """The ranks of a communication benchmark: those of a launcher, or local processes started for it.
 
-Local ranks use gloo over loopback. Rank 0 sends each measurement to the parent as JSON; the parent kills all
-ranks when it stops reading.
+Local ranks use gloo over loopback and shared memory. Rank 0 sends each measurement to the parent as JSON; the
+parent kills all ranks when it stops reading.
 """
 
 from __future__ import annotations
@@ -23,13 +23,10 @@ from multiprocessing.process import BaseProcess
 import torch
 import torch.distributed as dist
 
-from megalith.distributed.comm_bench import CommSettings, Measurement, measure
+from megalith.distributed.comm_bench import START_SECONDS, CommSettings, Measurement, measure
 from megalith.distributed.launcher_environment import Launch
 from megalith.distributed.process_group import check_address
 from megalith.errors import InputError, RankFailedError, RankTimeoutError
-
-START_SECONDS = 60
-"""Seconds beyond the budget for the start of processes and the end of the last exchange."""
 
 _MAX_MESSAGE = 1 << 16
 

@@ -15,7 +15,7 @@ from megalith.reporting import charts
 from megalith.reporting.charts import Axis, Series, line_chart
 from megalith.units import show_bytes
 
-HEAD = ("pattern", "bytes per rank", "latency", "best", "goodput", "calls")
+HEAD = ("pattern", "transport", "bytes per rank", "latency", "best", "goodput", "calls")
 PATTERN_NAMES = {
     "all_reduce": "all-reduce",
     "even": "all-to-all, even",
@@ -23,6 +23,7 @@ PATTERN_NAMES = {
     "ids": "all-to-all, ids",
     "rows": "all-to-all, rows",
 }
+TRANSPORT_NAMES = {"gloo": "gloo", "shared_memory": "shared memory"}
 _STYLE = (
     ":root{color-scheme:light dark} h1{font-size:20px} body{margin:24px auto;max-width:1100px;padding:0 16px;"
     "font:15px/1.5 system-ui,'DejaVu Sans',sans-serif} table{border-collapse:collapse;margin-top:24px}"
@@ -46,12 +47,13 @@ def machine() -> dict[str, Any]:
 def title(ranks: int) -> str:
     """Returns the title of a result measured on this machine with this number of ranks."""
     found = machine()
-    return f"{ranks} ranks, gloo, {found['cores']} cores, torch {found['torch']}"
+    return f"{ranks} ranks, gloo and shared memory, {found['cores']} cores, torch {found['torch']}"
 
 
 def cells(measurement: Measurement) -> list[str]:
     """Returns the columns of `HEAD` after the pattern."""
     return [
+        TRANSPORT_NAMES[measurement.transport],
         show_bytes(measurement.size),
         _span(measurement.latency),
         _span(measurement.best),
@@ -68,10 +70,14 @@ def comm_page(ranks: int, found: Sequence[Measurement]) -> str:
         found: The measurements, grouped by pattern.
     """
     x = Axis("bytes per rank", log=True)
-    latency = line_chart("Latency by size", _series(found, "latency", 1e6), x, Axis("latency, us", log=True))
-    goodput = line_chart(
-        "Goodput by size", _series(found, "goodput", 1e-6), x, Axis("goodput, MB/s", log=True)
-    )
+    plots = []
+    for transport in dict.fromkeys(m.transport for m in found):
+        own, name = [m for m in found if m.transport == transport], TRANSPORT_NAMES[transport]
+        latency, goodput = _series(own, "latency", 1e6), _series(own, "goodput", 1e-6)
+        plots += [
+            line_chart(f"Latency by size, {name}", latency, x, Axis("latency, us", log=True)),
+            line_chart(f"Goodput by size, {name}", goodput, x, Axis("goodput, MB/s", log=True)),
+        ]
     rows = [f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in HEAD)}</tr>"]
     for each in found:
         texts = (PATTERN_NAMES[each.pattern], *cells(each))
@@ -80,7 +86,7 @@ def comm_page(ranks: int, found: Sequence[Measurement]) -> str:
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(heading)}</title>'
         f"<style>{_STYLE}{charts.STYLE}</style></head><body><h1>{escape(heading)}</h1>"
-        f'<div class="plots">{latency}{goodput}</div><main><table>{"".join(rows)}</table></main>'
+        f'<div class="plots">{"".join(plots)}</div><main><table>{"".join(rows)}</table></main>'
         "</body></html>\n"
     )
 
@@ -98,6 +104,7 @@ def _series(found: Sequence[Measurement], field: str, scale: float) -> list[Seri
             PATTERN_NAMES[pattern],
             [(float(m.size), getattr(m, field) * scale) for m in found if m.pattern == pattern],
             "line and points",
+            colour=list(PATTERN_NAMES).index(pattern),
         )
         for pattern in dict.fromkeys(m.pattern for m in found)
     ]
