@@ -85,6 +85,8 @@ class DenseProgram:
             InputError: A weight is unknown, not finite, or has another dtype or shape.
         """
         for name, weight in weights.items():
+            if not isinstance(weight, Tensor) or not weight.is_cpu:
+                raise InputError(f"dense weight {str(name)[:100]!r} must be a tensor on the CPU")
             if name not in self._same:
                 raise InputError(f"dense weight {name!r} is unknown (known: {', '.join(self._exported)})")
             known = self._exported[self._same[name]]

@@ -28,6 +28,7 @@ from megalith.checkpoint.save_job import megalith_version
 from megalith.errors import ExportError, InputError, MegalithError, UsageError
 from megalith.nn import EmbeddingCollection
 from megalith.nn.feature_plan import FeaturePlan
+from megalith.ops import checks
 from megalith.ragged import Ragged
 from megalith.serving.export import precision as precisions
 from megalith.serving.export.archive import write_archive
@@ -123,8 +124,14 @@ def export_model(
     collection = None if isinstance(model, Shards) else _collection(model)
     check_name(name)
     precisions.dtype_of(precision)
-    if num_shards < 0:
-        raise InputError(f"export: num_shards must be 0 or more, got {num_shards}")
+    out = checks.path(out, "export: out")
+    checks.integer(num_shards, "export: num_shards", least=0)
+    if block_size is not None:
+        checks.integer(block_size, "export: block_size")
+    if source is not None:
+        checks.instance(source, Provenance, "export: source")
+    checks.callback(rows, "export: rows")
+    checks.callback(on_rows, "export: on_rows")
     shards = model if isinstance(model, Shards) else model.embeddings.shards
     if rows is None:
         rows = _live_rows(shards)
@@ -149,7 +156,7 @@ def export_model(
     if num_shards and collection is not None:
         parts.append(ENTRY)  # the last to be published, because it needs the others
     try:
-        with StagingDirectories(Path(out), signature.version, parts) as staging:
+        with StagingDirectories(out, signature.version, parts) as staging:
             tables = {
                 table: _TableExporter(
                     staging,
@@ -167,7 +174,7 @@ def export_model(
         if isinstance(error, MegalithError):
             raise
         raise ExportError(f"cannot write {out}: {error}") from error
-    return Path(out)
+    return out
 
 
 def _collection(model: Any) -> EmbeddingCollection:

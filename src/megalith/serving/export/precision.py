@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError
+from megalith.ops.checks import one_of
 
 PRECISIONS = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
 _MAX_HALF = 65504.0
@@ -30,9 +31,7 @@ def dtype_of(precision: str) -> torch.dtype:
     Raises:
         InputError: The precision is unknown.
     """
-    if precision not in PRECISIONS:
-        raise InputError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
-    return PRECISIONS[precision]
+    return PRECISIONS[one_of(precision, list(PRECISIONS), "precision")]
 
 
 def steps_for(largest: Sequence[float], precision: str) -> list[float]:

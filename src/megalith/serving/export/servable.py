@@ -28,10 +28,12 @@ from megalith.errors import (
 from megalith.library import span
 from megalith.nn.batch_preparer import column_of, real_places
 from megalith.nn.feature_plan import CompiledBatch, FeaturePlan
-from megalith.ops.checks import all_finite
+from megalith.ops.checks import callback, flag, instance, kind, mapping
+from megalith.ops.checks import path as check_path
 from megalith.serving.export.dense_program import DenseProgram, ProgramCopy
 from megalith.serving.export.frozen_rows import FrozenRows
 from megalith.serving.export.overlay import PRESENT, REMOVED, Overlay, RowsByTable
+from megalith.serving.export.row_checks import check_ids, check_rows
 from megalith.serving.export.row_gathering import Gathered, Gathering
 from megalith.serving.export.signature import ENTRY, Signature
 from megalith.serving.export.warmup_examples import read_examples
@@ -91,7 +93,9 @@ class Servable:
     def __init__(
         self, directory: str | Path, *, fetch: Fetch | None = None, verify_files: bool = True
     ) -> None:
-        self.directory = Path(directory)
+        self.directory = check_path(directory, "directory")
+        callback(fetch, "fetch")
+        flag(verify_files, "verify_files")
         self.signature = Signature.read(self.directory)
         self.counters = ServingCounters()
         self._closed = False
@@ -171,6 +175,8 @@ class Servable:
             raise UsageError(
                 f"{self.signature.name} holds rows without a model: request scores from the entry"
             )
+        if not isinstance(features, Mapping):
+            raise InputError(f"features must be a dict of columns by name, got {kind(features)}")
         missing = plan.features.keys() - features.keys()
         if missing:
             raise UnknownNameError(f"feature {min(missing)!r} is missing from the request")
@@ -265,8 +271,9 @@ class Servable:
             if dense is not None:
                 raise InputError("this model takes no dense values")
             return None
-        if dense is None or tuple(dense.shape) != (size, width) or not dense.is_floating_point():
-            got = "none" if dense is None else f"{dense.dtype} {list(dense.shape)}"
+        fits = isinstance(dense, Tensor) and tuple(dense.shape) == (size, width)
+        if dense is None or not fits or not dense.is_floating_point() or not dense.is_cpu:
+            got = f"{dense.dtype} {list(dense.shape)}" if isinstance(dense, Tensor) else kind(dense)
             raise InputError(f"{self.signature.dense_name} must be float32 {[size, width]}, got {got}")
         return dense.to(torch.float32)
 
@@ -287,13 +294,12 @@ class Servable:
         """
         frozen = self._frozen
         self._check_open()
-        self._check_table(table)
         if self._fetch is not None:
             raise UsageError(f"{self.signature.name} holds no rows: look them up in the ps parts")
-        if ids.dtype not in (torch.int64, torch.int32) or ids.dim() != 1:
-            raise InputError(f"table {table!r}: ids must be int64 [n], got {ids.dtype} {list(ids.shape)}")
-        ids = ids.to(torch.int64).contiguous()
-        self._check_owner(table, ids)
+        if isinstance(ids, Tensor) and ids.dtype == torch.int32:
+            ids = ids.to(torch.int64)
+        check_ids(self.signature, table, ids)
+        ids = ids.contiguous()
         out = torch.empty(ids.numel(), self.signature.tables[table].dim)
         self._read(self.overlay, frozen[table], table, ids, out)
         return out
@@ -359,18 +365,8 @@ class Servable:
             InputError: A tensor has a wrong dtype or shape, holds NaN or Inf, or is of another part.
             UnknownNameError: A table is unknown.
         """
-        for name, (ids, values) in rows.items():
-            self._check_ids(name, ids)
-            dim = self.signature.tables[name].dim
-            if values.dtype != torch.float32 or tuple(values.shape) != (ids.numel(), dim):
-                raise InputError(
-                    f"table {name!r}: rows must be float32 {[ids.numel(), dim]}, "
-                    f"got {values.dtype} {list(values.shape)}"
-                )
-            if not all_finite(values):
-                raise InputError(f"table {name!r}: rows hold NaN or Inf")
-        for name, ids in removed.items():
-            self._check_ids(name, ids)
+        check_rows(self.signature, rows, removed)
+        mapping(dense, "dense", '{"weight": tensor}')
         if dense:
             if self._program is None:
                 raise InputError(f"{self.signature.name} has no dense weights")
@@ -388,7 +384,7 @@ class Servable:
         self.write(rows, removed, dense)
 
     def write(self, rows: RowsByTable, removed: Tensors = _NOTHING, dense: Tensors = _NOTHING) -> None:
-        """Write arguments that passed `check`; see `apply`.
+        """Write arguments that passed `check`, without checking them again; see `apply`.
 
         Args:
             rows: Table -> (ids int64 [n], rows float32 [n, dim]).
@@ -419,7 +415,7 @@ class Servable:
             InputError: The overlay has other tables, or a weight does not match.
         """
         self._check_overlay(overlay)
-        if dense:
+        if dense is not None:
             self.check({}, {}, dense)
         self._snapshot = self._with(overlay, dense)
 
@@ -437,7 +433,7 @@ class Servable:
             InputError: The overlay has other tables, or a weight does not match.
         """
         self._check_overlay(overlay)
-        if dense:
+        if dense is not None:
             self.check({}, {}, dense)
         own = Overlay(self.signature.dims)
         for table, frozen in self._frozen.items():
@@ -459,34 +455,9 @@ class Servable:
         return _Snapshot(overlay, self._program.set(dense) if dense else self._program.front)
 
     def _check_overlay(self, overlay: Overlay) -> None:
+        instance(overlay, Overlay, "overlay")
         if overlay.dims != self.signature.dims:
             raise InputError(f"{self.signature.name}: the overlay has other tables: {overlay.dims}")
-
-    def _check_ids(self, table: str, ids: Tensor) -> None:
-        self._check_table(table)
-        if self._fetch is not None:
-            raise InputError(f"{self.signature.name} holds no rows: push them to the ps parts")
-        if ids.dtype != torch.int64 or ids.dim() != 1:
-            raise InputError(f"table {table!r}: ids must be int64 [n], got {ids.dtype} {list(ids.shape)}")
-        self._check_owner(table, ids)
-
-    def _check_owner(self, table: str, ids: Tensor) -> None:
-        """Raise InputError for an id of another part, which must not read as a missing row."""
-        shard = self.signature.shard
-        if shard is None:
-            return
-        owners = self.signature.tables[table].router().owner(ids)
-        if bool((owners != shard).any()):
-            wrong = int(ids[owners != shard][0])
-            raise InputError(
-                f"table {table!r}: id {wrong} belongs to another part than {self.signature.part} of "
-                f"{self.signature.sub_graph_num}, version {self.signature.version}"
-            )
-
-    def _check_table(self, table: str) -> None:
-        if table not in self.signature.tables:
-            known = ", ".join(map(repr, self.signature.tables))
-            raise UnknownNameError(f"unknown table {table!r} (known: {known})")
 
     def _check_open(self) -> None:
         if self._closed:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from megalith.errors import InputError, MegalithError, UsageError
+from megalith.ops import checks
 from megalith.serving.client.channels import MAX_MESSAGE_BYTES
 from megalith.serving.client.credentials import grpc_module
 from megalith.serving.client.row_fetcher import RowFetcher
@@ -72,7 +73,12 @@ class ModelServer:
         *,
         discovery: Discovery | None = None,
     ) -> None:
-        self._config = config = config or ServerConfig()
+        directory = checks.path(directory, "directory")
+        self._config = config = checks.instance(
+            ServerConfig() if config is None else config, ServerConfig, "config"
+        )
+        if discovery is not None and not isinstance(discovery, Discovery):
+            raise InputError(f"discovery must be a started Discovery, got {checks.kind(discovery)}")
         if discovery is None and config.discovery is not None:
             self._own_discovery: Discovery | None = open_discovery(config.discovery)
         else:
@@ -88,7 +94,7 @@ class ModelServer:
         self._announcing = threading.Lock()
         self._metrics = Metrics(lambda: self._repository.models)
         self._repository = Repository(
-            Path(directory),
+            directory,
             self._open,
             self._metrics,
             config,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith.errors import InputError, UsageError
+from megalith.ops.checks import flag, path, text
 from megalith.serving.client.credentials import grpc_module, read_secret
 from megalith.serving.discovery.addresses import is_loopback
 
@@ -41,8 +42,11 @@ class Security:
     """PEM file of the authority that must have signed the certificates of clients."""
 
     def __post_init__(self) -> None:
-        if self.token is not None and not re.fullmatch(r"[\x21-\x7e]{8,4096}", self.token):
+        if self.token is not None and not re.fullmatch(r"[\x21-\x7e]{8,4096}", text(self.token, "token")):
             raise InputError("a token must be 8 to 4096 visible ASCII characters, without spaces")
+        for name in ("certificate", "key", "client_ca"):
+            if getattr(self, name) is not None:
+                path(getattr(self, name), name)
         if (self.certificate is None) != (self.key is None):
             raise InputError("TLS needs both a certificate and its key: --tls-cert and --tls-key")
         if self.client_ca is not None and self.certificate is None:
@@ -65,7 +69,7 @@ class Security:
             host: The address that the server listens on.
             writes: Whether the server accepts writes.
         """
-        if writes and not is_loopback(host) and not self.authenticates:
+        if flag(writes, "writes") and not is_loopback(text(host, "host")) and not self.authenticates:
             raise UsageError(
                 f"anyone who can reach {host} could change the model: give a token (--token-file, or "
                 f"{TOKEN_VARIABLE}), require client certificates (--tls-ca), or listen on 127.0.0.1"
@@ -82,8 +86,8 @@ class Security:
         """
         if self.token is None:
             return True
-        given = authorization or ""
-        data = given if isinstance(given, bytes) else given.encode("utf-8", "replace")
+        given = b"" if authorization is None else authorization
+        data = given if isinstance(given, bytes) else text(given, "authorization").encode("utf-8", "replace")
         scheme, _, token = data.partition(b" ")
         return hmac.compare_digest(token.strip(), self.token.encode()) and scheme.lower() == b"bearer"
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith.errors import InputError
+from megalith.ops import checks
 from megalith.serving.client.credentials import Credentials
 from megalith.serving.server.security import Security
 from megalith.serving.wire_names import MAX_REQUEST_BYTES
@@ -105,6 +106,17 @@ class ServerConfig:
         _check_integer(self, "replica_id", -1)
         for name in ("fetch_timeout", "drain_seconds", "poll_seconds", "carry_seconds"):
             _check_seconds(self, name)
+        for name in ("allow_writes", "fail_soft"):
+            checks.flag(getattr(self, name), name)
+        for name in ("host", "metrics_host", "discovery", "advertise"):
+            if getattr(self, name) is not None or getattr(type(self), name) is not None:
+                checks.text(getattr(self, name), name)
+        if self.checkpoint is not None:
+            checks.path(self.checkpoint, "checkpoint")
+        checks.instance(self.security, Security, "security")
+        checks.instance(self.batching, Batching, "batching")
+        if self.fetch_credentials is not None:
+            checks.instance(self.fetch_credentials, Credentials, "fetch_credentials")
         if not self.fetch_timeout:
             raise InputError("fetch_timeout must be above 0")
         self.security.check_exposure(self.host, writes=self.allow_writes)
