@@ -94,7 +94,7 @@ def test_following_a_run_waits_for_its_first_checkpoint_and_serves_it(tmp_path: 
         with ServerClient(server.wait_for(r"gRPC on (\S+)")) as ask:
             for name, table in model.embeddings.shards.local.items():
                 ids = torch.cat([chunk.ids for chunk in table.scan()])
-                rows = ask({f"{name}_id": ids}, signature="lookup", model="clicks")[f"{name}_value"]
+                rows = ask({name: ids}, signature="lookup", model="clicks")[name]
                 assert torch.equal(rows, table.lookup(ids))
             position = ask.send(request_of({}, model="clicks", signature="sync_position"))[0]
             assert position["step"].tolist() == [5]
