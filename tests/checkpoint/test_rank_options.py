@@ -87,6 +87,7 @@ def test_a_wrong_option_of_a_load_raises_on_every_rank(options: dict[str, Any], 
     [
         (checkpoint.save, {"precision": "float16"}),
         (checkpoint.save, {"deltas": False}),
+        (checkpoint.save, {"path": MemoryStore(where="another place")}),
         (checkpoint.async_save, {"delta": True}),
         (checkpoint.load, {"reroute": True}),
         (checkpoint.load, {"rename": {"embeddings.t": "t"}}),

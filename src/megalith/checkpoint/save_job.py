@@ -148,7 +148,12 @@ class SaveJob:
         check_equal_options(
             self._ranks,
             "a save",
-            {"precision": options.precision, "deltas": options.track, "delta": options.delta},
+            {
+                "path": self.store.where,
+                "precision": options.precision,
+                "deltas": options.track,
+                "delta": options.delta,
+            },
         )
         self._steps = {path: c.global_step for path, c in self._collections.items()}
         self._tables: list[_FrozenTable] = []
