@@ -1,30 +1,6 @@
 // The second half of an update: sums the entries of one part of the table (a range of rows) into one gradient
 // per distinct row, in input order, and makes one optimizer step per row.
 
-using StepFunction = void (*)(const SegmentPlan&, float lr, float* weights, float* state,
-                              const float* gradient);
-
-template <class Optimizer>
-static StepFunction step_for_dim(int dim) {
-  switch (dim) {
-    case 1: return Optimizer::template step<1>;
-    case 8: return Optimizer::template step<8>;
-    case 16: return Optimizer::template step<16>;
-    case 32: return Optimizer::template step<32>;
-    case 64: return Optimizer::template step<64>;
-    default: return Optimizer::template step<0>;
-  }
-}
-
-static StepFunction step_function(const SegmentPlan& s) {
-  int index = 0;
-#define X(text, type) \
-  if (s.optimizer == index++) return step_for_dim<type>(s.dim);
-  MEGALITH_OPTIMIZERS(X)
-#undef X
-  return nullptr;
-}
-
 // Adds the gradient of one occurrence to the sum of its row, or writes it if it is the first one.
 struct GradientReader {
   const GradientView& gradient;
@@ -170,12 +146,12 @@ static void apply(const ApplyView& view, const Entry* entries, const float* weig
     float* weights_here = weights_at(table.rows, row);
     float* state = state_at(table.rows, row);
     if (only) {
-      only(table.segments[0], view.learning_rates[0], weights_here, state, gradient);
+      only(table.segments[0], view.steps[0], weights_here, state, gradient);
     } else {
       for (int k = 0; k < table.num_segments; ++k) {
         const SegmentPlan& s = table.segments[k];
-        step_function(s)(s, view.learning_rates[k], weights_here + s.offset,
-                         state + s.state_offset, gradient + s.offset);
+        step_function(s)(s, view.steps[k], weights_here + s.offset, state + s.state_offset,
+                         gradient + s.offset);
       }
     }
     *time_behind(table.rows, state) = view.time;

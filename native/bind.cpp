@@ -19,19 +19,23 @@
 namespace megalith {
 namespace {
 
-// dim, optimizer, its hyperparameters, initializer, its two parameters
-using SegmentTuple = std::tuple<int, std::string, std::vector<float>, int, float, float>;
+// dim, optimizer, the optimizer that it wraps (or empty), hyperparameters, initial state, initializer, its two parameters
+using SegmentTuple =
+    std::tuple<int, std::string, std::string, std::vector<float>, std::vector<float>, int, float, float>;
 
 TableOptions make_options(const std::string& name, const std::vector<SegmentTuple>& segments,
                           uint64_t key, bool missing_zeros, int64_t max_rows, const std::string& kernels) {
   TableOptions options;
   options.name = name;
-  for (const auto& [dim, optimizer, hyper, init, a, b] : segments) {
+  for (const auto& [dim, optimizer, base, hyper, state, init, a, b] : segments) {
     SegmentPlan plan{};
     plan.dim = dim;
     plan.optimizer = optimizer_index(optimizer.c_str());
-    if (plan.optimizer < 0)
-      throw std::invalid_argument("the cpu engine has no optimizer \"" + optimizer + "\"");
+    plan.base = base.empty() ? -1 : optimizer_index(base.c_str());
+    if (plan.optimizer < 0 || (plan.base < 0 && !base.empty()))
+      throw std::invalid_argument("the cpu engine has no optimizer \"" + optimizer + "\" or \"" + base + "\"");
+    require((optimizer == "delay_compensated") != base.empty() && base != optimizer && base != "custom",
+            "segments: an optimizer cannot wrap this one");
     if (dim < 1 || hyper.size() > kMaxHyper || init < 0 || init > 3)
       throw std::invalid_argument("segments: invalid dim, hyperparameters or initializer");
     for (size_t k = 0; k < hyper.size(); ++k) plan.hyper[k] = hyper[k];
@@ -39,6 +43,7 @@ TableOptions make_options(const std::string& name, const std::vector<SegmentTupl
     plan.init_a = a;
     plan.init_b = b;
     options.segments.push_back(plan);
+    options.initial_state.push_back(state);
   }
   if (options.segments.empty()) throw std::invalid_argument("segments: expected at least one");
   options.key = key;
@@ -176,8 +181,8 @@ NB_MODULE(_native, m) {
            nb::arg("outputs"), nb::arg("threads"))
       .def("update",
            [](Table& t, handle rows, int64_t epoch, handle ids, handle gradients, handle bags,
-              const std::vector<float>& learning_rates, uint32_t time, float scale, float clip_norm,
-              int threads) {
+              const std::vector<float>& learning_rates, const std::vector<float>& corrections, int64_t step,
+              uint32_t time, float scale, float clip_norm, int threads) {
              const Ids i = borrow_ids(ids);
              Update u;
              u.rows = borrow_rows(rows, i.n);
@@ -192,9 +197,14 @@ NB_MODULE(_native, m) {
                u.bags = list->views;
                if (u.bags.empty()) return;  // no occurrence reaches an output
              }
-             require(static_cast<int>(learning_rates.size()) == t.num_segments(),
+             require(static_cast<int>(learning_rates.size()) == t.num_segments() &&
+                         corrections.size() == learning_rates.size(),
                      "learning_rates: expected one per segment");
-             u.learning_rates = learning_rates.data();
+             require(!t.has_custom(), "update: the optimizer is not a native one");
+             std::vector<SegmentStep> steps;
+             for (size_t k = 0; k < learning_rates.size(); ++k)
+               steps.push_back({learning_rates[k], corrections[k], step});
+             u.steps = steps.data();
              u.time = time;
              u.scale = scale;
              u.clip_norm = clip_norm;
@@ -202,8 +212,8 @@ NB_MODULE(_native, m) {
              t.update(u, threads);
            },
            nb::arg("rows").none(), nb::arg("epoch"), nb::arg("ids"), nb::arg("gradients"),
-           nb::arg("bags").none(), nb::arg("learning_rates"), nb::arg("time"), nb::arg("scale"), nb::arg("clip_norm"),
-           nb::arg("threads"))
+           nb::arg("bags").none(), nb::arg("learning_rates"), nb::arg("corrections"), nb::arg("step"), nb::arg("time"),
+           nb::arg("scale"), nb::arg("clip_norm"), nb::arg("threads"))
       .def("assign",
            [](Table& t, handle ids, handle values, bool add, uint32_t time, int threads) {
              const Ids i = borrow_ids(ids);
@@ -225,12 +235,19 @@ NB_MODULE(_native, m) {
              return t.remove(i.data, i.n);
            })
       .def("restore",
-           [](Table& t, handle ids, nb::sequence columns, handle times, int threads) {
+           [](Table& t, handle ids, nb::sequence columns, handle times, bool advance_epoch, int threads) {
              const Ids i = borrow_ids(ids);
              const std::vector<Column> c = borrow_columns(columns, i.n, t.row_floats());
              const int64_t* when = borrow_times(times, i.n);
              nb::gil_scoped_release release;
-             t.restore(i.data, i.n, c, when, threads);
+             t.restore(i.data, i.n, c, when, advance_epoch, threads);
+           })
+      .def("read_complete",
+           [](const Table& t, handle ids, nb::sequence columns, int threads) {
+             const Ids i = borrow_ids(ids);
+             const std::vector<Column> c = borrow_columns(columns, i.n, t.row_floats());
+             nb::gil_scoped_release release;
+             t.read_complete(i.data, i.n, c, threads);
            })
       .def("scan",
            [](const Table& t, int64_t start, handle ids, nb::sequence columns, handle times) {

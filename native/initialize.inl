@@ -87,19 +87,13 @@ static void initial_weights(const TableView& table, int64_t id, float* out) {
   }
 }
 
-static void initial_state(const SegmentPlan& s, float* state) {
-  int index = 0;
-#define X(text, type) \
-  if (s.optimizer == index++) return type::initial_state(s, state);
-  MEGALITH_OPTIMIZERS(X)
-#undef X
-}
-
 static void initialize(const TableView& table, const int32_t* rows, const int64_t* ids, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     initial_weights(table, ids[i], weights_at(table.rows, rows[i]));
     float* state = state_at(table.rows, rows[i]);
-    for (int k = 0; k < table.num_segments; ++k)
-      initial_state(table.segments[k], state + table.segments[k].state_offset);
+    for (int k = 0; k < table.num_segments; ++k) {
+      const SegmentPlan& s = table.segments[k];
+      __builtin_memcpy(state + s.state_offset, s.initial_state, sizeof(float) * static_cast<size_t>(s.state_size));
+    }
   }
 }

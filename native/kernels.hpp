@@ -20,10 +20,17 @@ struct GradientView {
   float clip_norm;  // largest L2 norm of a row's gradient after scaling; 0: no limit
 };
 
+// What the step of one segment depends on besides the row and its gradient.
+struct SegmentStep {
+  float lr;
+  float correction;  // bias correction by the global step; 1 for optimizers without one
+  int64_t step;      // the global step, from 0
+};
+
 struct ApplyView {
   TableView table;
   GradientView gradient;
-  const float* learning_rates;  // one per segment
+  const SegmentStep* steps;     // one per segment
   uint32_t time;
   uint8_t touch;                // bits set in the row's flags
   uint32_t rows_per_part_shift;
@@ -50,7 +57,7 @@ struct FlatKernels {
 
 struct Kernels {
   const char* name;
-  int (*state_size)(int optimizer, int dim);  // number of floats of optimizer state of a segment
+  int (*state_size)(const SegmentPlan&);  // number of floats that the optimizer needs; -1: any
   void (*find)(const IndexView&, const int64_t* ids, int64_t n, int32_t* rows);
   void (*initialize)(const TableView&, const int32_t* rows, const int64_t* ids, int64_t n);
   void (*read)(const TableView&, const int32_t* rows, const int64_t* ids, int64_t n, float* out);

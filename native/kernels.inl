@@ -31,15 +31,6 @@ namespace {
 #include "gather.inl"
 #include "apply.inl"
 
-int state_size(int optimizer, int dim) {
-  int index = 0;
-#define X(text, type) \
-  if (optimizer == index++) return type::state_size(dim);
-  MEGALITH_OPTIMIZERS(X)
-#undef X
-  return 0;
-}
-
 bool all_finite(const float* values, int64_t n) {
   // A finite float times zero is zero; an infinity or NaN times zero is NaN, which the sum keeps.
   Vec8 sums[4] = {};

@@ -1,19 +1,23 @@
-// Optimizers by name. To add one: write optimizers/NAME.inl with a struct that has state_size, initial_state and step
-// (Elementwise<Rule> makes all three from a rule for one weight), include it in optimizers/all.inl, and add a line to
-// the list below.
+// Optimizers by name. To add one: write optimizers/NAME.inl with a struct that has state_size and step
+// (Elementwise<Rule> makes both from a rule for one weight), include it in optimizers/all.inl, and add a line to the
+// list below. Initial values of states come from Python.
 #pragma once
 
 #include <cstring>
 
 namespace megalith {
 
-#define MEGALITH_OPTIMIZERS(X)          \
-  X("sgd", Sgd)                         \
-  X("momentum", Momentum)               \
-  X("adagrad", Adagrad)                 \
-  X("rowwise_adagrad", RowWiseAdagrad)  \
-  X("adam", Adam)                       \
-  X("ftrl", Ftrl)
+#define MEGALITH_OPTIMIZERS(X)              \
+  X("sgd", Sgd)                             \
+  X("momentum", Momentum)                   \
+  X("adagrad", Adagrad)                     \
+  X("rowwise_adagrad", RowWiseAdagrad)      \
+  X("adam", Adam)                           \
+  X("ftrl", Ftrl)                           \
+  X("adamw", Adam)                          \
+  X("amsgrad", AmsGrad)                     \
+  X("delay_compensated", DelayCompensated)  \
+  X("custom", Custom)
 
 // Returns -1 if the name is unknown.
 inline int optimizer_index(const char* name) {

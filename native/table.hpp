@@ -30,7 +30,8 @@ namespace megalith {
 
 struct TableOptions {
   std::string name;                   // for error messages
-  std::vector<SegmentPlan> segments;  // with dim, optimizer, init and hyper; the table computes offsets
+  std::vector<SegmentPlan> segments;  // with dim, optimizer, base, init and hyper; the table computes the rest
+  std::vector<std::vector<float>> initial_state;  // of each segment; empty: zeros
   uint64_t key = 0;
   bool missing_zeros = false;
   int64_t max_rows = Rows::kMaxRows;
@@ -46,7 +47,7 @@ struct Update {
   std::vector<BagsView> bags;
   float scale = 1.0f;
   float clip_norm = 0.0f;  // 0: no limit
-  const float* learning_rates = nullptr;
+  const SegmentStep* steps = nullptr;  // one per segment
   uint32_t time = 0;
 };
 
@@ -66,6 +67,12 @@ class Table {
 
   int dim() const { return dim_; }
   int num_segments() const { return static_cast<int>(options_.segments.size()); }
+  // Whether the steps of a segment run outside of the table.
+  bool has_custom() const {
+    const int custom = optimizer_index("custom");
+    return std::any_of(options_.segments.begin(), options_.segments.end(),
+                       [&](const SegmentPlan& s) { return s.optimizer == custom; });
+  }
   int row_floats() const { return static_cast<int>(rows_.row_size() / 4); }
   const char* kernels_name() const { return kernels_->name; }
 
@@ -96,6 +103,28 @@ class Table {
     for_ranges(n, kReadGrain, threads, [&](int64_t first, int64_t last) {
       kernels_->read(table, rows + first, ids + first, last - first, out + first * dim_);
     });
+  }
+
+  // Reads complete rows with optimizer state; an id without a row reads as the row that would be created.
+  void read_complete(const int64_t* ids, int64_t n, const std::vector<Column>& columns, int threads) const {
+    std::shared_lock<ForkSafeLock> hold(lock_);
+    Lease lease;
+    int32_t* rows = lease->rows.get(n);
+    find_rows(ids, n, rows, threads);
+    TableView table = view();
+    table.missing_zeros = false;
+    std::vector<float> raw(static_cast<size_t>(row_floats()));
+    for (int64_t i = 0; i < n; ++i) {
+      if (rows[i] >= 0) {
+        rows_.copy_out(rows[i], columns, i);
+        continue;
+      }
+      kernels_->read(table, rows + i, ids + i, 1, raw.data());
+      for (const SegmentPlan& s : options_.segments)
+        std::copy_n(s.initial_state, s.state_size, raw.data() + dim_ + s.state_offset);
+      for (const Column& c : columns)
+        std::copy_n(raw.data() + c.first, c.width, c.data + i * c.width);
+    }
   }
 
   // Offsets must ascend within [0, n].
@@ -176,9 +205,9 @@ class Table {
     return removed;
   }
 
-  // Writes complete rows with optimizer state, as scan() returned them.
+  // Writes complete rows with optimizer state, as scan() or read_complete() returned them.
   void restore(const int64_t* ids, int64_t n, const std::vector<Column>& columns, const int64_t* times,
-               int threads) {
+               bool advance_epoch, int threads) {
     std::unique_lock<ForkSafeLock> hold(lock_);
     Lease lease;
     save_for_snapshot(ids, n, *lease, threads, hold);
@@ -192,7 +221,7 @@ class Table {
         written(rows[i], static_cast<uint32_t>(times[i]));
       }
     });
-    ++epoch_;
+    if (advance_epoch) ++epoch_;
   }
 
   void clear() {
@@ -286,9 +315,17 @@ class Table {
       dim += s.dim;
     }
     int at = 0;
-    for (SegmentPlan& s : options.segments) {
+    options.initial_state.resize(options.segments.size());
+    for (size_t k = 0; k < options.segments.size(); ++k) {
+      SegmentPlan& s = options.segments[k];
+      std::vector<float>& state = options.initial_state[k];
+      const int needed = kernels_portable.state_size(s);
+      if (state.empty() && needed > 0) state.resize(static_cast<size_t>(needed));
+      if (needed >= 0 && needed != static_cast<int>(state.size()))
+        throw std::invalid_argument("segments: the optimizer needs another number of states");
       s.state_offset = at;
-      s.state_size = kernels_portable.state_size(s.optimizer, s.dim);
+      s.state_size = static_cast<int32_t>(state.size());
+      s.initial_state = state.data();
       at += s.state_size;
     }
     return options;

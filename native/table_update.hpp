@@ -160,7 +160,7 @@ inline void Table::update(const Update& u, int threads) {
   apply.gradient = {u.flat, u.bags.empty() ? nullptr : u.bags.data(),
                     static_cast<int32_t>(u.bags.size()), reached.bag_base.data(), u.scale,
                     u.clip_norm};
-  apply.learning_rates = u.learning_rates;
+  apply.steps = u.steps;
   apply.time = u.time;
   apply.touch = tracked_;
   apply.rows_per_part_shift = parts.shift;

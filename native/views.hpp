@@ -28,7 +28,7 @@ struct IndexView {
 
 enum class InitKind : int32_t { constant, uniform, normal, truncated_normal };
 
-constexpr int kMaxHyper = 6;
+constexpr int kMaxHyper = 8;
 
 // A segment of a row. Offsets and sizes are in floats, from the first weight and from the first float of state of the
 // row.
@@ -38,10 +38,12 @@ struct SegmentPlan {
   int32_t state_offset;
   int32_t state_size;
   int32_t optimizer;  // position in the list of optimizers
+  int32_t base;       // the optimizer that this one wraps, or -1
   InitKind init;
   float init_a;
   float init_b;
   float hyper[kMaxHyper];
+  const float* initial_state;  // [state_size]
 };
 
 struct RowsView {

@@ -1,13 +1,12 @@
-// hyper: initial accumulator, eps, weight decay
+// hyper: eps, weight decay
 struct AdagradRule {
   static constexpr int kStates = 1;
-  static float initial(const float* hyper, int) { return hyper[0]; }
 
   template <class V>
   static void step(const float* hyper, float lr, V& w, V* state, V g) {
-    g = g + hyper[2] * w;
+    g = g + hyper[1] * w;
     state[0] = state[0] + g * g;
-    w = w - lr * g / (root(state[0]) + hyper[1]);
+    w = w - lr * g / (root(state[0]) + hyper[0]);
   }
 };
 using Adagrad = Elementwise<AdagradRule>;

@@ -1,8 +1,16 @@
+using StepFunction = void (*)(const SegmentPlan&, const SegmentStep&, float* weights, float* state, float* gradient);
+static StepFunction step_function(const SegmentPlan&);
+static int state_size(const SegmentPlan&);
+
 #include "elementwise.inl"
 
 #include "adagrad.inl"
 #include "adam.inl"
+#include "custom.inl"
+#include "delay_compensated.inl"
 #include "ftrl.inl"
 #include "momentum.inl"
 #include "rowwise_adagrad.inl"
 #include "sgd.inl"
+
+#include "dispatch.inl"

@@ -1,11 +1,10 @@
-// State: n (sum of squares), z. hyper: initial accumulator, beta, l1, l2
+// State: n (sum of squares), z. hyper: beta, l1, l2
 struct FtrlRule {
   static constexpr int kStates = 2;
-  static float initial(const float* hyper, int k) { return k == 0 ? hyper[0] : 0.0f; }
 
   template <class V>
   static void step(const float* hyper, float lr, V& w, V* state, V g) {
-    const V zero = broadcast(0.0f, w), l1 = broadcast(hyper[2], w);
+    const V zero = broadcast(0.0f, w), l1 = broadcast(hyper[1], w);
     V n = state[0] + g * g;
     V sigma = (root(n) - root(state[0])) / lr;
     V z = state[1] + (g - sigma * w);
@@ -13,7 +12,7 @@ struct FtrlRule {
     V magnitude = choose(z < zero, -z, z);
     state[0] = n;
     state[1] = z;
-    w = choose(magnitude > l1, -lr * shrunk / (root(n) + hyper[1] + hyper[3] * lr), zero);
+    w = choose(magnitude > l1, -lr * shrunk / (root(n) + hyper[0] + hyper[2] * lr), zero);
   }
 };
 using Ftrl = Elementwise<FtrlRule>;

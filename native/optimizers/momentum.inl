@@ -1,7 +1,6 @@
 // hyper: momentum, weight decay, nesterov (0 or 1)
 struct MomentumRule {
   static constexpr int kStates = 1;
-  static float initial(const float*, int) { return 0.0f; }
 
   template <class V>
   static void step(const float* hyper, float lr, V& w, V* state, V g) {

@@ -1,15 +1,14 @@
 // State: one sum for the whole segment, of the mean squared gradient.
-// hyper: initial accumulator, eps, weight decay
+// hyper: eps, weight decay
 struct RowWiseAdagrad {
-  static int state_size(int) { return 1; }
-  static void initial_state(const SegmentPlan& plan, float* state) { state[0] = plan.hyper[0]; }
+  static int state_size(const SegmentPlan&) { return 1; }
 
   template <int Dim>
-  static void step(const SegmentPlan& plan, float lr, float* w, float* sum, const float* g) {
+  static void step(const SegmentPlan& plan, const SegmentStep& at, float* w, float* sum, float* g) {
     const int dim = Dim ? Dim : plan.dim;
-    const float decay = plan.hyper[2];
+    const float lr = at.lr, decay = plan.hyper[1];
     *sum = *sum + sum_of_squares(g, w, decay, dim) / static_cast<float>(dim);
-    const float denominator = root(*sum) + plan.hyper[1];
+    const float denominator = root(*sum) + plan.hyper[0];
     int i = 0;
     for (; i + 8 <= dim; i += 8) {
       Vec8 x = load8(w + i);

@@ -109,12 +109,12 @@ int main() {
   survives([&](Table& t) { t.remove(ids.data(), n); });
   survives([&](Table& t) { t.clear(); });
   survives([&](Table& t) {
-    const float rate = 0.1f;
+    const SegmentStep at{0.1f, 1.0f, 0};
     Update u;
     u.ids = ids.data();
     u.n = n;
     u.flat = values.data();
-    u.learning_rates = &rate;
+    u.steps = &at;
     t.update(u, 1);
   });
   std::puts("memory ok");

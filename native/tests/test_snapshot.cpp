@@ -23,8 +23,8 @@ TableOptions options() {
   SegmentPlan s{};
   s.dim = kDim;
   s.optimizer = optimizer_index("adagrad");
-  s.hyper[0] = 0.1f;
   o.segments = {s};
+  o.initial_state = {std::vector<float>(kDim, 0.1f)};
   return o;
 }
 
@@ -41,12 +41,12 @@ void set(Table& table, const std::vector<int64_t>& ids, float value) {
 
 void train(Table& table, const std::vector<int64_t>& ids) {
   const std::vector<float> grads(ids.size() * kDim, 1.0f);
-  const float rate = 0.5f;
+  const SegmentStep at{0.5f, 1.0f, 0};
   Update u;
   u.ids = ids.data();
   u.n = static_cast<int64_t>(ids.size());
   u.flat = grads.data();
-  u.learning_rates = &rate;
+  u.steps = &at;
   u.time = 9;
   table.update(u, 2);
 }

@@ -21,11 +21,13 @@ SegmentPlan segment(int dim, const char* optimizer) {
   CHECK(s.optimizer >= 0);
   s.init = InitKind::normal;
   s.init_b = 0.1f;
-  if (!std::strcmp(optimizer, "adam")) {
-    s.hyper[0] = 0.9f, s.hyper[1] = 0.99f, s.hyper[2] = 0.01f;
-  } else {
-    s.hyper[0] = 0.1f, s.hyper[1] = 0.01f;
-  }
+  const std::string name = optimizer;
+  const bool adam = name == "adam" || name == "adamw" || name == "amsgrad" || name == "lamb";
+  const std::vector<float> hyper = adam ? std::vector<float>{0.9f, 0.99f, 0.1f, 0.01f, 0.01f, 0.001f, 1.0f}
+                                        : std::vector<float>{0.1f, 0.01f, 0.05f, 0.02f, 0.03f};
+  std::copy(hyper.begin(), hyper.end(), s.hyper);
+  s.base = -1;
+  if (name == "delay_compensated") s.base = optimizer_index("adagrad");
   return s;
 }
 
@@ -73,7 +75,7 @@ Rows1 program(const std::vector<SegmentPlan>& segments, const char* kernels, int
               std::vector<float>* pooled) {
   Table table(options(segments, kernels));
   const int dim = table.dim();
-  std::vector<float> rates(segments.size(), 0.05f);
+  const std::vector<SegmentStep> steps(segments.size(), {0.05f, 1.0f, 3});
   Random random{7};
   table.track(1);
   for (int step = 0; step < 6; ++step) {
@@ -104,7 +106,7 @@ Rows1 program(const std::vector<SegmentPlan>& segments, const char* kernels, int
     u.n = n;
     u.bags = {gradients};
     u.scale = 0.5f;
-    u.learning_rates = rates.data();
+    u.steps = steps.data();
     u.time = static_cast<uint32_t>(step);
     table.update(u, threads);
   }
@@ -115,7 +117,9 @@ Rows1 program(const std::vector<SegmentPlan>& segments, const char* kernels, int
 }
 
 void kernels_and_threads_agree() {
-  for (const char* optimizer : {"sgd", "momentum", "adagrad", "rowwise_adagrad", "adam", "ftrl"}) {
+#define X(text, type) text,
+  for (const char* optimizer : {MEGALITH_OPTIMIZERS(X)}) {
+#undef X
     for (int dim : {3, 16, 20}) {
       const std::vector<SegmentPlan> segments = {segment(dim, optimizer), segment(2, "sgd")};
       std::vector<float> out, other;
@@ -137,16 +141,18 @@ void adagrad_by_hand() {
   SegmentPlan s = segment(2, "adagrad");
   s.init = InitKind::constant;
   s.init_a = 0.0f;
-  s.hyper[0] = 1.0f;  // accumulator
-  s.hyper[1] = 0.0f;  // eps
-  Table table(options({s}));
+  s.hyper[0] = s.hyper[1] = 0.0f;  // eps, weight decay
+  TableOptions o = options({s});
+  o.initial_state = {{1.0f, 1.0f}};
+  Table table(o);
   const int64_t ids[] = {5};
-  const float gradient[] = {1.0f, 2.0f}, rate = 0.1f;
+  const float gradient[] = {1.0f, 2.0f};
+  const SegmentStep at{0.1f, 1.0f, 0};
   Update u;
   u.ids = ids;
   u.n = 1;
   u.flat = gradient;
-  u.learning_rates = &rate;
+  u.steps = &at;
   table.update(u, 1);
   float out[2];
   table.read(nullptr, -1, ids, 1, out, 1);

@@ -84,13 +84,13 @@ void concurrent_updates_add_up() {
       for (int64_t i = 0; i < kOwn; ++i) ids.push_back(w * kOwn + i + 1);
       ids.push_back(-7);
       std::vector<float> gradient(ids.size() * kDim, 1.0f);
-      const float rate = 1.0f;
+      const SegmentStep at{1.0f, 1.0f, 0};
       for (int round = 0; round < kRounds; ++round) {
         Update u;
         u.ids = ids.data();
         u.n = static_cast<int64_t>(ids.size());
         u.flat = gradient.data();
-        u.learning_rates = &rate;
+        u.steps = &at;
         table.update(u, 2);
         int32_t row;
         table.find(ids.data(), 1, &row, 1);

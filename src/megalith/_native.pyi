@@ -135,7 +135,7 @@ class Table:
     def __init__(
         self,
         name: str,
-        segments: Sequence[tuple[int, str, list[float], int, float, float]],
+        segments: Sequence[tuple[Any, ...]],
         *,
         key: int,
         missing_zeros: bool,
@@ -168,6 +168,8 @@ class Table:
         gradients: Tensor | Sequence[Tensor],
         bags: Sequence[tuple[object, ...]] | None,
         learning_rates: Sequence[float],
+        corrections: Sequence[float],
+        step: int,
         time: int,
         scale: float,
         clip_norm: float,
@@ -176,7 +178,10 @@ class Table:
     def assign(self, ids: Tensor, values: Tensor, add: bool, time: int, threads: int, /) -> None: ...
     def reinitialize(self, ids: Tensor, time: int, status: Tensor, threads: int, /) -> None: ...
     def remove(self, ids: Tensor, /) -> int: ...
-    def restore(self, ids: Tensor, columns: Sequence[Tensor], times: Tensor, threads: int, /) -> None: ...
+    def restore(
+        self, ids: Tensor, columns: Sequence[Tensor], times: Tensor, advance_epoch: bool, threads: int, /
+    ) -> None: ...
+    def read_complete(self, ids: Tensor, columns: Sequence[Tensor], threads: int, /) -> None: ...
     def scan(
         self, start: int, ids: Tensor, columns: Sequence[Tensor], times: Tensor, /
     ) -> tuple[int, int]: ...

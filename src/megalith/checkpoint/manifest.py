@@ -282,7 +282,7 @@ def describe(config: TableConfig) -> list[dict[str, Any]]:
             "precision": segment.precision,
             "optimizer": {"name": segment.optimizer.name, "settings": repr(segment.optimizer)},
             "initializer": repr(segment.initializer),
-            "state": [{"name": s.name, "size": s.size} for s in segment.optimizer.state(segment.dim)],
+            "state": [{"name": s.name, "size": s.size} for s in segment.optimizer.states(segment.dim)],
         }
         for segment in config.segments
     ]

@@ -79,7 +79,7 @@ class GradientPush:
         mask: bool [u], which ids take part; None: all.
         step: See `Shards.apply_gradients`, as are the others.
         clip_norm: 0 for no limit.
-        rates: The learning rate of each segment of each trainable table.
+        rates: The learning rate of each segment, for the trainable tables with requested ids.
     """
 
     flat: Tensor
@@ -332,7 +332,8 @@ class RankMessages:
             if not own.numel():
                 continue
             ids[name], grads[name] = own, [summed]
-            steps[name] = Step(push.rates[name], table.checks.time(time), push.scale, push.clip_norm)
+            seconds = table.checks.time(time)
+            steps[name] = Step(push.rates[name], seconds, push.scale, push.clip_norm, push.step)
             if own is requested.ids[name] and name in requested.found:
                 found[name] = requested.found[name]
         before = {name: len(self._tables[name]) for name in grads} if self._recorder is not None else {}

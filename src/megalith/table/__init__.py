@@ -14,9 +14,13 @@ from megalith.table.optimizers import (
     SGD,
     Adagrad,
     Adam,
+    AdamW,
+    AMSGrad,
+    DelayCompensated,
     Momentum,
     Optimizer,
     RowWiseAdagrad,
+    State,
 )
 from megalith.table.schedules import Piecewise, PolynomialDecay, Warmup
 from megalith.table.table import Table
@@ -26,10 +30,13 @@ from megalith.table.table_data import Chunk, MemoryUse, TableStats
 __all__ = [
     "FTRL",
     "SGD",
+    "AMSGrad",
     "Adagrad",
     "Adam",
+    "AdamW",
     "Chunk",
     "Constant",
+    "DelayCompensated",
     "Initializer",
     "MemoryUse",
     "Momentum",
@@ -40,6 +47,7 @@ __all__ = [
     "PolynomialDecay",
     "RowWiseAdagrad",
     "Segment",
+    "State",
     "Table",
     "TableConfig",
     "TableStats",

@@ -197,6 +197,25 @@ def _arguments(lr: Callable[..., Any]) -> int | None:
     return None
 
 
+def check_positive_rate(owner: str, rate: float, step: int) -> float:
+    """Check the learning rate of an optimizer whose formula divides by it.
+
+    Args:
+        owner: Name of the optimizer, for messages.
+        rate: The rate.
+        step: The step at which it was evaluated, for messages.
+
+    Returns:
+        The rate.
+
+    Raises:
+        InputError: The rate is 0 as a float32.
+    """
+    if as_float32(rate) == 0:
+        raise InputError(f"{owner}: learning rate at step {step} is 0, but the formula divides by it")
+    return rate
+
+
 def check_rate(owner: str, lr: LearningRate, field: str = "lr") -> None:
     """Check a learning rate when it is configured. The rate of a callable is checked when it is evaluated.
 

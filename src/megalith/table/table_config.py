@@ -39,6 +39,7 @@ class Segment:
             raise InputError(f"Segment: dim must be a positive integer, got {self.dim!r}")
         if not isinstance(self.optimizer, Optimizer):
             raise InputError(f"Segment: optimizer must be an Optimizer, got {self.optimizer!r}")
+        _check_states(self.optimizer, self.optimizer.states(self.dim))
         if not isinstance(self.initializer, Initializer):
             raise InputError(f"Segment: initializer must be an Initializer, got {self.initializer!r}")
         if not isinstance(self.precision, str) or self.precision not in PRECISIONS:
@@ -48,6 +49,15 @@ class Segment:
 
     def __repr__(self) -> str:
         return f"Segment({self.dim}, optimizer={self.optimizer}, initializer={self.initializer})"
+
+
+def _check_states(optimizer: Optimizer, states: object) -> None:
+    """Raise InputError unless the states, which a user's optimizer may return, are distinct States."""
+    if not isinstance(states, list | tuple) or not all(isinstance(state, State) for state in states):
+        raise InputError(f"{optimizer.name}: states() must return a tuple of State, got {states!r}")
+    names = [state.name for state in states]
+    if len(set(names)) != len(names):
+        raise InputError(f"{optimizer.name}: states() returns a name twice: {', '.join(names)}")
 
 
 @dataclass(frozen=True)
@@ -177,7 +187,7 @@ class TableConfig:
         columns: list[StateColumn] = []
         at = self.dim
         for number, segment in enumerate(self.segments):
-            states: tuple[State, ...] = segment.optimizer.state(segment.dim)
+            states: tuple[State, ...] = segment.optimizer.states(segment.dim)
             for state in states:
                 columns.append(StateColumn(number, state.name, at, at + state.size, state.initial))
                 at += state.size

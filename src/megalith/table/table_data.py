@@ -108,12 +108,14 @@ class Step(NamedTuple):
         time: Seconds; becomes the last-update time of the rows.
         scale: Factor of each summed gradient.
         clip_norm: Largest L2 norm of a summed gradient; 0 for no limit.
+        step: The global step, from 0.
     """
 
     rates: list[float]
     time: int
     scale: float
     clip_norm: float
+    step: int
 
 
 @dataclass(frozen=True)

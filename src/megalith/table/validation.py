@@ -256,6 +256,25 @@ class InputChecks:
             InputError: A number is out of range, or a schedule returns a bad learning rate.
             UsageError: The table is not trainable.
         """
+        numbers = self.step_numbers(step, time, scale, clip_norm)
+        return numbers._replace(rates=self.rates(numbers.step))
+
+    def step_numbers(self, step: int, time: float | None, scale: float, clip_norm: float | None) -> Step:
+        """Check the numbers of an update without evaluating the learning rates.
+
+        Args:
+            step: As for `step`.
+            time: As for `time`.
+            scale: As for `step`.
+            clip_norm: As for `step`.
+
+        Returns:
+            The numbers, without rates.
+
+        Raises:
+            InputError: A number is out of range.
+            UsageError: The table is not trainable.
+        """
         if not self.config.trainable:
             raise UsageError(f"table {self.name!r} is not trainable (TableConfig(trainable=False))")
         at = as_integer(step)
@@ -267,7 +286,7 @@ class InputChecks:
         norm = 0.0 if clip_norm is None else as_number(clip_norm)
         if norm is None or not (clip_norm is None or 0 < norm <= FLOAT32_MAX):
             raise InputError(f"table {self.name!r}: clip_norm must be positive and finite, got {clip_norm!r}")
-        return Step(self.rates(at), self.time(time), factor, norm)
+        return Step([], self.time(time), factor, norm, at)
 
     def rates(self, step: int) -> list[float]:
         """Return the learning rate of each segment.

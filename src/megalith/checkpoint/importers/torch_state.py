@@ -71,6 +71,11 @@ def import_torch(
         weights[name] = _weight(config, state_dict, key)
         if name in given:
             states[name] = _state(config, weights[name].shape[0], given[name])
+            if "m" in states[name] and "count" not in states[name]:
+                into.left_out[f"{name}: step"] = (
+                    "Adam's bias correction continues from the global step: set global_step to "
+                    f"{given[name].get('step')}"
+                )
         elif config.state_columns:
             into.left_out[f"{name}: optimizer state"] = "optimizer_state was not given, so it starts fresh"
 
@@ -122,7 +127,8 @@ def _state(config: TableConfig, rows: int, given: Mapping[str, Any]) -> dict[str
             raise InputError(
                 f"{where}: torch.optim has no state that {optimizer_of(config)} could continue with"
             )
-        wanted |= _STATE[segment.optimizer.name]
+        kept = {state.name for state in segment.optimizer.states(segment.dim)}
+        wanted |= {ours: theirs for ours, theirs in _STATE[segment.optimizer.name].items() if ours in kept}
     if missing := sorted(set(wanted.values()) - set(given)):
         raise InputError(
             f"{where} has {sorted(given)} but lacks {missing}, which {optimizer_of(config)} needs: is it the "

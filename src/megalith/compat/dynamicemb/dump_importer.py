@@ -34,7 +34,7 @@ from megalith.ops import checks
 from megalith.routing import MODES, Router
 from megalith.storage.store import LocalStore
 from megalith.storage.strict_json import parse_json_object
-from megalith.table import TableConfig
+from megalith.table import Adam, TableConfig
 
 _FILE = re.compile(r"(.+)_emb_(keys|values|scores|opt_values)\.rank_(\d{1,9})\.world_size_(\d{1,9})")
 _COUNTER = re.compile(r"(.+)_counter_(keys|frequencies)\.rank_\d{1,9}\.world_size_\d{1,9}")
@@ -79,8 +79,9 @@ def import_dynamicemb(
 ) -> ImportReport:
     """Fill tables from the files that DynamicEmbDump wrote with any number of ranks.
 
-    The state of Adam and of both Adagrads is imported; Adam's single step counter becomes the count of every
-    row. LRU scores are ages: they become last-update times, subtracted from `time`.
+    The state of Adam and of both Adagrads is imported. Adam's single step counter becomes the count of every
+    row with bias_correction="row"; otherwise the report names it, to be set as the collection's global_step.
+    LRU scores are ages: they become last-update times, subtracted from `time`.
 
     Args:
         collection: The collection; the tables to fill must be empty.
@@ -175,7 +176,11 @@ class _DumpedTable:
             rows = keys.stat().st_size // 8
             _check_size(path, rows, 4 * width, f"{width} floats per row, the state of {here}")
         if here == "adam":
-            self._iterations()
+            steps = self._iterations()
+            if not all(isinstance(s.optimizer, Adam) and s.optimizer.counts_rows for s in config.segments):
+                left_out[f"{name}: iters"] = (
+                    f"Adam's bias correction continues from the global step: set global_step to {steps}"
+                )
         self._state = here
 
     def check_scores(self, left_out: dict[str, str]) -> None:

@@ -6,7 +6,10 @@ the number of threads.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +17,9 @@ from torch import Tensor
 from megalith.errors import InputError, NativeMissingError
 from megalith.ops.pooling import Pooling
 from megalith.table.engines.contract import Engine
+from megalith.table.engines.torch_step import sum_per_id, update_chunk
 from megalith.table.initializers import table_key
+from megalith.table.optimizers import Optimizer, native_rule
 from megalith.table.table_config import TableConfig
 from megalith.table.table_data import MAX_CONSUMERS, Chunk, FoundRows, MemoryUse, Step
 
@@ -56,16 +61,14 @@ class CpuEngine(Engine):
         self, config: TableConfig, *, seed: int = 0, kernels: str = "", max_rows: int = _native.MAX_ROWS
     ) -> None:
         super().__init__(config, seed=seed)
-        segments = [
-            (
-                segment.dim,
-                segment.optimizer.name,
-                list(segment.optimizer.hyper),
-                segment.initializer.kind,
-                *segment.initializer.params,
-            )
-            for segment in config.segments
-        ]
+        segments = []
+        for number, segment in enumerate(config.segments):
+            rule = native_rule(segment.optimizer)
+            name, base, hyper = ("custom", "", ()) if rule is None else rule
+            columns = [c for c in config.state_columns if c.segment == number]
+            initial = [c.initial for c in columns for _ in range(c.end - c.start)]
+            kind, params = segment.initializer.kind, segment.initializer.params
+            segments.append((segment.dim, name, base, list(hyper), initial, kind, *params))
         self._native = _native.Table(
             config.name,
             segments,
@@ -74,6 +77,12 @@ class CpuEngine(Engine):
             max_rows=max_rows,
             kernels=kernels,
         )
+        optimizers = [segment.optimizer for segment in config.segments]
+        self._in_torch = any(native_rule(optimizer) is None for optimizer in optimizers)
+        # A step in torch reads rows and writes them later: other writers wait.
+        self._writing: AbstractContextManager[Any] = threading.RLock() if self._in_torch else nullcontext()
+        self._corrections = [1.0] * len(optimizers)
+        self._corrected = [o for o in optimizers if type(o).correction is not Optimizer.correction]
         assert self._native.row_floats == config.row_floats
         assert _native.MAX_CONSUMERS == MAX_CONSUMERS
 
@@ -105,28 +114,57 @@ class CpuEngine(Engine):
         step: Step,
     ) -> None:
         """See `Engine.update`."""
+        if self._in_torch:
+            return self._update_in_torch(ids, grads, pooling, step)
         bags = None if pooling is None else [bags.native for bags in pooling.of(self.name)]
         gradients = grads[0] if pooling is None else grads
         rows, epoch = _native_rows(found)
-        threads = torch.get_num_threads()
+        corrections = self._corrections
+        if self._corrected:
+            corrections = [s.optimizer.correction(step.step) for s in self.config.segments]
         with _TableName(self.name):
-            self._native.update(rows, epoch, ids, gradients, bags, *step, threads)
+            self._native.update(
+                rows,
+                epoch,
+                ids,
+                gradients,
+                bags,
+                step.rates,
+                corrections,
+                step.step,
+                step.time,
+                step.scale,
+                step.clip_norm,
+                torch.get_num_threads(),
+            )
+
+    def _update_in_torch(self, ids: Tensor, grads: list[Tensor], pooling: Pooling | None, step: Step) -> None:
+        ids, sums = sum_per_id(ids, grads, pooling, self.name, self.dim)
+        threads = torch.get_num_threads()
+        chunk = self.new_chunk(ids.numel())
+        with self._writing:
+            self._native.read_complete(ids, chunk.columns(), threads)
+            update_chunk(self.config, sums, chunk, step)
+            self._native.restore(ids, chunk.columns(), chunk.time.fill_(step.time), False, threads)
 
     # ---- rows
 
     def assign(self, ids: Tensor, rows: Tensor, *, add: bool, time: int) -> None:
         """See `Engine.assign`."""
-        self._native.assign(ids, rows, add, time, torch.get_num_threads())
+        with self._writing:
+            self._native.assign(ids, rows, add, time, torch.get_num_threads())
 
     def reinitialize(self, ids: Tensor, time: int) -> Tensor:
         """See `Engine.reinitialize`."""
         status = torch.empty(ids.numel(), dtype=torch.int32)
-        self._native.reinitialize(ids, time, status, torch.get_num_threads())
+        with self._writing:
+            self._native.reinitialize(ids, time, status, torch.get_num_threads())
         return status
 
     def remove(self, ids: Tensor) -> int:
         """See `Engine.remove`."""
-        return self._native.remove(ids)
+        with self._writing:
+            return self._native.remove(ids)
 
     def scan(self, chunk_size: int) -> Iterator[Chunk]:
         """See `Engine.scan`."""
@@ -139,11 +177,13 @@ class CpuEngine(Engine):
 
     def restore(self, ids: Tensor, columns: list[Tensor], times: Tensor) -> None:
         """See `Engine.restore`."""
-        self._native.restore(ids, columns, times, torch.get_num_threads())
+        with self._writing:
+            self._native.restore(ids, columns, times, True, torch.get_num_threads())
 
     def clear(self) -> None:
         """See `Engine.clear`."""
-        self._native.clear()
+        with self._writing:
+            self._native.clear()
 
     def reserve(self, n: int) -> None:
         """See `Engine.reserve`."""

@@ -6,7 +6,7 @@ It is slow and simple. It runs wherever torch runs, so Megalith works without th
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +15,9 @@ from torch import Tensor
 from megalith.errors import InputError
 from megalith.ops.pooling import Pooling, pool, unpool
 from megalith.table.engines.contract import Engine
+from megalith.table.engines.torch_step import update_chunk, update_in_torch
 from megalith.table.initializers import initial_rows, table_key
-from megalith.table.optimizers.rowwise_adagrad import sum_of_squares
+from megalith.table.optimizers import Optimizer, native_rule
 from megalith.table.table_config import TableConfig
 from megalith.table.table_data import Chunk, FoundRows, MemoryUse, Step
 
@@ -179,19 +180,10 @@ class ReferenceEngine(Engine):
             sums = torch.zeros(distinct.numel(), self.dim)
             for occurrence, row in enumerate(where.tolist()):  # in input order
                 sums[row] += flat[occurrence]
-            sums = clip_rows(sums * step.scale, step.clip_norm)
             rows = self._find_or_create(distinct)
-            start = 0
-            for number, (segment, rate) in enumerate(zip(self.config.segments, step.rates, strict=True)):
-                columns = slice(start, start + segment.dim)
-                weights = self._data[rows, columns]
-                columns_of = [c for c in self.config.state_columns if c.segment == number]
-                state = {c.name: self._data[rows, c.start : c.end] for c in columns_of}
-                segment.optimizer.step(weights, state, sums[:, columns], rate)
-                self._data[rows, columns] = weights
-                for c in columns_of:
-                    self._data[rows, c.start : c.end] = state[c.name]
-                start += segment.dim
+            chunk = self._chunk(rows)
+            update_chunk(self.config, sums, chunk, step, _update_one_segment)
+            self._data[rows] = torch.cat(chunk.columns(), dim=1)
             self._written(distinct, rows, step.time)
 
     # ---- rows
@@ -340,17 +332,12 @@ def _first_occurrences(ids: Tensor) -> tuple[Tensor, Tensor]:
     return torch.tensor(list(order), dtype=torch.int64), torch.tensor(where, dtype=torch.int64)
 
 
-def clip_rows(grads: Tensor, clip_norm: float) -> Tensor:
-    """Shorten rows whose L2 norm is above a limit.
-
-    Args:
-        grads: float32 [n, dim].
-        clip_norm: The limit; 0 for no limit.
-
-    Returns:
-        float32 [n, dim]; without a limit, `grads` itself.
-    """
-    if not clip_norm:
-        return grads
-    norms = sum_of_squares(grads).sqrt()[:, None]
-    return torch.where(norms > clip_norm, grads * (clip_norm / norms), grads)
+def _update_one_segment(
+    optimizer: Optimizer, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int
+) -> None:
+    if native_rule(optimizer) is not None:
+        return optimizer.update(rows, grads, state, lr, step)
+    for i in range(rows.shape[0]):  # one row at a time: the oracle of the cpu engine's batched call
+        one = slice(i, i + 1)
+        own = {name: values[one] for name, values in state.items()}
+        update_in_torch(optimizer, rows[one], grads[one], own, lr, step)

@@ -1,7 +1,8 @@
 """Sparse optimizers, one per file. `optimizer` defines the contract and how to add another one."""
 
 from megalith.table.optimizers.adagrad import Adagrad
-from megalith.table.optimizers.adam import Adam
+from megalith.table.optimizers.adam import Adam, AdamW, AMSGrad
+from megalith.table.optimizers.delay_compensated import DelayCompensated
 from megalith.table.optimizers.ftrl import FTRL
 from megalith.table.optimizers.momentum import Momentum
 from megalith.table.optimizers.optimizer import Optimizer, State
@@ -9,17 +10,51 @@ from megalith.table.optimizers.rowwise_adagrad import RowWiseAdagrad
 from megalith.table.optimizers.sgd import SGD
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
-    cls.name: cls for cls in (SGD, Momentum, Adagrad, RowWiseAdagrad, Adam, FTRL)
+    cls.name: cls
+    for cls in (
+        SGD,
+        Momentum,
+        Adagrad,
+        RowWiseAdagrad,
+        Adam,
+        FTRL,
+        AdamW,
+        AMSGrad,
+        DelayCompensated,
+    )
 }
+
+
+def native_rule(optimizer: Optimizer) -> tuple[str, str, tuple[float, ...]] | None:
+    """Return how the native module knows an optimizer.
+
+    Args:
+        optimizer: Any optimizer.
+
+    Returns:
+        Its name, the name of the optimizer that it wraps (or empty) and its settings; None for an optimizer
+        that only has a torch step, such as a user's, also one derived from an optimizer of the library.
+    """
+    if OPTIMIZERS.get(optimizer.name) is not type(optimizer):
+        return None
+    if not isinstance(optimizer, DelayCompensated):
+        return optimizer.name, "", optimizer.hyper
+    base = native_rule(optimizer.base)
+    return None if base is None else (optimizer.name, base[0], optimizer.hyper)
+
 
 __all__ = [
     "FTRL",
     "OPTIMIZERS",
     "SGD",
+    "AMSGrad",
     "Adagrad",
     "Adam",
+    "AdamW",
+    "DelayCompensated",
     "Momentum",
     "Optimizer",
     "RowWiseAdagrad",
     "State",
+    "native_rule",
 ]

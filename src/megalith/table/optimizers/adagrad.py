@@ -27,8 +27,8 @@ class AdagradSettings(Optimizer):
 
     @property
     def hyper(self) -> tuple[float, ...]:
-        """Initial accumulator, eps, weight decay."""
-        return (self.initial_accumulator_value, self.eps, self.weight_decay)
+        """eps, weight decay."""
+        return (self.eps, self.weight_decay)
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class Adagrad(AdagradSettings):
 
     name: ClassVar[str] = "adagrad"
 
-    def state(self, dim: int) -> tuple[State, ...]:
-        """See `Optimizer.state`: the sum of squared gradients."""
+    def states(self, dim: int) -> tuple[State, ...]:
+        """See `Optimizer.states`: the sum of squared gradients."""
         return (State("sum", dim, self.initial_accumulator_value),)
 
-    def step(self, weights: Tensor, state: Mapping[str, Tensor], grads: Tensor, lr: float) -> None:
-        """See `Optimizer.step`."""
-        grads = grads + self.weight_decay * weights
+    def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
+        """See `Optimizer.update`."""
+        grads = grads + self.weight_decay * rows
         state["sum"].copy_(state["sum"] + grads * grads)
-        weights.copy_(weights - lr * grads / (state["sum"].sqrt() + self.eps))
+        rows.copy_(rows - lr * grads / (state["sum"].sqrt() + self.eps))

@@ -9,9 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from megalith.errors import InputError
 from megalith.table.optimizers.optimizer import Optimizer, State
-from megalith.table.schedules import LearningRate, as_float32
+from megalith.table.schedules import LearningRate, check_positive_rate
 
 
 @dataclass(frozen=True)
@@ -44,28 +43,25 @@ class FTRL(Optimizer):
 
     def rate(self, step: int) -> float:
         """See `Optimizer.rate`; 0 is an error."""
-        rate = super().rate(step)
-        if as_float32(rate) == 0:
-            raise InputError(f"FTRL: learning rate at step {step} is 0, but the formula divides by it")
-        return rate
+        return check_positive_rate(type(self).__name__, super().rate(step), step)
 
     @property
     def hyper(self) -> tuple[float, ...]:
-        """Initial accumulator, beta, l1, l2."""
-        return (self.initial_accumulator_value, self.beta, self.l1, self.l2)
+        """beta, l1, l2."""
+        return (self.beta, self.l1, self.l2)
 
-    def state(self, dim: int) -> tuple[State, ...]:
-        """See `Optimizer.state`: the sum of squared gradients and z."""
+    def states(self, dim: int) -> tuple[State, ...]:
+        """See `Optimizer.states`: the sum of squared gradients and z."""
         return (State("sum", dim, self.initial_accumulator_value), State("z", dim))
 
-    def step(self, weights: Tensor, state: Mapping[str, Tensor], grads: Tensor, lr: float) -> None:
-        """See `Optimizer.step`."""
+    def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
+        """See `Optimizer.update`."""
         before = state["sum"].clone()
         n = before + grads * grads
         sigma = (n.sqrt() - before.sqrt()) / lr
-        z = state["z"] + (grads - sigma * weights)
+        z = state["z"] + (grads - sigma * rows)
         state["sum"].copy_(n)
         state["z"].copy_(z)
         shrunk = torch.where(z < 0, z + self.l1, z - self.l1)
         value = -lr * shrunk / (n.sqrt() + self.beta + self.l2 * lr)
-        weights.copy_(torch.where(z.abs() > self.l1, value, torch.zeros_like(value)))
+        rows.copy_(torch.where(z.abs() > self.l1, value, torch.zeros_like(value)))

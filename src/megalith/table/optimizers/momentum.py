@@ -44,15 +44,15 @@ class Momentum(Optimizer):
         """momentum, weight decay, nesterov."""
         return (self.momentum, self.weight_decay, float(self.nesterov))
 
-    def state(self, dim: int) -> tuple[State, ...]:
-        """See `Optimizer.state`: the velocity."""
+    def states(self, dim: int) -> tuple[State, ...]:
+        """See `Optimizer.states`: the velocity."""
         return (State("velocity", dim),)
 
-    def step(self, weights: Tensor, state: Mapping[str, Tensor], grads: Tensor, lr: float) -> None:
-        """See `Optimizer.step`."""
+    def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
+        """See `Optimizer.update`."""
         before = state["velocity"].clone()
-        velocity = self.momentum * before - lr * (grads + self.weight_decay * weights)
+        velocity = self.momentum * before - lr * (grads + self.weight_decay * rows)
         state["velocity"].copy_(velocity)
         if self.nesterov:
             velocity = (1.0 + self.momentum) * velocity - self.momentum * before
-        weights.copy_(weights + velocity)
+        rows.copy_(rows + velocity)

@@ -1,9 +1,9 @@
 """The Optimizer contract: settings, the state of each row, and one step.
 
-A new optimizer is one file in this folder (settings and the torch step that defines the result), one file in
-native/optimizers (the same step for the cpu engine), and one line in the list of each folder. An optimizer
-does not handle ids, duplicates or learning-rate schedules: it receives one summed gradient per distinct row
-and the learning rate of the step.
+A user's optimizer is a subclass of `Optimizer` with `update` and, if it keeps state, `states`; it runs in
+torch. An optimizer of the library also has one file in native/optimizers (the same step for the cpu engine)
+and one line in the list of each folder. An optimizer does not handle ids, duplicates or learning-rate
+schedules: it receives one summed gradient per distinct row and the learning rate of the step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -24,19 +24,33 @@ class State:
     """One state of an optimizer, stored with each row.
 
     Attributes:
-        name: Name, unique within the optimizer.
-        size: Number of floats.
+        name: Name, unique within the optimizer: letters, digits and underscores.
+        size: Number of floats: the dim of the segment for one per weight, 1 for one per row.
         initial: Initial value of each float.
+
+    Raises:
+        InputError: A field has the wrong type or value.
     """
 
     name: str
     size: int
     initial: float = 0.0
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.isidentifier():
+            raise InputError(f"State: name must be letters, digits and underscores, got {self.name!r}")
+        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
+            raise InputError(f"State {self.name!r}: size must be a positive integer, got {self.size!r}")
+        if not isinstance(self.initial, int | float) or not abs(self.initial) <= FLOAT32_MAX:
+            raise InputError(f"State {self.name!r}: initial must be a finite number, got {self.initial!r}")
+
 
 @dataclass(frozen=True)
 class Optimizer(ABC):
     """Base class of the sparse optimizers.
+
+    A subclass with an `update` is an optimizer. The cpu engine calls it once for all distinct rows of an
+    update, the reference engine once per row: rows must not depend on each other.
 
     Args:
         lr: The learning rate: a float, a schedule, or a callable of the step or of no argument.
@@ -48,6 +62,12 @@ class Optimizer(ABC):
     lr: LearningRate
 
     name: ClassVar[str]
+    """Identifies the optimizer in checkpoints; the name of the class, unless the class sets it."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "name" not in cls.__dict__:
+            cls.name = cls.__name__
 
     def __post_init__(self) -> None:
         check_rate(type(self).__name__, self.lr)
@@ -66,8 +86,7 @@ class Optimizer(ABC):
         """
         return rate_at(self.lr, step)
 
-    @abstractmethod
-    def state(self, dim: int) -> tuple[State, ...]:
+    def states(self, dim: int) -> tuple[State, ...]:
         """Return the states of a segment, in storage order.
 
         Args:
@@ -76,17 +95,30 @@ class Optimizer(ABC):
         Returns:
             The states, none if the optimizer keeps no state.
         """
+        return ()
 
     @abstractmethod
-    def step(self, weights: Tensor, state: Mapping[str, Tensor], grads: Tensor, lr: float) -> None:
-        """Make one step in place.
+    def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
+        """Make one step: change rows and state in place.
 
         Args:
-            weights: float32 [n, dim].
-            state: float32 [n, size] by name.
+            rows: The weights, float32 [n, dim].
             grads: float32 [n, dim], one summed gradient per row.
-            lr: The learning rate.
+            state: float32 [n, size] by name.
+            lr: The learning rate of this step.
+            step: The global step, from 0.
         """
+
+    def correction(self, step: int) -> float:
+        """Return the bias correction by the global step, which the native step multiplies the rate by.
+
+        Args:
+            step: The global step, from 0.
+
+        Returns:
+            The factor; 1 for an optimizer that does not depend on the step.
+        """
+        return 1.0
 
     @property
     def hyper(self) -> tuple[float, ...]:

@@ -30,16 +30,16 @@ class RowWiseAdagrad(AdagradSettings):
     eps: float = 1e-8
     name: ClassVar[str] = "rowwise_adagrad"
 
-    def state(self, dim: int) -> tuple[State, ...]:
-        """See `Optimizer.state`: the sum of mean squared gradients."""
+    def states(self, dim: int) -> tuple[State, ...]:
+        """See `Optimizer.states`: the sum of mean squared gradients."""
         return (State("sum", 1, self.initial_accumulator_value),)
 
-    def step(self, weights: Tensor, state: Mapping[str, Tensor], grads: Tensor, lr: float) -> None:
-        """See `Optimizer.step`."""
-        grads = grads + self.weight_decay * weights
+    def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
+        """See `Optimizer.update`."""
+        grads = grads + self.weight_decay * rows
         mean = sum_of_squares(grads) / float(grads.shape[1])
         state["sum"].copy_(state["sum"] + mean[:, None])
-        weights.copy_(weights - lr * grads / (state["sum"].sqrt() + self.eps))
+        rows.copy_(rows - lr * grads / (state["sum"].sqrt() + self.eps))
 
 
 def sum_of_squares(x: Tensor) -> Tensor:

@@ -23,10 +23,10 @@ class SGD(Optimizer):
     lr: LearningRate = 1e-3
     name: ClassVar[str] = "sgd"
 
-    def state(self, dim: int) -> tuple[State, ...]:
-        """See `Optimizer.state`: there is none."""
+    def states(self, dim: int) -> tuple[State, ...]:
+        """See `Optimizer.states`: there is none."""
         return ()
 
-    def step(self, weights: Tensor, state: Mapping[str, Tensor], grads: Tensor, lr: float) -> None:
-        """See `Optimizer.step`."""
-        weights.copy_(weights - lr * grads)
+    def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
+        """See `Optimizer.update`."""
+        rows.copy_(rows - lr * grads)

@@ -1,0 +1,116 @@
+"""Steps of optimizers that are written in torch: one call, and the update of a cpu table with such a segment.
+
+    ids, gradients -> a sum per distinct id -> complete rows -> Optimizer.update per segment -> complete rows
+
+Nothing is written if a step raises. The rows are written back in one native call, so readers see all of the
+update or none; the engine holds a lock against other writers in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from megalith.errors import UsageError
+from megalith.ops import dedup, scatter_sum
+from megalith.ops.pooling import Pooling, unpool
+from megalith.table.optimizers import Optimizer
+from megalith.table.optimizers.rowwise_adagrad import sum_of_squares
+from megalith.table.table_config import TableConfig
+from megalith.table.table_data import Chunk, Step
+
+
+def update_in_torch(
+    optimizer: Optimizer, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int
+) -> None:
+    """Call an optimizer's `update` and check that it works in place.
+
+    Args:
+        optimizer: The optimizer.
+        rows: float32 [n, dim], changed in place.
+        grads: float32 [n, dim].
+        state: float32 [n, size] by name, changed in place.
+        lr: The learning rate.
+        step: The global step, from 0.
+
+    Raises:
+        UsageError: `update` returned something, or changed neither rows nor state.
+    """
+    tensors = (rows, *state.values())
+    before = [tensor._version for tensor in tensors]
+    result: object = optimizer.update(rows, grads, state, lr, step)
+    if result is not None or [tensor._version for tensor in tensors] == before:
+        raise UsageError(
+            f"{optimizer.name}.update must change rows and state in place and return nothing: write "
+            "`rows -= ...` or `rows.copy_(...)`, not `rows = rows - ...`"
+        )
+
+
+def sum_per_id(
+    ids: Tensor, grads: list[Tensor], pooling: Pooling | None, table: str, dim: int
+) -> tuple[Tensor, Tensor]:
+    """Sum the gradients of each distinct id in input order.
+
+    Args:
+        ids: int64 [n].
+        grads: One tensor [n, dim], or with `pooling` one gradient per output.
+        pooling: The pooling whose outputs the gradients belong to.
+        table: Name of the table, its key in the pooling.
+        dim: Number of weights of a row.
+
+    Returns:
+        The distinct ids that the gradients reach, int64 [u], and their sums, float32 [u, dim].
+    """
+    flat = grads[0]
+    if pooling is not None:
+        pooling.check(table, ids.numel(), dim)
+        flat, reached = unpool(grads, pooling.of(table), ids.numel(), dim)
+        ids, flat = ids[reached], flat[reached]
+    distinct = dedup(ids)
+    return distinct.ids, scatter_sum(flat, distinct.inverse, distinct.ids.numel())
+
+
+def clip_rows(grads: Tensor, clip_norm: float) -> Tensor:
+    """Shorten rows to a largest L2 norm.
+
+    Args:
+        grads: float32 [n, dim].
+        clip_norm: The norm; 0 for no limit.
+
+    Returns:
+        float32 [n, dim].
+    """
+    if not clip_norm:
+        return grads
+    norms = sum_of_squares(grads).sqrt()[:, None]
+    return torch.where(norms > clip_norm, grads * (clip_norm / norms), grads)
+
+
+@torch.no_grad()
+def update_chunk(
+    config: TableConfig,
+    sums: Tensor,
+    chunk: Chunk,
+    step: Step,
+    update: Callable[[Optimizer, Tensor, Tensor, Mapping[str, Tensor], float, int], None] = update_in_torch,
+) -> None:
+    """Make one optimizer step on complete rows, in place.
+
+    Args:
+        config: The config of the table.
+        sums: float32 [n, dim], one summed gradient per row.
+        chunk: The rows.
+        step: Learning rates, scale, clip_norm and step.
+        update: Makes the step of one segment.
+    """
+    sums = clip_rows(sums * step.scale, step.clip_norm)
+    start = 0
+    for number, (segment, rate) in enumerate(zip(config.segments, step.rates, strict=True)):
+        columns = slice(start, start + segment.dim)
+        rows = chunk.rows[:, columns].contiguous()
+        state = {c.name: chunk.state[c.key] for c in config.state_columns if c.segment == number}
+        update(segment.optimizer, rows, sums[:, columns].contiguous(), state, rate, step.step)
+        chunk.rows[:, columns] = rows
+        start += segment.dim
