@@ -16,6 +16,7 @@ namespace megalith {
   X("ftrl", Ftrl)                           \
   X("adamw", Adam)                          \
   X("amsgrad", AmsGrad)                     \
+  X("lamb", Lamb)                           \
   X("delay_compensated", DelayCompensated)  \
   X("custom", Custom)
 

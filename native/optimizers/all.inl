@@ -9,6 +9,7 @@ static int state_size(const SegmentPlan&);
 #include "custom.inl"
 #include "delay_compensated.inl"
 #include "ftrl.inl"
+#include "lamb.inl"
 #include "momentum.inl"
 #include "rowwise_adagrad.inl"
 #include "sgd.inl"

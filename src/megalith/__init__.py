@@ -19,6 +19,7 @@ from megalith.routing import Router
 from megalith.shards import LocalShards, Lookup, Shards, SyncShards
 from megalith.table import (
     FTRL,
+    LAMB,
     SGD,
     Adagrad,
     Adam,
@@ -47,6 +48,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FTRL",
+    "LAMB",
     "SGD",
     "AMSGrad",
     "Adagrad",

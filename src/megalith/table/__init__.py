@@ -11,6 +11,7 @@ from megalith.table.initializers import (
 )
 from megalith.table.optimizers import (
     FTRL,
+    LAMB,
     SGD,
     Adagrad,
     Adam,
@@ -29,6 +30,7 @@ from megalith.table.table_data import Chunk, MemoryUse, TableStats
 
 __all__ = [
     "FTRL",
+    "LAMB",
     "SGD",
     "AMSGrad",
     "Adagrad",

@@ -4,6 +4,7 @@ from megalith.table.optimizers.adagrad import Adagrad
 from megalith.table.optimizers.adam import Adam, AdamW, AMSGrad
 from megalith.table.optimizers.delay_compensated import DelayCompensated
 from megalith.table.optimizers.ftrl import FTRL
+from megalith.table.optimizers.lamb import LAMB
 from megalith.table.optimizers.momentum import Momentum
 from megalith.table.optimizers.optimizer import Optimizer, State
 from megalith.table.optimizers.rowwise_adagrad import RowWiseAdagrad
@@ -20,6 +21,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
         FTRL,
         AdamW,
         AMSGrad,
+        LAMB,
         DelayCompensated,
     )
 }
@@ -45,6 +47,7 @@ def native_rule(optimizer: Optimizer) -> tuple[str, str, tuple[float, ...]] | No
 
 __all__ = [
     "FTRL",
+    "LAMB",
     "OPTIMIZERS",
     "SGD",
     "AMSGrad",
