@@ -17,6 +17,7 @@ namespace megalith {
   X("adamw", Adam)                          \
   X("amsgrad", AmsGrad)                     \
   X("lamb", Lamb)                           \
+  X("lion", Lion)                           \
   X("delay_compensated", DelayCompensated)  \
   X("custom", Custom)
 

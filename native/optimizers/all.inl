@@ -10,6 +10,7 @@ static int state_size(const SegmentPlan&);
 #include "delay_compensated.inl"
 #include "ftrl.inl"
 #include "lamb.inl"
+#include "lion.inl"
 #include "momentum.inl"
 #include "rowwise_adagrad.inl"
 #include "sgd.inl"

@@ -5,6 +5,7 @@ from megalith.table.optimizers.adam import Adam, AdamW, AMSGrad
 from megalith.table.optimizers.delay_compensated import DelayCompensated
 from megalith.table.optimizers.ftrl import FTRL
 from megalith.table.optimizers.lamb import LAMB
+from megalith.table.optimizers.lion import Lion
 from megalith.table.optimizers.momentum import Momentum
 from megalith.table.optimizers.optimizer import Optimizer, State
 from megalith.table.optimizers.rowwise_adagrad import RowWiseAdagrad
@@ -22,6 +23,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
         AdamW,
         AMSGrad,
         LAMB,
+        Lion,
         DelayCompensated,
     )
 }
@@ -55,6 +57,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "DelayCompensated",
+    "Lion",
     "Momentum",
     "Optimizer",
     "RowWiseAdagrad",
