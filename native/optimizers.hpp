@@ -18,6 +18,7 @@ namespace megalith {
   X("amsgrad", AmsGrad)                     \
   X("lamb", Lamb)                           \
   X("lion", Lion)                           \
+  X("adadelta", Adadelta)                   \
   X("delay_compensated", DelayCompensated)  \
   X("custom", Custom)
 

@@ -4,6 +4,7 @@ static int state_size(const SegmentPlan&);
 
 #include "elementwise.inl"
 
+#include "adadelta.inl"
 #include "adagrad.inl"
 #include "adam.inl"
 #include "custom.inl"

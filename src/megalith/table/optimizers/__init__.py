@@ -1,5 +1,6 @@
 """Sparse optimizers, one per file. `optimizer` defines the contract and how to add another one."""
 
+from megalith.table.optimizers.adadelta import Adadelta
 from megalith.table.optimizers.adagrad import Adagrad
 from megalith.table.optimizers.adam import Adam, AdamW, AMSGrad
 from megalith.table.optimizers.delay_compensated import DelayCompensated
@@ -24,6 +25,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
         AMSGrad,
         LAMB,
         Lion,
+        Adadelta,
         DelayCompensated,
     )
 }
@@ -53,6 +55,7 @@ __all__ = [
     "OPTIMIZERS",
     "SGD",
     "AMSGrad",
+    "Adadelta",
     "Adagrad",
     "Adam",
     "AdamW",
