@@ -19,6 +19,8 @@ namespace megalith {
   X("lamb", Lamb)                           \
   X("lion", Lion)                           \
   X("adadelta", Adadelta)                   \
+  X("rmsprop", RmsProp)                     \
+  X("rmsprop_v2", RmsProp)                  \
   X("delay_compensated", DelayCompensated)  \
   X("custom", Custom)
 

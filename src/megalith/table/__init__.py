@@ -22,6 +22,8 @@ from megalith.table.optimizers import (
     Lion,
     Momentum,
     Optimizer,
+    RMSProp,
+    RMSPropV2,
     RowWiseAdagrad,
     State,
 )
@@ -51,6 +53,8 @@ __all__ = [
     "Optimizer",
     "Piecewise",
     "PolynomialDecay",
+    "RMSProp",
+    "RMSPropV2",
     "RowWiseAdagrad",
     "Segment",
     "State",

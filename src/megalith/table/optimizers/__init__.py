@@ -9,6 +9,7 @@ from megalith.table.optimizers.lamb import LAMB
 from megalith.table.optimizers.lion import Lion
 from megalith.table.optimizers.momentum import Momentum
 from megalith.table.optimizers.optimizer import Optimizer, State
+from megalith.table.optimizers.rmsprop import RMSProp, RMSPropV2
 from megalith.table.optimizers.rowwise_adagrad import RowWiseAdagrad
 from megalith.table.optimizers.sgd import SGD
 
@@ -26,6 +27,8 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
         LAMB,
         Lion,
         Adadelta,
+        RMSProp,
+        RMSPropV2,
         DelayCompensated,
     )
 }
@@ -63,6 +66,8 @@ __all__ = [
     "Lion",
     "Momentum",
     "Optimizer",
+    "RMSProp",
+    "RMSPropV2",
     "RowWiseAdagrad",
     "State",
     "native_rule",
