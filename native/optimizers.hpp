@@ -21,6 +21,7 @@ namespace megalith {
   X("adadelta", Adadelta)                   \
   X("rmsprop", RmsProp)                     \
   X("rmsprop_v2", RmsProp)                  \
+  X("dynamic_wd_adagrad", DynamicWdAdagrad) \
   X("delay_compensated", DelayCompensated)  \
   X("custom", Custom)
 

@@ -9,6 +9,7 @@ static int state_size(const SegmentPlan&);
 #include "adam.inl"
 #include "custom.inl"
 #include "delay_compensated.inl"
+#include "dynamic_wd_adagrad.inl"
 #include "ftrl.inl"
 #include "lamb.inl"
 #include "lion.inl"

@@ -4,6 +4,7 @@ from megalith.table.optimizers.adadelta import Adadelta
 from megalith.table.optimizers.adagrad import Adagrad
 from megalith.table.optimizers.adam import Adam, AdamW, AMSGrad
 from megalith.table.optimizers.delay_compensated import DelayCompensated
+from megalith.table.optimizers.dynamic_wd_adagrad import DynamicWdAdagrad
 from megalith.table.optimizers.ftrl import FTRL
 from megalith.table.optimizers.lamb import LAMB
 from megalith.table.optimizers.lion import Lion
@@ -29,6 +30,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
         Adadelta,
         RMSProp,
         RMSPropV2,
+        DynamicWdAdagrad,
         DelayCompensated,
     )
 }
@@ -63,6 +65,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "DelayCompensated",
+    "DynamicWdAdagrad",
     "Lion",
     "Momentum",
     "Optimizer",
