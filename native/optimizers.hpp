@@ -22,6 +22,7 @@ namespace megalith {
   X("rmsprop", RmsProp)                     \
   X("rmsprop_v2", RmsProp)                  \
   X("dynamic_wd_adagrad", DynamicWdAdagrad) \
+  X("group_adagrad", GroupAdagrad)          \
   X("delay_compensated", DelayCompensated)  \
   X("custom", Custom)
 

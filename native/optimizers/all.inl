@@ -11,6 +11,7 @@ static int state_size(const SegmentPlan&);
 #include "delay_compensated.inl"
 #include "dynamic_wd_adagrad.inl"
 #include "ftrl.inl"
+#include "group_adagrad.inl"
 #include "lamb.inl"
 #include "lion.inl"
 #include "momentum.inl"

@@ -6,6 +6,7 @@ from megalith.table.optimizers.adam import Adam, AdamW, AMSGrad
 from megalith.table.optimizers.delay_compensated import DelayCompensated
 from megalith.table.optimizers.dynamic_wd_adagrad import DynamicWdAdagrad
 from megalith.table.optimizers.ftrl import FTRL
+from megalith.table.optimizers.group_adagrad import GroupAdagrad
 from megalith.table.optimizers.lamb import LAMB
 from megalith.table.optimizers.lion import Lion
 from megalith.table.optimizers.momentum import Momentum
@@ -31,6 +32,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
         RMSProp,
         RMSPropV2,
         DynamicWdAdagrad,
+        GroupAdagrad,
         DelayCompensated,
     )
 }
@@ -66,6 +68,7 @@ __all__ = [
     "AdamW",
     "DelayCompensated",
     "DynamicWdAdagrad",
+    "GroupAdagrad",
     "Lion",
     "Momentum",
     "Optimizer",
