@@ -23,6 +23,7 @@ namespace megalith {
   X("rmsprop_v2", RmsProp)                  \
   X("dynamic_wd_adagrad", DynamicWdAdagrad) \
   X("group_adagrad", GroupAdagrad)          \
+  X("group_ftrl", GroupFtrl)                \
   X("delay_compensated", DelayCompensated)  \
   X("custom", Custom)
 

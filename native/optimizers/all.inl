@@ -12,6 +12,7 @@ static int state_size(const SegmentPlan&);
 #include "dynamic_wd_adagrad.inl"
 #include "ftrl.inl"
 #include "group_adagrad.inl"
+#include "group_ftrl.inl"
 #include "lamb.inl"
 #include "lion.inl"
 #include "momentum.inl"

@@ -7,6 +7,7 @@ from megalith.table.optimizers.delay_compensated import DelayCompensated
 from megalith.table.optimizers.dynamic_wd_adagrad import DynamicWdAdagrad
 from megalith.table.optimizers.ftrl import FTRL
 from megalith.table.optimizers.group_adagrad import GroupAdagrad
+from megalith.table.optimizers.group_ftrl import GroupFTRL
 from megalith.table.optimizers.lamb import LAMB
 from megalith.table.optimizers.lion import Lion
 from megalith.table.optimizers.momentum import Momentum
@@ -33,6 +34,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
         RMSPropV2,
         DynamicWdAdagrad,
         GroupAdagrad,
+        GroupFTRL,
         DelayCompensated,
     )
 }
@@ -69,6 +71,7 @@ __all__ = [
     "DelayCompensated",
     "DynamicWdAdagrad",
     "GroupAdagrad",
+    "GroupFTRL",
     "Lion",
     "Momentum",
     "Optimizer",
