@@ -24,6 +24,7 @@ namespace megalith {
   X("dynamic_wd_adagrad", DynamicWdAdagrad) \
   X("group_adagrad", GroupAdagrad)          \
   X("group_ftrl", GroupFtrl)                \
+  X("moving_average", MovingAverage)        \
   X("delay_compensated", DelayCompensated)  \
   X("custom", Custom)
 

@@ -16,6 +16,7 @@ static int state_size(const SegmentPlan&);
 #include "lamb.inl"
 #include "lion.inl"
 #include "momentum.inl"
+#include "moving_average.inl"
 #include "rmsprop.inl"
 #include "rowwise_adagrad.inl"
 #include "sgd.inl"

@@ -11,6 +11,7 @@ from megalith.table.optimizers.group_ftrl import GroupFTRL
 from megalith.table.optimizers.lamb import LAMB
 from megalith.table.optimizers.lion import Lion
 from megalith.table.optimizers.momentum import Momentum
+from megalith.table.optimizers.moving_average import MovingAverage
 from megalith.table.optimizers.optimizer import Optimizer, State
 from megalith.table.optimizers.rmsprop import RMSProp, RMSPropV2
 from megalith.table.optimizers.rowwise_adagrad import RowWiseAdagrad
@@ -35,6 +36,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
         DynamicWdAdagrad,
         GroupAdagrad,
         GroupFTRL,
+        MovingAverage,
         DelayCompensated,
     )
 }
@@ -74,6 +76,7 @@ __all__ = [
     "GroupFTRL",
     "Lion",
     "Momentum",
+    "MovingAverage",
     "Optimizer",
     "RMSProp",
     "RMSPropV2",
