@@ -25,6 +25,7 @@ namespace megalith {
   X("group_adagrad", GroupAdagrad)          \
   X("group_ftrl", GroupFtrl)                \
   X("moving_average", MovingAverage)        \
+  X("batch_softmax", BatchSoftmax)          \
   X("delay_compensated", DelayCompensated)  \
   X("custom", Custom)
 

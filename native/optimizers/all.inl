@@ -7,6 +7,7 @@ static int state_size(const SegmentPlan&);
 #include "adadelta.inl"
 #include "adagrad.inl"
 #include "adam.inl"
+#include "batch_softmax.inl"
 #include "custom.inl"
 #include "delay_compensated.inl"
 #include "dynamic_wd_adagrad.inl"

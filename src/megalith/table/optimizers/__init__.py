@@ -3,6 +3,7 @@
 from megalith.table.optimizers.adadelta import Adadelta
 from megalith.table.optimizers.adagrad import Adagrad
 from megalith.table.optimizers.adam import Adam, AdamW, AMSGrad
+from megalith.table.optimizers.batch_softmax import BatchSoftmax
 from megalith.table.optimizers.delay_compensated import DelayCompensated
 from megalith.table.optimizers.dynamic_wd_adagrad import DynamicWdAdagrad
 from megalith.table.optimizers.ftrl import FTRL
@@ -37,6 +38,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
         GroupAdagrad,
         GroupFTRL,
         MovingAverage,
+        BatchSoftmax,
         DelayCompensated,
     )
 }
@@ -70,6 +72,7 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "BatchSoftmax",
     "DelayCompensated",
     "DynamicWdAdagrad",
     "GroupAdagrad",
