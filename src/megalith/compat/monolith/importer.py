@@ -31,6 +31,13 @@ _OPTIMIZERS: dict[str, tuple[int, tuple[tuple[int, str], ...]]] = {
     "ftrl": (3, ((1, "z"), (2, "sum"))),
     "adam": (7, ((1, "m"), (2, "v"), (3, "beta1_power"), (4, "beta2_power"))),
     "momentum": (9, ((1, "velocity"),)),
+    "amsgrad": (8, ((1, "m"), (2, "v"), (3, "v_max"), (4, "beta1_power"), (5, "beta2_power"))),
+    "adadelta": (6, ((1, "square_avg"), (2, "acc_delta"))),
+    "rmsprop": (11, ((1, "square_avg"),)),
+    "rmsprop_v2": (12, ((1, "square_avg"),)),
+    "dynamic_wd_adagrad": (4, ((1, "sum"),)),
+    "group_ftrl": (13, ((1, "z"), (2, "sum"))),
+    "group_adagrad": (15, ((1, "sum"),)),
 }
 """Optimizers that Monolith has with the same formula: field of SingleOptimizerDump, (field, state) inside."""
 
@@ -50,8 +57,8 @@ def import_monolith(
 ) -> ImportReport:
     """Import tables from a Monolith checkpoint: single hash tables and native multi-tables, plain or Snappy.
 
-    The state of SGD, Adagrad, FTRL, Adam and Momentum is imported; Adam's powers of its betas become the
-    update count of a row. Ids are not changed.
+    The state of all of Monolith's optimizers except batch_softmax is imported; the powers of the betas of Adam
+    and AMSGrad become the update count of a row, so these need bias_correction="row". Ids are not changed.
 
     Args:
         collection: The tables to fill.
@@ -210,10 +217,15 @@ def _layout(config: TableConfig, drop_state: bool) -> EntryLayout:
                 f"table {config.name!r}: Monolith has no {optimizer} whose state could be imported; pass "
                 "drop_optimizer_state=True to start with fresh state"
             )
+        if isinstance(segment.optimizer, Adam) and not segment.optimizer.counts_rows:
+            raise InputError(
+                f"table {config.name!r}: Monolith corrects the bias of Adam by the updates of each row; give "
+                'the table Adam(bias_correction="row"), or pass drop_optimizer_state=True'
+            )
         kind, names = _OPTIMIZERS[optimizer]
         pieces = []
         for field, name in names:
-            size = 1 if name in _POWERS else segment.dim
+            size = 1 if name in _POWERS or optimizer == "group_adagrad" else segment.dim
             pieces.append((field, at, size))
             at += size
         segments.append(SegmentLayout(kind, not names, tuple(pieces)))
