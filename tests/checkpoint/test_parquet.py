@@ -17,7 +17,10 @@ from megalith.checkpoint.parquet_export import export_parquet, write_parquet
 from megalith.errors import MissingDependencyError, UnknownNameError
 from megalith.table import Chunk
 
-USER = TableConfig("user", segments=[Segment(1, optimizer=Adam(0.1)), Segment(2, optimizer=Adagrad(0.1))])
+USER = TableConfig(
+    "user",
+    segments=[Segment(1, optimizer=Adam(0.1, bias_correction="row")), Segment(2, optimizer=Adagrad(0.1))],
+)
 ITEM = TableConfig("a/b: c", dim=1, optimizer=Adagrad(0.1))
 
 

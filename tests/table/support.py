@@ -9,7 +9,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith import FTRL, SGD, Adagrad, Adam, Momentum, RowWiseAdagrad, Table, TableConfig, Zeros, _native
+from megalith import (
+    FTRL,
+    LAMB,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    AdamW,
+    AMSGrad,
+    DelayCompensated,
+    DynamicWdAdagrad,
+    GroupAdagrad,
+    GroupFTRL,
+    Lion,
+    Momentum,
+    MovingAverage,
+    RMSProp,
+    RMSPropV2,
+    RowWiseAdagrad,
+    Table,
+    TableConfig,
+    Zeros,
+    _native,
+)
 from megalith.ops import Bags, OutputSlice, Pooling
 from megalith.table import Chunk, Initializer, Optimizer
 from megalith.table.engines.cpu import CpuEngine
@@ -24,8 +47,28 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "adagrad": Adagrad(0.1, initial_accumulator_value=0.1, weight_decay=0.01),
     "rowwise_adagrad": RowWiseAdagrad(0.1, initial_accumulator_value=0.1, weight_decay=0.01),
     "adam": Adam(0.1, weight_decay=0.01),
+    "adam-row": Adam(0.1, weight_decay=0.01, bias_correction="row"),
+    "adam-nesterov": Adam(0.1, nesterov=True),
+    "adamw": AdamW(0.1, weight_decay=0.1),
+    "amsgrad": AMSGrad(0.1, betas=(0.9, 0.5)),
+    "amsgrad-row": AMSGrad(0.1, betas=(0.9, 0.5), bias_correction="row", weight_decay=0.01),
+    "lamb": LAMB(0.1, weight_decay=0.01),
+    "lamb-row": LAMB(0.1, bias_correction="row"),
+    "lion": Lion(0.1, weight_decay=0.01),
+    "adadelta": Adadelta(weight_decay=0.01, eps=1e-3),
+    "rmsprop": RMSProp(0.1, weight_decay=0.01, eps=1e-3),
+    "rmsprop_v2": RMSPropV2(0.1, weight_decay=0.01, eps=1e-3),
     "ftrl": FTRL(0.5, beta=1.0, l1=0.25, l2=0.125),
+    "group_ftrl": GroupFTRL(0.5, l1=1.0, l2=0.125),
+    "group_adagrad": GroupAdagrad(0.1, l2=0.5, weight_decay=0.01),
+    "dynamic_wd_adagrad": DynamicWdAdagrad(0.1, initial_accumulator_value=0.1, weight_decay=0.1),
+    "moving_average": MovingAverage(momentum=0.8),
+    "delay_compensated": DelayCompensated(
+        Adagrad(0.1, initial_accumulator_value=0.1, weight_decay=0.01), strength=0.5
+    ),
+    "delay_compensated-adam": DelayCompensated(Adam(0.1, bias_correction="row", nesterov=True)),
 }
+"""Every optimizer of the library that trains rows of any dim, so without BatchSoftmax."""
 
 
 def ints(*values: int) -> Tensor:

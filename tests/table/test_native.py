@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -181,15 +182,15 @@ def test_the_native_layer_checks_shapes_itself() -> None:
     with pytest.raises(ValueError, match=r"values: expected shape \[2, 3\]"):
         table.assign(GOOD_IDS, torch.zeros(3, 3), False, 0, 1)
     with pytest.raises(ValueError, match=r"grads: expected shape \[2, 3\]"):
-        table.update(None, -1, GOOD_IDS, torch.zeros(2, 2), None, [1.0], 0, 1.0, 0.0, 1)
+        table.update(None, -1, GOOD_IDS, torch.zeros(2, 2), None, [1.0], [1.0], 0, 0, 1.0, 0.0, 1)
     with pytest.raises(ValueError, match="learning_rates"):
-        table.update(None, -1, GOOD_IDS, GOOD_VALUES, None, [1.0, 1.0], 0, 1.0, 0.0, 1)
+        table.update(None, -1, GOOD_IDS, GOOD_VALUES, None, [1.0, 1.0], [1.0], 0, 0, 1.0, 0.0, 1)
     with pytest.raises(ValueError, match="times"):
-        table.restore(GOOD_IDS, [GOOD_VALUES], ints(1), 1)
+        table.restore(GOOD_IDS, [GOOD_VALUES], ints(1), True, 1)
     with pytest.raises(ValueError, match="columns: expected one row per id"):
-        table.restore(GOOD_IDS, [GOOD_VALUES[:1]], GOOD_IDS, 1)
+        table.restore(GOOD_IDS, [GOOD_VALUES[:1]], GOOD_IDS, True, 1)
     with pytest.raises(ValueError, match="columns: their widths do not add up"):
-        table.restore(GOOD_IDS, [GOOD_VALUES, GOOD_VALUES], GOOD_IDS, 1)
+        table.restore(GOOD_IDS, [GOOD_VALUES, GOOD_VALUES], GOOD_IDS, True, 1)
     with pytest.raises(ValueError, match="has no open snapshot"):
         table.read_snapshot(GOOD_IDS.clone(), [GOOD_VALUES.clone()], GOOD_IDS.clone())
     with pytest.raises(ValueError, match="consumer: not tracked"):
@@ -200,17 +201,22 @@ def test_the_native_layer_checks_shapes_itself() -> None:
 @pytest.mark.parametrize(
     "segment",
     [
-        (0, "sgd", [], 0, 0.0, 0.0),
-        (-1, "sgd", [], 0, 0.0, 0.0),
-        (1, "newton", [], 0, 0.0, 0.0),
-        (1, "sgd", [0.0] * 7, 0, 0.0, 0.0),
-        (1, "sgd", [], 4, 0.0, 0.0),
-        (1, "sgd", [], -1, 0.0, 0.0),
+        (0, "sgd", "", [], [], 0, 0.0, 0.0),
+        (-1, "sgd", "", [], [], 0, 0.0, 0.0),
+        (1, "newton", "", [], [], 0, 0.0, 0.0),
+        (1, "sgd", "", [0.0] * 9, [], 0, 0.0, 0.0),
+        (1, "sgd", "", [], [], 4, 0.0, 0.0),
+        (1, "sgd", "", [], [], -1, 0.0, 0.0),
+        (1, "sgd", "", [], [0.0], 0, 0.0, 0.0),
+        (2, "adagrad", "", [], [0.0], 0, 0.0, 0.0),
+        (1, "sgd", "adagrad", [], [0.0], 0, 0.0, 0.0),
+        (1, "delay_compensated", "", [], [0.0], 0, 0.0, 0.0),
+        (1, "delay_compensated", "newton", [], [0.0], 0, 0.0, 0.0),
+        (1, "delay_compensated", "custom", [], [0.0], 0, 0.0, 0.0),
+        (1, "delay_compensated", "delay_compensated", [], [0.0], 0, 0.0, 0.0),
     ],
 )
-def test_the_native_layer_refuses_segments_it_does_not_know(
-    segment: tuple[int, str, list[float], int, float, float],
-) -> None:
+def test_the_native_layer_refuses_segments_it_does_not_know(segment: tuple[Any, ...]) -> None:
     with pytest.raises(ValueError, match=r"segment|optimizer"):
         _native.Table("t", [segment], key=0, missing_zeros=False)
     with pytest.raises(ValueError, match="segment"):
@@ -332,7 +338,7 @@ def test_native_calls_let_other_python_threads_run(call: str) -> None:
         "find": lambda: native.find(ids, rows, 1),
         "read": lambda: native.read(None, -1, ids, values, 1),
         "pool": lambda: native.pool(None, -1, ids, bags, [values], 1),
-        "update": lambda: native.update(None, -1, ids, values, None, [0.1], 0, 1.0, 0.0, 1),
+        "update": lambda: native.update(None, -1, ids, values, None, [0.1], [1.0], 0, 0, 1.0, 0.0, 1),
         "assign": lambda: native.assign(ids, values, False, 0, 1),
         "scan": lambda: native.scan(0, times, [values], times),
         "all_finite": lambda: _native.all_finite(values, 1),

@@ -12,6 +12,7 @@ Section numbers are those of the project's notes on Monolith. Three decisions di
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,11 +21,21 @@ from torch import Tensor
 from megalith import (
     FTRL,
     SGD,
+    Adadelta,
     Adagrad,
     Adam,
+    AMSGrad,
+    BatchSoftmax,
     Constant,
+    DelayCompensated,
+    DynamicWdAdagrad,
+    GroupAdagrad,
+    GroupFTRL,
     Momentum,
+    MovingAverage,
     PolynomialDecay,
+    RMSProp,
+    RMSPropV2,
     Segment,
     Table,
     TableConfig,
@@ -61,13 +72,40 @@ def column(*values: float) -> Tensor:
         (FTRL(0.01), [10.0, 1.0], [[-0.009995, -0.00953463], [-0.0170643, -0.0164353]]),
         (
             # Monolith's betas and eps; torch's are the defaults here.
-            Adam(0.01, betas=(0.9, 0.99), eps=0.01),
+            Adam(0.01, betas=(0.9, 0.99), eps=0.01, bias_correction="row"),
+            [10.0, 1.0],
+            [[-0.00990099, -0.00909091], [-0.01983060, -0.01842895]],
+        ),
+        (
+            AMSGrad(0.01, betas=(0.9, 0.99), eps=0.01, bias_correction="row"),
             [10.0, 1.0],
             [[-0.00990099, -0.00909091], [-0.01983060, -0.01842895]],
         ),
         (Momentum(0.01), [10.0, 1.0], [[-0.1, -0.01], [-0.29, -0.029]]),
+        (MovingAverage(), [10.0, 1.0], [[1.0, 0.1], [1.9, 0.19]]),
+        (RMSProp(0.01, alpha=0.9, eps=1.0), [10.0], [[-0.02402531], [-0.04268586]]),
+        # Derived: n = 100, w = -0.01 / 11 * 10; n = 190, w -= 0.01 / (sqrt(190) + 1) * 10
+        (RMSPropV2(0.01, alpha=0.9, eps=1.0), [10.0], [[-0.00909091], [-0.01585494]]),
+        # Derived: n = 0.1 + 1, w = -0.1 / sqrt(1.1); n = 2.1, w -= 0.1 / sqrt(2.1) + 0.1 * 0.1 * w
+        (
+            DynamicWdAdagrad(0.1, initial_accumulator_value=0.1, eps=0.0, weight_decay=0.1),
+            [1.0],
+            [[-0.09534626], [-0.16339945]],
+        ),
     ],
-    ids=["sgd", "adagrad", "adagrad-decay", "ftrl", "adam", "momentum"],
+    ids=[
+        "sgd",
+        "adagrad",
+        "adagrad-decay",
+        "ftrl",
+        "adam",
+        "amsgrad",
+        "momentum",
+        "moving_average",
+        "rmsprop",
+        "rmsprop_v2",
+        "dynamic_wd_adagrad",
+    ],
 )
 @pytest.mark.parametrize("repeat", [1, 9])
 def test_optimizers_give_monoliths_numbers(
@@ -79,6 +117,54 @@ def test_optimizers_give_monoliths_numbers(
     for step, weights in enumerate(expected):
         table.apply_gradients(ints(1), torch.tensor([gradient * repeat]), step=step)
         assert_close(table.lookup(ints(1)), torch.tensor([weights * repeat]), rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("l2", "gradient", "expected"),
+    [
+        (1.0, [10.0], [[-0.008182], [-0.014125]]),
+        (0.0, [10.0, 1.0], [[-0.009091, -0.000909]]),
+        (1000.0, [10.0, 1.0], [[0.0, 0.0]]),
+    ],
+)
+def test_group_adagrad_gives_monoliths_numbers(
+    engine: str, l2: float, gradient: list[float], expected: list[list[float]]
+) -> None:
+    optimizer = GroupAdagrad(0.01, initial_accumulator_value=0.0, beta=1.0, l2=l2)
+    table = sgd_table(engine, len(gradient), optimizer=optimizer)
+    for step, weights in enumerate(expected):
+        table.apply_gradients(ints(1), torch.tensor([gradient]), step=step)
+        assert_close(table.lookup(ints(1)), torch.tensor([weights]), rtol=1e-6, atol=1e-6)
+
+
+def test_group_ftrl_from_its_derivation(engine: str) -> None:
+    """Monolith's kernel is not public. z = (3, 4), |z| = 5, l1 = 1: w = -0.1 * z * 4 / 5 / (|z_i| + 1)."""
+    table = sgd_table(engine, 2, optimizer=GroupFTRL(0.1, l1=1.0))
+    table.apply_gradients(ints(1), torch.tensor([[3.0, 4.0]]), step=0)
+    assert_close(table.lookup(ints(1)), torch.tensor([[-0.06, -0.064]]))
+
+
+def test_batch_softmax_after_its_first_step(engine: str) -> None:
+    """Monolith counts steps from 1: its step 1 is our step 0."""
+    table = sgd_table(engine, 1, optimizer=BatchSoftmax(0.1))
+    table.apply_gradients(ints(1), torch.ones(1, 1), step=0)
+    assert table.lookup(ints(1)).item() == pytest.approx(0.1)
+
+
+def test_delay_compensation_of_adadelta(engine: str) -> None:
+    """Monolith passes the weights that the gradient was computed from: 0.1, then 0. Here the row keeps its
+    last change, so the first -0.1 is restored and the second one is the step itself."""
+    base = Adadelta(0.01, rho=0.9, eps=0.01)
+    table = sgd_table(engine, 2, optimizer=DelayCompensated(base, strength=0.1))
+    table.assign(ints(1), torch.zeros(1, 2))
+    chunk = next(iter(table.scan()))
+    table.restore(replace(chunk, state={**chunk.state, "0/change": torch.full((1, 2), -0.1)}))
+
+    table.apply_gradients(ints(1), torch.tensor([[10.0, 1.0]]), step=0)
+    assert_close(table.lookup(ints(1)), torch.tensor([[-0.0031603, -0.00301233]]), rtol=2e-5)
+    assert state_of(table, 1)["0/square_avg"][0] == pytest.approx(8.1)
+    table.apply_gradients(ints(1), torch.tensor([[10.0, 1.0]]), step=1)
+    assert_close(table.lookup(ints(1)), torch.tensor([[-0.0065548, -0.00611400]]), rtol=2e-5)
 
 
 def test_ftrls_accumulator_after_one_step(engine: str) -> None:

@@ -116,12 +116,29 @@ def test_adams_moments_and_step() -> None:
     optimizer = torch.optim.Adam(embedding.parameters(), lr=0.1)
     train(optimizer, embedding, 4)
     kept = optimizer.state[embedding.weight]
-    segments = [Segment(1, optimizer=Adam(0.1)), Segment(1, optimizer=Adam(0.1))]
+    by_row = Adam(0.1, bias_correction="row")
+    segments = [Segment(1, optimizer=by_row), Segment(1, optimizer=by_row)]
     made = collection(TableConfig("user", segments=segments))
     import_torch(made, embedding.state_dict(), tables={"user": "weight"}, optimizer_state={"user": kept})
     assert state(made, "user", "0/count") == state(made, "user", "1/count") == {0: [4], 1: [4], 2: [4]}
     assert state(made, "user", "1/m") == dict(enumerate(kept["exp_avg"][:, 1:].tolist()))
     assert state(made, "user", "0/v") == dict(enumerate(kept["exp_avg_sq"][:, :1].tolist()))
+
+
+def test_adam_continues_from_the_step_of_torch() -> None:
+    embedding = nn.Embedding(3, 2)
+    optimizer = torch.optim.Adam(embedding.parameters(), lr=0.1)
+    train(optimizer, embedding, 4)
+    made = collection(TableConfig("user", dim=2, optimizer=Adam(0.1)))
+    given = {"user": optimizer.state[embedding.weight]}
+    report = import_torch(made, embedding.state_dict(), tables={"user": "weight"}, optimizer_state=given)
+    assert "global_step to" in report.left_out["user: step"]
+    gradient = torch.ones(3, 2)
+    made.shards.apply_gradients({"user": torch.arange(3)}, {"user": gradient}, step=4)
+    embedding.weight.grad = gradient
+    optimizer.step()
+    got = torch.tensor(list(rows(made, "user").values()))
+    torch.testing.assert_close(got, embedding.weight.detach(), rtol=1e-5, atol=1e-5)
 
 
 def test_without_optimizer_state_it_starts_fresh_and_is_reported() -> None:
@@ -137,7 +154,7 @@ def test_without_optimizer_state_it_starts_fresh_and_is_reported() -> None:
         (
             TableConfig("user", dim=2, optimizer=Adam(0.1)),
             {"sum": WEIGHT},
-            r"lacks \['exp_avg', 'exp_avg_sq', 'step'\]",
+            r"lacks \['exp_avg', 'exp_avg_sq'\]",
         ),
         (PLAIN, {"momentum_buffer": WEIGHT}, r"has \['momentum_buffer'\], which sgd does not use"),
         (

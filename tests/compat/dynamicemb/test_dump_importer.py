@@ -197,12 +197,21 @@ def test_scores_of_two_words(tmp_path: Path) -> None:
 def test_adam(tmp_path: Path) -> None:
     meta = LRU | {"opt_type": "adam", "iters": 17, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
     path = dump(tmp_path, [[4], [1]], meta=meta, state=[[[1, 2, 3, 4]], [[5, 6, 7, 8]]])
-    segments = [Segment(1, optimizer=Adam(0.1)), Segment(1, optimizer=Adam(0.2))]
-    for config in (TableConfig("t", dim=2, optimizer=Adam(0.1)), TableConfig("t", segments=segments)):
+    by_row = Adam(0.1, bias_correction="row")
+    segments = [Segment(1, optimizer=by_row), Segment(1, optimizer=by_row)]
+    for config in (
+        TableConfig("t", dim=2, optimizer=Adam(0.1)),
+        TableConfig("t", dim=2, optimizer=by_row),
+        TableConfig("t", segments=segments),
+    ):
         made = collection(config)
-        import_dynamicemb(made, path)
+        report = import_dynamicemb(made, path)
         assert rows(made, "t") == {1: [1, -1], 4: [4, -4]}
-        assert state(made, "t", "0/count") == {1: [17], 4: [17]}
+        if config.segments[0].optimizer == by_row:
+            assert state(made, "t", "0/count") == {1: [17], 4: [17]}
+            assert "t: iters" not in report.left_out
+        else:
+            assert report.left_out["t: iters"].endswith("set global_step to 17")
         width = config.segments[0].dim
         assert state(made, "t", "0/m") == {1: [5, 6][:width], 4: [1, 2][:width]}
         assert state(made, "t", "0/v") == {1: [7, 8][:width], 4: [3, 4][:width]}

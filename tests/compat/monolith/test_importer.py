@@ -11,7 +11,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalith import FTRL, SGD, Adagrad, Adam, Momentum, RowWiseAdagrad, Segment, TableConfig
+from megalith import (
+    FTRL,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    AMSGrad,
+    DynamicWdAdagrad,
+    GroupAdagrad,
+    GroupFTRL,
+    Momentum,
+    Optimizer,
+    RMSProp,
+    RMSPropV2,
+    RowWiseAdagrad,
+    Segment,
+    TableConfig,
+)
 from megalith.compat.monolith import import_monolith
 from megalith.compat.monolith.importer import counts
 from megalith.errors import CheckpointError, InputError, MegalithError, UnknownNameError, UsageError
@@ -21,7 +38,9 @@ from tests.compat.importing import (
     collection,
     contents,
     entry,
+    floats,
     ftrl,
+    message,
     meta,
     momentum,
     rows,
@@ -171,7 +190,7 @@ def test_every_optimizer_that_both_have(tmp_path: Path) -> None:
         "t",
         segments=[
             Segment(1, optimizer=FTRL(0.1)),
-            Segment(2, optimizer=Adam(0.1, betas=(0.9, 0.99))),
+            Segment(2, optimizer=Adam(0.1, betas=(0.9, 0.99), bias_correction="row")),
             Segment(1, optimizer=Momentum(0.1)),
             Segment(1, optimizer=SGD(0.1)),
             Segment(2, optimizer=Adagrad(0.1)),
@@ -206,7 +225,9 @@ def test_training_goes_on_as_monolith_would(tmp_path: Path) -> None:
         "one": entry(1, (-0.00990099,), adam((1.0,), (1.0,), 0.81, 0.9801)),
     }
     path = assets(tmp_path, {"t-00000-of-00001": tfrecords(tensors["one"])})
-    made = collection(TableConfig("t", dim=1, optimizer=Adam(0.01, betas=(0.9, 0.99), eps=0.01)))
+    made = collection(
+        TableConfig("t", dim=1, optimizer=Adam(0.01, betas=(0.9, 0.99), eps=0.01, bias_correction="row"))
+    )
     import_monolith(made, path)
     made.shards.apply_gradients({"t": torch.tensor([1])}, {"t": torch.tensor([[10.0]])}, step=1)
     assert rows(made, "t")[1][0] == pytest.approx(-0.01983060, rel=1e-5)
@@ -248,11 +269,48 @@ def test_betas_that_are_not_those_it_was_trained_with(tmp_path: Path) -> None:
     path = assets(
         tmp_path, {"t-00000-of-00001": tfrecords(entry(4, (1,), adam((1,), (1,), 0.9**6, 0.99**6)))}
     )
-    made = collection(TableConfig("t", dim=1, optimizer=Adam(0.1, betas=(0.9, 0.999))))
+    made = collection(TableConfig("t", dim=1, optimizer=Adam(0.1, betas=(0.9, 0.999), bias_correction="row")))
     with pytest.raises(
         CheckpointError, match=r"the beta powers of id 4 \(table 't'\) are not powers of betas"
     ):
         import_monolith(made, path)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dump", "expected"),
+    [
+        (
+            AMSGrad(0.1, betas=(0.9, 0.99), bias_correction="row"),
+            message(8, floats(1, 1), floats(2, 2), floats(3, 3), floats(4, 0.9**4), floats(5, 0.99**4)),
+            {"m": [1], "v": [2], "v_max": [3], "count": [3]},
+        ),
+        (Adadelta(), message(6, floats(1, 1), floats(2, 2)), {"square_avg": [1], "acc_delta": [2]}),
+        (RMSProp(), message(11, floats(1, 5)), {"square_avg": [5]}),
+        (RMSPropV2(), message(12, floats(1, 5)), {"square_avg": [5]}),
+        (DynamicWdAdagrad(), message(4, floats(1, 5)), {"sum": [5]}),
+        (GroupFTRL(), message(13, floats(1, 1), floats(2, 2)), {"z": [1], "sum": [2]}),
+        (GroupAdagrad(), message(15, floats(1, 7)), {"sum": [7]}),
+    ],
+)
+def test_the_state_of_other_optimizers(
+    tmp_path: Path, optimizer: Optimizer, dump: bytes, expected: dict[str, list[float]]
+) -> None:
+    path = assets(tmp_path, {"t-00000-of-00001": tfrecords(entry(4, (0.5,), dump))})
+    made = collection(TableConfig("t", dim=1, optimizer=optimizer))
+    import_monolith(made, path)
+    assert {name: state(made, "t", f"0/{name}")[4] for name in expected} == expected
+    assert len(expected) == len(optimizer.states(1))
+
+
+def test_adam_is_imported_into_the_row_form(tmp_path: Path) -> None:
+    path = assets(
+        tmp_path, {"t-00000-of-00001": tfrecords(entry(4, (1,), adam((1,), (1,), 0.9**4, 0.99**4)))}
+    )
+    made = collection(TableConfig("t", dim=1, optimizer=Adam(0.1, betas=(0.9, 0.99))))
+    with pytest.raises(InputError, match=r'Adam\(bias_correction="row"\)'):
+        import_monolith(made, path)
+    import_monolith(made, path, drop_optimizer_state=True)
+    assert rows(made, "t") == {4: [1]}
 
 
 def test_the_powers_that_monoliths_restore_mixes_up(tmp_path: Path) -> None:
@@ -261,7 +319,7 @@ def test_the_powers_that_monoliths_restore_mixes_up(tmp_path: Path) -> None:
         tmp_path,
         {"t-00000-of-00001": tfrecords(entry(4, (1,), adam((1,), (1,), 0.99**50 * 0.9**2, 0.99**3)))},
     )
-    made = collection(TableConfig("t", dim=1, optimizer=Adam(0.1, betas=(0.9, 0.99))))
+    made = collection(TableConfig("t", dim=1, optimizer=Adam(0.1, betas=(0.9, 0.99), bias_correction="row")))
     report = import_monolith(made, path)
     assert state(made, "t", "0/count") == {4: [2]}
     assert list(report.left_out) == ["t: beta1_power of 1 rows"]
