@@ -333,3 +333,44 @@ def test_flush_raises_what_went_wrong_with_a_push_and_nothing_else_is_lost(both:
         assert rank["row"] == -4  # two good steps of two ranks
         assert rank["rate"] == -2  # the learning rate at the time of the call, not of the exchange
         assert rank["times"] == [9]
+
+
+# ---- learning rates
+
+
+class Counted:
+    """A schedule that counts its calls."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def __call__(self, step: int) -> float:
+        self.steps.append(step)
+        return 0.5
+
+    def __repr__(self) -> str:
+        return "Counted()"
+
+
+def evaluated() -> tuple[list[list[int]], list[list[float]]]:
+    """Rank 0 has gradients for ids of rank 1 alone; table `c` is never looked up."""
+    rates = [Counted() for _ in range(3)]
+    options = [{"optimizer": SGD(rate), "initializer": Zeros()} for rate in rates]
+    shards = SyncShards([table(name, 1, **own) for name, own in zip("abc", options, strict=True)])
+    for rate in rates:
+        rate.steps.clear()  # construction may try them
+    own = {"a": ints(1), "b": ints(0, 1)} if shards.rank == 0 else {"a": ints(), "b": ints()}
+    lookup = shards.lookup(own)
+    shards.apply_gradients(
+        lookup, {name: torch.ones_like(rows) for name, rows in lookup.rows.items()}, step=4
+    )
+    shards.apply_gradients(own, {name: torch.ones(len(x), 1) for name, x in own.items()}, step=5)
+    found = shards.lookup({"a": ints(1), "b": ints(0, 1)}).rows
+    return [rate.steps for rate in rates], [found["a"].flatten().tolist(), found["b"].flatten().tolist()]
+
+
+def test_an_owner_evaluates_the_rates_of_tables_that_ranks_asked_it_for() -> None:
+    (first, rows), (second, other_rows) = run_ranks(evaluated)
+    assert first == [[], [4, 5], []]
+    assert second == [[4, 5], [4, 5], []]
+    assert rows == other_rows == [[-1.0], [-1.0, -1.0]]

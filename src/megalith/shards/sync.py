@@ -278,17 +278,20 @@ class SyncShards(Shards):
         trainable = [name for name, config in self.configs.items() if config.trainable]
         numbers = None
         for name in names or trainable[:1]:  # a rank without gradients sends its step too
-            numbers = self.local[name].checks.step(step, time, scale, clip_norm)
-        at = as_integer(step) or 0
-        # Evaluated now, for all tables: other ranks may send gradients for tables that this rank lacks, and a
-        # callable without an argument may return something else by the time they arrive.
-        rates = {name: self.local[name].checks.rates(at) for name in trainable} if numbers else {}
+            numbers = self.local[name].checks.step_numbers(step, time, scale, clip_norm)
+        if numbers is None:  # there is no table that could have gradients
+            lookup.use()
+            return GradientPush(flat, used_mask(routed, used), as_integer(step) or 0, None, 1.0, 0.0, {})
+        # Evaluated now: a callable without an argument may return something else by the time gradients
+        # arrive. Only rows that ranks have requested from this one can be updated here.
+        wanted = lookup.requested.result().ids
+        rates = {
+            name: self.local[name].checks.rates(numbers.step) for name in trainable if wanted[name].numel()
+        }
         lookup.use()
         mask = used_mask(routed, used)
-        if numbers is None:  # there is no table that could have gradients
-            return GradientPush(flat, mask, at, None, 1.0, 0.0, rates)
         seconds = None if time is None else numbers.time
-        return GradientPush(flat, mask, at, seconds, numbers.scale, numbers.clip_norm, rates)
+        return GradientPush(flat, mask, numbers.step, seconds, numbers.scale, numbers.clip_norm, rates)
 
     def flush(self) -> None:
         """Waits for all exchanges in progress and raises the errors of gradients that were not waited for."""
