@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from megalith import Adam
-from megalith.cli.config_options import field_docstrings
 from megalith.errors import InputError, UnknownNameError
 from megalith.table.optimizers import OPTIMIZERS
 from megalith.training import RunConfig
-from megalith.training.run_config import TrainConfig
+from megalith.training.run_config import TABLE_OPTIMIZERS
 
 TOML = """
 [data]
@@ -48,11 +47,11 @@ def test_flags_override_the_values_of_a_file(tmp_path: Path) -> None:
     assert RunConfig.from_dict(config.to_dict()) == config
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_of_tables_can_be_chosen_and_is_named_in_the_help(name: str) -> None:
+@pytest.mark.parametrize("name", TABLE_OPTIMIZERS)
+def test_optimizers_of_tables_are_those_of_the_table_package(name: str) -> None:
     config = RunConfig.from_dict({"train": {"table_optimizer": name, "table_lr": 0.5}})
     assert config.table_optimizer == OPTIMIZERS[name](lr=0.5)
-    assert name in field_docstrings(TrainConfig)["table_optimizer"]
+    assert {"adagrad", "adam", "ftrl", "momentum", "rowwise_adagrad", "sgd"} <= set(TABLE_OPTIMIZERS)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +75,7 @@ def test_every_optimizer_of_tables_can_be_chosen_and_is_named_in_the_help(name: 
         ({"train": {"seed": -1}}, InputError, r"train\.seed must be from 0"),
         ({"train": {"lr": "fast"}}, InputError, r"train\.lr must be float"),
         ({"train": {"max_steps": 1.5}}, InputError, r"train\.max_steps must be int or nothing"),
-        ({"train": {"table_optimizer": "adamw"}}, InputError, r"table_optimizer must be one of adagrad"),
+        ({"train": {"table_optimizer": "adagrat"}}, InputError, r"table_optimizer must be one of .*adagrad"),
         ({"data": {"kind": "tsv"}}, InputError, r"data\.kind must be one of movielens"),
         ({"data": {"on_error": "ignore"}}, InputError, "raise, skip"),
         ({"data": []}, InputError, r"\[data\] must be a section"),

@@ -7,6 +7,7 @@ key.
 
 from __future__ import annotations
 
+import inspect
 import math
 import tomllib
 from collections.abc import Mapping
@@ -22,6 +23,10 @@ from megalith.shards.wire import check_wire
 from megalith.table.optimizers import OPTIMIZERS, Optimizer
 
 KINDS = ("movielens", "synthetic", *FILE_READERS)
+TABLE_OPTIMIZERS = {
+    name: kind for name, kind in sorted(OPTIMIZERS.items()) if "lr" in inspect.signature(kind).parameters
+}
+"""The optimizers of tables that a run can choose by name: those that need only a learning rate."""
 
 MAY_CHANGE = (
     "epochs",
@@ -115,7 +120,7 @@ class TrainConfig:
     lr: float = 1e-3
     """Learning rate of Adam for the dense weights."""
     table_optimizer: str = "adagrad"
-    """Optimizer of the tables: adagrad, adam, ftrl, momentum, rowwise_adagrad or sgd."""
+    """Optimizer of the tables, such as adagrad, adam, ftrl, momentum, rowwise_adagrad or sgd."""
     table_lr: float = 0.05
     """Learning rate of the tables."""
     engine: str = "cpu"
@@ -190,7 +195,7 @@ class RunConfig:
             checks.instance(getattr(self, name), kind, f"config: [{name}]")
         _one_of("data.kind", self.data.kind, KINDS)
         _one_of("data.on_error", self.data.on_error, ("raise", "skip"))
-        _one_of("train.table_optimizer", self.train.table_optimizer, tuple(sorted(OPTIMIZERS)))
+        _one_of("train.table_optimizer", self.train.table_optimizer, tuple(TABLE_OPTIMIZERS))
         counts = ("epochs", "max_steps", "threads", "log_every", "save_every", "keep_last", "keep_every")
         at_least_1 = {f"train.{name}": getattr(self.train, name) for name in counts}
         at_least_1 |= {"data.batch_size": self.data.batch_size, "model.dim": self.model.dim}
@@ -229,7 +234,7 @@ class RunConfig:
     @property
     def table_optimizer(self) -> Optimizer:
         """The optimizer of the tables."""
-        return OPTIMIZERS[self.train.table_optimizer](lr=self.train.table_lr)
+        return TABLE_OPTIMIZERS[self.train.table_optimizer](lr=self.train.table_lr)
 
     @property
     def wire(self) -> str | dict[str, str]:
