@@ -458,22 +458,24 @@ def test_a_part_that_restarts_unnoticed_is_sent_the_pushed_rows_again(parts: Par
     parts.assert_equal()
 
 
-def test_what_a_target_does_not_serve_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with ExitStack() as stack:
-        parts = Parts(tmp_path, stack, "roundrobin")
-        (client,) = create_parameter_sync_clients(1)
-        stack.callback(client.close)
-        client.attach(parts.model.embeddings.shards)
-        client.attach(shards_of(other=1).local["other"])
-        client._tables["other"].assign(torch.tensor([1, 2]), torch.ones(2, 1))
-        parts.trainer.step()
+def test_what_no_target_gets_is_reported(parts: Parts, caplog: pytest.LogCaptureFixture) -> None:
+    (alone,) = create_parameter_sync_clients(1)
+    with alone:
+        alone.attach(parts.model.embeddings.shards)
+        other = shards_of(other=1)
+        alone.attach(other)
+        other.assign({"other": (torch.tensor([1, 2]), torch.ones(2, 1))})
+        parts.model.embeddings.shards.assign({"user": (torch.tensor([0, 1, 2]), torch.ones(3, 5))})
 
-        (response,) = responses(client.create_sync_op(refresh_sync_config(parts.backend, 0)))
+        (response,) = responses(alone.create_sync_op(refresh_sync_config(parts.backend, 0)))
 
-        assert response["status_code"] == 9
-        assert response["error_message"] == "table 'other' is not served there: its 2 ids are not pushed"
-        assert response["update_num"] > 0
-        assert "is one of 2 parts, but there are clients for 1" in caplog.text
+    assert (response["status_code"], response["update_num"]) == (9, 2)
+    assert response["error_message"].split("; ") == [
+        "1 ids of table 'user' belong to other parts, and 1 clients for 2 parts have attached it: make and "
+        "attach one for each part",
+        "table 'other' is not served there: its 2 ids are not pushed",
+    ]
+    assert response["error_message"].split("; ")[1] in caplog.text
 
 
 def test_an_entry_has_no_rows(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from typing import Self
 from megalith.compat.monolith.sync_config import SyncConfig, read_sync_config
 from megalith.compat.monolith.tracked_changes import TrackedChanges
 from megalith.errors import InputError, RemoteError, UsageError
+from megalith.ops import checks
 from megalith.serving.client.channels import Channels
 from megalith.serving.client.credentials import Credentials, grpc_module
 from megalith.serving.proto.message_types import Message, PushResult, protobuf
@@ -72,9 +73,8 @@ class ParameterSyncClient:
             (its `handle`, which Monolith wraps) gives the same client: the other arguments are ignored.
         name: Monolith's name of the client; several clients may have the same one.
         credentials: The credentials for the targets.
-        changes: Records the changes of the tables; None: a record of its own. Clients of one model share one.
-        num_parts: The number of parts for which there is a client; None: unknown. A model that is served in
-            another number of parts is logged.
+        changes: Records the changes of the tables; None: a record of its own. The clients of all parts of a
+            model share one, and ids for which none of them can be the client are reported.
 
     Raises:
         InputError: An argument has the wrong type, or the config is malformed.
@@ -91,19 +91,16 @@ class ParameterSyncClient:
         name: str = "MonolithSyncClient_",
         credentials: Credentials | None = None,
         changes: TrackedChanges | None = None,
-        num_parts: int | None = None,
     ) -> None:
         if config is self:
             return  # __new__ returned the client that is wrapped
         if changes is not None and not isinstance(changes, TrackedChanges):
             raise InputError(f"changes must be TrackedChanges, got {type(changes).__name__}")
-        if num_parts is not None and (not isinstance(num_parts, int) or isinstance(num_parts, bool)):
-            raise InputError(f"num_parts must be an integer, got {num_parts!r}")
         self.name = name
         self._config = _read(config)
         self._channels = Channels(credentials)
         self._changes = changes or TrackedChanges()
-        self._num_parts = num_parts
+        self._shares_changes = changes is not None
         self._tables: dict[str, Table] = {}
         self._targets: dict[tuple[str, str], _Target] = {}
         """By address and model; those that have been missing from the config for longest come first."""
@@ -139,8 +136,8 @@ class ParameterSyncClient:
             A PushResult as JSON with one response per target, in the order of the targets: status_code is 0
             or gRPC's code, update_num is the number of ids pushed, removed ones included. Ids that could not
             be pushed are kept and pushed by a later call, also if a config in between does not list the
-            target. Rows with NaN or Inf, and rows of tables that the target does not serve, are not pushed:
-            the status is then FAILED_PRECONDITION, and error_message names the tables and ids.
+            target. Rows with NaN or Inf, of tables that the target does not serve, or of parts without a
+            client are not pushed: the status is then FAILED_PRECONDITION, and error_message names them.
 
         Raises:
             InputError: The config is malformed.
@@ -236,20 +233,19 @@ class ParameterSyncClient:
             # It is new, or has lost what was pushed to it.
             target.backlog.add(self._changes.all_ids(self))
             target.rows_id = position.rows_id
-        if self._num_parts is not None and layout.sub_graph_num not in (0, self._num_parts):
-            logger.warning(
-                "%s at %s is one of %d parts, but there are clients for %d: the other parts get no rows; "
-                "use create_parameter_sync_clients(%d)",
-                target.model,
-                target.address,
-                layout.sub_graph_num,
-                self._num_parts,
-                layout.sub_graph_num,
-            )
-        for table, ids in target.backlog.tensors().items():
-            if table not in layout.tables:
-                problems.append(f"table {table!r} is not served there: its {ids.numel()} ids are not pushed")
+        before = {table: ids.numel() for table, ids in target.backlog.tensors().items()}
         target.backlog.compact(layout.keep)
+        after = {table: ids.numel() for table, ids in target.backlog.tensors().items()}
+        for table, count in before.items():
+            clients = self._changes.num_clients(self, table)
+            others = count - after.get(table, 0)
+            if table not in layout.tables:
+                problems.append(f"table {table!r} is not served there: its {count} ids are not pushed")
+            elif others and self._shares_changes and clients < layout.sub_graph_num:
+                problems.append(
+                    f"{others} ids of table {table!r} belong to other parts, and {clients} clients for "
+                    f"{layout.sub_graph_num} parts have attached it: make and attach one for each part"
+                )
         return layout
 
     def _send(
@@ -347,14 +343,12 @@ def create_parameter_sync_clients(ps_num: int) -> list[ParameterSyncClient]:
     Raises:
         InputError: The number is negative.
     """
-    if ps_num < 0:
-        raise InputError(f"ps_num must be 0 or more, got {ps_num}")
+    checks.integer(ps_num, "ps_num", least=0)
     if not ps_num:
         return [parameter_sync_client_from_config()]
     changes = TrackedChanges()
     return [
-        ParameterSyncClient(name=f"MonolithSyncClient_{number}", changes=changes, num_parts=ps_num)
-        for number in range(ps_num)
+        ParameterSyncClient(name=f"MonolithSyncClient_{number}", changes=changes) for number in range(ps_num)
     ]
 
 
@@ -376,7 +370,9 @@ def _by_name(tables: Shards | Table) -> Mapping[str, Table]:
 def _read(config: bytes | str | Message | None) -> SyncConfig:
     if isinstance(config, str):
         config = config.encode("latin-1", "replace")
-    return read_sync_config(config) if config else SyncConfig(signature_name=HASHTABLE_ASSIGN)
+    if config is None or (isinstance(config, bytes) and not config):
+        return SyncConfig(signature_name=HASHTABLE_ASSIGN)
+    return read_sync_config(config)
 
 
 def _json(result: object) -> str:

@@ -71,6 +71,20 @@ class TrackedChanges:
             for key in keys.difference(*(others.values() for others in self._attached.values())):
                 self._tables.pop(key).untrack(self._consumer)
 
+    def num_clients(self, client: object, name: str) -> int:
+        """Return how many clients have attached a table.
+
+        Args:
+            client: One of them, as a key.
+            name: Its name of the table.
+
+        Returns:
+            The number, this client included.
+        """
+        with self._lock:
+            key = self._attached[client][name]
+            return sum(key in keys.values() for keys in self._attached.values())
+
     def take(self, client: object) -> dict[str, Tensor]:
         """Return the ids that changed or were removed since the client's last call.
 
