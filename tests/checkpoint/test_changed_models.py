@@ -13,8 +13,10 @@ import torch
 from torch import nn
 
 from megalith import (
+    LAMB,
     Adagrad,
     Adam,
+    AMSGrad,
     EmbeddingCollection,
     Feature,
     LocalShards,
@@ -168,6 +170,29 @@ def test_weights_can_be_loaded_without_optimizer_state() -> None:
     assert rows(other, "b").state["0/sum"].count_nonzero() == 0
     with pytest.raises(InputError, match=r"no table 'emb\.x' is loaded"):
         checkpoint.load(other, store, drop_optimizer_state=["emb.a", "emb.x"])
+
+
+@pytest.mark.parametrize("kind", [Adam, AMSGrad, LAMB])
+def test_the_other_bias_correction_is_loaded_on_request(kind: type[Adam]) -> None:
+    forms = {form: kind(0.1, bias_correction=form) for form in ("step", "row")}
+    for old, new in (("step", "row"), ("row", "step")):
+        store, net = MemoryStore(), Net([table("a", optimizer=forms[old])]).fill()
+        net.emb.global_step = 7
+        checkpoint.save(net, store)
+        other = Net([table("a", optimizer=forms[new])]).fill(2)
+        before = rows(other, "a")
+        said = rf'{forms[old].name}\(bias_correction="{old}"\), but the model uses "{new}".*=True'
+        with pytest.raises(CheckpointError, match=said):
+            checkpoint.load(other, store)
+        assert_same_tables(rows(other, "a"), before)
+
+        checkpoint.load(other, store, convert_bias_correction=True)
+        kept, loaded = rows(net, "a"), rows(other, "a")
+        if new == "row":  # each row counts as updated in every step
+            assert loaded.state.pop("0/count").tolist() == [[7.0]] * 3
+        kept.state.pop("0/count", None)
+        assert torch.equal(loaded.rows, kept.rows)
+        assert_same_states(loaded.state, kept.state)
 
 
 def assert_same_states(a: Any, b: Any) -> None:

@@ -104,6 +104,7 @@ class _LoadOptions:
     reroute: bool
     rename: Mapping[str, str]
     drop_optimizer_state: bool | Collection[str]
+    convert_bias_correction: bool
     allow_missing: bool
     deltas: bool
     on_rows: Callable[[int], None] | None
@@ -118,7 +119,7 @@ class _LoadOptions:
             isinstance(dropped, list | tuple | set | Mapping) and all(isinstance(x, str) for x in dropped)
         ):
             raise InputError(f"drop_optimizer_state must be True, False or a list of tables, got {dropped!r}")
-        for name in ("reroute", "allow_missing", "deltas"):
+        for name in ("reroute", "convert_bias_correction", "allow_missing", "deltas"):
             checks.flag(getattr(self, name), name)
         checks.callback(self.on_rows, "on_rows")
 
@@ -131,6 +132,7 @@ class _LoadOptions:
             "reroute": self.reroute,
             "rename": dict(self.rename),
             "drop_optimizer_state": dropped if isinstance(dropped, bool) else sorted(dropped),
+            "convert_bias_correction": self.convert_bias_correction,
             "allow_missing": self.allow_missing,
             "deltas": self.deltas,
         }
@@ -144,6 +146,7 @@ def load(
     reroute: bool = False,
     rename: Mapping[str, str] | None = None,
     drop_optimizer_state: bool | Collection[str] = False,
+    convert_bias_correction: bool = False,
     allow_missing: bool = False,
     deltas: bool = True,
     on_rows: Callable[[int], None] | None = None,
@@ -164,6 +167,8 @@ def load(
         rename: {name in the checkpoint: name in the model}, for tables ("collection.table") and
             dense weights.
         drop_optimizer_state: True, or the tables whose optimizer state starts fresh.
+        convert_bias_correction: Allow the other bias_correction than the saved one, for Adam and its
+            relatives: the update counts of rows are dropped, or set to the saved global step.
         allow_missing: Skip and report tables and dense weights that do not match, instead of raising.
         deltas: Whether tables track changes from now on, for `save_delta` to this path.
         on_rows: Called with the number of rows read so far.
@@ -188,6 +193,7 @@ def load(
                 reroute=reroute,
                 rename={} if rename is None else rename,
                 drop_optimizer_state=drop_optimizer_state,
+                convert_bias_correction=convert_bias_correction,
                 allow_missing=allow_missing,
                 deltas=deltas,
                 on_rows=on_rows,
@@ -231,6 +237,7 @@ def _load(model: nn.Module, store: Store, ranks: RankGroup, options: _LoadOption
             reroute=options.reroute,
             rename=options.rename,
             drop_optimizer_state=options.drop_optimizer_state,
+            convert_bias_correction=options.convert_bias_correction,
             allow_missing=options.allow_missing,
         ),
     )
@@ -328,9 +335,14 @@ def _restore(match: TableMatch, chunk: Chunk) -> None:
     router = match.shards.router(match.local)
     if router is not None:
         chunk = chunk.select(router.owner(chunk.ids) == match.shards.rank)
-    if match.fresh:
-        n = chunk.ids.numel()
-        state = {c.key: torch.full((n, c.end - c.start), c.initial) for c in match.table.config.state_columns}
+    if not match.is_exact:
+        n, columns = chunk.ids.numel(), match.table.config.state_columns
+        state = {c.key: torch.full((n, c.end - c.start), c.initial) for c in columns}
+        if not match.fresh:
+            counts = {
+                c.key: torch.full((n, 1), float(match.count or 0)) for c in columns if c.name == "count"
+            }
+            state |= counts | {key: values for key, values in chunk.state.items() if key in state}
         chunk = Chunk(chunk.ids, chunk.rows, state, chunk.time, chunk.count)
     match.table.restore(chunk)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from megalith.checkpoint.dense_state import tables_of
 from megalith.checkpoint.manifest import Manifest, TableEntry, describe, full_name
@@ -21,6 +22,8 @@ class TableMatch:
         name: The table's name in the whole model.
         local: Its name within its shards.
         fresh: Whether optimizer state starts fresh instead of being loaded.
+        count: The update count of every loaded row, where the table keeps counts and the checkpoint does not;
+            None if the state is loaded as it is, apart from counts that the table does not keep.
     """
 
     name: str
@@ -29,6 +32,14 @@ class TableMatch:
     local: str
     entries: list[TableEntry]
     fresh: bool
+    count: int | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the rows are loaded as they were saved, with all state."""
+        return not self.fresh and self.entries[-1].state_sizes == {
+            column.key: column.end - column.start for column in self.table.config.state_columns
+        }
 
 
 @dataclass(frozen=True)
@@ -47,7 +58,7 @@ class TableMatches:
     @property
     def is_exact(self) -> bool:
         """Whether the model's rows will be exactly those of the checkpoint."""
-        return not self.missing and not self.extra and not any(match.fresh for match in self.matches)
+        return not self.missing and not self.extra and all(match.is_exact for match in self.matches)
 
 
 def match_tables(
@@ -58,6 +69,7 @@ def match_tables(
     reroute: bool,
     rename: Mapping[str, str],
     drop_optimizer_state: bool | Collection[str],
+    convert_bias_correction: bool,
     allow_missing: bool,
 ) -> TableMatches:
     """Match the tables of a checkpoint with those of a model, by name. See `load` for the options.
@@ -69,6 +81,7 @@ def match_tables(
         reroute: Whether the routing mode may differ.
         rename: {name in the checkpoint: name in the model}.
         drop_optimizer_state: True, or the tables whose optimizer state starts fresh.
+        convert_bias_correction: Whether update counts may be dropped or added.
         allow_missing: Whether a table that differs counts as missing instead of raising.
 
     Returns:
@@ -92,14 +105,15 @@ def match_tables(
         entries = renamed[name]
         drop = drop_optimizer_state
         fresh = drop if isinstance(drop, bool) else name in drop
-        problem = _differs(entries, table, fresh)
+        problem = _differs(entries, table, fresh, convert_bias_correction)
         if problem and allow_missing:
             missing.append(name)
             continue
         if problem:
             raise CheckpointError(f"{where}: table {name!r}{problem}")
         _check_routing(name, entries[-1], shards, local, reroute)
-        matches.append(TableMatch(name, table, shards, local, entries, fresh))
+        step = manifest.steps.get(path, 0) if convert_bias_correction else None
+        matches.append(TableMatch(name, table, shards, local, entries, fresh, step))
     if not isinstance(drop_optimizer_state, bool):
         unknown = sorted(set(drop_optimizer_state) - used)
         if unknown:
@@ -109,7 +123,7 @@ def match_tables(
     return TableMatches(matches, missing, sorted(set(renamed) - used))
 
 
-def _differs(entries: list[TableEntry], table: Table, fresh: bool) -> str:
+def _differs(entries: list[TableEntry], table: Table, fresh: bool, convert: bool) -> str:
     wanted = describe(table.config)
     for entry in entries:
         if len(wanted) != len(entry.segments):
@@ -126,12 +140,26 @@ def _differs(entries: list[TableEntry], table: Table, fresh: bool) -> str:
                     f"{where} was trained with {before}, but the model uses {now}; drop_optimizer_state=True "
                     "loads only the weights"
                 )
-            if old.get("state", []) != new["state"]:
+            kept, wants = old.get("state", []), new["state"]
+            if kept != wants and _without_counts(kept) == _without_counts(wants):
+                if convert:
+                    continue
+                forms = ('"row"', '"step"') if len(kept) > len(wants) else ('"step"', '"row"')
+                return (
+                    f"{where} was trained with {now}(bias_correction={forms[0]}), but the model uses "
+                    f"{forms[1]}; convert_bias_correction=True drops or sets the update counts of rows"
+                )
+            if kept != wants:
                 return (
                     f"{where} has other optimizer state than the model's {now}; drop_optimizer_state=True "
                     "loads only the weights"
                 )
     return ""
+
+
+def _without_counts(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the states of an optimizer without the update count that the row form of Adam keeps."""
+    return [state for state in states if state["name"] != "count"]
 
 
 def _check_routing(name: str, entry: TableEntry, shards: Shards, local: str, reroute: bool) -> None:
