@@ -140,6 +140,8 @@ class CpuEngine(Engine):
 
     def _update_in_torch(self, ids: Tensor, grads: list[Tensor], pooling: Pooling | None, step: Step) -> None:
         ids, sums = sum_per_id(ids, grads, pooling, self.name, self.dim)
+        if not ids.numel():
+            return
         threads = torch.get_num_threads()
         chunk = self.new_chunk(ids.numel())
         with self._writing:

@@ -180,9 +180,15 @@ class ReferenceEngine(Engine):
             sums = torch.zeros(distinct.numel(), self.dim)
             for occurrence, row in enumerate(where.tolist()):  # in input order
                 sums[row] += flat[occurrence]
+            created = [id for id in distinct.tolist() if id not in self._row_of]
             rows = self._find_or_create(distinct)
             chunk = self._chunk(rows)
-            update_chunk(self.config, sums, chunk, step, _update_one_segment)
+            try:
+                update_chunk(self.config, sums, chunk, step, _update_one_segment)
+            except BaseException:  # a user's optimizer may raise
+                for id in created:
+                    self._free.append(self._row_of.pop(id))
+                raise
             self._data[rows] = torch.cat(chunk.columns(), dim=1)
             self._written(distinct, rows, step.time)
 

@@ -1,0 +1,268 @@
+"""A user's own optimizer, in torch: row by row on the reference engine, batched on the cpu engine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megalith import SGD, Adagrad, Adam, DelayCompensated, Momentum, Segment, Table, TableConfig, Uniform
+from megalith.errors import InputError, UsageError
+from megalith.ops import Pooling
+from megalith.table import Optimizer, State
+from megalith.table.optimizers import native_rule
+from tests.table.support import (
+    assert_close,
+    assert_same_bits,
+    assert_same_tables,
+    dyadic,
+    ints,
+    sgd_table,
+    state_of,
+    unchanged,
+    whole,
+)
+
+
+class SignSGD(Optimizer):
+    """The shortest one: w -= lr * sign(g)."""
+
+    def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
+        rows -= lr * grads.sign()
+
+
+@dataclass(frozen=True)
+class Yogi(Optimizer):
+    """Two states, a setting, the step and a state per row."""
+
+    beta: float = 0.9
+
+    def states(self, dim: int) -> tuple[State, ...]:
+        return (State("v", dim, 0.25), State("updates", 1))
+
+    def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
+        square = grads * grads
+        state["v"].sub_((1 - self.beta) * (state["v"] - square).sign() * square)
+        state["updates"].add_(1)
+        rows.sub_(lr / (1 + step) * grads / (state["v"].sqrt() + 1e-3))
+
+
+class MyAdagrad(Adagrad):
+    """Derived from an optimizer of the library, with its own step: the native step must not replace it."""
+
+    def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
+        rows += lr * grads
+
+
+class CopiedAdagrad(Optimizer):
+    """The formula of Adagrad once more, to compare a step in torch with the native one."""
+
+    name: ClassVar[str] = "adagrad"  # a name that the library uses
+
+    def states(self, dim: int) -> tuple[State, ...]:
+        return (State("sum", dim),)
+
+    def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
+        state["sum"] += grads * grads
+        rows -= lr * grads / (state["sum"].sqrt() + 1e-10)
+
+
+CUSTOM = [SignSGD(0.5), Yogi(0.1), MyAdagrad(0.5), CopiedAdagrad(0.1), DelayCompensated(Yogi(0.1), 0.5)]
+
+
+def test_a_few_lines_are_an_optimizer(engine: str) -> None:
+    table = sgd_table(engine, 3, optimizer=SignSGD(0.5))
+
+    table.apply_gradients(ints(7, 8, 7), torch.tensor([[1.0, -2, 0], [4, 4, 4], [1.0, 0, 0]]), step=0, time=9)
+
+    assert table.lookup(ints(7, 8)).tolist() == [[-0.5, 0.5, 0.0], [-0.5] * 3]
+    assert whole(table).time.tolist() == [9, 9]
+    assert SignSGD(0.5).name == "SignSGD"
+
+
+def test_a_derived_optimizer_runs_its_own_step(engine: str) -> None:
+    table = sgd_table(engine, 1, optimizer=MyAdagrad(0.5))
+    table.apply_gradients(ints(1), torch.ones(1, 1), step=0)
+    assert table.lookup(ints(1)).item() == 0.5
+    assert native_rule(MyAdagrad(0.5)) is None
+    assert native_rule(CopiedAdagrad(0.5)) is None
+    assert native_rule(DelayCompensated(Yogi(0.1))) is None
+    assert native_rule(DelayCompensated(Adam())) is not None
+
+
+@given(
+    which=st.sampled_from(range(len(CUSTOM))),
+    dim=st.sampled_from([1, 3, 8]),
+    pooled=st.booleans(),
+    calls=st.lists(st.lists(st.integers(0, 5), max_size=6), min_size=1, max_size=4),
+    clip=st.sampled_from([None, 1.0]),
+    missing=st.sampled_from(["initial", "zeros"]),
+)
+def test_one_row_at_a_time_equals_all_at_once(
+    which: int, dim: int, pooled: bool, calls: list[list[int]], clip: float | None, missing: str
+) -> None:
+    tables = []
+    for engine in ("reference", "cpu"):
+        config = TableConfig("t", dim=dim, optimizer=CUSTOM[which], initializer=Uniform(), missing=missing)
+        table = Table(config, engine=engine)
+        table.track("watch")
+        for step, ids in enumerate(calls):
+            pooling = Pooling.sum("t", torch.tensor([0, len(ids)]), dim) if pooled else None
+            grads = dyadic(step, 1 if pooled else len(ids), dim)
+            given_grads = [grads] if pooled else grads
+            table.update(
+                None, ints(*ids), given_grads, pooling, step=step, time=step, scale=0.5, clip_norm=clip
+            )
+        tables.append(table)
+    reference, cpu = (whole(table) for table in tables)
+    assert reference.ids.tolist() == cpu.ids.tolist()
+    assert reference.time.tolist() == cpu.time.tolist()
+    assert_close(cpu.rows, reference.rows)
+    for key in reference.state:
+        assert_close(cpu.state[key], reference.state[key])
+    touched = [set(table.drain_touched("watch")[0].tolist()) for table in tables]
+    assert touched[0] == touched[1] == set(reference.ids.tolist())
+
+
+def test_a_step_in_torch_equals_the_native_step() -> None:
+    ids, grads = torch.arange(50).repeat(2), dyadic(1, 100, 5)
+    tables = [sgd_table("cpu", 5, optimizer=o) for o in (CopiedAdagrad(0.1), Adagrad(0.1))]
+    for table in tables:
+        for step in range(3):
+            table.apply_gradients(ids, grads, step=step, time=step)
+    assert_close(whole(tables[0]).rows, whole(tables[1]).rows)
+
+
+def test_segments_in_torch_and_native_ones_share_a_row(engine: str) -> None:
+    segments = [
+        Segment(1, optimizer=SGD(1.0), initializer=Uniform(0, 0)),
+        Segment(2, optimizer=Yogi(0.1), initializer=Uniform(0, 0)),
+        Segment(1, optimizer=Momentum(1.0, momentum=0.5), initializer=Uniform(0, 0)),
+    ]
+    table = Table(TableConfig("t", segments=segments), engine=engine)
+    for step in range(2):
+        table.apply_gradients(ints(1), torch.tensor([[1.0, 0.0, 0.0, 1.0]]), step=step)
+    assert table.lookup(ints(1)).tolist() == [[-2.0, 0.0, 0.0, -2.5]]
+    assert state_of(table, 1)["1/updates"] == [2.0]
+
+
+def test_rows_and_epoch_survive_a_step(engine: str) -> None:
+    table = sgd_table(engine, 1, optimizer=SignSGD(1.0))
+    table.assign(ints(1, 2), torch.zeros(2, 1))
+    epoch, rows = table.epoch, table.find(ints(1, 2))
+    table.update(rows, ints(1, 2), torch.ones(2, 1), step=0, epoch=epoch)
+    assert table.epoch == epoch
+    assert table.read(rows, ints(1, 2), epoch=epoch).tolist() == [[-1.0], [-1.0]]
+
+
+# ---- what goes wrong
+
+
+class Raises(SignSGD):
+    def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
+        rows += 1
+        raise RuntimeError("broken")
+
+
+class Rebinds(SignSGD):
+    def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
+        rows = rows - lr * grads
+
+
+class Returns(SignSGD):
+    def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> Any:
+        return rows - lr * grads
+
+
+def test_nothing_is_written_if_a_step_raises(engine: str) -> None:
+    table = sgd_table(engine, 1, optimizer=Raises(1.0))
+    table.assign(ints(1), torch.zeros(1, 1))
+    with unchanged(table), pytest.raises(RuntimeError, match="broken"):
+        table.apply_gradients(ints(1), torch.ones(1, 1), step=0)
+
+
+@pytest.mark.parametrize("kind", [Rebinds, Returns])
+def test_an_update_that_is_not_in_place_raises(engine: str, kind: type[Optimizer]) -> None:
+    table = sgd_table(engine, 1, optimizer=kind(1.0))
+    table.assign(ints(1), torch.zeros(1, 1))
+    with (
+        unchanged(table),
+        pytest.raises(UsageError, match=rf"{kind.__name__}.update must change .* in place"),
+    ):
+        table.apply_gradients(ints(1), torch.ones(1, 1), step=0)
+
+
+@pytest.mark.parametrize(
+    "states",
+    [None, 3, ("v",), (("v", 2),), (State("v", 1), State("v", 2)), {"v": 2}],
+)
+def test_states_must_be_distinct_states(states: Any) -> None:
+    class Wrong(SignSGD):
+        def states(self, dim: int) -> Any:
+            return states
+
+    with pytest.raises(InputError, match=r"Wrong: states\(\)"):
+        Segment(2, optimizer=Wrong(0.1))
+
+
+@pytest.mark.parametrize(
+    "fields", [("a/b", 1), ("", 1), (None, 1), ("v", 0), ("v", True), ("v", 1.0), ("v", 1, float("nan"))]
+)
+def test_a_state_has_a_name_a_size_and_a_finite_value(fields: tuple[Any, ...]) -> None:
+    with pytest.raises(InputError, match="State"):
+        State(*fields)
+
+
+def test_an_optimizer_without_update_cannot_be_made() -> None:
+    class Nothing(Optimizer):
+        pass
+
+    with pytest.raises(TypeError, match="update"):
+        Nothing(0.1)  # type: ignore[abstract]
+
+
+# ---- with other calls
+
+
+def test_scan_and_restore_carry_the_state(engine: str) -> None:
+    table, other = (sgd_table(engine, 2, optimizer=Yogi(0.1)) for _ in range(2))
+    table.apply_gradients(ints(1, 2), dyadic(3, 2, 2), step=0, time=1)
+    for chunk in table.scan():
+        other.restore(chunk)
+    for one in (table, other):
+        one.apply_gradients(ints(1), dyadic(4, 1, 2), step=1, time=2)
+    assert_same_tables(whole(other), whole(table))
+
+
+def test_a_fresh_row_starts_with_the_initial_state(engine: str) -> None:
+    table = sgd_table(engine, 2, optimizer=Yogi(0.1), initializer=Uniform(1, 2))
+    table.assign(ints(5), torch.zeros(1, 2))
+    assert state_of(table, 5) == {"0/v": [0.25, 0.25], "0/updates": [0.0]}
+    table.apply_gradients(ints(5), torch.ones(1, 2), step=0)
+    assert table.reinitialize(ints(5, 6)).tolist() == [1, 0]
+    assert state_of(table, 5) == state_of(table, 6) == {"0/v": [0.25, 0.25], "0/updates": [0.0]}
+    assert_same_bits(table.lookup(ints(5)), sgd_table(engine, 2, initializer=Uniform(1, 2)).lookup(ints(5)))
+
+
+def test_no_update_is_lost_between_threads() -> None:
+    table = sgd_table("cpu", 1, optimizer=SignSGD(1.0))
+    ids = torch.arange(20)
+
+    def work() -> None:
+        for step in range(30):
+            table.apply_gradients(ids, torch.ones(20, 1), step=step)
+            table.assign_add(ids, torch.ones(20, 1))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert table.lookup(ids).count_nonzero() == 0  # 90 steps of -1 and 90 additions of 1
