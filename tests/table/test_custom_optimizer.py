@@ -185,7 +185,9 @@ def test_nothing_is_written_if_a_step_raises(engine: str) -> None:
     table = sgd_table(engine, 1, optimizer=Raises(1.0))
     table.assign(ints(1), torch.zeros(1, 1))
     with unchanged(table), pytest.raises(RuntimeError, match="broken"):
-        table.apply_gradients(ints(1), torch.ones(1, 1), step=0)
+        table.apply_gradients(ints(1, 2), torch.ones(2, 1), step=0)
+    with unchanged(table):
+        table.apply_gradients(ints(), torch.ones(0, 1), step=0)
 
 
 @pytest.mark.parametrize("kind", [Rebinds, Returns])
