@@ -176,6 +176,24 @@ def test_shared_and_missing_features_have_one_row() -> None:
     assert found.batch_size == 3
 
 
+def test_a_feature_that_is_missing_in_examples_has_an_empty_row_in_each() -> None:
+    rows = {"uid": [[1], [2], [3]], "gid": [[5], [], [6]]}
+    found = shard(columns(rows), 1, NATIVE, True, "example")
+    assert found.feature_offset.tolist() == [0, 0, 0, 0, 1, 1, 2, 3, 4, 5]
+    assert found.nfl_offset.tolist() == [0, 3, 6, 10]
+    batch = shard(columns(rows), 1, NATIVE, True, "example_batch")
+    assert batch.nfl_offset.tolist() == [2**31, 1, 4, 8]
+    lists = embeddings(NATIVE, found, 1, lambda name, id: [float(id)] * sum(DIMS[name]))
+    for x, y in zip(
+        to_layout(lists, *encoding(found), "example", NATIVE, 1),
+        to_layout(lists, *encoding(batch), "example_batch", NATIVE, 1),
+        strict=True,
+    ):
+        assert torch.equal(x, y)
+    with pytest.raises(InputError, match="only an example_batch has shared features"):
+        shard(columns(rows), 1, NATIVE, True, "instance", shared=["uid"])
+
+
 def test_ids_count_as_unsigned_and_a_router_decides() -> None:
     rows = {"uid": [[-1, 7]], "gid": [[]], "cid": [[]]}
     assert [f.tolist() for f in shard(columns(rows), 3, NATIVE).lists] == [[-1], [7], []]

@@ -89,7 +89,7 @@ def sharding_sparse_fids(
     ps_num: int | Router,
     feature_cfgs: FeatureConfigs,
     unique: bool = True,
-    input_type: str = "example",
+    input_type: str = "example_batch",
     parallel_flag: int = 0,
     fid_list_ret_list: bool = False,
     version: int = 5,
@@ -101,24 +101,26 @@ def sharding_sparse_fids(
 
     Args:
         tensor: Ids by feature, where Monolith has a tensor of parsed records. Columns without a config are
-            ignored; a feature without a column counts as a shared feature without ids. The encoding has no
-            weights, so a column with weights raises.
+            ignored. The encoding has no weights, so a column with weights raises.
         ps_num: The number of servers for roundrobin (0 counts as 1), or a Router.
         feature_cfgs: The features and their tables; also a protobuf message of Monolith's.
         unique: Whether an id is sent only once per feature and server.
-        input_type: "example", "example_batch" or "instance"; checked, otherwise ignored.
+        input_type: The record: "example", "example_batch" or "instance". A feature without a column counts as
+            a shared feature without ids in an example_batch, and as an empty row per example in the others,
+            which have no shared features.
         parallel_flag: Ignored.
         fid_list_ret_list: Whether the lists of ids are a list instead of a dict by "table:server".
         version: The encoding: 3, 4 or 5.
-        shared: Features with one row for the whole batch. Monolith's records say which these are.
+        shared: Features with one row for the whole batch, for an example_batch. Monolith's records say which
+            these are.
         batch_size: The number of rows; required if every feature is shared.
 
     Returns:
         The lists of ids, and the offsets and sizes that `fused_embedding_to_layout` takes.
 
     Raises:
-        InputError: The columns do not match the config or each other, a column has weights, or the version
-            is not 3, 4 or 5.
+        InputError: The columns do not match the config or each other, a column has weights, an example has
+            shared features, or the version is not 3, 4 or 5.
     """
     configs = as_feature_configs(feature_cfgs)
     if not isinstance(tensor, Mapping):
@@ -130,7 +132,8 @@ def sharding_sparse_fids(
     router = ps_num
     if not isinstance(router, Router):
         router = Router("roundrobin", max(1, checks.integer(ps_num, "ps_num", least=0)))
-    taken, one_row, batch = _columns(tensor, configs, shared, batch_size)
+    is_batch = input_type in ("example_batch", "examplebatch")
+    taken, one_row, batch = _columns(tensor, configs, shared, batch_size, is_batch)
     names, servers = configs.table_names, router.num_shards
     count = len(names) * servers
     *outputs, fid_offset, feature_offset, nfl_offset, emb_size = _shard(
@@ -213,13 +216,19 @@ def check_input_type(value: str, name: str) -> None:
 
 
 def _columns(
-    given: Mapping[str, Ragged], configs: FeatureConfigs, shared: Collection[str], batch_size: int | None
+    given: Mapping[str, Ragged],
+    configs: FeatureConfigs,
+    shared: Collection[str],
+    batch_size: int | None,
+    is_batch: bool,
 ) -> tuple[dict[str, Ragged], list[bool], int]:
     """Check the columns; return one per feature, which of them have one row, and the batch size."""
     if not isinstance(shared, list | tuple | set | frozenset | dict) or not all(
         isinstance(name, str) for name in shared
     ):
         raise InputError(f"shared must be a list of names of features, got {checks.kind(shared)}")
+    if shared and not is_batch:
+        raise InputError(f"shared is {list(shared)}, but only an example_batch has shared features")
     names = configs.feature_names
     if not names:
         raise InputError("feature_cfgs has no features")
@@ -232,19 +241,20 @@ def _columns(
                 "EmbeddingCollection, which applies them"
             )
     device = next((given[n].values.device for n in names if n in given), torch.device("cpu"))
-    empty = torch.zeros(2, dtype=torch.int64, device=device)
-    taken = {n: given[n] if n in given else Ragged(empty[:0], empty) for n in names}
-    one_row = [n in shared or n not in given for n in names]
     batch = None if batch_size is None else checks.integer(batch_size, "batch_size", least=0)
-    for (name, column), alone in zip(taken.items(), one_row, strict=True):
-        rows = column.row_splits.shape[0] - 1
+    for name in names:
+        if name not in given:
+            continue
+        rows, alone = given[name].row_splits.shape[0] - 1, name in shared
         batch = rows if batch is None and not alone else batch
         if rows != (1 if alone else batch):
             wanted = "1 row because it is shared" if alone else f"{batch} rows like the others"
             raise InputError(f"tensor[{name!r}] must have {wanted}, got {rows}")
     if batch is None:
-        raise InputError("batch_size is required when every feature is shared")
-    return taken, one_row, batch
+        raise InputError("batch_size is required when every feature is shared or missing")
+    empty = torch.zeros(2 if is_batch else batch + 1, dtype=torch.int64, device=device)
+    taken = {n: given[n] if n in given else Ragged(empty[:0], empty) for n in names}
+    return taken, [n in shared or (n not in given and is_batch) for n in names], batch
 
 
 def _shard_any(
