@@ -162,7 +162,7 @@ def finalize_shared_tensor(
     Args:
         shared_tensor_handles: What the fills returned; all must be the same buffer.
         dtype: The float dtype of the result.
-        shape: The shape of the result. One size may be None (or -1), which means whatever remains; None
+        shape: The shape of the result. One size may be None (or -1): it follows from the others. None
             means one dimension.
 
     Returns:

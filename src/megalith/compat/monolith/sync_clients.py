@@ -142,7 +142,7 @@ class ParameterSyncClient:
         Raises:
             InputError: The config is malformed.
         """
-        if config_str:
+        if _is_given(config_str):
             self._config = _read(config_str)
         chosen = self._config
         if not is_assign(chosen.signature_name or HASHTABLE_ASSIGN):
@@ -170,7 +170,7 @@ class ParameterSyncClient:
         return _json(result)
 
     def _list(self, address: str, model: str) -> _Target:
-        """Return the target, and move it behind those that were listed earlier."""
+        """Return the target, and move it after those that were listed earlier."""
         target = self._targets.pop((address, model), None) or _Target(address, model)
         self._targets[address, model] = target
         return target
@@ -305,7 +305,7 @@ class DummySyncClient(ParameterSyncClient):
         Returns:
             A PushResult as JSON with success for every target.
         """
-        if config_str:
+        if _is_given(config_str):
             self._config = _read(config_str)
         result = PushResult()
         for target in self._config.targets:
@@ -370,9 +370,13 @@ def _by_name(tables: Shards | Table) -> Mapping[str, Table]:
 def _read(config: bytes | str | Message | None) -> SyncConfig:
     if isinstance(config, str):
         config = config.encode("latin-1", "replace")
-    if config is None or (isinstance(config, bytes) and not config):
+    if config is None or not _is_given(config):
         return SyncConfig(signature_name=HASHTABLE_ASSIGN)
     return read_sync_config(config)
+
+
+def _is_given(config: object) -> bool:
+    return config is not None and not (isinstance(config, str | bytes) and not config)
 
 
 def _json(result: object) -> str:
