@@ -20,12 +20,15 @@ GRACE = 5.0
 
 
 def absent_ranks(group: dist.ProcessGroup, key: str, timeout: float) -> list[int]:
-    """Registers this rank as present under a key, and returns the ranks that did not within the timeout.
+    """Register this rank as present under a key, and wait for the others to do the same.
 
     Args:
         group: The process group.
         key: A name that is unique within the group.
         timeout: Seconds to wait for the other ranks.
+
+    Returns:
+        The global ranks that did not register within the timeout.
 
     Raises:
         RuntimeError: If the store does not answer.
@@ -41,7 +44,7 @@ def absent_ranks(group: dist.ProcessGroup, key: str, timeout: float) -> list[int
 
 
 def wait_for_all_ranks(group: dist.ProcessGroup, what: str, key: str, timeout: float) -> None:
-    """Waits until all ranks of the group have called this function with the same key.
+    """Wait until all ranks of the group have called this function with the same key.
 
     Args:
         group: The process group.
@@ -58,7 +61,7 @@ def wait_for_all_ranks(group: dist.ProcessGroup, what: str, key: str, timeout: f
 
 @contextmanager
 def naming_absent_ranks(group: dist.ProcessGroup, what: str, key: str, timeout: float) -> Iterator[None]:
-    """Turns a failed collective of the group into a RankTimeoutError that names the absent ranks.
+    """Turn a failed collective of the group into a RankTimeoutError that names the absent ranks.
 
     Args:
         group: The process group.
@@ -73,7 +76,16 @@ def naming_absent_ranks(group: dist.ProcessGroup, what: str, key: str, timeout: 
 
 
 def timeout_message(what: str, absent: Sequence[int], seconds: float) -> str:
-    """Returns the message for ranks that did not take part within a number of seconds."""
+    """Return the message for ranks that did not take part.
+
+    Args:
+        what: The operation.
+        absent: The global ranks that did not take part; at least one.
+        seconds: How long this rank waited.
+
+    Returns:
+        A text that names this rank and the absent ones, and what to do.
+    """
     missing = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
     return (
         f"{what}: rank {dist.get_rank()} waited for {missing}, which did not arrive within {seconds:g} s; "

@@ -22,7 +22,7 @@ def agree(
     error: type[MegalithError] = RankFailedError,
     keep: tuple[type[MegalithError], ...] = (),
 ) -> T:
-    """Runs a function on every rank; if it fails on one, raises on all. A collective call.
+    """Run a function on every rank; if it fails on one, raise on all. A collective call.
 
     Args:
         ranks: The ranks that make this call.

@@ -161,7 +161,7 @@ def measure(settings: CommSettings, group: dist.ProcessGroup | None = None) -> I
 
 
 def _links(settings: CommSettings, group: dist.ProcessGroup | None) -> dict[str, RankLink]:
-    """Returns the links by transport, the same ones on all ranks."""
+    """Return the links by transport, the same ones on all ranks."""
     links = {}
     for transport in settings.transports:
         if transport == "gloo":
@@ -192,7 +192,7 @@ def _measure_one(
 
 
 def _timed(exchange: MeasuredExchange, calls: int) -> Tensor:
-    """Returns the seconds of each call, float32 [calls]."""
+    """Return the seconds of each call, float32 [calls]."""
     seconds = []
     for _ in range(calls):
         begin = time.perf_counter()
@@ -202,7 +202,7 @@ def _timed(exchange: MeasuredExchange, calls: int) -> Tensor:
 
 
 def _slowest(seconds: Tensor, group: dist.ProcessGroup | None) -> list[float]:
-    """Returns the maximum over ranks, element by element."""
+    """Return the maximum over ranks, element by element."""
     dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
     found: list[float] = seconds.tolist()
     return found
@@ -262,7 +262,7 @@ def _all_to_all(counts: list[int], width: tuple[int, ...], link: RankLink) -> Me
 
 
 def _transfer(received: Tensor, counts: list[int], link: RankLink) -> Callable[[Tensor], Tensor]:
-    """Returns an all-to-all in which every rank sends counts[peer] elements, into memory like `received`."""
+    """Return an all-to-all in which every rank sends counts[peer] elements, into memory like `received`."""
     into = [counts[link.rank]] * link.size
     exchange = link.exchange
     if exchange is None:
@@ -297,7 +297,7 @@ def _count(size: int, each: int) -> int:
 
 
 def _shares(total: int, weights: list[float]) -> list[int]:
-    """Splits a total into integer parts by weight."""
+    """Split a total into integer parts by weight."""
     whole = sum(weights)
     ends = [round(total * done / whole) for done in accumulate(weights)]
     return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]

@@ -32,11 +32,14 @@ _MAX_MESSAGE = 1 << 16
 
 
 def measure_local(settings: CommSettings, num_ranks: int) -> Iterator[Measurement]:
-    """Yields measurements among processes on this machine, which are started and ended here.
+    """Yield measurements among processes on this machine, which are started and ended here.
 
     Args:
         settings: What to measure.
         num_ranks: The number of processes.
+
+    Yields:
+        The measurements, as soon as rank 0 has them. All processes end when the iterator is closed.
 
     Raises:
         InputError: For fewer than 2 ranks.
@@ -66,11 +69,14 @@ def measure_local(settings: CommSettings, num_ranks: int) -> Iterator[Measuremen
 
 
 def measure_launched(settings: CommSettings, launch: Launch) -> Iterator[Measurement]:
-    """Yields measurements among the ranks of a launcher. A collective call, with equal results on all ranks.
+    """Yield measurements among the ranks of a launcher. A collective call, with equal results on all ranks.
 
     Args:
         settings: What to measure.
         launch: The launch that this process belongs to.
+
+    Yields:
+        The measurements, as `measure` yields them.
 
     Raises:
         InputError: If MASTER_ADDR or MASTER_PORT is not set.
@@ -94,7 +100,7 @@ def _grouped(init_method: str, rank: int, size: int, settings: CommSettings) -> 
 
 
 def _received(pipes: dict[Connection, int], deadline: float) -> Iterator[Measurement]:
-    """Yields the measurements of rank 0, until all ranks are done."""
+    """Yield the measurements of rank 0, until all ranks are done."""
     open_pipes = dict(pipes)
     while open_pipes:
         ready = wait(list(open_pipes), max(0.0, deadline - time.monotonic()))

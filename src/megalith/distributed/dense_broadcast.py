@@ -97,7 +97,7 @@ def _check_equal(
     group: dist.ProcessGroup | None,
     wire: torch.device,
 ) -> None:
-    """Raises InputError on every rank if one cannot take part or its tensors differ from those of rank 0."""
+    """Raise InputError on every rank if one cannot take part or its tensors differ from those of rank 0."""
     lazy = [name for name, tensor in named if nn.parameter.is_lazy(tensor)]
     described = "" if lazy or problem else repr(_description(named, optimizer))
     digest = int.from_bytes(hashlib.sha256(described.encode()).digest()[:8], "big", signed=True)
@@ -123,7 +123,7 @@ def _check_equal(
 
 
 def _description(named: list[tuple[str, Tensor]], optimizer: Optimizer | None) -> Any:
-    """Returns what must be equal on all ranks."""
+    """Return what must be equal on all ranks."""
     weights = [(name, tuple(x.shape), str(x.dtype)) for name, x in named]
     if optimizer is None:
         return weights, None
@@ -176,7 +176,7 @@ def _form(tensor: Tensor, tensors: list[Tensor]) -> _TensorForm:
 
 
 def _replaced(data: Any, kind: type, replace: Any) -> Any:
-    """Returns nested data in which values of a type are replaced, in a fixed order."""
+    """Return nested data in which values of a type are replaced, in a fixed order."""
     if isinstance(data, kind):
         return replace(data)
     if isinstance(data, dict):
@@ -232,7 +232,7 @@ def _device(parameters: list[Tensor]) -> torch.device:
 
 
 def _broadcast(tensors: list[Tensor], group: dist.ProcessGroup | None, wire: torch.device) -> None:
-    """Copies the content of the tensors of rank 0 to those of the other ranks."""
+    """Copy the content of the tensors of rank 0 to those of the other ranks."""
     for bucket in _buckets(tensors):
         flat = torch.cat([_bytes(tensor).to(wire) for tensor in bucket])
         dist.broadcast(flat, group=group, group_src=0)
@@ -248,7 +248,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yields the tensors in order, in groups of up to BUCKET_BYTES, without empty tensors."""
+    """Yield the tensors in order, in groups of up to BUCKET_BYTES, without empty tensors."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:

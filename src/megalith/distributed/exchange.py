@@ -99,19 +99,33 @@ class Exchange(RankGroup):
     # ---- the thread
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Runs a function in the thread, after everything submitted before; returns its future."""
+        """Run a function in the thread, after everything submitted before.
+
+        Args:
+            work: The function. All ranks submit the same exchanges in the same order.
+
+        Returns:
+            The future of its result; it raises UsageError if an earlier exchange has timed out.
+        """
         future: Future[T] = Future()
         self._tasks.put((lambda: self._attempt(work), future))
         return future
 
     def run(self, work: Callable[[], T]) -> T:
-        """Runs a function in the thread and returns its result."""
+        """Run a function in the thread and wait for it.
+
+        Args:
+            work: The function. In the thread itself it is called at once.
+
+        Returns:
+            Its result; an error of the function is raised.
+        """
         if threading.current_thread() is self._thread:
             return work()
         return self.submit(work).result()
 
     def settle(self) -> None:
-        """Waits until everything submitted before has ended, with or without an error."""
+        """Wait until everything submitted before has ended, with or without an error."""
         wait([self.submit(lambda: None)])
 
     def _attempt(self, work: Callable[[], T]) -> T:
@@ -128,7 +142,7 @@ class Exchange(RankGroup):
     def all_to_all(
         self, send: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int], what: str
     ) -> Tensor:
-        """Sends one part of `send` to each rank; returns the parts received, concatenated in rank order.
+        """Send one part of `send` to each rank; return the parts received, concatenated in rank order.
 
         Args:
             send: uint8 [sum of send_sizes], parts in rank order.
@@ -170,7 +184,17 @@ class Exchange(RankGroup):
         return received
 
     def gather(self, value: Any) -> list[Any]:
-        """Returns the values of all ranks on every rank. For small values: it takes several messages."""
+        """Exchange small values; it takes several messages. A collective call.
+
+        Args:
+            value: The value of this rank; it must be possible to pickle it.
+
+        Returns:
+            The values of all ranks, in rank order.
+
+        Raises:
+            RankTimeoutError: It names the absent ranks.
+        """
 
         def work() -> list[Any]:
             values: list[Any] = [None] * self.size
@@ -181,7 +205,7 @@ class Exchange(RankGroup):
         return [value] if self.size == 1 else self.run(work)
 
     def broadcast(self, value: Any) -> Any:
-        """Returns rank 0's value on every rank."""
+        """See `RankGroup.broadcast`."""
         return self.gather(value)[0]
 
     def _naming(self, what: str) -> Any:
@@ -189,7 +213,7 @@ class Exchange(RankGroup):
         return naming_absent_ranks(self._group, what, f"exchange {self._number}", self.timeout)
 
     def _open_mailbox(self) -> Any:
-        """Returns the shared memory of all ranks, or None if they are on several hosts."""
+        """Return the shared memory of all ranks, or None if they are on several hosts."""
         native: Any = native_module()
         mailbox, path = None, ""
         if native is not None and hasattr(native, "Mailbox"):
@@ -213,7 +237,7 @@ class Exchange(RankGroup):
 
 
 def _work(tasks: queue.SimpleQueue[Any]) -> None:
-    """Runs the thread. It holds no reference to the exchange, so the exchange can be freed and end it."""
+    """Run the thread. It holds no reference to the exchange, so the exchange can be freed and end it."""
     while (task := tasks.get()) is not None:
         work, future = task
         try:
@@ -224,7 +248,7 @@ def _work(tasks: queue.SimpleQueue[Any]) -> None:
 
 
 def _group_of(group: Any) -> Any:
-    """Returns the process group of what a user passes."""
+    """Return the process group of what a user passes."""
     if group is None:
         return dist.group.WORLD
     if hasattr(group, "get_group"):  # a DeviceMesh

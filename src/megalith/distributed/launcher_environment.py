@@ -109,7 +109,7 @@ class RankSetup(Launch):
 
 
 def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
-    """Returns the launch that this process belongs to.
+    """Return the launch that this process belongs to.
 
     The first launcher whose rank and size are both set is used; otherwise the first with any variable set;
     otherwise this is rank 0 of 1. A missing rank is 0 and a missing size is 1, with a LaunchWarning that
@@ -117,6 +117,9 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
 
     Args:
         environ: The variables; None: os.environ.
+
+    Returns:
+        Rank, sizes and launcher of this process.
 
     Raises:
         InputError: If a value is not a number or two values contradict each other; it names the variables.
@@ -151,7 +154,7 @@ def configure(
     broadcast: bool = True,
     environ: Mapping[str, str] | None = None,
 ) -> RankSetup:
-    """Returns the rank, size, device and run directory of this process. It sets nothing and is idempotent.
+    """Return the rank, size, device and run directory of this process. It sets nothing and is idempotent.
 
     Args:
         run: The directory of the whole run. The directory of a rank is run/uuid/index-0003, by its rank; it
@@ -164,6 +167,9 @@ def configure(
         group: The process group of the broadcast; None: the default group.
         broadcast: Whether to broadcast the dense weights of `model` and the state of `optimizer`.
         environ: The variables; None: os.environ.
+
+    Returns:
+        What `read_launch` returns, with the device and the run directory of this rank.
 
     Raises:
         InputError: If variables contradict each other or the process group, if nothing identifies the launch,
@@ -194,7 +200,7 @@ def configure(
 
 
 def _choose(given: Mapping[str, str]) -> Launcher | None:
-    """Returns the launcher to use; warns about the variables that it ignores."""
+    """Return the launcher to use; warn about the variables that it ignores."""
     complete = [x for x in LAUNCHERS if _is_set(given, x.rank) and _is_set(given, x.size)]
     # A SLURM job sets most of its variables in every shell; only its tasks have a rank.
     begun = [x for x in LAUNCHERS if _set_names(given, x) and (x.name != "SLURM" or _is_set(given, x.rank))]
@@ -252,7 +258,7 @@ def _number(name: str, text: str) -> int:
 
 
 def _tasks_here(given: Mapping[str, str], name: str) -> int:
-    """Returns the number of SLURM tasks on this node; 4(x2),3 means 4, 4 and 3 tasks on three nodes."""
+    """Return the number of SLURM tasks on this node; 4(x2),3 means 4, 4 and 3 tasks on three nodes."""
     parts = [_TASKS.fullmatch(part) for part in given[name].split(",")]
     node = _number("SLURM_NODEID", given.get("SLURM_NODEID", "0"))
     nodes = 0
@@ -272,7 +278,7 @@ def _check(
     local_rank: _LauncherVariables,
     local_size: _LauncherVariables,
 ) -> None:
-    """Raises InputError if the numbers contradict each other."""
+    """Raise InputError if the numbers contradict each other."""
     for part, whole in ((rank, size), (local_rank, local_size)):
         if part.number >= whole.number:
             raise InputError(
@@ -293,7 +299,7 @@ def _warn(message: str) -> None:
 
 
 def _launch_uuid(given: Mapping[str, str], launcher: Launcher) -> str | None:
-    """Returns an id of the launch derived from its variables, or None if one of them is not set."""
+    """Return an id of the launch derived from its variables, or None if one of them is not set."""
     values = [given.get(name, "") for name in launcher.identity]
     if not all(values) or values == [_NO_RUN_ID]:
         return None
@@ -316,7 +322,7 @@ def _own_dir(run: Path, launch: Launch, uuid: str | None) -> Path:
 
 
 def _device(launch: Launch) -> torch.device:
-    """Returns the GPU of the local rank, the only GPU if there is one, or the CPU if there is none."""
+    """Return the GPU of the local rank, the only GPU if there is one, or the CPU if there is none."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         return torch.device("cpu")

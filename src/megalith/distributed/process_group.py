@@ -20,7 +20,14 @@ logger = logging.getLogger(__name__)
 
 
 def check_address(launch: Launch) -> None:
-    """Raises InputError unless the address at which the ranks of a launch connect is set."""
+    """Check that the address at which the ranks of a launch connect is set.
+
+    Args:
+        launch: The launch, for the message.
+
+    Raises:
+        InputError: MASTER_ADDR or MASTER_PORT is not set.
+    """
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
             raise InputError(
@@ -30,7 +37,7 @@ def check_address(launch: Launch) -> None:
 
 
 def init_process_group(launch: Launch, *, timeout: float = 600.0) -> None:
-    """Creates the default process group of all ranks of a launch, with gloo. One rank needs no group.
+    """Create the default process group of all ranks of a launch, with gloo. One rank needs no group.
 
     The ranks connect at MASTER_ADDR and MASTER_PORT.
 

@@ -12,17 +12,31 @@ import torch.distributed as dist
 
 
 def has_process_group() -> bool:
-    """Returns whether the default process group exists."""
+    """Return whether the default process group exists."""
     return dist.is_available() and dist.is_initialized()
 
 
 def current_rank(group: Any = None) -> int:
-    """Returns the rank of this process in a group (None: the default group), or 0 if there is no group."""
+    """Return the rank of this process.
+
+    Args:
+        group: A process group; None: the default group.
+
+    Returns:
+        Its rank in the group, or 0 if no process group exists.
+    """
     return dist.get_rank(group) if has_process_group() else 0
 
 
 def world_size(group: Any = None) -> int:
-    """Returns the number of ranks in a group (None: the default group), or 1 if there is no group."""
+    """Return the number of ranks.
+
+    Args:
+        group: A process group; None: the default group.
+
+    Returns:
+        The size of the group, or 1 if no process group exists.
+    """
     return dist.get_world_size(group) if has_process_group() else 1
 
 
@@ -38,9 +52,23 @@ class RankGroup:
     size: int = 1
 
     def broadcast(self, value: Any) -> Any:
-        """Returns rank 0's value on every rank."""
+        """Return rank 0's value on every rank. A collective call.
+
+        Args:
+            value: The value of this rank; those of ranks above 0 are ignored.
+
+        Returns:
+            The value of rank 0.
+        """
         return value
 
     def gather(self, value: Any) -> list[Any]:
-        """Returns the values of all ranks, in rank order, on every rank."""
+        """Return the values of all ranks on every rank. A collective call.
+
+        Args:
+            value: The value of this rank.
+
+        Returns:
+            One value per rank, in rank order.
+        """
         return [value]

@@ -50,7 +50,7 @@ class BatchLookup:
         self._versions = {name: version(c.row_splits) for name, c in batch.columns.items()}
 
     def check_unchanged(self) -> None:
-        """Raises UsageError if ids or row_splits were modified in place since the lookup."""
+        """Raise UsageError if ids or row_splits were modified in place since the lookup."""
         self.lookup.check_unchanged()
         for name, column in self.batch.columns.items():
             if column.row_splits.is_cpu and version(column.row_splits) != self._versions[name]:
@@ -85,7 +85,14 @@ class StartedBatch(Mapping[str, Any]):
         self._lookups[collection] = lookup
 
     def take(self, collection: object) -> BatchLookup | None:
-        """Returns the lookup of a collection, the first time; then None."""
+        """Remove and return the lookup of a collection.
+
+        Args:
+            collection: The collection.
+
+        Returns:
+            Its lookup, the first time; then None.
+        """
         return self._lookups.pop(collection, None)
 
     @cached_property

@@ -39,7 +39,7 @@ class BatchPreparer:
         self._absent_ok = absent_ok
 
     def __call__(self, batch: Any) -> CompiledBatch:
-        """Compiles a batch: anything that `EmbeddingCollection.forward` accepts.
+        """Compile a batch: anything that `EmbeddingCollection.forward` accepts.
 
         Raises:
             InputError: For a batch or column of a wrong type, shape, dtype or device.
@@ -74,11 +74,14 @@ class BatchPreparer:
 
 
 def column_of(feature: Feature, value: Any) -> Ragged:
-    """Returns the column of a feature.
+    """Return the column of a feature.
 
     Args:
         feature: The feature.
         value: A Ragged, a jagged nested tensor, int64 or int32 [B], or [B, L] padded with `feature.pad`.
+
+    Returns:
+        The ids as a Ragged; a tensor [B] has one id per example.
 
     Raises:
         InputError: For another type, shape or dtype.
@@ -114,7 +117,18 @@ def column_of(feature: Feature, value: Any) -> Ragged:
 
 
 def real_places(feature: Feature, column: Ragged) -> Tensor:
-    """Returns which positions of a FirstN feature hold a row, bool [B, n]."""
+    """Return which positions of a FirstN feature hold a row.
+
+    Args:
+        feature: The feature; its combiner is FirstN(n).
+        column: Its column, of B examples.
+
+    Returns:
+        bool [B, n].
+
+    Raises:
+        InputError: The feature has another combiner.
+    """
     if not isinstance(feature.combiner, FirstN):
         raise InputError(f"feature {feature.name!r}: only a FirstN feature has positions")
     lengths = column.lengths()

@@ -154,13 +154,17 @@ class EmbeddingCollection(nn.Module):
     # ---- forward
 
     def forward(self, batch: Any, *, time: float | None = None) -> dict[str, Any]:
-        """Returns the embeddings by feature (or layout) name, float32 on the device of the ids.
+        """Look up the embeddings of a batch.
 
         Args:
             batch: A mapping of feature names to Ragged columns, or to tensors ([B]: one id each; [B, L]:
                 padded with the feature's `pad`); an object like a KeyedJaggedTensor; or the result of
                 `prepare` or `start`. Other keys are ignored.
             time: Seconds; the last-update time of the rows that this forward trains. None: the clock.
+
+        Returns:
+            The embeddings by feature (or layout) name, float32 on the device of the ids; see the class for
+            their shapes.
 
         Raises:
             InputError: For a batch or column of a wrong type, shape, dtype or device.
@@ -183,12 +187,15 @@ class EmbeddingCollection(nn.Module):
         return self.plan.assemble(compiled, outputs)
 
     def start(self, batch: Any) -> StartedBatch:
-        """Sends the ids of a batch ahead of its forward, which takes the result instead of the batch.
+        """Send the ids of a batch ahead of its forward, which takes the result instead of the batch.
 
         The forward reads the rows as they are then. Over ranks it is a collective call, like forward.
 
         Args:
             batch: As for `forward`.
+
+        Returns:
+            The columns of the batch with the lookup in progress.
         """
         return StartedBatch(batch, {self: self._start(batch)})
 
@@ -201,12 +208,15 @@ class EmbeddingCollection(nn.Module):
         return BatchLookup(compiled, shards.lookup(compiled.prepared))
 
     def prepare(self, batch: Any) -> CompiledBatch:
-        """Does the part of forward that needs no table; forward takes the result and returns the same bits.
+        """Do the part of forward that needs no table; forward takes the result and returns the same bits.
 
         For data workers: call this in a forked process; send `preparer()` to a spawned process.
 
         Args:
             batch: As for `forward`.
+
+        Returns:
+            The ids of each table and how their rows become outputs. It can be pickled.
 
         Raises:
             InputError, UnknownNameError: As `forward`.
@@ -219,7 +229,7 @@ class EmbeddingCollection(nn.Module):
             return self.preparer()(batch)
 
     def preparer(self) -> BatchPreparer:
-        """Returns `prepare` as an object that can be pickled."""
+        """Return `prepare` as an object that can be pickled."""
         shards = self.shards
         if self._preparer is None:
             self._preparer = BatchPreparer(self.plan, shards.preparer, shards.world_size > 1)
@@ -228,7 +238,7 @@ class EmbeddingCollection(nn.Module):
     # ---- updates
 
     def _collect(self, own: BatchLookup, grads: Sequence[Tensor]) -> None:
-        """Takes the output gradients of a forward; applies them with update="backward"."""
+        """Take the output gradients of a forward; apply them with update="backward"."""
         if own.grads is not None:
             raise UsageError(
                 "backward has already run through this forward; run forward again for another update"
@@ -247,7 +257,7 @@ class EmbeddingCollection(nn.Module):
         self._update_rows([own], 1.0)
 
     def step(self, *, scale: float = 1.0) -> None:
-        """Applies all gradients collected since the last step as one optimizer step per distinct id.
+        """Apply all gradients collected since the last step as one optimizer step per distinct id.
 
         It does nothing if there was no backward.
 
@@ -273,7 +283,7 @@ class EmbeddingCollection(nn.Module):
             raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients that `step` would apply.
+        """Drop the gradients that `step` would apply.
 
         Args:
             set_to_none: As for `torch.nn.Module.zero_grad`.
@@ -282,11 +292,11 @@ class EmbeddingCollection(nn.Module):
         self._pending.clear()
 
     def grads_finite(self) -> bool:
-        """Returns whether all collected gradients are finite; if not, call zero_grad() instead of step()."""
+        """Return whether all collected gradients are finite; if not, call zero_grad() instead of step()."""
         return _finite([g for p in self._pending for g in p.grads or ()])
 
     def grad_norm(self) -> Tensor:
-        """Returns the L2 norm of the collected output gradients, to clip dense and sparse ones jointly."""
+        """Return the L2 norm of the collected output gradients, to clip dense and sparse ones jointly."""
         squares = [g.square().sum() for p in self._pending for g in p.grads or ()]
         return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
 
@@ -343,7 +353,7 @@ class EmbeddingCollection(nn.Module):
         self.global_step += 1
 
     def _tree(self, pending: Sequence[BatchLookup], grads: Sequence[Tensor]) -> dict[str, GradientSum]:
-        """Sums the gradients of several forwards per distinct id, by a binary tree in their order."""
+        """Sum the gradients of several forwards per distinct id, by a binary tree in their order."""
         if not _finite(grads):
             raise InputError("EmbeddingCollection: output gradients contain NaN or Inf")
         sums, at = [], 0
@@ -355,7 +365,7 @@ class EmbeddingCollection(nn.Module):
         return {table: total([each[table] for each in sums]) for table in sums[0]}
 
     def _clipped(self, grads: list[Tensor], scale: float) -> list[Tensor]:
-        """Clamps output gradients so that, multiplied by scale, they are within clip_value."""
+        """Clamp output gradients so that, multiplied by scale, they are within clip_value."""
         if self.clip_value is None or scale == 0:
             return grads
         if not _finite(grads):
@@ -364,7 +374,7 @@ class EmbeddingCollection(nn.Module):
         return [g.clamp(-bound, bound) for g in grads]
 
     def _trained(self, pooling: Pooling) -> Pooling:
-        """Returns the part of a pooling that is updated: the trainable tables."""
+        """Return the part of a pooling that is updated: the trainable tables."""
         configs = self.configs
         if all(config.trainable for config in configs.values()):
             return pooling
@@ -373,7 +383,7 @@ class EmbeddingCollection(nn.Module):
     # ---- state
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Adds the rows of this rank, for `state_dict`. It does not choose the shards."""
+        """Add the rows of this rank, for `state_dict`. It does not choose the shards."""
         state = collect_state(self._choice.decided, self.configs, self.global_step)
         destination.update({prefix + key: tensor for key, tensor in state.items()})
 
@@ -387,7 +397,7 @@ class EmbeddingCollection(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Restores the rows of this rank, for `load_state_dict`; see `restore_state`."""
+        """Restore the rows of this rank, for `load_state_dict`; see `restore_state`."""
         own = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
         saved = {key: value for key, value in own.items() if is_state_key(key)}
         unexpected_keys += [prefix + key for key in own if key not in saved]
@@ -410,7 +420,7 @@ class EmbeddingCollection(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """Returns features and tables, for `repr`."""
+        """Return features and tables, for `repr`."""
         tables = ", ".join(f"{name} ({config.dim})" for name, config in self.configs.items())
         return f"features={list(self.plan.features)}, tables={tables}, update={self.update!r}"
 

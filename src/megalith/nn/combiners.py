@@ -26,40 +26,52 @@ class Combiner:
     """The number of bags per example."""
 
     def cut(self, column: Ragged) -> Ragged:
-        """Returns the values that take part.
+        """Return the values that take part.
 
         Args:
             column: The column of a feature.
+
+        Returns:
+            The column itself, or one with fewer values per example.
         """
         return _ragged(column)
 
     def offsets(self, column: Ragged) -> Tensor:
-        """Returns where each bag begins, int64 [B * inner + 1].
+        """Return where each bag begins.
 
         Args:
             column: The result of `cut`.
+
+        Returns:
+            int64 [B * inner + 1], positions among the values.
         """
         return _ragged(column).row_splits
 
     def divisor(self, column: Ragged, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        """Returns the divisor of each bag's sum, [B]; None for 1.
+        """Return the divisor of each bag's sum.
 
         Args:
             column: The result of `cut`.
             dtype: The dtype of the divisor.
+
+        Returns:
+            [B], without zeros; None for 1.
         """
         return None
 
     def output_shape(self, dim: int) -> tuple[int, ...]:
-        """Returns the output shape of one example.
+        """Return the output shape of one example.
 
         Args:
             dim: The dim of the table.
+
+        Returns:
+            (dim,), or (n, dim) for FirstN(n).
         """
         return (dim,)
 
     def combine(self, ragged: Ragged, rows: Tensor) -> Tensor:
-        """Combines rows. Differentiable.
+        """Combine rows. Differentiable.
 
         Args:
             ragged: The column, with n values.
@@ -80,7 +92,7 @@ class Combiner:
         return out.view(batch, *self.output_shape(dim))
 
     def _occurrences(self, ragged: Ragged) -> tuple[Tensor | None, Tensor, Tensor | None]:
-        """Returns the row of each occurrence, where each bag begins, and the weights of the occurrences."""
+        """Return the row of each occurrence, where each bag begins, and the weights of the occurrences."""
         return None, ragged.row_splits, ragged.weights
 
     def __eq__(self, other: object) -> bool:
@@ -206,7 +218,7 @@ def _ragged(column: Ragged) -> Ragged:
 
 
 def _check_rows(ragged: Ragged, rows: Tensor) -> None:
-    """Raises InputError unless `rows` are float [n, dim] on the device of the n values."""
+    """Raise InputError unless `rows` are float [n, dim] on the device of the n values."""
     n = ragged.values.shape[0]
     if not isinstance(rows, Tensor) or not rows.is_floating_point():
         raise InputError(f"rows must be a float tensor [{n}, dim], got {kind(rows)}")

@@ -127,7 +127,7 @@ class FeaturePlan:
             )
 
     def _slice_shape(self, layout: Layout, number: int) -> tuple[int, ...]:
-        """Returns the shape of a slice for one example: (width,) or, for a FirstN feature, (n, width)."""
+        """Return the shape of a slice for one example: (width,) or, for a FirstN feature, (n, width)."""
         cut = layout.slices[number]
         where = f"layout {layout.name!r}, slice {number}"
         if cut.feature not in self.features:
@@ -181,11 +181,14 @@ class FeaturePlan:
         columns: Mapping[str, Ragged],
         prepare_ids: Callable[[Mapping[str, Tensor]], PreparedIds] = PreparedIds,
     ) -> CompiledBatch:
-        """Compiles the columns of a batch.
+        """Compile the columns of a batch.
 
         Args:
             columns: The column of every feature.
             prepare_ids: The preparer of the shards; without one, ids are not validated.
+
+        Returns:
+            The ids of each table, features in declared order, and the pooling of their rows.
 
         Raises:
             InputError: If columns differ in their number of rows or their device.
@@ -239,7 +242,16 @@ class FeaturePlan:
         return 1 if size is None else size
 
     def assemble(self, batch: CompiledBatch, outputs: Sequence[Tensor]) -> dict[str, Any]:
-        """Returns the outputs by name: tensors, lists (layouts of kind "none") or Raggeds (combiner=None)."""
+        """Give the outputs of a pooling their names and shapes.
+
+        Args:
+            batch: The compiled batch.
+            outputs: The outputs of its pooling, in the order of `self.outputs`.
+
+        Returns:
+            By name of the feature or layout: a tensor, a list (layout of kind "none"), or a Ragged of rows
+            (combiner=None).
+        """
         result: dict[str, Any] = {}
         for output, tensor in zip(self.outputs, outputs, strict=True):
             if output.rows_of is not None:
@@ -272,7 +284,7 @@ def _by_name(features: Sequence[Feature], configs: Mapping[str, TableConfig]) ->
 
 
 def _device(columns: Mapping[str, Ragged]) -> torch.device:
-    """Returns the device of the batch; raises InputError if it is on two devices."""
+    """Return the device of the batch; raise InputError if it is on two devices."""
     (first, column), *others = columns.items()
     for name, other in others:
         if other.device != column.device:
@@ -284,7 +296,7 @@ def _device(columns: Mapping[str, Ragged]) -> torch.device:
 
 
 def _weights(columns: Sequence[Ragged]) -> Tensor | None:
-    """Returns the weights of all columns of a table, 1 for a column without; None if no column has any."""
+    """Return the weights of all columns of a table, 1 for a column without; None if no column has any."""
     if all(column.weights is None for column in columns):
         return None
     pieces = [

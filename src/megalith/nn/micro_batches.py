@@ -20,6 +20,7 @@ from megalith.distributed.absent_ranks import naming_absent_ranks
 from megalith.distributed.ranks import current_rank, world_size
 from megalith.errors import InputError, UsageError
 from megalith.nn.collection import EmbeddingCollection
+from megalith.ops import checks
 
 
 class MicroBatches:
@@ -74,7 +75,7 @@ class MicroBatches:
         return range(self.rank * share, (self.rank + 1) * share)
 
     def step(self, losses: Iterable[Callable[[], Tensor]], *, stop: bool = False) -> list[float]:
-        """Computes the micro-batches of this rank and updates the tables.
+        """Compute the micro-batches of this rank and update the tables.
 
         Dense gradients are left in `.grad`; the caller makes the step of the dense optimizer.
 
@@ -88,10 +89,17 @@ class MicroBatches:
         Raises:
             InputError: On all ranks, before any row is updated, if the mean loss is not finite.
         """
+        if isinstance(losses, Tensor) or not isinstance(losses, Iterable):
+            raise InputError(f"MicroBatches: losses must be a list of functions, got {type(losses).__name__}")
+        checks.flag(stop, "MicroBatches: stop")
         values, gradients = [], []
         for loss_of in losses:
             self._clear()
+            if not callable(loss_of):
+                raise InputError(f"MicroBatches: a loss must be a function, got {type(loss_of).__name__}")
             loss = loss_of()
+            if not isinstance(loss, Tensor):
+                raise InputError(f"MicroBatches: a loss must be a tensor, got {type(loss).__name__}")
             loss.backward()
             values.append(float(loss.detach()))
             gradients.append(self._flat(loss, stop))
@@ -116,7 +124,7 @@ class MicroBatches:
             parameter.grad = None
 
     def _flat(self, loss: Tensor, stop: bool) -> Tensor:
-        """Returns all dense gradients (or zeros), the loss and the stop flag as one vector."""
+        """Return all dense gradients (or zeros), the loss and the stop flag as one vector."""
         pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
         flag = loss.new_tensor(float(stop))
         return torch.cat([piece.detach().reshape(-1) for piece in (*pieces, loss, flag)])
@@ -139,7 +147,7 @@ class MicroBatches:
 
 
 def _tree(level: list[Tensor]) -> Tensor:
-    """Returns the sum by a binary tree: neighbours, then sums of neighbours."""
+    """Return the sum by a binary tree: neighbours, then sums of neighbours."""
     while len(level) > 1:
         pairs = [level[i : i + 2] for i in range(0, len(level), 2)]
         level = [pair[0] + pair[1] if len(pair) == 2 else pair[0] for pair in pairs]

@@ -55,7 +55,7 @@ class MicroStepGuard:
         weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
 
     def updating(self) -> None:
-        """Records that a backward is about to update rows.
+        """Record that a backward is about to update rows.
 
         Raises:
             UsageError: If the dense part accumulates gradients.
@@ -67,7 +67,14 @@ class MicroStepGuard:
             self.check(watch)
 
     def check(self, watch: _Watch) -> None:
-        """Raises UsageError if a watched gradient was accumulated over two backwards that update rows."""
+        """Check that a watched gradient was not accumulated over two backwards that update rows.
+
+        Args:
+            watch: The watched parameter.
+
+        Raises:
+            UsageError: It was.
+        """
         if watch.added and (watch.before, watch.last) == (self._before, self._last):
             self._last = self._before = _NONE
             raise UsageError(
@@ -120,7 +127,7 @@ class _Watch:
         weakref.finalize(self, parameter.register_post_accumulate_grad_hook(arrived).remove)
 
     def forget(self) -> None:
-        """Forgets the gradient: the optimizer has used it."""
+        """Forget the gradient: the optimizer has used it."""
         self.last = self.before = _NONE
         self.added = False
         self._grad = None
@@ -136,7 +143,7 @@ class _Watch:
 
 
 def _smallest(optimizer: Optimizer) -> Tensor | None:
-    """Returns the smallest parameter with a gradient: the guard keeps a reference to its gradient."""
+    """Return the smallest parameter with a gradient: the guard keeps a reference to its gradient."""
     found: Tensor | None = None
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -147,7 +154,7 @@ def _smallest(optimizer: Optimizer) -> Tensor | None:
 
 
 def _check_scaler() -> None:
-    """Raises UsageError if an enabled GradScaler is among the callers."""
+    """Raise UsageError if an enabled GradScaler is among the callers."""
     frame = sys._getframe()
     for _ in range(_SCALER_FRAMES):
         if frame.f_back is None:

@@ -28,13 +28,14 @@ from dataclasses import is_dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megalith.distributed.absent_ranks import GRACE
 from megalith.errors import InputError, MegalithError, UsageError
 from megalith.nn.batch_lookup import BatchLookup, StartedBatch
 from megalith.nn.collection import EmbeddingCollection
 from megalith.nn.feature_plan import CompiledBatch
+from megalith.ops import checks
 from megalith.shards import Lookup, Shards
 from megalith.shards.lookup_series import LookupSeries
 
@@ -95,6 +96,9 @@ class Pipeline(Iterable[Any]):
         self.collections = [m for m in model.modules() if isinstance(m, EmbeddingCollection)]
         if not self.collections:
             raise InputError(f"Pipeline: {type(model).__name__} contains no EmbeddingCollection")
+        if isinstance(loader, Tensor) or not (isinstance(loader, Iterable) or hasattr(loader, "__getitem__")):
+            raise InputError(f"Pipeline: loader must be iterable, got {type(loader).__name__}")
+        checks.callback(attach, "Pipeline: attach")
         self.loader = loader
         self.mode = mode
         self.depth = depth
@@ -143,7 +147,7 @@ class _PipelineEpoch:
                 raise
 
     def _fill(self, depth: int) -> None:
-        """Reads batches and sends their ids, until `depth` batches are ahead."""
+        """Read batches and send their ids, until `depth` batches are ahead."""
         while len(self._ahead) < depth and not self._ended:
             ahead = self._begin()
             if ahead is None:
@@ -157,7 +161,7 @@ class _PipelineEpoch:
                     lookup.fetch()
 
     def _begin(self) -> _Ahead | None:
-        """Reads the next batch and sends its ids; returns None at the end."""
+        """Read the next batch and send its ids; return None at the end."""
         ahead: _Ahead = Future()
         compiled: list[CompiledBatch] = []
         started: StartedBatch | None = None
@@ -198,7 +202,7 @@ class _PipelineEpoch:
     # ---- leaving early
 
     def _leave(self, current: list[Lookup], trains: bool) -> None:
-        """Takes part in the next calls of ranks that continue; waits some seconds for them."""
+        """Take part in the next calls of ranks that continue; wait some seconds for them."""
         if all(each.shards.world_size == 1 for each in self._collections):
             return
         # In a thread, as the other ranks may never make these calls: an interrupted job must end soon.
@@ -209,7 +213,7 @@ class _PipelineEpoch:
         thread.join(GRACE)
 
     def _fail_all(self, current: list[Lookup], trains: bool) -> None:
-        """Fails the first call of the ranks that continue which can fail.
+        """Fail the first call of the ranks that continue which can fail.
 
         This is the update of the current batch or, if it was made, the next lookup, or the update after that.
         The rows of a batch come between them and cannot fail. Once a call has failed, the series leaves out

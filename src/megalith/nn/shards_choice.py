@@ -78,7 +78,7 @@ class ShardsChoice:
         return self._shards
 
     def shards(self) -> Shards:
-        """Returns the shards; makes the choice if it has not been made.
+        """Return the shards; make the choice if it has not been made.
 
         Over ranks the choice is a collective call, like construction after `init_process_group`.
 
@@ -112,7 +112,7 @@ class ShardsChoice:
 
 
 def _check_launcher() -> None:
-    """Raises UsageError if a launcher started several processes; there is no process group."""
+    """Raise UsageError if a launcher started several processes; there is no process group."""
     for rank, size in (
         ("RANK", "WORLD_SIZE"),
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),

@@ -49,15 +49,29 @@ class StateTensor(Tensor):
 
     @staticmethod
     def of(tensor: Tensor) -> StateTensor:
-        """Returns a StateTensor that shares the memory of a tensor."""
+        """Make a StateTensor of a tensor.
+
+        Args:
+            tensor: [rows] or [rows, columns].
+
+        Returns:
+            A StateTensor that shares its memory.
+        """
         return tensor.as_subclass(StateTensor)
 
     def plain(self) -> Tensor:
-        """Returns a plain tensor that shares the memory of this one."""
+        """Return a plain tensor that shares the memory of this one."""
         return self.detach().as_subclass(Tensor)
 
     def size(self, dim: Any = None) -> Any:
-        """Returns the size, as `torch.Tensor.size`; its number of rows equals every other number."""
+        """Return the size, as `torch.Tensor.size`.
+
+        Args:
+            dim: A dimension; None: all of them.
+
+        Returns:
+            The length of the dimension, or the whole size, whose number of rows equals every other number.
+        """
         if dim is not None:
             return self.shape[dim]
         return torch.Size((AnyLength(self.shape[0]), *self.shape[1:]))
@@ -83,7 +97,14 @@ class StateTensor(Tensor):
         return target
 
     def resize_rows(self, rows: int) -> Tensor:
-        """Replaces the content by rows that are not initialised, and returns them as a plain tensor."""
+        """Replace the content by rows that are not initialised.
+
+        Args:
+            rows: The new number of rows.
+
+        Returns:
+            A plain tensor that shares the new memory.
+        """
         self.data = torch.empty((rows, *self.shape[1:]), dtype=self.dtype, device=self.device)
         return self.plain()
 

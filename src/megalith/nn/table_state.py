@@ -43,12 +43,19 @@ SAVED_BY_RANK_0 = {
 
 
 def state_key() -> str:
-    """Returns the key of the first tensor of this process."""
+    """Return the key of the first tensor of this process."""
     return _label() + _REMEDY
 
 
 def is_state_path(name: str) -> bool:
-    """Returns whether a name is the beginning of a key."""
+    """Return whether a name is the beginning of a key.
+
+    Args:
+        name: The name of an attribute.
+
+    Returns:
+        Whether it begins like the keys of `collect_state`.
+    """
     return re.match(r"rank [0-9]+ of [0-9]+[ /]", name) is not None
 
 
@@ -64,12 +71,15 @@ class StatePath:
 def collect_state(
     shards: Shards | None, configs: Mapping[str, TableConfig], global_step: int
 ) -> dict[str, Tensor]:
-    """Returns the tensors of this process.
+    """Return the tensors of this process.
 
     Args:
         shards: The shards; None if they have not been chosen, so that there are no rows.
         configs: The configuration of each table.
         global_step: The number of applied steps.
+
+    Returns:
+        The tensors by key; see the module.
 
     Raises:
         UsageError: If the caller is known to write the tensors of rank 0 alone, and other ranks have rows.
@@ -90,11 +100,14 @@ def collect_state(
 
 
 def restore_state(shards: Shards, saved: Mapping[str, Any]) -> int:
-    """Replaces all rows of the tables of this process, and returns the global step.
+    """Replace all rows of the tables of this process.
 
     Args:
         shards: The shards to write to.
         saved: The result of `collect_state`.
+
+    Returns:
+        The global step that was saved.
 
     Raises:
         InputError: If tables, dims or optimizers differ; nothing was written.
@@ -127,7 +140,14 @@ def restore_state(shards: Shards, saved: Mapping[str, Any]) -> int:
 
 
 def is_state_key(key: str) -> bool:
-    """Returns whether a key is one of `collect_state`, of any rank."""
+    """Return whether a key is one of `collect_state`.
+
+    Args:
+        key: A key of a state_dict, after the prefix of the collection.
+
+    Returns:
+        Whether it is a key of any rank.
+    """
     return _KEY.fullmatch(key) is not None
 
 
@@ -143,7 +163,7 @@ def _another_rank(there: str, here: str) -> str:
 
 
 def _select(shards: Shards, saved: Mapping[str, Any]) -> str:
-    """Returns the rank whose rows this process takes: its own, or a single process with all rows."""
+    """Return the rank whose rows this process takes: its own, or a single process with all rows."""
     labels = sorted({found[1] for found in map(_KEY.fullmatch, saved) if found is not None})
     if _label() in labels:
         return _label()
@@ -154,7 +174,7 @@ def _select(shards: Shards, saved: Mapping[str, Any]) -> str:
 
 
 def _check_caller(size: int) -> None:
-    """Raises UsageError if the caller of state_dict() is in SAVED_BY_RANK_0."""
+    """Raise UsageError if the caller of state_dict() is in SAVED_BY_RANK_0."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
@@ -171,7 +191,7 @@ def _check_caller(size: int) -> None:
 
 
 def _rows_of(table: Table) -> dict[str, Tensor]:
-    """Returns all rows of a table: ids, weights, optimizer state, last-update times."""
+    """Return all rows of a table: ids, weights, optimizer state, last-update times."""
     chunks = list(table.scan())
     if not chunks:
         return _no_rows(table.config)
@@ -185,7 +205,7 @@ def _rows_of(table: Table) -> dict[str, Tensor]:
 
 
 def _no_rows(config: TableConfig) -> dict[str, Tensor]:
-    """Returns what `_rows_of` returns for a table without rows."""
+    """Return what `_rows_of` returns for a table without rows."""
     state = {
         f"state/{column.key}": torch.empty(0, column.end - column.start) for column in config.state_columns
     }
@@ -215,7 +235,7 @@ def _set_rows(shards: Shards, saved: Mapping[str, Mapping[str, Tensor]]) -> None
 
 
 def _chunk(table: Table, saved: Mapping[str, Tensor]) -> Chunk:
-    """Returns the result of `_rows_of` as a chunk on the CPU; raises InputError if the table differs."""
+    """Return the result of `_rows_of` as a chunk on the CPU; raise InputError if the table differs."""
     absent = sorted({"ids", "rows", "time"} - saved.keys())
     if absent:
         raise InputError(f"table {table.name!r}: state_dict lacks {', '.join(absent)}")

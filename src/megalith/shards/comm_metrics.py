@@ -58,7 +58,14 @@ class Spread:
         return max(self.by_rank) * len(self.by_rank) / total if total else 1.0
 
     def scalars(self, name: str) -> dict[str, float]:
-        """Returns by name: the number of each rank, minimum and maximum with their ranks, and the skew."""
+        """Return the numbers under the names of scalars.
+
+        Args:
+            name: The beginning of the names.
+
+        Returns:
+            name/rank0 and so on; name/min, name/max and their ranks name/min_rank, name/max_rank; name/skew.
+        """
         ranks = {f"{name}/rank{rank}": value for rank, value in enumerate(self.by_rank)}
         return {
             **ranks,
@@ -121,7 +128,7 @@ class CommReport:
     splits: dict[str, dict[str, ExchangeSplits]]
 
     def scalars(self) -> dict[str, float]:
-        """Returns all numbers by name, for TensorBoard and similar tools."""
+        """Return all numbers by name, for TensorBoard and similar tools."""
         found: dict[str, float] = {"comm/lookups": self.lookups}
         for table, numbers in self.tables.items():
             for name, spread in numbers.items():
@@ -182,10 +189,13 @@ class CommMetrics:
         shards.add_recorder(self)
 
     def collect(self, step: int) -> CommReport:
-        """Returns the counters of all ranks since the last call, and resets them. A collective call.
+        """Return the counters of all ranks since the last call, and reset them. A collective call.
 
         Args:
             step: The step, for the report.
+
+        Returns:
+            The report, the same on all ranks. The callback has received it.
         """
         everywhere = self._shards.exchange.gather(self._shards.exchange.run(self._take))
         tables, splits = {}, {}
@@ -264,5 +274,5 @@ class CommMetrics:
             self._counts[self.tables.index(table), _AT["created"]] += rows
 
     def _away(self, counts: Tensor) -> Tensor:
-        """Returns per table what is sent to or received from other ranks."""
+        """Return per table what is sent to or received from other ranks."""
         return counts.sum(0) - counts[self._rank]

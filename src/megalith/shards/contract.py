@@ -63,7 +63,7 @@ class Lookup(ABC):
         self._versions = {name: version(x) for name, x in ids.items()}
 
     def check_unchanged(self) -> None:
-        """Raises UsageError if an ids tensor was modified in place since the lookup."""
+        """Raise UsageError if an ids tensor was modified in place since the lookup."""
         for name, ids in self.ids.items():
             if version(ids) != self._versions[name]:
                 raise UsageError(
@@ -72,7 +72,7 @@ class Lookup(ABC):
                 )
 
     def check_table(self, table: str) -> None:
-        """Raises UnknownNameError, which lists the known tables, if a table was not looked up.
+        """Raise UnknownNameError, which lists the known tables, if a table was not looked up.
 
         Args:
             table: The name of the table.
@@ -81,11 +81,11 @@ class Lookup(ABC):
             raise UnknownNameError(f"table {table!r} was not looked up (looked up: {', '.join(self.ids)})")
 
     def wait_ids(self) -> None:
-        """Waits until the ids have reached the owners of their rows; raises the error if that failed."""
+        """Wait until the ids have reached the owners of their rows; raise the error if that failed."""
         return
 
     def fetch(self) -> None:
-        """Starts to fetch the rows as they are now, if they are elsewhere; `wait` waits for them."""
+        """Start to fetch the rows as they are now, if they are elsewhere; `wait` waits for them."""
         return
 
     def fail(self, error: Exception, *, leave: bool = False) -> NoReturn:
@@ -105,22 +105,28 @@ class Lookup(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Waits until the rows have arrived; raises the error if that failed."""
+        """Wait until the rows have arrived; raise the error if that failed."""
 
     @abstractmethod
     def pool(self, pooling: Pooling) -> list[Tensor]:
-        """Returns the outputs of a pooling, read directly from the rows.
+        """Read and reduce rows, without a copy of the rows of each occurrence.
 
         Args:
             pooling: Which occurrence goes to which output, and how it is reduced.
+
+        Returns:
+            One tensor per output of the pooling, float32.
         """
 
     @abstractmethod
     def gather(self, table: str) -> Tensor:
-        """Returns the rows of one table, float32 [n, dim], in input order.
+        """Read the rows of one table.
 
         Args:
             table: The name of the table.
+
+        Returns:
+            float32 [n, dim], one row per id, in input order.
         """
 
     @property
@@ -129,7 +135,7 @@ class Lookup(ABC):
         return _LazyRows(self)
 
     def use(self) -> None:
-        """Marks the lookup as used; raises UsageError the second time."""
+        """Mark the lookup as used; raise UsageError the second time."""
         if self.used:
             raise UsageError(
                 "this Lookup has already been used for an update: look up the ids again "
@@ -181,10 +187,16 @@ class Shards(ABC):
         return self.ranks.rank
 
     def router(self, table: str) -> Router | None:
-        """Returns how the ids of a table are spread over ranks; None if this process holds them all.
+        """Return how the ids of a table are spread over ranks.
 
         Args:
             table: The name of the table.
+
+        Returns:
+            The router; None if this process holds all ids.
+
+        Raises:
+            UnknownNameError: There is no such table.
         """
         self.check_name(table)
         return None
@@ -215,11 +227,14 @@ class Shards(ABC):
         raise error
 
     def prepare(self, ids: Ids, *, missing_ok: bool = False) -> PreparedIds:
-        """Does the part of a lookup that needs no table: validation and, if ids travel, dedup and routing.
+        """Do the part of a lookup that needs no table: validation and, if ids travel, dedup and routing.
 
         Args:
             ids: int64 or int32 [n] per table.
             missing_ok: Skip unknown tables instead of raising.
+
+        Returns:
+            What `lookup` takes instead of the ids. It can be pickled.
 
         Raises:
             UnknownNameError: For an unknown table.
@@ -258,7 +273,7 @@ class Shards(ABC):
         pooling: Pooling | None = None,
         wait: bool = True,
     ) -> None:
-        """Makes one optimizer step per distinct id, with the gradients of all its occurrences summed.
+        """Make one optimizer step per distinct id, with the gradients of all its occurrences summed.
 
         Nothing is written if any input is wrong. A table of the lookup without gradients stays unchanged.
 
@@ -276,13 +291,13 @@ class Shards(ABC):
 
     @abstractmethod
     def flush(self) -> None:
-        """Waits for all updates and lookups in progress, and raises the errors of the updates."""
+        """Wait for all updates and lookups in progress, and raise the errors of the updates."""
 
     # ---- rows
 
     @abstractmethod
     def assign(self, rows: Rows, *, time: float | None = None) -> None:
-        """Sets the weights of rows.
+        """Set the weights of rows.
 
         Args:
             rows: (ids int64 [n], rows float32 [n, dim]) per table. Of repeated ids the last one wins.
@@ -291,7 +306,7 @@ class Shards(ABC):
 
     @abstractmethod
     def assign_add(self, rows: Rows, *, time: float | None = None) -> None:
-        """Adds to the weights of rows.
+        """Add to the weights of rows.
 
         Args:
             rows: (ids int64 [n], rows float32 [n, dim]) per table. Repeated ids are added in order.
@@ -302,7 +317,7 @@ class Shards(ABC):
     def reinitialize(
         self, ids: Ids, *, time: float | None = None, missing_ok: bool = False
     ) -> dict[str, Tensor]:
-        """Resets rows to their initial values.
+        """Reset rows to their initial values.
 
         Args:
             ids: int64 or int32 [n] per table.
@@ -315,7 +330,7 @@ class Shards(ABC):
 
     @abstractmethod
     def remove(self, ids: Ids) -> dict[str, int]:
-        """Removes ids.
+        """Remove ids.
 
         Args:
             ids: int64 or int32 [n] per table.
@@ -326,7 +341,7 @@ class Shards(ABC):
 
     @abstractmethod
     def evict(self, now: float | None = None) -> dict[str, Tensor]:
-        """Applies the eviction policies.
+        """Apply the eviction policies.
 
         Args:
             now: The current time in seconds; None: the clock.
@@ -337,16 +352,19 @@ class Shards(ABC):
 
     @abstractmethod
     def scan(self, table: str, chunk_size: int = 65536) -> Iterator[Chunk]:
-        """Iterates over the rows of one table.
+        """Iterate over the rows of one table.
 
         Args:
             table: The name of the table.
             chunk_size: The number of rows of a chunk.
+
+        Returns:
+            An iterator over chunks of complete rows, with optimizer state and time.
         """
 
     @abstractmethod
     def restore(self, table: str, chunk: Chunk) -> None:
-        """Writes complete rows, with optimizer state and time.
+        """Write complete rows, with optimizer state and time.
 
         Args:
             table: The name of the table.
@@ -355,11 +373,11 @@ class Shards(ABC):
 
     @abstractmethod
     def clear(self) -> None:
-        """Removes all rows of all tables."""
+        """Remove all rows of all tables."""
 
     @abstractmethod
     def reserve(self, rows: Mapping[str, int]) -> None:
-        """Reserves memory.
+        """Reserve memory.
 
         Args:
             rows: The number of rows per table.
@@ -369,7 +387,7 @@ class Shards(ABC):
 
     @abstractmethod
     def track(self, consumer: str) -> None:
-        """Starts to record the changed ids of all tables for a consumer.
+        """Start to record the changed ids of all tables for a consumer.
 
         Args:
             consumer: The name of the consumer.
@@ -377,7 +395,7 @@ class Shards(ABC):
 
     @abstractmethod
     def untrack(self, consumer: str) -> None:
-        """Stops recording for a consumer.
+        """Stop recording for a consumer.
 
         Args:
             consumer: The name of the consumer.
@@ -385,15 +403,18 @@ class Shards(ABC):
 
     @abstractmethod
     def drain_touched(self, consumer: str) -> dict[str, tuple[Tensor, Tensor]]:
-        """Returns (updated, removed) ids per table since the last drain.
+        """Take the ids that have changed since the last drain.
 
         Args:
             consumer: The name of the consumer.
+
+        Returns:
+            (updated, removed) ids per table, int64 [n] each.
         """
 
     @abstractmethod
     def mark_touched(self, consumer: str, ids: Ids) -> None:
-        """Returns ids to a consumer, for its next drain.
+        """Return ids to a consumer, for its next drain.
 
         Args:
             consumer: The name of the consumer.
@@ -422,16 +443,16 @@ class Shards(ABC):
 
     @abstractmethod
     def stats(self) -> dict[str, TableStats]:
-        """Returns counters per table."""
+        """Return counters per table."""
 
     @abstractmethod
     def memory(self) -> dict[str, MemoryUse]:
-        """Returns memory use in bytes per table."""
+        """Return memory use in bytes per table."""
 
     # ---- validation that all placements share
 
     def check_name(self, table: str) -> None:
-        """Raises UnknownNameError, which lists the known tables, if there is no such table.
+        """Raise UnknownNameError, which lists the known tables, if there is no such table.
 
         Args:
             table: The name of the table.
@@ -439,11 +460,18 @@ class Shards(ABC):
         check_table_name(table, self.configs)
 
     def known(self, names: Collection[str], missing_ok: bool) -> list[str]:
-        """Returns the names that are tables.
+        """Return the names that are tables.
 
         Args:
             names: Names of tables.
             missing_ok: Skip unknown names instead of raising UnknownNameError.
+
+        Returns:
+            The known names, in the order of `names`.
+
+        Raises:
+            UnknownNameError: A name is unknown, without `missing_ok`.
+            InputError: `names` is not a collection of names.
         """
         if isinstance(names, str) or not isinstance(names, Collection) or isinstance(names, Tensor):
             raise InputError(f"names must be a list of table names, got {type(names).__name__}")
@@ -455,7 +483,17 @@ class Shards(ABC):
 
 
 def check_configs(configs: Sequence[TableConfig]) -> dict[str, TableConfig]:
-    """Returns the configs by name; raises InputError for a duplicate name or another type."""
+    """Check the configs of shards.
+
+    Args:
+        configs: One TableConfig per table.
+
+    Returns:
+        The configs by name, in the given order.
+
+    Raises:
+        InputError: Two tables have the same name, or something is not a TableConfig.
+    """
     by_name: dict[str, TableConfig] = {}
     if isinstance(configs, str | bytes | Mapping | Tensor) or not isinstance(configs, Collection | Iterator):
         raise InputError(f"shards need a list of TableConfigs, got {type(configs).__name__}")
@@ -469,10 +507,24 @@ def check_configs(configs: Sequence[TableConfig]) -> dict[str, TableConfig]:
 
 
 def version(tensor: Tensor) -> int:
-    """Returns how often a tensor was modified in place (0 if torch does not count)."""
+    """Return how often a tensor was modified in place.
+
+    Args:
+        tensor: Any tensor.
+
+    Returns:
+        The counter of torch; always 0 for inference tensors, which torch does not count.
+    """
     return 0 if tensor.is_inference() else tensor._version
 
 
 def missing_status(ids: Tensor) -> Tensor:
-    """Returns the status of ids whose table does not exist, int32 [n]."""
+    """Return the status of ids whose table does not exist.
+
+    Args:
+        ids: [n], the ids that the caller passed.
+
+    Returns:
+        -1 for each id, int32 [n].
+    """
     return torch.full((ids.numel(),), -1, dtype=torch.int32)

@@ -22,7 +22,15 @@ class GradientSum(NamedTuple):
 
 
 def add(a: GradientSum, b: GradientSum) -> GradientSum:
-    """Adds two sums; an id that is in only one of them keeps its gradient."""
+    """Add two sums.
+
+    Args:
+        a: The left sum.
+        b: The right sum.
+
+    Returns:
+        The ids of `a`, then those that only `b` has; an id that is in one of them keeps its gradient.
+    """
     n = a.ids.numel()
     if not n or not b.ids.numel():
         return a if n else b
@@ -35,7 +43,14 @@ def add(a: GradientSum, b: GradientSum) -> GradientSum:
 
 
 def halves(parts: Sequence[GradientSum]) -> list[GradientSum]:
-    """Returns the two halves of a binary tree over the parts, or the only part: they sum to all."""
+    """Sum parts by a binary tree, except for its last addition.
+
+    Args:
+        parts: The sums of micro-batches or ranks, in their order; empty ones keep their position.
+
+    Returns:
+        The two halves of the tree, or the only part. An optimizer step on both adds them.
+    """
     level = list(parts)
     while len(level) > 2:
         pairs = [level[i : i + 2] for i in range(0, len(level), 2)]
@@ -44,6 +59,13 @@ def halves(parts: Sequence[GradientSum]) -> list[GradientSum]:
 
 
 def total(parts: Sequence[GradientSum]) -> GradientSum:
-    """Returns the sum of all parts."""
+    """Sum parts by a binary tree.
+
+    Args:
+        parts: At least one part; see `halves`.
+
+    Returns:
+        The sum of all parts.
+    """
     both = halves(parts)
     return add(*both) if len(both) == 2 else both[0]

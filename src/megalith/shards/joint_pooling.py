@@ -62,11 +62,25 @@ class JointPooling:
             begin += self._sizes[name]
 
     def mask(self, routed: RoutedIds) -> Tensor | None:
-        """Returns which distinct ids are in some bag, bool [u]; None if all are."""
+        """Return which distinct ids are in some bag.
+
+        Args:
+            routed: The ids that were looked up.
+
+        Returns:
+            bool [u], for the u distinct ids; None if all are in a bag.
+        """
         return used_mask(routed, self.used)
 
     def pool(self, source: Tensor) -> list[Tensor]:
-        """Returns the outputs, reads from the rows in the order of the distinct ids, float32 [size]."""
+        """Read and reduce rows.
+
+        Args:
+            source: The rows of the distinct ids, in their order, float32 [size].
+
+        Returns:
+            One tensor per output of the pooling, float32.
+        """
         try:
             return pool_flat(source, self._index, self._bags, self._pooling.outputs, self._dim)
         except InputError:
@@ -74,7 +88,7 @@ class JointPooling:
             raise
 
     def unpool(self, grads: Sequence[Tensor], size: int) -> Tensor:
-        """Sums output gradients per distinct id, in the order of its occurrences.
+        """Sum output gradients per distinct id, in the order of its occurrences.
 
         Args:
             grads: One gradient per output.
@@ -96,13 +110,13 @@ class JointPooling:
         return max(self._dims.values(), default=1)
 
     def _name_table(self) -> None:
-        """Raises InputError for the table whose bags are wrong: the op, which found them, has no tables."""
+        """Raise InputError for the table whose bags are wrong: the op, which found them, has no tables."""
         for name, dim in self._dims.items():
             self._pooling.check(name, self._sizes[name], dim)
 
 
 def _index(routed: RoutedIds, slices: Sequence[slice]) -> Tensor:
-    """Returns where the rows of these occurrences begin, int64 [n]."""
+    """Return where the rows of these occurrences begin, int64 [n]."""
     offsets = routed.deduped.offsets
     assert offsets is not None
     if not slices:
@@ -113,7 +127,15 @@ def _index(routed: RoutedIds, slices: Sequence[slice]) -> Tensor:
 
 
 def used_mask(routed: RoutedIds, used: Sequence[tuple[int, int]]) -> Tensor | None:
-    """Returns which distinct ids have an occurrence in one of the ranges, bool [u]; None if all have."""
+    """Return which distinct ids have an occurrence in one of some ranges.
+
+    Args:
+        routed: The ids that were looked up.
+        used: Ranges (start, stop) of occurrences of all tables.
+
+    Returns:
+        bool [u], for the u distinct ids; None if the ranges contain all occurrences.
+    """
     at = 0
     for start, stop in sorted(used):
         if start != at:
@@ -133,7 +155,7 @@ def sum_gradients(
     pooling: Pooling,
     grads: Sequence[Tensor],
 ) -> dict[str, GradientSum]:
-    """Sums output gradients per distinct id, for each pooled table.
+    """Sum output gradients per distinct id, for each pooled table.
 
     Args:
         configs: The tables by name.
@@ -163,7 +185,16 @@ def sum_gradients(
 
 
 def joint_weights(pooling: Pooling, tables: Sequence[str], sizes: Sequence[int]) -> Tensor | None:
-    """Returns one weight per occurrence, float32 [n], or None if no bag has weights."""
+    """Return the weights of the occurrences of several tables.
+
+    Args:
+        pooling: The pooling.
+        tables: The tables that it reads, in order.
+        sizes: The number of occurrences of each.
+
+    Returns:
+        float32 [n], 1 for tables without weights; None if no bag has weights.
+    """
     if not any(bags.weights is not None for name in tables for bags in pooling.of(name)):
         return None
     pieces = []

@@ -109,7 +109,7 @@ class LocalShards(Shards):
         grads: Mapping[str, Tensor] | Sequence[Tensor],
         pooling: Pooling | None,
     ) -> dict[str, list[Tensor]]:
-        """Returns the gradients by table, in the form of `Engine.update`."""
+        """Return the gradients by table, in the form of `Engine.update`."""
         if pooling is None:
             if not isinstance(grads, Mapping):
                 raise InputError("without pooling, grads must map tables to tensors")
@@ -221,7 +221,7 @@ class LocalShards(Shards):
             self.engines[name].mark(numbers[name], x)
 
     def consumer_numbers(self, consumer: str) -> dict[str, int]:
-        """Returns the number under which the engine of each table knows a consumer.
+        """Return the number under which the engine of each table knows a consumer.
 
         Args:
             consumer: The name of the consumer.
@@ -283,7 +283,7 @@ class LocalLookup(Lookup):
                 raise InputError(f"table {name!r}: pooled, but it was not looked up")
 
     def check(self, pooling: Pooling) -> None:
-        """Checks that a pooling fits this lookup.
+        """Check that a pooling fits this lookup.
 
         Args:
             pooling: The pooling.

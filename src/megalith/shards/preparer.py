@@ -35,11 +35,25 @@ class RoutedIds(PreparedIds):
     total: int
 
     def occurrences(self, table: str) -> slice:
-        """Returns the occurrences of a table among those of all tables."""
+        """Return the position of a table's occurrences.
+
+        Args:
+            table: The name of a table that was looked up.
+
+        Returns:
+            Their range among the occurrences of all tables.
+        """
         return slice(self.begin[table], self.begin[table] + self.ids[table].numel())
 
     def offsets(self, table: str) -> Tensor:
-        """Returns where the row of each occurrence of a table begins in the flat rows, int64 [n]."""
+        """Return where the rows of a table's occurrences begin.
+
+        Args:
+            table: The name of a table that was looked up.
+
+        Returns:
+            int64 [n], positions in the rows of all distinct ids, counted in floats.
+        """
         assert self.deduped.offsets is not None
         return self.deduped.offsets[self.occurrences(table)]
 
@@ -59,7 +73,19 @@ class LocalPreparer:
         return PreparedIds(self.checked(ids, missing_ok))
 
     def checked(self, ids: Ids, missing_ok: bool = False) -> dict[str, Tensor]:
-        """Returns the validated ids, int64 [n], of the known tables; see `Shards.prepare`."""
+        """Validate ids.
+
+        Args:
+            ids: int64 or int32 [n] per table.
+            missing_ok: Skip unknown tables instead of raising.
+
+        Returns:
+            int64 [n] per known table.
+
+        Raises:
+            UnknownNameError: For an unknown table, without `missing_ok`.
+            InputError: For ids of a wrong dtype, shape or device.
+        """
         check_by_table(ids, "ids", "{'user': ids}")
         check_flag(missing_ok, "missing_ok")
         if not missing_ok:
@@ -124,13 +150,16 @@ _NONE = torch.empty(0, dtype=torch.int64)
 def make_routers(
     configs: Mapping[str, TableConfig], router: str | Router | Mapping[str, str | Router], num_shards: int
 ) -> dict[str, Router]:
-    """Returns the router of every table.
+    """Return the router of every table.
 
     Args:
         configs: All tables.
         router: A mode or Router for all tables, or one per table. The dist_type of a table takes precedence
             over a mode for all tables.
         num_shards: The number of ranks.
+
+    Returns:
+        The routers by table, in the order of `configs`.
 
     Raises:
         UnknownNameError: For a table that does not exist.

@@ -137,7 +137,14 @@ class RankMessages:
             self._recorder = None
 
     def floats(self, counts: Tensor) -> Tensor:
-        """Returns the number of floats of the rows of `counts` ids [ranks, tables], int64 [ranks]."""
+        """Return the size of rows.
+
+        Args:
+            counts: Numbers of ids, int64 [ranks, tables].
+
+        Returns:
+            The number of floats of their rows, int64 [ranks].
+        """
         return counts @ self._widths
 
     # ---- sizes and ids
@@ -232,7 +239,7 @@ class RankMessages:
                 )
 
     def _fail(self, flags: Sequence[int], call: str, error: Exception | None, series: LookupSeries) -> None:
-        """Exchanges the errors; raises RankFailedError on the ranks that have none."""
+        """Exchange the errors; raise RankFailedError on the ranks that have none."""
         errors = self._exchange.gather(None if error is None else f"{type(error).__name__}: {error}")
         first = next(rank for rank, flag in enumerate(flags) if flag & _FAILED)
         failed = RankFailedError(f"{call}: rank {first} failed, so nothing was done: {errors[first]}")
@@ -248,7 +255,18 @@ class RankMessages:
     # ---- rows
 
     def send_rows(self, requested: RequestedIds, routed: RoutedIds) -> Tensor:
-        """Reads the rows that other ranks request; returns those that this rank requested, float32 [size]."""
+        """Read the rows that all ranks request from this one, and exchange them.
+
+        Args:
+            requested: The ids that are requested from this rank; their row numbers are stored in `found`.
+            routed: The ids that this rank requested.
+
+        Returns:
+            The rows of the ids of `routed`, in their order, float32 [size].
+
+        Raises:
+            RankFailedError: A rank has left the series of the lookup; UsageError on that rank.
+        """
         requested.series.check()
         counts, dims = requested.counts, self._dims
         flat = torch.empty(int(self.floats(counts).sum()))
@@ -343,13 +361,13 @@ class RankMessages:
             self._recorder.created(name, len(self._tables[name]) - rows)
 
     def _push_sizes(self, counts: Tensor) -> list[int]:
-        """Returns the bytes per peer: header, one bit per id, values."""
+        """Return the bytes per peer: header, one bit per id, values."""
         values = self._grads_wire.sizes(counts, self._dims)
         bits = [_pad(-(-n // 8)) for n in counts.sum(1).tolist()]
         return [_PUSH_WORDS * 8 + b + _pad(v) for b, v in zip(bits, values, strict=True)]
 
     def _pack(self, head: Tensor, push: GradientPush | None, counts: Tensor, sizes: list[int]) -> Tensor:
-        """Returns one part per peer, of these sizes; without a push only the header has content."""
+        """Return one part per peer, of these sizes; without a push only the header has content."""
         if push is None:
             parts = [torch.nn.functional.pad(head, (0, size // 8 - _PUSH_WORDS)) for size in sizes]
             return torch.cat(parts).view(torch.uint8)
@@ -365,7 +383,7 @@ class RankMessages:
         return torch.cat(pieces)
 
     def _unpack(self, part: Tensor, counts: Tensor) -> list[tuple[Tensor | None, Tensor]]:
-        """Returns per table which ids of a source take part (None: all) and their floats."""
+        """Return per table which ids of a source take part (None: all) and their floats."""
         sizes = counts.tolist()
         ids, one = sum(sizes), counts[None]
         bits = part[_PUSH_WORDS * 8 :][: _pad(-(-ids // 8))]
@@ -380,7 +398,7 @@ class RankMessages:
     def _check_push(
         self, heads: list[list[int]], mine: list[int], error: Exception | None, series: LookupSeries
     ) -> float | None:
-        """Returns the latest time; raises if another rank fails the update or passes other numbers."""
+        """Return the latest time; raise if another rank fails the update or passes other numbers."""
         flags = [head[1] for head in heads]
         if any(flags):
             self._fail(flags, "apply_gradients", error, series)
@@ -419,7 +437,15 @@ class RankMessages:
                 self._engines[name].assign(requested.ids[name], rows, add=add, time=seconds)
 
     def reinitialize(self, routed: RoutedIds, time: float | None) -> Tensor:
-        """Returns the status of each id of this rank, int32 [n], in the order of `routed`."""
+        """Reset rows to their initial values, in the order of the ranks.
+
+        Args:
+            routed: The ids that this rank passes, with repeated ids.
+            time: The last-update time in seconds; None: the clock of the owner.
+
+        Returns:
+            The status of each id of this rank, int32 [n], in the order of `routed`.
+        """
         requested = self.request("reinitialize", routed, time=time)
         status = torch.empty(int(requested.counts.sum()), dtype=torch.int32)
         blocks = _blocks(status, requested.counts)
@@ -433,7 +459,14 @@ class RankMessages:
         return self._exchange.all_to_all(_bytes(status), out.tolist(), into.tolist(), what).view(torch.int32)
 
     def remove(self, routed: RoutedIds) -> dict[str, int]:
-        """Removes the requested ids; returns per table how many had a row on this rank."""
+        """Remove ids from their owners.
+
+        Args:
+            routed: The ids that this rank passes.
+
+        Returns:
+            The number of ids that had a row on this rank, for the tables that were requested from it.
+        """
         requested = self.request("remove", routed)
         return {name: self._tables[name].remove(ids) for name, ids in requested.ids.items() if ids.numel()}
 
@@ -449,7 +482,7 @@ class RankMessages:
 
 
 def _summed(ids: Tensor, received: Sequence[tuple[Tensor | None, Tensor]], dim: int) -> tuple[Tensor, Tensor]:
-    """Returns ids and gradients of one table, summed by the tree until each id occurs at most twice.
+    """Return ids and gradients of one table, summed by the tree until each id occurs at most twice.
 
     received: by source, which ids take part (None: all) and their floats.
     """
@@ -494,7 +527,7 @@ def _pad(size: int) -> int:
 
 
 def _bits(n: int, mask: Tensor | None) -> Tensor:
-    """Returns one bit per id, padded to 8 bytes: those in the mask, or all."""
+    """Return one bit per id, padded to 8 bytes: those in the mask, or all."""
     if mask is None:
         return torch.full((_pad(-(-n // 8)),), 255, dtype=torch.uint8)
     padded = torch.nn.functional.pad(mask.to(torch.uint8), (0, -n % 64)).view(-1, 8)
@@ -506,7 +539,7 @@ def _unpack_bits(bits: Tensor, n: int) -> Tensor:
 
 
 def _blocks(flat: Tensor, counts: Tensor) -> list[list[Tensor]]:
-    """Splits data ordered by source, then table, into views: per table one block per source."""
+    """Split data ordered by source, then table, into views: per table one block per source."""
     tables = counts.shape[1]
     pieces = flat.split(counts.reshape(-1).tolist()) if counts.numel() else ()
     return [list(pieces[t::tables]) for t in range(tables)]

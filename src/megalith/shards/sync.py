@@ -28,6 +28,7 @@ from megalith.distributed.exchange import Exchange
 from megalith.errors import InputError
 from megalith.library import span
 from megalith.ops import gather_pieces, scatter_pieces
+from megalith.ops.checks import as_integer
 from megalith.ops.pooling import Pooling
 from megalith.routing import Router
 from megalith.shards.contract import Ids, Lookup, PreparedIds, Rows, Shards, missing_status
@@ -39,7 +40,7 @@ from megalith.shards.rank_messages import GradientPush, RankMessages, RequestedI
 from megalith.shards.recorder import Recorder
 from megalith.shards.wire import check_wire
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
-from megalith.table.validation import as_integer, check_by_table, check_flag, check_pooling
+from megalith.table.validation import check_by_table, check_flag, check_pooling
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 """The address of an object in its repr, which differs between ranks."""
@@ -241,7 +242,7 @@ class SyncShards(Shards):
         scale: float,
         clip_norm: float | None,
     ) -> GradientPush:
-        """Returns what to send: gradients summed per distinct id, and which ids take part."""
+        """Return what to send: gradients summed per distinct id, and which ids take part."""
         lookup.check_unchanged()
         routed = lookup.routed
         size = int(self._messages.floats(routed.deduped.counts).sum())
@@ -294,7 +295,7 @@ class SyncShards(Shards):
         return GradientPush(flat, mask, numbers.step, seconds, numbers.scale, numbers.clip_norm, rates)
 
     def flush(self) -> None:
-        """Waits for all exchanges in progress and raises the errors of gradients that were not waited for."""
+        """Wait for all exchanges in progress and raise the errors of gradients that were not waited for."""
         self.exchange.settle()
         pushed, self._pushed = self._pushed, []
         for sent in pushed:
@@ -373,7 +374,7 @@ class SyncShards(Shards):
         self._own.restore(table, chunk if bool(owned.all()) else chunk.select(owned))
 
     def clear(self) -> None:
-        """Removes all rows of this rank; every rank must call it."""
+        """Remove all rows of this rank; every rank must call it."""
         self.flush()
         self._own.clear()
 
@@ -415,6 +416,13 @@ class SyncShards(Shards):
 
 class SyncLookup(Lookup):
     """A lookup over ranks: ids are sent at once, rows are fetched by the first use or by `fetch`.
+
+    Args:
+        shards: The shards that make it.
+        routed: See the attribute.
+        call: "lookup", or "apply_gradients" for an update without a lookup.
+        series: The series of the lookup, if it has one.
+        out_of_data: Whether this rank has no more data.
 
     Attributes:
         routed: The distinct ids, their owners, and the place of each occurrence.
@@ -488,10 +496,16 @@ class SyncLookup(Lookup):
             return self.joint_pooling(pooling).pool(source)
 
     def joint_pooling(self, pooling: Pooling) -> JointPooling:
-        """Returns the pooling over the occurrences of all tables.
+        """Return a pooling of several tables as one.
 
         Args:
             pooling: The pooling, per table.
+
+        Returns:
+            The pooling over the occurrences of all tables; the last one is kept.
+
+        Raises:
+            InputError: It is not a Pooling, or does not fit the ids of this lookup.
         """
         check_pooling(pooling)
         if self._joint is None or self._joint[0] is not pooling:

@@ -28,30 +28,81 @@ class Wire(ABC):
 
     @abstractmethod
     def row_bytes(self, dim: int) -> int:
-        """Returns the bytes of one row, without padding."""
+        """Return the size of one row.
+
+        Args:
+            dim: The number of floats of the row.
+
+        Returns:
+            Its bytes, without padding.
+        """
 
     @abstractmethod
     def sizes(self, counts: Tensor, dims: Sequence[int]) -> list[int]:
-        """Returns the bytes per peer."""
+        """Return the size of the data for each peer.
+
+        Args:
+            counts: See the class.
+            dims: See the class.
+
+        Returns:
+            The bytes per peer, with padding.
+        """
 
     @abstractmethod
     def encode(self, flat: Tensor, counts: Tensor, dims: Sequence[int]) -> Tensor:
-        """Encodes float32 [n], all blocks concatenated, as uint8 [bytes]."""
+        """Encode rows.
+
+        Args:
+            flat: float32 [n], all blocks concatenated.
+            counts: See the class.
+            dims: See the class.
+
+        Returns:
+            uint8 [sum of sizes].
+        """
 
     @abstractmethod
     def decode(self, data: Tensor, counts: Tensor, dims: Sequence[int]) -> Tensor:
-        """Decodes uint8 [bytes] to float32 [n]."""
+        """Decode what `encode` returned.
+
+        Args:
+            data: uint8 [sum of sizes].
+            counts: See the class.
+            dims: See the class.
+
+        Returns:
+            float32 [n], all blocks concatenated.
+        """
 
 
 def make_wire(name: str) -> Wire:
-    """Returns the wire for a precision."""
+    """Return the wire of a precision.
+
+    Args:
+        name: One of ROW_WIRES.
+
+    Returns:
+        The wire.
+    """
     if name == "int8":
         return _Int8()
     return _Floats({"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[name])
 
 
 def check_wire(wire: str | dict[str, str]) -> tuple[str, str]:
-    """Returns the precisions of rows and gradients; raises InputError for an unknown one."""
+    """Check the precisions of an exchange.
+
+    Args:
+        wire: One precision for both, or {"rows": ..., "grads": ...}; a missing one is "float32". With "int8",
+            which gradients cannot have, they are "float32".
+
+    Returns:
+        The precision of rows, and that of gradients.
+
+    Raises:
+        InputError: A precision is unknown.
+    """
     given: Any = wire
     if isinstance(wire, str):
         given = {"rows": wire, "grads": "float32" if wire == "int8" else wire}
@@ -126,7 +177,7 @@ class _Int8(Wire):
     def _blocks(
         self, data: Tensor, counts: Tensor, dims: Sequence[int]
     ) -> list[tuple[Tensor, Tensor, int, int]]:
-        """Returns scales, codes, rows and dim of every block; scales and codes are views of the data."""
+        """Return scales, codes, rows and dim of every block; scales and codes are views of the data."""
         blocks = []
         at = 0
         for peer, size in zip(counts.tolist(), self.sizes(counts, dims), strict=True):
