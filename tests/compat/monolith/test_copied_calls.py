@@ -61,6 +61,10 @@ FirstN(seq_length)
 FirstN.combine(self, key, embedding, name=None)
 PolynomialDecay(initial_learning_rate, decay_steps, end_learning_rate=0.0001, power=1.0, cycle=False,
  name=None)
+get_mpi_rank()
+get_mpi_local_rank()
+get_mpi_size()
+get_mpi_local_size()
 get_device_str(force_on_cpu=False)
 ps_device(index)
 remote_predict(input_tensor_alias, input_tensors, output_tensor_alias, model_name, task, old_model_name,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from megalith.compat import monolith
 from megalith.compat.monolith import get_device_str, ps_device
+from megalith.distributed.launcher_environment import LaunchWarning
 from megalith.errors import InputError
 
 
@@ -34,6 +36,21 @@ def test_names_of_ranks(environ: dict[str, str], num_ps: int, gpu: bool, name: s
     assert get_device_str(num_ps=num_ps, enable_gpu_training=gpu, environ=environ) == name
     forced = get_device_str(True, num_ps=num_ps, enable_gpu_training=gpu, environ=environ)
     assert forced == name.replace("GPU", "CPU")
+
+
+def test_ranks_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        **mpi(3),
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert [monolith.get_mpi_rank(), monolith.get_mpi_size()] == [3, 4]
+    assert [monolith.get_mpi_local_rank(), monolith.get_mpi_local_size()] == [1, 2]
+    for name in mpi(3):
+        monkeypatch.delenv(name)
+    with pytest.warns(LaunchWarning, match="no launcher"):
+        assert [monolith.get_mpi_rank(), monolith.get_mpi_size()] == [0, 1]
 
 
 def test_names_of_servers() -> None:

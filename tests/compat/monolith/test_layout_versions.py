@@ -170,6 +170,12 @@ def test_requests_of_version_5_are_laid_out_one_after_the_other() -> None:
     for out, parts in zip(outputs, zip(*separate, strict=True), strict=True):
         assert torch.equal(out, torch.cat(parts))
         assert out.shape[0] == 4 + 1 + 7
+    given = concatenated(found)
+    own_types = {k: v.int() if isinstance(v, Tensor) else v for k, v in given.items()}  # as Monolith has them
+    own_types |= {"fid_offset": given["fid_offset"].to(torch.uint64)}
+    own_types |= {"nfl_offset": given["nfl_offset"].to(torch.uint32)}
+    for x, y in zip(to_layout(lists, None, **own_types), outputs, strict=True):
+        assert torch.equal(x, y)
     grads = [torch.randn(o.shape, generator=torch.Generator().manual_seed(7)) for o in outputs]
     actual = torch.autograd.grad(outputs, lists, grads)
     by_request = zip(*(g.split([4, 1, 7]) for g in grads), strict=True)

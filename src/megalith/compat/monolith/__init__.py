@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from megalith.compat.monolith.importer import *
     from megalith.compat.monolith.layout_ops import *
     from megalith.compat.monolith.learning_rates import *
+    from megalith.compat.monolith.mpi_ranks import *
     from megalith.compat.monolith.reduce_ops import *
     from megalith.compat.monolith.remote_prediction import *
     from megalith.compat.monolith.replica_watcher import *
@@ -57,6 +58,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         ".importer": "import_monolith",
         ".layout_ops": "fused_embedding_to_layout fused_embedding_to_layout_grad",
         ".learning_rates": "PolynomialDecay",
+        ".mpi_ranks": "get_mpi_local_rank get_mpi_local_size get_mpi_rank get_mpi_size",
         ".reduce_ops": "fused_reduce_and_split fused_reduce_and_split_gpu fused_reduce_sum_and_split"
         " fused_sorted_segment_sum reduce_mean reduce_sqrtn reduce_sum",
         ".remote_prediction": "remote_predict set_default_discovery",
