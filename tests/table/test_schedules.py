@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import pickle
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalith import SGD, Piecewise, PolynomialDecay, Warmup
+from megalith import SGD, Adam, Constant, Momentum, Piecewise, PolynomialDecay, Uniform, Warmup
 from megalith.errors import InputError
 from megalith.table.schedules import rate_at
 
-NOT_RATES = [-0.1, math.nan, math.inf, -math.inf, "0.1", None]
+NOT_RATES = [-0.1, math.nan, math.inf, -math.inf, "0.1", None, True]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +137,7 @@ def test_schedules_are_values() -> None:
         ([10], [0.3, 0.2, 0.1], "1 boundaries need 2 rates"),
         ([20, 10], [0.3, 0.2, 0.1], "boundaries must ascend"),
         ([10, 10], [0.3, 0.2, 0.1], "boundaries must ascend"),
-        *[([10], [0.3, rate], "rates must be finite") for rate in NOT_RATES],
+        *[([10], [0.3, rate], "rates must be a finite number") for rate in NOT_RATES],
     ],
 )
 def test_an_invalid_piecewise_raises(boundaries: Any, rates: Any, message: str) -> None:
@@ -148,6 +151,8 @@ def test_an_invalid_piecewise_raises(boundaries: Any, rates: Any, message: str) 
         (0.5, 0.5),
         (1, 1.0),
         (lambda step: step * 0.1, 0.3),
+        (np.float32(0.5), 0.5),
+        (torch.tensor(0.5, requires_grad=True), 0.5),
         (lambda: 0.25, 0.25),
         (lambda step=5: step, 3.0),
         (lambda *steps: len(steps), 1.0),
@@ -163,7 +168,54 @@ def test_a_rate_is_a_number_a_schedule_or_any_callable(lr: Any, rate: float) -> 
     assert SGD(lr).rate(3) == pytest.approx(rate)
 
 
-@pytest.mark.parametrize("lr", [lambda step, epoch: 0.1, lambda *, epoch: 0.1, PolynomialDecay])
+def test_numbers_of_numpy_and_tensors_are_numbers() -> None:
+    """Given settings as numpy scalars and 0-d tensors, the objects equal those with Python's numbers."""
+    half, ten = np.float32(0.5), np.int64(10)
+    assert SGD(torch.tensor(0.5)) == SGD(half) == SGD(0.5)  # type: ignore[arg-type]
+    assert type(SGD(half).lr) is float  # type: ignore[arg-type]
+    betas: Any = (half, torch.tensor(0.25))
+    assert Adam(0.5, betas, eps=half) == Adam(0.5, (0.5, 0.25), eps=0.5)  # type: ignore[arg-type]
+    assert Momentum(0.1, half) == Momentum(0.1, 0.5)  # type: ignore[arg-type]
+    assert Uniform(-half, half) == Uniform(-0.5, 0.5)  # type: ignore[arg-type]
+    decay = PolynomialDecay(half, ten, torch.tensor(0.25), half)  # type: ignore[arg-type]
+    assert decay == PolynomialDecay(0.5, 10, 0.25, 0.5)
+    assert decay(np.int64(5)) == decay(torch.tensor(5)) == decay(5)  # type: ignore[arg-type]
+    assert Warmup(half, ten, half) == Warmup(0.5, 10, 0.5)  # type: ignore[arg-type]
+    assert Piecewise((ten,), (half, half)) == Piecewise((10,), (0.5, 0.5))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "value", [True, torch.ones(2), torch.tensor(1j), torch.ones((), device="meta"), 10**400]
+)
+def test_what_is_not_one_number_is_rejected(value: Any) -> None:
+    for made in (SGD, Constant, lambda x: Adam(0.1, eps=x)):
+        with pytest.raises(InputError, match=r"(lr|value|eps) must be a finite number"):
+            made(value)
+    with pytest.raises(InputError, match=r"betas must be in \[0, 1\)"):
+        Adam(0.1, (value, 0.9))
+
+
+@pytest.mark.parametrize(
+    "lr", [PolynomialDecay(1.0, 10), Warmup(partial(max, 0.5), 4), lambda step: 0.1, torch.tensor(0.5).item]
+)
+def test_the_signature_of_a_callable_is_read_once(lr: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes many times as long as the rate itself."""
+    optimizer = SGD(lr)
+    expected = [optimizer.rate(step) for step in range(3)]
+    copied = pickle.loads(pickle.dumps(SGD(PolynomialDecay(1.0, 10))))
+
+    def read(*_: Any) -> Any:
+        raise AssertionError("the signature was read again")
+
+    monkeypatch.setattr(inspect, "signature", read)
+    assert [optimizer.rate(step) for step in range(3)] == expected
+    assert copied.rate(5) == pytest.approx(0.5, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "lr",
+    [lambda step, epoch: 0.1, lambda *, epoch: 0.1, lambda step, *, epoch: 0.1, PolynomialDecay],
+)
 def test_a_callable_that_needs_other_arguments_is_rejected_at_construction(lr: Any) -> None:
     with pytest.raises(InputError, match=r"SGD: lr must be .* callable of the step or of no argument"):
         SGD(lr)

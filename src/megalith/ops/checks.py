@@ -7,6 +7,7 @@ A shape is a tuple in which None stands for any size; the shape None accepts any
 from __future__ import annotations
 
 import math
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from numbers import Real
@@ -258,6 +259,45 @@ def number(value: Any, name: str) -> Any:
     return value
 
 
+def as_integer(value: Any) -> int | None:
+    """Convert an integer of Python, numpy or a 0-d tensor.
+
+    Args:
+        value: Anything.
+
+    Returns:
+        The integer; None if the value is not one (a bool is not).
+    """
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or (isinstance(value, Tensor) and not _is_scalar(value)):
+        return None
+    try:
+        return operator.index(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def as_number(value: Any) -> float | None:
+    """Convert a real number of Python, numpy or a 0-d tensor.
+
+    Args:
+        value: Anything.
+
+    Returns:
+        The number as a float; None if the value is not one (a bool is not) or does not fit.
+    """
+    if type(value) is float:
+        return value
+    known = _is_scalar(value) if isinstance(value, Tensor) else isinstance(value, Real)
+    if isinstance(value, bool) or not known:
+        return None
+    try:
+        return float(value.detach() if isinstance(value, Tensor) else value)
+    except (OverflowError, TypeError, ValueError, RuntimeError):
+        return None
+
+
 def instance(value: Any, expected: type[Checked], name: str) -> Checked:
     """Check an object of a class.
 
@@ -329,21 +369,24 @@ def mapping(value: Any, name: str, example: str) -> Mapping[str, Any]:
     return value
 
 
-def seconds(value: Any, name: str) -> float:
-    """Check a duration.
+def seconds(value: Any, name: str, *, zero: bool = False) -> float:
+    """Check a finite number of seconds above 0.
 
     Args:
         value: The argument.
-        name: Its name in the message.
+        name: Its name, for the error message.
+        zero: Accept 0 too, which means not to wait.
 
     Returns:
-        The value.
+        The number.
 
     Raises:
-        InputError: It is not a finite number above 0.
+        InputError: It is not such a number.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise InputError(f"{name} must be a number of seconds above 0, got {value!r}")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not (0 < value < math.inf or (zero and value == 0)):
+        limit = "of 0 or more" if zero else "above 0"
+        raise InputError(f"{name} must be a number of seconds {limit}, got {value!r}")
     return value
 
 
@@ -502,6 +545,10 @@ def kind(x: Any) -> str:
         The dtype of a tensor, or the type name of anything else.
     """
     return str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
+
+
+def _is_scalar(tensor: Tensor) -> bool:
+    return tensor.dim() == 0 and tensor.dtype != torch.bool and not tensor.is_complex() and not tensor.is_meta
 
 
 def _shaped(tensor: Tensor, name: str, shape: Shape) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megalith.bits import mix64, signed
 from megalith.errors import InputError
+from megalith.ops.checks import as_number
 from megalith.table.schedules import FLOAT32_MAX
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -35,8 +36,10 @@ class Initializer(ABC):
     def _check(self, *fields: str) -> None:
         for field in fields:
             value = getattr(self, field)
-            if not isinstance(value, int | float) or not abs(value) <= FLOAT32_MAX:
-                raise InputError(f"{type(self).__name__}: {field} must be finite, got {value!r}")
+            number = as_number(value)
+            if number is None or not abs(number) <= FLOAT32_MAX:
+                raise InputError(f"{type(self).__name__}: {field} must be a finite number, got {value!r}")
+            object.__setattr__(self, field, number)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Learning-rate schedules: callables that map a step to a learning rate.
 
-The `lr` of an optimizer is a float, one of these schedules, or a callable of the step or of no argument. It
-is evaluated at each update.
+The `lr` of an optimizer is a number, one of these schedules, or a callable of the step or of no argument. It
+is evaluated at each update. Whether a callable takes the step is determined once, when it is configured.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 from megalith.errors import InputError
+from megalith.ops.checks import as_integer, as_number
 
 LearningRate = float | Callable[[int], float] | Callable[[], float]
 
@@ -54,14 +54,16 @@ class PolynomialDecay:
     cycle: bool = False
 
     def __post_init__(self) -> None:
-        _check_steps("PolynomialDecay", "decay_steps", self.decay_steps)
-        if not isinstance(self.power, int | float) or not math.isfinite(self.power):
-            raise InputError(f"PolynomialDecay: power must be finite, got {self.power!r}")
-        _rates("PolynomialDecay", initial=self.initial, end=self.end)
+        _check_steps(self, "decay_steps")
+        power = as_number(self.power)
+        if power is None or not math.isfinite(power):
+            raise InputError(f"PolynomialDecay: power must be a finite number, got {self.power!r}")
+        object.__setattr__(self, "power", power)
+        check_numbers(self, "initial", "end")
 
     def __call__(self, step: int) -> float:
         """Return the rate at a step, >= 0."""
-        _check_step("PolynomialDecay", step)
+        step = _checked_step("PolynomialDecay", step)
         span = float(self.decay_steps)
         if self.cycle:
             span *= max(1, math.ceil(step / self.decay_steps))
@@ -74,7 +76,7 @@ class Warmup:
     """Grows linearly from `start` to the rate of `then` over `steps` steps, then follows `then`.
 
     Args:
-        then: A float, a schedule or a callable. It is evaluated at the full step.
+        then: A number, a schedule or a callable. It is evaluated at the full step.
         steps: Number of steps, at least 1.
         start: The rate at step 0.
     """
@@ -83,15 +85,20 @@ class Warmup:
     steps: int
     start: float = 0.0
 
+    _arguments: ClassVar[int | None] = None
+    """How `then` is called; see `check_rate`. Each object has its own."""
+
     def __post_init__(self) -> None:
-        _check_steps("Warmup", "steps", self.steps)
-        _rates("Warmup", start=self.start)
-        check_rate("Warmup", self.then, "then")
+        _check_steps(self, "steps")
+        check_numbers(self, "start")
+        then, arguments = check_rate("Warmup", self.then, "then")
+        object.__setattr__(self, "then", then)
+        object.__setattr__(self, "_arguments", arguments)
 
     def __call__(self, step: int) -> float:
         """Return the rate at a step, >= 0."""
-        _check_step("Warmup", step)
-        rate = rate_at(self.then, step)
+        step = _checked_step("Warmup", step)
+        rate = rate_at(self.then, step, self._arguments)
         if step >= self.steps:
             return rate
         return self.start + (rate - self.start) * step / self.steps
@@ -120,26 +127,28 @@ class Piecewise:
                 f"Piecewise: {len(self.boundaries)} boundaries need "
                 f"{len(self.boundaries) + 1} rates, got {len(self.rates)}"
             )
-        for boundary in self.boundaries:
-            if isinstance(boundary, bool) or not isinstance(boundary, int | float):
-                raise InputError(f"Piecewise: boundaries must be steps, got {boundary!r}")
+        boundaries = tuple(map(_as_step, self.boundaries))
+        if None in boundaries:
+            raise InputError(f"Piecewise: boundaries must be steps, got {self.boundaries!r}")
+        object.__setattr__(self, "boundaries", boundaries)
         if list(self.boundaries) != sorted(set(self.boundaries)):
             raise InputError(f"Piecewise: boundaries must ascend, got {list(self.boundaries)}")
-        for rate in self.rates:
-            _rates("Piecewise", rates=rate)
+        object.__setattr__(self, "rates", tuple(_rate("Piecewise", "rates", x) for x in self.rates))
 
     def __call__(self, step: int) -> float:
         """Return the rate at a step, >= 0."""
-        _check_step("Piecewise", step)
+        step = _checked_step("Piecewise", step)
         return self.rates[sum(step >= boundary for boundary in self.boundaries)]
 
 
-def rate_at(lr: LearningRate, step: int) -> float:
+def rate_at(lr: LearningRate, step: int, arguments: int | None = None) -> float:
     """Evaluate a learning rate at a step.
 
     Args:
-        lr: A float, a schedule, or a callable of the step or of no argument.
+        lr: A number, a schedule, or a callable of the step or of no argument.
         step: The global step, from 0.
+        arguments: What `check_rate` returned for it; None: the signature of a callable is read now, which
+            takes longer than the call.
 
     Returns:
         The rate, finite and not negative.
@@ -147,8 +156,8 @@ def rate_at(lr: LearningRate, step: int) -> float:
     Raises:
         InputError: The callable raises, or the rate is not a number, is negative or is not finite.
     """
-    _check_step("learning rate", step)
-    rate: Any = _called(lr, step) if callable(lr) else lr
+    step = _checked_step("learning rate", step)
+    rate: Any = _called(lr, step, arguments) if callable(lr) else lr
     if not isinstance(rate, int | float):
         try:
             rate = float(rate)
@@ -162,8 +171,9 @@ def rate_at(lr: LearningRate, step: int) -> float:
 _UNKNOWN = -1  # a callable of C without a signature, such as Tensor.item
 
 
-def _called(lr: Callable[..., Any], step: int) -> Any:
-    arguments = _arguments(lr)
+def _called(lr: Callable[..., Any], step: int, arguments: int | None) -> Any:
+    if arguments is None:
+        arguments = _count_arguments(lr)
     try:
         if arguments == _UNKNOWN:
             try:
@@ -179,11 +189,9 @@ def _called(lr: Callable[..., Any], step: int) -> Any:
         ) from error
 
 
-def _arguments(lr: Callable[..., Any]) -> int | None:
+def _count_arguments(lr: Callable[..., Any]) -> int | None:
     """Return how many arguments a callable is called with: 1, the step, if it takes one, else 0; _UNKNOWN if
     it has no signature; None if it requires more."""
-    if isinstance(lr, FunctionType) and lr.__code__.co_argcount == 1:
-        return 1  # the usual case, without the cost of a signature
     try:
         signature = inspect.signature(lr)
     except (TypeError, ValueError):
@@ -216,7 +224,7 @@ def check_positive_rate(owner: str, rate: float, step: int) -> float:
     return rate
 
 
-def check_rate(owner: str, lr: LearningRate, field: str = "lr") -> None:
+def check_rate(owner: str, lr: LearningRate, field: str = "lr") -> tuple[LearningRate, int]:
     """Check a learning rate when it is configured. The rate of a callable is checked when it is evaluated.
 
     Args:
@@ -224,30 +232,62 @@ def check_rate(owner: str, lr: LearningRate, field: str = "lr") -> None:
         lr: The rate.
         field: Name of the setting, for messages.
 
+    Returns:
+        The rate, where a number of numpy or a 0-d tensor became a float; and the number of arguments that a
+        callable is called with, for `rate_at`.
+
     Raises:
-        InputError: `lr` is not a finite float >= 0 and not a callable of at most one required argument.
+        InputError: `lr` is not a finite number >= 0 and not a callable of at most one required argument.
     """
     if not callable(lr):
-        _rates(owner, **{field: lr})
-    elif _arguments(lr) is None:
+        return _rate(owner, field, lr), 0
+    arguments = _count_arguments(lr)
+    if arguments is None:
         raise InputError(
-            f"{owner}: {field} must be a float, a schedule, or a callable of the step or of no argument, "
+            f"{owner}: {field} must be a number, a schedule, or a callable of the step or of no argument, "
             f"got {lr!r}, which needs other arguments"
         )
+    return lr, arguments
 
 
-def _check_step(owner: str, step: float) -> None:
-    if not isinstance(step, int | float) or math.isnan(step):
+def check_numbers(settings: Any, *fields: str) -> None:
+    """Check settings that must be finite and not negative.
+
+    Args:
+        settings: A frozen dataclass. Numbers of numpy and 0-d tensors in it are replaced by floats.
+        *fields: Names of the fields.
+
+    Raises:
+        InputError: A field is not a number, negative or not finite.
+    """
+    for field in fields:
+        number = _rate(type(settings).__name__, field, getattr(settings, field))
+        object.__setattr__(settings, field, number)
+
+
+def _as_step(value: Any) -> Any:
+    """Return a step or a number of steps as an int or float; None if it is not a number."""
+    integer = as_integer(value)
+    return as_number(value) if integer is None else integer
+
+
+def _checked_step(owner: str, step: Any) -> Any:
+    number = _as_step(step)
+    if number is None or math.isnan(number):
         raise InputError(f"{owner}: step must be a number, got {step!r}")
+    return number
 
 
-def _check_steps(owner: str, field: str, steps: float) -> None:
-    if isinstance(steps, bool) or not isinstance(steps, int | float) or not 1 <= steps < math.inf:
-        raise InputError(f"{owner}: {field} must be at least 1, got {steps!r}")
+def _check_steps(settings: Any, field: str) -> None:
+    value = getattr(settings, field)
+    steps = _as_step(value)
+    if steps is None or not 1 <= steps < math.inf:
+        raise InputError(f"{type(settings).__name__}: {field} must be a number of at least 1, got {value!r}")
+    object.__setattr__(settings, field, steps)
 
 
-def _rates(owner: str, **fields: Any) -> None:
-    for field, value in fields.items():
-        good = isinstance(value, int | float) and 0 <= value <= FLOAT32_MAX
-        if not good:
-            raise InputError(f"{owner}: {field} must be finite and not negative, got {value!r}")
+def _rate(owner: str, field: str, value: Any) -> float:
+    number = as_number(value)
+    if number is None or not 0 <= number <= FLOAT32_MAX:
+        raise InputError(f"{owner}: {field} must be a finite number and not negative, got {value!r}")
+    return number

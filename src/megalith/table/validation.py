@@ -7,10 +7,8 @@ written unless the whole input of a call is valid.
 
 from __future__ import annotations
 
-import operator
 import time as clock
 from collections.abc import Collection, Mapping, Sequence
-from numbers import Real
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from torch import Tensor
 from megalith.bits import show_id_dtype
 from megalith.errors import InputError, UnknownNameError, UsageError
 from megalith.library import native_module
+from megalith.ops.checks import as_integer, as_number
 from megalith.ops.pooling import Pooling
 from megalith.table.schedules import FLOAT32_MAX
 from megalith.table.table_config import TableConfig
@@ -408,47 +407,6 @@ class InputChecks:
             )
         pairs = zip(tensors, pooling.outputs, strict=True)
         return [self._matrix(f"{field}[{k}]", tensor, *shape) for k, (tensor, shape) in enumerate(pairs)]
-
-
-def as_integer(value: Any) -> int | None:
-    """Convert an integer of Python, numpy or a 0-d tensor.
-
-    Args:
-        value: Anything.
-
-    Returns:
-        The integer; None if the value is not one (a bool is not).
-    """
-    if type(value) is int:
-        return value
-    if isinstance(value, bool) or (isinstance(value, Tensor) and not _is_scalar(value)):
-        return None
-    try:
-        return operator.index(value)
-    except (TypeError, ValueError, RuntimeError):
-        return None
-
-
-def as_number(value: Any) -> float | None:
-    """Convert a real number of Python, numpy or a 0-d tensor.
-
-    Args:
-        value: Anything.
-
-    Returns:
-        The number as a float; None if the value is not one (a bool is not) or does not fit.
-    """
-    known = _is_scalar(value) if isinstance(value, Tensor) else isinstance(value, Real)
-    if isinstance(value, bool) or not known:
-        return None
-    try:
-        return float(value)
-    except (OverflowError, TypeError, ValueError, RuntimeError):
-        return None
-
-
-def _is_scalar(tensor: Tensor) -> bool:
-    return tensor.dim() == 0 and tensor.dtype != torch.bool and not tensor.is_complex() and not tensor.is_meta
 
 
 def plain(tensor: Tensor) -> Tensor:

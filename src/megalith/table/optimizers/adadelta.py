@@ -35,7 +35,7 @@ class Adadelta(Optimizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check("eps", "weight_decay")
-        self._check_below_one("rho", self.rho)
+        self._check_below_one("rho")
 
     @property
     def hyper(self) -> tuple[float, ...]:

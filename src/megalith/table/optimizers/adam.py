@@ -34,8 +34,7 @@ class AdamSettings(Optimizer):
         if not isinstance(self.betas, list | tuple) or len(self.betas) != 2:
             raise InputError(f"{name}: betas must be two numbers, got {self.betas!r}")
         object.__setattr__(self, "betas", tuple(self.betas))
-        for beta in self.betas:
-            self._check_below_one("betas", beta)
+        self._check_below_one("betas")
         if not isinstance(self.bias_correction, str) or self.bias_correction not in BIAS_CORRECTIONS:
             raise InputError(f'{name}: bias_correction must be "step" or "row", got {self.bias_correction!r}')
 

@@ -36,8 +36,7 @@ class Lion(Optimizer):
         if not isinstance(self.betas, list | tuple) or len(self.betas) != 2:
             raise InputError(f"Lion: betas must be two numbers, got {self.betas!r}")
         object.__setattr__(self, "betas", tuple(self.betas))
-        for beta in self.betas:
-            self._check_below_one("betas", beta)
+        self._check_below_one("betas")
 
     @property
     def hyper(self) -> tuple[float, ...]:

@@ -37,7 +37,7 @@ class Momentum(Optimizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check("weight_decay")
-        self._check_below_one("momentum", self.momentum)
+        self._check_below_one("momentum")
 
     @property
     def hyper(self) -> tuple[float, ...]:

@@ -29,7 +29,7 @@ class MovingAverage(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_below_one("momentum", self.momentum)
+        self._check_below_one("momentum")
 
     @property
     def hyper(self) -> tuple[float, ...]:

@@ -16,7 +16,15 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from megalith.errors import InputError
-from megalith.table.schedules import FLOAT32_MAX, LearningRate, as_float32, check_rate, rate_at
+from megalith.ops.checks import as_number
+from megalith.table.schedules import (
+    FLOAT32_MAX,
+    LearningRate,
+    as_float32,
+    check_numbers,
+    check_rate,
+    rate_at,
+)
 
 
 @dataclass(frozen=True)
@@ -41,8 +49,10 @@ class State:
             raise InputError(f"State: name must be letters, digits and underscores, got {self.name!r}")
         if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
             raise InputError(f"State {self.name!r}: size must be a positive integer, got {self.size!r}")
-        if not isinstance(self.initial, int | float) or not abs(self.initial) <= FLOAT32_MAX:
+        initial = as_number(self.initial)
+        if initial is None or not abs(initial) <= FLOAT32_MAX:
             raise InputError(f"State {self.name!r}: initial must be a finite number, got {self.initial!r}")
+        object.__setattr__(self, "initial", initial)
 
 
 @dataclass(frozen=True)
@@ -53,7 +63,8 @@ class Optimizer(ABC):
     update, the reference engine once per row: rows must not depend on each other.
 
     Args:
-        lr: The learning rate: a float, a schedule, or a callable of the step or of no argument.
+        lr: The learning rate: a number, a schedule, or a callable of the step or of no argument. A 0-d tensor
+            is read once.
 
     Raises:
         InputError: A setting is out of range.
@@ -64,13 +75,18 @@ class Optimizer(ABC):
     name: ClassVar[str]
     """Identifies the optimizer in checkpoints; the name of the class, unless the class sets it."""
 
+    _arguments: ClassVar[int | None] = None
+    """How a callable `lr` is called; see `check_rate`. Each object has its own."""
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "name" not in cls.__dict__:
             cls.name = cls.__name__
 
     def __post_init__(self) -> None:
-        check_rate(type(self).__name__, self.lr)
+        lr, arguments = check_rate(type(self).__name__, self.lr)
+        object.__setattr__(self, "lr", lr)
+        object.__setattr__(self, "_arguments", arguments)
 
     def rate(self, step: int) -> float:
         """Return the learning rate at a step.
@@ -84,7 +100,7 @@ class Optimizer(ABC):
         Raises:
             InputError: The callable raises, or returns a rate that is not a number, negative or not finite.
         """
-        return rate_at(self.lr, step)
+        return rate_at(self.lr, step, self._arguments)
 
     def states(self, dim: int) -> tuple[State, ...]:
         """Return the states of a segment, in storage order.
@@ -126,18 +142,15 @@ class Optimizer(ABC):
         return ()
 
     def _check(self, *fields: str) -> None:
-        """Raise InputError if a field is negative or not finite."""
-        for field in fields:
-            value = getattr(self, field)
-            good = isinstance(value, int | float) and 0 <= value <= FLOAT32_MAX
-            if not good:
-                raise InputError(
-                    f"{type(self).__name__}: {field} must be finite and not negative, got {value!r}"
-                )
+        """Raise InputError if a field is negative or not finite; see `check_numbers`."""
+        check_numbers(self, *fields)
 
-    def _check_below_one(self, field: str, value: float) -> None:
-        good = isinstance(value, int | float) and 0 <= value < 1 and as_float32(value) < 1
-        if not good:
+    def _check_below_one(self, field: str) -> None:
+        """Raise InputError unless a field is in [0, 1), or each of its numbers if it is a tuple."""
+        value = getattr(self, field)
+        numbers = [as_number(x) for x in (value if isinstance(value, tuple) else (value,))]
+        if not all(x is not None and 0 <= x < 1 and as_float32(x) < 1 for x in numbers):
             raise InputError(
                 f"{type(self).__name__}: {field} must be in [0, 1) also as a float32, got {value!r}"
             )
+        object.__setattr__(self, field, tuple(numbers) if isinstance(value, tuple) else numbers[0])

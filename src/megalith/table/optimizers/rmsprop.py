@@ -35,7 +35,7 @@ class RMSProp(Optimizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check("eps", "weight_decay")
-        self._check_below_one("alpha", self.alpha)
+        self._check_below_one("alpha")
 
     @property
     def new_square(self) -> float:
