@@ -125,8 +125,11 @@ OPTIMIZERS: dict[str, Optimizer] = {
 class Ours:
     """A megalith table on the cpu engine, trained through autograd like its peers."""
 
-    def __init__(self, optimizer: str, keys: Tensor, dim: int, weights: Tensor | None = None) -> None:
-        config = TableConfig("t", dim=dim, optimizer=OPTIMIZERS[optimizer])
+    def __init__(
+        self, optimizer: str | Optimizer, keys: Tensor, dim: int, weights: Tensor | None = None
+    ) -> None:
+        chosen = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+        config = TableConfig("t", dim=dim, optimizer=chosen)
         self.table = Table(config, engine="cpu")
         self.table.reserve(keys.numel())
         for start in range(0, keys.numel(), FILL_CHUNK):
