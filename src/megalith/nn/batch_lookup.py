@@ -23,7 +23,7 @@ from megalith.errors import UsageError
 from megalith.nn.feature_plan import CompiledBatch
 from megalith.ragged import Ragged
 from megalith.shards import Lookup
-from megalith.shards.contract import version
+from megalith.shards.lookup import version
 
 
 class BatchLookup:

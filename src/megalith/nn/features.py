@@ -6,7 +6,7 @@ They are plain data, validated at construction. `feature_plan.py` compiles them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 
 from megalith.errors import InputError
 from megalith.nn.combiners import Combiner, Sum
@@ -33,8 +33,7 @@ class Feature:
     table: str
     combiner: Combiner | None = field(default_factory=Sum)
     shared: bool = False
-    _: KW_ONLY
-    pad: int = -1
+    pad: int = field(default=-1, kw_only=True)
 
     def __post_init__(self) -> None:
         for what in ("name", "table"):

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megalith.errors import UsageError
-from megalith.shards.contract import version
+from megalith.shards.lookup import version
 
 _NONE = -1
 _RECIPE = (

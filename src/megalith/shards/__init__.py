@@ -1,8 +1,9 @@
 """Shards: all tables of a model by name, one call for all of them."""
 
 from megalith.shards.comm_metrics import CommMetrics, CommReport
-from megalith.shards.contract import Lookup, PreparedIds, Shards
+from megalith.shards.contract import Shards
 from megalith.shards.local import LocalLookup, LocalShards
+from megalith.shards.lookup import Lookup, PreparedIds
 from megalith.shards.sync import SyncLookup, SyncShards
 
 __all__ = [

@@ -58,6 +58,30 @@ def halves(parts: Sequence[GradientSum]) -> list[GradientSum]:
     return level
 
 
+def sum_received(
+    ids: Tensor, received: Sequence[tuple[Tensor | None, Tensor]], dim: int
+) -> tuple[Tensor, Tensor]:
+    """Sum the gradients that an owner received for one table by the tree, until each id occurs at most twice.
+
+    Args:
+        ids: int64 [n], the ids of all sources concatenated.
+        received: Per source, which of its ids take part, bool [m] (None: all), and their floats.
+        dim: The dim of the table.
+
+    Returns:
+        Ids int64 [k] and gradients float32 [k, dim]; the ids are `ids` itself if nothing had to be summed.
+    """
+    grads = [floats.view(-1, dim) for _, floats in received]
+    masked = any(mask is not None and not bool(mask.all()) for mask, _ in received)
+    full = [g for g in grads if g.numel()]
+    if not masked and len(full) <= 2:
+        return ids, full[0] if len(full) == 1 else torch.cat(full) if full else grads[0]
+    sources = zip(ids.split_with_sizes([len(g) for g in grads]), grads, received, strict=True)
+    # Empty parts are kept: the position of a part in the tree of sums must not change.
+    both = halves([GradientSum(i, g) if m is None else GradientSum(i[m], g[m]) for i, g, (m, _) in sources])
+    return torch.cat([part.ids for part in both]), torch.cat([part.grads for part in both])
+
+
 def total(parts: Sequence[GradientSum]) -> GradientSum:
     """Sum parts by a binary tree.
 

@@ -16,13 +16,12 @@ from megalith.errors import InputError
 from megalith.ops.pooling import Pooling
 from megalith.shards.contract import (
     Ids,
-    Lookup,
-    PreparedIds,
     Rows,
     Shards,
     check_configs,
     missing_status,
 )
+from megalith.shards.lookup import Lookup, PreparedIds
 from megalith.shards.lookup_series import LookupSeries
 from megalith.shards.preparer import LocalPreparer
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats

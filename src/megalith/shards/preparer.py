@@ -15,7 +15,8 @@ from torch import Tensor
 from megalith.errors import InputError, UnknownNameError
 from megalith.ops import Deduped, dedup
 from megalith.routing import MODES, Router
-from megalith.shards.contract import Ids, PreparedIds
+from megalith.shards.contract import Ids
+from megalith.shards.lookup import PreparedIds
 from megalith.table import TableConfig
 from megalith.table.validation import InputChecks, check_by_table, check_flag, check_table_name
 

@@ -7,8 +7,7 @@ little-endian int64 unless stated, and each part is padded to 8 bytes:
     sizes        call, sequence number, flags (1 failed, 2 out of data, 4 left), time, number of ids per table
     ids          the distinct ids by table
     rows         the rows of the requested ids by table, in the precision of the wire
-    gradients    sequence number, flags (1 failed, 4 left), step, time, scale, clip_norm (float64); one bit
-                 per id (1: it has a gradient); the gradients by table, in the precision of the wire
+    gradients    see `gradient_message.py`
 
     call                     exchanges
     lookup                   sizes, ids; rows when they are fetched; gradients in apply_gradients
@@ -23,7 +22,7 @@ Exchanges that a `LookupSeries` leaves out are not made on any rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -32,7 +31,15 @@ from torch import Tensor
 from megalith.distributed.exchange import Exchange
 from megalith.errors import InputError, RankFailedError, UsageError
 from megalith.library import span
-from megalith.shards.gradient_sums import GradientSum, halves
+from megalith.shards.gradient_message import (
+    GradientMessage,
+    GradientPush,
+    latest_time,
+    push_head,
+    read_head,
+    seconds_word,
+)
+from megalith.shards.gradient_sums import sum_received
 from megalith.shards.local import LocalShards
 from megalith.shards.lookup_series import LookupSeries
 from megalith.shards.preparer import RoutedIds
@@ -43,8 +50,6 @@ from megalith.table.table_data import FoundRows, Step
 CALLS = ("lookup", "apply_gradients", "assign", "assign_add", "reinitialize", "remove")
 _FAILED, _OUT_OF_DATA, _LEFT = 1, 2, 4
 _HEAD = 4  # call, number, flags, time
-_PUSH_WORDS = 6  # number, flags, step, time, scale, clip_norm
-_NO_TIME = -1
 
 
 @dataclass
@@ -70,27 +75,6 @@ class RequestedIds:
     found: dict[str, FoundRows] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class GradientPush:
-    """Gradients to send.
-
-    Attributes:
-        flat: float32, the summed gradients of all distinct ids.
-        mask: bool [u], which ids take part; None: all.
-        step: See `Shards.apply_gradients`, as are the others.
-        clip_norm: 0 for no limit.
-        rates: The learning rate of each segment, for the trainable tables with requested ids.
-    """
-
-    flat: Tensor
-    mask: Tensor | None
-    step: int
-    time: float | None
-    scale: float
-    clip_norm: float
-    rates: Mapping[str, list[float]]
-
-
 class RankMessages:
     """The exchanges of one SyncShards.
 
@@ -108,6 +92,7 @@ class RankMessages:
         self._dims = [table.dim for table in tables.values()]
         self._widths = torch.tensor(self._dims, dtype=torch.int64)
         self._rows_wire, self._grads_wire = make_wire(wire[0]), make_wire(wire[1])
+        self._gradients = GradientMessage(self._grads_wire, self._dims)
         self._calls = 0
         self._recorder: Recorder | None = None
 
@@ -202,7 +187,7 @@ class RankMessages:
         head[:, 0] = CALLS.index(call)
         head[:, 1] = self._calls
         head[:, 2] = flags
-        head[:, 3] = _seconds(time)
+        head[:, 3] = seconds_word(time)
         if routed is not None:
             head[:, _HEAD:] = routed.deduped.counts
         width = head.shape[1] * 8
@@ -224,7 +209,7 @@ class RankMessages:
             self._recorder.requested(call, occurrences, routed.deduped.counts, counts)
             self._recorder.sent("ids", routed.deduped.counts, counts, [8] * tables)
         done = [rank for rank, flags in enumerate(heads[:, 2].tolist()) if flags & _OUT_OF_DATA]
-        return RequestedIds(self._calls, counts, done, _latest(heads[:, 3].tolist()), by_table, series)
+        return RequestedIds(self._calls, counts, done, latest_time(heads[:, 3].tolist()), by_table, series)
 
     def _check_heads(self, heads: Tensor, call: str, error: Exception | None, series: LookupSeries) -> None:
         kinds, numbers, flags = heads[:, 0].tolist(), heads[:, 1].tolist(), heads[:, 2].tolist()
@@ -321,23 +306,23 @@ class RankMessages:
         """
         requested.series.check()
         mine, theirs = routed.deduped.counts, requested.counts
-        sizes = self._push_sizes(mine), self._push_sizes(theirs)
+        sizes = self._gradients.sizes(mine), self._gradients.sizes(theirs)
         flags = (_FAILED if error is not None else 0) | (_LEFT if leave else 0)
-        head = _push_head(requested.number, flags, push)
-        data = self._pack(head, push, mine, sizes[0])
+        head = push_head(requested.number, flags, push)
+        data = self._gradients.encode(head, push, mine, sizes[0])
         step = "" if push is None else f" of step {push.step}"
         what = self._what("apply_gradients", f"gradients{step}", requested.number)
         got = self._exchange.all_to_all(data, *sizes, what)
         self._report_wait("gradients")
         parts = got.split_with_sizes(sizes[1])
-        heads = [part[: _PUSH_WORDS * 8].view(torch.int64).tolist() for part in parts]
+        heads = [read_head(part) for part in parts]
         time = self._check_push(heads, head.tolist(), error, requested.series)
         if push is None:
             return
         if self._recorder is not None:
             row_bytes = [self._grads_wire.row_bytes(dim) for dim in self._dims]
             self._recorder.sent("gradients", mine, theirs, row_bytes)
-        received = [self._unpack(part, counts) for part, counts in zip(parts, theirs, strict=True)]
+        received = [self._gradients.decode(part, counts) for part, counts in zip(parts, theirs, strict=True)]
         ids: dict[str, Tensor] = {}
         found: dict[str, FoundRows] = {}
         grads: dict[str, list[Tensor]] = {}
@@ -346,7 +331,7 @@ class RankMessages:
             if not requested.ids[name].numel():
                 continue
             with span("megalith.gradients"):
-                own, summed = _summed(requested.ids[name], [source[t] for source in received], table.dim)
+                own, summed = sum_received(requested.ids[name], [source[t] for source in received], table.dim)
             if not own.numel():
                 continue
             ids[name], grads[name] = own, [summed]
@@ -359,41 +344,6 @@ class RankMessages:
         for name, rows in before.items():
             assert self._recorder is not None
             self._recorder.created(name, len(self._tables[name]) - rows)
-
-    def _push_sizes(self, counts: Tensor) -> list[int]:
-        """Return the bytes per peer: header, one bit per id, values."""
-        values = self._grads_wire.sizes(counts, self._dims)
-        bits = [_pad(-(-n // 8)) for n in counts.sum(1).tolist()]
-        return [_PUSH_WORDS * 8 + b + _pad(v) for b, v in zip(bits, values, strict=True)]
-
-    def _pack(self, head: Tensor, push: GradientPush | None, counts: Tensor, sizes: list[int]) -> Tensor:
-        """Return one part per peer, of these sizes; without a push only the header has content."""
-        if push is None:
-            parts = [torch.nn.functional.pad(head, (0, size // 8 - _PUSH_WORDS)) for size in sizes]
-            return torch.cat(parts).view(torch.uint8)
-        ids = counts.sum(1).tolist()
-        flats = push.flat.split_with_sizes(self.floats(counts).tolist())
-        masks = [None] * len(ids) if push.mask is None else push.mask.split_with_sizes(ids)
-        pieces: list[Tensor] = []
-        for own, n, mask, flat, size in zip(counts, ids, masks, flats, sizes, strict=True):
-            bits = _bits(n, mask)
-            values = self._grads_wire.encode(flat, own[None], self._dims)
-            filler = size - _PUSH_WORDS * 8 - bits.numel() - values.numel()
-            pieces += [head.view(torch.uint8), bits, values, torch.zeros(filler, dtype=torch.uint8)]
-        return torch.cat(pieces)
-
-    def _unpack(self, part: Tensor, counts: Tensor) -> list[tuple[Tensor | None, Tensor]]:
-        """Return per table which ids of a source take part (None: all) and their floats."""
-        sizes = counts.tolist()
-        ids, one = sum(sizes), counts[None]
-        bits = part[_PUSH_WORDS * 8 :][: _pad(-(-ids // 8))]
-        (size,) = self._grads_wire.sizes(one, self._dims)
-        values = part[_PUSH_WORDS * 8 + bits.numel() :][:size]
-        flat = self._grads_wire.decode(values, one, self._dims)
-        floats = flat.split_with_sizes([n * dim for n, dim in zip(sizes, self._dims, strict=True)])
-        if bool((bits == 255).all()):
-            return [(None, each) for each in floats]
-        return list(zip(_unpack_bits(bits, ids).split_with_sizes(sizes), floats, strict=True))
 
     def _check_push(
         self, heads: list[list[int]], mine: list[int], error: Exception | None, series: LookupSeries
@@ -408,7 +358,7 @@ class RankMessages:
                 "apply_gradients: step, scale and clip_norm must be equal on all ranks, and the gradients "
                 f"must belong to the same lookup (steps by rank: {[head[2] for head in heads]})"
             )
-        return _latest([head[3] for head in heads])
+        return latest_time([head[3] for head in heads])
 
     # ---- other writes
 
@@ -481,61 +431,8 @@ class RankMessages:
             self._recorder.waited(exchange, self._exchange.waited)
 
 
-def _summed(ids: Tensor, received: Sequence[tuple[Tensor | None, Tensor]], dim: int) -> tuple[Tensor, Tensor]:
-    """Return ids and gradients of one table, summed by the tree until each id occurs at most twice.
-
-    received: by source, which ids take part (None: all) and their floats.
-    """
-    grads = [floats.view(-1, dim) for _, floats in received]
-    masked = any(mask is not None and not bool(mask.all()) for mask, _ in received)
-    if not masked and sum(g.numel() > 0 for g in grads) <= 2:
-        return ids, _join(grads)
-    sources = zip(ids.split_with_sizes([len(g) for g in grads]), grads, received, strict=True)
-    # Empty parts are kept: the position of a part in the tree of sums must not change.
-    both = halves([GradientSum(i, g) if m is None else GradientSum(i[m], g[m]) for i, g, (m, _) in sources])
-    return torch.cat([part.ids for part in both]), torch.cat([part.grads for part in both])
-
-
-def _push_head(number: int, flags: int, push: GradientPush | None) -> Tensor:
-    head = torch.zeros(_PUSH_WORDS, dtype=torch.int64)
-    head[0] = number
-    head[1] = flags
-    head[3] = _NO_TIME
-    if push is not None:
-        head[2] = push.step
-        head[3] = _seconds(push.time)
-        numbers = torch.tensor([push.scale, push.clip_norm], dtype=torch.float64)
-        head[4:6] = numbers.view(torch.int64)
-    return head
-
-
-def _seconds(time: float | None) -> int:
-    return _NO_TIME if time is None else int(time)
-
-
-def _latest(times: Sequence[int]) -> int | None:
-    latest = max(times)
-    return None if latest == _NO_TIME else latest
-
-
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def _pad(size: int) -> int:
-    return -(-size // 8) * 8
-
-
-def _bits(n: int, mask: Tensor | None) -> Tensor:
-    """Return one bit per id, padded to 8 bytes: those in the mask, or all."""
-    if mask is None:
-        return torch.full((_pad(-(-n // 8)),), 255, dtype=torch.uint8)
-    padded = torch.nn.functional.pad(mask.to(torch.uint8), (0, -n % 64)).view(-1, 8)
-    return (padded << torch.arange(8, dtype=torch.uint8)).sum(1).to(torch.uint8)
-
-
-def _unpack_bits(bits: Tensor, n: int) -> Tensor:
-    return ((bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).view(-1)[:n].bool()
 
 
 def _blocks(flat: Tensor, counts: Tensor) -> list[list[Tensor]]:

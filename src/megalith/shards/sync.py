@@ -31,12 +31,14 @@ from megalith.ops import gather_pieces, scatter_pieces
 from megalith.ops.checks import as_integer
 from megalith.ops.pooling import Pooling
 from megalith.routing import Router
-from megalith.shards.contract import Ids, Lookup, PreparedIds, Rows, Shards, missing_status
+from megalith.shards.contract import Ids, Rows, Shards, missing_status
+from megalith.shards.gradient_message import GradientPush
 from megalith.shards.joint_pooling import JointPooling, used_mask
 from megalith.shards.local import LocalShards
+from megalith.shards.lookup import Lookup, PreparedIds
 from megalith.shards.lookup_series import LookupSeries
 from megalith.shards.preparer import RoutedIds, RoutingPreparer, make_routers
-from megalith.shards.rank_messages import GradientPush, RankMessages, RequestedIds
+from megalith.shards.rank_messages import RankMessages, RequestedIds
 from megalith.shards.recorder import Recorder
 from megalith.shards.wire import check_wire
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats

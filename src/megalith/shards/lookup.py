@@ -1,0 +1,154 @@
+"""The Lookup contract: one lookup, in progress or done, and the way back for its gradients.
+
+A lookup is passed along, never kept in a global, and used for one update. Each placement of the tables has
+its own class.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+from torch import Tensor
+
+from megalith.errors import UnknownNameError, UsageError
+from megalith.ops.pooling import Pooling
+
+
+@dataclass(frozen=True)
+class PreparedIds:
+    """Validated ids, ready for `lookup`. Plain data: a data worker can make it and send it.
+
+    Attributes:
+        ids: int64 [n] per table.
+    """
+
+    ids: Mapping[str, Tensor]
+
+
+class Lookup(ABC):
+    """One lookup of several tables: its rows, its pooled outputs, and the way back for gradients.
+
+    Applying gradients uses it up.
+
+    Attributes:
+        ids: The ids that were looked up, int64 [n] per table.
+        used: Whether gradients were applied.
+    """
+
+    def __init__(self, ids: Mapping[str, Tensor]) -> None:
+        self.ids = ids
+        self.used = False
+        self._versions = {name: version(x) for name, x in ids.items()}
+
+    def check_unchanged(self) -> None:
+        """Raise UsageError if an ids tensor was modified in place since the lookup."""
+        for name, ids in self.ids.items():
+            if version(ids) != self._versions[name]:
+                raise UsageError(
+                    f"table {name!r}: its ids were changed in place after the lookup; "
+                    "keep them until the update, or look up a copy"
+                )
+
+    def check_table(self, table: str) -> None:
+        """Raise UnknownNameError, which lists the known tables, if a table was not looked up.
+
+        Args:
+            table: The name of the table.
+        """
+        if not isinstance(table, str) or table not in self.ids:
+            raise UnknownNameError(f"table {table!r} was not looked up (looked up: {', '.join(self.ids)})")
+
+    def wait_ids(self) -> None:
+        """Wait until the ids have reached the owners of their rows; raise the error if that failed."""
+        return
+
+    def fetch(self) -> None:
+        """Start to fetch the rows as they are now, if they are elsewhere; `wait` waits for them."""
+        return
+
+    def fail(self, error: Exception, *, leave: bool = False) -> NoReturn:
+        """Fail the update of this lookup: no gradients will come from this rank.
+
+        The other ranks raise RankFailedError in their `apply_gradients` of this lookup. If the update has
+        been made or has failed before, the other ranks do not wait for it and nothing is sent.
+
+        Args:
+            error: The reason.
+            leave: Whether this rank leaves the series of this lookup; see `LookupSeries`.
+
+        Raises:
+            Exception: Always; it is `error`, unless the exchange with the other ranks fails.
+        """
+        raise error
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait until the rows have arrived; raise the error if that failed."""
+
+    @abstractmethod
+    def pool(self, pooling: Pooling) -> list[Tensor]:
+        """Read and reduce rows, without a copy of the rows of each occurrence.
+
+        Args:
+            pooling: Which occurrence goes to which output, and how it is reduced.
+
+        Returns:
+            One tensor per output of the pooling, float32.
+        """
+
+    @abstractmethod
+    def gather(self, table: str) -> Tensor:
+        """Read the rows of one table.
+
+        Args:
+            table: The name of the table.
+
+        Returns:
+            float32 [n, dim], one row per id, in input order.
+        """
+
+    @property
+    def rows(self) -> Mapping[str, Tensor]:
+        """The rows by table, float32 [n, dim]; each table is gathered when it is read."""
+        return _LazyRows(self)
+
+    def use(self) -> None:
+        """Mark the lookup as used; raise UsageError the second time."""
+        if self.used:
+            raise UsageError(
+                "this Lookup has already been used for an update: look up the ids again "
+                "(a second backward through the same forward is not possible)"
+            )
+        self.used = True
+
+
+class _LazyRows(Mapping[str, Tensor]):
+    def __init__(self, lookup: Lookup) -> None:
+        self._lookup = lookup
+
+    def __getitem__(self, table: str) -> Tensor:
+        return self._lookup.gather(table)
+
+    def __contains__(self, table: object) -> bool:
+        return table in self._lookup.ids  # without gathering its rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._lookup.ids)
+
+    def __len__(self) -> int:
+        return len(self._lookup.ids)
+
+
+def version(tensor: Tensor) -> int:
+    """Return how often a tensor was modified in place.
+
+    Args:
+        tensor: Any tensor.
+
+    Returns:
+        The counter of torch; always 0 for inference tensors, which torch does not count.
+    """
+    return 0 if tensor.is_inference() else tensor._version
