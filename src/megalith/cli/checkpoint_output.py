@@ -29,7 +29,12 @@ def _grid(*columns: str, title: str = "", right: tuple[str, ...] = ()) -> Table:
 
 
 def print_checkpoint(found: ListedCheckpoint, manifest: Manifest) -> None:
-    """Prints the saves and tables of a checkpoint."""
+    """Prints the saves and tables of a checkpoint.
+
+    Args:
+        found: The checkpoint as listed.
+        manifest: Its manifest.
+    """
     out = console()
     out.print(Text.assemble("checkpoint ", (found.path, "bold")), soft_wrap=True)
     saved = f"saved {manifest.latest.created} by megalith {manifest.megalith}"
@@ -65,7 +70,12 @@ def print_checkpoint(found: ListedCheckpoint, manifest: Manifest) -> None:
 
 
 def print_checkpoints(path: str, found: list[ListedCheckpoint]) -> None:
-    """Prints one line per checkpoint of a directory."""
+    """Prints one line per checkpoint of a directory.
+
+    Args:
+        path: The directory, for the title.
+        found: Its checkpoints.
+    """
     numbers = ("rows", "bytes", "deltas", "step")
     grid = _grid("checkpoint", "rows", "bytes", "deltas", "created", "step", title=path, right=numbers)
     for each in found:
@@ -85,7 +95,14 @@ def print_checkpoints(path: str, found: list[ListedCheckpoint]) -> None:
 
 
 def checkpoint_json(found: ListedCheckpoint) -> dict[str, Any]:
-    """Returns the JSON form of a listed checkpoint."""
+    """Returns the JSON form of a listed checkpoint.
+
+    Args:
+        found: The checkpoint as listed; it may be incomplete.
+
+    Returns:
+        JSON-compatible values by name.
+    """
     about = {"path": found.path, "complete": found.manifest is not None, "problem": found.problem}
     if found.manifest is None:
         return {**about, "leftovers": found.leftovers}
@@ -131,7 +148,11 @@ def _name(t: TableSummary) -> str:
 
 
 def print_difference(found: Difference) -> None:
-    """Prints the differences of two checkpoints."""
+    """Prints the differences of two checkpoints.
+
+    Args:
+        found: The result of `checkpoint.diff`.
+    """
     out = console()
     if found.same:
         out.print("no differences" + (", except in times" if _times(found) else ""))

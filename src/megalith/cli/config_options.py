@@ -103,7 +103,14 @@ def config_options(
 
 
 def field_docstrings(config: type) -> dict[str, str]:
-    """Returns the docstring below each field of a class, on one line; empty texts without source files."""
+    """Returns the docstring below each field of a class, on one line; empty texts without source files.
+
+    Args:
+        config: A dataclass of a config.
+
+    Returns:
+        Field -> text.
+    """
     try:
         source = inspect.getsource(config)
     except OSError:  # an installation of compiled files only

@@ -32,6 +32,9 @@ def console(*, stderr: bool = False) -> Console:
 
     Args:
         stderr: Whether to print to stderr instead of stdout.
+
+    Returns:
+        The console.
     """
     stream = sys.stderr if stderr else sys.stdout
     return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else _PIPED_WIDTH)
@@ -79,6 +82,9 @@ def bar_table(title: str, what: str, bins: Sequence[tuple[str, int]]) -> Table:
         title: Title of the table.
         what: Header of the labels.
         bins: Label and count of each row.
+
+    Returns:
+        A table to print on a console.
     """
     most = max((count for _, count in bins), default=0)
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
@@ -92,7 +98,14 @@ def bar_table(title: str, what: str, bins: Sequence[tuple[str, int]]) -> Table:
 
 
 def show_routing(routing: Routing) -> str:
-    """Returns a short description of a routing."""
+    """Returns a short description of a routing.
+
+    Args:
+        routing: The routing of a table in a manifest.
+
+    Returns:
+        Such as "roundrobin, 4 shards".
+    """
     block = f", blocks of {routing.block_size:,}" if routing.block_size else ""
     return f"{routing.dist_type}, {plural(routing.num_shards, 'shard')}{block}" + (
         ", first shard empty" if routing.skip_first else ""
@@ -100,12 +113,27 @@ def show_routing(routing: Routing) -> str:
 
 
 def show_segments(table: TableSummary) -> str:
-    """Returns a short description of the segments of a table."""
+    """Returns a short description of the segments of a table.
+
+    Args:
+        table: The summary of the table.
+
+    Returns:
+        Such as "1 adagrad + 16 adagrad".
+    """
     return " + ".join(f"{s.dim} {s.optimizer}" for s in table.segments)
 
 
 def plural(number: int, thing: str) -> str:
-    """Returns "1 row" or "2 rows"."""
+    """Returns "1 row" or "2 rows".
+
+    Args:
+        number: The number.
+        thing: The noun in the singular; its plural ends in s.
+
+    Returns:
+        The number with separators, and the noun.
+    """
     return f"{number:,} {thing}" + ("" if number == 1 else "s")
 
 
@@ -115,18 +143,29 @@ def skipped_lines(skipped: Mapping[str, int], *, of: str = "") -> list[str]:
     Args:
         skipped: Reason -> number of rows.
         of: Which data the rows belong to.
+
+    Returns:
+        The lines to print.
     """
     where = f" of the {of}" if of else ""
     return [f"skipped {plural(count, 'row')}{where}: {reason}" for reason, count in skipped.items()]
 
 
 def print_line(text: str) -> None:
-    """Prints a line of plain text to stdout."""
+    """Prints a line of plain text to stdout.
+
+    Args:
+        text: The line; markup is not interpreted.
+    """
     console().print(Text(text), soft_wrap=True)
 
 
 def print_json(data: Any) -> None:
-    """Prints JSON to stdout. NaN and infinity become null."""
+    """Prints JSON to stdout. NaN and infinity become null.
+
+    Args:
+        data: Dicts, lists, texts and numbers.
+    """
     typer.echo(json.dumps(_finite(data), indent=1, allow_nan=False))
 
 

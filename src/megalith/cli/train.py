@@ -36,7 +36,15 @@ class TrainCommand(TyperCommand):
     """The `train` command, where `--comm-metrics` may be given without a value: all tables."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Adds the value to a bare `--comm-metrics`."""
+        """Adds the value to a bare `--comm-metrics`.
+
+        Args:
+            ctx: The context of the command line.
+            args: The arguments after the name of the command.
+
+        Returns:
+            The arguments that are left over.
+        """
         return super().parse_args(
             ctx, ["--comm-metrics=*" if arg == "--comm-metrics" else arg for arg in args]
         )

@@ -41,6 +41,9 @@ def arrow(module: str = "pyarrow") -> Any:
     Args:
         module: Name of the module.
 
+    Returns:
+        The module.
+
     Raises:
         MissingDependencyError: pyarrow is not installed.
     """
@@ -177,7 +180,14 @@ def ids(array: Any, feature: FeatureColumn) -> tuple[Ragged, list[ColumnFault]]:
 
 
 def why_not_ids(kind: Any) -> str | None:
-    """Returns why a column of an Arrow type cannot hold ids, or None if it can."""
+    """Returns why a column of an Arrow type cannot hold ids, or None if it can.
+
+    Args:
+        kind: The Arrow type; a dictionary or list type counts as that of its values.
+
+    Returns:
+        The reason, for an error message that begins with the name of the column.
+    """
     types = arrow().types
     kind = _inner(kind)
     if _is_list(kind):
@@ -242,7 +252,15 @@ def id_source(kind: Any, feature: FeatureColumn) -> IdSource | None:
 
 
 def why_not_numbers(kind: Any, *, time: bool = False) -> str | None:
-    """Returns why a column of an Arrow type cannot hold numbers (or times), or None if it can."""
+    """Returns why a column of an Arrow type cannot hold numbers (or times), or None if it can.
+
+    Args:
+        kind: The Arrow type.
+        time: Accept timestamps and dates too.
+
+    Returns:
+        The reason, for an error message that begins with the name of the column.
+    """
     types = arrow().types
     kind = _inner(kind)
     known = (types.is_integer, types.is_floating, types.is_boolean, types.is_decimal, types.is_null)

@@ -85,7 +85,7 @@ class ColumnReader(Reader):
         self._schema = _checked(schema)
         self.files = list_files(paths, self.suffixes)
         self._root = data_root(paths)
-        self._positions: tuple[int, int, FilePositions] | None = None
+        self._positions: dict[tuple[int, int, bool], FilePositions] = {}
         self._hinted = False
 
     @classmethod
@@ -138,16 +138,34 @@ class ColumnReader(Reader):
         """See `Reader.num_dense`."""
         return self.schema.num_dense
 
+    # ---- shards. `split`: a shard is its share of every file or row group; otherwise it is whole ones.
+
+    @property
     @abstractmethod
-    def _parts(self) -> tuple[str, list[tuple[Path, int]]]:
+    def _splits(self) -> bool:
+        """The `split` of an epoch that begins now. A position keeps that of its epoch: files may be added."""
+
+    @abstractmethod
+    def _parts(self, split: bool) -> tuple[str, list[tuple[Path, int]]]:
         """The key of a part's index in a position, and the parts of files of this shard."""
 
-    def _files_at(self) -> FilePositions:
+    def _files_at(self, split: bool) -> FilePositions:
         """The parts of files of this shard, listed once."""
-        made = self._positions
-        if made is None or made[:2] != (self.rank, self.world_size):
-            self._positions = made = (self.rank, self.world_size, FilePositions(*self._parts(), self._root))
-        return made[2]
+        key = (self.rank, self.world_size, split)
+        if key not in self._positions:
+            self._positions = {key: FilePositions(*self._parts(split), self._root)}
+        return self._positions[key]
+
+    def _at_part(self, index: int, split: bool) -> Position:
+        """The entries of a position that name a part of this shard."""
+        return {**self._files_at(split).at(index), "split": split}
+
+    def _check_part(self, position: Position) -> None:
+        """Raises InputError if the parts up to a position have changed."""
+        split = position.get("split")
+        if not isinstance(split, bool):
+            raise InputError("reader: the position was saved by an earlier version; start over")
+        self._files_at(split).check(position)
 
     @abstractmethod
     def _chunks(self, position: Position) -> Iterator[ColumnChunk]:

@@ -107,46 +107,44 @@ class CsvReader(ColumnReader):
 
     # ---- positions
 
-    def _own(self) -> list[Path]:
-        return self.files[self.rank :: self.world_size] if self._by_file else self.files
-
-    def _parts(self) -> tuple[str, list[tuple[Path, int]]]:
-        return "file", [(path, 0) for path in self._own()]
-
     @property
-    def _by_file(self) -> bool:
-        return len(self.files) >= self.world_size
+    def _splits(self) -> bool:
+        return len(self.files) < self.world_size
+
+    def _own(self, split: bool) -> list[Path]:
+        return self.files if split else self.files[self.rank :: self.world_size]
+
+    def _parts(self, split: bool) -> tuple[str, list[tuple[Path, int]]]:
+        return "file", [(path, 0) for path in self._own(split)]
 
     def _start(self) -> Position:
-        return self._position(0, 0, 0, 0)
-
-    def _position(self, file: int, offset: int, line: int, done: int) -> Position:
-        """line: number of the block's first line. done: lines of this shard's part that were read."""
-        return {**self._files_at().at(file), "offset": offset, "line": line, "done": done}
+        return _in_file(self._at_part(0, self._splits))
 
     def _check(self, position: Position) -> None:
-        self._files_at().check(position)
+        self._check_part(position)
         for key in ("offset", "line", "done"):
             position_integer(position, key)
 
     # ---- blocks
 
     def _chunks(self, position: Position) -> Iterator[ColumnChunk]:
-        for i, path in enumerate(self._own()):
+        split = position["split"]
+        for i, path in enumerate(self._own(split)):
             if i < position["file"]:
                 continue
-            at = position if i == position["file"] else self._position(i, 0, 0, 0)
+            at = position if i == position["file"] else _in_file(self._at_part(i, split))
             try:
-                yield from self._file(i, path, at)
+                yield from self._file(path, at)
             except (EOFError, OSError) as error:  # a damaged .gz file or a failing disk
                 self._bad("unreadable file", f"{path}: cannot be read to the end: {error}")
 
-    def _file(self, index: int, path: Path, at: Position) -> Iterator[ColumnChunk]:
+    def _file(self, path: Path, at: Position) -> Iterator[ColumnChunk]:
         with open_bytes(path) as file:
             names, begin = self._header(path, file)
             wrong = self._missing(names, path)
             if wrong is not None:
-                shares = (self._share(block.data.count(b"\n")) for block in self._blocks(path, file, begin))
+                sizes = (block.data.count(b"\n") for block in self._blocks(path, file, begin))
+                shares = (self._share(size, at["split"]) for size in sizes)
                 self._bad(*wrong, sum(stop - start for start, stop in shares))
                 return
             if at["offset"] > begin.offset:
@@ -154,7 +152,7 @@ class CsvReader(ColumnReader):
                 file.seek(begin.offset)
             done = at["done"]
             for block in self._blocks(path, file, begin):
-                chunk = self._parse(index, path, names, block, done)
+                chunk = self._parse(path, names, block, done, at)
                 if chunk is not None:
                     yield chunk
                 done = 0
@@ -204,18 +202,21 @@ class CsvReader(ColumnReader):
 
     # ---- lines
 
-    def _share(self, size: int) -> tuple[int, int]:
+    def _share(self, size: int, split: bool) -> tuple[int, int]:
         """The range of a block's lines that belongs to this shard."""
-        if self._by_file:
+        if not split:
             return 0, size
         return size * self.rank // self.world_size, size * (self.rank + 1) // self.world_size
 
     def _parse(
-        self, index: int, path: Path, names: list[str], block: _Block, done: int
+        self, path: Path, names: list[str], block: _Block, done: int, at: Position
     ) -> ColumnChunk | None:
-        """This shard's part of a block without its first `done` lines, or None if no line is left."""
+        """This shard's part of a block without its first `done` lines, or None if no line is left.
+
+        at: a position in this file.
+        """
         data, size = block.data, block.data.count(b"\n")
-        start, stop = self._share(size)
+        start, stop = self._share(size, at["split"])
         low = min(start + done, stop)
         if low > 0 or stop < size:
             ends = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n")) + 1
@@ -227,7 +228,7 @@ class CsvReader(ColumnReader):
         base = block.line + start
 
         def after(number: int) -> Position:
-            return self._position(index, block.offset, block.line, number - base + 1)
+            return _in_file(at, block.offset, block.line, number - base + 1)
 
         return ColumnChunk(path, table, numbers, after)
 
@@ -361,8 +362,18 @@ class CriteoReader(CsvReader):
         cls, path: str, schema: Mapping[str, Any], *, labelled: bool = True, **options: Any
     ) -> Self:
         """See `Reader.from_config`. A schema with features replaces the default one: it is fitted."""
+        checks.mapping(schema, "config: [data.schema]", '{"features": {"C1": "C1"}}')
+        checks.flag(labelled, "reader: labelled")
         reader = cls(path, **(options if labelled else {**options, "labelled": False}))
         return reader.with_schema(Schema.from_dict(schema)) if schema.get("features") else reader
+
+
+def _in_file(position: Position, offset: int = 0, line: int = 0, done: int = 0) -> Position:
+    """The position at a block of the same file.
+
+    offset, line: of the block's first line. done: lines of this shard's part of the block that were read.
+    """
+    return {**position, "offset": offset, "line": line, "done": done}
 
 
 def _is_character(value: object) -> bool:

@@ -39,6 +39,12 @@ def describe(batch: Batch) -> bytes:
     """Returns the columns of a batch as JSON: {"features": {name: {"values", "weights"}}, "labels", ...}.
 
     A column is [dtype, widths after the first dimension], or null if the batch does not have it.
+
+    Args:
+        batch: The batch; its rows are not part of the description.
+
+    Returns:
+        JSON, for `make_empty_batch` on another rank.
     """
     features = {
         name: {"values": _column(ragged.values), "weights": _column(ragged.weights)}
@@ -53,6 +59,9 @@ def make_empty_batch(text: bytes, *, where: str) -> Batch:
     Args:
         text: The result of `describe`.
         where: The sender, for messages.
+
+    Returns:
+        The batch.
 
     Raises:
         InputError: If the text is not a valid description.

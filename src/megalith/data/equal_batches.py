@@ -54,6 +54,9 @@ def pad_to_equal_batches(
         group: The process group; None: the default group.
         timeout: Seconds to wait for the other ranks.
 
+    Returns:
+        An iterable that yields as many batches on every rank.
+
     Raises:
         InputError: For a timeout that is not positive.
         UsageError: If this process is not in the group.

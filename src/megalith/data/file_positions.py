@@ -6,6 +6,7 @@ the file and a checksum of the names and sizes of all files before it. Files may
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,6 +48,9 @@ class FilePositions:
             key: Key of the index of a file in a position.
             files: The files.
             paths: What the user named.
+
+        Returns:
+            The positions, each file as one part.
         """
         return cls(key, [(file, 0) for file in files], data_root(paths))
 
@@ -55,6 +59,9 @@ class FilePositions:
 
         Args:
             index: Index of the part.
+
+        Returns:
+            The index, and what identifies the part and the parts before it.
         """
         name, size, number = self._parts[index] if self._parts else ("", 0, 0)
         return {
@@ -75,6 +82,8 @@ class FilePositions:
             InputError: The index is out of range, another file is at that index, or a file has changed.
         """
         index = position_integer(position, self.key, max(len(self._parts) - 1, 0))
+        if (index, position.get("name"), position.get("before")) == (0, "", 0):
+            return  # it was taken when there was no part
         found = self.at(index)
         remedy = "read the same files in the same order, or start over"
         name, was = found["name"], position.get("name")
@@ -98,6 +107,6 @@ class FilePositions:
 
 def _relative(path: Path, root: Path) -> str:
     try:
-        return path.absolute().relative_to(root).as_posix()
-    except ValueError:
+        return Path(os.path.relpath(path.absolute(), root)).as_posix()
+    except ValueError:  # on another drive
         return path.name

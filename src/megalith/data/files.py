@@ -1,4 +1,4 @@
-"""list_files, data_root: the files that paths, directories and patterns name, and their common directory."""
+"""list_files, data_root: the files that paths, directories and patterns name, and the root of their names."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ def list_files(paths: Paths, suffixes: Sequence[str]) -> list[Path]:
     Args:
         paths: Files, directories or patterns such as "day_*.tsv.gz".
         suffixes: The files of a directory to list.
+
+    Returns:
+        The files; a file that several paths name occurs several times.
 
     Raises:
         InputError: There is no file, or one of the paths names none.
@@ -49,12 +52,15 @@ def data_root(paths: Paths) -> Path:
     """Returns the directory to which the names of files are relative in positions.
 
     It is the given directory, the directory of the given file, or the part of a pattern before its first
-    wildcard. For several paths it is the innermost directory that holds all of these.
+    wildcard. For several paths it is that of the first one, so that it stays the same if paths are appended.
 
     Args:
         paths: Files, directories or patterns.
+
+    Returns:
+        An absolute path.
     """
-    return Path(os.path.commonpath([_root(Path(item).absolute()) for item in _as_list(paths)]))
+    return _root(Path(_as_list(paths)[0]).absolute())
 
 
 def _as_list(paths: Paths) -> list[str | os.PathLike[str]]:

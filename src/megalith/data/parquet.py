@@ -79,7 +79,7 @@ class ParquetReader(ColumnReader):
     @property
     def num_rows(self) -> int:
         """Number of rows of this shard, bad rows included."""
-        return sum(group.stop - group.start for group in self._own())
+        return sum(group.stop - group.start for group in self._own(self.position["split"]))
 
     def _list_groups(self, file: Path) -> Iterator[_Group]:
         """The row groups in the footer of a file."""
@@ -106,9 +106,14 @@ class ParquetReader(ColumnReader):
             raise InputError(fault[1])
         return _Group(file, -1, 0, 0, rows, fault)
 
-    def _own(self) -> list[_Group]:
+    @property
+    def _splits(self) -> bool:
+        return len(self._groups) < self.world_size
+
+    def _own(self, split: bool) -> list[_Group]:
+        """The row groups of this shard, or its part of every row group."""
         rank, ranks = self.rank, self.world_size
-        if len(self._groups) >= ranks:
+        if not split:
             return self._groups[rank::ranks]
         parts = []
         for group in self._groups:
@@ -117,34 +122,33 @@ class ParquetReader(ColumnReader):
         return parts
 
     def _start(self) -> Position:
-        return {**self._files_at().at(0), "row": 0}
+        return {**self._at_part(0, self._splits), "row": 0}
 
-    def _parts(self) -> tuple[str, list[tuple[Path, int]]]:
-        return "group", [(group.file, group.group) for group in self._own()]
+    def _parts(self, split: bool) -> tuple[str, list[tuple[Path, int]]]:
+        return "group", [(group.file, group.group) for group in self._own(split)]
 
     def _check(self, position: Position) -> None:
-        self._files_at().check(position)
-        for group in self._own()[position["group"] : position["group"] + 1]:
+        self._check_part(position)
+        for group in self._own(position["split"])[position["group"] : position["group"] + 1]:
             position_integer(position, "row", group.stop - group.start)
 
     def _chunks(self, position: Position) -> Iterator[ColumnChunk]:
-        done = position["row"]
-        for i, group in enumerate(self._own()):
+        done, split = position["row"], position["split"]
+        for i, group in enumerate(self._own(split)):
             if i < position["group"]:
                 continue
             if group.fault is not None:
                 self._bad(*group.fault, group.stop - group.start)
             else:
-                yield from self._read(i, group, done)
+                yield from self._read(group, done, self._at_part(i, split))
             done = 0
 
-    def _read(self, index: int, group: _Group, done: int) -> Iterator[ColumnChunk]:
+    def _read(self, group: _Group, done: int, at_group: Position) -> Iterator[ColumnChunk]:
         at, begin = 0, group.start + done
         rows = (
             -(-CHUNK_ROWS // self.batch_size) * self.batch_size
         )  # so that few batches need rows of two chunks
         base = group.first + group.start
-        at_group = self._files_at().at(index)
 
         def after(number: int) -> Position:
             return {**at_group, "row": number - base + 1}

@@ -115,6 +115,9 @@ class Reader(IterableDataset[Batch], ABC):
             labelled: Whether to read labels. Readers of formats that always have labels ignore it.
             **options: Further arguments of the reader.
 
+        Returns:
+            The reader.
+
         Raises:
             InputError: The schema does not name the columns, or a file cannot be read.
         """
@@ -292,6 +295,9 @@ def position_integer(position: Position, key: str, most: int | None = None) -> i
         position: The position.
         key: Key of the integer.
         most: Largest valid value. None: there is no limit.
+
+    Returns:
+        The integer.
 
     Raises:
         InputError: The value is not an integer from 0 to `most`.

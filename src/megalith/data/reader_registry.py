@@ -25,6 +25,9 @@ def reader_class(kind: str) -> type[Reader]:
 
     Args:
         kind: A key of `FILE_READERS`.
+
+    Returns:
+        The class; its module is imported now.
     """
     module, _, name = FILE_READERS[kind].partition(":")
     found: type[Reader] = getattr(import_module(module), name)

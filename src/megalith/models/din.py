@@ -71,7 +71,9 @@ class DIN(Model):
             more=[past],
         )
         self.attention = mlp([4 * dim, *widths(attention, "DIN: attention"), 1])
-        self.deep = mlp([(len(names) + 1) * dim + num_dense, *widths(hidden, "DIN: hidden"), 1], dropout=dropout)
+        self.deep = mlp(
+            [(len(names) + 1) * dim + num_dense, *widths(hidden, "DIN: hidden"), 1], dropout=dropout
+        )
 
     def score(self, rows: dict[str, Tensor], dense: Tensor | None) -> Tensor:
         """See `Model.score`.

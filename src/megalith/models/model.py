@@ -153,7 +153,8 @@ def forward_batch(model: nn.Module, batch: BatchLike) -> Tensor:
     checks.instance(model, nn.Module, "forward_batch: model")
     if not all(hasattr(batch, name) for name in ("features", "dense", "time")):
         raise InputError(
-            f"forward_batch: batch must have features, dense and time, as a Batch has; got {type(batch).__name__}"
+            "forward_batch: batch must have features, dense and time, as a Batch has; "
+            f"got {type(batch).__name__}"
         )
     logits: Tensor = model(batch.features, dense=batch.dense, time=batch.time)
     return logits

@@ -180,6 +180,9 @@ def ticks_of(values: Sequence[float], axis: Axis) -> list[float]:
     Args:
         values: The values to cover.
         axis: The axis.
+
+    Returns:
+        The ticks, ascending.
     """
     low = min(values) if axis.low is None else axis.low
     high = max(values) if axis.high is None else axis.high
@@ -383,6 +386,9 @@ def as_file(chart: str) -> str:
 
     Args:
         chart: An SVG element of this module.
+
+    Returns:
+        The content of the file.
     """
     background = (
         ".chart { background:#fff; } @media (prefers-color-scheme: dark) { .chart { background:#14171c; } }"
@@ -398,6 +404,9 @@ def thin(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, 
     Args:
         points: The points.
         most: Maximum number of points to return.
+
+    Returns:
+        At most `most` points, in order.
     """
     if len(points) <= most:
         return list(points)

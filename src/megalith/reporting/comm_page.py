@@ -45,13 +45,27 @@ def machine() -> dict[str, Any]:
 
 
 def title(ranks: int) -> str:
-    """Returns the title of a result measured on this machine with this number of ranks."""
+    """Returns the title of a result measured on this machine with this number of ranks.
+
+    Args:
+        ranks: Number of ranks.
+
+    Returns:
+        One line.
+    """
     found = machine()
     return f"{ranks} ranks, gloo and shared memory, {found['cores']} cores, torch {found['torch']}"
 
 
 def cells(measurement: Measurement) -> list[str]:
-    """Returns the columns of `HEAD` after the pattern."""
+    """Returns the columns of `HEAD` after the pattern.
+
+    Args:
+        measurement: The measurement of one pattern, transport and size.
+
+    Returns:
+        One text per column.
+    """
     return [
         TRANSPORT_NAMES[measurement.transport],
         show_bytes(measurement.size),
@@ -68,6 +82,9 @@ def comm_page(ranks: int, found: Sequence[Measurement]) -> str:
     Args:
         ranks: Number of ranks of the measurement.
         found: The measurements, grouped by pattern.
+
+    Returns:
+        The HTML text.
     """
     x = Axis("bytes per rank", log=True)
     plots = []

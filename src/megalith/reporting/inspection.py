@@ -146,7 +146,14 @@ def _row_bytes(entry: TableEntry) -> int:
 
 
 def summarize(manifest: Manifest) -> list[TableSummary]:
-    """Summarizes each table of a checkpoint, including its deltas, in the order of the manifest."""
+    """Summarizes each table of a checkpoint, including its deltas, in the order of the manifest.
+
+    Args:
+        manifest: The manifest of the checkpoint.
+
+    Returns:
+        One summary per table.
+    """
     tables = manifest.tables()
     return [
         _summary(path, name, tables[full_name(path, name)], manifest.latest.collections[path].global_step)
@@ -217,6 +224,9 @@ def measure_norms(
         top: Number of largest rows to return.
         on_rows: Called with the number of rows read so far.
 
+    Returns:
+        The norms, their distribution and the rows with the largest ones.
+
     Raises:
         CheckpointError: A file is damaged.
     """
@@ -246,7 +256,18 @@ def measure_norms(
 
 
 def newest_time(root: Path, entries: Sequence[TableEntry]) -> int | None:
-    """Returns the time of the last update of any row in seconds, or None if there is no row."""
+    """Returns the time of the last update of any row in seconds, or None if there is no row.
+
+    Args:
+        root: Directory of the checkpoint.
+        entries: The entries of the table in the base and in each delta.
+
+    Returns:
+        The time in seconds, or None.
+
+    Raises:
+        CheckpointError: A file is damaged.
+    """
     latest = [int(chunk.time.max()) for chunk in _read(root, entries) if chunk.ids.numel()]
     return max(latest, default=None)
 
@@ -258,6 +279,9 @@ def measure_ages(root: Path, entries: Sequence[TableEntry], *, now: int) -> Ages
         root: Directory of the checkpoint.
         entries: The entries of the table in the base and in each delta.
         now: The time that ages are relative to, in seconds.
+
+    Returns:
+        The ages in seconds and their distribution.
 
     Raises:
         CheckpointError: A file is damaged.
@@ -316,7 +340,18 @@ def find_row(
 
 
 def read_ids(root: Path, entries: Sequence[TableEntry]) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yields the ids of a table file by file, int64 [n], and their numbers of updates if they are counted."""
+    """Yields the ids of a table file by file, int64 [n], and their numbers of updates if they are counted.
+
+    Args:
+        root: Directory of the checkpoint.
+        entries: The entries of the table in the base and in each delta.
+
+    Yields:
+        Ids int64 [n], and their numbers of updates int64 [n] or None.
+
+    Raises:
+        CheckpointError: A file is damaged.
+    """
     for chunk in _read(root, entries):
         if chunk.ids.numel():
             yield chunk.ids, chunk.count

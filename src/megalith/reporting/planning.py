@@ -115,6 +115,9 @@ def forecast(
         batch_size: Occurrences per batch, to count the sent ids: an id is sent once per batch. Not allowed
             with `counts`.
 
+    Returns:
+        The load of each rank by mode, and advice.
+
     Raises:
         InputError: An argument is out of range.
     """
@@ -163,6 +166,9 @@ def fitting_block(unique: Tensor, ranks: int) -> int:
     Args:
         unique: Distinct ids, int64 [n].
         ranks: Number of ranks.
+
+    Returns:
+        The number of consecutive ids per rank.
     """
     largest = max(int(unique.max()), 0)
     return min(-(-(largest + 1) // ranks), (2**63 - 1) // ranks)

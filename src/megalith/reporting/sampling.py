@@ -64,6 +64,9 @@ def read_sample(
         table: The table to read from a checkpoint.
         hash: None hashes values that are not integers, True hashes all values, False hashes none.
 
+    Returns:
+        The ids, with a description of where they come from.
+
     Raises:
         InputError: The source or an argument is wrong.
         CheckpointError: The checkpoint is damaged.

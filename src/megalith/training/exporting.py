@@ -91,7 +91,14 @@ def _export(
 
 
 def count_rows(path: str | Path) -> int:
-    """Returns the number of rows of a run's newest checkpoint."""
+    """Returns the number of rows of a run's newest checkpoint.
+
+    Args:
+        path: Directory of a run, or a checkpoint.
+
+    Returns:
+        The number of rows of all tables, deltas included.
+    """
     manifest = checkpoint.read_manifest(find_checkpoint(path))
     return sum(entries[-1].live for entries in manifest.tables().values())
 

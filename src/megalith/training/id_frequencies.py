@@ -41,7 +41,11 @@ class IdFrequencies:
         self._counts: dict[str, _IdCounts] = {}
 
     def update(self, batch: Batch) -> None:
-        """Adds the ids of a batch."""
+        """Adds the ids of a batch.
+
+        Args:
+            batch: The batch that was trained.
+        """
         self.samples += len(batch)
         for name, column in batch.features.items():
             self._counts.setdefault(name, _IdCounts()).add(column.values)
@@ -51,6 +55,9 @@ class IdFrequencies:
 
         Args:
             samples: Number of samples of the run, maybe more than were counted.
+
+        Returns:
+            {"samples": ..., "samples_of_run": ..., "features": {name: histogram}}.
         """
         features = {name: counts.histogram() for name, counts in self._counts.items()}
         return {"samples": self.samples, "samples_of_run": samples, "features": features}
@@ -87,6 +94,9 @@ class IdFrequencies:
         Args:
             folder: The folder of the counts.
             step: Step of the checkpoint.
+
+        Returns:
+            The counts, to which later batches can be added.
 
         Raises:
             CheckpointError: The file is damaged.

@@ -45,7 +45,14 @@ def predict_file(
 
 
 def check_output(out: Path) -> None:
-    """Raises InputError if the name of an output file does not end in .csv or .parquet."""
+    """Checks the name of an output file.
+
+    Args:
+        out: The file.
+
+    Raises:
+        InputError: It does not end in .csv or .parquet.
+    """
     if out.suffix not in SUFFIXES:
         raise InputError(f"{out}: write to a file named {' or '.join(SUFFIXES)}")
 

@@ -76,7 +76,21 @@ class Publishing:
 
     @classmethod
     def begin(cls, model: nn.Module, config: RunConfig, ranks: RunRanks, *, base: str) -> Publishing:
-        """Creates the publisher on every rank, or raises on every rank. A collective call."""
+        """Creates the publisher on every rank, or raises on every rank. A collective call.
+
+        Args:
+            model: The model in training.
+            config: The config of the run; `train.publish` names the discovery.
+            ranks: The ranks of the run, one publisher each.
+            base: Id of the save that the rows of the model are equal to now.
+
+        Returns:
+            The publisher of this rank.
+
+        Raises:
+            InputError: The discovery or a credential is malformed.
+            DiscoveryError: The discovery cannot be started.
+        """
         session = ranks.gather(uuid.uuid4().hex)[0]
         return ranks.rank_0_first(lambda: cls(model, config, ranks, base=base, session=session))
 
@@ -85,7 +99,11 @@ class Publishing:
         self._publisher.step()
 
     def saved(self, id: str) -> None:
-        """To be called after a save with its id."""
+        """To be called after a save with its id.
+
+        Args:
+            id: Id of the save, as the manifest has it.
+        """
         self._publisher.checkpoint_taken(id)
 
     def finish(self) -> Pushed:
@@ -121,7 +139,14 @@ class Publishing:
 
 
 def check_publishing(config: RunConfig) -> None:
-    """Raises InputError if the discovery of a config is invalid, before the run writes anything."""
+    """Checks the discovery of a config before the run writes anything.
+
+    Args:
+        config: The config; nothing is checked if it does not publish.
+
+    Raises:
+        InputError: The URL of the discovery is malformed.
+    """
     if config.train.publish:
         from megalith.serving.discovery import open_discovery
 

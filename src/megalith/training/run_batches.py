@@ -10,6 +10,7 @@ rank would cost each rank as much as one process. A rank whose shard ends first 
 
 A position in the midst of an epoch of shards is the list of the positions of all shards. It can be continued
 on any number of ranks: the shards are dealt to the ranks, and a rank reads its shards one after the other.
+A shard that was read to its end keeps its position there: files that are appended later are read as well.
 A position in a stream is continued as a stream. In both cases the next epoch is read as configured.
 """
 
@@ -44,6 +45,9 @@ class StepBatch(NamedTuple):
 
         Args:
             ranks: Number of ranks.
+
+        Returns:
+            The numbers, one per rank.
         """
         if self.sizes is not None:
             return self.sizes
@@ -56,6 +60,9 @@ class StepBatch(NamedTuple):
             number: Number of the part, one of `own`.
             parts: Number of parts of all ranks.
             own: The parts of this rank.
+
+        Returns:
+            The rows of the part; views of the batch.
         """
         if self.sizes is None:
             return part_of(self.batch, number, parts)
@@ -137,7 +144,8 @@ class _RankShards:
         self._ranks = ranks
         self._readers: dict[int, Reader] = {}
         """Index of a shard -> its reader."""
-        self._finished: set[int] = set()
+        self._at: dict[int, Position] = {}
+        """Index of a shard -> its position. A reader that has ended is at its start again."""
         self.begun = False
         """Whether the position is in the midst of an epoch, the same on all ranks."""
 
@@ -148,32 +156,28 @@ class _RankShards:
             reader = self._reader.shard(index, shards)
             reader.batch_size = max(1, last - first)
             self._readers[index] = reader
+            self._at[index] = reader.position
 
-    def resume(self, positions: list[Position | None]) -> None:
-        """Continues an epoch. None: the shard was read to its end."""
+    def resume(self, positions: list[Position]) -> None:
+        """Continues an epoch."""
         if not isinstance(positions, list) or not positions:
             raise InputError(f"the position of the shards must be a list, got {positions!r}")
         self._begin(len(positions))
         for index, reader in self._readers.items():
-            position = positions[index]
-            if position is None:
-                self._finished.add(index)
-            else:
-                reader.seek(position)
+            reader.seek(positions[index])
+            self._at[index] = reader.position
 
     def __iter__(self) -> Iterator[Batch]:
         if not self.begun:
             self._begin(self._ranks.size)
         for index, reader in self._readers.items():
-            if index not in self._finished:
-                yield from reader
-                self._finished.add(index)
+            reader.seek(self._at[index])
+            for batch in reader:
+                self._at[index] = batch.position
+                yield batch
 
-    def positions(self) -> dict[int, Position | None]:
-        return {
-            index: None if index in self._finished else reader.position
-            for index, reader in self._readers.items()
-        }
+    def positions(self) -> dict[int, Position]:
+        return dict(self._at)
 
     def skipped(self) -> Counter[str]:
         return sum((reader.skipped for reader in self._readers.values()), Counter())
@@ -181,5 +185,5 @@ class _RankShards:
     def end(self) -> Counter[str]:
         """Ends the epoch, and returns the skipped rows of the shards."""
         counted = self.skipped()
-        self._readers, self._finished, self.begun = {}, set(), False
+        self._readers, self._at, self.begun = {}, {}, False
         return counted

@@ -38,6 +38,9 @@ class RunCheckpoints:
         Args:
             config: The config of the run.
             run: Directory of the run.
+
+        Returns:
+            The kept checkpoints, or None.
         """
         if config.keep_last is None and config.keep_every is None:
             return None

@@ -24,13 +24,24 @@ class MetricsLog:
         path.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Appends a line."""
+        """Appends a line.
+
+        Args:
+            record: JSON-compatible values by name.
+        """
         with open(self.path, "a") as file:
             file.write(json.dumps(record) + "\n")
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """Reads the lines of a log. An incomplete last line is left out."""
+    """Reads the lines of a log. An incomplete last line is left out.
+
+    Args:
+        path: The file; it need not exist.
+
+    Returns:
+        The records, in order; none if there is no file.
+    """
     if not path.exists():
         return []
     records = []
@@ -59,7 +70,11 @@ class ScalarWriter:
         self._writer = SummaryWriter(str(directory), purge_step=first_step or None)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Adds the numbers of a record of metrics.jsonl at its step."""
+        """Adds the numbers of a record of metrics.jsonl at its step.
+
+        Args:
+            record: A line of metrics.jsonl.
+        """
         if self._writer is None:
             return
         rows = {f"rows/{table}": n for table, n in record["rows"].items()}
@@ -73,7 +88,12 @@ class ScalarWriter:
         self.add({**scalars, **rows}, record["step"])
 
     def add(self, scalars: Mapping[str, float | None], step: int) -> None:
-        """Adds numbers by name. None is left out."""
+        """Adds numbers by name. None is left out.
+
+        Args:
+            scalars: Name -> number.
+            step: The step of the numbers.
+        """
         if self._writer is None:
             return
         for name, value in scalars.items():

@@ -32,6 +32,9 @@ def model_for(config: RunConfig, available: list[str], num_dense: int) -> Model:
         available: Features of the data.
         num_dense: Number of dense values of the data.
 
+    Returns:
+        The model, with new weights.
+
     Raises:
         InputError: The data does not have a feature of the config, or a model option is wrong.
     """
@@ -66,7 +69,14 @@ def model_for(config: RunConfig, available: list[str], num_dense: int) -> Model:
 
 
 def updates_in_step(config: RunConfig) -> bool:
-    """Returns whether a batch is split into parts whose gradients are summed before rows are updated."""
+    """Returns whether a batch is split into parts whose gradients are summed before rows are updated.
+
+    Args:
+        config: The config of the run.
+
+    Returns:
+        True with several ranks, or if the config has a number of micro-batches.
+    """
     return world_size() > 1 or config.train.micro_batches is not None
 
 
@@ -99,6 +109,9 @@ def config_of(manifest: checkpoint.Manifest, where: Path) -> RunConfig:
         manifest: The manifest of the checkpoint.
         where: Directory of the checkpoint, for messages.
 
+    Returns:
+        The config, with the fitted schema of the data.
+
     Raises:
         CheckpointError: The checkpoint was not saved by a run.
     """
@@ -108,13 +121,29 @@ def config_of(manifest: checkpoint.Manifest, where: Path) -> RunConfig:
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """Returns the checkpoint of a run's directory. Another path is returned unchanged."""
+    """Returns the checkpoint of a run's directory. Another path is returned unchanged.
+
+    Args:
+        path: Directory of a run or of a checkpoint.
+
+    Returns:
+        The directory of the checkpoint. It need not exist.
+    """
     root = Path(path)
     return root / CHECKPOINT if (root / CHECKPOINT / "manifest.json").exists() else root
 
 
 def load_dense(model: Model, root: Path, manifest: checkpoint.Manifest) -> None:
-    """Loads the dense weights of a checkpoint into a model. Its tables stay empty."""
+    """Loads the dense weights of a checkpoint into a model. Its tables stay empty.
+
+    Args:
+        model: The model to load into.
+        root: Directory of the checkpoint.
+        manifest: Its manifest.
+
+    Raises:
+        CheckpointError: The weights are damaged or do not match the model.
+    """
     store, entry = open_store(root), manifest.latest.dense
     match_dense(model, {} if entry is None else read_tensors(store, entry)).copy()
 

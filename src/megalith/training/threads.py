@@ -37,6 +37,9 @@ def threads_for(rows: int, features: int, most: int) -> int:
         rows: Number of rows of the step on this rank.
         features: Number of features.
         most: Largest number of threads.
+
+    Returns:
+        One thread per IDS_PER_THREAD ids, at least 1 and at most `most`.
     """
     return max(1, min(most, rows * features // IDS_PER_THREAD))
 

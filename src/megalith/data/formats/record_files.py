@@ -71,6 +71,13 @@ class RecordFile:
     def read(self, *, offset: int = 0, number: int = 0) -> Iterator[FramedRecord]:
         """Yields the records from record `number`, which begins at byte `offset`.
 
+        Args:
+            offset: Byte at which the first record begins.
+            number: Number of that record, for messages and for `FramedRecord.number`.
+
+        Yields:
+            The records, in order.
+
         Raises:
             InputError: the file ends within a record, a length exceeds max_bytes, or a checksum is wrong. The
                 message has the file and the byte.
@@ -181,19 +188,40 @@ def write_records(
 
 
 def masked_crc32c(data: bytes) -> int:
-    """Returns TFRecord's checksum: crc32c rotated and offset, so that checksums of checksums differ."""
+    """Returns TFRecord's checksum: crc32c rotated and offset, so that checksums of checksums differ.
+
+    Args:
+        data: The bytes.
+
+    Returns:
+        The checksum, 0 to 2^32 - 1.
+    """
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def crc32c(data: bytes) -> int:
-    """Returns the Castagnoli CRC of some bytes."""
+    """Returns the Castagnoli CRC of some bytes.
+
+    Args:
+        data: The bytes.
+
+    Returns:
+        The CRC, 0 to 2^32 - 1.
+    """
     native = native_module()
     return crc32c_twin(data) if native is None else native.crc32c(data)
 
 
 def crc32c_twin(data: bytes) -> int:
-    """`crc32c` in numpy."""
+    """`crc32c` in numpy.
+
+    Args:
+        data: The bytes.
+
+    Returns:
+        The CRC, 0 to 2^32 - 1.
+    """
     effect, places = _crc_tables()
     values = np.frombuffer(data, np.uint8)
     crc, at = 0xFFFFFFFF, len(values) % _CRC_BLOCK

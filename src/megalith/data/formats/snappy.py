@@ -15,7 +15,14 @@ _MAX_GAIN = 22
 
 
 def max_packed(size: int) -> int:
-    """Returns the maximum packed size of `size` bytes."""
+    """Returns the maximum packed size of `size` bytes.
+
+    Args:
+        size: Number of unpacked bytes.
+
+    Returns:
+        A number of bytes that no Snappy encoder exceeds.
+    """
     return 32 + size + size // 6
 
 
@@ -23,8 +30,11 @@ def unsnap(data: bytes, max_bytes: int) -> bytes:
     """Unpacks a raw Snappy block.
 
     Args:
-        data: the block.
-        max_bytes: the maximum unpacked length.
+        data: The block.
+        max_bytes: Maximum unpacked length.
+
+    Returns:
+        The unpacked bytes.
 
     Raises:
         InputError: the block is damaged or too long. The message has the byte.
@@ -35,7 +45,18 @@ def unsnap(data: bytes, max_bytes: int) -> bytes:
 
 
 def unsnap_twin(data: bytes, max_bytes: int) -> bytes:
-    """`unsnap` in pure Python."""
+    """`unsnap` in pure Python.
+
+    Args:
+        data: The block.
+        max_bytes: Maximum unpacked length.
+
+    Returns:
+        The unpacked bytes.
+
+    Raises:
+        InputError: The block is damaged or too long.
+    """
     length, at = _length(data)
     if length > max_bytes:
         raise InputError(f"snappy: it states {length} bytes, more than the limit of {max_bytes}")
