@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith import Ragged, Router, ops
+from megalith import SGD, Ragged, Router, Table, TableConfig, ops
 from megalith.errors import InputError, MegalithError
 from megalith.ops import Bags, OutputSlice
 
@@ -195,3 +195,20 @@ def test_buckets_and_moves(case: Case, implementation: str) -> None:
 @pytest.mark.parametrize("case", POOLS.values(), ids=POOLS.keys())
 def test_pooling(case: Case, implementation: str) -> None:
     check(*case, implementation)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        ops.dedup,
+        lambda ids: ops.match(I3, ids),
+        lambda ids: ops.fid(1, ids),
+        ops.slot_of,
+        ROUND.owner,
+        lambda ids: Table(TableConfig("t", dim=1, optimizer=SGD(0.1))).lookup(ids),
+    ],
+    ids=["dedup", "match", "fid", "slot_of", "Router", "Table"],
+)
+def test_unsigned_ids_are_rejected_with_the_remedy(call: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(InputError, match=r"torch.uint64 \(ids.view\(torch.int64\) keeps all 64 bits\)"):
+        call(I3.view(torch.uint64))

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from megalith.bits import show_id_dtype
 from megalith.errors import InputError
 from megalith.library import native_module
 
@@ -41,7 +42,8 @@ def integers(tensor: Any, name: str, shape: Shape = (None,)) -> Tensor:
         InputError: The type, layout or shape is wrong.
     """
     if not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGERS:
-        raise InputError(f"{name} must be an int64 or int32 tensor, got {kind(tensor)}")
+        got = show_id_dtype(tensor.dtype) if isinstance(tensor, Tensor) else kind(tensor)
+        raise InputError(f"{name} must be an int64 or int32 tensor, got {got}")
     return _shaped(tensor, name, shape)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from megalith.bits import signed
 from megalith.errors import InputError
 from megalith.library import native_module
-from megalith.ops.checks import require, with_data
+from megalith.ops.checks import int64, require, with_data
 from megalith.routing import mix
 
 if TYPE_CHECKING:
@@ -293,9 +293,7 @@ def _check_seed(seed: int) -> int:
 
 def _check_integer(x: int | Tensor, function: str, name: str) -> int | Tensor:
     if isinstance(x, Tensor):
-        if x.dtype not in (torch.int64, torch.int32):
-            raise InputError(f"{function}: {name} must be an int64 or int32 tensor, got {x.dtype}")
-        return x.to(torch.int64)
+        return int64(x, f"{function}: {name}", shape=None)
     try:
         number = None if isinstance(x, bool) else index(x)
     except TypeError:
