@@ -20,7 +20,7 @@ CONFIG = TableConfig(
     "t",
     segments=[
         Segment(1, optimizer=FTRL(0.5, l1=0.1), initializer=Zeros()),
-        Segment(8, optimizer=Adam(0.1), initializer=Normal()),
+        Segment(8, optimizer=Adam(0.1, bias_correction="row"), initializer=Normal()),
         Segment(3, optimizer=RowWiseAdagrad(0.1)),
         Segment(2, optimizer=Adagrad(0.1, initial_accumulator_value=0.1)),
     ],

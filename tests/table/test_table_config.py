@@ -98,7 +98,7 @@ def test_a_stored_row_is_all_weights_then_each_segments_state() -> None:
         segments=[
             Segment(2, optimizer=Adagrad(initial_accumulator_value=0.5)),
             Segment(1, optimizer=SGD()),
-            Segment(3, optimizer=Adam()),
+            Segment(3, optimizer=Adam(bias_correction="row")),
             Segment(4, optimizer=RowWiseAdagrad(initial_accumulator_value=0.25)),
             Segment(1, optimizer=FTRL(initial_accumulator_value=0.1)),
         ],
