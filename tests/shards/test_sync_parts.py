@@ -42,9 +42,10 @@ def error_bound(name: str, flat: Tensor, counts: Tensor, dims: Sequence[int]) ->
         return torch.zeros_like(flat)
     if name == "int8":
         sizes = [dim for peer in counts.tolist() for n, dim in zip(peer, dims, strict=True) for _ in range(n)]
-        largest = [row.abs().max().item() for row in flat.split(sizes)] if sizes else []
+        tiny = torch.finfo(torch.float32).tiny
+        largest = [max(row.abs().max().item(), tiny) for row in flat.split(sizes)] if sizes else []
         scale = torch.repeat_interleave(torch.tensor(largest), torch.tensor(sizes, dtype=torch.int64)) / 127
-        return scale * 0.5001 + 1e-37
+        return scale * 0.5001 + 1e-44
     info = torch.finfo(getattr(torch, name))
     return torch.maximum(flat.abs() * info.eps / 2, torch.tensor(info.smallest_normal * info.eps))
 
@@ -90,6 +91,17 @@ def test_what_is_too_large_for_a_wire_becomes_its_largest_number() -> None:
     flat = torch.tensor([torch.finfo(torch.float32).max, -torch.finfo(torch.float32).max])
     back = wire.decode(wire.encode(flat, counts, [1]), counts, [1])
     assert back.tolist() == [torch.finfo(torch.bfloat16).max, -torch.finfo(torch.bfloat16).max]
+
+
+@pytest.mark.parametrize("largest", [1e-44, 1e-39, 1.1e-38, 1.2e-38, 1e-30])
+def test_int8_keeps_tiny_rows_within_its_precision(largest: float) -> None:
+    """Given rows near or below the smallest normal float32, the error is at most half a unit of the scale."""
+    rows = torch.tensor([[largest, -largest / 2, 0.0], [0.0, 0.0, 0.0]])
+    wire, counts, dims = make_wire("int8"), torch.tensor([[2]]), [3]
+    back = wire.decode(wire.encode(rows.view(-1), counts, dims), counts, dims).view(2, 3)
+    unit = max(largest, torch.finfo(torch.float32).tiny) / 127
+    assert ((back - rows).double().abs() <= unit * 0.51).all()
+    assert torch.equal(back[1], torch.zeros(3))
 
 
 def test_a_wire_is_named_for_both_ways_or_for_each() -> None:

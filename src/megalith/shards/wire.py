@@ -141,9 +141,12 @@ class _Floats(Wire):
         return data.view(self._dtype).to(torch.float32)
 
 
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # below it, a division would lose bits or be by zero
+
+
 class _Int8(Wire):
-    """Per peer: the float32 scale of each row (its largest absolute value), then one byte per number in units
-    of scale / 127, padded to 8 bytes."""
+    """Per peer: the float32 scale of each row (its largest absolute value, at least _SMALLEST_SCALE), then
+    one byte per number in units of scale / 127, padded to 8 bytes."""
 
     def row_bytes(self, dim: int) -> int:
         """See `Wire.row_bytes`."""
@@ -161,9 +164,8 @@ class _Int8(Wire):
         for scales, codes, n, dim in self._blocks(data, counts, dims):
             rows = flat[begin : begin + n * dim].view(n, dim)
             begin += n * dim
-            largest = rows.abs().amax(1)
-            scales.copy_(largest)
-            codes.copy_((rows / largest.clamp(min=1e-38)[:, None] * 127).round().to(torch.int8))
+            scales.copy_(rows.abs().amax(1).clamp(min=_SMALLEST_SCALE))
+            codes.copy_((rows / scales[:, None] * 127).round().to(torch.int8))
         return data
 
     def decode(self, data: Tensor, counts: Tensor, dims: Sequence[int]) -> Tensor:
