@@ -93,7 +93,7 @@ static void initialize(const TableView& table, const int32_t* rows, const int64_
     float* state = state_at(table.rows, rows[i]);
     for (int k = 0; k < table.num_segments; ++k) {
       const SegmentPlan& s = table.segments[k];
-      __builtin_memcpy(state + s.state_offset, s.initial_state, sizeof(float) * static_cast<size_t>(s.state_size));
+      for (int i = 0; i < s.state_size; ++i) state[s.state_offset + i] = s.initial_state[i];
     }
   }
 }
