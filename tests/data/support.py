@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any
 
 from megalith.data import Batch, Reader
@@ -60,3 +61,23 @@ def check_shards(make: Callable[[], Reader], worlds: Iterable[int] = (1, 2, 3, 7
         assert sorted((row for shard in shards for row in shard), key=repr) == everything
     if len(list(make().shard(1, 2))) > 1:
         check_resume(lambda: make().shard(1, 2))
+
+
+def check_appended(make: Callable[[], Reader], append: Callable[[], None], batches: list[int]) -> None:
+    """Shards that have read some batches each continue with appended files: no row is lost or repeated."""
+    read: list[Row] = []
+    positions = []
+    for rank, number in enumerate(batches):
+        shard = make().shard(rank, len(batches))
+        position = shard.position
+        for batch in islice(shard, number):
+            read += rows_of([batch])
+            position = batch.position
+        positions.append(json.loads(json.dumps(position)))
+    append()
+    for rank, position in enumerate(positions):
+        shard = make().shard(rank, len(batches))
+        shard.seek(position)
+        read += rows_of(shard)
+        assert shard.position == make().shard(rank, len(batches)).position, "the next epoch is a new one"
+    assert sorted(read, key=repr) == sorted(rows_of(make()), key=repr)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megalith.data import CriteoReader, CsvReader, DenseColumn, FeatureColumn, Schema
 from megalith.errors import InputError
 from megalith.ops.ids import hash_strings
-from tests.data.support import check_resume, check_shards, labels_of, rows_of
+from tests.data.support import check_appended, check_resume, check_shards, labels_of, rows_of
 
 SCHEMA = Schema(label="y", features={"f": "c"}, dense=["d"])
 
@@ -154,6 +154,18 @@ def test_resume_and_shards_with_skipped_lines(tmp_path: Path) -> None:
     assert reader.skipped == {"wrong number of columns": 4, "wrong type": 2}
     check_resume(make)
     check_shards(make)
+
+
+@pytest.mark.parametrize("files", [1, 3])
+@pytest.mark.parametrize("batches", [[2, 99], [99, 0], [1, 1], [99, 99]])
+def test_shards_continue_with_an_appended_file(tmp_path: Path, files: int, batches: list[int]) -> None:
+    for i in range(files):
+        write(tmp_path / f"{i}.csv", numbered(10, 100 * i))
+    check_appended(
+        lambda: CsvReader(tmp_path, SCHEMA, batch_size=3, block_bytes=64),
+        lambda: write(tmp_path / "9.csv", numbered(10, 900)),
+        batches,
+    )
 
 
 def test_a_position_of_other_files_is_refused(tmp_path: Path) -> None:

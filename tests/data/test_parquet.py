@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from megalith.data import DenseColumn, FeatureColumn, ParquetReader, Schema
 from megalith.errors import InputError
 from megalith.ops.ids import fid, hash_strings
-from tests.data.support import check_resume, check_shards, labels_of, rows_of
+from tests.data.support import check_appended, check_resume, check_shards, labels_of, rows_of
 
 SCHEMA = Schema(label="y", features={"f": "c"})
 
@@ -176,7 +176,9 @@ def test_a_reader_with_another_schema(tmp_path: Path) -> None:
     assert other.feature_names == ["g"]
     assert [batch.features["g"].to_lists() for batch in other] == [[[1]], [[2]]], "it starts at the start"
     assert reader.feature_names == ["f"], "the first reader is unchanged"
-    with pytest.raises(InputError, match=r"column 'e' of the new schema is not one of this reader's \(y, d, c\)"):
+    with pytest.raises(
+        InputError, match=r"column 'e' of the new schema is not one of this reader's \(y, d, c\)"
+    ):
         reader.with_schema(Schema(label="y", features={"f": "e"}))
     with pytest.raises(AttributeError):
         reader.schema = other.schema  # type: ignore[misc]
@@ -296,6 +298,37 @@ def test_a_file_added_before_the_position_is_noticed(tmp_path: Path, paths: str,
     reader = ParquetReader(given, SCHEMA, batch_size=3)
     with pytest.raises(InputError, match=r"read the same files in the same order, or start over"):
         reader.seek(positions[2])
+
+
+@pytest.mark.parametrize("files", [0, 1, 3])
+@pytest.mark.parametrize("batches", [[2, 99], [99, 0], [1, 1], [99, 99]])
+def test_shards_continue_with_an_appended_file(tmp_path: Path, files: int, batches: list[int]) -> None:
+    """One file is split between the shards, and stays so if there are two in the midst of the epoch."""
+    write(tmp_path / "empty.parquet", {"y": pa.array([], pa.int64()), "c": pa.array([], pa.int64())})
+    for number in range(files):
+        week(tmp_path, 10 + number, 100 * number)
+    check_appended(
+        lambda: ParquetReader(tmp_path, SCHEMA, batch_size=3), lambda: week(tmp_path, 99, 9900), batches
+    )
+
+
+def test_a_position_without_the_kind_of_sharding_is_refused(tmp_path: Path) -> None:
+    week(tmp_path, 10, 0)
+    reader = ParquetReader(tmp_path, SCHEMA, batch_size=3)
+    with pytest.raises(InputError, match="saved by an earlier version; start over"):
+        reader.seek({key: value for key, value in reader.position.items() if key != "split"})
+
+
+def test_a_list_of_paths_may_grow(tmp_path: Path) -> None:
+    week(tmp_path / "a", 10, 0)
+    week(tmp_path / "b", 10, 10)
+    paths = [tmp_path / name / "week=10" / "part-0.parquet" for name in "ab"]
+    position = next(iter(ParquetReader(paths[:1], SCHEMA, batch_size=6))).position
+    reader = ParquetReader(paths, SCHEMA, batch_size=6)
+    reader.seek(position)
+    assert labels_of(reader) == list(range(6, 20))
+    with pytest.raises(InputError, match=r"in file '../../b/week=10/part-0.parquet', but that file is now"):
+        ParquetReader([paths[1], paths[0]], SCHEMA, batch_size=6).seek(list(reader)[-1].position)
 
 
 def test_another_row_group_of_the_same_file_is_not_the_position(tmp_path: Path) -> None:

@@ -373,6 +373,40 @@ def test_shards_are_continued_on_any_number_of_ranks_without_a_row_lost_or_repea
     assert len(model.embeddings.shards.local["row"]) == ROWS
 
 
+@pytest.mark.parametrize(("files", "stop_at"), [(3, 7), (1, 2), (1, 3)])
+@pytest.mark.parametrize("after", [1, 2])
+def test_shards_read_a_file_that_is_appended_in_the_midst_of_an_epoch(
+    tmp_path: Path, files: int, stop_at: int, after: int
+) -> None:
+    """3 files: rank 1 has read its only one after 5 steps. 1 file: each rank reads half of it in 3 steps."""
+    data, folder = tmp_path / "data", tmp_path / "run"
+    for number in range(files):
+        rows_file(data, number)
+    settings = of_files(str(data), train_max_steps=stop_at)
+    run_ranks(train, settings, folder)
+
+    rows_file(data, 9)
+    run_ranks(finish, folder, world_size=after)
+    model, _ = load_trained(folder)
+    expected = [1000 * number + i for number in (*range(files), 9) for i in range(50)]
+    assert sorted(next(model.embeddings.shards.local["row"].scan(1000)).ids.tolist()) == expected
+    assert log(folder)[-1]["samples"] == len(expected)
+
+
+def rows_file(folder: Path, number: int) -> None:
+    folder.mkdir(exist_ok=True)
+    rows = [1000 * number + i for i in range(50)]
+    columns = {"row": rows, "user": rows, "click": [i % 2 for i in rows]}
+    columns |= {"weight": [1.0] * 50, "time": rows}
+    pq.write_table(pa.table(columns), folder / f"{number}.parquet")
+
+
+def finish(folder: Path) -> None:
+    run = Run.resume(folder, {"max_steps": 1000})
+    run.train()
+    assert run.finished
+
+
 def test_files_with_micro_batches_give_the_same_bits_on_any_number_of_ranks(
     tmp_path: Path, file: str
 ) -> None:
