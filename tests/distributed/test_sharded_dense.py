@@ -12,11 +12,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from megalith import SGD, EmbeddingCollection, Feature, LocalShards, TableConfig, checkpoint
+from megalith.distributed.dense_broadcast import broadcast_dense
 from megalith.errors import MegalithError
 from tests.distributed.ranks import run_ranks
 
@@ -205,6 +206,17 @@ def test_several_dimensions_and_replicas(tmp_path: Path) -> None:
 # ---- states of FSDP2, optimizers with factored state, wrong use
 
 
+class Scale(nn.Module):
+    """A layer without a matrix product, which some CPUs cannot make in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight + self.bias
+
+
 class LowPrecision(nn.Module):
     """A layer that FSDP2 gathers in bfloat16, next to a table."""
 
@@ -214,7 +226,7 @@ class LowPrecision(nn.Module):
 
         torch.manual_seed(1)
         self.e = EmbeddingCollection(TABLES, [Feature("f", "t")])
-        self.d = nn.Linear(5, 3)
+        self.d = Scale()
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         fully_shard(self.d, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
 
@@ -271,7 +283,13 @@ def unusual_cases(folder: Path) -> dict[str, Any]:
         made.w = nn.Parameter(weight)
         return made
 
+    flattened = nn.Module()
+    flattened.e = EmbeddingCollection(TABLES, [Feature("f", "t")])
+    flattened.d = FullyShardedDataParallel(nn.Linear(5, 3), device_id=torch.device("cpu"))
+    found["broadcast fsdp1"] = error_of(lambda: broadcast_dense(flattened))
+
     cases = {
+        "fsdp1": flattened,
         "partial": layer(TABLES, DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False)),
         "local": layer(LocalShards(TABLES), distribute_tensor(torch.ones(4), mesh, [Shard(0)])),
         "meta": layer(TABLES, torch.empty(2, device="meta")),
@@ -287,6 +305,7 @@ def unusual_cases(folder: Path) -> dict[str, Any]:
 
 def test_unusual_placements_work_or_raise_with_the_remedy(tmp_path: Path) -> None:
     for number, rank in enumerate(run_ranks(unusual_cases, tmp_path)):
+        assert "broadcast before the model is sharded" in rank["broadcast fsdp1"][1]
         assert rank["low"]
         assert rank["factored"]
         assert rank["unknown"] is not None
@@ -294,6 +313,10 @@ def test_unusual_placements_work_or_raise_with_the_remedy(tmp_path: Path) -> Non
         for call in ("save", "load"):
             assert "redistribute() it to Shard or Replicate" in rank[f"{call} partial"][1]
             assert "each rank has its own" in rank[f"{call} local"][1]
+            kind, said = rank[f"{call} fsdp1"]
+            assert kind == "UsageError"
+            assert "module 'd' is a FullyShardedDataParallel" in said
+            assert "fully_shard (FSDP2)" in said
             assert "call model.to_empty(device=...)" in rank[f"{call} meta"][1]
             kind, said = rank[f"{call} names"]
             assert kind == "CheckpointError"

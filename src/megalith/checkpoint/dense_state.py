@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megalith.checkpoint.sharded_weights import copy_into, reshard
+from megalith.distributed.dense_broadcast import fsdp1_module
 from megalith.errors import CheckpointError, InputError, UsageError
 from megalith.nn import EmbeddingCollection
 from megalith.shards import Shards
@@ -60,8 +61,14 @@ def dense_state(model: nn.Module) -> dict[str, Tensor]:
         Parameters and persistent buffers by name, not copies; a DTensor for a sharded weight.
 
     Raises:
-        UsageError: A module has extra state, which a checkpoint cannot hold.
+        UsageError: A module has extra state, or is sharded by FSDP1; a checkpoint can hold neither.
     """
+    flattened = fsdp1_module(model)
+    if flattened is not None:
+        raise UsageError(
+            f"module {flattened!r} is a FullyShardedDataParallel (FSDP1), whose weights a checkpoint cannot "
+            "hold: shard it with torch.distributed.fsdp.fully_shard (FSDP2) instead"
+        )
     reshard(model)
     state: dict[str, Tensor] = {}
     for path, module in model.named_modules():

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import sys
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any, NamedTuple
@@ -58,7 +59,7 @@ def broadcast_dense(
     problem = _type_problem(model, optimizer)
     if problem is None:
         named = list(chain(model.named_parameters(), model.named_buffers()))
-        problem = _sharded_problem(named, optimizer)
+        problem = _sharded_problem(model, named, optimizer)
     if problem is None and optimizer is not None and dist.get_rank(group) == 0:
         try:
             packed = _pack(optimizer)
@@ -71,6 +72,22 @@ def broadcast_dense(
             _broadcast_optimizer(optimizer, packed, group, wire)
 
 
+def fsdp1_module(model: nn.Module) -> str | None:
+    """Find a module that is sharded by FSDP1.
+
+    It holds a part of one flat tensor, in plain tensors that cannot be told from whole ones.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The path of the first FullyShardedDataParallel, "" if it is the model; None if there is none.
+    """
+    fsdp1 = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")  # the import takes a second
+    kind = getattr(fsdp1, "FullyShardedDataParallel", ())
+    return next((path for path, module in model.named_modules() if isinstance(module, kind)), None)
+
+
 def _type_problem(model: Any, optimizer: Any) -> str | None:
     if not isinstance(model, nn.Module):
         return f"model must be an nn.Module, got {type(model).__name__}"
@@ -79,7 +96,15 @@ def _type_problem(model: Any, optimizer: Any) -> str | None:
     return None
 
 
-def _sharded_problem(named: list[tuple[str, Tensor]], optimizer: Optimizer | None) -> str | None:
+def _sharded_problem(
+    model: nn.Module, named: list[tuple[str, Tensor]], optimizer: Optimizer | None
+) -> str | None:
+    flattened = fsdp1_module(model)
+    if flattened is not None:
+        return (
+            f"module {flattened!r} is a FullyShardedDataParallel (FSDP1), and each rank has its own part: "
+            "broadcast before the model is sharded"
+        )
     parameters = [] if optimizer is None else [("of the optimizer", p) for p in _parameters(optimizer)]
     for name, tensor in (*named, *parameters):
         if hasattr(tensor, "device_mesh"):  # a DTensor
