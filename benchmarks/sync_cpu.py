@@ -63,8 +63,9 @@ from torch import Tensor
 
 from megalith import Router
 from megalith.distributed.exchange import Exchange
+from megalith.shards.gradient_message import GradientPush
 from megalith.shards.preparer import RoutedIds, RoutingPreparer
-from megalith.shards.rank_messages import GradientPush, RankMessages
+from megalith.shards.rank_messages import RankMessages
 from megalith.table.table_data import FoundRows
 
 PACKAGES = ("megalith", "torch", "torchrec", "fbgemm_gpu-cpu", "numpy")
@@ -198,7 +199,8 @@ class Exchanges:
     def _all_four(self, prepared: RoutedIds, flat: Tensor) -> None:
         asked = self._messages.request("lookup", prepared)
         self._messages.send_rows(asked, prepared)
-        self._messages.push(asked, prepared, GradientPush(flat, None, 0, None, 1.0, None), None)
+        rates = {name: [0.0] for name in TABLES}
+        self._messages.push(asked, prepared, GradientPush(flat, None, 0, None, 1.0, 0.0, rates), None)
 
     def calls(self, number: int) -> None:
         def work() -> None:
@@ -269,6 +271,7 @@ def loops(models: Mapping[str, Any]) -> dict[str, Loop]:
     pipelines: dict[str, Loop] = {
         "pipeline, ids": ours.pipeline_loop(),
         "pipeline, ids, push": ours.pipeline_loop(push=True),
+        "pipeline, ids, push, depth 3": ours.pipeline_loop(push=True, depth=3),
         "pipeline, rows, push": ours.pipeline_loop(mode="rows", push=True),
     }
     slow = SlowWire(ours.collection.shards, LATENCY, BANDWIDTH)
@@ -420,7 +423,7 @@ def _own_bars(times: Timings) -> list[Bar]:
         ("gloo / shared memory", "megalith, gloo", OURS),
     ]
     for wire in ("", "slow network: "):
-        for mode in ("ids", "ids, push", "rows, push"):
+        for mode in ("ids", "ids, push", "ids, push, depth 3", "rows, push"):
             pipelines = f"{wire}pipeline, {mode}"
             pairs.append((f"{wire}no pipeline / pipeline, {mode}", f"{wire}{OURS}", pipelines))
     return [Bar(name, times.ratio(slow, fast).median) for name, slow, fast in pairs]
