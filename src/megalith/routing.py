@@ -90,7 +90,11 @@ class Router:
         Returns:
             A router equal to the one that the rule came from.
         """
+        if not isinstance(rule, list | tuple) or len(rule) != 4 or not all(isinstance(x, int) for x in rule):
+            raise InputError(f"Router: a rule is four integers, got {rule!r}")
         mode, owners, block, first = rule
+        if not 0 <= mode < len(MODES):
+            raise InputError(f"Router: there is no mode {mode}")
         return cls(MODES[mode], owners + first, block_size=block or None, skip_first=bool(first))
 
     def owner_twin(self, ids: Tensor) -> Tensor:

@@ -135,7 +135,9 @@ class TableConfig:
                     precision=precision,
                 ),
             )
-        elif any(x is not None for x in (dim, optimizer, initializer)) or precision != "float32":
+        elif any(x is not None for x in (dim, optimizer, initializer)) or not (
+            isinstance(precision, str) and precision == "float32"
+        ):
             raise InputError(
                 f"{where}: pass segments, or dim, optimizer, initializer and precision, not both"
             )

@@ -20,6 +20,7 @@ from typing import Any, Self
 from torch import Tensor, tensor
 
 from megalith.errors import InputError, RemoteError, UsageError
+from megalith.ops import checks
 from megalith.serving.client.channels import MAX_MESSAGE_BYTES
 from megalith.serving.client.credentials import grpc_module
 from megalith.serving.discovery.addresses import is_loopback
@@ -132,6 +133,8 @@ class DummySyncServer:
         Raises:
             RemoteError: There are fewer requests after `timeout` seconds.
         """
+        checks.integer(n, "wait: n", least=0)
+        checks.seconds(timeout, "wait: timeout", zero=True)
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._requests) >= n, timeout):
                 raise RemoteError(
@@ -150,7 +153,8 @@ class DummySyncServer:
         Raises:
             InputError: There is no such status, or it is not the status of a failure.
         """
-        status = grpc_module().StatusCode.__members__.get(code)
+        checks.integer(n, "fail_next: n", least=0)
+        status = grpc_module().StatusCode.__members__.get(checks.text(code, "fail_next: code"))
         if status is None or code == "OK":
             raise InputError(f"fail_next: {code!r} is not the status of a failure, such as 'UNAVAILABLE'")
         with self._changed:
@@ -162,8 +166,10 @@ class DummySyncServer:
         Args:
             seconds: The delay.
         """
+        if not checks.number(seconds, "delay: seconds") >= 0:
+            raise InputError(f"delay: seconds must be 0 or more, got {seconds}")
         with self._changed:
-            self._delay = seconds
+            self._delay = float(seconds)
 
     def shutdown(self) -> None:
         """Stop the server without waiting for delayed answers; a second call does nothing."""

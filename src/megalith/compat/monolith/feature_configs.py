@@ -17,6 +17,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any, Self
 
 from megalith.errors import InputError, UnknownNameError
+from megalith.ops import checks
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -74,6 +75,8 @@ class _ConfigMessage:
         """
         from megalith.compat.monolith.monolith_protos import parse_message
 
+        if not isinstance(message, bytes | bytearray | memoryview):
+            raise InputError(f"{cls.__name__}: a message must be bytes, got {type(message).__name__}")
         return cls._read(parse_message(f"{_PACKAGE}.{cls.__name__}", bytes(message)))
 
     def _write(self, message: Any) -> None:
@@ -229,6 +232,7 @@ class FeatureConfigs(_ConfigMessage):
         Raises:
             UnknownNameError: No feature uses the table.
         """
+        checks.text(table, "FeatureConfigs: table")
         names = tuple(name for name in self.feature_names if self.feature_configs[name].table == table)
         if not names:
             known = ", ".join(self.table_names)
@@ -274,7 +278,7 @@ class FeatureConfigs(_ConfigMessage):
             UnknownNameError: There is no such layout.
             InputError: The slices and the declared shapes do not match.
         """
-        if layout not in self.out_configs:
+        if not isinstance(layout, str) or layout not in self.out_configs:
             known = ", ".join(self.layout_names)
             raise UnknownNameError(f"FeatureConfigs: no layout {layout!r}; layouts: {known}")
         declared, given = self.out_configs[layout].shape, self._shapes_given(layout)

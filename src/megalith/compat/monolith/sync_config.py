@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megalith.compat.monolith.znode_records import TargetExtraInfo
 from megalith.errors import InputError
+from megalith.ops import checks
 from megalith.serving.discovery.addresses import check_address
 from megalith.serving.discovery.contract import SyncBackend
 from megalith.serving.proto.message_types import ClientConfig, Message, protobuf
@@ -97,6 +98,8 @@ def refresh_sync_config(sync_backend: SyncBackend, ps_index: int) -> bytes:
     Raises:
         InputError: The backend returns a target that is not an address.
     """
+    checks.instance(sync_backend, SyncBackend, "refresh_sync_config: sync_backend")
+    checks.integer(ps_index, "refresh_sync_config: ps_index", least=0)
     name, targets = sync_backend.get_sync_targets(f"ps_{ps_index}")
     return SyncConfig(
         model_name=name,

@@ -20,6 +20,7 @@ from typing import Any
 
 from megalith.compat.monolith.znode_records import SavedModel, SavedModelDeployConfig
 from megalith.errors import InputError
+from megalith.ops import checks
 from megalith.serving.discovery.contract import ServiceName, Watch, check_name
 from megalith.serving.discovery.zk_tasks import NodeReader
 from megalith.serving.discovery.znodes import Container, ContainerServiceInfo
@@ -55,6 +56,8 @@ class ZKBackend(ZooKeeperDiscovery):
         Raises:
             DiscoveryError: ZooKeeper is unavailable or refuses.
         """
+        _check_container(container)
+        checks.instance(service_info, ContainerServiceInfo, "ZKBackend: service_info")
         self.session.wait(self.session.hold(self._container_path(container), service_info.to_json()))
 
     def get_service_info(self, container: Container) -> ContainerServiceInfo | None:
@@ -69,6 +72,7 @@ class ZKBackend(ZooKeeperDiscovery):
         Raises:
             DiscoveryError: ZooKeeper is unavailable or refuses.
         """
+        _check_container(container)
         path = self._container_path(container)
         data = self.session.get(path)
         return None if data is None else read_service_info(data, path)
@@ -83,6 +87,11 @@ class ZKBackend(ZooKeeperDiscovery):
         Raises:
             DiscoveryError: ZooKeeper is unavailable or refuses.
         """
+        _check_container(container)
+        if not isinstance(saved_models, Set | list | tuple):
+            raise InputError(f"ZKBackend: saved_models must be a set, got {type(saved_models).__name__}")
+        for saved_model in saved_models:
+            _check_saved_model(saved_model)
         with self._lock:
             tasks = self._bind(container, {saved_model.service for saved_model in saved_models})
         self.session.wait(*tasks)
@@ -98,6 +107,7 @@ class ZKBackend(ZooKeeperDiscovery):
         Returns:
             The watch, to be cancelled.
         """
+        checks.instance(callback, Callable, "ZKBackend: callback")  # type: ignore[type-abstract]
         path = self._layout_path(layout)
         view = self.session.view(path, partial(self._read_layout, path), callback)
         self.session.wait(view)
@@ -115,6 +125,8 @@ class ZKBackend(ZooKeeperDiscovery):
         Raises:
             DiscoveryError: ZooKeeper is unavailable or refuses.
         """
+        _check_saved_model(saved_model)
+        checks.instance(deploy_config, SavedModelDeployConfig, "ZKBackend: deploy_config")
         self.session.put(self._saved_model_path(saved_model), deploy_config.to_json())
 
     def add_to_layout(self, layout: str, saved_model: SavedModel) -> None:
@@ -127,6 +139,7 @@ class ZKBackend(ZooKeeperDiscovery):
         Raises:
             DiscoveryError: ZooKeeper is unavailable or refuses.
         """
+        _check_saved_model(saved_model)
         self.session.put(f"{self._layout_path(layout)}/{saved_model}", b"")
 
     def remove_from_layout(self, layout: str, saved_model: SavedModel) -> None:
@@ -139,6 +152,7 @@ class ZKBackend(ZooKeeperDiscovery):
         Raises:
             DiscoveryError: ZooKeeper is unavailable or refuses.
         """
+        _check_saved_model(saved_model)
         self.session.remove(f"{self._layout_path(layout)}/{saved_model}")
 
     # ---- nodes
@@ -167,7 +181,19 @@ class ZKBackend(ZooKeeperDiscovery):
         return f"/{self.root}/saved_models/{saved_model.model_name}/{saved_model.sub_graph}"
 
     def _layout_path(self, layout: str) -> str:
-        path = layout if layout.startswith("/") else f"/{self.root}/layouts/{layout}"
+        path = (
+            layout
+            if checks.text(layout, "ZKBackend: layout").startswith("/")
+            else f"/{self.root}/layouts/{layout}"
+        )
         for part in path[1:].split("/"):
             check_name(part, "layout")
         return path
+
+
+def _check_container(container: object) -> None:
+    checks.instance(container, Container, "ZKBackend: container")
+
+
+def _check_saved_model(saved_model: object) -> None:
+    checks.instance(saved_model, SavedModel, "ZKBackend: saved_model")

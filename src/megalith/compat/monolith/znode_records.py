@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megalith.errors import InputError
+from megalith.ops import checks
 from megalith.serving.discovery.addresses import check_address, is_wildcard
 from megalith.serving.discovery.contract import ServiceName, check_name
 from megalith.serving.discovery.znodes import Container, ContainerServiceInfo, ZnodeRecord
@@ -137,8 +138,8 @@ class ReplicaMeta(ZnodeRecord):
         Raises:
             InputError: The address family is unknown.
         """
-        if address_family not in ("ipv4", "ipv6"):
-            raise InputError(f"address_family must be 'ipv4' or 'ipv6', got {address_family!r}")
+        checks.flag(use_archon, "use_archon")
+        checks.one_of(address_family, ("ipv4", "ipv6"), "address_family")
         ipv4 = self.archon_address if use_archon else self.address
         ipv6 = self.archon_address_ipv6 if use_archon else self.address_ipv6
         for address in (ipv4, ipv6) if address_family == "ipv4" else (ipv6, ipv4):

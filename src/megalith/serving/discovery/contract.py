@@ -256,7 +256,7 @@ class Discovery(SyncBackend):
             DiscoveryError: There are fewer replicas after `timeout` seconds.
         """
         checks.integer(count, "wait: count", least=0)
-        checks.seconds(timeout, "wait: timeout")
+        checks.seconds(timeout, "wait: timeout", zero=True)
         self.replicas(service)
         return self._registry.wait(service, count, timeout)
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.errors import InputError, UsageError
+from megalith.ops import checks
 from megalith.ops.bucketing import dedup
 from megalith.serving.client.credentials import Credentials
 from megalith.serving.discovery import Discovery, ServiceName, SyncBackend, Watch, open_discovery
@@ -95,12 +96,23 @@ class Publisher:
         index: int = 0,
         count: int = 1,
     ) -> None:
-        _check(interval=interval, timeout=timeout, max_backlog=max_backlog)
-        if protocol not in ("megalith", "monolith"):
-            raise InputError(f"protocol must be 'megalith' or 'monolith', got {protocol!r}")
-        if not is_assign(signature):
+        for name, seconds in (("interval", interval), ("timeout", timeout)):
+            checks.seconds(seconds, f"publisher: {name}")
+        for name, number in (("max_backlog", max_backlog), ("max_journal", max_journal)):
+            checks.integer(number, f"publisher: {name}")
+        checks.one_of(protocol, ("megalith", "monolith"), "publisher: protocol")
+        checks.flag(dense, "publisher: dense")
+        if base is not None:
+            checks.text(base, "publisher: base")
+        if not isinstance(targets, SyncBackend | str):
+            raise InputError(
+                f"publisher: targets must be a discovery or its URL, got {type(targets).__name__}"
+            )
+        if not isinstance(signature, str) or not is_assign(signature):
             raise InputError(f"signature must be 'hashtable_assign' or 'raw_assign', got {signature!r}")
-        self.session = uuid.uuid4().hex if session is None else session
+        self.session = uuid.uuid4().hex if session is None else checks.text(session, "publisher: session")
+        checks.integer(index, "publisher: index", least=0)
+        checks.integer(count, "publisher: count")
         MessageHeader(self.session, index, count)
         self.model_name = ServiceName(model_name, "entry").model
         self._owned = open_discovery(targets) if isinstance(targets, str) else None
@@ -218,6 +230,7 @@ class Publisher:
         Args:
             save_id: The id of the save.
         """
+        checks.text(save_id, "publisher: save_id")
         self._check_open()
         ids = self.source.drain(self._consumer)
         with self.lock:
@@ -399,9 +412,3 @@ class Publisher:
                 logger.warning("%s: no longer a server of %s", *key)
                 sender.close()
             self.lock.notify_all()
-
-
-def _check(**values: float) -> None:
-    for name, value in values.items():
-        if not value > 0:
-            raise InputError(f"publisher: {name} must be above 0, got {value}")

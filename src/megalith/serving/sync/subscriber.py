@@ -47,11 +47,12 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from megalith.errors import CheckpointError, InputError, SequenceError
+from megalith.ops import checks
 from megalith.serving.export.overlay import Overlay
 from megalith.serving.proto.tf_tensors import Strings
 from megalith.serving.sync.message_header import (
@@ -111,9 +112,9 @@ class Subscriber:
     def __init__(
         self, servable: Servable, *, checkpoint: Path | None = None, carry_seconds: float = 60.0
     ) -> None:
-        self.servable = servable
+        self.servable = _checked(servable)
         self.counters = SyncCounters()
-        self._checkpoint = None if checkpoint is None else Path(checkpoint)
+        self._checkpoint = None if checkpoint is None else checks.path(checkpoint, "subscriber: checkpoint")
         self._carry_seconds = carry_seconds
         self._lock = threading.Condition(threading.RLock())
         self._base = servable.signature.base
@@ -151,6 +152,9 @@ class Subscriber:
             InputError: The message is malformed. Nothing is written.
             SequenceError: The message does not follow the last one. Nothing is written.
         """
+        checks.text(signature, "subscriber: signature")
+        checks.mapping(inputs, "subscriber: inputs", '{"user_id": ids, "user_value": rows}')
+        checks.mapping(metadata, "subscriber: metadata", '{"x-session": "..."}')
         with self._lock:
             try:
                 header = MessageHeader.read(metadata)
@@ -368,7 +372,11 @@ class Subscriber:
 
         Args:
             servable: The new version.
+
+        Raises:
+            InputError: It is not a Servable.
         """
+        _checked(servable)
         with self._lock:
             before, self.servable = self.servable, servable
             self._base = servable.signature.base
@@ -432,6 +440,12 @@ class Subscriber:
         """The id of the save below the pushed rows."""
         with self._lock:
             return self._base
+
+
+def _checked(servable: Any) -> Servable:
+    if not hasattr(servable, "signature"):  # importing Servable here would be a cycle
+        raise InputError(f"subscriber: servable must be a Servable, got {type(servable).__name__}")
+    return servable  # type: ignore[no-any-return]
 
 
 def _layout_of(servable: Servable) -> ModelLayout:

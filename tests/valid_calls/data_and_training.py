@@ -1,0 +1,196 @@
+"""Calls of readers, data sets, models and training runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import torch
+
+from megalith import Layout, Mean, Slice, data, models, training
+from megalith.compat import monolith
+from megalith.data.movielens_download import SUMS
+from tests.data.test_movielens import grouplens
+from tests.valid_calls.core import column
+from tests.valid_calls.sweep import Arguments, Call, ids, methods
+
+# ---- data
+
+
+def samples() -> data.Samples:
+    return data.Samples({"f": column()}, torch.tensor([0.0, 1.0]), times=ids(1, 2))
+
+
+def data_calls() -> Iterator[Call]:
+    yield (
+        data.Samples,
+        {
+            "features": {"f": column()},
+            "labels": torch.tensor([0.0, 1.0]),
+            "dense": torch.ones(2, 3),
+            "weights": torch.ones(2),
+            "times": ids(1, 2),
+        },
+    )
+    yield from methods(
+        samples,
+        {"select": {"rows": ids(0)}, "to_batch": {"position": {}}, "concat": {"parts": [samples()] * 2}},
+    )
+    yield from methods(lambda: samples().to_batch({}), {"part": {"start": 0, "end": 1}})
+    yield data.MemoryReader, {"samples": samples(), "shuffle": 1}
+    reader = data.MemoryReader(samples(), batch_size=1)
+    yield from methods(lambda: reader.shard(0, 1), {"seek": {"position": reader.position}})
+    yield data.EqualBatchLoader, {"loader": reader}
+    yield data.pad_to_equal_batches, {"loader": reader}
+    yield data.DenseColumn, {"column": "d", "normalise": "standard", "mean": 0.0, "std": 1.0}
+    yield data.FeatureColumn, {"column": "f", "slot": 1, "hash": True, "separator": ","}
+    schema = data.Schema(features={"user": "user"}, dense=["label"], label="label")
+    yield data.Schema, {"features": {"user": "user"}, "label": "label"}
+    raw = torch.ones(2, 1).double().numpy()
+    yield from methods(
+        lambda: schema,
+        {
+            "from_dict": {"data": schema.to_dict()},
+            "with_ids": {"sources": {"user": "integer"}},
+            "normalise": {"raw": raw},
+            "fitted": {"raw": raw},
+            "with_fit_of": {"fitted": schema},
+        },
+    )
+    yield data.SyntheticFeature, {"name": "a"}
+    yield data.SyntheticReader, {}
+    yield from methods(
+        lambda: data.SyntheticReader(batch_size=2, num_batches=2),
+        {"batch": {"index": 0}, "seek": {"position": data.SyntheticReader(batch_size=2).position}},
+    )
+
+
+def file_calls() -> Iterator[Call]:
+    schema = data.Schema(features={"user": "user"}, dense=[data.DenseColumn("d", "standard")], label="label")
+    Path("x.csv").write_text("user,d,label\n1,0.5,0\n3,1.5,1\n")
+    pyarrow.parquet.write_table(
+        pyarrow.table({"user": [1, 2], "d": [0.5, 1.5], "label": [0.0, 1.0]}), "x.parquet"
+    )
+    config: Arguments = {"schema": {"features": {"user": "user"}, "label": "label"}, "batch_size": 2}
+    readers = {"x.csv": data.CsvReader, "x.parquet": data.ParquetReader}
+    for path, kind in readers.items():
+        fitted = kind(path, schema, batch_size=2).fit()
+        yield kind, {"paths": path, "schema": fitted}
+        reader = kind(path, fitted, batch_size=2)
+        yield from methods(
+            partial(kind, path, fitted, batch_size=2),
+            {
+                "seek": {"position": reader.position},
+                "with_schema": {"schema": fitted},
+                "from_config": config | {"path": path},
+            },
+        )
+    Path("criteo.tsv").write_text("\t".join(["1", *["2"] * 13, *["ab"] * 26]) + "\n")
+    yield data.CriteoReader, {"paths": "criteo.tsv"}
+    yield data.CriteoReader.from_config, {"path": "criteo.tsv", "schema": {}, "batch_size": 2}
+    Path("x.records").write_bytes(b"")
+    yield monolith.MonolithReader, {"paths": "x.records", "kind": "example", "features": ["f"]}
+
+
+def movielens_calls() -> Iterator[Call]:
+    directory = Path("cache/ml-1m")
+    if not directory.exists():
+        grouplens(directory)
+        (directory / SUMS).write_text(json.dumps({"files": {}}))
+    yield data.load_movielens, {"cache_dir": Path("cache"), "history": 2}
+    yield data.read_movielens, {"directory": directory, "history": 2}
+    yield from methods(lambda: data.read_movielens(directory), {"split": {"train": 0.5, "valid": 0.2}})
+
+
+# ---- models
+
+
+def embeddings() -> models.EmbeddingConfig:
+    return models.EmbeddingConfig(["f", "g"], dim=2)
+
+
+def batch(*names: str) -> data.Batch:
+    return data.Batch({name: column() for name in names}, torch.tensor([0.0, 1.0]), torch.ones(2, 3))
+
+
+def model_calls() -> Iterator[Call]:
+    layout = Layout("rows", [Slice("f", 0, 2), Slice("g", 0, 2)])
+    yield models.EmbeddingConfig, {"features": {"f": Mean(), "g": Mean()}, "tables": {"f": "g"}}
+    yield from methods(embeddings, {"table": {"feature": "f"}, "collection": {"layouts": [layout]}})
+    yield models.build_model, {"name": "deepfm", "embeddings": embeddings()}
+    config: Arguments = {"embeddings": embeddings(), "num_dense": 3}
+    for kind in (models.DeepFM, models.DLRM, models.DCNv2):
+        yield kind, config
+        yield from methods(partial(kind, **config), partial(_model_methods, names=("f", "g")))
+    din = config | {"target": "f", "history": "h"}
+    yield models.DIN, din
+    yield from methods(lambda: models.DIN(**din), partial(_model_methods, names=("f", "g", "h")))
+    yield models.forward_batch, {"model": models.DeepFM(**config), "batch": batch("f", "g")}
+
+
+def _model_methods(model: models.Model, names: tuple[str, ...]) -> dict[str, Arguments]:
+    given = batch(*names)
+    return {
+        "forward": {"features": given.features, "dense": given.dense},
+        "embed": {"features": given.features, "time": None},
+        "score": {"rows": model.embed(given.features, None), "dense": given.dense},
+    }
+
+
+# ---- training
+
+
+def run_config(**flags: Any) -> training.RunConfig:
+    options = {"num_batches": 2}
+    return training.RunConfig().changed(
+        data_kind="synthetic", data_batch_size=4, data_options=options, model_dim=2, **flags
+    )
+
+
+def training_calls() -> Iterator[Call]:
+    for section in (training.DataConfig, training.ModelConfig, training.TrainConfig):
+        yield section, {}
+    config = run_config()
+    yield training.RunConfig, {}
+    Path("run.toml").write_text("[train]\nepochs = 2\n")
+    yield from methods(
+        run_config,
+        {
+            "from_dict": {"data": config.to_dict()},
+            "from_toml": {"path": Path("run.toml")},
+            "resumed": {"changes": {"epochs": 2}},
+            "changes_to": {"wanted": config},
+        },
+    )
+    yield training.open_source, {"config": config}
+    Path("x.csv").write_text("user,label\n1,0\n3,1\n")
+    schema = {"features": {"user": "user"}, "label": "label"}
+    files = training.DataConfig(kind="csv", schema=schema, batch_size=2)
+    yield training.open_reader, {"config": files, "path": Path("x.csv")}
+    source = training.open_source(config)
+    model = models.DeepFM(models.EmbeddingConfig(source.train.feature_names, dim=2))
+    yield training.evaluate, {"model": model, "reader": source.train}
+    yield training.Run, {"config": config, "directory": Path("run"), "start_over": True}
+    training.Run(config, "trained", start_over=True).train()
+    yield training.load_trained, {"path": Path("trained")}
+    yield from methods(
+        lambda: training.Run(config, Path("run"), start_over=True), {"resume": {"directory": Path("trained")}}
+    )
+    yield training.Watcher, {}
+    yield from methods(
+        training.Watcher,
+        {
+            "batch": {"samples": 1, "loss": 0.5},
+            "logged": {"record": {}},
+            "communicated": {"report": None},
+            "saving": {"rows": 1},
+            "wrote": {"rows": 1},
+            "pushed": {"pushed": None},
+        },
+    )
+    yield from methods(lambda: training.evaluate(model, source.test))

@@ -1,0 +1,90 @@
+"""Calls of checkpoints, object stores and importers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from megalith import TableConfig, checkpoint
+from megalith.checkpoint.importers import import_torch
+from megalith.compat.dynamicemb import import_dynamicemb
+from megalith.compat.monolith import import_monolith
+from megalith.table import SGD
+from tests.compat.dynamicemb.test_dump_importer import dump
+from tests.compat.importing import collection, entry, sgd, tfrecords, write
+from tests.valid_calls.core import Model
+from tests.valid_calls.sweep import Call, Fresh, count, methods
+
+
+def checkpoint_calls() -> Iterator[Call]:
+    model, path = Model(), Path("saved")
+    optimizer = torch.optim.SGD(model.dense.parameters(), lr=0.1)
+    checkpoint.save(model, path, optimizer=optimizer)
+    saved = {"model": model, "optimizer": optimizer, "progress": {"epoch": 1}}
+    yield checkpoint.save, {**saved, "path": Path("other"), "deltas": False}
+    yield checkpoint.save_delta, {**saved, "path": path}
+    yield checkpoint.async_save, {**saved, "path": Path("another")}
+    yield checkpoint.load, {"model": model, "path": path, "optimizer": optimizer, "rename": {}}
+    yield checkpoint.diff, {"before": path, "after": path}
+    yield checkpoint.export, {"path": path, "out": Path("rows"), "tables": ["a"]}
+    yield checkpoint.find_checkpoints, {"path": path}
+    yield checkpoint.read_manifest, {"path": path}
+    yield checkpoint.compact, {"path": path}
+    yield checkpoint.reshard, {"path": path, "to": Path("resharded"), "num_shards": 2}
+    yield checkpoint.verify, {"path": path}
+    yield checkpoint.rng_state, {}
+    yield checkpoint.set_rng_state, {"state": checkpoint.rng_state()}
+    yield checkpoint.Rotation, {"path": Path("many"), "keep_last": 2, "keep_every": 10}
+    steps = {"path": {"step": 1}, "save": {"model": Model()}, "async_save": {"model": Model()}}
+    yield from methods(lambda: checkpoint.Rotation(Path("many")), steps)
+    yield from methods(
+        lambda: checkpoint.read_manifest(path),
+        {"from_json": {"text": checkpoint.read_manifest(path).to_json(), "where": "here"}},
+    )
+    handle = checkpoint.async_save(Model(), Path("one"))
+    handle.wait()
+    yield from methods(lambda: handle)
+
+
+def store_calls() -> Iterator[Call]:
+    Path("objects").mkdir(exist_ok=True)
+    yield checkpoint.ObjectStore, {"url": "memory:///"}
+    yield checkpoint.ObjectStore, {"url": Path("objects").absolute().as_uri()}
+    data = b"abcd"
+    Path("local").write_bytes(data)
+
+    def made() -> checkpoint.ObjectStore:
+        store = checkpoint.ObjectStore("memory:///")
+        store.write("x", [data])
+        return store
+
+    yield from methods(
+        made,
+        {
+            "write": {"name": "y", "parts": [data]},
+            "upload": {"name": "z", "file": Path("local")},
+            "size": {"name": "x"},
+            "read": {"name": "x", "size": 4},
+            "read_whole": {"name": "x", "limit": 100},
+            "inside": {"folder": "f"},
+            "remove": {"name": "x"},
+            "head": {"key": "x"},
+            "get": {"key": "x", "sink": count},
+            "get_range": {"key": "x", "start": 0, "length": 4},
+            "put": {"key": "x", "data": data},
+            "list": {"prefix": ""},
+            "request_error": {"failure": "TIMEOUT", "message": "late"},
+        },
+    )
+
+
+def importer_calls() -> Iterator[Call]:
+    into = {"collection": Fresh(lambda: collection(TableConfig("t", dim=2, optimizer=SGD(0.1))))}
+    weights = {"state_dict": {"w": torch.ones(3, 2)}, "tables": {"t": "w"}, "optimizer_state": {"t": {}}}
+    yield import_torch, into | weights
+    yield import_dynamicemb, into | {"directory": dump(Path("dump").absolute(), [[1, 2]])}
+    assets = Path("model.ckpt-7.assets")
+    write(assets / "t-00000-of-00001", tfrecords(entry(1, (1, 2), sgd())))
+    yield import_monolith, into | {"path": assets}
