@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -207,11 +208,24 @@ def test_step_is_for_step_mode() -> None:
         collection().step()
 
 
-@pytest.mark.parametrize("scale", [math.nan, math.inf, "1", None])
+@pytest.mark.parametrize(
+    "scale", [0.5, np.float32(0.5), torch.tensor(0.5), torch.tensor(0.5, requires_grad=True)]
+)
+def test_scale_and_clips_are_any_number(scale: Any) -> None:
+    made = collection(update="step", clip_value=torch.tensor(0.75), clip_norm=np.float32(0.75))
+    made({"a": ints(1)})["a"].sum().backward()
+    (made({"a": ints(2)})["a"].sum() * 10).backward()
+    made.step(scale=scale)
+    assert contents(made) == {1: [-0.5], 2: [-0.75]}
+
+
+@pytest.mark.parametrize(
+    "scale", [math.nan, math.inf, "1", None, True, torch.ones(2), torch.tensor(math.nan)]
+)
 def test_scale_must_be_a_finite_number(scale: Any) -> None:
     made = collection(update="step")
     made({"a": ints(1)})["a"].sum().backward()
-    with pytest.raises(InputError, match="scale must be finite"):
+    with pytest.raises(InputError, match="scale must be a finite number"):
         made.step(scale=scale)
     made.step()
     assert contents(made) == {1: [-1]}

@@ -30,6 +30,7 @@ from megalith.nn.table_state import (
     restore_state,
     state_key,
 )
+from megalith.ops.checks import as_number, flag
 from megalith.ops.pooling import Pooling
 from megalith.shards import Lookup, Shards
 from megalith.shards.gradient_sums import GradientSum, total
@@ -107,20 +108,18 @@ class EmbeddingCollection(nn.Module):
         for name, value, known in (("update", update, UPDATES), ("reduction", reduction, REDUCTIONS)):
             if not isinstance(value, str) or value not in known:
                 raise InputError(f"EmbeddingCollection: {name} must be one of {known}, got {value!r}")
-        for name, bound in (("clip_value", clip_value), ("clip_norm", clip_norm)):
-            if bound is not None and not (isinstance(bound, int | float) and 0 < bound < float("inf")):
-                raise InputError(f"EmbeddingCollection: {name} must be positive and finite, got {bound!r}")
         self._choice = ShardsChoice(tables, engine, seed)
         self.update = update
         self.reduction = reduction
-        self.clip_value = clip_value
-        self.clip_norm = clip_norm
+        self.clip_value = _bound("clip_value", clip_value)
+        self.clip_norm = _bound("clip_norm", clip_norm)
         self.global_step = 0
         self.checkpoint_state = CheckpointState()
         self.plan = FeaturePlan(features, layouts, self.configs)
         self._preparer: BatchPreparer | None = None
         self._pending: list[BatchLookup] = []
-        watched = update == "backward" and not allow_micro_steps
+        allowed = flag(allow_micro_steps, "EmbeddingCollection: allow_micro_steps")
+        watched = update == "backward" and not allowed
         self._guard = MicroStepGuard() if watched else None
         # torch.compile leaves `_forward` alone. Not at import: torch's compiler takes seconds to import.
         self._eager_forward = torch.compiler.disable(EmbeddingCollection._forward)
@@ -262,7 +261,8 @@ class EmbeddingCollection(nn.Module):
         It does nothing if there was no backward.
 
         Args:
-            scale: Multiplies the gradients before they are clipped, e.g. 1 / GradScaler.get_scale().
+            scale: Multiplies the gradients before they are clipped, e.g. 1 / GradScaler.get_scale(). A number
+                or a 0-d tensor.
 
         Raises:
             UsageError: With update="backward".
@@ -271,13 +271,14 @@ class EmbeddingCollection(nn.Module):
         """
         if self.update != "step":
             raise UsageError('step() is for EmbeddingCollection(update="step"); this one updates in backward')
-        if not (isinstance(scale, int | float) and math.isfinite(scale)):
-            raise InputError(f"EmbeddingCollection: scale must be finite, got {scale!r}")
+        factor = as_number(scale)
+        if factor is None or not math.isfinite(factor):
+            raise InputError(f"EmbeddingCollection: scale must be a finite number, got {scale!r}")
         pending, self._pending = self._pending, []
         if not pending:
             return
         try:
-            self._update_rows(pending, scale)
+            self._update_rows(pending, factor)
         except (InputError, UsageError, RankFailedError):
             self._pending = pending
             raise
@@ -438,6 +439,13 @@ class _Pool(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         ctx.collection._collect(ctx.own, grads)
         return None, None, None
+
+
+def _bound(name: str, value: Any) -> float | None:
+    bound = None if value is None else as_number(value)
+    if value is not None and (bound is None or not 0 < bound < math.inf):
+        raise InputError(f"EmbeddingCollection: {name} must be a positive, finite number, got {value!r}")
+    return bound
 
 
 def _finite(grads: Sequence[Tensor]) -> bool:
