@@ -57,8 +57,9 @@ def import_monolith(
 ) -> ImportReport:
     """Import tables from a Monolith checkpoint: single hash tables and native multi-tables, plain or Snappy.
 
-    The state of all of Monolith's optimizers except batch_softmax is imported; the powers of the betas of Adam
-    and AMSGrad become the update count of a row, so these need bias_correction="row". Ids are not changed.
+    The state of all of Monolith's optimizers except batch_softmax is imported. The powers of the betas of
+    Adam and AMSGrad become the update count of a row, so these need bias_correction="row". Ids are not
+    changed.
 
     Args:
         collection: The tables to fill.
