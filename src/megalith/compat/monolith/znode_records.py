@@ -139,7 +139,8 @@ class ReplicaMeta(ZnodeRecord):
             InputError: The address family is unknown.
         """
         checks.flag(use_archon, "use_archon")
-        checks.one_of(address_family, ("ipv4", "ipv6"), "address_family")
+        if not isinstance(address_family, str) or address_family not in ("ipv4", "ipv6"):
+            raise InputError(f"address_family must be 'ipv4' or 'ipv6', got {address_family!r}")
         ipv4 = self.archon_address if use_archon else self.address
         ipv6 = self.archon_address_ipv6 if use_archon else self.address_ipv6
         for address in (ipv4, ipv6) if address_family == "ipv4" else (ipv6, ipv4):

@@ -49,7 +49,7 @@ class FileDiscovery(Discovery):
 
     def __init__(self, path: str | os.PathLike[str], *, interval: float = 1.0) -> None:
         super().__init__()
-        if not 0.01 <= checks.seconds(interval, "interval") <= 60:
+        if not 0.01 <= checks.number(interval, "interval") <= 60:
             raise InputError(f"interval must be 0.01 to 60 seconds, got {interval}")
         self.path = checks.path(path, "discovery: path")
         self._interval = interval
