@@ -130,7 +130,7 @@ static void apply(const ApplyView& view, const Entry* entries, const float* weig
     if (u + kAhead < distinct) {
       const int32_t ahead = scratch.unique[u + kAhead];
       request(weights_at(table.rows, ahead), dim);
-      request(state_at(table.rows, ahead), static_cast<int>(table.rows.state_bytes / 4) + 1);
+      request(state_at(table.rows, ahead), static_cast<int>(table.rows.state_bytes / 4) + (table.rows.counted ? 3 : 1));
     }
     const int32_t row = scratch.unique[u];
     float* gradient = scratch.sums + u * dim;
@@ -154,7 +154,12 @@ static void apply(const ApplyView& view, const Entry* entries, const float* weig
                          gradient + s.offset);
       }
     }
-    *time_behind(table.rows, state) = view.time;
+    uint32_t* marks = time_behind(table.rows, state);
+    marks[0] = view.time;
+    if (table.rows.counted) {
+      marks[1] += marks[1] != UINT32_MAX;
+      marks[2] = view.step;
+    }
     if (view.touch) table.rows.flags[row >> table.rows.shift][row & in_chunk] |= view.touch;
     scratch.slots[static_cast<uint32_t>(row) & mask] = 0;
   }

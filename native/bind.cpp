@@ -63,23 +63,38 @@ float* borrow_matrix(handle tensor, const char* name, int64_t rows, int64_t colu
 }
 
 // Tensors float32 [n, width] which together hold the floats of a stored row, in order.
-std::vector<Column> borrow_columns(nb::sequence tensors, int64_t n, int row_floats) {
+std::vector<Column> borrow_columns(nb::sequence tensors, int64_t n, int row_floats, bool whole) {
   std::vector<Column> columns;
   int32_t at = 0;
   for (handle tensor : tensors) {
     TensorView v = borrow(tensor, Kind::float32, "columns");
     require(v.ndim == 2 && v.shape[0] == n, "columns: expected one row per id");
+    if (v.shape[1] == 0) continue;
     columns.push_back({v.as<float>(), at, static_cast<int32_t>(v.shape[1])});
     at += columns.back().width;
   }
-  require(at == row_floats, "columns: their widths do not add up to a stored row");
+  require(at == row_floats || (at == 0 && !whole), "columns: their widths do not add up to a stored row");
   return columns;
 }
 
-int64_t* borrow_times(handle times, int64_t n) {
-  TensorView when = borrow(times, Kind::int64, "times");
-  require(when.ndim == 1 && when.shape[0] == n, "times: expected one per id");
-  return when.as<int64_t>();
+int64_t* borrow_per_id(handle values, const char* name, int64_t n) {
+  if (values.is_none()) return nullptr;
+  TensorView v = borrow(values, Kind::int64, name);
+  if (v.ndim != 1 || v.shape[0] != n) throw std::invalid_argument(std::string(name) + ": expected one per id");
+  return v.as<int64_t>();
+}
+
+// Complete rows. `counts` and `steps` may be None. Without `whole` the columns may be empty.
+RowColumns borrow_chunk(const Ids& ids, nb::sequence columns, handle times, handle counts, handle steps,
+                        const Table& t, bool whole) {
+  RowColumns chunk;
+  chunk.ids = const_cast<int64_t*>(ids.data);
+  chunk.columns = borrow_columns(columns, ids.n, t.row_floats(), whole);
+  chunk.times = borrow_per_id(times, "times", ids.n);
+  require(!times.is_none(), "times: expected one per id");
+  chunk.counts = borrow_per_id(counts, "counts", ids.n);
+  chunk.steps = borrow_per_id(steps, "steps", ids.n);
+  return chunk;
 }
 
 nb::bytes as_bytes(const std::vector<int64_t>& ids) {
@@ -105,6 +120,7 @@ NB_MODULE(_native, m) {
 
   m.attr("MAX_CONSUMERS") = Table::kMaxConsumers;
   m.attr("MAX_ROWS") = Rows::kMaxRows;
+  m.attr("SCORES") = nb::make_tuple("lru", "lfu", "step");  // in the order of the enum Score
   m.attr("UNKNOWN_EPOCH") = Table::kUnknownEpoch;
 
   m.def("kernels", [] { return std::string(find_kernels(nullptr)->name); });
@@ -142,11 +158,23 @@ NB_MODULE(_native, m) {
   nb::class_<Table>(m, "Table")
       .def("__init__",
            [](Table* self, const std::string& name, const std::vector<SegmentTuple>& segments,
-              uint64_t key, bool missing_zeros, int64_t max_rows, const std::string& kernels) {
-             new (self) Table(make_options(name, segments, key, missing_zeros, max_rows, kernels));
+              uint64_t key, bool missing_zeros, int64_t max_rows, const std::string& kernels, bool counted,
+              uint32_t min_count, int64_t max_counted_ids, uint32_t admission_limit, int64_t capacity, int score) {
+             TableOptions options = make_options(name, segments, key, missing_zeros, max_rows, kernels);
+             require(max_counted_ids >= 0 && capacity >= 0 && score >= 0 && score <= static_cast<int>(Score::none),
+                     "policies: a setting is out of range");
+             options.counted = counted;
+             options.min_count = min_count;
+             options.max_counted_ids = std::min<int64_t>(max_counted_ids, Rows::kMaxRows);
+             options.admission_limit = admission_limit;
+             options.capacity = capacity;
+             options.score = static_cast<Score>(score);
+             new (self) Table(std::move(options));
            },
            nb::arg("name"), nb::arg("segments"), nb::kw_only(), nb::arg("key"), nb::arg("missing_zeros"),
-           nb::arg("max_rows") = Rows::kMaxRows, nb::arg("kernels") = "")
+           nb::arg("max_rows") = Rows::kMaxRows, nb::arg("kernels") = "", nb::arg("counted") = false,
+           nb::arg("min_count") = 0, nb::arg("max_counted_ids") = 0, nb::arg("admission_limit") = 0,
+           nb::arg("capacity") = 0, nb::arg("score") = static_cast<int>(Score::none))
       .def("__len__", &Table::size, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("epoch", &Table::epoch, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("kernels", &Table::kernels_name)
@@ -182,7 +210,7 @@ NB_MODULE(_native, m) {
       .def("update",
            [](Table& t, handle rows, int64_t epoch, handle ids, handle gradients, handle bags,
               const std::vector<float>& learning_rates, const std::vector<float>& corrections, int64_t step,
-              uint32_t time, float scale, float clip_norm, int threads) {
+              uint32_t time, float scale, float clip_norm, handle occurrences, int threads) {
              const Ids i = borrow_ids(ids);
              Update u;
              u.rows = borrow_rows(rows, i.n);
@@ -200,7 +228,6 @@ NB_MODULE(_native, m) {
              require(static_cast<int>(learning_rates.size()) == t.num_segments() &&
                          corrections.size() == learning_rates.size(),
                      "learning_rates: expected one per segment");
-             require(!t.has_custom(), "update: the optimizer is not a native one");
              std::vector<SegmentStep> steps;
              for (size_t k = 0; k < learning_rates.size(); ++k)
                steps.push_back({learning_rates[k], corrections[k], step});
@@ -208,12 +235,14 @@ NB_MODULE(_native, m) {
              u.time = time;
              u.scale = scale;
              u.clip_norm = clip_norm;
+             u.step = static_cast<uint64_t>(step);
+             u.occurrences = borrow_per_id(occurrences, "occurrences", i.n);
              nb::gil_scoped_release release;
              t.update(u, threads);
            },
            nb::arg("rows").none(), nb::arg("epoch"), nb::arg("ids"), nb::arg("gradients"),
            nb::arg("bags").none(), nb::arg("learning_rates"), nb::arg("corrections"), nb::arg("step"), nb::arg("time"),
-           nb::arg("scale"), nb::arg("clip_norm"), nb::arg("threads"))
+           nb::arg("scale"), nb::arg("clip_norm"), nb::arg("occurrences").none(), nb::arg("threads"))
       .def("assign",
            [](Table& t, handle ids, handle values, bool add, uint32_t time, int threads) {
              const Ids i = borrow_ids(ids);
@@ -235,33 +264,46 @@ NB_MODULE(_native, m) {
              return t.remove(i.data, i.n);
            })
       .def("restore",
-           [](Table& t, handle ids, nb::sequence columns, handle times, bool advance_epoch, int threads) {
+           [](Table& t, handle ids, nb::sequence columns, handle times, handle counts, handle steps,
+              bool advance_epoch, int threads) {
              const Ids i = borrow_ids(ids);
-             const std::vector<Column> c = borrow_columns(columns, i.n, t.row_floats());
-             const int64_t* when = borrow_times(times, i.n);
+             const RowColumns chunk = borrow_chunk(i, columns, times, counts, steps, t, true);
              nb::gil_scoped_release release;
-             t.restore(i.data, i.n, c, when, advance_epoch, threads);
-           })
+             t.restore(chunk, i.n, advance_epoch, threads);
+           },
+           nb::arg("ids"), nb::arg("columns"), nb::arg("times"), nb::arg("counts").none(), nb::arg("steps").none(),
+           nb::arg("advance_epoch"), nb::arg("threads"))
       .def("read_complete",
            [](const Table& t, handle ids, nb::sequence columns, int threads) {
              const Ids i = borrow_ids(ids);
-             const std::vector<Column> c = borrow_columns(columns, i.n, t.row_floats());
+             const std::vector<Column> c = borrow_columns(columns, i.n, t.row_floats(), true);
              nb::gil_scoped_release release;
              t.read_complete(i.data, i.n, c, threads);
            })
-      .def("scan",
-           [](const Table& t, int64_t start, handle ids, nb::sequence columns, handle times) {
+      .def("admits",
+           [](const Table& t, handle ids, handle occurrences, int64_t step, handle out) {
              const Ids i = borrow_ids(ids);
-             const std::vector<Column> c = borrow_columns(columns, i.n, t.row_floats());
-             int64_t* when = borrow_times(times, i.n);
+             const int64_t* seen = borrow_per_id(occurrences, "occurrences", i.n);
+             int64_t* admitted = borrow_per_id(out, "out", i.n);
+             require(!occurrences.is_none() && !out.is_none(), "admits: expected occurrences and out");
+             nb::gil_scoped_release release;
+             t.admits(i.data, i.n, seen, static_cast<uint64_t>(step), admitted);
+           })
+      .def("scan",
+           [](const Table& t, int64_t start, handle ids, nb::sequence columns, handle times, handle counts,
+              handle steps) {
+             const Ids i = borrow_ids(ids);
+             const RowColumns chunk = borrow_chunk(i, columns, times, counts, steps, t, false);
              require(start >= 0, "start: must not be negative");
              Table::ScanResult result;
              {
                nb::gil_scoped_release release;
-               result = t.scan(start, i.n, const_cast<int64_t*>(i.data), c, when);
+               result = t.scan(start, i.n, chunk);
              }
              return std::make_pair(result.count, result.next);
-           })
+           },
+           nb::arg("start"), nb::arg("ids"), nb::arg("columns"), nb::arg("times"), nb::arg("counts").none(),
+           nb::arg("steps").none())
       .def("begin_snapshot",
            [](Table& t, int consumer, bool touched_only, int64_t room) {
              require(consumer < Table::kMaxConsumers && room > 0, "begin_snapshot: consumer or room is out of range");
@@ -275,13 +317,13 @@ NB_MODULE(_native, m) {
              return nb::make_tuple(rows, live, as_bytes(removed));
            })
       .def("read_snapshot",
-           [](Table& t, handle ids, nb::sequence columns, handle times) {
+           [](Table& t, handle ids, nb::sequence columns, handle times, handle counts, handle steps) {
              const Ids i = borrow_ids(ids);
-             const std::vector<Column> c = borrow_columns(columns, i.n, t.row_floats());
-             int64_t* when = borrow_times(times, i.n);
+             const RowColumns chunk = borrow_chunk(i, columns, times, counts, steps, t, true);
              nb::gil_scoped_release release;
-             return t.read_snapshot(i.n, const_cast<int64_t*>(i.data), c, when);
-           })
+             return t.read_snapshot(i.n, chunk);
+           },
+           nb::arg("ids"), nb::arg("columns"), nb::arg("times"), nb::arg("counts").none(), nb::arg("steps").none())
       .def("snapshot_pressure", &Table::snapshot_pressure, nb::call_guard<nb::gil_scoped_release>())
       .def("end_snapshot", &Table::end_snapshot, nb::call_guard<nb::gil_scoped_release>())
       .def("clear", &Table::clear, nb::call_guard<nb::gil_scoped_release>())
@@ -306,7 +348,62 @@ NB_MODULE(_native, m) {
       .def("memory",
            [](const Table& t) {
              const Table::Memory m = t.memory();
-             return std::make_tuple(m.index, m.rows, m.side);
+             return std::make_tuple(m.index, m.rows, m.state, m.side, m.counters, m.slack);
+           },
+           nb::call_guard<nb::gil_scoped_release>())
+      .def("evict",
+           [](Table& t, handle ids, handle times) {
+             const Ids i = borrow_ids(ids);
+             const int64_t* when = borrow_per_id(times, "times", i.n);
+             require(!times.is_none(), "times: expected one per id");
+             std::vector<int64_t> gone;
+             {
+               nb::gil_scoped_release release;
+               gone = t.evict(i.data, i.n, when);
+             }
+             return as_bytes(gone);
+           })
+      .def("compact", &Table::compact, nb::call_guard<nb::gil_scoped_release>())
+      .def("drain_evicted",
+           [](Table& t) {
+             std::vector<int64_t> ids;
+             {
+               nb::gil_scoped_release release;
+               ids = t.drain_evicted();
+             }
+             return as_bytes(ids);
+           })
+      .def("drain_refused",
+           [](Table& t) {
+             std::vector<int64_t> ids;
+             {
+               nb::gil_scoped_release release;
+               ids = t.drain_refused();
+             }
+             return as_bytes(ids);
+           })
+      .def("pending",
+           [](const Table& t) {
+             std::vector<int64_t> ids, counts;
+             {
+               nb::gil_scoped_release release;
+               t.pending(ids, counts);
+             }
+             return nb::make_tuple(as_bytes(ids), as_bytes(counts));
+           })
+      .def("restore_pending",
+           [](Table& t, handle ids, handle counts) {
+             const Ids i = borrow_ids(ids);
+             const int64_t* c = borrow_per_id(counts, "counts", i.n);
+             require(!counts.is_none(), "counts: expected one per id");
+             nb::gil_scoped_release release;
+             t.restore_pending(i.data, i.n, c);
+           })
+      .def("counters",
+           [](const Table& t) {
+             const Table::Counters c = t.counters();
+             return std::make_tuple(c.created, c.removed, c.evicted, c.refused, c.pending, c.pending_dropped,
+                                    c.log_lost);
            },
            nb::call_guard<nb::gil_scoped_release>())
       .def("shape", [](const Table& t) {

@@ -25,6 +25,7 @@ class Index {
   static constexpr double kMaxLoad = 0.66;
   static constexpr double kReserveLoad = 0.55;
   static constexpr double kGrowth = 1.4;
+  static constexpr double kShrinkLoad = 0.4;
 
   Index() { reset(); }
 
@@ -100,6 +101,27 @@ class Index {
         release_moved();
       }
     }
+  }
+
+  // The id must be present.
+  void move(int64_t id, int32_t row) {
+    const uint64_t hash = slot_hash(id);
+    const Array a = owner(hash);
+    uint64_t b = high_product(hash, a.count);
+    for (uint64_t left = a.count; left > 0; --left, b = following(b, a.count)) {
+      Bucket& bucket = a.buckets[b];
+      for (uint32_t k = 0; k < (bucket.meta & kCountMask); ++k) {
+        if (bucket.keys[k] != id) continue;
+        bucket.rows[k] = row;
+        return;
+      }
+    }
+  }
+
+  // Starts to move to a smaller array if most of this one is unused.
+  void shrink() {
+    if (growing() || count_ <= 4 * kFirstBuckets || 4 * size_ > limit(count_)) return;
+    start_growth(std::max(kFirstBuckets, buckets_for(size_, kShrinkLoad)));
   }
 
   // Returns the row that the id had, or -1.

@@ -32,6 +32,7 @@ struct ApplyView {
   GradientView gradient;
   const SegmentStep* steps;     // one per segment
   uint32_t time;
+  uint32_t step;
   uint8_t touch;                // bits set in the row's flags
   uint32_t rows_per_part_shift;
 };

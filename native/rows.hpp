@@ -1,7 +1,8 @@
 // Row storage: chunks that never move, so a row number stays valid for the life of the row.
 //
 // Rows are not padded. The optimizer state of a row is followed by the time of its last update, so that an update
-// writes one place. There are two layouts of a chunk:
+// writes one place; in a counted table the number of updates and the step of the last one follow. There are two layouts
+// of a chunk:
 //
 //   weights fill cache lines evenly   all weights | all states and times | ids | in-use bits
 //   otherwise                         per row: weights, state, time      | ids | in-use bits
@@ -31,6 +32,30 @@ struct Column {
   int32_t width;
 };
 
+// The time of the last update of a row; in a counted table also the number of updates and the step of the last one.
+struct Marks {
+  uint32_t time, count, step;
+};
+
+// Complete rows in contiguous columns. Without `counts` and `steps` these are left out.
+struct RowColumns {
+  int64_t* ids;
+  std::vector<Column> columns;
+  int64_t* times;
+  int64_t* counts;
+  int64_t* steps;
+
+  void put(const Marks& marks, int64_t at) const {
+    times[at] = marks.time;
+    if (counts) counts[at] = marks.count;
+    if (steps) steps[at] = marks.step;
+  }
+  Marks get(int64_t at) const {
+    return {static_cast<uint32_t>(times[at]), static_cast<uint32_t>(counts ? counts[at] : 0),
+            static_cast<uint32_t>(steps ? steps[at] : 0)};
+  }
+};
+
 struct TableFull : std::length_error {
   using std::length_error::length_error;
 };
@@ -42,10 +67,13 @@ class Rows {
   static constexpr size_t kChunkBytes = size_t{64} << 20;
   static constexpr size_t kSmallTable = size_t{4} << 20;
 
-  Rows(std::string table, uint32_t weight_bytes, uint32_t state_bytes, int64_t max_rows)
+  static constexpr int64_t kMinCompact = 4096;
+
+  Rows(std::string table, uint32_t weight_bytes, uint32_t state_bytes, bool counted, int64_t max_rows)
       : table_(std::move(table)),
         weight_bytes_(weight_bytes),
         state_bytes_(state_bytes),
+        counted_(counted),
         max_rows_(max_rows) {
     shift_ = 8;
     while (shift_ < 22 && (size_t{row_size()} << (shift_ + 1)) <= kChunkBytes) ++shift_;
@@ -53,13 +81,13 @@ class Rows {
   }
 
   uint32_t row_size() const { return weight_bytes_ + state_bytes_; }
-  int64_t used() const { return high_ - static_cast<int64_t>(free_.size()); }
+  int64_t used() const { return used_; }
   int64_t high() const { return high_; }  // all row numbers in use are below
   bool tracked() const { return tracking_; }
 
   RowsView view() const {
     return {weights_.data(), states_.data(), flags_.empty() ? nullptr : flags_.data(),
-            shift_,          stride(),       state_stride(), state_bytes_};
+            shift_,          stride(),       state_stride(), state_bytes_, counted_};
   }
 
   // Makes room for `more` rows. May throw; the contents are unchanged then.
@@ -87,8 +115,10 @@ class Rows {
       row = free_.back();
       free_.pop_back();
     }
+    ++used_;
     id_of(row) = id;
     live_word(row) |= live_bit(row);
+    if (counted_) count_of(row) = step_of(row) = 0;
     return row;
   }
 
@@ -99,6 +129,7 @@ class Rows {
   }
 
   void give_back(int32_t row) {
+    --used_;
     free_.push_back(row);
     live_word(row) &= ~live_bit(row);
     if (tracked()) flag(row) = 0;
@@ -118,19 +149,34 @@ class Rows {
     std::memcpy(raw, weights(row), weight_bytes_);
     std::memcpy(raw + weight_bytes_ / 4, state(row), state_bytes_);
   }
-  // Copies the floats of a row from and to position `at` of columns. A column is within weights or within state.
-  void copy_out(int32_t row, const std::vector<Column>& columns, int64_t at) const {
+  // Copies a row from and to position `at` of columns. A column is within weights or within state. The time is read
+  // by the caller.
+  void copy_out(int32_t row, const RowColumns& out, int64_t at) const {
+    out.ids[at] = id_of(row);
+    out.put(marks_of(row), at);
+    copy_floats(row, out.columns, at);
+  }
+  void copy_floats(int32_t row, const std::vector<Column>& columns, int64_t at) const {
     for (const Column& c : columns)
       std::memcpy(c.data + at * c.width, floats_from(row, c.first), static_cast<size_t>(c.width) * 4);
   }
-  void copy_in(int32_t row, const std::vector<Column>& columns, int64_t at) {
-    for (const Column& c : columns)
+  void copy_in(int32_t row, const RowColumns& in, int64_t at) {
+    const Marks marks = in.get(at);
+    if (counted_ && in.counts) count_of(row) = marks.count, step_of(row) = marks.step;
+    for (const Column& c : in.columns)
       std::memcpy(floats_from(row, c.first), c.data + at * c.width, static_cast<size_t>(c.width) * 4);
+  }
+  Marks marks_of(int32_t row) const {
+    return {time_of(row), counted_ ? count_of(row) : 0, counted_ ? step_of(row) : 0};
   }
   int64_t& id_of(int32_t row) const { return ids_[row >> shift_][row & mask()]; }
   uint32_t& time_of(int32_t row) const {
     return *reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(state(row)) + state_bytes_);
   }
+  // Only in a counted table.
+  bool counted() const { return counted_; }
+  uint32_t& count_of(int32_t row) const { return (&time_of(row))[1]; }
+  uint32_t& step_of(int32_t row) const { return (&time_of(row))[2]; }
   uint8_t& flag(int32_t row) const { return flags_[row >> shift_][row & mask()]; }
 
   // A word of 64 rows: one bit for each row in use, or for each row flagged with `bit`. Rows never used have none.
@@ -168,17 +214,49 @@ class Rows {
     tracking_ = false;
   }
 
-  // Bytes in use: weights and state, and everything else.
-  size_t row_bytes() const { return static_cast<size_t>(high_) * row_size(); }
-  size_t side_bytes() const {
-    size_t per_row = sizeof(int64_t) + sizeof(uint32_t) + (tracking_ ? 1 : 0);
-    return static_cast<size_t>(high_) * per_row + static_cast<size_t>(high_ + 7) / 8 +
-           free_.capacity() * sizeof(int32_t);
+  // Moving rows into free places is worth the time.
+  bool sparse() const { return high_ > kMinCompact && 2 * used() < high_; }
+
+  // Moves rows from the end into free places, and returns memory after the last row. Visits at most `limit` places;
+  // returns whether it finished. `moved(id, row)` is called for each moved row.
+  template <class Moved>
+  bool compact(int64_t limit, Moved&& moved) {
+    if (boundary_ == 0) {
+      boundary_ = std::max<int64_t>(1, used());
+      keep_free_below(boundary_);
+    }
+    while (limit > 0 && high_ > boundary_) {
+      const int32_t last = static_cast<int32_t>(high_ - 1);
+      if (live(last)) {
+        while (!free_.empty() && free_.back() >= boundary_) free_.pop_back();
+        if (free_.empty()) break;
+        move(last, free_.back());
+        moved(id_of(last), free_.back());
+        free_.pop_back();
+      }
+      --high_;
+      --limit;
+    }
+    if (limit == 0) return false;
+    keep_free_below(high_);
+    free_.shrink_to_fit();
+    boundary_ = 0;
+    drop_chunks();
+    return true;
   }
+  bool compacting() const { return boundary_ != 0; }
+
+  // Bytes of one row apart from weights and state.
+  size_t side_bytes() const {
+    return sizeof(int64_t) + sizeof(uint32_t) * (counted_ ? 3 : 1) + (tracking_ ? 1 : 0);
+  }
+  size_t weight_bytes() const { return weight_bytes_; }
+  size_t state_bytes() const { return state_bytes_; }
+  size_t shared_bytes() const { return static_cast<size_t>(high_ + 7) / 8 + free_.capacity() * sizeof(int32_t); }
 
   void clear() {
     const bool tracking = tracking_;
-    *this = Rows(std::move(table_), weight_bytes_, state_bytes_, max_rows_);
+    *this = Rows(std::move(table_), weight_bytes_, state_bytes_, counted_, max_rows_);
     tracking_ = tracking;
   }
 
@@ -187,12 +265,40 @@ class Rows {
     const int32_t weights_floats = static_cast<int32_t>(weight_bytes_ / 4);
     return first < weights_floats ? weights(row) + first : state(row) + (first - weights_floats);
   }
-  uint32_t timed_state() const { return state_bytes_ + static_cast<uint32_t>(sizeof(uint32_t)); }
+  uint32_t timed_state() const {
+    return state_bytes_ + static_cast<uint32_t>(sizeof(uint32_t)) * (counted_ ? 3 : 1);
+  }
   uint32_t stride() const { return together_ ? weight_bytes_ + timed_state() : weight_bytes_; }
   uint32_t state_stride() const { return together_ ? weight_bytes_ + timed_state() : timed_state(); }
   int32_t mask() const { return static_cast<int32_t>((1u << shift_) - 1); }
   uint64_t& live_word(int32_t row) { return live_[row >> shift_][(row & mask()) >> 6]; }
   static uint64_t live_bit(int32_t row) { return uint64_t{1} << (row & 63); }
+
+  void keep_free_below(int64_t row) {
+    free_.erase(std::remove_if(free_.begin(), free_.end(), [row](int32_t f) { return f >= row; }), free_.end());
+  }
+
+  void move(int32_t from, int32_t to) {
+    std::memcpy(weights(to), weights(from), weight_bytes_);
+    std::memcpy(state(to), state(from), timed_state());
+    id_of(to) = id_of(from);
+    live_word(to) |= live_bit(to);
+    live_word(from) &= ~live_bit(from);
+    if (!tracking_) return;
+    flag(to) = flag(from);
+    flag(from) = 0;
+  }
+
+  // Returns the memory of chunks without rows.
+  void drop_chunks() {
+    const size_t chunks = static_cast<size_t>((high_ + mask()) >> shift_);
+    while (chunks_.size() > chunks) {
+      chunks_.pop_back();
+      weights_.pop_back(), states_.pop_back(), ids_.pop_back(), live_.pop_back();
+      if (tracking_) flags_.pop_back(), flag_blocks_.pop_back();
+    }
+    huge_ = std::min(huge_, chunks_.size());
+  }
 
   void add_chunk() {
     const size_t n = size_t{1} << shift_;
@@ -216,10 +322,12 @@ class Rows {
 
   std::string table_;
   uint32_t weight_bytes_, state_bytes_;
+  bool counted_;
   int64_t max_rows_;
   uint32_t shift_;
   bool together_;
-  int64_t high_ = 0;
+  int64_t high_ = 0, used_ = 0;
+  int64_t boundary_ = 0;  // rows from here on are being moved; 0: no compaction in progress
   bool tracking_ = false;
   size_t huge_ = 0;  // number of chunks that requested huge pages
   std::vector<int32_t> free_;

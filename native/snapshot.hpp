@@ -41,7 +41,7 @@ class Snapshot {
     }
     // Allocates all memory now, because a writer would wait for it later. A page uses memory once it is written.
     const size_t most = static_cast<size_t>(std::min(room_, size_));
-    ids_.reserve(most), times_.reserve(most), raw_.reserve(most * (rows.row_size() / 4));
+    ids_.reserve(most), marks_.reserve(most), raw_.reserve(most * (rows.row_size() / 4));
     if (!bit) return;
     for (size_t w = 0; w < words; ++w) rows.clear_flags(w, bit);
   }
@@ -57,7 +57,7 @@ class Snapshot {
   double pressure() const { return static_cast<double>(ids_.size()) / static_cast<double>(room_); }
   size_t bytes() const {
     return (done_.capacity() + flagged_.capacity() + ids_.capacity() + removed_.capacity()) * 8 +
-           (times_.capacity() + raw_.capacity()) * 4;
+           marks_.capacity() * sizeof(Marks) + raw_.capacity() * 4;
   }
 
   // Saves rows before they change. False: no room; the caller waits, finds the rows again, and repeats.
@@ -70,7 +70,7 @@ class Snapshot {
       if (static_cast<int64_t>(ids_.size()) >= room_) return false;
       const size_t at = ids_.size();
       raw_.resize((at + 1) * floats);
-      times_.push_back(rows.time_of(row));
+      marks_.push_back(rows.marks_of(row));
       ids_.push_back(rows.id_of(row));
       rows.copy_out(row, raw_.data() + at * floats);
       done_[word(row)] |= mask(row);
@@ -88,17 +88,13 @@ class Snapshot {
   void wake() { changed_.notify_all(); }
 
   // Reads the next rows, at most `limit`; returns their number, 0 at the end. Saved rows come first.
-  int64_t read(const Rows& rows, int64_t limit, int64_t* ids, const std::vector<Column>& columns,
-               int64_t* times) {
+  int64_t read(const Rows& rows, int64_t limit, const RowColumns& out) {
     std::lock_guard<std::mutex> turn(reading_);
-    int64_t count = take_aside(rows, limit, ids, columns, times);
+    int64_t count = take_aside(rows, limit, out);
     for (; cursor_ < high_ && count < limit; ++cursor_) {
       const int32_t row = static_cast<int32_t>(cursor_);
       if (done_[word(row)] & mask(row)) continue;
-      ids[count] = rows.id_of(row);
-      times[count] = rows.time_of(row);
-      rows.copy_out(row, columns, count);
-      ++count;
+      rows.copy_out(row, out, count++);
     }
     wake();
     return count;
@@ -116,18 +112,17 @@ class Snapshot {
   static size_t word(int32_t row) { return static_cast<size_t>(row) >> 6; }
   static uint64_t mask(int32_t row) { return uint64_t{1} << (row & 63); }
 
-  int64_t take_aside(const Rows& rows, int64_t limit, int64_t* ids, const std::vector<Column>& columns,
-                     int64_t* times) {
+  int64_t take_aside(const Rows& rows, int64_t limit, const RowColumns& out) {
     const size_t floats = rows.row_size() / 4;
     int64_t count = 0;
     while (!ids_.empty() && count < limit) {
       const float* raw = raw_.data() + (ids_.size() - 1) * floats;
-      ids[count] = ids_.back();
-      times[count] = times_.back();
-      for (const Column& c : columns)
+      out.ids[count] = ids_.back();
+      out.put(marks_.back(), count);
+      for (const Column& c : out.columns)
         std::memcpy(c.data + count * c.width, raw + c.first, static_cast<size_t>(c.width) * 4);
       ids_.pop_back();
-      times_.pop_back();
+      marks_.pop_back();
       raw_.resize(ids_.size() * floats);
       ++count;
     }
@@ -142,7 +137,7 @@ class Snapshot {
   std::vector<uint64_t> flagged_;  // touched when the snapshot was taken
   std::vector<int64_t> removed_;
   std::vector<int64_t> ids_;  // the saved rows
-  std::vector<uint32_t> times_;
+  std::vector<Marks> marks_;
   std::vector<float> raw_;
   std::mutex reading_;
   std::condition_variable_any changed_;

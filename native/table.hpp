@@ -17,7 +17,9 @@
 #include <unordered_set>
 #include <vector>
 
+#include "admission.hpp"
 #include "bags.hpp"
+#include "id_log.hpp"
 #include "index.hpp"
 #include "kernels.hpp"
 #include "optimizers.hpp"
@@ -28,6 +30,9 @@
 
 namespace megalith {
 
+// What a capacity ranks rows by: time of the last update, number of updates, step of the last update.
+enum class Score : int32_t { lru, lfu, step, none };
+
 struct TableOptions {
   std::string name;                   // for error messages
   std::vector<SegmentPlan> segments;  // with dim, optimizer, base, init and hyper; the table computes the rest
@@ -36,6 +41,12 @@ struct TableOptions {
   bool missing_zeros = false;
   int64_t max_rows = Rows::kMaxRows;
   std::string kernels;  // empty: the best for this CPU
+  bool counted = false;  // rows store their number of updates and the step of the last one
+  uint32_t min_count = 0;  // occurrences before an id gets a row; 0: not counted
+  int64_t max_counted_ids = 0;
+  uint32_t admission_limit = 0;  // each occurrence admits an id if 24 random bits are below; 0: not drawn
+  int64_t capacity = 0;          // largest number of rows; 0: no limit
+  Score score = Score::none;     // none: a full table raises
 };
 
 struct Update {
@@ -49,6 +60,8 @@ struct Update {
   float clip_norm = 0.0f;  // 0: no limit
   const SegmentStep* steps = nullptr;  // one per segment
   uint32_t time = 0;
+  uint64_t step = 0;
+  const int64_t* occurrences = nullptr;  // number that each id stands for; null: one
 };
 
 class Table {
@@ -59,8 +72,9 @@ class Table {
   explicit Table(TableOptions options)
       : options_(lay_out(std::move(options))),
         rows_(options_.name, 4 * weight_floats(options_.segments), 4 * state_floats(options_.segments),
-              options_.max_rows),
-        kernels_(find_kernels(options_.kernels.empty() ? nullptr : options_.kernels.c_str())) {
+              options_.counted, options_.max_rows),
+        kernels_(find_kernels(options_.kernels.empty() ? nullptr : options_.kernels.c_str())),
+        counts_(options_.max_counted_ids) {
     if (!kernels_) throw std::invalid_argument("kernels: not available on this CPU or in this build");
     dim_ = static_cast<int>(weight_floats(options_.segments));
   }
@@ -116,7 +130,7 @@ class Table {
     std::vector<float> raw(static_cast<size_t>(row_floats()));
     for (int64_t i = 0; i < n; ++i) {
       if (rows[i] >= 0) {
-        rows_.copy_out(rows[i], columns, i);
+        rows_.copy_floats(rows[i], columns, i);
         continue;
       }
       kernels_->read(table, rows + i, ids + i, 1, raw.data());
@@ -151,8 +165,7 @@ class Table {
               int threads) {
     std::unique_lock<ForkSafeLock> hold(lock_);
     Lease lease;
-    save_for_snapshot(ids, n, *lease, threads, hold);
-    const int32_t* rows = find_or_create(ids, n, *lease, threads);
+    const int32_t* rows = find_or_create(ids, n, *lease, threads, hold);
     constexpr int64_t kAhead = 16;
     for (int64_t i = 0; i < n; ++i) {
       if (i + kAhead < n) {
@@ -174,13 +187,12 @@ class Table {
   void reinitialize(const int64_t* ids, int64_t n, uint32_t time, int32_t* status, int threads) {
     std::unique_lock<ForkSafeLock> hold(lock_);
     Lease lease;
-    save_for_snapshot(ids, n, *lease, threads, hold);
-    int32_t* before = lease->rows.get(n);
-    find_rows(ids, n, before, threads);
     std::unordered_set<int64_t> created;
-    for (int64_t i = 0; i < n; ++i)
-      status[i] = before[i] >= 0 ? 1 : !created.insert(ids[i]).second;
-    const int32_t* rows = find_or_create(ids, n, *lease, threads);
+    const auto note = [&](const int32_t* found) {
+      created.clear();
+      for (int64_t i = 0; i < n; ++i) status[i] = found[i] >= 0 ? 1 : !created.insert(ids[i]).second;
+    };
+    const int32_t* rows = find_or_create(ids, n, *lease, threads, hold, /*initialize=*/true, note);
     kernels_->initialize(view(), rows, ids, n);
     for (int64_t i = 0; i < n; ++i) written(rows[i], time);
   }
@@ -202,23 +214,23 @@ class Table {
       note_removed(ids[i]);
       ++removed;
     }
+    counters_.removed += removed;
     return removed;
   }
 
-  // Writes complete rows with optimizer state, as scan() or read_complete() returned them.
-  void restore(const int64_t* ids, int64_t n, const std::vector<Column>& columns, const int64_t* times,
-               bool advance_epoch, int threads) {
+  // Writes complete rows with optimizer state, as scan() or read_complete() returned them. Without counts and steps the
+  // rows keep theirs.
+  void restore(const RowColumns& from, int64_t n, bool advance_epoch, int threads) {
     std::unique_lock<ForkSafeLock> hold(lock_);
     Lease lease;
-    save_for_snapshot(ids, n, *lease, threads, hold);
-    const int64_t before = index_.size();
-    const int32_t* rows = find_or_create(ids, n, *lease, threads, /*initialize=*/false);
+    const int64_t before = counters_.created;
+    const int32_t* rows = find_or_create(from.ids, n, *lease, threads, hold, /*initialize=*/false);
     // If every id created a row, the ids are distinct, and the order of writes does not matter.
-    const int64_t grain = index_.size() - before == n ? kReadGrain : std::max<int64_t>(n, 1);
+    const int64_t grain = counters_.created - before == n ? kReadGrain : std::max<int64_t>(n, 1);
     for_ranges(n, grain, threads, [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; ++i) {
-        rows_.copy_in(rows[i], columns, i);
-        written(rows[i], static_cast<uint32_t>(times[i]));
+        rows_.copy_in(rows[i], from, i);
+        written(rows[i], static_cast<uint32_t>(from.times[i]));
       }
     });
     if (advance_epoch) ++epoch_;
@@ -231,8 +243,11 @@ class Table {
     if (tracked_)
       for (int64_t r = 0; r < rows_.high(); ++r)
         if (rows_.live(static_cast<int32_t>(r))) note_removed(rows_.id_of(static_cast<int32_t>(r)));
+    counters_.removed += index_.size();
+    counts_.clear();
     index_.reset();
     rows_.clear();
+    search_ = {};
     ++epoch_;
   }
 
@@ -249,17 +264,12 @@ class Table {
     int64_t count;
     int64_t next;  // where to continue; -1 at the end
   };
-  ScanResult scan(int64_t start, int64_t limit, int64_t* ids, const std::vector<Column>& columns,
-                  int64_t* times) const {
+  ScanResult scan(int64_t start, int64_t limit, const RowColumns& out) const {
     std::shared_lock<ForkSafeLock> hold(lock_);
     int64_t count = 0, r = start;
     for (; r < rows_.high() && count < limit; ++r) {
       const int32_t row = static_cast<int32_t>(r);
-      if (!rows_.live(row)) continue;
-      ids[count] = rows_.id_of(row);
-      times[count] = rows_.time_of(row);
-      rows_.copy_out(row, columns, count);
-      ++count;
+      if (rows_.live(row)) rows_.copy_out(row, out, count++);
     }
     return {count, r < rows_.high() ? r : -1};
   }
@@ -269,7 +279,7 @@ class Table {
   // Starts a snapshot of all rows, or of the rows touched for a consumer. It drains the touched rows of the consumer
   // (-1: none). `room`: number of rows that may be saved before writers wait. Returns the number of rows.
   int64_t begin_snapshot(int consumer, bool touched_only, int64_t room, std::vector<int64_t>& removed);
-  int64_t read_snapshot(int64_t limit, int64_t* ids, const std::vector<Column>& columns, int64_t* times);
+  int64_t read_snapshot(int64_t limit, const RowColumns& out);
   int64_t snapshot_live() const;
   double snapshot_pressure() const;
   // Ends the snapshot. `give_back`: marks its touched rows again. Returns the seconds that writers waited.
@@ -282,17 +292,47 @@ class Table {
   void drain(int consumer, std::vector<int64_t>& updated, std::vector<int64_t>& removed);
   void mark(int consumer, const int64_t* ids, int64_t n);
 
+  // ---- policies; see table_evict.hpp and table_admit.hpp
+
+  std::vector<int64_t> evict(const int64_t* ids, int64_t n, const int64_t* times);
+  bool compact(int64_t limit);
+  std::vector<int64_t> drain_evicted();
+  std::vector<int64_t> drain_refused();
+  void pending(std::vector<int64_t>& ids, std::vector<int64_t>& counts) const;
+  void restore_pending(const int64_t* ids, int64_t n, const int64_t* counts);
+  // Writes 1 for each id that has a row or that an update at this step would create, otherwise 0.
+  void admits(const int64_t* ids, int64_t n, const int64_t* occurrences, uint64_t step, int64_t* out) const;
+
+  struct Counters {
+    int64_t created = 0, removed = 0, evicted = 0, refused = 0, pending = 0, pending_dropped = 0, log_lost = 0;
+  };
+  Counters counters() const {
+    std::shared_lock<ForkSafeLock> hold(lock_);
+    Counters now = counters_;
+    now.pending = counts_.size();
+    now.pending_dropped = counts_.dropped();
+    now.log_lost = evicted_.lost() + refused_.lost();
+    return now;
+  }
+
   // ---- state
 
   struct Memory {
-    size_t index, rows, side;
+    size_t index, rows, state, side, counters, slack;
   };
   Memory memory() const {
     std::shared_lock<ForkSafeLock> hold(lock_);
-    size_t side = rows_.side_bytes();
+    const size_t used = static_cast<size_t>(rows_.used());
+    const size_t unused = static_cast<size_t>(rows_.high()) - used;
+    size_t side = used * rows_.side_bytes() + rows_.shared_bytes();
     for (const auto& r : removed_) side += r.capacity() * sizeof(int64_t);
     if (snapshot_) side += snapshot_->bytes();
-    return {index_.bytes(), rows_.row_bytes(), side};
+    return {index_.bytes(),
+            used * rows_.weight_bytes(),
+            used * rows_.state_bytes(),
+            side,
+            counts_.bytes() + evicted_.bytes() + refused_.bytes(),
+            unused * (rows_.row_size() + rows_.side_bytes())};
   }
 
   struct Shape {
@@ -391,17 +431,45 @@ class Table {
   }
 
   // Rows for ids that have none; see table_create.hpp.
+  struct Ignore {
+    void operator()(const int32_t*) const {}
+  };
+  template <class Note = Ignore>
   const int32_t* find_or_create(const int64_t* ids, int64_t n, Scratch& scratch, int threads,
-                                bool initialize = true);
-  int64_t prepare_missing(const int64_t* ids, int32_t* rows, int64_t count, Scratch& scratch);
+                                std::unique_lock<ForkSafeLock>& hold, bool initialize = true, Note&& note = {});
+  int64_t prepare_missing(const int64_t* ids, int64_t n, int32_t* rows, int64_t count, Scratch& scratch,
+                          const Update* update);
   void create_missing(int32_t* rows, int64_t count, int64_t created, Scratch& scratch, int threads,
                       bool initialize = true);
   static int64_t number_distinct(const int64_t* ids, int32_t* rows, const int32_t* missing, int64_t count,
                                  int64_t* distinct, Scratch& scratch);
 
+  // Admission; see table_admit.hpp.
+  bool admits(int64_t id, uint64_t occurrences, uint64_t step) const;
+  bool admits_all() const { return options_.min_count <= 1 && options_.admission_limit == 0; }
+  int64_t admit(const Update& u, int32_t* rows, int64_t missing, int64_t distinct, Scratch& scratch);
+  void record_refused();
+
+  // Capacity; see table_evict.hpp.
+  struct VictimSearch {
+    int64_t cursor = 0, left = 0, found = 1, high = 0;
+    uint64_t threshold = 0;
+    std::vector<uint64_t> sample;
+  };
+  static constexpr int64_t kSample = 2048;
+  uint64_t score(int32_t row) const;
+  void protect(const int32_t* call, int64_t n);
+  void choose_victims(int64_t created);
+  bool take_once(int32_t row);
+  void estimate_threshold(int64_t need);
+  void prepare_evictions(int64_t n);
+  void evict_victims();
+  void evict_row(int64_t id);
+
   // Snapshots; see table_snapshot.hpp.
   Snapshot* snapshot();
   void wait_for_reader(std::unique_lock<ForkSafeLock>& hold);
+  bool save_rows(const int32_t* rows, int64_t n, std::unique_lock<ForkSafeLock>& hold);
   void save_for_snapshot(const int64_t* ids, int64_t n, Scratch& scratch, int threads,
                          std::unique_lock<ForkSafeLock>& hold);
 
@@ -435,11 +503,25 @@ class Table {
   std::vector<int64_t> removed_[kMaxConsumers];
   std::shared_ptr<Snapshot> snapshot_;
   int snapshot_consumer_ = -1;
+  OccurrenceCounts counts_;
+  IdLog evicted_, refused_;
+  Counters counters_;
+  VictimSearch search_;
+  std::vector<int32_t> victims_;   // rows that the current call removes
+  std::vector<uint64_t> taken_;    // a bit for each row that the current call must not remove (again)
+  int64_t protected_ = 0;          // number of rows of the current call
+  struct Refused {
+    int64_t id;
+    uint32_t occurrences;
+  };
+  std::vector<Refused> refused_now_;  // ids that the current call refuses
 };
 
 }  // namespace megalith
 
+#include "table_admit.hpp"
 #include "table_create.hpp"
+#include "table_evict.hpp"
 #include "table_snapshot.hpp"
 #include "table_touched.hpp"
 #include "table_update.hpp"

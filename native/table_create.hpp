@@ -3,35 +3,53 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <mutex>
 
 #include "table.hpp"
 
 namespace megalith {
 
+// `note` sees the rows before missing ones are created. The admission policy is not asked.
+template <class Note>
 inline const int32_t* Table::find_or_create(const int64_t* ids, int64_t n, Scratch& scratch, int threads,
-                                            bool initialize) {
-  int32_t* rows = scratch.rows.get(n);
-  find_rows(ids, n, rows, threads);
-  int32_t* missing = scratch.missing.get(n);
-  int64_t count = 0;
-  for (int64_t i = 0; i < n; ++i)
-    if (rows[i] < 0) missing[count++] = static_cast<int32_t>(i);
-  const int64_t created = prepare_missing(ids, rows, count, scratch);
-  create_missing(rows, count, created, scratch, threads, initialize);
-  return rows;
+                                            std::unique_lock<ForkSafeLock>& hold, bool initialize, Note&& note) {
+  for (;;) {
+    int32_t* rows = scratch.rows.get(n);
+    find_rows(ids, n, rows, threads);
+    if (!save_rows(rows, n, hold)) continue;
+    note(rows);
+    int32_t* missing = scratch.missing.get(n);
+    int64_t count = 0;
+    for (int64_t i = 0; i < n; ++i)
+      if (rows[i] < 0) missing[count++] = static_cast<int32_t>(i);
+    const int64_t created = prepare_missing(ids, n, rows, count, scratch, nullptr);
+    if (!save_rows(victims_.data(), static_cast<int64_t>(victims_.size()), hold)) continue;
+    evict_victims();
+    create_missing(rows, count, created, scratch, threads, initialize);
+    return rows;
+  }
 }
 
 // Creating rows for the positions in scratch.missing has two halves. This half may throw, and then the contents are
-// unchanged: it numbers the distinct ids by first occurrence (`rows` holds the numbers until the second half) and
-// makes room for all of them.
-inline int64_t Table::prepare_missing(const int64_t* ids, int32_t* rows, int64_t count, Scratch& scratch) {
+// unchanged: it numbers the distinct ids by first occurrence (`rows` holds the numbers until the second half), asks the
+// admission policy of an update, chooses rows to remove under a capacity, and makes room.
+inline int64_t Table::prepare_missing(const int64_t* ids, int64_t n, int32_t* rows, int64_t count, Scratch& scratch,
+                                      const Update* update) {
+  victims_.clear();
+  refused_now_.clear();
   if (count == 0) return 0;
+  const bool tight = options_.capacity && index_.size() + count > options_.capacity;
+  if (tight) protect(rows, n);
   const int32_t* missing = scratch.missing.get(count);
   int64_t* fresh_ids = scratch.fresh_ids.get(count);
-  const int64_t created = number_distinct(ids, rows, missing, count, fresh_ids, scratch);
+  int64_t created = number_distinct(ids, rows, missing, count, fresh_ids, scratch);
   scratch.fresh.get(created);
-  rows_.prepare(created);
-  index_.prepare(created);
+  if (update && !admits_all()) created = admit(*update, rows, count, created, scratch);
+  if (tight) choose_victims(created);
+  const int64_t more = created - static_cast<int64_t>(victims_.size());
+  rows_.prepare(more);
+  index_.prepare(more);
+  prepare_evictions(static_cast<int64_t>(victims_.size()));
   return created;
 }
 
@@ -49,7 +67,13 @@ inline void Table::create_missing(int32_t* rows, int64_t count, int64_t created,
     fresh[k] = rows_.take(ids[k]);
     index_.insert(ids[k], fresh[k]);
   }
-  for (int64_t m = 0; m < count; ++m) rows[missing[m]] = fresh[rows[missing[m]]];
+  counters_.created += created;
+  if (counts_.size() > 0)
+    for (int64_t k = 0; k < created; ++k) counts_.erase(ids[k]);
+  for (int64_t m = 0; m < count; ++m) {
+    int32_t& row = rows[missing[m]];
+    row = row < 0 ? -1 : fresh[row];  // refused ids stay without a row
+  }
   if (!initialize) return;
   const TableView table = view();
   for_ranges(created, 1024, threads, [&](int64_t first, int64_t last) {

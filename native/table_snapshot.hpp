@@ -32,10 +32,10 @@ inline int64_t Table::begin_snapshot(int consumer, bool touched_only, int64_t ro
   return snapshot_->size();
 }
 
-inline int64_t Table::read_snapshot(int64_t limit, int64_t* ids, const std::vector<Column>& columns, int64_t* times) {
+inline int64_t Table::read_snapshot(int64_t limit, const RowColumns& out) {
   std::shared_lock<ForkSafeLock> hold(lock_);
   if (!snapshot_) throw std::invalid_argument("table '" + options_.name + "' has no open snapshot");
-  return snapshot_->read(rows_, limit, ids, columns, times);
+  return snapshot_->read(rows_, limit, out);
 }
 
 inline int64_t Table::snapshot_live() const {
@@ -71,6 +71,13 @@ inline Snapshot* Table::snapshot() {
 inline void Table::wait_for_reader(std::unique_lock<ForkSafeLock>& hold) {
   const std::shared_ptr<Snapshot> waiting = snapshot_;
   waiting->wait(hold);
+}
+
+// Saves rows for the snapshot before they change. False: it had to wait, so row numbers may have changed.
+inline bool Table::save_rows(const int32_t* rows, int64_t n, std::unique_lock<ForkSafeLock>& hold) {
+  if (n == 0 || !snapshot() || snapshot_->save(rows_, rows, n)) return true;
+  wait_for_reader(hold);
+  return false;
 }
 
 // Saves the rows of these ids for the snapshot before they change.

@@ -82,7 +82,7 @@ inline void Table::place(const Update& u, const Reached& reached, const int32_t*
     const int64_t from = u.n * slice / parts.slices, to = u.n * (slice + 1) / parts.slices;
     for (const Reached::Range& r : reached.ranges)
       for (int64_t i = std::max(from, r.first); i < std::min(to, r.last); ++i)
-        ++count[rows[i] >> parts.shift];
+        if (rows[i] >= 0) ++count[rows[i] >> parts.shift];  // a refused id has no row
   });
   int64_t total = 0;
   for (int64_t p = 0; p < parts.count; ++p) {
@@ -102,7 +102,7 @@ inline void Table::place(const Update& u, const Reached& reached, const int32_t*
     const int64_t from = u.n * slice / parts.slices, to = u.n * (slice + 1) / parts.slices;
     if (u.bags.empty()) {
       for (int64_t i = from; i < to; ++i)
-        parts.entries[at[rows[i] >> parts.shift]++] = {rows[i], static_cast<uint32_t>(i)};
+        if (rows[i] >= 0) parts.entries[at[rows[i] >> parts.shift]++] = {rows[i], static_cast<uint32_t>(i)};
       return;
     }
     for (size_t v = 0; v < u.bags.size(); ++v) {
@@ -114,6 +114,7 @@ inline void Table::place(const Update& u, const Reached& reached, const int32_t*
       for (; i < last; ++bag) {
         const uint32_t source = static_cast<uint32_t>(reached.bag_base[v] + bag);
         for (const int64_t stop = std::min(last, b.offsets[bag + 1]); i < stop; ++i) {
+          if (rows[i] < 0) continue;
           const int64_t k = at[rows[i] >> parts.shift]++;
           parts.entries[k] = {rows[i], source};
           if (parts.weights) parts.weights[k] = b.weights ? b.weights[i] : 1.0f;
@@ -137,21 +138,25 @@ inline void Table::update(const Update& u, int threads) {
   Lease lease;
   Scratch& scratch = *lease;
   const Reached reached(u);
-  const int32_t* rows = current_rows(u.rows, u.epoch, u.ids, u.n, scratch, threads);
-  while (snapshot() && !snapshot_->save(rows_, rows, u.n)) {
-    wait_for_reader(hold);
+  const int32_t* rows;
+  int64_t missing, created;
+  for (;;) {
     rows = current_rows(u.rows, u.epoch, u.ids, u.n, scratch, threads);
-  }
-  int64_t missing = 0, created = 0;
-  if (rows != u.rows) {  // rows of the caller all exist; these may have gaps
-    int32_t* mine = scratch.rows.get(u.n);
-    int32_t* where = scratch.missing.get(u.n);
-    for (const Reached::Range& r : reached.ranges)
-      for (int64_t i = r.first; i < r.last; ++i)
-        if (mine[i] < 0) where[missing++] = static_cast<int32_t>(i);
-    created = prepare_missing(u.ids, mine, missing, scratch);
+    if (!save_rows(rows, u.n, hold)) continue;
+    missing = 0;
+    if (rows != u.rows) {  // rows of the caller all exist; these may have gaps
+      const int32_t* mine = rows;
+      int32_t* where = scratch.missing.get(u.n);
+      for (const Reached::Range& r : reached.ranges)
+        for (int64_t i = r.first; i < r.last; ++i)
+          if (mine[i] < 0) where[missing++] = static_cast<int32_t>(i);
+    }
+    created = prepare_missing(u.ids, u.n, scratch.rows.get(0), missing, scratch, &u);
+    if (save_rows(victims_.data(), static_cast<int64_t>(victims_.size()), hold)) break;
   }
   Parts parts = divide(reached, rows_.high() + created, threads, scratch);
+  record_refused();
+  evict_victims();
   create_missing(scratch.rows.get(0), missing, created, scratch, threads);
   place(u, reached, rows, parts, threads);
 
@@ -162,6 +167,7 @@ inline void Table::update(const Update& u, int threads) {
                     u.clip_norm};
   apply.steps = u.steps;
   apply.time = u.time;
+  apply.step = static_cast<uint32_t>(std::min<uint64_t>(u.step, UINT32_MAX));
   apply.touch = tracked_;
   apply.rows_per_part_shift = parts.shift;
   const int64_t distinct = std::min(parts.most, int64_t{1} << parts.shift);

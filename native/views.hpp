@@ -54,6 +54,7 @@ struct RowsView {
   uint32_t stride;           // bytes from the weights of a row to those of the next
   uint32_t state_stride;
   uint32_t state_bytes;
+  bool counted;              // whether the count and the step of the last update follow the time
 };
 
 struct TableView {
@@ -123,6 +124,7 @@ static inline float* state_at(const RowsView& rows, int32_t row) {
                                   uint64_t{in_chunk} * rows.state_stride);
 }
 
+// The time, and in a counted table the number of updates and the step of the last one.
 static inline uint32_t* time_behind(const RowsView& rows, float* state) {
   return reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(state) + rows.state_bytes);
 }

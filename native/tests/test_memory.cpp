@@ -55,7 +55,7 @@ std::map<int64_t, float> contents(const Table& table) {
   std::map<int64_t, float> rows;
   std::vector<int64_t> ids(8192), times(8192);
   std::vector<float> raw(8192 * static_cast<size_t>(table.dim()));
-  const auto result = table.scan(0, 8192, ids.data(), {{raw.data(), 0, table.dim()}}, times.data());
+  const auto result = table.scan(0, 8192, {ids.data(), {{raw.data(), 0, table.dim()}}, times.data(), nullptr, nullptr});
   CHECK(result.next == -1 && result.count == table.size());
   for (int64_t i = 0; i < result.count; ++i) {
     const size_t k = static_cast<size_t>(i);

@@ -58,7 +58,7 @@ std::map<int64_t, float> read_all(Table& table, int64_t step) {
   std::vector<int64_t> ids(n), times(n);
   std::vector<float> weights(n * kDim), state(n * kDim);
   const std::vector<Column> columns{{weights.data(), 0, kDim}, {state.data(), kDim, kDim}};
-  while (const int64_t count = table.read_snapshot(step, ids.data(), columns, times.data()))
+  while (const int64_t count = table.read_snapshot(step, {ids.data(), columns, times.data(), nullptr, nullptr}))
     for (size_t i = 0; i < static_cast<size_t>(count); ++i) {
       CHECK(rows.emplace(ids[i], weights[i * kDim]).second);
       CHECK(times[i] == 7);

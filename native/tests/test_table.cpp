@@ -50,7 +50,7 @@ Rows1 contents(const Table& table) {
   std::vector<Column> columns{{weights.data(), 0, dim}};
   if (rest) columns.push_back({state.data(), dim, rest});
   for (int64_t at = 0; at >= 0;) {
-    const auto result = table.scan(at, 7, ids.data(), columns, times.data());
+    const auto result = table.scan(at, 7, {ids.data(), columns, times.data(), nullptr, nullptr});
     for (int64_t i = 0; i < result.count; ++i) {
       std::vector<float>& row = rows[ids[static_cast<size_t>(i)]];
       row.assign(weights.begin() + i * dim, weights.begin() + (i + 1) * dim);

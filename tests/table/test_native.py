@@ -182,17 +182,17 @@ def test_the_native_layer_checks_shapes_itself() -> None:
     with pytest.raises(ValueError, match=r"values: expected shape \[2, 3\]"):
         table.assign(GOOD_IDS, torch.zeros(3, 3), False, 0, 1)
     with pytest.raises(ValueError, match=r"grads: expected shape \[2, 3\]"):
-        table.update(None, -1, GOOD_IDS, torch.zeros(2, 2), None, [1.0], [1.0], 0, 0, 1.0, 0.0, 1)
+        table.update(None, -1, GOOD_IDS, torch.zeros(2, 2), None, [1.0], [1.0], 0, 0, 1.0, 0.0, None, 1)
     with pytest.raises(ValueError, match="learning_rates"):
-        table.update(None, -1, GOOD_IDS, GOOD_VALUES, None, [1.0, 1.0], [1.0], 0, 0, 1.0, 0.0, 1)
+        table.update(None, -1, GOOD_IDS, GOOD_VALUES, None, [1.0, 1.0], [1.0], 0, 0, 1.0, 0.0, None, 1)
     with pytest.raises(ValueError, match="times"):
-        table.restore(GOOD_IDS, [GOOD_VALUES], ints(1), True, 1)
+        table.restore(GOOD_IDS, [GOOD_VALUES], ints(1), None, None, True, 1)
     with pytest.raises(ValueError, match="columns: expected one row per id"):
-        table.restore(GOOD_IDS, [GOOD_VALUES[:1]], GOOD_IDS, True, 1)
+        table.restore(GOOD_IDS, [GOOD_VALUES[:1]], GOOD_IDS, None, None, True, 1)
     with pytest.raises(ValueError, match="columns: their widths do not add up"):
-        table.restore(GOOD_IDS, [GOOD_VALUES, GOOD_VALUES], GOOD_IDS, True, 1)
+        table.restore(GOOD_IDS, [GOOD_VALUES, GOOD_VALUES], GOOD_IDS, None, None, True, 1)
     with pytest.raises(ValueError, match="has no open snapshot"):
-        table.read_snapshot(GOOD_IDS.clone(), [GOOD_VALUES.clone()], GOOD_IDS.clone())
+        table.read_snapshot(GOOD_IDS.clone(), [GOOD_VALUES.clone()], GOOD_IDS.clone(), None, None)
     with pytest.raises(ValueError, match="consumer: not tracked"):
         table.begin_snapshot(3, True, 1)
     assert len(table) == 0
@@ -338,9 +338,9 @@ def test_native_calls_let_other_python_threads_run(call: str) -> None:
         "find": lambda: native.find(ids, rows, 1),
         "read": lambda: native.read(None, -1, ids, values, 1),
         "pool": lambda: native.pool(None, -1, ids, bags, [values], 1),
-        "update": lambda: native.update(None, -1, ids, values, None, [0.1], [1.0], 0, 0, 1.0, 0.0, 1),
+        "update": lambda: native.update(None, -1, ids, values, None, [0.1], [1.0], 0, 0, 1.0, 0.0, None, 1),
         "assign": lambda: native.assign(ids, values, False, 0, 1),
-        "scan": lambda: native.scan(0, times, [values], times),
+        "scan": lambda: native.scan(0, times, [values], times, None, None),
         "all_finite": lambda: _native.all_finite(values, 1),
     }
     ready, go, ran = threading.Event(), threading.Event(), threading.Event()

@@ -179,7 +179,7 @@ def diff(
 
 def _needed(manifest: Manifest) -> list[StoredFile]:
     tables = [entry for entries in manifest.tables().values() for entry in entries]
-    pieces = [piece.file for entry in tables for piece in (*entry.pieces, *entry.removed)]
+    pieces = [piece.file for entry in tables for piece in entry.files()]
     latest = manifest.latest
     return [*pieces, *(file for file in (latest.dense, latest.optimizer_tensors) if file is not None)]
 
@@ -330,7 +330,7 @@ def _compare_weights(
 def _hash(chunk: Chunk, state: bool) -> Tensor:
     """Return a hash of each row without its time, int64 [n]; two rows collide with probability 2^-64."""
     parts = [chunk.rows, *(chunk.state[key] for key in sorted(chunk.state) if state)]
-    whole = [] if chunk.count is None else [chunk.count]
+    whole = [column for column in (chunk.count, chunk.step) if column is not None]
     total = torch.zeros(chunk.ids.numel(), dtype=torch.int64)
     column = 0
     for values in [*(part.contiguous().view(torch.int32) for part in parts), *(t[:, None] for t in whole)]:

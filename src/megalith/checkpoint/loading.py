@@ -11,13 +11,13 @@ import logging
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megalith.checkpoint.chain import (
     check_equal_options,
@@ -38,6 +38,7 @@ from megalith.checkpoint.saved_rows import (
     check_removed,
     read_chunk,
     read_manifest,
+    read_pending,
     read_removed,
     read_tensors,
 )
@@ -276,6 +277,8 @@ def _needed(manifest: Manifest, found: TableMatches, store: Store) -> dict[Store
                 checks[piece.file] = partial(check_piece, piece=piece, entry=entry)
             for piece in entry.removed:
                 checks[piece.file] = partial(check_removed, piece=piece)
+        for piece in match.entries[-1].pending:
+            checks[piece.file] = partial(_check_pending, piece=piece)
     rest = (manifest.latest.dense, manifest.latest.optimizer_tensors)
     return checks | {file: lambda local: None for file in rest if file is not None}
 
@@ -313,6 +316,8 @@ def _load_tables(
                     on_rows(done)
             for piece in entry.removed:
                 table.remove(read_removed(store, piece))
+        for piece in match.entries[-1].pending:
+            _restore_pending(match, *read_pending(store, piece))
     return {match.name: len(match.table) for match in found.matches}
 
 
@@ -343,8 +348,20 @@ def _restore(match: TableMatch, chunk: Chunk) -> None:
                 c.key: torch.full((n, 1), float(match.count or 0)) for c in columns if c.name == "count"
             }
             state |= counts | {key: values for key, values in chunk.state.items() if key in state}
-        chunk = Chunk(chunk.ids, chunk.rows, state, chunk.time, chunk.count)
+        chunk = replace(chunk, state=state)
     match.table.restore(chunk)
+
+
+def _check_pending(store: Store, piece: Piece) -> None:
+    read_pending(store, piece)
+
+
+def _restore_pending(match: TableMatch, ids: Tensor, counts: Tensor) -> None:
+    router = match.shards.router(match.local)
+    if router is not None:
+        own = router.owner(ids) == match.shards.rank
+        ids, counts = ids[own], counts[own]
+    match.table.restore_pending(ids, counts)
 
 
 def _match_dense(store: Store, manifest: Manifest, model: nn.Module, options: _LoadOptions) -> DenseMatch:

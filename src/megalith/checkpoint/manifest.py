@@ -57,6 +57,7 @@ class TableEntry:
         pieces: The files of rows.
         live: Number of rows of the whole table at the time of the save.
         removed: In a delta, the files of ids removed since the save before it.
+        pending: The files of ids without a row that an admission policy counted at the time of the save.
     """
 
     segments: list[dict[str, Any]]
@@ -65,6 +66,11 @@ class TableEntry:
     pieces: list[Piece]
     live: int = 0
     removed: list[Piece] = field(default_factory=list)
+    pending: list[Piece] = field(default_factory=list)
+
+    def files(self) -> list[Piece]:
+        """Return all files of the table: rows, removed ids, counts."""
+        return [*self.pieces, *self.removed, *self.pending]
 
     @property
     def rows(self) -> int:
@@ -109,7 +115,7 @@ class Save:
     def files(self) -> list[StoredFile]:
         """Return every file of this save."""
         tables = [table for c in self.collections.values() for table in c.tables.values()]
-        pieces = [piece.file for table in tables for piece in (*table.pieces, *table.removed)]
+        pieces = [piece.file for table in tables for piece in table.files()]
         return [*pieces, *(f for f in (self.dense, self.optimizer_tensors) if f is not None)]
 
 
@@ -329,6 +335,7 @@ def _table(fields: JsonFields) -> TableEntry:
         pieces=pieces,
         live=fields.integer("live") if "live" in fields.data else sum(piece.rows for piece in pieces),
         removed=_pieces(fields, "removed") if "removed" in fields.data else [],
+        pending=_pieces(fields, "pending") if "pending" in fields.data else [],
     )
 
 
@@ -354,7 +361,7 @@ def read_pieces(data: dict[str, Any], key: str, where: str) -> list[Piece]:
 
     Args:
         data: The JSON object that has them.
-        key: The name of the field: "pieces" or "removed".
+        key: The name of the field: "pieces", "removed" or "pending".
         where: The name of the file, for messages.
 
     Returns:

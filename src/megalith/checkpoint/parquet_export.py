@@ -9,6 +9,7 @@
 | `state/SEGMENT/NAME` | fixed-size list of float32 | optimizer state; omitted with state=False |
 | `time` | timestamp, UTC | last update |
 | `count` | int64 | number of updates; only if a policy counts them |
+| `step` | int64 | step of the last update; only if a policy counts updates |
 
 Rows are written in the order they come, one row group at a time. A file appears under its name when it is
 complete.
@@ -74,7 +75,7 @@ def export(
     entries = manifest.tables()
     selected = _select(manifest, tables)
     target, names = _targets(str(out), selected)
-    needed = [p.file for name in selected for e in entries[name] for p in (*e.pieces, *e.removed)]
+    needed = [p.file for name in selected for e in entries[name] for p in e.files()]
     written = {}
     done = 0
 
@@ -243,6 +244,8 @@ def _batch(pa: Any, chunk: Chunk, state: bool) -> Any:
     columns["time"] = pa.array(chunk.time.numpy()).cast(pa.timestamp("s", tz="UTC"))
     if chunk.count is not None:
         columns["count"] = pa.array(chunk.count.numpy())
+    if chunk.step is not None:
+        columns["step"] = pa.array(chunk.step.numpy())
     return pa.RecordBatch.from_pydict(columns)
 
 

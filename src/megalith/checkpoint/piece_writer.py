@@ -82,7 +82,7 @@ class PieceWriter:
         if write is not None:
             self._writes[self._next] = None
             write.result()
-        row_bytes = 16 + 4 * config.row_floats
+        row_bytes = (32 if config.counted else 16) + 4 * config.row_floats
         size = max(1, min(rows, PIECE_BYTES // row_bytes))
         if self._buffers[self._next].numel() < size * row_bytes:
             self._buffers[self._next] = torch.empty(size * row_bytes, dtype=torch.uint8)
@@ -102,6 +102,8 @@ def _chunk_in(buffer: Tensor, config: TableConfig, n: int) -> Chunk:
     return Chunk(
         take(torch.int64, n),
         time=take(torch.int64, n),
+        count=take(torch.int64, n) if config.counted else None,
+        step=take(torch.int64, n) if config.counted else None,
         rows=take(torch.float32, n, config.dim),
         state={c.key: take(torch.float32, n, c.end - c.start) for c in config.state_columns},
     )

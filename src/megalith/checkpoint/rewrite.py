@@ -16,7 +16,13 @@ from torch import Tensor
 from megalith.checkpoint.manifest import CollectionEntry, Manifest, Piece, Routing, TableEntry, full_name
 from megalith.checkpoint.piece_writer import PIECE_BYTES
 from megalith.checkpoint.save_job import DATA, commit, folders_of
-from megalith.checkpoint.saved_rows import latest_rows, read_manifest, write_chunk
+from megalith.checkpoint.saved_rows import (
+    latest_rows,
+    read_manifest,
+    read_pending,
+    write_chunk,
+    write_pending,
+)
 from megalith.errors import CheckpointError, InputError
 from megalith.routing import Router
 from megalith.storage.store import Store, StoredFile, open_store
@@ -133,6 +139,8 @@ def _rewrite(
                         done += chunk.ids.numel()
                         if on_rows is not None:
                             on_rows(done)
+                    for piece in entries[-1].pending:
+                        writer.add_pending(*read_pending(local, piece))
                     collections[path].tables[name] = writer.finish()
             copied = {
                 key: _copy(local, target, f"{folder}/{key}.safetensors", file)
@@ -169,6 +177,7 @@ class _ShardWriter:
         self._store, self._folder, self._like, self._router = store, folder, like, router
         self._buffers: dict[int, _ShardBuffer] = {}
         self._pieces: list[Piece] = []
+        self._pending: list[Piece] = []
         row_bytes = 16 + 4 * (like.dim + sum(like.state_sizes.values()))
         shards = like.routing.num_shards if router is None else router.num_shards
         self._max_rows = max(1, PIECE_BYTES // row_bytes // min(shards, 8))
@@ -181,6 +190,15 @@ class _ShardWriter:
             if buffer.rows >= self._max_rows:
                 self._write(shard, buffer)
 
+    def add_pending(self, ids: Tensor, counts: Tensor) -> None:
+        """Write counts of ids without a row, each to a file of its shard."""
+        router = self._router or self._like.routing.router()
+        owners = torch.zeros_like(ids) if router is None else router.owner(ids)
+        for shard in torch.unique(owners).tolist():
+            own = owners == shard
+            name = f"{self._folder}/{shard}-pending-{len(self._pending)}.safetensors"
+            self._pending.append(write_pending(self._store, name, ids[own], counts[own], shard))
+
     def finish(self) -> TableEntry:
         """Write the remaining rows and return the entry of the table."""
         for shard, buffer in sorted(self._buffers.items()):
@@ -190,7 +208,9 @@ class _ShardWriter:
             r = self._router
             routing = Routing(r.mode, r.num_shards, r.block_size, r.skip_first)
         live = sum(piece.rows for piece in self._pieces)
-        return replace(self._like, routing=routing, pieces=self._pieces, live=live, removed=[])
+        return replace(
+            self._like, routing=routing, pieces=self._pieces, live=live, removed=[], pending=self._pending
+        )
 
     def _split(self, chunk: Chunk) -> Iterator[tuple[int, Chunk]]:
         router = self._router or self._like.routing.router()
@@ -215,12 +235,14 @@ def _concatenate(chunks: list[Chunk]) -> Chunk:
         return torch.cat(columns) if len(columns) > 1 else columns[0]
 
     counts = [chunk.count for chunk in chunks if chunk.count is not None]
+    steps = [chunk.step for chunk in chunks if chunk.step is not None]
     return Chunk(
         cat([chunk.ids for chunk in chunks]),
         cat([chunk.rows for chunk in chunks]),
         {key: cat([chunk.state[key] for chunk in chunks]) for key in chunks[0].state},
         cat([chunk.time for chunk in chunks]),
         cat(counts) if len(counts) == len(chunks) else None,
+        cat(steps) if len(steps) == len(chunks) else None,
     )
 
 

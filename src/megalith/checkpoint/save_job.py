@@ -59,7 +59,7 @@ from megalith.checkpoint.manifest import (
 )
 from megalith.checkpoint.nested_state import pack
 from megalith.checkpoint.piece_writer import PieceWriter
-from megalith.checkpoint.saved_rows import MAX_MANIFEST, read_manifest, write_tensors
+from megalith.checkpoint.saved_rows import MAX_MANIFEST, read_manifest, write_pending, write_tensors
 from megalith.checkpoint.sharded_weights import check_weights, whole_copies
 from megalith.distributed.agreement import agree
 from megalith.errors import CheckpointError, InputError, UsageError
@@ -114,15 +114,17 @@ class SaveOptions:
 
 @dataclass
 class _FrozenTable:
-    """A table of this rank: its snapshot, the folder of its files, and the files written so far."""
+    """A table of this rank: its snapshot, its counts of ids without a row, its folder, its files so far."""
 
     collection: str
     name: str
     config: TableConfig
     snapshot: Snapshot
+    counts: tuple[torch.Tensor, torch.Tensor]
     folder: str
     pieces: list[Piece] = field(default_factory=list)
     removed: list[Piece] = field(default_factory=list)
+    pending: list[Piece] = field(default_factory=list)
     files: int = 0
 
 
@@ -221,7 +223,7 @@ class SaveJob:
             )
             numbers = f"{list(self._collections).index(path)}-{list(shards.local).index(name)}"
             folder = f"{self._folder}/tables/{numbers}"
-            self._tables.append(_FrozenTable(path, name, table.config, snapshot, folder))
+            self._tables.append(_FrozenTable(path, name, table.config, snapshot, table.pending(), folder))
 
     # ---- writing
 
@@ -280,6 +282,9 @@ class SaveJob:
             if self._options.delta and ids.numel():
                 file = write_tensors(self.store, f"{frozen.folder}/{shard}-removed.safetensors", {"ids": ids})
                 frozen.removed.append(Piece(file, shard, ids.numel()))
+            if frozen.counts[0].numel():
+                name = f"{frozen.folder}/{shard}-pending.safetensors"
+                frozen.pending.append(write_pending(self.store, name, *frozen.counts, shard))
 
     def _commit(self) -> Manifest:
         """On rank 0: wait for the reports of the other ranks, write the manifest, delete old files."""
@@ -336,6 +341,7 @@ class SaveJob:
                 pieces=[piece for part in parts for piece in read_pieces(part, "pieces", where)],
                 live=sum(part["live"] for part in parts),
                 removed=[piece for part in parts for piece in read_pieces(part, "removed", where)],
+                pending=[piece for part in parts for piece in read_pieces(part, "pending", where)],
             )
         return entries
 
@@ -346,6 +352,7 @@ class SaveJob:
             full_name(frozen.collection, frozen.name): {
                 "pieces": [asdict(piece) for piece in frozen.pieces],
                 "removed": [asdict(piece) for piece in frozen.removed],
+                "pending": [asdict(piece) for piece in frozen.pending],
                 "live": frozen.snapshot.live,
             }
             for frozen in self._tables

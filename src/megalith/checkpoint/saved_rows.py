@@ -17,6 +17,7 @@ from megalith.table.table_data import MAX_TIME
 
 MAX_MANIFEST = 1 << 28
 _Form = tuple[torch.dtype, list[int]]
+_COUNTED = ("count", "step")
 _ROW_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -89,8 +90,7 @@ def write_chunk(store: Store, name: str, chunk: Chunk, shard: int, precision: to
     """
     stored = {"ids": chunk.ids, "rows": chunk.rows.to(precision), "time": chunk.time}
     stored |= {f"state/{key}": value for key, value in chunk.state.items()}
-    if chunk.count is not None:
-        stored["count"] = chunk.count
+    stored |= {name: getattr(chunk, name) for name in _COUNTED if getattr(chunk, name) is not None}
     return Piece(write_tensors(store, name, stored), shard=shard, rows=chunk.ids.numel())
 
 
@@ -111,14 +111,57 @@ def read_chunk(store: Store, piece: Piece, entry: TableEntry) -> Chunk:
     where = f"{store.where}/{piece.file.path}"
     tensors = read_tensors(store, piece.file)
     _check_shapes({name: (t.dtype, list(t.shape)) for name, t in tensors.items()}, piece, entry, where)
-    _check_times(tensors["time"], where)
+    for name in ("time", *(tensors.keys() & _COUNTED)):
+        _check_range(name, tensors[name], where)
     return Chunk(
         tensors["ids"],
         tensors["rows"].float(),
         {key: tensors[f"state/{key}"] for key in entry.state_sizes},
         tensors["time"],
         tensors.get("count"),
+        tensors.get("step"),
     )
+
+
+def write_pending(store: Store, name: str, ids: Tensor, counts: Tensor, shard: int) -> Piece:
+    """Write the counts of ids that have no row yet.
+
+    Args:
+        store: The store of the checkpoint.
+        name: The name of the file.
+        ids: int64 [n].
+        counts: int64 [n], positive.
+        shard: The shard that counts them.
+
+    Returns:
+        The file's manifest entry.
+    """
+    return Piece(write_tensors(store, name, {"ids": ids, "count": counts}), shard=shard, rows=ids.numel())
+
+
+def read_pending(store: Store, piece: Piece) -> tuple[Tensor, Tensor]:
+    """Read the counts of ids that have no row yet.
+
+    Args:
+        store: The store of the checkpoint.
+        piece: The file's manifest entry.
+
+    Returns:
+        Ids and counts, int64 [n] each.
+
+    Raises:
+        CheckpointError: The file is missing, not valid, or differs from its entry.
+    """
+    where = f"{store.where}/{piece.file.path}"
+    tensors = read_tensors(store, piece.file)
+    for name in ("ids", "count"):
+        found = tensors.get(name)
+        if found is None or (found.dtype, list(found.shape)) != (torch.int64, [piece.rows]):
+            raise CheckpointError(f"{where} does not hold {piece.rows} ids and counts")
+    counts = tensors["count"]
+    if piece.rows and not 0 < int(counts.min()) <= int(counts.max()) <= MAX_TIME:
+        raise CheckpointError(f"{where} holds counts that are not between 1 and {MAX_TIME}")
+    return tensors["ids"], counts
 
 
 def read_removed(store: Store, piece: Piece) -> Tensor:
@@ -156,7 +199,8 @@ def check_piece(store: Store, piece: Piece, entry: TableEntry) -> None:
     where = f"{store.where}/{piece.file.path}"
     found = _places(store, piece.file)
     _check_shapes({name: (p.dtype, p.shape) for name, p in found.items()}, piece, entry, where)
-    _check_times(_read_place(store, piece.file, found["time"]), where)
+    for name in ("time", *(found.keys() & _COUNTED)):
+        _check_range(name, _read_place(store, piece.file, found[name]), where)
     router = entry.routing.router()
     if router is None:
         return
@@ -198,21 +242,21 @@ def _check_shapes(found: Mapping[str, _Form], piece: Piece, entry: TableEntry, w
     missing = sorted(set(shapes) - set(found))
     if missing:
         raise CheckpointError(f"{where} lacks {', '.join(missing)}")
-    if "count" in found:
-        shapes["count"] = [n]
+    shapes |= {name: [n] for name in _COUNTED if name in found}
     for name, wanted in shapes.items():
         dtype, shape = found[name]
         if shape != wanted:
             raise CheckpointError(f"{where} holds {name} {shape}, but its manifest states {wanted}")
-        is_integer = name in ("ids", "time", "count")
+        is_integer = name in ("ids", "time", *_COUNTED)
         dtypes = (torch.int64,) if is_integer else _ROW_TYPES if name == "rows" else (torch.float32,)
         if dtype not in dtypes:
             raise CheckpointError(f"{where} holds {name} of dtype {dtype}")
 
 
-def _check_times(time: Tensor, where: str) -> None:
-    if time.numel() and not 0 <= int(time.min()) <= int(time.max()) <= MAX_TIME:
-        raise CheckpointError(f"{where} holds times that are not seconds since 1970")
+def _check_range(name: str, values: Tensor, where: str) -> None:
+    if values.numel() and not 0 <= int(values.min()) <= int(values.max()) <= MAX_TIME:
+        problem = "times that are not seconds since 1970" if name == "time" else f"{name} above {MAX_TIME}"
+        raise CheckpointError(f"{where} holds {problem} or below 0")
 
 
 def _check_removed(found: Mapping[str, _Form], piece: Piece, where: str) -> None:

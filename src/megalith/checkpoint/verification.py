@@ -16,7 +16,14 @@ from torch import Tensor
 
 from megalith.checkpoint.manifest import Manifest, Piece, Save, TableEntry
 from megalith.checkpoint.nested_state import unpack
-from megalith.checkpoint.saved_rows import contains, read_chunk, read_manifest, read_removed, read_tensors
+from megalith.checkpoint.saved_rows import (
+    contains,
+    read_chunk,
+    read_manifest,
+    read_pending,
+    read_removed,
+    read_tensors,
+)
 from megalith.errors import CheckpointError, InputError
 from megalith.storage.store import Store, StoredFile, open_store
 
@@ -91,6 +98,7 @@ class _Verifier:
             where = f"{self._store.where}: table {name!r}, save {save.id}"
             saved = self._ids(entry.pieces, _RowReader(self._store, entry))
             removed = self._ids(entry.removed, _RemovedReader(self._store))
+            self._ids(entry.pending, _PendingReader(self._store))
             complete &= saved is not None and removed is not None
             if saved is None or removed is None:
                 continue
@@ -199,6 +207,20 @@ class _RemovedReader:
         try:
             with self._store.local_copy([piece.file], CheckpointError) as local:
                 return _Read(read_removed(local, piece).clone(), [])
+        except CheckpointError as error:
+            return _Read(None, [str(error)])
+
+
+class _PendingReader:
+    """Reads a file of counts of ids without a row."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __call__(self, piece: Piece) -> _Read:
+        try:
+            with self._store.local_copy([piece.file], CheckpointError) as local:
+                return _Read(read_pending(local, piece)[0].clone(), [])
         except CheckpointError as error:
             return _Read(None, [str(error)])
 

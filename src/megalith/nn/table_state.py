@@ -6,6 +6,8 @@
     rank R of W/TABLE/rows                       float32 [n, dim]
     rank R of W/TABLE/state/SEGMENT/NAME         float32 [n, size], one per optimizer state
     rank R of W/TABLE/time                       int64 [n], seconds
+    rank R of W/TABLE/count, step                int64 [n] each, if a policy counts updates
+    rank R of W/TABLE/pending_ids, _counts       int64 [k] each, if `MinCount` counts ids without a row
 
 torch.distributed.checkpoint (DCP) writes each key once for all ranks, hence the rank in the keys. It prints
 the first key that is missing, which is the one with the remedy. R and W are those of the default process
@@ -26,11 +28,12 @@ from megalith.distributed.ranks import current_rank, world_size
 from megalith.errors import InputError, UsageError
 from megalith.nn.state_tensor import StateTensor
 from megalith.shards import Shards
-from megalith.table import Chunk, Table, TableConfig
+from megalith.table import Chunk, MinCount, Table, TableConfig
 from megalith.table.table_data import MAX_TIME
 
 _REMEDY = " (at another world size: checkpoint.save and checkpoint.load)"
-_KEY = re.compile(r"(rank [0-9]+ of [0-9]+)(?:/(.+)/(ids|rows|time|state/[0-9]+/[^/]+)| \(.*\))", re.DOTALL)
+_NAMES = r"ids|rows|time|count|step|pending_ids|pending_counts|state/[0-9]+/[^/]+"
+_KEY = re.compile(rf"(rank [0-9]+ of [0-9]+)(?:/(.+)/({_NAMES})| \(.*\))", re.DOTALL)
 
 SAVED_BY_RANK_0 = {
     ("lightning.pytorch.strategies.strategy", "lightning_module_state_dict"): "Lightning",
@@ -194,14 +197,34 @@ def _rows_of(table: Table) -> dict[str, Tensor]:
     """Return all rows of a table: ids, weights, optimizer state, last-update times."""
     chunks = list(table.scan())
     if not chunks:
-        return _no_rows(table.config)
+        return _no_rows(table.config) | _pending(table)
     state = {f"state/{key}": torch.cat([c.state[key] for c in chunks]) for key in chunks[0].state}
     return {
         "ids": torch.cat([c.ids for c in chunks]),
         "rows": torch.cat([c.rows for c in chunks]),
         **state,
         "time": torch.cat([c.time for c in chunks]),
+        **_counts([c.count for c in chunks], [c.step for c in chunks]),
+        **_pending(table),
     }
+
+
+def _counts(counts: list[Tensor | None], steps: list[Tensor | None]) -> dict[str, Tensor]:
+    """Returns the counts and steps of a counted table by name."""
+    columns = {"count": counts, "step": steps}
+    return {
+        name: torch.cat([c for c in column if c is not None])
+        for name, column in columns.items()
+        if None not in column
+    }
+
+
+def _pending(table: Table) -> dict[str, Tensor]:
+    """Returns the ids that an admission policy counts, and their counts, if it does."""
+    if "pending_ids" not in _extra_names(table.config):
+        return {}
+    ids, counts = table.pending()
+    return {"pending_ids": ids, "pending_counts": counts}
 
 
 def _no_rows(config: TableConfig) -> dict[str, Tensor]:
@@ -214,7 +237,14 @@ def _no_rows(config: TableConfig) -> dict[str, Tensor]:
         "rows": torch.empty(0, config.dim),
         **state,
         "time": torch.empty(0, dtype=torch.int64),
+        **{name: torch.empty(0, dtype=torch.int64) for name in _extra_names(config)},
     }
+
+
+def _extra_names(config: TableConfig) -> list[str]:
+    """Returns the names of the tensors that only policies need."""
+    counted = ["count", "step"] if config.counted else []
+    return counted + (["pending_ids", "pending_counts"] if isinstance(config.admission, MinCount) else [])
 
 
 def _set_rows(shards: Shards, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -232,6 +262,8 @@ def _set_rows(shards: Shards, saved: Mapping[str, Mapping[str, Tensor]]) -> None
     for name, table in tables.items():
         table.clear()
         table.restore(chunks[name])
+        if "pending_ids" in saved[name] and "pending_counts" in saved[name]:
+            table.restore_pending(saved[name]["pending_ids"].cpu(), saved[name]["pending_counts"].cpu())
 
 
 def _chunk(table: Table, saved: Mapping[str, Tensor]) -> Chunk:
@@ -262,4 +294,5 @@ def _chunk(table: Table, saved: Mapping[str, Tensor]) -> Chunk:
         )
     table.checks.ids(ids)
     columns_of = {key.removeprefix("state/"): saved[key].cpu() for key in state}
-    return Chunk(ids, saved["rows"].cpu(), columns_of, time)
+    extra = [saved[name].cpu() if name in saved else None for name in ("count", "step")]
+    return table.checks.chunk(Chunk(ids, saved["rows"].cpu(), columns_of, time, *extra))

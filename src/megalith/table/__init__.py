@@ -32,30 +32,37 @@ from megalith.table.optimizers import (
     RowWiseAdagrad,
     State,
 )
+from megalith.table.policies import TTL, Admission, Capacity, Eviction, MinCount, MinNorm, Probability
 from megalith.table.schedules import Piecewise, PolynomialDecay, Warmup
 from megalith.table.table import Table
 from megalith.table.table_config import Segment, TableConfig
-from megalith.table.table_data import Chunk, MemoryUse, TableStats
+from megalith.table.table_data import Chunk, MemoryUse, RowCounters, TableStats
 
 __all__ = [
     "FTRL",
     "LAMB",
     "SGD",
+    "TTL",
     "AMSGrad",
     "Adadelta",
     "Adagrad",
     "Adam",
     "AdamW",
+    "Admission",
     "BatchSoftmax",
+    "Capacity",
     "Chunk",
     "Constant",
     "DelayCompensated",
     "DynamicWdAdagrad",
+    "Eviction",
     "GroupAdagrad",
     "GroupFTRL",
     "Initializer",
     "Lion",
     "MemoryUse",
+    "MinCount",
+    "MinNorm",
     "Momentum",
     "MovingAverage",
     "Normal",
@@ -63,8 +70,10 @@ __all__ = [
     "Optimizer",
     "Piecewise",
     "PolynomialDecay",
+    "Probability",
     "RMSProp",
     "RMSPropV2",
+    "RowCounters",
     "RowWiseAdagrad",
     "Segment",
     "State",

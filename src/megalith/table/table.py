@@ -18,6 +18,7 @@ from torch import Tensor
 from megalith.errors import InputError, UnknownNameError, UsageError
 from megalith.ops.pooling import Pooling
 from megalith.table.engines.registry import engine_class
+from megalith.table.policies import Capacity
 from megalith.table.snapshot import Snapshot
 from megalith.table.table_config import TableConfig
 from megalith.table.table_data import MAX_CONSUMERS, Chunk, FoundRows, MemoryUse, TableStats
@@ -25,6 +26,9 @@ from megalith.table.validation import InputChecks, check_pooling
 
 DEFAULT_CHUNK = 65536
 SNAPSHOT_BYTES = 64 << 20
+EVICT_PARTS = 32
+"""Into how many parts a pass of `Table.evict` is divided, unless they would be small."""
+MIN_EVICT_ROWS = 4096
 
 
 class Table:
@@ -36,6 +40,7 @@ class Table:
         config: Name, segments and optimizers.
         engine: "cpu" (native) or "reference" (plain torch).
         seed: Together with the table's name and an id it determines the initial row of that id.
+        num_shards: Number of shards of which this table is one; they share its `Capacity`.
 
     Attributes:
         checks: The validation of this table's input.
@@ -45,19 +50,25 @@ class Table:
         InputError: An argument is wrong, or no engine has this name.
     """
 
-    def __init__(self, config: TableConfig, *, engine: str = "cpu", seed: int = 0) -> None:
+    def __init__(
+        self, config: TableConfig, *, engine: str = "cpu", seed: int = 0, num_shards: int = 1
+    ) -> None:
         if not isinstance(config, TableConfig):
             raise InputError(f"Table: config must be a TableConfig, got {config!r}")
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise InputError(f"table {config.name!r}: seed must be an integer, got {seed!r}")
+        if isinstance(num_shards, bool) or not isinstance(num_shards, int) or num_shards < 1:
+            raise InputError(f"table {config.name!r}: num_shards must be positive, got {num_shards!r}")
         self.config = config
         self.name = config.name
         self.dim = config.dim
         self.seed = seed
         self.checks = InputChecks(config)
-        self.engine_impl = engine_class(engine)(config, seed=seed)
+        self.engine_impl = engine_class(engine)(config, seed=seed, num_shards=num_shards)
         self._consumers: list[str | None] = []
         self._consumers_lock = threading.Lock()
+        self._evict_lock = threading.Lock()
+        self._evict_at = 0  # row at which a pass continues; -1: rows are being moved
 
     @property
     def engine(self) -> str:
@@ -222,7 +233,10 @@ class Table:
         return self.engine_impl.remove(self.checks.ids(ids))
 
     def evict(self, now: float | None = None) -> Tensor:
-        """Apply the config's eviction policies.
+        """Remove the rows that the config's eviction policies find expired.
+
+        The pass over the table is made in small parts, and other threads may use the table between them. Rows
+        that are updated meanwhile stay.
 
         Args:
             now: Time in seconds (None: now).
@@ -230,8 +244,86 @@ class Table:
         Returns:
             The removed ids, int64.
         """
-        self.checks.time(now)
-        return torch.empty(0, dtype=torch.int64)
+        at = self.checks.time(now)
+        removed = [torch.empty(0, dtype=torch.int64)]
+        with self._evict_lock:
+            self._evict_at, more = 0, True
+            while more:
+                part, more = self._evict_part(at, max(MIN_EVICT_ROWS, len(self) // EVICT_PARTS))
+                removed.append(part)
+        return torch.cat(removed)
+
+    def evict_part(self, now: float | None = None, *, rows: int) -> Tensor:
+        """Continue a pass of `evict` for a limited number of rows; after the last row it starts again.
+
+        Args:
+            now: Time in seconds (None: now).
+            rows: Number of rows to visit in this call.
+
+        Returns:
+            The removed ids, int64.
+        """
+        if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
+            raise InputError(f"table {self.name!r}: rows must be a positive integer, got {rows!r}")
+        at = self.checks.time(now)
+        with self._evict_lock:
+            return self._evict_part(at, rows)[0]
+
+    def _evict_part(self, now: int, rows: int) -> tuple[Tensor, bool]:
+        """Visit some rows. Returns the removed ids, and whether the pass is not finished."""
+        removed = torch.empty(0, dtype=torch.int64)
+        policies = [policy for policy in self.config.eviction if not isinstance(policy, Capacity)]
+        if policies and self._evict_at >= 0:
+            needs_rows = any(policy.needs_rows for policy in policies)
+            chunk, self._evict_at = self.engine_impl.scan_part(self._evict_at, rows, rows=needs_rows)
+            expired = torch.zeros(chunk.ids.shape[0], dtype=torch.bool)
+            for policy in policies:
+                expired |= policy.expired(chunk, now)
+            removed = self.engine_impl.evict(chunk.ids[expired], chunk.time[expired])
+            if self._evict_at >= 0:
+                return removed, True
+        # Moving rows during a scan would make it miss some of them, so memory is returned after it.
+        done = self.engine_impl.compact(rows)
+        self._evict_at = 0 if done else -1
+        return removed, not done
+
+    def drain_evicted(self) -> Tensor:
+        """Return and clear the log of ids that were removed by `evict` or by a `Capacity`.
+
+        The log keeps the most recent 2^20 ids; `stats().counters.log_lost` counts the others.
+
+        Returns:
+            int64, from the oldest on.
+        """
+        return self.engine_impl.drain_evicted()
+
+    def drain_refused(self) -> Tensor:
+        """Return and clear the log of ids that the admission policy refused.
+
+        The log keeps the most recent 2^20 ids; `stats().counters.log_lost` counts the others.
+
+        Returns:
+            int64, from the oldest on; an id occurs once for each call that refused it.
+        """
+        return self.engine_impl.drain_refused()
+
+    def pending(self) -> tuple[Tensor, Tensor]:
+        """Return the ids that `MinCount` counts because they have no row yet.
+
+        Returns:
+            Ids and their numbers of occurrences, int64 each, from the id that was counted first.
+        """
+        return self.engine_impl.pending()
+
+    def restore_pending(self, ids: Tensor, counts: Tensor) -> None:
+        """Add occurrences of ids that have no row, as `pending` returned them. Ids with a row are ignored.
+
+        Args:
+            ids: int64 or int32 [n].
+            counts: int64 [n], positive.
+        """
+        ids = self.checks.ids(ids)
+        self.engine_impl.restore_pending(ids, self.checks.occurrences(ids, counts))
 
     def scan(self, chunk_size: int = DEFAULT_CHUNK) -> Iterator[Chunk]:
         """Yield all rows in chunks.
@@ -257,7 +349,7 @@ class Table:
         Args:
             chunk: The rows, for example from `scan`.
         """
-        self.engine_impl.restore(*self.checks.chunk(chunk))
+        self.engine_impl.restore(self.checks.chunk(chunk))
 
     def clear(self) -> None:
         """Remove every row and free the memory."""
@@ -305,7 +397,7 @@ class Table:
             raise InputError(f"table {self.name!r}: touched_only must be True or False, got {touched_only!r}")
         if isinstance(buffer_bytes, bool) or not isinstance(buffer_bytes, int) or buffer_bytes < 0:
             raise InputError(f"table {self.name!r}: buffer_bytes must be >= 0, got {buffer_bytes!r}")
-        row_bytes = 4 * self.config.row_floats + 12
+        row_bytes = 4 * self.config.row_floats + 20
         room = max(1, buffer_bytes // row_bytes)
         with self._consumers_lock:
             if touched_only and consumer is None:
@@ -414,7 +506,8 @@ class Table:
         """Return numbers about the table."""
         rows, capacity, epoch, growing = self.engine_impl.shape()
         consumers = tuple(c for c in self._consumers if c is not None)
-        return TableStats(self.name, self.engine, rows, capacity, growing, epoch, consumers)
+        counters = self.engine_impl.counters()
+        return TableStats(self.name, self.engine, rows, capacity, growing, epoch, consumers, counters)
 
     def memory(self) -> MemoryUse:
         """Return the bytes in use."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from megalith.errors import InputError
 from megalith.routing import MODES
 from megalith.table.initializers import Initializer, Uniform
 from megalith.table.optimizers import Optimizer, State
+from megalith.table.policies import Admission, Capacity, Eviction, MinCount
 
 PRECISIONS = ("float32",)
 MISSING = ("initial", "zeros")
@@ -90,8 +92,8 @@ class TableConfig:
         optimizer: As for `Segment`.
         initializer: As for `Segment`.
         precision: As for `Segment`.
-        admission: Not supported yet.
-        eviction: Not supported yet.
+        admission: Which new ids of an update get a row: `MinCount` or `Probability`. None: all.
+        eviction: Which rows are removed: any of `TTL`, `MinNorm` and `Capacity`, or a tuple of them.
         missing: What an id without a row reads as: "initial" (its initial row) or "zeros".
         dist_type: The routing mode of the table; None: the mode of the shards.
         trainable: With False, an update raises UsageError.
@@ -102,6 +104,8 @@ class TableConfig:
 
     name: str
     segments: tuple[Segment, ...]
+    admission: Admission | None
+    eviction: tuple[Eviction, ...]
     missing: str
     dist_type: str | None
     trainable: bool
@@ -115,8 +119,8 @@ class TableConfig:
         optimizer: Optimizer | None = None,
         initializer: Initializer | None = None,
         precision: str = "float32",
-        admission: None = None,
-        eviction: tuple[()] = (),
+        admission: Admission | None = None,
+        eviction: Eviction | Iterable[Eviction] = (),
         missing: str = "initial",
         dist_type: str | None = None,
         trainable: bool = True,
@@ -149,10 +153,9 @@ class TableConfig:
         for segment in segments:
             if not isinstance(segment, Segment):
                 raise InputError(f"{where}: segments must hold Segments, got {segment!r}")
-        if admission is not None:
-            raise InputError(f"{where}: admission policies are not supported yet, got {admission!r}")
-        if not isinstance(eviction, list | tuple) or tuple(eviction):
-            raise InputError(f"{where}: eviction policies are not supported yet, got {eviction!r}")
+        if admission is not None and not isinstance(admission, Admission):
+            raise InputError(f"{where}: admission must be MinCount, Probability or None, got {admission!r}")
+        eviction = _eviction_policies(where, eviction)
         if not isinstance(missing, str) or missing not in MISSING:
             raise InputError(f"{where}: missing must be one of {', '.join(MISSING)}, got {missing!r}")
         if dist_type is not None and not (isinstance(dist_type, str) and dist_type in MODES):
@@ -162,6 +165,8 @@ class TableConfig:
         for attribute, value in (
             ("name", name),
             ("segments", segments),
+            ("admission", admission),
+            ("eviction", eviction),
             ("missing", missing),
             ("dist_type", dist_type),
             ("trainable", bool(trainable)),
@@ -176,6 +181,18 @@ class TableConfig:
     def dim(self) -> int:
         """Number of weights of a row."""
         return sum(segment.dim for segment in self.segments)
+
+    @property
+    def capacity(self) -> Capacity | None:
+        """The limit of the size of the table."""
+        return next((policy for policy in self.eviction if isinstance(policy, Capacity)), None)
+
+    @property
+    def counted(self) -> bool:
+        """Whether rows store their number of updates and the step of the last one, for a policy."""
+        capacity = self.capacity
+        by_count = capacity is not None and capacity.score not in (None, "lru")
+        return by_count or isinstance(self.admission, MinCount)
 
     @property
     def row_floats(self) -> int:
@@ -203,7 +220,27 @@ class TableConfig:
             inside = "segments=[" + ", ".join(map(repr, self.segments)) + "]"
         extras = "".join(
             f", {name}={getattr(self, name)!r}"
-            for name, usual in (("missing", "initial"), ("dist_type", None), ("trainable", True))
+            for name, usual in (
+                ("admission", None),
+                ("eviction", ()),
+                ("missing", "initial"),
+                ("dist_type", None),
+                ("trainable", True),
+            )
             if getattr(self, name) != usual
         )
         return f"TableConfig({self.name!r}, {inside}{extras})"
+
+
+def _eviction_policies(where: str, eviction: Any) -> tuple[Eviction, ...]:
+    if isinstance(eviction, Eviction):
+        eviction = (eviction,)
+    if not isinstance(eviction, list | tuple) or not all(isinstance(p, Eviction) for p in eviction):
+        raise InputError(
+            f"{where}: eviction must be TTL, MinNorm, Capacity or a tuple of them, got {eviction!r}"
+        )
+    kinds = [type(policy).__name__ for policy in eviction]
+    twice = sorted({kind for kind in kinds if kinds.count(kind) > 1})
+    if twice:
+        raise InputError(f"{where}: eviction has {twice[0]} twice; pass each policy once")
+    return tuple(eviction)

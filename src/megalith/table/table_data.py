@@ -24,7 +24,8 @@ class Chunk:
         rows: Weights, float32 [n, dim].
         state: Optimizer state by "segment number/state name", float32 [n, size] each.
         time: Last update in seconds, int64 [n].
-        count: Number of updates, int64 [n], or None if no policy counts them.
+        count: Number of updates, int64 [n], or None if no policy counts them (`TableConfig.counted`).
+        step: Step of the last update, int64 [n], or None under the same condition.
     """
 
     ids: Tensor
@@ -32,6 +33,7 @@ class Chunk:
     state: Mapping[str, Tensor]
     time: Tensor
     count: Tensor | None = None
+    step: Tensor | None = None
 
     def part(self, start: int, end: int) -> Chunk:
         """Return a part of the rows as views.
@@ -84,6 +86,7 @@ class Chunk:
             {key: change(column) for key, column in self.state.items()},
             change(self.time),
             None if self.count is None else change(self.count),
+            None if self.step is None else change(self.step),
         )
 
 
@@ -118,6 +121,29 @@ class Step(NamedTuple):
     step: int
 
 
+class RowCounters(NamedTuple):
+    """What happened to the rows of a table in this process. rows = created - removed - evicted.
+
+    Attributes:
+        created: Rows created by updates, assignments and restored chunks.
+        removed: Rows removed by `remove` and `clear`.
+        evicted: Rows removed by eviction policies.
+        refused: Ids without a row whose gradient an admission policy dropped; an id counts once per call.
+        pending: Ids that an admission policy counts now.
+        pending_dropped: Ids that it stopped counting because it had too many (`MinCount.max_ids`).
+        log_lost: Evicted and refused ids that no longer fit in the logs of `drain_evicted` and
+            `drain_refused`.
+    """
+
+    created: int
+    removed: int
+    evicted: int
+    refused: int
+    pending: int
+    pending_dropped: int
+    log_lost: int
+
+
 @dataclass(frozen=True)
 class TableStats:
     """Numbers about one table.
@@ -130,6 +156,7 @@ class TableStats:
         growing: Whether the index is moving its entries to a larger one.
         epoch: See `Table.epoch`.
         consumers: Names of the consumers that track touched rows.
+        counters: Rows created, removed and refused since the table was created.
     """
 
     name: str
@@ -139,6 +166,7 @@ class TableStats:
     growing: bool
     epoch: int
     consumers: tuple[str, ...]
+    counters: RowCounters
 
 
 @dataclass(frozen=True)
@@ -147,15 +175,21 @@ class MemoryUse:
 
     Attributes:
         index: The map from ids to rows.
-        rows: Weights and optimizer state.
-        side: Id, last-update time and flags of each row.
+        rows: Weights of the rows in use.
+        state: Optimizer state of the rows in use.
+        side: Id, last-update time, counts and flags of each row in use, and records of touched rows.
+        counters: Counts of ids that have no row yet (`MinCount`), and logs of evicted and refused ids.
+        slack: Places of removed rows that are not in use again.
     """
 
     index: int
     rows: int
+    state: int
     side: int
+    counters: int
+    slack: int
 
     @property
     def total(self) -> int:
         """All bytes."""
-        return self.index + self.rows + self.side
+        return self.index + self.rows + self.state + self.side + self.counters + self.slack

@@ -345,15 +345,15 @@ class InputChecks:
             raise InputError(f"table {self.name!r}: {call} takes 0 to 2^31 - 1 rows, got {n!r}")
         return n
 
-    def chunk(self, chunk: Chunk) -> tuple[Tensor, list[Tensor], Tensor]:
+    def chunk(self, chunk: Chunk) -> Chunk:
         """Check a chunk of complete rows.
 
         Args:
             chunk: The rows, as `Table.scan` yields them.
 
         Returns:
-            Ids int64 [n]; the columns (weights, then state in the config's order), float32 [n, size] each;
-            times int64 [n].
+            The same rows, contiguous, with states in the config's order. A counted table gets zeros for
+            counts and steps that the chunk lacks; another table drops them.
 
         Raises:
             InputError: The states are not those of the config, or a type, shape, device or time is wrong.
@@ -366,21 +366,50 @@ class InputChecks:
             raise InputError(f"table {self.name!r}: the state of a chunk must be a dict of tensors")
         ids = self.ids(chunk.ids)
         n = ids.numel()
-        columns = [self._matrix("rows", chunk.rows, n, self.dim)]  # as stored: may hold an overflow
+        rows = self._matrix("rows", chunk.rows, n, self.dim)  # as stored: may hold an overflow
         known = {column.key for column in self.config.state_columns}
         if set(chunk.state) != known:
             given = sorted(map(str, chunk.state))
             raise InputError(f"table {self.name!r}: chunk has state {given}, expected {sorted(known)}")
-        for column in self.config.state_columns:
-            state = chunk.state[column.key]
-            columns.append(self._matrix(f"state {column.key}", state, n, column.end - column.start))
-        times = chunk.time
-        if not isinstance(times, Tensor) or times.dtype != torch.int64 or tuple(times.shape) != (n,):
-            raise InputError(f"table {self.name!r}: time must be int64 [{n}]")
-        self._check_storage("time", times)
-        if n and not 0 <= int(times.min()) <= int(times.max()) <= MAX_TIME:
-            raise InputError(f"table {self.name!r}: time must be between 0 and {MAX_TIME}")
-        return ids, columns, times.contiguous()
+        state = {
+            column.key: self._matrix(
+                f"state {column.key}", chunk.state[column.key], n, column.end - column.start
+            )
+            for column in self.config.state_columns
+        }
+        times = self._small_integers("time", chunk.time, n)
+        counts = steps = None
+        if self.config.counted:
+            none = torch.zeros(n, dtype=torch.int64)
+            counts = none if chunk.count is None else self._small_integers("count", chunk.count, n)
+            steps = none if chunk.step is None else self._small_integers("step", chunk.step, n)
+        return Chunk(ids, rows, state, times, counts, steps)
+
+    def occurrences(self, ids: Tensor, counts: Tensor) -> Tensor:
+        """Check how often ids occurred.
+
+        Args:
+            ids: int64 [n].
+            counts: int64 [n], positive.
+
+        Returns:
+            The counts, contiguous.
+
+        Raises:
+            InputError: The type, shape or device is wrong, or a count is out of range.
+        """
+        counts = self._small_integers("counts", counts, ids.numel())
+        if counts.numel() and int(counts.min()) < 1:
+            raise InputError(f"table {self.name!r}: counts must be positive, got {int(counts.min())}")
+        return counts
+
+    def _small_integers(self, field: str, values: Tensor, n: int) -> Tensor:
+        if not isinstance(values, Tensor) or values.dtype != torch.int64 or tuple(values.shape) != (n,):
+            raise InputError(f"table {self.name!r}: {field} must be int64 [{n}]")
+        self._check_storage(field, values)
+        if n and not 0 <= int(values.min()) <= int(values.max()) <= MAX_TIME:
+            raise InputError(f"table {self.name!r}: {field} must be between 0 and {MAX_TIME}")
+        return values.contiguous()
 
     def _check_storage(self, field: str, tensor: Tensor) -> None:
         if tensor.layout is not torch.strided:

@@ -17,9 +17,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from megalith.errors import InputError, TableFullError
 from megalith.ops.pooling import Pooling
 from megalith.table.table_config import TableConfig
-from megalith.table.table_data import Chunk, FoundRows, MemoryUse, Step
+from megalith.table.table_data import Chunk, FoundRows, MemoryUse, RowCounters, Step
 
 
 class Engine(ABC):
@@ -28,32 +29,41 @@ class Engine(ABC):
     Args:
         config: The config of the table.
         seed: Together with the table's name and an id it determines the initial row of that id.
+        num_shards: Number of shards of the whole table, which divide its `Capacity`.
+
+    Attributes:
+        row_limit: Largest number of rows of this shard, or None.
     """
 
     engine: ClassVar[str]
     """The name of the engine, such as "cpu"."""
 
-    def __init__(self, config: TableConfig, *, seed: int = 0) -> None:
+    def __init__(self, config: TableConfig, *, seed: int = 0, num_shards: int = 1) -> None:
         self.config = config
         self.name = config.name
         self.dim = config.dim
         self.seed = seed
+        self.row_limit = shard_row_limit(config, num_shards)
 
-    def new_chunk(self, n: int) -> Chunk:
+    def new_chunk(self, n: int, *, rows: bool = True) -> Chunk:
         """Return an uninitialized chunk with the columns of this table.
 
         Args:
             n: Number of rows.
+            rows: Whether it has weights and optimizer state.
 
         Returns:
             The chunk: ids int64 [n], weights float32 [n, dim], a float32 [n, size] per state, times int64
-            [n].
+            [n], and for a counted table counts and steps int64 [n].
         """
+        counted = self.config.counted
         return Chunk(
             torch.empty(n, dtype=torch.int64),
-            torch.empty(n, self.dim),
-            {c.key: torch.empty(n, c.end - c.start) for c in self.config.state_columns},
+            torch.empty(n, self.dim if rows else 0),
+            {c.key: torch.empty(n, c.end - c.start) for c in self.config.state_columns if rows},
             torch.empty(n, dtype=torch.int64),
+            torch.empty(n, dtype=torch.int64) if counted else None,
+            torch.empty(n, dtype=torch.int64) if counted else None,
         )
 
     # ---- hot calls
@@ -101,15 +111,24 @@ class Engine(ABC):
         grads: list[Tensor],
         pooling: Pooling | None,
         step: Step,
+        occurrences: Tensor | None = None,
     ) -> None:
         """Make one optimizer step per distinct id on its summed gradient; create missing rows.
+
+        The admission policy may refuse ids without a row: their gradients are dropped and counted. A
+        capacity may remove rows of other ids to make room.
 
         Args:
             ids: int64 [n].
             found: Rows of the ids, if they are known.
             grads: One tensor [n, dim], or with `pooling` one gradient per output. All finite.
             pooling: The pooling whose outputs the gradients belong to.
-            step: Learning rates, time, scale and clip_norm.
+            step: Learning rates, time, scale, clip_norm and step.
+            occurrences: Number of occurrences that each id stands for, int64 [n], for the admission policy.
+                None: one each.
+
+        Raises:
+            TableFullError: The rows do not fit in the capacity. Nothing was written.
         """
 
     # ---- rows
@@ -148,7 +167,6 @@ class Engine(ABC):
             Number of rows removed.
         """
 
-    @abstractmethod
     def scan(self, chunk_size: int) -> Iterator[Chunk]:
         """Yield all rows in chunks. Each chunk is consistent; a row is yielded once unless it is removed.
 
@@ -158,15 +176,34 @@ class Engine(ABC):
         Yields:
             Chunks with their own memory.
         """
+        at = 0
+        while at >= 0:
+            chunk, at = self.scan_part(at, chunk_size)
+            if chunk.ids.numel():
+                yield chunk
 
     @abstractmethod
-    def restore(self, ids: Tensor, columns: list[Tensor], times: Tensor) -> None:
+    def scan_part(self, start: int, limit: int, *, rows: bool = True) -> tuple[Chunk, int]:
+        """Return the next rows of a scan.
+
+        Args:
+            start: 0, or where the previous part ended.
+            limit: Largest number of rows.
+            rows: Whether to copy weights and optimizer state; without them the chunk has no such columns.
+
+        Returns:
+            The rows, and where the next part starts; -1 at the end.
+        """
+
+    @abstractmethod
+    def restore(self, chunk: Chunk) -> None:
         """Write complete rows; an existing row is replaced.
 
         Args:
-            ids: int64 [n]; the last of several equal ids wins.
-            columns: Weights float32 [n, dim], then float32 [n, size] for each of the config's state columns.
-            times: Last-update time of each row in seconds, int64 [n].
+            chunk: The rows; the last of several equal ids wins. A counted table needs counts and steps.
+
+        Raises:
+            TableFullError: The rows do not fit in the capacity. Nothing was written.
         """
 
     @abstractmethod
@@ -180,6 +217,93 @@ class Engine(ABC):
         Args:
             n: Number of rows, those that exist included.
         """
+
+    # ---- policies
+
+    @abstractmethod
+    def evict(self, ids: Tensor, times: Tensor) -> Tensor:
+        """Remove rows that a policy found expired, unless they were updated since.
+
+        Args:
+            ids: int64 [n], distinct.
+            times: Their last-update times when the policy decided, int64 [n].
+
+        Returns:
+            The removed ids, int64.
+        """
+
+    @abstractmethod
+    def compact(self, limit: int) -> bool:
+        """Move rows into free places and return memory, if fewer than half of the places are in use.
+
+        Args:
+            limit: Largest number of places to visit in this call.
+
+        Returns:
+            Whether nothing is left to do.
+        """
+
+    @abstractmethod
+    def drain_evicted(self) -> Tensor:
+        """Return and clear the log of evicted ids, int64, from the oldest on; at most the latest 2^20."""
+
+    @abstractmethod
+    def drain_refused(self) -> Tensor:
+        """Return and clear the log of refused ids, int64; an id may repeat. At most the latest 2^20."""
+
+    @abstractmethod
+    def pending(self) -> tuple[Tensor, Tensor]:
+        """Return the ids that `MinCount` counts, and their counts, int64 each, from the oldest id on."""
+
+    @abstractmethod
+    def restore_pending(self, ids: Tensor, counts: Tensor) -> None:
+        """Add counts of ids that have no row. They never create a row: the next update decides.
+
+        Args:
+            ids: int64 [n].
+            counts: int64 [n], positive.
+        """
+
+    @abstractmethod
+    def counters(self) -> RowCounters:
+        """Return how many rows were created, removed, evicted and refused."""
+
+    def make_room(self, ids: Tensor) -> None:
+        """Remove rows with the lowest results of a score function: a tenth of the limit, or more if needed.
+
+        Args:
+            ids: int64 [n], the ids of the write that needs room. Their rows stay.
+
+        Raises:
+            TableFullError: The limit is lower than the number of distinct ids of the write.
+        """
+        capacity, limit = self.config.capacity, self.row_limit
+        assert capacity is not None
+        assert limit is not None
+        assert callable(capacity.score)
+        distinct = torch.unique(ids)
+        missing = int((self.find(distinct).rows < 0).sum())
+        found, times, scores = [], [], []
+        for chunk in self.scan(1 << 16):
+            score = capacity.score(chunk)
+            if not isinstance(score, Tensor) or score.shape != chunk.ids.shape:
+                raise InputError(
+                    f"table {self.name!r}: the score function of Capacity must return a tensor "
+                    f"[{chunk.ids.numel()}], got {getattr(score, 'shape', score)!r}"
+                )
+            others = ~torch.isin(chunk.ids, distinct)
+            found.append(chunk.ids[others])
+            times.append(chunk.time[others])
+            scores.append(score.detach().to(torch.float64)[others])
+        if not found or distinct.numel() > limit:
+            raise TableFullError(
+                f"table {self.name!r}: a call has {distinct.numel()} distinct ids, "
+                f"but Capacity is {limit} rows"
+            )
+        all_scores = torch.cat(scores)
+        need = max(len(self) + missing - limit, limit // 10)
+        lowest = torch.argsort(all_scores, stable=True)[:need]
+        self.evict(torch.cat(found)[lowest], torch.cat(times)[lowest])
 
     # ---- snapshots; at most one is open
 
@@ -265,7 +389,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def epoch(self) -> int:
-        """Advances when row numbers may have become invalid: remove, restore, clear."""
+        """Advances when row numbers may have become invalid: remove, evict, compact, restore, clear."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -281,3 +405,31 @@ class Engine(ABC):
     @abstractmethod
     def memory(self) -> MemoryUse:
         """Return the bytes in use."""
+
+
+INDEX_BYTES = 48
+"""Upper bound of the bytes of the index per row, also while it grows."""
+SIDE_BYTES = 14
+"""Upper bound of the bytes of id, time and flags per row."""
+
+
+def shard_row_limit(config: TableConfig, num_shards: int) -> int | None:
+    """Compute the largest number of rows of one shard under the `Capacity` of a table.
+
+    Args:
+        config: The config of the table.
+        num_shards: Number of shards of the table.
+
+    Returns:
+        The number of rows, at least 1; None without a capacity.
+    """
+    capacity = config.capacity
+    if capacity is None:
+        return None
+    limits = []
+    if capacity.rows is not None:
+        limits.append(-(-capacity.rows // num_shards))
+    if capacity.max_bytes is not None:
+        per_row = 4 * config.row_floats + INDEX_BYTES + SIDE_BYTES + (8 if config.counted else 0)
+        limits.append(capacity.max_bytes // num_shards // per_row)
+    return max(1, min(limits))

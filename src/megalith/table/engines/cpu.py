@@ -7,21 +7,23 @@ the number of threads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalith.errors import InputError, NativeMissingError
+from megalith.errors import InputError, NativeMissingError, TableFullError
 from megalith.ops.pooling import Pooling
 from megalith.table.engines.contract import Engine
+from megalith.table.engines.reference_policies import MAX_COUNT, probability_limit
 from megalith.table.engines.torch_step import sum_per_id, update_chunk
 from megalith.table.initializers import table_key
 from megalith.table.optimizers import Optimizer, native_rule
+from megalith.table.policies import MinCount, Probability
 from megalith.table.table_config import TableConfig
-from megalith.table.table_data import MAX_CONSUMERS, Chunk, FoundRows, MemoryUse, Step
+from megalith.table.table_data import MAX_CONSUMERS, Chunk, FoundRows, MemoryUse, RowCounters, Step
 
 try:
     from megalith import _native
@@ -51,6 +53,7 @@ class CpuEngine(Engine):
     Args:
         config: The config of the table.
         seed: As for `Engine`.
+        num_shards: As for `Engine`.
         kernels: "portable" or "avx2"; empty for the best that this CPU has.
         max_rows: Limit of the number of rows.
     """
@@ -58,9 +61,15 @@ class CpuEngine(Engine):
     engine = "cpu"
 
     def __init__(
-        self, config: TableConfig, *, seed: int = 0, kernels: str = "", max_rows: int = _native.MAX_ROWS
+        self,
+        config: TableConfig,
+        *,
+        seed: int = 0,
+        num_shards: int = 1,
+        kernels: str = "",
+        max_rows: int = _native.MAX_ROWS,
     ) -> None:
-        super().__init__(config, seed=seed)
+        super().__init__(config, seed=seed, num_shards=num_shards)
         segments = []
         for number, segment in enumerate(config.segments):
             rule = native_rule(segment.optimizer)
@@ -76,15 +85,44 @@ class CpuEngine(Engine):
             missing_zeros=config.missing == "zeros",
             max_rows=max_rows,
             kernels=kernels,
+            counted=config.counted,
+            **self._policies(),
         )
         optimizers = [segment.optimizer for segment in config.segments]
         self._in_torch = any(native_rule(optimizer) is None for optimizer in optimizers)
         # A step in torch reads rows and writes them later: other writers wait.
+        self._has_policies = config.admission is not None or config.capacity is not None or config.counted
         self._writing: AbstractContextManager[Any] = threading.RLock() if self._in_torch else nullcontext()
         self._corrections = [1.0] * len(optimizers)
         self._corrected = [o for o in optimizers if type(o).correction is not Optimizer.correction]
         assert self._native.row_floats == config.row_floats
         assert _native.MAX_CONSUMERS == MAX_CONSUMERS
+
+    def _policies(self) -> dict[str, int]:
+        """The settings of policies that the native table applies."""
+        settings: dict[str, int] = {}
+        admission, capacity = self.config.admission, self.config.capacity
+        if isinstance(admission, MinCount):
+            settings |= {"min_count": min(admission.n, MAX_COUNT), "max_counted_ids": admission.max_ids}
+        elif isinstance(admission, Probability):
+            settings |= {"admission_limit": probability_limit(admission.p)}
+        if capacity is not None:
+            assert self.row_limit is not None
+            settings |= {"capacity": self.row_limit}
+            if isinstance(capacity.score, str):
+                settings |= {"score": _native.SCORES.index(capacity.score)}
+        return settings
+
+    def _with_room(self, ids: Tensor, write: Callable[[], None]) -> None:
+        """Run a write; if the table is full and its score is a Python function, make room and repeat it."""
+        try:
+            write()
+        except TableFullError:
+            capacity = self.config.capacity
+            if capacity is None or not callable(capacity.score):
+                raise
+            self.make_room(ids)
+            write()
 
     # ---- hot calls
 
@@ -112,17 +150,31 @@ class CpuEngine(Engine):
         grads: list[Tensor],
         pooling: Pooling | None,
         step: Step,
+        occurrences: Tensor | None = None,
     ) -> None:
         """See `Engine.update`."""
         if self._in_torch:
-            return self._update_in_torch(ids, grads, pooling, step)
+            return self._update_in_torch(ids, grads, pooling, step, occurrences)
         bags = None if pooling is None else [bags.native for bags in pooling.of(self.name)]
         gradients = grads[0] if pooling is None else grads
+        with _TableName(self.name):
+            self._update(ids, found, gradients, bags, step, occurrences)
+
+    def _update(
+        self,
+        ids: Tensor,
+        found: FoundRows | None,
+        gradients: Tensor | list[Tensor],
+        bags: list[tuple[object, ...]] | None,
+        step: Step,
+        occurrences: Tensor | None,
+    ) -> None:
         rows, epoch = _native_rows(found)
         corrections = self._corrections
         if self._corrected:
             corrections = [s.optimizer.correction(step.step) for s in self.config.segments]
-        with _TableName(self.name):
+
+        def write() -> None:
             self._native.update(
                 rows,
                 epoch,
@@ -135,32 +187,60 @@ class CpuEngine(Engine):
                 step.time,
                 step.scale,
                 step.clip_norm,
+                occurrences,
                 torch.get_num_threads(),
             )
 
-    def _update_in_torch(self, ids: Tensor, grads: list[Tensor], pooling: Pooling | None, step: Step) -> None:
-        ids, sums = sum_per_id(ids, grads, pooling, self.name, self.dim)
+        self._with_room(ids, write)
+
+    def _update_in_torch(
+        self,
+        ids: Tensor,
+        grads: list[Tensor],
+        pooling: Pooling | None,
+        step: Step,
+        occurrences: Tensor | None,
+    ) -> None:
+        """Update with an optimizer that is written in torch."""
+        ids, sums, seen = sum_per_id(ids, grads, pooling, self.name, self.dim, occurrences)
         if not ids.numel():
             return
         threads = torch.get_num_threads()
-        chunk = self.new_chunk(ids.numel())
         with self._writing:
-            self._native.read_complete(ids, chunk.columns(), threads)
-            update_chunk(self.config, sums, chunk, step)
-            self._native.restore(ids, chunk.columns(), chunk.time.fill_(step.time), False, threads)
+            if not self._has_policies:
+                chunk = self.new_chunk(ids.numel())
+                self._native.read_complete(ids, chunk.columns(), threads)
+                update_chunk(self.config, sums, chunk, step)
+                times = chunk.time.fill_(step.time)
+                self._native.restore(ids, chunk.columns(), times, None, None, False, threads)
+                return
+            admitted = torch.empty_like(ids)
+            self._native.admits(ids, seen, step.step, admitted)
+            kept = admitted.bool()
+            chunk = self.new_chunk(int(kept.sum()))
+            own = ids[kept].contiguous()
+            self._native.read_complete(own, chunk.columns(), threads)
+            if own.numel():
+                update_chunk(self.config, sums[kept], chunk, step)
+            # Without native steps this only creates, counts and refuses; then the new rows are written.
+            self._update(ids, None, torch.zeros_like(sums), None, step, seen)
+            times = chunk.time.fill_(step.time)
+            self._native.restore(own, chunk.columns(), times, None, None, False, threads)
 
     # ---- rows
 
     def assign(self, ids: Tensor, rows: Tensor, *, add: bool, time: int) -> None:
         """See `Engine.assign`."""
         with self._writing:
-            self._native.assign(ids, rows, add, time, torch.get_num_threads())
+            self._with_room(ids, lambda: self._native.assign(ids, rows, add, time, torch.get_num_threads()))
 
     def reinitialize(self, ids: Tensor, time: int) -> Tensor:
         """See `Engine.reinitialize`."""
         status = torch.empty(ids.numel(), dtype=torch.int32)
         with self._writing:
-            self._native.reinitialize(ids, time, status, torch.get_num_threads())
+            self._with_room(
+                ids, lambda: self._native.reinitialize(ids, time, status, torch.get_num_threads())
+            )
         return status
 
     def remove(self, ids: Tensor) -> int:
@@ -168,19 +248,17 @@ class CpuEngine(Engine):
         with self._writing:
             return self._native.remove(ids)
 
-    def scan(self, chunk_size: int) -> Iterator[Chunk]:
-        """See `Engine.scan`."""
-        at = 0
-        while at >= 0:
-            chunk = self.new_chunk(min(chunk_size, max(1, len(self))))
-            n, at = self._native.scan(at, chunk.ids, chunk.columns(), chunk.time)
-            if n:
-                yield chunk.part(0, n)
+    def scan_part(self, start: int, limit: int, *, rows: bool = True) -> tuple[Chunk, int]:
+        """See `Engine.scan_part`."""
+        chunk = self.new_chunk(min(limit, max(1, len(self))), rows=rows)
+        n, end = self._native.scan(start, *_native_chunk(chunk))
+        return chunk.part(0, n), end
 
-    def restore(self, ids: Tensor, columns: list[Tensor], times: Tensor) -> None:
+    def restore(self, chunk: Chunk) -> None:
         """See `Engine.restore`."""
         with self._writing:
-            self._native.restore(ids, columns, times, True, torch.get_num_threads())
+            threads = torch.get_num_threads()
+            self._with_room(chunk.ids, lambda: self._native.restore(*_native_chunk(chunk), True, threads))
 
     def clear(self) -> None:
         """See `Engine.clear`."""
@@ -191,6 +269,37 @@ class CpuEngine(Engine):
         """See `Engine.reserve`."""
         self._native.reserve(n)
 
+    # ---- policies
+
+    def evict(self, ids: Tensor, times: Tensor) -> Tensor:
+        """See `Engine.evict`."""
+        return _ids_from(self._native.evict(ids, times))
+
+    def compact(self, limit: int) -> bool:
+        """See `Engine.compact`."""
+        return self._native.compact(limit)
+
+    def drain_evicted(self) -> Tensor:
+        """See `Engine.drain_evicted`."""
+        return _ids_from(self._native.drain_evicted())
+
+    def drain_refused(self) -> Tensor:
+        """See `Engine.drain_refused`."""
+        return _ids_from(self._native.drain_refused())
+
+    def pending(self) -> tuple[Tensor, Tensor]:
+        """See `Engine.pending`."""
+        ids, counts = self._native.pending()
+        return _ids_from(ids), _ids_from(counts)
+
+    def restore_pending(self, ids: Tensor, counts: Tensor) -> None:
+        """See `Engine.restore_pending`."""
+        self._native.restore_pending(ids, counts)
+
+    def counters(self) -> RowCounters:
+        """See `Engine.counters`."""
+        return RowCounters(*self._native.counters())
+
     # ---- snapshots
 
     def begin_snapshot(self, consumer: int, touched_only: bool, room: int) -> tuple[int, int, Tensor]:
@@ -200,7 +309,7 @@ class CpuEngine(Engine):
 
     def read_snapshot(self, chunk: Chunk) -> int:
         """See `Engine.read_snapshot`."""
-        return self._native.read_snapshot(chunk.ids, chunk.columns(), chunk.time)
+        return self._native.read_snapshot(*_native_chunk(chunk))
 
     def snapshot_pressure(self) -> float:
         """See `Engine.snapshot_pressure`."""
@@ -268,6 +377,10 @@ def _native_rows(found: FoundRows | None) -> tuple[Tensor | None, int]:
     if found is None:
         return None, _native.UNKNOWN_EPOCH
     return found.rows, _native.UNKNOWN_EPOCH if found.epoch is None else found.epoch
+
+
+def _native_chunk(chunk: Chunk) -> tuple[Tensor, list[Tensor], Tensor, Tensor | None, Tensor | None]:
+    return chunk.ids, chunk.columns(), chunk.time, chunk.count, chunk.step
 
 
 def _ids_from(data: bytes) -> Tensor:

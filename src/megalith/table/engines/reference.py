@@ -6,20 +6,27 @@ It is slow and simple. It runs wherever torch runs, so Megalith works without th
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from megalith.errors import InputError
+from megalith.errors import InputError, TableFullError
 from megalith.ops.pooling import Pooling, pool, unpool
 from megalith.table.engines.contract import Engine
+from megalith.table.engines.reference_policies import (
+    MAX_COUNT,
+    AdmissionState,
+    IdLog,
+    VictimSearch,
+    is_sparse,
+)
 from megalith.table.engines.torch_step import update_chunk, update_in_torch
 from megalith.table.initializers import initial_rows, table_key
 from megalith.table.optimizers import Optimizer, native_rule
 from megalith.table.table_config import TableConfig
-from megalith.table.table_data import Chunk, FoundRows, MemoryUse, Step
+from megalith.table.table_data import Chunk, FoundRows, MemoryUse, RowCounters, Step
 
 
 class ReferenceEngine(Engine):
@@ -32,8 +39,8 @@ class ReferenceEngine(Engine):
 
     engine = "reference"
 
-    def __init__(self, config: TableConfig, *, seed: int = 0) -> None:
-        super().__init__(config, seed=seed)
+    def __init__(self, config: TableConfig, *, seed: int = 0, num_shards: int = 1) -> None:
+        super().__init__(config, seed=seed, num_shards=num_shards)
         self._key = table_key(seed, config.name)
         self._initializers = [(s.dim, s.initializer) for s in config.segments]
         self._lock = threading.RLock()
@@ -41,6 +48,10 @@ class ReferenceEngine(Engine):
         self._touched: dict[int, dict[int, None]] = {}  # consumer -> ids, in order
         self._removed: dict[int, dict[int, None]] = {}
         self._snapshot: _Copy | None = None
+        self._admission = AdmissionState(config.admission, self._key)
+        self._evicted = IdLog()
+        self._counters = dict.fromkeys(("created", "removed", "evicted"), 0)
+        self._search = VictimSearch()
         self._empty()
 
     def _empty(self) -> None:
@@ -48,8 +59,11 @@ class ReferenceEngine(Engine):
         self._data = torch.empty(0, self.config.row_floats)
         self._ids_of = torch.empty(0, dtype=torch.int64)
         self._time = torch.empty(0, dtype=torch.int64)
+        self._count = torch.empty(0, dtype=torch.int64)
+        self._step = torch.empty(0, dtype=torch.int64)
         self._free: list[int] = []
         self._used = 0  # all row numbers in use are below
+        self._boundary = 0  # rows from here on are being moved; 0: no compaction in progress
 
     @property
     def epoch(self) -> int:
@@ -66,12 +80,19 @@ class ReferenceEngine(Engine):
 
     def memory(self) -> MemoryUse:
         """See `Engine.memory`; counts 100 bytes for a dict entry."""
-        return MemoryUse(len(self) * 100, self._data.nbytes, self._ids_of.nbytes + self._time.nbytes)
+        places, used = self._data.shape[0], len(self)
+        state = 4 * (self.config.row_floats - self.dim)
+        side = 32 if self.config.counted else 16
+        counters = 100 * len(self._admission.counts) + 8 * (len(self._evicted) + len(self._admission.refused))
+        slack = (places - used) * (4 * self.dim + state + side)
+        return MemoryUse(used * 100, 4 * used * self.dim, used * state, used * side, counters, slack)
 
     def clear(self) -> None:
         """See `Engine.clear`."""
         with self._lock:
             self._note_removed(list(self._row_of))
+            self._counters["removed"] += len(self)
+            self._admission.counts.clear()
             self._empty()
             self._epoch += 1
 
@@ -89,7 +110,8 @@ class ReferenceEngine(Engine):
         more = max(capacity, 2 * have) - have
         self._data = torch.cat([self._data, torch.zeros(more, self.config.row_floats)])
         self._ids_of = torch.cat([self._ids_of, torch.zeros(more, dtype=torch.int64)])
-        self._time = torch.cat([self._time, torch.zeros(more, dtype=torch.int64)])
+        for name in ("_time", "_count", "_step"):
+            setattr(self, name, torch.cat([getattr(self, name), torch.zeros(more, dtype=torch.int64)]))
 
     def _create(self, id: int) -> int:
         if self._free:
@@ -100,6 +122,9 @@ class ReferenceEngine(Engine):
             self._used += 1
         self._row_of[id] = row
         self._ids_of[row] = id
+        self._count[row] = self._step[row] = 0
+        self._counters["created"] += 1
+        self._admission.counts.pop(id, None)
         self._reset(row, id)
         return row
 
@@ -112,6 +137,7 @@ class ReferenceEngine(Engine):
         return initial_rows(self._key, ids, self._initializers)
 
     def _find_or_create(self, ids: Tensor) -> Tensor:
+        self._make_place([id for id in dict.fromkeys(ids.tolist()) if id not in self._row_of], ids.tolist())
         rows = [self._row_of[i] if i in self._row_of else self._create(i) for i in ids.tolist()]
         return torch.tensor(rows, dtype=torch.int64)
 
@@ -167,29 +193,39 @@ class ReferenceEngine(Engine):
         grads: list[Tensor],
         pooling: Pooling | None,
         step: Step,
+        occurrences: Tensor | None = None,
     ) -> None:
         """See `Engine.update`. It finds rows itself."""
         flat = grads[0] if pooling is None else None
+        call = ids
+        if occurrences is None:
+            occurrences = torch.ones_like(ids)
         if pooling is not None:
             pooling.check(self.name, ids.numel(), self.dim)
             flat, reached = unpool(grads, pooling.of(self.name), ids.numel(), self.dim)
-            ids, flat = ids[reached], flat[reached]
+            ids, flat, occurrences = ids[reached], flat[reached], occurrences[reached]
         assert flat is not None
         with self._lock:
             distinct, where = _first_occurrences(ids)
             sums = torch.zeros(distinct.numel(), self.dim)
             for occurrence, row in enumerate(where.tolist()):  # in input order
                 sums[row] += flat[occurrence]
-            created = [id for id in distinct.tolist() if id not in self._row_of]
+            counts = torch.zeros_like(distinct).index_add_(0, where, occurrences)
+            new = [id for id in distinct.tolist() if id not in self._row_of]
+            seen = dict(zip(distinct.tolist(), counts.tolist(), strict=True))
+            admitted = {id for id in new if self._admission.admits(id, seen[id], step.step)}
+            refused = [(id, seen[id]) for id in new if id not in admitted]
+            kept = torch.tensor([id in self._row_of or id in admitted for id in distinct.tolist()]).bool()
+            distinct, sums = distinct[kept], sums[kept]
+            before = self._complete(distinct)
+            # It may raise, so nothing is written before.
+            update_chunk(self.config, sums, before, step, _update_one_segment)
+            self._make_place([id for id in new if id in admitted], call.tolist())
+            self._admission.refuse(refused)
             rows = self._find_or_create(distinct)
-            chunk = self._chunk(rows)
-            try:
-                update_chunk(self.config, sums, chunk, step, _update_one_segment)
-            except BaseException:  # a user's optimizer may raise
-                for id in created:
-                    self._free.append(self._row_of.pop(id))
-                raise
-            self._data[rows] = torch.cat(chunk.columns(), dim=1)
+            self._data[rows] = torch.cat(before.columns(), dim=1)
+            self._count[rows] = (self._count[rows] + 1).clamp(max=MAX_COUNT)
+            self._step[rows] = min(step.step, MAX_COUNT)
             self._written(distinct, rows, step.time)
 
     # ---- rows
@@ -205,6 +241,8 @@ class ReferenceEngine(Engine):
     def reinitialize(self, ids: Tensor, time: int) -> Tensor:
         """See `Engine.reinitialize`."""
         with self._lock:
+            new = [id for id in dict.fromkeys(ids.tolist()) if id not in self._row_of]
+            self._make_place(new, ids.tolist())
             status = []
             for id in ids.tolist():
                 status.append(int(id in self._row_of))
@@ -219,39 +257,162 @@ class ReferenceEngine(Engine):
         """See `Engine.remove`."""
         with self._lock:
             gone = [id for id in dict.fromkeys(ids.tolist()) if id in self._row_of]
-            for id in gone:
-                self._free.append(self._row_of.pop(id))
-            self._note_removed(gone)
+            self._remove(gone, "removed")
             self._epoch += 1
             return len(gone)
 
-    def restore(self, ids: Tensor, columns: list[Tensor], times: Tensor) -> None:
+    def _remove(self, ids: list[int], counter: str) -> None:
+        for id in ids:
+            self._free.append(self._row_of.pop(id))
+        self._note_removed(ids)
+        self._counters[counter] += len(ids)
+
+    def restore(self, chunk: Chunk) -> None:
         """See `Engine.restore`."""
         with self._lock:
-            found = self._find_or_create(ids)
-            raw = torch.cat(columns, dim=1)
-            for row, values, time in zip(found.tolist(), raw, times.tolist(), strict=True):
-                self._data[row] = values
-                self._time[row] = time
-            self._written(ids, found, self._time[found])
+            found = self._find_or_create(chunk.ids)
+            raw = torch.cat(chunk.columns(), dim=1)
+            for at, row in enumerate(found.tolist()):
+                self._data[row] = raw[at]
+                self._time[row] = chunk.time[at]
+                if chunk.count is not None and chunk.step is not None:
+                    self._count[row], self._step[row] = chunk.count[at], chunk.step[at]
+            self._written(chunk.ids, found, self._time[found])
             self._epoch += 1
 
-    def scan(self, chunk_size: int) -> Iterator[Chunk]:
-        """See `Engine.scan`."""
-        at = 0
-        while True:
-            with self._lock:
-                live = [r for r in range(at, self._used) if self._is_live(r)][:chunk_size]
-                if not live:
-                    return
-                at = live[-1] + 1
-                chunk = self._chunk(torch.tensor(live))
-            yield chunk
+    def scan_part(self, start: int, limit: int, *, rows: bool = True) -> tuple[Chunk, int]:
+        """See `Engine.scan_part`."""
+        with self._lock:
+            live = [r for r in range(start, self._used) if self._is_live(r)][:limit]
+            end = live[-1] + 1 if len(live) == limit else self._used
+            chunk = self._chunk(torch.tensor(live, dtype=torch.int64))
+            if not rows:
+                chunk = replace(chunk, rows=chunk.rows[:, :0], state={})
+            return chunk, end if end < self._used else -1
 
     def _chunk(self, rows: Tensor) -> Chunk:
         raw = self._data[rows]
         state = {c.key: raw[:, c.start : c.end].contiguous() for c in self.config.state_columns}
-        return Chunk(self._ids_of[rows], raw[:, : self.dim].contiguous(), state, self._time[rows])
+        weights = raw[:, : self.dim].contiguous()
+        counted = (self._count[rows], self._step[rows]) if self.config.counted else (None, None)
+        return Chunk(self._ids_of[rows], weights, state, self._time[rows], *counted)
+
+    def _complete(self, ids: Tensor) -> Chunk:
+        """Return complete rows; an id without a row reads as the row that would be created."""
+        raw = torch.empty(ids.numel(), self.config.row_floats)
+        raw[:, : self.dim] = self._initial(ids)
+        for column in self.config.state_columns:
+            raw[:, column.start : column.end] = column.initial
+        for at, id in enumerate(ids.tolist()):
+            if id in self._row_of:
+                raw[at] = self._data[self._row_of[id]]
+        state = {c.key: raw[:, c.start : c.end].contiguous() for c in self.config.state_columns}
+        return Chunk(ids, raw[:, : self.dim].contiguous(), state, torch.zeros_like(ids))
+
+    # ---- policies
+
+    def evict(self, ids: Tensor, times: Tensor) -> Tensor:
+        """See `Engine.evict`."""
+        with self._lock:
+            pairs = zip(ids.tolist(), times.tolist(), strict=True)
+            gone = [i for i, t in pairs if i in self._row_of and self._time[self._row_of[i]] == t]
+            self._evict(gone)
+            return torch.tensor(gone, dtype=torch.int64)
+
+    def _evict(self, ids: list[int]) -> None:
+        self._remove(ids, "evicted")
+        self._evicted.add(ids)
+        self._epoch += bool(ids)
+
+    def _make_place(self, new: list[int], call: list[int]) -> None:
+        """Remove rows so that the new ids fit; none that belongs to the call."""
+        capacity = self.config.capacity
+        if capacity is None or self.row_limit is None or not new:
+            return
+        need = len(self) + len(new) - self.row_limit
+        if need > 0 and callable(capacity.score):
+            self.make_room(torch.tensor(call, dtype=torch.int64))
+            need = len(self) + len(new) - self.row_limit
+        if need <= 0:
+            return
+        kept = {self._row_of[id] for id in call if id in self._row_of}
+        if capacity.score is None or callable(capacity.score) or len(self) - len(kept) < need:
+            raise TableFullError(
+                f"table {self.name!r} holds {len(self)} rows and needs {len(new)} more, but its Capacity is "
+                f"{self.row_limit} rows"
+            )
+        live = [self._is_live(row) for row in range(self._used)]
+        scores = {"lru": self._time, "lfu": (self._count << 32) | self._time, "step": self._step}
+        rows = self._search.choose(need, live, scores[str(capacity.score)].tolist(), kept, len(self))
+        self._evict([int(self._ids_of[row]) for row in rows])
+
+    def compact(self, limit: int) -> bool:
+        """See `Engine.compact`."""
+        with self._lock:
+            if self._snapshot is not None or not (self._boundary or is_sparse(len(self), self._used)):
+                return True
+            if not self._boundary:
+                self._boundary = max(1, len(self))
+                self._free = [row for row in self._free if row < self._boundary]
+            self._epoch += 1
+            while limit and self._used > self._boundary:
+                last = self._used - 1
+                if self._is_live(last):
+                    while self._free and self._free[-1] >= self._boundary:
+                        self._free.pop()
+                    if not self._free:
+                        break
+                    self._move(last, self._free.pop())
+                self._used -= 1
+                limit -= 1
+            if limit:
+                self._free = [row for row in self._free if row < self._used]
+                self._boundary = 0
+                for name in ("_data", "_ids_of", "_time", "_count", "_step"):
+                    setattr(self, name, getattr(self, name)[: self._used].clone())
+            return limit > 0
+
+    def _move(self, old: int, new: int) -> None:
+        for column in (self._data, self._ids_of, self._time, self._count, self._step):
+            column[new] = column[old]
+        self._row_of[int(self._ids_of[new])] = new
+
+    def drain_evicted(self) -> Tensor:
+        """See `Engine.drain_evicted`."""
+        with self._lock:
+            return self._evicted.take()
+
+    def drain_refused(self) -> Tensor:
+        """See `Engine.drain_refused`."""
+        with self._lock:
+            return self._admission.refused.take()
+
+    def pending(self) -> tuple[Tensor, Tensor]:
+        """See `Engine.pending`."""
+        with self._lock:
+            counts = self._admission.counts
+            return torch.tensor(list(counts), dtype=torch.int64), torch.tensor(
+                list(counts.values()), dtype=torch.int64
+            )
+
+    def restore_pending(self, ids: Tensor, counts: Tensor) -> None:
+        """See `Engine.restore_pending`."""
+        with self._lock:
+            for id, count in zip(ids.tolist(), counts.tolist(), strict=True):
+                if id not in self._row_of:
+                    self._admission.count(id, count)
+
+    def counters(self) -> RowCounters:
+        """See `Engine.counters`."""
+        with self._lock:
+            state = self._admission
+            return RowCounters(
+                **self._counters,
+                refused=state.refusals,
+                pending=len(state.counts),
+                pending_dropped=state.dropped,
+                log_lost=self._evicted.lost + state.refused.lost,
+            )
 
     def begin_snapshot(self, consumer: int, touched_only: bool, room: int) -> tuple[int, int, Tensor]:
         """See `Engine.begin_snapshot`; copies the rows at once."""
@@ -273,6 +434,10 @@ class ReferenceEngine(Engine):
         n = min(chunk.ids.numel(), copy.rows.ids.numel() - copy.at)
         part = copy.rows.part(copy.at, copy.at + n)
         chunk.ids[:n], chunk.time[:n] = part.ids, part.time
+        if chunk.count is not None and chunk.step is not None:
+            assert part.count is not None
+            assert part.step is not None
+            chunk.count[:n], chunk.step[:n] = part.count, part.step
         for target, column in zip(chunk.columns(), part.columns(), strict=True):
             target[:n] = column
         copy.at += n

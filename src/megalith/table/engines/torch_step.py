@@ -49,8 +49,13 @@ def update_in_torch(
 
 
 def sum_per_id(
-    ids: Tensor, grads: list[Tensor], pooling: Pooling | None, table: str, dim: int
-) -> tuple[Tensor, Tensor]:
+    ids: Tensor,
+    grads: list[Tensor],
+    pooling: Pooling | None,
+    table: str,
+    dim: int,
+    occurrences: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Sum the gradients of each distinct id in input order.
 
     Args:
@@ -59,17 +64,21 @@ def sum_per_id(
         pooling: The pooling whose outputs the gradients belong to.
         table: Name of the table, its key in the pooling.
         dim: Number of weights of a row.
+        occurrences: Number of occurrences that each id stands for, int64 [n]. None: one each.
 
     Returns:
-        The distinct ids that the gradients reach, int64 [u], and their sums, float32 [u, dim].
+        The distinct ids that the gradients reach, int64 [u], their sums, float32 [u, dim], and their numbers
+        of occurrences, int64 [u].
     """
     flat = grads[0]
+    occurrences = torch.ones_like(ids) if occurrences is None else occurrences
     if pooling is not None:
         pooling.check(table, ids.numel(), dim)
         flat, reached = unpool(grads, pooling.of(table), ids.numel(), dim)
-        ids, flat = ids[reached], flat[reached]
+        ids, flat, occurrences = ids[reached], flat[reached], occurrences[reached]
     distinct = dedup(ids)
-    return distinct.ids, scatter_sum(flat, distinct.inverse, distinct.ids.numel())
+    seen = torch.zeros_like(distinct.ids).index_add_(0, distinct.inverse, occurrences)
+    return distinct.ids, scatter_sum(flat, distinct.inverse, distinct.ids.numel()), seen
 
 
 def clip_rows(grads: Tensor, clip_norm: float) -> Tensor:

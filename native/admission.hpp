@@ -1,0 +1,123 @@
+// Admission: which new ids of an update get a row.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "hash.hpp"
+#include "index.hpp"
+
+namespace megalith {
+
+// The occurrences of ids that have no row yet, in the order in which the ids first occurred. Holds at most `max_ids`
+// ids: beyond that the oldest one is dropped. Entries form a doubly linked list in one array, and free entries are
+// reused.
+class OccurrenceCounts {
+ public:
+  explicit OccurrenceCounts(int64_t max_ids) : max_ids_(max_ids) {}
+
+  int64_t size() const { return index_.size(); }
+  int64_t dropped() const { return dropped_; }  // number of ids that were dropped before they got a row
+  size_t bytes() const {
+    return index_.bytes() + entries_.capacity() * sizeof(Entry) + free_.capacity() * sizeof(int32_t);
+  }
+
+  uint32_t count(int64_t id) const {
+    const int32_t at = index_.find(id);
+    return at < 0 ? 0 : entries_[static_cast<size_t>(at)].count;
+  }
+  void prefetch(int64_t id) const { index_.prefetch(id); }
+
+  // Makes room for `more` ids, so that `add` cannot fail. May throw; the contents are unchanged then.
+  void prepare(int64_t more) {
+    more = std::min(more, max_ids_ - size());
+    if (more <= 0) return;
+    index_.prepare(more);
+    index_.advance(static_cast<uint64_t>(more) + 64);
+    const size_t wanted = static_cast<size_t>(size() + more);
+    if (wanted > entries_.capacity()) entries_.reserve(std::max(wanted, 2 * entries_.capacity()));
+    if (wanted > free_.capacity()) free_.reserve(std::max(wanted, 2 * free_.capacity()));
+  }
+
+  void add(int64_t id, uint32_t occurrences) {
+    const int32_t at = index_.find(id);
+    if (at >= 0) {
+      uint32_t& count = entries_[static_cast<size_t>(at)].count;
+      count = saturating_sum(count, occurrences);
+      return;
+    }
+    if (size() >= max_ids_) {
+      erase(entries_[static_cast<size_t>(oldest_)].id);
+      ++dropped_;
+    }
+    int32_t fresh;
+    if (free_.empty()) {
+      fresh = static_cast<int32_t>(entries_.size());
+      entries_.push_back({});
+    } else {
+      fresh = free_.back();
+      free_.pop_back();
+    }
+    entries_[static_cast<size_t>(fresh)] = {id, occurrences, newest_, kNone};
+    (newest_ == kNone ? oldest_ : entries_[static_cast<size_t>(newest_)].newer) = fresh;
+    newest_ = fresh;
+    index_.insert(id, fresh);
+  }
+
+  void erase(int64_t id) {
+    const int32_t at = index_.erase(id);
+    if (at < 0) return;
+    const Entry gone = entries_[static_cast<size_t>(at)];
+    (gone.older == kNone ? oldest_ : entries_[static_cast<size_t>(gone.older)].newer) = gone.newer;
+    (gone.newer == kNone ? newest_ : entries_[static_cast<size_t>(gone.newer)].older) = gone.older;
+    free_.push_back(at);
+  }
+
+  void copy(std::vector<int64_t>& ids, std::vector<int64_t>& counts) const {
+    ids.reserve(static_cast<size_t>(size())), counts.reserve(static_cast<size_t>(size()));
+    for (int32_t at = oldest_; at != kNone; at = entries_[static_cast<size_t>(at)].newer) {
+      ids.push_back(entries_[static_cast<size_t>(at)].id);
+      counts.push_back(entries_[static_cast<size_t>(at)].count);
+    }
+  }
+
+  void clear() {
+    index_.reset();
+    entries_ = {};
+    free_ = {};
+    oldest_ = newest_ = kNone;
+  }
+
+  static uint32_t saturating_sum(uint32_t a, uint64_t b) {
+    return static_cast<uint32_t>(std::min<uint64_t>(a + b, std::numeric_limits<uint32_t>::max()));
+  }
+
+ private:
+  static constexpr int32_t kNone = -1;
+
+  struct Entry {
+    int64_t id;
+    uint32_t count;
+    int32_t older, newer;
+  };
+
+  int64_t max_ids_;
+  int64_t dropped_ = 0;
+  Index index_;
+  std::vector<Entry> entries_;
+  std::vector<int32_t> free_;
+  int32_t oldest_ = kNone, newest_ = kNone;
+};
+
+// Probability: each occurrence draws 24 bits that depend on the table's key, the id, the step and the number of the
+// occurrence, and creates the row if they are below the limit.
+static inline bool draw_admits(uint64_t table_key, int64_t id, uint64_t step, uint32_t limit, uint64_t occurrences) {
+  const uint64_t key = mix64(row_key(table_key, id) + (step + 1) * 0xd1b54a32d192ed03ull);
+  for (uint64_t k = 0; k < occurrences; ++k)
+    if (draw24(key, static_cast<uint32_t>(k)) < limit) return true;
+  return false;
+}
+
+}  // namespace megalith

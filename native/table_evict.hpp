@@ -1,0 +1,158 @@
+// Table: room for new rows under a capacity, removal of expired rows, and the return of memory.
+//
+// A capacity removes rows with low scores. Finding the lowest ones exactly would need a pass over the table. Instead a
+// cursor moves around the rows and takes those whose score is at most a threshold. The threshold is the score of the
+// lowest sixteenth of a sample of rows; it is estimated again after each round. So a removed row is among the lowest
+// sixteenth, unless a call needs more, and each removed row costs the cursor about 16 steps. The result depends only
+// on the sequence of calls, not on threads or clocks.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "table.hpp"
+
+namespace megalith {
+
+inline uint64_t Table::score(int32_t row) const {
+  switch (options_.score) {
+    case Score::lru: return rows_.time_of(row);
+    case Score::lfu: return uint64_t{rows_.count_of(row)} << 32 | rows_.time_of(row);
+    default: return rows_.step_of(row);
+  }
+}
+
+// Notes the n rows of the current call, which must stay.
+inline void Table::protect(const int32_t* call, int64_t n) {
+  taken_.assign(static_cast<size_t>((rows_.high() + 63) / 64), 0);
+  protected_ = 0;
+  for (int64_t i = 0; i < n; ++i)
+    if (call[i] >= 0) protected_ += take_once(call[i]);
+}
+
+// Chooses the rows that must go before `created` rows are added. Throws TableFull if that is impossible. Changes
+// nothing but the position of the search.
+inline void Table::choose_victims(int64_t created) {
+  const int64_t need = index_.size() + created - options_.capacity;
+  if (need <= 0 || created == 0) return;
+  if (options_.score == Score::none || index_.size() - protected_ < need)
+    throw TableFull("table '" + options_.name + "' holds " + std::to_string(index_.size()) + " rows and needs " +
+                    std::to_string(created) + " more, but its Capacity is " + std::to_string(options_.capacity) +
+                    " rows" + (options_.score == Score::none ? "; raise it, or pass a score so that old rows make room"
+                                                             : " and the other rows belong to the same call; raise it"));
+  victims_.reserve(static_cast<size_t>(need));
+  search_.high = rows_.high();
+  while (static_cast<int64_t>(victims_.size()) < need) {
+    if (search_.left == 0) estimate_threshold(need - static_cast<int64_t>(victims_.size()));
+    if (search_.cursor >= search_.high) search_.cursor = 0;
+    const int32_t row = static_cast<int32_t>(search_.cursor++);
+    if (rows_.live(row) && score(row) <= search_.threshold && take_once(row)) {
+      victims_.push_back(row);
+      ++search_.found;
+    }
+    --search_.left;
+  }
+}
+
+// Marks a row as taken; false if it was already.
+inline bool Table::take_once(int32_t row) {
+  uint64_t& word = taken_[static_cast<size_t>(row) >> 6];
+  const uint64_t bit = uint64_t{1} << (row & 63);
+  if (word & bit) return false;
+  word |= bit;
+  return true;
+}
+
+inline void Table::estimate_threshold(int64_t need) {
+  // If a round found no row, the sample had none of the lowest ones: take any.
+  const bool any = search_.found == 0;
+  search_.left = search_.high;
+  search_.found = 0;
+  std::vector<uint64_t>& scores = search_.sample;
+  scores.clear();
+  const int64_t stride = std::max<int64_t>(1, search_.high / kSample);
+  const int64_t count = std::min(search_.high, kSample);
+  for (int64_t k = 0; k < count; ++k) {
+    const int32_t row = static_cast<int32_t>((search_.cursor + k * stride) % search_.high);
+    const bool taken = taken_[static_cast<size_t>(row) >> 6] >> (row & 63) & 1;
+    if (rows_.live(row) && !taken) scores.push_back(score(row));
+  }
+  const int64_t m = static_cast<int64_t>(scores.size());
+  // The sample has m of the rows that may go: as many of them as are needed, or more.
+  const int64_t candidates = std::max<int64_t>(index_.size() - protected_, 1);
+  const int64_t rank = std::max(m / 16, (need * m + candidates - 1) / candidates);
+  if (any || rank < 1 || rank > m) {
+    search_.threshold = UINT64_MAX;
+    return;
+  }
+  std::nth_element(scores.begin(), scores.begin() + (rank - 1), scores.end());
+  search_.threshold = scores[static_cast<size_t>(rank - 1)];
+}
+
+// Makes room to record removals, so that they cannot fail.
+inline void Table::prepare_evictions(int64_t n) {
+  if (n == 0) return;
+  rows_.prepare_give_back(n);
+  prepare_removed(n);
+  evicted_.prepare(n);
+}
+
+inline void Table::evict_victims() {
+  if (victims_.empty()) return;
+  ++epoch_;
+  constexpr size_t kAhead = 12;
+  for (size_t k = 0; k < victims_.size(); ++k) {
+    if (k + kAhead < victims_.size()) index_.prefetch(rows_.id_of(victims_[k + kAhead]));
+    evict_row(rows_.id_of(victims_[k]));
+  }
+  victims_.clear();
+}
+
+inline void Table::evict_row(int64_t id) {
+  rows_.give_back(index_.erase(id));
+  note_removed(id);
+  evicted_.add(id);
+  ++counters_.evicted;
+}
+
+// Removes rows that were not updated since a scan found their times. Returns the removed ids.
+inline std::vector<int64_t> Table::evict(const int64_t* ids, int64_t n, const int64_t* times) {
+  std::unique_lock<ForkSafeLock> hold(lock_);
+  std::vector<int64_t> gone;
+  gone.reserve(static_cast<size_t>(n));
+  {
+    Lease lease;
+    save_for_snapshot(ids, n, *lease, 1, hold);
+  }
+  prepare_evictions(std::min(n, index_.size()));
+  for (int64_t i = 0; i < n; ++i) {
+    const int32_t row = index_.find(ids[i]);
+    if (row < 0 || rows_.time_of(row) != static_cast<uint32_t>(times[i])) continue;
+    evict_row(ids[i]);
+    gone.push_back(ids[i]);
+  }
+  if (!gone.empty()) ++epoch_;
+  return gone;
+}
+
+// Moves rows from the end into free places and returns the memory behind the last row. Does nothing unless less than
+// half of the places are in use, or while a snapshot is open. Moves at most `limit` rows; false: there is more to do.
+inline bool Table::compact(int64_t limit) {
+  std::unique_lock<ForkSafeLock> hold(lock_);
+  index_.advance(static_cast<uint64_t>(limit));
+  if (snapshot() || !(rows_.compacting() || rows_.sparse())) return !index_.growing();
+  ++epoch_;
+  const bool done = rows_.compact(limit, [this](int64_t id, int32_t row) { index_.move(id, row); });
+  if (done) index_.shrink();
+  return done && !index_.growing();
+}
+
+inline std::vector<int64_t> Table::drain_evicted() {
+  std::unique_lock<ForkSafeLock> hold(lock_);
+  return evicted_.take();
+}
+
+}  // namespace megalith

@@ -1,0 +1,73 @@
+"""Capacity: a limit of the size of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from megalith.errors import InputError
+from megalith.table.policies.policy import Eviction, check_integer
+from megalith.table.table_data import Chunk
+
+SCORES = ("lru", "lfu", "step")
+
+Score = Callable[[Chunk], Tensor]
+
+
+@dataclass(frozen=True)
+class Capacity(Eviction):
+    """Limits the number of rows. When a write needs room, the rows with the lowest score are removed.
+
+    The limit applies to the whole table: with W shards each shard holds at most ceil(rows / W). It holds at
+    every moment. An id of the current call is never removed; a call with more distinct ids than the limit
+    raises `TableFullError` before anything is written.
+
+    The lowest scores are found by sampling, so that a write does not wait for a pass over the table: a
+    removed row is among the lowest few percent, not always the lowest. With "lfu", a new row has count 1.
+
+    With a limit, results depend on the number of shards, because each shard chooses among its own rows.
+
+    Args:
+        rows: Largest number of rows.
+        max_bytes: Largest number of bytes of rows, state, index and the per-row data next to them. With
+            both limits the lower one applies.
+        score: "lru": time of the last update in seconds. "lfu": number of updates, the older row first among
+            equals. "step": step of the last update. Or a function that takes a `Chunk` and returns a float
+            tensor [n]; it needs a pass over the table whenever room is needed, and then frees a tenth of the
+            table. None: nothing is removed, and a write beyond the limit raises `TableFullError`.
+
+    Raises:
+        InputError: No limit is given, or an argument has the wrong type or value.
+    """
+
+    rows: int | None = None
+    max_bytes: int | None = None
+    score: str | Score | None = "lru"
+    name: ClassVar[str] = "capacity"
+
+    def __post_init__(self) -> None:
+        if self.rows is None and self.max_bytes is None:
+            raise InputError("Capacity: pass rows or max_bytes")
+        if self.rows is not None:
+            check_integer("Capacity: rows", self.rows, 1)
+        if self.max_bytes is not None:
+            check_integer("Capacity: max_bytes", self.max_bytes, 1)
+        good = self.score is None or callable(self.score) or self.score in SCORES
+        if not good or isinstance(self.score, type):
+            raise InputError(
+                f"Capacity: score must be one of {', '.join(SCORES)}, a function of a Chunk, or None, "
+                f"got {self.score!r}"
+            )
+
+    def expired(self, chunk: Chunk, now: int) -> Tensor:
+        """See `Eviction.expired`: nothing, since a table never exceeds its capacity."""
+        return torch.zeros(chunk.ids.shape[0], dtype=torch.bool)
+
+    def settings(self) -> dict[str, Any]:
+        """See `Eviction.settings`. A function is recorded by its name."""
+        score = getattr(self.score, "__name__", repr(self.score)) if callable(self.score) else self.score
+        return {"rows": self.rows, "max_bytes": self.max_bytes, "score": score}

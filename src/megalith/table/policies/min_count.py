@@ -1,0 +1,39 @@
+"""MinCount: an id gets a row once it has occurred often enough."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megalith.table.policies.policy import Admission, check_integer
+
+MAX_COUNT = 2**32 - 1
+
+
+@dataclass(frozen=True)
+class MinCount(Admission):
+    """Creates the row of an id in the call in which the total of its occurrences reaches `n`.
+
+    That call applies the whole summed gradient of the id; the gradients of earlier calls are dropped. Counts
+    are exact for up to `max_ids` ids without a row. Beyond that the ids that were counted first are dropped;
+    `Table.stats` reports how many.
+
+    Args:
+        n: Number of occurrences that creates a row. 1 admits every id.
+        max_ids: Largest number of ids that are counted, for each shard. A counted id takes about 45 bytes.
+
+    Raises:
+        InputError: An argument is not an integer, or it is out of range.
+    """
+
+    n: int
+    max_ids: int = 1 << 24
+    name: ClassVar[str] = "min_count"
+
+    def __post_init__(self) -> None:
+        check_integer("MinCount: n", self.n, 1)
+        check_integer("MinCount: max_ids", self.max_ids, 1)
+
+    def settings(self) -> dict[str, Any]:
+        """See `Admission.settings`."""
+        return {"n": self.n, "max_ids": self.max_ids}

@@ -1,0 +1,95 @@
+"""The contracts of policies: which ids get a row (`Admission`) and which rows are removed (`Eviction`).
+
+A policy holds settings only. The rows, counts and logs belong to the engine, so one policy object may serve
+several tables. A new policy is one file in this folder and one line in its `__init__.py`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from numbers import Real
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from megalith.errors import InputError
+from megalith.table.table_data import Chunk
+
+
+class Admission(ABC):
+    """Decides which new ids of an update get a row.
+
+    `Table.assign`, `assign_add`, `reinitialize` and `restore` create rows without asking the policy.
+    """
+
+    name: ClassVar[str]
+    """The name under which a checkpoint records the policy."""
+
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments that build an equal policy, as JSON values."""
+
+
+class Eviction(ABC):
+    """Decides which rows `Table.evict` removes."""
+
+    name: ClassVar[str]
+    """The name under which a checkpoint records the policy."""
+
+    needs_rows: ClassVar[bool] = False
+    """Whether `expired` reads weights and optimizer state. Without them a pass over a table is cheaper."""
+
+    @abstractmethod
+    def expired(self, chunk: Chunk, now: int) -> Tensor:
+        """Return which rows are to be removed.
+
+        Args:
+            chunk: Rows of the table. Without `needs_rows` it holds ids, times, counts and steps only.
+            now: The time of the call in seconds.
+
+        Returns:
+            bool [n].
+        """
+
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments that build an equal policy, as JSON values."""
+
+
+def check_integer(where: str, value: Any, low: int) -> int:
+    """Check an integer setting of a policy.
+
+    Args:
+        where: The policy and the setting, for the error message.
+        value: The value.
+        low: Smallest allowed value.
+
+    Returns:
+        The value.
+
+    Raises:
+        InputError: The value is not an integer, or it is too small.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise InputError(f"{where} must be an integer >= {low}, got {value!r}")
+    return value
+
+
+def check_real(where: str, value: Any, *, above: float, most: float) -> float:
+    """Check a real setting of a policy.
+
+    Args:
+        where: The policy and the setting, for the error message.
+        value: The value.
+        above: The value must be greater.
+        most: Largest allowed value.
+
+    Returns:
+        The value as a float.
+
+    Raises:
+        InputError: The value is not a number, or it is out of range.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real) or not above < float(value) <= most:
+        raise InputError(f"{where} must be a number above {above:g} and at most {most:g}, got {value!r}")
+    return float(value)

@@ -1,0 +1,139 @@
+"""MinCount and Probability: which ids get a row, and what happens to the others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megalith import SGD, MinCount, Probability, Segment, Table, TableConfig
+from megalith.errors import InputError
+from megalith.table import Admission
+from tests.table.support import ints
+
+
+def table_with(engine: str, admission: Admission, lr: float = 0.1) -> Table:
+    config = TableConfig("t", segments=[Segment(1, optimizer=SGD(lr))], admission=admission, missing="zeros")
+    return Table(config, engine=engine)
+
+
+def test_the_call_that_reaches_the_count_applies_its_whole_sum(engine: str) -> None:
+    # Monolith's vector (threshold 3, lr 0.1, ids 0, 0, 1, gradient -1, four steps) is (0,0) (.1,0) (.3,0)
+    # (.5,.1) for occurrences one by one: its filter admits an id at occurrence 4 = threshold + 1. Here the
+    # call in which the total reaches n applies the whole sum, so n = 4 gives: totals of id 0 are 2, 4, 6, 8
+    # and of id 1 are 1, 2, 3, 4.
+    table = table_with(engine, MinCount(4))
+    seen = []
+    for step in range(4):
+        table.apply_gradients(ints(0, 0, 1), torch.tensor([[-1.0], [-1.0], [-1.0]]), step=step, time=step)
+        seen.append([round(x, 6) for x in table.lookup(ints(0, 1)).flatten().tolist()])
+    created = table.lookup(ints(0, 1)) - table_with(engine, MinCount(1)).lookup(ints(0, 1))
+
+    assert seen[0] == [0.0, 0.0]
+    first = seen[1][0] - 0.2  # the initial weight of id 0
+    assert seen == [
+        [0.0, 0.0],
+        [pytest.approx(first + 0.2), 0.0],
+        [pytest.approx(first + 0.4), 0.0],
+        [pytest.approx(first + 0.6), pytest.approx(seen[3][1])],
+    ]
+    assert created.shape == (2, 1)
+    assert len(table) == 2
+
+
+def test_counts_are_reported_until_the_id_has_a_row(engine: str) -> None:
+    table = table_with(engine, MinCount(3))
+
+    table.apply_gradients(ints(5, 7, 5), torch.ones(3, 1), step=0)
+    assert [x.tolist() for x in table.pending()] == [[5, 7], [2, 1]]
+    assert table.drain_refused().tolist() == [5, 7]
+
+    table.apply_gradients(ints(7, 5), torch.ones(2, 1), step=1)
+    assert [x.tolist() for x in table.pending()] == [[7], [2]]
+    assert ints(5).item() in table
+    counters = table.stats().counters
+    assert (counters.created, counters.refused, counters.pending) == (1, 3, 1)
+    (chunk,) = table.scan()
+    assert chunk.count is not None
+    assert chunk.step is not None
+    assert (chunk.count.tolist(), chunk.step.tolist()) == ([1], [1])
+
+
+def test_ids_counted_first_are_dropped_when_there_are_too_many(engine: str) -> None:
+    table = table_with(engine, MinCount(2, max_ids=2))
+
+    table.apply_gradients(ints(1, 2, 3), torch.ones(3, 1), step=0)
+
+    assert table.pending()[0].tolist() == [2, 3]
+    assert table.stats().counters.pending_dropped == 1
+    table.apply_gradients(ints(1), torch.ones(1, 1), step=1)
+    assert len(table) == 0
+
+
+def test_assigning_a_row_bypasses_admission_and_ends_counting(engine: str) -> None:
+    table = table_with(engine, MinCount(9))
+    table.apply_gradients(ints(4), torch.ones(1, 1), step=0)
+
+    table.assign(ints(4), torch.ones(1, 1))
+
+    assert len(table) == 1
+    assert table.pending()[0].numel() == 0
+
+
+def test_counts_move_to_another_table(engine: str) -> None:
+    table, other = table_with(engine, MinCount(3)), table_with(engine, MinCount(3))
+    table.apply_gradients(ints(1, 1, 2), torch.ones(3, 1), step=0)
+
+    other.restore_pending(*table.pending())
+    other.apply_gradients(ints(1, 2), torch.ones(2, 1), step=1)
+
+    assert 1 in other
+    assert 2 not in other
+
+
+def test_refused_gradients_leave_no_trace_in_rows(engine: str) -> None:
+    table = table_with(engine, MinCount(2))
+    table.track("c")
+
+    table.apply_gradients(ints(1), torch.ones(1, 1), step=0)
+
+    assert [x.numel() for x in table.drain_touched("c")] == [0, 0]
+    assert table.lookup(ints(1)).item() == 0.0
+
+
+def test_draws_depend_on_id_and_step_only(engine: str) -> None:
+    ids = torch.arange(2000)
+    admitted = []
+    for order in (ids, ids.flip(0)):
+        table = table_with(engine, Probability(0.25))
+        for part in order.split(500):
+            table.apply_gradients(part, torch.ones(500, 1), step=3)
+        admitted.append(sorted(i for i in ids.tolist() if i in table))
+
+    assert admitted[0] == admitted[1]
+    assert 430 < len(admitted[0]) < 570
+    assert table.stats().counters.refused == 2000 - len(table)
+
+
+def test_each_occurrence_draws(engine: str) -> None:
+    table = table_with(engine, Probability(0.5))
+
+    table.apply_gradients(torch.arange(1000).repeat(4), torch.ones(4000, 1), step=0)
+
+    assert 910 < len(table) < 965  # 1 - 0.5^4 = 0.9375
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: MinCount(0),
+        lambda: MinCount(1.5),  # type: ignore[arg-type]
+        lambda: MinCount(2, max_ids=0),
+        lambda: Probability(0),
+        lambda: Probability(1.5),
+        lambda: Probability(float("nan")),
+        lambda: TableConfig("t", dim=1, optimizer=SGD(), admission="often"),  # type: ignore[arg-type]
+    ],
+)
+def test_wrong_settings_raise(wrong: object) -> None:
+    with pytest.raises(InputError):
+        wrong()  # type: ignore[operator]

@@ -1,0 +1,203 @@
+"""TTL, MinNorm and Capacity: which rows go, and that none goes unnoticed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith import SGD, TTL, Capacity, MinNorm, Table, TableConfig, Zeros, fid
+from megalith.errors import InputError, TableFullError
+from megalith.table import Chunk, Eviction
+from tests.table.support import ints
+
+DAY = 86_400
+
+
+def table_with(engine: str, *eviction: Eviction, **options: int) -> Table:
+    config = TableConfig("t", dim=2, optimizer=SGD(1.0), initializer=Zeros(), eviction=eviction)
+    return Table(config, engine=engine, **options)
+
+
+def train(table: Table, ids: Tensor, *, step: int = 0, time: float = 0) -> None:
+    table.apply_gradients(ids, torch.full((ids.numel(), 2), -1.0), step=step, time=time)
+
+
+def test_ttl_removes_rows_by_age(engine: str) -> None:
+    # Monolith: expire 1 day, latest time 10,000,000: an age of 86,401 s is dropped, 86,399 s is kept.
+    table, now = table_with(engine, TTL(DAY)), 10_000_000
+    train(table, ints(1), time=now - 86_401)
+    train(table, ints(2), time=now - 86_399)
+    train(table, ints(3), time=now - 86_400)
+
+    assert sorted(table.evict(now).tolist()) == [1, 3]
+    assert 2 in table
+    assert len(table) == 1
+    assert table.evict(now).numel() == 0
+
+
+def test_ttl_by_slot(engine: str) -> None:
+    # Monolith: slots 1: 5 days, 2: 6 days, default 14 days; after 5 days and 60 seconds only slot 1 is gone.
+    table = table_with(engine, TTL(14 * DAY, per_slot={1: 5 * DAY, 2: 6 * DAY}))
+    ids = torch.tensor([fid(slot, 7) for slot in (1, 2, 3)])
+    train(table, ids, time=1000)
+
+    assert table.evict(1000 + 5 * DAY + 60).tolist() == [fid(1, 7)]
+    assert sorted(table.evict(1000 + 14 * DAY).tolist()) == sorted([fid(2, 7), fid(3, 7)])
+
+
+def test_min_norm_removes_small_rows_and_policies_combine(engine: str) -> None:
+    table = table_with(engine, MinNorm(0.5), TTL(100))
+    table.assign(ints(1, 2, 3), torch.tensor([[0.3, 0.3], [0.4, 0.4], [3.0, 4.0]]), time=50)
+    table.assign(ints(4), torch.tensor([[9.0, 9.0]]), time=1)
+
+    assert sorted(table.evict(120).tolist()) == [1, 4]
+
+
+def test_evicted_ids_are_counted_logged_and_marked_removed(engine: str) -> None:
+    table = table_with(engine, TTL(10))
+    table.track("sync")
+    train(table, ints(1, 2, 3), time=5)
+    train(table, ints(3), time=20)
+
+    evicted = table.evict(20)
+
+    assert sorted(evicted.tolist()) == [1, 2]
+    assert sorted(table.drain_evicted().tolist()) == [1, 2]
+    updated, removed = table.drain_touched("sync")
+    assert (updated.tolist(), sorted(removed.tolist())) == ([3], [1, 2])
+    counters = table.stats().counters
+    assert (counters.created, counters.evicted, counters.removed) == (3, 2, 0)
+
+
+def test_a_pass_in_parts_visits_every_row(engine: str) -> None:
+    table = table_with(engine, TTL(10))
+    train(table, torch.arange(100), time=0)
+    removed = []
+    for _ in range(12):
+        removed += table.evict_part(100, rows=10).tolist()
+
+    assert sorted(removed) == list(range(100))
+
+
+@pytest.mark.parametrize(("score", "stays"), [("lru", [1, 4, 5]), ("lfu", [2, 4, 5]), ("step", [1, 4, 5])])
+def test_capacity_removes_the_lowest_score_and_keeps_the_call(
+    engine: str, score: str, stays: list[int]
+) -> None:
+    table = table_with(engine, Capacity(3, score=score))
+    train(table, ints(2), step=0, time=1)
+    train(table, ints(2, 3), step=1, time=2)
+    train(table, ints(1), step=2, time=3)
+
+    train(table, ints(4, 5), step=3, time=4)
+
+    assert [i for i in range(9) if i in table] == stays
+    assert len(table) == 3
+    assert sorted(table.drain_evicted().tolist()) == sorted({1, 2, 3} - set(stays))
+
+
+def test_a_score_function_decides(engine: str) -> None:
+    def even_first(chunk: Chunk) -> Tensor:
+        assert chunk.count is not None
+        return (chunk.ids % 2).double() * 100 + chunk.count
+
+    table = table_with(engine, Capacity(4, score=even_first))
+    train(table, ints(1, 2, 3, 4))
+    train(table, ints(2))
+
+    train(table, ints(7))
+
+    assert [i for i in range(9) if i in table] == [1, 2, 3, 7]
+
+
+def test_without_a_score_a_full_table_raises_before_it_writes(engine: str) -> None:
+    table = table_with(engine, Capacity(2, score=None))
+    train(table, ints(1, 2))
+
+    with pytest.raises(TableFullError, match=r"table 't' .*Capacity is 2 rows"):
+        train(table, ints(2, 3), time=9)
+
+    (chunk,) = table.scan()
+    assert sorted(chunk.ids.tolist()) == [1, 2]
+    assert chunk.time.tolist() == [0, 0]
+
+
+def test_a_call_larger_than_the_capacity_raises(engine: str) -> None:
+    table = table_with(engine, Capacity(2))
+    train(table, ints(9))
+
+    with pytest.raises(TableFullError):
+        train(table, ints(1, 2, 3))
+    assert 9 in table
+    assert len(table) == 1
+
+
+def test_every_write_respects_the_capacity(engine: str) -> None:
+    table = table_with(engine, Capacity(3))
+    (chunk,) = _filled(engine, 3).scan()
+
+    table.assign(ints(10, 11, 12), torch.zeros(3, 2), time=1)
+    table.reinitialize(ints(13), time=2)
+    table.restore(chunk)
+
+    assert len(table) == 3
+    assert [i in table for i in (0, 1, 2)] == [True, True, True]
+    counters = table.stats().counters
+    assert counters.created - counters.evicted == 3
+
+
+def _filled(engine: str, n: int) -> Table:
+    table = table_with(engine)
+    train(table, torch.arange(n), time=5)
+    return table
+
+
+def test_shards_divide_the_capacity(engine: str) -> None:
+    assert table_with(engine, Capacity(7), num_shards=4).engine_impl.row_limit == 2
+
+
+def test_max_bytes_bounds_the_memory(engine: str) -> None:
+    limit = 400_000
+    table = table_with("cpu", Capacity(max_bytes=limit))
+
+    for step in range(100):
+        train(table, torch.arange(200) + 150 * step, step=step, time=step)
+        use = table.memory()
+        assert use.total - use.counters <= limit
+    assert len(table) > limit // 150
+
+
+def test_memory_is_returned_after_an_eviction(engine: str) -> None:
+    table = table_with(engine, TTL(10))
+    n = 12_000 if engine == "cpu" else 5_000
+    train(table, torch.arange(n), time=0)
+    train(table, torch.arange(n - 100, n), time=50)
+    before = table.memory()
+
+    table.evict(55)
+
+    after = table.memory()
+    assert len(table) == 100
+    assert after.slack + after.rows < before.rows / 4
+    assert torch.equal(table.lookup(torch.arange(n - 100, n)), torch.full((100, 2), 2.0))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: TTL(0),
+        lambda: TTL(float("inf")),
+        lambda: TTL(5, per_slot={40_000: 1}),
+        lambda: TTL(5, per_slot=[1]),  # type: ignore[arg-type]
+        lambda: MinNorm(-1),
+        lambda: Capacity(),
+        lambda: Capacity(0),
+        lambda: Capacity(5, score="fifo"),
+        lambda: TableConfig("t", dim=1, optimizer=SGD(), eviction=[TTL(1), TTL(2)]),
+        lambda: TableConfig("t", dim=1, optimizer=SGD(), eviction="ttl"),  # type: ignore[arg-type]
+        lambda: table_with("reference", TTL(1)).evict_part(5, rows=0),
+    ],
+)
+def test_wrong_settings_raise(wrong: object) -> None:
+    with pytest.raises(InputError):
+        wrong()  # type: ignore[operator]
