@@ -319,17 +319,18 @@ def instance(value: Any, expected: type[Checked], name: str) -> Checked:
     return value
 
 
-def callback(value: Any, name: str) -> None:
-    """Check a function, or None.
+def callback(value: Any, name: str, *, required: bool = False) -> None:
+    """Check a function.
 
     Args:
         value: The argument.
         name: Its name in the message.
+        required: Whether None is refused.
 
     Raises:
-        InputError: It is not None and cannot be called.
+        InputError: It cannot be called.
     """
-    if value is not None and not callable(value):
+    if not callable(value) and (required or value is not None):
         raise InputError(f"{name} must be a function, got {kind(value)}")
 
 
@@ -389,7 +390,7 @@ def seconds(value: Any, name: str, *, zero: bool = False) -> float:
     if not is_number or not (0 < value < math.inf or (zero and value == 0)):
         limit = "of 0 or more" if zero else "above 0"
         raise InputError(f"{name} must be a number of seconds {limit}, got {value!r}")
-    return value
+    return value  # type: ignore[no-any-return]
 
 
 def path(value: Any, name: str) -> Path:

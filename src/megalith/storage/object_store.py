@@ -223,7 +223,7 @@ class ObjectStore(Store):
         Raises:
             StoreError: The request failed or ended early; see `request_error`.
         """
-        checks.instance(sink, Callable, "get: sink")  # type: ignore[type-abstract]
+        checks.callback(sink, "get: sink", required=True)
         _check_etag(etag)
         async with self._limited("get", key, timeout):
             options = {} if etag is None else {"if_match": etag}

@@ -69,7 +69,8 @@ def evaluate(
         InputError: A sample has no label.
     """
     checks.instance(model, nn.Module, "evaluate: model")
-    checks.instance(reader, Reader, "evaluate: reader")
+    if not isinstance(reader, Reader):
+        raise InputError(f"evaluate: reader must be a Reader, got {type(reader).__name__}")
     checks.callback(on_batch, "evaluate: on_batch")
     if ranks is not None:
         checks.instance(ranks, RunRanks, "evaluate: ranks")

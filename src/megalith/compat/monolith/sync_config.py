@@ -98,7 +98,8 @@ def refresh_sync_config(sync_backend: SyncBackend, ps_index: int) -> bytes:
     Raises:
         InputError: The backend returns a target that is not an address.
     """
-    checks.instance(sync_backend, SyncBackend, "refresh_sync_config: sync_backend")
+    if not isinstance(sync_backend, SyncBackend):
+        raise InputError(f"sync_backend must be a SyncBackend, got {type(sync_backend).__name__}")
     checks.integer(ps_index, "refresh_sync_config: ps_index", least=0)
     name, targets = sync_backend.get_sync_targets(f"ps_{ps_index}")
     return SyncConfig(

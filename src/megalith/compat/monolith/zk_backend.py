@@ -107,7 +107,7 @@ class ZKBackend(ZooKeeperDiscovery):
         Returns:
             The watch, to be cancelled.
         """
-        checks.instance(callback, Callable, "ZKBackend: callback")  # type: ignore[type-abstract]
+        checks.callback(callback, "ZKBackend: callback", required=True)
         path = self._layout_path(layout)
         view = self.session.view(path, partial(self._read_layout, path), callback)
         self.session.wait(view)

@@ -237,7 +237,7 @@ class Discovery(SyncBackend):
         Returns:
             The watch, to be cancelled.
         """
-        checks.instance(callback, Callable, "watch: callback")  # type: ignore[type-abstract]
+        checks.callback(callback, "watch: callback", required=True)
         self.replicas(service)
         return self._registry.watch(service, callback)
 

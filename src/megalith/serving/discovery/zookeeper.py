@@ -57,7 +57,9 @@ class ZooKeeperDiscovery(Discovery):
         for part in checks.text(root, "root").split("/"):
             check_name(part, "root")
         self.root = root
-        self._name = check_name(uuid.uuid4().hex[:12] if container_id is None else container_id, "container_id")
+        self._name = check_name(
+            uuid.uuid4().hex[:12] if container_id is None else container_id, "container_id"
+        )
         self.session = ZooKeeperSession(hosts, **options)
         """The connection, which further readers of nodes may share."""
         self._lock = threading.RLock()
