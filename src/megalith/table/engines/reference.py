@@ -35,6 +35,7 @@ class ReferenceEngine(Engine):
     Args:
         config: The config of the table.
         seed: As for `Engine`.
+        num_shards: As for `Engine`.
     """
 
     engine = "reference"
