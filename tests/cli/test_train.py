@@ -24,6 +24,7 @@ from typer.testing import CliRunner, Result
 from megalith.cli import output
 from megalith.cli.main import app
 from megalith.data import SyntheticReader
+from megalith.models import DeepFM
 from megalith.training import Run
 
 pytestmark = pytest.mark.usefixtures("restore_threads")
@@ -85,7 +86,7 @@ def test_train_eval_predict(tmp_path: Path, config: Path) -> None:
     held_back = json.loads(megalith("eval", run, "--json").output)
     assert held_back["samples"] == 3 * 64
     on_file = json.loads(megalith("eval", run, tmp_path / "test.parquet", "--json").output)
-    assert on_file == held_back == json.loads((run / "evaluation.json").read_text())
+    assert {"step": 20, **on_file} == {"step": 20, **held_back} == evaluation_of(run)
     assert "calibration" in megalith("eval", run).output
 
     for out in (tmp_path / "scores.parquet", tmp_path / "scores.csv"):
@@ -97,6 +98,33 @@ def test_train_eval_predict(tmp_path: Path, config: Path) -> None:
     assert len(scores) == 3 * 64
     mean = sum(b["predicted"] * b["count"] for b in held_back["calibration"]) / len(scores)
     assert sum(scores) / len(scores) == pytest.approx(mean, rel=1e-5)
+
+
+def evaluation_of(run: Path) -> Any:
+    return json.loads((run / "evaluation.json").read_text())
+
+
+def test_eval_and_predict_use_the_threads_of_the_run(
+    tmp_path: Path, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """3 features of 64 rows are little work: one thread, unless the run names a number."""
+    used: list[int] = []
+    forward = DeepFM.forward
+
+    def looking(self: DeepFM, *args: Any, **options: Any) -> Any:
+        used.append(torch.get_num_threads())
+        return forward(self, *args, **options)
+
+    monkeypatch.setattr(DeepFM, "forward", looking)
+    config.write_text(config.read_text().replace("threads = 1\n", ""))
+    for flags, expected in (((), 1), (("--threads", 3), 3)):
+        run = tmp_path / f"run{expected}"
+        megalith("train", "--config", config, "--run", run, "--max-steps", 1, *flags)
+        for command in (["eval", run], ["predict", run, tmp_path / "test.parquet", tmp_path / "out.csv"]):
+            torch.set_num_threads(4)
+            used.clear()
+            assert megalith(*command).exit_code == 0
+            assert set(used) == {expected}
 
 
 def test_predict_needs_no_label(tmp_path: Path, config: Path) -> None:

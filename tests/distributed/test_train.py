@@ -241,9 +241,11 @@ def test_rank_0_alone_writes_and_counts_all(tmp_path: Path) -> None:
     }
 
 
-def test_comm_metrics_reach_tensorboard(tmp_path: Path) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+def test_comm_metrics_reach_the_log_and_tensorboard(tmp_path: Path) -> None:
     run_ranks(measured, config(train_comm_metrics="*", train_epochs=1), tmp_path / "run")
+    numbers = [(line["step"], line["comm"]["comm/item/ids/max"]) for line in log(tmp_path / "run")]
+    assert numbers == [(4, 4 * 31), (6, 2 * 31)]
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = accumulator.EventAccumulator(str(tmp_path / "run/tensorboard"), {"histograms": 0})
     events.Reload()
     tags = events.Tags()["scalars"]
@@ -414,6 +416,31 @@ def test_files_with_micro_batches_give_the_same_bits_on_any_number_of_ranks(
     train(settings, tmp_path / "alone")
     run_ranks(train, settings, tmp_path / "spread")
     assert_same(tmp_path / "spread", tmp_path / "alone")
+
+
+def normalised(settings: RunConfig, folder: Path) -> tuple[int, Any]:
+    """The number of chunks that this rank reads to fit the schema, and the fitted schema."""
+    parts = ParquetReader._raw_parts
+    chunks = []
+
+    def counting(self: ParquetReader, rows: int | None) -> Any:
+        for part in parts(self, rows):
+            chunks.append(len(part))
+            yield part
+
+    ParquetReader._raw_parts = counting  # type: ignore[method-assign]
+    run = Run(settings, folder)
+    return len(chunks), run.config.data.schema
+
+
+def test_rank_0_fits_the_schema_for_all(tmp_path: Path, file: str) -> None:
+    settings = of_files(file)
+    schema = {**settings.data.schema, "dense": [{"column": "weight", "normalise": "standard"}]}
+    settings = settings.changed(data_schema=schema)
+    (first, fitted), (second, other) = run_ranks(normalised, settings, tmp_path / "run")
+    assert (first > 0, second) == (True, 0)
+    assert fitted == other
+    assert fitted["dense"][0]["mean"] == 1.5
 
 
 def test_a_bad_row_of_one_rank_names_its_file_there_and_stops_the_others(tmp_path: Path) -> None:

@@ -164,7 +164,8 @@ def test_the_number_of_threads_follows_the_ids_of_a_step(
             used.append(torch.get_num_threads())
 
     run.train(Look())
-    assert (run.threads, used) == (expected, [expected])
+    run.evaluate(lambda samples: used.append(torch.get_num_threads()))
+    assert (run.threads, used) == (expected, [expected, expected])
     assert torch.get_num_threads() == (4 if given is None else given)  # the caller's, unless it is given
 
 
@@ -245,6 +246,30 @@ def test_a_run_that_is_started_over_drops_what_the_old_one_kept(tmp_path: Path) 
     Run(config(train_save_every=8, train_keep_last=9), tmp_path).train()
     Run(config(train_max_steps=3, train_keep_last=9), tmp_path, start_over=True).train()
     assert kept(tmp_path) == [3]
+
+
+def test_a_run_that_is_started_over_drops_the_evaluation_and_pages_of_the_old_one(tmp_path: Path) -> None:
+    run = Run(config(train_max_steps=2), tmp_path)
+    run.train()
+    run.evaluate()
+    write_report(tmp_path)
+    Run(config(), tmp_path, start_over=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "config.json", "metrics.jsonl"]
+
+
+def test_the_report_names_the_step_of_an_evaluation_if_the_run_has_continued(tmp_path: Path) -> None:
+    run = Run(config(train_max_steps=5), tmp_path)
+    run.train()
+    run.evaluate()
+    assert "held-out AUC</span>" in write_report(tmp_path).read_text()
+    run = Run.resume(tmp_path, {"max_steps": 9})
+    run.train()
+    page = write_report(tmp_path).read_text()
+    assert "held-out AUC, step 5 of 9</span>" in page
+    assert "held-out log loss, step 5 of 9</span>" in page
+    assert "Evaluated at step 5 of 9." in page
+    run.evaluate()
+    assert "held-out AUC</span>" in write_report(tmp_path).read_text()
 
 
 def test_a_watcher_receives_the_progress_of_a_save(tmp_path: Path) -> None:

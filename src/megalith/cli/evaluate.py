@@ -15,6 +15,7 @@ from megalith.errors import InputError
 from megalith.training import DataConfig, load_trained, open_reader, open_source
 from megalith.training import evaluate as evaluate_model
 from megalith.training.run_config import FIXED_DATA
+from megalith.training.threads import threads_of, using_threads
 
 
 @config_options("data", DataConfig, omit=FIXED_DATA, only_given=True)
@@ -39,7 +40,8 @@ def evaluate(
         reader = open_source(config).test if path is None else open_reader(config.data, path)
         if reader is None:
             raise InputError(f"{run} has no held-out data: name the data to evaluate on")
-        with progress("evaluating", reader.num_rows) as on_batch:
+        threads = threads_of(config, reader.feature_names)
+        with using_threads(threads), progress("evaluating", reader.num_rows) as on_batch:
             result = evaluate_model(model, reader, on_batch)
     if as_json:
         return print_json(result.to_dict())

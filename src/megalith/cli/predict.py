@@ -13,6 +13,7 @@ from megalith.cli.output import print_line, progress, skipped_lines
 from megalith.training import DataConfig, load_trained, open_reader
 from megalith.training.prediction import check_output, predict_file
 from megalith.training.run_config import FIXED_DATA
+from megalith.training.threads import threads_of, using_threads
 
 
 @config_options("data", DataConfig, omit=FIXED_DATA, only_given=True)
@@ -36,7 +37,8 @@ def predict(
         settings = {"on_error": "raise", **data}
         config = config.changed(**{f"data_{key}": value for key, value in settings.items()})
         reader = open_reader(config.data, path, labelled=False)
-        with progress("predicting", reader.num_rows) as on_batch:
+        threads = threads_of(config, reader.feature_names)
+        with using_threads(threads), progress("predicting", reader.num_rows) as on_batch:
             count = predict_file(model, reader, out, on_batch)
     lines = skipped_lines(reader.skipped)
     for line in lines:

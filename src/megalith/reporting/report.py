@@ -108,6 +108,14 @@ class _Run:
         pairs = [(_number(r.get("step")), _number(r.get(field))) for r in self.of_kind(kind)]
         return [(step, value) for step, value in pairs if step is not None and value is not None]
 
+    @property
+    def evaluated_before(self) -> str:
+        """Which step the evaluation is of, if the run has continued since then. Otherwise empty."""
+        step, newest = _number((self.evaluation or {}).get("step")), self.last("step")
+        if step is None or newest is None or step == newest:
+            return ""
+        return f"step {show_number(step)} of {show_number(newest)}"
+
     def last(self, field: str) -> float | None:
         """The newest value of a field."""
         found = [_number(r.get(field)) for r in self.of_kind("train") or self.records]
@@ -223,7 +231,8 @@ def _calibration(run: _Run) -> str:
     }
     hint = "Points on the dashed line are calibrated. Below it, predictions are too high. Area: samples."
     numbers = f'{_facts(facts)}<p class="muted">{hint}</p>'
-    return _plots([_card("Observed against predicted", chart), _card("Statistics", numbers)])
+    note = f"Evaluated at {run.evaluated_before}." if run.evaluated_before else ""
+    return _plots([_card("Observed against predicted", chart), _card("Statistics", numbers)], note)
 
 
 def _growth(run: _Run) -> str:
@@ -390,14 +399,15 @@ def _numbers(run: _Run) -> str:
     rows = [r["rows"] for r in run.records if r.get("rows") and isinstance(r["rows"], dict)]
     counts = [_number(value) for value in rows[-1].values()] if rows else []
     speed = samples / seconds if samples is not None and seconds else None
+    at = f", {run.evaluated_before}" if run.evaluated_before else ""
     shown = {
         "model": _named(run.config, "model", ("name", "kind", "class")),
         "data": _data_name(run.config),
         "samples trained": _or_dash(samples, show_number),
         "time": _or_dash(seconds, show_span),
         "samples / s": _or_dash(speed, lambda x: f"{x:,.0f}"),
-        "held-out AUC": _or_dash(_number(evaluation.get("auc")), lambda x: f"{x:.4f}"),
-        "held-out log loss": _or_dash(_number(evaluation.get("log_loss")), lambda x: f"{x:.4f}"),
+        f"held-out AUC{at}": _or_dash(_number(evaluation.get("auc")), lambda x: f"{x:.4f}"),
+        f"held-out log loss{at}": _or_dash(_number(evaluation.get("log_loss")), lambda x: f"{x:.4f}"),
         "rows": _or_dash(sum(c for c in counts if c is not None) if counts else None, show_number),
         "memory": _or_dash(run.last("memory"), show_bytes),
     }

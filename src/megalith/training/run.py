@@ -28,7 +28,7 @@ from megalith.errors import InputError, UsageError
 from megalith.metrics import BinnedAUC
 from megalith.ops import checks
 from megalith.shards import CommMetrics, CommReport, SyncShards
-from megalith.training.data_source import open_source
+from megalith.training.data_source import DataSource, open_source
 from megalith.training.evaluation import Evaluation, evaluate
 from megalith.training.id_frequencies import FOLDER as FREQUENCIES
 from megalith.training.id_frequencies import IdFrequencies, keep_only
@@ -41,7 +41,7 @@ from megalith.training.run_log import MetricsLog, ScalarWriter
 from megalith.training.run_model import CHECKPOINT, config_of, model_for, updates_in_step
 from megalith.training.run_ranks import RunRanks
 from megalith.training.steps import BatchScores, PartBatches, Steps, WholeBatches
-from megalith.training.threads import threads_for, using_threads
+from megalith.training.threads import threads_of, using_threads
 
 
 class Watcher:
@@ -132,7 +132,9 @@ class Run:
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / "config.json").write_text(json.dumps(self.config.to_dict(), indent=1))
         self.log = MetricsLog(self.directory / "metrics.jsonl", keep_steps=0)
-        for folder in (KEPT, FREQUENCIES):  # of the replaced run
+        for name in ("evaluation.json", "frequencies.json", "report.html"):  # of the replaced run
+            (self.directory / name).unlink(missing_ok=True)
+        for folder in (KEPT, FREQUENCIES, "tensorboard"):
             shutil.rmtree(self.directory / folder, ignore_errors=True)
 
     @classmethod
@@ -176,7 +178,7 @@ class Run:
             torch.set_num_threads(config.train.threads)
         torch.manual_seed(config.train.seed)
         random.seed(config.train.seed)  # checkpoints hold the state of both generators
-        self.source = self.ranks.rank_0_first(lambda: open_source(config))
+        self.source = self._open_source(config)
         self.config = config.changed(data_schema=self.source.config.schema)
         self.batches = RunBatches(self.source.train, self.ranks, shards=self._reads_shards)
         self.model = model_for(self.config, self.source.train.feature_names, self.source.train.num_dense)
@@ -197,6 +199,13 @@ class Run:
         self._saved: tuple[str, int] | None = None
         self._last_save = clock.monotonic()
         self._publishing: Publishing | None = None
+
+    def _open_source(self, config: RunConfig) -> DataSource:
+        """Rank 0 downloads the data and fits the schema; the others use both."""
+        first = self.ranks.on_rank_0(lambda: open_source(config))
+        schema = self.ranks.gather(None if first is None else first.config.schema)[0]
+        fitted = config.changed(data_schema=schema)
+        return self.ranks.agreed(lambda: open_source(fitted) if first is None else first)
 
     @property
     def _reads_shards(self) -> bool:
@@ -223,12 +232,7 @@ class Run:
     @property
     def threads(self) -> int:
         """The number of threads of torch while this run trains and evaluates."""
-        given = self.config.train.threads
-        if given is not None:
-            return given
-        rows = -(-self.config.data.batch_size // self.ranks.size)
-        features = len(self.config.model.features or self.source.train.feature_names)
-        return threads_for(rows, features, most=torch.get_num_threads())
+        return threads_of(self.config, self.source.train.feature_names, self.ranks.size)
 
     def _train_and_publish(self, watcher: Watcher) -> None:
         if not self.config.train.publish:
@@ -322,7 +326,7 @@ class Run:
         report = None if self._comm is None else self._comm.collect(self.step)
         if scalars is None:
             return
-        self.log.write(record)
+        self.log.write(record if report is None else {**record, "comm": report.scalars()})
         scalars.write(record)
         watcher.logged(record)
         if report is not None:
@@ -419,7 +423,7 @@ class Run:
         }
 
     def evaluate(self, on_batch: Any = None) -> Evaluation | None:
-        """Evaluates on the test data, if there is any, and writes evaluation.json.
+        """Evaluates on the test data, if there is any, and writes evaluation.json with the step.
 
         Args:
             on_batch: Called after each batch with the number of samples so far.
@@ -430,9 +434,13 @@ class Run:
         checks.callback(on_batch, "run: on_batch")
         if self.source.test is None:
             return None
-        result = evaluate(self.model, self.source.test, on_batch, ranks=self.ranks, shards=self._reads_shards)
+        with using_threads(self.threads):
+            result = evaluate(
+                self.model, self.source.test, on_batch, ranks=self.ranks, shards=self._reads_shards
+            )
         if self.ranks.is_first:
-            (self.directory / "evaluation.json").write_text(json.dumps(result.to_dict(), indent=1))
+            written = {"step": self.step, **result.to_dict()}
+            (self.directory / "evaluation.json").write_text(json.dumps(written, indent=1))
         return result
 
 

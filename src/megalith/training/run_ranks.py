@@ -67,7 +67,7 @@ class RunRanks:
         return self.agreed(work if self.is_first else lambda: None)
 
     def rank_0_first(self, work: Callable[[], T]) -> T:
-        """Runs a function on rank 0, then on the others, which find what rank 0 has downloaded.
+        """Runs a function on rank 0, then on the others if it succeeded there.
 
         Args:
             work: The function; each rank calls it once.

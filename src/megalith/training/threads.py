@@ -21,10 +21,12 @@ still be slower than one on a busy machine: set train.threads = 1 there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+
+from megalith.training.run_config import RunConfig
 
 IDS_PER_THREAD = 32_768
 """A step of fewer than two times this number of ids uses one thread."""
@@ -42,6 +44,24 @@ def threads_for(rows: int, features: int, most: int) -> int:
         One thread per IDS_PER_THREAD ids, at least 1 and at most `most`.
     """
     return max(1, min(most, rows * features // IDS_PER_THREAD))
+
+
+def threads_of(config: RunConfig, features: Sequence[str], ranks: int = 1) -> int:
+    """Returns the number of threads of torch for the steps of a run.
+
+    Args:
+        config: The config of the run. Its train.threads is used if it is given.
+        features: The features of the data; those of the config are preferred.
+        ranks: Number of ranks, which share the rows of a batch.
+
+    Returns:
+        The number of threads, without train.threads at most torch's current number.
+    """
+    given = config.train.threads
+    if given is not None:
+        return given
+    rows = -(-config.data.batch_size // ranks)
+    return threads_for(rows, len(config.model.features or features), most=torch.get_num_threads())
 
 
 @contextmanager
