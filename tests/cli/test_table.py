@@ -40,7 +40,13 @@ def saved(tmp_path: Path) -> Path:
     """Tables "user" (five rows, of the year 2001), "item" (two segments, one row) and "empty"."""
     tables = [
         TableConfig("user", dim=2, optimizer=Adagrad(0.1)),
-        TableConfig("item", segments=[Segment(1, optimizer=FTRL(0.1)), Segment(2, optimizer=Adam(0.1))]),
+        TableConfig(
+            "item",
+            segments=[
+                Segment(1, optimizer=FTRL(0.1)),
+                Segment(2, optimizer=Adam(0.1, bias_correction="row")),
+            ],
+        ),
         TableConfig("empty", dim=1, optimizer=SGD(0.1)),
     ]
     features = [Feature("u", "user"), Feature("i", "item"), Feature("e", "empty")]
