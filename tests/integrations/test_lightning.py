@@ -31,7 +31,7 @@ class Model(L.LightningModule):  # type: ignore[misc,name-defined]
         self.head = nn.Linear(4, 1)
 
     def forward(self, ids: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.embeddings({"a": ids})["a"])
+        logits: Tensor = self.head(self.embeddings({"a": ids}, time=1)["a"])
         return logits
 
     def training_step(self, batch: list[Tensor], _: int) -> Tensor:

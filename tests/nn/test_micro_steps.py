@@ -74,6 +74,38 @@ def test_two_losses_with_a_backward_each_raise() -> None:
         two_losses(Model())
 
 
+def clipped(model: Model) -> None:
+    for _ in range(2):
+        for _ in range(2):
+            model.backward()
+            nn.utils.clip_grad_norm_(model.head.parameters(), 0.1)
+        model.step()
+
+
+def with_zeros_between(model: Model) -> None:
+    """Its smallest parameter has a gradient that is always zero."""
+    model.optimizer.add_param_group({"params": [idle := nn.Parameter(torch.ones(()))]})
+    for _ in range(2):
+        for _ in range(2):
+            (model().square().mean() + 0 * idle).backward()
+        model.step()
+
+
+def with_sparse_gradients(model: Model) -> None:
+    layer = nn.Embedding(3, 1, sparse=True)
+    model.optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for _ in range(2):
+        for _ in range(2):
+            (model().mean() + layer(torch.arange(3)).sum()).backward()
+        model.step()
+
+
+@pytest.mark.parametrize("loop", [clipped, with_zeros_between, with_sparse_gradients])
+def test_what_else_happens_to_gradients_hides_nothing(loop: Callable[[Model], None]) -> None:
+    with pytest.raises(UsageError, match="second backward before the step"):
+        loop(Model())
+
+
 def test_allow_micro_steps_and_update_step_do_not_raise() -> None:
     allowed, in_step = Model(allow_micro_steps=True), Model(update="step")
     accumulated(allowed)
@@ -122,6 +154,14 @@ def rows_alone(model: Model) -> None:
 def dense_alone(model: Model) -> None:
     model.backward()
     model.head(torch.ones(1, 2)).sum().backward()
+    model.step()
+
+
+def rows_then_dense(model: Model) -> None:
+    """Two backwards update rows and two bring dense gradients, but only the last does both."""
+    model.embeddings(IDS)["a"].sum().backward()
+    model.head(torch.ones(1, 2)).sum().backward()
+    model.backward()
     model.step()
 
 
@@ -208,6 +248,7 @@ LOOPS: list[Callable[[Model], None]] = [
     several_forwards,
     rows_alone,
     dense_alone,
+    rows_then_dense,
     rows_for_many_steps,
     evaluated,
     with_a_closure,
@@ -272,4 +313,4 @@ def test_nothing_is_left_behind(hooks: Callable[[], int]) -> None:
     del model
     gc.collect()
     assert hooks() == before
-    assert not any(parameter._post_accumulate_grad_hooks for parameter in head.parameters())
+    assert not any(parameter._backward_hooks for parameter in head.parameters())

@@ -5,15 +5,18 @@ several backwards, or scales its loss, then trains the rows wrongly without an e
 dense parameter of each optimizer, from the optimizer's first step on:
 
     event                              what the guard does
-    a backward updates rows            remembers the backward and the one before; checks
-    the parameter's gradient arrives   remembers the backward and the one before, and whether this gradient
-                                       was added to the last one; checks
-    an optimizer makes a step          forgets both; raises if an enabled GradScaler made the step
+    a backward updates rows            counts the backward; checks
+    the parameter's gradient arrives   before it is added: notes whether the parameter already has a gradient
+                                       of an earlier backward that updated rows; checks
+    an optimizer makes a step          forgets everything; raises if an enabled GradScaler made the step
 
-The check raises if the gradient was added to the last one, and both belong to backwards that updated rows. A
-gradient was added to the last one if it is the same tensor, modified in place exactly once since. So neither
-form of zero_grad, nor a skipped step, nor several forwards in one loss, nor another model raises. DDP writes
-into gradients, which hides an accumulation without no_sync(): that is not noticed.
+The check raises if a gradient is about to be added to that of an earlier backward, and both backwards update
+rows. A parameter has a gradient if `.grad` is not None and not all zero. So neither form of zero_grad, nor a
+skipped step, nor several forwards in one loss, nor another model raises, and what DDP or clipping write into
+gradients does not matter.
+
+FSDP writes the gradients of its parameters itself, so they never arrive. There the guard compares counts: it
+raises if the same number of backwards, at least two, updated rows before each of two steps in a row.
 """
 
 from __future__ import annotations
@@ -28,7 +31,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megalith.errors import UsageError
-from megalith.shards.lookup import version
 
 _NONE = -1
 _RECIPE = (
@@ -44,7 +46,7 @@ class MicroStepGuard:
 
     def __init__(self) -> None:
         self._watches: dict[int, _Watch] = {}  # by id(optimizer), while it lives
-        self._last = self._before = _NONE
+        self.forget()
         reference = weakref.ref(self)
 
         def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -54,6 +56,12 @@ class MicroStepGuard:
 
         weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
 
+    def forget(self) -> None:
+        """Forget all backwards: an optimizer has used their gradients."""
+        self.task, self._backwards = _NONE, 0
+        for watch in self._watches.values():
+            watch.forget()
+
     def updating(self) -> None:
         """Record that a backward is about to update rows.
 
@@ -61,96 +69,117 @@ class MicroStepGuard:
             UsageError: If the dense part accumulates gradients.
         """
         task = torch._C._current_graph_task_id()
-        if task != self._last:
-            self._before, self._last = self._last, task
+        if task != self.task:
+            self.task = task
+            self._backwards += 1
         for watch in tuple(self._watches.values()):
+            watch.with_rows |= watch.task == task
             self.check(watch)
 
     def check(self, watch: _Watch) -> None:
-        """Check that a watched gradient was not accumulated over two backwards that update rows.
+        """Check that a watched gradient is not accumulated over two backwards that update rows.
 
         Args:
             watch: The watched parameter.
 
         Raises:
-            UsageError: It was.
+            UsageError: It is.
         """
-        if watch.added and (watch.before, watch.last) == (self._before, self._last):
-            self._last = self._before = _NONE
-            raise UsageError(
-                'EmbeddingCollection(update="backward"): a second backward before the step of the dense '
-                "optimizer. Dense gradients are accumulated, but each backward is an optimizer step of its "
-                "own for the rows. For gradient accumulation "
-                + _RECIPE.format(scale="scale=1/N if the loss is not divided by N")
-            )
+        if watch.accumulates and watch.with_rows:
+            self.forget()
+            raise _accumulated("a second backward before the step of the dense optimizer")
 
     def _stepped(self, optimizer: Optimizer) -> None:
-        watch = self._watches.get(id(optimizer))
+        watch, backwards = self._watches.get(id(optimizer)), self._backwards
         if watch is None:
-            parameter = None if self._last == _NONE else _smallest(optimizer)
+            parameter = _watched_parameter(optimizer) if backwards else None
             if parameter is not None:
-                self._watches[id(optimizer)] = _Watch(self, parameter)
+                self._watches[id(optimizer)] = _Watch(self, parameter, backwards)
                 weakref.finalize(optimizer, self._watches.pop, id(optimizer), None)
-        else:
-            if watch.last == self._last != _NONE and not watch.scaler_checked:
-                watch.scaler_checked = True
-                _check_scaler()
-            watch.forget()
-        self._last = self._before = _NONE
+            self.forget()
+            return
+        counted = watch.counted and watch.task == _NONE
+        trained = backwards > 0 if counted else watch.with_rows
+        repeated, watch.backwards = backwards == watch.backwards, backwards
+        self.forget()
+        if trained and not watch.scaler_checked:
+            watch.scaler_checked = True
+            _check_scaler()
+        if counted and repeated and backwards > 1:
+            raise _accumulated(f"{backwards} backwards before each step of the dense optimizer")
 
 
 class _Watch:
     """One parameter of an optimizer.
 
     Attributes:
-        last: The last backward that brought a gradient.
-        before: The one before it.
-        added: Whether the last gradient was added to that of `before`.
+        task: The last backward that brought a gradient since the last step.
+        with_rows: Whether that backward updates rows.
+        accumulates: Whether its gradient is added to that of an earlier backward that updated rows.
+        counted: Whether FSDP may write the gradient, so that it does not arrive.
+        backwards: The number of backwards that updated rows before the last step of the optimizer.
         scaler_checked: Whether a step was checked for a GradScaler.
     """
 
-    def __init__(self, guard: MicroStepGuard, parameter: Tensor) -> None:
-        self.last = self.before = _NONE
-        self.added = False
+    def __init__(self, guard: MicroStepGuard, parameter: Tensor, backwards: int) -> None:
+        self.forget()
+        self.backwards = backwards
         self.scaler_checked = False
-        self._grad: Tensor | None = None
-        self._version = 0
-        reference = weakref.ref(self)
-        guard_reference = weakref.ref(guard)
+        self.counted = _by_fsdp(parameter)
+        if hasattr(parameter, "_fsdp_flattened"):
+            return  # a gradient may arrive, but after FSDP1 has put the present one aside
+        own, guard_reference, leaf = weakref.ref(self), weakref.ref(guard), weakref.ref(parameter)
 
-        def arrived(parameter: Tensor) -> None:
-            watch, guard = reference(), guard_reference()
-            if watch is not None and guard is not None:
-                watch._arrived(parameter.grad)
+        def arriving(grad: Tensor) -> None:
+            watch, guard, parameter = own(), guard_reference(), leaf()
+            if watch is not None and guard is not None and parameter is not None:
+                watch._arriving(parameter.grad, guard.task)
                 guard.check(watch)
 
-        weakref.finalize(self, parameter.register_post_accumulate_grad_hook(arrived).remove)
+        weakref.finalize(self, parameter.register_hook(arriving).remove)
 
     def forget(self) -> None:
-        """Forget the gradient: the optimizer has used it."""
-        self.last = self.before = _NONE
-        self.added = False
-        self._grad = None
+        """Forget the gradient: an optimizer has made a step."""
+        self.task = _NONE
+        self.with_rows = self.accumulates = False
 
-    def _arrived(self, grad: Tensor | None) -> None:
+    def _arriving(self, present: Tensor | None, updating: int) -> None:
         task = torch._C._current_graph_task_id()
-        if grad is None:
-            self.forget()
-            return
-        self.added = grad is self._grad and version(grad) == self._version + 1 and task != self.last
-        self.before, self.last = self.last, task
-        self._grad, self._version = grad, version(grad)
+        if task != self.task:
+            earlier = self.accumulates or self.with_rows
+            self.accumulates = earlier and _is_nonzero(present)
+            self.task, self.with_rows = task, task == updating
 
 
-def _smallest(optimizer: Optimizer) -> Tensor | None:
-    """Return the smallest parameter with a gradient: the guard keeps a reference to its gradient."""
-    found: Tensor | None = None
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            trained = parameter.is_leaf and parameter.requires_grad and parameter.grad is not None
-            if trained and (found is None or parameter.numel() <= found.numel()):
-                found = parameter
-    return found
+def _accumulated(what: str) -> UsageError:
+    return UsageError(
+        f'EmbeddingCollection(update="backward"): {what}. Dense gradients are accumulated, but each backward '
+        "is an optimizer step of its own for the rows. For gradient accumulation "
+        + _RECIPE.format(scale="scale=1/N if the loss is not divided by N")
+    )
+
+
+def _is_nonzero(grad: Tensor | None) -> bool:
+    """Return whether a parameter has a gradient; of a DTensor, the part of this rank."""
+    if grad is None:
+        return False
+    if hasattr(grad, "to_local"):
+        grad = grad.to_local()
+    values = grad._values() if grad.is_sparse else grad
+    return bool(values.any())
+
+
+def _watched_parameter(optimizer: Optimizer) -> Tensor | None:
+    """Return the smallest parameter with a gradient: testing it for zeros takes the least time."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    found = [p for p in parameters if p.is_leaf and p.requires_grad and (p.grad is not None or _by_fsdp(p))]
+    # Not whether this rank's part is zero: all ranks must watch.
+    return next((p for p in sorted(found, key=torch.numel) if _by_fsdp(p) or _is_nonzero(p.grad)), None)
+
+
+def _by_fsdp(parameter: Tensor) -> bool:
+    """Return whether FSDP may write the gradient of a parameter: a DTensor (FSDP2), or flattened (FSDP1)."""
+    return hasattr(parameter, "device_mesh") or hasattr(parameter, "_fsdp_flattened")
 
 
 def _check_scaler() -> None:
