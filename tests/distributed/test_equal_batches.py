@@ -254,5 +254,5 @@ def test_groups_agree_among_themselves() -> None:
 
 
 def test_a_timeout_must_leave_time() -> None:
-    with pytest.raises(InputError, match="timeout must be positive"):
+    with pytest.raises(InputError, match="timeout must be a number of seconds above 0"):
         pad_to_equal_batches([], timeout=0.0)
