@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,17 @@ def test_a_run_saves_by_the_clock_unless_save_every_is_given(
             {"data_options": {"num_batches": "ten"}},
             r"data\.options\.num_batches must be an integer, got 'ten'",
         ),
+        ({"model_options": {"dropout": 2.0}}, r"dropout must be from 0 to below 1, got 2\.0"),
+        ({"model_options": {"hidden": 8}}, r"DeepFM: hidden must be a list, got int"),
+        ({"model_options": {"hidden": "abc"}}, r"DeepFM: hidden must be a list, got str"),
+        ({"model_options": {"hidden": [0]}}, r"DeepFM: hidden.* must be .*got 0"),
+        ({"model_options": {"hidden": [-1]}}, r"DeepFM: hidden.* must be .*got -1"),
+        ({"model_options": {"hidden": [1.5]}}, r"DeepFM: hidden.* must be .*got 1\.5"),
+        ({"model_name": "dlrm", "model_options": {"bottom": [-3]}}, r"DLRM: bottom.* must be .*got -3"),
+        ({"model_options": {"weight_optimizer": "adam"}}, r"optimizer must be .*'?adam"),
+        ({"model_tables": {"user": 3}}, r"tables must map features to tables, got \{'user': 3\}"),
+        ({"data_options": {"bias": math.nan}}, r"synthetic data: bias must be a finite number, got nan"),
+        ({"data_options": {"features": 3}}, r"synthetic data: features must be a list of SyntheticFeature"),
         (
             {"model_name": "din", "model_options": {}},
             r"model\.options: option 'target' is required \(known: ",

@@ -63,6 +63,7 @@ def test_optimizers_of_tables_are_those_of_the_table_package(name: str) -> None:
         ({"train": {"epochs": True}}, InputError, r"train\.epochs must be int"),
         ({"train": {"epochs": 0}}, InputError, "at least 1"),
         ({"train": {"threads": 0}}, InputError, r"train\.threads must be at least 1, got 0"),
+        ({"train": {"threads": 100_000}}, InputError, r"train\.threads must be at most 1024, got 100000"),
         ({"data": {"batch_size": 0}}, InputError, r"data\.batch_size must be at least 1"),
         ({"model": {"dim": -1}}, InputError, r"model\.dim must be at least 1"),
         ({"train": {"lr": float("nan")}}, InputError, r"train\.lr must be a finite number"),

@@ -29,8 +29,8 @@ _KEY = "teacher"
 
 
 def _check_number(value: object, name: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InputError(f"synthetic data: {name} must be a number, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InputError(f"synthetic data: {name} must be a finite number, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -119,13 +119,9 @@ def _synthetic(config: RunConfig) -> DataSource:
     batches = _integer(options, "num_batches", SYNTHETIC_BATCHES)
     options.pop("num_batches", None)
     held_out = max(1, int(batches * TEST_SHARE))
-    try:
-        train = SyntheticReader(batch_size=config.data.batch_size, num_batches=batches, **options)
-        test = _LaterBatches(
-            batches, batch_size=config.data.batch_size, num_batches=batches + held_out, **options
-        )
-    except TypeError as error:
-        raise InputError(f"config: data.options: {error}") from None
+    size = config.data.batch_size
+    train = SyntheticReader(batch_size=size, num_batches=batches, **options)
+    test = _LaterBatches(batches, batch_size=size, num_batches=batches + held_out, **options)
     title = f"synthetic clicks with known probabilities, {batches:,} batches and {held_out:,} held out"
     return DataSource(title, train, test, config.data)
 
@@ -171,12 +167,9 @@ def _file_reader(config: DataConfig, path: str, labelled: bool = True) -> Reader
     options = {"batch_size": config.batch_size, "on_error": config.on_error, **config.options}
     passed = ("paths", "schema", "labelled", "binary_labels")
     check_options("data.options", options, reader_class(config.kind), passed=passed)
-    try:
-        return reader_class(config.kind).from_config(
-            path, config.schema, labelled=labelled, binary_labels=labelled, **options
-        )
-    except TypeError as error:
-        raise InputError(f"config: data.options: {error}") from None
+    return reader_class(config.kind).from_config(
+        path, config.schema, labelled=labelled, binary_labels=labelled, **options
+    )
 
 
 _DATASETS: Mapping[str, Callable[[RunConfig], DataSource]] = {

@@ -28,6 +28,8 @@ TABLE_OPTIMIZERS = {
 }
 """The optimizers of tables that a run can choose by name: those that need only a learning rate."""
 
+MAX_THREADS = 1024
+
 MAY_CHANGE = (
     "epochs",
     "max_steps",
@@ -202,6 +204,11 @@ class RunConfig:
         for key, value in at_least_1.items():
             if value is not None and value < 1:
                 raise InputError(f"config: {key} must be at least 1, got {value}")
+        if self.train.threads is not None and self.train.threads > MAX_THREADS:
+            raise InputError(
+                f"config: train.threads must be at most {MAX_THREADS}, got {self.train.threads}: more "
+                "threads than cores make a run slower"
+            )
         if not 0 <= self.train.seed < 2**63:
             raise InputError(f"config: train.seed must be from 0 to 2^63 - 1, got {self.train.seed}")
         for name in ("lr", "table_lr"):

@@ -62,10 +62,7 @@ def model_for(config: RunConfig, available: list[str], num_dense: int) -> Model:
     )
     if config.model.name in MODELS:
         check_options("model.options", options, MODELS[config.model.name], passed=("embeddings", "num_dense"))
-    try:
-        return build_model(config.model.name, embeddings, num_dense=num_dense, **options)
-    except TypeError as error:
-        raise InputError(f"config: model.options: {error}") from None
+    return build_model(config.model.name, embeddings, num_dense=num_dense, **options)
 
 
 def updates_in_step(config: RunConfig) -> bool:
