@@ -70,6 +70,8 @@ def table_methods(made: megalith.Table) -> dict[str, Arguments]:
         "assign": {"ids": ids(), "rows": torch.ones(3, 2), "time": 1.0},
         "assign_add": {"ids": ids(), "rows": torch.ones(3, 2), "time": 1.0},
         "evict": {"now": 1.0},
+        "evict_part": {"now": 1.0, "rows": 2},
+        "restore_pending": {"ids": ids(), "counts": ids()},
         "mark_touched": {"consumer": "sync", "ids": ids()},
         "new_chunk": {"n": 2},
         "read": {
@@ -122,6 +124,7 @@ def shards_methods(made: megalith.Shards) -> dict[str, Arguments]:
             "wait": True,
         },
         "assign": {"rows": {"a": (ids(), torch.ones(3, 2))}, "time": 1.0},
+        "check_occurrences": {"ids": {"a": ids()}, "occurrences": {"a": ids()}, "pooling": None},
         "assign_add": {"rows": {"a": (ids(), torch.ones(3, 2))}, "time": 1.0},
         "evict": {"now": 1.0},
         "known": {"names": ["a"], "missing_ok": False},
@@ -194,6 +197,16 @@ def table_calls() -> Iterator[Call]:
     for initializer in (table.Uniform, table.Normal, table.TruncatedNormal, table.Zeros, table.Ones):
         yield initializer, {}
     yield table.Constant, {"value": 1.0}
+    policies: list[tuple[Any, Arguments]] = [
+        (table.MinCount, {"n": 2}),
+        (table.Probability, {"p": 0.5}),
+        (table.TTL, {"seconds": 60.0}),
+        (table.MinNorm, {"norm": 0.1}),
+        (table.Capacity, {"rows": 10}),
+    ]
+    for policy, arguments in policies:
+        yield policy, arguments
+        yield from methods(partial(policy, **arguments))
     yield (
         table.PolynomialDecay,
         {"initial": 0.1, "decay_steps": 10, "end": 0.0, "power": 1.0, "cycle": False},

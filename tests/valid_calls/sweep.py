@@ -16,6 +16,7 @@ import torch
 from megalith import Pipeline, TableConfig
 from megalith.checkpoint import SaveHandle
 from megalith.data import EqualBatchLoader, Reader
+from megalith.table import Admission, Eviction
 from megalith.table.optimizers import SGD, Optimizer
 
 Arguments = dict[str, Any]
@@ -55,11 +56,14 @@ VALUES: Mapping[str, Callable[[], Any]] = {
     "device": lambda: "cpu",
     "ids": ids,
     "model_name": lambda: "movies",
+    "now": lambda: 1.0,
+    "parts": lambda: 2,
     "rank": lambda: 0,
     "service": lambda: "movies:entry",
     "step": lambda: 0,
     "sub_graph": lambda: "ps_0",
     "table": lambda: "a",
+    "time": lambda: 1.0,
     "timeout": lambda: 5.0,
     "world_size": lambda: 1,
 }
@@ -93,6 +97,7 @@ CANNOT_BE_CALLED: Mapping[str, str] = {
             "OffsetMap",
             "Pooling",
             "PreparedIds",
+            "RowCounters",
             "ShardedFids",
             "SyntheticBatch",
             "TableReport",
@@ -105,8 +110,10 @@ CANNOT_BE_CALLED: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         (
+            "Admission",
             "Combiner",
             "Discovery",
+            "Eviction",
             "Initializer",
             "Lookup",
             "Model",
@@ -162,13 +169,13 @@ CANNOT_BE_CALLED: Mapping[str, str] = {
     "Model.compile": "passes its arguments to torch.compile",
 }
 """Public names that the sweep leaves out, and why."""
-FORMULAS = {"correction", "state", "states", "step", "update"}
-"""Methods of optimizers that engines call with tensors they have validated."""
+FORMULAS = {"correction", "expired", "state", "states", "step", "update"}
+"""Methods of optimizers and policies that engines call with tensors they have validated."""
 
 
 def is_swept(owner: type, method: str) -> bool:
     """Returns whether a method that a class defines can be called with wrong arguments."""
-    formula = issubclass(owner, Optimizer) and method in FORMULAS
+    formula = issubclass(owner, Optimizer | Admission | Eviction) and method in FORMULAS
     return not formula and f"{owner.__name__}.{method}" not in CANNOT_BE_CALLED
 
 
@@ -215,7 +222,8 @@ def public_names(package: str) -> Iterator[str]:
                 for base in value.__mro__
                 if base.__module__.startswith("megalith")
                 for method in public_methods(base)
-                if method in vars(base) and not (issubclass(base, Optimizer) and method in FORMULAS)
+                if method in vars(base)
+                and (is_swept(base, method) or f"{base.__name__}.{method}" in CANNOT_BE_CALLED)
             )
 
 

@@ -56,7 +56,8 @@ class Capacity(Eviction):
             check_integer("Capacity: rows", self.rows, 1)
         if self.max_bytes is not None:
             check_integer("Capacity: max_bytes", self.max_bytes, 1)
-        good = self.score is None or callable(self.score) or self.score in SCORES
+        named = isinstance(self.score, str) and self.score in SCORES
+        good = self.score is None or callable(self.score) or named
         if not good or isinstance(self.score, type):
             raise InputError(
                 f"Capacity: score must be one of {', '.join(SCORES)}, a function of a Chunk, or None, "
