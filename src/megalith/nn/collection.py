@@ -18,6 +18,7 @@ from megalith.library import span
 from megalith.nn.batch_lookup import BatchLookup, StartedBatch
 from megalith.nn.batch_preparer import BatchPreparer
 from megalith.nn.checkpoint_state import CheckpointState
+from megalith.nn.eviction_schedule import EvictionSchedule
 from megalith.nn.feature_plan import CompiledBatch, FeaturePlan
 from megalith.nn.features import Feature, Layout
 from megalith.nn.micro_steps import MicroStepGuard
@@ -81,6 +82,8 @@ class EmbeddingCollection(nn.Module):
         reduction: How gradients are combined over ranks, "mean" or "sum".
         clip_value: Limits each element of the output gradients.
         clip_norm: Limits the norm of each distinct row's summed gradient.
+        evict_every: Apply the eviction policies of the tables during training: one pass in this number of
+            steps (at least 25), a small part after each step. None: only `shards.evict()` does.
         allow_micro_steps: With update="backward", do not raise if the dense part accumulates gradients over
             several backwards or uses a GradScaler.
         engine: As for `Table`.
@@ -100,6 +103,7 @@ class EmbeddingCollection(nn.Module):
         reduction: str = "mean",
         clip_value: float | None = None,
         clip_norm: float | None = None,
+        evict_every: int | None = None,
         allow_micro_steps: bool = False,
         engine: str | None = None,
         seed: int | None = None,
@@ -113,6 +117,7 @@ class EmbeddingCollection(nn.Module):
         self.reduction = reduction
         self.clip_value = _bound("clip_value", clip_value)
         self.clip_norm = _bound("clip_norm", clip_norm)
+        self._eviction = None if evict_every is None else EvictionSchedule(evict_every)
         self.global_step = 0
         self.checkpoint_state = CheckpointState()
         self.plan = FeaturePlan(features, layouts, self.configs)
@@ -325,6 +330,7 @@ class EmbeddingCollection(nn.Module):
             scale = scale / self.shards.world_size  # before clipping, so that it does not depend on the size
         lookup: Any = first.lookup
         pooling: Pooling | None = self._trained(first.batch.pooling)
+        occurrences: dict[str, Tensor] | None = None
         try:
             for each in pending:
                 each.check_unchanged()
@@ -334,6 +340,9 @@ class EmbeddingCollection(nn.Module):
                     sums = self._tree(pending, gradients)
                 lookup = {table: part.ids for table, part in sums.items()}
                 gradients = {table: part.grads for table, part in sums.items()}
+                occurrences = {
+                    t: part.occurrences for t, part in sums.items() if part.occurrences is not None
+                }
                 pooling = None
         except Exception as error:  # the other ranks wait, for new ids or for the gradients of the lookup
             if len(pending) > 1:
@@ -349,9 +358,12 @@ class EmbeddingCollection(nn.Module):
             scale=scale,
             clip_norm=self.clip_norm,
             pooling=pooling,
+            occurrences=occurrences,
             wait=not any(p.push for p in pending),
         )
         self.global_step += 1
+        if self._eviction is not None:
+            self._eviction.after_step(self.shards, max(times) if times else None)
 
     def _tree(self, pending: Sequence[BatchLookup], grads: Sequence[Tensor]) -> dict[str, GradientSum]:
         """Sum the gradients of several forwards per distinct id, by a binary tree in their order."""

@@ -14,6 +14,7 @@ so that the call raises on all ranks instead of leaving the others waiting:
 
 from __future__ import annotations
 
+import time as clock
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NoReturn
@@ -23,13 +24,15 @@ from torch import Tensor
 
 from megalith.distributed.ranks import RankGroup
 from megalith.errors import InputError, UsageError
+from megalith.ops.checks import as_number
 from megalith.ops.pooling import Pooling
 from megalith.routing import Router
 from megalith.shards.lookup import Lookup, PreparedIds
 from megalith.shards.lookup_series import LookupSeries
 from megalith.shards.recorder import Recorder
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
-from megalith.table.validation import check_flag, check_table_name
+from megalith.table.table_data import MAX_TIME
+from megalith.table.validation import check_by_table, check_flag, check_table_name
 
 Ids = Mapping[str, Tensor]
 Rows = Mapping[str, tuple[Tensor, Tensor]]
@@ -145,6 +148,7 @@ class Shards(ABC):
         scale: float = 1.0,
         clip_norm: float | None = None,
         pooling: Pooling | None = None,
+        occurrences: Mapping[str, Tensor] | None = None,
         wait: bool = True,
     ) -> None:
         """Make one optimizer step per distinct id, with the gradients of all its occurrences summed.
@@ -159,6 +163,9 @@ class Shards(ABC):
             scale: Multiplies the summed gradient of each distinct id.
             clip_norm: Limits the norm of the summed gradient of each distinct id.
             pooling: The pooling that made the outputs.
+            occurrences: Without pooling, how many occurrences each id stands for, int64 [n] per table, for
+                admission policies: gradients of several occurrences may be summed already. A table without
+                an entry counts one each.
             wait: Whether to wait until the gradients are applied. With False, placements over several
                 processes may return earlier; `flush` waits and raises the errors.
         """
@@ -213,16 +220,48 @@ class Shards(ABC):
             The number of ids that had a row, per table.
         """
 
-    @abstractmethod
-    def evict(self, now: float | None = None) -> dict[str, Tensor]:
-        """Apply the eviction policies.
+    def latest_time(self, time: float | None) -> int:
+        """Agree on a time. A collective call over ranks.
 
         Args:
-            now: The current time in seconds; None: the clock.
+            time: Seconds; None: the clock.
+
+        Returns:
+            The latest time of all ranks, in whole seconds.
+        """
+        seconds = clock.time() if time is None else as_number(time)
+        if seconds is None or not 0 <= seconds <= MAX_TIME:
+            raise InputError(f"time must be seconds between 0 and {MAX_TIME}, got {time!r}")
+        return int(seconds)
+
+    def evict(self, now: float | None = None) -> dict[str, Tensor]:
+        """Remove the rows that the eviction policies find expired. A collective call over ranks.
+
+        Args:
+            now: The current time in seconds; None: the clock. Over ranks the latest one counts.
+
+        Returns:
+            The removed ids of this rank, int64 [n] per table.
+        """
+        seconds = self.latest_time(now)
+        return {name: table.evict(seconds) for name, table in self.local.items()}
+
+    def evict_part(self, now: float, *, parts: int) -> dict[str, Tensor]:
+        """Continue a pass of `evict` over the rows of this rank; not a collective call.
+
+        Args:
+            now: Time in seconds, equal on all ranks: see `latest_time`.
+            parts: Into how many calls a pass is divided.
 
         Returns:
             The removed ids, int64 [n] per table.
         """
+        if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
+            raise InputError(f"evict_part: parts must be a positive integer, got {parts!r}")
+        return {
+            name: table.evict_part(now, rows=-(-len(table) // parts) or 1)
+            for name, table in self.local.items()
+        }
 
     @abstractmethod
     def scan(self, table: str, chunk_size: int = 65536) -> Iterator[Chunk]:
@@ -332,6 +371,36 @@ class Shards(ABC):
             table: The name of the table.
         """
         check_table_name(table, self.configs)
+
+    def check_occurrences(
+        self, ids: Ids, occurrences: Mapping[str, Tensor] | None, pooling: Pooling | None
+    ) -> dict[str, Tensor]:
+        """Check the occurrences of ids of an update.
+
+        Args:
+            ids: int64 [n] per table.
+            occurrences: See `apply_gradients`.
+            pooling: The pooling of the update.
+
+        Returns:
+            int64 [n] per table.
+
+        Raises:
+            InputError: They are given with a pooling, or a table, type or shape is wrong.
+        """
+        if occurrences is None:
+            return {}
+        if pooling is not None:
+            raise InputError("apply_gradients: occurrences are for gradients without pooling")
+        check_by_table(ids, "ids", "{'user': ids}")
+        check_by_table(occurrences, "occurrences", "{'user': counts}")
+        checked = {}
+        for name in self.known(occurrences, missing_ok=False):
+            if name not in ids:
+                raise InputError(f"table {name!r}: occurrences of a table without ids")
+            checks = self.local[name].checks
+            checked[name] = checks.occurrences(checks.ids(ids[name]), occurrences[name])
+        return checked
 
     def known(self, names: Collection[str], missing_ok: bool) -> list[str]:
         """Return the names that are tables.

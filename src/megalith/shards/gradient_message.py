@@ -5,6 +5,8 @@
                the bits of float64
     bits       one per requested id (1: it has a gradient), padded to 8 bytes
     values     the gradients by table, in the precision of the wire, padded to 8 bytes
+    counts     int32 per requested id: its occurrences, padded to 8 bytes; only if a table has an admission
+               policy
 
 A rank that fails the update sends a header and zeros, as the other ranks expect data of a known size.
 """
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megalith.shards.gradient_sums import ReceivedGradients
 from megalith.shards.wire import Wire
 
 NO_TIME = -1
@@ -35,6 +38,7 @@ class GradientPush:
         step: See `Shards.apply_gradients`, as are the others.
         clip_norm: 0 for no limit.
         rates: The learning rate of each segment, for the trainable tables with requested ids.
+        occurrences: int64 [u], how often each distinct id occurred; None if no table has an admission policy.
     """
 
     flat: Tensor
@@ -44,6 +48,7 @@ class GradientPush:
     scale: float
     clip_norm: float
     rates: Mapping[str, list[float]]
+    occurrences: Tensor | None = None
 
 
 class GradientMessage:
@@ -54,9 +59,11 @@ class GradientMessage:
     Args:
         wire: The precision of the values.
         dims: The dim of each table.
+        with_counts: Whether messages hold the occurrences of ids.
     """
 
-    def __init__(self, wire: Wire, dims: Sequence[int]) -> None:
+    def __init__(self, wire: Wire, dims: Sequence[int], *, with_counts: bool = False) -> None:
+        self._with_counts = with_counts
         self._wire = wire
         self._dims = dims
         self._widths = torch.tensor(dims, dtype=torch.int64)
@@ -71,8 +78,10 @@ class GradientMessage:
             Bytes per rank.
         """
         values = self._wire.sizes(counts, self._dims)
-        bits = [_pad(-(-n // 8)) for n in counts.sum(1).tolist()]
-        return [_HEAD_BYTES + b + _pad(v) for b, v in zip(bits, values, strict=True)]
+        ids = counts.sum(1).tolist()
+        extra = [_pad(4 * n) if self._with_counts else 0 for n in ids]
+        bits = [_pad(-(-n // 8)) for n in ids]
+        return [_HEAD_BYTES + b + _pad(v) + e for b, v, e in zip(bits, values, extra, strict=True)]
 
     def encode(self, head: Tensor, push: GradientPush | None, counts: Tensor, sizes: list[int]) -> Tensor:
         """Encode one message per rank.
@@ -92,15 +101,20 @@ class GradientMessage:
         ids = counts.sum(1).tolist()
         flats = push.flat.split_with_sizes((counts @ self._widths).tolist())
         masks = [None] * len(ids) if push.mask is None else push.mask.split_with_sizes(ids)
+        seen = [None] * len(ids) if push.occurrences is None else push.occurrences.split_with_sizes(ids)
         pieces: list[Tensor] = []
-        for own, n, mask, flat, size in zip(counts, ids, masks, flats, sizes, strict=True):
+        for own, n, mask, flat, count, size in zip(counts, ids, masks, flats, seen, sizes, strict=True):
             bits = _bits(n, mask)
             values = self._wire.encode(flat, own[None], self._dims)
-            filler = size - _HEAD_BYTES - bits.numel() - values.numel()
+            filler = _pad(values.numel()) - values.numel()
             pieces += [head.view(torch.uint8), bits, values, torch.zeros(filler, dtype=torch.uint8)]
+            if self._with_counts:
+                words = torch.ones(n, dtype=torch.int32) if count is None else count.to(torch.int32)
+                pieces.append(torch.nn.functional.pad(words, (0, n % 2)).view(torch.uint8))
+            assert sum(piece.numel() for piece in pieces[-5 if self._with_counts else -4 :]) == size
         return torch.cat(pieces)
 
-    def decode(self, part: Tensor, counts: Tensor) -> list[tuple[Tensor | None, Tensor]]:
+    def decode(self, part: Tensor, counts: Tensor) -> list[ReceivedGradients]:
         """Decode the message of one rank.
 
         Args:
@@ -108,7 +122,7 @@ class GradientMessage:
             counts: The ids that it requested from this rank, int64 [tables].
 
         Returns:
-            Per table, which ids take part, bool [n] (None: all), and the floats of all ids.
+            The gradients per table.
         """
         sizes = counts.tolist()
         ids, one = sum(sizes), counts[None]
@@ -117,9 +131,14 @@ class GradientMessage:
         values = part[_HEAD_BYTES + bits.numel() :][:size]
         flat = self._wire.decode(values, one, self._dims)
         floats = flat.split_with_sizes([n * dim for n, dim in zip(sizes, self._dims, strict=True)])
-        if bool((bits == 255).all()):
-            return [(None, each) for each in floats]
-        return list(zip(_unpack_bits(bits, ids).split_with_sizes(sizes), floats, strict=True))
+        masks: Sequence[Tensor | None] = [None] * len(sizes)
+        seen: Sequence[Tensor | None] = [None] * len(sizes)
+        if not bool((bits == 255).all()):
+            masks = _unpack_bits(bits, ids).split_with_sizes(sizes)
+        if self._with_counts:
+            words = part[_HEAD_BYTES + bits.numel() + _pad(size) :][: 4 * ids].view(torch.int32)
+            seen = words.to(torch.int64).split_with_sizes(sizes)
+        return [ReceivedGradients(*each) for each in zip(masks, floats, seen, strict=True)]
 
 
 def push_head(number: int, flags: int, push: GradientPush | None) -> Tensor:

@@ -175,13 +175,35 @@ def sum_gradients(
     values = joint.unpool(grads, sum(floats)).split(floats)
     mask = joint.mask(routed)
     masks = [None] * len(counts) if mask is None else mask.split(counts)
+    counting = any(config.admission is not None for config in tables.values())
+    seen = used_occurrences(routed, joint.used, None).split(counts) if counting else [None] * len(counts)
     parts = {}
     distinct = routed.deduped.ids.split(counts)
-    for name, own, flat, keep, dim in zip(tables, distinct, values, masks, dims, strict=True):
-        part = GradientSum(own, flat.view(-1, dim))
+    for name, own, flat, keep, dim, count in zip(tables, distinct, values, masks, dims, seen, strict=True):
+        part = GradientSum(own, flat.view(-1, dim), count)
         if name in joint.tables:
-            parts[name] = part if keep is None else GradientSum(part.ids[keep], part.grads[keep])
+            parts[name] = part if keep is None else part.select(keep)
     return parts
+
+
+def used_occurrences(
+    routed: RoutedIds, used: Sequence[tuple[int, int]], occurrences: Tensor | None
+) -> Tensor:
+    """Count the occurrences of each distinct id in some ranges.
+
+    Args:
+        routed: The ids that were looked up.
+        used: Ranges (start, stop) of occurrences of all tables.
+        occurrences: int64 [n], number of occurrences that each one stands for; None: one each.
+
+    Returns:
+        int64 [u], for the u distinct ids.
+    """
+    seen = torch.zeros(routed.deduped.ids.numel(), dtype=torch.int64)
+    for start, stop in used:
+        where = routed.deduped.inverse[start:stop]
+        seen.index_add_(0, where, torch.ones_like(where) if occurrences is None else occurrences[start:stop])
+    return seen
 
 
 def joint_weights(pooling: Pooling, tables: Sequence[str], sizes: Sequence[int]) -> Tensor | None:

@@ -36,6 +36,7 @@ class LocalShards(Shards):
         configs: One TableConfig per table.
         engine: As for `Table`.
         seed: As for `Table`.
+        num_shards: As for `Table`.
 
     Attributes:
         engines: The engines of the tables. They take validated input only.
@@ -44,11 +45,16 @@ class LocalShards(Shards):
         InputError: Two tables have the same name, or a config or option is wrong.
     """
 
-    def __init__(self, configs: Sequence[TableConfig], *, engine: str = "cpu", seed: int = 0) -> None:
+    def __init__(
+        self, configs: Sequence[TableConfig], *, engine: str = "cpu", seed: int = 0, num_shards: int = 1
+    ) -> None:
         self.configs = MappingProxyType(check_configs(configs))
         self.preparer = LocalPreparer(self.configs)
         self.local: Mapping[str, Table] = MappingProxyType(
-            {name: Table(c, engine=engine, seed=seed) for name, c in self.configs.items()}
+            {
+                name: Table(c, engine=engine, seed=seed, num_shards=num_shards)
+                for name, c in self.configs.items()
+            }
         )
         self.engines = EngineGroup({name: table.engine_impl for name, table in self.local.items()})
 
@@ -85,6 +91,7 @@ class LocalShards(Shards):
         scale: float = 1.0,
         clip_norm: float | None = None,
         pooling: Pooling | None = None,
+        occurrences: Mapping[str, Tensor] | None = None,
         wait: bool = True,
     ) -> None:
         """See `Shards.apply_gradients`."""
@@ -99,8 +106,9 @@ class LocalShards(Shards):
         steps = {name: self.local[name].checks.step(step, now, scale, clip_norm) for name in checked}
         if not checked and self.local:  # a wrong time raises without gradients too
             next(iter(self.local.values())).checks.time(now)
+        seen = self.check_occurrences(lookup.ids, occurrences, pooling)
         lookup.use()
-        self.engines.update(lookup.ids, lookup.found, checked, pooling, steps)
+        self.engines.update(lookup.ids, lookup.found, checked, pooling, steps, seen)
 
     def _check_gradients(
         self,
@@ -168,10 +176,6 @@ class LocalShards(Shards):
     def remove(self, ids: Ids) -> dict[str, int]:
         """See `Shards.remove`."""
         return {name: self.engines[name].remove(x) for name, x in self.prepare(ids).ids.items()}
-
-    def evict(self, now: float | None = None) -> dict[str, Tensor]:
-        """See `Shards.evict`."""
-        return {name: table.evict(now) for name, table in self.local.items()}
 
     def scan(self, table: str, chunk_size: int = 65536) -> Iterator[Chunk]:
         """See `Shards.scan`."""

@@ -92,7 +92,8 @@ class RankMessages:
         self._dims = [table.dim for table in tables.values()]
         self._widths = torch.tensor(self._dims, dtype=torch.int64)
         self._rows_wire, self._grads_wire = make_wire(wire[0]), make_wire(wire[1])
-        self._gradients = GradientMessage(self._grads_wire, self._dims)
+        counting = any(table.config.admission is not None for table in tables.values())
+        self._gradients = GradientMessage(self._grads_wire, self._dims, with_counts=counting)
         self._calls = 0
         self._recorder: Recorder | None = None
 
@@ -327,20 +328,25 @@ class RankMessages:
         found: dict[str, FoundRows] = {}
         grads: dict[str, list[Tensor]] = {}
         steps: dict[str, Step] = {}
+        seen: dict[str, Tensor] = {}
         for t, (name, table) in enumerate(self._tables.items()):
             if not requested.ids[name].numel():
                 continue
             with span("megalith.gradients"):
-                own, summed = sum_received(requested.ids[name], [source[t] for source in received], table.dim)
+                own, summed, count = sum_received(
+                    requested.ids[name], [source[t] for source in received], table.dim
+                )
             if not own.numel():
                 continue
             ids[name], grads[name] = own, [summed]
+            if count is not None:
+                seen[name] = count
             seconds = table.checks.time(time)
             steps[name] = Step(push.rates[name], seconds, push.scale, push.clip_norm, push.step)
             if own is requested.ids[name] and name in requested.found:
                 found[name] = requested.found[name]
         before = {name: len(self._tables[name]) for name in grads} if self._recorder is not None else {}
-        self._engines.update(ids, found, grads, None, steps)
+        self._engines.update(ids, found, grads, None, steps, seen)
         for name, rows in before.items():
             assert self._recorder is not None
             self._recorder.created(name, len(self._tables[name]) - rows)

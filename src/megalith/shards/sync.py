@@ -33,7 +33,7 @@ from megalith.ops.pooling import Pooling
 from megalith.routing import Router
 from megalith.shards.contract import Ids, Rows, Shards, missing_status
 from megalith.shards.gradient_message import GradientPush
-from megalith.shards.joint_pooling import JointPooling, used_mask
+from megalith.shards.joint_pooling import JointPooling, used_mask, used_occurrences
 from megalith.shards.local import LocalShards
 from megalith.shards.lookup import Lookup, PreparedIds
 from megalith.shards.lookup_series import LookupSeries
@@ -51,9 +51,9 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 class SyncShards(Shards):
     """Tables by name, with their rows spread over ranks. Construction is a collective call. See `Shards`.
 
-    `scan`, `local`, `evict`, `drain_touched`, `stats` and `memory` concern the rows of this rank; `restore`
-    and `mark_touched` take those that this rank owns. An input error on one rank raises on all ranks, before
-    anything is written.
+    `scan`, `local`, `evict_part`, `drain_touched`, `stats` and `memory` concern the rows of this rank;
+    `restore` and `mark_touched` take those that this rank owns. An input error on one rank raises on all
+    ranks, before anything is written.
 
     Args:
         configs: One TableConfig per table.
@@ -90,7 +90,7 @@ class SyncShards(Shards):
         self.ranks = self.exchange
 
         def build() -> tuple[LocalShards, tuple[str, str], dict[str, Router]]:
-            own = LocalShards(configs, engine=engine, seed=seed)
+            own = LocalShards(configs, engine=engine, seed=seed, num_shards=self.exchange.size)
             return own, check_wire(wire), make_routers(own.configs, router, self.exchange.size)
 
         self._own, self.wire, routers = agree(self.exchange, build)
@@ -209,6 +209,7 @@ class SyncShards(Shards):
         scale: float = 1.0,
         clip_norm: float | None = None,
         pooling: Pooling | None = None,
+        occurrences: Mapping[str, Tensor] | None = None,
         wait: bool = True,
     ) -> None:
         """See `Shards.apply_gradients`; sums over ranks.
@@ -224,7 +225,7 @@ class SyncShards(Shards):
         try:
             check_flag(wait, "wait")
             with span("megalith.gradients"):
-                push = self._summed(lookup, grads, pooling, step, time, scale, clip_norm)
+                push = self._summed(lookup, grads, pooling, occurrences, step, time, scale, clip_norm)
         except Exception as error:
             self.fail_update(lookup, error)
         sent = self.exchange.submit(lambda: self._messages.push(requested.result(), routed, push, None))
@@ -239,6 +240,7 @@ class SyncShards(Shards):
         lookup: SyncLookup,
         grads: Mapping[str, Tensor] | Sequence[Tensor],
         pooling: Pooling | None,
+        occurrences: Mapping[str, Tensor] | None,
         step: int,
         time: float | None,
         scale: float,
@@ -291,10 +293,24 @@ class SyncShards(Shards):
         rates = {
             name: self.local[name].checks.rates(numbers.step) for name in trainable if wanted[name].numel()
         }
+        seen = self._seen(routed, used, self.check_occurrences(lookup.ids, occurrences, pooling))
         lookup.use()
         mask = used_mask(routed, used)
         seconds = None if time is None else numbers.time
-        return GradientPush(flat, mask, numbers.step, seconds, numbers.scale, numbers.clip_norm, rates)
+        return GradientPush(flat, mask, numbers.step, seconds, numbers.scale, numbers.clip_norm, rates, seen)
+
+    def _seen(
+        self, routed: RoutedIds, used: list[tuple[int, int]], occurrences: Mapping[str, Tensor]
+    ) -> Tensor | None:
+        """Return how often each distinct id occurs, if an admission policy needs it."""
+        if all(config.admission is None for config in self.configs.values()):
+            return None
+        each = None
+        if occurrences:
+            each = torch.ones(routed.total, dtype=torch.int64)
+            for name, counts in occurrences.items():
+                each[routed.occurrences(name)] = counts
+        return used_occurrences(routed, used, each)
 
     def flush(self) -> None:
         """Wait for all exchanges in progress and raise the errors of gradients that were not waited for."""
@@ -360,9 +376,14 @@ class SyncShards(Shards):
         everywhere = self.exchange.gather(mine)
         return {name: sum(part.get(name, 0) for part in everywhere) for name in ids}
 
-    def evict(self, now: float | None = None) -> dict[str, Tensor]:
-        """See `Shards.evict`, for the rows of this rank."""
-        return self._own.evict(now)
+    def latest_time(self, time: float | None) -> int:
+        """See `Shards.latest_time`."""
+        own = agree(self.exchange, lambda: Shards.latest_time(self, time))
+        return max(int(time) for time in self.exchange.gather(own))
+
+    def evict_part(self, now: float, *, parts: int) -> dict[str, Tensor]:
+        """See `Shards.evict_part`. It runs after the updates in progress."""
+        return self.exchange.run(lambda: Shards.evict_part(self, now, parts=parts))
 
     def scan(self, table: str, chunk_size: int = 65536) -> Iterator[Chunk]:
         """See `Shards.scan`, for the rows of this rank."""

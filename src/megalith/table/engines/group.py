@@ -90,6 +90,7 @@ class EngineGroup:
         grads: Mapping[str, list[Tensor]],
         pooling: Pooling | None,
         steps: Mapping[str, Step],
+        occurrences: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Make one optimizer step per distinct id of each table in `grads`.
 
@@ -98,8 +99,12 @@ class EngineGroup:
             found: What `find` returned for these ids; a table without an entry is searched again.
             grads: By table, as for `Engine.update`.
             pooling: The pooling whose outputs the gradients belong to; it is known to fit every table.
-            steps: Learning rates, time, scale and clip_norm by table.
+            steps: Learning rates, time, scale, clip_norm and step by table.
+            occurrences: Number of occurrences that each id stands for, int64 [n] by table; one each for a
+                table without an entry.
         """
+        occurrences = occurrences or {}
         with span("megalith.optimizer"):
             for name, own in grads.items():
-                self._engines[name].update(ids[name], found.get(name), own, pooling, steps[name])
+                engine = self._engines[name]
+                engine.update(ids[name], found.get(name), own, pooling, steps[name], occurrences.get(name))

@@ -1,0 +1,41 @@
+"""EvictionSchedule: spreads passes of eviction over the steps of training."""
+
+from __future__ import annotations
+
+from megalith.errors import InputError
+from megalith.shards import Shards
+
+MIN_PARTS = 25
+"""A pass is divided into at least this many parts, so that no step waits for more than 4 % of one."""
+
+
+class EvictionSchedule:
+    """Makes one pass over the tables in `every` steps, a small part after each step.
+
+    All ranks use the same time, the latest one of all ranks when the pass began.
+
+    Args:
+        every: Number of steps of a pass; a pass takes at least `MIN_PARTS` steps.
+
+    Raises:
+        InputError: `every` is not a positive integer.
+    """
+
+    def __init__(self, every: int) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise InputError(f"EmbeddingCollection: evict_every must be a positive integer, got {every!r}")
+        self.parts = max(every, MIN_PARTS)
+        self._done = 0
+        self._now = 0
+
+    def after_step(self, shards: Shards, time: float | None) -> None:
+        """Evict a part of the rows. A collective call over ranks.
+
+        Args:
+            shards: The tables.
+            time: The time of the step in seconds; None: the clock.
+        """
+        if self._done == 0:
+            self._now = shards.latest_time(time)
+        shards.evict_part(self._now, parts=self.parts)
+        self._done = (self._done + 1) % self.parts
