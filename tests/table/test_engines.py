@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,6 +27,7 @@ from megalith import (
     SGD,
     Adagrad,
     Adam,
+    BatchSoftmax,
     Constant,
     Momentum,
     Normal,
@@ -335,32 +337,36 @@ TestEngines = Engines.TestCase
 # ---- larger batches than a program of calls draws
 
 
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "batch_softmax"])
 @given(
-    name=st.sampled_from(sorted(OPTIMIZERS)),
     dim=st.sampled_from([1, 2, 8, 11, 16, 32, 37, 64, 72]),
-    distinct=st.integers(1, 300),
-    occurrences=st.integers(0, 300),
+    distinct=st.integers(1, 200),
+    occurrences=st.integers(0, 200),
+    steps=st.lists(st.sampled_from([0, 1, 999, 2**24, 2**40]), min_size=2, max_size=2).map(sorted),
     seed=seeds,
 )
-@settings(max_examples=40)
-def test_one_step_on_many_duplicated_ids(
-    name: str, dim: int, distinct: int, occurrences: int, seed: int
+@settings(max_examples=6)
+def test_each_step_on_many_duplicated_ids(
+    name: str, dim: int, distinct: int, occurrences: int, steps: list[int], seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
+    optimizer, dim = (BatchSoftmax(0.5), 1) if name == "batch_softmax" else (OPTIMIZERS[name], dim)
     ids = torch.randint(distinct, (occurrences,), generator=generator) * 0x9E3779B97F4A7C1
-    grads = torch.randn(occurrences, dim, generator=generator)
-    tables = [
-        sgd_table(e, dim, optimizer=OPTIMIZERS[name], initializer=Uniform()) for e in ("reference", "cpu")
-    ]
+    reference, cpu = (
+        sgd_table(e, dim, optimizer=optimizer, initializer=Uniform()) for e in ("reference", "cpu")
+    )
+    for step in steps:
+        grads = torch.randn(occurrences, dim, generator=generator)
+        for table in (reference, cpu):
+            table.apply_gradients(ids, grads, step=step, time=step % 7)
 
-    for table in tables:
-        table.apply_gradients(ids, grads, step=0, time=0)
-
-    expected, actual = (whole(table) for table in tables)
-    assert actual.ids.tolist() == expected.ids.tolist()
-    assert_close(actual.rows, expected.rows)
-    for key in expected.state:
-        assert_close(actual.state[key], expected.state[key])
+        expected, actual = whole(reference), whole(cpu)
+        assert actual.ids.tolist() == expected.ids.tolist()
+        for mine, theirs in zip(actual.columns(), expected.columns(), strict=True):
+            # torch's sqrt is not rounded correctly, and a difference of large numbers may be small.
+            largest = theirs.abs().max().item() if theirs.numel() else 0.0
+            assert_close(mine, theirs, atol=1e-6 * largest)
+        cpu.restore(expected)  # the next step starts from equal rows
 
 
 @given(
