@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from megalith import Adagrad, EmbeddingCollection, Feature, LocalShards, TableConfig
 from megalith.errors import UsageError
@@ -81,7 +82,26 @@ def on_a_rank(shared: Path, alone: Path) -> dict[str, Any]:
     other = new_model()
     told = load(other, alone)
     rows = len(contents(other)["ids"])
-    return {"own": own, "spread": spread, "told": told, "rows": rows, "rerouted": rerouted(shared / "True")}
+    return {
+        "own": own,
+        "spread": spread,
+        "told": told,
+        "rows": rows,
+        "rerouted": rerouted(shared / "True"),
+        "full": [full_state(offload) for offload in (False, True)],
+    }
+
+
+def full_state(offload: bool) -> str:
+    """torch's recipe for a file of rank 0; with `offload` the other ranks get nothing."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=offload)
+    model = trained(dist.get_rank(), spread=True)
+    assert get_model_state_dict(model, options=StateDictOptions(cpu_offload=True))
+    try:
+        get_model_state_dict(model, options=options)
+    except UsageError as error:
+        return str(error)
+    return "it returned"
 
 
 def rerouted(path: Path) -> str:
@@ -122,6 +142,13 @@ def test_rows_of_a_table_spread_over_ranks(outcome: Outcome) -> None:
         assert loaded == saved
         assert loaded["ids"] == list(range(rank, 2 * ROWS + 1, 2))
         assert loaded["step"] == 2
+
+
+def test_a_full_state_dict_of_rows_on_several_ranks_is_refused(outcome: Outcome) -> None:
+    for results in outcome[0]:
+        for said in results["full"]:
+            assert "full_state_dict=True) saves the state_dict of rank 0 alone" in said
+            assert "megalith.checkpoint.save(model, path)" in said
 
 
 def test_rows_that_were_routed_otherwise_are_refused(outcome: Outcome) -> None:

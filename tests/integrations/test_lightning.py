@@ -100,6 +100,12 @@ def on_a_rank(path: Path, port: int) -> dict[str, Any]:
         said = "no error"
     except UsageError as error:
         said = str(error)
+    refused = Model()
+    try:
+        trainer(path, devices=2, strategy="ddp", enable_checkpointing=True).fit(refused, loader())
+        callback = "no error"
+    except UsageError as error:
+        callback = str(error)
     fit = trainer(path, devices=2, strategy="ddp")
     fit.fit(model, loader())
     try:
@@ -111,6 +117,8 @@ def on_a_rank(path: Path, port: int) -> dict[str, Any]:
     return {
         "before": said,
         "saved": saved,
+        "callback": callback,
+        "steps before the callback's error": refused.embeddings.global_step,
         "kind": type(model.embeddings.shards).__name__,
         "rows": rows.tolist(),
         "ids": whole(model.embeddings.tables["t"]).ids.tolist(),
@@ -147,3 +155,24 @@ def test_a_checkpoint_of_two_ranks_names_checkpoint_save(ranks: list[dict[str, A
     for rank in ranks:
         assert "Lightning saves the state_dict of rank 0 alone" in rank["saved"]
         assert "megalith.checkpoint.save(model, path)" in rank["saved"]
+
+
+def test_a_checkpoint_callback_raises_before_the_first_step(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert "ModelCheckpoint saves the state_dict of rank 0 alone" in rank["callback"]
+        assert "enable_checkpointing=False" in rank["callback"]
+        assert rank["steps before the callback's error"] == 0
+
+
+def forked(path: Path) -> str:
+    dist.destroy_process_group()
+    try:
+        trainer(path, devices=2, strategy="ddp_fork").fit(Model(), loader())
+    except Exception as error:  # of torch.multiprocessing, with the traceback of a rank
+        return str(error)
+    return "no error"
+
+
+def test_a_strategy_that_forks_names_ddp(tmp_path: Path) -> None:
+    (said,) = run_ranks(forked, tmp_path, world_size=1)
+    assert 'UsageError: the tables are spread over 2 ranks of Lightning: use strategy="ddp"' in said

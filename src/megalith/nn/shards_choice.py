@@ -23,6 +23,7 @@ from torch.utils.data import get_worker_info
 
 from megalith.distributed.ranks import has_process_group, world_size
 from megalith.errors import InputError, UsageError
+from megalith.nn.state_savers import check_trainer
 from megalith.shards import LocalShards, Shards, SyncShards
 from megalith.shards.contract import check_configs
 from megalith.table import TableConfig
@@ -104,6 +105,7 @@ class ShardsChoice:
                     "EmbeddingCollection: a data worker cannot be the first to use the collection: read "
                     "collection.shards on all ranks before the DataLoader starts its workers"
                 )
+            check_trainer(world_size())
             logger.info("tables %s are distributed over %d ranks", ", ".join(self.configs), world_size())
             return SyncShards(configs, engine=self._engine, seed=self._seed)
         if not has_process_group():

@@ -17,7 +17,6 @@ group; those of the shards are in the first tensor.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from megalith.distributed.ranks import current_rank, world_size
 from megalith.errors import InputError, UsageError
+from megalith.nn.state_savers import check_state_caller
 from megalith.nn.state_tensor import StateTensor
 from megalith.shards import Shards
 from megalith.table import Chunk, MinCount, Table, TableConfig
@@ -34,15 +34,6 @@ from megalith.table.table_data import MAX_TIME
 _REMEDY = " (at another world size: checkpoint.save and checkpoint.load)"
 _NAMES = r"ids|rows|time|count|step|pending_ids|pending_counts|state/[0-9]+/[^/]+"
 _KEY = re.compile(rf"(rank [0-9]+ of [0-9]+)(?:/(.+)/({_NAMES})| \(.*\))", re.DOTALL)
-
-SAVED_BY_RANK_0 = {
-    ("lightning.pytorch.strategies.strategy", "lightning_module_state_dict"): "Lightning",
-    ("lightning.fabric.strategies.strategy", "get_module_state_dict"): "Lightning Fabric",
-    ("pytorch_lightning.strategies.strategy", "lightning_module_state_dict"): "Lightning",
-    ("lightning_fabric.strategies.strategy", "get_module_state_dict"): "Lightning Fabric",
-    ("accelerate.accelerator", "get_state_dict"): "accelerate",
-}
-"""Functions that call state_dict() on all ranks and write the result of rank 0 alone: module and name."""
 
 
 def state_key() -> str:
@@ -93,7 +84,7 @@ def collect_state(
     else:
         size, rank = shards.world_size, shards.rank
         if size > 1:
-            _check_caller(size)
+            check_state_caller(size)
         shards.flush()
         tables = {name: _rows_of(table) for name, table in shards.local.items()}
     found: dict[str, Tensor] = {state_key(): torch.tensor([global_step, size, rank])}
@@ -174,20 +165,6 @@ def _select(shards: Shards, saved: Mapping[str, Any]) -> str:
     if labels == [whole] and shards.world_size == 1:
         return whole
     raise UsageError(_another_rank(", ".join(labels), _label()))
-
-
-def _check_caller(size: int) -> None:
-    """Raise UsageError if the caller of state_dict() is in SAVED_BY_RANK_0."""
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        tool = SAVED_BY_RANK_0.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))
-        if tool is not None:
-            raise UsageError(
-                f"{tool} saves the state_dict of rank 0 alone, but the rows are spread over {size} ranks and "
-                "those of the other ranks would be lost: call megalith.checkpoint.save(model, path) on all "
-                "ranks instead, and checkpoint.load to resume"
-            )
 
 
 # ---- rows
