@@ -4,7 +4,8 @@ from megalith.shards.comm_metrics import CommMetrics, CommReport
 from megalith.shards.contract import Shards
 from megalith.shards.local import LocalLookup, LocalShards
 from megalith.shards.lookup import Lookup, PreparedIds
-from megalith.shards.sync import SyncLookup, SyncShards
+from megalith.shards.sync import SyncShards
+from megalith.shards.sync_lookup import SyncLookup
 
 __all__ = [
     "CommMetrics",
