@@ -5,7 +5,7 @@ Rows are copied from the files of the checkpoint to those of the export in chunk
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from megalith.checkpoint.saved_rows import latest_rows
 from megalith.errors import CheckpointError, InputError
 from megalith.serving.export.exporter import Provenance, RowSource, export_model
 from megalith.storage.store import open_store
+from megalith.training.run_config import DataConfig
 from megalith.training.run_model import config_of, find_checkpoint, load_dense, model_for
 
 COLLECTION = "embeddings"
@@ -86,8 +87,20 @@ def _export(
         block_size=block_size,
         rows=_rows_of(root, manifest),
         source=Provenance(manifest.tip, latest.global_step),
+        id_kinds=_id_kinds(config.data, [feature.name for feature in model.embeddings.features]),
         **options,
     )
+
+
+def _id_kinds(config: DataConfig, features: Sequence[str]) -> dict[str, str]:
+    """Returns what the ids of features are, as far as the schema records it; see `export_model`."""
+    columns = config.schema.get("features", {})
+    kinds = {}
+    for name in features:
+        column = columns.get(name)
+        if isinstance(column, Mapping) and (column.get("slot") is not None or column.get("ids")):
+            kinds[name] = column["ids"] if column.get("slot") is None else "fid"
+    return kinds
 
 
 def count_rows(path: str | Path) -> int:

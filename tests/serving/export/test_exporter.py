@@ -14,6 +14,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 import torch
 from torch import Tensor, nn
@@ -36,6 +38,7 @@ from megalith.serving.export import exporter as module
 from megalith.serving.export.exporter import Provenance, export_model
 from megalith.serving.export.servable import Fetch, Servable
 from megalith.serving.export.signature import Signature
+from megalith.serving.server.tf_service import inputs_of
 from megalith.training import Run, RunConfig
 from megalith.training.exporting import _block_size, export_run
 from tests.models.support import make
@@ -532,6 +535,31 @@ def test_a_run_is_exported_from_its_checkpoint(run: Run, tmp_path: Path) -> None
         rows = rows_of(run.model, table)
         ids = torch.tensor(list(rows))
         assert torch.equal(servable.lookup(table, ids), torch.stack(list(rows.values())))
+
+
+def test_an_export_records_whether_ids_are_integers_or_text(tmp_path: Path, restore_threads: None) -> None:
+    columns = {"y": [0, 1], "user": ["7", "8"], "item": [7, 8], "tag": ["a", "b"]}
+    parquet.write_table(pa.table(columns), tmp_path / "a.parquet")
+    features = {"user": "user", "item": "item", "tag": {"column": "tag", "slot": 3}}
+    data = {
+        "kind": "parquet",
+        "path": str(tmp_path / "a.parquet"),
+        "schema": {"label": "y", "features": features},
+    }
+    run = Run(RunConfig.from_dict({**run_config().to_dict(), "data": data}), tmp_path / "run")
+    run.train()
+    export_run(run.directory, tmp_path / "out")
+    signature = Signature.read(tmp_path / "out" / str(run.step))
+    kinds = {feature.name: feature.ids for feature in signature.features}
+    assert kinds == {"user": "xxhash64", "item": "integer", "tag": "fid"}
+    types = {name: dtype for name, dtype, _ in inputs_of(signature)}
+    assert types == {"user": None, "item": torch.int64, "tag": torch.int64}
+
+
+@pytest.mark.parametrize("kinds", [{"nobody": "integer"}, {"user": "text"}, {"user": None}, 3])
+def test_wrong_kinds_of_ids(tmp_path: Path, kinds: Any) -> None:
+    with pytest.raises(InputError, match="id_kinds"):
+        export_model(trained(), tmp_path, name="m", id_kinds=kinds)
 
 
 def test_deltas_are_exported_with_their_base(run: Run, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def example(**changes: Any) -> Signature:
         "tables": {"user": ExportedTable((2, 3), (0.5, 0.25), Routing("roundrobin", 1), 4, FILE)},
         "features": (
             FeatureSpec("u", "user", "mean"),
-            FeatureSpec("past", "user", "first_n", max_length=3, pad=-9),
+            FeatureSpec("past", "user", "first_n", max_length=3, pad=-9, ids="xxhash64"),
         ),
         "layouts": (LayoutSpec("x", "concat", (("u", 0, 2),)), LayoutSpec("h", "stack", (("past", 0, 5),))),
         "masks": {"mask": "past"},
@@ -173,6 +173,8 @@ WRONG: list[tuple[tuple[Any, ...], Any]] = [
     (("features", 0, "shared"), 0),
     (("features", 0, "pad"), 2**63),
     (("features", 0, "name"), "past"),
+    (("features", 0, "ids"), "text"),
+    (("features", 0, "ids"), 3),
     (("features", 1, "max_length"), 0),
     (("features", 1, "max_length"), None),
     (("features", 1, "max_length"), 2**40),
@@ -199,6 +201,13 @@ def test_a_wrong_field_is_refused(tmp_path: Path, field: tuple[Any, ...], value:
     (tmp_path / "signature.json").write_text(json.dumps(data))
     with pytest.raises(ExportError):
         Signature.read(tmp_path)
+
+
+def test_an_export_without_the_kind_of_ids_is_read() -> None:
+    data = json.loads(example().to_json())
+    for feature in data["features"]:
+        del feature["ids"]
+    assert [feature.ids for feature in Signature.from_dict(data, "x").features] == [None, None]
 
 
 @pytest.mark.parametrize("field", list(example().to_dict()))
@@ -244,6 +253,8 @@ def test_any_other_json_is_read_or_refused(path: tuple[Any, ...], value: Any) ->
         signature = Signature.from_dict(data, "x")
     except ExportError:
         return
+    for feature in data["features"]:
+        feature.setdefault("ids", None)  # earlier exports do not have it
     assert json.loads(signature.to_json()) == data
 
 
@@ -308,7 +319,8 @@ def test_the_schema_knows_every_field_that_is_written() -> None:
         (data["features"][0], defs["feature"]),
         (data["layouts"][0], defs["layout"]),
     ):
-        assert written.keys() == known["properties"].keys() == set(known["required"])
+        optional = {"ids"} if known is defs["feature"] else set()  # earlier exports do not have it
+        assert written.keys() == known["properties"].keys() == {*known["required"], *optional}
 
 
 @settings(max_examples=300)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -176,6 +178,34 @@ def test_strings_are_padded_with_empty_ones() -> None:
     (features, _) = READER.join([READER.read(given_)])
     assert isinstance(features["tags"], Ragged)
     assert [len(row) for row in features["tags"].to_lists()] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "accepted", "words"),
+    [
+        ("xxhash64", "strings", "'user' must be strings, not numbers: the ids were hashes of text"),
+        ("integer", "integers", "'user' must be integers, not strings: they were integers in training"),
+        ("fid", "integers", r"'user' must be integers, not strings: the results of megalith.fid\(slot, id\)"),
+    ],
+)
+def test_ids_are_of_the_kind_of_training(kind: str, accepted: str, words: str) -> None:
+    reader = InputReader(
+        replace(SIGNATURE, features=(FeatureSpec("user", "user", "sum", ids=kind),), num_dense=0)
+    )
+    values = {"strings": np.array([b"7", b"8"], object), "integers": torch.tensor([7, 8])}
+    for name, value in values.items():
+        inputs: Inputs = {"user": value}
+        forms: list[Callable[[], Rows]] = [
+            partial(reader.read, inputs),
+            partial(reader.read_protos, request_of(inputs).inputs),
+            partial(reader.read_infer, to_infer_request(inputs, model_name="m")),
+        ]
+        for form in forms:
+            if name == accepted:
+                assert form().count == 2
+            else:
+                with pytest.raises(InputError, match=words):
+                    form()
 
 
 def test_a_shared_feature_has_one_row_for_all() -> None:

@@ -36,6 +36,7 @@ from megalith.serving.export.frozen_rows import FrozenWriter
 from megalith.serving.export.signature import (
     DENSE,
     ENTRY,
+    ID_KINDS,
     STANDALONE,
     ExportedTable,
     FeatureSpec,
@@ -95,6 +96,7 @@ def export_model(
     block_size: int | None = None,
     rows: RowSource | None = None,
     source: Provenance | None = None,
+    id_kinds: Mapping[str, str] | None = None,
     on_rows: Callable[[int], object] | None = None,
 ) -> Path:
     """Write a version of a model below `out`. A call that fails leaves no files.
@@ -111,6 +113,9 @@ def export_model(
         block_size: Number of consecutive ids per part, for tables of dist_type "continuous".
         rows: Source of the rows (None: the model's tables).
         source: The checkpoint of the rows.
+        id_kinds: Feature -> what its ids were in training: "integer", "xxhash64" (hashes of text) or "fid".
+            Servers refuse requests with others: strings for integers and fids, integers for text. A feature
+            that is not listed is not checked.
         on_rows: Called with the number of rows of each chunk written.
 
     Returns:
@@ -151,7 +156,7 @@ def export_model(
         tables={},
     )
     if not isinstance(model, Shards):
-        signature = _describe(signature, model)
+        signature = _describe(signature, model, _checked_kinds(id_kinds, model.embeddings))
     parts = [f"ps_{number}" for number in range(num_shards)] or [STANDALONE]
     if num_shards and collection is not None:
         parts.append(ENTRY)  # the last to be published, because it needs the others
@@ -199,12 +204,21 @@ def _collection(model: Any) -> EmbeddingCollection:
     return collections[0]
 
 
-def _describe(signature: Signature, model: Exportable) -> Signature:
+def _checked_kinds(id_kinds: Any, collection: EmbeddingCollection) -> Mapping[str, str]:
+    given = checks.mapping({} if id_kinds is None else id_kinds, "export: id_kinds", '{"user": "integer"}')
+    known = [feature.name for feature in collection.features]
+    for name, each in given.items():
+        checks.one_of(name, known, "export: id_kinds: a feature")
+        checks.one_of(each, ID_KINDS, f"export: id_kinds of {name!r}")
+    return given
+
+
+def _describe(signature: Signature, model: Exportable, id_kinds: Mapping[str, str]) -> Signature:
     """Return a signature with the inputs of a model."""
     collection = model.embeddings
     return replace(
         signature,
-        features=tuple(FeatureSpec.of(feature) for feature in collection.features),
+        features=tuple(FeatureSpec.of(each, id_kinds.get(each.name)) for each in collection.features),
         layouts=_layouts(collection.plan),
         masks=dict(model.masks),
         num_dense=model.num_dense,

@@ -30,6 +30,8 @@ STANDALONE, ENTRY = "standalone", "entry"
 DENSE = "dense"
 """The name of the input that holds dense values."""
 OUTPUTS = ("logits", "probabilities")
+ID_KINDS = ("integer", "xxhash64", "fid")
+"""What the ids of a feature are: integers as they are, hashes of text, or results of `megalith.fid`."""
 _MAX_TEXT = 4096
 _COMBINERS: dict[str, type[Combiner]] = {"sum": Sum, "mean": Mean, "sqrtn": Sqrtn}
 _POOLING_METHODS = ("cut", "offsets", "divisor", "output_shape")
@@ -38,7 +40,12 @@ _POOLING_METHODS = ("cut", "offsets", "divisor", "output_shape")
 
 @dataclass(frozen=True)
 class FeatureSpec:
-    """A feature of the model; `max_length` is the number of ids that a FirstN feature uses."""
+    """A feature of the model.
+
+    Attributes:
+        max_length: Number of ids that a FirstN feature uses.
+        ids: One of ID_KINDS: what the ids were in training. Requests must send the same; None: unknown.
+    """
 
     name: str
     table: str
@@ -46,6 +53,7 @@ class FeatureSpec:
     shared: bool = False
     pad: int = -1
     max_length: int | None = None
+    ids: str | None = None
 
     def feature(self) -> Feature:
         """Return the feature of the collection."""
@@ -58,11 +66,12 @@ class FeatureSpec:
         return Feature(self.name, self.table, combiner, self.shared, pad=self.pad)
 
     @classmethod
-    def of(cls, feature: Feature) -> FeatureSpec:
+    def of(cls, feature: Feature, ids: str | None = None) -> FeatureSpec:
         """Describe a feature.
 
         Args:
             feature: A feature of a collection.
+            ids: One of ID_KINDS, or None if it is unknown.
 
         Returns:
             Its description.
@@ -72,13 +81,13 @@ class FeatureSpec:
         """
         combiner = feature.combiner
         if isinstance(combiner, FirstN):
-            return cls(feature.name, feature.table, "first_n", feature.shared, feature.pad, combiner.n)
+            return cls(feature.name, feature.table, "first_n", feature.shared, feature.pad, combiner.n, ids)
         for name, known in _COMBINERS.items():
             # A subclass under another name is the same combiner; one that pools in another way is not.
             if isinstance(combiner, known) and all(
                 getattr(type(combiner), method) is getattr(known, method) for method in _POOLING_METHODS
             ):
-                return cls(feature.name, feature.table, name, feature.shared, feature.pad)
+                return cls(feature.name, feature.table, name, feature.shared, feature.pad, None, ids)
         raise InputError(f"feature {feature.name!r}: {combiner!r} cannot be exported; give it a combiner")
 
 
@@ -290,8 +299,11 @@ def _feature(data: Mapping[str, Any]) -> FeatureSpec:
     pad = data["pad"]
     if isinstance(pad, bool) or not isinstance(pad, int) or not -(2**63) <= pad < 2**63:
         raise ValueError(f"pad is {pad!r}")
+    ids = data.get("ids")
+    if ids is not None and (not isinstance(ids, str) or ids not in ID_KINDS):
+        raise ValueError(f"ids is {ids!r}, not one of {', '.join(ID_KINDS)}")
     texts = [_text(data[name], name) for name in ("name", "table", "combiner")]
-    return FeatureSpec(texts[0], texts[1], texts[2], _flag(data["shared"], "shared"), pad, length)
+    return FeatureSpec(texts[0], texts[1], texts[2], _flag(data["shared"], "shared"), pad, length, ids)
 
 
 def _layout(data: Mapping[str, Any]) -> LayoutSpec:

@@ -205,12 +205,12 @@ def strings_from_tensor_proto(proto: Message, *, name: str = "tensor", max_bytes
     return _filled(given, count, name).reshape(shape)
 
 
-def tensor_info(name: str, dtype: torch.dtype, shape: Iterable[int | None]) -> Message:
+def tensor_info(name: str, dtype: torch.dtype | None, shape: Iterable[int | None]) -> Message:
     """Describe a tensor for a signature.
 
     Args:
         name: The name of the tensor.
-        dtype: Its type.
+        dtype: Its type; None: strings.
         shape: Its sizes; None or -1 for a size that varies.
 
     Returns:
@@ -219,9 +219,9 @@ def tensor_info(name: str, dtype: torch.dtype, shape: Iterable[int | None]) -> M
     Raises:
         InputError: TensorFlow does not have the dtype.
     """
-    if dtype not in DTYPES:
+    if dtype is not None and dtype not in DTYPES:
         raise InputError(f"{name}: TensorFlow does not have the dtype {dtype}")
-    info = TensorInfo(name=name, dtype=DTYPES[dtype])
+    info = TensorInfo(name=name, dtype=DataType.DT_STRING if dtype is None else DTYPES[dtype])
     info.tensor_shape.SetInParent()
     for size in shape:
         info.tensor_shape.dim.add(size=-1 if size is None else size)

@@ -29,6 +29,11 @@ from megalith.serving.proto.tf_tensors import Strings, from_tensor_protos
 
 SPLITS, WEIGHTS = ":row_splits", ":weights"
 Inputs = Mapping[str, Tensor | Strings]
+_EXPECTED = {
+    "integer": "integers, not strings: they were integers in training, and the hash of a text is another id",
+    "fid": "integers, not strings: the results of megalith.fid(slot, id), as in training",
+    "xxhash64": "strings, not numbers: the ids were hashes of text in training; send integers as text",
+}
 _INT64, _FLOAT = int(DataType.DT_INT64), int(DataType.DT_FLOAT)
 _Raw = tuple[int | str, list[int], bytes]
 """dtype, shape and little-endian bytes of a tensor."""
@@ -111,7 +116,9 @@ class InputReader:
         self._position = {name: k for k, name in enumerate(self.names)}
         self._dims = tuple(signature.tables[feature.table].dim for feature in signature.features)
         self._row_bytes = 4 * sum(self._dims)
-        self._shared = any(feature.shared for feature in signature.features)
+        self._takes_plain = not any(
+            feature.shared or feature.ids == "xxhash64" for feature in signature.features
+        )
 
     def read_protos(self, protos: Mapping[str, Message]) -> Rows:
         """Read the inputs of a PredictRequest.
@@ -140,7 +147,7 @@ class InputReader:
             InputError: An input is unknown, missing, malformed or too large; the message names it.
         """
         raw = request.raw_input_contents
-        if len(raw) == len(request.inputs) and not self._shared:
+        if len(raw) == len(request.inputs) and self._takes_plain:
             given = {}
             for tensor, data in zip(request.inputs, raw, strict=True):
                 if tensor.HasField("contents"):
@@ -244,7 +251,7 @@ class InputReader:
 
     def _read_plain(self, protos: Mapping[str, Message]) -> Rows | None:
         """Read a plain PredictRequest, whose tensors all are in tensor_content; None for others."""
-        if self._shared or len(protos) > len(self.names) + 1:
+        if not self._takes_plain or len(protos) > len(self.names) + 1:
             return None
         given = {}
         for name in protos:
@@ -356,6 +363,9 @@ def _read_column(feature: FeatureSpec, inputs: Inputs) -> tuple[Column, int]:
 
 def _ids(feature: FeatureSpec, given: Tensor | Strings) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Return ids of any shape, and where they are padding: the feature's pad, or an empty string."""
+    is_text = not isinstance(given, Tensor)
+    if feature.ids is not None and is_text != (feature.ids == "xxhash64"):
+        raise InputError(f"input {feature.name!r} must be {_EXPECTED[feature.ids]}")
     if not isinstance(given, Tensor):
         ids: NDArray[np.int64] = hash_strings(given).numpy()
         return ids, np.asarray(given == b"", dtype=bool).reshape(given.shape)

@@ -29,6 +29,7 @@ from megalith.serving.proto import (
     ServerReadyResponse,
     datatype_of,
 )
+from megalith.serving.proto.infer_tensors import BYTES
 from megalith.serving.server.dispatcher import Dispatcher
 from megalith.serving.server.methods import GrpcScoreRequest, grpc_handler, parse, remaining, serialize
 from megalith.serving.server.request_errors import RequestError
@@ -228,7 +229,7 @@ def describe(dispatcher: Dispatcher, name: str, version: str) -> dict[str, Any]:
             "versions": [str(number) for number in model.versions],
             "platform": PLATFORM,
             "inputs": [
-                {"name": given, "datatype": datatype_of(dtype), "shape": _sizes(shape)}
+                {"name": given, "datatype": _datatype(dtype), "shape": _sizes(shape)}
                 for given, dtype, shape in inputs_of(found.signature)
             ],
             "outputs": _outputs(found.signature),
@@ -238,6 +239,10 @@ def describe(dispatcher: Dispatcher, name: str, version: str) -> dict[str, Any]:
 def _outputs(signature: Signature) -> list[dict[str, Any]]:
     names = signature.outputs if signature.predicts else ()
     return [{"name": name, "datatype": datatype_of(torch.float32), "shape": [-1]} for name in names]
+
+
+def _datatype(dtype: torch.dtype | None) -> str:
+    return BYTES if dtype is None else datatype_of(dtype)
 
 
 def _sizes(shape: list[int | None]) -> list[int]:

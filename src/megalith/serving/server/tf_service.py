@@ -294,19 +294,21 @@ def _signatures(signature: Signature, writes: bool) -> Message:
     return made
 
 
-def inputs_of(signature: Signature) -> list[tuple[str, torch.dtype, list[int | None]]]:
+def inputs_of(signature: Signature) -> list[tuple[str, torch.dtype | None, list[int | None]]]:
     """Return the inputs of serving_default.
 
     Args:
         signature: The model.
 
     Returns:
-        Name, dtype and shape of each input; None in a shape is a size that varies.
+        Name, dtype and shape of each input. The dtype None is that of strings; None in a shape is a size
+        that varies.
     """
-    described: list[tuple[str, torch.dtype, list[int | None]]] = []
+    described: list[tuple[str, torch.dtype | None, list[int | None]]] = []
     for feature in signature.features:
         length = [] if feature.max_length == 1 else [None]
-        described.append((feature.name, torch.int64, [None, *length]))
+        dtype = None if feature.ids == "xxhash64" else torch.int64
+        described.append((feature.name, dtype, [None, *length]))
     if signature.num_dense:
         described.append((signature.dense_name, torch.float32, [None, signature.num_dense]))
     return described
