@@ -275,6 +275,8 @@ def test_tensors_of_a_state_are_plain_for_everything_else() -> None:
     rows = state[key("user/rows")]
     assert {type(x) for x in (rows + 1, rows[:2], rows.clone(), rows.cpu()[0])} == {Tensor}
     assert rows.size() == rows.shape == (6, 4)
+    assert rows.size() != (99, 4)
+    assert {rows.size(): "exact"}.get(torch.Size((99, 4))) is None
     assert rows.size(0) == rows.shape[0] == 6
     assert type(pickle.loads(pickle.dumps(rows))) is Tensor
     made = two_tables("cpu")
