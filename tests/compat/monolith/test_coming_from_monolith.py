@@ -73,6 +73,11 @@ NAMES = {
         MONOLITH_BENCHMARK_ITERS MONOLITH_BENCHMARK_BPS_AR_LEN MONOLITH_BENCHMARK_BPS_A2A_LEN
     """,
     "Ids, records and checkpoints": "fid_v1_list fid_v2_list Example ExampleBatch Instance EntryDump",
+    "Admission and expiry": """
+        slot_expire_time_config default_expire_time expire_time enable_feature_eviction
+        feature_evict_every_n_hours feature_eviction_on_save slot_occurrence_threshold_config
+        occurrence_threshold sliding_hash_filter probabilistic_filter intercept_gradient
+    """,
     "Serving and parameter sync": """
         remote_predict create_parameter_sync_clients parameter_sync_client_from_config refresh_sync_config
         ParameterSyncClient create_sync_op create_dummy_sync_client create_dummy_sync_server DummySyncServer
