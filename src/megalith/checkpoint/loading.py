@@ -424,7 +424,7 @@ def _warn(store: Store, report: LoadReport) -> None:
     for problem, names in (
         ("does not hold", report.missing),
         ("holds what the model does not have:", report.extra),
-        ("holds duplicate rows of table", [n for n, table in report.tables.items() if table.refused]),
+        ("holds duplicate rows, or more rows than the Capacity, of table", [n for n, table in report.tables.items() if table.refused]),
     ):
         if names:
             warnings.warn(f"{store.where} {problem} {', '.join(map(repr, names))}", stacklevel=3)

@@ -345,11 +345,13 @@ class RankMessages:
             steps[name] = Step(push.rates[name], seconds, push.scale, push.clip_norm, push.step)
             if own is requested.ids[name] and name in requested.found:
                 found[name] = requested.found[name]
-        before = {name: len(self._tables[name]) for name in grads} if self._recorder is not None else {}
+        before = {}
+        if self._recorder is not None:
+            before = {name: self._engines[name].counters().created for name in grads}
         self._engines.update(ids, found, grads, None, steps, seen)
         for name, rows in before.items():
             assert self._recorder is not None
-            self._recorder.created(name, len(self._tables[name]) - rows)
+            self._recorder.created(name, self._engines[name].counters().created - rows)
 
     def _check_push(
         self, heads: list[list[int]], mine: list[int], error: Exception | None, series: LookupSeries
