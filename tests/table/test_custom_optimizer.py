@@ -13,11 +13,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megalith import SGD, Adagrad, Adam, DelayCompensated, Momentum, Segment, Table, TableConfig, Uniform
-from megalith.errors import InputError, UsageError
+from megalith import (
+    SGD,
+    Adagrad,
+    Adam,
+    DelayCompensated,
+    EmbeddingCollection,
+    Feature,
+    Momentum,
+    Ragged,
+    Segment,
+    Table,
+    TableConfig,
+    Uniform,
+    checkpoint,
+)
+from megalith.errors import CheckpointError, InputError, UsageError
 from megalith.ops import Pooling
 from megalith.table import Optimizer, State
 from megalith.table.optimizers import native_rule
+from tests.checkpoint.memory import MemoryStore
 from tests.table.support import (
     assert_close,
     assert_same_bits,
@@ -268,3 +283,23 @@ def test_no_update_is_lost_between_threads() -> None:
     for thread in threads:
         thread.join()
     assert table.lookup(ids).count_nonzero() == 0  # 90 steps of -1 and 90 additions of 1
+
+
+def test_a_collection_trains_and_saves_it() -> None:
+    def collection() -> EmbeddingCollection:
+        tables = [TableConfig("t", dim=2, optimizer=Yogi(0.1))]
+        return EmbeddingCollection(tables, [Feature("f", "t")], seed=3)
+
+    made, store = collection(), MemoryStore()
+    batch = {"f": Ragged.from_lists([[1, 2], [1]])}
+    for _ in range(2):
+        made(batch)["f"].sum().backward()
+    checkpoint.save(made, store)
+    loaded = collection()
+    checkpoint.load(loaded, store)
+
+    assert_same_tables(whole(loaded.tables["t"]), whole(made.tables["t"]))
+    assert state_of(made.tables["t"], 1)["0/updates"] == [2.0]
+    other = EmbeddingCollection([TableConfig("t", dim=2, optimizer=SignSGD(0.1))], [Feature("f", "t")])
+    with pytest.raises(CheckpointError, match="was trained with Yogi, but the model uses SignSGD"):
+        checkpoint.load(other, store)
