@@ -3,7 +3,7 @@
 The true weights drift, and a fifth of the views are of new items. Every second the rows and weights that
 changed are pushed to the server. Each batch is scored by the server and by a copy that stays as exported,
 before the model trains on it. `megalith train --publish` and `megalith serve --follow` do the same in
-separate processes. Requires `pip install megalith[serve]`.
+separate processes. Requires `pip install '.[serve]'` in a checkout.
 
     python examples/online.py [--seconds 20]
 """

@@ -4,6 +4,10 @@ A message names what was wrong, where, and the remedy. Each error is a `Megalith
 error that a caller expects, so `except ValueError` works as usual.
 """
 
+from __future__ import annotations
+
+from typing import Self
+
 
 class MegalithError(Exception):
     """Base class of all errors that Megalith raises."""
@@ -42,6 +46,19 @@ class ExportError(MegalithError, ValueError):
 
 class MissingDependencyError(MegalithError, ImportError):
     """An optional package is not installed."""
+
+    @classmethod
+    def of_extra(cls, problem: str, extra: str) -> Self:
+        """Make the error for a package of one of Megalith's extras.
+
+        Args:
+            problem: What needs which package: "metrics need prometheus-client".
+            extra: Name of the extra in pyproject.toml.
+
+        Returns:
+            The error; its message holds the command that installs the extra.
+        """
+        return cls(f"{problem}: run `pip install '.[{extra}]'` in a checkout of Megalith")
 
 
 class BudgetError(MegalithError, ValueError):

@@ -146,5 +146,5 @@ def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         raise ImportError(name)
 
     monkeypatch.setattr(parquet.importlib, "import_module", missing)
-    with pytest.raises(MissingDependencyError, match=r"pyarrow is needed .* pip install megalith\[data\]"):
+    with pytest.raises(MissingDependencyError, match=r"pyarrow is needed .*pip install '.\[data\]'"):
         write_parquet(tmp_path / "t.parquet", [])

@@ -333,5 +333,5 @@ def test_invalid_urls_raise() -> None:
 
 def test_without_obstore_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'megalith\[remote\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install '.\[remote\]'"):
         checkpoint.load(Model(), "s3://bucket/x")

@@ -596,5 +596,5 @@ def test_a_damaged_page_costs_its_row_group(tmp_path: Path) -> None:
 def test_without_pyarrow_the_error_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.parquet", {"y": [0.0], "c": [1]})
     monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
-    with pytest.raises(ImportError, match=r"pip install megalith\[data\]"):
+    with pytest.raises(ImportError, match=r"pip install '.\[data\]'"):
         ParquetReader(path, SCHEMA, batch_size=2)

@@ -310,7 +310,7 @@ def test_seeded_faults_depend_on_seed_and_uid_alone() -> None:
 
 def test_without_obstore_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore.store", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'megalith\[remote\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install '.\[remote\]'"):
         memory_store()
 
 

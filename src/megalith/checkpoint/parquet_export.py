@@ -1,4 +1,4 @@
-"""Parquet: the rows of tables as files that other tools read. Needs pyarrow (`pip install megalith[data]`).
+"""Parquet: the rows of tables as files that other tools read. Needs pyarrow (the extra `data`).
 
 `export` takes them from a checkpoint, `export_parquet` from a collection, `write_parquet` from any chunks.
 
@@ -259,6 +259,4 @@ def _arrow(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise MissingDependencyError(
-            f"{module} is needed to write Parquet: pip install megalith[data]"
-        ) from error
+        raise MissingDependencyError.of_extra(f"{module} is needed to write Parquet", "data") from error

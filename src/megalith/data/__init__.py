@@ -1,6 +1,6 @@
 """Readers: training data from files and synthetic data, as batches of tensors.
 
-Reading Parquet and CSV files requires pyarrow: `pip install megalith[data]`.
+Reading Parquet and CSV files requires pyarrow, the extra `data`.
 """
 
 from megalith.data.batch import Batch, Position, Samples

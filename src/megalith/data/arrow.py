@@ -50,9 +50,8 @@ def arrow(module: str = "pyarrow") -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise MissingDependencyError(
-            f"{module} is required to read this file: pip install megalith[data]"
-        ) from error
+        problem = f"{module} is required to read this file"
+        raise MissingDependencyError.of_extra(problem, "data") from error
 
 
 @dataclass(frozen=True)

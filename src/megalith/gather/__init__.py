@@ -4,7 +4,7 @@ together.
 Peers `compress` and `publish`. A `Plan` says whom to fetch; `gather` (or a `Gatherer` per rank and `merge`)
 fetches and checks; `find_overlap` finds copies; `OuterUpdate` steps the weights within a memory budget;
 artifacts let others `catch_up`. `run_window` is all of it, in one process or on `Ranks` that share the work.
-Stores need obstore: `pip install megalith[remote]`.
+Stores need obstore, the extra `remote`.
 """
 
 from megalith.gather.artifact import CatchUp, catch_up, load_artifact, read_artifact_manifest

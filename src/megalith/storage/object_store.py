@@ -1,4 +1,4 @@
-"""ObjectStore: files in S3 and other object stores, through obstore (`pip install 'megalith[remote]'`).
+"""ObjectStore: files in S3 and other object stores, through obstore (the extra `remote`).
 
 It has two groups of methods. The methods of `Store` block; obstore retries each request until RETRY_SECONDS
 after its first failure, because its own default of three minutes is too long for a save of many requests. The
@@ -86,9 +86,7 @@ class ObjectStore(Store):
             import obstore.exceptions
             from obstore.store import from_url
         except ImportError:
-            raise MissingDependencyError(
-                f"{url}: object stores need obstore: pip install 'megalith[remote]'"
-            ) from None
+            raise MissingDependencyError.of_extra(f"{url}: object stores need obstore", "remote") from None
         self.where = self.address = checks.text(url, "object store: url").rstrip("/")
         self._obstore: Any = obstore
         self._prefix = ""

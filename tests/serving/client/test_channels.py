@@ -287,5 +287,5 @@ def test_a_server_that_comes_back_is_found_again() -> None:
 
 def test_without_grpcio_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "grpc", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install megalith\[serve\]"):
+    with pytest.raises(MissingDependencyError, match=r"pip install '.\[serve\]'"):
         Connection("127.0.0.1:1")

@@ -404,7 +404,7 @@ def test_without_kazoo_the_error_names_the_extra() -> None:
         "try:\n"
         "    open_discovery('zk://a:1/demo')\n"
         "except MissingDependencyError as error:\n"
-        "    assert 'megalith[discovery]' in str(error), error\n"
+        "    assert \"pip install '.[discovery]'\" in str(error), error\n"
         "else:\n"
         "    raise SystemExit('no error')\n"
         "assert not any(name.startswith(('google.protobuf', 'grpc')) for name in sys.modules)\n"

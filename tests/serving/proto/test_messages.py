@@ -243,7 +243,7 @@ def test_without_protobuf_the_error_names_the_extra() -> None:
         "try:\n"
         "    import megalith.serving.proto\n"
         "except MissingDependencyError as error:\n"
-        "    assert 'megalith[serve]' in str(error), error\n"
+        "    assert \"pip install '.[serve]'\" in str(error), error\n"
         "else:\n"
         "    raise SystemExit('no error')\n"
     )

@@ -2,7 +2,7 @@
 
 A `Connection` is a channel to one address and the calls of TF Serving's Predict, GetModelMetadata and
 GetModelStatus over it. Every call has a deadline, and every failure raises RemoteError. The caller chooses
-the server, and decides what happens when it fails. Needs grpcio: `pip install megalith[serve]`.
+the server, and decides what happens when it fails. Needs grpcio, the extra `serve`.
 """
 
 from __future__ import annotations

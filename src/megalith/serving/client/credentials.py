@@ -23,7 +23,7 @@ def grpc_module() -> Any:
     try:
         return importlib.import_module("grpc")
     except ImportError as error:
-        raise MissingDependencyError("serving needs grpcio: pip install megalith[serve]") from error
+        raise MissingDependencyError.of_extra("serving needs grpcio", "serve") from error
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Discovery: which servers serve which part of which model.
 
 `StaticDiscovery` has a fixed list, `FileDiscovery` watches a file, `ZooKeeperDiscovery` shares its nodes with
-Monolith; `open_discovery` makes one from a URL. ZooKeeper needs kazoo: `pip install megalith[discovery]`.
+Monolith; `open_discovery` makes one from a URL. ZooKeeper needs kazoo, the extra `discovery`.
 """
 
 from megalith.serving.discovery.contract import Discovery, Replica, ServiceName, SyncBackend, Watch

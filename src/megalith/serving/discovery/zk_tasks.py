@@ -36,7 +36,7 @@ def kazoo(module: str) -> Any:
     try:
         return importlib.import_module(f"kazoo.{module}")
     except ImportError as error:
-        raise MissingDependencyError("ZooKeeper needs kazoo: pip install megalith[discovery]") from error
+        raise MissingDependencyError.of_extra("ZooKeeper needs kazoo", "discovery") from error
 
 
 class ZooKeeperUnavailable(DiscoveryError):

@@ -34,7 +34,7 @@ def protobuf(module: str) -> Any:
     try:
         return importlib.import_module(f"google.protobuf.{module}")
     except ImportError as error:
-        raise MissingDependencyError("this needs protobuf: pip install megalith[serve]") from error
+        raise MissingDependencyError.of_extra("this needs protobuf", "serve") from error
 
 
 def load_pool(path: Path) -> Any:

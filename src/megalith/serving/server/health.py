@@ -30,7 +30,7 @@ def _module(package: str, name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise MissingDependencyError(f"serving needs {package}: pip install megalith[serve]") from error
+        raise MissingDependencyError.of_extra(f"serving needs {package}", "serve") from error
 
 
 class Health:

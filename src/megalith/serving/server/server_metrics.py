@@ -36,7 +36,7 @@ def prometheus(module: str = "prometheus_client") -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise MissingDependencyError("metrics need prometheus-client: pip install megalith[serve]") from error
+        raise MissingDependencyError.of_extra("metrics need prometheus-client", "serve") from error
 
 
 class Metrics:
