@@ -192,3 +192,22 @@ def state_of(table: Table, id: int) -> Mapping[str, list[float]]:
     all_rows = whole(table)
     at = all_rows.ids.tolist().index(id)
     return {key: values[at].tolist() for key, values in all_rows.state.items()}
+
+
+def train_rows(
+    engine: str, optimizer: Optimizer, weights: Tensor, grads: list[Tensor], *, first_step: int = 0
+) -> Table:
+    """Rows 0..n-1 start at `weights` and take one step per gradient."""
+    table = sgd_table(engine, weights.shape[1], optimizer=optimizer)
+    ids = torch.arange(weights.shape[0])
+    table.assign(ids, weights)
+    for number, grad in enumerate(grads):
+        table.apply_gradients(ids, grad, step=first_step + number)
+    return table
+
+
+def training_example(rows: int = 3, dim: int = 5, steps: int = 6) -> tuple[Tensor, list[Tensor]]:
+    """Weights [rows, dim] and one gradient per step."""
+    generator = torch.Generator().manual_seed(rows * 1000 + dim)
+    weights = torch.randn(rows, dim, generator=generator)
+    return weights, [torch.randn(rows, dim, generator=generator) for _ in range(steps)]
