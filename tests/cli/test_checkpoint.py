@@ -69,6 +69,20 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["checkpoint", *map(str, arguments)])
 
 
+def test_the_directory_of_a_run_stands_for_its_checkpoint(saved: Path, tmp_path: Path) -> None:
+    runs = [tmp_path / name for name in "ab"]
+    for each in runs:
+        shutil.copytree(saved, each / "checkpoint")
+    assert "no problems" in words(run("verify", runs[0]))
+    assert as_json("diff", *runs)["same"] is True
+    assert words(run("reshard", runs[0], tmp_path / "two", "--num-shards", 2))
+    assert words(run("compact", runs[0]))
+    assert words(run("export", runs[0], tmp_path / "user.parquet", "--table", "user"))
+    shown = CliRunner().invoke(app, ["table", str(runs[1])])
+    assert shown.exit_code == 0, shown.output
+    assert run("verify", tmp_path / "nothing").exit_code == 1
+
+
 def words(result: Result) -> str:
     assert result.exit_code == 0, result.output
     return re.sub(r"\s+", " ", result.stdout)

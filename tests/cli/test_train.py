@@ -100,6 +100,27 @@ def test_train_eval_predict(tmp_path: Path, config: Path) -> None:
     assert sum(scores) / len(scores) == pytest.approx(mean, rel=1e-5)
 
 
+def test_flags_and_sections_give_tables_policies(tmp_path: Path, config: Path) -> None:
+    run = tmp_path / "run"
+    config.write_text(config.read_text() + '[tables.item]\nadmission = ""\neviction = "ttl=1e6"\n')
+    flags = ("--admission", "min_count=2", "--eviction", "capacity=30,capacity.score=step")
+
+    trained = megalith("train", "--config", config, "--run", run, "--max-steps", 10, *flags)
+
+    assert trained.exit_code == 0, trained.output
+    assert re.search(r"evicted +[1-9][0-9,]* +rows", trained.output)
+    assert re.search(r"refused +[1-9][0-9,]* +ids", trained.output)
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["rows"]["user"] <= 30 < last["rows"]["item"]
+    assert last["counters"]["item"]["refused"] == 0
+    shown = megalith("table", run / "checkpoint", "--table", "user").output
+    assert re.search(r"in memory +about .* rows .* state .* index .* counters", shown.replace("\n", " "))
+    assert re.search(r"pending +[1-9][0-9,]* ids", shown)
+    wrong = megalith("train", "--config", config, "--run", run, "--eviction", "lru=5")
+    assert wrong.exit_code == 1
+    assert "unknown policy 'lru'" in wrong.output
+
+
 def evaluation_of(run: Path) -> Any:
     return json.loads((run / "evaluation.json").read_text())
 
@@ -210,9 +231,48 @@ def test_a_bad_row_is_named_or_skipped_and_counted(tmp_path: Path) -> None:
     error = _error(megalith("train", *flags))
     assert "c.csv" in error
     assert "line 3" in error
+    assert "--on-error skip" in error
     result = megalith("train", *flags, "--on-error", "skip")
     assert result.exit_code == 0, result.output
-    assert "skipped 1 row: " in result.output
+    assert "skipped 1 row: wrong type; first: " in result.output
+    assert "c.csv: line 3, column 'click': 'maybe' is not a number" in " ".join(result.output.split())
+
+
+def test_data_without_a_valid_row_is_an_error(tmp_path: Path, config: Path) -> None:
+    table = parquet.read_table(tmp_path / "test.parquet")
+    wrong = table.set_column(0, "click", pa.array([5.0] * len(table)))
+    parquet.write_table(wrong, tmp_path / "wrong.parquet")
+    flags = ("train", "--config", config, "--on-error", "skip")
+    error = _error(megalith(*flags, "--run", tmp_path / "none", "--path", tmp_path / "wrong.parquet"))
+    assert "the training data has no valid row; skipped 192 rows: label not 0 or 1 (first: " in error
+    assert "wrong.parquet: row 0, column 'click': 5.0 is not 0 or 1" in error
+    assert not (tmp_path / "none" / "checkpoint").exists()
+    megalith(*flags, "--run", tmp_path / "run", "--max-steps", 1)
+    error = _error(megalith("eval", tmp_path / "run", tmp_path / "wrong.parquet", "--on-error", "skip"))
+    assert "there is no valid row to evaluate; skipped 192 rows: label not 0 or 1; first: " in error
+
+
+def test_eval_needs_the_test_data_only(tmp_path: Path, config: Path) -> None:
+    run = tmp_path / "run"
+    megalith("train", "--config", config, "--run", run, "--max-steps", 2)
+    for path in tmp_path.glob("*.parquet"):
+        if path.name != "test.parquet":
+            path.unlink()
+    result = megalith("eval", run, "--json")
+    assert result.exit_code == 0, result.output
+    assert {"step": 2, **json.loads(result.output)} == evaluation_of(run)
+
+
+def test_warnings_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "c.csv").write_text("click,user\n" + "1,3 4 5\n0,6 7 8\n" * 8)
+    config = tmp_path / "c.toml"
+    config.write_text('[data]\nkind = "csv"\nschema = { label = "click", features = { user = "user" } }\n')
+    flags = ("--config", config, "--path", tmp_path / "c.csv", "--run", tmp_path / "run", "--threads", 1)
+    result = megalith("train", *flags)
+    assert result.exit_code == 0, result.output
+    shown = [line for line in result.stderr.splitlines() if "looks like several ids" in line]
+    assert [line.startswith("warning: ") for line in shown] == [True]
+    assert "UserWarning" not in result.stderr
 
 
 def test_eval_and_predict_have_the_data_flags_of_train_and_report_dropped_rows(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -369,8 +370,8 @@ def test_labels_other_than_0_and_1(tmp_path: Path) -> None:
     assert reader.skipped == {"no label": 2, "not finite": 1}
 
     reader = ParquetReader(path, SCHEMA, batch_size=1, binary_labels=True)
-    with pytest.raises(InputError, match=r"a.parquet: row 6, column 'y': inf is not a finite number"):
-        next(iter(reader))
+    with pytest.raises(InputError, match=r"a.parquet: row 2, column 'y': 2.0 is not 0 or 1"):
+        next(iter(reader))  # the first bad row, although others are bad in another way
     reader = ParquetReader(path, SCHEMA, batch_size=8, on_error="skip", binary_labels=True)
     assert labels_of(reader) == [0.0, 1.0]
     assert reader.skipped == {"no label": 2, "not finite": 1, "label not 0 or 1": 3}
@@ -417,8 +418,11 @@ def test_times_in_milliseconds_are_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=message):
         list(ParquetReader(path, schema, batch_size=2))
     reader = ParquetReader(path, schema, batch_size=2, on_error="skip")
+    assert [batch.time for batch in reader.shard(0, 1)] == [1_600_000_000]
     assert [batch.time for batch in reader] == [1_600_000_000]
     assert reader.skipped == {"not a time": 1}
+    assert list(reader.first_skipped) == ["not a time"]
+    assert re.search(message, reader.first_skipped["not a time"])
 
 
 @pytest.mark.parametrize(

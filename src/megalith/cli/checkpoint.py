@@ -19,13 +19,17 @@ from megalith.cli.checkpoint_output import (
 from megalith.cli.console import exit_on_error
 from megalith.cli.output import console, plural, print_json, print_line, progress
 from megalith.errors import CheckpointError, InputError
+from megalith.training.run_model import find_checkpoint
 from megalith.units import show_bytes
 
 app = typer.Typer(no_args_is_help=True, help="List, verify, compare and rewrite checkpoints.")
 
 Place = Annotated[
     str,
-    typer.Argument(help="A checkpoint: a directory, or an address like s3://bucket/x.", show_default=False),
+    typer.Argument(
+        help="A checkpoint, or a run with one: a directory, or an address like s3://bucket/x.",
+        show_default=False,
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -69,8 +73,9 @@ def verify(path: Place, as_json: AsJson = False) -> None:
     Example:
       megalith checkpoint verify runs/demo/checkpoint
     """
-    with exit_on_error(), progress("verifying", _bytes_of(path)) as advance:
-        result = checkpoint.verify(path, on_bytes=advance)
+    place = _checkpoint_of(path)
+    with exit_on_error(), progress("verifying", _bytes_of(place)) as advance:
+        result = checkpoint.verify(place, on_bytes=advance)
     if as_json:
         print_json({"path": path, "ok": not result.problems, **asdict(result)})
     else:
@@ -88,8 +93,8 @@ def verify(path: Place, as_json: AsJson = False) -> None:
 
 @app.command()
 def diff(
-    before: Annotated[str, typer.Argument(help="A checkpoint.", show_default=False)],
-    after: Annotated[str, typer.Argument(help="Another checkpoint.", show_default=False)],
+    before: Annotated[str, typer.Argument(help="A checkpoint or a run.", show_default=False)],
+    after: Annotated[str, typer.Argument(help="Another one.", show_default=False)],
     as_json: AsJson = False,
 ) -> None:
     """Show the differences of two checkpoints: rows, largest change, dense weights, steps and settings.
@@ -100,12 +105,12 @@ def diff(
 
     \b
     Example:
-      megalith checkpoint diff runs/monday/checkpoint runs/tuesday/checkpoint
+      megalith checkpoint diff runs/monday runs/tuesday
     """
     with exit_on_error():
-        total = sum(_rows_of(path) for path in (before, after))
-        with progress("comparing", total) as advance:
-            found = checkpoint.diff(before, after, on_rows=advance)
+        old, new = _checkpoint_of(before), _checkpoint_of(after)
+        with progress("comparing", _rows_of(old) + _rows_of(new)) as advance:
+            found = checkpoint.diff(old, new, on_rows=advance)
     if as_json:
         print_json({"before": before, "after": after, "same": found.same, **asdict(found)})
     else:
@@ -140,6 +145,7 @@ def reshard(
       megalith checkpoint reshard runs/demo/checkpoint demo-on-8 --num-shards 8
       megalith checkpoint reshard s3://bucket/a s3://bucket/b --num-shards 8 --dist-type hash_roundrobin
     """
+    path = _checkpoint_of(path)
     with exit_on_error():
         if block_size is not None and dist_type not in (None, "continuous"):
             raise InputError(f"--block-size is for --dist-type continuous, not {dist_type}")
@@ -163,6 +169,7 @@ def compact(path: Place) -> None:
     Example:
       megalith checkpoint compact runs/demo/checkpoint
     """
+    path = _checkpoint_of(path)
     with exit_on_error():
         before = checkpoint.read_manifest(path)
         with progress("merging", _rows_of(path)) as advance:
@@ -195,10 +202,16 @@ def export(
       megalith checkpoint export runs/demo/checkpoint tables
       megalith checkpoint export runs/demo/checkpoint user.parquet --table user --no-state
     """
+    path = _checkpoint_of(path)
     with exit_on_error(), progress("exporting", _rows_of(path)) as advance:
         written = checkpoint.export(path, out, tables=table or None, state=state, on_rows=advance)
     for name, count in written.items():
         print_line(f"{plural(count, 'row')} in {name}")
+
+
+def _checkpoint_of(path: str) -> str:
+    """The checkpoint of a run's directory. Another path, and an address, is returned unchanged."""
+    return path if "://" in path else str(find_checkpoint(path))
 
 
 # ---- amounts

@@ -12,8 +12,9 @@ from megalith.cli.config_options import config_options
 from megalith.cli.console import exit_on_error
 from megalith.cli.output import console, print_json, progress, skipped_lines
 from megalith.errors import InputError
-from megalith.training import DataConfig, load_trained, open_reader, open_source
+from megalith.training import DataConfig, load_trained, open_reader
 from megalith.training import evaluate as evaluate_model
+from megalith.training.data_source import open_test
 from megalith.training.run_config import FIXED_DATA
 from megalith.training.threads import threads_of, using_threads
 
@@ -37,19 +38,22 @@ def evaluate(
     with exit_on_error():
         model, config = load_trained(run)
         config = config.changed(**{f"data_{key}": value for key, value in data.items()})
-        reader = open_source(config).test if path is None else open_reader(config.data, path)
+        reader = open_test(config) if path is None else open_reader(config.data, path)
         if reader is None:
             raise InputError(f"{run} has no held-out data: name the data to evaluate on")
         threads = threads_of(config, reader.feature_names)
         with using_threads(threads), progress("evaluating", reader.num_rows) as on_batch:
             result = evaluate_model(model, reader, on_batch)
+        skipped = skipped_lines(result.skipped, first=reader.first_skipped)
+        if not result.samples:
+            raise InputError("; ".join(["there is no valid row to evaluate", *skipped]))
     if as_json:
         return print_json(result.to_dict())
     table = Table("predicted", "observed", "samples", title="calibration")
     for each in result.calibration:
         table.add_row(f"{each['predicted']:.3f}", f"{each['observed']:.3f}", f"{each['count']:,.0f}")
     out = console()
-    for line in skipped_lines(result.skipped):
+    for line in skipped:
         out.print(line, markup=False)
     out.print(f"{result.samples:,} samples   AUC {result.auc:.4f}   log loss {result.log_loss:.4f}")
     out.print(table)

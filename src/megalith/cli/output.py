@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import typer
@@ -137,18 +138,25 @@ def plural(number: int, thing: str) -> str:
     return f"{number:,} {thing}" + ("" if number == 1 else "s")
 
 
-def skipped_lines(skipped: Mapping[str, int], *, of: str = "") -> list[str]:
+def skipped_lines(
+    skipped: Mapping[str, int], *, of: str = "", first: Mapping[str, str] = MappingProxyType({})
+) -> list[str]:
     """Returns a line for each reason for which rows were skipped.
 
     Args:
         skipped: Reason -> number of rows.
         of: Which data the rows belong to.
+        first: Reason -> description of the first such row.
 
     Returns:
         The lines to print.
     """
     where = f" of the {of}" if of else ""
-    return [f"skipped {plural(count, 'row')}{where}: {reason}" for reason, count in skipped.items()]
+    return [
+        f"skipped {plural(count, 'row')}{where}: {reason}"
+        + (f"; first: {first[reason]}" if reason in first else "")
+        for reason, count in skipped.items()
+    ]
 
 
 def print_line(text: str) -> None:

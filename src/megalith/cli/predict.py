@@ -40,7 +40,7 @@ def predict(
         threads = threads_of(config, reader.feature_names)
         with using_threads(threads), progress("predicting", reader.num_rows) as on_batch:
             count = predict_file(model, reader, out, on_batch)
-    lines = skipped_lines(reader.skipped)
+    lines = skipped_lines(reader.skipped, first=reader.first_skipped)
     for line in lines:
         print_line(line)
     print_line(f"{count:,} probabilities in {out}" + ("; skipped rows have no line in it" if lines else ""))

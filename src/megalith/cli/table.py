@@ -22,11 +22,14 @@ from megalith.errors import InputError, UnknownNameError
 from megalith.ops.ids import hash_strings
 from megalith.reporting import inspection
 from megalith.reporting.inspection import Ages, InspectedRow, Norms, TableSummary
+from megalith.training.run_model import find_checkpoint
 from megalith.units import YEAR, show_bytes, show_number, show_span, show_time
 
 
 def table(
-    checkpoint: Annotated[Path, typer.Argument(help="Directory of a checkpoint.", show_default=False)],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="Directory of a checkpoint or a run.", show_default=False)
+    ],
     name: Annotated[
         str | None, typer.Option("--table", help="Show the norms and ages of this table.")
     ] = None,
@@ -59,6 +62,7 @@ def table(
       megalith table runs/demo/checkpoint --table genre --string Comedy
     """
     with exit_on_error():
+        checkpoint = find_checkpoint(checkpoint)
         manifest = read_manifest(checkpoint)
         if id is not None or string is not None:
             _show_row(checkpoint, manifest, name, collection, _wanted(id, string), now, as_json)

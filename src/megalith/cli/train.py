@@ -162,7 +162,7 @@ def _train(run: Run, out: Console) -> bool:
                 run.train(watcher)
         except KeyboardInterrupt:
             _stop_without_saving(run, out)
-    for line in skipped_lines(run.batches.skipped()):
+    for line in skipped_lines(run.batches.skipped(), first=run.source.train.first_skipped):
         out.print(line, markup=False)
     if run.stopped:
         out.print(f"stopped after step {run.step:,}; continue with `{_resume_flags(run)}`")
@@ -176,7 +176,8 @@ def _conclude(run: Run, comparison: Path | None, out: Console) -> None:
         first = run.ranks.is_first
         with progress("evaluating", run.source.test.num_rows) if first else nullcontext() as on_batch:
             result = run.evaluate(on_batch)
-        for line in skipped_lines(result.skipped if result else {}, of="test data"):
+        first_skipped = run.source.test.first_skipped
+        for line in skipped_lines(result.skipped if result else {}, of="test data", first=first_skipped):
             out.print(line, markup=False)
     rows = sum(run.rows().values())
     if run.ranks.is_first:

@@ -259,8 +259,8 @@ class ColumnReader(Reader):
                 return "wrong type", (
                     f"{file}: column {feature.column!r} holds {kinds[feature.column]}, so that its ids would "
                     f"be {_ID_WORDS[source]}, but feature {name!r} was read with {_ID_WORDS[feature.ids]} "
-                    "before; convert the column, or train with hash=True, which gives integers the ids of "
-                    "their text"
+                    "before; convert the column, or train with hash=True (config file: hash = true), "
+                    "which gives integers the ids of their text"
                 )
             found[name] = source
         if found:
@@ -276,6 +276,8 @@ class ColumnReader(Reader):
         if not faults:
             return samples, chunk.numbers
         good = np.ones(len(chunk.numbers), bool)
+        if self.on_error == "raise":  # name the first bad row, whatever is wrong with it
+            faults.sort(key=lambda fault: int(np.argmax(fault.rows)))
         for fault in faults:
             rows = np.flatnonzero(fault.rows & good)
             if len(rows):

@@ -55,6 +55,8 @@ class Reader(IterableDataset[Batch], ABC):
 
     skipped: Counter[str]
     """Number of bad rows skipped so far by reason, including rows read ahead."""
+    first_skipped: dict[str, str]
+    """Reason -> file, row, column and value of the first such row. Shards of a reader share it."""
 
     def __init__(
         self,
@@ -72,6 +74,7 @@ class Reader(IterableDataset[Batch], ABC):
         self.binary_labels = checks.flag(binary_labels, "reader: binary_labels")
         self.rank, self.world_size = 0, 1
         self.skipped = Counter()
+        self.first_skipped = {}
         self._at: Position | None = None
 
     # ---- implemented by subclasses
@@ -214,8 +217,10 @@ class Reader(IterableDataset[Batch], ABC):
     def _bad(self, reason: str, message: str, count: int = 1) -> None:
         """Raises InputError about bad rows, or counts them if they are skipped."""
         if self.on_error == "raise":
-            raise InputError(f'{message}; fix it, or pass on_error="skip" to skip such rows')
+            remedy = 'fix it, or pass on_error="skip" (command line: --on-error skip) to skip such rows'
+            raise InputError(f"{message}; {remedy}")
         self.skipped[reason] += count
+        self.first_skipped.setdefault(reason, message)
 
 
 class MemoryReader(Reader):

@@ -159,8 +159,8 @@ class EmbeddingConfig:
                 raise InputError(
                     f"features {other!r} and {feature.name!r} share table {feature.table!r}, but the ids of "
                     f"{other!r} are {others} and those of {feature.name!r} are {own}, so that equal values "
-                    "have different rows; give both columns the same type or hash=True, give each a slot, or "
-                    "give each its own table"
+                    "have different rows; give both columns the same type or hash=True (config file: hash = "
+                    "true), give each a slot, or give each its own table"
                 )
 
 

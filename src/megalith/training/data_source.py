@@ -55,6 +55,24 @@ def open_source(config: RunConfig) -> DataSource:
     return _DATASETS.get(config.data.kind, _files)(config)
 
 
+def open_test(config: RunConfig) -> Reader | None:
+    """Opens the test data of a trained run. Its training files may be gone.
+
+    Args:
+        config: The config of the run, with the fitted schema.
+
+    Returns:
+        The reader; None if the run has no test data.
+
+    Raises:
+        InputError: A file cannot be read.
+    """
+    data = config.data
+    if data.kind in _DATASETS:
+        return open_source(config).test
+    return None if data.test_path is None else _file_reader(data, data.test_path)
+
+
 def open_reader(config: DataConfig, path: Path, *, labelled: bool = True) -> Reader:
     """Opens other files with the reader and schema of a config.
 
@@ -152,8 +170,8 @@ def _files(config: RunConfig) -> DataSource:
     if isinstance(train, ColumnReader):
         train = train.with_schema(train.fit())
         data = replace(data, schema=train.schema.to_dict())
-    test = None if data.test_path is None else _file_reader(data, data.test_path)
-    return DataSource(f"{data.kind} files {data.path}{_normalisation(train)}", train, test, data)
+    title = f"{data.kind} files {data.path}{_normalisation(train)}"
+    return DataSource(title, train, open_test(replace(config, data=data)), data)
 
 
 def _normalisation(reader: Reader) -> str:

@@ -224,6 +224,9 @@ class Run:
 
         Args:
             watcher: Receives the events of the run.
+
+        Raises:
+            InputError: A row or the loss is bad, or the data has no valid row.
         """
         watcher = _watcher(watcher)
         with using_threads(self.threads):
@@ -270,12 +273,24 @@ class Run:
                     break
             else:
                 self.epoch += 1
+                self._check_not_empty()
         if window.samples:  # the batches since the last line: the log covers every sample
             self._log_window(window, scalars, watcher)
         self.save(watcher)
         if scalars is not None:
             self.frequencies.write(self.directory / "frequencies.json", self.samples)
             scalars.close()
+
+    def _check_not_empty(self) -> None:
+        """Raises InputError after an epoch without a row. All ranks have the same number of samples."""
+        if self.samples:
+            return
+        first = self.source.train.first_skipped
+        skipped = [
+            f"; skipped {number:,} rows: {reason}" + (f" (first: {first[reason]})" if reason in first else "")
+            for reason, number in self.batches.skipped().items()
+        ]
+        raise InputError(f"the training data has no valid row{''.join(skipped)}")
 
     def _save_is_due(self, logged: bool) -> bool:
         """Whether to save now. The clocks of ranks differ: rank 0 decides, when a line is logged."""
