@@ -103,7 +103,7 @@ def test_train_eval_predict(tmp_path: Path, config: Path) -> None:
 def test_flags_and_sections_give_tables_policies(tmp_path: Path, config: Path) -> None:
     run = tmp_path / "run"
     config.write_text(config.read_text() + '[tables.item]\nadmission = ""\neviction = "ttl=1e6"\n')
-    flags = ("--admission", "min_count=2", "--eviction", "capacity=30,capacity.score=step")
+    flags = ("--admission", "min_count=2", "--eviction", "capacity=70,capacity.score=step")
 
     trained = megalith("train", "--config", config, "--run", run, "--max-steps", 10, *flags)
 
@@ -111,7 +111,7 @@ def test_flags_and_sections_give_tables_policies(tmp_path: Path, config: Path) -
     assert re.search(r"evicted +[1-9][0-9,]* +rows", trained.output)
     assert re.search(r"refused +[1-9][0-9,]* +ids", trained.output)
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-    assert last["rows"]["user"] <= 30 < last["rows"]["item"]
+    assert last["rows"]["user"] <= 70 < last["rows"]["item"]
     assert last["counters"]["item"]["refused"] == 0
     shown = megalith("table", run / "checkpoint", "--table", "user").output
     assert re.search(r"in memory +about .* rows .* state .* index .* counters", shown.replace("\n", " "))

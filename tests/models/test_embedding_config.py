@@ -9,9 +9,22 @@ from typing import Any
 import pytest
 import torch
 
-from megalith import Adagrad, FirstN, LocalShards, Mean, Ragged, Segment, Sum, TableConfig, Zeros
+from megalith import (
+    TTL,
+    Adagrad,
+    Capacity,
+    FirstN,
+    LocalShards,
+    Mean,
+    MinCount,
+    Ragged,
+    Segment,
+    Sum,
+    TableConfig,
+    Zeros,
+)
 from megalith.errors import InputError, UnknownNameError
-from megalith.models import DCNv2, DeepFM, EmbeddingConfig
+from megalith.models import DCNv2, DeepFM, EmbeddingConfig, TablePolicies
 
 
 def test_a_list_of_names_means_a_table_each_and_the_mean() -> None:
@@ -30,6 +43,29 @@ def test_combiners_and_tables_by_feature() -> None:
     found = [(f.name, f.table, f.combiner) for f in model.embeddings.features]
     assert found == [("item", "item", Sum()), ("similar", "item", Mean())]
     assert list(model.embeddings.shards.configs) == ["item"]
+
+
+def test_policies_of_all_tables_and_of_one() -> None:
+    config = EmbeddingConfig(
+        ["user", "item"],
+        admission=MinCount(2),
+        eviction=TTL(60),
+        policies={"item": TablePolicies(eviction=[Capacity(9)])},
+        evict_every=30,
+    )
+    tables = DCNv2(config).embeddings.configs
+    assert (tables["user"].admission, tables["user"].eviction) == (MinCount(2), (TTL(60),))
+    assert (tables["item"].admission, tables["item"].eviction) == (None, (Capacity(9),))
+
+
+def test_wrong_policies_are_named() -> None:
+    with pytest.raises(UnknownNameError, match=r"unknown table 'usr' \(known: 'user'\)"):
+        DCNv2(EmbeddingConfig(["user"], policies={"usr": TablePolicies()}))
+    with pytest.raises(InputError, match="policies of table 'user'"):
+        EmbeddingConfig(["user"], policies={"user": TTL(5)})  # type: ignore[dict-item]
+    shards = LocalShards([TableConfig("user", dim=4, optimizer=Adagrad(0.1))])
+    with pytest.raises(InputError, match="pass them in their configs"):
+        DCNv2(EmbeddingConfig(["user"], dim=4, shards=shards, eviction=TTL(5)))
 
 
 def test_a_shared_table_has_one_row_for_both_features() -> None:

@@ -14,7 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from megalith import FTRL, SGD, Adagrad, Adam, EmbeddingCollection, Feature, Segment, TableConfig, checkpoint
+from megalith import (
+    FTRL,
+    SGD,
+    Adagrad,
+    Adam,
+    EmbeddingCollection,
+    Feature,
+    MinCount,
+    Segment,
+    TableConfig,
+    checkpoint,
+)
 from megalith.checkpoint import piece_writer, read_manifest
 from megalith.checkpoint.manifest import Manifest, TableEntry
 from megalith.errors import CheckpointError, UnknownNameError
@@ -225,3 +236,15 @@ def test_memory_counts_weights_state_ids_and_times(tmp_path: Path) -> None:
     checkpoint.save(model, tmp_path)
     (table,) = summarize(read_manifest(tmp_path))
     assert table.memory == 5 * (4 * (3 + 3) + 8 + 4)
+    assert table.memory_parts == {"rows": 60, "state": 60, "index": 120, "side": 60, "counters": 0}
+
+
+def test_ids_that_an_admission_policy_counts_are_in_the_summary(tmp_path: Path) -> None:
+    config = TableConfig("t", dim=3, optimizer=Adagrad(0.1), admission=MinCount(3))
+    model = EmbeddingCollection([config], [Feature("f", "t")])
+    model.tables["t"].apply_gradients(torch.arange(4), torch.ones(4, 3), step=0)
+    checkpoint.save(model, tmp_path)
+
+    (table,) = summarize(read_manifest(tmp_path))
+
+    assert (table.rows, table.pending, table.memory_parts["counters"]) == (0, 4, 180)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith import checkpoint
+from megalith import Capacity, MinCount, checkpoint
 from megalith.data import MemoryReader, Samples
 from megalith.errors import CheckpointError, InputError, MegalithError, UsageError
 from megalith.ragged import Ragged
@@ -90,6 +90,46 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_by_bit(tmp_path: Path, st
     parts, complete = ((tmp_path / name / "frequencies.json").read_text() for name in ("parts", "whole"))
     assert parts == complete
     assert log == sorted({stop_at, 4, 8, 12, 16, 20, 24})  # the part before the stop has its own line
+
+
+def test_policies_act_in_a_run_and_are_counted_also_after_a_resume(tmp_path: Path) -> None:
+    limited = replace(
+        config(train_admission="min_count=2", train_max_steps=12),
+        tables={"user": {"eviction": "capacity=70"}},
+    )
+    Run(limited, tmp_path / "run").train()
+    run = Run.resume(tmp_path / "run", {"max_steps": 20})
+    run.train()
+
+    tables = run.model.embeddings.tables
+    assert tables["user"].config.eviction == (Capacity(70),)
+    assert tables["item"].config.eviction == ()
+    assert tables["user"].config.admission == tables["item"].config.admission == MinCount(2)
+    lines = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        for name, counts in line["counters"].items():
+            assert line["rows"][name] == counts["created"] - counts["evicted"] - counts["removed"]
+        assert sum(line["memory_parts"].values()) == line["memory"]
+    for key in ("created", "evicted", "refused"):
+        values = [line["counters"]["user"][key] for line in lines]
+        assert values == sorted(values)
+        assert values[-1] > values[0]
+    assert lines[-1]["counters"]["item"]["evicted"] == 0
+    assert lines[-1]["counters"]["user"]["pending"] == tables["user"].pending()[0].numel()
+    page = write_report(run.directory).read_text()
+    assert "Rows created, evicted and refused" in page
+    assert f'<td>user</td><td class="value">{lines[-1]["counters"]["user"]["created"]:,}</td>' in page
+
+
+def test_rows_expire_in_a_run(tmp_path: Path) -> None:
+    # Synthetic data has no times, so rows get the time of the clock; at the end of a pass of 25 steps
+    # min_norm has visited every row.
+    run = Run(config(train_eviction="min_norm=1e9", train_evict_every=1, train_epochs=3), tmp_path / "run")
+    run.train()
+
+    counts = run.counters()
+    assert all(each["evicted"] > 0 for each in counts.values())
+    assert run.rows() == {name: each["created"] - each["evicted"] for name, each in counts.items()}
 
 
 def test_the_last_line_of_the_log_counts_every_sample(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from megalith import Adam
+from megalith import TTL, Adam, Capacity, MinCount, MinNorm
 from megalith.errors import InputError, UnknownNameError
+from megalith.models import TablePolicies
 from megalith.table.optimizers import OPTIMIZERS
 from megalith.training import RunConfig
 from megalith.training.run_config import TABLE_OPTIMIZERS
@@ -97,3 +98,91 @@ def test_an_invalid_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "typo.toml").write_text("[data]\nkindd = 1")
     with pytest.raises(UnknownNameError, match=r"typo\.toml: config: unknown key data\.kindd"):
         RunConfig.from_toml(tmp_path / "typo.toml")
+
+
+POLICIES = """
+[train]
+admission = "min_count=2"
+eviction = "ttl=100, capacity=50, capacity.score=lfu"
+
+[tables.user]
+admission = ""
+[tables.user.eviction.ttl]
+seconds = 9
+per_slot = { 3 = 4.5 }
+[tables.item]
+eviction = { capacity = 7, min_norm = { norm = 0.5 } }
+"""
+
+
+def test_policies_of_tables(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(POLICIES)
+    config = RunConfig.from_toml(tmp_path / "run.toml")
+
+    assert config.policies == TablePolicies(MinCount(2), (TTL(100), Capacity(50, score="lfu")))
+    assert config.table_policies == {
+        "user": TablePolicies(None, (TTL(9, per_slot={3: 4.5}),)),
+        "item": TablePolicies(MinCount(2), (Capacity(7), MinNorm(0.5))),
+    }
+    assert config.evict_every == 1000
+    assert RunConfig.from_dict(config.to_dict()) == config
+    assert config.changed(train_epochs=2).table_policies == config.table_policies
+    assert RunConfig.from_dict({"train": {"eviction": "capacity=5"}}).evict_every is None
+
+
+def test_policies_may_change_when_a_run_is_resumed() -> None:
+    saved = RunConfig.from_dict({"tables": {"user": {"eviction": "ttl=5"}}})
+    wanted = RunConfig.from_dict({"train": {"admission": "probability=0.5"}, "tables": {"user": {}}})
+
+    changes = saved.changes_to(wanted)
+
+    assert changes == {"admission": "probability=0.5", "tables": {"user": {}}}
+    assert saved.resumed(changes) == wanted
+    assert "tables" not in saved.changes_to(saved.changed(train_epochs=2))
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "words"),
+    [
+        (
+            {"train": {"eviction": "tl=5"}},
+            UnknownNameError,
+            r"train\.eviction: unknown policy 'tl' .*ttl, min_norm",
+        ),
+        ({"train": {"admission": "ttl=5"}}, UnknownNameError, "known: min_count, probability"),
+        ({"train": {"eviction": "ttl"}}, InputError, r"train\.eviction must be POLICY=VALUE"),
+        ({"train": {"eviction": "ttl=5,ttl=6"}}, InputError, "has ttl twice"),
+        (
+            {"train": {"eviction": "ttl=5,ttl.seconds=6"}},
+            InputError,
+            r"eviction\.ttl\.seconds is given twice",
+        ),
+        ({"train": {"eviction": "ttl=soon"}}, InputError, r"eviction\.ttl: TTL: seconds must be .*'soon'"),
+        ({"train": {"eviction": 5}}, InputError, r"train\.eviction must be str or nothing"),
+        ({"train": {"evict_every": 0}}, InputError, r"train\.evict_every must be at least 1"),
+        ({"train": {"admission": "min_count=2,probability=0.5"}}, InputError, "at most one"),
+        ({"train": {"eviction": "capacity.score=lru"}}, InputError, "Capacity: pass rows or max_bytes"),
+        ({"tables": []}, InputError, r"\[tables\] must be a section"),
+        ({"tables": {"user": 5}}, InputError, r"\[tables\.user\] must be a section"),
+        ({"tables": {"user": {"evict": 5}}}, UnknownNameError, r"tables\.user\.evict .*admission, eviction"),
+        ({"tables": {"user": {"eviction": [1]}}}, InputError, r"tables\.user\.eviction must be text"),
+        (
+            {"tables": {"user": {"eviction": {"ttl": {"secs": 5}}}}},
+            UnknownNameError,
+            r"tables\.user\.eviction\.ttl: unknown key 'secs' \(known: seconds, per_slot\)",
+        ),
+        (
+            {"tables": {"user": {"eviction": {"ttl": {"per_slot": {"3": 5}}}}}},
+            InputError,
+            r"eviction\.ttl needs seconds",
+        ),
+        (
+            {"tables": {"user": {"eviction": {"ttl": {"seconds": 5, "per_slot": {"x": 5}}}}}},
+            InputError,
+            r"eviction\.ttl: TTL: a slot is an integer .*'x'",
+        ),
+    ],
+)
+def test_wrong_policies_are_named(data: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        RunConfig.from_dict(data)

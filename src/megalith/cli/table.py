@@ -188,7 +188,11 @@ def _print_summary(out: Console, t: TableSummary) -> None:
     grid.add_row("rows", f"{t.rows:,}")
     per_row = f", {show_bytes(t.bytes / t.rows)} per row" if t.rows else ""
     grid.add_row("on disk", f"{show_bytes(t.bytes)} in {plural(t.num_files, 'file')}{per_row}")
-    grid.add_row("in memory", f"{show_bytes(t.memory)} without the index")
+    parts = ", ".join(f"{name} {show_bytes(size)}" for name, size in t.memory_parts.items() if size)
+    total = sum(t.memory_parts.values())
+    grid.add_row("in memory", f"about {show_bytes(total)} when loaded: {parts}" if total else "no rows")
+    if t.pending:
+        grid.add_row("pending", f"{t.pending:,} ids without a row are counted")
     for number, s in enumerate(t.segments):
         text = f"dim {s.dim}, {s.precision}, {s.settings}, {s.initializer}"
         grid.add_row(f"segment {number}", Text(text))

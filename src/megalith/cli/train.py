@@ -100,6 +100,8 @@ def train(
 
     Example: megalith train --config run.toml --save-every 1000 --keep-last 3 --keep-every 10000
 
+    Example: megalith train --config run.toml --admission min_count=3 --eviction ttl=2592000,capacity=1000000
+
     Example: megalith train --config run.toml --run runs/live --publish static:localhost:8500
 
     Example: torchrun --nproc-per-node 4 -m megalith train --config run.toml --run-dir runs/big
@@ -180,9 +182,10 @@ def _conclude(run: Run, comparison: Path | None, out: Console) -> None:
         for line in skipped_lines(result.skipped if result else {}, of="test data", first=first_skipped):
             out.print(line, markup=False)
     rows = sum(run.rows().values())
+    counters = run.counters()
     if run.ranks.is_first:
         page = write_report(run.directory, comparison=comparison)
-        out.print(_summary(run, rows, result, page))
+        out.print(_summary(run, rows, counters, result, page))
 
 
 def _resume_flags(run: Run) -> str:
@@ -228,12 +231,17 @@ def _stop_on_signal(run: Run) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _summary(run: Run, rows: int, result: Evaluation | None, page: Path) -> Table:
+def _summary(
+    run: Run, rows: int, counters: dict[str, dict[str, int]], result: Evaluation | None, page: Path
+) -> Table:
     table = Table(show_header=False, box=None)
     if result is not None:
         table.add_row("AUC", f"{result.auc:.4f}", f"on {run.config.data.test_path or 'held-out data'}")
         table.add_row("log loss", f"{result.log_loss:.4f}", f"{result.samples:,} samples")
     table.add_row("rows", f"{rows:,}", f"in {len(run.model.embeddings.shards.configs)} tables")
+    for kind, unit in {"evicted": "rows", "refused": "ids, once per batch"}.items():
+        if total := sum(counts[kind] for counts in counters.values()):
+            table.add_row(kind, f"{total:,}", unit)
     table.add_row("trained", f"{run.samples:,}", f"samples in {run.seconds:.1f} s")
     table.add_row("checkpoint", str(run.directory / "checkpoint"))
     table.add_row("report", str(page))

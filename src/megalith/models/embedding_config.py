@@ -17,12 +17,22 @@ from megalith.errors import InputError, UnknownNameError
 from megalith.nn import Combiner, EmbeddingCollection, Feature, FirstN, Layout, Mean
 from megalith.ops import checks
 from megalith.shards import Shards
-from megalith.table import Adagrad, Initializer, Optimizer, Segment, TableConfig, Uniform
+from megalith.table import Adagrad, Admission, Eviction, Initializer, Optimizer, Segment, TableConfig, Uniform
 
 _CLOSE = 0.7
 """Similarity of two names, 0 to 1 as for difflib, above which one is taken for a misspelling."""
 
 MakeShards = Callable[[list[TableConfig]], Shards]
+
+
+@dataclass(frozen=True)
+class TablePolicies:
+    """The policies of one table."""
+
+    admission: Admission | None = None
+    """Which new ids get a row, as for TableConfig."""
+    eviction: Eviction | Sequence[Eviction] = ()
+    """Which rows are removed, as for TableConfig."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +50,14 @@ class EmbeddingConfig:
     """The initializer of all embeddings."""
     tables: Mapping[str, str] = field(default_factory=dict)
     """Table name by feature. A feature that is not listed has its own table with the same name."""
+    admission: Admission | None = None
+    """Which new ids get a row, in all tables; as for TableConfig."""
+    eviction: Eviction | Sequence[Eviction] = ()
+    """Which rows are removed, in all tables; as for TableConfig."""
+    policies: Mapping[str, TablePolicies] = field(default_factory=dict)
+    """The policies of single tables by name, instead of `admission` and `eviction`."""
+    evict_every: int | None = None
+    """In how many steps the eviction policies pass over the tables; as for EmbeddingCollection."""
     update: str = "backward"
     """When tables are updated, "backward" or "step": as for EmbeddingCollection."""
     shards: Shards | MakeShards | None = None
@@ -72,6 +90,9 @@ class EmbeddingConfig:
             if name not in self.combiners:
                 known = ", ".join(map(repr, self.combiners))
                 raise UnknownNameError(f"tables: unknown feature {name!r} (known: {known})")
+        checks.mapping(self.policies, "EmbeddingConfig: policies", '{"user": TablePolicies(...)}')
+        for name, policies in self.policies.items():
+            checks.instance(policies, TablePolicies, f"EmbeddingConfig: policies of table {name!r}")
         self._warn_of_misspelt_tables()
         self.segment()
 
@@ -128,7 +149,7 @@ class EmbeddingConfig:
             A collection with one table for each table name of the features.
 
         Raises:
-            UnknownNameError: If the shards do not have a table.
+            UnknownNameError: If the shards do not have a table, or no feature has a table of `policies`.
             InputError: If a table of the shards has other segments, or features of one table have ids from
                 different sources.
         """
@@ -139,13 +160,37 @@ class EmbeddingConfig:
         self._check_id_sources(features)
         row = [self.segment()] if segments is None else segments
         names = dict.fromkeys(feature.table for feature in features)
-        configs = [TableConfig(name, segments=row, dist_type=self.dist_type) for name in names]
+        for name in self.policies:
+            if name not in names:
+                known = ", ".join(map(repr, names))
+                raise UnknownNameError(f"policies: unknown table {name!r} (known: {known})")
+        configs = [self._table_config(name, row) for name in names]
         tables: Sequence[TableConfig] | Shards = configs
         if self.shards is not None:
+            if isinstance(self.shards, Shards) and (self.admission or self.eviction or self.policies):
+                raise InputError(
+                    "EmbeddingConfig: the shards already have policies; pass them in their configs"
+                )
             tables = self.shards if isinstance(self.shards, Shards) else self.shards(configs)
             _check_rows(tables, configs)
         return EmbeddingCollection(
-            tables, features, layouts=layouts, update=self.update, engine=self.engine, seed=self.seed
+            tables,
+            features,
+            layouts=layouts,
+            update=self.update,
+            evict_every=self.evict_every,
+            engine=self.engine,
+            seed=self.seed,
+        )
+
+    def _table_config(self, name: str, row: Sequence[Segment]) -> TableConfig:
+        policies = self.policies.get(name, TablePolicies(self.admission, self.eviction))
+        return TableConfig(
+            name,
+            segments=row,
+            admission=policies.admission,
+            eviction=policies.eviction,
+            dist_type=self.dist_type,
         )
 
     def _check_id_sources(self, features: Sequence[Feature]) -> None:

@@ -40,6 +40,11 @@ AGE_LIMITS = (
 )
 OLDEST_LABEL, FUTURE_LABEL = "over 3 years", "in the future"
 
+INDEX_BYTES = 24
+"""Bytes of the cpu engine's index per row of a loaded table: 64 bytes for 5 ids, at a load of 0.55."""
+PENDING_BYTES = 45
+"""Bytes of a counted id without a row; see `MinCount`."""
+
 _NUM_BINS = 12
 _LOG_RATIO = 20
 _DROPPED_BITS = 11
@@ -68,6 +73,11 @@ class TableSummary:
     """Size of its files on disk."""
     memory: int
     """Bytes of weights, optimizer state, ids and times in memory, without the index of the engine."""
+    memory_parts: dict[str, int]
+    """Bytes of a table that is loaded from the checkpoint, by the names of `MemoryUse`. `index` is an
+    estimate for the cpu engine."""
+    pending: int
+    """Number of ids without a row that an admission policy counts."""
     dim: int
     num_files: int
     global_step: int
@@ -145,6 +155,16 @@ def _row_bytes(entry: TableEntry) -> int:
     return 4 * (entry.dim + sum(entry.state_sizes.values())) + 8 + 4
 
 
+def _memory_parts(entry: TableEntry) -> dict[str, int]:
+    return {
+        "rows": 4 * entry.live * entry.dim,
+        "state": 4 * entry.live * sum(entry.state_sizes.values()),
+        "index": INDEX_BYTES * entry.live,
+        "side": (8 + 4) * entry.live,
+        "counters": PENDING_BYTES * sum(piece.rows for piece in entry.pending),
+    }
+
+
 def summarize(manifest: Manifest) -> list[TableSummary]:
     """Summarizes each table of a checkpoint, including its deltas, in the order of the manifest.
 
@@ -171,6 +191,8 @@ def _summary(path: str, name: str, entries: list[TableEntry], step: int) -> Tabl
         rows=latest.live,
         bytes=sum(file.bytes for file in files),
         memory=latest.live * _row_bytes(latest),
+        memory_parts=_memory_parts(latest),
+        pending=sum(piece.rows for piece in latest.pending),
         dim=latest.dim,
         num_files=len(files),
         global_step=step,

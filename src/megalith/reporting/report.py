@@ -25,6 +25,7 @@ MAX_POINTS, MEAN_POINTS = 300, 60
 MAX_SERIES = 6
 MAX_AGE_CHARTS = 4
 DASH = "\N{EN DASH}"
+_COUNTERS = ("created", "evicted", "removed", "refused", "pending")
 _MAX_BYTES = 1 << 28
 
 _STYLE = """
@@ -248,16 +249,64 @@ def _growth(run: _Run) -> str:
     shown, left = _largest(tables, lambda points: points[-1][1])
     series = [Series(name, thin(sorted(points), MAX_POINTS)) for name, points in shown.items()]
     rows = line_chart("Rows of each table over steps", series, Axis("step"), Axis("rows", low=0))
-    cards = [_card("Rows", rows)]
-    memory = run.points("train", "memory") or run.points("eval", "memory")
-    if memory:
-        unit, size = byte_unit(max(value for _, value in memory))
-        line = Series("memory", [(step, value / size) for step, value in thin(memory, MAX_POINTS)], colour=2)
-        axis = Axis(f"memory, {unit}", low=0)
-        cards.append(
-            _card("Memory of all tables", line_chart("Memory over steps", [line], Axis("step"), axis))
-        )
+    cards = [_card("Rows", rows), *_memory_card(run), *_policy_cards(run)]
     return _plots(cards, f"Smaller tables not shown: {left}." if left else "")
+
+
+def _memory_card(run: _Run) -> list[str]:
+    memory = run.points("train", "memory") or run.points("eval", "memory")
+    if not memory:
+        return []
+    unit, size = byte_unit(max(value for _, value in memory))
+
+    def line(name: str, points: list[tuple[float, float]]) -> Series:
+        return Series(name, [(step, value / size) for step, value in thin(points, MAX_POINTS)])
+
+    parts = _totals(run, "memory_parts", lambda parts: parts)
+    shown = {name: points for name, points in parts.items() if any(value for _, value in points)}
+    series = [line("memory", memory), *(line(name, points) for name, points in shown.items())]
+    chart = line_chart("Memory over steps", series, Axis("step"), Axis(f"memory, {unit}", low=0))
+    return [_card("Memory of all tables", chart)]
+
+
+def _policy_cards(run: _Run) -> list[str]:
+    """Rows created, evicted and removed and ids refused: over steps, and by table at the end."""
+    totals = _totals(run, "counters", _sum_over_tables)
+    if not totals:
+        return []
+    series = [Series(name, thin(totals[name], MAX_POINTS)) for name in _COUNTERS if name in totals]
+    chart = line_chart("Rows created, evicted and refused", series, Axis("step"), Axis("rows or ids", low=0))
+    tables = [r["counters"] for r in run.records if isinstance(r.get("counters"), dict)][-1]
+    lines = [
+        [name, *(_or_dash(_number(counts.get(key)), show_number) for key in _COUNTERS)]
+        for name, counts in tables.items()
+        if isinstance(counts, dict)
+    ]
+    heads = ("table", *_COUNTERS)
+    return [_card("Rows created, evicted and refused", chart), _card("By table", _table(heads, lines))]
+
+
+def _sum_over_tables(counters: dict[str, Any]) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for counts in counters.values():
+        for key, value in counts.items() if isinstance(counts, dict) else ():
+            sums[key] = sums.get(key, 0.0) + (_number(value) or 0.0)
+    return sums
+
+
+def _totals(
+    run: _Run, field: str, numbers: Callable[[dict[str, Any]], Mapping[str, Any]]
+) -> dict[str, list[tuple[float, float]]]:
+    """(step, value) of each number that a field of the records holds."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for record in run.of_kind("train"):
+        step, given = _number(record.get("step")), record.get(field)
+        if step is None or not isinstance(given, dict):
+            continue
+        for name, value in numbers(given).items():
+            if (number := _number(value)) is not None:
+                found.setdefault(name, []).append((step, number))
+    return found
 
 
 def _frequency(run: _Run) -> str:

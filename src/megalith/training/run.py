@@ -16,6 +16,7 @@ import random
 import shutil
 import time as clock
 from collections.abc import Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from megalith.errors import InputError, UsageError
 from megalith.metrics import BinnedAUC
 from megalith.ops import checks
 from megalith.shards import CommMetrics, CommReport, SyncShards
+from megalith.table import MemoryUse
 from megalith.training.data_source import DataSource, open_source
 from megalith.training.evaluation import Evaluation, evaluate
 from megalith.training.id_frequencies import FOLDER as FREQUENCIES
@@ -42,6 +44,9 @@ from megalith.training.run_model import CHECKPOINT, config_of, model_for, update
 from megalith.training.run_ranks import RunRanks
 from megalith.training.steps import BatchScores, PartBatches, Steps, WholeBatches
 from megalith.training.threads import threads_of, using_threads
+
+_TOTALS = ("created", "removed", "evicted", "refused")
+"""The counters of rows that only increase."""
 
 
 class Watcher:
@@ -163,10 +168,18 @@ class Run:
         self.step, self.epoch, self.samples = saved["step"], saved["epoch"], saved["samples"]
         self.seconds = saved["seconds"]
         self._saved = (manifest.tip, self.step)
+        self._continue_counters(saved.get("counters"))
         self.ranks.agreed(lambda: self.batches.seek(saved["position"]))
         checkpoint.set_rng_state(saved["rng"])
         self.ranks.on_rank_0(self._continue_logs)
         return self
+
+    def _continue_counters(self, saved: Mapping[str, Mapping[str, int]] | None) -> None:
+        """Continues the counters of the saved run: rows that were loaded are not created again."""
+        loaded = self.counters()
+        for name, counts in loaded.items():
+            before = counts if saved is None else saved.get(name, counts)
+            self._counted_before[name] = {key: before.get(key, 0) - counts[key] for key in _TOTALS}
 
     def _continue_logs(self) -> None:
         self.log = MetricsLog(self.directory / "metrics.jsonl", keep_steps=self.step)
@@ -199,6 +212,7 @@ class Run:
         self._saved: tuple[str, int] | None = None
         self._last_save = clock.monotonic()
         self._publishing: Publishing | None = None
+        self._counted_before: dict[str, dict[str, int]] = {}
 
     def _open_source(self, config: RunConfig) -> DataSource:
         """Rank 0 downloads the data and fits the schema; the others use both."""
@@ -355,10 +369,39 @@ class Run:
         everywhere = self.ranks.gather(own)
         return {name: sum(rows[name] for rows in everywhere) for name in own}
 
+    def counters(self) -> dict[str, dict[str, int]]:
+        """Returns what happened to the rows of each table since the run began. A collective call.
+
+        Returns:
+            By table, on all ranks together: rows "created", "removed" and "evicted", ids "refused" (all since
+            the run began), and ids that are "pending" now; see `megalith.table.RowCounters`.
+        """
+        stats = self.model.embeddings.shards.stats()
+        own = {
+            name: {key: getattr(each.counters, key) for key in (*_TOTALS, "pending")}
+            for name, each in stats.items()
+        }
+        everywhere = self.ranks.gather(own)
+        return {
+            name: {
+                key: sum(rank[name][key] for rank in everywhere)
+                + self._counted_before.get(name, {}).get(key, 0)
+                for key in counts
+            }
+            for name, counts in own.items()
+        }
+
+    def memory(self) -> dict[str, int]:
+        """Returns the bytes of all tables on all ranks, by purpose; see `megalith.table.MemoryUse`."""
+        uses = [asdict(use) for use in self.model.embeddings.shards.memory().values()]
+        own = {part.name: sum(use[part.name] for use in uses) for part in fields(MemoryUse)}
+        everywhere = self.ranks.gather(own)
+        return {part: sum(rank[part] for rank in everywhere) for part in own}
+
     def _record(self, window: _Window) -> dict[str, Any]:
         self.ranks.sum_on_first(window.auc.sums)
         auc = window.auc.compute()
-        memory = sum(use.total for use in self.model.embeddings.shards.memory().values())
+        memory = self.memory()
         return {
             "kind": "train",
             "step": self.step,
@@ -367,7 +410,9 @@ class Run:
             "loss": window.total / max(1, window.samples),
             "auc": None if math.isnan(auc) else auc,
             "rows": self.rows(),
-            "memory": sum(self.ranks.gather(memory)),
+            "counters": self.counters(),
+            "memory": sum(memory.values()),
+            "memory_parts": memory,
         }
 
     # ---- saving, evaluating
@@ -434,6 +479,7 @@ class Run:
             "position": self.batches.position(),
             "features": self.source.train.feature_names,
             "num_dense": self.source.train.num_dense,
+            "counters": self.counters(),
             "rng": checkpoint.rng_state(),
         }
 

@@ -1,8 +1,8 @@
 """RunConfig: everything that is needed to repeat a run, from a TOML file and command-line flags.
 
 The fields of the three sections are the keys of the TOML file and the flags of `megalith train`, and the
-docstring of a field is the help text of its flag. Unknown keys and wrong types raise an error that names the
-key.
+docstring of a field is the help text of its flag. A section [tables.NAME] holds the policies of one table.
+Unknown keys and wrong types raise an error that names the key.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from typing import Any, get_args, get_type_hints
 
 from megalith.data.reader_registry import FILE_READERS
 from megalith.errors import InputError, UnknownNameError
+from megalith.models import TablePolicies
 from megalith.ops import checks
 from megalith.routing import MODES
 from megalith.shards.wire import check_wire
 from megalith.table.optimizers import OPTIMIZERS, Optimizer
+from megalith.training.policy_config import needs_passes, parse_admission, parse_eviction, parse_tables
 
 KINDS = ("movielens", "synthetic", *FILE_READERS)
 TABLE_OPTIMIZERS = {
@@ -31,6 +33,9 @@ TABLE_OPTIMIZERS = {
 MAX_THREADS = 1024
 
 MAY_CHANGE = (
+    "admission",
+    "eviction",
+    "evict_every",
     "epochs",
     "max_steps",
     "threads",
@@ -51,7 +56,7 @@ MAY_CHANGE = (
     "publish_token_file",
     "publish_ca_file",
 )
-"""Keys of [train] that may change when a run is resumed."""
+"""Keys of [train] that may change when a run is resumed; the sections [tables.NAME] may change too."""
 
 FIXED_DATA = ("kind", "path", "test_path", "schema", "options")
 """Keys of [data] that belong to a trained model, or that `eval` and `predict` take as arguments."""
@@ -125,6 +130,14 @@ class TrainConfig:
     """Optimizer of the tables, such as adagrad, adam, ftrl, momentum, rowwise_adagrad or sgd."""
     table_lr: float = 0.05
     """Learning rate of the tables."""
+    admission: str | None = None
+    """Which ids get a row, in tables without their own section: min_count=3 (after three occurrences) or
+    probability=0.1. Default: all."""
+    eviction: str | None = None
+    """Which rows are removed, in tables without their own section: ttl=SECONDS, min_norm=NORM, capacity=ROWS,
+    several separated by commas, further arguments as in capacity.score=lfu. Default: none."""
+    evict_every: int = 1000
+    """Number of batches in which ttl and min_norm pass over the tables, a small part after each batch."""
     engine: str = "cpu"
     """Engine of the tables: cpu or reference."""
     seed: int = 0
@@ -191,6 +204,9 @@ class RunConfig:
     """Section [model]."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """Section [train]."""
+    tables: dict[str, Any] = field(default_factory=dict)
+    """Sections [tables.NAME]: the policies `admission` and `eviction` of single tables, as text as in [train]
+    or as sections such as [tables.user.eviction.ttl]. A key that is missing has the value of [train]."""
 
     def __post_init__(self) -> None:
         for name, kind in _SECTIONS.items():
@@ -199,6 +215,7 @@ class RunConfig:
         _one_of("data.on_error", self.data.on_error, ("raise", "skip"))
         _one_of("train.table_optimizer", self.train.table_optimizer, tuple(TABLE_OPTIMIZERS))
         counts = ("epochs", "max_steps", "threads", "log_every", "save_every", "keep_last", "keep_every")
+        counts += ("evict_every",)
         at_least_1 = {f"train.{name}": getattr(self.train, name) for name in counts}
         at_least_1 |= {"data.batch_size": self.data.batch_size, "model.dim": self.model.dim}
         for key, value in at_least_1.items():
@@ -216,6 +233,9 @@ class RunConfig:
             if not (math.isfinite(rate) and rate >= 0):
                 raise InputError(f"config: train.{name} must be a finite number of 0 or more, got {rate}")
         self._check_ranks()
+        if not isinstance(self.tables, Mapping):
+            raise InputError("config: [tables] must be a section")
+        _ = self.policies, self.table_policies  # raises for wrong values
 
     def _check_ranks(self) -> None:
         """Checks the keys of multi-rank runs, on one rank too: the run may be resumed on several ranks."""
@@ -242,6 +262,26 @@ class RunConfig:
     def table_optimizer(self) -> Optimizer:
         """The optimizer of the tables."""
         return TABLE_OPTIMIZERS[self.train.table_optimizer](lr=self.train.table_lr)
+
+    @property
+    def policies(self) -> TablePolicies:
+        """The policies of tables without their own section."""
+        return TablePolicies(
+            parse_admission(self.train.admission, "train.admission"),
+            parse_eviction(self.train.eviction, "train.eviction"),
+        )
+
+    @property
+    def table_policies(self) -> dict[str, TablePolicies]:
+        """The policies of the tables with their own section."""
+        shared = self.policies
+        return parse_tables(self.tables, shared.admission, tuple(shared.eviction))
+
+    @property
+    def evict_every(self) -> int | None:
+        """`train.evict_every`, or None if no policy needs passes over a table."""
+        used = (self.policies, *self.table_policies.values())
+        return self.train.evict_every if any(needs_passes(tuple(p.eviction)) for p in used) else None
 
     @property
     def wire(self) -> str | dict[str, str]:
@@ -276,9 +316,11 @@ class RunConfig:
         if not isinstance(data, Mapping):
             raise InputError(f"config: expected sections by name, got {type(data).__name__}")
         for key in data:
-            if key not in _SECTIONS:
-                raise UnknownNameError(f"config: unknown section [{key}] (known: {', '.join(_SECTIONS)})")
-        return cls(**{name: _section(name, kind, data.get(name, {})) for name, kind in _SECTIONS.items()})
+            if key not in (*_SECTIONS, "tables"):
+                known = ", ".join((*_SECTIONS, "tables"))
+                raise UnknownNameError(f"config: unknown section [{key}] (known: {known})")
+        sections = {name: _section(name, kind, data.get(name, {})) for name, kind in _SECTIONS.items()}
+        return cls(**sections, tables=data.get("tables", {}))
 
     @classmethod
     def from_toml(cls, path: Path) -> RunConfig:
@@ -327,13 +369,13 @@ class RunConfig:
             if value is not None:
                 parts[section][name] = value
         merged = {name: {**asdict(getattr(self, name)), **new} for name, new in parts.items()}
-        return RunConfig.from_dict(merged)
+        return RunConfig.from_dict({**merged, "tables": self.tables})
 
     def resumed(self, changes: Mapping[str, Any]) -> RunConfig:
         """Returns the config of a resumed run.
 
         Args:
-            changes: New values of keys of [train].
+            changes: New values of keys of [train]; "tables": all sections [tables.NAME].
 
         Returns:
             A new config.
@@ -341,14 +383,15 @@ class RunConfig:
         Raises:
             InputError: A key is not one of `MAY_CHANGE`.
         """
-        checks.mapping(changes, "resume: changes", '{"epochs": 2}')
+        changes = dict(checks.mapping(changes, "resume: changes", '{"epochs": 2}'))
+        own = self.to_dict()
+        tables = changes.pop("tables", own["tables"])
         for key in changes:
             if key not in MAY_CHANGE:
                 raise InputError(
                     f"train.{key} cannot change when a run is resumed; these can: {', '.join(MAY_CHANGE)}"
                 )
-        own = self.to_dict()
-        return RunConfig.from_dict({**own, "train": {**own["train"], **changes}})
+        return RunConfig.from_dict({**own, "train": {**own["train"], **changes}, "tables": tables})
 
     def changes_to(self, wanted: RunConfig) -> dict[str, Any]:
         """Returns the changes for `resumed` that turn this config into the wanted one.
@@ -359,14 +402,15 @@ class RunConfig:
             wanted: The wanted config.
 
         Returns:
-            New values by key of [train].
+            New values by key of [train]; "tables": the sections [tables.NAME], if they differ.
 
         Raises:
             InputError: A key differs that cannot change when a run is resumed.
         """
         checks.instance(wanted, RunConfig, "config: wanted")
-        changes = {}
         here, there = self.to_dict(), wanted.to_dict()
+        own_tables, tables = here.pop("tables"), there.pop("tables")
+        changes = {} if tables == own_tables else {"tables": tables}
         for section, values in there.items():
             for key, value in values.items():
                 if value == here[section][key] or (section, key) == ("data", "schema"):

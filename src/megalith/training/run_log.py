@@ -85,7 +85,14 @@ class ScalarWriter:
             "memory": record["memory"],
             "samples/s": speed,
         }
-        self.add({**scalars, **rows}, record["step"])
+        counters = {
+            f"{kind}/{table}": n
+            for table, counts in record["counters"].items()
+            for kind, n in counts.items()
+            if kind != "removed"
+        }
+        parts = {f"memory/{part}": n for part, n in record["memory_parts"].items()}
+        self.add({**scalars, **rows, **counters, **parts}, record["step"])
 
     def add(self, scalars: Mapping[str, float | None], step: int) -> None:
         """Adds numbers by name. None is left out.
