@@ -130,7 +130,7 @@ class Rows {
 
   void give_back(int32_t row) {
     --used_;
-    free_.push_back(row);
+    if (boundary_ == 0 || row < boundary_) free_.push_back(row);  // compaction removes the places after it
     live_word(row) &= ~live_bit(row);
     if (tracked()) flag(row) = 0;
   }
@@ -228,7 +228,6 @@ class Rows {
     while (limit > 0 && high_ > boundary_) {
       const int32_t last = static_cast<int32_t>(high_ - 1);
       if (live(last)) {
-        while (!free_.empty() && free_.back() >= boundary_) free_.pop_back();
         if (free_.empty()) break;
         move(last, free_.back());
         moved(id_of(last), free_.back());
@@ -238,7 +237,10 @@ class Rows {
       --limit;
     }
     if (limit == 0) return false;
-    keep_free_below(high_);
+    // If new rows took all free places before the boundary, the places after it stay.
+    free_.reserve(static_cast<size_t>(high_ - used()));
+    for (int64_t row = high_ - 1; row >= boundary_; --row)
+      if (!live(static_cast<int32_t>(row))) free_.push_back(static_cast<int32_t>(row));
     free_.shrink_to_fit();
     boundary_ = 0;
     drop_chunks();

@@ -146,7 +146,10 @@ inline bool Table::compact(int64_t limit) {
   if (snapshot() || !(rows_.compacting() || rows_.sparse())) return !index_.growing();
   ++epoch_;
   const bool done = rows_.compact(limit, [this](int64_t id, int32_t row) { index_.move(id, row); });
-  if (done) index_.shrink();
+  if (done) {
+    index_.shrink();
+    index_.advance(static_cast<uint64_t>(limit));
+  }
   return done && !index_.growing();
 }
 

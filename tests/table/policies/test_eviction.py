@@ -182,6 +182,36 @@ def test_memory_is_returned_after_an_eviction(engine: str) -> None:
     assert torch.equal(table.lookup(torch.arange(n - 100, n)), torch.full((100, 2), 2.0))
 
 
+def test_rows_removed_during_a_compaction_do_not_hide_new_rows(engine: str) -> None:
+    table = table_with(engine)
+    table.assign(torch.arange(10_000), torch.zeros(10_000, 2), time=0)
+    table.remove(torch.cat([torch.arange(100), torch.arange(4000, 9000), torch.arange(9500, 9990)]))
+    table.evict_part(0, rows=5)  # moves the last 5 rows to the front
+    table.remove(torch.arange(9990, 9995))
+    table.evict_part(0, rows=300)  # drops the places of the rows that were removed
+
+    table.assign(ints(-1, -2, -3, -4, -5), torch.ones(5, 2), time=0)
+
+    assert sum(chunk.ids.numel() for chunk in table.scan()) == len(table) == 4410
+    table.evict(0)
+    assert table.lookup(ints(-1, -5)).tolist() == [[1.0, 1.0], [1.0, 1.0]]
+
+
+def test_places_are_reused_after_new_rows_end_a_compaction(engine: str) -> None:
+    table = table_with(engine)
+    table.assign(torch.arange(10_000), torch.zeros(10_000, 2), time=0)
+    table.remove(torch.cat([torch.arange(0, 10_000, 2), torch.arange(1, 400, 2)]))
+    table.evict_part(0, rows=5)
+    table.assign(torch.arange(10_000, 13_000), torch.zeros(3_000, 2), time=0)
+    table.evict(0)
+    rows, slack = len(table), table.memory().slack
+
+    table.assign(torch.arange(20_000, 22_000), torch.zeros(2_000, 2), time=0)
+
+    assert (rows, len(table)) == (7_800, 9_800)
+    assert table.memory().slack <= slack // 4
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -113,6 +113,12 @@ class CpuEngine(Engine):
                 settings |= {"score": _native.SCORES.index(capacity.score)}
         return settings
 
+    def reseed(self, seed: int) -> None:
+        """See `Engine.reseed`."""
+        with self._writing:
+            self.seed = seed
+            self._native.set_key(table_key(seed, self.name))
+
     def _with_room(self, ids: Tensor, write: Callable[[], None]) -> None:
         """Run a write; if the table is full and its score is a Python function, make room and repeat it."""
         try:
@@ -250,7 +256,7 @@ class CpuEngine(Engine):
 
     def scan_part(self, start: int, limit: int, *, rows: bool = True) -> tuple[Chunk, int]:
         """See `Engine.scan_part`."""
-        chunk = self.new_chunk(min(limit, max(1, len(self))), rows=rows)
+        chunk = self.new_chunk(min(limit, len(self) + 1), rows=rows)  # one more: the scan reaches the end
         n, end = self._native.scan(start, *_native_chunk(chunk))
         return chunk.part(0, n), end
 

@@ -66,6 +66,13 @@ class ReferenceEngine(Engine):
         self._used = 0  # all row numbers in use are below
         self._boundary = 0  # rows from here on are being moved; 0: no compaction in progress
 
+    def reseed(self, seed: int) -> None:
+        """See `Engine.reseed`."""
+        with self._lock:
+            self.seed = seed
+            self._key = table_key(seed, self.name)
+            self._admission.set_key(self._key)
+
     @property
     def epoch(self) -> int:
         """See `Engine.epoch`."""
@@ -94,6 +101,7 @@ class ReferenceEngine(Engine):
             self._note_removed(list(self._row_of))
             self._counters["removed"] += len(self)
             self._admission.counts.clear()
+            self._search = VictimSearch()
             self._empty()
             self._epoch += 1
 
@@ -264,7 +272,9 @@ class ReferenceEngine(Engine):
 
     def _remove(self, ids: list[int], counter: str) -> None:
         for id in ids:
-            self._free.append(self._row_of.pop(id))
+            row = self._row_of.pop(id)
+            if not self._boundary or row < self._boundary:  # compaction removes the places after it
+                self._free.append(row)
         self._note_removed(ids)
         self._counters[counter] += len(ids)
 
@@ -344,7 +354,8 @@ class ReferenceEngine(Engine):
             )
         live = [self._is_live(row) for row in range(self._used)]
         scores = {"lru": self._time, "lfu": (self._count << 32) | self._time, "step": self._step}
-        rows = self._search.choose(need, live, scores[str(capacity.score)].tolist(), kept, len(self))
+        unsigned = [score % 2**64 for score in scores[str(capacity.score)].tolist()]
+        rows = self._search.choose(need, live, unsigned, kept, len(self))
         self._evict([int(self._ids_of[row]) for row in rows])
 
     def compact(self, limit: int) -> bool:
@@ -359,15 +370,15 @@ class ReferenceEngine(Engine):
             while limit and self._used > self._boundary:
                 last = self._used - 1
                 if self._is_live(last):
-                    while self._free and self._free[-1] >= self._boundary:
-                        self._free.pop()
                     if not self._free:
                         break
                     self._move(last, self._free.pop())
                 self._used -= 1
                 limit -= 1
             if limit:
-                self._free = [row for row in self._free if row < self._used]
+                # If new rows took all free places before the boundary, the places after it stay.
+                places = range(self._used - 1, self._boundary - 1, -1)
+                self._free += [row for row in places if not self._is_live(row)]
                 self._boundary = 0
                 for name in ("_data", "_ids_of", "_time", "_count", "_step"):
                     setattr(self, name, getattr(self, name)[: self._used].clone())
