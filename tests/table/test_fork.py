@@ -6,14 +6,17 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from megalith import Normal, Table
+from megalith import Normal, Optimizer, Table
+from megalith.table.engines.cpu import CpuEngine
 from tests.table.support import as_sets, assert_same_bits, native_table, sgd_table, unchanged
 
 
@@ -61,6 +64,39 @@ def in_child(work: Callable[[], None]) -> None:
             os._exit(code)
     _, status = os.waitpid(child, 0)
     assert status == 0, f"the child ended with status {status}"
+
+
+class PlainSGD(Optimizer):
+    """A user's optimizer, whose steps hold a lock of Python."""
+
+    def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
+        rows -= lr * grads
+
+
+def test_a_child_writes_although_a_thread_held_the_lock_when_it_was_forked() -> None:
+    table = sgd_table("cpu", 1, optimizer=PlainSGD(1.0))
+    assert isinstance(table.engine_impl, CpuEngine)
+    held, done = threading.Event(), threading.Event()
+
+    def hold(lock: AbstractContextManager[Any]) -> None:
+        with lock:
+            held.set()
+            done.wait()
+
+    thread = threading.Thread(target=hold, args=(table.engine_impl._writing,))
+    thread.start()
+    held.wait()
+
+    def work() -> None:
+        table.apply_gradients(torch.tensor([1]), torch.ones(1, 1), step=0)
+        assert table.lookup(torch.tensor([1])).item() == -1.0
+
+    try:
+        in_child(work)
+    finally:
+        done.set()
+        thread.join()
+    assert len(table) == 0
 
 
 @pytest.mark.usefixtures("restore_threads")
