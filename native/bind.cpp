@@ -179,6 +179,7 @@ NB_MODULE(_native, m) {
       .def_prop_ro("epoch", &Table::epoch, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("kernels", &Table::kernels_name)
       .def_prop_ro("row_floats", [](const Table& t) { return t.row_floats(); })
+      .def("set_key", &Table::set_key, nb::arg("key"), nb::call_guard<nb::gil_scoped_release>())
       .def("find",
            [](const Table& t, handle ids, handle rows, int threads) {
              const Ids i = borrow_ids(ids);

@@ -99,6 +99,12 @@ class Table {
     return epoch_;
   }
 
+  // Changes the key of initial rows and of admission draws. Rows that exist stay as they are.
+  void set_key(uint64_t key) {
+    std::unique_lock<ForkSafeLock> hold(lock_);
+    key_ = key;
+  }
+
   // ---- reads
 
   // Fills rows and returns the epoch in which they are valid.
@@ -383,7 +389,7 @@ class Table {
 
   TableView view() const {
     return {rows_.view(), options_.segments.data(), static_cast<int32_t>(options_.segments.size()),
-            dim_, options_.key, options_.missing_zeros};
+            dim_, key_, options_.missing_zeros};
   }
 
   template <class Work>
@@ -494,6 +500,7 @@ class Table {
 
   mutable ForkSafeLock lock_;
   const TableOptions options_;
+  uint64_t key_ = options_.key;  // changed by set_key
   Index index_;
   Rows rows_;
   const Kernels* kernels_;

@@ -14,7 +14,7 @@ namespace megalith {
 // Whether an id without a row gets one.
 inline bool Table::admits(int64_t id, uint64_t occurrences, uint64_t step) const {
   if (options_.min_count) return OccurrenceCounts::saturating_sum(counts_.count(id), occurrences) >= options_.min_count;
-  return admits_all() || draw_admits(options_.key, id, step, options_.admission_limit, occurrences);
+  return admits_all() || draw_admits(key_, id, step, options_.admission_limit, occurrences);
 }
 
 inline void Table::admits(const int64_t* ids, int64_t n, const int64_t* occurrences, uint64_t step,

@@ -31,7 +31,7 @@ class TablePolicies:
 
     admission: Admission | None = None
     """Which new ids get a row, as for TableConfig."""
-    eviction: Eviction | Sequence[Eviction] = ()
+    eviction: Sequence[Eviction] = ()
     """Which rows are removed, as for TableConfig."""
 
 

@@ -37,6 +37,7 @@ from megalith.table.schedules import Piecewise, PolynomialDecay, Warmup
 from megalith.table.table import Table
 from megalith.table.table_config import Segment, TableConfig
 from megalith.table.table_data import Chunk, MemoryUse, RowCounters, TableStats
+from megalith.table.table_operations import MergeCounts
 
 __all__ = [
     "FTRL",
@@ -61,6 +62,7 @@ __all__ = [
     "Initializer",
     "Lion",
     "MemoryUse",
+    "MergeCounts",
     "MinCount",
     "MinNorm",
     "Momentum",

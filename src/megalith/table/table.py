@@ -22,6 +22,7 @@ from megalith.table.policies import Capacity
 from megalith.table.snapshot import Snapshot
 from megalith.table.table_config import TableConfig
 from megalith.table.table_data import MAX_CONSUMERS, Chunk, FoundRows, MemoryUse, TableStats
+from megalith.table.table_operations import MergeCounts, Predicate, merge_tables, unwanted_ids
 from megalith.table.validation import InputChecks, check_pooling
 
 DEFAULT_CHUNK = 65536
@@ -55,14 +56,12 @@ class Table:
     ) -> None:
         if not isinstance(config, TableConfig):
             raise InputError(f"Table: config must be a TableConfig, got {config!r}")
-        if isinstance(seed, bool) or not isinstance(seed, int):
-            raise InputError(f"table {config.name!r}: seed must be an integer, got {seed!r}")
         if isinstance(num_shards, bool) or not isinstance(num_shards, int) or num_shards < 1:
             raise InputError(f"table {config.name!r}: num_shards must be positive, got {num_shards!r}")
         self.config = config
         self.name = config.name
         self.dim = config.dim
-        self.seed = seed
+        self.seed = self._check_seed(config.name, seed)
         self.checks = InputChecks(config)
         self.engine_impl = engine_class(engine)(config, seed=seed, num_shards=num_shards)
         self._consumers: list[str | None] = []
@@ -350,6 +349,71 @@ class Table:
             chunk: The rows, for example from `scan`.
         """
         self.engine_impl.restore(self.checks.chunk(chunk))
+
+    def merge(self, other: Table, *, on_conflict: str = "newer") -> MergeCounts:
+        """Copy the rows of another table into this one, with optimizer state, times and counts.
+
+        Rows are written in chunks, like `restore`; ids that `MinCount` counts in the other table are counted
+        here too. No other thread may write to the tables meanwhile.
+
+        Args:
+            other: A table with the same dims and optimizer states, on any engine. It does not change.
+            on_conflict: Which row stays if both have an id: "newer" (the later last update; this table's row
+                if both are equal), "ours" (this table's) or "theirs".
+
+        Returns:
+            How many rows of the other table were added, replaced a row, or were not taken.
+
+        Raises:
+            InputError: An argument is wrong, or the rows of the tables differ. Nothing was written.
+            TableFullError: The rows do not fit in the capacity; some may have been written.
+        """
+        return merge_tables(self, other, on_conflict)
+
+    def filter(self, predicate: Predicate, *, chunk_size: int = DEFAULT_CHUNK) -> Tensor:
+        """Remove the rows that a predicate does not keep, as `remove` does.
+
+        No row is removed if the predicate raises. No other thread may write to the table meanwhile.
+
+        Args:
+            predicate: Takes a `Chunk` and returns which of its rows stay, bool [n].
+            chunk_size: Largest number of rows of a chunk.
+
+        Returns:
+            The removed ids, int64.
+
+        Raises:
+            InputError: The predicate does not return bool [n], or `chunk_size` is wrong.
+        """
+        unwanted = unwanted_ids(self, predicate, chunk_size)
+        with self._evict_lock:
+            if unwanted.numel():
+                self.engine_impl.remove(unwanted)
+                while not self.engine_impl.compact(MIN_EVICT_ROWS):
+                    pass
+            self._evict_at = 0  # rows may have moved: the next pass of eviction starts again
+        return unwanted
+
+    def reseed(self, seed: int) -> None:
+        """Change the seed of initial rows and of the draws of `Probability`.
+
+        Rows that exist stay as they are. Ids without a row read as their new initial row, and `reinitialize`
+        uses it too. A checkpoint records the seed; `checkpoint.load` does not change that of a table.
+
+        Args:
+            seed: The new seed; the same on all ranks.
+
+        Raises:
+            InputError: The seed is not an integer.
+        """
+        self.seed = self._check_seed(self.name, seed)
+        self.engine_impl.reseed(seed)
+
+    @staticmethod
+    def _check_seed(name: str, seed: Any) -> int:
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise InputError(f"table {name!r}: seed must be an integer, got {seed!r}")
+        return seed
 
     def clear(self) -> None:
         """Remove every row and free the memory."""

@@ -214,8 +214,8 @@ class RunConfig:
         _one_of("data.kind", self.data.kind, KINDS)
         _one_of("data.on_error", self.data.on_error, ("raise", "skip"))
         _one_of("train.table_optimizer", self.train.table_optimizer, tuple(TABLE_OPTIMIZERS))
-        counts = ("epochs", "max_steps", "threads", "log_every", "save_every", "keep_last", "keep_every")
-        counts += ("evict_every",)
+        counts = ["epochs", "max_steps", "evict_every", "threads", "log_every"]
+        counts += ["save_every", "keep_last", "keep_every"]
         at_least_1 = {f"train.{name}": getattr(self.train, name) for name in counts}
         at_least_1 |= {"data.batch_size": self.data.batch_size, "model.dim": self.model.dim}
         for key, value in at_least_1.items():

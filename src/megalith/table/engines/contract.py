@@ -45,6 +45,14 @@ class Engine(ABC):
         self.seed = seed
         self.row_limit = shard_row_limit(config, num_shards)
 
+    @abstractmethod
+    def reseed(self, seed: int) -> None:
+        """Change the seed of initial rows and of random draws. Rows that exist stay as they are.
+
+        Args:
+            seed: The new seed.
+        """
+
     def new_chunk(self, n: int, *, rows: bool = True) -> Chunk:
         """Return an uninitialized chunk with the columns of this table.
 

@@ -74,6 +74,14 @@ class AdmissionState:
         self.refused = IdLog()
         self.refusals = 0
 
+    def set_key(self, key: int) -> None:
+        """Change the key of the random numbers.
+
+        Args:
+            key: The new key.
+        """
+        self._key = key & _WORD
+
     def admits(self, id: int, occurrences: int, step: int) -> bool:
         """Decide whether an id without a row gets one. Changes nothing.
 
