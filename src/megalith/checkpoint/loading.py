@@ -309,13 +309,14 @@ def _load_tables(
         if ranks.size == 1:
             table.reserve(match.entries[-1].live)
         for entry in match.entries:
+            # A delta does not save ids that it removes. Removing first keeps the table within its Capacity.
+            for piece in entry.removed:
+                table.remove(read_removed(store, piece))
             for piece in _relevant(entry, match):
                 _restore(match, read_chunk(store, piece, entry))
                 done += piece.rows
                 if on_rows is not None:
                     on_rows(done)
-            for piece in entry.removed:
-                table.remove(read_removed(store, piece))
         for piece in match.entries[-1].pending:
             _restore_pending(match, *read_pending(store, piece))
     return {match.name: len(match.table) for match in found.matches}
