@@ -313,6 +313,7 @@ def differing() -> dict[str, Said]:
         "bad router": {"router": "modulo"},
         "bad wire": {"wire": "float8"},
         "bad table": {"configs": [TABLES[0], TABLES[0]]},
+        "bad push": {"push": "no"},
         "nothing": {},
     }
     found = {}
@@ -332,7 +333,12 @@ def test_ranks_made_with_other_arguments_raise_on_all() -> None:
             assert f"rank {1 - rank} has" in said[1]
     for said in (first["transport"], second["transport"]):
         assert said == ("InputError", "transport must be the same on all ranks, got auto, gloo")
-    for name, text in (("bad router", "'modulo'"), ("bad wire", "'float8'"), ("bad table", "two tables")):
+    for name, text in (
+        ("bad router", "'modulo'"),
+        ("bad wire", "'float8'"),
+        ("bad table", "two tables"),
+        ("bad push", "push must be True or False, got str"),
+    ):
         own, other = second[name], first[name]
         assert own is not None
         assert own[0] == "InputError"

@@ -205,6 +205,9 @@ def test_bad_arguments() -> None:
     for depth in (0, -1, 1.5, True, "3", None):
         with pytest.raises(InputError, match="depth must be an integer of at least 1, got"):
             Pipeline(collection(), [], depth=depth)  # type: ignore[arg-type]
+    for push in ("no", None, 1):
+        with pytest.raises(InputError, match="Pipeline: push must be True or False, got"):
+            Pipeline(collection(), [], push=push)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="Linear contains no EmbeddingCollection"):
         Pipeline(nn.Linear(1, 1), [])
 

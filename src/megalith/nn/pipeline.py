@@ -74,7 +74,8 @@ class Pipeline(Iterable[Any]):
             contain the result of start(features).
 
     Raises:
-        InputError: For an unknown mode, a depth below 1, or a model without an EmbeddingCollection.
+        InputError: For an unknown mode, a depth below 1, a push that is not a bool, or a model without an
+            EmbeddingCollection.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Pipeline(Iterable[Any]):
             raise InputError(f"Pipeline: {type(model).__name__} contains no EmbeddingCollection")
         if isinstance(loader, Tensor) or not (isinstance(loader, Iterable) or hasattr(loader, "__getitem__")):
             raise InputError(f"Pipeline: loader must be iterable, got {type(loader).__name__}")
+        checks.flag(push, "Pipeline: push")
         checks.callback(attach, "Pipeline: attach")
         self.loader = loader
         self.mode = mode

@@ -91,6 +91,7 @@ class SyncShards(Shards):
         self.ranks = self.exchange
 
         def build() -> tuple[LocalShards, tuple[str, str], dict[str, Router]]:
+            check_flag(push, "SyncShards: push")
             own = LocalShards(configs, engine=engine, seed=seed, num_shards=self.exchange.size)
             return own, check_wire(wire), make_routers(own.configs, router, self.exchange.size)
 
