@@ -93,6 +93,7 @@ CANNOT_BE_CALLED: Mapping[str, str] = {
             "LoadReport",
             "Manifest",
             "MemoryUse",
+            "MergeCounts",
             "MovieLens",
             "OffsetMap",
             "Pooling",

@@ -184,12 +184,12 @@ class EmbeddingConfig:
         )
 
     def _table_config(self, name: str, row: Sequence[Segment]) -> TableConfig:
-        policies = self.policies.get(name, TablePolicies(self.admission, self.eviction))
+        own = self.policies.get(name)
         return TableConfig(
             name,
             segments=row,
-            admission=policies.admission,
-            eviction=policies.eviction,
+            admission=self.admission if own is None else own.admission,
+            eviction=self.eviction if own is None else own.eviction,
             dist_type=self.dist_type,
         )
 
