@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from megalith.compat.monolith.sync_clients import (
 from megalith.compat.monolith.sync_config import SyncConfig, refresh_sync_config
 from megalith.errors import InputError, UnknownNameError
 from megalith.serving.discovery import Replica, StaticDiscovery
+from megalith.serving.export.exporter import export_model
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig
 from tests.serving.sync_support import LIMIT, Trainer, assert_equal, export_version, make_model
@@ -123,7 +124,9 @@ def test_a_target_that_is_not_listed_for_a_while_keeps_its_ids(
     client.create_sync_op(config_for(servers))
     shards.assign({"table": (torch.tensor([2]), torch.ones(1, 1))})
     client.create_sync_op(config_for(servers[1:]))
-    client.create_sync_op(config_for([]))
+    (waiting,) = responses(client.create_sync_op(config_for([])))
+    assert (waiting["target"], waiting["status_code"]) == ("", 9)
+    assert "'movies:ps_0', and changed ids wait: 2 of table 'table'." in waiting["error_message"]
 
     (response, _) = responses(client.create_sync_op(config_for(servers)))
 
@@ -263,10 +266,13 @@ def test_rows_that_are_not_finite_are_reported_by_table_and_id(
 def test_without_targets_changes_wait(client: ParameterSyncClient, servers: list[DummySyncServer]) -> None:
     shards = shards_of(table=1)
     client.attach(shards)
+    assert responses(client.create_sync_op()) == []
     shards.assign({"table": (torch.tensor([1]), torch.ones(1, 1))})
 
-    assert responses(client.create_sync_op()) == []
-
+    for _ in range(2):
+        (waiting,) = responses(client.create_sync_op())
+        assert (waiting["target"], waiting["status_code"], waiting["update_num"]) == ("", 9, 0)
+        assert "and changed ids wait: 1 of table 'table'" in waiting["error_message"]
     assert [each["update_num"] for each in responses(client.create_sync_op(config_for(servers)))] == [1, 1]
 
 
@@ -436,7 +442,7 @@ def test_a_part_that_dies_and_comes_back_gets_everything(parts: Parts) -> None:
     address = parts.servers[1].address
     parts.backend.unregister("movies:ps_1", address)
     parts.trainer.step(2)
-    assert len(parts.sync()) == 1
+    assert [each["target"] for each in parts.sync()] == [parts.servers[0].address, ""]
     parts.restart(1)
     parts.backend.register("movies:ps_1", Replica(address))
 
@@ -471,11 +477,48 @@ def test_what_no_target_gets_is_reported(parts: Parts, caplog: pytest.LogCapture
 
     assert (response["status_code"], response["update_num"]) == (9, 2)
     assert response["error_message"].split("; ") == [
-        "1 ids of table 'user' belong to other parts, and 1 clients for 2 parts have attached it: make and "
-        "attach one for each part",
+        "1 ids of table 'user' belong to parts that no client has pushed to (ps_1): attach it to one client "
+        "for each part, which create_parameter_sync_clients(2) makes",
         "table 'other' is not served there: its 2 ids are not pushed",
     ]
     assert response["error_message"].split("; ")[1] in caplog.text
+
+
+@pytest.mark.parametrize("make", [lambda: create_parameter_sync_clients(0)[0], ParameterSyncClient])
+def test_one_client_per_rank_reports_the_parts_that_no_rank_pushes_to(
+    make: Callable[[], ParameterSyncClient], tmp_path: Path
+) -> None:
+    # Two ranks push to ps_0 and ps_1 of a model with four parts. Rank 0 has the even ids, rank 1 the others.
+    ranks = [shards_of(t=1), shards_of(t=1)]
+    export_model(ranks[0], tmp_path, name="m", num_shards=4)
+    with ExitStack() as stack:
+        config = ServerConfig(allow_writes=True, poll_seconds=60.0)
+        servers = [stack.enter_context(ModelServer(tmp_path / f"ps_{i}", config)) for i in range(4)]
+        backend = StaticDiscovery({f"m:ps_{i}": [server.address] for i, server in enumerate(servers)})
+        backend.subscribe_model("m")
+        clients = [stack.enter_context(make()) for _ in ranks]
+        for rank, client in enumerate(clients):
+            client.attach(ranks[rank])
+        for step in range(2):
+            for rank, client in enumerate(clients):
+                ids = torch.arange(rank, 8, 2)
+                ranks[rank].assign({"t": (ids, torch.full((4, 1), step + 1.0))})
+
+                (response,) = responses(client.create_sync_op(refresh_sync_config(backend, rank)))
+
+                assert (response["status_code"], response["update_num"]) == (9, 2)
+                message = f"2 ids of table 't' belong to parts that no client has pushed to (ps_{rank + 2})"
+                assert message in response["error_message"]
+
+        # With more ranks than parts, a rank has no target.
+        with make() as extra:
+            extra.attach(ranks[0])
+            ranks[0].assign({"t": (torch.tensor([2, 4]), torch.ones(2, 1))})
+            (response,) = responses(extra.create_sync_op(refresh_sync_config(backend, 4)))
+            assert (response["target"], response["status_code"]) == ("", 9)
+            assert (
+                "no targets for 'm:ps_4', and changed ids wait: 2 of table 't'" in response["error_message"]
+            )
 
 
 def test_an_entry_has_no_rows(tmp_path: Path) -> None:

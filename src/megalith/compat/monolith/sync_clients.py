@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
+import torch
+
 from megalith.compat.monolith.sync_config import SyncConfig, read_sync_config
 from megalith.compat.monolith.tracked_changes import TrackedChanges
 from megalith.errors import InputError, RemoteError, UsageError
@@ -50,6 +52,8 @@ logger = logging.getLogger(__name__)
 MAX_THREADS = 16
 MAX_ABSENT_IDS = 20_000_000
 """The number of ids kept for targets that the config no longer lists; beyond it the oldest are dropped."""
+MAX_NAMED_PARTS = 20
+"""The number of parts that a message names."""
 NOT_PUSHED = "FAILED_PRECONDITION"
 """The status of a target that answered, but was not sent all rows; the message names them."""
 _NO_SIGNATURE = ("FAILED_PRECONDITION", "INVALID_ARGUMENT", "UNIMPLEMENTED")
@@ -74,7 +78,7 @@ class ParameterSyncClient:
         name: Monolith's name of the client; several clients may have the same one.
         credentials: The credentials for the targets.
         changes: Records the changes of the tables; None: a record of its own. The clients of all parts of a
-            model share one, and ids for which none of them can be the client are reported.
+            model share one.
 
     Raises:
         InputError: An argument has the wrong type, or the config is malformed.
@@ -100,7 +104,6 @@ class ParameterSyncClient:
         self._config = _read(config)
         self._channels = Channels(credentials)
         self._changes = changes or TrackedChanges()
-        self._shares_changes = changes is not None
         self._tables: dict[str, Table] = {}
         self._targets: dict[tuple[str, str], _Target] = {}
         """By address and model; those that have been missing from the config for longest come first."""
@@ -136,8 +139,9 @@ class ParameterSyncClient:
             A PushResult as JSON with one response per target, in the order of the targets: status_code is 0
             or gRPC's code, update_num is the number of ids pushed, removed ones included. Ids that could not
             be pushed are kept and pushed by a later call, also if a config in between does not list the
-            target. Rows with NaN or Inf, of tables that the target does not serve, or of parts without a
-            client are not pushed: the status is then FAILED_PRECONDITION, and error_message names them.
+            target. Rows with NaN or Inf, of tables that the target does not serve, or of parts that no client
+            has pushed to are not pushed: the status is then FAILED_PRECONDITION and error_message names them.
+            Without targets, there is one response if changed ids wait, with that status and the target "".
 
         Raises:
             InputError: The config is malformed.
@@ -152,6 +156,11 @@ class ParameterSyncClient:
             )
         result = PushResult()
         if not chosen.targets:
+            problem = self._describe_waiting(chosen.model_name)
+            if problem:
+                logger.warning("%s", problem)
+                status = grpc_module().StatusCode[NOT_PUSHED].value[0]
+                result.responses.add(target="", status_code=status, update_num=0, error_message=problem)
             return _json(result)
         listed = {address: self._list(address, chosen.model_name) for address in chosen.targets}
         changed = self._changes.take(self)
@@ -168,6 +177,21 @@ class ParameterSyncClient:
                 response.status_code = grpc_module().StatusCode[error.code].value[0]
                 response.error_message = str(error)
         return _json(result)
+
+    def _describe_waiting(self, model: str) -> str:
+        """Name the ids that wait for a model without targets; "" if there are none."""
+        waiting = IdSets()
+        waiting.add(self._changes.waiting(self))
+        for target in self._targets.values():
+            if target.model == model:
+                waiting.add(target.backlog.tensors())
+        counts = [f"{ids.numel()} of table {table!r}" for table, ids in waiting.tensors().items()]
+        if not counts:
+            return ""
+        return (
+            f"the config has no targets for {model!r}, and changed ids wait: {', '.join(counts)}. "
+            "If the model has no such part, push to those it has, with create_parameter_sync_clients"
+        )
 
     def _list(self, address: str, model: str) -> _Target:
         """Return the target, and move it after those that were listed earlier."""
@@ -233,20 +257,32 @@ class ParameterSyncClient:
             # It is new, or has lost what was pushed to it.
             target.backlog.add(self._changes.all_ids(self))
             target.rows_id = position.rows_id
-        before = {table: ids.numel() for table, ids in target.backlog.tensors().items()}
+        problems += self._ids_of_nobody(target, layout)
         target.backlog.compact(layout.keep)
-        after = {table: ids.numel() for table, ids in target.backlog.tensors().items()}
-        for table, count in before.items():
-            clients = self._changes.num_clients(self, table)
-            others = count - after.get(table, 0)
-            if table not in layout.tables:
-                problems.append(f"table {table!r} is not served there: its {count} ids are not pushed")
-            elif others and self._shares_changes and clients < layout.sub_graph_num:
-                problems.append(
-                    f"{others} ids of table {table!r} belong to other parts, and {clients} clients for "
-                    f"{layout.sub_graph_num} parts have attached it: make and attach one for each part"
-                )
         return layout
+
+    def _ids_of_nobody(self, target: _Target, layout: ModelLayout) -> list[str]:
+        """Describe the ids of a backlog that neither this target nor that of another client receives."""
+        found, model = list[str](), target.model.removesuffix(layout.part)
+        if layout.part.startswith("ps_"):
+            self._changes.reach(self, model, int(layout.part.removeprefix("ps_")))
+        for table, ids in target.backlog.tensors().items():
+            if table not in layout.tables:
+                found.append(f"table {table!r} is not served there: its {ids.numel()} ids are not pushed")
+                continue
+            parts = self._changes.unreached(self, table, model, layout.sub_graph_num)
+            if not parts:
+                continue
+            owners = layout.tables[table].router.owner(ids)
+            owners = owners[torch.isin(owners, torch.tensor(sorted(parts), dtype=owners.dtype))]
+            if owners.numel():
+                named = ", ".join(f"ps_{part}" for part in owners.unique().tolist()[:MAX_NAMED_PARTS])
+                found.append(
+                    f"{owners.numel()} ids of table {table!r} belong to parts that no client has pushed to "
+                    f"({named}): attach it to one client for each part, which "
+                    f"create_parameter_sync_clients({layout.sub_graph_num}) makes"
+                )
+        return found
 
     def _send(
         self, target: _Target, layout: ModelLayout | None, config: SyncConfig, problems: list[str]

@@ -36,6 +36,8 @@ class TrackedChanges:
         self._attached: dict[object, dict[str, str]] = {}
         """The keys of each client's tables, by the name of the table."""
         self._pending: dict[object, IdSets] = {}
+        self._reached: dict[object, set[tuple[str, int]]] = {}
+        """The models and parts that have answered each client."""
         self._journal = Journal(max_ids)
         self._journal.begin_epoch("")
 
@@ -68,22 +70,55 @@ class TrackedChanges:
         with self._lock:
             keys = set(self._attached.pop(client, {}).values())
             self._pending.pop(client, None)
+            self._reached.pop(client, None)
             for key in keys.difference(*(others.values() for others in self._attached.values())):
                 self._tables.pop(key).untrack(self._consumer)
 
-    def num_clients(self, client: object, name: str) -> int:
-        """Return how many clients have attached a table.
+    def reach(self, client: object, model: str, part: int) -> None:
+        """Record that a part of a model has answered a client, which then pushes the part's ids to it.
 
         Args:
-            client: One of them, as a key.
+            client: The client, as a key.
+            model: The name of the model, without its part.
+            part: The number of the part.
+        """
+        with self._lock:
+            self._reached.setdefault(client, set()).add((model, part))
+
+    def unreached(self, client: object, name: str, model: str, num_parts: int) -> set[int]:
+        """Return the parts of a model that no client pushes a table to.
+
+        Clients that have not pushed yet are expected to push to a part each: nothing is returned as long as
+        there are enough of them for the parts that are left.
+
+        Args:
+            client: A client that has attached the table, as a key.
             name: Its name of the table.
+            model: The name of the model, without its part.
+            num_parts: The number of parts of the model.
 
         Returns:
-            The number, this client included.
+            The numbers of the parts.
         """
         with self._lock:
             key = self._attached[client][name]
-            return sum(key in keys.values() for keys in self._attached.values())
+            clients = [each for each, keys in self._attached.items() if key in keys.values()]
+            reached = [self._reached.get(each, set()) for each in clients]
+            left = set(range(num_parts)) - {part for each in reached for at, part in each if at == model}
+            return left if len(left) > sum(not each for each in reached) else set()
+
+    def waiting(self, client: object) -> dict[str, Tensor]:
+        """Return what `take` would return, and leave it there.
+
+        Args:
+            client: The client, as a key.
+
+        Returns:
+            The ids of each table, int64 [n], without duplicates.
+        """
+        with self._lock:
+            self._drain()
+            return self._by_name(client, self._pending.get(client, IdSets()).tensors())
 
     def take(self, client: object) -> dict[str, Tensor]:
         """Return the ids that changed or were removed since the client's last call.
