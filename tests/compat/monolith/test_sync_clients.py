@@ -150,7 +150,7 @@ def test_the_ids_of_absent_targets_are_limited_and_logged(
     assert f"{servers[0].address} has been missing" in caplog.text
     assert "the 3 ids it was not sent are dropped" in caplog.text
 
-    assert [each["update_num"] for each in responses(client.create_sync_op(config_for(servers)))] == [0, 0]
+    assert [each["update_num"] for each in responses(client.create_sync_op(config_for(servers)))] == [3, 0]
 
 
 def test_ids_are_kept_after_any_error(
@@ -464,6 +464,25 @@ def test_a_part_that_restarts_unnoticed_is_sent_the_pushed_rows_again(parts: Par
     parts.assert_equal()
 
 
+@pytest.mark.parametrize("moves", [True, False], ids=["at a new address", "as a second replica"])
+def test_a_server_that_appears_is_sent_the_pushed_rows(parts: Parts, moves: bool) -> None:
+    parts.trainer.step(3)
+    parts.sync()
+    if moves:
+        parts.servers[0].stop()
+        parts.backend.unregister("movies:ps_0", parts.servers[0].address)
+    parts.servers.append(parts._start(0, 0))
+    address = parts.servers[-1].address
+    parts.backend.register("movies:ps_0", Replica(address))
+
+    found = {each["target"]: each for each in parts.sync()}  # although nothing was trained since
+
+    assert (found[address]["status_code"], found[address]["update_num"] > 0) == (0, True)
+    assert sum(each["update_num"] > 0 for each in found.values()) == 1
+    del parts.servers[: int(moves)]
+    parts.assert_equal()
+
+
 def test_what_no_target_gets_is_reported(parts: Parts, caplog: pytest.LogCaptureFixture) -> None:
     (alone,) = create_parameter_sync_clients(1)
     with alone:
@@ -519,6 +538,20 @@ def test_one_client_per_rank_reports_the_parts_that_no_rank_pushes_to(
             assert (
                 "no targets for 'm:ps_4', and changed ids wait: 2 of table 't'" in response["error_message"]
             )
+
+
+def test_one_client_may_push_to_the_parts_in_turn(parts: Parts) -> None:
+    with parameter_sync_client_from_config() as client:
+        client.attach(parts.model.embeddings.shards)
+        statuses = []
+        for _ in range(3):
+            parts.trainer.step(2)
+            for part in range(2):
+                (response,) = responses(client.create_sync_op(refresh_sync_config(parts.backend, part)))
+                statuses.append(response["status_code"])
+            parts.assert_equal()
+    # Only in the first call the other part is still unknown.
+    assert statuses == [9, 0, 0, 0, 0, 0]
 
 
 def test_an_entry_has_no_rows(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ They are for code written for Monolith and for servers with its protocol; new co
                        |                             |                            | how an absent id reads
 
 Each target has a backlog: ids are added to it when they change, and leave it when the target acknowledges
-them. It is kept while a target fails or is missing from the config. A Megalith server that has lost the
-pushed rows, because it restarted or serves another version, is sent every id that changed since `attach`.
+them. It is kept while a target fails or is missing from the config. A new target is sent every id that
+changed since `attach`; so is a Megalith server that has lost the pushed rows, because it restarted or serves
+another version.
 """
 
 from __future__ import annotations
@@ -56,12 +57,16 @@ MAX_NAMED_PARTS = 20
 """The number of parts that a message names."""
 NOT_PUSHED = "FAILED_PRECONDITION"
 """The status of a target that answered, but was not sent all rows; the message names them."""
+_MONOLITH = "monolith"
 _NO_SIGNATURE = ("FAILED_PRECONDITION", "INVALID_ARGUMENT", "UNIMPLEMENTED")
 
 
 @dataclass(eq=False)
 class _Target:
-    """A model on a server, and the ids that it has not acknowledged. rows_id: "" before its first answer."""
+    """A model on a server, and the ids that it has not acknowledged.
+
+    rows_id: Identifies the rows it was sent; "" before its first answer, _MONOLITH for a Monolith server.
+    """
 
     address: str
     model: str
@@ -212,7 +217,8 @@ class ParameterSyncClient:
             gone = self._targets.pop(key)
             total -= len(gone.backlog)
             logger.warning(
-                "%s: %s has been missing from the config for long: the %d ids it was not sent are dropped",
+                "%s: %s has been missing from the config for long: the %d ids it was not sent are dropped; "
+                "if it returns, it is sent all ids that changed",
                 gone.model,
                 gone.address,
                 len(gone.backlog),
@@ -220,7 +226,7 @@ class ParameterSyncClient:
 
     def _push(self, target: _Target, config: SyncConfig) -> tuple[int, RemoteError | None]:
         """Push to one target; returns the number of ids pushed and the error, if any."""
-        if not len(target.backlog) and not target.rows_id:
+        if not self._changes.has_changed(self):
             return 0, None
         count, problems = 0, list[str]()
         try:
@@ -238,25 +244,27 @@ class ParameterSyncClient:
     def _ask_layout(self, target: _Target, config: SyncConfig, problems: list[str]) -> ModelLayout | None:
         """Ask what the target serves, and reduce its backlog to that; None for a Monolith server."""
         connection, timeout = self._channels.get(target.address), config.timeout_ms / 1000
+        rows_id, layout = _MONOLITH, None
         try:
             position = ask_position(connection, target.model, SYNC_POSITION, timeout=timeout)
+            rows_id, layout = position.rows_id, position.layout
         except InputError:
-            return None
+            pass
         except RemoteError as error:
-            if error.code in _NO_SIGNATURE and not target.rows_id:
-                return None
-            raise
-        layout = position.layout
-        if not layout.takes_rows:
+            if error.code not in _NO_SIGNATURE or target.rows_id not in ("", _MONOLITH):
+                raise
+        if layout is not None and not layout.takes_rows:
             raise RemoteError(
                 f"{target.address}: {target.model!r} is an entry, which has no rows: push to its parts, "
                 "'model:ps_0' and so on",
                 code=NOT_PUSHED,
             )
-        if position.rows_id != target.rows_id:
+        if rows_id != target.rows_id:
             # It is new, or has lost what was pushed to it.
             target.backlog.add(self._changes.all_ids(self))
-            target.rows_id = position.rows_id
+            target.rows_id = rows_id
+        if layout is None:
+            return None
         problems += self._ids_of_nobody(target, layout)
         target.backlog.compact(layout.keep)
         return layout

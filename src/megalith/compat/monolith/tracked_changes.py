@@ -38,6 +38,8 @@ class TrackedChanges:
         self._pending: dict[object, IdSets] = {}
         self._reached: dict[object, set[tuple[str, int]]] = {}
         """The models and parts that have answered each client."""
+        self._changed: set[str] = set()
+        """The keys of the tables that have changed since they were attached."""
         self._journal = Journal(max_ids)
         self._journal.begin_epoch("")
 
@@ -135,6 +137,18 @@ class TrackedChanges:
             self._pending[client] = IdSets()
             return self._by_name(client, pending)
 
+    def has_changed(self, client: object) -> bool:
+        """Return whether anything has changed since the tables were attached, as far as `take` knows.
+
+        Args:
+            client: The client, as a key.
+
+        Returns:
+            False if `all_ids` has no ids.
+        """
+        with self._lock:
+            return not self._changed.isdisjoint(self._attached.get(client, {}).values())
+
     def all_ids(self, client: object) -> dict[str, Tensor]:
         """Return all ids that changed since the tables were attached, or all rows' ids if those are too many.
 
@@ -160,6 +174,9 @@ class TrackedChanges:
         """Distribute the changed ids to the clients that have attached their table."""
         for key, table in self._tables.items():
             ids = join_changes(*table.drain_touched(self._consumer))
+            if not ids.numel():
+                continue
+            self._changed.add(key)
             self._journal.add({key: ids})
             for client, keys in self._attached.items():
                 if key in keys.values():
