@@ -83,6 +83,7 @@ def test_a_server_ends_with_the_rows_that_training_kept(name: str, stack: ExitSt
             published[table] |= set(rows_by_id(model, table))
 
     (served,) = server.models
+    assert served.subscriber is not None
     servable = served.subscriber.servable
     assert isinstance(servable, Servable)
     assert_equal(servable, model, NUM_IDS)
