@@ -14,7 +14,8 @@ from torch import Tensor
 from megalith import checkpoint
 from megalith.checkpoint.saved_rows import latest_rows
 from megalith.errors import CheckpointError, InputError
-from megalith.serving.export.exporter import Provenance, RowSource, export_model
+from megalith.serving.export.exporter import Provenance, export_model
+from megalith.serving.export.rank_rows import RowSource
 from megalith.storage.store import open_store
 from megalith.training.run_config import DataConfig
 from megalith.training.run_model import config_of, find_checkpoint, load_dense, model_for

@@ -629,13 +629,6 @@ def test_blocks_are_as_large_as_in_training(run: Run, tmp_path: Path) -> None:
     assert _block_size(checkpoint.read_manifest(run.directory / "checkpoint"), 4) is None
 
 
-def test_a_rank_among_many_exports_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = wide()
-    monkeypatch.setattr(type(model.embeddings.shards), "world_size", 2, raising=False)
-    with pytest.raises(UsageError, match="save a checkpoint and export that"):
-        export_model(model, tmp_path, name="m")
-
-
 # ---- shards without a model
 
 

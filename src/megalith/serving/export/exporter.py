@@ -4,8 +4,9 @@
     OUT/entry/{version}/  OUT/ps_0/{version}/  ...   the entry has the model, the ps parts have the rows
 
 Shards without a model are exported as rows only: the same directories without a program and without an entry.
-A version is written to staging directories and renamed when it is complete. docs/formats/export.md specifies
-the format.
+Tables over ranks are exported by all ranks together: rank 0 writes, the others send it their rows
+(rank_rows.py). A version is written to staging directories and renamed when it is complete.
+docs/formats/export.md specifies the format.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ from torch import Tensor, nn
 from megalith.checkpoint.chain import routing_of
 from megalith.checkpoint.manifest import Routing
 from megalith.checkpoint.save_job import megalith_version
+from megalith.checkpoint.sharded_weights import is_sharded, reshard
+from megalith.distributed.agreement import agree
+from megalith.distributed.dense_broadcast import fsdp1_module
+from megalith.distributed.ranks import RankGroup
 from megalith.errors import ExportError, InputError, MegalithError, UsageError
 from megalith.nn import EmbeddingCollection
 from megalith.nn.feature_plan import FeaturePlan
@@ -33,6 +38,7 @@ from megalith.ragged import Ragged
 from megalith.serving.export import precision as precisions
 from megalith.serving.export.archive import write_archive
 from megalith.serving.export.frozen_rows import FrozenWriter
+from megalith.serving.export.rank_rows import RankRows, RowSource
 from megalith.serving.export.signature import (
     DENSE,
     ENTRY,
@@ -50,8 +56,6 @@ from megalith.shards import Shards
 from megalith.storage.store import StoredFile, checksum
 from megalith.table import TableConfig
 
-RowSource = Callable[[str], Iterator[tuple[Tensor, Tensor]]]
-"""Table -> chunks of distinct ids int64 [k] and rows float32 [k, dim]. Called twice for each table."""
 _EXAMPLE_SIZES = (1, 8)
 _MAX_FILE_NAME = 100
 
@@ -101,6 +105,9 @@ def export_model(
 ) -> Path:
     """Write a version of a model below `out`. A call that fails leaves no files.
 
+    If the tables are spread over ranks, it is a collective call without `rows`: rank 0 writes the files,
+    with the rows of all ranks and its own dense weights. If it fails on one rank, it raises on all.
+
     Args:
         model: The model; its `score` is traced in eval mode. Shards are exported as rows without a model:
             servers answer lookups of them, but no requests for scores.
@@ -116,49 +123,93 @@ def export_model(
         id_kinds: Feature -> what its ids were in training: "integer", "xxhash64" (hashes of text) or "fid".
             Servers refuse requests with others: strings for integers and fids, integers for text. A feature
             that is not listed is not checked.
-        on_rows: Called with the number of rows of each chunk written.
+        on_rows: Called with the number of rows of each chunk written; over ranks, on rank 0.
 
     Returns:
         `out`.
 
     Raises:
-        ExportError: The version exists or cannot be written.
+        ExportError: The version exists or cannot be written, or another rank failed.
         InputError: The model, or an argument, cannot be exported.
-        UsageError: The rows of other ranks are needed; export a checkpoint instead.
+        UsageError: The dense weights are sharded over ranks.
+        RankTimeoutError: A rank does not make this call.
     """
     collection = None if isinstance(model, Shards) else _collection(model)
-    check_name(name)
-    precisions.dtype_of(precision)
-    out = checks.path(out, "export: out")
-    checks.integer(num_shards, "export: num_shards", least=0)
-    if block_size is not None:
-        checks.integer(block_size, "export: block_size")
-    if source is not None:
-        checks.instance(source, Provenance, "export: source")
-    checks.callback(rows, "export: rows")
-    checks.callback(on_rows, "export: on_rows")
     shards = model if isinstance(model, Shards) else model.embeddings.shards
-    if rows is None:
-        rows = _live_rows(shards)
-    step = 0 if collection is None else collection.global_step
-    kept = {} if collection is None else collection.checkpoint_state.routing
-    source = source or Provenance(f"live-{uuid.uuid4().hex}", step)
-    signature = Signature(
-        model=name,
-        version=source.step if version is None else version,
-        part=STANDALONE,
-        sub_graph_num=num_shards,
-        base=source.base,
-        step=source.step,
-        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        megalith=megalith_version(),
-        precision=precision,
-        tables={},
-    )
-    if not isinstance(model, Shards):
-        signature = _describe(signature, model, _checked_kinds(id_kinds, model.embeddings))
+    ranks = shards.ranks if rows is None else RankGroup()
+
+    def check() -> Signature:
+        check_name(name)
+        precisions.dtype_of(precision)
+        checks.path(out, "export: out")
+        checks.integer(num_shards, "export: num_shards", least=0)
+        if block_size is not None:
+            checks.integer(block_size, "export: block_size")
+        if source is not None:
+            checks.instance(source, Provenance, "export: source")
+        checks.callback(rows, "export: rows")
+        checks.callback(on_rows, "export: on_rows")
+        if ranks.size > 1:
+            _check_whole(model)
+            shards.flush()
+        step = 0 if collection is None else collection.global_step
+        origin = source or Provenance(f"live-{uuid.uuid4().hex}", step)
+        signature = Signature(
+            model=name,
+            version=origin.step if version is None else version,
+            part=STANDALONE,
+            sub_graph_num=num_shards,
+            base=origin.base,
+            step=origin.step,
+            created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            megalith=megalith_version(),
+            precision=precision,
+            tables={},
+        )
+        if isinstance(model, Shards):
+            return signature
+        return _describe(signature, model, _checked_kinds(id_kinds, model.embeddings))
+
+    signature = agree(ranks, check, error=ExportError)
+
+    def write(found: RowSource) -> None:
+        _write_version(model, Path(out), signature, block_size, found, on_rows)
+
+    if rows is not None:
+        write(rows)
+    elif ranks.size == 1:
+        write(_live_rows(shards))
+    else:
+        RankRows(shards).write(write)
+    return Path(out)
+
+
+def _check_whole(model: Exportable | Shards) -> None:
+    """Raise UsageError unless this rank has the whole dense part of a model."""
+    if not isinstance(model, nn.Module):
+        return
+    reshard(model)
+    sharded = any(is_sharded(each) for each in (*model.parameters(), *model.buffers()))
+    if sharded or fsdp1_module(model) is not None:
+        raise UsageError(
+            "export: the dense weights are sharded over ranks: save a checkpoint, load it into a model of "
+            "one process, and export that"
+        )
+
+
+def _write_version(
+    model: Exportable | Shards,
+    out: Path,
+    signature: Signature,
+    block_size: int | None,
+    rows: RowSource,
+    on_rows: Callable[[int], object] | None,
+) -> None:
+    shards = model if isinstance(model, Shards) else model.embeddings.shards
+    kept = {} if isinstance(model, Shards) else model.embeddings.checkpoint_state.routing
+    num_shards = signature.sub_graph_num
     parts = [f"ps_{number}" for number in range(num_shards)] or [STANDALONE]
-    if num_shards and collection is not None:
+    if num_shards and not isinstance(model, Shards):
         parts.append(ENTRY)  # the last to be published, because it needs the others
     try:
         with StagingDirectories(out, signature.version, parts) as staging:
@@ -167,7 +218,7 @@ def export_model(
                     staging,
                     config,
                     routing_of(shards, table, kept).dist_type,
-                    precision,
+                    signature.precision,
                     num_shards,
                     block_size,
                 ).write(rows, on_rows)
@@ -179,7 +230,6 @@ def export_model(
         if isinstance(error, MegalithError):
             raise
         raise ExportError(f"cannot write {out}: {error}") from error
-    return out
 
 
 def _collection(model: Any) -> EmbeddingCollection:
@@ -344,11 +394,6 @@ class _TableExporter:
 
 
 def _live_rows(shards: Shards) -> RowSource:
-    if shards.world_size > 1:
-        raise UsageError(
-            "export: this process has only the rows of its rank: save a checkpoint and export that"
-        )
-
     def rows(table: str) -> Iterator[tuple[Tensor, Tensor]]:
         for chunk in shards.scan(table):
             yield chunk.ids, chunk.rows
