@@ -221,7 +221,11 @@ def test_a_loss_that_is_not_finite_on_one_rank_raises_on_all(tmp_path: Path) -> 
 
 def test_rank_0_alone_writes_and_counts_all(tmp_path: Path) -> None:
     settings = config(
-        train_comm_metrics="user,tags", train_keep_last=2, train_save_every=5, train_save_async=True
+        train_comm_metrics="user,tags",
+        train_keep_last=2,
+        train_save_every=5,
+        train_save_async=True,
+        train_admission="min_count=3",
     )
     first, second = run_ranks(measured, settings, tmp_path / "run")
     assert second == []
@@ -239,6 +243,11 @@ def test_rank_0_alone_writes_and_counts_all(tmp_path: Path) -> None:
     assert lines[-1]["rows"] == {
         name.removeprefix("embeddings."): entries[-1].live for name, entries in saved.tables().items()
     }
+    counters = lines[-1]["counters"]
+    assert counters == saved.progress["counters"]
+    assert {name: counts["created"] for name, counts in counters.items()} == lines[-1]["rows"]
+    assert counters["user"]["refused"] >= counters["user"]["pending"] > 0
+    assert lines[-1]["memory"] == sum(lines[-1]["memory_parts"].values())
 
 
 def test_comm_metrics_reach_the_log_and_tensorboard(tmp_path: Path) -> None:
