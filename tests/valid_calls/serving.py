@@ -152,8 +152,8 @@ def publisher_calls() -> Iterator[Call]:
 
 def sync_client_calls() -> Iterator[Call]:
     sync = SyncConfig(model_name="movies", targets=(server().address, CLOSED), timeout_ms=1000).to_bytes()
-    yield monolith.ParameterSyncClient, {"config": sync}
-    for make in (monolith.ParameterSyncClient, monolith.create_dummy_sync_client):
+    yield monolith.ParameterSyncClient, {"client": monolith.parameter_sync_client_from_config(sync)}
+    for make in (monolith.parameter_sync_client_from_config, monolith.create_dummy_sync_client):
         yield from methods(make, {"attach": {"tables": local()}, "create_sync_op": {"config_str": sync}})
     yield monolith.parameter_sync_client_from_config, {"config": sync}
     yield monolith.create_parameter_sync_clients, {"ps_num": 2}

@@ -75,6 +75,7 @@ parameter_sync_client_from_config(config=None, name_suffix="")
 refresh_sync_config(sync_backend, ps_index)
 create_dummy_sync_client()
 create_dummy_sync_server(address)
+ParameterSyncClient(client)
 ParameterSyncClient.create_sync_op(self, config_str)
 DummySyncServer(address)
 SavedModel(model_name, sub_graph)
@@ -232,8 +233,9 @@ def test_parameter_sync_as_monoliths_own_test_makes_it() -> None:
                 0: pytest.approx([0.2] * 3),
                 1: pytest.approx([0.1] * 3),
             }
-        assert sync_client.handle is sync_client
-        dummy = monolith.ParameterSyncClient(monolith.create_dummy_sync_client())
+        assert sync_client.handle is client.handle
+        assert servers[0].handle is servers[0]
+        dummy = monolith.ParameterSyncClient(client=monolith.create_dummy_sync_client())
         assert json.loads(dummy.create_sync_op(config.SerializeToString()))["responses"][0]["target"]
         assert [len(server.requests) for server in servers] == [1, 1]
     finally:

@@ -326,6 +326,20 @@ def test_clients_go_by_monoliths_names() -> None:
         create_parameter_sync_clients(-1)
 
 
+def test_a_client_of_a_client_has_the_same_tables_and_targets(servers: list[DummySyncServer]) -> None:
+    client = parameter_sync_client_from_config(config_for(servers))
+    shards = shards_of(table=1)
+    client.attach(shards)
+    with ParameterSyncClient(client=client) as second, ParameterSyncClient(client.handle) as third:
+        assert (second.handle, second.name) == (client.handle, "MonolithSyncClient_")
+        shards.assign({"table": (torch.tensor([1]), torch.ones(1, 1))})
+        pushed = [responses(each.create_sync_op())[0]["update_num"] for each in (second, third, client)]
+        assert pushed == [1, 0, 0]
+
+    with pytest.raises(InputError, match="parameter_sync_client_from_config makes a client from a config"):
+        ParameterSyncClient(config_for(servers))  # type: ignore[arg-type]
+
+
 def test_targets_may_be_given_beforehand(servers: list[DummySyncServer]) -> None:
     with parameter_sync_client_from_config(config_for(servers), "7") as client:
         shards = shards_of(table=1)
@@ -393,7 +407,7 @@ class Parts:
         self.servers[part].stop()
         address = self.servers[part].address
         self.servers[part] = self._start(part, int(address.rpartition(":")[2]))
-        connection = self.clients[part]._channels.get(address)
+        connection = self.clients[part].handle._channels.get(address)
         grpc.channel_ready_future(connection.channel).result(LIMIT)
 
     def sync(self) -> list[dict[str, Any]]:
@@ -503,7 +517,13 @@ def test_what_no_target_gets_is_reported(parts: Parts, caplog: pytest.LogCapture
     assert response["error_message"].split("; ")[1] in caplog.text
 
 
-@pytest.mark.parametrize("make", [lambda: create_parameter_sync_clients(0)[0], ParameterSyncClient])
+@pytest.mark.parametrize(
+    "make",
+    [
+        parameter_sync_client_from_config,
+        lambda: ParameterSyncClient(client=create_parameter_sync_clients(0)[0]),
+    ],
+)
 def test_one_client_per_rank_reports_the_parts_that_no_rank_pushes_to(
     make: Callable[[], ParameterSyncClient], tmp_path: Path
 ) -> None:

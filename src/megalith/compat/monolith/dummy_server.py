@@ -98,6 +98,11 @@ class DummySyncServer:
         self.address = f"{address.rpartition(':')[0]}:{self._port}"
         self._server.start()
 
+    @property
+    def handle(self) -> DummySyncServer:
+        """The server itself; Monolith's class wraps a handle."""
+        return self
+
     def get_port(self) -> int:
         """Return the port it listens on."""
         return self._port

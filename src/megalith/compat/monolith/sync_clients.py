@@ -74,13 +74,12 @@ class _Target:
     rows_id: str = ""
 
 
-class ParameterSyncClient:
-    """Pushes the changed rows of its tables at each `create_sync_op`. Not safe to share between threads.
+class SyncHandle:
+    """Tables, their changes and the targets: what Monolith's handles of clients refer to.
 
     Args:
-        config: A ClientConfig with the targets, or its bytes, used until a call passes another one. A client
-            (its `handle`, which Monolith wraps) gives the same client: the other arguments are ignored.
         name: Monolith's name of the client; several clients may have the same one.
+        config: A ClientConfig with the targets, or its bytes, used until a call passes another one.
         credentials: The credentials for the targets.
         changes: Records the changes of the tables; None: a record of its own. The clients of all parts of a
             model share one.
@@ -89,22 +88,14 @@ class ParameterSyncClient:
         InputError: An argument has the wrong type, or the config is malformed.
     """
 
-    def __new__(cls, config: object = None, **options: object) -> Self:
-        """Return the client that is wrapped, if any, so that both are one object."""
-        return config if isinstance(config, cls) else super().__new__(cls)
-
     def __init__(
         self,
-        config: bytes | str | Message | ParameterSyncClient | None = None,
+        name: str,
+        config: bytes | str | Message | None = None,
         *,
-        name: str = "MonolithSyncClient_",
         credentials: Credentials | None = None,
         changes: TrackedChanges | None = None,
     ) -> None:
-        if config is self:
-            return  # __new__ returned the client that is wrapped
-        if changes is not None and not isinstance(changes, TrackedChanges):
-            raise InputError(f"changes must be TrackedChanges, got {type(changes).__name__}")
         self.name = name
         self._config = _read(config)
         self._channels = Channels(credentials)
@@ -113,43 +104,29 @@ class ParameterSyncClient:
         self._targets: dict[tuple[str, str], _Target] = {}
         """By address and model; those that have been missing from the config for longest come first."""
 
-    @property
-    def handle(self) -> ParameterSyncClient:
-        """The client itself; in Monolith, the tensor that `ParameterSyncClient` wraps."""
-        return self
-
-    def attach(self, tables: Shards | Table) -> None:
+    def attach(self, tables: Mapping[str, Table]) -> None:
         """Add tables; their changes are tracked from now on.
 
         Args:
-            tables: A table, or the shards that hold tables.
+            tables: The tables by name.
 
         Raises:
             InputError: Another table with the same name is attached.
-            UsageError: The shards hold no table in this process.
         """
-        for name, table in _by_name(tables).items():
+        for name, table in tables.items():
             if self._tables.get(name, table) is not table:
                 raise InputError(f"another table named {name!r} is already attached to {self.name!r}")
             self._changes.attach(self, name, table)
             self._tables[name] = table
 
-    def create_sync_op(self, config_str: bytes | str | None = None) -> str:
-        """Push the changed rows to every target. Nothing is sent if nothing changed.
+    def push(self, config_str: bytes | str | None = None) -> Message:
+        """Push the changed rows to every target; see `ParameterSyncClient.create_sync_op`.
 
         Args:
-            config_str: A serialised ClientConfig (a str holds its bytes as Latin-1); empty: the last one.
+            config_str: A serialised ClientConfig; empty: the last one.
 
         Returns:
-            A PushResult as JSON with one response per target, in the order of the targets: status_code is 0
-            or gRPC's code, update_num is the number of ids pushed, removed ones included. Ids that could not
-            be pushed are kept and pushed by a later call, also if a config in between does not list the
-            target. Rows with NaN or Inf, of tables that the target does not serve, or of parts that no client
-            has pushed to are not pushed: the status is then FAILED_PRECONDITION and error_message names them.
-            Without targets, there is one response if changed ids wait, with that status and the target "".
-
-        Raises:
-            InputError: The config is malformed.
+            The PushResult.
         """
         if _is_given(config_str):
             self._config = _read(config_str)
@@ -166,7 +143,7 @@ class ParameterSyncClient:
                 logger.warning("%s", problem)
                 status = grpc_module().StatusCode[NOT_PUSHED].value[0]
                 result.responses.add(target="", status_code=status, update_num=0, error_message=problem)
-            return _json(result)
+            return result
         listed = {address: self._list(address, chosen.model_name) for address in chosen.targets}
         changed = self._changes.take(self)
         for target in self._targets.values():
@@ -181,7 +158,7 @@ class ParameterSyncClient:
             if error is not None:
                 response.status_code = grpc_module().StatusCode[error.code].value[0]
                 response.error_message = str(error)
-        return _json(result)
+        return result
 
     def _describe_waiting(self, model: str) -> str:
         """Name the ids that wait for a model without targets; "" if there are none."""
@@ -320,6 +297,102 @@ class ParameterSyncClient:
         self._changes.detach(self)
         self._tables = {}
 
+
+class DummySyncHandle(SyncHandle):
+    """Reports success for every push without sending anything; its tables track no changes."""
+
+    def attach(self, tables: Mapping[str, Table]) -> None:
+        """Do nothing.
+
+        Args:
+            tables: The tables by name.
+        """
+
+    def push(self, config_str: bytes | str | None = None) -> Message:
+        """Report success.
+
+        Args:
+            config_str: A serialised ClientConfig; empty: the last one.
+
+        Returns:
+            A PushResult with success for every target.
+        """
+        if _is_given(config_str):
+            self._config = _read(config_str)
+        result = PushResult()
+        for target in self._config.targets:
+            result.responses.add(target=target, status_code=0, update_num=0)
+        return result
+
+
+class ParameterSyncClient:
+    """Pushes the changed rows of its tables at each `create_sync_op`. Not safe to share between threads.
+
+    Make one with `create_parameter_sync_clients` or `parameter_sync_client_from_config`.
+
+    Args:
+        client: A client or its handle; both clients then have the same tables and targets.
+
+    Raises:
+        InputError: It is not a client.
+    """
+
+    def __init__(self, client: ParameterSyncClient | SyncHandle) -> None:
+        if not isinstance(client, ParameterSyncClient | SyncHandle):
+            raise InputError(
+                f"client must be a ParameterSyncClient or its handle, got {type(client).__name__}; "
+                "parameter_sync_client_from_config makes a client from a config"
+            )
+        self._handle = client.handle if isinstance(client, ParameterSyncClient) else client
+
+    @property
+    def handle(self) -> SyncHandle:
+        """What the client shares with those made from it."""
+        return self._handle
+
+    @property
+    def name(self) -> str:
+        """Monolith's name of the client; several clients may have the same one."""
+        return self._handle.name
+
+    def attach(self, tables: Shards | Table) -> None:
+        """Add tables; their changes are tracked from now on.
+
+        Args:
+            tables: A table, or the shards that hold tables.
+
+        Raises:
+            InputError: Another table with the same name is attached.
+            UsageError: The shards hold no table in this process.
+        """
+        self._handle.attach(_by_name(tables))
+
+    def create_sync_op(self, config_str: bytes | str | None = None) -> str:
+        """Push the changed rows to every target. Nothing is sent if nothing changed.
+
+        Args:
+            config_str: A serialised ClientConfig (a str holds its bytes as Latin-1); empty: the last one.
+
+        Returns:
+            A PushResult as JSON with one response per target, in the order of the targets: status_code is 0
+            or gRPC's code, update_num is the number of ids pushed, removed ones included. Ids that could not
+            be pushed are kept and pushed by a later call, also if a config in between does not list the
+            target. Rows with NaN or Inf, of tables that the target does not serve, or of parts that no client
+            has pushed to are not pushed: the status is then FAILED_PRECONDITION and error_message names them.
+            Without targets, there is one response if changed ids wait, with that status and the target "".
+
+        Raises:
+            InputError: The config is malformed.
+        """
+        text: str = protobuf("json_format").MessageToJson(
+            self._handle.push(config_str), preserving_proto_field_name=True
+        )
+        return text
+
+    def close(self) -> None:
+        """Close the connections; the tables stop tracking changes for this client."""
+        self._handle.close()
+
     def __enter__(self) -> Self:
         return self
 
@@ -327,34 +400,6 @@ class ParameterSyncClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-class DummySyncClient(ParameterSyncClient):
-    """Reports success for every push without sending anything; its tables track no changes."""
-
-    def attach(self, tables: Shards | Table) -> None:
-        """Check the argument and do nothing else.
-
-        Args:
-            tables: A table, or the shards that hold tables.
-        """
-        _by_name(tables)
-
-    def create_sync_op(self, config_str: bytes | str | None = None) -> str:
-        """Report success.
-
-        Args:
-            config_str: A serialised ClientConfig; empty: the last one.
-
-        Returns:
-            A PushResult as JSON with success for every target.
-        """
-        if _is_given(config_str):
-            self._config = _read(config_str)
-        result = PushResult()
-        for target in self._config.targets:
-            result.responses.add(target=target, status_code=0, update_num=0)
-        return _json(result)
 
 
 def parameter_sync_client_from_config(
@@ -369,7 +414,7 @@ def parameter_sync_client_from_config(
     Returns:
         The client.
     """
-    return ParameterSyncClient(config, name=f"MonolithSyncClient_{name_suffix}")
+    return ParameterSyncClient(SyncHandle(f"MonolithSyncClient_{name_suffix}", config))
 
 
 def create_parameter_sync_clients(ps_num: int) -> list[ParameterSyncClient]:
@@ -392,13 +437,14 @@ def create_parameter_sync_clients(ps_num: int) -> list[ParameterSyncClient]:
         return [parameter_sync_client_from_config()]
     changes = TrackedChanges()
     return [
-        ParameterSyncClient(name=f"MonolithSyncClient_{number}", changes=changes) for number in range(ps_num)
+        ParameterSyncClient(SyncHandle(f"MonolithSyncClient_{number}", changes=changes))
+        for number in range(ps_num)
     ]
 
 
-def create_dummy_sync_client() -> DummySyncClient:
+def create_dummy_sync_client() -> ParameterSyncClient:
     """Make a client that pushes nothing."""
-    return DummySyncClient(name="MonolithDummySyncClient")
+    return ParameterSyncClient(DummySyncHandle("MonolithDummySyncClient"))
 
 
 def _by_name(tables: Shards | Table) -> Mapping[str, Table]:
@@ -421,8 +467,3 @@ def _read(config: bytes | str | Message | None) -> SyncConfig:
 
 def _is_given(config: object) -> bool:
     return config is not None and not (isinstance(config, str | bytes) and not config)
-
-
-def _json(result: object) -> str:
-    text: str = protobuf("json_format").MessageToJson(result, preserving_proto_field_name=True)
-    return text
