@@ -155,6 +155,40 @@ def test_a_wrong_request_always_raises(servers: StaticDiscovery, case: str, fail
     assert raised.value.code == "INVALID_ARGUMENT"
 
 
+@pytest.mark.parametrize(
+    ("model_name", "old_model_name", "code", "reasons"),
+    [
+        ("m:ps_0", None, "NOT_FOUND", ["m:ps_0: .*'m:ps_0' has no version 77; it has 0"]),
+        ("m:ps_0", "ps_0", "NOT_FOUND", ["'m:ps_0' has no version 77; it has 0", "'ps_0' is unknown"]),
+        ("m:ps_0", "mm", "NOT_FOUND", ["has no version 77; it has 0", "mm:ps_0: discovery knows no server"]),
+        ("mm:ps_0", "m", "NOT_FOUND", ["mm:ps_0: discovery knows no server", "m:ps_0: .*has no version 77"]),
+        ("mm:ps_0", "ps_0", "UNAVAILABLE", ["^mm:ps_0: discovery knows no server of this service$"]),
+    ],
+)
+def test_a_model_or_version_that_no_server_has_is_a_failure_with_every_reason(
+    servers: StaticDiscovery, model_name: str, old_model_name: str | None, code: str, reasons: list[str]
+) -> None:
+    def ask(fail: bool) -> list[Tensor]:
+        return remote_predict(
+            ["fc_slot_1"],
+            [torch.tensor([2])],
+            ["fc_slot_1"],
+            model_name,
+            0,
+            old_model_name,
+            77,
+            fail,
+            MILLIS,
+            signature_name="lookup",
+            discovery=servers,
+        )
+
+    with pytest.raises(RemoteError, match=".*; .*".join(reasons)) as raised:
+        ask(fail=True)
+    assert raised.value.code == code
+    assert ask(fail=False)[0].shape == (0,)
+
+
 def test_a_model_of_one_process_has_the_parts_names(tmp_path: Path) -> None:
     out = export_model(tables(), tmp_path, name="m", version=7)
     with ModelServer(out) as server:

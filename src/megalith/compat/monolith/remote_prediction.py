@@ -86,11 +86,12 @@ def remote_predict(
         task: The number i of part "ps_i", or the name of a part, such as "entry". It must agree with the
             part of `model_name`.
         old_model_name: Requested if no server knows `model_name`; None: nothing. The part alone, such as
-            "ps_0", is Monolith's old name of it on the same servers.
+            "ps_0", is Monolith's old name of it on the same servers. If both fail, the error names both.
         model_version: -1 is the newest.
-        fail_op_on_rpc_error: False returns empty outputs [0] if no server or discovery answers in time, or
-            the response is malformed. A request that servers refuse as wrong raises all the same: an unknown
-            input, output or signature, a wrong dtype or shape, a missing permission.
+        fail_op_on_rpc_error: False returns empty outputs [0] if no server or discovery answers in time, no
+            server has the model or version (one may still be loading it), or the response is malformed. A
+            request that servers refuse as wrong raises all the same: an unknown input, output or signature,
+            a wrong dtype or shape, a missing permission.
         max_rpc_deadline_millis: Deadline in milliseconds for opening the discovery and for all attempts.
         output_types: The dtype of each output; None: as the servers send them. Empty outputs have them too;
             without them they are float32.

@@ -4,7 +4,8 @@
     a server fails                            the next one is tried at once
     half of the remaining time has passed     the next one is tried too (hedging); the first response wins
     a server returns a code of FINAL          no other server is tried; those in progress may still answer
-    every server fails, one with NOT_FOUND    the next route is tried, if there is one
+    every server fails, one with NOT_FOUND    the next route is tried, if there is one; if that fails too, the
+                                              error names both
     the deadline passes, or no server is left   RemoteError
 
 One deadline applies to all tries together. A hedged try never cancels a response that would have arrived in
@@ -31,6 +32,7 @@ FINAL = frozenset({INVALID_ARGUMENT, "UNAUTHENTICATED", "PERMISSION_DENIED", "UN
 """Codes that are about the request; after any other code another replica may succeed."""
 NOT_FOUND = "NOT_FOUND"
 """The replica works but lacks the model, which another replica may have."""
+_NO_SERVER = "discovery knows no server of this service"
 REST_SECONDS = 1.0
 """Seconds for which a replica that failed is tried last."""
 
@@ -121,8 +123,10 @@ class Attempt:
         self._waiting: list[str] = []
         self._in_progress: list[Try] = []
         self._tried: list[str] = []
-        self._not_found = False
-        """Whether a server of this route lacks the model."""
+        self._not_found: RemoteError | None = None
+        """The error of a server of this route that lacks the model."""
+        self._left: list[str] = []
+        """Why each route before this one was left."""
         self._final: RemoteError | None = None
         """The error after which no other server is tried."""
 
@@ -141,15 +145,15 @@ class Attempt:
             alone: Whether the call may block, because no other request runs.
         """
         self._end, self._ended, self._alone = end, ended, alone
-        self._not_found = False
+        self._not_found = None
         try:
             while not (waiting := self._routes[0].targets.in_turn()) and len(self._routes) > 1:
-                self._routes.pop(0)
+                self._leave_route(_NO_SERVER)
         except DiscoveryError as error:
             self._finish(error=error)
             return
         if not waiting:
-            self._fail("UNAVAILABLE", "discovery knows no server of this service")
+            self._fail(NOT_FOUND if self._tried else "UNAVAILABLE", _NO_SERVER)
             return
         self._waiting = waiting
         self._send()
@@ -206,7 +210,7 @@ class Attempt:
             self._final = error
             self._waiting, self.wakes_at = [], self._end
         elif error.code == NOT_FOUND:
-            self._not_found = True
+            self._not_found = error
         else:
             self._routes[0].targets.failed(error.targets[0])
         if self._in_progress:
@@ -214,11 +218,14 @@ class Attempt:
         in_time = time.monotonic() < self._end
         if self._waiting and in_time:
             self._send()
-        elif self._not_found and len(self._routes) > 1 and self._final is None and in_time:
-            self._routes.pop(0)
+        elif self._not_found is not None and len(self._routes) > 1 and self._final is None and in_time:
+            self._leave_route(str(self._not_found))
             self.begin(self._end, self._ended, alone=self._alone)
         else:
             self._give_up(error.code, str(error))
+
+    def _leave_route(self, reason: str) -> None:
+        self._left.append(f"{self._routes.pop(0).targets.service}: {reason}")
 
     def _give_up(self, code: str, details: str) -> None:
         if self._final is not None:
@@ -227,7 +234,8 @@ class Attempt:
 
     def _fail(self, code: str, details: str) -> None:
         tried = f" (tried {', '.join(self._tried)})" if len(self._tried) > 1 else ""
-        message = f"{self._routes[0].targets.service}: {details}{tried}"
+        reasons = [*self._left, f"{self._routes[0].targets.service}: {details}"]
+        message = "; ".join(dict.fromkeys(reasons)) + tried
         self._finish(error=RemoteError(message, code=code, targets=tuple(self._tried)))
 
     def _finish(self, *, response: Message = None, error: RemoteError | DiscoveryError | None = None) -> None:
