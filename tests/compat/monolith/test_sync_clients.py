@@ -23,9 +23,11 @@ from megalith.compat.monolith.sync_clients import (
 )
 from megalith.compat.monolith.sync_config import SyncConfig, refresh_sync_config
 from megalith.errors import InputError, UnknownNameError
+from megalith.serving.client.credentials import Credentials
 from megalith.serving.discovery import Replica, StaticDiscovery
 from megalith.serving.export.exporter import export_model
 from megalith.serving.server.model_server import ModelServer
+from megalith.serving.server.security import Security
 from megalith.serving.server.server_config import ServerConfig
 from tests.serving.sync_support import LIMIT, Trainer, assert_equal, export_version, make_model
 
@@ -572,6 +574,33 @@ def test_one_client_may_push_to_the_parts_in_turn(parts: Parts) -> None:
             parts.assert_equal()
     # Only in the first call the other part is still unknown.
     assert statuses == [9, 0, 0, 0, 0, 0]
+
+
+def test_credentials_are_presented(tmp_path: Path) -> None:
+    shards = shards_of(t=1)
+    export_model(shards, tmp_path, name="m", num_shards=1)
+    security = Security(token="secret-token-1")
+    config = ServerConfig(allow_writes=True, poll_seconds=60.0, security=security)
+    credentials = Credentials(token=security.token)
+    with ExitStack() as stack:
+        server = stack.enter_context(ModelServer(tmp_path / "ps_0", config))
+        targets = SyncConfig(model_name="m:ps_0", targets=(server.address,), timeout_ms=3000).to_bytes()
+        clients = [
+            parameter_sync_client_from_config(targets),
+            parameter_sync_client_from_config(targets, credentials=credentials),
+            *create_parameter_sync_clients(0, credentials=credentials),
+            *create_parameter_sync_clients(1, credentials=credentials),
+        ]
+        for client in clients:
+            stack.callback(client.close)
+            client.attach(shards)
+        shards.assign({"t": (torch.tensor([1]), torch.ones(1, 1))})
+
+        found = [responses(client.create_sync_op(targets))[0]["status_code"] for client in clients]
+
+    assert found == [16, 0, 0, 0]
+    with pytest.raises(InputError, match="credentials must be Credentials, got str"):
+        create_parameter_sync_clients(1, credentials="secret-token-1")  # type: ignore[arg-type]
 
 
 def test_an_entry_has_no_rows(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ class SyncHandle:
     Args:
         name: Monolith's name of the client; several clients may have the same one.
         config: A ClientConfig with the targets, or its bytes, used until a call passes another one.
-        credentials: The credentials for the targets.
+        credentials: What the client presents to the targets, such as a token.
         changes: Records the changes of the tables; None: a record of its own. The clients of all parts of a
             model share one.
 
@@ -96,6 +96,8 @@ class SyncHandle:
         credentials: Credentials | None = None,
         changes: TrackedChanges | None = None,
     ) -> None:
+        if credentials is not None and not isinstance(credentials, Credentials):
+            raise InputError(f"credentials must be Credentials, got {type(credentials).__name__}")
         self.name = name
         self._config = _read(config)
         self._channels = Channels(credentials)
@@ -403,21 +405,31 @@ class ParameterSyncClient:
 
 
 def parameter_sync_client_from_config(
-    config: bytes | str | Message | None = None, name_suffix: str = ""
+    config: bytes | str | Message | None = None,
+    name_suffix: str = "",
+    *,
+    credentials: Credentials | None = None,
 ) -> ParameterSyncClient:
     """Make a client.
 
     Args:
         config: A ClientConfig with the targets, or its bytes; empty: none yet.
         name_suffix: The end of the client's name.
+        credentials: What the client presents to the targets, such as a token.
 
     Returns:
         The client.
+
+    Raises:
+        InputError: The config is malformed, or the credentials have the wrong type.
     """
-    return ParameterSyncClient(SyncHandle(f"MonolithSyncClient_{name_suffix}", config))
+    handle = SyncHandle(f"MonolithSyncClient_{name_suffix}", config, credentials=credentials)
+    return ParameterSyncClient(handle)
 
 
-def create_parameter_sync_clients(ps_num: int) -> list[ParameterSyncClient]:
+def create_parameter_sync_clients(
+    ps_num: int, *, credentials: Credentials | None = None
+) -> list[ParameterSyncClient]:
     """Make one client per part of a served model; one client for 0 parts.
 
     Client i pushes to the targets of `ps_i`: `create_sync_op(refresh_sync_config(backend, i))`. All clients
@@ -425,20 +437,21 @@ def create_parameter_sync_clients(ps_num: int) -> list[ParameterSyncClient]:
 
     Args:
         ps_num: The number of parameter servers, which is the number of parts.
+        credentials: What the clients present to the targets, such as a token.
 
     Returns:
         The clients.
 
     Raises:
-        InputError: The number is negative.
+        InputError: The number is negative, or the credentials have the wrong type.
     """
     checks.integer(ps_num, "ps_num", least=0)
-    if not ps_num:
-        return [parameter_sync_client_from_config()]
     changes = TrackedChanges()
     return [
-        ParameterSyncClient(SyncHandle(f"MonolithSyncClient_{number}", changes=changes))
-        for number in range(ps_num)
+        ParameterSyncClient(
+            SyncHandle(f"MonolithSyncClient_{suffix}", credentials=credentials, changes=changes)
+        )
+        for suffix in (range(ps_num) if ps_num else [""])
     ]
 
 
