@@ -17,11 +17,13 @@ from megalith.compat.monolith import sync_clients
 from megalith.compat.monolith.dummy_server import DummySyncServer
 from megalith.compat.monolith.sync_clients import (
     ParameterSyncClient,
+    SyncHandle,
     create_dummy_sync_client,
     create_parameter_sync_clients,
     parameter_sync_client_from_config,
 )
 from megalith.compat.monolith.sync_config import SyncConfig, refresh_sync_config
+from megalith.compat.monolith.tracked_changes import TrackedChanges
 from megalith.errors import InputError, UnknownNameError
 from megalith.serving.client.credentials import Credentials
 from megalith.serving.discovery import Replica, StaticDiscovery
@@ -388,8 +390,8 @@ class Parts:
         self.model = make_model(dist_type=routing)
         self.trainer = Trainer(self.model, num_ids=300)
         self.trainer.step(2)
-        export_version(self.model, root, base="one", num_shards=2)
-        self._root, self._stack = root, stack
+        self._root, self._stack, self._version = root, stack, 0
+        self.export()
         self.servers = [self._start(part, 0) for part in range(2)]
         self.backend = StaticDiscovery(
             {f"movies:ps_{part}": [server.address] for part, server in enumerate(self.servers)}
@@ -403,6 +405,11 @@ class Parts:
     def _start(self, part: int, port: int) -> ModelServer:
         config = ServerConfig(port=port, allow_writes=True, poll_seconds=60.0)
         return self._stack.enter_context(ModelServer(self._root / f"ps_{part}", config))
+
+    def export(self) -> None:
+        """Exports the model as it is now."""
+        self._version += 1
+        export_version(self.model, self._root, base="one", version=self._version, num_shards=2)
 
     def restart(self, part: int) -> None:
         """Ends a server, if it still runs, and starts one with the rows of the export; clients reconnect."""
@@ -497,6 +504,41 @@ def test_a_server_that_appears_is_sent_the_pushed_rows(parts: Parts, moves: bool
     assert sum(each["update_num"] > 0 for each in found.values()) == 1
     del parts.servers[: int(moves)]
     parts.assert_equal()
+
+
+@pytest.mark.parametrize(("max_ids", "status", "row"), [(100, 0, 0.0), (3, 0, 0.0), (1, 9, 1.0)])
+def test_a_restarted_part_removes_rows_although_too_many_ids_have_changed(
+    parts: Parts, max_ids: int, status: int, row: float
+) -> None:
+    shards = parts.model.embeddings.shards
+    shards.assign({"user": (torch.arange(1000, 1010), torch.ones(10, 5))})
+    parts.export()
+    parts.restart(0)
+    changes = TrackedChanges(max_ids)
+    handle = SyncHandle("0", changes=changes)
+    with (
+        ParameterSyncClient(handle) as client,
+        ParameterSyncClient(SyncHandle("1", changes=changes)) as other,
+    ):
+        client.attach(shards)
+        other.attach(shards)
+        shards.assign({"user": (torch.arange(1000, 1010, 2), torch.full((5, 5), 9.0))})
+        shards.remove({"user": torch.tensor([1004, 1006])})
+        client.create_sync_op(refresh_sync_config(parts.backend, 0))
+        parts.restart(0)
+        connection = handle._channels.get(parts.servers[0].address)
+        grpc.channel_ready_future(connection.channel).result(LIMIT)
+
+        (response,) = responses(client.create_sync_op())
+
+    newest = parts.servers[0].models[0].newest
+    assert newest is not None
+    rows = newest.servable.lookup("user", torch.tensor([1002, 1004, 1006]))
+    assert rows[:, 0].tolist() == [9.0, row, row]
+    assert response["status_code"] == status
+    assert ("rows were removed since attach to remember" in response.get("error_message", "")) == (
+        status == 9
+    )
 
 
 def test_what_no_target_gets_is_reported(parts: Parts, caplog: pytest.LogCaptureFixture) -> None:

@@ -242,6 +242,11 @@ class SyncHandle:
             # It is new, or has lost what was pushed to it.
             target.backlog.add(self._changes.all_ids(self))
             target.rows_id = rows_id
+            if not self._changes.knows_removals:
+                problems.append(
+                    "too many rows were removed since attach to remember all of them, and this target, which "
+                    "is new or was restarted, may serve some of them: export the model again and load that"
+                )
         if layout is None:
             return None
         problems += self._ids_of_nobody(target, layout)

@@ -2,7 +2,13 @@
 
 A table records changes for 8 consumers at most, and there is one client for each part of a served model. So
 the clients of one model share one consumer: whenever one of them takes its ids, those of the others are kept
-for them. All ids since the first attach are remembered too, for a server that has lost what was pushed to it.
+for them. All ids since the first attach are remembered too, for a server that has lost what was pushed to it:
+
+    more than max_ids | what such a server is sent                      | removed rows
+    ------------------+-------------------------------------------------+-------------------------
+    neither           | the ids that changed                            | removed
+    changed ids       | all rows, and the ids that were removed         | removed
+    removed ids too   | all rows                                        | served again: reported
 """
 
 from __future__ import annotations
@@ -18,14 +24,14 @@ from megalith.serving.sync.parameter_source import join_changes, scan_ids
 from megalith.table import Table
 
 MAX_IDS = 20_000_000
-"""The number of changed ids to remember; beyond it a server that lost its rows is sent all rows."""
+"""The number of changed ids to remember, and of removed ids."""
 
 
 class TrackedChanges:
     """The changed ids of tables, for each client. Safe to share between threads.
 
     Args:
-        max_ids: The number of changed ids to remember.
+        max_ids: The number of changed ids to remember, and of removed ids.
     """
 
     def __init__(self, max_ids: int = MAX_IDS) -> None:
@@ -40,8 +46,9 @@ class TrackedChanges:
         """The models and parts that have answered each client."""
         self._changed: set[str] = set()
         """The keys of the tables that have changed since they were attached."""
-        self._journal = Journal(max_ids)
-        self._journal.begin_epoch("")
+        self._journal, self._removals = Journal(max_ids), Journal(max_ids)
+        for journal in (self._journal, self._removals):
+            journal.begin_epoch("")
 
     def attach(self, client: object, name: str, table: Table) -> None:
         """Record the changes of a table for a client from now on; a second call has no effect.
@@ -149,22 +156,33 @@ class TrackedChanges:
         with self._lock:
             return not self._changed.isdisjoint(self._attached.get(client, {}).values())
 
+    @property
+    def knows_removals(self) -> bool:
+        """Whether `all_ids` has the ids of all removed rows."""
+        with self._lock:
+            return bool(self._journal.labels or self._removals.labels)
+
     def all_ids(self, client: object) -> dict[str, Tensor]:
-        """Return all ids that changed since the tables were attached, or all rows' ids if those are too many.
+        """Return all ids that changed since the tables were attached; if too many, those of all rows instead.
 
         Args:
             client: The client, as a key.
 
         Returns:
-            The ids of each table, int64 [n], without duplicates.
+            The ids of each table, int64 [n], without duplicates. Removed ids are included unless
+            `knows_removals` is false.
         """
         with self._lock:
             self._drain()
             known = self._journal.since("")
             if known is not None:
                 return self._by_name(client, known)
+            removed = self._by_name(client, self._removals.since("") or {})
             tables = {name: self._tables[key] for name, key in self._attached.get(client, {}).items()}
-        return scan_ids(tables)
+        found = IdSets()
+        found.add(removed)
+        found.add(scan_ids(tables))
+        return found.tensors()
 
     def _by_name(self, client: object, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
         keys = self._attached.get(client, {})
@@ -173,11 +191,13 @@ class TrackedChanges:
     def _drain(self) -> None:
         """Distribute the changed ids to the clients that have attached their table."""
         for key, table in self._tables.items():
-            ids = join_changes(*table.drain_touched(self._consumer))
+            updated, removed = table.drain_touched(self._consumer)
+            ids = join_changes(updated, removed)
             if not ids.numel():
                 continue
             self._changed.add(key)
             self._journal.add({key: ids})
+            self._removals.add({key: removed})
             for client, keys in self._attached.items():
                 if key in keys.values():
                     self._pending[client].add({key: ids})
