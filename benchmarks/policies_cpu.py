@@ -5,21 +5,35 @@
 Method: as in table_cpu.py: one process, variants take turns on rotated batches, one-thread CPU time, medians
 of paired ratios. A step is forward, pool, backward and update of 100,000 ids in bags of 8. torch.optim's SGD,
 Adagrad and SparseAdam take sparse gradients; its other optimizers reject them, so their EmbeddingBag has
-dense gradients. Optimizers that torch lacks are compared with our Adagrad. A full run saves
-results/policies_cpu-DATE.json.
+dense gradients. Optimizers that torch lacks are compared with our Adagrad.
+
+    optimizers  every optimizer against torch.optim
+    policies    TTL + MinCount + Capacity on the Adagrad step. The table is at its capacity. Of the ids of a
+                batch, 3 % are new and are refused, and the 3 % that were new in the batch before get rows,
+                for which others are evicted. The plain table gets the same batches and grows. Each step
+                includes a thousandth of a pass of eviction, as with evict_every=1000.
+    passes      the longest wait for eviction, divided by the time of a whole pass: for a training step that
+                makes a part of a pass, and for a thread that waits for the lock of the table
+    quality     hits of Capacity divided by the hits of exact LRU and LFU, on ids from a drifting Zipf law
+
+A full run saves results/policies_cpu-DATE.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import heapq
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from harness import (
     Bar,
+    Spread,
     command_line,
     interleave,
     machine,
@@ -31,22 +45,25 @@ from harness import (
     write_result,
 )
 from torch import Tensor
-from workloads import Batch, Batches, Ours, Workload, new_weights, random_keys
+from workloads import BAG, Batch, Batches, Ours, Workload, new_weights, random_keys
 
 from megalith.table import (
     FTRL,
     LAMB,
     SGD,
+    TTL,
     Adadelta,
     Adagrad,
     Adam,
     AdamW,
     AMSGrad,
+    Capacity,
     DelayCompensated,
     DynamicWdAdagrad,
     GroupAdagrad,
     GroupFTRL,
     Lion,
+    MinCount,
     Momentum,
     MovingAverage,
     Optimizer,
@@ -54,7 +71,10 @@ from megalith.table import (
     RMSPropV2,
     RowWiseAdagrad,
     State,
+    Table,
+    TableConfig,
 )
+from megalith.table.table import EVICT_PARTS, MIN_EVICT_ROWS
 
 LR = 0.01
 Maker = Callable[[list[Tensor]], torch.optim.Optimizer]
@@ -182,7 +202,263 @@ def _pairs(rows: int) -> Any:
         yield name, ours, None
 
 
-SECTIONS: dict[str, Callable[[Run], None]] = {"optimizers": optimizers}
+# ---- the cost of policies
+
+NEW = 0.03
+"""Part of the ids of a batch that are new."""
+WARM_UP = 40
+
+
+class Drifting:
+    """Batches of known ids, new ids, and the new ids of the batch before.
+
+    Known ids are drawn from a window over all ids in the order of their arrival. It covers nine tenths of the
+    capacity and moves on as new ids arrive.
+    """
+
+    def __init__(self, capacity: int, ids: int, dim: int, steps: int) -> None:
+        self._new, self._dim = int(NEW * ids), dim
+        self._keys = random_keys(capacity + (steps + 1) * self._new)
+        self._capacity, self._known = capacity, ids - 2 * self._new
+        self._at = 0
+        self._generator = torch.Generator().manual_seed(3)
+
+    @property
+    def first(self) -> Tensor:
+        """The ids that fill the table."""
+        return self._keys[: self._capacity]
+
+    def __call__(self) -> Batch:
+        end = self._capacity + self._at
+        picked = torch.randint(end - self._capacity * 9 // 10, end, (self._known,), generator=self._generator)
+        ids = torch.cat([self._keys[picked], self._keys[end : end + 2 * self._new]])
+        self._at += self._new
+        ids = ids[torch.randperm(ids.numel(), generator=self._generator)]
+        offsets = torch.arange(0, ids.numel() + 1, BAG)
+        grad = torch.randn(offsets.numel() - 1, self._dim, generator=self._generator)
+        return Batch(ids, ids, offsets, grad)
+
+
+class WithPolicies(Ours):
+    """A table at its capacity; its clock advances by a second per step."""
+
+    def __init__(self, keys: Tensor, dim: int, **policies: Any) -> None:
+        super().__init__(Adagrad(LR), keys, dim, **policies)
+        self.time = 1000.0
+        self._part = max(1, keys.numel() // 1000)
+        self._has_passes = bool(policies.get("eviction"))
+
+    def step(self, batch: Batch) -> None:
+        assert self.time is not None
+        self.time += 1
+        super().step(batch)
+        if self._has_passes:
+            self.table.evict_part(self.time, rows=self._part)
+
+
+def policies(run: Run) -> None:
+    """Compares the Adagrad step of a table with policies with that of a plain table."""
+    ttl, count = TTL(1e6), MinCount(2)
+    rounds = 2 * run.rounds
+    steps = WARM_UP + rounds
+    variants = {
+        "plain": {},
+        "TTL": {"eviction": [ttl]},
+        "MinCount": {"admission": count},
+        "Capacity, lru": {"eviction": [Capacity(run.rows)]},
+        "TTL + MinCount + Capacity, lru": {"admission": count, "eviction": [ttl, Capacity(run.rows)]},
+        "TTL + MinCount + Capacity, lfu": {
+            "admission": count,
+            "eviction": [ttl, Capacity(run.rows, score="lfu")],
+        },
+    }
+    records = []
+    for dim in (16, 64):
+        draws = {name: Drifting(run.rows, run.ids, dim, steps) for name in variants}
+        tables = {name: WithPolicies(draws[name].first, dim, **o) for name, o in variants.items()}
+        for name, table in tables.items():
+            for _ in range(WARM_UP):
+                table.step(draws[name]())
+        seconds: dict[str, list[float]] = {name: [] for name in tables}
+        for number in range(rounds):
+            names = list(tables)[number % len(tables) :] + list(tables)[: number % len(tables)]
+            for name in names:
+                batch = draws[name]()
+                start = time.thread_time()
+                tables[name].step(batch)
+                seconds[name].append(time.thread_time() - start)
+        for name, table in tables.items():
+            ratio = Spread.of([a / b for a, b in zip(seconds[name], seconds["plain"], strict=True)])
+            counters = table.table.stats().counters
+            per_id = sorted(seconds[name])[rounds // 2] / run.ids * 1e9
+            records.append(
+                {
+                    "policies": name,
+                    "dim": dim,
+                    "ns_per_id": per_id,
+                    "of_plain": ratio,
+                    "evicted_per_step": counters.evicted / steps,
+                    "refused_per_step": counters.refused / steps,
+                }
+            )
+            progress(f"  d{dim} {name}: {per_id:.0f} ns per id, x{ratio}")
+            if name.startswith("TTL +"):
+                run.bars.append(Bar(f"{name}, d{dim}: step / plain step", ratio.median, 1.25, at_most=True))
+    run.sections["policies"] = {"rows": run.rows, "ids": run.ids, "new_ids": NEW, "records": records}
+    print_table(
+        f"Adagrad step with policies, {run.rows:,} rows, {run.ids:,} ids, {NEW:.0%} of them new, ns per id",
+        ("policies", "dim", "ns per id", "plain = 1", "evicted per step", "refused per step"),
+        [
+            (
+                r["policies"],
+                str(r["dim"]),
+                f"{r['ns_per_id']:.1f}",
+                str(r["of_plain"]),
+                f"{r['evicted_per_step']:.0f}",
+                f"{r['refused_per_step']:.0f}",
+            )
+            for r in records
+        ],
+    )
+
+
+def passes(run: Run) -> None:
+    """Measures how long a pass of eviction keeps a training step or another thread waiting."""
+    rows = 4 * run.rows
+    records = []
+    for expired in (0.0, 0.1, 0.7):
+        spread = [_timed_parts(_aged_table(rows, expired, together=False)) for _ in range(5)]
+        together = [_timed_calls(_aged_table(rows, expired, together=True)) for _ in range(5)]
+        record = {
+            "expired": expired,
+            "seconds": sorted(sum(seconds) for seconds in together)[2],
+            "parts": len(spread[0]),
+            "longest_part_of_pass": sorted(max(seconds) / sum(seconds) for seconds in spread)[2],
+            "longest_call_of_pass": sorted(max(seconds) / sum(seconds) for seconds in together)[2],
+        }
+        records.append(record)
+        progress(f"  {record}")
+        what = f"{expired:.0%} of {rows:,} rows expired"
+        for name, key in (("evict_part", "longest_part_of_pass"), ("lock in evict", "longest_call_of_pass")):
+            run.bars.append(Bar(f"longest {name} / whole pass, {what}", record[key], 0.05, at_most=True))
+    run.sections["passes"] = {"rows": rows, "parts": EVICT_PARTS, "records": records}
+
+
+def _aged_table(rows: int, expired: float, *, together: bool) -> Table:
+    """A table of which a part has expired. together: rows that expired are often neighbours."""
+    table = Table(TableConfig("t", dim=16, optimizer=Adagrad(LR), eviction=TTL(100)))
+    table.reserve(rows)
+    generator = torch.Generator().manual_seed(0)
+    for chunk in random_keys(rows).split(1 << 18):
+        weights = new_weights(chunk.numel(), 16)
+        old = torch.rand(chunk.numel(), generator=generator) < expired
+        order = torch.argsort(old, stable=True) if together else torch.arange(chunk.numel())
+        table.assign(chunk[order], weights, time=1000)
+        table.assign(chunk[old], weights[old], time=0)
+    return table
+
+
+def _timed_parts(table: Table) -> list[float]:
+    """The times of the parts of a pass, as an EmbeddingCollection with evict_every makes it."""
+    rows = max(MIN_EVICT_ROWS, len(table) // EVICT_PARTS)
+    seconds = []
+    while True:
+        start = time.thread_time()
+        table.evict_part(1000, rows=rows)
+        seconds.append(time.thread_time() - start)
+        if table._evict_at == 0:  # the pass, and the moves of rows after it, are done
+            return seconds
+
+
+def _timed_calls(table: Table) -> list[float]:
+    """The times of the calls of the engine in Table.evict. Each holds the lock of the table."""
+    seconds = []
+
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            start = time.thread_time()
+            result = call(*args, **options)
+            seconds.append(time.thread_time() - start)
+            return result
+
+        return run
+
+    for name in ("scan_part", "evict", "compact"):
+        setattr(table.engine_impl, name, timed(getattr(table.engine_impl, name)))
+    table.evict(1000)
+    return seconds
+
+
+def quality(run: Run) -> None:
+    """Compares the hits of Capacity with those of exact LRU and LFU."""
+    steps = 100 if run.rounds < 5 else 400
+    records = []
+    for capacity in (5_000, 20_000):
+        for score in ("lru", "lfu"):
+            ours, exact, total = _hits(capacity, score, steps)
+            record = {
+                "capacity": capacity,
+                "score": score,
+                "hit_rate": ours / total,
+                "exact_hit_rate": exact / total,
+                "ratio": ours / exact,
+            }
+            records.append(record)
+            progress(f"  {record}")
+            name = f"hits / hits of exact {score.upper()}, {capacity:,} rows"
+            run.bars.append(Bar(name, record["ratio"], 0.985))
+    run.sections["quality"] = {"steps": steps, "records": records}
+    print_table(
+        "Hits of distinct ids at capacity, Zipf(1.2) that drifts",
+        ("rows", "score", "Capacity", "exact", "Capacity / exact"),
+        [
+            (
+                f"{r['capacity']:,}",
+                r["score"],
+                f"{r['hit_rate']:.4f}",
+                f"{r['exact_hit_rate']:.4f}",
+                f"{r['ratio']:.4f}",
+            )
+            for r in records
+        ],
+    )
+
+
+def _hits(capacity: int, score: str, steps: int) -> tuple[int, int, int]:
+    """Returns the hits of Capacity and of an exact policy, and the number of distinct ids."""
+    table = Table(TableConfig("t", dim=4, optimizer=SGD(LR), eviction=Capacity(capacity, score=score)))
+    random = np.random.default_rng(1)
+    last: dict[int, int] = {}
+    count: dict[int, int] = {}
+    ours = exact = total = 0
+    for step in range(steps):
+        drawn = random.zipf(1.2, size=2000) % 200_000 + 5 * step
+        ids = torch.from_numpy(drawn.astype(np.int64))
+        distinct = ids.unique()
+        known = distinct.tolist()
+        if step >= steps // 4:
+            ours += int((table.find(distinct) >= 0).sum())
+            exact += sum(id in last for id in known)
+            total += len(known)
+        table.apply_gradients(ids, torch.zeros(ids.numel(), 4), step=step, time=step)
+        need = len(last) + sum(id not in last for id in known) - capacity
+        if need > 0:
+            call = set(known)
+            key = (lambda id: last[id]) if score == "lru" else (lambda id: (count[id], last[id]))
+            for id in heapq.nsmallest(need, (id for id in last if id not in call), key=key):
+                del last[id], count[id]
+        for id in known:
+            last[id] = step
+            count[id] = count.get(id, 0) + 1
+    return ours, exact, total
+
+
+SECTIONS: dict[str, Callable[[Run], None]] = {
+    "optimizers": optimizers,
+    "policies": policies,
+    "passes": passes,
+    "quality": quality,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -126,16 +126,23 @@ class Ours:
     """A megalith table on the cpu engine, trained through autograd like its peers."""
 
     def __init__(
-        self, optimizer: str | Optimizer, keys: Tensor, dim: int, weights: Tensor | None = None
+        self,
+        optimizer: str | Optimizer,
+        keys: Tensor,
+        dim: int,
+        weights: Tensor | None = None,
+        **policies: Any,
     ) -> None:
         chosen = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
-        config = TableConfig("t", dim=dim, optimizer=chosen)
+        config = TableConfig("t", dim=dim, optimizer=chosen, **policies)
         self.table = Table(config, engine="cpu")
+        self.time: float | None = None
         self.table.reserve(keys.numel())
         for start in range(0, keys.numel(), FILL_CHUNK):
             part = keys[start : start + FILL_CHUNK]
             given = None if weights is None else weights[start : start + FILL_CHUNK]
-            self.table.assign(part, new_weights(part.numel(), dim) if given is None else given)
+            new = new_weights(part.numel(), dim) if given is None else given
+            self.table.assign(part, new, time=0 if policies else None)
         assert len(self.table) == keys.numel()
         self.steps = 0
         # Autograd calls backward only for an input that requires a gradient.
@@ -170,7 +177,9 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
         ours, batch, pooling, rows, epoch = ctx.call
-        ours.table.update(rows, batch.keys, list(grads), pooling, step=ours.steps, epoch=epoch)
+        ours.table.update(
+            rows, batch.keys, list(grads), pooling, step=ours.steps, time=ours.time, epoch=epoch
+        )
         ours.steps += 1
         return None, None, None
 

@@ -146,6 +146,6 @@ def test_training_evicts_as_it_goes() -> None:
 
     alive = sorted(i for ids, _ in parts for i in ids)
     assert alive[-1] == 120
-    # Every pass of 25 steps removes what is older than 30 s when it begins.
-    assert alive[0] >= 120 - 30 - 2 * 25 - 1
+    # Every pass of 40 steps removes what is older than 30 s when it begins.
+    assert alive[0] >= 120 - 30 - 2 * 40 - 1
     assert sum(evicted for _, evicted in parts) == 121 - len(alive)

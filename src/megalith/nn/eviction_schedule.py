@@ -5,8 +5,8 @@ from __future__ import annotations
 from megalith.errors import InputError
 from megalith.shards import Shards
 
-MIN_PARTS = 25
-"""A pass is divided into at least this many parts, so that no step waits for more than 4 % of one."""
+MIN_PARTS = 40
+"""A pass is divided into at least this many parts, so that no step waits for more than 5 % of one."""
 
 
 class EvictionSchedule:

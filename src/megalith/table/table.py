@@ -27,7 +27,7 @@ from megalith.table.validation import InputChecks, check_pooling
 
 DEFAULT_CHUNK = 65536
 SNAPSHOT_BYTES = 64 << 20
-EVICT_PARTS = 32
+EVICT_PARTS = 64
 """Into how many parts a pass of `Table.evict` is divided, unless they would be small."""
 MIN_EVICT_ROWS = 4096
 
@@ -278,7 +278,10 @@ class Table:
             expired = torch.zeros(chunk.ids.shape[0], dtype=torch.bool)
             for policy in policies:
                 expired |= policy.expired(chunk, now)
-            removed = self.engine_impl.evict(chunk.ids[expired], chunk.time[expired])
+            # In several calls, so that other threads do not wait long where many rows expire together.
+            most = max(MIN_EVICT_ROWS, rows // 8)
+            pairs = zip(chunk.ids[expired].split(most), chunk.time[expired].split(most), strict=True)
+            removed = torch.cat([self.engine_impl.evict(ids, times) for ids, times in pairs])
             if self._evict_at >= 0:
                 return removed, True
         # Moving rows during a scan would make it miss some of them, so memory is returned after it.
