@@ -141,6 +141,29 @@ void compaction_keeps_every_row() {
   balanced(table);
 }
 
+void a_new_key_changes_only_rows_created_later() {
+  TableOptions o = options();
+  o.segments[0].init = InitKind::uniform;
+  o.segments[0].init_a = -1.0f;
+  o.segments[0].init_b = 1.0f;
+  Table table(o);
+  o.key = 8;
+  const Table expected(o);
+  train(table, {1}, 0);
+  const std::vector<int64_t> ids{1, 2};
+  std::vector<float> before(8), after(8), fresh(8);
+  table.read(nullptr, -1, ids.data(), 2, before.data(), 1);
+  expected.read(nullptr, -1, ids.data(), 2, fresh.data(), 1);
+
+  table.set_key(8);
+
+  table.read(nullptr, -1, ids.data(), 2, after.data(), 1);
+  for (int k = 0; k < 4; ++k) {
+    CHECK(after[k] == before[k]);
+    CHECK(after[4 + k] == fresh[4 + k] && after[4 + k] != before[4 + k]);
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -148,5 +171,6 @@ int main() {
   a_full_table_raises_and_is_unchanged();
   counts_forget_the_oldest_id();
   compaction_keeps_every_row();
+  a_new_key_changes_only_rows_created_later();
   return 0;
 }
