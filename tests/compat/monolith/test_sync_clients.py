@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
+from torch import Tensor
 
 from megalith import SGD, LocalShards, Table, TableConfig, Zeros
 from megalith.compat.monolith import sync_clients
@@ -24,13 +25,14 @@ from megalith.compat.monolith.sync_clients import (
 )
 from megalith.compat.monolith.sync_config import SyncConfig, refresh_sync_config
 from megalith.compat.monolith.tracked_changes import TrackedChanges
-from megalith.errors import InputError, UnknownNameError
+from megalith.errors import InputError, UnknownNameError, UsageError
 from megalith.serving.client.credentials import Credentials
 from megalith.serving.discovery import Replica, StaticDiscovery
 from megalith.serving.export.exporter import export_model
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.security import Security
 from megalith.serving.server.server_config import ServerConfig
+from tests.serving.plain_server import plain_server
 from tests.serving.sync_support import LIMIT, Trainer, assert_equal, export_version, make_model
 
 
@@ -209,6 +211,17 @@ def test_more_clients_than_a_table_has_consumers(servers: list[DummySyncServer])
         shards.track(f"consumer {consumer}")  # all consumers are free again
 
 
+def test_too_many_clients_are_referred_to_those_that_share_a_consumer() -> None:
+    shards = shards_of(table=1)
+    with ExitStack() as stack:
+        clients = [parameter_sync_client_from_config(name_suffix=str(number)) for number in range(9)]
+        for client in clients[:8]:
+            stack.enter_context(client).attach(shards)
+
+        with pytest.raises(UsageError, match=r"8 consumers: .* one call of create_parameter_sync_clients"):
+            clients[8].attach(shards)
+
+
 def test_clients_with_tables_of_their_own_may_use_one_table_name(servers: list[DummySyncServer]) -> None:
     clients, owners = create_parameter_sync_clients(2), [shards_of(table=1), shards_of(table=1)]
     for number, (client, shards) in enumerate(zip(clients, owners, strict=True)):
@@ -242,6 +255,30 @@ def test_monolith_servers_get_removed_ids_as_zeros(
             "raw_assign": {"id": [1, 2], "id_split": [0, 2], "flat_value": [1.0, 1.0, 0.0, 0.0]},
         }[signature]
     )
+
+
+@pytest.mark.parametrize(
+    ("outputs", "status", "error", "pushed"),
+    [
+        ({}, 0, None, 1),  # Monolith's own dummy server answers every signature like this
+        ({"layout": torch.ones(1)}, 13, "malformed answer to sync_position: 'sequence' must be one int64", 0),
+    ],
+)
+def test_a_malformed_position_is_not_that_of_a_monolith_server(
+    client: ParameterSyncClient, outputs: dict[str, Tensor], status: int, error: str | None, pushed: int
+) -> None:
+    shards = shards_of(table=1)
+    client.attach(shards)
+    shards.assign({"table": (torch.tensor([1]), torch.ones(1, 1))})
+    shards.remove({"table": torch.tensor([1])})
+
+    with plain_server(lambda _: outputs) as server:
+        targets = SyncConfig(model_name="m", targets=(server.address,), timeout_ms=3000)
+        (response,) = responses(client.create_sync_op(targets.to_bytes()))
+
+    assert (response["status_code"], response["update_num"]) == (status, pushed)
+    assert error is None or error in response["error_message"]
+    assert len(server.seen) == 1 + pushed
 
 
 def test_rows_that_are_not_finite_are_reported_by_table_and_id(

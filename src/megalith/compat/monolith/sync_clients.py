@@ -6,8 +6,8 @@ They are for code written for Monolith and for servers with its protocol; new co
     target             | how it is recognised        | ids                        | removed ids
     -------------------+-----------------------------+----------------------------+------------------------
     a Megalith server  | it answers `sync_position`  | those routed to its part   | removed there
-    a Monolith server  | it lacks that signature     | all of the attached tables | rows of zeros, which is
-                       |                             |                            | how an absent id reads
+    a Monolith server  | it lacks that signature, or | all of the attached tables | rows of zeros, which is
+                       | answers without outputs     |                            | how an absent id reads
 
 Each target has a backlog: ids are added to it when they change, and leave it when the target acknowledges
 them. It is kept while a target fails or is missing from the config. A new target is sent every id that
@@ -114,6 +114,7 @@ class SyncHandle:
 
         Raises:
             InputError: Another table with the same name is attached.
+            UsageError: A table has the maximum number of consumers.
         """
         for name, table in tables.items():
             if self._tables.get(name, table) is not table:
@@ -227,8 +228,9 @@ class SyncHandle:
         try:
             position = ask_position(connection, target.model, SYNC_POSITION, timeout=timeout)
             rows_id, layout = position.rows_id, position.layout
-        except InputError:
-            pass
+        except InputError as error:
+            problem = f"{target.address}: malformed answer to {SYNC_POSITION}: {error}; nothing is pushed"
+            raise RemoteError(problem, code="INTERNAL") from None
         except RemoteError as error:
             if error.code not in _NO_SIGNATURE or target.rows_id not in ("", _MONOLITH):
                 raise
@@ -370,7 +372,7 @@ class ParameterSyncClient:
 
         Raises:
             InputError: Another table with the same name is attached.
-            UsageError: The shards hold no table in this process.
+            UsageError: The shards hold no table in this process, or a table has too many consumers.
         """
         self._handle.attach(_by_name(tables))
 

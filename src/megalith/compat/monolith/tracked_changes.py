@@ -19,6 +19,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from megalith.errors import UsageError
 from megalith.serving.sync.changed_ids import IdSets, Journal
 from megalith.serving.sync.parameter_source import join_changes, scan_ids
 from megalith.table import Table
@@ -65,7 +66,12 @@ class TrackedChanges:
         with self._lock:
             self._drain()  # earlier changes are not for this client
             if key not in self._tables:
-                table.track(self._consumer)
+                try:
+                    table.track(self._consumer)
+                except UsageError as error:
+                    raise UsageError(
+                        f"{error}; the clients that one call of create_parameter_sync_clients makes share one"
+                    ) from None
                 self._tables[key] = table
             self._attached.setdefault(client, {})[name] = key
             self._pending.setdefault(client, IdSets())

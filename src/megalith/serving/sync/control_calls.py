@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megalith.errors import RemoteError
 from megalith.serving.client.channels import Connection
 from megalith.serving.proto.message_types import PredictRequest
 from megalith.serving.proto.tf_tensors import from_tensor_protos, strings_to_tensor_proto
@@ -35,7 +36,8 @@ def ask_position(
         The position of the server.
 
     Raises:
-        RemoteError: The server does not answer or refuses; one of Monolith does not have the signature.
+        RemoteError: The server does not answer or refuses; one of Monolith does not have the signature, or
+            answers without outputs (UNIMPLEMENTED).
         InputError: The answer is not a position.
     """
     request = PredictRequest()
@@ -45,4 +47,9 @@ def ask_position(
         request.inputs["base"].CopyFrom(strings_to_tensor_proto(headers.string(base)))
     metadata = () if header is None else header.metadata()
     answer = connection.predict(request, timeout=timeout, metadata=metadata)
+    if not answer.outputs:
+        raise RemoteError(
+            f"{connection.address}: the answer to {signature} has no outputs: it is not a server of Megalith",
+            code="UNIMPLEMENTED",
+        )
     return Position.read(from_tensor_protos(answer.outputs, max_bytes=MAX_ANSWER_BYTES))
