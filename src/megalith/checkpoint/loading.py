@@ -303,11 +303,14 @@ def _load_tables(
     store: Store, found: TableMatches, ranks: RankGroup, on_rows: Callable[[int], None] | None
 ) -> dict[str, int]:
     done = 0
+    for match in found.matches if ranks.size == 1 else ():
+        match.table.check_fits(match.entries[-1].live)
     for match in found.matches:
         table = match.table
         table.clear()
         if ranks.size == 1:
-            table.reserve(match.entries[-1].live)
+            live, limit = match.entries[-1].live, table.engine_impl.row_limit
+            table.reserve(live if limit is None else min(live, limit))
         for entry in match.entries:
             # A delta does not save ids that it removes. Removing first keeps the table within its Capacity.
             for piece in entry.removed:
@@ -425,7 +428,10 @@ def _warn(store: Store, report: LoadReport) -> None:
     for problem, names in (
         ("does not hold", report.missing),
         ("holds what the model does not have:", report.extra),
-        ("holds duplicate rows, or more rows than the Capacity, of table", [n for n, table in report.tables.items() if table.refused]),
+        (
+            "holds duplicate rows, or more rows than the Capacity, of table",
+            [n for n, table in report.tables.items() if table.refused],
+        ),
     ):
         if names:
             warnings.warn(f"{store.where} {problem} {', '.join(map(repr, names))}", stacklevel=3)

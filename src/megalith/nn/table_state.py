@@ -229,7 +229,9 @@ def _set_rows(shards: Shards, saved: Mapping[str, Mapping[str, Tensor]]) -> None
     if set(saved) != set(tables):
         raise InputError(f"state_dict holds tables {sorted(saved)}, this collection has {sorted(tables)}")
     chunks = {name: _chunk(table, saved[name]) for name, table in tables.items()}
+    counts = {name: _counted_ids(table, saved[name]) for name, table in tables.items()}
     for name, chunk in chunks.items():
+        tables[name].check_fits(chunk.ids.numel())
         router = shards.router(name)
         if router is not None and bool((router.owner(chunk.ids) != shards.rank).any()):
             raise UsageError(
@@ -239,8 +241,17 @@ def _set_rows(shards: Shards, saved: Mapping[str, Mapping[str, Tensor]]) -> None
     for name, table in tables.items():
         table.clear()
         table.restore(chunks[name])
-        if "pending_ids" in saved[name] and "pending_counts" in saved[name]:
-            table.restore_pending(saved[name]["pending_ids"].cpu(), saved[name]["pending_counts"].cpu())
+        table.restore_pending(*counts[name])
+
+
+def _counted_ids(table: Table, saved: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the ids without a row and their counts on the CPU; raise InputError if they are wrong."""
+    names = ("pending_ids", "pending_counts")
+    none = torch.empty(0, dtype=torch.int64)
+    if ("pending_ids" in saved) != ("pending_counts" in saved):
+        raise InputError(f"table {table.name!r}: state_dict holds only one of {' and '.join(names)}")
+    ids, counts = (saved[name].cpu() if name in saved else none for name in names)
+    return table.checks.ids(ids), table.checks.occurrences(ids, counts)
 
 
 def _chunk(table: Table, saved: Mapping[str, Tensor]) -> Chunk:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from megalith.errors import InputError, UnknownNameError, UsageError
+from megalith.errors import InputError, TableFullError, UnknownNameError, UsageError
 from megalith.ops.pooling import Pooling
 from megalith.table.engines.registry import engine_class
 from megalith.table.policies import Capacity
@@ -68,6 +68,7 @@ class Table:
         self._consumers_lock = threading.Lock()
         self._evict_lock = threading.Lock()
         self._evict_at = 0  # row at which a pass continues; -1: rows are being moved
+        self._evict_rows = 0  # number of rows of a part when the pass began
 
     @property
     def engine(self) -> str:
@@ -272,20 +273,24 @@ class Table:
         """Visit some rows. Returns the removed ids, and whether the pass is not finished."""
         removed = torch.empty(0, dtype=torch.int64)
         policies = [policy for policy in self.config.eviction if not isinstance(policy, Capacity)]
+        if self._evict_at == 0:
+            self._evict_rows = rows
+        rows = max(rows, self._evict_rows)  # a part that is counted from the rows left would become smaller
         if policies and self._evict_at >= 0:
             needs_rows = any(policy.needs_rows for policy in policies)
             chunk, self._evict_at = self.engine_impl.scan_part(self._evict_at, rows, rows=needs_rows)
             expired = torch.zeros(chunk.ids.shape[0], dtype=torch.bool)
             for policy in policies:
-                expired |= policy.expired(chunk, now)
+                expired |= self.checks.flags(policy.expired(chunk, now), expired.shape[0], policy.name)
             # In several calls, so that other threads do not wait long where many rows expire together.
             most = max(MIN_EVICT_ROWS, rows // 8)
             pairs = zip(chunk.ids[expired].split(most), chunk.time[expired].split(most), strict=True)
             removed = torch.cat([self.engine_impl.evict(ids, times) for ids, times in pairs])
             if self._evict_at >= 0:
                 return removed, True
-        # Moving rows during a scan would make it miss some of them, so memory is returned after it.
-        done = self.engine_impl.compact(rows)
+        # Moving rows during a scan would make it miss some of them, so memory is returned after it. Few rows
+        # may be left in many places, so at least as many places are visited as rows at the start of the pass.
+        done = self.engine_impl.return_memory(max(rows, MIN_EVICT_ROWS))
         self._evict_at = 0 if done else -1
         return removed, not done
 
@@ -349,9 +354,18 @@ class Table:
         """Write complete rows, including optimizer state and time; existing rows are replaced.
 
         Args:
-            chunk: The rows, for example from `scan`.
+            chunk: The rows, for example from `scan`. If they exceed the `Capacity`, some of those with low
+                scores are not kept.
+
+        Raises:
+            TableFullError: The rows do not fit, and the `Capacity` has no score. Nothing was written.
         """
-        self.engine_impl.restore(self.checks.chunk(chunk))
+        checked, limit = self.checks.chunk(chunk), self.engine_impl.row_limit
+        capacity = self.config.capacity
+        if limit is None or capacity is None or capacity.score is None or checked.ids.numel() <= limit:
+            return self.engine_impl.restore(checked)
+        for start in range(0, checked.ids.numel(), limit):
+            self.engine_impl.restore(checked.part(start, min(start + limit, checked.ids.numel())))
 
     def merge(self, other: Table, *, on_conflict: str = "newer") -> MergeCounts:
         """Copy the rows of another table into this one, with optimizer state, times and counts.
@@ -392,7 +406,7 @@ class Table:
         with self._evict_lock:
             if unwanted.numel():
                 self.engine_impl.remove(unwanted)
-                while not self.engine_impl.compact(MIN_EVICT_ROWS):
+                while not self.engine_impl.return_memory(MIN_EVICT_ROWS):
                     pass
             self._evict_at = 0  # rows may have moved: the next pass of eviction starts again
         return unwanted
@@ -417,6 +431,22 @@ class Table:
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise InputError(f"table {name!r}: seed must be an integer, got {seed!r}")
         return seed
+
+    def check_fits(self, rows: int) -> None:
+        """Check, before a table is cleared, that this number of rows can be restored afterwards.
+
+        Args:
+            rows: Number of rows.
+
+        Raises:
+            TableFullError: They exceed a `Capacity` without a score, so none of them can be left out.
+        """
+        rows = self.checks.row_count(rows, "check_fits")
+        capacity, limit = self.config.capacity, self.engine_impl.row_limit
+        if capacity is not None and capacity.score is None and limit is not None and rows > limit:
+            raise TableFullError(
+                f"table {self.name!r}: {rows} rows exceed its Capacity of {limit}; raise it, or pass a score"
+            )
 
     def clear(self) -> None:
         """Remove every row and free the memory."""

@@ -10,7 +10,7 @@ from megalith.errors import InputError
 from megalith.routing import MODES
 from megalith.table.initializers import Initializer, Uniform
 from megalith.table.optimizers import Optimizer, State
-from megalith.table.policies import Admission, Capacity, Eviction, MinCount
+from megalith.table.policies import ADMISSIONS, Admission, Capacity, Eviction, MinCount
 
 PRECISIONS = ("float32",)
 MISSING = ("initial", "zeros")
@@ -153,7 +153,7 @@ class TableConfig:
         for segment in segments:
             if not isinstance(segment, Segment):
                 raise InputError(f"{where}: segments must hold Segments, got {segment!r}")
-        if admission is not None and not isinstance(admission, Admission):
+        if admission is not None and type(admission) not in ADMISSIONS.values():
             raise InputError(f"{where}: admission must be MinCount, Probability or None, got {admission!r}")
         eviction = _eviction_policies(where, eviction)
         if not isinstance(missing, str) or missing not in MISSING:

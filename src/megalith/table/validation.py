@@ -403,6 +403,24 @@ class InputChecks:
             raise InputError(f"table {self.name!r}: counts must be positive, got {int(counts.min())}")
         return counts
 
+    def flags(self, flags: Tensor, n: int, policy: str) -> Tensor:
+        """Check which rows an eviction policy finds expired.
+
+        Args:
+            flags: bool [n].
+            n: Number of rows.
+            policy: Name of the policy, for the error message.
+
+        Returns:
+            The flags.
+
+        Raises:
+            InputError: The type or shape is wrong.
+        """
+        if not isinstance(flags, Tensor) or flags.dtype != torch.bool or tuple(flags.shape) != (n,):
+            raise InputError(f"table {self.name!r}: policy {policy!r} must return bool [{n}] from expired()")
+        return flags
+
     def _small_integers(self, field: str, values: Tensor, n: int) -> Tensor:
         if not isinstance(values, Tensor) or values.dtype != torch.int64 or tuple(values.shape) != (n,):
             raise InputError(f"table {self.name!r}: {field} must be int64 [{n}]")

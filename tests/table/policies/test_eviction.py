@@ -186,9 +186,9 @@ def test_rows_removed_during_a_compaction_do_not_hide_new_rows(engine: str) -> N
     table = table_with(engine)
     table.assign(torch.arange(10_000), torch.zeros(10_000, 2), time=0)
     table.remove(torch.cat([torch.arange(100), torch.arange(4000, 9000), torch.arange(9500, 9990)]))
-    table.evict_part(0, rows=5)  # moves the last 5 rows to the front
+    table.engine_impl.compact(5)  # moves the last 5 rows to the front
     table.remove(torch.arange(9990, 9995))
-    table.evict_part(0, rows=300)  # drops the places of the rows that were removed
+    table.engine_impl.compact(300)  # drops the places of the rows that were removed
 
     table.assign(ints(-1, -2, -3, -4, -5), torch.ones(5, 2), time=0)
 
@@ -201,7 +201,7 @@ def test_places_are_reused_after_new_rows_end_a_compaction(engine: str) -> None:
     table = table_with(engine)
     table.assign(torch.arange(10_000), torch.zeros(10_000, 2), time=0)
     table.remove(torch.cat([torch.arange(0, 10_000, 2), torch.arange(1, 400, 2)]))
-    table.evict_part(0, rows=5)
+    table.engine_impl.compact(5)
     table.assign(torch.arange(10_000, 13_000), torch.zeros(3_000, 2), time=0)
     table.evict(0)
     rows, slack = len(table), table.memory().slack
@@ -231,3 +231,70 @@ def test_places_are_reused_after_new_rows_end_a_compaction(engine: str) -> None:
 def test_wrong_settings_raise(wrong: object) -> None:
     with pytest.raises(InputError):
         wrong()  # type: ignore[operator]
+
+
+def test_a_mass_expiry_does_not_stop_later_passes(engine: str) -> None:
+    # Few rows are left in many places: parts of a pass must not be counted by rows alone.
+    table = table_with(engine, TTL(10))
+    n = 60_000 if engine == "cpu" else 5_000
+    train(table, torch.arange(n), time=0)
+    table.evict_part(0, rows=n // 25)
+    train(table, torch.arange(50), time=100)
+    for _ in range(90):  # the end of this pass, moving rows, another pass
+        table.evict_part(100, rows=max(1, len(table) // 25))
+    assert len(table) == 50
+
+    for _ in range(90):
+        table.evict_part(200, rows=max(1, len(table) // 25))
+    assert len(table) == 0
+
+
+def test_a_scan_sees_every_row_while_rows_are_evicted(engine: str) -> None:
+    table = table_with(engine, TTL(10))
+    n = 12_000 if engine == "cpu" else 5_000
+    train(table, torch.arange(n), time=0)
+    train(table, torch.arange(n - n // 4, n), time=50)
+    scan = table.scan(chunk_size=n // 10)
+    seen = next(scan).ids.tolist()
+
+    table.evict(55)  # would move rows into free places
+    seen += [i for chunk in scan for i in chunk.ids.tolist()]
+
+    assert set(range(n - n // 4, n)) <= set(seen)
+    before = table.memory().slack
+    table.evict(55)
+    assert table.memory().slack < before / 2
+
+
+def test_a_policy_must_return_one_flag_per_row(engine: str) -> None:
+    class Wrong(Eviction):
+        name = "wrong"
+
+        def expired(self, chunk: Chunk, now: int) -> Tensor:
+            return torch.tensor([True])
+
+        def settings(self) -> dict[str, object]:
+            return {}
+
+    table = table_with(engine, Wrong())
+    train(table, ints(1, 2))
+
+    with pytest.raises(InputError, match=r"'wrong' must return bool \[2\]"):
+        table.evict(5)
+    assert len(table) == 2
+
+
+@pytest.mark.parametrize("score", ["lru", None])
+def test_restoring_more_rows_than_the_capacity(engine: str, score: str | None) -> None:
+    (chunk,) = _filled(engine, 20).scan()
+    table = table_with(engine, Capacity(8, score=score))
+
+    if score is None:
+        with pytest.raises(TableFullError):
+            table.check_fits(20)
+        with pytest.raises(TableFullError):
+            table.restore(chunk)
+        assert len(table) == 0
+    else:
+        table.restore(chunk)
+        assert len(table) == 8

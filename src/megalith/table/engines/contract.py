@@ -10,6 +10,7 @@ Every method may be called from several threads. Reads run in parallel; a write 
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import ClassVar
@@ -44,6 +45,8 @@ class Engine(ABC):
         self.dim = config.dim
         self.seed = seed
         self.row_limit = shard_row_limit(config, num_shards)
+        self._scans = 0  # in progress
+        self._moving = threading.Lock()  # held while rows are moved, and while a scan begins or ends
 
     @abstractmethod
     def reseed(self, seed: int) -> None:
@@ -184,11 +187,17 @@ class Engine(ABC):
         Yields:
             Chunks with their own memory.
         """
-        at = 0
-        while at >= 0:
-            chunk, at = self.scan_part(at, chunk_size)
-            if chunk.ids.numel():
-                yield chunk
+        with self._moving:
+            self._scans += 1
+        try:
+            at = 0
+            while at >= 0:
+                chunk, at = self.scan_part(at, chunk_size)
+                if chunk.ids.numel():
+                    yield chunk
+        finally:
+            with self._moving:
+                self._scans -= 1
 
     @abstractmethod
     def scan_part(self, start: int, limit: int, *, rows: bool = True) -> tuple[Chunk, int]:
@@ -239,6 +248,18 @@ class Engine(ABC):
         Returns:
             The removed ids, int64.
         """
+
+    def return_memory(self, limit: int) -> bool:
+        """Call `compact`, unless a scan is in progress, which would miss rows that are moved.
+
+        Args:
+            limit: Largest number of places to visit in this call.
+
+        Returns:
+            Whether nothing is left to do now.
+        """
+        with self._moving:
+            return self._scans > 0 or self.compact(limit)
 
     @abstractmethod
     def compact(self, limit: int) -> bool:
@@ -299,6 +320,8 @@ class Engine(ABC):
                     f"table {self.name!r}: the score function of Capacity must return a tensor "
                     f"[{chunk.ids.numel()}], got {getattr(score, 'shape', score)!r}"
                 )
+            if not bool(torch.isfinite(score.detach().to(torch.float64)).all()):
+                raise InputError(f"table {self.name!r}: the score function of Capacity returned NaN or Inf")
             others = ~torch.isin(chunk.ids, distinct)
             found.append(chunk.ids[others])
             times.append(chunk.time[others])

@@ -16,7 +16,6 @@ from torch import Tensor
 from megalith.errors import InputError, NativeMissingError, TableFullError
 from megalith.ops.pooling import Pooling
 from megalith.table.engines.contract import Engine
-from megalith.table.engines.reference_policies import MAX_COUNT, probability_limit
 from megalith.table.engines.torch_step import WriterLock, sum_per_id, update_chunk
 from megalith.table.initializers import table_key
 from megalith.table.optimizers import Optimizer, native_rule
@@ -102,9 +101,9 @@ class CpuEngine(Engine):
         settings: dict[str, int] = {}
         admission, capacity = self.config.admission, self.config.capacity
         if isinstance(admission, MinCount):
-            settings |= {"min_count": min(admission.n, MAX_COUNT), "max_counted_ids": admission.max_ids}
+            settings |= {"min_count": admission.n, "max_counted_ids": admission.max_ids}
         elif isinstance(admission, Probability):
-            settings |= {"admission_limit": probability_limit(admission.p)}
+            settings |= {"admission_limit": admission.limit}
         if capacity is not None:
             assert self.row_limit is not None
             settings |= {"capacity": self.row_limit}

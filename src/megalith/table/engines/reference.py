@@ -16,7 +16,6 @@ from megalith.errors import InputError, TableFullError
 from megalith.ops.pooling import Pooling, pool, unpool
 from megalith.table.engines.contract import Engine
 from megalith.table.engines.reference_policies import (
-    MAX_COUNT,
     AdmissionState,
     IdLog,
     VictimSearch,
@@ -25,6 +24,7 @@ from megalith.table.engines.reference_policies import (
 from megalith.table.engines.torch_step import update_chunk, update_in_torch
 from megalith.table.initializers import initial_rows, table_key
 from megalith.table.optimizers import Optimizer, native_rule
+from megalith.table.policies.min_count import MAX_COUNT
 from megalith.table.table_config import TableConfig
 from megalith.table.table_data import Chunk, FoundRows, MemoryUse, RowCounters, Step
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megalith.table.policies import Admission, MinCount, Probability
+from megalith.table.policies.min_count import MAX_COUNT
 
-MAX_COUNT = 2**32 - 1
 MAX_LOG = 1 << 20
 SAMPLE = 2048
 MIN_COMPACT = 4096
@@ -98,8 +98,7 @@ class AdmissionState:
         if isinstance(self._policy, Probability):
             row_key = _mix((id & _WORD) ^ self._key)
             key = _mix((row_key + (step + 1) * _STEP_FACTOR) & _WORD)
-            limit = probability_limit(self._policy.p)
-            return any(_draw24(key, k) < limit for k in range(occurrences))
+            return any(_draw24(key, k) < self._policy.limit for k in range(occurrences))
         return True
 
     def refuse(self, seen: list[tuple[int, int]]) -> None:
@@ -190,18 +189,6 @@ def is_sparse(used: int, places: int) -> bool:
         Whether fewer than half of the places are in use, and the table is not small.
     """
     return places > MIN_COMPACT and 2 * used < places
-
-
-def probability_limit(p: float) -> int:
-    """Return the limit below which 24 random bits admit an id.
-
-    Args:
-        p: The probability, above 0 and at most 1.
-
-    Returns:
-        1 to 2^24.
-    """
-    return max(1, round(p * 2**24))
 
 
 def _mix(x: int) -> int:

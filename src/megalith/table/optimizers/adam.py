@@ -106,6 +106,10 @@ class Adam(AdamSettings):
     keeps_maximum: ClassVar[bool] = False
     """Whether the largest v of each weight replaces v in the step."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_flag("nesterov")
+
     @property
     def hyper(self) -> tuple[float, ...]:
         """See `AdamSettings.hyper`."""

@@ -36,6 +36,7 @@ class Momentum(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_flag("nesterov")
         self._check("weight_decay")
         self._check_below_one("momentum")
 

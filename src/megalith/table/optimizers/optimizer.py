@@ -145,6 +145,13 @@ class Optimizer(ABC):
         """Raise InputError if a field is negative or not finite; see `check_numbers`."""
         check_numbers(self, *fields)
 
+    def _check_flag(self, field: str) -> None:
+        """Raise InputError if a field is not True or False."""
+        if not isinstance(getattr(self, field), bool):
+            raise InputError(
+                f"{type(self).__name__}: {field} must be True or False, got {getattr(self, field)!r}"
+            )
+
     def _check_below_one(self, field: str) -> None:
         """Raise InputError unless a field is in [0, 1), or each of its numbers if it is a tuple."""
         value = getattr(self, field)

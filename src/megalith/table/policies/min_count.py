@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from megalith.errors import InputError
 from megalith.table.policies.policy import Admission, check_integer
 
 MAX_COUNT = 2**32 - 1
@@ -31,7 +32,8 @@ class MinCount(Admission):
     name: ClassVar[str] = "min_count"
 
     def __post_init__(self) -> None:
-        check_integer("MinCount: n", self.n, 1)
+        if check_integer("MinCount: n", self.n, 1) > MAX_COUNT:
+            raise InputError(f"MinCount: n must be at most {MAX_COUNT}, got {self.n}")
         check_integer("MinCount: max_ids", self.max_ids, 1)
 
     def settings(self) -> dict[str, Any]:

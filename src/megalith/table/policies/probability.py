@@ -28,6 +28,11 @@ class Probability(Admission):
     def __post_init__(self) -> None:
         object.__setattr__(self, "p", check_real("Probability: p", self.p, above=0, most=1))
 
+    @property
+    def limit(self) -> int:
+        """The limit below which 24 random bits admit an id, 1 to 2^24."""
+        return max(1, round(self.p * 2**24))
+
     def settings(self) -> dict[str, Any]:
         """See `Admission.settings`."""
         return {"p": self.p}
