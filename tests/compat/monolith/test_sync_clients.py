@@ -357,6 +357,20 @@ def test_a_single_table_may_be_attached_and_another_of_its_name_may_not(client: 
         client.attach("table")  # type: ignore[arg-type]
 
 
+def test_a_closed_client_neither_reports_success_nor_tracks(servers: list[DummySyncServer]) -> None:
+    shards = shards_of(table=1)
+    client = parameter_sync_client_from_config(config_for(servers))
+    client.attach(shards)
+    shards.assign({"table": (torch.tensor([1]), torch.ones(1, 1))})
+    client.close()
+    client.close()
+
+    with pytest.raises(UsageError, match="'MonolithSyncClient_' is closed: make a new one"):
+        client.create_sync_op()
+    with pytest.raises(UsageError, match="is closed"):
+        client.attach(shards)
+
+
 def test_clients_go_by_monoliths_names() -> None:
     assert [client.name for client in create_parameter_sync_clients(0)] == ["MonolithSyncClient_"]
     assert [client.name for client in create_parameter_sync_clients(2)] == [

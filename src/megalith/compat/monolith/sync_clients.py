@@ -102,6 +102,7 @@ class SyncHandle:
         self._config = _read(config)
         self._channels = Channels(credentials)
         self._changes = changes or TrackedChanges()
+        self._closed = False
         self._tables: dict[str, Table] = {}
         self._targets: dict[tuple[str, str], _Target] = {}
         """By address and model; those that have been missing from the config for longest come first."""
@@ -114,8 +115,9 @@ class SyncHandle:
 
         Raises:
             InputError: Another table with the same name is attached.
-            UsageError: A table has the maximum number of consumers.
+            UsageError: A table has the maximum number of consumers, or the client is closed.
         """
+        self._check_open()
         for name, table in tables.items():
             if self._tables.get(name, table) is not table:
                 raise InputError(f"another table named {name!r} is already attached to {self.name!r}")
@@ -131,6 +133,7 @@ class SyncHandle:
         Returns:
             The PushResult.
         """
+        self._check_open()
         if _is_given(config_str):
             self._config = _read(config_str)
         chosen = self._config
@@ -302,9 +305,14 @@ class SyncHandle:
 
     def close(self) -> None:
         """Close the connections; the tables stop tracking changes for this client."""
+        self._closed = True
         self._channels.close()
         self._changes.detach(self)
         self._tables = {}
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError(f"the sync client {self.name!r} is closed: make a new one and attach its tables")
 
 
 class DummySyncHandle(SyncHandle):
@@ -372,7 +380,8 @@ class ParameterSyncClient:
 
         Raises:
             InputError: Another table with the same name is attached.
-            UsageError: The shards hold no table in this process, or a table has too many consumers.
+            UsageError: The shards hold no table in this process, a table has too many consumers, or the
+                client is closed.
         """
         self._handle.attach(_by_name(tables))
 
@@ -392,6 +401,7 @@ class ParameterSyncClient:
 
         Raises:
             InputError: The config is malformed.
+            UsageError: The client is closed.
         """
         text: str = protobuf("json_format").MessageToJson(
             self._handle.push(config_str), preserving_proto_field_name=True
