@@ -56,6 +56,7 @@ bench: $(VENV)/bench
 	$(BIN)/python benchmarks/serving.py
 	$(BIN)/python benchmarks/sync_interval.py
 	$(BIN)/python benchmarks/quality.py
+	$(BIN)/python benchmarks/quality_policies.py
 
 soak: $(VENV)/dev
 	$(BIN)/python -m pytest -m soak

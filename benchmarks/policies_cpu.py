@@ -261,7 +261,7 @@ def policies(run: Run) -> None:
     ttl, count = TTL(1e6), MinCount(2)
     rounds = 2 * run.rounds
     steps = WARM_UP + rounds
-    variants = {
+    variants: dict[str, dict[str, Any]] = {
         "plain": {},
         "TTL": {"eviction": [ttl]},
         "MinCount": {"admission": count},
@@ -272,7 +272,7 @@ def policies(run: Run) -> None:
             "eviction": [ttl, Capacity(run.rows, score="lfu")],
         },
     }
-    records = []
+    records: list[dict[str, Any]] = []
     for dim in (16, 64):
         draws = {name: Drifting(run.rows, run.ids, dim, steps) for name in variants}
         tables = {name: WithPolicies(draws[name].first, dim, **o) for name, o in variants.items()}
@@ -325,11 +325,11 @@ def policies(run: Run) -> None:
 def passes(run: Run) -> None:
     """Measures how long a pass of eviction keeps a training step or another thread waiting."""
     rows = 4 * run.rows
-    records = []
+    records: list[dict[str, Any]] = []
     for expired in (0.0, 0.1, 0.7):
         spread = [_timed_parts(_aged_table(rows, expired, together=False)) for _ in range(5)]
         together = [_timed_calls(_aged_table(rows, expired, together=True)) for _ in range(5)]
-        record = {
+        record: dict[str, Any] = {
             "expired": expired,
             "seconds": sorted(sum(seconds) for seconds in together)[2],
             "parts": len(spread[0]),
@@ -392,11 +392,11 @@ def _timed_calls(table: Table) -> list[float]:
 def quality(run: Run) -> None:
     """Compares the hits of Capacity with those of exact LRU and LFU."""
     steps = 100 if run.rounds < 5 else 400
-    records = []
+    records: list[dict[str, Any]] = []
     for capacity in (5_000, 20_000):
         for score in ("lru", "lfu"):
             ours, exact, total = _hits(capacity, score, steps)
-            record = {
+            record: dict[str, Any] = {
                 "capacity": capacity,
                 "score": score,
                 "hit_rate": ours / total,
