@@ -159,6 +159,67 @@ MODELS: dict[str, Callable[[Tensor], Any]] = {
     "split_rows": lambda r: ops.split_rows(r, TO, 3),
     "take": taken,
 }
+FOUR = monolith.sharding_sparse_fids(COLUMNS, 2, CFGS, version=4)
+TWICE = {
+    name: torch.cat([getattr(FOUND, name)] * 2)
+    for name in FOUND._fields
+    if name.endswith(("_offset", "_size")) and isinstance(getattr(FOUND, name), Tensor)
+}
+"""Two requests of version 5 in one call."""
+
+
+def version_4(r: Tensor) -> Any:
+    flat = r.flatten().repeat(3)[: sum(SIZES)]
+    batch, lengths = FOUR.batch_size, FOUR.fid_list_emb_row_lenth
+    outputs = monolith.fused_embedding_to_layout(
+        [flat], *ENCODING[:4], batch, "example", CFGS, 2, lengths, version=4
+    )
+    grads = monolith.fused_embedding_to_layout_grad(
+        *(FOUR.nfl_offset, FOUR.feature_offset, FOUR.fid_offset, batch, [flat], None),
+        *([o.detach() for o in outputs], "example", CFGS, 2, lengths),
+        version=4,
+    )
+    return outputs, grads
+
+
+def version_5(r: Tensor) -> Any:
+    rows = [torch.cat([each, each + 1]) for each in lists(r)]
+    given: dict[str, Any] = {
+        **TWICE,
+        "variant_type": "example",
+        "feature_cfgs": CFGS,
+        "ps_num": 2,
+        "version": 5,
+    }
+    outputs = monolith.fused_embedding_to_layout(rows, None, **given)
+    grads = monolith.fused_embedding_to_layout_grad(
+        embeddings_list=rows,
+        fid_list_row_split=None,
+        layout_tensors_grad=[o.detach() for o in outputs],
+        **given,
+    )
+    return outputs, grads
+
+
+def shape_as_tensor(r: Tensor) -> Any:
+    return monolith.fused_sorted_segment_sum([TO, TO], [r, r[:, :2]], [torch.tensor([4, 3]), (3, 2)])
+
+
+def sharded_inside(r: Tensor) -> Any:
+    found = monolith.sharding_sparse_fids(COLUMNS, 2, CFGS, version=4)
+    offsets = (found.fid_offset, found.feature_offset, found.nfl_offset, found.batch_size)
+    flat = r.flatten().repeat(3)[: sum(SIZES)]
+    lengths = found.fid_list_emb_row_lenth
+    return monolith.fused_embedding_to_layout([flat], None, *offsets, "example", CFGS, 2, lengths, version=4)
+
+
+SIZES_AS_TENSORS: dict[str, Callable[[Tensor], Any]] = {
+    "layout version 4": version_4,
+    "layout version 5": version_5,
+    "layout of ids sharded in the graph": sharded_inside,
+    "reduce_mean": lambda r: monolith.reduce_mean(TO, r, TO.max() + 2),
+    "fused_sorted_segment_sum": shape_as_tensor,
+}
 INSIDE_OTHERS = {
     "finalize_shared_tensor",
     "fused_reduce_and_split_gpu",
@@ -202,6 +263,14 @@ def test_a_model_compiles_to_one_graph(name: str) -> None:
         rtol=1e-6,
         atol=1e-6,
     )
+
+
+@pytest.mark.parametrize("name", SIZES_AS_TENSORS)
+def test_sizes_in_tensors_compile_to_one_graph(name: str) -> None:
+    torch._dynamo.reset()
+    model = SIZES_AS_TENSORS[name]
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(outcome(compiled), outcome(model), rtol=1e-6, atol=1e-6)
 
 
 class Model(torch.nn.Module):
@@ -268,6 +337,35 @@ def test_wrong_input_still_raises_when_compiled() -> None:
     compiled = torch.compile(lambda r, s: ops.segment_sum(r, s), fullgraph=True, backend="aot_eager")
     with pytest.raises(RuntimeError, match="splits must ascend"):
         compiled(torch.ones(3, 2), torch.tensor([0, 2]))
+
+
+def test_wrong_sizes_in_tensors_raise_when_compiled() -> None:
+    torch._dynamo.reset()
+    flat, lengths = torch.ones(sum(SIZES)), FOUR.fid_list_emb_row_lenth
+    assert lengths is not None
+    compiled = torch.compile(
+        lambda n: monolith.fused_embedding_to_layout(
+            [flat], *ENCODING, "example", CFGS, 2, fid_list_emb_row_lenth=n, version=4
+        ),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    compiled(lengths)
+    with pytest.raises(RuntimeError, match=r"lenth does not add up to embeddings_list\[0\]"):
+        compiled(lengths + 1)
+    with pytest.raises(RuntimeError, match="lenth must not be negative"):
+        compiled(-lengths)
+    compiled = torch.compile(
+        lambda n: monolith.fused_sorted_segment_sum([TO], [torch.ones(5, 2)], [n]),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    with pytest.raises(RuntimeError, match=r"shapes\[0\] has another number of columns than values\[0\]"):
+        compiled(torch.tensor([3, 1]))
+    with pytest.raises(RuntimeError, match=r"shapes\[0\] must be an integer of at least 0"):
+        compiled(torch.tensor([-1, 2]))
+    with pytest.raises(ValueError, match=r"indices\[0\]\[4\] = 2 is out of range"):
+        compiled(torch.tensor([2, 2]))
 
 
 # ---- the ops as torch sees them

@@ -222,6 +222,8 @@ def integer(value: Any, name: str, least: int = 1) -> int:
 def scalar(value: Any, name: str) -> int:
     """Check an int of at least 0 that may be given as a tensor. Reading a tensor on a GPU waits for it.
 
+    Inside torch.compile a negative tensor raises RuntimeError when the graph runs.
+
     Args:
         value: An int, or an integer tensor of one element.
         name: Its name in the message.
@@ -235,6 +237,11 @@ def scalar(value: Any, name: str) -> int:
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.is_floating_point():
             raise InputError(f"{name} must be one integer, got a {kind(value)} tensor {list(value.shape)}")
+        if torch.compiler.is_compiling():  # the value may be unknown: the check is a part of the graph
+            require(value >= 0, f"{name} must be an integer of at least 0")
+            value = int(value)
+            torch._check(value >= 0)
+            return value  # type: ignore[no-any-return]
         value = int(value)
     return integer(value, name, least=0)
 

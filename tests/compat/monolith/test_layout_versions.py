@@ -203,7 +203,10 @@ def test_requests_of_version_5_are_laid_out_one_after_the_other() -> None:
         ({"fid_size": torch.tensor([1, 1, 1])}, "fid_size adds up to 3"),
         ({"feature_size": torch.tensor([1, 1])}, r"feature_size must have the shape \[3\]"),
         ({"nfl_size": torch.tensor([1, 1, 1])}, "nfl_size must be 10 for each request"),
-        ({"emb_size": torch.zeros(3 * 6, dtype=torch.int64)}, "emb_size gives list 0 0 elements"),
+        (
+            {"emb_size": torch.zeros(3 * 6, dtype=torch.int64)},
+            r"emb_size adds up to 0 for embeddings_list\[0\], which has",
+        ),
         ({"batch_size": torch.zeros(0, dtype=torch.int64)}, "batch_size is empty"),
         ({"batch_size": torch.tensor([4, -1, 7])}, "batch_size must not be negative"),
     ],

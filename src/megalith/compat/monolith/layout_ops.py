@@ -183,7 +183,9 @@ def _by_request(grads: list[Tensor], found: LayoutRequests) -> list[list[Tensor]
         return [grads]
     batches = [request.batch for request in found.requests]
     for i, grad in enumerate(grads):
-        if grad.dim() < 1 or grad.shape[0] != sum(batches):
+        if torch.compiler.is_compiling():  # the sizes are unknown: the check is a part of the graph
+            torch._check(grad.shape[0] == sum(batches))
+        elif grad.dim() < 1 or grad.shape[0] != sum(batches):
             raise InputError(
                 f"layout_tensors_grad[{i}] must have {sum(batches)} rows, got the shape {list(grad.shape)}"
             )

@@ -12,7 +12,7 @@ shared feature has one row per request. The outputs of the requests follow one a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -152,11 +152,9 @@ def _from_one_tensor(given: list[Tensor], lengths: Tensor | None, server_major: 
     if len(given) != 1:
         raise InputError(f"embeddings_list has {len(given)} tensors, expected 1 for version 4")
     (flat,) = _flat(given)
-    parts = _lengths(lengths, "fid_list_emb_row_lenth", len(server_major))
-    if sum(parts) != flat.shape[0]:
-        raise InputError(
-            f"fid_list_emb_row_lenth adds up to {sum(parts)}, embeddings_list[0] has {flat.shape[0]} elements"
-        )
+    parts = _lengths(
+        lengths, "fid_list_emb_row_lenth", len(server_major), {"embeddings_list[0]": flat.shape[0]}
+    )
     found = dict(zip(server_major, flat.split(parts), strict=True))
     return [found[number] for number in range(len(server_major))]
 
@@ -177,45 +175,65 @@ def _concatenated(
     count = len(batches)
     if not count:
         raise InputError("batch_size is empty; pass the batch size of at least one request")
-    divided = {}
-    for name, whole, lengths in (
-        ("nfl_size", nfl_offset, sizes.nfl_size),
-        ("feature_size", feature_offset, sizes.feature_size),
-        ("fid_size", fid_offset, sizes.fid_size),
-    ):
-        parts = _lengths(lengths, name, count)
-        if name == "nfl_size" and any(part != features + 1 for part in parts):
-            raise InputError(f"nfl_size must be {features + 1} for each request, got {parts}")
-        if sum(parts) != whole.shape[0]:
-            raise InputError(f"{name} adds up to {sum(parts)}, but there are {whole.shape[0]} entries")
-        divided[name] = whole.split(parts)
-    elements = _lengths(sizes.emb_size, "emb_size", count * len(lists))
-    rows = []
-    for number, flat in enumerate(lists):
-        parts = elements[number :: len(lists)]  # emb_size is request-major
-        if sum(parts) != flat.shape[0]:
-            raise InputError(
-                f"emb_size gives list {number} {sum(parts)} elements, "
-                f"embeddings_list[{number}] has {flat.shape[0]}"
-            )
-        rows.append(flat.split(parts))
-    return [
-        LayoutRequest(
-            [each[r] for each in rows],
-            divided["fid_size"][r],
-            divided["feature_size"][r],
-            divided["nfl_size"][r],
-            batches[r],
+    expected = {"nfl_offset": features + 1}
+    fids, rows_of_features, nfls = (
+        whole.split(_lengths(lengths, name, count, {what: whole.shape[0]}, expected.get(what)))
+        for what, whole, name, lengths in (
+            ("fid_offset", fid_offset, "fid_size", sizes.fid_size),
+            ("feature_offset", feature_offset, "feature_size", sizes.feature_size),
+            ("nfl_offset", nfl_offset, "nfl_size", sizes.nfl_size),
         )
+    )
+    totals = {f"embeddings_list[{number}]": flat.shape[0] for number, flat in enumerate(lists)}
+    elements = _lengths(sizes.emb_size, "emb_size", count * len(lists), totals)  # request-major
+    rows = [flat.split(elements[number :: len(lists)]) for number, flat in enumerate(lists)]
+    return [
+        LayoutRequest([each[r] for each in rows], fids[r], rows_of_features[r], nfls[r], batches[r])
         for r in range(count)
     ]
 
 
-def _lengths(tensor: Tensor | None, name: str, count: int | None = None) -> list[int]:
-    """Check a vector of sizes; return it as a list."""
-    found: list[int] = checks.with_data(checks.integers(tensor, name, (count,)), name).tolist()
-    if any(length < 0 for length in found):
-        raise InputError(f"{name} must not be negative, got {found}")
+def _lengths(
+    tensor: Tensor | None,
+    name: str,
+    count: int | None = None,
+    totals: Mapping[str, int] | None = None,
+    expected: int | None = None,
+) -> list[int]:
+    """Check a vector of sizes; return it as a list.
+
+    Inside torch.compile the values are unknown, and the checks are parts of the graph.
+
+    Args:
+        tensor: int [count].
+        name: Its name in messages.
+        count: The number of sizes; None: any.
+        totals: The lengths of the n vectors that are divided, by name: every n-th size from number k on is
+            a part of the k-th vector. None: the sizes need not add up to anything.
+        expected: What each size must be; None: 0 or more.
+    """
+    given = checks.with_data(checks.integers(tensor, name, (count,)), name)
+    divided = {} if totals is None else totals
+    if not torch.compiler.is_compiling():
+        found: list[int] = given.tolist()
+        if any(length < 0 for length in found):
+            raise InputError(f"{name} must not be negative, got {found}")
+        if expected is not None and any(length != expected for length in found):
+            raise InputError(f"{name} must be {expected} for each request, got {found}")
+        for k, (what, total) in enumerate(divided.items()):
+            if (length := sum(found[k :: len(divided)])) != total:
+                raise InputError(f"{name} adds up to {length} for {what}, which has {total} elements")
+        return found
+    checks.require(given >= 0, f"{name} must not be negative")
+    if expected is not None:
+        checks.require(given == expected, f"{name} must be {expected} for each request")
+    for k, (what, total) in enumerate(divided.items()):
+        checks.require(given[k :: len(divided)].sum() == total, f"{name} does not add up to {what}")
+    found = given.tolist()
+    for length in found:  # the same again, for the compiler
+        torch._check(length >= 0)
+    for k, total in enumerate(divided.values()):
+        torch._check(sum(found[k :: len(divided)]) == total)
     return found
 
 

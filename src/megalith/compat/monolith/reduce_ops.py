@@ -84,8 +84,7 @@ def fused_sorted_segment_sum(
     Args:
         indices: int [n] each, the segment of each value; they need not be sorted.
         values: float [n, d] each.
-        shapes: (segments, d) of each, as sizes or as an int [2] tensor. Tensors are read on the host; inside
-            torch.compile pass sizes.
+        shapes: (segments, d) of each, as sizes or as an int [2] tensor. Tensors are read on the host.
 
     Returns:
         A [segments, d] for each.
@@ -95,21 +94,28 @@ def fused_sorted_segment_sum(
     checks.same_length(**named)
     results = []
     for i, (index, rows, shape) in enumerate(zip(*lists, strict=True)):
-        segments, columns = _shape(shape, f"shapes[{i}]")
+        rows = checks.floats(rows, f"values[{i}]", (None, None))
+        segments = _num_segments(shape, f"shapes[{i}]", rows, f"values[{i}]")
         index, rows, size = _segments(index, rows, segments, names=(f"indices[{i}]", f"values[{i}]"))
-        checks.floats(rows, f"values[{i}]", (None, columns))
         results.append(scatter_sum(rows, index, size, name=f"indices[{i}]"))
     return results
 
 
-def _shape(shape: Sequence[int] | Tensor, name: str) -> tuple[int, int]:
-    """Check (segments, columns), given as sizes or as a tensor."""
+def _num_segments(shape: Sequence[int] | Tensor, name: str, rows: Tensor, rows_name: str) -> int:
+    """Check (segments, columns), given as sizes or as a tensor; return the number of segments."""
     if isinstance(shape, Tensor):
-        shape = checks.with_data(checks.integers(shape, name, (2,)), name).tolist()
+        given = checks.with_data(checks.integers(shape, name, (2,)), name)
+        if torch.compiler.is_compiling():  # the values are unknown: a check is a part of the graph
+            checks.require(
+                given[1] == rows.shape[1], f"{name} has another number of columns than {rows_name}"
+            )
+            return checks.scalar(given[0], name)
+        shape = given.tolist()
     if not isinstance(shape, list | tuple) or len(shape) != 2:
         raise InputError(f"{name} must be (segments, columns), got {shape!r}")
     segments, columns = (checks.integer(size, name, least=0) for size in shape)
-    return segments, columns
+    checks.floats(rows, rows_name, (None, columns))
+    return segments
 
 
 def fused_reduce_sum_and_split(
