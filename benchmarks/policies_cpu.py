@@ -74,7 +74,7 @@ from megalith.table import (
     Table,
     TableConfig,
 )
-from megalith.table.table import EVICT_PARTS, MIN_EVICT_ROWS
+from megalith.table.eviction_pass import EVICT_PARTS, MIN_EVICT_ROWS
 
 LR = 0.01
 Maker = Callable[[list[Tensor]], torch.optim.Optimizer]

@@ -44,6 +44,15 @@ LOADS: list[dict[str, Any]] = [
 ]
 
 
+def _name(value: object) -> str:
+    """The name of a test: equal in every process, so without addresses."""
+    if callable(value):
+        return str(getattr(value, "__name__", "function"))
+    if isinstance(value, dict):
+        return ",".join(value)
+    return str(value)
+
+
 def on_rank(wrong: int, call: Callable[..., Any], options: dict[str, Any]) -> list[Any]:
     """Return what each of two ranks raises if one of them passes these options."""
     models = new_models(Router("roundrobin", 2))
@@ -63,7 +72,7 @@ def on_rank(wrong: int, call: Callable[..., Any], options: dict[str, Any]) -> li
 
 
 @pytest.mark.parametrize("wrong", [0, 1])
-@pytest.mark.parametrize("options", SAVES, ids=str)
+@pytest.mark.parametrize("options", SAVES, ids=_name)
 @pytest.mark.parametrize("call", [checkpoint.save, checkpoint.async_save])
 def test_a_wrong_option_of_a_save_raises_on_every_rank(
     call: Callable[..., Any], options: dict[str, Any], wrong: int
@@ -75,7 +84,7 @@ def test_a_wrong_option_of_a_save_raises_on_every_rank(
 
 
 @pytest.mark.parametrize("wrong", [0, 1])
-@pytest.mark.parametrize("options", LOADS, ids=str)
+@pytest.mark.parametrize("options", LOADS, ids=_name)
 def test_a_wrong_option_of_a_load_raises_on_every_rank(options: dict[str, Any], wrong: int) -> None:
     outcomes = on_rank(wrong, checkpoint.load, options)
     assert isinstance(outcomes[wrong], InputError)
@@ -96,7 +105,7 @@ def test_a_wrong_option_of_a_load_raises_on_every_rank(options: dict[str, Any], 
         (checkpoint.load, {"deltas": False}),
         (checkpoint.load, {"optimizer": torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])}),
     ],
-    ids=str,
+    ids=_name,
 )
 def test_options_that_differ_between_ranks_raise_on_every_rank(
     call: Callable[..., Any], options: dict[str, Any]

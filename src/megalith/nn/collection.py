@@ -83,7 +83,7 @@ class EmbeddingCollection(nn.Module):
         clip_value: Limits each element of the output gradients.
         clip_norm: Limits the norm of each distinct row's summed gradient.
         evict_every: Apply the eviction policies of the tables during training: one pass in this number of
-            steps (at least 25), a small part after each step. None: only `shards.evict()` does.
+            steps (at least 40), a small part after each step. None: only `shards.evict()` does.
         allow_micro_steps: With update="backward", do not raise if the dense part accumulates gradients over
             several backwards or uses a GradScaler.
         engine: As for `Table`.

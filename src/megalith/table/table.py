@@ -18,7 +18,7 @@ from torch import Tensor
 from megalith.errors import InputError, TableFullError, UnknownNameError, UsageError
 from megalith.ops.pooling import Pooling
 from megalith.table.engines.registry import engine_class
-from megalith.table.policies import Capacity
+from megalith.table.eviction_pass import EvictionPass
 from megalith.table.snapshot import Snapshot
 from megalith.table.table_config import TableConfig
 from megalith.table.table_data import MAX_CONSUMERS, Chunk, FoundRows, MemoryUse, TableStats
@@ -27,9 +27,6 @@ from megalith.table.validation import InputChecks, check_pooling
 
 DEFAULT_CHUNK = 65536
 SNAPSHOT_BYTES = 64 << 20
-EVICT_PARTS = 64
-"""Into how many parts a pass of `Table.evict` is divided, unless they would be small."""
-MIN_EVICT_ROWS = 4096
 
 
 class Table:
@@ -66,9 +63,7 @@ class Table:
         self.engine_impl = engine_class(engine)(config, seed=seed, num_shards=num_shards)
         self._consumers: list[str | None] = []
         self._consumers_lock = threading.Lock()
-        self._evict_lock = threading.Lock()
-        self._evict_at = 0  # row at which a pass continues; -1: rows are being moved
-        self._evict_rows = 0  # number of rows of a part when the pass began
+        self._eviction = EvictionPass(self.engine_impl, self.checks)
 
     @property
     def engine(self) -> str:
@@ -244,14 +239,7 @@ class Table:
         Returns:
             The removed ids, int64.
         """
-        at = self.checks.time(now)
-        removed = [torch.empty(0, dtype=torch.int64)]
-        with self._evict_lock:
-            self._evict_at, more = 0, True
-            while more:
-                part, more = self._evict_part(at, max(MIN_EVICT_ROWS, len(self) // EVICT_PARTS))
-                removed.append(part)
-        return torch.cat(removed)
+        return self._eviction.complete(self.checks.time(now))
 
     def evict_part(self, now: float | None = None, *, rows: int) -> Tensor:
         """Continue a pass of `evict` for a limited number of rows; after the last row it starts again.
@@ -265,34 +253,7 @@ class Table:
         """
         if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
             raise InputError(f"table {self.name!r}: rows must be a positive integer, got {rows!r}")
-        at = self.checks.time(now)
-        with self._evict_lock:
-            return self._evict_part(at, rows)[0]
-
-    def _evict_part(self, now: int, rows: int) -> tuple[Tensor, bool]:
-        """Visit some rows. Returns the removed ids, and whether the pass is not finished."""
-        removed = torch.empty(0, dtype=torch.int64)
-        policies = [policy for policy in self.config.eviction if not isinstance(policy, Capacity)]
-        if self._evict_at == 0:
-            self._evict_rows = rows
-        rows = max(rows, self._evict_rows)  # a part that is counted from the rows left would become smaller
-        if policies and self._evict_at >= 0:
-            needs_rows = any(policy.needs_rows for policy in policies)
-            chunk, self._evict_at = self.engine_impl.scan_part(self._evict_at, rows, rows=needs_rows)
-            expired = torch.zeros(chunk.ids.shape[0], dtype=torch.bool)
-            for policy in policies:
-                expired |= self.checks.flags(policy.expired(chunk, now), expired.shape[0], policy.name)
-            # In several calls, so that other threads do not wait long where many rows expire together.
-            most = max(MIN_EVICT_ROWS, rows // 8)
-            pairs = zip(chunk.ids[expired].split(most), chunk.time[expired].split(most), strict=True)
-            removed = torch.cat([self.engine_impl.evict(ids, times) for ids, times in pairs])
-            if self._evict_at >= 0:
-                return removed, True
-        # Moving rows during a scan would make it miss some of them, so memory is returned after it. Few rows
-        # may be left in many places, so at least as many places are visited as rows at the start of the pass.
-        done = self.engine_impl.return_memory(max(rows, MIN_EVICT_ROWS))
-        self._evict_at = 0 if done else -1
-        return removed, not done
+        return self._eviction.part(self.checks.time(now), rows)
 
     def drain_evicted(self) -> Tensor:
         """Return and clear the log of ids that were removed by `evict` or by a `Capacity`.
@@ -403,12 +364,8 @@ class Table:
             InputError: The predicate does not return bool [n], or `chunk_size` is wrong.
         """
         unwanted = unwanted_ids(self, predicate, chunk_size)
-        with self._evict_lock:
-            if unwanted.numel():
-                self.engine_impl.remove(unwanted)
-                while not self.engine_impl.return_memory(MIN_EVICT_ROWS):
-                    pass
-            self._evict_at = 0  # rows may have moved: the next pass of eviction starts again
+        if unwanted.numel():
+            self._eviction.remove(unwanted)
         return unwanted
 
     def reseed(self, seed: int) -> None:

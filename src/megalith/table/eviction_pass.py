@@ -1,0 +1,111 @@
+"""EvictionPass: visits the rows of a table in small parts, removes the expired ones and returns memory.
+
+    state      next part                                             then
+    scanning   the next rows: policies decide, expired rows go       scanning; after the last row moving
+    moving     rows from the end move into free places               moving; scanning from the start if done
+
+A part visits at least as many rows as when the pass began: if it were counted from the rows that are left,
+parts would become smaller and the pass would not end.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+from megalith.table.engines.contract import Engine
+from megalith.table.policies import Capacity
+from megalith.table.validation import InputChecks
+
+EVICT_PARTS = 64
+"""Into how many parts a complete pass is divided, unless they would be small."""
+MIN_EVICT_ROWS = 4096
+_MOVING = -1
+
+
+class EvictionPass:
+    """The eviction of one table. Several threads may call it; one part runs at a time.
+
+    Args:
+        engine: The engine of the table.
+        checks: The validation of the table.
+    """
+
+    def __init__(self, engine: Engine, checks: InputChecks) -> None:
+        self._engine = engine
+        self._checks = checks
+        self._policies = [p for p in checks.config.eviction if not isinstance(p, Capacity)]
+        self._lock = threading.Lock()
+        self._at = 0  # row at which the scan continues, or _MOVING
+        self._rows = 0  # number of rows of a part when the pass began
+
+    def complete(self, now: int) -> Tensor:
+        """Make a pass from the start to the end.
+
+        Args:
+            now: Time in seconds.
+
+        Returns:
+            The removed ids, int64.
+        """
+        removed = [torch.empty(0, dtype=torch.int64)]
+        with self._lock:
+            self._at, more = 0, True
+            while more:
+                part, more = self._part(now, max(MIN_EVICT_ROWS, len(self._engine) // EVICT_PARTS))
+                removed.append(part)
+        return torch.cat(removed)
+
+    def part(self, now: int, rows: int) -> Tensor:
+        """Continue a pass; after its end start another one.
+
+        Args:
+            now: Time in seconds.
+            rows: Number of rows to visit.
+
+        Returns:
+            The removed ids, int64.
+        """
+        with self._lock:
+            return self._part(now, rows)[0]
+
+    def remove(self, ids: Tensor) -> None:
+        """Remove rows that a user does not want, and return memory. The next pass starts again.
+
+        Args:
+            ids: int64 [n].
+        """
+        with self._lock:
+            self._engine.remove(ids)
+            while not self._engine.return_memory(MIN_EVICT_ROWS):
+                pass
+            self._at = 0  # rows may have moved
+
+    def _part(self, now: int, rows: int) -> tuple[Tensor, bool]:
+        """Visit some rows. Returns the removed ids, and whether the pass is not finished."""
+        removed = torch.empty(0, dtype=torch.int64)
+        if self._at == 0:
+            self._rows = rows
+        rows = max(rows, self._rows)
+        if self._policies and self._at != _MOVING:
+            removed = self._scan(now, rows)
+            if self._at >= 0:
+                return removed, True
+        # Few rows may be left in many places.
+        done = self._engine.return_memory(max(rows, MIN_EVICT_ROWS))
+        self._at = 0 if done else _MOVING
+        return removed, not done
+
+    def _scan(self, now: int, rows: int) -> Tensor:
+        """Visit the next rows and remove the expired ones; moves `_at`, to -1 after the last row."""
+        needs_rows = any(policy.needs_rows for policy in self._policies)
+        chunk, self._at = self._engine.scan_part(self._at, rows, rows=needs_rows)
+        expired = torch.zeros(chunk.ids.shape[0], dtype=torch.bool)
+        for policy in self._policies:
+            expired |= self._checks.flags(policy.expired(chunk, now), expired.shape[0], policy.name)
+        # In several calls, so that other threads do not wait long where many rows expire together.
+        most = max(MIN_EVICT_ROWS, rows // 8)
+        pairs = zip(chunk.ids[expired].split(most), chunk.time[expired].split(most), strict=True)
+        return torch.cat([self._engine.evict(ids, times) for ids, times in pairs])
