@@ -105,7 +105,11 @@ def test_dense_values_must_fit(name: str) -> None:
     batch = synthetic_reader(4, num_dense=3).batch(0)
     assert make(name)(batch.features, dense=batch.dense).shape == (4,)  # a model without leaves them alone
     model = make(name, num_dense=2)
-    for dense, got in ((None, "None"), (batch.dense, r"torch.float32 \[4, 3\]"), (torch.zeros(4, 2).int(), "torch.int32")):
+    for dense, got in (
+        (None, "None"),
+        (batch.dense, r"torch.float32 \[4, 3\]"),
+        (torch.zeros(4, 2).int(), "torch.int32"),
+    ):
         with pytest.raises(InputError, match=rf"dense must be floats \[4, 2\], got {got}"):
             model(batch.features, dense=dense)
 
