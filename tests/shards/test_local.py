@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith import SGD, LocalShards, PolynomialDecay, TableConfig, Zeros
-from megalith.errors import InputError, UnknownNameError, UsageError
+from megalith import SGD, Capacity, LocalShards, PolynomialDecay, TableConfig, Zeros
+from megalith.errors import InputError, TableFullError, UnknownNameError, UsageError
 from megalith.ops import Bags, OutputSlice, Pooling
 from megalith.shards import CommMetrics, PreparedIds
 from megalith.table.validation import InputChecks
@@ -367,3 +367,20 @@ def test_what_is_not_a_pair_or_not_a_dict_is_named(engine: str) -> None:
     with pytest.raises(InputError, match="table 'a': rows hold NaN or Inf"):
         shards.assign({"a": (ids(1), torch.full((1, 1), torch.nan))})
     assert contents(shards) == {"a": {}}
+
+
+def test_an_update_of_a_full_table_changes_no_table(engine: str) -> None:
+    shards = LocalShards(
+        [
+            TableConfig("a", dim=1, optimizer=SGD(1.0), initializer=Zeros()),
+            TableConfig("b", dim=1, optimizer=SGD(1.0), eviction=Capacity(2, score=None)),
+        ],
+        engine=engine,
+    )
+    batch = {"a": torch.tensor([1, 2, 3]), "b": torch.tensor([1, 2, 3])}
+    grads = {name: torch.ones(3, 1) for name in batch}
+
+    with pytest.raises(TableFullError, match="table 'b'"):
+        shards.apply_gradients(batch, grads, step=0)
+
+    assert len(shards.local["a"]) == len(shards.local["b"]) == 0

@@ -297,6 +297,38 @@ class Engine(ABC):
     def counters(self) -> RowCounters:
         """Return how many rows were created, removed, evicted and refused."""
 
+    def check_room(self, ids: Tensor) -> None:
+        """Raise if the rows of a write cannot fit. An update of several tables asks all of them first.
+
+        With an admission policy the number of new rows is not known before the update, so this only finds
+        calls with too many ids.
+
+        Args:
+            ids: int64 [n], the ids of the write.
+
+        Raises:
+            TableFullError: The distinct ids exceed the limit, or the table is full and its capacity has no
+                score.
+        """
+        capacity, limit = self.config.capacity, self.row_limit
+        if capacity is None or limit is None or len(self) + ids.numel() <= limit:
+            return
+        if capacity.score is not None and ids.numel() <= limit:
+            return  # other rows can make room
+        distinct = torch.unique(ids)
+        known = self.find(distinct).rows >= 0
+        if self.config.admission is not None:
+            needed = int(known.sum())
+        elif capacity.score is not None:
+            needed = distinct.numel()
+        else:
+            needed = len(self) + int((~known).sum())
+        if needed > limit:
+            raise TableFullError(
+                f"table {self.name!r} holds {len(self)} rows, and this call needs {needed} in all, but its "
+                f"Capacity is {limit} rows; raise it"
+            )
+
     def make_room(self, ids: Tensor) -> None:
         """Remove rows with the lowest results of a score function: a tenth of the limit, or more if needed.
 

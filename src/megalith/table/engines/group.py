@@ -102,9 +102,15 @@ class EngineGroup:
             steps: Learning rates, time, scale, clip_norm and step by table.
             occurrences: Number of occurrences that each id stands for, int64 [n] by table; one each for a
                 table without an entry.
+
+        Raises:
+            TableFullError: The rows of a table do not fit in its capacity. No table was changed, unless an
+                admission policy decides which ids need a row: then the tables before it were.
         """
         occurrences = occurrences or {}
         with span("megalith.optimizer"):
+            for name in grads:  # before the first table changes
+                self._engines[name].check_room(ids[name])
             for name, own in grads.items():
                 engine = self._engines[name]
                 engine.update(ids[name], found.get(name), own, pooling, steps[name], occurrences.get(name))
