@@ -10,12 +10,11 @@ parts would become smaller and the pass would not end.
 
 from __future__ import annotations
 
-import threading
-
 import torch
 from torch import Tensor
 
 from megalith.table.engines.contract import Engine
+from megalith.table.fork_safe_lock import ForkSafeLock
 from megalith.table.policies import Capacity
 from megalith.table.validation import InputChecks
 
@@ -37,7 +36,7 @@ class EvictionPass:
         self._engine = engine
         self._checks = checks
         self._policies = [p for p in checks.config.eviction if not isinstance(p, Capacity)]
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
         self._at = 0  # row at which the scan continues, or _MOVING
         self._rows = 0  # number of rows of a part when the pass began
 

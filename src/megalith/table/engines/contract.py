@@ -10,7 +10,6 @@ Every method may be called from several threads. Reads run in parallel; a write 
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import ClassVar
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from megalith.errors import InputError, TableFullError
 from megalith.ops.pooling import Pooling
+from megalith.table.fork_safe_lock import ForkSafeLock
 from megalith.table.table_config import TableConfig
 from megalith.table.table_data import Chunk, FoundRows, MemoryUse, RowCounters, Step
 
@@ -46,7 +46,7 @@ class Engine(ABC):
         self.seed = seed
         self.row_limit = shard_row_limit(config, num_shards)
         self._scans = 0  # in progress
-        self._moving = threading.Lock()  # held while rows are moved, and while a scan begins or ends
+        self._moving = ForkSafeLock()  # held while rows are moved, and while a scan begins or ends
 
     @abstractmethod
     def reseed(self, seed: int) -> None:

@@ -16,7 +16,8 @@ from torch import Tensor
 from megalith.errors import InputError, NativeMissingError, TableFullError
 from megalith.ops.pooling import Pooling
 from megalith.table.engines.contract import Engine
-from megalith.table.engines.torch_step import WriterLock, sum_per_id, update_chunk
+from megalith.table.engines.torch_step import sum_per_id, update_chunk
+from megalith.table.fork_safe_lock import ForkSafeLock
 from megalith.table.initializers import table_key
 from megalith.table.optimizers import Optimizer, native_rule
 from megalith.table.policies import MinCount, Probability
@@ -90,7 +91,7 @@ class CpuEngine(Engine):
         self._in_torch = any(native_rule(optimizer) is None for optimizer in optimizers)
         # A step in torch reads rows and writes them later: other writers wait.
         self._has_policies = config.admission is not None or config.capacity is not None or config.counted
-        self._writing: AbstractContextManager[Any] = WriterLock() if self._in_torch else nullcontext()
+        self._writing: AbstractContextManager[Any] = ForkSafeLock() if self._in_torch else nullcontext()
         self._corrections = [1.0] * len(optimizers)
         self._corrected = [o for o in optimizers if type(o).correction is not Optimizer.correction]
         assert self._native.row_floats == config.row_floats

@@ -8,8 +8,6 @@ update or none; the engine holds a lock against other writers in between.
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable, Mapping
 
 import torch
@@ -22,22 +20,6 @@ from megalith.table.optimizers import Optimizer
 from megalith.table.optimizers.rowwise_adagrad import sum_of_squares
 from megalith.table.table_config import TableConfig
 from megalith.table.table_data import Chunk, Step
-
-
-class WriterLock:
-    """A lock that one thread may take several times. A forked child starts with a free one: the thread that
-    held it does not exist there."""
-
-    def __init__(self) -> None:
-        self._lock, self._process = threading.RLock(), os.getpid()
-
-    def __enter__(self) -> None:
-        if self._process != os.getpid():
-            self._lock, self._process = threading.RLock(), os.getpid()
-        self._lock.acquire()
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
 
 
 def update_in_torch(
