@@ -47,6 +47,10 @@ class DriftingTrainer:
             self._optimizer.step()
             self._steps += 1
 
+    def evict(self) -> None:
+        """Complete a pass: that of the last steps is still in progress."""
+        self.model.embeddings.shards.evict(1000.0 + 10 * self._steps)
+
 
 def rows_by_id(model: Model, table: str) -> dict[int, list[float]]:
     rows: dict[int, list[float]] = {}
@@ -81,6 +85,8 @@ def test_a_server_ends_with_the_rows_that_training_kept(name: str, stack: ExitSt
         assert publisher.flush(LIMIT), publisher.report()
         for table in NAMES:
             published[table] |= set(rows_by_id(model, table))
+    trainer.evict()
+    assert publisher.flush(LIMIT), publisher.report()
 
     (served,) = server.models
     assert served.subscriber is not None
@@ -106,6 +112,7 @@ def test_delta_checkpoints_end_with_the_rows_that_training_kept(name: str, tmp_p
     saved = {table: set(rows_by_id(trainer.model, table)) for table in NAMES}
     for _ in range(4):
         trainer.train(20)
+        trainer.evict()
         checkpoint.save_delta(trainer.model, tmp_path)
     loaded = DriftingTrainer(POLICIES[name]).model
 
