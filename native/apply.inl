@@ -125,11 +125,12 @@ static void apply(const ApplyView& view, const Entry* entries, const float* weig
   const uint32_t mask = (1u << view.rows_per_part_shift) - 1;
   const uint32_t in_chunk = (1u << table.rows.shift) - 1;
   const float scale = view.gradient.scale;
+  const bool wide = stored_wide(table);
   const StepFunction only = table.num_segments == 1 ? step_function(table.segments[0]) : nullptr;
   for (int64_t u = 0; u < distinct; ++u) {
     if (u + kAhead < distinct) {
       const int32_t ahead = scratch.unique[u + kAhead];
-      request(weights_at(table.rows, ahead), dim);
+      request(reinterpret_cast<const float*>(weights_at(table.rows, ahead)), static_cast<int>(table.rows.weight_bytes / 4));
       request(state_at(table.rows, ahead), static_cast<int>(table.rows.state_bytes / 4) + (table.rows.counted ? 3 : 1));
     }
     const int32_t row = scratch.unique[u];
@@ -143,7 +144,9 @@ static void apply(const ApplyView& view, const Entry* entries, const float* weig
         for (int i = 0; i < dim; ++i) gradient[i] = gradient[i] * shrink;
       }
     }
-    float* weights_here = weights_at(table.rows, row);
+    char* stored = weights_at(table.rows, row);
+    float* weights_here = wide ? reinterpret_cast<float*>(stored) : scratch.weights;
+    if (!wide) widen(table.runs, table.num_runs, stored, weights_here);
     float* state = state_at(table.rows, row);
     if (only) {
       only(table.segments[0], view.steps[0], weights_here, state, gradient);
@@ -153,6 +156,10 @@ static void apply(const ApplyView& view, const Entry* entries, const float* weig
         step_function(s)(s, view.steps[k], weights_here + s.offset, state + s.state_offset,
                          gradient + s.offset);
       }
+    }
+    if (!wide) {
+      const int64_t id = table.rows.ids[row >> table.rows.shift][row & in_chunk];
+      store_step(table, weights_here, id, view.rounding_step, stored);
     }
     uint32_t* marks = time_behind(table.rows, state);
     marks[0] = view.time;

@@ -19,15 +19,16 @@
 namespace megalith {
 namespace {
 
-// dim, optimizer, the optimizer that it wraps (or empty), hyperparameters, initial state, initializer, its two parameters
-using SegmentTuple =
-    std::tuple<int, std::string, std::string, std::vector<float>, std::vector<float>, int, float, float>;
+// dim, optimizer, the optimizer that it wraps (or empty), hyperparameters, initial state, initializer, its two parameters,
+// precision, whether steps round stochastically
+using SegmentTuple = std::tuple<int, std::string, std::string, std::vector<float>, std::vector<float>, int, float,
+                                float, int, bool>;
 
 TableOptions make_options(const std::string& name, const std::vector<SegmentTuple>& segments,
                           uint64_t key, bool missing_zeros, int64_t max_rows, const std::string& kernels) {
   TableOptions options;
   options.name = name;
-  for (const auto& [dim, optimizer, base, hyper, state, init, a, b] : segments) {
+  for (const auto& [dim, optimizer, base, hyper, state, init, a, b, precision, stochastic] : segments) {
     SegmentPlan plan{};
     plan.dim = dim;
     plan.optimizer = optimizer_index(optimizer.c_str());
@@ -36,12 +37,14 @@ TableOptions make_options(const std::string& name, const std::vector<SegmentTupl
       throw std::invalid_argument("the cpu engine has no optimizer \"" + optimizer + "\" or \"" + base + "\"");
     require((optimizer == "delay_compensated") != base.empty() && base != optimizer && base != "custom",
             "segments: an optimizer cannot wrap this one");
-    if (dim < 1 || hyper.size() > kMaxHyper || init < 0 || init > 3)
-      throw std::invalid_argument("segments: invalid dim, hyperparameters or initializer");
+    if (dim < 1 || hyper.size() > kMaxHyper || init < 0 || init > 3 || precision < 0 || precision > 2)
+      throw std::invalid_argument("segments: invalid dim, hyperparameters, initializer or precision");
     for (size_t k = 0; k < hyper.size(); ++k) plan.hyper[k] = hyper[k];
     plan.init = static_cast<InitKind>(init);
     plan.init_a = a;
     plan.init_b = b;
+    plan.precision = static_cast<Precision>(precision);
+    plan.stochastic = stochastic;
     options.segments.push_back(plan);
     options.initial_state.push_back(state);
   }
@@ -62,8 +65,8 @@ float* borrow_matrix(handle tensor, const char* name, int64_t rows, int64_t colu
   return v.as<float>();
 }
 
-// Tensors float32 [n, width] which together hold the floats of a stored row, in order.
-std::vector<Column> borrow_columns(nb::sequence tensors, int64_t n, int row_floats, bool whole) {
+// Tensors float32 [n, width] which together hold the floats of a row, in order: the weights, then each state.
+std::vector<Column> borrow_columns(nb::sequence tensors, int64_t n, const Table& t, bool whole) {
   std::vector<Column> columns;
   int32_t at = 0;
   for (handle tensor : tensors) {
@@ -73,7 +76,8 @@ std::vector<Column> borrow_columns(nb::sequence tensors, int64_t n, int row_floa
     columns.push_back({v.as<float>(), at, static_cast<int32_t>(v.shape[1])});
     at += columns.back().width;
   }
-  require(at == row_floats || (at == 0 && !whole), "columns: their widths do not add up to a stored row");
+  require(columns.empty() || columns[0].width == t.dim(), "columns: the first one must hold the weights");
+  require(at == t.row_floats() || (at == 0 && !whole), "columns: their widths do not add up to a stored row");
   return columns;
 }
 
@@ -89,7 +93,7 @@ RowColumns borrow_chunk(const Ids& ids, nb::sequence columns, handle times, hand
                         const Table& t, bool whole) {
   RowColumns chunk;
   chunk.ids = const_cast<int64_t*>(ids.data);
-  chunk.columns = borrow_columns(columns, ids.n, t.row_floats(), whole);
+  chunk.columns = borrow_columns(columns, ids.n, t, whole);
   chunk.times = borrow_per_id(times, "times", ids.n);
   require(!times.is_none(), "times: expected one per id");
   chunk.counts = borrow_per_id(counts, "counts", ids.n);
@@ -120,6 +124,7 @@ NB_MODULE(_native, m) {
 
   m.attr("MAX_CONSUMERS") = Table::kMaxConsumers;
   m.attr("MAX_ROWS") = Rows::kMaxRows;
+  m.attr("PRECISIONS") = nb::make_tuple("float32", "float16", "bfloat16");  // in the order of the enum Precision
   m.attr("SCORES") = nb::make_tuple("lru", "lfu", "step");  // in the order of the enum Score
   m.attr("UNKNOWN_EPOCH") = Table::kUnknownEpoch;
 
@@ -277,7 +282,7 @@ NB_MODULE(_native, m) {
       .def("read_complete",
            [](const Table& t, handle ids, nb::sequence columns, int threads) {
              const Ids i = borrow_ids(ids);
-             const std::vector<Column> c = borrow_columns(columns, i.n, t.row_floats(), true);
+             const std::vector<Column> c = borrow_columns(columns, i.n, t, true);
              nb::gil_scoped_release release;
              t.read_complete(i.data, i.n, c, threads);
            })

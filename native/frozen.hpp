@@ -9,29 +9,11 @@
 #include <cstring>
 
 #include "hash.hpp"
+#include "narrow.hpp"
 
 namespace megalith {
 
 enum class Stored : int { float32, float16, int8 };
-
-inline float half_to_float(uint16_t h) {
-  const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16;
-  uint32_t exponent = (h >> 10) & 0x1fu, fraction = h & 0x3ffu, bits;
-  if (exponent == 0x1f) {
-    bits = sign | 0x7f800000u | (fraction << 13);
-  } else if (exponent) {
-    bits = sign | ((exponent + 112) << 23) | (fraction << 13);
-  } else if (fraction) {  // a subnormal half is a normal float
-    exponent = 113;
-    while (!(fraction & 0x400u)) fraction <<= 1, --exponent;
-    bits = sign | (exponent << 23) | ((fraction & 0x3ffu) << 13);
-  } else {
-    bits = sign;
-  }
-  float out;
-  std::memcpy(&out, &bits, 4);
-  return out;
-}
 
 struct FrozenRows {
   const int64_t* ids;

@@ -78,7 +78,8 @@ static float initial_value(const SegmentPlan& s, uint64_t key, uint32_t column) 
   }
 }
 
-static void initial_weights(const TableView& table, int64_t id, float* out) {
+// The weights of a new row before they are rounded to the precision of their segments.
+static void draw_weights(const TableView& table, int64_t id, float* out) {
   const uint64_t key = row_key(table.key, id);
   for (int k = 0; k < table.num_segments; ++k) {
     const SegmentPlan& s = table.segments[k];
@@ -87,9 +88,20 @@ static void initial_weights(const TableView& table, int64_t id, float* out) {
   }
 }
 
-static void initialize(const TableView& table, const int32_t* rows, const int64_t* ids, int64_t n) {
+// The weights of a new row. `scratch`: [dim], not used by a table of float32.
+static void initial_weights(const TableView& table, int64_t id, float* out, char* scratch) {
+  draw_weights(table, id, out);
+  if (stored_wide(table)) return;
+  narrow(table.runs, table.num_runs, out, scratch);
+  widen(table.runs, table.num_runs, scratch, out);
+}
+
+static void initialize(const TableView& table, const int32_t* rows, const int64_t* ids, int64_t n, float* scratch) {
+  const bool wide = stored_wide(table);
   for (int64_t i = 0; i < n; ++i) {
-    initial_weights(table, ids[i], weights_at(table.rows, rows[i]));
+    char* stored = weights_at(table.rows, rows[i]);
+    draw_weights(table, ids[i], wide ? reinterpret_cast<float*>(stored) : scratch);
+    if (!wide) narrow(table.runs, table.num_runs, scratch, stored);
     float* state = state_at(table.rows, rows[i]);
     for (int k = 0; k < table.num_segments; ++k) {
       const SegmentPlan& s = table.segments[k];

@@ -33,6 +33,7 @@ struct ApplyView {
   const SegmentStep* steps;     // one per segment
   uint32_t time;
   uint32_t step;
+  uint64_t rounding_step;       // the global step, for the draws of stochastic rounding
   uint8_t touch;                // bits set in the row's flags
   uint32_t rows_per_part_shift;
 };
@@ -43,6 +44,7 @@ struct ApplyScratch {
   int32_t* unique;   // [largest number of distinct rows of a part]
   float* sums;       // [largest number of distinct rows of a part, dim]
   float* occurrence;  // [dim]
+  float* weights;     // [dim], for rows that are not stored as float32
 };
 
 constexpr int64_t kGradientBags = 16;  // rows of scratch memory that `unpool` needs
@@ -60,12 +62,17 @@ struct Kernels {
   const char* name;
   int (*state_size)(const SegmentPlan&);  // number of floats that the optimizer needs; -1: any
   void (*find)(const IndexView&, const int64_t* ids, int64_t n, int32_t* rows);
-  void (*initialize)(const TableView&, const int32_t* rows, const int64_t* ids, int64_t n);
-  void (*read)(const TableView&, const int32_t* rows, const int64_t* ids, int64_t n, float* out);
+  // `scratch`: memory for the weights of one row.
+  void (*initialize)(const TableView&, const int32_t* rows, const int64_t* ids, int64_t n, float* scratch);
+  void (*read)(const TableView&, const int32_t* rows, const int64_t* ids, int64_t n, float* out, float* scratch);
+  // The table has one precision.
   void (*pool)(const TableView&, const int32_t* rows, const int64_t* ids, const BagsView&,
                int64_t first_bag, int64_t last_bag, float* scratch);
   void (*apply)(const ApplyView&, const Entry* entries, const float* weights, int64_t n,
                 const ApplyScratch&);
+  // Weights from and to storage, to the nearest value.
+  void (*widen)(const WeightRun* runs, int32_t num_runs, const char* stored, float* weights);
+  void (*narrow)(const WeightRun* runs, int32_t num_runs, const float* weights, char* stored);
   bool (*all_finite)(const float* values, int64_t n);
   void (*gather)(const char* source, const int64_t* index, int64_t n, int64_t stride, int64_t width,
                  char* out);

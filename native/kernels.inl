@@ -13,6 +13,7 @@
 
 #include "hash.hpp"
 #include "kernels.hpp"
+#include "narrow.hpp"
 #include "optimizers.hpp"
 #include "views.hpp"
 
@@ -21,6 +22,8 @@ namespace MEGALITH_ISA {
 namespace {
 
 #include "simd.inl"
+
+#include "narrow.inl"
 
 #include "optimizers/all.inl"
 
@@ -52,7 +55,8 @@ const Kernels MEGALITH_KERNELS = {
 #define MEGALITH_TEXT(x) MEGALITH_TEXT2(x)
     MEGALITH_TEXT(MEGALITH_ISA), MEGALITH_ISA::state_size, MEGALITH_ISA::find,
     MEGALITH_ISA::initialize,    MEGALITH_ISA::read,       MEGALITH_ISA::pool,
-    MEGALITH_ISA::apply,         MEGALITH_ISA::all_finite, MEGALITH_ISA::gather,
+    MEGALITH_ISA::apply,         MEGALITH_ISA::widen,      MEGALITH_ISA::narrow,
+    MEGALITH_ISA::all_finite,    MEGALITH_ISA::gather,
     {MEGALITH_ISA::pool_flat<float>, MEGALITH_ISA::unpool_flat<float>, MEGALITH_ISA::scatter<float>},
     {MEGALITH_ISA::pool_flat<double>, MEGALITH_ISA::unpool_flat<double>, MEGALITH_ISA::scatter<double>},
 };

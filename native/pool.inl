@@ -3,24 +3,30 @@
 
 constexpr int64_t kReadAhead = 40;
 
-MEGALITH_PREFETCHER prefetch_row(const TableView& table, int32_t row, int first, int last) {
+MEGALITH_PREFETCHER prefetch_row(const TableView& table, int32_t row) {
   if (row < 0) return;
-  const float* p = weights_at(table.rows, row);
-  for (int i = first; i < last; i += 16) __builtin_prefetch(p + i);
-  __builtin_prefetch(p + last - 1);
+  const char* p = weights_at(table.rows, row);
+  const int bytes = static_cast<int>(table.rows.weight_bytes);
+  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
+  __builtin_prefetch(p + bytes - 1);
 }
 
 static void read(const TableView& table, const int32_t* rows, const int64_t* ids, int64_t n,
-                 float* out) {
+                 float* out, float* scratch) {
   const int dim = table.dim;
+  const bool wide = stored_wide(table);
   for (int64_t i = 0; i < n; ++i, out += dim) {
-    if (i + kReadAhead < n) prefetch_row(table, rows[i + kReadAhead], 0, dim);
+    if (i + kReadAhead < n) prefetch_row(table, rows[i + kReadAhead]);
     if (rows[i] >= 0) {
-      __builtin_memcpy(out, weights_at(table.rows, rows[i]), sizeof(float) * dim);
+      const char* stored = weights_at(table.rows, rows[i]);
+      if (wide)
+        __builtin_memcpy(out, stored, sizeof(float) * dim);
+      else
+        widen(table.runs, table.num_runs, stored, out);
     } else if (table.missing_zeros) {
       __builtin_memset(out, 0, sizeof(float) * dim);
     } else {
-      initial_weights(table, ids[i], out);
+      initial_weights(table, ids[i], out, reinterpret_cast<char*>(scratch));
     }
   }
 }
@@ -28,21 +34,27 @@ static void read(const TableView& table, const int32_t* rows, const int64_t* ids
 // ---- the row of an occurrence: `stored` finds it in memory (null: absent), `missing` gives what to read
 // instead (null: zeros)
 
+// Rows of a table whose weights are all stored as S.
+template <class S>
 struct TableSource {
-  typedef float Element;
+  typedef S Stored;
   static constexpr bool kPlain = false;
   const TableView& table;
   const int32_t* rows;
   const int64_t* ids;
   float* scratch;
 
-  const float* stored(int64_t i) const {
-    return __builtin_expect(rows[i] >= 0, 1) ? weights_at(table.rows, rows[i]) : nullptr;
+  const S* stored(int64_t i) const {
+    return __builtin_expect(rows[i] >= 0, 1) ? reinterpret_cast<const S*>(weights_at(table.rows, rows[i])) : nullptr;
   }
-  const float* missing(int64_t i) const {
+  // The second half of `scratch` holds the weights as they would be stored.
+  const S* missing(int64_t i) const {
     if (table.missing_zeros) return nullptr;
-    initial_weights(table, ids[i], scratch);
-    return scratch;
+    draw_weights(table, ids[i], scratch);
+    if (stored_wide(table)) return reinterpret_cast<const S*>(scratch);
+    char* narrowed = reinterpret_cast<char*>(scratch + table.dim);
+    narrow(table.runs, table.num_runs, scratch, narrowed);
+    return reinterpret_cast<const S*>(narrowed);
   }
   bool rows_fill_lines() const { return table.rows.stride % 64 == 0; }
   bool scattered() const { return true; }
@@ -51,7 +63,7 @@ struct TableSource {
 
 template <class T>
 struct FlatSource {
-  typedef T Element;
+  typedef T Stored;
   static constexpr bool kPlain = true;
   FlatRows<T> rows;
 
@@ -88,7 +100,7 @@ static inline void pool_vectors(const Source& source, const BagsOf<T>& bags, con
                                 int64_t bag, int start, T* out) {
   typename Eight<T>::type sums[Vectors] = {};
   for (int64_t i = bags.offsets[bag]; i < bags.offsets[bag + 1]; ++i) {
-    const T* row = source.stored(i);
+    const typename Source::Stored* row = source.stored(i);
     if (!row && !(row = source.missing(i))) continue;
     if (bags.weights) {
       const T w = bags.weights[i];
@@ -105,10 +117,10 @@ static inline void pool_tail(const Source& source, const BagsOf<T>& bags, const 
                              int64_t bag, int start, int columns, T* out) {
   T sums[8] = {};
   for (int64_t i = bags.offsets[bag]; i < bags.offsets[bag + 1]; ++i) {
-    const T* row = source.stored(i);
+    const typename Source::Stored* row = source.stored(i);
     if (!row && !(row = source.missing(i))) continue;
     const T w = bags.weights ? bags.weights[i] : T(1);
-    for (int c = 0; c < columns; ++c) sums[c] = sums[c] + row[start + c] * w;
+    for (int c = 0; c < columns; ++c) sums[c] = sums[c] + static_cast<T>(row[start + c]) * w;
   }
   for (int c = 0; c < columns; ++c) {
     if (bags.divisor) sums[c] = sums[c] / bags.divisor[bag];
@@ -156,7 +168,8 @@ static void hand_out(const BagsOf<T>& bags, int64_t first_bag, int64_t last_bag,
 template <int Vectors, bool Weighted, class Source, class T>
 static void pool_ahead(const Source& source, const BagsOf<T>& bags, int first, int width,
                        int64_t first_bag, int64_t last_bag) {
-  constexpr int64_t kRing = 64, kLine = 64 / sizeof(T), kBags = 16;
+  typedef typename Source::Stored Stored;
+  constexpr int64_t kRing = 64, kLine = 64 / sizeof(Stored), kBags = 16;
   static_assert(kReadAhead < kRing, "an address must outlive its wait");
   const PartOf<T> part = bags.parts[0];
   T pooled[kBags * 8 * Vectors];
@@ -166,10 +179,10 @@ static void pool_ahead(const Source& source, const BagsOf<T>& bags, int first, i
   const int64_t end = offsets[last_bag];
   const bool straddles = !source.rows_fill_lines() || first % kLine != 0;
   const int64_t lines = straddles ? (width + kLine - 2) / kLine : (width + kLine - 1) / kLine;
-  const T* ring[kRing];
+  const Stored* ring[kRing];
   int64_t i = offsets[first_bag], next = i;
   auto request = [&] {
-    const T* p = source.stored(next);
+    const Stored* p = source.stored(next);
     if (__builtin_expect(p != nullptr, 1)) {
       p += first;
       for (int64_t k = 0; k < lines; ++k) __builtin_prefetch(p + k * kLine);
@@ -186,7 +199,7 @@ static void pool_ahead(const Source& source, const BagsOf<T>& bags, int first, i
     typename Eight<T>::type sums[Vectors] = {};
     for (const int64_t stop = offsets[bag + 1]; i < stop; ++i) {
       if (next < end) request();
-      const T* p = Source::kPlain ? source.stored(i) : ring[i % kRing];
+      const Stored* p = Source::kPlain ? source.stored(i) : ring[i % kRing];
       if (Source::kPlain && __builtin_expect(p != nullptr, 1)) p += first;
       if (__builtin_expect(!p, 0)) {
         p = source.missing(i);
@@ -254,12 +267,13 @@ static void pool_column(const Source& source, const BagsOf<T>& bags, int column,
     }
     for (const int64_t stop = offsets[bag + 1]; i < stop; ++i) {
       if (scattered && i + kReadAhead < end) {
-        const T* later = source.stored(i + kReadAhead);
+        const typename Source::Stored* later = source.stored(i + kReadAhead);
         if (later) __builtin_prefetch(later + column);
       }
-      const T* p = source.stored(i);
+      const typename Source::Stored* p = source.stored(i);
       if (__builtin_expect(!p, 0) && !(p = source.missing(i))) continue;
-      sum = sum + (Weighted ? p[column] * bags.weights[i] : p[column]);
+      const T x = p[column];
+      sum = sum + (Weighted ? x * bags.weights[i] : x);
     }
     if (bags.divisor) sum = sum / bags.divisor[bag];
     for (int k = 0; k < bags.num_parts; ++k) {
@@ -272,7 +286,7 @@ static void pool_column(const Source& source, const BagsOf<T>& bags, int column,
 // The general case: any parts, any widths.
 template <class Source, class T>
 static void pool_any(const Source& source, const BagsOf<T>& bags, int64_t first_bag, int64_t last_bag) {
-  constexpr int kLine = 64 / sizeof(T);
+  constexpr int kLine = 64 / sizeof(typename Source::Stored);
   int first, last;
   columns_read(bags, &first, &last);
   if (first >= last) return;
@@ -280,7 +294,7 @@ static void pool_any(const Source& source, const BagsOf<T>& bags, int64_t first_
   const int64_t end = bags.offsets[last_bag];
   for (int64_t bag = first_bag; bag < last_bag; ++bag) {
     for (; ahead < end && ahead < bags.offsets[bag + 1] + kReadAhead; ++ahead) {
-      const T* row = source.stored(ahead);
+      const typename Source::Stored* row = source.stored(ahead);
       if (!row) continue;
       for (int c = first; c < last; c += kLine) __builtin_prefetch(row + c);
       __builtin_prefetch(row + last - 1);
@@ -340,7 +354,14 @@ static void pool_from(const Source& source, const BagsOf<T>& bags, int64_t first
 
 static void pool(const TableView& table, const int32_t* rows, const int64_t* ids,
                  const BagsView& bags, int64_t first_bag, int64_t last_bag, float* scratch) {
-  pool_from(TableSource{table, rows, ids, scratch}, bags, first_bag, last_bag);
+  switch (table.runs[0].precision) {
+    case Precision::float16:
+      return pool_from(TableSource<Half>{table, rows, ids, scratch}, bags, first_bag, last_bag);
+    case Precision::bfloat16:
+      return pool_from(TableSource<Bf16>{table, rows, ids, scratch}, bags, first_bag, last_bag);
+    default:
+      return pool_from(TableSource<float>{table, rows, ids, scratch}, bags, first_bag, last_bag);
+  }
 }
 
 template <class T>

@@ -1,6 +1,7 @@
 // Row storage: chunks that never move, so a row number stays valid for the life of the row.
 //
-// Rows are not padded. The optimizer state of a row is followed by the time of its last update, so that an update
+// Rows are not padded. Weights are stored in the precision of their segment, without gaps except before a segment of
+// float32, which begins at a multiple of four bytes; state and everything else is 32 bits wide. The optimizer state of a row is followed by the time of its last update, so that an update
 // writes one place; in a counted table the number of updates and the step of the last one follow. There are two layouts
 // of a chunk:
 //
@@ -20,12 +21,62 @@
 #include <utility>
 #include <vector>
 
+#include "kernels.hpp"
 #include "memory.hpp"
+#include "narrow.hpp"
 #include "views.hpp"
 
 namespace megalith {
 
-// A column of stored rows: a contiguous matrix [n, width] that holds floats `first` .. `first + width` of each row.
+// The layout of the weights of a row.
+class StoredWeights {
+ public:
+  StoredWeights(const std::vector<SegmentPlan>& segments, const Kernels* kernels) : kernels_(kernels) {
+    for (const SegmentPlan& s : segments) {
+      const int32_t width = bytes_of(s.precision);
+      const int32_t byte = (bytes_ + width - 1) / width * width;
+      const bool stochastic = s.stochastic && width == 2;
+      WeightRun* last = runs_.empty() ? nullptr : &runs_.back();
+      if (last && last->precision == s.precision && last->stochastic == stochastic)
+        last->count += s.dim;
+      else
+        runs_.push_back({dim_, s.dim, byte, s.precision, stochastic});
+      one_precision_ &= s.precision == segments[0].precision;
+      dim_ += s.dim;
+      bytes_ = byte + s.dim * width;
+    }
+    bytes_ = (bytes_ + 3) / 4 * 4;
+  }
+
+  int32_t dim() const { return dim_; }
+  uint32_t bytes() const { return static_cast<uint32_t>(bytes_); }
+  const WeightRun* runs() const { return runs_.data(); }
+  int32_t num_runs() const { return static_cast<int32_t>(runs_.size()); }
+  bool one_precision() const { return one_precision_; }
+  bool wide() const { return one_precision_ && runs_[0].precision == Precision::float32; }
+
+  void widen(const char* stored, float* weights) const {
+    if (wide())
+      std::memcpy(weights, stored, static_cast<size_t>(dim_) * 4);
+    else
+      kernels_->widen(runs(), num_runs(), stored, weights);
+  }
+  void narrow(const float* weights, char* stored) const {
+    if (wide())
+      std::memcpy(stored, weights, static_cast<size_t>(dim_) * 4);
+    else
+      kernels_->narrow(runs(), num_runs(), weights, stored);
+  }
+
+ private:
+  std::vector<WeightRun> runs_;
+  const Kernels* kernels_;
+  int32_t dim_ = 0, bytes_ = 0;
+  bool one_precision_ = true;
+};
+
+// A column of rows: a contiguous matrix [n, width] that holds floats `first` .. `first + width` of each row. The
+// weights are the first column; the others are within the state.
 struct Column {
   float* data;
   int32_t first;
@@ -69,15 +120,16 @@ class Rows {
 
   static constexpr int64_t kMinCompact = 4096;
 
-  Rows(std::string table, uint32_t weight_bytes, uint32_t state_bytes, bool counted, int64_t max_rows)
+  Rows(std::string table, StoredWeights stored, uint32_t state_bytes, bool counted, int64_t max_rows)
       : table_(std::move(table)),
-        weight_bytes_(weight_bytes),
+        stored_(std::move(stored)),
+        weight_bytes_(stored_.bytes()),
         state_bytes_(state_bytes),
         counted_(counted),
         max_rows_(max_rows) {
     shift_ = 8;
     while (shift_ < 22 && (size_t{row_size()} << (shift_ + 1)) <= kChunkBytes) ++shift_;
-    together_ = weight_bytes % 64 != 0 && 64 % weight_bytes != 0;
+    together_ = weight_bytes_ % 64 != 0 && 64 % weight_bytes_ != 0;
   }
 
   uint32_t row_size() const { return weight_bytes_ + state_bytes_; }
@@ -87,7 +139,8 @@ class Rows {
 
   RowsView view() const {
     return {weights_.data(), states_.data(), flags_.empty() ? nullptr : flags_.data(),
-            shift_,          stride(),       state_stride(), state_bytes_, counted_};
+            shift_,          stride(),       state_stride(), state_bytes_,
+            ids_.data(),     weight_bytes_,  counted_};
   }
 
   // Makes room for `more` rows. May throw; the contents are unchanged then.
@@ -139,32 +192,44 @@ class Rows {
     return row >= 0 && row < high_ && (live_[row >> shift_][(row & mask()) >> 6] & live_bit(row));
   }
 
-  float* weights(int32_t row) const {
-    return reinterpret_cast<float*>(weights_[row >> shift_] + int64_t{row & mask()} * stride());
-  }
+  const StoredWeights& stored() const { return stored_; }
+  char* weights(int32_t row) const { return weights_[row >> shift_] + int64_t{row & mask()} * stride(); }
+  void read_weights(int32_t row, float* out) const { stored_.widen(weights(row), out); }
+  void write_weights(int32_t row, const float* values) const { stored_.narrow(values, weights(row)); }
   float* state(int32_t row) const {
     return reinterpret_cast<float*>(states_[row >> shift_] + int64_t{row & mask()} * state_stride());
   }
-  void copy_out(int32_t row, float* raw) const {
+  // Copies weights, as they are stored, and state: row_size() bytes.
+  void copy_out(int32_t row, char* raw) const {
     std::memcpy(raw, weights(row), weight_bytes_);
-    std::memcpy(raw + weight_bytes_ / 4, state(row), state_bytes_);
+    std::memcpy(raw + weight_bytes_, state(row), state_bytes_);
   }
-  // Copies a row from and to position `at` of columns. A column is within weights or within state. The time is read
-  // by the caller.
+  // Copies a row from and to position `at` of columns. The time is read by the caller.
   void copy_out(int32_t row, const RowColumns& out, int64_t at) const {
     out.ids[at] = id_of(row);
     out.put(marks_of(row), at);
     copy_floats(row, out.columns, at);
   }
   void copy_floats(int32_t row, const std::vector<Column>& columns, int64_t at) const {
-    for (const Column& c : columns)
-      std::memcpy(c.data + at * c.width, floats_from(row, c.first), static_cast<size_t>(c.width) * 4);
+    copy_floats(weights(row), state(row), columns, at);
+  }
+  void copy_floats(const char* weights, const void* state, const std::vector<Column>& columns, int64_t at) const {
+    for (const Column& c : columns) {
+      if (c.first < stored_.dim())
+        stored_.widen(weights, c.data + at * c.width);
+      else
+        std::memcpy(c.data + at * c.width, static_cast<const char*>(state) + state_byte(c), column_bytes(c));
+    }
   }
   void copy_in(int32_t row, const RowColumns& in, int64_t at) {
     const Marks marks = in.get(at);
     if (counted_ && in.counts) count_of(row) = marks.count, step_of(row) = marks.step;
-    for (const Column& c : in.columns)
-      std::memcpy(floats_from(row, c.first), c.data + at * c.width, static_cast<size_t>(c.width) * 4);
+    for (const Column& c : in.columns) {
+      if (c.first < stored_.dim())
+        write_weights(row, c.data + at * c.width);
+      else
+        std::memcpy(reinterpret_cast<char*>(state(row)) + state_byte(c), c.data + at * c.width, column_bytes(c));
+    }
   }
   Marks marks_of(int32_t row) const {
     return {time_of(row), counted_ ? count_of(row) : 0, counted_ ? step_of(row) : 0};
@@ -258,15 +323,13 @@ class Rows {
 
   void clear() {
     const bool tracking = tracking_;
-    *this = Rows(std::move(table_), weight_bytes_, state_bytes_, counted_, max_rows_);
+    *this = Rows(std::move(table_), std::move(stored_), state_bytes_, counted_, max_rows_);
     tracking_ = tracking;
   }
 
  private:
-  float* floats_from(int32_t row, int32_t first) const {
-    const int32_t weights_floats = static_cast<int32_t>(weight_bytes_ / 4);
-    return first < weights_floats ? weights(row) + first : state(row) + (first - weights_floats);
-  }
+  size_t state_byte(const Column& c) const { return static_cast<size_t>(c.first - stored_.dim()) * 4; }
+  static size_t column_bytes(const Column& c) { return static_cast<size_t>(c.width) * 4; }
   uint32_t timed_state() const {
     return state_bytes_ + static_cast<uint32_t>(sizeof(uint32_t)) * (counted_ ? 3 : 1);
   }
@@ -323,6 +386,7 @@ class Rows {
   }
 
   std::string table_;
+  StoredWeights stored_;
   uint32_t weight_bytes_, state_bytes_;
   bool counted_;
   int64_t max_rows_;

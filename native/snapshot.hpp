@@ -41,7 +41,7 @@ class Snapshot {
     }
     // Allocates all memory now, because a writer would wait for it later. A page uses memory once it is written.
     const size_t most = static_cast<size_t>(std::min(room_, size_));
-    ids_.reserve(most), marks_.reserve(most), raw_.reserve(most * (rows.row_size() / 4));
+    ids_.reserve(most), marks_.reserve(most), raw_.reserve(most * rows.row_size());
     if (!bit) return;
     for (size_t w = 0; w < words; ++w) rows.clear_flags(w, bit);
   }
@@ -57,22 +57,22 @@ class Snapshot {
   double pressure() const { return static_cast<double>(ids_.size()) / static_cast<double>(room_); }
   size_t bytes() const {
     return (done_.capacity() + flagged_.capacity() + ids_.capacity() + removed_.capacity()) * 8 +
-           marks_.capacity() * sizeof(Marks) + raw_.capacity() * 4;
+           marks_.capacity() * sizeof(Marks) + raw_.capacity();
   }
 
   // Saves rows before they change. False: no room; the caller waits, finds the rows again, and repeats.
   bool save(const Rows& rows, const int32_t* which, int64_t n) {
     if (cursor_ >= high_) return true;
-    const size_t floats = rows.row_size() / 4;
+    const size_t bytes = rows.row_size();
     for (int64_t i = 0; i < n; ++i) {
       const int32_t row = which[i];
       if (row < cursor_ || row >= high_ || (done_[word(row)] & mask(row))) continue;
       if (static_cast<int64_t>(ids_.size()) >= room_) return false;
       const size_t at = ids_.size();
-      raw_.resize((at + 1) * floats);
+      raw_.resize((at + 1) * bytes);
       marks_.push_back(rows.marks_of(row));
       ids_.push_back(rows.id_of(row));
-      rows.copy_out(row, raw_.data() + at * floats);
+      rows.copy_out(row, raw_.data() + at * bytes);
       done_[word(row)] |= mask(row);
     }
     return true;
@@ -113,17 +113,16 @@ class Snapshot {
   static uint64_t mask(int32_t row) { return uint64_t{1} << (row & 63); }
 
   int64_t take_aside(const Rows& rows, int64_t limit, const RowColumns& out) {
-    const size_t floats = rows.row_size() / 4;
+    const size_t bytes = rows.row_size();
     int64_t count = 0;
     while (!ids_.empty() && count < limit) {
-      const float* raw = raw_.data() + (ids_.size() - 1) * floats;
+      const char* raw = raw_.data() + (ids_.size() - 1) * bytes;
       out.ids[count] = ids_.back();
       out.put(marks_.back(), count);
-      for (const Column& c : out.columns)
-        std::memcpy(c.data + count * c.width, raw + c.first, static_cast<size_t>(c.width) * 4);
+      rows.copy_floats(raw, raw + rows.weight_bytes(), out.columns, count);
       ids_.pop_back();
       marks_.pop_back();
-      raw_.resize(ids_.size() * floats);
+      raw_.resize(ids_.size() * bytes);
       ++count;
     }
     return count;
@@ -138,7 +137,7 @@ class Snapshot {
   std::vector<int64_t> removed_;
   std::vector<int64_t> ids_;  // the saved rows
   std::vector<Marks> marks_;
-  std::vector<float> raw_;
+  std::vector<char> raw_;  // weights as they are stored, and state
   std::mutex reading_;
   std::condition_variable_any changed_;
   double waited_ = 0;

@@ -71,12 +71,11 @@ class Table {
 
   explicit Table(TableOptions options)
       : options_(lay_out(std::move(options))),
-        rows_(options_.name, 4 * weight_floats(options_.segments), 4 * state_floats(options_.segments),
+        kernels_(choose_kernels(options_.kernels)),
+        rows_(options_.name, StoredWeights(options_.segments, kernels_), 4 * state_floats(options_.segments),
               options_.counted, options_.max_rows),
-        kernels_(find_kernels(options_.kernels.empty() ? nullptr : options_.kernels.c_str())),
         counts_(options_.max_counted_ids) {
-    if (!kernels_) throw std::invalid_argument("kernels: not available on this CPU or in this build");
-    dim_ = static_cast<int>(weight_floats(options_.segments));
+    dim_ = rows_.stored().dim();
   }
 
   int dim() const { return dim_; }
@@ -87,7 +86,8 @@ class Table {
     return std::any_of(options_.segments.begin(), options_.segments.end(),
                        [&](const SegmentPlan& s) { return s.optimizer == custom; });
   }
-  int row_floats() const { return static_cast<int>(rows_.row_size() / 4); }
+  // Weights and state, each as a float32.
+  int row_floats() const { return dim_ + static_cast<int>(rows_.state_bytes() / 4); }
   const char* kernels_name() const { return kernels_->name; }
 
   int64_t size() const {
@@ -121,7 +121,8 @@ class Table {
     rows = current_rows(rows, epoch, ids, n, *lease, threads);
     const TableView table = view();
     for_ranges(n, kReadGrain, threads, [&](int64_t first, int64_t last) {
-      kernels_->read(table, rows + first, ids + first, last - first, out + first * dim_);
+      std::vector<float> scratch(static_cast<size_t>(dim_));
+      kernels_->read(table, rows + first, ids + first, last - first, out + first * dim_, scratch.data());
     });
   }
 
@@ -133,13 +134,13 @@ class Table {
     find_rows(ids, n, rows, threads);
     TableView table = view();
     table.missing_zeros = false;
-    std::vector<float> raw(static_cast<size_t>(row_floats()));
+    std::vector<float> raw(static_cast<size_t>(row_floats())), scratch(static_cast<size_t>(dim_));
     for (int64_t i = 0; i < n; ++i) {
       if (rows[i] >= 0) {
         rows_.copy_floats(rows[i], columns, i);
         continue;
       }
-      kernels_->read(table, rows + i, ids + i, 1, raw.data());
+      kernels_->read(table, rows + i, ids + i, 1, raw.data(), scratch.data());
       for (const SegmentPlan& s : options_.segments)
         std::copy_n(s.initial_state, s.state_size, raw.data() + dim_ + s.state_offset);
       for (const Column& c : columns)
@@ -155,7 +156,8 @@ class Table {
     rows = current_rows(rows, epoch, ids, n, *lease, threads);
     const TableView table = view();
     pool_features(bags, n, threads, [&](const BagsView& b, int64_t first, int64_t last) {
-      std::vector<float> scratch(static_cast<size_t>(dim_));
+      if (!table.one_precision) return pool_mixed(table, rows, ids, b, first, last);
+      std::vector<float> scratch(2 * static_cast<size_t>(dim_));
       kernels_->pool(table, rows, ids, b, first, last, scratch.data());
     });
   }
@@ -171,20 +173,22 @@ class Table {
               int threads) {
     std::unique_lock<ForkSafeLock> hold(lock_);
     Lease lease;
+    std::vector<float> sum(static_cast<size_t>(dim_));
     const int32_t* rows = find_or_create(ids, n, *lease, threads, hold);
     constexpr int64_t kAhead = 16;
     for (int64_t i = 0; i < n; ++i) {
       if (i + kAhead < n) {
-        const float* later = rows_.weights(rows[i + kAhead]);
-        for (int c = 0; c < dim_; c += 16) __builtin_prefetch(later + c, 1);
+        const char* later = rows_.weights(rows[i + kAhead]);
+        for (size_t b = 0; b < rows_.weight_bytes(); b += 64) __builtin_prefetch(later + b, 1);
         __builtin_prefetch(&rows_.time_of(rows[i + kAhead]), 1);
       }
-      float* w = rows_.weights(rows[i]);
       const float* v = values + i * dim_;
-      if (add)
-        for (int c = 0; c < dim_; ++c) w[c] = w[c] + v[c];
-      else
-        std::memcpy(w, v, static_cast<size_t>(dim_) * sizeof(float));
+      if (add) {
+        rows_.read_weights(rows[i], sum.data());
+        for (int c = 0; c < dim_; ++c) sum[static_cast<size_t>(c)] += v[c];
+        v = sum.data();
+      }
+      rows_.write_weights(rows[i], v);
       written(rows[i], time);
     }
   }
@@ -194,12 +198,13 @@ class Table {
     std::unique_lock<ForkSafeLock> hold(lock_);
     Lease lease;
     std::unordered_set<int64_t> created;
+    std::vector<float> scratch(static_cast<size_t>(dim_));
     const auto note = [&](const int32_t* found) {
       created.clear();
       for (int64_t i = 0; i < n; ++i) status[i] = found[i] >= 0 ? 1 : !created.insert(ids[i]).second;
     };
     const int32_t* rows = find_or_create(ids, n, *lease, threads, hold, /*initialize=*/true, note);
-    kernels_->initialize(view(), rows, ids, n);
+    kernels_->initialize(view(), rows, ids, n, scratch.data());
     for (int64_t i = 0; i < n; ++i) written(rows[i], time);
   }
 
@@ -376,10 +381,10 @@ class Table {
     }
     return options;
   }
-  static uint32_t weight_floats(const std::vector<SegmentPlan>& segments) {
-    int total = 0;
-    for (const SegmentPlan& s : segments) total += s.dim;
-    return static_cast<uint32_t>(total);
+  static const Kernels* choose_kernels(const std::string& name) {
+    const Kernels* kernels = find_kernels(name.empty() ? nullptr : name.c_str());
+    if (!kernels) throw std::invalid_argument("kernels: not available on this CPU or in this build");
+    return kernels;
   }
   static uint32_t state_floats(const std::vector<SegmentPlan>& segments) {
     int total = 0;
@@ -388,8 +393,26 @@ class Table {
   }
 
   TableView view() const {
+    const StoredWeights& weights = rows_.stored();
     return {rows_.view(), options_.segments.data(), static_cast<int32_t>(options_.segments.size()),
+            weights.runs(), weights.num_runs(),     weights.one_precision(),
             dim_, key_, options_.missing_zeros};
+  }
+
+  // Pools the bags [first, last) of rows with several precisions: some bags at a time, through rows of float32.
+  void pool_mixed(const TableView& table, const int32_t* rows, const int64_t* ids, const BagsView& bags,
+                  int64_t first, int64_t last) const {
+    constexpr int64_t kBags = 64;
+    std::vector<float> wide, scratch(static_cast<size_t>(dim_));
+    for (; first < last; first += kBags) {
+      const int64_t stop = std::min(last, first + kBags);
+      const int64_t from = bags.offsets[first], n = bags.offsets[stop] - from;
+      wide.resize(static_cast<size_t>(n * dim_));
+      kernels_->read(table, rows + from, ids + from, n, wide.data(), scratch.data());
+      // Occurrence `from` is the first row.
+      const FlatRows<float> flat{wide.data() - from * dim_, nullptr, dim_};
+      kernels_->flat32.pool(flat, bags, first, stop);
+    }
   }
 
   template <class Work>
@@ -502,8 +525,8 @@ class Table {
   const TableOptions options_;
   uint64_t key_ = options_.key;  // changed by set_key
   Index index_;
+  const Kernels* const kernels_;
   Rows rows_;
-  const Kernels* kernels_;
   int dim_ = 0;
   int64_t epoch_ = 0;
   uint8_t tracked_ = 0;

@@ -77,7 +77,8 @@ inline void Table::create_missing(int32_t* rows, int64_t count, int64_t created,
   if (!initialize) return;
   const TableView table = view();
   for_ranges(created, 1024, threads, [&](int64_t first, int64_t last) {
-    kernels_->initialize(table, fresh + first, ids + first, last - first);
+    std::vector<float> scratch(static_cast<size_t>(dim_));
+    kernels_->initialize(table, fresh + first, ids + first, last - first, scratch.data());
   });
 }
 

@@ -68,7 +68,7 @@ inline Table::Parts Table::divide(const Reached& reached, int64_t high, int thre
     WorkerScratch& mine = scratch.workers[w];
     if (mine.slots.size() < (size_t{1} << parts.shift)) mine.slots.assign(size_t{1} << parts.shift, 0);
     mine.unique.get(distinct);
-    mine.sums.get((distinct + 1) * dim_);
+    mine.sums.get((distinct + 2) * dim_);
   }
   return parts;
 }
@@ -168,6 +168,7 @@ inline void Table::update(const Update& u, int threads) {
   apply.steps = u.steps;
   apply.time = u.time;
   apply.step = static_cast<uint32_t>(std::min<uint64_t>(u.step, UINT32_MAX));
+  apply.rounding_step = u.step;
   apply.touch = tracked_;
   apply.rows_per_part_shift = parts.shift;
   const int64_t distinct = std::min(parts.most, int64_t{1} << parts.shift);
@@ -175,8 +176,9 @@ inline void Table::update(const Update& u, int threads) {
     const int64_t first = parts.begin[p], count = parts.begin[p + 1] - first;
     if (count == 0) return;
     WorkerScratch& mine = scratch.workers[static_cast<size_t>(worker)];
-    float* sums = mine.sums.get((distinct + 1) * dim_);
-    ApplyScratch own{mine.slots.data(), mine.unique.get(distinct), sums, sums + distinct * dim_};
+    float* sums = mine.sums.get((distinct + 2) * dim_);
+    ApplyScratch own{mine.slots.data(), mine.unique.get(distinct), sums, sums + distinct * dim_,
+                     sums + (distinct + 1) * dim_};
     kernels_->apply(apply, parts.entries + first, parts.weights ? parts.weights + first : nullptr,
                     count, own);
   });

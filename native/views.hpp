@@ -26,6 +26,9 @@ struct IndexView {
   uint64_t cursor;
 };
 
+// How a weight is stored.
+enum class Precision : int32_t { float32, float16, bfloat16 };
+
 enum class InitKind : int32_t { constant, uniform, normal, truncated_normal };
 
 constexpr int kMaxHyper = 8;
@@ -42,8 +45,19 @@ struct SegmentPlan {
   InitKind init;
   float init_a;
   float init_b;
+  Precision precision;
+  bool stochastic;  // how a step rounds to the precision; everything else rounds to nearest
   float hyper[kMaxHyper];
   const float* initial_state;  // [state_size]
+};
+
+// Adjacent weights of a row with the same precision and rounding. `byte` counts from the first weight of the row.
+struct WeightRun {
+  int32_t first;
+  int32_t count;
+  int32_t byte;
+  Precision precision;
+  bool stochastic;
 };
 
 struct RowsView {
@@ -54,6 +68,8 @@ struct RowsView {
   uint32_t stride;           // bytes from the weights of a row to those of the next
   uint32_t state_stride;
   uint32_t state_bytes;
+  int64_t* const* ids;
+  uint32_t weight_bytes;     // of one row
   bool counted;              // whether the count and the step of the last update follow the time
 };
 
@@ -61,6 +77,9 @@ struct TableView {
   RowsView rows;
   const SegmentPlan* segments;
   int32_t num_segments;
+  const WeightRun* runs;     // a table of one precision has its weights without gaps
+  int32_t num_runs;
+  bool one_precision;        // of all segments; runs[0] has it
   int32_t dim;               // number of weights of a row
   uint64_t key;              // derived from the seed and the table's name
   bool missing_zeros;
@@ -112,9 +131,10 @@ struct Entry {
   uint32_t source;
 };
 
-static inline float* weights_at(const RowsView& rows, int32_t row) {
+// The weights of a row, stored as the runs of the table say.
+static inline char* weights_at(const RowsView& rows, int32_t row) {
   const uint32_t r = static_cast<uint32_t>(row), in_chunk = r & ((1u << rows.shift) - 1);
-  return reinterpret_cast<float*>(rows.weights[r >> rows.shift] + uint64_t{in_chunk} * rows.stride);
+  return rows.weights[r >> rows.shift] + uint64_t{in_chunk} * rows.stride;
 }
 
 // The optimizer state of a row. The time of the last update, in seconds, follows it.

@@ -7,6 +7,7 @@ from torch import Tensor
 
 MAX_CONSUMERS: int
 MAX_ROWS: int
+PRECISIONS: tuple[str, ...]
 SCORES: tuple[str, ...]
 UNKNOWN_EPOCH: int
 

@@ -218,9 +218,13 @@ def test_the_native_layer_checks_shapes_itself() -> None:
 )
 def test_the_native_layer_refuses_segments_it_does_not_know(segment: tuple[Any, ...]) -> None:
     with pytest.raises(ValueError, match=r"segment|optimizer"):
-        _native.Table("t", [segment], key=0, missing_zeros=False)
+        _native.Table("t", [(*segment, 0, False)], key=0, missing_zeros=False)
     with pytest.raises(ValueError, match="segment"):
         _native.Table("t", [], key=0, missing_zeros=False)
+    for precision in (-1, len(_native.PRECISIONS)):
+        unknown = (1, "sgd", "", [], [], 0, 0.0, 0.0, precision, False)
+        with pytest.raises(ValueError, match="precision"):
+            _native.Table("t", [unknown], key=0, missing_zeros=False)
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 31, 32, 33, 65_536, 65_537, 200_000])

@@ -11,6 +11,7 @@ from megalith.checkpoint.manifest import Piece
 from megalith.checkpoint.saved_rows import write_chunk
 from megalith.storage.store import Store
 from megalith.table import Chunk, TableConfig
+from megalith.table.rounding import DTYPES
 from megalith.table.snapshot import Snapshot
 
 PIECE_BYTES = 32 << 20
@@ -27,10 +28,11 @@ class PieceWriter:
     Args:
         store: Where the files go.
         shard: The shard that the rows belong to.
-        precision: The dtype of the stored weights.
+        precision: The precision of the stored weights. "float32" is exact: each table is written in its own
+            precision.
     """
 
-    def __init__(self, store: Store, shard: int, precision: torch.dtype) -> None:
+    def __init__(self, store: Store, shard: int, precision: str) -> None:
         self._store, self._shard, self._precision = store, shard, precision
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * BUFFERS
         self._writes: list[Future[None] | None] = [None] * BUFFERS
@@ -54,7 +56,9 @@ class PieceWriter:
         count = snapshot.read(chunk)
         if count:
             rows = chunk.part(0, count)
-            self._writes[self._next] = self._threads.submit(self._put, rows, name, pieces)
+            self._writes[self._next] = self._threads.submit(
+                self._put, rows, name, self._dtype(config), pieces
+            )
             self._next = (self._next + 1) % BUFFERS
         return count
 
@@ -67,11 +71,14 @@ class PieceWriter:
         finally:
             self._threads.shutdown()
 
-    def _put(self, chunk: Chunk, name: str, pieces: list[Piece]) -> None:
+    def _dtype(self, config: TableConfig) -> torch.dtype:
+        return DTYPES[config.precision if self._precision == "float32" else self._precision]
+
+    def _put(self, chunk: Chunk, name: str, dtype: torch.dtype, pieces: list[Piece]) -> None:
         if self._failed:  # an unreachable store would make us wait again for every file
             return
         try:
-            pieces.append(write_chunk(self._store, name, chunk, self._shard, self._precision))
+            pieces.append(write_chunk(self._store, name, chunk, self._shard, dtype))
         except BaseException:
             self._failed = True
             raise

@@ -27,6 +27,7 @@ from megalith.errors import CheckpointError, InputError
 from megalith.routing import Router
 from megalith.storage.store import Store, StoredFile, open_store
 from megalith.table import Chunk
+from megalith.table.rounding import DTYPES
 
 OnRows = Callable[[int], None]
 
@@ -221,11 +222,17 @@ class _ShardWriter:
         for shard in torch.unique(owners).tolist():
             yield shard, chunk.select(owners == shard)
 
+    def _dtype(self, chunk: Chunk) -> torch.dtype:
+        """Return the dtype of the table's segments if they agree and it holds these weights exactly."""
+        found = {str(segment.get("precision", "float32")) for segment in self._like.segments}
+        dtype = DTYPES.get(found.pop(), torch.float32) if len(found) == 1 else torch.float32
+        return dtype if torch.equal(chunk.rows.to(dtype).float(), chunk.rows) else torch.float32
+
     def _write(self, shard: int, buffer: _ShardBuffer) -> None:
         if buffer.rows:
             name = f"{self._folder}/{shard}-{buffer.files:05}.safetensors"
             chunk = _concatenate(buffer.chunks)
-            self._pieces.append(write_chunk(self._store, name, chunk, shard, torch.float32))
+            self._pieces.append(write_chunk(self._store, name, chunk, shard, self._dtype(chunk)))
             buffer.files += 1
             buffer.chunks, buffer.rows = [], 0
 

@@ -67,6 +67,7 @@ from megalith.ops import checks
 from megalith.storage.store import Store, open_store
 from megalith.storage.strict_json import MAX_DEPTH, is_nested_deeper, parse_json
 from megalith.table import TableConfig
+from megalith.table.rounding import DTYPES
 from megalith.table.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,6 @@ logger = logging.getLogger(__name__)
 BUFFER_BYTES = 64 << 20
 """Memory for rows that change during a save, for all tables together; when it is full, training waits."""
 DATA = "data-"
-PRECISIONS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 MAX_PROGRESS_DEPTH = MAX_DEPTH - 3
 """Levels of `progress` and of packed optimizer state: the manifest of a delta adds three levels."""
 _POLL_SECONDS = 0.02
@@ -104,7 +104,7 @@ class SaveOptions:
             raise InputError(f"optimizer must be a torch optimizer, got {type(self.optimizer).__name__}")
         if self.progress is not None and not isinstance(self.progress, dict):
             raise InputError(f"progress must be a dict of JSON data, got {type(self.progress).__name__}")
-        checks.one_of(self.precision, tuple(PRECISIONS), "precision")
+        checks.one_of(self.precision, tuple(DTYPES), "precision")
         checks.flag(self.track, "deltas")
         checks.flag(self.delta, "delta")
         checks.callback(self.on_rows, "on_rows")
@@ -258,7 +258,7 @@ class SaveJob:
     def _write_tables(self) -> None:
         shard = self._ranks.rank
         done = 0
-        writer = PieceWriter(self.store, shard, PRECISIONS[self._options.precision])
+        writer = PieceWriter(self.store, shard, self._options.precision)
         try:
             open_tables = list(self._tables)
             while open_tables:

@@ -183,14 +183,26 @@ def initial_rows(key: int, ids: Tensor, segments: list[tuple[int, Initializer]])
     return torch.cat(pieces, dim=1)
 
 
+def draw_bits(keys: Tensor, columns: Tensor) -> Tensor:
+    """Draw random bits. It is the twin of draw24 in native/hash.hpp.
+
+    Args:
+        keys: One per row, int64 [n, 1].
+        columns: Numbers of the columns, int64 [k].
+
+    Returns:
+        24 bits per row and column, int64 [n, k].
+    """
+    bits = mix64(keys + (columns // 2 + 1) * signed(_GOLDEN))
+    return (torch.where(columns % 2 == 1, bits >> 32, bits) & 0xFFFFFFFF) >> 8
+
+
 def _draw(keys: Tensor, columns: Tensor, initializer: Initializer) -> Tensor:
     shape = (keys.shape[0], columns.numel())
     a, b = (torch.tensor(x, dtype=torch.float32, device=keys.device) for x in initializer.params)
     if initializer.kind == Constant.kind:
         return a.expand(shape)
-    bits = mix64(keys + (columns // 2 + 1) * signed(_GOLDEN))
-    halves = torch.where(columns % 2 == 1, bits >> 32, bits) & 0xFFFFFFFF
-    draws = halves >> 8
+    draws = draw_bits(keys, columns)
     if initializer.kind == Uniform.kind:
         return a + b * (draws.to(torch.float32) * 2.0**-24)
     x = (2 * draws + 1 - (1 << 24)).to(torch.float32) * 2.0**-24

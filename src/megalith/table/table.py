@@ -451,7 +451,7 @@ class Table:
             raise InputError(f"table {self.name!r}: touched_only must be True or False, got {touched_only!r}")
         if isinstance(buffer_bytes, bool) or not isinstance(buffer_bytes, int) or buffer_bytes < 0:
             raise InputError(f"table {self.name!r}: buffer_bytes must be >= 0, got {buffer_bytes!r}")
-        row_bytes = 4 * self.config.row_floats + 20
+        row_bytes = self.config.row_bytes + 20
         room = max(1, buffer_bytes // row_bytes)
         with self._consumers_lock:
             if touched_only and consumer is None:

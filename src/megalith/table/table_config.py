@@ -12,7 +12,9 @@ from megalith.table.initializers import Initializer, Uniform
 from megalith.table.optimizers import Optimizer, State
 from megalith.table.policies import ADMISSIONS, Admission, Capacity, Eviction, MinCount
 
-PRECISIONS = ("float32",)
+PRECISIONS = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Bytes of a stored weight by precision."""
+ROUNDINGS = ("nearest", "stochastic")
 MISSING = ("initial", "zeros")
 MAX_ROW_FLOATS = 2**24
 
@@ -25,7 +27,9 @@ class Segment:
         dim: Number of weights.
         optimizer: Updates the weights.
         initializer: Draws the weights of a new row.
-        precision: Stored type of the weights.
+        precision: Stored type of the weights: "float32", "float16" or "bfloat16". Lookups and gradients are
+            float32 in any case, and so is optimizer state.
+        rounding: How a step rounds to a precision of 16 bits: "nearest" (ties to even) or "stochastic".
 
     Raises:
         InputError: A field has the wrong type or value.
@@ -35,6 +39,7 @@ class Segment:
     optimizer: Optimizer = field(kw_only=True)
     initializer: Initializer = field(default_factory=Uniform, kw_only=True)
     precision: str = field(default="float32", kw_only=True)
+    rounding: str = field(default="nearest", kw_only=True)
 
     def __post_init__(self) -> None:
         if isinstance(self.dim, bool) or not isinstance(self.dim, int) or self.dim < 1:
@@ -44,13 +49,25 @@ class Segment:
         _check_states(self.optimizer, self.optimizer.states(self.dim))
         if not isinstance(self.initializer, Initializer):
             raise InputError(f"Segment: initializer must be an Initializer, got {self.initializer!r}")
-        if not isinstance(self.precision, str) or self.precision not in PRECISIONS:
-            raise InputError(
-                f"Segment: precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}"
-            )
+        for name, known in (("precision", tuple(PRECISIONS)), ("rounding", ROUNDINGS)):
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in known:
+                raise InputError(f"Segment: {name} must be one of {', '.join(known)}, got {value!r}")
+        if self.rounding != "nearest" and self.precision == "float32":
+            raise InputError("Segment: float32 is not rounded; set precision to float16 or bfloat16")
 
     def __repr__(self) -> str:
-        return f"Segment({self.dim}, optimizer={self.optimizer}, initializer={self.initializer})"
+        return f"Segment({self.dim}, {self.settings})"
+
+    @property
+    def settings(self) -> str:
+        """The fields except dim, as they are passed to the constructor."""
+        extras = "".join(
+            f", {name}={getattr(self, name)!r}"
+            for name, usual in (("precision", "float32"), ("rounding", "nearest"))
+            if getattr(self, name) != usual
+        )
+        return f"optimizer={self.optimizer}, initializer={self.initializer}{extras}"
 
 
 def _check_states(optimizer: Optimizer, states: object) -> None:
@@ -82,8 +99,8 @@ class StateColumn:
 class TableConfig:
     """The configuration of a table.
 
-    Pass either `segments`, or `dim` and `optimizer` (and optionally `initializer` and `precision`) for rows
-    of one segment.
+    Pass either `segments`, or `dim` and `optimizer` (and optionally `initializer`, `precision` and
+    `rounding`) for rows of one segment.
 
     Args:
         name: Name of the table.
@@ -92,6 +109,7 @@ class TableConfig:
         optimizer: As for `Segment`.
         initializer: As for `Segment`.
         precision: As for `Segment`.
+        rounding: As for `Segment`.
         admission: Which new ids of an update get a row: `MinCount` or `Probability`. None: all.
         eviction: Which rows are removed: any of `TTL`, `MinNorm` and `Capacity`, or a tuple of them.
         missing: What an id without a row reads as: "initial" (its initial row) or "zeros".
@@ -119,6 +137,7 @@ class TableConfig:
         optimizer: Optimizer | None = None,
         initializer: Initializer | None = None,
         precision: str = "float32",
+        rounding: str = "nearest",
         admission: Admission | None = None,
         eviction: Eviction | Iterable[Eviction] = (),
         missing: str = "initial",
@@ -137,13 +156,17 @@ class TableConfig:
                     optimizer=optimizer,
                     initializer=Uniform() if initializer is None else initializer,
                     precision=precision,
+                    rounding=rounding,
                 ),
             )
         elif any(x is not None for x in (dim, optimizer, initializer)) or not (
-            isinstance(precision, str) and precision == "float32"
+            isinstance(precision, str)
+            and precision == "float32"
+            and isinstance(rounding, str)
+            and rounding == "nearest"
         ):
             raise InputError(
-                f"{where}: pass segments, or dim, optimizer, initializer and precision, not both"
+                f"{where}: pass segments, or dim, optimizer, initializer, precision and rounding, not both"
             )
         if not isinstance(segments, list | tuple | Iterator):
             raise InputError(f"{where}: segments must be a list of Segments, got {segments!r}")
@@ -195,8 +218,23 @@ class TableConfig:
         return by_count or isinstance(self.admission, MinCount)
 
     @property
+    def precision(self) -> str:
+        """The precision that holds the weights of all segments: theirs if they agree, otherwise float32."""
+        found = {segment.precision for segment in self.segments}
+        return found.pop() if len(found) == 1 else "float32"
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a stored row: weights, each in the precision of its segment, and optimizer state."""
+        at = 0
+        for segment in self.segments:
+            width = PRECISIONS[segment.precision]
+            at = -(-at // width) * width + segment.dim * width
+        return -(-at // 4) * 4 + 4 * (self.row_floats - self.dim)
+
+    @property
     def row_floats(self) -> int:
-        """Number of floats of a stored row: weights, then optimizer state."""
+        """Number of floats of a row: weights, then optimizer state."""
         columns = self.state_columns
         return columns[-1].end if columns else self.dim
 
@@ -214,8 +252,7 @@ class TableConfig:
 
     def __repr__(self) -> str:
         if len(self.segments) == 1:
-            only = self.segments[0]
-            inside = f"dim={only.dim}, optimizer={only.optimizer}, initializer={only.initializer}"
+            inside = f"dim={self.dim}, {self.segments[0].settings}"
         else:
             inside = "segments=[" + ", ".join(map(repr, self.segments)) + "]"
         extras = "".join(

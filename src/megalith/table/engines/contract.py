@@ -493,6 +493,6 @@ def shard_row_limit(config: TableConfig, num_shards: int) -> int | None:
     if capacity.rows is not None:
         limits.append(-(-capacity.rows // num_shards))
     if capacity.max_bytes is not None:
-        per_row = 4 * config.row_floats + INDEX_BYTES + SIDE_BYTES + (8 if config.counted else 0)
+        per_row = config.row_bytes + INDEX_BYTES + SIDE_BYTES + (8 if config.counted else 0)
         limits.append(capacity.max_bytes // num_shards // per_row)
     return max(1, min(limits))

@@ -21,6 +21,7 @@ from megalith.table.fork_safe_lock import ForkSafeLock
 from megalith.table.initializers import table_key
 from megalith.table.optimizers import Optimizer, native_rule
 from megalith.table.policies import MinCount, Probability
+from megalith.table.rounding import round_step
 from megalith.table.table_config import TableConfig
 from megalith.table.table_data import MAX_CONSUMERS, Chunk, FoundRows, MemoryUse, RowCounters, Step
 
@@ -76,11 +77,16 @@ class CpuEngine(Engine):
             columns = [c for c in config.state_columns if c.segment == number]
             initial = [c.initial for c in columns for _ in range(c.end - c.start)]
             kind, params = segment.initializer.kind, segment.initializer.params
-            segments.append((segment.dim, name, base, list(hyper), initial, kind, *params))
+            precision = _native.PRECISIONS.index(segment.precision)
+            stochastic = segment.rounding == "stochastic"
+            segments.append(
+                (segment.dim, name, base, list(hyper), initial, kind, *params, precision, stochastic)
+            )
+        self._key = table_key(seed, config.name)
         self._native = _native.Table(
             config.name,
             segments,
-            key=table_key(seed, config.name),
+            key=self._key,
             missing_zeros=config.missing == "zeros",
             max_rows=max_rows,
             kernels=kernels,
@@ -215,7 +221,7 @@ class CpuEngine(Engine):
             if not self._has_policies:
                 chunk = self.new_chunk(ids.numel())
                 self._native.read_complete(ids, chunk.columns(), threads)
-                update_chunk(self.config, sums, chunk, step)
+                self._step_in_torch(ids, sums, chunk, step)
                 times = chunk.time.fill_(step.time)
                 self._native.restore(ids, chunk.columns(), times, None, None, False, threads)
                 return
@@ -226,11 +232,15 @@ class CpuEngine(Engine):
             own = ids[kept].contiguous()
             self._native.read_complete(own, chunk.columns(), threads)
             if own.numel():
-                update_chunk(self.config, sums[kept], chunk, step)
+                self._step_in_torch(own, sums[kept], chunk, step)
             # Without native steps this only creates, counts and refuses; then the new rows are written.
             self._update(ids, None, torch.zeros_like(sums), None, step, seen)
             times = chunk.time.fill_(step.time)
             self._native.restore(own, chunk.columns(), times, None, None, False, threads)
+
+    def _step_in_torch(self, ids: Tensor, sums: Tensor, chunk: Chunk, step: Step) -> None:
+        update_chunk(self.config, sums, chunk, step)
+        chunk.rows.copy_(round_step(self.config, self._key, ids, chunk.rows, step.step))
 
     # ---- rows
 

@@ -25,12 +25,15 @@ from megalith.table.engines.torch_step import update_chunk, update_in_torch
 from megalith.table.initializers import initial_rows, table_key
 from megalith.table.optimizers import Optimizer, native_rule
 from megalith.table.policies.min_count import MAX_COUNT
+from megalith.table.rounding import round_rows, round_step
 from megalith.table.table_config import TableConfig
 from megalith.table.table_data import Chunk, FoundRows, MemoryUse, RowCounters, Step
 
 
 class ReferenceEngine(Engine):
     """Rows in one tensor, found through a dict. See `Engine`.
+
+    Weights of 16 bits are rounded in the same way as in other engines, but occupy 32 bits.
 
     Args:
         config: The config of the table.
@@ -143,7 +146,7 @@ class ReferenceEngine(Engine):
             self._data[row, column.start : column.end] = column.initial
 
     def _initial(self, ids: Tensor) -> Tensor:
-        return initial_rows(self._key, ids, self._initializers)
+        return round_rows(self.config, initial_rows(self._key, ids, self._initializers))
 
     def _find_or_create(self, ids: Tensor) -> Tensor:
         self._make_place([id for id in dict.fromkeys(ids.tolist()) if id not in self._row_of], ids.tolist())
@@ -229,6 +232,7 @@ class ReferenceEngine(Engine):
             before = self._complete(distinct)
             # It may raise, so nothing is written before.
             update_chunk(self.config, sums, before, step, _update_one_segment)
+            before.rows.copy_(round_step(self.config, self._key, distinct, before.rows, step.step))
             self._make_place([id for id in new if id in admitted], call.tolist())
             self._admission.refuse(refused)
             rows = self._find_or_create(distinct)
@@ -244,7 +248,8 @@ class ReferenceEngine(Engine):
         with self._lock:
             found = self._find_or_create(ids)
             for row, values in zip(found.tolist(), rows, strict=True):
-                self._data[row, : self.dim] = self._data[row, : self.dim] + values if add else values
+                new = self._data[row, : self.dim] + values if add else values
+                self._data[row, : self.dim] = round_rows(self.config, new[None])[0]
             self._written(ids, found, time)
 
     def reinitialize(self, ids: Tensor, time: int) -> Tensor:
@@ -283,6 +288,7 @@ class ReferenceEngine(Engine):
         with self._lock:
             found = self._find_or_create(chunk.ids)
             raw = torch.cat(chunk.columns(), dim=1)
+            raw[:, : self.dim] = round_rows(self.config, chunk.rows)
             for at, row in enumerate(found.tolist()):
                 self._data[row] = raw[at]
                 self._time[row] = chunk.time[at]
