@@ -453,11 +453,48 @@ def _hits(capacity: int, score: str, steps: int) -> tuple[int, int, int]:
     return ours, exact, total
 
 
+def precision(run: Run) -> None:
+    """Compares rows of 16 bits with rows of float32: step and lookup with Adagrad."""
+    keys = random_keys(run.rows)
+    records = []
+    for dim in (16, 64):
+        workload = Workload(run.rows, dim, run.ids, "uniform")
+        batches = Batches(keys)(workload)
+        tables = {
+            "float32": Ours(Adagrad(LR), keys, dim),
+            "bfloat16": Ours(Adagrad(LR), keys, dim, precision="bfloat16"),
+            "float16": Ours(Adagrad(LR), keys, dim, precision="float16"),
+            "bfloat16, stochastic": Ours(Adagrad(LR), keys, dim, precision="bfloat16", rounding="stochastic"),
+        }
+        for what in ("step", "lookup"):
+            times = interleave({k: getattr(v, what) for k, v in tables.items()}, batches, run.rounds)
+            for name in tables:
+                records.append(
+                    {
+                        "rows": name,
+                        "dim": dim,
+                        "call": what,
+                        "ns_per_id": times.median(name) / run.ids * 1e9,
+                        "of_float32": times.ratio(name, "float32"),
+                    }
+                )
+            if dim == 64 and what == "step":
+                faster = times.ratio("float32", "bfloat16").median
+                run.bars.append(Bar("bfloat16 rows vs float32, step at dim 64", faster, 1.0))
+    run.sections["precision"] = {"rows": run.rows, "ids": run.ids, "records": records}
+    print_table(
+        f"Rows of 16 bits, K={run.rows}, {run.ids} ids, Adagrad, ns per id",
+        ("rows", "dim", "call", "ns per id", "float32 = 1"),
+        [(r["rows"], r["dim"], r["call"], f"{r['ns_per_id']:.1f}", str(r["of_float32"])) for r in records],
+    )
+
+
 SECTIONS: dict[str, Callable[[Run], None]] = {
     "optimizers": optimizers,
     "policies": policies,
     "passes": passes,
     "quality": quality,
+    "precision": precision,
 }
 
 

@@ -116,6 +116,37 @@ Rows1 program(const std::vector<SegmentPlan>& segments, const char* kernels, int
   return contents(table);
 }
 
+void check_program(const std::vector<SegmentPlan>& segments, int rounds = 2) {
+  std::vector<float> out, other;
+  const Rows1 rows = program(segments, "portable", 1, &out, rounds);
+  for (const auto& [id, row] : rows)
+    for (float x : row) CHECK(std::isfinite(x));
+  CHECK(std::count(out.begin(), out.end(), 0.0f) < static_cast<int64_t>(out.size()) / 2);
+  for (int threads : {1, 4}) {
+    other.clear();
+    CHECK(same_bits(rows, program(segments, "", threads, &other, rounds)));
+    CHECK(out.size() == other.size());
+    CHECK(!std::memcmp(out.data(), other.data(), out.size() * 4));
+  }
+}
+
+SegmentPlan stored_as(SegmentPlan s, Precision precision, bool stochastic) {
+  s.precision = precision;
+  s.stochastic = stochastic;
+  return s;
+}
+
+void narrow_rows_agree() {
+  const SegmentPlan wide = segment(20, "adagrad"), small = segment(3, "sgd");
+  for (Precision precision : {Precision::float16, Precision::bfloat16})
+    for (bool stochastic : {false, true}) {
+      const SegmentPlan narrow = stored_as(wide, precision, stochastic);
+      check_program({narrow});
+      check_program({stored_as(small, precision, false), narrow});
+      check_program({stored_as(small, precision, stochastic), wide, narrow, small});
+    }
+}
+
 void kernels_and_threads_agree() {
 #define X(text, type) text,
   for (const char* optimizer : {MEGALITH_OPTIMIZERS(X)}) {
@@ -125,18 +156,7 @@ void kernels_and_threads_agree() {
     const int rounds = thorough ? 6 : 2;
     for (int dim : {20, 3, 16}) {  // vectors and a rest, the rest only, a dim with code of its own
       if (dim != 20 && !thorough) continue;
-      const std::vector<SegmentPlan> segments = {segment(dim, optimizer), segment(2, "sgd")};
-      std::vector<float> out, other;
-      const Rows1 rows = program(segments, "portable", 1, &out, rounds);
-      for (const auto& [id, row] : rows)
-        for (float x : row) CHECK(std::isfinite(x));
-      CHECK(std::count(out.begin(), out.end(), 0.0f) < static_cast<int64_t>(out.size()) / 2);
-      for (int threads : {1, 4}) {
-        other.clear();
-        CHECK(same_bits(rows, program(segments, "", threads, &other, rounds)));
-        CHECK(out.size() == other.size());
-        CHECK(!std::memcmp(out.data(), other.data(), out.size() * 4));
-      }
+      check_program({segment(dim, optimizer), segment(2, "sgd")}, rounds);
     }
   }
 }
@@ -190,5 +210,6 @@ int main() {
   adagrad_by_hand();
   full_table_changes_nothing();
   kernels_and_threads_agree();
+  narrow_rows_agree();
   std::puts("table ok");
 }

@@ -46,7 +46,8 @@ def test_a_dim_is_a_positive_whole_number(dim: Any) -> None:
         ("initializer", None),
         ("initializer", 0.5),
         ("initializer", Zeros),
-        ("precision", "float16"),
+        ("precision", "float64"),
+        ("rounding", "up"),
         ("precision", None),
     ],
 )

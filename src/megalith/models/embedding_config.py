@@ -48,6 +48,10 @@ class EmbeddingConfig:
     """The optimizer of all tables."""
     initializer: Initializer = field(default_factory=Uniform)
     """The initializer of all embeddings."""
+    precision: str = "float32"
+    """The stored type of all embeddings, as for Segment."""
+    rounding: str = "nearest"
+    """How a step rounds embeddings of 16 bits, as for Segment."""
     tables: Mapping[str, str] = field(default_factory=dict)
     """Table name by feature. A feature that is not listed has its own table with the same name."""
     admission: Admission | None = None
@@ -129,7 +133,13 @@ class EmbeddingConfig:
 
     def segment(self) -> Segment:
         """Returns the segment of the embedding."""
-        return Segment(self.dim, optimizer=self.optimizer, initializer=self.initializer)
+        return Segment(
+            self.dim,
+            optimizer=self.optimizer,
+            initializer=self.initializer,
+            precision=self.precision,
+            rounding=self.rounding,
+        )
 
     def collection(
         self,

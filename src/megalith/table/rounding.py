@@ -1,8 +1,8 @@
 """Rounding of weights to the precision of their segment. It is the torch twin of native/narrow.hpp.
 
 Initial rows, assignments and restored rows round to the nearest value, ties to even; an optimizer step rounds
-as `Segment.rounding` says. Numbers beyond the largest finite value become that value. Stochastic rounding takes
-one of the two neighbours of a number: the one with the larger magnitude with a probability equal to the
+as `Segment.rounding` says. Numbers beyond the largest finite value become that value. Stochastic rounding
+takes one of the two neighbours of a number: the one with the larger magnitude with a probability equal to the
 distance from the other. Its 24 random bits are a pure function of (seed, table, id, column, step), so the
 result does not depend on the order of ids, on threads or on ranks.
 """
