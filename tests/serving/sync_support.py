@@ -77,9 +77,9 @@ def export_version(model: Model, out: Path, *, base: str, version: int = 1, **op
     return [Servable(part / str(version), fetch=fetch if part.name == "entry" else None) for part in parts]
 
 
-def make_start(root: Path) -> Path:
+def make_start(root: Path, **options: Any) -> Path:
     """A trained model's checkpoint, the export of it, and the id of its save, below root."""
-    model = make_model()
+    model = make_model(**options)
     Trainer(model, seed=9).step(5)
     tip = checkpoint.save(model, root / "checkpoint").tip
     export_version(model, root / "export", base=tip)
@@ -87,9 +87,9 @@ def make_start(root: Path) -> Path:
     return root
 
 
-def load_start(start: Path) -> Model:
+def load_start(start: Path, **options: Any) -> Model:
     """A model with the rows and weights of the start's checkpoint."""
-    model = make_model()
+    model = make_model(**options)
     checkpoint.load(model, start / "checkpoint")
     return model
 
@@ -232,9 +232,9 @@ def publisher_of(
 class Online:
     """A model in training from the start's checkpoint, and the servers and publishers of a test."""
 
-    def __init__(self, start: Path, stack: ExitStack) -> None:
+    def __init__(self, start: Path, stack: ExitStack, **options: Any) -> None:
         self._start, self._stack = start, stack
-        self.model = load_start(start)
+        self.model = load_start(start, **options)
         self.trainer = Trainer(self.model)
 
     def replica(self, **options: Any) -> Replica:

@@ -29,6 +29,7 @@ from tests.serving.sync_support import (
     export_version,
     load_start,
     make_model,
+    make_start,
     publisher_of,
     sync_server,
 )
@@ -50,6 +51,21 @@ def test_rows_removals_and_dense_weights_reach_every_replica(online: Online, sig
         assert replica.subscriber.counters.begun == 1
         assert replica.subscriber.counters.removed > 0
         assert replica.subscriber.staleness() is not None
+
+
+def test_rows_of_16_bits_are_exported_and_pushed_exactly(tmp_path: Path, stack: ExitStack) -> None:
+    options = {"precision": "bfloat16", "rounding": "stochastic"}
+    online = Online(make_start(tmp_path, **options), stack, **options)
+    replica = online.replica()
+    assert_equal(replica.servable, online.model)
+    publisher = online.publisher([replica])
+
+    online.trainer.step(4)
+
+    online.assert_arrives(publisher, replica)
+    rows = online.model.embeddings.shards.local["user"].lookup(torch.arange(500))
+    same = (rows == rows.bfloat16().float()).all(dim=0)
+    assert sorted(same.tolist()) == [False, True, True, True, True]  # the first-order weight stays float32
 
 
 def test_two_publishers_of_one_model_both_push_everything(online: Online) -> None:
