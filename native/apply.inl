@@ -126,11 +126,14 @@ static void apply(const ApplyView& view, const Entry* entries, const float* weig
   const uint32_t in_chunk = (1u << table.rows.shift) - 1;
   const float scale = view.gradient.scale;
   const bool wide = stored_wide(table);
+  bool drawn = false;
+  for (int k = 0; k < table.num_runs; ++k) drawn |= table.runs[k].stochastic;
   const StepFunction only = table.num_segments == 1 ? step_function(table.segments[0]) : nullptr;
   for (int64_t u = 0; u < distinct; ++u) {
     if (u + kAhead < distinct) {
       const int32_t ahead = scratch.unique[u + kAhead];
       request(reinterpret_cast<const float*>(weights_at(table.rows, ahead)), static_cast<int>(table.rows.weight_bytes / 4));
+      if (drawn) __builtin_prefetch(id_at(table.rows, ahead));
       request(state_at(table.rows, ahead), static_cast<int>(table.rows.state_bytes / 4) + (table.rows.counted ? 3 : 1));
     }
     const int32_t row = scratch.unique[u];
@@ -157,10 +160,10 @@ static void apply(const ApplyView& view, const Entry* entries, const float* weig
                          gradient + s.offset);
       }
     }
-    if (!wide) {
-      const int64_t id = table.rows.ids[row >> table.rows.shift][row & in_chunk];
-      store_step(table, weights_here, id, view.rounding_step, stored);
-    }
+    if (drawn)
+      store_step(table, weights_here, *id_at(table.rows, row), view.rounding_step, stored);
+    else if (!wide)
+      narrow(table.runs, table.num_runs, weights_here, stored);
     uint32_t* marks = time_behind(table.rows, state);
     marks[0] = view.time;
     if (table.rows.counted) {

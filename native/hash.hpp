@@ -35,10 +35,19 @@ static inline uint64_t row_key(uint64_t table_key, int64_t id) {
   return mix64(static_cast<uint64_t>(id) ^ table_key);
 }
 
-// Returns 24 random bits for a column; two columns share one 64-bit number.
+// 24 random bits for each of the two columns that share one 64-bit number.
+struct DrawPair {
+  uint32_t even, odd;
+};
+static inline DrawPair draw_pair(uint64_t key, uint32_t column) {
+  const uint64_t x = mix64(key + (static_cast<uint64_t>(column >> 1) + 1) * kGolden);
+  return {static_cast<uint32_t>(x) >> 8, static_cast<uint32_t>(x >> 32) >> 8};
+}
+
+// Returns 24 random bits for a column.
 static inline uint32_t draw24(uint64_t key, uint32_t column) {
-  uint64_t x = mix64(key + (static_cast<uint64_t>(column >> 1) + 1) * kGolden);
-  return static_cast<uint32_t>((column & 1 ? x >> 32 : x) & 0xffffffffu) >> 8;
+  const DrawPair pair = draw_pair(key, column);
+  return column & 1 ? pair.odd : pair.even;
 }
 
 }  // namespace megalith

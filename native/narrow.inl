@@ -91,7 +91,12 @@ static inline void narrow_run(const float* from, int n, Stored* to) {
 
 template <class Stored>
 static void narrow_run(const float* from, const WeightRun& run, uint64_t key, Stored* to) {
-  for (int i = 0; i < run.count; ++i) round_one(to + i, from[i], draw24(key, static_cast<uint32_t>(run.first + i)));
+  DrawPair pair{};
+  for (int i = 0; i < run.count; ++i) {
+    const uint32_t column = static_cast<uint32_t>(run.first + i);
+    if (i == 0 || !(column & 1)) pair = draw_pair(key, column);
+    round_one(to + i, from[i], column & 1 ? pair.odd : pair.even);
+  }
 }
 
 static void widen(const WeightRun* runs, int32_t num_runs, const char* stored, float* weights) {

@@ -137,6 +137,11 @@ static inline char* weights_at(const RowsView& rows, int32_t row) {
   return rows.weights[r >> rows.shift] + uint64_t{in_chunk} * rows.stride;
 }
 
+static inline const int64_t* id_at(const RowsView& rows, int32_t row) {
+  const uint32_t r = static_cast<uint32_t>(row);
+  return rows.ids[r >> rows.shift] + (r & ((1u << rows.shift) - 1));
+}
+
 // The optimizer state of a row. The time of the last update, in seconds, follows it.
 static inline float* state_at(const RowsView& rows, int32_t row) {
   const uint32_t r = static_cast<uint32_t>(row), in_chunk = r & ((1u << rows.shift) - 1);
