@@ -56,7 +56,7 @@ static inline uint16_t float_to_bf16(float x) {
   return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
-// `draw`: 24 random bits.
+// `draw`: 24 random bits. A larger draw never gives a smaller magnitude.
 static inline uint16_t float_to_half(float x, uint32_t draw) {
   if (x != x) return 0x7e00u;
   x = clamp_to(x, kLargestHalf);
@@ -64,8 +64,8 @@ static inline uint16_t float_to_half(float x, uint32_t draw) {
   if (rest >= 113u << 23) return static_cast<uint16_t>(sign | (rest - (112u << 23) + (draw >> 11)) >> 13);
   const float scaled = float_of(rest) * 16777216.0f;  // below 1024; the product is exact
   const uint32_t lower = static_cast<uint32_t>(scaled);
-  const float above = (scaled - static_cast<float>(lower)) * 16777216.0f;
-  return static_cast<uint16_t>(sign | (lower + (static_cast<float>(draw) < above ? 1u : 0u)));
+  const float distance = (scaled - static_cast<float>(lower)) * 16777216.0f;
+  return static_cast<uint16_t>(sign | (lower + (static_cast<float>(draw) >= 16777216.0f - distance ? 1u : 0u)));
 }
 
 static inline uint16_t float_to_bf16(float x, uint32_t draw) {

@@ -46,10 +46,10 @@ void rounds_to_nearest(Precision precision) {
     const float under = std::nextafter(half, low), over = std::nextafter(half, high);
     if (under > low) CHECK(narrow_one(precision, under) == b);
     if (over < high) CHECK(narrow_one(precision, over) == b + 1);
-    // Stochastic: the smallest draw keeps the lower value, the largest takes the upper one.
+    // Stochastic: the lower half of the draws keeps the lower value, the upper half takes the upper one.
     if (half > low && half < high) {
-      CHECK(narrow_one(precision, half, 0xffffff) == b + 1);
-      CHECK(narrow_one(precision, half, 0x7fffff) == b || precision == Precision::float16);
+      CHECK(narrow_one(precision, half, 0) == b && narrow_one(precision, half, 0x7fffff) == b);
+      CHECK(narrow_one(precision, half, 0x800000) == b + 1 && narrow_one(precision, half, 0xffffff) == b + 1);
     }
   }
 }

@@ -90,6 +90,6 @@ def _stochastic(segment: Segment, rows: Tensor, draws: Tensor) -> Tensor:
     # Below 2^-14 the stored values are the multiples of 2^-24.
     scaled = inside.abs() * 2.0**24
     lower = scaled.floor()
-    raised = draws.float() < (scaled - lower) * 2.0**24
+    raised = draws.float() >= 2.0**24 - (scaled - lower) * 2.0**24
     small = torch.copysign((lower + raised.float()) * 2.0**-24, inside)
     return torch.where(inside.isnan(), inside, torch.where(inside.abs() < 2.0**-14, small, usual))
