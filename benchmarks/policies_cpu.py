@@ -485,7 +485,10 @@ def precision(run: Run) -> None:
     print_table(
         f"Rows of 16 bits, K={run.rows}, {run.ids} ids, Adagrad, ns per id",
         ("rows", "dim", "call", "ns per id", "float32 = 1"),
-        [(r["rows"], str(r["dim"]), r["call"], f"{r['ns_per_id']:.1f}", str(r["of_float32"])) for r in records],
+        [
+            (r["rows"], str(r["dim"]), r["call"], f"{r['ns_per_id']:.1f}", str(r["of_float32"]))
+            for r in records
+        ],
     )
 
 

@@ -226,7 +226,8 @@ def table_calls() -> Iterator[Call]:
             "dim": 2,
             "optimizer": table.SGD(),
             "initializer": table.Zeros(),
-            "precision": "float32",
+            "precision": "float16",
+            "rounding": "nearest",
         },
     )
     yield (
@@ -236,7 +237,8 @@ def table_calls() -> Iterator[Call]:
             "dim": 2,
             "optimizer": table.SGD(),
             "initializer": table.Zeros(),
-            "precision": "float32",
+            "precision": "float16",
+            "rounding": "nearest",
             "admission": None,
             "eviction": (),
             "missing": "initial",

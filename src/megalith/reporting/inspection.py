@@ -21,6 +21,7 @@ from megalith.checkpoint.saved_rows import latest_rows
 from megalith.errors import CheckpointError, UnknownNameError
 from megalith.storage.store import open_store
 from megalith.table import Chunk
+from megalith.table.table_config import PRECISIONS
 from megalith.units import DAY, HOUR, MINUTE, MONTH, WEEK, YEAR
 
 OnRows = Callable[[int], None]
@@ -151,13 +152,17 @@ class InspectedRow:
 
 
 def _row_bytes(entry: TableEntry) -> int:
-    """Bytes of weights and state as float32, the id, and the time of the last update (4 bytes)."""
-    return 4 * (entry.dim + sum(entry.state_sizes.values())) + 8 + 4
+    """Bytes of weights in their precision, state as float32, the id, and the time of the last update."""
+    return _weight_bytes(entry) + 4 * sum(entry.state_sizes.values()) + 8 + 4
+
+
+def _weight_bytes(entry: TableEntry) -> int:
+    return sum(int(s["dim"]) * PRECISIONS.get(str(s.get("precision")), 4) for s in entry.segments)
 
 
 def _memory_parts(entry: TableEntry) -> dict[str, int]:
     return {
-        "rows": 4 * entry.live * entry.dim,
+        "rows": entry.live * _weight_bytes(entry),
         "state": 4 * entry.live * sum(entry.state_sizes.values()),
         "index": INDEX_BYTES * entry.live,
         "side": (8 + 4) * entry.live,

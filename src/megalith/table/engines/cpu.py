@@ -122,7 +122,8 @@ class CpuEngine(Engine):
         """See `Engine.reseed`."""
         with self._writing:
             self.seed = seed
-            self._native.set_key(table_key(seed, self.name))
+            self._key = table_key(seed, self.name)
+            self._native.set_key(self._key)
 
     def _with_room(self, ids: Tensor, write: Callable[[], None]) -> None:
         """Run a write; if the table is full and its score is a Python function, make room and repeat it."""
