@@ -46,13 +46,13 @@ struct Scratch {
   Buffer<int32_t> rows, missing, fresh, slots;
   Buffer<int64_t> fresh_ids, starts, begin;
   Buffer<Entry> entries;
-  Buffer<float> weights;
+  Buffer<float> weights, initial;
   std::vector<WorkerScratch> workers;
 
   void trim() {
     rows.trim(), missing.trim(), fresh.trim(), slots.trim(), fresh_ids.trim();
     starts.trim(), begin.trim();
-    entries.trim(), weights.trim();
+    entries.trim(), weights.trim(), initial.trim();
     for (WorkerScratch& w : workers) w.unique.trim(), w.sums.trim();
   }
 };

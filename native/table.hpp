@@ -415,6 +415,8 @@ class Table {
     }
   }
 
+  static int64_t workers(int threads) { return std::max(1, std::min(threads, ThreadPool::kMaxThreads)); }
+
   template <class Work>
   static void for_ranges(int64_t n, int64_t grain, int threads, Work&& work) {
     const int64_t tasks = (n + grain - 1) / grain;
@@ -467,7 +469,7 @@ class Table {
   const int32_t* find_or_create(const int64_t* ids, int64_t n, Scratch& scratch, int threads,
                                 std::unique_lock<ForkSafeLock>& hold, bool initialize = true, Note&& note = {});
   int64_t prepare_missing(const int64_t* ids, int64_t n, int32_t* rows, int64_t count, Scratch& scratch,
-                          const Update* update);
+                          const Update* update, int threads);
   void create_missing(int32_t* rows, int64_t count, int64_t created, Scratch& scratch, int threads,
                       bool initialize = true);
   static int64_t number_distinct(const int64_t* ids, int32_t* rows, const int32_t* missing, int64_t count,

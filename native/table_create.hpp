@@ -22,7 +22,7 @@ inline const int32_t* Table::find_or_create(const int64_t* ids, int64_t n, Scrat
     int64_t count = 0;
     for (int64_t i = 0; i < n; ++i)
       if (rows[i] < 0) missing[count++] = static_cast<int32_t>(i);
-    const int64_t created = prepare_missing(ids, n, rows, count, scratch, nullptr);
+    const int64_t created = prepare_missing(ids, n, rows, count, scratch, nullptr, threads);
     if (!save_rows(victims_.data(), static_cast<int64_t>(victims_.size()), hold)) continue;
     evict_victims();
     create_missing(rows, count, created, scratch, threads, initialize);
@@ -34,7 +34,7 @@ inline const int32_t* Table::find_or_create(const int64_t* ids, int64_t n, Scrat
 // unchanged: it numbers the distinct ids by first occurrence (`rows` holds the numbers until the second half), asks the
 // admission policy of an update, chooses rows to remove under a capacity, and makes room.
 inline int64_t Table::prepare_missing(const int64_t* ids, int64_t n, int32_t* rows, int64_t count, Scratch& scratch,
-                                      const Update* update) {
+                                      const Update* update, int threads) {
   victims_.clear();
   refused_now_.clear();
   if (count == 0) return 0;
@@ -44,6 +44,7 @@ inline int64_t Table::prepare_missing(const int64_t* ids, int64_t n, int32_t* ro
   int64_t* fresh_ids = scratch.fresh_ids.get(count);
   int64_t created = number_distinct(ids, rows, missing, count, fresh_ids, scratch);
   scratch.fresh.get(created);
+  scratch.initial.get(workers(threads) * dim_);
   if (update && !admits_all()) created = admit(*update, rows, count, created, scratch);
   if (tight) choose_victims(created);
   const int64_t more = created - static_cast<int64_t>(victims_.size());
@@ -76,9 +77,11 @@ inline void Table::create_missing(int32_t* rows, int64_t count, int64_t created,
   }
   if (!initialize) return;
   const TableView table = view();
-  for_ranges(created, 1024, threads, [&](int64_t first, int64_t last) {
-    std::vector<float> scratch(static_cast<size_t>(dim_));
-    kernels_->initialize(table, fresh + first, ids + first, last - first, scratch.data());
+  float* wide = scratch.initial.get(workers(threads) * dim_);  // a row for each worker
+  constexpr int64_t kGrain = 1024;
+  ThreadPool::get().run((created + kGrain - 1) / kGrain, threads, [&](int64_t task, int worker) {
+    const int64_t first = task * kGrain, last = std::min(created, first + kGrain);
+    kernels_->initialize(table, fresh + first, ids + first, last - first, wide + worker * dim_);
   });
 }
 

@@ -62,9 +62,9 @@ inline Table::Parts Table::divide(const Reached& reached, int64_t high, int thre
   parts.weights = reached.weighted ? scratch.weights.get(reached.n) : nullptr;
 
   const int64_t distinct = std::min(reached.n, int64_t{1} << parts.shift);
-  const size_t workers = static_cast<size_t>(std::max(1, std::min(threads, ThreadPool::kMaxThreads)));
-  if (scratch.workers.size() < workers) scratch.workers.resize(workers);
-  for (size_t w = 0; w < workers; ++w) {
+  const size_t count = static_cast<size_t>(workers(threads));
+  if (scratch.workers.size() < count) scratch.workers.resize(count);
+  for (size_t w = 0; w < count; ++w) {
     WorkerScratch& mine = scratch.workers[w];
     if (mine.slots.size() < (size_t{1} << parts.shift)) mine.slots.assign(size_t{1} << parts.shift, 0);
     mine.unique.get(distinct);
@@ -151,7 +151,7 @@ inline void Table::update(const Update& u, int threads) {
         for (int64_t i = r.first; i < r.last; ++i)
           if (mine[i] < 0) where[missing++] = static_cast<int32_t>(i);
     }
-    created = prepare_missing(u.ids, u.n, scratch.rows.get(0), missing, scratch, &u);
+    created = prepare_missing(u.ids, u.n, scratch.rows.get(0), missing, scratch, &u, threads);
     if (save_rows(victims_.data(), static_cast<int64_t>(victims_.size()), hold)) break;
   }
   Parts parts = divide(reached, rows_.high() + created, threads, scratch);
