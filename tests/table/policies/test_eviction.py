@@ -273,9 +273,6 @@ def test_a_policy_must_return_one_flag_per_row(engine: str) -> None:
         def expired(self, chunk: Chunk, now: int) -> Tensor:
             return torch.tensor([True])
 
-        def settings(self) -> dict[str, object]:
-            return {}
-
     table = table_with(engine, Wrong())
     train(table, ints(1, 2))
 

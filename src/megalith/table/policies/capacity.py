@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,8 +26,9 @@ class Capacity(Eviction):
     every moment. An id of the current call is never removed; a call with more distinct ids than the limit
     raises `TableFullError` before anything is written.
 
-    The lowest scores are found by sampling, so that a write does not wait for a pass over the table: a
-    removed row is among the lowest few percent, not always the lowest. With "lfu", a new row has count 1.
+    The lowest scores are found by sampling, so that a write seldom waits for a pass over the table: a removed
+    row is among the lowest sixteenth, not always the lowest. With "lfu", a row has count 1 after its first
+    update; assigned rows have count and step 0 and are removed first.
 
     With a limit, results depend on the number of shards, because each shard chooses among its own rows.
 
@@ -67,8 +68,3 @@ class Capacity(Eviction):
     def expired(self, chunk: Chunk, now: int) -> Tensor:
         """See `Eviction.expired`: nothing, since a table never exceeds its capacity."""
         return torch.zeros(chunk.ids.shape[0], dtype=torch.bool)
-
-    def settings(self) -> dict[str, Any]:
-        """See `Eviction.settings`. A function is recorded by its name."""
-        score = getattr(self.score, "__name__", repr(self.score)) if callable(self.score) else self.score
-        return {"rows": self.rows, "max_bytes": self.max_bytes, "score": score}

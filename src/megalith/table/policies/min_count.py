@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from megalith.errors import InputError
 from megalith.table.policies.policy import Admission, check_integer
@@ -35,7 +35,3 @@ class MinCount(Admission):
         if check_integer("MinCount: n", self.n, 1) > MAX_COUNT:
             raise InputError(f"MinCount: n must be at most {MAX_COUNT}, got {self.n}")
         check_integer("MinCount: max_ids", self.max_ids, 1)
-
-    def settings(self) -> dict[str, Any]:
-        """See `Admission.settings`."""
-        return {"n": self.n, "max_ids": self.max_ids}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -38,7 +38,3 @@ class MinNorm(Eviction):
         """See `Eviction.expired`."""
         small: Tensor = torch.linalg.vector_norm(chunk.rows, dim=1, dtype=torch.float64) < self.norm
         return small
-
-    def settings(self) -> dict[str, Any]:
-        """See `Eviction.settings`."""
-        return {"norm": self.norm}

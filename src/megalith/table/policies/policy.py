@@ -1,7 +1,8 @@
 """The contracts of policies: which ids get a row (`Admission`) and which rows are removed (`Eviction`).
 
 A policy holds settings only. The rows, counts and logs belong to the engine, so one policy object may serve
-several tables. A new policy is one file in this folder and one line in its `__init__.py`.
+several tables. A new eviction policy is one file in this folder and one line in its `__init__.py`. Admission is
+decided in the engines, for speed: native/table_admit.hpp and engines/reference_policies.py.
 """
 
 from __future__ import annotations
@@ -16,25 +17,21 @@ from megalith.errors import InputError
 from megalith.table.table_data import Chunk
 
 
-class Admission(ABC):
+class Admission:
     """Decides which new ids of an update get a row.
 
     `Table.assign`, `assign_add`, `reinitialize` and `restore` create rows without asking the policy.
     """
 
     name: ClassVar[str]
-    """The name under which a checkpoint records the policy."""
-
-    @abstractmethod
-    def settings(self) -> dict[str, Any]:
-        """Return the arguments that build an equal policy, as JSON values."""
+    """The name of the policy in configs of runs and in errors."""
 
 
 class Eviction(ABC):
     """Decides which rows `Table.evict` removes."""
 
     name: ClassVar[str]
-    """The name under which a checkpoint records the policy."""
+    """The name of the policy in configs of runs and in errors."""
 
     needs_rows: ClassVar[bool] = False
     """Whether `expired` reads weights and optimizer state. Without them a pass over a table is cheaper."""
@@ -50,10 +47,6 @@ class Eviction(ABC):
         Returns:
             bool [n].
         """
-
-    @abstractmethod
-    def settings(self) -> dict[str, Any]:
-        """Return the arguments that build an equal policy, as JSON values."""
 
 
 def check_integer(where: str, value: Any, low: int) -> int:

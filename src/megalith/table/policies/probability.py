@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from megalith.table.policies.policy import Admission, check_real
 
@@ -32,7 +32,3 @@ class Probability(Admission):
     def limit(self) -> int:
         """The limit below which 24 random bits admit an id, 1 to 2^24."""
         return max(1, round(self.p * 2**24))
-
-    def settings(self) -> dict[str, Any]:
-        """See `Admission.settings`."""
-        return {"p": self.p}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -55,8 +55,3 @@ class TTL(Eviction):
         for slot, seconds in self.per_slot.items():
             ages[slot] = seconds
         return age >= ages[slot_of(chunk.ids)]
-
-    def settings(self) -> dict[str, Any]:
-        """See `Eviction.settings`."""
-        slots = None if self.per_slot is None else {str(slot): s for slot, s in self.per_slot.items()}
-        return {"seconds": self.seconds, "per_slot": slots}
