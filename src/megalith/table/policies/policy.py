@@ -1,8 +1,8 @@
 """The contracts of policies: which ids get a row (`Admission`) and which rows are removed (`Eviction`).
 
 A policy holds settings only. The rows, counts and logs belong to the engine, so one policy object may serve
-several tables. A new eviction policy is one file in this folder and one line in its `__init__.py`. Admission is
-decided in the engines, for speed: native/table_admit.hpp and engines/reference_policies.py.
+several tables. A new eviction policy is one file in this folder and one line in its `__init__.py`.
+Admission is decided in the engines, for speed: native/table_admit.hpp and engines/reference_policies.py.
 """
 
 from __future__ import annotations
