@@ -29,7 +29,7 @@ from torch import nn
 from megalith import Adagrad, Capacity, MinCount
 from megalith.data import MemoryReader, Samples, load_movielens
 from megalith.models import DeepFM, EmbeddingConfig, forward_batch
-from megalith.models.embedding_config import TablePolicies
+from megalith.models.embedding_config import TableSettings
 from megalith.training import evaluate
 
 SMALL = 2 * BATCH
@@ -70,9 +70,9 @@ def measure(name: str, model: DeepFM, test: Samples) -> dict[str, Any]:
     return record
 
 
-def halved(rows: Mapping[str, int], score: str) -> dict[str, TablePolicies]:
+def halved(rows: Mapping[str, int], score: str) -> dict[str, TableSettings]:
     large = {table: n for table, n in rows.items() if n > SMALL}
-    return {table: TablePolicies(eviction=[Capacity(n // 2, score=score)]) for table, n in large.items()}
+    return {table: TableSettings(eviction=[Capacity(n // 2, score=score)]) for table, n in large.items()}
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str]) -> None:
     for score in ("lru", "lfu"):
         policies = halved(plain["rows_by_table"], score)
         name = f"Capacity, {score}, half of the rows"
-        records.append(measure(name, train(samples[:cut], policies=policies), samples[cut:]))
+        records.append(measure(name, train(samples[:cut], settings=policies), samples[cut:]))
     print_table(
         f"DeepFM on MovieLens-1M in the order of time, {len(samples) - cut:,} samples held out",
         ("policy", "AUC", "log loss", "rows", "bytes", "memory", "evicted", "refused"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 
 from megalith import SGD, Adagrad, EmbeddingCollection, Feature, Segment, TableConfig, checkpoint
 from megalith.checkpoint.saved_rows import read_tensors
+from megalith.errors import UsageError
+from megalith.reporting.inspection import summarize
 from megalith.storage.store import open_store
 from megalith.table.rounding import DTYPES
 from tests.table.support import assert_same_bits, assert_same_tables, dyadic, whole
@@ -73,6 +76,36 @@ def test_a_checkpoint_loads_into_tables_of_another_precision(tmp_path: Path) -> 
     rows = wide.tables["t"].lookup(IDS)
     assert_same_bits(to_narrow.tables["t"].lookup(IDS), rows.bfloat16().float())
     assert_same_bits(to_wide.tables["t"].lookup(IDS), narrow.tables["t"].lookup(IDS))
+
+
+def test_a_delta_does_not_continue_a_checkpoint_whose_rows_were_rounded(tmp_path: Path) -> None:
+    checkpoint.save(trained("float32"), tmp_path / "wide")
+    checkpoint.save(trained("bfloat16"), tmp_path / "narrow")
+    rounded, exact = make_model("bfloat16"), make_model("float32")
+    checkpoint.load(rounded, tmp_path / "wide")
+    checkpoint.load(exact, tmp_path / "narrow")
+
+    with pytest.raises(UsageError, match="save"):
+        checkpoint.save_delta(rounded, tmp_path / "wide")
+    checkpoint.save_delta(exact, tmp_path / "narrow")
+
+
+def test_rounding_is_recorded_and_a_manifest_without_it_loads(tmp_path: Path) -> None:
+    config = TableConfig("t", dim=7, optimizer=Adagrad(0.1), precision="bfloat16", rounding="stochastic")
+    model = EmbeddingCollection([config], [Feature("t", "t")])
+    model.tables["t"].apply_gradients(IDS, dyadic(1, 50, 7), step=0, time=3)
+    checkpoint.save(model, tmp_path)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    segment = manifest["collections"][""]["tables"]["t"]["segments"][0]
+    assert (segment["precision"], segment["rounding"]) == ("bfloat16", "stochastic")
+
+    del segment["rounding"]
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    loaded = EmbeddingCollection([config], [Feature("t", "t")])
+    checkpoint.load(loaded, tmp_path)
+
+    assert_same_tables(whole(loaded.tables["t"]), whole(model.tables["t"]))
+    assert summarize(checkpoint.read_manifest(tmp_path))[0].segments[0].rounding == "nearest"
 
 
 def test_a_requested_precision_wins_and_compaction_loses_nothing_more(tmp_path: Path) -> None:

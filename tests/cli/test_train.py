@@ -102,8 +102,10 @@ def test_train_eval_predict(tmp_path: Path, config: Path) -> None:
 
 def test_flags_and_sections_give_tables_policies(tmp_path: Path, config: Path) -> None:
     run = tmp_path / "run"
-    config.write_text(config.read_text() + '[tables.item]\nadmission = ""\neviction = "ttl=1e6"\n')
+    item = '[tables.item]\nadmission = ""\neviction = "ttl=1e6"\nprecision = "float32"\n'
+    config.write_text(config.read_text() + item)
     flags = ("--admission", "min_count=2", "--eviction", "capacity=70,capacity.score=step")
+    flags += ("--precision", "bfloat16", "--rounding", "stochastic")
 
     trained = megalith("train", "--config", config, "--run", run, "--max-steps", 10, *flags)
 
@@ -116,6 +118,12 @@ def test_flags_and_sections_give_tables_policies(tmp_path: Path, config: Path) -
     shown = megalith("table", run / "checkpoint", "--table", "user").output
     assert re.search(r"in memory +about .* rows .* state .* index .* counters", shown.replace("\n", " "))
     assert re.search(r"pending +[1-9][0-9,]* ids", shown)
+    assert "bfloat16 stochastic" in shown
+    assert "stochastic" not in megalith("table", run / "checkpoint", "--table", "item").output
+    listed = json.loads(megalith("checkpoint", "ls", run / "checkpoint", "--json").output)
+    segments = {table["name"]: table["segments"][-1] for table in listed["checkpoints"][0]["tables"]}
+    assert (segments["user"]["precision"], segments["user"]["rounding"]) == ("bfloat16", "stochastic")
+    assert (segments["item"]["precision"], segments["item"]["rounding"]) == ("float32", "nearest")
     wrong = megalith("train", "--config", config, "--run", run, "--eviction", "lru=5")
     assert wrong.exit_code == 1
     assert "unknown policy 'lru'" in wrong.output

@@ -24,7 +24,7 @@ from megalith import (
     Zeros,
 )
 from megalith.errors import InputError, UnknownNameError
-from megalith.models import DCNv2, DeepFM, EmbeddingConfig, TablePolicies
+from megalith.models import DCNv2, DeepFM, EmbeddingConfig, TableSettings
 
 
 def test_a_list_of_names_means_a_table_each_and_the_mean() -> None:
@@ -50,7 +50,7 @@ def test_policies_of_all_tables_and_of_one() -> None:
         ["user", "item"],
         admission=MinCount(2),
         eviction=TTL(60),
-        policies={"item": TablePolicies(eviction=[Capacity(9)])},
+        settings={"item": TableSettings(eviction=[Capacity(9)])},
         evict_every=30,
     )
     tables = DCNv2(config).embeddings.configs
@@ -58,11 +58,43 @@ def test_policies_of_all_tables_and_of_one() -> None:
     assert (tables["item"].admission, tables["item"].eviction) == (None, (Capacity(9),))
 
 
+def test_precision_of_all_tables_and_of_one() -> None:
+    config = EmbeddingConfig(
+        ["user", "item", "shop", "city"],
+        precision="bfloat16",
+        rounding="stochastic",
+        settings={
+            "item": TableSettings(precision="float32"),
+            "shop": TableSettings(precision=["float16", "float16"], rounding="nearest"),
+            "city": TableSettings(rounding="nearest"),
+        },
+    )
+    tables = DeepFM(config).embeddings.configs
+    found = {name: [(s.precision, s.rounding) for s in table.segments] for name, table in tables.items()}
+    wide = ("float32", "nearest")
+    assert found == {
+        "user": [wide, ("bfloat16", "stochastic")],  # the first-order weight stays float32
+        "item": [wide, wide],
+        "shop": [("float16", "nearest"), ("float16", "nearest")],
+        "city": [wide, ("bfloat16", "nearest")],
+    }
+    for own, words in (
+        (
+            TableSettings(precision=["float16"]),
+            "table 'user': precision must be one text, or one for each of",
+        ),
+        (TableSettings(precision="float8"), "precision must be one of float32"),
+        (TableSettings(precision="float32", rounding="stochastic"), "table 'user': float32 is not rounded"),
+    ):
+        with pytest.raises(InputError, match=words):
+            DeepFM(EmbeddingConfig(["user"], settings={"user": own}))
+
+
 def test_wrong_policies_are_named() -> None:
     with pytest.raises(UnknownNameError, match=r"unknown table 'usr' \(known: 'user'\)"):
-        DCNv2(EmbeddingConfig(["user"], policies={"usr": TablePolicies()}))
-    with pytest.raises(InputError, match="policies of table 'user'"):
-        EmbeddingConfig(["user"], policies={"user": TTL(5)})  # type: ignore[dict-item]
+        DCNv2(EmbeddingConfig(["user"], settings={"usr": TableSettings()}))
+    with pytest.raises(InputError, match="settings of table 'user'"):
+        EmbeddingConfig(["user"], settings={"user": TTL(5)})  # type: ignore[dict-item]
     shards = LocalShards([TableConfig("user", dim=4, optimizer=Adagrad(0.1))])
     with pytest.raises(InputError, match="pass them in their configs"):
         DCNv2(EmbeddingConfig(["user"], dim=4, shards=shards, eviction=TTL(5)))

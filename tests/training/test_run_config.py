@@ -9,7 +9,7 @@ import pytest
 
 from megalith import TTL, Adam, Capacity, MinCount, MinNorm
 from megalith.errors import InputError, UnknownNameError
-from megalith.models import TablePolicies
+from megalith.models import TableSettings
 from megalith.table.optimizers import OPTIMIZERS
 from megalith.training import RunConfig
 from megalith.training.run_config import TABLE_OPTIMIZERS
@@ -119,15 +119,28 @@ def test_policies_of_tables(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(POLICIES)
     config = RunConfig.from_toml(tmp_path / "run.toml")
 
-    assert config.policies == TablePolicies(MinCount(2), (TTL(100), Capacity(50, score="lfu")))
-    assert config.table_policies == {
-        "user": TablePolicies(None, (TTL(9, per_slot={3: 4.5}),)),
-        "item": TablePolicies(MinCount(2), (Capacity(7), MinNorm(0.5))),
+    shared = TableSettings(MinCount(2), (TTL(100), Capacity(50, score="lfu")), "float32", "nearest")
+    assert config.shared_settings == shared
+    assert config.table_settings == {
+        "user": TableSettings(None, (TTL(9, per_slot={3: 4.5}),)),
+        "item": TableSettings(MinCount(2), (Capacity(7), MinNorm(0.5))),
     }
     assert config.evict_every == 1000
     assert RunConfig.from_dict(config.to_dict()) == config
-    assert config.changed(train_epochs=2).table_policies == config.table_policies
+    assert config.changed(train_epochs=2).table_settings == config.table_settings
     assert RunConfig.from_dict({"train": {"eviction": "capacity=5"}}).evict_every is None
+
+
+def test_precision_of_tables() -> None:
+    train = {"precision": "bfloat16", "rounding": "stochastic"}
+    tables = {"user": {"precision": "float32"}, "item": {"precision": ["float32", "float16"]}}
+    config = RunConfig.from_dict({"train": train, "tables": tables})
+
+    assert config.shared_settings == TableSettings(None, (), "bfloat16", "stochastic")
+    assert config.table_settings["user"] == TableSettings(None, (), "float32", None)
+    assert config.table_settings["item"] == TableSettings(None, (), ["float32", "float16"], None)
+    assert RunConfig.from_dict(config.to_dict()) == config
+    assert config.changes_to(config.changed(train_rounding="nearest")) == {"rounding": "nearest"}
 
 
 def test_policies_may_change_when_a_run_is_resumed() -> None:
@@ -144,6 +157,27 @@ def test_policies_may_change_when_a_run_is_resumed() -> None:
 @pytest.mark.parametrize(
     ("data", "error", "words"),
     [
+        (
+            {"train": {"precision": "float8"}},
+            InputError,
+            r"train\.precision must be one of float32, float16, bfloat16, got 'float8'",
+        ),
+        (
+            {"tables": {"user": {"precision": ["float16", 3]}}},
+            InputError,
+            r"tables\.user\.precision must be one of float32, .*got 3",
+        ),
+        ({"tables": {"user": {"precision": []}}}, InputError, r"tables\.user\.precision must be one of"),
+        ({"train": {"rounding": "up"}}, InputError, r"train\.rounding must be one of nearest, stochastic"),
+        ({"train": {"rounding": "stochastic"}}, InputError, r"train\.rounding .* float32 is not rounded"),
+        (
+            {
+                "train": {"precision": "float16"},
+                "tables": {"t": {"precision": "float32", "rounding": "stochastic"}},
+            },
+            InputError,
+            r"tables\.t\.rounding .* float32 is not rounded",
+        ),
         (
             {"train": {"eviction": "tl=5"}},
             UnknownNameError,

@@ -120,7 +120,7 @@ def batch(*names: str) -> data.Batch:
 
 def model_calls() -> Iterator[Call]:
     layout = Layout("rows", [Slice("f", 0, 2), Slice("g", 0, 2)])
-    yield models.TablePolicies, {"admission": MinCount(2), "eviction": [TTL(5)]}
+    yield models.TableSettings, {"admission": MinCount(2), "eviction": [TTL(5)]}
     yield models.EmbeddingConfig, {"features": {"f": Mean(), "g": Mean()}, "tables": {"f": "g"}}
     yield from methods(embeddings, {"table": {"feature": "f"}, "collection": {"layouts": [layout]}})
     yield models.build_model, {"name": "deepfm", "embeddings": embeddings()}

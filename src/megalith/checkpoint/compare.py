@@ -350,6 +350,7 @@ def _settings(entry: TableEntry) -> dict[str, Any]:
         for key, value in {
             "dim": segment["dim"],
             "precision": segment.get("precision"),
+            "rounding": segment.get("rounding", "nearest"),
             "optimizer": segment["optimizer"].get("settings", segment["optimizer"]["name"]),
             "initializer": segment.get("initializer"),
         }.items()

@@ -254,11 +254,13 @@ def _load(model: nn.Module, store: Store, ranks: RankGroup, options: _LoadOption
             track_changes(collection.shards)
     if options.deltas:
         forget_last_save(collections.values())
-    if options.deltas and found.is_exact and not options.rename:
+    tables_read = _all_ranks(ranks, found, tables)
+    complete = not any(each.refused for each in tables_read.values())
+    if options.deltas and found.is_exact and complete and not options.rename:
         set_last_save(collections.values(), store, manifest.tip)
     report = LoadReport(
         manifest,
-        _all_ranks(ranks, found, tables),
+        tables_read,
         found.missing + dense.missing,
         found.extra + dense.extra,
         dict(manifest.latest.progress),
@@ -344,7 +346,7 @@ def _restore(match: TableMatch, chunk: Chunk) -> None:
     router = match.shards.router(match.local)
     if router is not None:
         chunk = chunk.select(router.owner(chunk.ids) == match.shards.rank)
-    if not match.is_exact:
+    if not match.keeps_state:
         n, columns = chunk.ids.numel(), match.table.config.state_columns
         state = {c.key: torch.full((n, c.end - c.start), c.initial) for c in columns}
         if not match.fresh:

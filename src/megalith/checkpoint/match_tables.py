@@ -35,11 +35,20 @@ class TableMatch:
     count: int | None = None
 
     @property
-    def is_exact(self) -> bool:
-        """Whether the rows are loaded as they were saved, with all state."""
+    def keeps_state(self) -> bool:
+        """Whether optimizer state is loaded as it was saved."""
         return not self.fresh and self.entries[-1].state_sizes == {
             column.key: column.end - column.start for column in self.table.config.state_columns
         }
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the rows are loaded as they were saved, with all state and without rounding."""
+        saved = [str(segment.get("precision", "float32")) for segment in self.entries[-1].segments]
+        stored = [segment.precision for segment in self.table.config.segments]
+        return self.keeps_state and all(
+            new in (old, "float32") for old, new in zip(saved, stored, strict=True)
+        )
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megalith.checkpoint.manifest import Routing
-from megalith.reporting.inspection import TableSummary
+from megalith.reporting.inspection import SegmentSummary, TableSummary
 from megalith.units import show_number
 
 PATIENCE = 2.0
@@ -120,9 +120,24 @@ def show_segments(table: TableSummary) -> str:
         table: The summary of the table.
 
     Returns:
-        Such as "1 adagrad + 16 adagrad".
+        Such as "1 adagrad + 16 adagrad bfloat16".
     """
-    return " + ".join(f"{s.dim} {s.optimizer}" for s in table.segments)
+    return " + ".join(
+        f"{s.dim} {s.optimizer}" + ("" if s.precision == "float32" else f" {show_precision(s)}")
+        for s in table.segments
+    )
+
+
+def show_precision(segment: SegmentSummary) -> str:
+    """Returns the precision of a segment, with its rounding if that is not the usual one.
+
+    Args:
+        segment: The summary of the segment.
+
+    Returns:
+        Such as "float32" or "bfloat16 stochastic".
+    """
+    return segment.precision + ("" if segment.rounding == "nearest" else f" {segment.rounding}")
 
 
 def plural(number: int, thing: str) -> str:

@@ -17,7 +17,16 @@ from megalith.bits import signed
 from megalith.checkpoint import Manifest, read_manifest
 from megalith.checkpoint.manifest import TableEntry
 from megalith.cli.console import exit_on_error
-from megalith.cli.output import bar_table, console, plural, print_json, progress, show_routing, show_segments
+from megalith.cli.output import (
+    bar_table,
+    console,
+    plural,
+    print_json,
+    progress,
+    show_precision,
+    show_routing,
+    show_segments,
+)
 from megalith.errors import InputError, UnknownNameError
 from megalith.ops.ids import hash_strings
 from megalith.reporting import inspection
@@ -194,7 +203,7 @@ def _print_summary(out: Console, t: TableSummary) -> None:
     if t.pending:
         grid.add_row("pending", f"{t.pending:,} ids without a row are counted")
     for number, s in enumerate(t.segments):
-        text = f"dim {s.dim}, {s.precision}, {s.settings}, {s.initializer}"
+        text = f"dim {s.dim}, {show_precision(s)}, {s.settings}, {s.initializer}"
         grid.add_row(f"segment {number}", Text(text))
     grid.add_row("routing", Text(show_routing(t.routing)))
     grid.add_row("step", f"{t.global_step:,}")

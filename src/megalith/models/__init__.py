@@ -12,7 +12,7 @@ from megalith.models.dcnv2 import DCNv2
 from megalith.models.deepfm import DeepFM
 from megalith.models.din import DIN
 from megalith.models.dlrm import DLRM
-from megalith.models.embedding_config import EmbeddingConfig, TablePolicies
+from megalith.models.embedding_config import EmbeddingConfig, TableSettings
 from megalith.models.model import Model, forward_batch
 
 MODELS: dict[str, Callable[..., Model]] = {"deepfm": DeepFM, "dlrm": DLRM, "dcnv2": DCNv2, "din": DIN}
@@ -26,7 +26,7 @@ __all__ = [
     "DeepFM",
     "EmbeddingConfig",
     "Model",
-    "TablePolicies",
+    "TableSettings",
     "build_model",
     "forward_batch",
 ]

@@ -10,7 +10,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from difflib import get_close_matches
 
 from megalith.errors import InputError, UnknownNameError
@@ -26,13 +26,17 @@ MakeShards = Callable[[list[TableConfig]], Shards]
 
 
 @dataclass(frozen=True)
-class TablePolicies:
-    """The policies of one table."""
+class TableSettings:
+    """The policies and the precision of one table."""
 
     admission: Admission | None = None
     """Which new ids get a row, as for TableConfig."""
     eviction: Sequence[Eviction] = ()
     """Which rows are removed, as for TableConfig."""
+    precision: str | Sequence[str] | None = None
+    """The stored type of the embedding, or one type for each segment of a row; None: that of all tables."""
+    rounding: str | None = None
+    """How a step rounds weights of 16 bits; None: as in all tables."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,8 @@ class EmbeddingConfig:
     """Which new ids get a row, in all tables; as for TableConfig."""
     eviction: Eviction | Sequence[Eviction] = ()
     """Which rows are removed, in all tables; as for TableConfig."""
-    policies: Mapping[str, TablePolicies] = field(default_factory=dict)
-    """The policies of single tables by name, instead of `admission` and `eviction`."""
+    settings: Mapping[str, TableSettings] = field(default_factory=dict)
+    """The settings of single tables by name. `admission` and `eviction` then do not apply to them."""
     evict_every: int | None = None
     """In how many steps the eviction policies pass over the tables; as for EmbeddingCollection."""
     update: str = "backward"
@@ -94,9 +98,9 @@ class EmbeddingConfig:
             if name not in self.combiners:
                 known = ", ".join(map(repr, self.combiners))
                 raise UnknownNameError(f"tables: unknown feature {name!r} (known: {known})")
-        checks.mapping(self.policies, "EmbeddingConfig: policies", '{"user": TablePolicies(...)}')
-        for name, policies in self.policies.items():
-            checks.instance(policies, TablePolicies, f"EmbeddingConfig: policies of table {name!r}")
+        checks.mapping(self.settings, "EmbeddingConfig: settings", '{"user": TableSettings(...)}')
+        for name, settings in self.settings.items():
+            checks.instance(settings, TableSettings, f"EmbeddingConfig: settings of table {name!r}")
         self._warn_of_misspelt_tables()
         self.segment()
 
@@ -159,9 +163,9 @@ class EmbeddingConfig:
             A collection with one table for each table name of the features.
 
         Raises:
-            UnknownNameError: If the shards do not have a table, or no feature has a table of `policies`.
-            InputError: If a table of the shards has other segments, or features of one table have ids from
-                different sources.
+            UnknownNameError: If the shards do not have a table, or no feature has a table of `settings`.
+            InputError: If a table of the shards has other segments, features of one table have ids from
+                different sources, or the precision of a table is wrong.
         """
         features = [Feature(name, self.table(name), combiner) for name, combiner in self.combiners.items()]
         if not isinstance(more, list | tuple) or not all(isinstance(each, Feature) for each in more):
@@ -170,16 +174,17 @@ class EmbeddingConfig:
         self._check_id_sources(features)
         row = [self.segment()] if segments is None else segments
         names = dict.fromkeys(feature.table for feature in features)
-        for name in self.policies:
+        for name in self.settings:
             if name not in names:
                 known = ", ".join(map(repr, names))
-                raise UnknownNameError(f"policies: unknown table {name!r} (known: {known})")
+                raise UnknownNameError(f"settings: unknown table {name!r} (known: {known})")
         configs = [self._table_config(name, row) for name in names]
         tables: Sequence[TableConfig] | Shards = configs
         if self.shards is not None:
-            if isinstance(self.shards, Shards) and (self.admission or self.eviction or self.policies):
+            if isinstance(self.shards, Shards) and (self.admission or self.eviction or self.settings):
                 raise InputError(
-                    "EmbeddingConfig: the shards already have policies; pass them in their configs"
+                    "EmbeddingConfig: the shards already have policies and settings; pass them in their "
+                    "configs"
                 )
             tables = self.shards if isinstance(self.shards, Shards) else self.shards(configs)
             _check_rows(tables, configs)
@@ -194,14 +199,37 @@ class EmbeddingConfig:
         )
 
     def _table_config(self, name: str, row: Sequence[Segment]) -> TableConfig:
-        own = self.policies.get(name)
+        own = self.settings.get(name)
         return TableConfig(
             name,
-            segments=row,
+            segments=row if own is None else self._own_precision(name, row, own),
             admission=self.admission if own is None else own.admission,
             eviction=self.eviction if own is None else own.eviction,
             dist_type=self.dist_type,
         )
+
+    def _own_precision(self, name: str, row: Sequence[Segment], own: TableSettings) -> list[Segment]:
+        """Returns the segments of a row with the precision and rounding of one table."""
+        given = own.precision
+        if given is None or isinstance(given, str):
+            embedding = self.segment()
+            usual = self.precision if given is None else given
+            precisions: Sequence[str] = [usual if each == embedding else each.precision for each in row]
+        else:
+            precisions = given
+        if not isinstance(precisions, list | tuple) or len(precisions) != len(row):
+            raise InputError(
+                f"table {name!r}: precision must be one text, or one for each of the {len(row)} segments of "
+                f"a row, got {given!r}"
+            )
+        # Shared rounding does not apply to a table of float32; its own rounding must have an effect.
+        if own.rounding not in (None, "nearest") and all(each == "float32" for each in precisions):
+            raise InputError(f"table {name!r}: float32 is not rounded; set precision to float16 or bfloat16")
+        rounding = self.rounding if own.rounding is None else own.rounding
+        return [
+            replace(each, precision=precision, rounding="nearest" if precision == "float32" else rounding)
+            for each, precision in zip(row, precisions, strict=True)
+        ]
 
     def _check_id_sources(self, features: Sequence[Feature]) -> None:
         first: dict[str, str] = {}

@@ -58,6 +58,8 @@ class SegmentSummary:
 
     dim: int
     precision: str
+    rounding: str
+    """How an update rounds to the precision: "nearest" or "stochastic"."""
     optimizer: str
     settings: str
     initializer: str
@@ -414,6 +416,7 @@ def _segment(segment: dict[str, object]) -> SegmentSummary:
     return SegmentSummary(
         dim=int(str(segment["dim"])),
         precision=str(segment.get("precision", "float32")),
+        rounding=str(segment.get("rounding", "nearest")),
         optimizer=str(optimizer["name"]),
         settings=str(optimizer.get("settings", optimizer["name"])),
         initializer=str(segment.get("initializer", "")),

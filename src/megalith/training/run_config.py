@@ -1,8 +1,8 @@
 """RunConfig: everything that is needed to repeat a run, from a TOML file and command-line flags.
 
 The fields of the three sections are the keys of the TOML file and the flags of `megalith train`, and the
-docstring of a field is the help text of its flag. A section [tables.NAME] holds the policies of one table.
-Unknown keys and wrong types raise an error that names the key.
+docstring of a field is the help text of its flag. A section [tables.NAME] holds the policies and the
+precision of one table. Unknown keys and wrong types raise an error that names the key.
 """
 
 from __future__ import annotations
@@ -17,12 +17,19 @@ from typing import Any, get_args, get_type_hints
 
 from megalith.data.reader_registry import FILE_READERS
 from megalith.errors import InputError, UnknownNameError
-from megalith.models import TablePolicies
+from megalith.models import TableSettings
 from megalith.ops import checks
 from megalith.routing import MODES
 from megalith.shards.wire import check_wire
 from megalith.table.optimizers import OPTIMIZERS, Optimizer
-from megalith.training.policy_config import needs_passes, parse_admission, parse_eviction, parse_tables
+from megalith.training.table_settings import (
+    needs_passes,
+    parse_admission,
+    parse_eviction,
+    parse_precision,
+    parse_rounding,
+    parse_tables,
+)
 
 KINDS = ("movielens", "synthetic", *FILE_READERS)
 TABLE_OPTIMIZERS = {
@@ -36,6 +43,8 @@ MAY_CHANGE = (
     "admission",
     "eviction",
     "evict_every",
+    "precision",
+    "rounding",
     "epochs",
     "max_steps",
     "threads",
@@ -138,6 +147,10 @@ class TrainConfig:
     several separated by commas, further arguments as in capacity.score=lfu. Default: none."""
     evict_every: int = 1000
     """Number of batches in which ttl and min_norm pass over the tables, a small part after each batch."""
+    precision: str = "float32"
+    """Stored type of embeddings, in tables without their own value: float32, float16 or bfloat16."""
+    rounding: str = "nearest"
+    """How an update rounds embeddings of 16 bits: nearest or stochastic."""
     engine: str = "cpu"
     """Engine of the tables: cpu or reference."""
     seed: int = 0
@@ -205,8 +218,9 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     """Section [train]."""
     tables: dict[str, Any] = field(default_factory=dict)
-    """Sections [tables.NAME]: the policies `admission` and `eviction` of single tables, as text as in [train]
-    or as sections such as [tables.user.eviction.ttl]. A key that is missing has the value of [train]."""
+    """Sections [tables.NAME]: `admission`, `eviction`, `precision` and `rounding` of single tables. Policies
+    are text as in [train], or sections such as [tables.user.eviction.ttl]; `precision` may be a list with one
+    value for each segment of a row. A key that is missing has the value of [train]."""
 
     def __post_init__(self) -> None:
         for name, kind in _SECTIONS.items():
@@ -235,7 +249,7 @@ class RunConfig:
         self._check_ranks()
         if not isinstance(self.tables, Mapping):
             raise InputError("config: [tables] must be a section")
-        _ = self.policies, self.table_policies  # raises for wrong values
+        _ = self.shared_settings, self.table_settings  # raises for wrong values
 
     def _check_ranks(self) -> None:
         """Checks the keys of multi-rank runs, on one rank too: the run may be resumed on several ranks."""
@@ -264,23 +278,25 @@ class RunConfig:
         return TABLE_OPTIMIZERS[self.train.table_optimizer](lr=self.train.table_lr)
 
     @property
-    def policies(self) -> TablePolicies:
-        """The policies of tables without their own section."""
-        return TablePolicies(
-            parse_admission(self.train.admission, "train.admission"),
-            parse_eviction(self.train.eviction, "train.eviction"),
+    def shared_settings(self) -> TableSettings:
+        """The policies and the precision of tables without their own section."""
+        train = self.train
+        return TableSettings(
+            parse_admission(train.admission, "train.admission"),
+            parse_eviction(train.eviction, "train.eviction"),
+            parse_precision(train.precision, "train.precision"),
+            parse_rounding(train.rounding, train.precision, "train.rounding"),
         )
 
     @property
-    def table_policies(self) -> dict[str, TablePolicies]:
-        """The policies of the tables with their own section."""
-        shared = self.policies
-        return parse_tables(self.tables, shared.admission, tuple(shared.eviction))
+    def table_settings(self) -> dict[str, TableSettings]:
+        """The policies and the precision of the tables with their own section."""
+        return parse_tables(self.tables, self.shared_settings)
 
     @property
     def evict_every(self) -> int | None:
         """`train.evict_every`, or None if no policy needs passes over a table."""
-        used = (self.policies, *self.table_policies.values())
+        used = (self.shared_settings, *self.table_settings.values())
         return self.train.evict_every if any(needs_passes(tuple(p.eviction)) for p in used) else None
 
     @property

@@ -50,14 +50,17 @@ def model_for(config: RunConfig, available: list[str], num_dense: int) -> Model:
             raise InputError(
                 f"config: model.features: the data has no feature {name!r} (known: {', '.join(available)})"
             )
+    shared = config.shared_settings
     embeddings = EmbeddingConfig(
         names,
         dim=config.model.dim,
         optimizer=config.table_optimizer,
         tables=config.model.tables,
-        admission=config.policies.admission,
-        eviction=config.policies.eviction,
-        policies=config.table_policies,
+        admission=shared.admission,
+        eviction=shared.eviction,
+        precision=config.train.precision,
+        rounding=config.train.rounding,
+        settings=config.table_settings,
         evict_every=config.evict_every,
         update="step" if updates_in_step(config) else "backward",
         dist_type=config.train.dist_type,

@@ -1,12 +1,15 @@
-"""Policies of tables in the config of a run: text or a section of the TOML file becomes policy objects.
+"""Settings of tables in the config of a run: policies and precision, from text or sections of the TOML file.
 
     eviction = "ttl=2592000, capacity=1000000, capacity.score=lfu"
+    precision = "bfloat16"
 
+    [tables.user]
+    precision = ["float32", "bfloat16"]
     [tables.user.eviction]
     ttl = { seconds = 2592000, per_slot = { 3 = 86400 } }
     capacity = 1000000
 
-Both forms give a policy by its name in `megalith.table.policies`. A number is its first argument;
+Text and sections give a policy by its name in `megalith.table.policies`. A number is its first argument;
 `capacity.score=lfu`, or a section, gives arguments by name.
 """
 
@@ -18,10 +21,11 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from megalith.errors import InputError, UnknownNameError
-from megalith.models import TablePolicies
+from megalith.models import TableSettings
 from megalith.table.policies import ADMISSIONS, EVICTIONS, Admission, Capacity, Eviction
+from megalith.table.table_config import PRECISIONS, ROUNDINGS
 
-KEYS = ("admission", "eviction")
+KEYS = ("admission", "eviction", "precision", "rounding")
 
 
 def parse_admission(given: str | Mapping[str, Any] | None, where: str) -> Admission | None:
@@ -62,18 +66,58 @@ def parse_eviction(given: str | Mapping[str, Any] | None, where: str) -> tuple[E
     return tuple(_policies(given, EVICTIONS, where))
 
 
-def parse_tables(
-    tables: Mapping[str, Any], admission: Admission | None, eviction: tuple[Eviction, ...]
-) -> dict[str, TablePolicies]:
-    """Build the policies of the tables that have a section [tables.NAME].
+def parse_precision(given: Any, where: str) -> str | list[str]:
+    """Check the precision of a table.
+
+    Args:
+        given: Text such as "bfloat16" for embeddings, or a list with one text for each segment of a row.
+        where: The key of the config, for messages.
+
+    Returns:
+        The same value.
+
+    Raises:
+        InputError: It is neither, or a precision does not exist.
+    """
+    for each in given if isinstance(given, list) and given else [given]:
+        _one_of(each, tuple(PRECISIONS), where)
+    found: str | list[str] = given
+    return found
+
+
+def parse_rounding(given: Any, precision: str | list[str], where: str) -> str:
+    """Check the rounding of a table.
+
+    Args:
+        given: "nearest" or "stochastic".
+        precision: The precision of the table, from `parse_precision`.
+        where: The key of the config, for messages.
+
+    Returns:
+        The same value.
+
+    Raises:
+        InputError: The value is wrong, or no weights of the table are rounded.
+    """
+    _one_of(given, ROUNDINGS, where)
+    stored = precision if isinstance(precision, list) else [precision]
+    if given != "nearest" and all(each == "float32" for each in stored):
+        raise InputError(
+            f"config: {where} is {given!r}, but float32 is not rounded: set precision to float16 or bfloat16"
+        )
+    rounding: str = given
+    return rounding
+
+
+def parse_tables(tables: Mapping[str, Any], shared: TableSettings) -> dict[str, TableSettings]:
+    """Build the settings of the tables that have a section [tables.NAME].
 
     Args:
         tables: Content of the sections, by table.
-        admission: Admission policy of a table whose section has none.
-        eviction: Eviction policies of a table whose section has none.
+        shared: The settings of [train], for keys that a section does not have.
 
     Returns:
-        Policies by table.
+        Settings by table.
 
     Raises:
         UnknownNameError: A section has an unknown key; the message lists the known ones.
@@ -87,11 +131,23 @@ def parse_tables(
         for key in given:
             if key not in KEYS:
                 raise UnknownNameError(f"config: unknown key {where}.{key} (known: {', '.join(KEYS)})")
-        found[table] = TablePolicies(
-            parse_admission(given["admission"], f"{where}.admission") if "admission" in given else admission,
-            parse_eviction(given["eviction"], f"{where}.eviction") if "eviction" in given else eviction,
-        )
+        found[table] = _settings(given, shared, where)
     return found
+
+
+def _settings(given: Mapping[str, Any], shared: TableSettings, where: str) -> TableSettings:
+    admission, eviction, precision = shared.admission, tuple(shared.eviction), None
+    if "admission" in given:
+        admission = parse_admission(given["admission"], f"{where}.admission")
+    if "eviction" in given:
+        eviction = parse_eviction(given["eviction"], f"{where}.eviction")
+    if "precision" in given:
+        precision = parse_precision(given["precision"], f"{where}.precision")
+    rounding = None
+    if "rounding" in given:
+        stored = precision or str(shared.precision)
+        rounding = parse_rounding(given["rounding"], stored, f"{where}.rounding")
+    return TableSettings(admission, eviction, precision, rounding)
 
 
 def needs_passes(eviction: tuple[Eviction, ...]) -> bool:
@@ -104,6 +160,11 @@ def needs_passes(eviction: tuple[Eviction, ...]) -> bool:
         Whether there is one besides `Capacity`, which acts when rows are written.
     """
     return any(not isinstance(policy, Capacity) for policy in eviction)
+
+
+def _one_of(value: Any, known: tuple[str, ...], where: str) -> None:
+    if not isinstance(value, str) or value not in known:
+        raise InputError(f"config: {where} must be one of {', '.join(known)}, got {value!r}")
 
 
 def _policies(given: Any, known: Mapping[str, Any], where: str) -> list[Any]:
