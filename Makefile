@@ -24,7 +24,7 @@ demo: $(VENV)/installed
 test: lint test-native test-python
 
 test-python: $(VENV)/dev
-	$(PYTEST) -m "not soak" -n 2 --dist loadfile --max-worker-restart 0 --ignore tests/integrations
+	$(PYTEST) -m "not soak" -n 3 --dist loadfile --max-worker-restart 0 --ignore tests/integrations
 
 test-integrations: $(VENV)/integrations
 	$(PYTEST) tests/integrations
@@ -36,7 +36,7 @@ build/%/tested: $(NATIVE) $(wildcard native/tests/*) $(VENV)/dev
 	$(BIN)/cmake -S . -B build/$* -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
 	  -DMEGALITH_PYTHON=OFF -DMEGALITH_TESTS=ON -DMEGALITH_SANITIZE=$*
 	$(BIN)/cmake --build build/$*
-	$(BIN)/ctest --test-dir build/$* --output-on-failure
+	$(BIN)/ctest --test-dir build/$* --output-on-failure --parallel 2
 	@touch $@
 
 lint: $(VENV)/dev
