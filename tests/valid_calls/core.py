@@ -228,8 +228,11 @@ def table_calls() -> Iterator[Call]:
             "initializer": table.Zeros(),
             "precision": "float16",
             "rounding": "nearest",
+            "serving": table.FixedPoint(),
         },
     )
+    yield table.FixedPoint, {"range": 1.0}
+    yield table.OneBit, {"amplitude": 0.1, "init_scale": 1.0, "max_scale": 10.0, "step_size": 5}
     yield (
         table.TableConfig,
         {
@@ -239,6 +242,7 @@ def table_calls() -> Iterator[Call]:
             "initializer": table.Zeros(),
             "precision": "float16",
             "rounding": "nearest",
+            "serving": table.OneBit(),
             "admission": None,
             "eviction": (),
             "missing": "initial",

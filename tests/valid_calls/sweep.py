@@ -16,7 +16,7 @@ import torch
 from megalith import Pipeline, TableConfig
 from megalith.checkpoint import SaveHandle
 from megalith.data import EqualBatchLoader, Reader
-from megalith.table import Admission, Eviction
+from megalith.table import Admission, Eviction, ServingPrecision
 from megalith.table.optimizers import SGD, Optimizer
 
 Arguments = dict[str, Any]
@@ -120,6 +120,7 @@ CANNOT_BE_CALLED: Mapping[str, str] = {
             "Model",
             "Optimizer",
             "Reader",
+            "ServingPrecision",
             "Shards",
             "SyncBackend",
         ),
@@ -170,13 +171,15 @@ CANNOT_BE_CALLED: Mapping[str, str] = {
     "Model.compile": "passes its arguments to torch.compile",
 }
 """Public names that the sweep leaves out, and why."""
-FORMULAS = {"correction", "expired", "state", "states", "step", "update"}
-"""Methods of optimizers and policies that engines call with tensors they have validated."""
+FORMULAS = {"correction", "expired", "state", "states", "step", "update"} | {
+    *("code_bytes", "decode", "encode", "from_unit", "gradient", "scale", "served", "trained")
+}
+"""Methods of optimizers, policies and serving precisions that engines call with what they have validated."""
 
 
 def is_swept(owner: type, method: str) -> bool:
     """Returns whether a method that a class defines can be called with wrong arguments."""
-    formula = issubclass(owner, Optimizer | Admission | Eviction) and method in FORMULAS
+    formula = issubclass(owner, Optimizer | Admission | Eviction | ServingPrecision) and method in FORMULAS
     return not formula and f"{owner.__name__}.{method}" not in CANNOT_BE_CALLED
 
 

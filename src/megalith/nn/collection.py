@@ -181,6 +181,7 @@ class EmbeddingCollection(nn.Module):
         started = batch.take(self) if isinstance(batch, StartedBatch) else None
         own = started or self._start(batch)
         compiled = own.batch
+        own.lookup.step = self.lookup_step
         if self.training and torch.is_grad_enabled():
             own.step, own.time = self.global_step, time
             outputs = _Pool.apply(self._anchor, self, own)
@@ -189,6 +190,11 @@ class EmbeddingCollection(nn.Module):
         if compiled.device.type != "cpu":
             outputs = [o.to(compiled.device) for o in outputs]
         return self.plan.assemble(compiled, outputs)
+
+    @property
+    def lookup_step(self) -> int | None:
+        """The step of a lookup made now (`Lookup.step`): None in eval mode and without gradients."""
+        return self.global_step if self.training and torch.is_grad_enabled() else None
 
     def start(self, batch: Any) -> StartedBatch:
         """Send the ids of a batch ahead of its forward, which takes the result instead of the batch.

@@ -138,8 +138,7 @@ class _PipelineEpoch:
             batch, lookups = self._ahead.popleft().result()
             for lookup in lookups:
                 lookup.wait_ids()  # a bad batch of another rank raises here
-            for lookup in lookups:
-                lookup.fetch()
+            self._fetch(lookups)
             self._fill(self._pipeline.depth)
             trains = torch.is_grad_enabled()
             try:
@@ -159,8 +158,12 @@ class _PipelineEpoch:
             if ahead.exception() is not None:
                 self._ended = True
             elif self._pipeline.mode == "rows":
-                for lookup in ahead.result()[1]:
-                    lookup.fetch()
+                self._fetch(ahead.result()[1])
+
+    def _fetch(self, lookups: list[Lookup]) -> None:
+        for each, lookup in zip(self._collections, lookups, strict=True):
+            lookup.step = each.lookup_step
+            lookup.fetch()
 
     def _begin(self) -> _Ahead | None:
         """Read the next batch and send its ids; return None at the end."""

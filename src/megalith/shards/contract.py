@@ -121,7 +121,12 @@ class Shards(ABC):
 
     @abstractmethod
     def lookup(
-        self, ids: Ids | PreparedIds, *, missing_ok: bool = False, series: LookupSeries | None = None
+        self,
+        ids: Ids | PreparedIds,
+        *,
+        missing_ok: bool = False,
+        series: LookupSeries | None = None,
+        step: int | None = None,
     ) -> Lookup:
         """Start to look up ids; it may return before rows arrive.
 
@@ -129,6 +134,7 @@ class Shards(ABC):
             ids: int64 or int32 [n] per table, or the result of `prepare`.
             missing_ok: Skip unknown tables instead of raising.
             series: The series of this lookup, if it is made ahead of updates; see `LookupSeries`.
+            step: The global step of the training that reads the rows; see `Lookup.step`.
 
         Returns:
             The lookup, in progress or done.

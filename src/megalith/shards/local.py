@@ -21,12 +21,12 @@ from megalith.shards.contract import (
     check_configs,
     missing_status,
 )
-from megalith.shards.lookup import Lookup, PreparedIds
+from megalith.shards.lookup import Lookup, PreparedIds, check_lookup_step
 from megalith.shards.lookup_series import LookupSeries
 from megalith.shards.preparer import LocalPreparer
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
 from megalith.table.engines.group import EngineGroup
-from megalith.table.validation import check_by_table, check_flag, check_pooling
+from megalith.table.validation import check_by_table, check_flag, check_pooling, check_step
 
 
 class LocalShards(Shards):
@@ -40,6 +40,7 @@ class LocalShards(Shards):
 
     Attributes:
         engines: The engines of the tables. They take validated input only.
+        stepwise: The tables of which lookups depend on their step.
 
     Raises:
         InputError: Two tables have the same name, or a config or option is wrong.
@@ -57,6 +58,8 @@ class LocalShards(Shards):
             }
         )
         self.engines = EngineGroup({name: table.engine_impl for name, table in self.local.items()})
+        views = {name: table.engine_impl.view for name, table in self.local.items()}
+        self.stepwise = [name for name, view in views.items() if view is not None and view.depends_on_step]
 
     def __repr__(self) -> str:
         tables = ", ".join(f"{name}: {len(table)} rows" for name, table in self.local.items())
@@ -65,14 +68,20 @@ class LocalShards(Shards):
     # ---- a batch
 
     def lookup(
-        self, ids: Ids | PreparedIds, *, missing_ok: bool = False, series: LookupSeries | None = None
+        self,
+        ids: Ids | PreparedIds,
+        *,
+        missing_ok: bool = False,
+        series: LookupSeries | None = None,
+        step: int | None = None,
     ) -> LocalLookup:
         """See `Shards.lookup`. Finds rows; reads them when they are used. A series has no effect."""
+        step = None if step is None else check_step(step, "lookup")
         if not isinstance(ids, PreparedIds):
             ids = self.prepare(ids, missing_ok=missing_ok)
         elif not self._is_prepared(ids):  # made by hand, or by other shards
             ids = self.prepare(ids.ids)
-        return LocalLookup(self.engines, ids.ids)
+        return LocalLookup(self.engines, ids.ids, step)
 
     def _is_prepared(self, prepared: PreparedIds) -> bool:
         """Whether ids have the form that engines take; reads attributes only."""
@@ -97,10 +106,11 @@ class LocalShards(Shards):
         """See `Shards.apply_gradients`."""
         check_flag(wait, "wait")
         if not isinstance(lookup, Lookup):
-            lookup = self.lookup(lookup)
+            lookup = self.lookup(lookup, step=step)
         if not isinstance(lookup, LocalLookup) or lookup.engines is not self.engines:
             raise InputError("this Lookup belongs to another Shards object")
         lookup.check_unchanged()
+        check_lookup_step(lookup, self.stepwise)
         checked = self._check_gradients(lookup, grads, pooling)
         now = clock.time() if time is None else time  # the same for all tables
         steps = {name: self.local[name].checks.step(step, now, scale, clip_norm) for name in checked}
@@ -252,14 +262,15 @@ class LocalLookup(Lookup):
     Args:
         engines: The tables' engines.
         ids: int64 [n] by table, validated.
+        step: See `Lookup`.
 
     Attributes:
         found: The rows of the ids by table.
         pooled: The pooling that was used last, which therefore fits the ids.
     """
 
-    def __init__(self, engines: EngineGroup, ids: Mapping[str, Tensor]) -> None:
-        super().__init__(ids)
+    def __init__(self, engines: EngineGroup, ids: Mapping[str, Tensor], step: int | None = None) -> None:
+        super().__init__(ids, step)
         self.engines = engines
         self.found = engines.find(ids)
         self.pooled: Pooling | None = None
@@ -270,12 +281,12 @@ class LocalLookup(Lookup):
     def gather(self, table: str) -> Tensor:
         """See `Lookup.gather`. Reads the rows as they are now."""
         self.check_table(table)
-        return self.engines.read(table, self.ids[table], self.found[table])
+        return self.engines.read(table, self.ids[table], self.found[table], step=self.step)
 
     def pool(self, pooling: Pooling) -> list[Tensor]:
         """See `Lookup.pool`. Each engine validates the pooling's bags of its table."""
         self._check_tables(pooling)
-        outputs = self.engines.pool(self.ids, self.found, pooling)
+        outputs = self.engines.pool(self.ids, self.found, pooling, step=self.step)
         self.pooled = pooling
         return outputs
 

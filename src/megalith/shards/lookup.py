@@ -7,7 +7,7 @@ its own class.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -36,11 +36,15 @@ class Lookup(ABC):
     Attributes:
         ids: The ids that were looked up, int64 [n] per table.
         used: Whether gradients were applied.
+        step: The global step of the training that reads the rows, for tables with a view
+            (`Segment.serving`); None: the rows are those that servers return. Rows that were fetched keep
+            the step that they were fetched with.
     """
 
-    def __init__(self, ids: Mapping[str, Tensor]) -> None:
+    def __init__(self, ids: Mapping[str, Tensor], step: int | None = None) -> None:
         self.ids = ids
         self.used = False
+        self.step = step
         self._versions = {name: version(x) for name, x in ids.items()}
 
     def check_unchanged(self) -> None:
@@ -152,3 +156,21 @@ def version(tensor: Tensor) -> int:
         The counter of torch; always 0 for inference tensors, which torch does not count.
     """
     return 0 if tensor.is_inference() else tensor._version
+
+
+def check_lookup_step(lookup: Lookup, stepwise: Collection[str]) -> None:
+    """Check that rows whose view changes with the step were read for training.
+
+    Args:
+        lookup: A lookup that gradients are applied to.
+        stepwise: The tables with such a view.
+
+    Raises:
+        UsageError: One of them was looked up, and the lookup has no step.
+    """
+    wrong = [name for name in stepwise if name in lookup.ids] if lookup.step is None else []
+    if wrong:
+        raise UsageError(
+            f"table {wrong[0]!r}: what a lookup returns depends on the step (OneBit); pass step= to lookup, "
+            "the step of the update"
+        )

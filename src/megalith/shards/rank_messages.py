@@ -240,12 +240,13 @@ class RankMessages:
 
     # ---- rows
 
-    def send_rows(self, requested: RequestedIds, routed: RoutedIds) -> Tensor:
+    def send_rows(self, requested: RequestedIds, routed: RoutedIds, step: int | None = None) -> Tensor:
         """Read the rows that all ranks request from this one, and exchange them.
 
         Args:
             requested: The ids that are requested from this rank; their row numbers are stored in `found`.
             routed: The ids that this rank requested.
+            step: The step of the lookup, equal on all ranks; see `Lookup.step`.
 
         Returns:
             The rows of the ids of `routed`, in their order, float32 [size].
@@ -266,7 +267,7 @@ class RankMessages:
             blocks_of = (requested.ids[name].split_with_sizes(sizes), rows.split_with_sizes(sizes))
             for out, own, where in zip(into, *blocks_of, strict=True):
                 if own.numel():
-                    self._engines.read(name, own, FoundRows(where, epoch), out.view(-1, dim))
+                    self._engines.read(name, own, FoundRows(where, epoch), out.view(-1, dim), step=step)
         mine = routed.deduped.counts
         wire = self._rows_wire
         data = self._exchange.all_to_all(

@@ -35,7 +35,7 @@ from megalith.shards.contract import Ids, Rows, Shards, missing_status
 from megalith.shards.gradient_message import GradientPush
 from megalith.shards.joint_pooling import used_mask, used_occurrences
 from megalith.shards.local import LocalShards
-from megalith.shards.lookup import Lookup, PreparedIds
+from megalith.shards.lookup import Lookup, PreparedIds, check_lookup_step
 from megalith.shards.lookup_series import LookupSeries
 from megalith.shards.preparer import RoutedIds, RoutingPreparer, make_routers
 from megalith.shards.rank_messages import RankMessages
@@ -43,7 +43,7 @@ from megalith.shards.recorder import Recorder
 from megalith.shards.sync_lookup import SyncLookup
 from megalith.shards.wire import check_wire
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
-from megalith.table.validation import check_by_table, check_flag, check_pooling
+from megalith.table.validation import check_by_table, check_flag, check_pooling, check_step
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 """The address of an object in its repr, which differs between ranks."""
@@ -140,6 +140,7 @@ class SyncShards(Shards):
         *,
         missing_ok: bool = False,
         series: LookupSeries | None = None,
+        step: int | None = None,
         out_of_data: bool = False,
     ) -> SyncLookup:
         """Send the ids to their owners. Rows are fetched by the first use, or by `Lookup.fetch`.
@@ -148,6 +149,7 @@ class SyncShards(Shards):
             ids: int64 or int32 [n] per table, or the result of `prepare`.
             missing_ok: Skip unknown tables instead of raising.
             series: See `Shards.lookup`.
+            step: See `Shards.lookup`; equal on all ranks.
             out_of_data: Whether this rank has no more data; `SyncLookup.out_of_data` lists such ranks.
 
         Returns:
@@ -155,7 +157,7 @@ class SyncShards(Shards):
         """
         if series is not None and not isinstance(series, LookupSeries):
             self.fail(InputError(f"series must be a LookupSeries, got {type(series).__name__}"))
-        return self._request("lookup", ids, missing_ok, series, out_of_data)
+        return self._request("lookup", ids, missing_ok, series, step, out_of_data)
 
     def _request(
         self,
@@ -163,15 +165,17 @@ class SyncShards(Shards):
         ids: Ids | PreparedIds,
         missing_ok: bool = False,
         series: LookupSeries | None = None,
+        step: int | None = None,
         out_of_data: bool = False,
     ) -> SyncLookup:
         try:
+            step = None if step is None else check_step(step, call)
             routed = ids if isinstance(ids, PreparedIds) else self.prepare(ids, missing_ok=missing_ok)
             if not isinstance(routed, RoutedIds):
                 raise InputError("these ids were prepared by other Shards: prepare them with these")
         except Exception as error:
             self.fail(error, call, series=series)
-        return SyncLookup(self, self._messages, routed, call, series, out_of_data)
+        return SyncLookup(self, self._messages, routed, call, series, step, out_of_data)
 
     def fail(
         self,
@@ -220,7 +224,7 @@ class SyncShards(Shards):
         the previous such call instead, so at most one update is in progress.
         """
         if not isinstance(lookup, Lookup):
-            lookup = self._request("apply_gradients", lookup)
+            lookup = self._request("apply_gradients", lookup, step=step)
         if not isinstance(lookup, SyncLookup) or lookup.shards is not self:
             raise InputError("this Lookup belongs to another Shards object")
         requested, routed = lookup.requested, lookup.routed
@@ -250,6 +254,7 @@ class SyncShards(Shards):
     ) -> GradientPush:
         """Return what to send: gradients summed per distinct id, and which ids take part."""
         lookup.check_unchanged()
+        check_lookup_step(lookup, self._own.stepwise)
         routed = lookup.routed
         size = int(self._messages.floats(routed.deduped.counts).sum())
         if pooling is None:

@@ -30,6 +30,7 @@ class SyncLookup(Lookup):
         routed: See the attribute.
         call: "lookup", or "apply_gradients" for an update without a lookup.
         series: The series of the lookup, if it has one.
+        step: See `Lookup`.
         out_of_data: Whether this rank has no more data.
 
     Attributes:
@@ -45,9 +46,10 @@ class SyncLookup(Lookup):
         routed: RoutedIds,
         call: str,
         series: LookupSeries | None,
+        step: int | None,
         out_of_data: bool,
     ) -> None:
-        super().__init__(routed.ids)
+        super().__init__(routed.ids, step)
         self.shards = shards
         self.routed = routed
         self.failed = False
@@ -71,8 +73,10 @@ class SyncLookup(Lookup):
     def fetch(self) -> None:
         """See `Lookup.fetch`."""
         if self._rows is None:
-            requested, routed, messages = self.requested, self.routed, self._messages
-            self._rows = self.shards.exchange.submit(lambda: messages.send_rows(requested.result(), routed))
+            requested, routed, messages, step = self.requested, self.routed, self._messages, self.step
+            self._rows = self.shards.exchange.submit(
+                lambda: messages.send_rows(requested.result(), routed, step)
+            )
 
     def wait(self) -> None:
         """See `Lookup.wait`."""

@@ -1,5 +1,6 @@
 """Tables: configuration, optimizers, initializers, `Table` and its engines."""
 
+from megalith.table.fixed_point import FixedPoint
 from megalith.table.initializers import (
     Constant,
     Initializer,
@@ -9,6 +10,7 @@ from megalith.table.initializers import (
     Uniform,
     Zeros,
 )
+from megalith.table.one_bit import OneBit
 from megalith.table.optimizers import (
     FTRL,
     LAMB,
@@ -34,6 +36,7 @@ from megalith.table.optimizers import (
 )
 from megalith.table.policies import TTL, Admission, Capacity, Eviction, MinCount, MinNorm, Probability
 from megalith.table.schedules import Piecewise, PolynomialDecay, Warmup
+from megalith.table.serving_precision import ServingPrecision
 from megalith.table.table import Table
 from megalith.table.table_config import Segment, TableConfig
 from megalith.table.table_data import Chunk, MemoryUse, RowCounters, TableStats
@@ -57,6 +60,7 @@ __all__ = [
     "DelayCompensated",
     "DynamicWdAdagrad",
     "Eviction",
+    "FixedPoint",
     "GroupAdagrad",
     "GroupFTRL",
     "Initializer",
@@ -68,6 +72,7 @@ __all__ = [
     "Momentum",
     "MovingAverage",
     "Normal",
+    "OneBit",
     "Ones",
     "Optimizer",
     "Piecewise",
@@ -78,6 +83,7 @@ __all__ = [
     "RowCounters",
     "RowWiseAdagrad",
     "Segment",
+    "ServingPrecision",
     "State",
     "Table",
     "TableConfig",

@@ -23,7 +23,7 @@ from megalith.table.snapshot import Snapshot
 from megalith.table.table_config import TableConfig
 from megalith.table.table_data import MAX_CONSUMERS, Chunk, FoundRows, MemoryUse, TableStats
 from megalith.table.table_operations import MergeCounts, Predicate, merge_tables, unwanted_ids
-from megalith.table.validation import InputChecks, check_pooling
+from megalith.table.validation import InputChecks, check_flag, check_pooling, check_step
 
 DEFAULT_CHUNK = 65536
 SNAPSHOT_BYTES = 64 << 20
@@ -91,6 +91,8 @@ class Table:
         *,
         epoch: int | None = None,
         out: Sequence[Tensor] | None = None,
+        step: int | None = None,
+        stored: bool = False,
     ) -> Any:
         """Read the weights of found rows.
 
@@ -101,17 +103,23 @@ class Table:
             epoch: The table's epoch before that `find`. Rows of the current epoch are trusted, rows of
                 another epoch are found again. Without it each row is verified.
             out: Outputs to fill, with zeros where no bag writes.
+            step: As for `lookup`.
+            stored: As for `lookup`.
 
         Returns:
             float32 [n, dim], or with `pooling` the list of its outputs.
         """
         ids = self.checks.ids(ids)
         found = FoundRows(self.checks.found(ids, rows), self.checks.epoch(epoch))
+        step, engine = self._lookup_step(step, stored), self.engine_impl
         if pooling is None:
-            return self.engine_impl.read(ids, found)
+            return engine.read(ids, found) if stored else engine.lookup(ids, found, step=step)
         check_pooling(pooling)
         outputs = pooling.new_outputs([self.name]) if out is None else self.checks.outputs(out, pooling)
-        self.engine_impl.pool(ids, found, pooling, outputs)
+        if stored:
+            engine.pool(ids, found, pooling, outputs)
+        else:
+            engine.pool_lookup(ids, found, pooling, outputs, step=step)
         return outputs
 
     def update(
@@ -155,16 +163,24 @@ class Table:
 
     # ---- composed calls
 
-    def lookup(self, ids: Tensor) -> Tensor:
+    def lookup(self, ids: Tensor, *, step: int | None = None, stored: bool = False) -> Tensor:
         """Read weights; never create a row.
 
         Args:
             ids: int64 or int32 [n].
+            step: For segments with a view (`Segment.serving`): what training sees at this global step. None:
+                what servers return.
+            stored: Return the stored weights of these segments instead.
 
         Returns:
             float32 [n, dim]. An id without a row reads as `TableConfig.missing` defines.
         """
-        return self.engine_impl.read(self.checks.ids(ids))
+        ids, step = self.checks.ids(ids), self._lookup_step(step, stored)
+        return self.engine_impl.read(ids) if stored else self.engine_impl.lookup(ids, step=step)
+
+    def _lookup_step(self, step: int | None, stored: bool) -> int | None:
+        check_flag(stored, "stored")
+        return None if step is None else check_step(step, f"table {self.name!r}")
 
     def apply_gradients(self, ids: Tensor, grads: Tensor, *, step: int, time: float | None = None) -> None:
         """Call `update` without rows: sum duplicates in input order and create missing rows.

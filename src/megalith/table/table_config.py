@@ -8,13 +8,20 @@ from typing import Any
 
 from megalith.errors import InputError
 from megalith.routing import MODES
+from megalith.table.fixed_point import FixedPoint
 from megalith.table.initializers import Initializer, Uniform
+from megalith.table.one_bit import OneBit
 from megalith.table.optimizers import Optimizer, State
 from megalith.table.policies import ADMISSIONS, Admission, Capacity, Eviction, MinCount
+from megalith.table.serving_precision import ServingPrecision
 
 PRECISIONS = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of a stored weight by precision."""
 ROUNDINGS = ("nearest", "stochastic")
+SERVING_FLOATS = ("float32", "float16")
+"""Serving precisions without codes: training sees the stored weights."""
+SERVING_PRECISIONS: dict[str, type[ServingPrecision]] = {cls.name: cls for cls in (FixedPoint, OneBit)}
+"""Serving precisions with codes, by name."""
 MISSING = ("initial", "zeros")
 MAX_ROW_FLOATS = 2**24
 
@@ -30,6 +37,8 @@ class Segment:
         precision: Stored type of the weights: "float32", "float16" or "bfloat16". Lookups and gradients are
             float32 in any case, and so is optimizer state.
         rounding: How a step rounds to a precision of 16 bits: "nearest" (ties to even) or "stochastic".
+        serving: How servers store the weights: `FixedPoint`, `OneBit`, "float32" or "float16"; None: in the
+            precision of the export. With `FixedPoint` and `OneBit`, lookups return what is served.
 
     Raises:
         InputError: A field has the wrong type or value.
@@ -40,6 +49,7 @@ class Segment:
     initializer: Initializer = field(default_factory=Uniform, kw_only=True)
     precision: str = field(default="float32", kw_only=True)
     rounding: str = field(default="nearest", kw_only=True)
+    serving: ServingPrecision | str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if isinstance(self.dim, bool) or not isinstance(self.dim, int) or self.dim < 1:
@@ -55,6 +65,15 @@ class Segment:
                 raise InputError(f"Segment: {name} must be one of {', '.join(known)}, got {value!r}")
         if self.rounding != "nearest" and self.precision == "float32":
             raise InputError("Segment: float32 is not rounded; set precision to float16 or bfloat16")
+        if not (
+            self.serving is None
+            or type(self.serving) in SERVING_PRECISIONS.values()
+            or (isinstance(self.serving, str) and self.serving in SERVING_FLOATS)
+        ):
+            raise InputError(
+                "Segment: serving must be FixedPoint(...), OneBit(...), 'float32', 'float16' or None, "
+                f"got {self.serving!r}"
+            )
 
     def __repr__(self) -> str:
         return f"Segment({self.dim}, {self.settings})"
@@ -64,7 +83,7 @@ class Segment:
         """The fields except dim, as they are passed to the constructor."""
         extras = "".join(
             f", {name}={getattr(self, name)!r}"
-            for name, usual in (("precision", "float32"), ("rounding", "nearest"))
+            for name, usual in (("precision", "float32"), ("rounding", "nearest"), ("serving", None))
             if getattr(self, name) != usual
         )
         return f"optimizer={self.optimizer}, initializer={self.initializer}{extras}"
@@ -99,8 +118,8 @@ class StateColumn:
 class TableConfig:
     """The configuration of a table.
 
-    Pass either `segments`, or `dim` and `optimizer` (and optionally `initializer`, `precision` and
-    `rounding`) for rows of one segment.
+    Pass either `segments`, or `dim` and `optimizer` (and optionally `initializer`, `precision`, `rounding`
+    and `serving`) for rows of one segment.
 
     Args:
         name: Name of the table.
@@ -110,6 +129,7 @@ class TableConfig:
         initializer: As for `Segment`.
         precision: As for `Segment`.
         rounding: As for `Segment`.
+        serving: As for `Segment`.
         admission: Which new ids of an update get a row: `MinCount` or `Probability`. None: all.
         eviction: Which rows are removed: any of `TTL`, `MinNorm` and `Capacity`, or a tuple of them.
         missing: What an id without a row reads as: "initial" (its initial row) or "zeros".
@@ -138,6 +158,7 @@ class TableConfig:
         initializer: Initializer | None = None,
         precision: str = "float32",
         rounding: str = "nearest",
+        serving: ServingPrecision | str | None = None,
         admission: Admission | None = None,
         eviction: Eviction | Iterable[Eviction] = (),
         missing: str = "initial",
@@ -157,16 +178,18 @@ class TableConfig:
                     initializer=Uniform() if initializer is None else initializer,
                     precision=precision,
                     rounding=rounding,
+                    serving=serving,
                 ),
             )
-        elif any(x is not None for x in (dim, optimizer, initializer)) or not (
+        elif any(x is not None for x in (dim, optimizer, initializer, serving)) or not (
             isinstance(precision, str)
             and precision == "float32"
             and isinstance(rounding, str)
             and rounding == "nearest"
         ):
             raise InputError(
-                f"{where}: pass segments, or dim, optimizer, initializer, precision and rounding, not both"
+                f"{where}: pass segments, or dim, optimizer, initializer, precision, rounding and serving, "
+                "not both"
             )
         if not isinstance(segments, list | tuple | Iterator):
             raise InputError(f"{where}: segments must be a list of Segments, got {segments!r}")

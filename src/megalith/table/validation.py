@@ -70,6 +70,25 @@ def check_flag(value: Any, field: str) -> None:
         raise InputError(f"{field} must be True or False, got {type(value).__name__}")
 
 
+def check_step(step: Any, where: str) -> int:
+    """Check a global step.
+
+    Args:
+        step: An integer from 0 to 2^63 - 1.
+        where: What it belongs to, for messages.
+
+    Returns:
+        The step.
+
+    Raises:
+        InputError: It is not such an integer.
+    """
+    at = as_integer(step)
+    if at is None or not 0 <= at < 2**63:
+        raise InputError(f"{where}: step must be an integer >= 0, got {step!r}")
+    return at
+
+
 def check_pooling(pooling: Any) -> None:
     """Raise unless an argument is a Pooling. Engines and `Pooling.check` check its content.
 
@@ -276,9 +295,7 @@ class InputChecks:
         """
         if not self.config.trainable:
             raise UsageError(f"table {self.name!r} is not trainable (TableConfig(trainable=False))")
-        at = as_integer(step)
-        if at is None or not 0 <= at < 2**63:
-            raise InputError(f"table {self.name!r}: step must be an integer >= 0, got {step!r}")
+        at = check_step(step, f"table {self.name!r}")
         factor = as_number(scale)
         if factor is None or not abs(factor) <= FLOAT32_MAX:
             raise InputError(f"table {self.name!r}: scale must be finite, got {scale!r}")

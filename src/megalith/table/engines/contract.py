@@ -11,15 +11,16 @@ Every method may be called from several threads. Reads run in parallel; a write 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from megalith.errors import InputError, TableFullError
-from megalith.ops.pooling import Pooling
+from megalith.ops.pooling import Bags, Pooling, pool
 from megalith.table.fork_safe_lock import ForkSafeLock
+from megalith.table.serving_view import ServingView
 from megalith.table.table_config import TableConfig
 from megalith.table.table_data import Chunk, FoundRows, MemoryUse, RowCounters, Step
 
@@ -34,6 +35,7 @@ class Engine(ABC):
 
     Attributes:
         row_limit: Largest number of rows of this shard, or None.
+        view: What lookups return instead of the stored weights, or None.
     """
 
     engine: ClassVar[str]
@@ -45,6 +47,7 @@ class Engine(ABC):
         self.dim = config.dim
         self.seed = seed
         self.row_limit = shard_row_limit(config, num_shards)
+        self.view = ServingView.of(config)
         self._scans = 0  # in progress
         self._moving = ForkSafeLock()  # held while rows are moved, and while a scan begins or ends
 
@@ -92,7 +95,7 @@ class Engine(ABC):
 
     @abstractmethod
     def read(self, ids: Tensor, found: FoundRows | None = None, out: Tensor | None = None) -> Tensor:
-        """Read weights.
+        """Read stored weights.
 
         Args:
             ids: int64 [n].
@@ -105,7 +108,7 @@ class Engine(ABC):
 
     @abstractmethod
     def pool(self, ids: Tensor, found: FoundRows | None, pooling: Pooling, outputs: list[Tensor]) -> None:
-        """Read weights and reduce them into the outputs of a pooling.
+        """Read stored weights and reduce them into the outputs of a pooling.
 
         Args:
             ids: int64 [n].
@@ -113,6 +116,66 @@ class Engine(ABC):
             pooling: Which occurrence goes to which output.
             outputs: float32, one per output; zero where no bag writes.
         """
+
+    def lookup(
+        self,
+        ids: Tensor,
+        found: FoundRows | None = None,
+        out: Tensor | None = None,
+        *,
+        step: int | None = None,
+    ) -> Tensor:
+        """Read what lookups return: the stored weights, or the view of them.
+
+        Args:
+            ids: int64 [n].
+            found: Rows of the ids, if they are known.
+            out: float32 [n, dim] to fill, if the caller has it.
+            step: The global step of the training that uses the rows; None: as servers return them.
+
+        Returns:
+            float32 [n, dim]; an id without a row reads as the view of its initial row, or as zeros.
+        """
+        rows = self.read(ids, found, out)
+        if self.view is None:
+            return rows
+        self.view.apply(rows, step)
+        if self.config.missing == "zeros" and step is None:  # the view of zeros may be something else
+            rows[self.find(ids).rows < 0] = 0.0
+        return rows
+
+    def pool_lookup(
+        self,
+        ids: Tensor,
+        found: FoundRows | None,
+        pooling: Pooling,
+        outputs: list[Tensor],
+        *,
+        step: int | None = None,
+    ) -> None:
+        """Reduce what `lookup` returns into the outputs of a pooling.
+
+        Args:
+            ids: int64 [n].
+            found: Rows of the ids, if they are known.
+            pooling: Which occurrence goes to which output.
+            outputs: float32, one per output; zero where no bag writes.
+            step: As for `lookup`.
+        """
+        if self.view is None:
+            return self.pool(ids, found, pooling, outputs)
+        pooling.check(self.name, ids.numel(), self.dim)
+        self.pool_rows(self.lookup(ids, found, step=step), pooling.of(self.name), outputs)
+
+    def pool_rows(self, rows: Tensor, bags: Sequence[Bags], outputs: list[Tensor]) -> None:
+        """Reduce rows into the outputs of a pooling.
+
+        Args:
+            rows: float32 [n, dim], a row for each occurrence.
+            bags: The bags of this table, which are known to fit.
+            outputs: float32, one per output.
+        """
+        pool(rows, bags, outputs)
 
     @abstractmethod
     def update(

@@ -6,7 +6,7 @@ the number of threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError, NativeMissingError, TableFullError
-from megalith.ops.pooling import Pooling
+from megalith.ops.pooling import Bags, Pooling
 from megalith.table.engines.contract import Engine
 from megalith.table.engines.torch_step import sum_per_id, update_chunk
 from megalith.table.fork_safe_lock import ForkSafeLock
@@ -97,7 +97,10 @@ class CpuEngine(Engine):
         self._in_torch = any(native_rule(optimizer) is None for optimizer in optimizers)
         # A step in torch reads rows and writes them later: other writers wait.
         self._has_policies = config.admission is not None or config.capacity is not None or config.counted
-        self._writing: AbstractContextManager[Any] = ForkSafeLock() if self._in_torch else nullcontext()
+        # The gradient of a view is computed from the stored weights, which must not change before the step.
+        self._bends_gradients = self.view is not None and self.view.depends_on_step
+        locks = self._in_torch or self._bends_gradients
+        self._writing: AbstractContextManager[Any] = ForkSafeLock() if locks else nullcontext()
         self._corrections = [1.0] * len(optimizers)
         self._corrected = [o for o in optimizers if type(o).correction is not Optimizer.correction]
         assert self._native.row_floats == config.row_floats
@@ -155,6 +158,11 @@ class CpuEngine(Engine):
         with _TableName(self.name):
             self._native.pool(*_native_rows(found), ids, bags, outputs, torch.get_num_threads())
 
+    def pool_rows(self, rows: Tensor, bags: Sequence[Bags], outputs: list[Tensor]) -> None:
+        """See `Engine.pool_rows`."""
+        forms, threads = [each.native for each in bags], torch.get_num_threads()
+        _native.pool(rows.view(-1), None, self.dim, self.dim, forms, outputs, "ids", threads)
+
     def update(
         self,
         ids: Tensor,
@@ -167,6 +175,8 @@ class CpuEngine(Engine):
         """See `Engine.update`."""
         if self._in_torch:
             return self._update_in_torch(ids, grads, pooling, step, occurrences)
+        if self._bends_gradients:
+            return self._update_viewed(ids, grads, pooling, step, occurrences)
         bags = None if pooling is None else [bags.native for bags in pooling.of(self.name)]
         gradients = grads[0] if pooling is None else grads
         with _TableName(self.name):
@@ -205,6 +215,25 @@ class CpuEngine(Engine):
 
         self._with_room(ids, write)
 
+    def _update_viewed(
+        self,
+        ids: Tensor,
+        grads: list[Tensor],
+        pooling: Pooling | None,
+        step: Step,
+        occurrences: Tensor | None,
+    ) -> None:
+        """Update with gradients of a view, which become those of the stored weights first."""
+        assert self.view is not None
+        ids, sums, seen = sum_per_id(ids, grads, pooling, self.name, self.dim, occurrences)
+        if not ids.numel():
+            return
+        with self._writing:
+            chunk = self.new_chunk(ids.numel())  # with the initial rows of ids without a row
+            self._native.read_complete(ids, chunk.columns(), torch.get_num_threads())
+            sums = self.view.gradient(sums * step.scale, chunk.rows, step.step)
+            self._update(ids, None, sums, None, step._replace(scale=1.0), seen)
+
     def _update_in_torch(
         self,
         ids: Tensor,
@@ -240,7 +269,7 @@ class CpuEngine(Engine):
             self._native.restore(own, chunk.columns(), times, None, None, False, threads)
 
     def _step_in_torch(self, ids: Tensor, sums: Tensor, chunk: Chunk, step: Step) -> None:
-        update_chunk(self.config, sums, chunk, step)
+        update_chunk(self.config, sums, chunk, step, self.view)
         chunk.rows.copy_(round_step(self.config, self._key, ids, chunk.rows, step.step))
 
     # ---- rows

@@ -46,23 +46,37 @@ class EngineGroup:
         with span("megalith.ids"):
             return {name: self._engines[name].find(own) for name, own in ids.items()}
 
-    def read(self, table: str, ids: Tensor, found: FoundRows, out: Tensor | None = None) -> Tensor:
-        """Read the weights of one table's ids.
+    def read(
+        self,
+        table: str,
+        ids: Tensor,
+        found: FoundRows,
+        out: Tensor | None = None,
+        *,
+        step: int | None = None,
+    ) -> Tensor:
+        """Read what lookups of one table's ids return.
 
         Args:
             table: Name of the table.
             ids: int64 [n].
             found: What `find` returned for these ids.
             out: float32 [n, dim] to fill; None: a new tensor.
+            step: As for `Engine.lookup`.
 
         Returns:
             float32 [n, dim], `out` if it is given.
         """
         with span("megalith.rows"):
-            return self._engines[table].read(ids, found, out)
+            return self._engines[table].lookup(ids, found, out, step=step)
 
     def pool(
-        self, ids: Mapping[str, Tensor], found: Mapping[str, FoundRows], pooling: Pooling
+        self,
+        ids: Mapping[str, Tensor],
+        found: Mapping[str, FoundRows],
+        pooling: Pooling,
+        *,
+        step: int | None = None,
     ) -> list[Tensor]:
         """Read and reduce rows.
 
@@ -70,6 +84,7 @@ class EngineGroup:
             ids: int64 [n] by table.
             found: What `find` returned for these ids.
             pooling: Which occurrence goes to which output. Its tables are read in its order.
+            step: As for `Engine.lookup`.
 
         Returns:
             The pooling's outputs, float32.
@@ -80,7 +95,7 @@ class EngineGroup:
         with span("megalith.pool"):
             outputs = pooling.new_outputs()
             for name in filter(pooling.of, pooling.bags):
-                self._engines[name].pool(ids[name], found[name], pooling, outputs)
+                self._engines[name].pool_lookup(ids[name], found[name], pooling, outputs, step=step)
             return outputs
 
     def update(

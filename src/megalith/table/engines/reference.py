@@ -231,7 +231,7 @@ class ReferenceEngine(Engine):
             distinct, sums = distinct[kept], sums[kept]
             before = self._complete(distinct)
             # It may raise, so nothing is written before.
-            update_chunk(self.config, sums, before, step, _update_one_segment)
+            update_chunk(self.config, sums, before, step, self.view, _update_one_segment)
             before.rows.copy_(round_step(self.config, self._key, distinct, before.rows, step.step))
             self._make_place([id for id in new if id in admitted], call.tolist())
             self._admission.refuse(refused)

@@ -18,6 +18,7 @@ from megalith.ops import dedup, scatter_sum
 from megalith.ops.pooling import Pooling, unpool
 from megalith.table.optimizers import Optimizer
 from megalith.table.optimizers.rowwise_adagrad import sum_of_squares
+from megalith.table.serving_view import ServingView
 from megalith.table.table_config import TableConfig
 from megalith.table.table_data import Chunk, Step
 
@@ -103,6 +104,7 @@ def update_chunk(
     sums: Tensor,
     chunk: Chunk,
     step: Step,
+    view: ServingView | None = None,
     update: Callable[[Optimizer, Tensor, Tensor, Mapping[str, Tensor], float, int], None] = update_in_torch,
 ) -> None:
     """Make one optimizer step on complete rows, in place.
@@ -112,9 +114,13 @@ def update_chunk(
         sums: float32 [n, dim], one summed gradient per row.
         chunk: The rows.
         step: Learning rates, scale, clip_norm and step.
+        view: What the gradients are of, instead of the rows.
         update: Makes the step of one segment.
     """
-    sums = clip_rows(sums * step.scale, step.clip_norm)
+    sums = sums * step.scale
+    if view is not None:
+        sums = view.gradient(sums, chunk.rows, step.step)
+    sums = clip_rows(sums, step.clip_norm)
     start = 0
     for number, (segment, rate) in enumerate(zip(config.segments, step.rates, strict=True)):
         columns = slice(start, start + segment.dim)
