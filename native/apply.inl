@@ -14,7 +14,7 @@ struct GradientReader {
   GradientReader(const GradientView& g, int d) : gradient(g), dim(d) {
     simple = true;
     base = g.flat;
-    stride = d;
+    stride = g.flat_stride;
     divisor = nullptr;
     if (g.bags) {
       const BagsView& b = g.bags[0];

@@ -81,16 +81,16 @@ inline void fold_gradients(const BagsOf<T>& from, const BagsOf<T>& to) {
   }
 }
 
-// Calls one(bags, first_bag, last_bag) until every output is filled. Every task processes its part of
+// Calls one(feature, bags, first_bag, last_bag, worker) until every output is filled. Every task processes its part of
 // each feature's output rows, features in order, so that two threads never add to the same output row.
 template <class T, class One>
 inline void pool_features(const std::vector<BagsOf<T>>& bags, int64_t n, int threads, One&& one) {
   constexpr int64_t kGrain = 4096;
   const OwnRows<T> own(bags);
-  for (const BagsOf<T>& b : own.views)
-    if (b.shared) one(b, 0, b.num_bags);
+  for (size_t k = 0; k < bags.size(); ++k)
+    if (bags[k].shared) one(k, own.views[k], 0, bags[k].num_bags, 0);
   const int64_t tasks = threads <= 1 ? 1 : std::min<int64_t>(4 * threads, 1 + n / kGrain);
-  ThreadPool::get().run(tasks, threads, [&](int64_t task, int) {
+  ThreadPool::get().run(tasks, threads, [&](int64_t task, int worker) {
     for (size_t k = 0; k < bags.size(); ++k) {
       const BagsOf<T>& b = bags[k];
       const int64_t rows = output_rows(b);
@@ -98,7 +98,7 @@ inline void pool_features(const std::vector<BagsOf<T>>& bags, int64_t n, int thr
       if (b.shared)
         repeat_rows(b, own.views[k], first, last);
       else if (b.num_parts)
-        one(b, first * b.parts[0].inner, last * b.parts[0].inner);
+        one(k, b, first * b.parts[0].inner, last * b.parts[0].inner, worker);
     }
   });
 }
@@ -107,7 +107,7 @@ inline void pool_features(const std::vector<BagsOf<T>>& bags, int64_t n, int thr
 template <class T>
 inline void pool_flat(const FlatKernels<T>& kernels, const FlatRows<T>& rows, int64_t n,
                       const std::vector<BagsOf<T>>& bags, int threads) {
-  pool_features(bags, n, threads, [&](const BagsOf<T>& b, int64_t first, int64_t last) {
+  pool_features(bags, n, threads, [&](size_t, const BagsOf<T>& b, int64_t first, int64_t last, int) {
     kernels.pool(rows, b, first, last);
   });
 }

@@ -2,13 +2,11 @@
 // files add functions and classes to the module; no other file depends on Python.
 
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -57,14 +55,6 @@ TableOptions make_options(const std::string& name, const std::vector<SegmentTupl
   return options;
 }
 
-float* borrow_matrix(handle tensor, const char* name, int64_t rows, int64_t columns) {
-  TensorView v = borrow(tensor, Kind::float32, name);
-  if (v.ndim != 2 || v.shape[0] != rows || v.shape[1] != columns)
-    throw std::invalid_argument(std::string(name) + ": expected shape [" + std::to_string(rows) +
-                                ", " + std::to_string(columns) + "]");
-  return v.as<float>();
-}
-
 // Tensors float32 [n, width] which together hold the floats of a row, in order: the weights, then each state.
 std::vector<Column> borrow_columns(nb::sequence tensors, int64_t n, const Table& t, bool whole) {
   std::vector<Column> columns;
@@ -79,13 +69,6 @@ std::vector<Column> borrow_columns(nb::sequence tensors, int64_t n, const Table&
   require(columns.empty() || columns[0].width == t.dim(), "columns: the first one must hold the weights");
   require(at == t.row_floats() || (at == 0 && !whole), "columns: their widths do not add up to a stored row");
   return columns;
-}
-
-int64_t* borrow_per_id(handle values, const char* name, int64_t n) {
-  if (values.is_none()) return nullptr;
-  TensorView v = borrow(values, Kind::int64, name);
-  if (v.ndim != 1 || v.shape[0] != n) throw std::invalid_argument(std::string(name) + ": expected one per id");
-  return v.as<int64_t>();
 }
 
 // Complete rows. `counts` and `steps` may be None. Without `whole` the columns may be empty.
@@ -139,14 +122,23 @@ NB_MODULE(_native, m) {
         nb::arg("ids"), nb::arg("values"));
   m.def("all_finite",
         [](handle tensor, int threads) {
-          TensorView v = borrow(tensor, Kind::float32, "tensor");
+          TensorView v = borrow(tensor, Kind::float32, "tensor", Strides::rows);
           nb::gil_scoped_release release;
           const Kernels* k = find_kernels(nullptr);
           constexpr int64_t kGrain = 1 << 16;
+          const bool matrix = v.ndim == 2 && v.row_stride != v.shape[1];
+          const int64_t columns = matrix ? v.shape[1] : 1, n = v.numel() / std::max<int64_t>(columns, 1);
+          const int64_t stride = matrix ? v.row_stride : 1, grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(columns, 1));
           std::atomic<bool> good{true};
-          ThreadPool::get().run((v.numel() + kGrain - 1) / kGrain, threads, [&](int64_t t, int) {
-            const int64_t n = std::min(kGrain, v.numel() - t * kGrain);
-            if (!k->all_finite(v.as<float>() + t * kGrain, n)) good = false;
+          ThreadPool::get().run((n + grain - 1) / grain, threads, [&](int64_t t, int) {
+            const int64_t first = t * grain, last = std::min(n, first + grain);
+            const float* x = v.as<float>();
+            bool fine = true;
+            if (matrix)
+              for (int64_t r = first; r < last; ++r) fine &= k->all_finite(x + r * stride, columns);
+            else
+              fine = k->all_finite(x + first, last - first);
+            if (!fine) good = false;
           });
           return good.load();
         },
@@ -159,6 +151,7 @@ NB_MODULE(_native, m) {
   bind_files(m);
   bind_frozen(m);
   bind_mailbox(m);
+  bind_group(m);
 
   nb::class_<Table>(m, "Table")
       .def("__init__",
@@ -185,74 +178,20 @@ NB_MODULE(_native, m) {
       .def_prop_ro("kernels", &Table::kernels_name)
       .def_prop_ro("row_floats", [](const Table& t) { return t.row_floats(); })
       .def("set_key", &Table::set_key, nb::arg("key"), nb::call_guard<nb::gil_scoped_release>())
-      .def("find",
-           [](const Table& t, handle ids, handle rows, int threads) {
-             const Ids i = borrow_ids(ids);
-             int32_t* r = const_cast<int32_t*>(borrow_rows(rows, i.n));
-             nb::gil_scoped_release release;
-             return t.find(i.data, i.n, r, threads);
-           })
       .def("read",
            [](const Table& t, handle rows, int64_t epoch, handle ids, handle out, int threads) {
              const Ids i = borrow_ids(ids);
              const int32_t* r = borrow_rows(rows, i.n);
-             float* o = borrow_matrix(out, "out", i.n, t.dim());
+             float* o = borrow_matrix(out, "out", i.n, t.dim()).as<float>();
              nb::gil_scoped_release release;
              t.read(r, epoch, i.data, i.n, o, threads);
            },
            nb::arg("rows").none(), nb::arg("epoch"), nb::arg("ids"), nb::arg("out"),
            nb::arg("threads"))
-      .def("pool",
-           [](const Table& t, handle rows, int64_t epoch, handle ids, nb::sequence bags,
-              nb::sequence outputs, int threads) {
-             const Ids i = borrow_ids(ids);
-             const int32_t* r = borrow_rows(rows, i.n);
-             const BagsList<float> list(bags, outputs, i.n, t.dim());
-             nb::gil_scoped_release release;
-             t.pool(r, epoch, i.data, i.n, list.views, threads);
-           },
-           nb::arg("rows").none(), nb::arg("epoch"), nb::arg("ids"), nb::arg("bags"),
-           nb::arg("outputs"), nb::arg("threads"))
-      .def("update",
-           [](Table& t, handle rows, int64_t epoch, handle ids, handle gradients, handle bags,
-              const std::vector<float>& learning_rates, const std::vector<float>& corrections, int64_t step,
-              uint32_t time, float scale, float clip_norm, handle occurrences, int threads) {
-             const Ids i = borrow_ids(ids);
-             Update u;
-             u.rows = borrow_rows(rows, i.n);
-             u.epoch = epoch;
-             u.ids = i.data;
-             u.n = i.n;
-             std::optional<BagsList<float>> list;
-             if (bags.is_none()) {
-               u.flat = borrow_matrix(gradients, "grads", i.n, t.dim());
-             } else {
-               list.emplace(bags, gradients, i.n, t.dim());
-               u.bags = list->views;
-               if (u.bags.empty()) return;  // no occurrence reaches an output
-             }
-             require(static_cast<int>(learning_rates.size()) == t.num_segments() &&
-                         corrections.size() == learning_rates.size(),
-                     "learning_rates: expected one per segment");
-             std::vector<SegmentStep> steps;
-             for (size_t k = 0; k < learning_rates.size(); ++k)
-               steps.push_back({learning_rates[k], corrections[k], step});
-             u.steps = steps.data();
-             u.time = time;
-             u.scale = scale;
-             u.clip_norm = clip_norm;
-             u.step = static_cast<uint64_t>(step);
-             u.occurrences = borrow_per_id(occurrences, "occurrences", i.n);
-             nb::gil_scoped_release release;
-             t.update(u, threads);
-           },
-           nb::arg("rows").none(), nb::arg("epoch"), nb::arg("ids"), nb::arg("gradients"),
-           nb::arg("bags").none(), nb::arg("learning_rates"), nb::arg("corrections"), nb::arg("step"), nb::arg("time"),
-           nb::arg("scale"), nb::arg("clip_norm"), nb::arg("occurrences").none(), nb::arg("threads"))
       .def("assign",
            [](Table& t, handle ids, handle values, bool add, uint32_t time, int threads) {
              const Ids i = borrow_ids(ids);
-             const float* v = borrow_matrix(values, "values", i.n, t.dim());
+             const float* v = borrow_matrix(values, "values", i.n, t.dim()).as<float>();
              nb::gil_scoped_release release;
              t.assign(i.data, i.n, v, add, time, threads);
            })

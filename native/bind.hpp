@@ -38,6 +38,23 @@ inline const int32_t* borrow_rows(handle rows, int64_t n) {
   return v.as<int32_t>();
 }
 
+inline int64_t* borrow_per_id(handle values, const char* name, int64_t n) {
+  if (values.is_none()) return nullptr;
+  TensorView v = borrow(values, Kind::int64, name);
+  if (v.ndim != 1 || v.shape[0] != n) throw std::invalid_argument(std::string(name) + ": expected one per id");
+  return v.as<int64_t>();
+}
+
+// A float32 matrix of this shape.
+inline TensorView borrow_matrix(handle tensor, const char* name, int64_t rows, int64_t columns,
+                                Strides accepted = Strides::contiguous) {
+  TensorView v = borrow(tensor, Kind::float32, name, accepted);
+  if (v.ndim != 2 || v.shape[0] != rows || v.shape[1] != columns)
+    throw std::invalid_argument(std::string(name) + ": expected shape [" + std::to_string(rows) +
+                                ", " + std::to_string(columns) + "]");
+  return v;
+}
+
 // A pooling in the form of Bags.native in ops/pooling.py: per feature (offsets, weights, divisor, shared, parts);
 // a part is (output, column, start, end, inner, accumulate, step).
 template <class T>
@@ -45,8 +62,10 @@ struct BagsList {
   std::vector<BagsOf<T>> views;
   std::vector<std::vector<PartOf<T>>> parts;
 
-  BagsList(nb::handle bags, nb::handle outputs, int64_t n, int dim) {
-    const std::vector<TensorView> out = borrow_outputs(outputs);
+  BagsList(nb::handle bags, nb::handle outputs, int64_t n, int dim)
+      : BagsList(bags, borrow_outputs(outputs), n, dim) {}
+
+  BagsList(nb::handle bags, const std::vector<TensorView>& out, int64_t n, int dim) {
     int64_t end = 0;
     for (handle item : bags) {
       nb::tuple bag = nb::cast<nb::tuple>(item);
@@ -78,10 +97,11 @@ struct BagsList {
     }
   }
 
+  // Outputs, or their gradients, whose rows may be part of wider ones.
   static std::vector<TensorView> borrow_outputs(nb::handle outputs) {
     std::vector<TensorView> out;
     for (handle o : outputs) {
-      out.push_back(borrow(o, kind_of<T>(), "outputs"));
+      out.push_back(borrow(o, kind_of<T>(), "outputs", Strides::rows));
       require(out.back().ndim == 2, "outputs: expected two dimensions");
     }
     return out;
@@ -129,7 +149,7 @@ struct BagsList {
     const TensorView& o = out[static_cast<size_t>(output)];
     PartOf<T> view{};
     view.data = o.as<T>();
-    view.stride = o.shape[1];
+    view.stride = o.row_stride;
     view.column = number(p[1]);
     const int64_t start = number(p[2]), end = number(p[3]), inner = number(p[4]);
     require(start >= 0 && start < end && end <= dim, "pooling: a slice lies outside the row");
@@ -153,10 +173,11 @@ struct BagsList {
 };
 
 // Each adds functions or classes to the module; the file of the same name has it. Ops: bind_ids, bind_rows, bind_pool,
-// bind_layout. Others: files of other systems, exported rows (bind_frozen), exchanges between processes (bind_mailbox).
+// bind_layout. Tables: bind_group. Others: files of other systems, exported rows (bind_frozen), exchanges between processes (bind_mailbox).
 void bind_ids(nb::module_& m);
 void bind_rows(nb::module_& m);
 void bind_pool(nb::module_& m);
+void bind_group(nb::module_& m);
 void bind_layout(nb::module_& m);
 void bind_files(nb::module_& m);
 void bind_frozen(nb::module_& m);

@@ -13,6 +13,7 @@ namespace megalith {
 // The input of an update, without its entries. `bags` is null if there is one gradient per occurrence.
 struct GradientView {
   const float* flat;       // [n, dim] if bags is null
+  int64_t flat_stride;     // floats from one row of `flat` to the next
   const BagsView* bags;
   int32_t num_bags_views;
   const int64_t* bag_base;  // first global bag of each view, num_bags_views + 1 long
@@ -68,6 +69,9 @@ struct Kernels {
   // The table has one precision.
   void (*pool)(const TableView&, const int32_t* rows, const int64_t* ids, const BagsView&,
                int64_t first_bag, int64_t last_bag, float* scratch);
+  // The same, and it stores the row of each occurrence in `rows`.
+  void (*find_pool)(const IndexView&, const TableView&, int32_t* rows, const int64_t* ids, const BagsView&,
+                    int64_t first_bag, int64_t last_bag, float* scratch);
   void (*apply)(const ApplyView&, const Entry* entries, const float* weights, int64_t n,
                 const ApplyScratch&);
   // Weights from and to storage, to the nearest value.

@@ -32,13 +32,22 @@ static void read(const TableView& table, const int32_t* rows, const int64_t* ids
 }
 
 // ---- the row of an occurrence: `stored` finds it in memory (null: absent), `missing` gives what to read
-// instead (null: zeros)
+// instead (null: zeros). kOnce: `stored` must be called once for each occurrence, in order.
+
+// The weights of an id without a row as they would be stored. They are in `scratch`, which has room for two rows.
+static const void* missing_weights(const TableView& table, int64_t id, float* scratch) {
+  if (table.missing_zeros) return nullptr;
+  draw_weights(table, id, scratch);
+  if (stored_wide(table)) return scratch;
+  narrow(table.runs, table.num_runs, scratch, reinterpret_cast<char*>(scratch + table.dim));
+  return scratch + table.dim;
+}
 
 // Rows of a table whose weights are all stored as S.
 template <class S>
 struct TableSource {
   typedef S Stored;
-  static constexpr bool kPlain = false;
+  static constexpr bool kPlain = false, kOnce = false;
   const TableView& table;
   const int32_t* rows;
   const int64_t* ids;
@@ -47,15 +56,7 @@ struct TableSource {
   const S* stored(int64_t i) const {
     return __builtin_expect(rows[i] >= 0, 1) ? reinterpret_cast<const S*>(weights_at(table.rows, rows[i])) : nullptr;
   }
-  // The second half of `scratch` holds the weights as they would be stored.
-  const S* missing(int64_t i) const {
-    if (table.missing_zeros) return nullptr;
-    draw_weights(table, ids[i], scratch);
-    if (stored_wide(table)) return reinterpret_cast<const S*>(scratch);
-    char* narrowed = reinterpret_cast<char*>(scratch + table.dim);
-    narrow(table.runs, table.num_runs, scratch, narrowed);
-    return reinterpret_cast<const S*>(narrowed);
-  }
+  const S* missing(int64_t i) const { return static_cast<const S*>(missing_weights(table, ids[i], scratch)); }
   bool rows_fill_lines() const { return table.rows.stride % 64 == 0; }
   bool scattered() const { return true; }
   const float* run() const { return nullptr; }
@@ -64,7 +65,7 @@ struct TableSource {
 template <class T>
 struct FlatSource {
   typedef T Stored;
-  static constexpr bool kPlain = true;
+  static constexpr bool kPlain = true, kOnce = false;
   FlatRows<T> rows;
 
   const T* stored(int64_t i) const {
@@ -329,7 +330,8 @@ static void pool_weighted(const Source& source, const BagsOf<T>& bags, int64_t f
   int first, last;
   columns_read(bags, &first, &last);
   const int width = last - first;
-  if (width == 1) return pool_column<Weighted>(source, bags, first, first_bag, last_bag);
+  if constexpr (!Source::kOnce)
+    if (width == 1) return pool_column<Weighted>(source, bags, first, first_bag, last_bag);
   switch (width < 8 ? 0 : (width + 7) / 8) {
     case 1: return pool_ahead<1, Weighted>(source, bags, first, width, first_bag, last_bag);
     case 2: return pool_ahead<2, Weighted>(source, bags, first, width, first_bag, last_bag);
@@ -339,7 +341,8 @@ static void pool_weighted(const Source& source, const BagsOf<T>& bags, int64_t f
     case 6: return pool_ahead<6, Weighted>(source, bags, first, width, first_bag, last_bag);
     case 7: return pool_ahead<7, Weighted>(source, bags, first, width, first_bag, last_bag);
     case 8: return pool_ahead<8, Weighted>(source, bags, first, width, first_bag, last_bag);
-    default: return pool_any(source, bags, first_bag, last_bag);
+    default:
+      if constexpr (!Source::kOnce) pool_any(source, bags, first_bag, last_bag);
   }
 }
 

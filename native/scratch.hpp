@@ -39,21 +39,32 @@ class Buffer {
 struct WorkerScratch {
   std::vector<uint32_t> slots;  // zero between calls
   Buffer<int32_t> unique;
-  Buffer<float> sums;
+  Buffer<float> sums, weights;
+  Buffer<int64_t> starts, begin;
+  Buffer<Entry> entries;
+
+  void trim() { unique.trim(), sums.trim(), weights.trim(), starts.trim(), begin.trim(), entries.trim(); }
 };
 
 struct Scratch {
   Buffer<int32_t> rows, missing, fresh, slots;
-  Buffer<int64_t> fresh_ids, starts, begin;
-  Buffer<Entry> entries;
-  Buffer<float> weights, initial;
+  Buffer<int64_t> fresh_ids, begin;
+  Buffer<float> initial;
   std::vector<WorkerScratch> workers;
+  std::vector<Scratch> tables;  // of a call over several tables
 
+  WorkerScratch* workers_for(int64_t count) {
+    if (static_cast<int64_t>(workers.size()) < count) workers.resize(static_cast<size_t>(count));
+    return workers.data();
+  }
+  Scratch* tables_for(size_t count) {
+    if (tables.size() < count) tables.resize(count);
+    return tables.data();
+  }
   void trim() {
-    rows.trim(), missing.trim(), fresh.trim(), slots.trim(), fresh_ids.trim();
-    starts.trim(), begin.trim();
-    entries.trim(), weights.trim(), initial.trim();
-    for (WorkerScratch& w : workers) w.unique.trim(), w.sums.trim();
+    rows.trim(), missing.trim(), fresh.trim(), slots.trim(), fresh_ids.trim(), begin.trim(), initial.trim();
+    for (WorkerScratch& w : workers) w.trim();
+    for (Scratch& t : tables) t.trim();
   }
 };
 

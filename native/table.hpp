@@ -55,6 +55,7 @@ struct Update {
   const int64_t* ids = nullptr;
   int64_t n = 0;
   const float* flat = nullptr;  // [n, dim], if bags is empty
+  int64_t flat_stride = -1;     // floats from one row of `flat` to the next; -1: dim
   std::vector<BagsView> bags;
   float scale = 1.0f;
   float clip_norm = 0.0f;  // 0: no limit
@@ -65,6 +66,8 @@ struct Update {
 };
 
 class Table {
+  friend class TableGroup;  // calls over several tables; see group.hpp
+
  public:
   static constexpr int kMaxConsumers = 8;
   static constexpr int64_t kUnknownEpoch = -1;
@@ -78,6 +81,7 @@ class Table {
     dim_ = rows_.stored().dim();
   }
 
+  const std::string& name() const { return options_.name; }
   int dim() const { return dim_; }
   int num_segments() const { return static_cast<int>(options_.segments.size()); }
   // Whether the steps of a segment run outside of the table.
@@ -146,20 +150,6 @@ class Table {
       for (const Column& c : columns)
         std::copy_n(raw.data() + c.first, c.width, c.data + i * c.width);
     }
-  }
-
-  // Offsets must ascend within [0, n].
-  void pool(const int32_t* rows, int64_t epoch, const int64_t* ids, int64_t n,
-            const std::vector<BagsView>& bags, int threads) const {
-    std::shared_lock<ForkSafeLock> hold(lock_);
-    Lease lease;
-    rows = current_rows(rows, epoch, ids, n, *lease, threads);
-    const TableView table = view();
-    pool_features(bags, n, threads, [&](const BagsView& b, int64_t first, int64_t last) {
-      if (!table.one_precision) return pool_mixed(table, rows, ids, b, first, last);
-      std::vector<float> scratch(2 * static_cast<size_t>(dim_));
-      kernels_->pool(table, rows, ids, b, first, last, scratch.data());
-    });
   }
 
   // ---- training
@@ -399,6 +389,17 @@ class Table {
             dim_, key_, options_.missing_zeros};
   }
 
+  // Pools the bags [first, last). `rows`: of all occurrences; `found`: not null to find and store them first.
+  // `scratch`: two rows.
+  void pool_bags(const TableView& table, const IndexView& index, const int32_t* rows, int32_t* found,
+                 const int64_t* ids, const BagsView& bags, int64_t first, int64_t last, float* scratch) const {
+    if (table.one_precision && found) return kernels_->find_pool(index, table, found, ids, bags, first, last, scratch);
+    if (table.one_precision) return kernels_->pool(table, rows, ids, bags, first, last, scratch);
+    const int64_t from = bags.offsets[first], n = bags.offsets[last] - from;
+    if (found) kernels_->find(index, ids + from, n, found + from);
+    pool_mixed(table, found ? found : rows, ids, bags, first, last);
+  }
+
   // Pools the bags [first, last) of rows with several precisions: some bags at a time, through rows of float32.
   void pool_mixed(const TableView& table, const int32_t* rows, const int64_t* ids, const BagsView& bags,
                   int64_t first, int64_t last) const {
@@ -415,7 +416,7 @@ class Table {
     }
   }
 
-  static int64_t workers(int threads) { return std::max(1, std::min(threads, ThreadPool::kMaxThreads)); }
+  static int64_t workers_of(int threads) { return std::max(1, std::min(threads, ThreadPool::kMaxThreads)); }
 
   template <class Work>
   static void for_ranges(int64_t n, int64_t grain, int threads, Work&& work) {
@@ -500,7 +501,7 @@ class Table {
   // Snapshots; see table_snapshot.hpp.
   Snapshot* snapshot();
   void wait_for_reader(std::unique_lock<ForkSafeLock>& hold);
-  bool save_rows(const int32_t* rows, int64_t n, std::unique_lock<ForkSafeLock>& hold);
+  bool save_rows(const int32_t* rows, int64_t n);
   void save_for_snapshot(const int64_t* ids, int64_t n, Scratch& scratch, int threads,
                          std::unique_lock<ForkSafeLock>& hold);
 
@@ -517,7 +518,11 @@ class Table {
   // The stages of an update; see table_update.hpp.
   struct Reached;
   struct Parts;
-  Parts divide(const Reached& reached, int64_t high, int threads, Scratch& scratch) const;
+  struct Pending;
+  bool prepare_update(Pending& p, Scratch& scratch, int threads);
+  void finish_update(Pending& p, Scratch& scratch, WorkerScratch* workers, int threads);
+  void reserve_workers(const Pending& p, WorkerScratch* workers, int64_t count, bool each) const;
+  Parts divide(const Reached& reached, int64_t high, int threads) const;
   void place(const Update& u, const Reached& reached, const int32_t* rows, Parts& parts,
              int threads) const;
 

@@ -13,17 +13,17 @@ namespace megalith {
 template <class Note>
 inline const int32_t* Table::find_or_create(const int64_t* ids, int64_t n, Scratch& scratch, int threads,
                                             std::unique_lock<ForkSafeLock>& hold, bool initialize, Note&& note) {
-  for (;;) {
+  for (;; wait_for_reader(hold)) {
     int32_t* rows = scratch.rows.get(n);
     find_rows(ids, n, rows, threads);
-    if (!save_rows(rows, n, hold)) continue;
+    if (!save_rows(rows, n)) continue;
     note(rows);
     int32_t* missing = scratch.missing.get(n);
     int64_t count = 0;
     for (int64_t i = 0; i < n; ++i)
       if (rows[i] < 0) missing[count++] = static_cast<int32_t>(i);
     const int64_t created = prepare_missing(ids, n, rows, count, scratch, nullptr, threads);
-    if (!save_rows(victims_.data(), static_cast<int64_t>(victims_.size()), hold)) continue;
+    if (!save_rows(victims_.data(), static_cast<int64_t>(victims_.size()))) continue;
     evict_victims();
     create_missing(rows, count, created, scratch, threads, initialize);
     return rows;
@@ -44,7 +44,7 @@ inline int64_t Table::prepare_missing(const int64_t* ids, int64_t n, int32_t* ro
   int64_t* fresh_ids = scratch.fresh_ids.get(count);
   int64_t created = number_distinct(ids, rows, missing, count, fresh_ids, scratch);
   scratch.fresh.get(created);
-  scratch.initial.get(workers(threads) * dim_);
+  scratch.initial.get(workers_of(threads) * dim_);
   if (update && !admits_all()) created = admit(*update, rows, count, created, scratch);
   if (tight) choose_victims(created);
   const int64_t more = created - static_cast<int64_t>(victims_.size());
@@ -77,7 +77,7 @@ inline void Table::create_missing(int32_t* rows, int64_t count, int64_t created,
   }
   if (!initialize) return;
   const TableView table = view();
-  float* wide = scratch.initial.get(workers(threads) * dim_);  // a row for each worker
+  float* wide = scratch.initial.get(workers_of(threads) * dim_);  // a row for each worker
   constexpr int64_t kGrain = 1024;
   ThreadPool::get().run((created + kGrain - 1) / kGrain, threads, [&](int64_t task, int worker) {
     const int64_t first = task * kGrain, last = std::min(created, first + kGrain);

@@ -73,11 +73,10 @@ inline void Table::wait_for_reader(std::unique_lock<ForkSafeLock>& hold) {
   waiting->wait(hold);
 }
 
-// Saves rows for the snapshot before they change. False: it had to wait, so row numbers may have changed.
-inline bool Table::save_rows(const int32_t* rows, int64_t n, std::unique_lock<ForkSafeLock>& hold) {
-  if (n == 0 || !snapshot() || snapshot_->save(rows_, rows, n)) return true;
-  wait_for_reader(hold);
-  return false;
+// Saves rows for the snapshot before they change. False: it has no room; the caller must wait for its reader, and row
+// numbers may have changed then.
+inline bool Table::save_rows(const int32_t* rows, int64_t n) {
+  return n == 0 || !snapshot() || snapshot_->save(rows_, rows, n);
 }
 
 // Saves the rows of these ids for the snapshot before they change.

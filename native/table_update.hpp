@@ -1,12 +1,34 @@
-// Table::update: divides occurrences into parts by row range (stably, so input order is kept within a part); then one
-// thread per part sums the gradients and applies them.
+// Table::update: finds and creates rows, divides occurrences into parts by row range (stably, so input order is kept
+// within a part); then one thread per part sums the gradients and applies them. group.hpp updates several tables.
 #pragma once
 
 #include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
 
 #include "table.hpp"
 
 namespace megalith {
+
+// An update whose shared features have one gradient for all rows of the batch that repeat them.
+class FoldedUpdate {
+ public:
+  explicit FoldedUpdate(const Update& update) : u(update) {
+    if (!any_shared(u.bags)) return;
+    own_ = std::make_unique<OwnRows<float>>(u.bags);
+    for (size_t k = 0; k < u.bags.size(); ++k)
+      if (u.bags[k].shared) fold_gradients(u.bags[k], own_->views[k]);
+    u.bags = own_->views;
+    for (BagsView& b : u.bags) b.shared = false;
+  }
+
+  Update u;
+
+ private:
+  std::unique_ptr<OwnRows<float>> own_;
+};
 
 // The occurrences that reach an output: a range per feature, and the number of its first bag among the bags of all
 // features.
@@ -30,10 +52,11 @@ struct Table::Reached {
 };
 
 // Parts of 1 << shift rows. Slices are ranges of positions, one per thread; `starts` (slice-major) holds where the
-// entries of a slice begin in each part, so input order is kept.
+// entries of a slice begin in each part, so input order is kept. The memory belongs to a worker.
 struct Table::Parts {
   uint32_t shift;
   int64_t count, slices;
+  int64_t distinct;  // upper bound of the number of distinct rows of a part
   int64_t* starts;
   int64_t* begin;  // first entry of each part, count + 1 long
   int64_t most = 0;  // number of entries of the largest part
@@ -41,10 +64,19 @@ struct Table::Parts {
   float* weights;
 };
 
-// Allocates everything that an update writes to, so that nothing can fail after rows are created.
+// An update between its two halves.
+struct Table::Pending {
+  const Update& u;
+  const Reached reached{u};
+  const int32_t* rows = nullptr;
+  int64_t missing = 0, created = 0;
+  Parts parts{};
+
+  explicit Pending(const Update& update) : u(update) {}
+};
+
 // `high`: all row numbers will be below it.
-inline Table::Parts Table::divide(const Reached& reached, int64_t high, int threads,
-                                  Scratch& scratch) const {
+inline Table::Parts Table::divide(const Reached& reached, int64_t high, int threads) const {
   Parts parts{};
   // A part has few enough occurrences for its sums to stay in cache, and enough for the gradients that it reads to
   // share pages. It has at most 2^16 rows, and there are at most 4096 parts.
@@ -56,21 +88,24 @@ inline Table::Parts Table::divide(const Reached& reached, int64_t high, int thre
   while ((high >> parts.shift) >= 4096) ++parts.shift;
   parts.count = (high >> parts.shift) + 1;
   parts.slices = std::max<int64_t>(1, std::min<int64_t>(threads, reached.n / 4096));
-  parts.starts = scratch.starts.get(parts.slices * parts.count);
-  parts.begin = scratch.begin.get(parts.count + 1);
-  parts.entries = scratch.entries.get(reached.n);
-  parts.weights = reached.weighted ? scratch.weights.get(reached.n) : nullptr;
-
-  const int64_t distinct = std::min(reached.n, int64_t{1} << parts.shift);
-  const size_t count = static_cast<size_t>(workers(threads));
-  if (scratch.workers.size() < count) scratch.workers.resize(count);
-  for (size_t w = 0; w < count; ++w) {
-    WorkerScratch& mine = scratch.workers[w];
-    if (mine.slots.size() < (size_t{1} << parts.shift)) mine.slots.assign(size_t{1} << parts.shift, 0);
-    mine.unique.get(distinct);
-    mine.sums.get((distinct + 2) * dim_);
-  }
+  parts.distinct = std::min(reached.n, int64_t{1} << parts.shift);
   return parts;
+}
+
+// Allocates everything that the second half of an update writes to. The first worker holds the entries.
+inline void Table::reserve_workers(const Pending& p, WorkerScratch* workers, int64_t count, bool each) const {
+  const Parts& parts = p.parts;
+  for (int64_t w = 0; w < count; ++w) {
+    WorkerScratch& mine = workers[w];
+    if (mine.slots.size() < (size_t{1} << parts.shift)) mine.slots.assign(size_t{1} << parts.shift, 0);
+    mine.unique.get(parts.distinct);
+    mine.sums.get((parts.distinct + 2) * dim_);
+    if (w > 0 && !each) continue;
+    mine.starts.get(parts.slices * parts.count);
+    mine.begin.get(parts.count + 1);
+    mine.entries.get(p.reached.n);
+    if (p.reached.weighted) mine.weights.get(p.reached.n);
+  }
 }
 
 // Counts the occurrences of each part, then places them.
@@ -124,46 +159,42 @@ inline void Table::place(const Update& u, const Reached& reached, const int32_t*
   });
 }
 
-inline void Table::update(const Update& u, int threads) {
-  if (any_shared(u.bags)) {
-    const OwnRows<float> own(u.bags);
-    for (size_t k = 0; k < u.bags.size(); ++k)
-      if (u.bags[k].shared) fold_gradients(u.bags[k], own.views[k]);
-    Update folded = u;
-    folded.bags = own.views;
-    for (BagsView& b : folded.bags) b.shared = false;
-    return update(folded, threads);
+// The first half of an update: finds rows, decides which are created and removed. May throw; the contents are
+// unchanged then. False: the snapshot's reader must make room first; nothing is changed.
+inline bool Table::prepare_update(Pending& p, Scratch& scratch, int threads) {
+  const Update& u = p.u;
+  p.rows = current_rows(u.rows, u.epoch, u.ids, u.n, scratch, threads);
+  if (!save_rows(p.rows, u.n)) return false;
+  p.missing = 0;
+  if (p.rows != u.rows) {  // rows of the caller all exist; these may have gaps
+    int32_t* where = scratch.missing.get(u.n);
+    for (const Reached::Range& r : p.reached.ranges)
+      for (int64_t i = r.first; i < r.last; ++i)
+        if (p.rows[i] < 0) where[p.missing++] = static_cast<int32_t>(i);
   }
-  std::unique_lock<ForkSafeLock> hold(lock_);
-  Lease lease;
-  Scratch& scratch = *lease;
-  const Reached reached(u);
-  const int32_t* rows;
-  int64_t missing, created;
-  for (;;) {
-    rows = current_rows(u.rows, u.epoch, u.ids, u.n, scratch, threads);
-    if (!save_rows(rows, u.n, hold)) continue;
-    missing = 0;
-    if (rows != u.rows) {  // rows of the caller all exist; these may have gaps
-      const int32_t* mine = rows;
-      int32_t* where = scratch.missing.get(u.n);
-      for (const Reached::Range& r : reached.ranges)
-        for (int64_t i = r.first; i < r.last; ++i)
-          if (mine[i] < 0) where[missing++] = static_cast<int32_t>(i);
-    }
-    created = prepare_missing(u.ids, u.n, scratch.rows.get(0), missing, scratch, &u, threads);
-    if (save_rows(victims_.data(), static_cast<int64_t>(victims_.size()), hold)) break;
-  }
-  Parts parts = divide(reached, rows_.high() + created, threads, scratch);
+  p.created = prepare_missing(u.ids, u.n, scratch.rows.get(0), p.missing, scratch, &u, threads);
+  if (!save_rows(victims_.data(), static_cast<int64_t>(victims_.size()))) return false;
+  p.parts = divide(p.reached, rows_.high() + p.created, threads);
+  return true;
+}
+
+// The half that cannot fail. `workers`: one per thread, reserved.
+inline void Table::finish_update(Pending& p, Scratch& scratch, WorkerScratch* workers, int threads) {
+  const Update& u = p.u;
+  Parts& parts = p.parts;
   record_refused();
   evict_victims();
-  create_missing(scratch.rows.get(0), missing, created, scratch, threads);
-  place(u, reached, rows, parts, threads);
+  create_missing(scratch.rows.get(0), p.missing, p.created, scratch, threads);
+  parts.starts = workers[0].starts.get(parts.slices * parts.count);
+  parts.begin = workers[0].begin.get(parts.count + 1);
+  parts.entries = workers[0].entries.get(p.reached.n);
+  parts.weights = p.reached.weighted ? workers[0].weights.get(p.reached.n) : nullptr;
+  place(u, p.reached, p.rows, parts, threads);
 
   ApplyView apply;
   apply.table = view();
-  apply.gradient = {u.flat, u.bags.empty() ? nullptr : u.bags.data(),
-                    static_cast<int32_t>(u.bags.size()), reached.bag_base.data(), u.scale,
+  apply.gradient = {u.flat, u.flat_stride < 0 ? dim_ : u.flat_stride, u.bags.empty() ? nullptr : u.bags.data(),
+                    static_cast<int32_t>(u.bags.size()), p.reached.bag_base.data(), u.scale,
                     u.clip_norm};
   apply.steps = u.steps;
   apply.time = u.time;
@@ -172,16 +203,27 @@ inline void Table::update(const Update& u, int threads) {
   apply.touch = tracked_;
   apply.rows_per_part_shift = parts.shift;
   const int64_t distinct = std::min(parts.most, int64_t{1} << parts.shift);
-  ThreadPool::get().run(parts.count, threads, [&](int64_t p, int worker) {
-    const int64_t first = parts.begin[p], count = parts.begin[p + 1] - first;
+  ThreadPool::get().run(parts.count, threads, [&](int64_t part, int worker) {
+    const int64_t first = parts.begin[part], count = parts.begin[part + 1] - first;
     if (count == 0) return;
-    WorkerScratch& mine = scratch.workers[static_cast<size_t>(worker)];
+    WorkerScratch& mine = workers[worker];
     float* sums = mine.sums.get((distinct + 2) * dim_);
     ApplyScratch own{mine.slots.data(), mine.unique.get(distinct), sums, sums + distinct * dim_,
                      sums + (distinct + 1) * dim_};
     kernels_->apply(apply, parts.entries + first, parts.weights ? parts.weights + first : nullptr,
                     count, own);
   });
+}
+
+inline void Table::update(const Update& update, int threads) {
+  const FoldedUpdate folded(update);
+  std::unique_lock<ForkSafeLock> hold(lock_);
+  Lease lease;
+  Pending p(folded.u);
+  while (!prepare_update(p, *lease, threads)) wait_for_reader(hold);
+  WorkerScratch* workers = lease->workers_for(workers_of(threads));
+  reserve_workers(p, workers, workers_of(threads), /*each=*/false);
+  finish_update(p, *lease, workers, threads);
 }
 
 }  // namespace megalith

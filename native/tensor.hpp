@@ -57,12 +57,16 @@ constexpr uint8_t kInt = 0, kUInt = 1, kFloat = 2;
 
 enum class Kind { uint8, int32, int64, float32, float64, any };
 
-// A contiguous CPU tensor, borrowed for the duration of a call.
+// Which memory layouts a call accepts: contiguous, or a matrix with contiguous rows at any distance.
+enum class Strides { contiguous, rows };
+
+// A CPU tensor, borrowed for the duration of a call.
 struct TensorView {
   void* data = nullptr;
   int ndim = 0;
   int64_t shape[4] = {};
   int64_t item_bytes = 0;
+  int64_t row_stride = 0;  // of a matrix: elements from one row to the next
 
   template <class T>
   T* as() const {
@@ -143,29 +147,47 @@ inline nb::str text_of(nb::object object) {
   return nb::steal<nb::str>(text);
 }
 
-inline TensorView borrow_by_attributes(nb::handle object, Kind kind, const char* name) {
+// Whether the strides are accepted; sets the row stride of a matrix. They are in elements; null: contiguous.
+inline bool accept_strides(TensorView& view, const int64_t* strides, Strides accepted) {
+  if (view.ndim == 2) view.row_stride = view.shape[1];
+  if (!strides || view.numel() == 0) return true;
+  if (accepted == Strides::rows && view.ndim == 2) {
+    if (view.shape[0] > 1) view.row_stride = strides[0];
+    return (view.shape[1] == 1 || strides[1] == 1) && view.row_stride >= 0;
+  }
+  int64_t expected = 1;
+  for (int d = view.ndim - 1; d >= 0; --d) {
+    if (view.shape[d] > 1 && strides[d] != expected) return false;
+    expected *= view.shape[d];
+  }
+  return true;
+}
+
+inline TensorView borrow_by_attributes(nb::handle object, Kind kind, const char* name, Strides accepted) {
   if (!nb::hasattr(object, "data_ptr")) reject(name, kind);
   const nb::str dtype = text_of(object.attr("dtype")), device = text_of(object.attr("device"));
   const std::string wanted = std::string("torch.") + facts(kind).name;
-  const nb::object contiguous = object.attr("is_contiguous")();
-  if ((kind != Kind::any && wanted != dtype.c_str()) || std::strncmp(device.c_str(), "cpu", 3) != 0 ||
-      !PyObject_IsTrue(contiguous.ptr()))
+  if ((kind != Kind::any && wanted != dtype.c_str()) || std::strncmp(device.c_str(), "cpu", 3) != 0)
     reject(name, kind);
   TensorView view;
   for (nb::handle size : object.attr("shape")) {
     if (view.ndim == 4) reject(name, kind);
     view.shape[view.ndim++] = nb::cast<int64_t>(size);
   }
+  int64_t strides[4] = {};
+  int dims = 0;
+  for (nb::handle stride : object.attr("stride")()) strides[dims++] = nb::cast<int64_t>(stride);
+  if (!accept_strides(view, strides, accepted)) reject(name, kind);
   view.data = reinterpret_cast<void*>(nb::cast<uintptr_t>(object.attr("data_ptr")()));
   view.item_bytes = nb::cast<int64_t>(object.attr("element_size")());
   if (!view.data && view.numel() > 0) reject(name, kind);
   return view;
 }
 
-inline TensorView borrow(nb::handle object, Kind kind, const char* name) {
+inline TensorView borrow(nb::handle object, Kind kind, const char* name, Strides accepted = Strides::contiguous) {
   const dlpack::ExchangeApi* api =
       exchange_api_enabled() ? exchange_api(object.ptr()) : nullptr;
-  if (!api) return borrow_by_attributes(object, kind, name);
+  if (!api) return borrow_by_attributes(object, kind, name, accepted);
   dlpack::Tensor t;
   if (api->dltensor_from_py_object_no_sync(object.ptr(), &t) != 0) {
     PyErr_Clear();
@@ -178,11 +200,7 @@ inline TensorView borrow(nb::handle object, Kind kind, const char* name) {
   view.item_bytes = t.dtype.bits / 8;
   view.ndim = t.ndim;
   for (int d = 0; d < t.ndim; ++d) view.shape[d] = t.shape[d];
-  int64_t expected = 1;
-  for (int d = t.ndim - 1; d >= 0 && t.strides && view.numel() > 0; --d) {
-    if (t.shape[d] > 1 && t.strides[d] != expected) reject(name, kind);
-    expected *= t.shape[d];
-  }
+  if (!accept_strides(view, t.strides, accepted)) reject(name, kind);
   if (!t.data && view.numel() > 0) reject(name, kind);  // a tensor without memory, for example in tracing
   view.data = static_cast<char*>(t.data) + t.byte_offset;
   return view;

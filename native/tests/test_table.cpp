@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "check.hpp"
+#include "group.hpp"
 #include "table.hpp"
 
 using namespace megalith;
@@ -93,8 +94,10 @@ Rows1 program(const std::vector<SegmentPlan>& segments, const char* kernels, int
     BagsView bag{offsets.data(), bags, weighted ? weights.data() : nullptr,
                  step % 3 ? divisor.data() : nullptr, &read, 1, false};
     std::vector<int32_t> rows(static_cast<size_t>(n));
-    const int64_t epoch = table.find(ids.data(), n, rows.data(), threads);
-    table.pool(rows.data(), epoch, ids.data(), n, {bag}, threads);
+    std::vector<TableRead> reads(1);
+    reads[0] = {&table, ids.data(), n, nullptr, rows.data(), -1, {bag}};
+    TableGroup::read(reads, threads);
+    const int64_t epoch = reads[0].epoch;
     pooled->insert(pooled->end(), out.begin(), out.end());
     if (step == 4) table.remove(ids.data(), 100);
     BagsView gradients = bag;

@@ -77,6 +77,8 @@ def unpool(
     name: str,
     threads: int,
 ) -> None: ...
+def read_tables(reads: Sequence[tuple[Any, ...]], outputs: Sequence[Tensor], threads: int) -> list[int]: ...
+def update_tables(updates: Sequence[tuple[Any, ...]], gradients: Sequence[Tensor], threads: int) -> None: ...
 def layout(
     lists: list[Tensor],
     packed: Tensor,
@@ -158,33 +160,7 @@ class Table:
     @property
     def row_floats(self) -> int: ...
     def set_key(self, key: int) -> None: ...
-    def find(self, ids: Tensor, rows: Tensor, threads: int, /) -> int: ...
     def read(self, rows: Tensor | None, epoch: int, ids: Tensor, out: Tensor, threads: int) -> None: ...
-    def pool(
-        self,
-        rows: Tensor | None,
-        epoch: int,
-        ids: Tensor,
-        bags: Sequence[tuple[object, ...]],
-        outputs: Sequence[Tensor],
-        threads: int,
-    ) -> None: ...
-    def update(
-        self,
-        rows: Tensor | None,
-        epoch: int,
-        ids: Tensor,
-        gradients: Tensor | Sequence[Tensor],
-        bags: Sequence[tuple[object, ...]] | None,
-        learning_rates: Sequence[float],
-        corrections: Sequence[float],
-        step: int,
-        time: int,
-        scale: float,
-        clip_norm: float,
-        occurrences: Tensor | None,
-        threads: int,
-    ) -> None: ...
     def assign(self, ids: Tensor, values: Tensor, add: bool, time: int, threads: int, /) -> None: ...
     def reinitialize(self, ids: Tensor, time: int, status: Tensor, threads: int, /) -> None: ...
     def remove(self, ids: Tensor, /) -> int: ...

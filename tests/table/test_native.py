@@ -17,6 +17,7 @@ from megalith.errors import InputError, TableFullError
 from megalith.ops import Pooling
 from megalith.table import Chunk
 from megalith.table.engines.cpu import CpuEngine, set_huge_pages
+from megalith.table.table_data import Step
 from tests.table.support import (
     EXTREME_IDS,
     OPTIMIZERS,
@@ -173,18 +174,32 @@ def test_the_native_layer_checks_shapes_itself() -> None:
     table = CpuEngine(TableConfig("t", dim=3, optimizer=SGD()))._native
     rows = torch.zeros(2, dtype=torch.int32)
 
-    with pytest.raises(ValueError, match="ids: expected one dimension"):
-        table.find(GOOD_IDS[None], rows, 1)
+    with pytest.raises(ValueError, match="table 't': ids: expected one dimension"):
+        _native.read_tables([(table, GOOD_IDS[None], rows, None, ())], (), 1)
     with pytest.raises(ValueError, match="rows: expected one per id"):
-        table.find(ints(1), rows, 1)
+        _native.read_tables([(table, ints(1), rows, None, ())], (), 1)
+    with pytest.raises(ValueError, match="rows: expected memory"):
+        _native.read_tables([(table, ints(1), None, None, ())], (), 1)
+    with pytest.raises(ValueError, match="expected five fields"):
+        _native.read_tables([(table, ints(1), rows)], (), 1)
+    with pytest.raises(ValueError, match="a table occurs twice"):
+        _native.read_tables([(table, GOOD_IDS, rows, None, ())] * 2, (), 1)
     with pytest.raises(ValueError, match=r"out: expected shape \[2, 3\]"):
         table.read(None, -1, GOOD_IDS, torch.zeros(2, 4), 1)
     with pytest.raises(ValueError, match=r"values: expected shape \[2, 3\]"):
         table.assign(GOOD_IDS, torch.zeros(3, 3), False, 0, 1)
-    with pytest.raises(ValueError, match=r"grads: expected shape \[2, 3\]"):
-        table.update(None, -1, GOOD_IDS, torch.zeros(2, 2), None, [1.0], [1.0], 0, 0, 1.0, 0.0, None, 1)
+    step = Step([1.0], 0, 1.0, 0.0, 0)
+    good = (table, GOOD_IDS, None, -1, None, GOOD_VALUES, step, [1.0], None)
+    with pytest.raises(ValueError, match=r"table 't': grads: expected shape \[2, 3\]"):
+        _native.update_tables([(*good[:5], torch.zeros(2, 2), *good[6:])], (), 1)
     with pytest.raises(ValueError, match="learning_rates"):
-        table.update(None, -1, GOOD_IDS, GOOD_VALUES, None, [1.0, 1.0], [1.0], 0, 0, 1.0, 0.0, None, 1)
+        _native.update_tables([(*good[:6], step._replace(rates=[1.0, 1.0]), *good[7:])], (), 1)
+    with pytest.raises(ValueError, match="time: out of range"):
+        _native.update_tables([(*good[:6], step._replace(time=-1), *good[7:])], (), 1)
+    with pytest.raises(ValueError, match="scale: expected a number"):
+        _native.update_tables([(*good[:6], step._replace(scale="1"), *good[7:])], (), 1)
+    with pytest.raises(ValueError, match="a table occurs twice"):
+        _native.update_tables([good, good], (), 1)
     with pytest.raises(ValueError, match="times"):
         table.restore(GOOD_IDS, [GOOD_VALUES], ints(1), None, None, True, 1)
     with pytest.raises(ValueError, match="columns: expected one row per id"):
@@ -339,10 +354,12 @@ def test_native_calls_let_other_python_threads_run(call: str) -> None:
     bags = [bag.native for bag in Pooling.sum("t", torch.arange(n + 1), dim).of("t")]
     native = native_table(table)
     calls: dict[str, Callable[[], object]] = {
-        "find": lambda: native.find(ids, rows, 1),
+        "find": lambda: _native.read_tables([(native, ids, rows, None, ())], (), 1),
         "read": lambda: native.read(None, -1, ids, values, 1),
-        "pool": lambda: native.pool(None, -1, ids, bags, [values], 1),
-        "update": lambda: native.update(None, -1, ids, values, None, [0.1], [1.0], 0, 0, 1.0, 0.0, None, 1),
+        "pool": lambda: _native.read_tables([(native, ids, rows, None, bags)], [values], 1),
+        "update": lambda: _native.update_tables(
+            [(native, ids, None, -1, None, values, Step([0.1], 0, 1.0, 0.0, 0), [1.0], None)], (), 1
+        ),
         "assign": lambda: native.assign(ids, values, False, 0, 1),
         "scan": lambda: native.scan(0, times, [values], times, None, None),
         "all_finite": lambda: _native.all_finite(values, 1),

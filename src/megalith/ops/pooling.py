@@ -48,6 +48,12 @@ class OutputSlice:
         """The number of columns of one bag."""
         return self.end - self.start
 
+    @cached_property
+    def native(self) -> tuple[int, int, int, int, int, bool, int]:
+        """The arguments for the native module."""
+        step = self.step or self.width
+        return self.output, self.column, self.start, self.end, self.inner, self.accumulate, step
+
     @property
     def columns(self) -> list[slice]:
         """The columns of the output that bags 0 to inner - 1 fill."""
@@ -79,9 +85,7 @@ class Bags:
     @cached_property
     def native(self) -> tuple[Any, ...]:
         """The arguments for the native module."""
-        parts = tuple(
-            (p.output, p.column, p.start, p.end, p.inner, p.accumulate, p.step or p.width) for p in self.parts
-        )
+        parts = [part.native for part in self.parts]
         tensors = (self.offsets, self.weights, self.divisor)
         return (*(t.contiguous() if isinstance(t, Tensor) else t for t in tensors), self.shared, parts)
 
@@ -159,6 +163,22 @@ class Pooling:
             InputError: The name is not a string.
         """
         return self.bags.get(_check_name(table), ())
+
+    def native(self, table: str) -> Sequence[tuple[Any, ...]]:
+        """Return the bags of one table as arguments for the native module.
+
+        Args:
+            table: The name of the table.
+
+        Returns:
+            A tuple for each feature, none if the table fills no output.
+        """
+        return self.native_bags.get(_check_name(table), ())
+
+    @cached_property
+    def native_bags(self) -> dict[str, list[tuple[Any, ...]]]:
+        """The bags of each table that fills an output, as arguments for the native module."""
+        return {name: [own.native for own in bags] for name, bags in self.bags.items() if bags}
 
     def check(self, table: str, num_occurrences: int, dim: int) -> None:
         """Raise InputError unless the table's bags match its occurrences, its rows and the outputs.

@@ -26,6 +26,8 @@ from megalith.shards.lookup_series import LookupSeries
 from megalith.shards.preparer import LocalPreparer
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
 from megalith.table.engines.group import EngineGroup
+from megalith.table.engines.registry import engine_group
+from megalith.table.table_data import FoundRows
 from megalith.table.validation import check_by_table, check_flag, check_pooling, check_step
 
 
@@ -57,7 +59,7 @@ class LocalShards(Shards):
                 for name, c in self.configs.items()
             }
         )
-        self.engines = EngineGroup({name: table.engine_impl for name, table in self.local.items()})
+        self.engines = engine_group({name: table.engine_impl for name, table in self.local.items()})
         views = {name: table.engine_impl.view for name, table in self.local.items()}
         self.stepwise = [name for name, view in views.items() if view is not None and view.depends_on_step]
 
@@ -75,7 +77,7 @@ class LocalShards(Shards):
         series: LookupSeries | None = None,
         step: int | None = None,
     ) -> LocalLookup:
-        """See `Shards.lookup`. Finds rows; reads them when they are used. A series has no effect."""
+        """See `Shards.lookup`. Rows are found and read when they are used. A series has no effect."""
         step = None if step is None else check_step(step, "lookup")
         if not isinstance(ids, PreparedIds):
             ids = self.prepare(ids, missing_ok=missing_ok)
@@ -257,7 +259,7 @@ class LocalShards(Shards):
 
 
 class LocalLookup(Lookup):
-    """A lookup in local tables: it holds row numbers, and reads rows directly from the tables' storage.
+    """A lookup in local tables: it reads rows directly from the tables' storage, and keeps row numbers.
 
     Args:
         engines: The tables' engines.
@@ -265,14 +267,14 @@ class LocalLookup(Lookup):
         step: See `Lookup`.
 
     Attributes:
-        found: The rows of the ids by table.
+        found: The rows of the ids by table, once they were read.
         pooled: The pooling that was used last, which therefore fits the ids.
     """
 
     def __init__(self, engines: EngineGroup, ids: Mapping[str, Tensor], step: int | None = None) -> None:
         super().__init__(ids, step)
         self.engines = engines
-        self.found = engines.find(ids)
+        self.found: dict[str, FoundRows] = {}
         self.pooled: Pooling | None = None
 
     def wait(self) -> None:
@@ -281,6 +283,8 @@ class LocalLookup(Lookup):
     def gather(self, table: str) -> Tensor:
         """See `Lookup.gather`. Reads the rows as they are now."""
         self.check_table(table)
+        if table not in self.found:
+            self.found |= self.engines.find({table: self.ids[table]})
         return self.engines.read(table, self.ids[table], self.found[table], step=self.step)
 
     def pool(self, pooling: Pooling) -> list[Tensor]:

@@ -220,7 +220,7 @@ class InputChecks:
             pooling: The pooling whose outputs the gradients belong to.
 
         Returns:
-            The gradients, detached and contiguous; a list of one tensor without pooling.
+            The gradients, detached, with contiguous rows; a list of one tensor without pooling.
 
         Raises:
             InputError: A type, shape or device is wrong, or a gradient is NaN or Inf.
@@ -228,12 +228,12 @@ class InputChecks:
         if pooling is None:
             if not isinstance(grads, Tensor):
                 raise InputError(f"table {self.name!r}: grads must be a tensor without pooling")
-            checked = [self._matrix("grads", grads, ids.numel(), self.dim)]
+            checked = [self._matrix("grads", grads, ids.numel(), self.dim, strided=True)]
         else:
             check_pooling(pooling)
             if not isinstance(grads, list | tuple):
                 raise InputError(f"table {self.name!r}: with pooling, grads must be a list, one per output")
-            checked = self._matrices("grads", grads, pooling)
+            checked = self._matrices("grads", grads, pooling, strided=True)
         for number, grad in enumerate(checked):
             if not _all_finite(grad):
                 field = "grads" if pooling is None else f"grads of output {number}"
@@ -452,7 +452,7 @@ class InputChecks:
         if not tensor.is_cpu:
             raise InputError(f"table {self.name!r}: {field} must be on the CPU, got {tensor.device}")
 
-    def _matrix(self, field: str, tensor: Tensor, rows: int, columns: int) -> Tensor:
+    def _matrix(self, field: str, tensor: Tensor, rows: int, columns: int, strided: bool = False) -> Tensor:
         if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32:
             kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise InputError(f"table {self.name!r}: {field} must be a float32 tensor, got {kind}")
@@ -461,16 +461,20 @@ class InputChecks:
                 f"table {self.name!r}: {field} must have shape [{rows}, {columns}], got {list(tensor.shape)}"
             )
         self._check_storage(field, tensor)
-        return plain(tensor)
+        return contiguous_rows(tensor) if strided else plain(tensor)
 
-    def _matrices(self, field: str, tensors: Sequence[Tensor], pooling: Pooling) -> list[Tensor]:
+    def _matrices(
+        self, field: str, tensors: Sequence[Tensor], pooling: Pooling, strided: bool = False
+    ) -> list[Tensor]:
         if len(tensors) != len(pooling.outputs):
             raise InputError(
                 f"table {self.name!r}: {field} must hold {len(pooling.outputs)} tensors, "
                 f"one per output, got {len(tensors)}"
             )
         pairs = zip(tensors, pooling.outputs, strict=True)
-        return [self._matrix(f"{field}[{k}]", tensor, *shape) for k, (tensor, shape) in enumerate(pairs)]
+        return [
+            self._matrix(f"{field}[{k}]", tensor, *shape, strided) for k, (tensor, shape) in enumerate(pairs)
+        ]
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -483,6 +487,20 @@ def plain(tensor: Tensor) -> Tensor:
         The same numbers, detached, contiguous and without lazy negation; a copy only if needed.
     """
     return tensor.detach().resolve_neg().contiguous()
+
+
+def contiguous_rows(tensor: Tensor) -> Tensor:
+    """Return the numbers of a matrix as native code reads gradients.
+
+    Args:
+        tensor: A strided tensor of two dimensions.
+
+    Returns:
+        The same numbers, detached and without lazy negation. Each row is contiguous, but rows may be apart; a
+        copy only if needed.
+    """
+    tensor = tensor.detach().resolve_neg()
+    return tensor if tensor.stride(1) == 1 else tensor.contiguous()
 
 
 def _all_finite(tensor: Tensor) -> bool:

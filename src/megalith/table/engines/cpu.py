@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.errors import InputError, NativeMissingError, TableFullError
+from megalith.errors import NativeMissingError, TableFullError
 from megalith.ops.pooling import Bags, Pooling
 from megalith.table.engines.contract import Engine
 from megalith.table.engines.torch_step import sum_per_id, update_chunk
@@ -33,6 +33,9 @@ except ImportError as error:
         "`pip install .` in a checkout (a C++17 compiler is enough), install a wheel, "
         'or use engine="reference"'
     ) from error
+
+NativeCall = tuple[Any, ...]
+"""The part of one table of a native call over several tables; see native/bind_group.cpp."""
 
 
 def set_huge_pages(on: bool) -> None:
@@ -56,6 +59,10 @@ class CpuEngine(Engine):
         num_shards: As for `Engine`.
         kernels: "portable" or "avx2"; empty for the best that this CPU has.
         max_rows: Limit of the number of rows.
+
+    Attributes:
+        joins_updates: Whether an update is native from begin to end, so that it can be part of a call over
+            several tables.
     """
 
     engine = "cpu"
@@ -100,6 +107,7 @@ class CpuEngine(Engine):
         # The gradient of a view is computed from the stored weights, which must not change before the step.
         self._bends_gradients = self.view is not None and self.view.depends_on_step
         locks = self._in_torch or self._bends_gradients
+        self.joins_updates = not locks and not callable(getattr(config.capacity, "score", None))
         self._writing: AbstractContextManager[Any] = ForkSafeLock() if locks else nullcontext()
         self._corrections = [1.0] * len(optimizers)
         self._corrected = [o for o in optimizers if type(o).correction is not Optimizer.correction]
@@ -139,12 +147,58 @@ class CpuEngine(Engine):
             self.make_room(ids)
             write()
 
-    # ---- hot calls
+    # ---- hot calls; `CpuEngineGroup` makes them for several tables at once
+
+    def native_read(
+        self, ids: Tensor, found: FoundRows | None, rows: Tensor | None, bags: object
+    ) -> NativeCall:
+        """Return the part of this table of `_native.read_tables`.
+
+        Args:
+            ids: int64 [n].
+            found: Rows of the ids, if they are known.
+            rows: int32 [n], receives the rows otherwise.
+            bags: Bags of this table, in native form.
+
+        Returns:
+            The fields.
+        """
+        if found is None:
+            return self._native, ids, rows, None, bags
+        return self._native, ids, *_native_rows(found), bags
+
+    def native_update(
+        self,
+        ids: Tensor,
+        found: FoundRows | None,
+        bags: object,
+        gradient: Tensor | None,
+        step: Step,
+        occurrences: Tensor | None,
+    ) -> NativeCall:
+        """Return the part of this table of `_native.update_tables`.
+
+        Args:
+            ids: int64 [n].
+            found: Rows of the ids, if they are known.
+            bags: Bags of this table, in native form; None: `gradient` has a row per id.
+            gradient: float32 [n, dim], without bags.
+            step: As for `update`.
+            occurrences: As for `update`.
+
+        Returns:
+            The fields.
+        """
+        corrections = self._corrections
+        if self._corrected:
+            corrections = [s.optimizer.correction(step.step) for s in self.config.segments]
+        return self._native, ids, *_native_rows(found), bags, gradient, step, corrections, occurrences
 
     def find(self, ids: Tensor) -> FoundRows:
         """See `Engine.find`."""
         rows = torch.empty(ids.numel(), dtype=torch.int32)
-        return FoundRows(rows, self._native.find(ids, rows, torch.get_num_threads()))
+        (epoch,) = _native.read_tables([self.native_read(ids, None, rows, ())], (), torch.get_num_threads())
+        return FoundRows(rows, epoch)
 
     def read(self, ids: Tensor, found: FoundRows | None = None, out: Tensor | None = None) -> Tensor:
         """See `Engine.read`."""
@@ -154,9 +208,9 @@ class CpuEngine(Engine):
 
     def pool(self, ids: Tensor, found: FoundRows | None, pooling: Pooling, outputs: list[Tensor]) -> None:
         """See `Engine.pool`."""
-        bags = [bags.native for bags in pooling.of(self.name)]
-        with _TableName(self.name):
-            self._native.pool(*_native_rows(found), ids, bags, outputs, torch.get_num_threads())
+        rows = torch.empty(ids.numel(), dtype=torch.int32) if found is None else None
+        call = self.native_read(ids, found, rows, pooling.native(self.name))
+        _native.read_tables([call], outputs, torch.get_num_threads())
 
     def pool_rows(self, rows: Tensor, bags: Sequence[Bags], outputs: list[Tensor]) -> None:
         """See `Engine.pool_rows`."""
@@ -174,46 +228,17 @@ class CpuEngine(Engine):
     ) -> None:
         """See `Engine.update`."""
         if self._in_torch:
-            return self._update_in_torch(ids, grads, pooling, step, occurrences)
-        if self._bends_gradients:
-            return self._update_viewed(ids, grads, pooling, step, occurrences)
-        bags = None if pooling is None else [bags.native for bags in pooling.of(self.name)]
-        gradients = grads[0] if pooling is None else grads
-        with _TableName(self.name):
-            self._update(ids, found, gradients, bags, step, occurrences)
+            self._update_in_torch(ids, grads, pooling, step, occurrences)
+        elif self._bends_gradients:
+            self._update_viewed(ids, grads, pooling, step, occurrences)
+        elif pooling is None:
+            self._update(self.native_update(ids, found, None, grads[0], step, occurrences), ())
+        else:
+            bags = pooling.native(self.name)
+            self._update(self.native_update(ids, found, bags, None, step, occurrences), grads)
 
-    def _update(
-        self,
-        ids: Tensor,
-        found: FoundRows | None,
-        gradients: Tensor | list[Tensor],
-        bags: list[tuple[object, ...]] | None,
-        step: Step,
-        occurrences: Tensor | None,
-    ) -> None:
-        rows, epoch = _native_rows(found)
-        corrections = self._corrections
-        if self._corrected:
-            corrections = [s.optimizer.correction(step.step) for s in self.config.segments]
-
-        def write() -> None:
-            self._native.update(
-                rows,
-                epoch,
-                ids,
-                gradients,
-                bags,
-                step.rates,
-                corrections,
-                step.step,
-                step.time,
-                step.scale,
-                step.clip_norm,
-                occurrences,
-                torch.get_num_threads(),
-            )
-
-        self._with_room(ids, write)
+    def _update(self, call: NativeCall, gradients: Sequence[Tensor]) -> None:
+        self._with_room(call[1], lambda: _native.update_tables([call], gradients, torch.get_num_threads()))
 
     def _update_viewed(
         self,
@@ -232,7 +257,8 @@ class CpuEngine(Engine):
             chunk = self.new_chunk(ids.numel())  # with the initial rows of ids without a row
             self._native.read_complete(ids, chunk.columns(), torch.get_num_threads())
             sums = self.view.gradient(sums * step.scale, chunk.rows, step.step)
-            self._update(ids, None, sums, None, step._replace(scale=1.0), seen)
+            step = step._replace(scale=1.0)
+            self._update(self.native_update(ids, None, None, sums, step, seen), ())
 
     def _update_in_torch(
         self,
@@ -264,7 +290,7 @@ class CpuEngine(Engine):
             if own.numel():
                 self._step_in_torch(own, sums[kept], chunk, step)
             # Without native steps this only creates, counts and refuses; then the new rows are written.
-            self._update(ids, None, torch.zeros_like(sums), None, step, seen)
+            self._update(self.native_update(ids, None, None, torch.zeros_like(sums), step, seen), ())
             times = chunk.time.fill_(step.time)
             self._native.restore(own, chunk.columns(), times, None, None, False, threads)
 
@@ -400,22 +426,6 @@ class CpuEngine(Engine):
     def memory(self) -> MemoryUse:
         """See `Engine.memory`."""
         return MemoryUse(*self._native.memory())
-
-
-class _TableName:
-    """Puts the table's name in front of an error that the native module raises about a pooling."""
-
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if kind in (InputError, ValueError, TypeError):
-            raise InputError(f"table {self.name!r}: {error}") from None
 
 
 def _native_rows(found: FoundRows | None) -> tuple[Tensor | None, int]:

@@ -1,8 +1,8 @@
 """EngineGroup: the engines of one LocalShards, called together.
 
-All engines of a group are of one kind. Input is validated before it reaches the group. The group loops over
-its tables today; an engine that runs all tables in one native call or one set of launches replaces these
-loops.
+All engines of a group are of one kind. Input is validated before it reaches the group. This class calls one
+engine after another; an engine that runs all tables in one native call or one set of launches has a subclass
+(`registry.GROUPS`).
 
 The contract forces no data-dependent host synchronisation: row numbers and epochs (`FoundRows`) are opaque to
 callers, no call returns a size that depends on the data, and outputs have the shapes that the input
@@ -11,7 +11,7 @@ determines.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 from torch import Tensor
 
@@ -73,16 +73,17 @@ class EngineGroup:
     def pool(
         self,
         ids: Mapping[str, Tensor],
-        found: Mapping[str, FoundRows],
+        found: MutableMapping[str, FoundRows],
         pooling: Pooling,
         *,
         step: int | None = None,
     ) -> list[Tensor]:
-        """Read and reduce rows.
+        """Find rows, read and reduce them.
 
         Args:
             ids: int64 [n] by table.
-            found: What `find` returned for these ids.
+            found: What `find` returned for these ids. The rows of a table without an entry are found, and
+                added.
             pooling: Which occurrence goes to which output. Its tables are read in its order.
             step: As for `Engine.lookup`.
 
@@ -95,6 +96,8 @@ class EngineGroup:
         with span("megalith.pool"):
             outputs = pooling.new_outputs()
             for name in filter(pooling.of, pooling.bags):
+                if name not in found:
+                    found[name] = self._engines[name].find(ids[name])
                 self._engines[name].pool_lookup(ids[name], found[name], pooling, outputs, step=step)
             return outputs
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 
 from megalith.errors import InputError
 from megalith.table.engines.contract import Engine
+from megalith.table.engines.group import EngineGroup
 
 ENGINES = {
     "reference": ("megalith.table.engines.reference", "ReferenceEngine"),
     "cpu": ("megalith.table.engines.cpu", "CpuEngine"),
 }
+GROUPS = {"cpu": ("megalith.table.engines.cpu_group", "CpuEngineGroup")}
+"""Engines that run all tables in one call."""
 
 
 def engine_class(engine: str) -> type[Engine]:
@@ -31,3 +35,20 @@ def engine_class(engine: str) -> type[Engine]:
     module, name = ENGINES[engine]  # imported on use: the cpu engine needs the native module
     found: type[Engine] = getattr(import_module(module), name)
     return found
+
+
+def engine_group(engines: Mapping[str, Engine]) -> EngineGroup:
+    """Join the engines of one LocalShards.
+
+    Args:
+        engines: Engines by table name, all of one kind.
+
+    Returns:
+        The group that calls them together.
+    """
+    kinds = {engine.engine for engine in engines.values()}
+    if len(kinds) != 1 or not kinds <= GROUPS.keys():
+        return EngineGroup(engines)
+    module, name = GROUPS[kinds.pop()]
+    found: type[EngineGroup] = getattr(import_module(module), name)
+    return found(engines)

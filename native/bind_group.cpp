@@ -1,0 +1,152 @@
+// Python bindings of calls over several tables: find and pool, update. An error about one table begins with its name.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "bind.hpp"
+#include "group.hpp"
+
+namespace megalith {
+namespace {
+
+// Reads the fields of one table; an error names the table.
+template <class Read>
+void for_table(const Table& table, Read&& read) {
+  const auto prefix = [&] { return "table '" + table.name() + "': "; };
+  try {
+    read();
+  } catch (const std::invalid_argument& error) {
+    throw std::invalid_argument(prefix() + error.what());
+  } catch (const nb::builtin_exception& error) {
+    throw std::invalid_argument(prefix() + error.what());
+  } catch (const nb::cast_error&) {
+    throw std::invalid_argument(prefix() + "a field has the wrong type");
+  }
+}
+
+float number(handle h, const char* name) {
+  double value;
+  if (!nb::try_cast<double>(h, value)) throw std::invalid_argument(std::string(name) + ": expected a number");
+  return static_cast<float>(value);
+}
+
+int64_t integer(handle h, const char* name) {
+  int64_t value;
+  if (!nb::try_cast<int64_t>(h, value)) throw std::invalid_argument(std::string(name) + ": expected an integer");
+  return value;
+}
+
+nb::tuple fields(handle item, size_t count, const char* what) {
+  nb::tuple tuple;
+  if (!nb::try_cast<nb::tuple>(item, tuple) || tuple.size() != count) throw std::invalid_argument(what);
+  return tuple;
+}
+
+// (rates, time, scale, clip_norm, step), as Step in table_data.py, and a correction per segment.
+void read_step(handle step, handle corrections, const Table& table, Update& u, std::vector<SegmentStep>& steps) {
+  const nb::tuple s = fields(step, 5, "step: expected five numbers");
+  const size_t segments = static_cast<size_t>(table.num_segments());
+  const handle rates = s[0];
+  require(nb::len(rates) == segments && nb::len(corrections) == segments, "learning_rates: expected one per segment");
+  const int64_t time = integer(s[1], "time"), at = integer(s[4], "step");
+  require(time >= 0 && time <= int64_t{UINT32_MAX}, "time: out of range");
+  for (size_t k = 0; k < segments; ++k)
+    steps.push_back({number(rates[k], "learning_rates"), number(corrections[k], "corrections"), at});
+  u.steps = steps.data();
+  u.time = static_cast<uint32_t>(time);
+  u.scale = number(s[2], "scale");
+  u.clip_norm = number(s[3], "clip_norm");
+  u.step = static_cast<uint64_t>(at);
+}
+
+}  // namespace
+
+void bind_group(nb::module_& m) {
+  // reads: (table, ids, rows, epoch, bags) per table. If the epoch is None, the rows are found and stored in `rows`. Without
+  // bags nothing is read. Returns the epoch of each table.
+  m.def("read_tables",
+        [](nb::sequence reads, nb::sequence outputs, int threads) {
+          const std::vector<TensorView> out = BagsList<float>::borrow_outputs(outputs);
+          const size_t count = nb::len(reads);
+          std::vector<TableRead> calls(count);
+          std::vector<BagsList<float>> lists;
+          lists.reserve(count);
+          for (size_t k = 0; k < count; ++k) {
+            const nb::tuple f = fields(reads[k], 5, "read_tables: expected five fields per table");
+            TableRead& call = calls[k];
+            const Table& table = nb::cast<const Table&>(f[0]);
+            call.table = &table;
+            for_table(table, [&] {
+              const Ids ids = borrow_ids(f[1]);
+              call.ids = ids.data;
+              call.n = ids.n;
+              const int32_t* rows = borrow_rows(f[2], ids.n);
+              if (f[3].is_none()) {
+                require(!f[2].is_none(), "rows: expected memory for the rows");
+                call.found = const_cast<int32_t*>(rows);
+              } else {
+                call.epoch = integer(f[3], "epoch");
+                call.known = rows;
+              }
+              lists.emplace_back(f[4], out, ids.n, table.dim());
+              call.bags = lists.back().views;
+            });
+          }
+          {
+            nb::gil_scoped_release release;
+            TableGroup::read(calls, threads);
+          }
+          std::vector<int64_t> epochs;
+          for (const TableRead& call : calls) epochs.push_back(call.epoch);
+          return epochs;
+        },
+        nb::arg("reads"), nb::arg("outputs"), nb::arg("threads"));
+
+  // updates: (table, ids, rows, epoch, bags, gradient, step, corrections, occurrences) per table. `bags` are those of a
+  // pooling whose outputs have these gradients; None: `gradient` has a row per id.
+  m.def("update_tables",
+        [](nb::sequence updates, nb::sequence gradients, int threads) {
+          const std::vector<TensorView> grads = BagsList<float>::borrow_outputs(gradients);
+          const size_t count = nb::len(updates);
+          std::vector<TableUpdate> calls;
+          std::vector<BagsList<float>> lists;
+          std::vector<std::vector<SegmentStep>> steps(count);
+          calls.reserve(count);
+          lists.reserve(count);
+          for (size_t k = 0; k < count; ++k) {
+            const nb::tuple f = fields(updates[k], 9, "update_tables: expected nine fields per table");
+            TableUpdate call;
+            Table& table = nb::cast<Table&>(f[0]);
+            call.table = &table;
+            for_table(table, [&] {
+              const Ids ids = borrow_ids(f[1]);
+              Update& u = call.u;
+              u.ids = ids.data;
+              u.n = ids.n;
+              u.rows = borrow_rows(f[2], ids.n);
+              u.epoch = integer(f[3], "epoch");
+              if (f[4].is_none()) {
+                const TensorView flat = borrow_matrix(f[5], "grads", ids.n, table.dim(), Strides::rows);
+                u.flat = flat.as<float>();
+                u.flat_stride = flat.row_stride;
+              } else {
+                lists.emplace_back(f[4], grads, ids.n, table.dim());
+                u.bags = lists.back().views;
+              }
+              read_step(f[6], f[7], table, u, steps[k]);
+              u.occurrences = borrow_per_id(f[8], "occurrences", ids.n);
+              // Without bags no occurrence reaches an output.
+              if (f[4].is_none() || !u.bags.empty()) calls.push_back(std::move(call));
+            });
+          }
+          nb::gil_scoped_release release;
+          TableGroup::update(calls, threads);
+        },
+        nb::arg("updates"), nb::arg("gradients"), nb::arg("threads"));
+}
+
+}  // namespace megalith

@@ -1,0 +1,124 @@
+"""CpuEngineGroup: the hot calls over all tables, each as one native call.
+
+    forward    read_tables     every table and feature: find rows, read and reduce them, in one pass
+    backward   update_tables   every table: sum gradients per distinct id, one optimizer step each
+
+Threads share the work of a call across tables. The native descriptor of a table (dim, segments, optimizer,
+precision) lives in its native table; a call passes ids, bags and gradients without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megalith import _native
+from megalith.library import span
+from megalith.ops.pooling import Pooling
+from megalith.table.engines.contract import Engine
+from megalith.table.engines.cpu import CpuEngine
+from megalith.table.engines.group import EngineGroup
+from megalith.table.table_data import FoundRows, Step
+
+
+class CpuEngineGroup(EngineGroup):
+    """See `EngineGroup`.
+
+    Args:
+        engines: Engines by table name, all of them of the cpu engine.
+    """
+
+    def __init__(self, engines: Mapping[str, Engine]) -> None:
+        super().__init__(engines)
+        self._cpu = {name: engine for name, engine in engines.items() if isinstance(engine, CpuEngine)}
+        assert len(self._cpu) == len(engines)
+
+    def find(self, ids: Mapping[str, Tensor]) -> dict[str, FoundRows]:
+        """See `EngineGroup.find`."""
+        found: dict[str, FoundRows] = {}
+        with span("megalith.ids"):
+            self._read(ids, found, dict.fromkeys(ids, ()), ())
+        return found
+
+    def pool(
+        self,
+        ids: Mapping[str, Tensor],
+        found: MutableMapping[str, FoundRows],
+        pooling: Pooling,
+        *,
+        step: int | None = None,
+    ) -> list[Tensor]:
+        """See `EngineGroup.pool`. Tables with a view are read in torch."""
+        with span("megalith.pool"):
+            outputs = pooling.new_outputs()
+            together: dict[str, object] = {}
+            for name, bags in pooling.native_bags.items():
+                engine = self._cpu[name]
+                if engine.view is None:
+                    together[name] = bags
+                    continue
+                self._read(ids, found, together, outputs)  # before this table: outputs are added to in order
+                together = {}
+                if name not in found:
+                    found[name] = engine.find(ids[name])
+                engine.pool_lookup(ids[name], found[name], pooling, outputs, step=step)
+            self._read(ids, found, together, outputs)
+            return outputs
+
+    def _read(
+        self,
+        ids: Mapping[str, Tensor],
+        found: MutableMapping[str, FoundRows],
+        bags: Mapping[str, object],
+        outputs: Sequence[Tensor],
+    ) -> None:
+        """Read the tables of `bags`; add the rows that had to be found."""
+        if not bags:
+            return
+        new = [name for name in bags if name not in found]
+        sizes = [ids[name].numel() for name in new]
+        rows = dict(zip(new, torch.empty(sum(sizes), dtype=torch.int32).split(sizes), strict=True))
+        reads = [
+            self._cpu[name].native_read(ids[name], found.get(name), rows.get(name), own)
+            for name, own in bags.items()
+        ]
+        epochs = _native.read_tables(reads, outputs, torch.get_num_threads())
+        for name, epoch in zip(bags, epochs, strict=True):
+            if name in rows:
+                found[name] = FoundRows(rows[name], epoch)
+
+    def update(
+        self,
+        ids: Mapping[str, Tensor],
+        found: Mapping[str, FoundRows],
+        grads: Mapping[str, list[Tensor]],
+        pooling: Pooling | None,
+        steps: Mapping[str, Step],
+        occurrences: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """See `EngineGroup.update`. Tables that need Python in their update follow, one after another."""
+        occurrences = occurrences or {}
+        with span("megalith.optimizer"):
+            calls, alone = [], {}
+            gradients: Sequence[Tensor] = ()
+            for name, own in grads.items():
+                engine = self._cpu[name]
+                engine.check_room(ids[name])  # before the first table changes
+                if not engine.joins_updates:
+                    alone[name] = own
+                    continue
+                bags = None if pooling is None else pooling.native(name)
+                gradients = () if pooling is None else own  # those of the outputs, the same for each table
+                flat = own[0] if pooling is None else None
+                calls.append(
+                    engine.native_update(
+                        ids[name], found.get(name), bags, flat, steps[name], occurrences.get(name)
+                    )
+                )
+            if calls:
+                _native.update_tables(calls, gradients, torch.get_num_threads())
+            for name, own in alone.items():
+                engine = self._cpu[name]
+                engine.update(ids[name], found.get(name), own, pooling, steps[name], occurrences.get(name))
