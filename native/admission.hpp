@@ -15,8 +15,16 @@ namespace megalith {
 // ids: beyond that the oldest one is dropped. Entries form a doubly linked list in one array, and free entries are
 // reused.
 class OccurrenceCounts {
+  static constexpr int32_t kNone = -1;
+
+  struct Entry {
+    int64_t id;
+    uint32_t count;
+    int32_t older, newer;
+  };
+
  public:
-  explicit OccurrenceCounts(int64_t max_ids) : max_ids_(max_ids) {}
+  explicit OccurrenceCounts(int64_t max_ids, bool huge_pages = true) : max_ids_(max_ids), index_(huge_pages) {}
 
   int64_t size() const { return index_.size(); }
   int64_t dropped() const { return dropped_; }  // number of ids that were dropped before they got a row
@@ -35,10 +43,11 @@ class OccurrenceCounts {
     more = std::min(more, max_ids_ - size());
     if (more <= 0) return;
     index_.prepare(more);
-    index_.advance(static_cast<uint64_t>(more) + 64);
+    index_.advance_for(more, 64);
     const size_t wanted = static_cast<size_t>(size() + more);
-    if (wanted > entries_.capacity()) entries_.reserve(std::max(wanted, 2 * entries_.capacity()));
-    if (wanted > free_.capacity()) free_.reserve(std::max(wanted, 2 * free_.capacity()));
+    const size_t most = static_cast<size_t>(max_ids_);
+    if (wanted > entries_.capacity()) entries_.reserve(std::min(most, std::max(wanted, 2 * entries_.capacity())));
+    if (wanted > free_.capacity()) free_.reserve(std::min(most, std::max(wanted, 2 * free_.capacity())));
   }
 
   void add(int64_t id, uint32_t occurrences) {
@@ -75,12 +84,27 @@ class OccurrenceCounts {
     free_.push_back(at);
   }
 
-  void copy(std::vector<int64_t>& ids, std::vector<int64_t>& counts) const {
-    ids.reserve(static_cast<size_t>(size())), counts.reserve(static_cast<size_t>(size()));
-    for (int32_t at = oldest_; at != kNone; at = entries_[static_cast<size_t>(at)].newer) {
-      ids.push_back(entries_[static_cast<size_t>(at)].id);
-      counts.push_back(entries_[static_cast<size_t>(at)].count);
+  // The counts at one moment. Copying is quick; the order is established later, without the lock of the table.
+  class Copy {
+   public:
+    // Appends the ids, from the one that was counted first, and their counts.
+    void list(std::vector<int64_t>& ids, std::vector<int64_t>& counts) const {
+      for (int32_t at = oldest_; at != kNone; at = entries_[static_cast<size_t>(at)].newer) {
+        ids.push_back(entries_[static_cast<size_t>(at)].id);
+        counts.push_back(entries_[static_cast<size_t>(at)].count);
+      }
     }
+
+   private:
+    friend class OccurrenceCounts;
+    std::vector<Entry> entries_;
+    int32_t oldest_ = kNone;
+  };
+  Copy copy() const {
+    Copy copy;
+    copy.entries_ = entries_;
+    copy.oldest_ = oldest_;
+    return copy;
   }
 
   void clear() {
@@ -95,14 +119,6 @@ class OccurrenceCounts {
   }
 
  private:
-  static constexpr int32_t kNone = -1;
-
-  struct Entry {
-    int64_t id;
-    uint32_t count;
-    int32_t older, newer;
-  };
-
   int64_t max_ids_;
   int64_t dropped_ = 0;
   Index index_;

@@ -157,9 +157,11 @@ NB_MODULE(_native, m) {
       .def("__init__",
            [](Table* self, const std::string& name, const std::vector<SegmentTuple>& segments,
               uint64_t key, bool missing_zeros, int64_t max_rows, const std::string& kernels, bool counted,
-              uint32_t min_count, int64_t max_counted_ids, uint32_t admission_limit, int64_t capacity, int score) {
+              uint32_t min_count, int64_t max_counted_ids, uint32_t admission_limit, int64_t capacity, int score,
+              int64_t log_ids, bool huge_pages) {
              TableOptions options = make_options(name, segments, key, missing_zeros, max_rows, kernels);
-             require(max_counted_ids >= 0 && capacity >= 0 && score >= 0 && score <= static_cast<int>(Score::none),
+             require(max_counted_ids >= 0 && capacity >= 0 && score >= 0 && score <= static_cast<int>(Score::none) &&
+                         log_ids > 0 && log_ids <= IdLog::kMost,
                      "policies: a setting is out of range");
              options.counted = counted;
              options.min_count = min_count;
@@ -167,12 +169,15 @@ NB_MODULE(_native, m) {
              options.admission_limit = admission_limit;
              options.capacity = capacity;
              options.score = static_cast<Score>(score);
+             options.log_ids = log_ids;
+             options.huge_pages = huge_pages;
              new (self) Table(std::move(options));
            },
            nb::arg("name"), nb::arg("segments"), nb::kw_only(), nb::arg("key"), nb::arg("missing_zeros"),
            nb::arg("max_rows") = Rows::kMaxRows, nb::arg("kernels") = "", nb::arg("counted") = false,
            nb::arg("min_count") = 0, nb::arg("max_counted_ids") = 0, nb::arg("admission_limit") = 0,
-           nb::arg("capacity") = 0, nb::arg("score") = static_cast<int>(Score::none))
+           nb::arg("capacity") = 0, nb::arg("score") = static_cast<int>(Score::none),
+           nb::arg("log_ids") = IdLog::kMost, nb::arg("huge_pages") = true)
       .def("__len__", &Table::size, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("epoch", &Table::epoch, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("kernels", &Table::kernels_name)
@@ -210,14 +215,29 @@ NB_MODULE(_native, m) {
            })
       .def("restore",
            [](Table& t, handle ids, nb::sequence columns, handle times, handle counts, handle steps,
-              bool advance_epoch, int threads) {
+              int threads) {
              const Ids i = borrow_ids(ids);
              const RowColumns chunk = borrow_chunk(i, columns, times, counts, steps, t, true);
              nb::gil_scoped_release release;
-             t.restore(chunk, i.n, advance_epoch, threads);
+             t.restore(chunk, i.n, threads);
            },
            nb::arg("ids"), nb::arg("columns"), nb::arg("times"), nb::arg("counts").none(), nb::arg("steps").none(),
-           nb::arg("advance_epoch"), nb::arg("threads"))
+           nb::arg("threads"))
+      .def("write_rows",
+           [](Table& t, handle ids, handle occurrences, nb::sequence columns, int64_t rows_given, int64_t step,
+              uint32_t time, int threads) {
+             const Ids i = borrow_ids(ids);
+             Update u;
+             u.ids = i.data;
+             u.n = i.n;
+             u.occurrences = borrow_per_id(occurrences, "occurrences", i.n);
+             u.time = time;
+             u.step = static_cast<uint64_t>(step);
+             RowColumns from{};
+             from.columns = borrow_columns(columns, rows_given, t, true);
+             nb::gil_scoped_release release;
+             t.write_rows(u, from, rows_given, threads);
+           })
       .def("read_complete",
            [](const Table& t, handle ids, nb::sequence columns, int threads) {
              const Ids i = borrow_ids(ids);
@@ -235,31 +255,33 @@ NB_MODULE(_native, m) {
              t.admits(i.data, i.n, seen, static_cast<uint64_t>(step), admitted);
            })
       .def("scan",
-           [](const Table& t, int64_t start, handle ids, nb::sequence columns, handle times, handle counts,
-              handle steps) {
+           [](Table& t, int64_t start, handle ids, nb::sequence columns, handle times, handle counts, handle steps,
+              int watch) {
              const Ids i = borrow_ids(ids);
              const RowColumns chunk = borrow_chunk(i, columns, times, counts, steps, t, false);
              require(start >= 0, "start: must not be negative");
              Table::ScanResult result;
              {
                nb::gil_scoped_release release;
-               result = t.scan(start, i.n, chunk);
+               result = t.scan(start, i.n, chunk, watch);
              }
              return std::make_pair(result.count, result.next);
            },
            nb::arg("start"), nb::arg("ids"), nb::arg("columns"), nb::arg("times"), nb::arg("counts").none(),
-           nb::arg("steps").none())
+           nb::arg("steps").none(), nb::arg("watch") = -1)
       .def("begin_snapshot",
-           [](Table& t, int consumer, bool touched_only, int64_t room) {
+           [](Table& t, int consumer, bool touched_only, int64_t room, bool with_pending) {
              require(consumer < Table::kMaxConsumers && room > 0, "begin_snapshot: consumer or room is out of range");
-             std::vector<int64_t> removed;
+             std::vector<int64_t> removed, ids, counts;
              int64_t rows, live;
              {
                nb::gil_scoped_release release;
-               rows = t.begin_snapshot(consumer, touched_only, room, removed);
+               OccurrenceCounts::Copy pending;
+               rows = t.begin_snapshot(consumer, touched_only, room, removed, with_pending ? &pending : nullptr);
                live = t.snapshot_live();
+               pending.list(ids, counts);
              }
-             return nb::make_tuple(rows, live, as_bytes(removed));
+             return nb::make_tuple(rows, live, as_bytes(removed), as_bytes(ids), as_bytes(counts));
            })
       .def("read_snapshot",
            [](Table& t, handle ids, nb::sequence columns, handle times, handle counts, handle steps) {
@@ -296,15 +318,15 @@ NB_MODULE(_native, m) {
              return std::make_tuple(m.index, m.rows, m.state, m.side, m.counters, m.slack);
            },
            nb::call_guard<nb::gil_scoped_release>())
+      .def("open_watch", &Table::open_watch, nb::call_guard<nb::gil_scoped_release>())
+      .def("close_watch", &Table::close_watch, nb::call_guard<nb::gil_scoped_release>())
       .def("evict",
-           [](Table& t, handle ids, handle times) {
+           [](Table& t, handle ids, int watch) {
              const Ids i = borrow_ids(ids);
-             const int64_t* when = borrow_per_id(times, "times", i.n);
-             require(!times.is_none(), "times: expected one per id");
              std::vector<int64_t> gone;
              {
                nb::gil_scoped_release release;
-               gone = t.evict(i.data, i.n, when);
+               gone = t.evict(i.data, i.n, watch);
              }
              return as_bytes(gone);
            })
@@ -332,7 +354,7 @@ NB_MODULE(_native, m) {
              std::vector<int64_t> ids, counts;
              {
                nb::gil_scoped_release release;
-               t.pending(ids, counts);
+               t.pending().list(ids, counts);
              }
              return nb::make_tuple(as_bytes(ids), as_bytes(counts));
            })

@@ -9,24 +9,27 @@ namespace megalith {
 
 class IdLog {
  public:
-  static constexpr size_t kMost = size_t{1} << 20;
+  static constexpr int64_t kMost = int64_t{1} << 20;
+
+  // `most`: number of ids that it keeps, at least 1.
+  explicit IdLog(int64_t most = kMost) : most_(static_cast<size_t>(most)) {}
 
   int64_t lost() const { return lost_; }  // number of ids that newer ones replaced
   size_t bytes() const { return ids_.capacity() * sizeof(int64_t); }
 
   // Makes room for `more` ids, so that `add` cannot fail.
   void prepare(int64_t more) {
-    const size_t wanted = std::min(kMost, ids_.size() + static_cast<size_t>(more));
-    if (wanted > ids_.capacity()) ids_.reserve(std::min(kMost, std::max(wanted, 2 * ids_.capacity())));
+    const size_t wanted = std::min(most_, ids_.size() + static_cast<size_t>(more));
+    if (wanted > ids_.capacity()) ids_.reserve(std::min(most_, std::max(wanted, 2 * ids_.capacity())));
   }
 
   void add(int64_t id) {
-    if (ids_.size() < kMost) {
+    if (ids_.size() < most_) {
       ids_.push_back(id);
       return;
     }
     ids_[first_] = id;
-    first_ = (first_ + 1) % kMost;
+    first_ = (first_ + 1) % most_;
     ++lost_;
   }
 
@@ -40,6 +43,7 @@ class IdLog {
   }
 
  private:
+  size_t most_;
   std::vector<int64_t> ids_;
   size_t first_ = 0;
   int64_t lost_ = 0;

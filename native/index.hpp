@@ -26,8 +26,9 @@ class Index {
   static constexpr double kReserveLoad = 0.55;
   static constexpr double kGrowth = 1.4;
   static constexpr double kShrinkLoad = 0.4;
+  static constexpr uint64_t kMostShrink = 4;
 
-  Index() { reset(); }
+  explicit Index(bool huge_pages = true) : huge_pages_(huge_pages) { reset(); }
 
   int64_t size() const { return size_; }
   int64_t capacity() const { return limit(growing() ? next_count_ : count_); }
@@ -89,10 +90,16 @@ class Index {
     ++size_;
   }
 
-  // Moves the ids of this many more home buckets. One per insertion is enough to finish a growth before the next
-  // one starts.
-  void advance(uint64_t buckets) {
-    while (buckets-- && growing()) {
+  // Moves as many buckets as insertions require, and a few more. One per insertion finishes a growth before the next one
+  // starts: the new array takes 1.3 times as many more ids as the old one has buckets. After a shrink the new array
+  // takes at least 0.32 times as many more ids as the old one has buckets, so four per insertion are enough.
+  void advance_for(int64_t inserted, uint64_t more) {
+    advance(static_cast<uint64_t>(inserted) * (next_count_ < count_ ? 4 : 1) + more);
+  }
+
+  // Moves the ids of this many more home buckets. Returns how many were not needed.
+  uint64_t advance(uint64_t buckets) {
+    for (; buckets > 0 && growing(); --buckets) {
       move_home(cursor_);
       ++cursor_;
       if (cursor_ == count_) {
@@ -101,6 +108,7 @@ class Index {
         release_moved();
       }
     }
+    return buckets;
   }
 
   // The id must be present.
@@ -118,10 +126,12 @@ class Index {
     }
   }
 
-  // Starts to move to a smaller array if most of this one is unused.
-  void shrink() {
-    if (growing() || count_ <= 4 * kFirstBuckets || 4 * size_ > limit(count_)) return;
-    start_growth(std::max(kFirstBuckets, buckets_for(size_, kShrinkLoad)));
+  // Starts to move to a smaller array if most of this one is unused. It is not much smaller at once, so that new ids
+  // cannot fill it before the move is done; call it again then. Returns whether it started.
+  bool shrink() {
+    if (growing() || count_ <= 4 * kFirstBuckets || 4 * size_ > limit(count_)) return false;
+    start_growth(std::max({kFirstBuckets, count_ / kMostShrink, buckets_for(size_, kShrinkLoad)}));
+    return true;
   }
 
   // Returns the row that the id had, or -1.
@@ -212,7 +222,7 @@ class Index {
 
   void start_growth(uint64_t buckets) {
     next_ = Block(buckets * sizeof(Bucket));
-    next_.prefer_huge_pages();
+    if (huge_pages_) next_.prefer_huge_pages();
     next_count_ = buckets;
     cursor_ = 0;
     released_ = 0;
@@ -278,6 +288,7 @@ class Index {
                                static_cast<double>(next_.bytes()));
   }
 
+  bool huge_pages_;
   Block now_, next_;
   uint64_t count_ = 0, next_count_ = 0;
   uint64_t cursor_ = 0;  // homes below this one are moved

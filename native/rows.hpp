@@ -120,13 +120,15 @@ class Rows {
 
   static constexpr int64_t kMinCompact = 4096;
 
-  Rows(std::string table, StoredWeights stored, uint32_t state_bytes, bool counted, int64_t max_rows)
+  Rows(std::string table, StoredWeights stored, uint32_t state_bytes, bool counted, int64_t max_rows,
+       bool huge_pages = true)
       : table_(std::move(table)),
         stored_(std::move(stored)),
         weight_bytes_(stored_.bytes()),
         state_bytes_(state_bytes),
         counted_(counted),
-        max_rows_(max_rows) {
+        max_rows_(max_rows),
+        huge_pages_(huge_pages) {
     shift_ = 8;
     while (shift_ < 22 && (size_t{row_size()} << (shift_ + 1)) <= kChunkBytes) ++shift_;
     together_ = weight_bytes_ % 64 != 0 && 64 % weight_bytes_ != 0;
@@ -154,7 +156,7 @@ class Rows {
     const size_t chunks = static_cast<size_t>((high_ + fresh + mask()) >> shift_);
     while (chunks_.size() < chunks) add_chunk();
     // A small table stays on small pages.
-    if (static_cast<size_t>(high_ + fresh) * row_size() > kSmallTable) {
+    if (huge_pages_ && static_cast<size_t>(high_ + fresh) * row_size() > kSmallTable) {
       for (; huge_ < chunks_.size(); ++huge_) chunks_[huge_].prefer_huge_pages();
     }
   }
@@ -178,7 +180,8 @@ class Rows {
   // Makes room to free this many rows without an allocation.
   void prepare_give_back(int64_t n) {
     const size_t wanted = free_.size() + static_cast<size_t>(n);
-    if (wanted > free_.capacity()) free_.reserve(std::max(wanted, 2 * free_.capacity()));
+    const size_t most = std::max(wanted, static_cast<size_t>(high_));
+    if (wanted > free_.capacity()) free_.reserve(std::min(most, std::max(wanted, 2 * free_.capacity())));
   }
 
   void give_back(int32_t row) {
@@ -323,7 +326,7 @@ class Rows {
 
   void clear() {
     const bool tracking = tracking_;
-    *this = Rows(std::move(table_), std::move(stored_), state_bytes_, counted_, max_rows_);
+    *this = Rows(std::move(table_), std::move(stored_), state_bytes_, counted_, max_rows_, huge_pages_);
     tracking_ = tracking;
   }
 
@@ -390,6 +393,7 @@ class Rows {
   uint32_t weight_bytes_, state_bytes_;
   bool counted_;
   int64_t max_rows_;
+  bool huge_pages_;
   uint32_t shift_;
   bool together_;
   int64_t high_ = 0, used_ = 0;

@@ -1,5 +1,6 @@
 // A table: index, rows, and the calls of the Engine contract. It does not depend on Python. Some member functions are
-// in files of their own: table_create.hpp (rows for new ids), table_snapshot.hpp, table_touched.hpp, table_update.hpp.
+// in files of their own: table_create.hpp (rows for new ids), table_snapshot.hpp, table_touched.hpp, table_update.hpp,
+// table_admit.hpp, table_evict.hpp, table_write.hpp.
 //
 // Reads share the lock and a write holds it exclusively, so a write is atomic for readers. Results do not depend on
 // the number of threads: work is divided by position or by row range, and the gradient of a row is summed by one
@@ -9,6 +10,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
@@ -27,6 +29,7 @@
 #include "scratch.hpp"
 #include "snapshot.hpp"
 #include "threads.hpp"
+#include "watch.hpp"
 
 namespace megalith {
 
@@ -47,6 +50,8 @@ struct TableOptions {
   uint32_t admission_limit = 0;  // each occurrence admits an id if 24 random bits are below; 0: not drawn
   int64_t capacity = 0;          // largest number of rows; 0: no limit
   Score score = Score::none;     // none: a full table raises
+  int64_t log_ids = IdLog::kMost;  // largest number of ids of the log of evicted and of the log of refused ids
+  bool huge_pages = true;          // false: not even if the process uses them
 };
 
 struct Update {
@@ -74,10 +79,13 @@ class Table {
 
   explicit Table(TableOptions options)
       : options_(lay_out(std::move(options))),
+        index_(options_.huge_pages),
         kernels_(choose_kernels(options_.kernels)),
         rows_(options_.name, StoredWeights(options_.segments, kernels_), 4 * state_floats(options_.segments),
-              options_.counted, options_.max_rows),
-        counts_(options_.max_counted_ids) {
+              options_.counted, options_.max_rows, options_.huge_pages),
+        counts_(options_.max_counted_ids, options_.huge_pages),
+        evicted_(options_.log_ids),
+        refused_(options_.log_ids) {
     dim_ = rows_.stored().dim();
   }
 
@@ -179,7 +187,7 @@ class Table {
         v = sum.data();
       }
       rows_.write_weights(rows[i], v);
-      written(rows[i], time);
+      assigned(rows[i], time);
     }
   }
 
@@ -195,8 +203,11 @@ class Table {
     };
     const int32_t* rows = find_or_create(ids, n, *lease, threads, hold, /*initialize=*/true, note);
     kernels_->initialize(view(), rows, ids, n, scratch.data());
-    for (int64_t i = 0; i < n; ++i) written(rows[i], time);
+    for (int64_t i = 0; i < n; ++i) assigned(rows[i], time);
   }
+
+  // Rows that an optimizer outside of the table has computed; in table_write.hpp.
+  void write_rows(const Update& u, const RowColumns& from, int64_t rows_given, int threads);
 
   int64_t remove(const int64_t* ids, int64_t n) {
     std::unique_lock<ForkSafeLock> hold(lock_);
@@ -219,9 +230,8 @@ class Table {
     return removed;
   }
 
-  // Writes complete rows with optimizer state, as scan() or read_complete() returned them. Without counts and steps the
-  // rows keep theirs.
-  void restore(const RowColumns& from, int64_t n, bool advance_epoch, int threads) {
+  // Writes complete rows with optimizer state, as scan() returned them.
+  void restore(const RowColumns& from, int64_t n, int threads) {
     std::unique_lock<ForkSafeLock> hold(lock_);
     Lease lease;
     const int64_t before = counters_.created;
@@ -234,7 +244,10 @@ class Table {
         written(rows[i], static_cast<uint32_t>(from.times[i]));
       }
     });
-    if (advance_epoch) ++epoch_;
+    if (rows_.counted() && from.steps)
+      for (int64_t i = 0; i < n; ++i)
+        latest_step_ = std::max(latest_step_, saturated(static_cast<uint64_t>(from.steps[i])));
+    ++epoch_;
   }
 
   void clear() {
@@ -249,6 +262,8 @@ class Table {
     index_.reset();
     rows_.clear();
     search_ = {};
+    taken_rows_.clear(), taken_.clear();
+    for (auto& watch : watches_) watch.second.forget();
     ++epoch_;
   }
 
@@ -265,13 +280,16 @@ class Table {
     int64_t count;
     int64_t next;  // where to continue; -1 at the end
   };
-  ScanResult scan(int64_t start, int64_t limit, const RowColumns& out) const {
+  // `watch`: an open one, which then covers the rows up to `next`; -1: none.
+  ScanResult scan(int64_t start, int64_t limit, const RowColumns& out, int watch = -1) {
     std::shared_lock<ForkSafeLock> hold(lock_);
     int64_t count = 0, r = start;
     for (; r < rows_.high() && count < limit; ++r) {
       const int32_t row = static_cast<int32_t>(r);
       if (rows_.live(row)) rows_.copy_out(row, out, count++);
     }
+    // Only the thread of the scan changes its watch under the shared lock.
+    if (watch >= 0) watches_.at(watch).cover(start, r);
     return {count, r < rows_.high() ? r : -1};
   }
 
@@ -279,7 +297,9 @@ class Table {
 
   // Starts a snapshot of all rows, or of the rows touched for a consumer. It drains the touched rows of the consumer
   // (-1: none). `room`: number of rows that may be saved before writers wait. Returns the number of rows.
-  int64_t begin_snapshot(int consumer, bool touched_only, int64_t room, std::vector<int64_t>& removed);
+  // `pending`: not null to receive the counts of ids without a row at the same moment.
+  int64_t begin_snapshot(int consumer, bool touched_only, int64_t room, std::vector<int64_t>& removed,
+                         OccurrenceCounts::Copy* pending = nullptr);
   int64_t read_snapshot(int64_t limit, const RowColumns& out);
   int64_t snapshot_live() const;
   double snapshot_pressure() const;
@@ -295,11 +315,13 @@ class Table {
 
   // ---- policies; see table_evict.hpp and table_admit.hpp
 
-  std::vector<int64_t> evict(const int64_t* ids, int64_t n, const int64_t* times);
+  int open_watch();
+  void close_watch(int watch);
+  std::vector<int64_t> evict(const int64_t* ids, int64_t n, int watch);
   bool compact(int64_t limit);
   std::vector<int64_t> drain_evicted();
   std::vector<int64_t> drain_refused();
-  void pending(std::vector<int64_t>& ids, std::vector<int64_t>& counts) const;
+  OccurrenceCounts::Copy pending() const;
   void restore_pending(const int64_t* ids, int64_t n, const int64_t* counts);
   // Writes 1 for each id that has a row or that an update at this step would create, otherwise 0.
   void admits(const int64_t* ids, int64_t n, const int64_t* occurrences, uint64_t step, int64_t* out) const;
@@ -486,17 +508,30 @@ class Table {
   struct VictimSearch {
     int64_t cursor = 0, left = 0, found = 1, high = 0;
     uint64_t threshold = 0;
-    std::vector<uint64_t> sample;
+    struct Sampled {
+      uint64_t score;
+      int32_t number, row;
+      bool operator<(const Sampled& other) const {
+        return score != other.score ? score < other.score : number < other.number;
+      }
+    };
+    std::vector<Sampled> sample;
   };
   static constexpr int64_t kSample = 2048;
+  static constexpr int64_t kWalk = 64;
   uint64_t score(int32_t row) const;
   void protect(const int32_t* call, int64_t n);
   void choose_victims(int64_t created);
   bool take_once(int32_t row);
+  int64_t sample_rows(int64_t need);
   void estimate_threshold(int64_t need);
+  bool take_sampled(int64_t need);
   void prepare_evictions(int64_t n);
   void evict_victims();
   void evict_row(int64_t id);
+  void note_changed(const int32_t* rows, int64_t n) {
+    for (auto& watch : watches_) watch.second.note(rows, n);
+  }
 
   // Snapshots; see table_snapshot.hpp.
   Snapshot* snapshot();
@@ -514,6 +549,17 @@ class Table {
     rows_.time_of(row) = time;
     if (tracked_) rows_.flag(row) |= tracked_;
   }
+
+  // Notes that a row was written by other means than an update, now and at the latest step. A new row then counts as
+  // written once, so that it is not the first one to go.
+  void assigned(int32_t row, uint32_t time) {
+    if (rows_.counted()) {
+      rows_.count_of(row) = std::max(rows_.count_of(row), 1u);
+      rows_.step_of(row) = latest_step_;
+    }
+    written(row, time);
+  }
+  static uint32_t saturated(uint64_t step) { return static_cast<uint32_t>(std::min<uint64_t>(step, UINT32_MAX)); }
 
   // The stages of an update; see table_update.hpp.
   struct Reached;
@@ -546,7 +592,11 @@ class Table {
   VictimSearch search_;
   std::vector<int32_t> victims_;   // rows that the current call removes
   std::vector<uint64_t> taken_;    // a bit for each row that the current call must not remove (again)
+  std::vector<int32_t> taken_rows_;  // the rows with a bit
   int64_t protected_ = 0;          // number of rows of the current call
+  uint32_t latest_step_ = 0;       // the largest step of an update or of a restored row
+  bool shrinking_ = false;         // the index may still be much larger than needed
+  std::map<int, Watch> watches_;
   struct Refused {
     int64_t id;
     uint32_t occurrences;
@@ -562,3 +612,4 @@ class Table {
 #include "table_snapshot.hpp"
 #include "table_touched.hpp"
 #include "table_update.hpp"
+#include "table_write.hpp"

@@ -67,9 +67,9 @@ inline std::vector<int64_t> Table::drain_refused() {
   return refused_.take();
 }
 
-inline void Table::pending(std::vector<int64_t>& ids, std::vector<int64_t>& counts) const {
+inline OccurrenceCounts::Copy Table::pending() const {
   std::shared_lock<ForkSafeLock> hold(lock_);
-  counts_.copy(ids, counts);
+  return counts_.copy();
 }
 
 inline void Table::restore_pending(const int64_t* ids, int64_t n, const int64_t* counts) {

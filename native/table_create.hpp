@@ -61,7 +61,7 @@ inline void Table::create_missing(int32_t* rows, int64_t count, int64_t created,
   const int32_t* missing = scratch.missing.get(count);
   const int64_t* ids = scratch.fresh_ids.get(count);
   int32_t* fresh = scratch.fresh.get(created);
-  index_.advance(static_cast<uint64_t>(created) + kAdvanceEachCall);
+  index_.advance_for(created, kAdvanceEachCall);
   constexpr int64_t kAhead = 12;
   for (int64_t k = 0; k < created; ++k) {
     if (k + kAhead < created) index_.prefetch(ids[k + kAhead]);
@@ -71,6 +71,8 @@ inline void Table::create_missing(int32_t* rows, int64_t count, int64_t created,
   counters_.created += created;
   if (counts_.size() > 0)
     for (int64_t k = 0; k < created; ++k) counts_.erase(ids[k]);
+  record_refused();  // after the counts of the created ids made room
+  note_changed(fresh, created);
   for (int64_t m = 0; m < count; ++m) {
     int32_t& row = rows[missing[m]];
     row = row < 0 ? -1 : fresh[row];  // refused ids stay without a row

@@ -3,8 +3,14 @@
 // A capacity removes rows with low scores. Finding the lowest ones exactly would need a pass over the table. Instead a
 // cursor moves around the rows and takes those whose score is at most a threshold. The threshold is the score of the
 // lowest sixteenth of a sample of rows; it is estimated again after each round. So a removed row is among the lowest
-// sixteenth, unless a call needs more, and each removed row costs the cursor about 16 steps. The result depends only
-// on the sequence of calls, not on threads or clocks.
+// sixteenth, unless a call needs more, and each removed row costs the cursor about 16 steps.
+//
+// If low scores are far from the cursor, it stops after 64 places per needed row, and the call takes the lowest
+// sixteenth of samples, each of 2048 rows spread over the whole table. The cursor continues next to the lowest of them:
+// rows with low scores are often neighbours. So a call visits at most about 64 + 16 places per row, whatever the size of
+// the table.
+//
+// The result depends only on the sequence of calls, not on threads or clocks.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +33,10 @@ inline uint64_t Table::score(int32_t row) const {
 
 // Notes the n rows of the current call, which must stay.
 inline void Table::protect(const int32_t* call, int64_t n) {
-  taken_.assign(static_cast<size_t>((rows_.high() + 63) / 64), 0);
+  for (int32_t row : taken_rows_) taken_[static_cast<size_t>(row) >> 6] = 0;
+  taken_rows_.clear();
+  const size_t words = static_cast<size_t>((rows_.high() + 63) / 64);
+  if (taken_.size() < words) taken_.resize(words);
   protected_ = 0;
   for (int64_t i = 0; i < n; ++i)
     if (call[i] >= 0) protected_ += take_once(call[i]);
@@ -45,8 +54,13 @@ inline void Table::choose_victims(int64_t created) {
                                                              : " and the other rows belong to the same call; raise it"));
   victims_.reserve(static_cast<size_t>(need));
   search_.high = rows_.high();
-  while (static_cast<int64_t>(victims_.size()) < need) {
-    if (search_.left == 0) estimate_threshold(need - static_cast<int64_t>(victims_.size()));
+  const auto left = [&] { return need - static_cast<int64_t>(victims_.size()); };
+  for (int64_t places = kWalk * need + kSample; left() > 0; --places) {
+    if (search_.left == 0) estimate_threshold(left());
+    if (places <= 0) {
+      while (left() > 0 && take_sampled(left())) {}
+      if (left() == 0) break;
+    }
     if (search_.cursor >= search_.high) search_.cursor = 0;
     const int32_t row = static_cast<int32_t>(search_.cursor++);
     if (rows_.live(row) && score(row) <= search_.threshold && take_once(row)) {
@@ -63,7 +77,24 @@ inline bool Table::take_once(int32_t row) {
   const uint64_t bit = uint64_t{1} << (row & 63);
   if (word & bit) return false;
   word |= bit;
+  taken_rows_.push_back(row);
   return true;
+}
+
+// Reads the scores of rows that may go, at places spread over the table. Returns how many of them are low: a sixteenth,
+// or as many as the sample has of the needed rows.
+inline int64_t Table::sample_rows(int64_t need) {
+  std::vector<VictimSearch::Sampled>& sample = search_.sample;
+  sample.clear();
+  const int64_t count = std::min(search_.high, kSample);
+  for (int64_t k = 0; k < count; ++k) {
+    const int32_t row = static_cast<int32_t>((search_.cursor + k * search_.high / count) % search_.high);
+    const bool taken = taken_[static_cast<size_t>(row) >> 6] >> (row & 63) & 1;
+    if (rows_.live(row) && !taken) sample.push_back({score(row), static_cast<int32_t>(k), row});
+  }
+  const int64_t m = static_cast<int64_t>(sample.size());
+  const int64_t candidates = std::max<int64_t>(index_.size() - protected_, 1);
+  return std::max(m / 16, (need * m + candidates - 1) / candidates);
 }
 
 inline void Table::estimate_threshold(int64_t need) {
@@ -71,25 +102,33 @@ inline void Table::estimate_threshold(int64_t need) {
   const bool any = search_.found == 0;
   search_.left = search_.high;
   search_.found = 0;
-  std::vector<uint64_t>& scores = search_.sample;
-  scores.clear();
-  const int64_t stride = std::max<int64_t>(1, search_.high / kSample);
-  const int64_t count = std::min(search_.high, kSample);
-  for (int64_t k = 0; k < count; ++k) {
-    const int32_t row = static_cast<int32_t>((search_.cursor + k * stride) % search_.high);
-    const bool taken = taken_[static_cast<size_t>(row) >> 6] >> (row & 63) & 1;
-    if (rows_.live(row) && !taken) scores.push_back(score(row));
-  }
-  const int64_t m = static_cast<int64_t>(scores.size());
-  // The sample has m of the rows that may go: as many of them as are needed, or more.
-  const int64_t candidates = std::max<int64_t>(index_.size() - protected_, 1);
-  const int64_t rank = std::max(m / 16, (need * m + candidates - 1) / candidates);
-  if (any || rank < 1 || rank > m) {
+  const int64_t low = sample_rows(need);
+  std::vector<VictimSearch::Sampled>& sample = search_.sample;
+  if (any || low < 1 || low > static_cast<int64_t>(sample.size())) {
     search_.threshold = UINT64_MAX;
     return;
   }
-  std::nth_element(scores.begin(), scores.begin() + (rank - 1), scores.end());
-  search_.threshold = scores[static_cast<size_t>(rank - 1)];
+  std::nth_element(sample.begin(), sample.begin() + (low - 1), sample.end());
+  search_.threshold = sample[static_cast<size_t>(low - 1)].score;
+}
+
+// Takes the lowest rows of a sample. False if it has none.
+inline bool Table::take_sampled(int64_t need) {
+  const int64_t wanted = sample_rows(need);
+  std::vector<VictimSearch::Sampled>& sample = search_.sample;
+  const int64_t low = std::min(wanted, static_cast<int64_t>(sample.size()));
+  search_.left = search_.high;
+  search_.found = 1;
+  search_.threshold = UINT64_MAX;
+  if (low < 1) return false;
+  std::partial_sort(sample.begin(), sample.begin() + low, sample.end());
+  search_.threshold = sample[static_cast<size_t>(low - 1)].score;
+  for (int64_t k = 0; k < std::min(low, need); ++k) {
+    take_once(sample[static_cast<size_t>(k)].row);
+    victims_.push_back(sample[static_cast<size_t>(k)].row);
+  }
+  search_.cursor = sample[0].row + 1;
+  return true;
 }
 
 // Makes room to record removals, so that they cannot fail.
@@ -118,8 +157,20 @@ inline void Table::evict_row(int64_t id) {
   ++counters_.evicted;
 }
 
-// Removes rows that were not updated since a scan found their times. Returns the removed ids.
-inline std::vector<int64_t> Table::evict(const int64_t* ids, int64_t n, const int64_t* times) {
+inline int Table::open_watch() {
+  std::unique_lock<ForkSafeLock> hold(lock_);
+  const int number = watches_.empty() ? 0 : watches_.rbegin()->first + 1;
+  watches_[number];
+  return number;
+}
+
+inline void Table::close_watch(int watch) {
+  std::unique_lock<ForkSafeLock> hold(lock_);
+  watches_.erase(watch);
+}
+
+// Removes rows that a scan with this watch has read and that did not change since. Returns the removed ids.
+inline std::vector<int64_t> Table::evict(const int64_t* ids, int64_t n, int watch) {
   std::unique_lock<ForkSafeLock> hold(lock_);
   std::vector<int64_t> gone;
   gone.reserve(static_cast<size_t>(n));
@@ -127,10 +178,10 @@ inline std::vector<int64_t> Table::evict(const int64_t* ids, int64_t n, const in
     Lease lease;
     save_for_snapshot(ids, n, *lease, 1, hold);
   }
+  const Watch& seen = watches_.at(watch);
   prepare_evictions(std::min(n, index_.size()));
   for (int64_t i = 0; i < n; ++i) {
-    const int32_t row = index_.find(ids[i]);
-    if (row < 0 || rows_.time_of(row) != static_cast<uint32_t>(times[i])) continue;
+    if (!seen.unchanged(index_.find(ids[i]))) continue;
     evict_row(ids[i]);
     gone.push_back(ids[i]);
   }
@@ -142,15 +193,19 @@ inline std::vector<int64_t> Table::evict(const int64_t* ids, int64_t n, const in
 // half of the places are in use, or while a snapshot is open. Moves at most `limit` rows; false: there is more to do.
 inline bool Table::compact(int64_t limit) {
   std::unique_lock<ForkSafeLock> hold(lock_);
-  index_.advance(static_cast<uint64_t>(limit));
-  if (snapshot() || !(rows_.compacting() || rows_.sparse())) return !index_.growing();
-  ++epoch_;
-  const bool done = rows_.compact(limit, [this](int64_t id, int32_t row) { index_.move(id, row); });
-  if (done) {
-    index_.shrink();
-    index_.advance(static_cast<uint64_t>(limit));
+  bool done = true;
+  if (!snapshot() && (rows_.compacting() || rows_.sparse())) {
+    ++epoch_;
+    for (auto& watch : watches_) watch.second.forget();
+    done = rows_.compact(limit, [this](int64_t id, int32_t row) { index_.move(id, row); });
+    shrinking_ |= done;
   }
-  return done && !index_.growing();
+  uint64_t buckets = index_.advance(2 * static_cast<uint64_t>(limit));
+  while (shrinking_ && !index_.growing()) {
+    shrinking_ = index_.shrink();
+    buckets = index_.advance(buckets);
+  }
+  return done && !shrinking_ && !index_.growing();
 }
 
 inline std::vector<int64_t> Table::drain_evicted() {

@@ -12,7 +12,8 @@
 
 namespace megalith {
 
-inline int64_t Table::begin_snapshot(int consumer, bool touched_only, int64_t room, std::vector<int64_t>& removed) {
+inline int64_t Table::begin_snapshot(int consumer, bool touched_only, int64_t room, std::vector<int64_t>& removed,
+                                     OccurrenceCounts::Copy* pending) {
   std::unique_lock<ForkSafeLock> hold(lock_);
   if (snapshot())
     throw std::invalid_argument("table '" + options_.name + "' already has an open snapshot: close it first");
@@ -26,6 +27,7 @@ inline int64_t Table::begin_snapshot(int consumer, bool touched_only, int64_t ro
       if (index_.find(id) < 0) gone.push_back(id);
   }
   removed = gone;
+  if (pending) *pending = counts_.copy();
   snapshot_ = std::make_shared<Snapshot>(rows_, bit, touched_only, std::move(gone), room);
   snapshot_consumer_ = consumer;
   if (consumer >= 0) removed_[consumer].clear();
@@ -73,9 +75,10 @@ inline void Table::wait_for_reader(std::unique_lock<ForkSafeLock>& hold) {
   waiting->wait(hold);
 }
 
-// Saves rows for the snapshot before they change. False: it has no room; the caller must wait for its reader, and row
-// numbers may have changed then.
+// Saves rows for the snapshot before they change, and notes the change in open watches. False: the snapshot has no room;
+// the caller must wait for its reader, and row numbers may have changed then.
 inline bool Table::save_rows(const int32_t* rows, int64_t n) {
+  note_changed(rows, n);
   return n == 0 || !snapshot() || snapshot_->save(rows_, rows, n);
 }
 

@@ -182,8 +182,8 @@ inline bool Table::prepare_update(Pending& p, Scratch& scratch, int threads) {
 inline void Table::finish_update(Pending& p, Scratch& scratch, WorkerScratch* workers, int threads) {
   const Update& u = p.u;
   Parts& parts = p.parts;
-  record_refused();
   evict_victims();
+  latest_step_ = std::max(latest_step_, saturated(u.step));
   create_missing(scratch.rows.get(0), p.missing, p.created, scratch, threads);
   parts.starts = workers[0].starts.get(parts.slices * parts.count);
   parts.begin = workers[0].begin.get(parts.count + 1);
@@ -198,7 +198,7 @@ inline void Table::finish_update(Pending& p, Scratch& scratch, WorkerScratch* wo
                     u.clip_norm};
   apply.steps = u.steps;
   apply.time = u.time;
-  apply.step = static_cast<uint32_t>(std::min<uint64_t>(u.step, UINT32_MAX));
+  apply.step = saturated(u.step);
   apply.rounding_step = u.step;
   apply.touch = tracked_;
   apply.rows_per_part_shift = parts.shift;

@@ -147,6 +147,31 @@ void growth_gives_memory_back() {
   CHECK(index.size() == 0);
 }
 
+// New ids after a shrink: the move to the smaller array and the growth after it stay incremental.
+void growth_after_a_shrink_is_incremental() {
+  for (const int64_t left : {10, 7000, 20000}) {
+    Index index;
+    const int64_t n = 100000, batch = 100;
+    index.reserve(n);
+    for (int64_t id = 0; id < n; ++id) index.insert(id, static_cast<int32_t>(id));
+    for (int64_t id = left; id < n; ++id) CHECK(index.erase(id) == id);
+    CHECK(index.shrink());
+    int64_t size = left;
+    int ended = 0;
+    while (size < n) {
+      const IndexView before = index.view();
+      index.prepare(batch);
+      index.advance_for(batch, 0);
+      for (int64_t k = 0; k < batch; ++k, ++size) index.insert(size, static_cast<int32_t>(size));
+      if (!before.next_count || index.view().buckets == before.buckets) continue;
+      CHECK(before.count - before.cursor <= 4 * batch);  // the move ended because little was left
+      ++ended;
+    }
+    CHECK(ended > 1);
+    for (int64_t id = 0; id < n; ++id) CHECK(index.find(id) == id);
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -155,5 +180,6 @@ int main() {
   crowded_end();
   every_bucket_passed();
   growth_gives_memory_back();
+  growth_after_a_shrink_is_incremental();
   std::puts("index ok");
 }

@@ -114,13 +114,12 @@ class SaveOptions:
 
 @dataclass
 class _FrozenTable:
-    """A table of this rank: its snapshot, its counts of ids without a row, its folder, its files so far."""
+    """A table of this rank: its snapshot, its folder, its files so far."""
 
     collection: str
     name: str
     config: TableConfig
     snapshot: Snapshot
-    counts: tuple[torch.Tensor, torch.Tensor]
     folder: str
     pieces: list[Piece] = field(default_factory=list)
     removed: list[Piece] = field(default_factory=list)
@@ -219,11 +218,12 @@ class SaveJob:
             snapshot = table.snapshot(
                 consumer=CONSUMER if self._options.track else None,
                 touched_only=self._options.delta,
+                pending=True,
                 buffer_bytes=max(1 << 20, BUFFER_BYTES * sizes[number] // sum(sizes)),
             )
             numbers = f"{list(self._collections).index(path)}-{list(shards.local).index(name)}"
             folder = f"{self._folder}/tables/{numbers}"
-            self._tables.append(_FrozenTable(path, name, table.config, snapshot, table.pending(), folder))
+            self._tables.append(_FrozenTable(path, name, table.config, snapshot, folder))
 
     # ---- writing
 
@@ -282,9 +282,10 @@ class SaveJob:
             if self._options.delta and ids.numel():
                 file = write_tensors(self.store, f"{frozen.folder}/{shard}-removed.safetensors", {"ids": ids})
                 frozen.removed.append(Piece(file, shard, ids.numel()))
-            if frozen.counts[0].numel():
+            ids, counts = frozen.snapshot.pending
+            if ids.numel():
                 name = f"{frozen.folder}/{shard}-pending.safetensors"
-                frozen.pending.append(write_pending(self.store, name, *frozen.counts, shard))
+                frozen.pending.append(write_pending(self.store, name, ids, counts, shard))
 
     def _commit(self) -> Manifest:
         """On rank 0: wait for the reports of the other ranks, write the manifest, delete old files."""

@@ -100,11 +100,14 @@ class EvictionPass:
     def _scan(self, now: int, rows: int) -> Tensor:
         """Visit the next rows and remove the expired ones; moves `_at`, to -1 after the last row."""
         needs_rows = any(policy.needs_rows for policy in self._policies)
-        chunk, self._at = self._engine.scan_part(self._at, rows, rows=needs_rows)
-        expired = torch.zeros(chunk.ids.shape[0], dtype=torch.bool)
-        for policy in self._policies:
-            expired |= self._checks.flags(policy.expired(chunk, now), expired.shape[0], policy.name)
-        # In several calls, so that other threads do not wait long where many rows expire together.
-        most = max(MIN_EVICT_ROWS, rows // 8)
-        pairs = zip(chunk.ids[expired].split(most), chunk.time[expired].split(most), strict=True)
-        return torch.cat([self._engine.evict(ids, times) for ids, times in pairs])
+        watch = self._engine.open_watch()  # a row that is written from now on stays
+        try:
+            chunk, self._at = self._engine.scan_part(self._at, rows, rows=needs_rows, watch=watch)
+            expired = torch.zeros(chunk.ids.shape[0], dtype=torch.bool)
+            for policy in self._policies:
+                expired |= self._checks.flags(policy.expired(chunk, now), expired.shape[0], policy.name)
+            # In several calls, so that other threads do not wait long where many rows expire together.
+            most = max(MIN_EVICT_ROWS, rows // 8)
+            return torch.cat([self._engine.evict(ids, watch) for ids in chunk.ids[expired].split(most)])
+        finally:
+            self._engine.close_watch(watch)

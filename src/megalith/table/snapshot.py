@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import TracebackType
 
-from torch import Tensor
-
 from megalith.errors import UsageError
 from megalith.table.engines.contract import Engine
-from megalith.table.table_data import Chunk
+from megalith.table.table_data import Chunk, SnapshotStart
 
 STEP_ROWS = 4096
 """Rows read while writers are locked out."""
@@ -25,18 +23,18 @@ class Snapshot:
 
     Args:
         engine: The engine, in which the snapshot has begun.
+        start: What the engine returned.
+
+    Attributes:
         rows: Number of rows in the snapshot.
         live: Number of rows in the table when the snapshot started.
         removed: Ids removed since the consumer's last drain, int64.
-
-    Attributes:
+        pending: Ids without a row that `MinCount` counted when the snapshot started, and their counts.
         waited: Seconds that writers waited for the reader; known after `close`.
     """
 
-    def __init__(self, engine: Engine, rows: int, live: int, removed: Tensor) -> None:
-        self.rows = rows
-        self.live = live
-        self.removed = removed
+    def __init__(self, engine: Engine, start: SnapshotStart) -> None:
+        self.rows, self.live, self.removed, self.pending = start
         self.waited = 0.0
         self._engine = engine
         self._open = True

@@ -446,13 +446,19 @@ class Table:
         return self.engine_impl.new_chunk(self.checks.row_count(n, "new_chunk"))
 
     def snapshot(
-        self, *, consumer: str | None = None, touched_only: bool = False, buffer_bytes: int = SNAPSHOT_BYTES
+        self,
+        *,
+        consumer: str | None = None,
+        touched_only: bool = False,
+        pending: bool = False,
+        buffer_bytes: int = SNAPSHOT_BYTES,
     ) -> Snapshot:
         """Start a snapshot of the table as it is now, to be read while writes continue. At most one is open.
 
         Args:
             consumer: The consumer whose touched rows are drained.
             touched_only: Whether the snapshot holds only the touched rows of `consumer`.
+            pending: Whether it also holds, as `Snapshot.pending`, the ids that `MinCount` counts.
             buffer_bytes: Limit for copies of rows that change before they are read. When it is reached,
                 writers wait.
 
@@ -463,8 +469,9 @@ class Table:
             InputError: An argument is wrong, or a snapshot is already open.
             UnknownNameError: The table does not have this consumer.
         """
-        if not isinstance(touched_only, bool):
-            raise InputError(f"table {self.name!r}: touched_only must be True or False, got {touched_only!r}")
+        for name, flag in (("touched_only", touched_only), ("pending", pending)):
+            if not isinstance(flag, bool):
+                raise InputError(f"table {self.name!r}: {name} must be True or False, got {flag!r}")
         if isinstance(buffer_bytes, bool) or not isinstance(buffer_bytes, int) or buffer_bytes < 0:
             raise InputError(f"table {self.name!r}: buffer_bytes must be >= 0, got {buffer_bytes!r}")
         row_bytes = self.config.row_bytes + 20
@@ -473,7 +480,8 @@ class Table:
             if touched_only and consumer is None:
                 raise InputError(f"table {self.name!r}: a snapshot of touched rows needs a consumer")
             number = -1 if consumer is None else self.consumer_number(consumer)
-            return Snapshot(self.engine_impl, *self.engine_impl.begin_snapshot(number, touched_only, room))
+            start = self.engine_impl.begin_snapshot(number, touched_only, room, pending)
+            return Snapshot(self.engine_impl, start)
 
     # ---- touched rows
 

@@ -135,6 +135,9 @@ class TableConfig:
         missing: What an id without a row reads as: "initial" (its initial row) or "zeros".
         dist_type: The routing mode of the table; None: the mode of the shards.
         trainable: With False, an update raises UsageError.
+        huge_pages: Whether the cpu engine asks for pages of 2 MiB for this table, which make random access in
+            a large table faster. With False it does not, even if the process uses them
+            (`megalith.table.engines.cpu.set_huge_pages`).
 
     Raises:
         InputError: An argument has the wrong type or value.
@@ -147,6 +150,7 @@ class TableConfig:
     missing: str
     dist_type: str | None
     trainable: bool
+    huge_pages: bool
 
     def __init__(
         self,
@@ -164,6 +168,7 @@ class TableConfig:
         missing: str = "initial",
         dist_type: str | None = None,
         trainable: bool = True,
+        huge_pages: bool = True,
     ) -> None:
         if not isinstance(name, str) or not name:
             raise InputError(f"TableConfig: name must be a non-empty string, got {name!r}")
@@ -206,8 +211,9 @@ class TableConfig:
             raise InputError(f"{where}: missing must be one of {', '.join(MISSING)}, got {missing!r}")
         if dist_type is not None and not (isinstance(dist_type, str) and dist_type in MODES):
             raise InputError(f"{where}: dist_type must be one of {', '.join(MODES)}, got {dist_type!r}")
-        if not isinstance(trainable, int):
-            raise InputError(f"{where}: trainable must be True or False, got {trainable!r}")
+        for key, flag in (("trainable", trainable), ("huge_pages", huge_pages)):
+            if not isinstance(flag, int):
+                raise InputError(f"{where}: {key} must be True or False, got {flag!r}")
         for attribute, value in (
             ("name", name),
             ("segments", segments),
@@ -216,6 +222,7 @@ class TableConfig:
             ("missing", missing),
             ("dist_type", dist_type),
             ("trainable", bool(trainable)),
+            ("huge_pages", bool(huge_pages)),
         ):
             object.__setattr__(self, attribute, value)
         if self.row_floats > MAX_ROW_FLOATS:
@@ -286,6 +293,7 @@ class TableConfig:
                 ("missing", "initial"),
                 ("dist_type", None),
                 ("trainable", True),
+                ("huge_pages", True),
             )
             if getattr(self, name) != usual
         )

@@ -24,8 +24,9 @@ class Chunk:
         rows: Weights, float32 [n, dim].
         state: Optimizer state by "segment number/state name", float32 [n, size] each.
         time: Last update in seconds, int64 [n].
-        count: Number of updates, int64 [n], or None if no policy counts them (`TableConfig.counted`).
-        step: Step of the last update, int64 [n], or None under the same condition.
+        count: Number of updates, int64 [n], or None if no policy counts them (`TableConfig.counted`). An
+            assigned row starts with 1.
+        step: Step of the last write, int64 [n], or None under the same condition.
     """
 
     ids: Tensor
@@ -101,6 +102,23 @@ class FoundRows(NamedTuple):
 
     rows: Tensor
     epoch: int | None
+
+
+class SnapshotStart(NamedTuple):
+    """What a table held when a snapshot began, besides the rows, which are read later.
+
+    Attributes:
+        rows: Number of rows in the snapshot.
+        live: Number of rows in the table.
+        removed: Ids removed since the consumer's last drain, int64.
+        pending: Ids without a row that `MinCount` counted, and their counts, int64 each; empty unless asked
+            for.
+    """
+
+    rows: int
+    live: int
+    removed: Tensor
+    pending: tuple[Tensor, Tensor]
 
 
 class Step(NamedTuple):

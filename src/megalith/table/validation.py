@@ -369,8 +369,8 @@ class InputChecks:
             chunk: The rows, as `Table.scan` yields them.
 
         Returns:
-            The same rows, contiguous, with states in the config's order. A counted table gets zeros for
-            counts and steps that the chunk lacks; another table drops them.
+            The same rows, contiguous, with states in the config's order. A counted table gets count 1
+            and step 0 where the chunk lacks them; another table drops them.
 
         Raises:
             InputError: The states are not those of the config, or a type, shape, device or time is wrong.
@@ -397,9 +397,9 @@ class InputChecks:
         times = self._small_integers("time", chunk.time, n)
         counts = steps = None
         if self.config.counted:
-            none = torch.zeros(n, dtype=torch.int64)
-            counts = none if chunk.count is None else self._small_integers("count", chunk.count, n)
-            steps = none if chunk.step is None else self._small_integers("step", chunk.step, n)
+            once, first = torch.ones(n, dtype=torch.int64), torch.zeros(n, dtype=torch.int64)
+            counts = once if chunk.count is None else self._small_integers("count", chunk.count, n)
+            steps = first if chunk.step is None else self._small_integers("step", chunk.step, n)
         return Chunk(ids, rows, state, times, counts, steps)
 
     def occurrences(self, ids: Tensor, counts: Tensor) -> Tensor:

@@ -69,6 +69,16 @@ def test_ids_counted_first_are_dropped_when_there_are_too_many(engine: str) -> N
     assert len(table) == 0
 
 
+def test_an_id_that_gets_its_row_makes_room_for_another_count(engine: str) -> None:
+    table = table_with(engine, MinCount(2, max_ids=2))
+    table.apply_gradients(ints(1, 2), torch.ones(2, 1), step=0)
+
+    table.apply_gradients(ints(3, 2), torch.ones(2, 1), step=1)  # 2 is no longer counted, so 1 and 3 fit
+
+    assert table.pending()[0].tolist() == [1, 3]
+    assert table.stats().counters.pending_dropped == 0
+
+
 def test_assigning_a_row_bypasses_admission_and_ends_counting(engine: str) -> None:
     table = table_with(engine, MinCount(9))
     table.apply_gradients(ints(4), torch.ones(1, 1), step=0)
@@ -120,6 +130,18 @@ def test_each_occurrence_draws(engine: str) -> None:
     table.apply_gradients(torch.arange(1000).repeat(4), torch.ones(4000, 1), step=0)
 
     assert 910 < len(table) < 965  # 1 - 0.5^4 = 0.9375
+
+
+def test_many_occurrences_of_an_id_draw_alike_on_both_engines() -> None:
+    ids, occurrences = torch.arange(40), torch.arange(40) * 5000 + 1
+    tables = [table_with(engine, Probability(1e-5)) for engine in ("reference", "cpu")]
+    for table in tables:
+        numbers = table.checks.step(0, 0, 1.0, None)
+        table.engine_impl.update(ids, None, [torch.ones(40, 1)], None, numbers, occurrences)
+
+    admitted = [[i for i in range(40) if i in table] for table in tables]
+    assert admitted[0] == admitted[1]
+    assert 8 < len(admitted[0]) < 35
 
 
 @pytest.mark.parametrize(

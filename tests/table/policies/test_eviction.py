@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith import SGD, TTL, Capacity, MinNorm, Table, TableConfig, Zeros, fid
+from megalith import SGD, TTL, Capacity, MinCount, MinNorm, Table, TableConfig, Zeros, fid
 from megalith.errors import InputError, TableFullError
 from megalith.table import Chunk, Eviction
 from tests.table.support import ints
@@ -110,6 +110,71 @@ def test_a_score_function_decides(engine: str) -> None:
     assert [i for i in range(9) if i in table] == [1, 2, 3, 7]
 
 
+def test_refused_ids_need_no_room(engine: str) -> None:
+    def by_id(chunk: Chunk) -> Tensor:
+        return chunk.ids.double()
+
+    config = TableConfig(
+        "t", dim=2, optimizer=SGD(1.0), admission=MinCount(2), eviction=Capacity(10, score=by_id)
+    )
+    table = Table(config, engine=engine)
+    train(table, torch.arange(10).repeat(2))
+
+    train(table, torch.cat([ints(50), torch.arange(50, 90)]))  # only 50 gets a row; the call has 40 ids
+
+    assert table.drain_evicted().tolist() == [0]
+    assert 50 in table
+    with pytest.raises(TableFullError, match="needs 11 rows"):
+        train(table, torch.arange(200, 211).repeat(2))
+
+
+@pytest.mark.parametrize("score", ["lfu", "step"])
+def test_an_assigned_row_counts_as_written_once_and_now(engine: str, score: str) -> None:
+    table = table_with(engine, Capacity(3, score=score))
+    train(table, ints(1), step=4, time=1)
+    train(table, ints(2), step=5, time=2)
+    table.assign(ints(3), torch.zeros(1, 2), time=3)
+    table.reinitialize(ints(3), time=3)
+    (chunk,) = table.scan()
+    assert chunk.count is not None
+    assert chunk.step is not None
+    assert (chunk.count.tolist(), chunk.step.tolist()) == ([1, 1, 1], [4, 5, 5])
+
+    train(table, ints(4), step=6, time=4)
+
+    assert table.drain_evicted().tolist() == [1]  # not the row that was just assigned
+
+
+def test_rows_restored_without_counts_count_as_written_once(engine: str) -> None:
+    (chunk,) = _filled(engine, 2).scan()
+    table = table_with(engine, Capacity(9, score="lfu"))
+
+    table.restore(chunk)
+
+    (restored,) = table.scan()
+    assert restored.count is not None
+    assert restored.step is not None
+    assert (restored.count.tolist(), restored.step.tolist()) == ([1, 1], [0, 0])
+
+
+def test_low_scores_far_from_the_cursor_are_found() -> None:
+    # The cursor starts among rows with high scores, and a call visits only a part of the table.
+    evicted = []
+    for engine in ("reference", "cpu"):
+        table = table_with(engine, Capacity(8000, score="step"))
+        train(table, torch.arange(6000), step=100)
+        train(table, torch.arange(6000, 8000), step=1)
+        for number in range(10):
+            train(table, ints(10_000 + number), step=200)
+        train(table, torch.arange(20_000, 20_300), step=200)
+        assert len(table) == 8000
+        evicted.append(table.drain_evicted())
+
+    assert evicted[0].numel() == 310
+    assert int(evicted[0].min()) >= 6000
+    assert evicted[1].tolist() == evicted[0].tolist()
+
+
 def test_without_a_score_a_full_table_raises_before_it_writes(engine: str) -> None:
     table = table_with(engine, Capacity(2, score=None))
     train(table, ints(1, 2))
@@ -156,15 +221,24 @@ def test_shards_divide_the_capacity(engine: str) -> None:
     assert table_with(engine, Capacity(7), num_shards=4).engine_impl.row_limit == 2
 
 
-def test_max_bytes_bounds_the_memory(engine: str) -> None:
+@pytest.mark.parametrize("admission", [None, MinCount(2), MinCount(2, max_ids=100)])
+def test_max_bytes_bounds_all_memory(admission: MinCount | None) -> None:
     limit = 400_000
-    table = table_with("cpu", Capacity(max_bytes=limit))
+    config = TableConfig(
+        "t", dim=2, optimizer=SGD(1.0), admission=admission, eviction=Capacity(max_bytes=limit, score="lfu")
+    )
+    table = Table(config, engine="cpu")
+    table.track("consumer")
 
-    for step in range(100):
-        train(table, torch.arange(200) + 150 * step, step=step, time=step)
-        use = table.memory()
-        assert use.total - use.counters <= limit
-    assert len(table) > limit // 150
+    for step in range(60):
+        train(table, (torch.arange(400) + 150 * step).repeat(2), step=step, time=step)
+        train(table, torch.arange(1000) + 100_000 + 1000 * step, step=step, time=step)  # most are refused
+        table.drain_touched("consumer")
+        assert table.memory().total <= limit
+    assert len(table) == table.engine_impl.row_limit
+    assert table.memory().total > 0.55 * limit
+    assert table.drain_evicted().numel() == limit // 1024
+    assert Table(config, num_shards=3).engine_impl.limits.log_ids == limit // 3 // 1024
 
 
 def test_memory_is_returned_after_an_eviction(engine: str) -> None:

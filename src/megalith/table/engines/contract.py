@@ -19,10 +19,11 @@ from torch import Tensor
 
 from megalith.errors import InputError, TableFullError
 from megalith.ops.pooling import Bags, Pooling, pool
+from megalith.table.engines.shard_limits import shard_limits
 from megalith.table.fork_safe_lock import ForkSafeLock
 from megalith.table.serving_view import ServingView
 from megalith.table.table_config import TableConfig
-from megalith.table.table_data import Chunk, FoundRows, MemoryUse, RowCounters, Step
+from megalith.table.table_data import Chunk, FoundRows, MemoryUse, RowCounters, SnapshotStart, Step
 
 
 class Engine(ABC):
@@ -34,6 +35,7 @@ class Engine(ABC):
         num_shards: Number of shards of the whole table, which divide its `Capacity`.
 
     Attributes:
+        limits: What this shard may hold.
         row_limit: Largest number of rows of this shard, or None.
         view: What lookups return instead of the stored weights, or None.
     """
@@ -46,7 +48,8 @@ class Engine(ABC):
         self.name = config.name
         self.dim = config.dim
         self.seed = seed
-        self.row_limit = shard_row_limit(config, num_shards)
+        self.limits = shard_limits(config, num_shards)
+        self.row_limit = self.limits.rows
         self.view = ServingView.of(config)
         self._scans = 0  # in progress
         self._moving = ForkSafeLock()  # held while rows are moved, and while a scan begins or ends
@@ -241,11 +244,12 @@ class Engine(ABC):
             Number of rows removed.
         """
 
-    def scan(self, chunk_size: int) -> Iterator[Chunk]:
+    def scan(self, chunk_size: int, *, watch: int | None = None) -> Iterator[Chunk]:
         """Yield all rows in chunks. Each chunk is consistent; a row is yielded once unless it is removed.
 
         Args:
             chunk_size: Largest number of rows of a chunk.
+            watch: As for `scan_part`.
 
         Yields:
             Chunks with their own memory.
@@ -255,7 +259,7 @@ class Engine(ABC):
         try:
             at = 0
             while at >= 0:
-                chunk, at = self.scan_part(at, chunk_size)
+                chunk, at = self.scan_part(at, chunk_size, watch=watch)
                 if chunk.ids.numel():
                     yield chunk
         finally:
@@ -263,13 +267,16 @@ class Engine(ABC):
                 self._scans -= 1
 
     @abstractmethod
-    def scan_part(self, start: int, limit: int, *, rows: bool = True) -> tuple[Chunk, int]:
+    def scan_part(
+        self, start: int, limit: int, *, rows: bool = True, watch: int | None = None
+    ) -> tuple[Chunk, int]:
         """Return the next rows of a scan.
 
         Args:
             start: 0, or where the previous part ended.
             limit: Largest number of rows.
             rows: Whether to copy weights and optimizer state; without them the chunk has no such columns.
+            watch: From `open_watch`: `evict` with it removes these rows unless they change from now on.
 
         Returns:
             The rows, and where the next part starts; -1 at the end.
@@ -301,12 +308,28 @@ class Engine(ABC):
     # ---- policies
 
     @abstractmethod
-    def evict(self, ids: Tensor, times: Tensor) -> Tensor:
-        """Remove rows that a policy found expired, unless they were updated since.
+    def open_watch(self) -> int:
+        """Start to note which of the rows that a scan reads are written afterwards.
+
+        Returns:
+            The number of the watch, for `scan_part` and `evict`. The caller must close it.
+        """
+
+    @abstractmethod
+    def close_watch(self, watch: int) -> None:
+        """End a watch.
 
         Args:
-            ids: int64 [n], distinct.
-            times: Their last-update times when the policy decided, int64 [n].
+            watch: From `open_watch`.
+        """
+
+    @abstractmethod
+    def evict(self, ids: Tensor, watch: int) -> Tensor:
+        """Remove rows that a policy found expired, unless they were written since the scan read them.
+
+        Args:
+            ids: int64 [n], distinct, of rows that `scan_part` returned with this watch.
+            watch: From `open_watch`.
 
         Returns:
             The removed ids, int64.
@@ -392,58 +415,70 @@ class Engine(ABC):
                 f"Capacity is {limit} rows; raise it"
             )
 
-    def make_room(self, ids: Tensor) -> None:
+    def make_room(self, ids: Tensor, new: int) -> None:
         """Remove rows with the lowest results of a score function: a tenth of the limit, or more if needed.
 
         Args:
             ids: int64 [n], the ids of the write that needs room. Their rows stay.
+            new: Number of rows that the write creates.
 
         Raises:
-            TableFullError: The limit is lower than the number of distinct ids of the write.
+            TableFullError: The limit is lower than the number of rows of the write.
         """
-        capacity, limit = self.config.capacity, self.row_limit
-        assert capacity is not None
+        limit = self.row_limit
         assert limit is not None
-        assert callable(capacity.score)
         distinct = torch.unique(ids)
-        missing = int((self.find(distinct).rows < 0).sum())
-        found, times, scores = [], [], []
-        for chunk in self.scan(1 << 16):
+        wanted = int((self.find(distinct).rows >= 0).sum()) + new
+        if wanted > limit:
+            raise TableFullError(
+                f"table {self.name!r}: a call needs {wanted} rows, but Capacity is {limit} rows; raise it"
+            )
+        watch = self.open_watch()
+        try:
+            found, scores = self._scores(distinct, watch)
+            need = max(len(self) + new - limit, limit // 10)
+            lowest = torch.argsort(scores, stable=True)[:need]
+            self.evict(found[lowest], watch)
+        finally:
+            self.close_watch(watch)
+
+    def _scores(self, kept: Tensor, watch: int) -> tuple[Tensor, Tensor]:
+        """Return the ids of rows that may go, and their scores, float64."""
+        capacity = self.config.capacity
+        assert capacity is not None
+        assert callable(capacity.score)
+        found, scores = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.float64)]
+        for chunk in self.scan(1 << 16, watch=watch):
             score = capacity.score(chunk)
             if not isinstance(score, Tensor) or score.shape != chunk.ids.shape:
                 raise InputError(
                     f"table {self.name!r}: the score function of Capacity must return a tensor "
                     f"[{chunk.ids.numel()}], got {getattr(score, 'shape', score)!r}"
                 )
-            if not bool(torch.isfinite(score.detach().to(torch.float64)).all()):
+            score = score.detach().to(torch.float64)
+            if not bool(torch.isfinite(score).all()):
                 raise InputError(f"table {self.name!r}: the score function of Capacity returned NaN or Inf")
-            others = ~torch.isin(chunk.ids, distinct)
+            others = ~torch.isin(chunk.ids, kept)
             found.append(chunk.ids[others])
-            times.append(chunk.time[others])
-            scores.append(score.detach().to(torch.float64)[others])
-        if not found or distinct.numel() > limit:
-            raise TableFullError(
-                f"table {self.name!r}: a call has {distinct.numel()} distinct ids, "
-                f"but Capacity is {limit} rows"
-            )
-        all_scores = torch.cat(scores)
-        need = max(len(self) + missing - limit, limit // 10)
-        lowest = torch.argsort(all_scores, stable=True)[:need]
-        self.evict(torch.cat(found)[lowest], torch.cat(times)[lowest])
+            scores.append(score[others])
+        return torch.cat(found), torch.cat(scores)
 
     # ---- snapshots; at most one is open
 
     @abstractmethod
-    def begin_snapshot(self, consumer: int, touched_only: bool, room: int) -> tuple[int, int, Tensor]:
+    def begin_snapshot(
+        self, consumer: int, touched_only: bool, room: int, with_pending: bool
+    ) -> SnapshotStart:
         """Start a snapshot.
 
         Args:
             consumer: Number of the consumer whose touched rows are drained, -1 for none.
             touched_only: Whether the snapshot holds only these rows.
             room: Number of changed rows that may be saved before writers wait.
+            with_pending: Whether to copy the counts of ids without a row, too.
 
         Returns:
-            Rows in the snapshot, rows in the table, and removed ids, int64.
+            What the table held at this moment besides the rows.
         """
 
     @abstractmethod
@@ -531,31 +566,3 @@ class Engine(ABC):
     @abstractmethod
     def memory(self) -> MemoryUse:
         """Return the bytes in use."""
-
-
-INDEX_BYTES = 48
-"""Upper bound of the bytes of the index per row, also while it grows."""
-SIDE_BYTES = 14
-"""Upper bound of the bytes of id, time and flags per row."""
-
-
-def shard_row_limit(config: TableConfig, num_shards: int) -> int | None:
-    """Compute the largest number of rows of one shard under the `Capacity` of a table.
-
-    Args:
-        config: The config of the table.
-        num_shards: Number of shards of the table.
-
-    Returns:
-        The number of rows, at least 1; None without a capacity.
-    """
-    capacity = config.capacity
-    if capacity is None:
-        return None
-    limits = []
-    if capacity.rows is not None:
-        limits.append(-(-capacity.rows // num_shards))
-    if capacity.max_bytes is not None:
-        per_row = config.row_bytes + INDEX_BYTES + SIDE_BYTES + (8 if config.counted else 0)
-        limits.append(capacity.max_bytes // num_shards // per_row)
-    return max(1, min(limits))

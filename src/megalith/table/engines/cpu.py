@@ -16,14 +16,22 @@ from torch import Tensor
 from megalith.errors import NativeMissingError, TableFullError
 from megalith.ops.pooling import Bags, Pooling
 from megalith.table.engines.contract import Engine
-from megalith.table.engines.torch_step import sum_per_id, update_chunk
+from megalith.table.engines.torch_step import distinct_ids, sum_per_id, update_chunk
 from megalith.table.fork_safe_lock import ForkSafeLock
 from megalith.table.initializers import table_key
 from megalith.table.optimizers import Optimizer, native_rule
 from megalith.table.policies import MinCount, Probability
 from megalith.table.rounding import round_step
 from megalith.table.table_config import TableConfig
-from megalith.table.table_data import MAX_CONSUMERS, Chunk, FoundRows, MemoryUse, RowCounters, Step
+from megalith.table.table_data import (
+    MAX_CONSUMERS,
+    Chunk,
+    FoundRows,
+    MemoryUse,
+    RowCounters,
+    SnapshotStart,
+    Step,
+)
 
 try:
     from megalith import _native
@@ -98,12 +106,12 @@ class CpuEngine(Engine):
             max_rows=max_rows,
             kernels=kernels,
             counted=config.counted,
+            huge_pages=config.huge_pages,
             **self._policies(),
         )
         optimizers = [segment.optimizer for segment in config.segments]
         self._in_torch = any(native_rule(optimizer) is None for optimizer in optimizers)
         # A step in torch reads rows and writes them later: other writers wait.
-        self._has_policies = config.admission is not None or config.capacity is not None or config.counted
         # The gradient of a view is computed from the stored weights, which must not change before the step.
         self._bends_gradients = self.view is not None and self.view.depends_on_step
         locks = self._in_torch or self._bends_gradients
@@ -116,10 +124,10 @@ class CpuEngine(Engine):
 
     def _policies(self) -> dict[str, int]:
         """The settings of policies that the native table applies."""
-        settings: dict[str, int] = {}
+        settings = {"log_ids": self.limits.log_ids}
         admission, capacity = self.config.admission, self.config.capacity
         if isinstance(admission, MinCount):
-            settings |= {"min_count": admission.n, "max_counted_ids": admission.max_ids}
+            settings |= {"min_count": admission.n, "max_counted_ids": self.limits.counted_ids}
         elif isinstance(admission, Probability):
             settings |= {"admission_limit": admission.limit}
         if capacity is not None:
@@ -136,16 +144,34 @@ class CpuEngine(Engine):
             self._key = table_key(seed, self.name)
             self._native.set_key(self._key)
 
-    def _with_room(self, ids: Tensor, write: Callable[[], None]) -> None:
-        """Run a write; if the table is full and its score is a Python function, make room and repeat it."""
+    def _with_room(
+        self, ids: Tensor, write: Callable[[], None], new_rows: Callable[[], int] | None = None
+    ) -> None:
+        """Run a write; if the table is full and its score is a Python function, make room and repeat it.
+
+        `new_rows` returns how many rows the write creates, if not every id gets one.
+        """
         try:
             write()
         except TableFullError:
             capacity = self.config.capacity
             if capacity is None or not callable(capacity.score):
                 raise
-            self.make_room(ids)
+            missing = self._missing(ids) if new_rows is None else new_rows()
+            self.make_room(ids, missing)
             write()
+
+    def _missing(self, ids: Tensor) -> int:
+        """The number of distinct ids without a row."""
+        return int((self.find(torch.unique(ids)).rows < 0).sum())
+
+    def _admitted(self, ids: Tensor, seen: Tensor, step: int) -> Tensor:
+        """Which distinct ids have a row or would get one, bool [n]; `seen` are their occurrences."""
+        if self.config.admission is None:
+            return torch.ones_like(ids, dtype=torch.bool)
+        admitted = torch.empty_like(ids)
+        self._native.admits(ids, seen, step, admitted)
+        return admitted.bool()
 
     # ---- hot calls; `CpuEngineGroup` makes them for several tables at once
 
@@ -235,10 +261,20 @@ class CpuEngine(Engine):
             self._update(self.native_update(ids, found, None, grads[0], step, occurrences), ())
         else:
             bags = pooling.native(self.name)
-            self._update(self.native_update(ids, found, bags, None, step, occurrences), grads)
+            self._update(self.native_update(ids, found, bags, None, step, occurrences), grads, pooling)
 
-    def _update(self, call: NativeCall, gradients: Sequence[Tensor]) -> None:
-        self._with_room(call[1], lambda: _native.update_tables([call], gradients, torch.get_num_threads()))
+    def _update(
+        self, call: NativeCall, gradients: Sequence[Tensor], pooling: Pooling | None = None
+    ) -> None:
+        _, ids, _, _, _, _, step, _, occurrences = call
+
+        def new_rows() -> int:
+            distinct, seen = distinct_ids(ids, pooling, self.name, occurrences)
+            return self._missing(distinct[self._admitted(distinct, seen, step.step)])
+
+        self._with_room(
+            ids, lambda: _native.update_tables([call], gradients, torch.get_num_threads()), new_rows
+        )
 
     def _update_viewed(
         self,
@@ -274,25 +310,18 @@ class CpuEngine(Engine):
             return
         threads = torch.get_num_threads()
         with self._writing:
-            if not self._has_policies:
-                chunk = self.new_chunk(ids.numel())
-                self._native.read_complete(ids, chunk.columns(), threads)
-                self._step_in_torch(ids, sums, chunk, step)
-                times = chunk.time.fill_(step.time)
-                self._native.restore(ids, chunk.columns(), times, None, None, False, threads)
-                return
-            admitted = torch.empty_like(ids)
-            self._native.admits(ids, seen, step.step, admitted)
-            kept = admitted.bool()
-            chunk = self.new_chunk(int(kept.sum()))
-            own = ids[kept].contiguous()
+            kept = self._admitted(ids, seen, step.step)
+            own = ids[kept]
+            chunk = self.new_chunk(own.numel())
             self._native.read_complete(own, chunk.columns(), threads)
             if own.numel():
                 self._step_in_torch(own, sums[kept], chunk, step)
-            # Without native steps this only creates, counts and refuses; then the new rows are written.
-            self._update(self.native_update(ids, None, None, torch.zeros_like(sums), step, seen), ())
-            times = chunk.time.fill_(step.time)
-            self._native.restore(own, chunk.columns(), times, None, None, False, threads)
+
+            def write() -> None:
+                columns = chunk.columns()
+                self._native.write_rows(ids, seen, columns, own.numel(), step.step, step.time, threads)
+
+            self._with_room(ids, write, lambda: self._missing(own))
 
     def _step_in_torch(self, ids: Tensor, sums: Tensor, chunk: Chunk, step: Step) -> None:
         update_chunk(self.config, sums, chunk, step, self.view)
@@ -319,17 +348,19 @@ class CpuEngine(Engine):
         with self._writing:
             return self._native.remove(ids)
 
-    def scan_part(self, start: int, limit: int, *, rows: bool = True) -> tuple[Chunk, int]:
+    def scan_part(
+        self, start: int, limit: int, *, rows: bool = True, watch: int | None = None
+    ) -> tuple[Chunk, int]:
         """See `Engine.scan_part`."""
         chunk = self.new_chunk(min(limit, len(self) + 1), rows=rows)  # one more: the scan reaches the end
-        n, end = self._native.scan(start, *_native_chunk(chunk))
+        n, end = self._native.scan(start, *_native_chunk(chunk), -1 if watch is None else watch)
         return chunk.part(0, n), end
 
     def restore(self, chunk: Chunk) -> None:
         """See `Engine.restore`."""
         with self._writing:
             threads = torch.get_num_threads()
-            self._with_room(chunk.ids, lambda: self._native.restore(*_native_chunk(chunk), True, threads))
+            self._with_room(chunk.ids, lambda: self._native.restore(*_native_chunk(chunk), threads))
 
     def clear(self) -> None:
         """See `Engine.clear`."""
@@ -342,9 +373,18 @@ class CpuEngine(Engine):
 
     # ---- policies
 
-    def evict(self, ids: Tensor, times: Tensor) -> Tensor:
+    def open_watch(self) -> int:
+        """See `Engine.open_watch`."""
+        return self._native.open_watch()
+
+    def close_watch(self, watch: int) -> None:
+        """See `Engine.close_watch`."""
+        self._native.close_watch(watch)
+
+    def evict(self, ids: Tensor, watch: int) -> Tensor:
         """See `Engine.evict`."""
-        return _ids_from(self._native.evict(ids, times))
+        with self._writing:
+            return _ids_from(self._native.evict(ids, watch))
 
     def compact(self, limit: int) -> bool:
         """See `Engine.compact`."""
@@ -365,7 +405,8 @@ class CpuEngine(Engine):
 
     def restore_pending(self, ids: Tensor, counts: Tensor) -> None:
         """See `Engine.restore_pending`."""
-        self._native.restore_pending(ids, counts)
+        with self._writing:
+            self._native.restore_pending(ids, counts)
 
     def counters(self) -> RowCounters:
         """See `Engine.counters`."""
@@ -373,10 +414,13 @@ class CpuEngine(Engine):
 
     # ---- snapshots
 
-    def begin_snapshot(self, consumer: int, touched_only: bool, room: int) -> tuple[int, int, Tensor]:
+    def begin_snapshot(
+        self, consumer: int, touched_only: bool, room: int, with_pending: bool
+    ) -> SnapshotStart:
         """See `Engine.begin_snapshot`."""
-        rows, live, removed = self._native.begin_snapshot(consumer, touched_only, room)
-        return rows, live, _ids_from(removed)
+        rows, live, *found = self._native.begin_snapshot(consumer, touched_only, room, with_pending)
+        removed, ids, counts = map(_ids_from, found)
+        return SnapshotStart(rows, live, removed, (ids, counts))
 
     def read_snapshot(self, chunk: Chunk) -> int:
         """See `Engine.read_snapshot`."""

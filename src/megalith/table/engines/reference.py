@@ -27,7 +27,7 @@ from megalith.table.optimizers import Optimizer, native_rule
 from megalith.table.policies.min_count import MAX_COUNT
 from megalith.table.rounding import round_rows, round_step
 from megalith.table.table_config import TableConfig
-from megalith.table.table_data import Chunk, FoundRows, MemoryUse, RowCounters, Step
+from megalith.table.table_data import Chunk, FoundRows, MemoryUse, RowCounters, SnapshotStart, Step
 
 
 class ReferenceEngine(Engine):
@@ -52,8 +52,11 @@ class ReferenceEngine(Engine):
         self._touched: dict[int, dict[int, None]] = {}  # consumer -> ids, in order
         self._removed: dict[int, dict[int, None]] = {}
         self._snapshot: _Copy | None = None
-        self._admission = AdmissionState(config.admission, self._key)
-        self._evicted = IdLog()
+        limits = self.limits
+        self._admission = AdmissionState(config.admission, self._key, limits.counted_ids, limits.log_ids)
+        self._evicted = IdLog(limits.log_ids)
+        self._watches: dict[int, dict[int, bool]] = {}  # watch -> id -> whether it did not change
+        self._latest_step = 0  # the largest step of an update or of a restored row
         self._counters = dict.fromkeys(("created", "removed", "evicted"), 0)
         self._search = VictimSearch()
         self._empty()
@@ -157,6 +160,14 @@ class ReferenceEngine(Engine):
         self._time[rows] = time if isinstance(time, Tensor) else torch.tensor(time)
         for touched in self._touched.values():
             touched.update(dict.fromkeys(ids.tolist()))
+        for watch in self._watches.values():
+            watch.update(dict.fromkeys(ids.tolist(), False))
+
+    def _assigned(self, ids: Tensor, rows: Tensor, time: int) -> None:
+        """Note that rows were written by other means than an update, now and at the latest step."""
+        self._count[rows] = self._count[rows].clamp(min=1)
+        self._step[rows] = self._latest_step
+        self._written(ids, rows, time)
 
     def _note_removed(self, ids: list[int]) -> None:
         for consumer, touched in self._touched.items():
@@ -222,24 +233,24 @@ class ReferenceEngine(Engine):
             sums = torch.zeros(distinct.numel(), self.dim)
             for occurrence, row in enumerate(where.tolist()):  # in input order
                 sums[row] += flat[occurrence]
-            counts = torch.zeros_like(distinct).index_add_(0, where, occurrences)
-            new = [id for id in distinct.tolist() if id not in self._row_of]
-            seen = dict(zip(distinct.tolist(), counts.tolist(), strict=True))
-            admitted = {id for id in new if self._admission.admits(id, seen[id], step.step)}
-            refused = [(id, seen[id]) for id in new if id not in admitted]
-            kept = torch.tensor([id in self._row_of or id in admitted for id in distinct.tolist()]).bool()
-            distinct, sums = distinct[kept], sums[kept]
-            before = self._complete(distinct)
+            seen = torch.zeros_like(distinct).index_add_(0, where, occurrences)
+            known = torch.tensor([id in self._row_of for id in distinct.tolist()]).bool()
+            admitted = ~known & self._admission.admits(distinct, seen, step.step)
+            kept = known | admitted
+            refused = list(zip(distinct[~kept].tolist(), seen[~kept].tolist(), strict=True))
+            new, own, sums = distinct[admitted].tolist(), distinct[kept], sums[kept]
+            before = self._complete(own)
             # It may raise, so nothing is written before.
             update_chunk(self.config, sums, before, step, self.view, _update_one_segment)
-            before.rows.copy_(round_step(self.config, self._key, distinct, before.rows, step.step))
-            self._make_place([id for id in new if id in admitted], call.tolist())
-            self._admission.refuse(refused)
-            rows = self._find_or_create(distinct)
+            before.rows.copy_(round_step(self.config, self._key, own, before.rows, step.step))
+            self._make_place(new, call.tolist())
+            rows = self._find_or_create(own)
+            self._admission.refuse(refused)  # after the counts of the created ids made room
             self._data[rows] = torch.cat(before.columns(), dim=1)
+            self._latest_step = max(self._latest_step, min(step.step, MAX_COUNT))
             self._count[rows] = (self._count[rows] + 1).clamp(max=MAX_COUNT)
             self._step[rows] = min(step.step, MAX_COUNT)
-            self._written(distinct, rows, step.time)
+            self._written(own, rows, step.time)
 
     # ---- rows
 
@@ -250,7 +261,7 @@ class ReferenceEngine(Engine):
             for row, values in zip(found.tolist(), rows, strict=True):
                 new = self._data[row, : self.dim] + values if add else values
                 self._data[row, : self.dim] = round_rows(self.config, new[None])[0]
-            self._written(ids, found, time)
+            self._assigned(ids, found, time)
 
     def reinitialize(self, ids: Tensor, time: int) -> Tensor:
         """See `Engine.reinitialize`."""
@@ -264,7 +275,7 @@ class ReferenceEngine(Engine):
                     self._reset(self._row_of[id], id)
                 else:
                     self._create(id)
-            self._written(ids, self._find_or_create(ids), time)
+            self._assigned(ids, self._find_or_create(ids), time)
             return torch.tensor(status, dtype=torch.int32)
 
     def remove(self, ids: Tensor) -> int:
@@ -294,10 +305,13 @@ class ReferenceEngine(Engine):
                 self._time[row] = chunk.time[at]
                 if chunk.count is not None and chunk.step is not None:
                     self._count[row], self._step[row] = chunk.count[at], chunk.step[at]
+                    self._latest_step = max(self._latest_step, int(chunk.step[at]))
             self._written(chunk.ids, found, self._time[found])
             self._epoch += 1
 
-    def scan_part(self, start: int, limit: int, *, rows: bool = True) -> tuple[Chunk, int]:
+    def scan_part(
+        self, start: int, limit: int, *, rows: bool = True, watch: int | None = None
+    ) -> tuple[Chunk, int]:
         """See `Engine.scan_part`."""
         with self._lock:
             live = [r for r in range(start, self._used) if self._is_live(r)][:limit]
@@ -305,6 +319,8 @@ class ReferenceEngine(Engine):
             chunk = self._chunk(torch.tensor(live, dtype=torch.int64))
             if not rows:
                 chunk = replace(chunk, rows=chunk.rows[:, :0], state={})
+            if watch is not None:
+                self._watches[watch].update(dict.fromkeys(chunk.ids.tolist(), True))
             return chunk, end if end < self._used else -1
 
     def _chunk(self, rows: Tensor) -> Chunk:
@@ -328,11 +344,23 @@ class ReferenceEngine(Engine):
 
     # ---- policies
 
-    def evict(self, ids: Tensor, times: Tensor) -> Tensor:
+    def open_watch(self) -> int:
+        """See `Engine.open_watch`."""
+        with self._lock:
+            number = max(self._watches, default=-1) + 1
+            self._watches[number] = {}
+            return number
+
+    def close_watch(self, watch: int) -> None:
+        """See `Engine.close_watch`."""
+        with self._lock:
+            del self._watches[watch]
+
+    def evict(self, ids: Tensor, watch: int) -> Tensor:
         """See `Engine.evict`."""
         with self._lock:
-            pairs = zip(ids.tolist(), times.tolist(), strict=True)
-            gone = [i for i, t in pairs if i in self._row_of and self._time[self._row_of[i]] == t]
+            unchanged = self._watches[watch]
+            gone = [id for id in ids.tolist() if id in self._row_of and unchanged.get(id, False)]
             self._evict(gone)
             return torch.tensor(gone, dtype=torch.int64)
 
@@ -348,7 +376,7 @@ class ReferenceEngine(Engine):
             return
         need = len(self) + len(new) - self.row_limit
         if need > 0 and callable(capacity.score):
-            self.make_room(torch.tensor(call, dtype=torch.int64))
+            self.make_room(torch.tensor(call, dtype=torch.int64), len(new))
             need = len(self) + len(new) - self.row_limit
         if need <= 0:
             return
@@ -432,18 +460,22 @@ class ReferenceEngine(Engine):
                 log_lost=self._evicted.lost + state.refused.lost,
             )
 
-    def begin_snapshot(self, consumer: int, touched_only: bool, room: int) -> tuple[int, int, Tensor]:
+    def begin_snapshot(
+        self, consumer: int, touched_only: bool, room: int, with_pending: bool
+    ) -> SnapshotStart:
         """See `Engine.begin_snapshot`; copies the rows at once."""
         with self._lock:
             if self._snapshot is not None:
                 raise InputError(f"table {self.name!r} already has an open snapshot: close it first")
-            drained = (torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
+            none = torch.empty(0, dtype=torch.int64)
+            drained = (none, none)
             if consumer >= 0:
                 drained = self.drain(consumer)
             ids = drained[0].tolist() if touched_only else list(self._row_of)
             chunk = self._chunk(torch.tensor([self._row_of[id] for id in ids], dtype=torch.int64))
             self._snapshot = _Copy(chunk, consumer, drained)
-            return len(ids), len(self._row_of), drained[1]
+            pending = self.pending() if with_pending else (none, none)
+            return SnapshotStart(len(ids), len(self._row_of), drained[1], pending)
 
     def read_snapshot(self, chunk: Chunk) -> int:
         """See `Engine.read_snapshot`."""

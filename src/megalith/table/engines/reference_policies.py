@@ -9,26 +9,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megalith.bits import mix64, signed
+from megalith.table.initializers import draw_bits
 from megalith.table.policies import Admission, MinCount, Probability
 from megalith.table.policies.min_count import MAX_COUNT
 
-MAX_LOG = 1 << 20
 SAMPLE = 2048
+WALK = 64
 MIN_COMPACT = 4096
 
 _WORD = 2**64 - 1
-_GOLDEN = 0x9E3779B97F4A7C15
+_DRAWS = 1 << 16
 _STEP_FACTOR = 0xD1B54A32D192ED03
 
 
 class IdLog:
     """The most recent ids of a kind of event, until the user fetches them.
 
+    Args:
+        most: Number of ids that it keeps.
+
     Attributes:
         lost: Number of ids that newer ones replaced.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._ids: list[int] = []
         self.lost = 0
 
@@ -42,7 +48,7 @@ class IdLog:
             ids: The ids, in order.
         """
         self._ids += ids
-        excess = max(0, len(self._ids) - MAX_LOG)
+        excess = max(0, len(self._ids) - self._most)
         del self._ids[:excess]
         self.lost += excess
 
@@ -58,6 +64,8 @@ class AdmissionState:
     Args:
         policy: The admission policy of the table; None admits every id.
         key: The key of the table's random numbers.
+        max_ids: Largest number of ids that are counted.
+        max_log: Largest number of ids of the log.
 
     Attributes:
         counts: Occurrences of ids without a row, in the order of their first occurrence.
@@ -66,12 +74,13 @@ class AdmissionState:
         refusals: Number of refusals.
     """
 
-    def __init__(self, policy: Admission | None, key: int) -> None:
+    def __init__(self, policy: Admission | None, key: int, max_ids: int, max_log: int) -> None:
         self._policy = policy
+        self._max_ids = max_ids
         self._key = key & _WORD
         self.counts: dict[int, int] = {}
         self.dropped = 0
-        self.refused = IdLog()
+        self.refused = IdLog(max_log)
         self.refusals = 0
 
     def set_key(self, key: int) -> None:
@@ -82,24 +91,31 @@ class AdmissionState:
         """
         self._key = key & _WORD
 
-    def admits(self, id: int, occurrences: int, step: int) -> bool:
-        """Decide whether an id without a row gets one. Changes nothing.
+    def admits(self, ids: Tensor, occurrences: Tensor, step: int) -> Tensor:
+        """Decide which ids without a row get one. Changes nothing.
 
         Args:
-            id: The id.
-            occurrences: Number of its occurrences in this call.
+            ids: int64 [n], distinct.
+            occurrences: Number of occurrences of each in this call, int64 [n].
             step: The global step.
 
         Returns:
-            Whether it gets a row.
+            Whether each gets a row, bool [n].
         """
         if isinstance(self._policy, MinCount):
-            return min(self.counts.get(id, 0) + occurrences, MAX_COUNT) >= self._policy.n
-        if isinstance(self._policy, Probability):
-            row_key = _mix((id & _WORD) ^ self._key)
-            key = _mix((row_key + (step + 1) * _STEP_FACTOR) & _WORD)
-            return any(_draw24(key, k) < self._policy.limit for k in range(occurrences))
-        return True
+            before = torch.tensor([self.counts.get(id, 0) for id in ids.tolist()], dtype=torch.int64)
+            return (before + occurrences).clamp(max=MAX_COUNT) >= self._policy.n
+        if not isinstance(self._policy, Probability):
+            return torch.ones_like(ids, dtype=torch.bool)
+        keys = mix64(mix64(ids ^ signed(self._key)) + signed((step + 1) * _STEP_FACTOR & _WORD))[:, None]
+        admitted = torch.zeros_like(ids, dtype=torch.bool)
+        most = int(occurrences.max()) if ids.numel() else 0
+        block = max(1, _DRAWS // max(1, ids.numel()))
+        for first in range(0, most, block):  # some draws of all ids at a time
+            numbers = torch.arange(first, min(most, first + block))
+            low = draw_bits(keys, numbers) < self._policy.limit
+            admitted |= (low & (numbers < occurrences[:, None])).any(dim=1)
+        return admitted
 
     def refuse(self, seen: list[tuple[int, int]]) -> None:
         """Record refused ids.
@@ -122,7 +138,7 @@ class AdmissionState:
         """
         if not isinstance(self._policy, MinCount):
             return
-        if id not in self.counts and len(self.counts) >= self._policy.max_ids:
+        if id not in self.counts and len(self.counts) >= self._max_ids:
             del self.counts[next(iter(self.counts))]
             self.dropped += 1
         self.counts[id] = min(self.counts.get(id, 0) + occurrences, MAX_COUNT)
@@ -136,6 +152,10 @@ class VictimSearch:
         self._left = 0
         self._found = 1
         self._threshold = 0
+        self._live: list[bool] = []
+        self._scores: list[int] = []
+        self._taken: set[int] = set()
+        self._high = self._candidates = 0
 
     def choose(self, need: int, live: list[bool], scores: list[int], kept: set[int], size: int) -> list[int]:
         """Choose rows to remove.
@@ -150,32 +170,56 @@ class VictimSearch:
         Returns:
             Row numbers in the order of their removal.
         """
-        taken, high = set(kept), len(live)
+        self._live, self._scores, self._high = live, scores, len(live)
+        self._taken, self._candidates = set(kept), max(size - len(kept), 1)
         victims: list[int] = []
+        places = WALK * need + SAMPLE
         while len(victims) < need:
             if self._left == 0:
-                self._estimate(need - len(victims), live, scores, taken, size, len(kept))
-            if self._cursor >= high:
+                self._estimate(need - len(victims))
+            if places <= 0:
+                while len(victims) < need and (low := self._lowest_of_sample(need - len(victims))):
+                    self._taken.update(low)
+                    victims += low
+                if len(victims) == need:
+                    break
+            if self._cursor >= self._high:
                 self._cursor = 0
             row, self._cursor = self._cursor, self._cursor + 1
-            if live[row] and scores[row] <= self._threshold and row not in taken:
-                taken.add(row)
+            if live[row] and scores[row] <= self._threshold and row not in self._taken:
+                self._taken.add(row)
                 victims.append(row)
                 self._found += 1
             self._left -= 1
+            places -= 1
         return victims
 
-    def _estimate(
-        self, need: int, live: list[bool], scores: list[int], taken: set[int], size: int, kept: int
-    ) -> None:
-        high, take_any = len(live), self._found == 0
-        self._left, self._found = high, 0
-        stride = max(1, high // SAMPLE)
-        places = [(self._cursor + k * stride) % high for k in range(min(high, SAMPLE))]
-        sample = sorted(scores[row] for row in places if live[row] and row not in taken)
-        candidates = max(size - kept, 1)
-        rank = max(len(sample) // 16, -(-need * len(sample) // candidates))
-        self._threshold = sample[rank - 1] if 1 <= rank <= len(sample) and not take_any else _WORD
+    def _sample(self, need: int) -> tuple[list[tuple[int, int, int]], int]:
+        """Return scores, numbers and rows from all over the table, sorted, and how many of them are low."""
+        high, count = self._high, min(self._high, SAMPLE)
+        rows = [(self._cursor + k * high // count) % high for k in range(count)]
+        sample = [
+            (self._scores[row], k, row)
+            for k, row in enumerate(rows)
+            if self._live[row] and row not in self._taken
+        ]
+        return sorted(sample), max(len(sample) // 16, -(-need * len(sample) // self._candidates))
+
+    def _estimate(self, need: int) -> None:
+        take_any = self._found == 0
+        self._left, self._found = self._high, 0
+        sample, low = self._sample(need)
+        self._threshold = sample[low - 1][0] if 1 <= low <= len(sample) and not take_any else _WORD
+
+    def _lowest_of_sample(self, need: int) -> list[int]:
+        sample, low = self._sample(need)
+        low = min(low, len(sample))
+        self._left, self._found, self._threshold = self._high, 1, _WORD
+        if low < 1:
+            return []
+        self._threshold = sample[low - 1][0]
+        self._cursor = sample[0][2] + 1
+        return [row for _, _, row in sample[: min(low, need)]]
 
 
 def is_sparse(used: int, places: int) -> bool:
@@ -189,14 +233,3 @@ def is_sparse(used: int, places: int) -> bool:
         Whether fewer than half of the places are in use, and the table is not small.
     """
     return places > MIN_COMPACT and 2 * used < places
-
-
-def _mix(x: int) -> int:
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _WORD
-    return x ^ (x >> 31)
-
-
-def _draw24(key: int, column: int) -> int:
-    x = _mix((key + ((column >> 1) + 1) * _GOLDEN) & _WORD)
-    return ((x >> 32 if column & 1 else x) & 0xFFFFFFFF) >> 8

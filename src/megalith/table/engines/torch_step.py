@@ -2,8 +2,8 @@
 
     ids, gradients -> a sum per distinct id -> complete rows -> Optimizer.update per segment -> complete rows
 
-Nothing is written if a step raises. The rows are written back in one native call, so readers see all of the
-update or none; the engine holds a lock against other writers in between.
+Nothing is written if a step raises. One native call admits ids, creates rows and writes all of them, so
+readers see the whole update or none of it; the engine holds a lock against other writers in between.
 """
 
 from __future__ import annotations
@@ -80,6 +80,29 @@ def sum_per_id(
     distinct = dedup(ids)
     seen = torch.zeros_like(distinct.ids).index_add_(0, distinct.inverse, occurrences)
     return distinct.ids, scatter_sum(flat, distinct.inverse, distinct.ids.numel()), seen
+
+
+def distinct_ids(
+    ids: Tensor, pooling: Pooling | None, table: str, occurrences: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Find the distinct ids that the gradients of an update reach.
+
+    Args:
+        ids: int64 [n].
+        pooling: The pooling whose outputs the gradients belong to.
+        table: Name of the table, its key in the pooling.
+        occurrences: Number of occurrences that each id stands for, int64 [n]. None: one each.
+
+    Returns:
+        The ids, int64 [u], and their numbers of occurrences, int64 [u].
+    """
+    occurrences = torch.ones_like(ids) if occurrences is None else occurrences
+    if pooling is not None:
+        ranges = [(int(bags.offsets[0]), int(bags.offsets[-1])) for bags in pooling.of(table)]
+        reached = torch.cat([torch.arange(begin, end) for begin, end in ranges] or [ids[:0]])
+        ids, occurrences = ids[reached], occurrences[reached]
+    distinct = dedup(ids)
+    return distinct.ids, torch.zeros_like(distinct.ids).index_add_(0, distinct.inverse, occurrences)
 
 
 def clip_rows(grads: Tensor, clip_norm: float) -> Tensor:
