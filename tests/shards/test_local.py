@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megalith import SGD, Capacity, LocalShards, PolynomialDecay, TableConfig, Zeros
+from megalith import SGD, Capacity, LocalShards, MinCount, PolynomialDecay, TableConfig, Zeros
 from megalith.errors import InputError, TableFullError, UnknownNameError, UsageError
 from megalith.ops import Bags, OutputSlice, Pooling
 from megalith.shards import CommMetrics, PreparedIds
+from megalith.table import Optimizer
 from megalith.table.validation import InputChecks
 
 
@@ -384,3 +386,54 @@ def test_an_update_of_a_full_table_changes_no_table(engine: str) -> None:
         shards.apply_gradients(batch, grads, step=0)
 
     assert len(shards.local["a"]) == len(shards.local["b"]) == 0
+
+
+class Failing(Optimizer):
+    """An optimizer written in torch, whose step raises for some gradients."""
+
+    name = "failing"
+
+    def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
+        if bool((grads > 100).any()):
+            raise RuntimeError("too steep")
+        rows -= lr * grads
+
+
+@pytest.mark.parametrize("first", ["a", "z"])
+def test_an_optimizer_that_raises_changes_no_table(engine: str, first: str) -> None:
+    configs = [zeros(name, 1) for name in (first, "m")]
+    configs += [TableConfig("n", dim=1, optimizer=Failing(1.0), initializer=Zeros(), admission=MinCount(1))]
+    configs += [TableConfig("o", dim=1, optimizer=Failing(1.0), initializer=Zeros())]
+    shards = LocalShards(configs, engine=engine)
+    batch = {name: ids(1, 2) for name in shards.configs}
+    shards.apply_gradients(batch, {name: rows([1], [1]) for name in batch}, step=0)
+    before = contents(shards)
+    steep = {name: rows([1], [1]) for name in batch} | {"o": rows([1], [200])}
+
+    with pytest.raises(RuntimeError, match="too steep"):
+        shards.apply_gradients(batch, steep, step=1)
+
+    assert contents(shards) == before
+    shards.apply_gradients(batch, {name: rows([1], [1]) for name in batch}, step=1)
+    assert all(row == [-2.0] for table in contents(shards).values() for row in table.values())
+
+
+@pytest.mark.parametrize("optimizer", [SGD(1.0), Failing(1.0)], ids=["native", "torch"])
+@pytest.mark.parametrize("score", ["lru", None])
+def test_a_table_that_fills_up_by_admission_changes_no_table(
+    engine: str, optimizer: Optimizer, score: str | None
+) -> None:
+    limited = TableConfig(
+        "b", dim=1, optimizer=optimizer, admission=MinCount(2), eviction=Capacity(2, score=score)
+    )
+    shards = LocalShards([zeros("a", 1), limited, zeros("c", 1)], engine=engine)
+    few, many = ids(1, 1, 2, 3, 4), ids(1, 1, 2, 2, 3, 3)  # one and three ids occur twice
+    grads = {name: torch.ones(5, 1) for name in ("a", "b", "c")}
+    shards.apply_gradients(dict.fromkeys(grads, few), grads, step=0)
+    before, pending = contents(shards), [x.tolist() for x in shards.local["b"].pending()]
+
+    with pytest.raises(TableFullError, match="table 'b'"):
+        shards.apply_gradients(dict.fromkeys(grads, many), {name: torch.ones(6, 1) for name in grads}, step=1)
+
+    assert contents(shards) == before
+    assert [x.tolist() for x in shards.local["b"].pending()] == pending == [[2, 3, 4], [1, 1, 1]]

@@ -196,7 +196,8 @@ class Table:
     def assign(self, ids: Tensor, rows: Tensor, *, time: float | None = None) -> None:
         """Set weights.
 
-        A new row gets fresh optimizer state, an existing row keeps its own.
+        A new row gets fresh optimizer state, an existing row keeps its own. For a `Capacity` the row is as
+        old as the latest update; a new row counts as updated once.
 
         Args:
             ids: int64 or int32 [n]. The last of several equal ids wins.
@@ -247,7 +248,7 @@ class Table:
         """Remove the rows that the config's eviction policies find expired.
 
         The pass over the table is made in small parts, and other threads may use the table between them. Rows
-        that are updated meanwhile stay.
+        that are written after the pass has read them stay.
 
         Args:
             now: Time in seconds (None: now).
@@ -274,7 +275,8 @@ class Table:
     def drain_evicted(self) -> Tensor:
         """Return and clear the log of ids that were removed by `evict` or by a `Capacity`.
 
-        The log keeps the most recent 2^20 ids; `stats().counters.log_lost` counts the others.
+        The log keeps the most recent 2^20 ids, fewer with `Capacity(max_bytes)`;
+        `stats().counters.log_lost` counts the others.
 
         Returns:
             int64, from the oldest on.

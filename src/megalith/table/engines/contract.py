@@ -11,14 +11,15 @@ Every method may be called from several threads. Reads run in parallel; a write 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from megalith.errors import InputError, TableFullError
 from megalith.ops.pooling import Bags, Pooling, pool
+from megalith.table.engines.room import check_room
 from megalith.table.engines.shard_limits import shard_limits
 from megalith.table.fork_safe_lock import ForkSafeLock
 from megalith.table.serving_view import ServingView
@@ -383,85 +384,47 @@ class Engine(ABC):
     def counters(self) -> RowCounters:
         """Return how many rows were created, removed, evicted and refused."""
 
-    def check_room(self, ids: Tensor) -> None:
-        """Raise if the rows of a write cannot fit. An update of several tables asks all of them first.
-
-        With an admission policy the number of new rows is not known before the update, so this only finds
-        calls with too many ids.
+    @abstractmethod
+    def admitted(self, ids: Tensor, seen: Tensor, step: int) -> Tensor:
+        """Return which ids have a row, or would get one in an update.
 
         Args:
-            ids: int64 [n], the ids of the write.
+            ids: int64 [n], distinct.
+            seen: Their numbers of occurrences, int64 [n].
+            step: The global step.
 
-        Raises:
-            TableFullError: The distinct ids exceed the limit, or the table is full and its capacity has no
-                score.
+        Returns:
+            bool [n].
         """
-        capacity, limit = self.config.capacity, self.row_limit
-        if capacity is None or limit is None or len(self) + ids.numel() <= limit:
-            return
-        if capacity.score is not None and ids.numel() <= limit:
-            return  # other rows can make room
-        distinct = torch.unique(ids)
-        known = self.find(distinct).rows >= 0
-        if self.config.admission is not None:
-            needed = int(known.sum())
-        elif capacity.score is not None:
-            needed = distinct.numel()
-        else:
-            needed = len(self) + int((~known).sum())
-        if needed > limit:
-            raise TableFullError(
-                f"table {self.name!r} holds {len(self)} rows, and this call needs {needed} in all, but its "
-                f"Capacity is {limit} rows; raise it"
-            )
 
-    def make_room(self, ids: Tensor, new: int) -> None:
-        """Remove rows with the lowest results of a score function: a tenth of the limit, or more if needed.
+    @contextmanager
+    def stage_update(
+        self,
+        ids: Tensor,
+        found: FoundRows | None,
+        grads: list[Tensor],
+        pooling: Pooling | None,
+        step: Step,
+        occurrences: Tensor | None = None,
+    ) -> Iterator[Callable[[], None]]:
+        """Do the part of `update` that may raise because of the user's data or code.
 
         Args:
-            ids: int64 [n], the ids of the write that needs room. Their rows stay.
-            new: Number of rows that the write creates.
+            ids: As for `update`.
+            found: As for `update`.
+            grads: As for `update`.
+            pooling: As for `update`.
+            step: As for `update`.
+            occurrences: As for `update`.
+
+        Yields:
+            A function that writes the update. Until the end of the context other updates may wait.
 
         Raises:
-            TableFullError: The limit is lower than the number of rows of the write.
+            TableFullError: The rows do not fit in the capacity.
         """
-        limit = self.row_limit
-        assert limit is not None
-        distinct = torch.unique(ids)
-        wanted = int((self.find(distinct).rows >= 0).sum()) + new
-        if wanted > limit:
-            raise TableFullError(
-                f"table {self.name!r}: a call needs {wanted} rows, but Capacity is {limit} rows; raise it"
-            )
-        watch = self.open_watch()
-        try:
-            found, scores = self._scores(distinct, watch)
-            need = max(len(self) + new - limit, limit // 10)
-            lowest = torch.argsort(scores, stable=True)[:need]
-            self.evict(found[lowest], watch)
-        finally:
-            self.close_watch(watch)
-
-    def _scores(self, kept: Tensor, watch: int) -> tuple[Tensor, Tensor]:
-        """Return the ids of rows that may go, and their scores, float64."""
-        capacity = self.config.capacity
-        assert capacity is not None
-        assert callable(capacity.score)
-        found, scores = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.float64)]
-        for chunk in self.scan(1 << 16, watch=watch):
-            score = capacity.score(chunk)
-            if not isinstance(score, Tensor) or score.shape != chunk.ids.shape:
-                raise InputError(
-                    f"table {self.name!r}: the score function of Capacity must return a tensor "
-                    f"[{chunk.ids.numel()}], got {getattr(score, 'shape', score)!r}"
-                )
-            score = score.detach().to(torch.float64)
-            if not bool(torch.isfinite(score).all()):
-                raise InputError(f"table {self.name!r}: the score function of Capacity returned NaN or Inf")
-            others = ~torch.isin(chunk.ids, kept)
-            found.append(chunk.ids[others])
-            scores.append(score[others])
-        return torch.cat(found), torch.cat(scores)
+        check_room(self, ids, pooling, step, occurrences)
+        yield lambda: self.update(ids, found, grads, pooling, step, occurrences)
 
     # ---- snapshots; at most one is open
 

@@ -6,8 +6,8 @@ the number of threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from megalith.errors import NativeMissingError, TableFullError
 from megalith.ops.pooling import Bags, Pooling
 from megalith.table.engines.contract import Engine
+from megalith.table.engines.room import check_room, make_room
 from megalith.table.engines.torch_step import distinct_ids, sum_per_id, update_chunk
 from megalith.table.fork_safe_lock import ForkSafeLock
 from megalith.table.initializers import table_key
@@ -158,15 +159,15 @@ class CpuEngine(Engine):
             if capacity is None or not callable(capacity.score):
                 raise
             missing = self._missing(ids) if new_rows is None else new_rows()
-            self.make_room(ids, missing)
+            make_room(self, ids, missing)
             write()
 
     def _missing(self, ids: Tensor) -> int:
         """The number of distinct ids without a row."""
         return int((self.find(torch.unique(ids)).rows < 0).sum())
 
-    def _admitted(self, ids: Tensor, seen: Tensor, step: int) -> Tensor:
-        """Which distinct ids have a row or would get one, bool [n]; `seen` are their occurrences."""
+    def admitted(self, ids: Tensor, seen: Tensor, step: int) -> Tensor:
+        """See `Engine.admitted`."""
         if self.config.admission is None:
             return torch.ones_like(ids, dtype=torch.bool)
         admitted = torch.empty_like(ids)
@@ -254,7 +255,8 @@ class CpuEngine(Engine):
     ) -> None:
         """See `Engine.update`."""
         if self._in_torch:
-            self._update_in_torch(ids, grads, pooling, step, occurrences)
+            with self.stage_update(ids, found, grads, pooling, step, occurrences) as write:
+                write()
         elif self._bends_gradients:
             self._update_viewed(ids, grads, pooling, step, occurrences)
         elif pooling is None:
@@ -263,14 +265,12 @@ class CpuEngine(Engine):
             bags = pooling.native(self.name)
             self._update(self.native_update(ids, found, bags, None, step, occurrences), grads, pooling)
 
-    def _update(
-        self, call: NativeCall, gradients: Sequence[Tensor], pooling: Pooling | None = None
-    ) -> None:
+    def _update(self, call: NativeCall, gradients: Sequence[Tensor], pooling: Pooling | None = None) -> None:
         _, ids, _, _, _, _, step, _, occurrences = call
 
         def new_rows() -> int:
             distinct, seen = distinct_ids(ids, pooling, self.name, occurrences)
-            return self._missing(distinct[self._admitted(distinct, seen, step.step)])
+            return self._missing(distinct[self.admitted(distinct, seen, step.step)])
 
         self._with_room(
             ids, lambda: _native.update_tables([call], gradients, torch.get_num_threads()), new_rows
@@ -296,32 +296,37 @@ class CpuEngine(Engine):
             step = step._replace(scale=1.0)
             self._update(self.native_update(ids, None, None, sums, step, seen), ())
 
-    def _update_in_torch(
+    @contextmanager
+    def stage_update(
         self,
         ids: Tensor,
+        found: FoundRows | None,
         grads: list[Tensor],
         pooling: Pooling | None,
         step: Step,
-        occurrences: Tensor | None,
-    ) -> None:
-        """Update with an optimizer that is written in torch."""
-        ids, sums, seen = sum_per_id(ids, grads, pooling, self.name, self.dim, occurrences)
-        if not ids.numel():
+        occurrences: Tensor | None = None,
+    ) -> Iterator[Callable[[], None]]:
+        """See `Engine.stage_update`. An optimizer that is written in torch makes its step here."""
+        if not self._in_torch:
+            with super().stage_update(ids, found, grads, pooling, step, occurrences) as write:
+                yield write
             return
+        own, sums, seen = sum_per_id(ids, grads, pooling, self.name, self.dim, occurrences)
         threads = torch.get_num_threads()
         with self._writing:
-            kept = self._admitted(ids, seen, step.step)
-            own = ids[kept]
-            chunk = self.new_chunk(own.numel())
-            self._native.read_complete(own, chunk.columns(), threads)
-            if own.numel():
-                self._step_in_torch(own, sums[kept], chunk, step)
+            check_room(self, ids, pooling, step, occurrences)
+            kept = self.admitted(own, seen, step.step)
+            trained = own[kept]
+            chunk = self.new_chunk(trained.numel())
+            if trained.numel():
+                self._native.read_complete(trained, chunk.columns(), threads)
+                self._step_in_torch(trained, sums[kept], chunk, step)
 
-            def write() -> None:
-                columns = chunk.columns()
-                self._native.write_rows(ids, seen, columns, own.numel(), step.step, step.time, threads)
+            def write_rows() -> None:
+                columns, n = chunk.columns(), trained.numel()
+                self._native.write_rows(own, seen, columns, n, step.step, step.time, threads)
 
-            self._with_room(ids, write, lambda: self._missing(own))
+            yield lambda: self._with_room(own, write_rows, lambda: self._missing(trained))
 
     def _step_in_torch(self, ids: Tensor, sums: Tensor, chunk: Chunk, step: Step) -> None:
         update_chunk(self.config, sums, chunk, step, self.view)

@@ -10,6 +10,7 @@ precision) lives in its native table; a call passes ids, bags and gradients with
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
@@ -98,16 +99,14 @@ class CpuEngineGroup(EngineGroup):
         steps: Mapping[str, Step],
         occurrences: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """See `EngineGroup.update`. Tables that need Python in their update follow, one after another."""
+        """See `EngineGroup.update`. Tables that need Python in their update are written afterwards."""
         occurrences = occurrences or {}
-        with span("megalith.optimizer"):
-            calls, alone = [], {}
+        with span("megalith.optimizer"), ExitStack() as staged:
+            calls = []
             gradients: Sequence[Tensor] = ()
             for name, own in grads.items():
                 engine = self._cpu[name]
-                engine.check_room(ids[name])  # before the first table changes
                 if not engine.joins_updates:
-                    alone[name] = own
                     continue
                 bags = None if pooling is None else pooling.native(name)
                 gradients = () if pooling is None else own  # those of the outputs, the same for each table
@@ -117,8 +116,17 @@ class CpuEngineGroup(EngineGroup):
                         ids[name], found.get(name), bags, flat, steps[name], occurrences.get(name)
                     )
                 )
+            # What may raise comes before the first write. In one order, because tables may be locked.
+            writes = [
+                staged.enter_context(
+                    self._cpu[name].stage_update(
+                        ids[name], found.get(name), grads[name], pooling, steps[name], occurrences.get(name)
+                    )
+                )
+                for name in sorted(grads)
+                if not self._cpu[name].joins_updates
+            ]
             if calls:
                 _native.update_tables(calls, gradients, torch.get_num_threads())
-            for name, own in alone.items():
-                engine = self._cpu[name]
-                engine.update(ids[name], found.get(name), own, pooling, steps[name], occurrences.get(name))
+            for write in writes:
+                write()

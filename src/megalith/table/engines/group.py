@@ -12,6 +12,7 @@ determines.
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
+from contextlib import ExitStack
 
 from torch import Tensor
 
@@ -122,13 +123,19 @@ class EngineGroup:
                 table without an entry.
 
         Raises:
-            TableFullError: The rows of a table do not fit in its capacity. No table was changed, unless an
-                admission policy decides which ids need a row: then the tables before it were.
+            TableFullError: The rows of a table do not fit in its capacity. No table was changed, unless
+                another thread has used up the room in the meantime.
         """
         occurrences = occurrences or {}
-        with span("megalith.optimizer"):
-            for name in grads:  # before the first table changes
-                self._engines[name].check_room(ids[name])
-            for name, own in grads.items():
-                engine = self._engines[name]
-                engine.update(ids[name], found.get(name), own, pooling, steps[name], occurrences.get(name))
+        with span("megalith.optimizer"), ExitStack() as staged:
+            # What may raise comes before the first write. In one order, because tables may be locked.
+            writes = [
+                staged.enter_context(
+                    self._engines[name].stage_update(
+                        ids[name], found.get(name), grads[name], pooling, steps[name], occurrences.get(name)
+                    )
+                )
+                for name in sorted(grads)
+            ]
+            for write in writes:
+                write()

@@ -6,7 +6,8 @@ It is slow and simple. It runs wherever torch runs, so Megalith works without th
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +22,7 @@ from megalith.table.engines.reference_policies import (
     VictimSearch,
     is_sparse,
 )
+from megalith.table.engines.room import check_room, make_room
 from megalith.table.engines.torch_step import update_chunk, update_in_torch
 from megalith.table.initializers import initial_rows, table_key
 from megalith.table.optimizers import Optimizer, native_rule
@@ -219,16 +221,29 @@ class ReferenceEngine(Engine):
         occurrences: Tensor | None = None,
     ) -> None:
         """See `Engine.update`. It finds rows itself."""
+        with self.stage_update(ids, found, grads, pooling, step, occurrences) as write:
+            write()
+
+    @contextmanager
+    def stage_update(
+        self,
+        ids: Tensor,
+        found: FoundRows | None,
+        grads: list[Tensor],
+        pooling: Pooling | None,
+        step: Step,
+        occurrences: Tensor | None = None,
+    ) -> Iterator[Callable[[], None]]:
+        """See `Engine.stage_update`."""
         flat = grads[0] if pooling is None else None
-        call = ids
-        if occurrences is None:
-            occurrences = torch.ones_like(ids)
+        call, all_occurrences = ids, occurrences
+        occurrences = torch.ones_like(ids) if occurrences is None else occurrences
         if pooling is not None:
             pooling.check(self.name, ids.numel(), self.dim)
             flat, reached = unpool(grads, pooling.of(self.name), ids.numel(), self.dim)
             ids, flat, occurrences = ids[reached], flat[reached], occurrences[reached]
         assert flat is not None
-        with self._lock:
+        with torch.no_grad(), self._lock:
             distinct, where = _first_occurrences(ids)
             sums = torch.zeros(distinct.numel(), self.dim)
             for occurrence, row in enumerate(where.tolist()):  # in input order
@@ -240,17 +255,22 @@ class ReferenceEngine(Engine):
             refused = list(zip(distinct[~kept].tolist(), seen[~kept].tolist(), strict=True))
             new, own, sums = distinct[admitted].tolist(), distinct[kept], sums[kept]
             before = self._complete(own)
+            check_room(self, call, pooling, step, all_occurrences)
             # It may raise, so nothing is written before.
             update_chunk(self.config, sums, before, step, self.view, _update_one_segment)
             before.rows.copy_(round_step(self.config, self._key, own, before.rows, step.step))
-            self._make_place(new, call.tolist())
-            rows = self._find_or_create(own)
-            self._admission.refuse(refused)  # after the counts of the created ids made room
-            self._data[rows] = torch.cat(before.columns(), dim=1)
-            self._latest_step = max(self._latest_step, min(step.step, MAX_COUNT))
-            self._count[rows] = (self._count[rows] + 1).clamp(max=MAX_COUNT)
-            self._step[rows] = min(step.step, MAX_COUNT)
-            self._written(own, rows, step.time)
+
+            def write() -> None:
+                self._make_place(new, call.tolist())
+                rows = self._find_or_create(own)
+                self._admission.refuse(refused)  # after the counts of the created ids made room
+                self._data[rows] = torch.cat(before.columns(), dim=1)
+                self._latest_step = max(self._latest_step, min(step.step, MAX_COUNT))
+                self._count[rows] = (self._count[rows] + 1).clamp(max=MAX_COUNT)
+                self._step[rows] = min(step.step, MAX_COUNT)
+                self._written(own, rows, step.time)
+
+            yield write
 
     # ---- rows
 
@@ -344,6 +364,12 @@ class ReferenceEngine(Engine):
 
     # ---- policies
 
+    def admitted(self, ids: Tensor, seen: Tensor, step: int) -> Tensor:
+        """See `Engine.admitted`."""
+        with self._lock:
+            known = torch.tensor([id in self._row_of for id in ids.tolist()]).bool()
+            return known | self._admission.admits(ids, seen, step)
+
     def open_watch(self) -> int:
         """See `Engine.open_watch`."""
         with self._lock:
@@ -376,7 +402,7 @@ class ReferenceEngine(Engine):
             return
         need = len(self) + len(new) - self.row_limit
         if need > 0 and callable(capacity.score):
-            self.make_room(torch.tensor(call, dtype=torch.int64), len(new))
+            make_room(self, torch.tensor(call, dtype=torch.int64), len(new))
             need = len(self) + len(new) - self.row_limit
         if need <= 0:
             return

@@ -26,16 +26,16 @@ class Capacity(Eviction):
     every moment. An id of the current call is never removed; a call with more distinct ids than the limit
     raises `TableFullError` before anything is written.
 
-    The lowest scores are found by sampling, so that a write seldom waits for a pass over the table: a removed
+    The lowest scores are found by sampling, so that a write never waits for a pass over the table: a removed
     row is among the lowest sixteenth, not always the lowest. With "lfu", a row has count 1 after its first
-    update; assigned rows have count and step 0 and are removed first.
+    update or assignment; an assigned row has the latest step of an update.
 
     With a limit, results depend on the number of shards, because each shard chooses among its own rows.
 
     Args:
         rows: Largest number of rows.
-        max_bytes: Largest number of bytes of rows, state, index and the per-row data next to them. With
-            both limits the lower one applies.
+        max_bytes: Largest number of bytes that `Table.memory` reports, logs and counts of ids without a row
+            included (see `megalith.table.engines.shard_limits`). With both limits the lower one applies.
         score: "lru": time of the last update in seconds. "lfu": number of updates, the older row first among
             equals. "step": step of the last update. Or a function that takes a `Chunk` and returns a float
             tensor [n]; it needs a pass over the table whenever room is needed, and then frees a tenth of the

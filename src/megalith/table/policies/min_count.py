@@ -21,7 +21,8 @@ class MinCount(Admission):
 
     Args:
         n: Number of occurrences that creates a row. 1 admits every id.
-        max_ids: Largest number of ids that are counted, for each shard. A counted id takes about 45 bytes.
+        max_ids: Largest number of ids that are counted, for each shard. A counted id takes about 45 bytes. A
+            `Capacity` with `max_bytes` may lower it.
 
     Raises:
         InputError: An argument is not an integer, or it is out of range.

@@ -1,0 +1,105 @@
+"""Room for rows under a `Capacity`: the check before an update, and eviction by a score function.
+
+Named scores are ranked by the engines themselves: native/table_evict.hpp and reference_policies.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megalith.errors import InputError, TableFullError
+from megalith.ops.pooling import Pooling
+from megalith.table.engines.torch_step import distinct_ids
+from megalith.table.table_data import Step
+
+if TYPE_CHECKING:
+    from megalith.table.engines.contract import Engine
+
+SCAN_ROWS = 1 << 16
+
+
+def check_room(
+    engine: Engine, ids: Tensor, pooling: Pooling | None, step: Step, occurrences: Tensor | None
+) -> None:
+    """Raise if the rows of an update cannot fit. An update of several tables asks all of them first.
+
+    Args:
+        engine: The table.
+        ids: As for `Engine.update`.
+        pooling: As for `Engine.update`.
+        step: As for `Engine.update`.
+        occurrences: As for `Engine.update`.
+
+    Raises:
+        TableFullError: The rows of the ids exceed the limit, or the table is full and its capacity has no
+            score.
+    """
+    capacity, limit = engine.config.capacity, engine.row_limit
+    if capacity is None or limit is None or len(engine) + ids.numel() <= limit:
+        return
+    if capacity.score is not None and ids.numel() <= limit:
+        return  # other rows can make room
+    distinct, seen = distinct_ids(ids, pooling, engine.name, occurrences)
+    new = engine.find(distinct).rows < 0
+    needed = int((new & engine.admitted(distinct, seen, step.step)).sum())
+    needed += len(engine) if capacity.score is None else int((engine.find(torch.unique(ids)).rows >= 0).sum())
+    if needed > limit:
+        raise TableFullError(
+            f"table {engine.name!r} holds {len(engine)} rows, and this call needs {needed} in all, but its "
+            f"Capacity is {limit} rows; raise it"
+        )
+
+
+def make_room(engine: Engine, ids: Tensor, new: int) -> None:
+    """Remove rows with the lowest results of a score function: a tenth of the limit, or more if needed.
+
+    Args:
+        engine: The table.
+        ids: int64 [n], the ids of the write that needs room. Their rows stay.
+        new: Number of rows that the write creates.
+
+    Raises:
+        TableFullError: The limit is lower than the number of rows of the write.
+        InputError: The score function returned something else than finite numbers, one per row.
+    """
+    limit = engine.row_limit
+    assert limit is not None
+    distinct = torch.unique(ids)
+    wanted = int((engine.find(distinct).rows >= 0).sum()) + new
+    if wanted > limit:
+        raise TableFullError(
+            f"table {engine.name!r}: a call needs {wanted} rows, but Capacity is {limit} rows; raise it"
+        )
+    watch = engine.open_watch()
+    try:
+        found, scores = _scores(engine, distinct, watch)
+        need = max(len(engine) + new - limit, limit // 10)
+        lowest = torch.argsort(scores, stable=True)[:need]
+        engine.evict(found[lowest], watch)
+    finally:
+        engine.close_watch(watch)
+
+
+def _scores(engine: Engine, kept: Tensor, watch: int) -> tuple[Tensor, Tensor]:
+    """Return the ids of rows that may go, and their scores, float64."""
+    capacity = engine.config.capacity
+    assert capacity is not None
+    assert callable(capacity.score)
+    found, scores = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.float64)]
+    for chunk in engine.scan(SCAN_ROWS, watch=watch):
+        score = capacity.score(chunk)
+        if not isinstance(score, Tensor) or score.shape != chunk.ids.shape:
+            raise InputError(
+                f"table {engine.name!r}: the score function of Capacity must return a tensor "
+                f"[{chunk.ids.numel()}], got {getattr(score, 'shape', score)!r}"
+            )
+        score = score.detach().to(torch.float64)
+        if not bool(torch.isfinite(score).all()):
+            raise InputError(f"table {engine.name!r}: the score function of Capacity returned NaN or Inf")
+        others = ~torch.isin(chunk.ids, kept)
+        found.append(chunk.ids[others])
+        scores.append(score[others])
+    return torch.cat(found), torch.cat(scores)
