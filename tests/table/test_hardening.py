@@ -84,7 +84,7 @@ def test_a_tensor_without_memory_raises() -> None:
     with FakeTensorMode():
         fake = torch.empty(4, dtype=torch.int64)
         with pytest.raises((InputError, TypeError)):
-            native_table(table).find(fake, torch.empty(4, dtype=torch.int32), 1)
+            native_table(table).remove(fake)
 
 
 @pytest.mark.usefixtures("restore_threads")
