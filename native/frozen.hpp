@@ -13,16 +13,52 @@
 
 namespace megalith {
 
-enum class Stored : int { float32, float16, int8 };
+enum class Stored : int { float32, float16, int8, bit };
+constexpr int kStoredKinds = 4;
+
+// Some columns of a row that are stored in one way. The parts of a row are concatenated without padding.
+struct StoredPart {
+  Stored stored;
+  int64_t dim;
+
+  int64_t bytes() const {
+    switch (stored) {
+      case Stored::float32: return 4 * dim;
+      case Stored::float16: return 2 * dim;
+      case Stored::int8: return dim;
+      default: return (dim + 7) / 8;  // column c is bit c % 8 of byte c / 8
+    }
+  }
+
+  // steps: per column, the value of 1 for int8; for bits the value of a set bit, whose negative is that of another.
+  void decode(const char* from, const float* steps, float* out) const {
+    if (stored == Stored::float32) {
+      std::memcpy(out, from, static_cast<size_t>(dim) * 4);
+    } else if (stored == Stored::float16) {
+      for (int64_t c = 0; c < dim; ++c) {
+        uint16_t half;
+        std::memcpy(&half, from + 2 * c, 2);
+        out[c] = half_to_float(half);
+      }
+    } else if (stored == Stored::int8) {
+      for (int64_t c = 0; c < dim; ++c) out[c] = static_cast<float>(static_cast<int8_t>(from[c])) * steps[c];
+    } else {
+      for (int64_t c = 0; c < dim; ++c)
+        out[c] = (static_cast<uint8_t>(from[c / 8]) >> (c % 8)) & 1 ? steps[c] : -steps[c];
+    }
+  }
+};
 
 struct FrozenRows {
   const int64_t* ids;
   const int64_t* buckets;  // [2^bits + 1]
   const void* rows;
-  const float* steps;  // int8: the value of 1, per column
-  int64_t dim;
+  const StoredPart* parts;
+  int64_t num_parts;
+  const float* steps;  // per column, see StoredPart
+  int64_t dim;         // columns of all parts
+  int64_t row_bytes;   // bytes of all parts
   int bits;
-  Stored stored;
 
   uint64_t bucket(int64_t id) const { return bits ? slot_hash(id) >> (64 - bits) : 0; }
 
@@ -32,20 +68,14 @@ struct FrozenRows {
     return -1;
   }
 
-  int64_t row_bytes() const { return dim * (stored == Stored::float32 ? 4 : stored == Stored::float16 ? 2 : 1); }
-
   void decode(int64_t at, float* out) const {
-    const char* row = static_cast<const char*>(rows) + at * row_bytes();
-    if (stored == Stored::float32) {
-      std::memcpy(out, row, static_cast<size_t>(dim) * 4);
-    } else if (stored == Stored::float16) {
-      for (int64_t c = 0; c < dim; ++c) {
-        uint16_t half;
-        std::memcpy(&half, row + 2 * c, 2);
-        out[c] = half_to_float(half);
-      }
-    } else {
-      for (int64_t c = 0; c < dim; ++c) out[c] = static_cast<float>(static_cast<int8_t>(row[c])) * steps[c];
+    const char* from = static_cast<const char*>(rows) + at * row_bytes;
+    const float* step = steps;
+    for (int64_t p = 0; p < num_parts; ++p) {
+      parts[p].decode(from, step, out);
+      from += parts[p].bytes();
+      step += parts[p].dim;
+      out += parts[p].dim;
     }
   }
 
@@ -64,7 +94,7 @@ struct FrozenRows {
       for (int64_t i = 0; i < size; ++i) __builtin_prefetch(ids + buckets[in[i]]);
       for (int64_t i = 0; i < size; ++i) {
         found[i] = find_in(in[i], queries[begin + i]);
-        if (found[i] >= 0) __builtin_prefetch(static_cast<const char*>(rows) + found[i] * row_bytes());
+        if (found[i] >= 0) __builtin_prefetch(static_cast<const char*>(rows) + found[i] * row_bytes);
       }
       for (int64_t i = 0; i < size; ++i) {
         if (skip && skip[begin + i]) continue;

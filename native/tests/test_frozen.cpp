@@ -44,6 +44,7 @@ struct Table {
   std::unique_ptr<int64_t[]> ids, buckets;
   std::unique_ptr<T[]> rows;
   std::unique_ptr<float[]> steps;
+  std::vector<StoredPart> parts;
   int64_t n, dim;
   int bits;
 
@@ -63,8 +64,14 @@ struct Table {
     for (int64_t c = 0; c < dim; ++c) steps[c] = 0.5f * static_cast<float>(c + 1);
   }
 
-  FrozenRows frozen(Stored stored) const {
-    return {ids.get(), buckets.get(), rows.get(), steps.get(), dim, bits, stored};
+  FrozenRows frozen(Stored stored) {
+    parts = {{stored, dim}};
+    return view();
+  }
+
+  FrozenRows view() const {
+    const int64_t count = static_cast<int64_t>(parts.size()), bytes = dim * static_cast<int64_t>(sizeof(T));
+    return {ids.get(), buckets.get(), rows.get(), parts.data(), count, steps.get(), dim, bytes, bits};
   }
 };
 
@@ -88,7 +95,7 @@ void blocks_of_every_size() {
   for (int64_t n : {0, 1, 2, 7, 8, 33, 500}) {
     const std::vector<int64_t> ids = every_third(n);
     for (int bits : {0, 1, 3, 9}) {
-      const Table<float> table(ids, 3, bits, float_cell);
+      Table<float> table(ids, 3, bits, float_cell);
       CHECK(buckets_fit(table.buckets.get(), (int64_t{1} << bits) + 1, n));
       const FrozenRows frozen = table.frozen(Stored::float32);
       for (int64_t asked = 0; asked <= 100; ++asked) {
@@ -110,7 +117,7 @@ void blocks_of_every_size() {
 
 void what_is_skipped_is_left_alone() {
   const std::vector<int64_t> ids = every_third(100);
-  const Table<float> table(ids, 2, 4, float_cell);
+  Table<float> table(ids, 2, 4, float_cell);
   std::vector<int64_t> queries(70);
   std::vector<uint8_t> skip(70);
   std::vector<float> out(140, 7.5f);
@@ -130,8 +137,8 @@ void what_is_skipped_is_left_alone() {
 
 void halves_and_bytes() {
   const std::vector<int64_t> ids = every_third(40);
-  const Table<uint16_t> halves(ids, 5, 2, half_cell);
-  const Table<int8_t> bytes(ids, 5, 2, byte_cell);
+  Table<uint16_t> halves(ids, 5, 2, half_cell);
+  Table<int8_t> bytes(ids, 5, 2, byte_cell);
   std::vector<float> out(ids.size() * 5);
   CHECK(halves.frozen(Stored::float16).read(ids.data(), 40, nullptr, out.data()) == 0);
   for (size_t i = 0; i < ids.size(); ++i) CHECK(out[i * 5 + 4] == half_to_float(half_cell(ids[i], 4)));
@@ -142,9 +149,39 @@ void halves_and_bytes() {
             static_cast<float>(byte_cell(ids[i], c)) * (0.5f * static_cast<float>(c + 1)));
 }
 
+// Rows of 19 bytes: a float32, 2 int8, 2 float16 and 65 bits, none of them aligned.
+void parts_of_a_row() {
+  const std::vector<int64_t> ids = every_third(40);
+  const int64_t bytes = 19, dim = 1 + 2 + 2 + 65;
+  Table<int8_t> table(ids, bytes, 2, byte_cell);
+  table.parts = {{Stored::float32, 1}, {Stored::int8, 2}, {Stored::float16, 2}, {Stored::bit, 65}};
+  const std::unique_ptr<float[]> steps(new float[static_cast<size_t>(dim)]);
+  std::fill(steps.get(), steps.get() + dim, 0.25f);
+  FrozenRows frozen = table.view();
+  frozen.steps = steps.get();
+  frozen.dim = dim;
+  CHECK(frozen.row_bytes == bytes);
+  std::vector<float> out(ids.size() * static_cast<size_t>(dim));
+  CHECK(frozen.read(ids.data(), 40, nullptr, out.data()) == 0);
+  for (size_t i = 0; i < ids.size(); ++i) {
+    const float* row = out.data() + i * static_cast<size_t>(dim);
+    int8_t stored[19];
+    for (int64_t c = 0; c < bytes; ++c) stored[c] = byte_cell(ids[i], c);
+    CHECK(std::memcmp(row, stored, 4) == 0);
+    CHECK(row[2] == 0.25f * static_cast<float>(stored[5]));
+    uint16_t half;
+    std::memcpy(&half, stored + 8, 2);
+    const float wanted = half_to_float(half);
+    CHECK(std::memcmp(row + 4, &wanted, 4) == 0);
+    for (int c = 0; c < 65; ++c)
+      CHECK(row[5 + c] == ((static_cast<uint8_t>(stored[10 + c / 8]) >> (c % 8)) & 1 ? 0.25f : -0.25f));
+  }
+}
+
 void an_empty_table_needs_no_memory() {
   const int64_t buckets[] = {0, 0};
-  const FrozenRows frozen{nullptr, buckets, nullptr, nullptr, 2, 0, Stored::int8};
+  const StoredPart parts[] = {{Stored::int8, 2}};
+  const FrozenRows frozen{nullptr, buckets, nullptr, parts, 1, nullptr, 2, 2, 0};
   const int64_t queries[] = {0, -1};
   float out[] = {1, 1, 1, 1};
   CHECK(frozen.read(queries, 2, nullptr, out) == 2);
@@ -169,6 +206,7 @@ int main() {
   blocks_of_every_size();
   what_is_skipped_is_left_alone();
   halves_and_bytes();
+  parts_of_a_row();
   an_empty_table_needs_no_memory();
   buckets_that_do_not_fit();
   std::puts("frozen ok");

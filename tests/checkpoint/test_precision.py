@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from megalith import SGD, Adagrad, EmbeddingCollection, Feature, Segment, TableConfig, checkpoint
+from megalith import (
+    SGD,
+    Adagrad,
+    EmbeddingCollection,
+    Feature,
+    FixedPoint,
+    OneBit,
+    Segment,
+    TableConfig,
+    checkpoint,
+)
 from megalith.checkpoint.saved_rows import read_tensors
 from megalith.errors import UsageError
 from megalith.reporting.inspection import summarize
@@ -106,6 +117,45 @@ def test_rounding_is_recorded_and_a_manifest_without_it_loads(tmp_path: Path) ->
 
     assert_same_tables(whole(loaded.tables["t"]), whole(model.tables["t"]))
     assert summarize(checkpoint.read_manifest(tmp_path))[0].segments[0].rounding == "nearest"
+
+
+SERVED = [
+    Segment(3, optimizer=Adagrad(0.1), serving=FixedPoint(0.5)),
+    Segment(4, optimizer=Adagrad(0.1), serving=OneBit(0.25, step_size=1)),
+]
+
+
+def test_serving_precisions_are_recorded_and_stored_rows_are_saved(tmp_path: Path) -> None:
+    config = TableConfig("t", segments=SERVED)
+    model, loaded, plain = (
+        EmbeddingCollection([each], [Feature("t", "t")], engine=engine)
+        for each, engine in (
+            (config, "cpu"),
+            (config, "reference"),
+            (TableConfig("t", segments=[replace(s, serving=None) for s in SERVED]), "cpu"),
+        )
+    )
+    model({"t": IDS})["t"].square().sum().backward()
+    checkpoint.save(model, tmp_path)
+    model({"t": IDS[:9]})["t"].square().sum().backward()
+    checkpoint.save_delta(model, tmp_path)
+    stored = whole(model.tables["t"]).rows
+    manifest = checkpoint.read_manifest(tmp_path)
+    described = [segment["serving"] for segment in manifest.tables()["t"][0].segments]
+    assert described[0] == "FixedPoint(range=0.5)"
+    assert described[1].startswith("OneBit(amplitude=0.25,")
+    assert summarize(manifest)[0].segments[0].serving == described[0]
+
+    checkpoint.load(loaded, tmp_path)
+    checkpoint.load(plain, tmp_path)  # the view belongs to the config, as policies do
+
+    assert_same_tables(whole(loaded.tables["t"]), whole(model.tables["t"]))
+    assert_same_bits(plain.tables["t"].lookup(IDS), stored)
+    assert_same_bits(loaded({"t": IDS})["t"].detach(), model({"t": IDS})["t"].detach())  # the scale of step 2
+    assert_same_bits(loaded.eval()({"t": IDS})["t"], model.tables["t"].lookup(IDS))
+    again = EmbeddingCollection([config], [Feature("t", "t")])
+    again.load_state_dict(model.state_dict())
+    assert_same_bits(whole(again.tables["t"]).rows, stored)
 
 
 def test_a_requested_precision_wins_and_compaction_loses_nothing_more(tmp_path: Path) -> None:

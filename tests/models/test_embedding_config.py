@@ -14,9 +14,11 @@ from megalith import (
     Adagrad,
     Capacity,
     FirstN,
+    FixedPoint,
     LocalShards,
     Mean,
     MinCount,
+    OneBit,
     Ragged,
     Segment,
     Sum,
@@ -81,10 +83,31 @@ def test_precision_of_all_tables_and_of_one() -> None:
     for own, words in (
         (
             TableSettings(precision=["float16"]),
-            "table 'user': precision must be one text, or one for each of",
+            "table 'user': precision must be one value, or one for each of",
         ),
         (TableSettings(precision="float8"), "precision must be one of float32"),
         (TableSettings(precision="float32", rounding="stochastic"), "table 'user': float32 is not rounded"),
+    ):
+        with pytest.raises(InputError, match=words):
+            DeepFM(EmbeddingConfig(["user"], settings={"user": own}))
+
+
+def test_serving_precisions_of_tables() -> None:
+    bits, byte = OneBit(0.5), FixedPoint(2.0)
+    config = EmbeddingConfig(
+        ["user", "item", "shop"],
+        serving=byte,
+        settings={
+            "item": TableSettings(serving=bits, precision="bfloat16"),
+            "shop": TableSettings(serving=["float16", None]),
+        },
+    )
+    tables = DeepFM(config).embeddings.configs
+    found = {name: [s.serving for s in table.segments] for name, table in tables.items()}
+    assert found == {"user": [None, byte], "item": [None, bits], "shop": ["float16", None]}
+    for own, words in (
+        (TableSettings(serving=[byte]), "table 'user': serving must be one value, or one for each of the 2"),
+        (TableSettings(serving="int8"), "serving must be FixedPoint"),
     ):
         with pytest.raises(InputError, match=words):
             DeepFM(EmbeddingConfig(["user"], settings={"user": own}))

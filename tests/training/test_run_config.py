@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megalith import TTL, Adam, Capacity, MinCount, MinNorm
+from megalith import TTL, Adam, Capacity, FixedPoint, MinCount, MinNorm, OneBit
 from megalith.errors import InputError, UnknownNameError
 from megalith.models import TableSettings
 from megalith.table.optimizers import OPTIMIZERS
@@ -143,6 +143,21 @@ def test_precision_of_tables() -> None:
     assert config.changes_to(config.changed(train_rounding="nearest")) == {"rounding": "nearest"}
 
 
+def test_serving_precision_of_tables() -> None:
+    tables = {
+        "user": {"serving": "one_bit=0.5, one_bit.step_size=10"},
+        "item": {"serving": ["float32", {"fixed_point": {"range": 4}}]},
+        "shop": {},
+    }
+    config = RunConfig.from_dict({"train": {"serving": "fixed_point=2"}, "tables": tables})
+
+    assert config.shared_settings.serving == FixedPoint(2.0)
+    found = {name: settings.serving for name, settings in config.table_settings.items()}
+    assert found == {"user": OneBit(0.5, step_size=10), "item": ["float32", FixedPoint(4.0)], "shop": None}
+    assert RunConfig.from_dict(config.to_dict()) == config
+    assert config.changes_to(config.changed(train_serving="float16")) == {"serving": "float16"}
+
+
 def test_policies_may_change_when_a_run_is_resumed() -> None:
     saved = RunConfig.from_dict({"tables": {"user": {"eviction": "ttl=5"}}})
     wanted = RunConfig.from_dict({"train": {"admission": "probability=0.5"}, "tables": {"user": {}}})
@@ -170,6 +185,19 @@ def test_policies_may_change_when_a_run_is_resumed() -> None:
         ({"tables": {"user": {"precision": []}}}, InputError, r"tables\.user\.precision must be one of"),
         ({"train": {"rounding": "up"}}, InputError, r"train\.rounding must be one of nearest, stochastic"),
         ({"train": {"rounding": "stochastic"}}, InputError, r"train\.rounding .* float32 is not rounded"),
+        (
+            {"train": {"serving": "int8"}},
+            InputError,
+            r"train\.serving must be one of float32, .*fixed_point=VALUE",
+        ),
+        ({"train": {"serving": "r8=1"}}, UnknownNameError, r"train\.serving: unknown precision 'r8'"),
+        (
+            {"train": {"serving": "fixed_point=-1"}},
+            InputError,
+            r"train\.serving\.fixed_point: .*range must be",
+        ),
+        ({"train": {"serving": "fixed_point=1, one_bit=1"}}, InputError, r"train\.serving has 2 precisions"),
+        ({"tables": {"t": {"serving": {"one_bit": {"size": 3}}}}}, UnknownNameError, r"unknown key 'size'"),
         (
             {
                 "train": {"precision": "float16"},

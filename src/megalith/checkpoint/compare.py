@@ -351,6 +351,7 @@ def _settings(entry: TableEntry) -> dict[str, Any]:
             "dim": segment["dim"],
             "precision": segment.get("precision"),
             "rounding": segment.get("rounding", "nearest"),
+            "serving": segment.get("serving"),
             "optimizer": segment["optimizer"].get("settings", segment["optimizer"]["name"]),
             "initializer": segment.get("initializer"),
         }.items()

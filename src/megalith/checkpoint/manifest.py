@@ -51,7 +51,8 @@ class TableEntry:
     """A table of one save.
 
     Attributes:
-        segments: The description of each segment: dim, precision, rounding, optimizer, initializer, state.
+        segments: The description of each segment: dim, precision, rounding, serving, optimizer, initializer,
+            state.
         seed: The seed of the table's initial rows.
         routing: How the rows were distributed over shards.
         pieces: The files of rows.
@@ -279,14 +280,15 @@ def describe(config: TableConfig) -> list[dict[str, Any]]:
         config: The config of the table.
 
     Returns:
-        JSON data per segment: dim, precision, rounding, optimizer, initializer, state. Only dim, the
-        optimizer's name and the state are compared when loading.
+        JSON data per segment: dim, precision, rounding, serving, optimizer, initializer, state. Only dim,
+        the optimizer's name and the state are compared when loading.
     """
     return [
         {
             "dim": segment.dim,
             "precision": segment.precision,
             "rounding": segment.rounding,
+            "serving": None if segment.serving is None else str(segment.serving),
             "optimizer": {"name": segment.optimizer.name, "settings": repr(segment.optimizer)},
             "initializer": repr(segment.initializer),
             "state": [{"name": s.name, "size": s.size} for s in segment.optimizer.states(segment.dim)],

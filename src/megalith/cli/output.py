@@ -129,7 +129,7 @@ def show_segments(table: TableSummary) -> str:
 
 
 def show_precision(segment: SegmentSummary) -> str:
-    """Returns the precision of a segment, with its rounding if that is not the usual one.
+    """Returns the precision of a segment, with its rounding and serving precision if they are not the usual.
 
     Args:
         segment: The summary of the segment.
@@ -137,7 +137,9 @@ def show_precision(segment: SegmentSummary) -> str:
     Returns:
         Such as "float32" or "bfloat16 stochastic".
     """
-    return segment.precision + ("" if segment.rounding == "nearest" else f" {segment.rounding}")
+    rounding = "" if segment.rounding == "nearest" else f" {segment.rounding}"
+    serving = "" if segment.serving is None else f", served as {segment.serving}"
+    return segment.precision + rounding + serving
 
 
 def plural(number: int, thing: str) -> str:

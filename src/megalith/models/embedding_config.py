@@ -12,17 +12,29 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from difflib import get_close_matches
+from typing import Any
 
 from megalith.errors import InputError, UnknownNameError
 from megalith.nn import Combiner, EmbeddingCollection, Feature, FirstN, Layout, Mean
 from megalith.ops import checks
 from megalith.shards import Shards
-from megalith.table import Adagrad, Admission, Eviction, Initializer, Optimizer, Segment, TableConfig, Uniform
+from megalith.table import (
+    Adagrad,
+    Admission,
+    Eviction,
+    Initializer,
+    Optimizer,
+    Segment,
+    ServingPrecision,
+    TableConfig,
+    Uniform,
+)
 
 _CLOSE = 0.7
 """Similarity of two names, 0 to 1 as for difflib, above which one is taken for a misspelling."""
 
 MakeShards = Callable[[list[TableConfig]], Shards]
+Serving = ServingPrecision | str
 
 
 @dataclass(frozen=True)
@@ -37,6 +49,8 @@ class TableSettings:
     """The stored type of the embedding, or one type for each segment of a row; None: that of all tables."""
     rounding: str | None = None
     """How a step rounds weights of 16 bits; None: as in all tables."""
+    serving: Serving | Sequence[Serving | None] | None = None
+    """How servers store the embedding, or each segment of a row, as for Segment; None: as in all tables."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +70,8 @@ class EmbeddingConfig:
     """The stored type of all embeddings, as for Segment."""
     rounding: str = "nearest"
     """How a step rounds embeddings of 16 bits, as for Segment."""
+    serving: Serving | None = None
+    """How servers store all embeddings, as for Segment."""
     tables: Mapping[str, str] = field(default_factory=dict)
     """Table name by feature. A feature that is not listed has its own table with the same name."""
     admission: Admission | None = None
@@ -143,6 +159,7 @@ class EmbeddingConfig:
             initializer=self.initializer,
             precision=self.precision,
             rounding=self.rounding,
+            serving=self.serving,
         )
 
     def collection(
@@ -202,34 +219,41 @@ class EmbeddingConfig:
         own = self.settings.get(name)
         return TableConfig(
             name,
-            segments=row if own is None else self._own_precision(name, row, own),
+            segments=row if own is None else self._own_segments(name, row, own),
             admission=self.admission if own is None else own.admission,
             eviction=self.eviction if own is None else own.eviction,
             dist_type=self.dist_type,
         )
 
-    def _own_precision(self, name: str, row: Sequence[Segment], own: TableSettings) -> list[Segment]:
-        """Returns the segments of a row with the precision and rounding of one table."""
-        given = own.precision
-        if given is None or isinstance(given, str):
-            embedding = self.segment()
-            usual = self.precision if given is None else given
-            precisions: Sequence[str] = [usual if each == embedding else each.precision for each in row]
-        else:
-            precisions = given
-        if not isinstance(precisions, list | tuple) or len(precisions) != len(row):
-            raise InputError(
-                f"table {name!r}: precision must be one text, or one for each of the {len(row)} segments of "
-                f"a row, got {given!r}"
-            )
+    def _own_segments(self, name: str, row: Sequence[Segment], own: TableSettings) -> list[Segment]:
+        """Returns the segments of a row with the precisions and the rounding of one table."""
+        precisions = self._of_segments(name, row, "precision", own.precision)
+        servings = self._of_segments(name, row, "serving", own.serving)
         # Shared rounding does not apply to a table of float32; its own rounding must have an effect.
         if own.rounding not in (None, "nearest") and all(each == "float32" for each in precisions):
             raise InputError(f"table {name!r}: float32 is not rounded; set precision to float16 or bfloat16")
         rounding = self.rounding if own.rounding is None else own.rounding
         return [
-            replace(each, precision=precision, rounding="nearest" if precision == "float32" else rounding)
-            for each, precision in zip(row, precisions, strict=True)
+            replace(
+                each,
+                precision=precision,
+                rounding="nearest" if precision == "float32" else rounding,
+                serving=serving,
+            )
+            for each, precision, serving in zip(row, precisions, servings, strict=True)
         ]
+
+    def _of_segments(self, name: str, row: Sequence[Segment], field: str, given: Any) -> Sequence[Any]:
+        """Returns a setting of one table for each segment of a row; one value is that of the embedding."""
+        if not isinstance(given, list | tuple):
+            usual, embedding = getattr(self, field) if given is None else given, self.segment()
+            return [usual if each == embedding else getattr(each, field) for each in row]
+        if len(given) != len(row):
+            raise InputError(
+                f"table {name!r}: {field} must be one value, or one for each of the {len(row)} segments of a "
+                f"row, got {given!r}"
+            )
+        return given
 
     def _check_id_sources(self, features: Sequence[Feature]) -> None:
         first: dict[str, str] = {}

@@ -60,6 +60,8 @@ class SegmentSummary:
     precision: str
     rounding: str
     """How an update rounds to the precision: "nearest" or "stochastic"."""
+    serving: str | None
+    """How servers store the weights, such as "FixedPoint(range=1.0)"; None: as the export says."""
     optimizer: str
     settings: str
     initializer: str
@@ -417,6 +419,7 @@ def _segment(segment: dict[str, object]) -> SegmentSummary:
         dim=int(str(segment["dim"])),
         precision=str(segment.get("precision", "float32")),
         rounding=str(segment.get("rounding", "nearest")),
+        serving=None if segment.get("serving") is None else str(segment["serving"]),
         optimizer=str(optimizer["name"]),
         settings=str(optimizer.get("settings", optimizer["name"])),
         initializer=str(segment.get("initializer", "")),

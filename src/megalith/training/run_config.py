@@ -28,6 +28,7 @@ from megalith.training.table_settings import (
     parse_eviction,
     parse_precision,
     parse_rounding,
+    parse_serving,
     parse_tables,
 )
 
@@ -45,6 +46,7 @@ MAY_CHANGE = (
     "evict_every",
     "precision",
     "rounding",
+    "serving",
     "epochs",
     "max_steps",
     "threads",
@@ -151,6 +153,10 @@ class TrainConfig:
     """Stored type of embeddings, in tables without their own value: float32, float16 or bfloat16."""
     rounding: str = "nearest"
     """How an update rounds embeddings of 16 bits: nearest or stochastic."""
+    serving: str | None = None
+    """How servers store embeddings, in tables without their own value: fixed_point=RANGE (a byte each),
+    one_bit=AMPLITUDE (a bit each; further arguments as in one_bit.step_size=100), float16 or float32.
+    Training sees what fixed_point and one_bit serve. Default: the precision of the export."""
     engine: str = "cpu"
     """Engine of the tables: cpu or reference."""
     seed: int = 0
@@ -218,9 +224,10 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     """Section [train]."""
     tables: dict[str, Any] = field(default_factory=dict)
-    """Sections [tables.NAME]: `admission`, `eviction`, `precision` and `rounding` of single tables. Policies
-    are text as in [train], or sections such as [tables.user.eviction.ttl]; `precision` may be a list with one
-    value for each segment of a row. A key that is missing has the value of [train]."""
+    """Sections [tables.NAME]: `admission`, `eviction`, `precision`, `rounding` and `serving` of single
+    tables. Policies and `serving` are text as in [train], or sections such as [tables.user.eviction.ttl];
+    `precision` and `serving` may be lists with one value for each segment of a row. A key that is missing has
+    the value of [train]."""
 
     def __post_init__(self) -> None:
         for name, kind in _SECTIONS.items():
@@ -286,6 +293,7 @@ class RunConfig:
             parse_eviction(train.eviction, "train.eviction"),
             parse_precision(train.precision, "train.precision"),
             parse_rounding(train.rounding, train.precision, "train.rounding"),
+            parse_serving(train.serving, "train.serving"),
         )
 
     @property

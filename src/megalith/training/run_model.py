@@ -19,6 +19,7 @@ from megalith.table import TableConfig
 from megalith.training.data_source import id_sources
 from megalith.training.options import check_options
 from megalith.training.run_config import RunConfig
+from megalith.training.table_settings import parse_serving
 
 CHECKPOINT = "checkpoint"
 """The folder of a run with its newest checkpoint."""
@@ -60,6 +61,7 @@ def model_for(config: RunConfig, available: list[str], num_dense: int) -> Model:
         eviction=shared.eviction,
         precision=config.train.precision,
         rounding=config.train.rounding,
+        serving=parse_serving(config.train.serving, "train.serving"),
         settings=config.table_settings,
         evict_every=config.evict_every,
         update="step" if updates_in_step(config) else "backward",

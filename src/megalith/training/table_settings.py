@@ -2,6 +2,7 @@
 
     eviction = "ttl=2592000, capacity=1000000, capacity.score=lfu"
     precision = "bfloat16"
+    serving = "fixed_point=0.5"
 
     [tables.user]
     precision = ["float32", "bfloat16"]
@@ -9,8 +10,8 @@
     ttl = { seconds = 2592000, per_slot = { 3 = 86400 } }
     capacity = 1000000
 
-Text and sections give a policy by its name in `megalith.table.policies`. A number is its first argument;
-`capacity.score=lfu`, or a section, gives arguments by name.
+Text and sections give a policy by its name in `megalith.table.policies`, and a serving precision by its name.
+A number is its first argument; `capacity.score=lfu`, or a section, gives arguments by name.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from typing import Any
 from megalith.errors import InputError, UnknownNameError
 from megalith.models import TableSettings
 from megalith.table.policies import ADMISSIONS, EVICTIONS, Admission, Capacity, Eviction
-from megalith.table.table_config import PRECISIONS, ROUNDINGS
+from megalith.table.serving_precision import ServingPrecision
+from megalith.table.table_config import PRECISIONS, ROUNDINGS, SERVING_FLOATS, SERVING_PRECISIONS
 
-KEYS = ("admission", "eviction", "precision", "rounding")
+KEYS = ("admission", "eviction", "precision", "rounding", "serving")
 
 
 def parse_admission(given: str | Mapping[str, Any] | None, where: str) -> Admission | None:
@@ -109,6 +111,32 @@ def parse_rounding(given: Any, precision: str | list[str], where: str) -> str:
     return rounding
 
 
+def parse_serving(given: Any, where: str) -> ServingPrecision | str | None:
+    """Build the serving precision of a table.
+
+    Args:
+        given: Text such as "fixed_point=1.0", "one_bit=0.05, one_bit.step_size=100" or "float16", or settings
+            by the name of the precision. None or empty: that of an export.
+        where: The key of the config, for messages.
+
+    Returns:
+        The precision, or None.
+
+    Raises:
+        UnknownNameError: No precision or argument has this name; the message lists the known ones.
+        InputError: A value is wrong, or there are several precisions.
+    """
+    if isinstance(given, str) and given in SERVING_FLOATS:
+        return given
+    if isinstance(given, str) and given.strip() and "=" not in given:
+        known = (*SERVING_FLOATS, *(f"{name}=VALUE" for name in SERVING_PRECISIONS))
+        _one_of(given, known, where)
+    found = _policies(given, SERVING_PRECISIONS, where, "precision")
+    if len(found) > 1:
+        raise InputError(f"config: {where} has {len(found)} precisions, but a table has at most one")
+    return found[0] if found else None
+
+
 def parse_tables(tables: Mapping[str, Any], shared: TableSettings) -> dict[str, TableSettings]:
     """Build the settings of the tables that have a section [tables.NAME].
 
@@ -147,7 +175,12 @@ def _settings(given: Mapping[str, Any], shared: TableSettings, where: str) -> Ta
     if "rounding" in given:
         stored = precision or str(shared.precision)
         rounding = parse_rounding(given["rounding"], stored, f"{where}.rounding")
-    return TableSettings(admission, eviction, precision, rounding)
+    serving: Any = None
+    if isinstance(given.get("serving"), list):
+        serving = [parse_serving(each, f"{where}.serving") for each in given["serving"]]
+    elif "serving" in given:
+        serving = parse_serving(given["serving"], f"{where}.serving")
+    return TableSettings(admission, eviction, precision, rounding, serving)
 
 
 def needs_passes(eviction: tuple[Eviction, ...]) -> bool:
@@ -167,7 +200,7 @@ def _one_of(value: Any, known: tuple[str, ...], where: str) -> None:
         raise InputError(f"config: {where} must be one of {', '.join(known)}, got {value!r}")
 
 
-def _policies(given: Any, known: Mapping[str, Any], where: str) -> list[Any]:
+def _policies(given: Any, known: Mapping[str, Any], where: str, noun: str = "policy") -> list[Any]:
     if given is None:
         return []
     if isinstance(given, str):
@@ -178,7 +211,7 @@ def _policies(given: Any, known: Mapping[str, Any], where: str) -> list[Any]:
         )
     for name in given:
         if name not in known:
-            raise UnknownNameError(f"config: {where}: unknown policy {name!r} (known: {', '.join(known)})")
+            raise UnknownNameError(f"config: {where}: unknown {noun} {name!r} (known: {', '.join(known)})")
     return [_policy(known[name], settings, f"{where}.{name}") for name, settings in given.items()]
 
 

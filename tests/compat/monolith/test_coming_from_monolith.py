@@ -73,6 +73,7 @@ NAMES = {
         MONOLITH_BENCHMARK_ITERS MONOLITH_BENCHMARK_BPS_AR_LEN MONOLITH_BENCHMARK_BPS_A2A_LEN
     """,
     "Ids, records and checkpoints": "fid_v1_list fid_v2_list Example ExampleBatch Instance EntryDump",
+    "Compressors": "Fp32Compressor Fp16Compressor FixedR8Compressor OneBitCompressor fixed_r8 one_bit",
     "Admission and expiry": """
         slot_expire_time_config default_expire_time expire_time enable_feature_eviction
         feature_evict_every_n_hours feature_eviction_on_save slot_occurrence_threshold_config

@@ -21,6 +21,7 @@ from megalith.errors import CheckpointError, ExportError, InputError
 from megalith.serving.export import frozen_rows as module
 from megalith.serving.export.frozen_rows import FrozenRows, FrozenWriter, slot_hash
 from megalith.serving.export.precision import PRECISIONS, decode, encode, steps_for
+from megalith.serving.export.row_format import RowFormat, RowPart
 
 IDS = st.one_of(st.integers(0, 60), st.integers(-(2**63), 2**63 - 1))
 
@@ -28,12 +29,13 @@ IDS = st.one_of(st.integers(0, 60), st.integers(-(2**63), 2**63 - 1))
 def write(path: Path, ids: Tensor, rows: Tensor, precision: str = "float32", piece: int = 7) -> FrozenRows:
     largest = float(rows.abs().max()) if rows.numel() else 0.0
     steps = torch.tensor(steps_for([largest], precision) * rows.shape[1])
-    writer = FrozenWriter(path, ids, dim=rows.shape[1], precision=precision, steps=steps)
+    format = RowFormat((RowPart(precision, rows.shape[1], float(steps[0])),))
+    writer = FrozenWriter(path, ids, format)
     for at in range(0, ids.numel(), piece):
         writer.add(ids[at : at + piece], rows[at : at + piece])
     entry = writer.close()
     assert (entry.path, entry.bytes) == (path.name, path.stat().st_size)
-    return FrozenRows(path, dim=rows.shape[1], precision=precision, steps=steps)
+    return FrozenRows(path, format)
 
 
 @pytest.fixture
@@ -61,7 +63,7 @@ def test_native_twin_and_a_dict_agree(
     queries = torch.tensor(asked, dtype=torch.int64)
     with tempfile.TemporaryDirectory() as folder:
         frozen = write(Path(folder) / "t.safetensors", ids, rows, precision)
-        steps = frozen._steps
+        steps = frozen._format.column_steps
         stored = dict(zip(known, decode(encode(rows, precision, steps), steps), strict=True))
         for chosen in (None, skip):
             expected = torch.full((len(asked), dim), 7.5)
@@ -105,7 +107,7 @@ def test_the_order_is_that_of_the_hash_as_an_unsigned_number(table: FrozenRows) 
 
 def test_without_native_code_the_twin_answers(table: FrozenRows, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "native_module", lambda: None)
-    again = FrozenRows(table._path, dim=2, precision="float32", steps=torch.ones(2))
+    again = FrozenRows(table._path, RowFormat((RowPart("float32", 2),)))
     out = torch.empty(2, 2)
     assert again.read(torch.tensor([3, 999]), out) == 1
     assert out.tolist() == [[3, -3], [0, 0]]
@@ -141,7 +143,7 @@ def test_the_file_is_safetensors_and_read_only(table: FrozenRows) -> None:
 
 
 def test_rows_come_in_the_order_of_the_ids(tmp_path: Path) -> None:
-    writer = FrozenWriter(tmp_path / "t", torch.arange(4), dim=1, precision="float32", steps=torch.ones(1))
+    writer = FrozenWriter(tmp_path / "t", torch.arange(4), RowFormat((RowPart("float32", 1),)))
     with pytest.raises(ExportError, match="changed while it was exported"):
         writer.add(torch.tensor([0, 2]), torch.zeros(2, 1))
     writer.add(torch.arange(3), torch.zeros(3, 1))
@@ -152,7 +154,7 @@ def test_rows_come_in_the_order_of_the_ids(tmp_path: Path) -> None:
 
 
 def test_a_value_beyond_float16_is_refused(tmp_path: Path) -> None:
-    writer = FrozenWriter(tmp_path / "t", torch.arange(1), dim=1, precision="float16", steps=torch.ones(1))
+    writer = FrozenWriter(tmp_path / "t", torch.arange(1), RowFormat((RowPart("float16", 1),)))
     with pytest.raises(InputError, match="beyond float16"):
         writer.add(torch.arange(1), torch.tensor([[1e6]]))
 
@@ -206,7 +208,7 @@ def test_tensors_that_do_not_fit_are_refused(
     path = table._path.with_name("other.safetensors")
     save_file(tensors, path)
     with pytest.raises(ExportError):
-        FrozenRows(path, dim=2, precision="float32", steps=torch.ones(2))
+        FrozenRows(path, RowFormat((RowPart("float32", 2),)))
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 100, 2000])
@@ -214,7 +216,7 @@ def test_a_file_that_ends_early_is_refused(table: FrozenRows, size: int) -> None
     path = table._path.with_name("short.safetensors")
     path.write_bytes(table._path.read_bytes()[:size])
     with pytest.raises((ExportError, CheckpointError)):
-        FrozenRows(path, dim=2, precision="float32", steps=torch.ones(2))
+        FrozenRows(path, RowFormat((RowPart("float32", 2),)))
 
 
 @settings(max_examples=150)
@@ -229,7 +231,7 @@ def test_a_damaged_file_is_refused_or_read_within_its_bounds(data: st.DataObject
         path = Path(folder) / "u.safetensors"
         path.write_bytes(content)
         try:
-            frozen = FrozenRows(path, dim=2, precision="float32", steps=torch.ones(2))
+            frozen = FrozenRows(path, RowFormat((RowPart("float32", 2),)))
         except (ExportError, CheckpointError):
             return
         frozen.read(torch.arange(40), torch.empty(40, 2))
@@ -241,7 +243,7 @@ def test_a_header_of_huge_numbers_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
     path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(64))
     with pytest.raises(ExportError):
-        FrozenRows(path, dim=2, precision="float32", steps=torch.ones(2))
+        FrozenRows(path, RowFormat((RowPart("float32", 2),)))
 
 
 def test_a_large_file_is_mapped_and_not_read(tmp_path: Path) -> None:

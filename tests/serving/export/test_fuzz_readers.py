@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from megalith.errors import ExportError, InputError, MegalithError
 from megalith.routing import Router
+from megalith.serving.export.row_format import RowFormat, RowPart
 from megalith.serving.export.servable import Servable
 from megalith.serving.export.signature import Signature
 from megalith.serving.export.warmup_examples import read_examples
@@ -274,8 +275,9 @@ def test_message_headers(metadata: dict[str, str]) -> None:
         assert MessageHeader.read(dict(header.metadata())) == header
 
 
+CODES = RowFormat((RowPart("float32", 1), RowPart("fixed_point", 1, 0.5), RowPart("one_bit", 2, 0.25)))
 LAYOUT = ModelLayout(
-    "ps_1", 2, {"user": TableLayout(4, Router("continuous", 2, block_size=10))}, frozenset({"w"})
+    "ps_1", 2, {"user": TableLayout(4, Router("continuous", 2, block_size=10), CODES)}, frozenset({"w"})
 )
 
 
@@ -295,6 +297,8 @@ def test_layouts(data: st.DataObject) -> None:
         return
     for table in layout.tables:
         assert layout.keep(table, IDS).dtype == torch.int64
+    for name, codes in layout.codes.items():
+        assert layout.tables[name].dim == codes.dim
 
 
 @settings(max_examples=200)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from megalith.errors import InputError
 from megalith.serving.export import precision as precisions
-from megalith.serving.export.precision import decode, encode, fixed_r8, steps_for
+from megalith.serving.export.precision import decode, encode, steps_for
+from megalith.table.fixed_point import fixed_point_codes
 
 FLOATS = st.floats(-1e4, 1e4, width=32)
 
@@ -17,7 +18,7 @@ FLOATS = st.floats(-1e4, 1e4, width=32)
 def test_monoliths_vectors_of_r_5() -> None:
     step = 5 / 128
     values = torch.tensor([[100.0, -100.0, 0.0, 1.4 * step, -1.4 * step, 1.6 * step, -1.6 * step]])
-    whole = fixed_r8(values, torch.full((7,), step))
+    whole = fixed_point_codes(values, torch.full((7,), step))
     assert whole.tolist() == [[127, -128, 0, 1, -1, 2, -2]]
     decoded = decode(whole, torch.full((7,), step))
     assert float(decoded[0, 0]) < 5
@@ -25,7 +26,7 @@ def test_monoliths_vectors_of_r_5() -> None:
 
 
 def test_nan_is_zero_steps() -> None:
-    assert fixed_r8(torch.tensor([[float("nan")]]), torch.ones(1)).tolist() == [[0]]
+    assert fixed_point_codes(torch.tensor([[float("nan")]]), torch.ones(1)).tolist() == [[0]]
 
 
 def test_the_largest_value_of_a_segment_is_127_steps() -> None:

@@ -88,7 +88,7 @@ def test_smaller_precisions_change_rows_and_nothing_else(tmp_path: Path, name: s
     for table, spec in servable.signature.tables.items():
         rows = rows_of(model, table)
         ids, wanted = torch.tensor(list(rows)), torch.stack(list(rows.values()))
-        steps = torch.tensor(spec.column_steps)
+        steps = spec.format(precision).column_steps
         bound = steps * (0.5 + 1e-4) if precision == "int8" else wanted.abs() * 2**-11 + 2**-25
         assert bool(((servable.lookup(table, ids) - wanted).abs() <= bound).all())
     features, dense = request(50, 3)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalith import SGD, LocalShards, TableConfig, checkpoint
+from megalith import SGD, FixedPoint, LocalShards, OneBit, TableConfig, checkpoint
 from megalith.compat.monolith.dummy_server import DummySyncServer
 from megalith.errors import InputError, SequenceError, UsageError
 from megalith.serving.discovery import Replica as Found
@@ -20,9 +20,11 @@ from megalith.serving.export.servable import Servable
 from megalith.serving.sync.parameter_source import ParameterSource
 from megalith.serving.sync.publisher import Publisher
 from megalith.serving.sync.subscriber import Subscriber
+from megalith.table import ServingPrecision
 from tests.serving.sync_support import (
     HOUR,
     LIMIT,
+    NAMES,
     Online,
     Trainer,
     assert_equal,
@@ -66,6 +68,60 @@ def test_rows_of_16_bits_are_exported_and_pushed_exactly(tmp_path: Path, stack: 
     rows = online.model.embeddings.shards.local["user"].lookup(torch.arange(500))
     same = (rows == rows.bfloat16().float()).all(dim=0)
     assert sorted(same.tolist()) == [False, True, True, True, True]  # the first-order weight stays float32
+
+
+@pytest.mark.parametrize(
+    ("serving", "signature"),
+    [(FixedPoint(0.125), "hashtable_assign"), (OneBit(0.05), "raw_assign")],
+    ids=["fixed_point", "one_bit"],
+)
+def test_codes_are_pushed_and_served(
+    tmp_path: Path, stack: ExitStack, serving: ServingPrecision, signature: str
+) -> None:
+    online = Online(make_start(tmp_path, serving=serving), stack, serving=serving)
+    replica = online.replica()
+    assert_equal(replica.servable, online.model)
+    sent: list[set[tuple[str, torch.dtype]]] = []
+    handle = replica.subscriber.handle
+
+    def record(name: str, inputs: Any, metadata: Any) -> Any:
+        sent.append({(key, x.dtype) for key, x in inputs.items() if isinstance(x, torch.Tensor)})
+        return handle(name, inputs, metadata)
+
+    replica.subscriber.handle = record  # type: ignore[method-assign]
+    publisher = online.publisher([replica], signature=signature)
+
+    online.trainer.step(4)
+
+    online.assert_arrives(publisher, replica)
+    code = {"hashtable_assign": "user_code", "raw_assign": "flat_code"}[signature]
+    assert any((code, torch.uint8) in each for each in sent)
+    assert not any(("user_value", torch.float32) in each for each in sent)
+    rows = online.model.embeddings.shards.local["user"].lookup(torch.arange(500))
+    assert torch.equal(serving.served(rows[:, 1:]), rows[:, 1:])  # after the first-order weight
+
+
+def test_another_serving_precision_than_that_of_the_server_is_refused(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    online = Online(make_start(tmp_path, serving=FixedPoint(1.0)), stack, serving=FixedPoint(2.0))
+    replica = online.replica()
+    publisher = online.publisher([replica])
+    online.trainer.step(1)
+
+    assert not publisher.flush(0.5)
+    assert "is served in another precision" in str(publisher.report()[0].error)
+
+
+def test_a_server_without_codes_gets_the_served_values_as_floats(tmp_path: Path, stack: ExitStack) -> None:
+    online = Online(make_start(tmp_path), stack, serving=FixedPoint(0.125))
+    replica = online.replica()
+    publisher = online.publisher([replica])
+    online.model.embeddings.shards.mark_touched(publisher._consumer, {n: torch.arange(500) for n in NAMES})
+
+    online.trainer.step(4)
+
+    online.assert_arrives(publisher, replica)
 
 
 def test_two_publishers_of_one_model_both_push_everything(online: Online) -> None:

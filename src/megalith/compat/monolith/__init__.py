@@ -14,6 +14,7 @@ from megalith.library import lazy_names
 
 if TYPE_CHECKING:
     from megalith.compat.monolith.buffer_ops import *
+    from megalith.compat.monolith.compressors import *
     from megalith.compat.monolith.device_names import *
     from megalith.compat.monolith.distribution_ops import *
     from megalith.compat.monolith.dummy_server import *
@@ -44,6 +45,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         " fill_with_offset_map fill_with_offset_map_gradient finalize_shared_tensor"
         " monolith_aligned_flat_concat monolith_aligned_flat_split normalize_merged_split"
         " unique_key_with_value_and_offset",
+        ".compressors": "FixedR8Compressor Fp16Compressor Fp32Compressor OneBitCompressor",
         ".device_names": "get_device_str ps_device",
         ".distribution_ops": "FusedReorder fused_gather_embeddings_by_input"
         " fused_gather_embeddings_by_input_gradient fused_reorder_by_indices"

@@ -54,7 +54,7 @@ from megalith.serving.export.staging import StagingDirectories
 from megalith.serving.export.warmup_examples import Example, write_examples
 from megalith.shards import Shards
 from megalith.storage.store import StoredFile, checksum
-from megalith.table import TableConfig
+from megalith.table import ServingPrecision, TableConfig
 
 _EXAMPLE_SIZES = (1, 8)
 _MAX_FILE_NAME = 100
@@ -113,7 +113,8 @@ def export_model(
             servers answer lookups of them, but no requests for scores.
         out: Directory of the versions.
         name: Name of the model in requests.
-        precision: Precision of the rows: "float32", "float16" or "int8".
+        precision: Precision of the rows: "float32", "float16" or "int8". A segment with its own
+            `Segment.serving` is stored as that says.
         num_shards: Number of ps parts, over which rows are distributed by each table's routing mode: that of
             its config, its shards or the checkpoint that was loaded; 0 writes a standalone model.
         version: A number below 2^63 (None: the step, which is 0 for Shards).
@@ -350,17 +351,15 @@ class _TableExporter:
     def write(self, rows: RowSource, on_rows: Callable[[int], object] | None) -> _WrittenTable:
         segments = [segment.dim for segment in self._config.segments]
         ids, largest = self._first_pass(rows, segments)
-        steps = precisions.steps_for(largest, self._precision)
-        spec = ExportedTable(tuple(segments), tuple(steps), self._routing)
+        spec = ExportedTable(
+            tuple(segments), self._steps(largest), self._routing, kinds=self._kinds if self._own else None
+        )
+        format = spec.format(self._precision)
         owners = None if self._router is None else self._router.owner(ids)
         file = f"{_file_name(self._table)}.safetensors"
         writers = [
             FrozenWriter(
-                self._staging.path(part) / file,
-                ids if owners is None else ids[owners == number],
-                dim=self._config.dim,
-                precision=self._precision,
-                steps=torch.tensor(spec.column_steps),
+                self._staging.path(part) / file, ids if owners is None else ids[owners == number], format
             )
             for number, part in enumerate(self._parts)
         ]
@@ -374,6 +373,27 @@ class _TableExporter:
         specs = [replace(spec, rows=writer.rows, file=writer.close()) for writer in writers]
         return _WrittenTable(specs, ids[: max(_EXAMPLE_SIZES)].tolist())
 
+    @property
+    def _own(self) -> bool:
+        """Whether a segment has its own serving precision."""
+        return any(segment.serving is not None for segment in self._config.segments)
+
+    @property
+    def _kinds(self) -> tuple[str, ...]:
+        servings = [segment.serving for segment in self._config.segments]
+        return tuple(
+            each.name if isinstance(each, ServingPrecision) else each or self._precision for each in servings
+        )
+
+    def _steps(self, largest: list[float]) -> tuple[float, ...]:
+        measured = [
+            precisions.steps_for([each], kind)[0] for each, kind in zip(largest, self._kinds, strict=True)
+        ]
+        return tuple(
+            each.serving.unit if isinstance(each.serving, ServingPrecision) else step
+            for each, step in zip(self._config.segments, measured, strict=True)
+        )
+
     def _add(self, writer: FrozenWriter, ids: Tensor, rows: Tensor) -> None:
         try:
             writer.add(ids, rows)
@@ -386,7 +406,7 @@ class _TableExporter:
         largest = [0.0] * len(segments)
         for ids, values in rows(self._table):
             found.append(ids)
-            if self._precision == "int8" and ids.numel():
+            if "int8" in self._kinds and ids.numel():
                 parts = values.split(segments, 1)
                 finite = (part.abs().nan_to_num(0.0, 0.0, 0.0).max() for part in parts)
                 largest = [max(a, float(b)) for a, b in zip(largest, finite, strict=True)]

@@ -4,7 +4,7 @@ The file is safetensors:
 
     ids      int64 [n]          sorted by hash
     buckets  int64 [2^k + 1]    where the ids with each value of the leading k bits of the hash begin
-    rows     [n, dim]           in the order of the ids
+    rows     [n, width]         in the order of the ids; see row_format.py
 
 docs/formats/export.md specifies it.
 """
@@ -23,7 +23,7 @@ from torch import Tensor
 from megalith.bits import mix64, shift_right, signed
 from megalith.errors import ExportError
 from megalith.library import native_module
-from megalith.serving.export import precision as precisions
+from megalith.serving.export.row_format import RowFormat
 from megalith.storage.store import StoredFile, checksum, view_of
 from megalith.storage.tensor_files import decode, plan_file
 
@@ -48,26 +48,26 @@ class FrozenRows:
 
     Args:
         path: The file.
-        dim: Width of a row.
-        precision: "float32", "float16" or "int8".
-        steps: Step size of each column of int8 rows, float32 [dim].
+        format: How the rows are stored.
 
     Raises:
         ExportError: The file is damaged, or holds other rows.
     """
 
-    def __init__(self, path: Path, *, dim: int, precision: str, steps: Tensor) -> None:
+    def __init__(self, path: Path, format: RowFormat) -> None:
         self._path = path
+        self._format = format
         tensors = decode(_mapped(path), str(path), ExportError)
         forms = {name: (tensor.dtype, tensor.dim()) for name, tensor in tensors.items()}
         wanted = {"ids": (torch.int64, 1), "buckets": (torch.int64, 1)}
-        wanted["rows"] = (precisions.dtype_of(precision), 2)
+        wanted["rows"] = (format.dtype, 2)
         if forms != wanted:
-            raise ExportError(f"{path} holds {sorted(forms)}, not ids, buckets and rows of {precision}")
+            dtype = str(format.dtype).removeprefix("torch.")
+            raise ExportError(f"{path} holds {sorted(forms)}, not ids, buckets and rows of {dtype}")
         self.ids, self._buckets, self._rows = tensors["ids"], tensors["buckets"], tensors["rows"]
-        if list(self._rows.shape) != [self.ids.numel(), dim]:
-            raise ExportError(f"{path} holds rows {list(self._rows.shape)}, not {[self.ids.numel(), dim]}")
-        self._steps = steps
+        shape = [self.ids.numel(), format.width]
+        if list(self._rows.shape) != shape:
+            raise ExportError(f"{path} holds rows {list(self._rows.shape)}, not {shape}")
         self._bits = _bits(self._buckets.numel(), path)
         self._check_buckets()
 
@@ -99,7 +99,8 @@ class FrozenRows:
         native = native_module()
         if native is None:
             return self.read_twin(ids, out, skip)
-        missing: int = native.frozen_read(self.ids, self._buckets, self._rows, self._steps, ids, skip, out)
+        parts, steps = self._format.native_parts, self._format.column_steps
+        missing: int = native.frozen_read(self.ids, self._buckets, self._rows, parts, steps, ids, skip, out)
         return missing
 
     def read_twin(self, ids: Tensor, out: Tensor, skip: Tensor | None = None) -> int:
@@ -117,7 +118,7 @@ class FrozenRows:
         wanted = torch.ones_like(found, dtype=torch.bool) if skip is None else skip == 0
         has = wanted & (found >= 0)
         out[wanted & ~has] = 0.0
-        out[has] = precisions.decode(self._rows[found[has]], self._steps)
+        out[has] = self._format.decode(self._rows[found[has]])
         return int((wanted & ~has).sum())
 
     def find(self, ids: Tensor) -> Tensor:
@@ -148,13 +149,11 @@ class FrozenWriter:
     Args:
         path: The new file.
         ids: Distinct ids, int64 [n].
-        dim: Width of a row.
-        precision: "float32", "float16" or "int8".
-        steps: Step size of each column of int8 rows, float32 [dim].
+        format: How the rows are stored.
     """
 
-    def __init__(self, path: Path, ids: Tensor, *, dim: int, precision: str, steps: Tensor) -> None:
-        self._path, self._precision, self._steps = path, precision, steps
+    def __init__(self, path: Path, ids: Tensor, format: RowFormat) -> None:
+        self._path, self._format = path, format
         hashes = slot_hash(ids)
         order = torch.argsort(hashes ^ signed(1 << 63))  # as unsigned numbers
         bits = max(0, (ids.numel() // _IDS_PER_BUCKET).bit_length() - 1)
@@ -162,7 +161,7 @@ class FrozenWriter:
             {
                 "ids": (torch.int64, [ids.numel()]),
                 "buckets": (torch.int64, [(1 << bits) + 1]),
-                "rows": (precisions.dtype_of(precision), [ids.numel(), dim]),
+                "rows": (format.dtype, [ids.numel(), format.width]),
             }
         )
         self._size = max(place.end for place in placed.values())
@@ -195,7 +194,7 @@ class FrozenWriter:
         places = self._places[self._written : self._written + ids.numel()]
         if not torch.equal(self._ids[places], ids):
             raise ExportError(f"{self._path}: the table changed while it was exported; save a checkpoint")
-        self._rows[places] = precisions.encode(rows, self._precision, self._steps)
+        self._rows[places] = self._format.encode(rows)
         self._written += ids.numel()
 
     def close(self) -> StoredFile:

@@ -2,6 +2,9 @@
 
 The rows of each table are in a Table with one more column, a flag: PRESENT or REMOVED. A row and its removal
 are thus one write each, and a concurrent reader sees the state before or after it.
+
+A table with codes (row_format.py) holds the codes: three bytes in each column, as an integer below 2^24,
+which float32 holds exactly.
 """
 
 from __future__ import annotations
@@ -12,11 +15,14 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from megalith.serving.export.row_format import Formats
 from megalith.table import SGD, Table, TableConfig, Zeros
 
 PRESENT, REMOVED = 1.0, -1.0
 RowsByTable = Mapping[str, tuple[Tensor, Tensor]]
 _NOTHING: Mapping[str, Tensor] = MappingProxyType({})
+_NO_CODES: Formats = MappingProxyType({})
+_BYTES = 3  # of a column with codes
 
 
 class Overlay:
@@ -25,16 +31,21 @@ class Overlay:
     Args:
         dims: Table -> width of its rows.
         hides_base: An id that is not in the overlay has no row, even if it has a frozen one.
+        codes: Tables that hold codes, and their formats. Their rows are those of the codes.
     """
 
-    def __init__(self, dims: Mapping[str, int], *, hides_base: bool = False) -> None:
+    def __init__(
+        self, dims: Mapping[str, int], *, hides_base: bool = False, codes: Formats = _NO_CODES
+    ) -> None:
         self.dims = dict(dims)
         self.hides_base = hides_base
+        self._codes = dict(codes)
+        widths = self.dims | {name: -(-each.row_bytes // _BYTES) for name, each in codes.items()}
         self._tables = {
             name: Table(
-                TableConfig(name, dim=dim + 1, optimizer=SGD(0.0), initializer=Zeros(), missing="zeros")
+                TableConfig(name, dim=width + 1, optimizer=SGD(0.0), initializer=Zeros(), missing="zeros")
             )
-            for name, dim in self.dims.items()
+            for name, width in widths.items()
         }
 
     def __len__(self) -> int:
@@ -60,12 +71,13 @@ class Overlay:
         """
         for name, (ids, values) in rows.items():
             present = torch.full((ids.numel(), 1), PRESENT)
-            self._tables[name].assign(ids, torch.cat([values, present], 1))  # faster than filling columns
+            stored = values if name not in self._codes else _columns(self._codes[name].encode(values))
+            self._tables[name].assign(ids, torch.cat([stored, present], 1))  # faster than filling columns
         for name, ids in removed.items():
             if self.hides_base:
                 self._tables[name].remove(ids)
                 continue
-            flagged = torch.zeros(ids.numel(), self.dims[name] + 1)
+            flagged = torch.zeros(ids.numel(), self._tables[name].dim)
             flagged[:, -1] = REMOVED
             self._tables[name].assign(ids, flagged)
 
@@ -81,7 +93,15 @@ class Overlay:
             the id was not written.
         """
         flagged = self._tables[table].lookup(ids)
-        return flagged[:, :-1], flagged[:, -1]
+        return self._rows(table, flagged), flagged[:, -1]
+
+    def _rows(self, table: str, flagged: Tensor) -> Tensor:
+        stored, format = flagged[:, :-1], self._codes.get(table)
+        if format is None:
+            return stored
+        rows = format.decode(_bytes(stored, format.row_bytes))
+        rows[flagged[:, -1] != PRESENT] = 0.0
+        return rows
 
     def scan(self, table: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield everything written.
@@ -93,4 +113,18 @@ class Overlay:
             Chunks: ids int64 [k], rows float32 [k, dim] and flags float32 [k].
         """
         for chunk in self._tables[table].scan():
-            yield chunk.ids, chunk.rows[:, :-1], chunk.rows[:, -1]
+            yield chunk.ids, self._rows(table, chunk.rows), chunk.rows[:, -1]
+
+
+def _columns(codes: Tensor) -> Tensor:
+    """Return codes, uint8 [n, bytes], as integers below 2^24, float32 [n, columns]."""
+    padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % _BYTES)).to(torch.int32)
+    low, middle, high = padded[:, 0::3], padded[:, 1::3], padded[:, 2::3]
+    return (low | (middle << 8) | (high << 16)).to(torch.float32)
+
+
+def _bytes(columns: Tensor, count: int) -> Tensor:
+    """Return the codes of `_columns`, uint8 [n, count]."""
+    integers = columns.to(torch.int32)
+    parts = [(integers >> shift) & 255 for shift in (0, 8, 16)]
+    return torch.stack(parts, dim=2).flatten(1)[:, :count].to(torch.uint8)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megalith.errors import InputError
 from megalith.ops.checks import one_of
+from megalith.table.fixed_point import fixed_point_codes
 
 PRECISIONS = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
 _MAX_HALF = 65504.0
@@ -55,7 +56,7 @@ def encode(rows: Tensor, precision: str, steps: Tensor) -> Tensor:
     Args:
         rows: float32 [n, dim].
         precision: "float32", "float16" or "int8".
-        steps: Step size of each column, float32 [dim]; used for int8.
+        steps: Step size of each column, float32 [dim], or of all, float32 []; used for int8.
 
     Returns:
         [n, dim], of the dtype of the precision.
@@ -71,7 +72,7 @@ def encode(rows: Tensor, precision: str, steps: Tensor) -> Tensor:
         if rows.numel() and float(rows.abs().max()) > _MAX_HALF:
             raise InputError(f"a row holds {float(rows.abs().max()):g}, beyond float16: export as float32")
         return rows.to(torch.float16)
-    return fixed_r8(rows, steps)
+    return fixed_point_codes(rows, steps)
 
 
 def decode(stored: Tensor, steps: Tensor) -> Tensor:
@@ -79,25 +80,10 @@ def decode(stored: Tensor, steps: Tensor) -> Tensor:
 
     Args:
         stored: float32, float16 or int8 [n, dim].
-        steps: Step size of each column, float32 [dim]; used for int8.
+        steps: Step size of each column, float32 [dim], or of all, float32 []; used for int8.
 
     Returns:
         float32 [n, dim].
     """
     rows = stored.to(torch.float32)
     return rows * steps if stored.dtype == torch.int8 else rows
-
-
-def fixed_r8(rows: Tensor, steps: Tensor) -> Tensor:
-    """Round values to steps, halves away from zero.
-
-    Args:
-        rows: float32 [n, dim].
-        steps: Step size of each column, float32 [dim].
-
-    Returns:
-        Numbers of steps, int8 [n, dim], clamped to -128 .. 127; NaN becomes 0.
-    """
-    half = torch.where(rows < 0, -steps / 2, steps / 2)
-    rounded = torch.trunc((rows + half) / steps).clamp(-128, 127)
-    return torch.nan_to_num(rounded, nan=0.0).to(torch.int8)

@@ -115,7 +115,7 @@ class Servable:
         if self.signature.program is not None:
             self._plan = self.signature.plan()
             self._program = DenseProgram(self.directory / self.signature.program.path)
-        self._snapshot = self._with(Overlay(self.signature.dims))
+        self._snapshot = self._with(self._new_overlay())
 
     def _verify(self, checksums: bool) -> None:
         store = LocalStore(self.directory)
@@ -135,12 +135,8 @@ class Servable:
         frozen = {}
         for name, table in self.signature.tables.items():
             assert table.file is not None  # the signature was checked
-            frozen[name] = FrozenRows(
-                self.directory / table.file.path,
-                dim=table.dim,
-                precision=self.signature.precision,
-                steps=torch.tensor(table.column_steps),
-            )
+            format = table.format(self.signature.precision)
+            frozen[name] = FrozenRows(self.directory / table.file.path, format)
             if len(frozen[name]) != table.rows:
                 raise ExportError(
                     f"{self.directory / table.file.path} holds {len(frozen[name])} rows, not {table.rows}"
@@ -398,11 +394,21 @@ class Servable:
     def reset(self) -> None:
         """Restore the exported rows and weights in one step."""
         copy = None if self._program is None else self._program.reset()
-        self._snapshot = _Snapshot(Overlay(self.signature.dims), copy)
+        self._snapshot = _Snapshot(self._new_overlay(), copy)
 
-    def stage(self) -> Overlay:
-        """Return an empty overlay to fill with all rows and then `adopt`."""
-        return Overlay(self.signature.dims, hides_base=True)
+    def stage(self, *, hides_base: bool = True) -> Overlay:
+        """Return an empty overlay to fill and then `adopt`.
+
+        Args:
+            hides_base: Whether it will hold all rows, so that exported ones are not read; see `Overlay`.
+
+        Returns:
+            The overlay.
+        """
+        return self._new_overlay(hides_base=flag(hides_base, "hides_base"))
+
+    def _new_overlay(self, *, hides_base: bool = False) -> Overlay:
+        return Overlay(self.signature.dims, hides_base=hides_base, codes=self.signature.codes)
 
     def adopt(self, overlay: Overlay, dense: Mapping[str, Tensor] | None = None) -> None:
         """Replace the overlay, and dense weights, in one step.
@@ -435,7 +441,7 @@ class Servable:
         self._check_overlay(overlay)
         if dense is not None:
             self.check({}, {}, dense)
-        own = Overlay(self.signature.dims)
+        own = self._new_overlay()
         for table, frozen in self._frozen.items():
             for ids, rows, flags in overlay.scan(table):
                 there = flags == PRESENT

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from megalith.nn import Combiner, Feature, FirstN, Layout, Mean, Slice, Sqrtn, S
 from megalith.nn.feature_plan import FeaturePlan
 from megalith.routing import MODES, Router
 from megalith.serving.export.precision import PRECISIONS
+from megalith.serving.export.row_format import Formats, RowFormat, RowPart
 from megalith.storage.store import LocalStore, StoredFile
 from megalith.storage.strict_json import parse_json
 from megalith.table import SGD, Segment, TableConfig
@@ -124,23 +126,31 @@ class ExportedTable:
     segments: tuple[int, ...]
     """Width of each segment."""
     steps: tuple[float, ...]
-    """Step size of the int8 values of each segment."""
+    """The step of each segment; see row_format.py."""
     routing: Routing
     """Which ps part has an id."""
     rows: int = 0
     """Number of rows in this part."""
     file: StoredFile | None = None
+    kinds: tuple[str, ...] | None = None
+    """How each segment is stored (`row_format.KINDS`); None: all in the precision of the export."""
 
     @property
     def dim(self) -> int:
         """Width of a row."""
         return sum(self.segments)
 
-    @property
-    def column_steps(self) -> list[float]:
-        """Step size of each column."""
-        pairs = zip(self.steps, self.segments, strict=True)
-        return [step for step, dim in pairs for _ in range(dim)]
+    def format(self, precision: str) -> RowFormat:
+        """Return how rows are stored.
+
+        Args:
+            precision: The precision of the export.
+
+        Returns:
+            The format of the table's file.
+        """
+        kinds = self.kinds or (precision,) * len(self.segments)
+        return RowFormat(tuple(map(RowPart, kinds, self.segments, self.steps)))
 
     def router(self) -> Router:
         """Return the router of ids to ps parts; in a standalone model all ids belong to ps_0."""
@@ -202,6 +212,12 @@ class Signature:
     def dims(self) -> dict[str, int]:
         """Table -> width of its rows."""
         return {name: table.dim for name, table in self.tables.items()}
+
+    @cached_property
+    def codes(self) -> Formats:
+        """The formats in which tables with codes are sent and kept in memory; other tables are float32."""
+        found = {name: table.format(self.precision).codes for name, table in self.tables.items()}
+        return {name: codes for name, codes in found.items() if codes is not None}
 
     def plan(self) -> FeaturePlan:
         """Return the plan that compiles requests; raise InputError or UnknownNameError for bad names."""
@@ -328,15 +344,26 @@ def _table(data: Mapping[str, Any]) -> ExportedTable:
         ),
         rows=_integer(data["rows"], "rows"),
         file=_file(data["file"]),
+        kinds=_kinds(data.get("kinds")),
     )
     if not 1 <= table.dim <= 1 << 20 or min(table.segments) < 1 or len(table.steps) != len(table.segments):
         raise ValueError("a table needs segments of 1 or more columns, and a step for each")
+    if table.kinds is not None and len(table.kinds) != len(table.segments):
+        raise ValueError("a table needs a kind for each segment")
     if not all(0 < step < float("inf") for step in table.steps):
         raise ValueError("steps must be positive and finite")
     if table.routing.dist_type not in MODES:
         raise ValueError(f"dist_type {table.routing.dist_type!r} is not one of {', '.join(MODES)}")
     table.router()
     return table
+
+
+def _kinds(data: Any) -> tuple[str, ...] | None:
+    if data is None:
+        return None
+    if not isinstance(data, list) or not data:
+        raise ValueError("kinds must be a list with one text for each segment")
+    return tuple(_text(each, "kinds") for each in data)
 
 
 def _file(data: Any) -> StoredFile | None:
@@ -374,6 +401,8 @@ def _check(signature: Signature) -> None:
         raise ValueError(f"part must be standalone, entry, ps_0, ps_1 ..., not {part!r}")
     if signature.precision not in PRECISIONS:
         raise ValueError(f"precision {signature.precision!r} is unknown")
+    for table in signature.tables.values():
+        table.format(signature.precision)
     if (signature.sub_graph_num == 0) != (part == STANDALONE) or (signature.shard or 0) > max(
         0, signature.sub_graph_num - 1
     ):

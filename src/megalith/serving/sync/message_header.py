@@ -37,6 +37,7 @@ from torch import Tensor
 
 from megalith.errors import InputError
 from megalith.routing import Router
+from megalith.serving.export.row_format import RowFormat
 from megalith.serving.proto.tf_tensors import Strings
 from megalith.storage.strict_json import parse_json
 
@@ -147,10 +148,11 @@ class SequenceCounter:
 
 @dataclass(frozen=True)
 class TableLayout:
-    """A served table: the number of columns, and the router that assigns ids to parts."""
+    """A served table: the number of columns, the router that assigns ids to parts, and its codes, if any."""
 
     dim: int
     router: Router
+    codes: RowFormat | None = None
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,11 @@ class ModelLayout:
     def takes_rows(self) -> bool:
         """Whether the part holds rows."""
         return self.part != "entry"
+
+    @property
+    def codes(self) -> dict[str, RowFormat]:
+        """The formats of the tables with codes."""
+        return {name: each.codes for name, each in self.tables.items() if each.codes is not None}
 
     def keep(self, table: str, ids: Tensor) -> Tensor:
         """Select the ids that belong to this part.
@@ -208,6 +215,7 @@ class ModelLayout:
                 "sub_graph_num": self.sub_graph_num,
                 "tables": tables,
                 "dense": sorted(self.dense),
+                "codes": {name: format.to_data() for name, format in self.codes.items()},
             }
         ).encode()
 
@@ -233,10 +241,17 @@ class ModelLayout:
             if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MAX_PARTS:
                 raise ValueError(f"sub_graph_num {count!r}")
             tables = {}
+            codes = {name: RowFormat.from_data(each) for name, each in found.get("codes", {}).items()}
             for name, (dim, mode, shards, block, skip) in found["tables"].items():
                 if isinstance(dim, bool) or not isinstance(dim, int) or not 1 <= dim <= 2**20:
                     raise ValueError(f"table {name!r} with {dim!r} columns")
-                tables[name] = TableLayout(dim, Router(mode, shards, block_size=block, skip_first=bool(skip)))
+                router = Router(mode, shards, block_size=block, skip_first=bool(skip))
+                format = codes.pop(name, None)
+                if format is not None and format.dim != dim:
+                    raise ValueError(f"codes of {format.dim} columns for table {name!r}")
+                tables[name] = TableLayout(dim, router, format)
+            if codes:
+                raise ValueError(f"codes of unknown table {min(codes)!r}")
             dense = frozenset(map(str, found["dense"]))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise InputError(f"malformed layout of a server: {str(error)[:200]}") from None

@@ -191,7 +191,7 @@ def scan_ids(tables: Mapping[str, Table]) -> dict[str, Tensor]:
 def read_rows(
     tables: Mapping[str, Table], ids: Mapping[str, Tensor]
 ) -> tuple[PushMessage, dict[str, Tensor]]:
-    """Read the current rows of ids.
+    """Read the current rows of ids, as servers return them (`Segment.serving`).
 
     Args:
         tables: The tables by name.
@@ -211,13 +211,14 @@ def read_rows(
             wanted, found = wanted[~gone], found[~gone]
         if not wanted.numel():
             continue
-        values = table.read(found, wanted, epoch=epoch)
+        values = table.read(found, wanted, epoch=epoch, stored=True)
         if not all_finite(values):
             finite = values.isfinite().all(1)
             not_finite[name] = wanted[~finite]
             wanted, values = wanted[finite], values[finite]
         if wanted.numel():
-            rows[name] = (wanted, values)
+            view = table.engine_impl.view
+            rows[name] = (wanted, values if view is None else view.apply(values, None))
     return PushMessage(rows, removed), not_finite
 
 

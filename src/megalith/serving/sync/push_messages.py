@@ -3,10 +3,12 @@
     signature        | input                  | value
     -----------------+------------------------+--------------------------------------------------
     hashtable_assign | {table}_id             | int64 [n]
-                     | {table}_value          | float32 [n, dim]
+                     | {table}_value          | float32 [n, dim], or
+                     | {table}_code           | uint8 [n, bytes] for a table with codes (row_format.py)
                      | {table}:removed        | int64 [n], ids without a row
     raw_assign       | id, id_split           | int64 [n], tables sorted by name; int64 [t + 1]
-                     | flat_value             | float32 [sum of n * dim]
+                     | flat_value             | float32 [sum of n * dim], of tables without codes
+                     | flat_code              | uint8 [sum of n * bytes], of tables with codes
                      | removed, removed_split | int64 [n], int64 [t + 1]
     both             | dense:{name}           | a dense weight
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TypeAlias
 
 import numpy as np
@@ -25,6 +28,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError
+from megalith.serving.export.row_format import Formats
 from megalith.serving.proto.contents import field_prefix
 from megalith.serving.proto.message_types import ModelSpec, TensorProto
 from megalith.serving.proto.tf_tensors import DTYPES, Strings
@@ -40,6 +44,7 @@ Inputs: TypeAlias = Mapping[str, Tensor | Sequence[Tensor]]
 """Tensors by name. A sequence of tensors of one dtype is sent as one flat tensor."""
 ReceivedInputs: TypeAlias = Mapping[str, Tensor | Strings]
 _NO_IDS = torch.empty(0, dtype=torch.int64)
+_NO_CODES: Formats = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,8 @@ class PushMessage:
     """The content of a message.
 
     Args:
-        rows: The ids, int64 [n], and rows, float32 [n, dim], by table.
+        rows: The ids, int64 [n], and rows, float32 [n, dim], by table; with `encoded`, uint8 [n, bytes] of
+            tables with codes.
         removed: The ids that no longer have a row, int64 [n], by table.
         dense: The dense weights by name.
     """
@@ -61,6 +67,21 @@ class PushMessage:
         """The number of ids with and without a row."""
         with_row = sum(ids.numel() for ids, _ in self.rows.values())
         return with_row + sum(ids.numel() for ids in self.removed.values())
+
+    def encoded(self, codes: Formats) -> PushMessage:
+        """Convert the rows of tables with codes.
+
+        Args:
+            codes: The formats of these tables.
+
+        Returns:
+            The same message with codes, uint8 [n, bytes], instead of rows.
+        """
+        rows = {
+            table: (ids, codes[table].encode(values) if table in codes else values)
+            for table, (ids, values) in self.rows.items()
+        }
+        return PushMessage(rows, self.removed, self.dense)
 
     def with_zero_rows(self, dims: Mapping[str, int]) -> PushMessage:
         """Replace removals by rows of zeros, which is how an absent id reads on Monolith's servers.
@@ -123,7 +144,7 @@ def inputs_of(push: PushMessage, signature: str, tables: Iterable[str]) -> dict[
     if not is_raw(signature):
         named: dict[str, Tensor | list[Tensor]] = {}
         for table, (ids, rows) in push.rows.items():
-            named |= {f"{table}_id": ids, f"{table}_value": rows}
+            named |= {f"{table}_id": ids, f"{table}_{'code' if _is_code(rows) else 'value'}": rows}
         return named | {f"{table}:removed": ids for table, ids in push.removed.items()} | dense
     ordered = sorted(tables)
     rows_of = [push.rows.get(table, (_NO_IDS, torch.empty(0))) for table in ordered]
@@ -132,23 +153,31 @@ def inputs_of(push: PushMessage, signature: str, tables: Iterable[str]) -> dict[
         # An entry has no tables, and an input needs a tensor for its dtype.
         "id": [ids for ids, _ in rows_of] or [_NO_IDS],
         "id_split": splits_of(ids.numel() for ids, _ in rows_of),
-        "flat_value": [rows.reshape(-1) for _, rows in rows_of] or [torch.empty(0)],
+        "flat_value": [rows.reshape(-1) for _, rows in rows_of if not _is_code(rows)] or [torch.empty(0)],
     }
+    codes = [rows.reshape(-1) for _, rows in rows_of if _is_code(rows)]
+    if codes:
+        raw["flat_code"] = codes
     if any(ids.numel() for ids in removed):
         raw |= {"removed": removed, "removed_split": splits_of(ids.numel() for ids in removed)}
     return raw | dense
 
 
-def row_bytes(dims: Mapping[str, int]) -> dict[str, int]:
+def _is_code(rows: Tensor) -> bool:
+    return rows.dtype == torch.uint8
+
+
+def row_bytes(dims: Mapping[str, int], codes: Formats = _NO_CODES) -> dict[str, int]:
     """Compute the bytes that one id and its row take in a message.
 
     Args:
         dims: The number of columns of each table.
+        codes: The formats of tables with codes.
 
     Returns:
         The number of bytes, by table.
     """
-    return {name: 8 + 4 * dim for name, dim in dims.items()}
+    return {name: 8 + (codes[name].row_bytes if name in codes else 4 * dim) for name, dim in dims.items()}
 
 
 def pack_inputs(
@@ -234,7 +263,11 @@ def splits_of(sizes: Iterable[int]) -> Tensor:
 
 
 def read_push(
-    signature: str, inputs: ReceivedInputs, dims: Mapping[str, int], dense: Mapping[str, Sequence[int]]
+    signature: str,
+    inputs: ReceivedInputs,
+    dims: Mapping[str, int],
+    dense: Mapping[str, Sequence[int]],
+    codes: Formats = _NO_CODES,
 ) -> PushMessage:
     """Validate the inputs of a signature.
 
@@ -243,16 +276,17 @@ def read_push(
         inputs: The received tensors.
         dims: The number of columns of each table.
         dense: The shape of each dense weight.
+        codes: The formats of tables with codes. Their rows may also come as float32, from a Monolith client.
 
     Returns:
-        The content of the message.
+        The content of the message, with rows instead of codes.
 
     Raises:
         InputError: An input is unknown, missing, or has the wrong type or shape; the message names it.
     """
     left = dict(inputs)
     read = _read_raw if is_raw(signature) else _read_named
-    rows, removed = read(left, dims)
+    rows, removed = read(left, dims, codes)
     weights = {}
     for name, shape in dense.items():
         weight = left.pop(f"{DENSE}{name}", None)
@@ -287,28 +321,41 @@ def result_of(push: PushMessage, signature: str) -> dict[str, Tensor]:
 RowsAndRemoved: TypeAlias = tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]
 
 
-def _read_named(left: dict[str, Tensor | Strings], dims: Mapping[str, int]) -> RowsAndRemoved:
+def _read_named(left: dict[str, Tensor | Strings], dims: Mapping[str, int], codes: Formats) -> RowsAndRemoved:
     rows, removed = {}, {}
     for table, dim in dims.items():
-        name, value = f"{table}_id", f"{table}_value"
-        if name in left or value in left:
+        name, value, code = f"{table}_id", f"{table}_value", f"{table}_code"
+        if table in codes and code in left:
             ids = _ids(left, name)
-            rows[table] = (ids, _floats(left, value, (ids.numel(), dim)))
+            stored = _typed(left, code, torch.uint8, (ids.numel(), codes[table].row_bytes))
+            rows[table] = (ids, codes[table].decode(stored))
+        elif name in left or value in left:
+            ids = _ids(left, name)
+            rows[table] = (ids, _typed(left, value, torch.float32, (ids.numel(), dim)))
         if f"{table}:removed" in left:
             removed[table] = _ids(left, f"{table}:removed")
     return rows, removed
 
 
-def _read_raw(left: dict[str, Tensor | Strings], dims: Mapping[str, int]) -> RowsAndRemoved:
+def _read_raw(left: dict[str, Tensor | Strings], dims: Mapping[str, int], codes: Formats) -> RowsAndRemoved:
     tables = sorted(dims)
-    parts = split_by_table(left, "id", "id_split", len(tables))
-    sizes = [ids.numel() * dims[table] for table, ids in zip(tables, parts, strict=True)]
-    flat = _floats(left, "flat_value", (sum(sizes),))
+    parts = dict(zip(tables, split_by_table(left, "id", "id_split", len(tables)), strict=True))
+    coded = [table for table in tables if table in codes] if "flat_code" in left else []
+    plain = [table for table in tables if table not in coded]
+    sizes = [parts[table].numel() * dims[table] for table in plain]
+    flat = _typed(left, "flat_value", torch.float32, (sum(sizes),))
     rows = {
-        table: (ids, values.view(ids.numel(), dims[table]))
-        for table, ids, values in zip(tables, parts, flat.split(sizes), strict=True)
-        if ids.numel()
+        table: (parts[table], values.view(parts[table].numel(), dims[table]))
+        for table, values in zip(plain, flat.split(sizes), strict=True)
+        if parts[table].numel()
     }
+    if coded:
+        sizes = [parts[table].numel() * codes[table].row_bytes for table in coded]
+        stored = _typed(left, "flat_code", torch.uint8, (sum(sizes),)).split(sizes)
+        for table, each in zip(coded, stored, strict=True):
+            if parts[table].numel():
+                values = codes[table].decode(each.view(parts[table].numel(), -1))
+                rows[table] = (parts[table], values)
     if "removed" not in left and "removed_split" not in left:
         return rows, {}
     gone = split_by_table(left, "removed", "removed_split", len(tables))
@@ -346,10 +393,13 @@ def _ids(left: dict[str, Tensor | Strings], name: str) -> Tensor:
     return given.view(torch.int64)
 
 
-def _floats(left: dict[str, Tensor | Strings], name: str, shape: tuple[int, ...]) -> Tensor:
+def _typed(
+    left: dict[str, Tensor | Strings], name: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Tensor:
     given = left.pop(name, None)
-    if not isinstance(given, Tensor) or given.dtype != torch.float32 or tuple(given.shape) != shape:
-        raise InputError(f"input {name!r} must be float32 {list(shape)}, got {_describe(given)}")
+    if not isinstance(given, Tensor) or given.dtype != dtype or tuple(given.shape) != shape:
+        wanted = f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+        raise InputError(f"input {name!r} must be {wanted}, got {_describe(given)}")
     return given
 
 

@@ -87,7 +87,7 @@ def _read_rows(store: Store, manifest: Manifest, servable: Servable) -> Overlay:
     signature = servable.signature
     saves = [save.id for save in manifest.saves]
     known = signature.base in saves
-    overlay = Overlay(signature.dims) if known else servable.stage()
+    overlay = servable.stage(hides_base=not known)
     if signature.part == "entry":
         return overlay
     for table, entries in _entries(manifest, signature.dims, store.where).items():

@@ -43,6 +43,7 @@ from torch import Tensor
 from megalith.errors import InputError, MegalithError, RemoteError
 from megalith.routing import Router
 from megalith.serving.client.channels import Call, Connection
+from megalith.serving.export.row_format import RowFormat
 from megalith.serving.proto.message_types import Message
 from megalith.serving.proto.tf_tensors import from_tensor_protos
 from megalith.serving.sync import message_header as headers
@@ -329,6 +330,7 @@ class Sender:
         push = self._publisher.source.read(ids)
         if self._options.monolith:
             push = push.with_zero_rows({name: table.dim for name, table in self._layout.tables.items()})
+        push = push.encoded(self._layout.codes)
         signature = self._options.signature
         contents = pack_inputs(push, dense, signature, self._table_names(), MAX_CONTENT_BYTES)
         if interval is not None and not contents and not self._replacing:
@@ -436,11 +438,17 @@ class Sender:
 
     def _set_layout(self, layout: ModelLayout) -> None:
         self._layout = layout
-        self._row_bytes = row_bytes({name: table.dim for name, table in layout.tables.items()})
+        dims = {name: table.dim for name, table in layout.tables.items()}
+        self._row_bytes = row_bytes(dims, layout.codes)
         for name, table in self._publisher.source.tables.items():
             served = layout.tables.get(name)
             if served is not None and served.dim != table.dim:
                 raise InputError(f"table {name!r} has {served.dim} columns there, {table.dim} here")
+            if served is not None and served.codes not in (None, RowFormat.codes_of(table.config)):
+                raise InputError(
+                    f"table {name!r} is served in another precision than that of its segments here "
+                    "(Segment.serving): export the model again"
+                )
 
     def _ask_position(
         self, signature: str, sequence: int, *, base: str | None = None, timeout: float | None = None

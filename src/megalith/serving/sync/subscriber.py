@@ -180,7 +180,7 @@ class Subscriber:
     def _assign(self, signature: str, inputs: Tensors, header: MessageHeader | None) -> Outputs:
         spec = self.servable.signature
         dims = {} if spec.part == "entry" else spec.dims
-        push = read_push(signature, inputs, dims, self.servable.dense_names)
+        push = read_push(signature, inputs, dims, self.servable.dense_names, spec.codes)
         self.servable.check(push.rows, push.removed, push.dense)
         outputs: Outputs = {**result_of(push, signature)}
         if header is None:
@@ -450,7 +450,10 @@ def _checked(servable: Any) -> Servable:
 
 def _layout_of(servable: Servable) -> ModelLayout:
     spec = servable.signature
-    tables = {name: TableLayout(table.dim, table.router()) for name, table in spec.tables.items()}
+    tables = {
+        name: TableLayout(table.dim, table.router(), spec.codes.get(name))
+        for name, table in spec.tables.items()
+    }
     return ModelLayout(spec.part, spec.sub_graph_num, tables, frozenset(servable.dense_names))
 
 
