@@ -25,6 +25,7 @@ from megalith.cli import output
 from megalith.cli.main import app
 from megalith.data import SyntheticReader
 from megalith.models import DeepFM
+from megalith.serving.export.signature import Signature
 from megalith.training import Run
 
 pytestmark = pytest.mark.usefixtures("restore_threads")
@@ -103,9 +104,9 @@ def test_train_eval_predict(tmp_path: Path, config: Path) -> None:
 def test_flags_and_sections_give_tables_policies(tmp_path: Path, config: Path) -> None:
     run = tmp_path / "run"
     item = '[tables.item]\nadmission = ""\neviction = "ttl=1e6"\nprecision = "float32"\n'
-    config.write_text(config.read_text() + item)
+    config.write_text(config.read_text() + item + 'serving = "one_bit=0.5"\n')
     flags = ("--admission", "min_count=2", "--eviction", "capacity=70,capacity.score=step")
-    flags += ("--precision", "bfloat16", "--rounding", "stochastic")
+    flags += ("--precision", "bfloat16", "--rounding", "stochastic", "--serving", "fixed_point=0.5")
 
     trained = megalith("train", "--config", config, "--run", run, "--max-steps", 10, *flags)
 
@@ -118,12 +119,16 @@ def test_flags_and_sections_give_tables_policies(tmp_path: Path, config: Path) -
     shown = megalith("table", run / "checkpoint", "--table", "user").output
     assert re.search(r"in memory +about .* rows .* state .* index .* counters", shown.replace("\n", " "))
     assert re.search(r"pending +[1-9][0-9,]* ids", shown)
-    assert "bfloat16 stochastic" in shown
+    assert "bfloat16 stochastic, served as FixedPoint(range=0.5)" in " ".join(shown.split())
     assert "stochastic" not in megalith("table", run / "checkpoint", "--table", "item").output
     listed = json.loads(megalith("checkpoint", "ls", run / "checkpoint", "--json").output)
     segments = {table["name"]: table["segments"][-1] for table in listed["checkpoints"][0]["tables"]}
     assert (segments["user"]["precision"], segments["user"]["rounding"]) == ("bfloat16", "stochastic")
     assert (segments["item"]["precision"], segments["item"]["rounding"]) == ("float32", "nearest")
+    exported = megalith("export", run, tmp_path / "out", "--version", 1)
+    assert exported.exit_code == 0, exported.output
+    kinds = {name: table.kinds for name, table in Signature.read(tmp_path / "out" / "1").tables.items()}
+    assert (kinds["user"], kinds["item"]) == (("float32", "fixed_point"), ("float32", "one_bit"))
     wrong = megalith("train", "--config", config, "--run", run, "--eviction", "lru=5")
     assert wrong.exit_code == 1
     assert "unknown policy 'lru'" in wrong.output

@@ -191,6 +191,10 @@ def monolith_calls() -> Iterator[Call]:
     for number in ("rank", "local_rank", "size", "local_size"):
         yield getattr(monolith, f"get_mpi_{number}"), {}
     yield monolith.get_device_str, {"num_ps": 1, "environ": {}}
+    yield monolith.Fp32Compressor, {}
+    yield monolith.Fp16Compressor, {}
+    yield monolith.FixedR8Compressor, {"fixed_range": 1.0}
+    yield monolith.OneBitCompressor, {"step_size": 10, "amplitude": 0.1}
     yield monolith.PolynomialDecay, {"initial_learning_rate": 1.0, "decay_steps": 10}
     yield monolith.FirstN, {"seq_length": 2}
     for combiner in (monolith.ReduceSum(), monolith.ReduceMean(), monolith.FirstN(2)):

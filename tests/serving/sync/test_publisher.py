@@ -19,6 +19,7 @@ from megalith.serving.discovery import StaticDiscovery, SyncBackend
 from megalith.serving.export.servable import Servable
 from megalith.serving.sync.parameter_source import ParameterSource
 from megalith.serving.sync.publisher import Publisher
+from megalith.serving.sync.sender import Sender
 from megalith.serving.sync.subscriber import Subscriber
 from megalith.table import ServingPrecision
 from tests.serving.sync_support import (
@@ -102,15 +103,21 @@ def test_codes_are_pushed_and_served(
 
 
 def test_another_serving_precision_than_that_of_the_server_is_refused(
-    tmp_path: Path, stack: ExitStack
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    online = Online(make_start(tmp_path, serving=FixedPoint(1.0)), stack, serving=FixedPoint(2.0))
-    replica = online.replica()
-    publisher = online.publisher([replica])
-    online.trainer.step(1)
+    failed, errors = threading.Event(), []
 
-    assert not publisher.flush(0.5)
-    assert "is served in another precision" in str(publisher.report()[0].error)
+    def pause(sender: Sender, failures: int) -> None:
+        errors.append(sender.report.error)
+        failed.set()
+        sender._closed.wait()
+
+    monkeypatch.setattr(Sender, "_pause", pause)
+    online = Online(make_start(tmp_path, serving=FixedPoint(1.0)), stack, serving=FixedPoint(2.0))
+    online.publisher([online.replica()])
+
+    assert failed.wait(LIMIT)
+    assert "is served in another precision than that of its segments here" in str(errors[0])
 
 
 def test_a_server_without_codes_gets_the_served_values_as_floats(tmp_path: Path, stack: ExitStack) -> None:
