@@ -120,6 +120,10 @@ def test_flags_and_sections_give_tables_policies(tmp_path: Path, config: Path) -
     assert re.search(r"in memory +about .* rows .* state .* index .* counters", shown.replace("\n", " "))
     assert re.search(r"pending +[1-9][0-9,]* ids", shown)
     assert "bfloat16 stochastic, served as FixedPoint(range=0.5)" in " ".join(shown.split())
+    assert "min_count(n=2" in shown
+    assert "score=step" in megalith("checkpoint", "ls", run / "checkpoint").output.replace("\n", "")
+    resumed = megalith("train", "--run", run, "--resume", "--max-steps", 11, "--admission", "")
+    assert "was saved with policies min_count(n=2" in resumed.output.replace("\n", " ")
     assert "stochastic" not in megalith("table", run / "checkpoint", "--table", "item").output
     listed = json.loads(megalith("checkpoint", "ls", run / "checkpoint", "--json").output)
     segments = {table["name"]: table["segments"][-1] for table in listed["checkpoints"][0]["tables"]}

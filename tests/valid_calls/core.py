@@ -71,7 +71,7 @@ def table_methods(made: megalith.Table) -> dict[str, Arguments]:
         "assign_add": {"ids": ids(), "rows": torch.ones(3, 2), "time": 1.0},
         "evict": {"now": 1.0},
         "check_fits": {"rows": 2},
-        "evict_part": {"now": 1.0, "rows": 2},
+        "evict_part": {"now": 1.0, "rows": 2, "start": 0.5},
         "filter": {"predicate": lambda chunk: chunk.ids > 0, "chunk_size": 2},
         "merge": {"other": megalith.Table(made.config), "on_conflict": "ours"},
         "reseed": {"seed": 3},

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.manifest import Manifest, Piece, TableEntry
+from megalith.checkpoint.manifest import Manifest, Piece, TableEntry, show_policies
 from megalith.checkpoint.nested_state import unpack
 from megalith.checkpoint.saved_rows import read_chunk, read_manifest, read_removed, read_tensors
 from megalith.errors import CheckpointError
@@ -357,13 +357,17 @@ def _settings(entry: TableEntry) -> dict[str, Any]:
         }.items()
     }
     routing = entry.routing
-    return segments | {
-        "seed": entry.seed,
-        "dist_type": routing.dist_type,
-        "shards": routing.num_shards,
-        "block_size": routing.block_size,
-        "skip_first": routing.skip_first,
-    }
+    return (
+        segments
+        | {
+            "seed": entry.seed,
+            "dist_type": routing.dist_type,
+            "shards": routing.num_shards,
+            "block_size": routing.block_size,
+            "skip_first": routing.skip_first,
+        }
+        | ({} if entry.policies is None else {"policies": show_policies(entry.policies)})
+    )
 
 
 # ---- dense weights, optimizer, progress

@@ -11,7 +11,7 @@ import logging
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -83,6 +83,7 @@ class LoadReport:
         missing: Tables and dense weights of the model that were not loaded and keep their values.
         extra: Tables and dense weights of the checkpoint that the model does not have.
         progress: The caller's data, as passed to `save`.
+        notes: What is different from the saved model and was loaded nevertheless: policies of tables.
     """
 
     manifest: Manifest
@@ -90,6 +91,7 @@ class LoadReport:
     missing: list[str]
     extra: list[str]
     progress: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
 
     @property
     def rows(self) -> dict[str, int]:
@@ -264,8 +266,11 @@ def _load(model: nn.Module, store: Store, ranks: RankGroup, options: _LoadOption
         found.missing + dense.missing,
         found.extra + dense.extra,
         dict(manifest.latest.progress),
+        [note for match in found.matches if (note := match.policy_note)],
     )
     _warn(store, report)
+    for note in report.notes:
+        logger.info("%s: %s", store.where, note)
     logger.info("loaded %s from %s", manifest.tip, store.where)
     return report
 

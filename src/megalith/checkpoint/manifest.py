@@ -15,6 +15,7 @@ from megalith.routing import MODES, Router
 from megalith.storage.store import StoredFile
 from megalith.storage.strict_json import JsonFields, parse_json
 from megalith.table import TableConfig
+from megalith.table.policies import describe_policy
 
 FORMAT = "megalith-checkpoint"
 VERSION = 1
@@ -59,6 +60,8 @@ class TableEntry:
         live: Number of rows of the whole table at the time of the save.
         removed: In a delta, the files of ids removed since the save before it.
         pending: The files of ids without a row that an admission policy counted at the time of the save.
+        policies: The descriptions of the table's policies, the admission policy first; None if the manifest
+            does not record them.
     """
 
     segments: list[dict[str, Any]]
@@ -68,6 +71,7 @@ class TableEntry:
     live: int = 0
     removed: list[Piece] = field(default_factory=list)
     pending: list[Piece] = field(default_factory=list)
+    policies: list[dict[str, Any]] | None = None
 
     def files(self) -> list[Piece]:
         """Return all files of the table: rows, removed ids, counts."""
@@ -297,6 +301,39 @@ def describe(config: TableConfig) -> list[dict[str, Any]]:
     ]
 
 
+def describe_policies(config: TableConfig) -> list[dict[str, Any]]:
+    """Describe the policies of a table for the manifest.
+
+    Args:
+        config: The config of the table.
+
+    Returns:
+        JSON data per policy: name and settings.
+    """
+    admission = [] if config.admission is None else [config.admission]
+    return [describe_policy(policy) for policy in (*admission, *config.eviction)]
+
+
+def show_policies(policies: list[dict[str, Any]] | None) -> str:
+    """Return the policies of a table as text.
+
+    Args:
+        policies: From `describe_policies` or a `TableEntry`.
+
+    Returns:
+        Such as "min_count(n=2, max_ids=100), ttl(seconds=60.0)"; settings that are None are left out. "none"
+        without policies, "not recorded" for None.
+    """
+    if policies is None:
+        return "not recorded"
+    shown = []
+    for policy in policies:
+        settings = policy.get("settings") or {}
+        given = ", ".join(f"{key}={value}" for key, value in settings.items() if value is not None)
+        shown.append(f"{policy['name']}({given})")
+    return ", ".join(shown) or "none"
+
+
 def _save(fields: JsonFields) -> dict[str, Any]:
     return {
         "id": fields.string("id"),
@@ -327,6 +364,11 @@ def _table(fields: JsonFields) -> TableEntry:
         for state in segment.objects("state") if "state" in segment.data else []:
             state.string("name")
             state.integer("size", least=1)
+    policies = fields.objects("policies") if "policies" in fields else None
+    for policy in policies or ():
+        policy.string("name")
+        if "settings" in policy:
+            policy.object("settings")
     pieces = _pieces(fields, "pieces")
     routing = _routing(fields.object("routing")) if "routing" in fields else Routing()
     if routing.num_shards > 1 and any(piece.shard >= routing.num_shards for piece in pieces):
@@ -339,6 +381,7 @@ def _table(fields: JsonFields) -> TableEntry:
         live=fields.integer("live") if "live" in fields.data else sum(piece.rows for piece in pieces),
         removed=_pieces(fields, "removed") if "removed" in fields.data else [],
         pending=_pieces(fields, "pending") if "pending" in fields.data else [],
+        policies=None if policies is None else [policy.data for policy in policies],
     )
 
 

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalith.checkpoint.dense_state import tables_of
-from megalith.checkpoint.manifest import Manifest, TableEntry, describe, full_name
+from megalith.checkpoint.manifest import (
+    Manifest,
+    TableEntry,
+    describe,
+    describe_policies,
+    full_name,
+    show_policies,
+)
 from megalith.errors import CheckpointError, InputError
 from megalith.nn import EmbeddingCollection
 from megalith.shards import Shards
@@ -33,6 +40,17 @@ class TableMatch:
     entries: list[TableEntry]
     fresh: bool
     count: int | None = None
+
+    @property
+    def policy_note(self) -> str:
+        """How the table's policies differ from those that it was saved with; empty if they do not."""
+        saved, now = self.entries[-1].policies, describe_policies(self.table.config)
+        if saved is None or saved == now:
+            return ""
+        return (
+            f"table {self.name!r} was saved with policies {show_policies(saved)}, "
+            f"and is loaded with {show_policies(now)}"
+        )
 
     @property
     def keeps_state(self) -> bool:

@@ -54,6 +54,7 @@ from megalith.checkpoint.manifest import (
     Piece,
     TableEntry,
     describe,
+    describe_policies,
     full_name,
     read_pieces,
 )
@@ -343,6 +344,7 @@ class SaveJob:
                 live=sum(part["live"] for part in parts),
                 removed=[piece for part in parts for piece in read_pieces(part, "removed", where)],
                 pending=[piece for part in parts for piece in read_pieces(part, "pending", where)],
+                policies=describe_policies(frozen.config),
             )
         return entries
 

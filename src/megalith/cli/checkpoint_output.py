@@ -53,7 +53,7 @@ def print_checkpoint(found: ListedCheckpoint, manifest: Manifest) -> None:
             _steps(each["steps"]),
         )
     out.print(saves)
-    tables = _grid("table", "rows", "bytes", "dim", "segments", "routing", right=numbers)
+    tables = _grid("table", "rows", "bytes", "dim", "segments", "routing", "policies", right=numbers)
     for t in summarize(manifest):
         cells = [
             _name(t),
@@ -62,6 +62,7 @@ def print_checkpoint(found: ListedCheckpoint, manifest: Manifest) -> None:
             str(t.dim),
             show_segments(t),
             show_routing(t.routing),
+            t.policies,
         ]
         tables.add_row(*(Text(cell) for cell in cells))
     out.print(tables)

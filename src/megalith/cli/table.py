@@ -206,6 +206,7 @@ def _print_summary(out: Console, t: TableSummary) -> None:
         text = f"dim {s.dim}, {show_precision(s)}, {s.settings}, {s.initializer}"
         grid.add_row(f"segment {number}", Text(text))
     grid.add_row("routing", Text(show_routing(t.routing)))
+    grid.add_row("policies", Text(t.policies))
     grid.add_row("step", f"{t.global_step:,}")
     out.print(grid)
 

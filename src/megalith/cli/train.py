@@ -14,6 +14,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from typer.core import TyperCommand
 
 from megalith import checkpoint
@@ -154,6 +155,8 @@ def _train(run: Run, out: Console) -> bool:
         return False
     ranks = f", {run.ranks.size} ranks" if run.ranks.size > 1 else ""
     out.print(f"[bold]{run.config.model.name}[/] on {run.source.title}{ranks}")
+    for note in run.notes:
+        out.print(Text(note))
     if run.config.train.comm_metrics is not None and run.ranks.size == 1:
         out.print(
             "--comm-metrics has no effect: one process has no exchange to measure; start it with torchrun"

@@ -369,7 +369,7 @@ class EmbeddingCollection(nn.Module):
         )
         self.global_step += 1
         if self._eviction is not None:
-            self._eviction.after_step(self.shards, max(times) if times else None)
+            self._eviction.after_step(self.shards, max(times) if times else None, self.global_step - 1)
 
     def _tree(self, pending: Sequence[BatchLookup], grads: Sequence[Tensor]) -> dict[str, GradientSum]:
         """Sum the gradients of several forwards per distinct id, by a binary tree in their order."""

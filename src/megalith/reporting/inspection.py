@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megalith.checkpoint.manifest import Manifest, Routing, TableEntry, full_name
+from megalith.checkpoint.manifest import Manifest, Routing, TableEntry, full_name, show_policies
 from megalith.checkpoint.saved_rows import latest_rows
 from megalith.errors import CheckpointError, UnknownNameError
 from megalith.storage.store import open_store
@@ -88,6 +88,8 @@ class TableSummary:
     global_step: int
     segments: list[SegmentSummary]
     routing: Routing
+    policies: str
+    """The policies of the table, such as "ttl(seconds=60.0)", "none", or "not recorded"."""
 
 
 @dataclass(frozen=True)
@@ -207,6 +209,7 @@ def _summary(path: str, name: str, entries: list[TableEntry], step: int) -> Tabl
         global_step=step,
         segments=[_segment(segment) for segment in latest.segments],
         routing=latest.routing,
+        policies=show_policies(latest.policies),
     )
 
 

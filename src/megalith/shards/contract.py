@@ -252,12 +252,13 @@ class Shards(ABC):
         seconds = self.latest_time(now)
         return {name: table.evict(seconds) for name, table in self.local.items()}
 
-    def evict_part(self, now: float, *, parts: int) -> dict[str, Tensor]:
+    def evict_part(self, now: float, *, parts: int, start: float | None = None) -> dict[str, Tensor]:
         """Continue a pass of `evict` over the rows of this rank; not a collective call.
 
         Args:
             now: Time in seconds, equal on all ranks: see `latest_time`.
             parts: Into how many calls a pass is divided.
+            start: As for `Table.evict_part`.
 
         Returns:
             The removed ids, int64 [n] per table.
@@ -265,7 +266,7 @@ class Shards(ABC):
         if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
             raise InputError(f"evict_part: parts must be a positive integer, got {parts!r}")
         return {
-            name: table.evict_part(now, rows=-(-len(table) // parts) or 1)
+            name: table.evict_part(now, rows=-(-len(table) // parts) or 1, start=start)
             for name, table in self.local.items()
         }
 

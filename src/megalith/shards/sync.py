@@ -388,9 +388,9 @@ class SyncShards(Shards):
         own = agree(self.exchange, lambda: Shards.latest_time(self, time))
         return max(int(time) for time in self.exchange.gather(own))
 
-    def evict_part(self, now: float, *, parts: int) -> dict[str, Tensor]:
+    def evict_part(self, now: float, *, parts: int, start: float | None = None) -> dict[str, Tensor]:
         """See `Shards.evict_part`. It runs after the updates in progress."""
-        return self.exchange.run(lambda: Shards.evict_part(self, now, parts=parts))
+        return self.exchange.run(lambda: Shards.evict_part(self, now, parts=parts, start=start))
 
     def scan(self, table: str, chunk_size: int = 65536) -> Iterator[Chunk]:
         """See `Shards.scan`, for the rows of this rank."""

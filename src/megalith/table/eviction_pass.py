@@ -57,17 +57,20 @@ class EvictionPass:
                 removed.append(part)
         return torch.cat(removed)
 
-    def part(self, now: int, rows: int) -> Tensor:
+    def part(self, now: int, rows: int, start: float | None = None) -> Tensor:
         """Continue a pass; after its end start another one.
 
         Args:
             now: Time in seconds.
             rows: Number of rows to visit.
+            start: Where to begin, as a part of the table from 0 to 1; None: where the last part ended.
 
         Returns:
             The removed ids, int64.
         """
         with self._lock:
+            if start is not None:
+                self._at = int(start * len(self._engine))
             return self._part(now, rows)[0]
 
     def remove(self, ids: Tensor) -> None:

@@ -258,19 +258,24 @@ class Table:
         """
         return self._eviction.complete(self.checks.time(now))
 
-    def evict_part(self, now: float | None = None, *, rows: int) -> Tensor:
+    def evict_part(self, now: float | None = None, *, rows: int, start: float | None = None) -> Tensor:
         """Continue a pass of `evict` for a limited number of rows; after the last row it starts again.
 
         Args:
             now: Time in seconds (None: now).
             rows: Number of rows to visit in this call.
+            start: Where to begin, as a part of the table from 0 to 1, for instance in a resumed run; None:
+                where the previous call ended.
 
         Returns:
             The removed ids, int64.
         """
         if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
             raise InputError(f"table {self.name!r}: rows must be a positive integer, got {rows!r}")
-        return self._eviction.part(self.checks.time(now), rows)
+        good = isinstance(start, int | float) and not isinstance(start, bool) and 0 <= start <= 1
+        if start is not None and not good:
+            raise InputError(f"table {self.name!r}: start must be a number from 0 to 1, got {start!r}")
+        return self._eviction.part(self.checks.time(now), rows, start)
 
     def drain_evicted(self) -> Tensor:
         """Return and clear the log of ids that were removed by `evict` or by a `Capacity`.

@@ -111,6 +111,9 @@ class Run:
         directory: Directory of the run. It is created if it does not exist.
         start_over: Whether to replace a run that is in the directory.
 
+    Attributes:
+        notes: How a resumed run differs from the saved one, such as other policies of a table.
+
     Raises:
         UsageError: The directory holds a run and start_over is False.
         InputError: The config or the data is wrong.
@@ -120,6 +123,7 @@ class Run:
         checks.instance(config, RunConfig, "run: config")
         checks.flag(start_over, "run: start_over")
         self.directory = checks.path(directory, "run: directory")
+        self.notes: list[str] = []
         self.ranks = RunRanks(config.train.timeout)
         self.ranks.on_rank_0(lambda: None if start_over else self._check_free())
         self._open(config)
@@ -164,7 +168,7 @@ class Run:
         self.ranks = RunRanks(config.train.timeout)
         self._open(config)
         report = checkpoint.load(self.model, self.directory / CHECKPOINT, optimizer=self.optimizer)
-        saved = report.progress
+        saved, self.notes = report.progress, report.notes
         self.step, self.epoch, self.samples = saved["step"], saved["epoch"], saved["samples"]
         self.seconds = saved["seconds"]
         self._saved = (manifest.tip, self.step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megalith.table.policies.capacity import Capacity
 from megalith.table.policies.min_count import MinCount
 from megalith.table.policies.min_norm import MinNorm
-from megalith.table.policies.policy import Admission, Eviction
+from megalith.table.policies.policy import Admission, Eviction, describe_policy
 from megalith.table.policies.probability import Probability
 from megalith.table.policies.ttl import TTL
 
@@ -22,4 +22,5 @@ __all__ = [
     "MinCount",
     "MinNorm",
     "Probability",
+    "describe_policy",
 ]

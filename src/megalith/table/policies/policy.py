@@ -8,6 +8,8 @@ Admission is decided in the engines, for speed: native/table_admit.hpp and engin
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from numbers import Real
 from typing import Any, ClassVar
 
@@ -25,6 +27,28 @@ class Admission:
 
     name: ClassVar[str]
     """The name of the policy in configs of runs and in errors."""
+
+
+def describe_policy(policy: Admission | Eviction) -> dict[str, Any]:
+    """Describe a policy as JSON data, for manifests and messages.
+
+    Args:
+        policy: The policy.
+
+    Returns:
+        Its name, and its settings by name. A function is described by its name; a policy that is not a
+        dataclass has no settings.
+    """
+    own = fields(policy) if is_dataclass(policy) else ()
+    return {"name": policy.name, "settings": {f.name: _plain(getattr(policy, f.name)) for f in own}}
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    return getattr(value, "__qualname__", None) or repr(value)
 
 
 class Eviction(ABC):
