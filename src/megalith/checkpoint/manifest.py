@@ -310,8 +310,8 @@ def describe_policies(config: TableConfig) -> list[dict[str, Any]]:
     Returns:
         JSON data per policy: name and settings.
     """
-    admission = [] if config.admission is None else [config.admission]
-    return [describe_policy(policy) for policy in (*admission, *config.eviction)]
+    admission = [] if config.admission is None else [describe_policy(config.admission)]
+    return admission + [describe_policy(policy) for policy in config.eviction]
 
 
 def show_policies(policies: list[dict[str, Any]] | None) -> str:

@@ -39,8 +39,8 @@ def describe_policy(policy: Admission | Eviction) -> dict[str, Any]:
         Its name, and its settings by name. A function is described by its name; a policy that is not a
         dataclass has no settings.
     """
-    own = fields(policy) if is_dataclass(policy) else ()
-    return {"name": policy.name, "settings": {f.name: _plain(getattr(policy, f.name)) for f in own}}
+    names = [field.name for field in fields(policy)] if is_dataclass(policy) else []
+    return {"name": policy.name, "settings": {name: _plain(getattr(policy, name)) for name in names}}
 
 
 def _plain(value: Any) -> Any:
