@@ -39,7 +39,7 @@ def describe_policy(policy: Admission | Eviction) -> dict[str, Any]:
         Its name, and its settings by name. A function is described by its name; a policy that is not a
         dataclass has no settings.
     """
-    names = [field.name for field in fields(policy)] if is_dataclass(policy) else []
+    names: list[str] = [field.name for field in fields(policy)] if is_dataclass(policy) else []
     return {"name": policy.name, "settings": {name: _plain(getattr(policy, name)) for name in names}}
 
 
