@@ -45,12 +45,6 @@ inline bool any_shared(const std::vector<BagsOf<T>>& bags) {
   return std::any_of(bags.begin(), bags.end(), [](const BagsOf<T>& b) { return b.shared; });
 }
 
-// Number of output rows that the parts of a feature fill.
-template <class T>
-inline int64_t output_rows(const BagsOf<T>& b) {
-  return b.num_parts ? b.num_bags / b.parts[0].inner * b.parts[0].tiles : 0;
-}
-
 // Writes rows [first, last) of the outputs of a shared feature.
 template <class T>
 inline void repeat_rows(const BagsOf<T>& to, const BagsOf<T>& from, int64_t first, int64_t last) {
@@ -93,12 +87,15 @@ inline void pool_features(const std::vector<BagsOf<T>>& bags, int64_t n, int thr
   ThreadPool::get().run(tasks, threads, [&](int64_t task, int worker) {
     for (size_t k = 0; k < bags.size(); ++k) {
       const BagsOf<T>& b = bags[k];
-      const int64_t rows = output_rows(b);
-      const int64_t first = rows * task / tasks, last = rows * (task + 1) / tasks;
+      if (b.num_parts == 0) continue;
+      const PartOf<T>& part = b.parts[0];  // the others fill the same number of rows
+      const int64_t rows = b.num_bags / part.inner / part.bags_in_row * part.tiles;
+      const int64_t first = rows * task / tasks * part.bags_in_row;
+      const int64_t last = rows * (task + 1) / tasks * part.bags_in_row;
       if (b.shared)
         repeat_rows(b, own.views[k], first, last);
-      else if (b.num_parts)
-        one(k, b, first * b.parts[0].inner, last * b.parts[0].inner, worker);
+      else
+        one(k, b, first * part.inner, last * part.inner, worker);
     }
   });
 }

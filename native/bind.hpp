@@ -117,7 +117,7 @@ struct BagsList {
     // Bags without gaps between them need no division to find their position.
     const auto linear = [](const PartOf<T>& p) { return p.stride == p.inner * p.step; };
     if (std::all_of(found.begin(), found.end(), linear))
-      for (PartOf<T>& p : found) p.stride = p.step, p.inner = 1;
+      for (PartOf<T>& p : found) p.stride = p.step, p.bags_in_row = p.inner, p.inner = 1;
     return found;
   }
 

@@ -84,9 +84,9 @@ void bind_group(nb::module_& m) {
               const Ids ids = borrow_ids(f[1]);
               call.ids = ids.data;
               call.n = ids.n;
+              require(!f[2].is_none(), "rows: expected a tensor");
               const int32_t* rows = borrow_rows(f[2], ids.n);
               if (f[3].is_none()) {
-                require(!f[2].is_none(), "rows: expected memory for the rows");
                 call.found = const_cast<int32_t*>(rows);
               } else {
                 call.epoch = integer(f[3], "epoch");

@@ -99,6 +99,7 @@ struct PartOf {
   bool accumulate;
   int64_t step;
   int64_t tiles;
+  int32_t bags_in_row = 1;  // more than 1: `inner` is 1, because the bags of an output row follow each other like rows
 };
 using PartView = PartOf<float>;
 

@@ -233,3 +233,17 @@ def test_threads_do_not_show(dim: int, dtype: torch.dtype, restore_threads: None
     assert_threads_do_not_show(both)
     torch.set_num_threads(2)
     assert_same(case(), case.twin())
+
+
+def test_threads_do_not_show_where_bags_of_one_row_are_added_to_it(restore_threads: None) -> None:
+    # Three bags fill a row of the output that another bag fills alone: both are divided at the same rows.
+    batch = 4_001
+    bags = [
+        Bags(torch.arange(batch + 1), (OutputSlice(0, 0, 0, 12),)),
+        Bags(batch + torch.arange(3 * batch + 1), (OutputSlice(0, 0, 0, 4, inner=3, accumulate=True),)),
+    ]
+    case = Case(randn(0, 4 * batch, 12), None, bags, [(batch, 12)])
+
+    assert_threads_do_not_show(case)
+
+    assert_same(case(), case.twin())

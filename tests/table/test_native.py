@@ -180,8 +180,9 @@ def test_the_native_layer_checks_shapes_itself() -> None:
         _native.read_tables([(table, GOOD_IDS[None], rows, None, ())], (), 1)
     with pytest.raises(ValueError, match="rows: expected one per id"):
         _native.read_tables([(table, ints(1), rows, None, ())], (), 1)
-    with pytest.raises(ValueError, match="rows: expected memory"):
-        _native.read_tables([(table, ints(1), None, None, ())], (), 1)
+    for epoch in (None, -1, 0):
+        with pytest.raises(ValueError, match="rows: expected a tensor"):
+            _native.read_tables([(table, ints(1), None, epoch, ())], (), 1)
     with pytest.raises(ValueError, match="expected five fields"):
         _native.read_tables([(table, ints(1), rows)], (), 1)
     with pytest.raises(ValueError, match="a table occurs twice"):
