@@ -1,10 +1,15 @@
-// The Python side of other systems' files: checksums, Snappy, Monolith's entries and records.
+// The Python side of files: checksums, writing in the background; of other systems' files: Snappy, Monolith's entries and
+// records.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
+
+#if defined(__linux__)
+#include <fcntl.h>
+#endif
 
 #include <algorithm>
 #include <optional>
@@ -13,6 +18,7 @@
 #include <vector>
 
 #include "bind.hpp"
+#include "crc32.hpp"
 #include "crc32c.hpp"
 #include "entries.hpp"
 #include "examples.hpp"
@@ -107,6 +113,20 @@ std::tuple<int64_t, int64_t> skip_entries(nb::bytes data, int64_t at, int64_t li
   return {read.rows, read.used};
 }
 
+// ---- own files
+
+// Continues a CRC-32 over the bytes of any contiguous buffer.
+uint32_t crc32_of(handle data, uint32_t value) {
+  Py_buffer view;
+  if (PyObject_GetBuffer(data.ptr(), &view, PyBUF_SIMPLE) != 0) throw nb::python_error();
+  {
+    nb::gil_scoped_release release;
+    value = crc32(value, view.buf, static_cast<size_t>(view.len));
+  }
+  PyBuffer_Release(&view);
+  return value;
+}
+
 // ---- records
 
 // A numpy array that owns a vector.
@@ -151,6 +171,12 @@ nb::tuple decode_records(int kind, const std::vector<nb::bytes>& messages, const
 }  // namespace
 
 void bind_files(nb::module_& m) {
+  if (has_fast_crc32()) m.def("crc32", crc32_of, nb::arg("data"), nb::arg("value") = 0);
+#if defined(__linux__)
+  // A hint: an error that matters is reported by fsync.
+  m.def("start_writeback", [](int file) { sync_file_range(file, 0, 0, SYNC_FILE_RANGE_WRITE); },
+        nb::call_guard<nb::gil_scoped_release>());
+#endif
   m.def("crc32c", [](nb::bytes data) { return crc32c(data.c_str(), data.size()); });
   m.def("unsnap", unsnap);
   m.def("entries", entries);

@@ -1,19 +1,88 @@
-// The Python side of exchanges between the ranks of one host.
+// The Python side of exchanges between ranks: messages, their memory, and shared memory on one host.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "bind.hpp"
+#include "buffers.hpp"
+#include "moves.hpp"
 #if defined(__linux__)
 #include "mailbox.hpp"
 #endif
 
 namespace megalith {
+
+namespace {
+
+// A pool whose buffers Python takes as DLPack capsules: the memory returns to the pool, without Python's lock, when the
+// last tensor that uses it is freed.
+struct Buffers {
+  struct Lent {
+    dlpack::ManagedTensor managed;
+    int64_t size;
+    std::unique_ptr<BufferPool::Buffer> buffer;
+  };
+
+  nb::object get(int64_t bytes) {
+    require(bytes > 0 && bytes < int64_t{1} << 46, "bytes: out of range");
+    std::unique_ptr<Lent> lent(new Lent{});
+    lent->size = bytes;
+    lent->buffer = pool->get(static_cast<size_t>(bytes));
+    lent->managed.tensor = {lent->buffer->data(), {dlpack::kCpu, 0}, 1, {dlpack::kUInt, 8, 1}, &lent->size, nullptr, 0};
+    lent->managed.context = lent.get();
+    lent->managed.deleter = [](dlpack::ManagedTensor* self) { delete static_cast<Lent*>(self->context); };
+    PyObject* capsule = PyCapsule_New(&lent->managed, "dltensor", [](PyObject* unused) {
+      if (!PyCapsule_IsValid(unused, "dltensor")) return;  // a tensor has it
+      auto* managed = static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(unused, "dltensor"));
+      managed->deleter(managed);
+    });
+    if (!capsule) throw nb::python_error();
+    lent.release();
+    return nb::steal(capsule);
+  }
+
+  std::shared_ptr<BufferPool> pool = std::make_shared<BufferPool>();
+};
+
+// Checks the sizes of join_blocks, then copies.
+void join(handle data, const std::vector<int64_t>& begins, handle counts, handle widths, handle out) {
+  const TensorView from = borrow(data, Kind::uint8, "data"), to = borrow(out, Kind::uint8, "out");
+  const TensorView c = borrow(counts, Kind::int64, "counts"), w = borrow(widths, Kind::int64, "widths");
+  require(c.ndim == 2 && w.ndim == 1 && w.shape[0] == c.shape[1], "counts: expected [peers, tables], one width each");
+  require(begins.size() == static_cast<size_t>(c.shape[0]), "begins: expected one per peer");
+  const int64_t peers = c.shape[0], tables = c.shape[1], limit = from.numel();
+  int64_t left = to.numel();
+  for (int64_t p = 0; p < peers; ++p) {
+    int64_t at = begins[static_cast<size_t>(p)];
+    require(at >= 0 && at <= limit, "begins: outside the data");
+    for (int64_t t = 0; t < tables; ++t) {
+      const int64_t count = c.as<int64_t>()[p * tables + t], width = w.as<int64_t>()[t];
+      require(count >= 0 && width >= 1 && count <= (limit - at) / width, "counts: blocks outside the data");
+      at += count * width;
+      left -= count * width;
+      require(left >= 0, "out: too small");
+    }
+  }
+  require(left == 0, "out: too large");
+  nb::gil_scoped_release release;
+  join_blocks(from.as<char>(), begins.data(), c.as<int64_t>(), w.as<int64_t>(), peers, tables, to.as<char>());
+}
+
+void bind_messages(nb::module_& m) {
+  nb::class_<Buffers>(m, "Buffers")
+      .def(nb::init<>())
+      .def("get", &Buffers::get, nb::arg("bytes"))
+      .def_prop_ro("num_free", [](const Buffers& b) { return b.pool->num_free(); });
+  m.def("join_blocks", join, nb::arg("data"), nb::arg("begins"), nb::arg("counts"), nb::arg("widths"), nb::arg("out"));
+}
+
+}  // namespace
 
 #if defined(__linux__)
 
@@ -62,6 +131,7 @@ std::vector<int> exchange(Mailbox& box, handle send, const std::vector<int64_t>&
 }  // namespace
 
 void bind_mailbox(nb::module_& m) {
+  bind_messages(m);
   static nb::handle misuse = nb::object(nb::module_::import_("megalith.errors").attr("UsageError")).release();
   nb::register_exception_translator([](const std::exception_ptr& p, void*) {
     try {
@@ -86,7 +156,7 @@ void bind_mailbox(nb::module_& m) {
 
 #else
 
-void bind_mailbox(nb::module_&) {}
+void bind_mailbox(nb::module_& m) { bind_messages(m); }
 
 #endif
 

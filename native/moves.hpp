@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #if defined(__SSE2__)
 #include <emmintrin.h>
@@ -167,6 +168,21 @@ inline void place_rows(const char* rows, const int64_t* place, int64_t n, int64_
   }
   for (int64_t i = 0; i < n; ++i)
     std::memcpy(out + place[i] * bytes, rows + i * bytes, static_cast<size_t>(bytes));
+}
+
+// Copies blocks that are stored by peer, then table, in the order by table, then peer. The blocks of peer p begin at
+// begins[p]; block (p, t) has counts[p, t] items of widths[t] bytes.
+inline void join_blocks(const char* from, const int64_t* begins, const int64_t* counts, const int64_t* widths,
+                        int64_t peers, int64_t tables, char* out) {
+  std::vector<const char*> at(static_cast<size_t>(peers));
+  for (int64_t p = 0; p < peers; ++p) at[static_cast<size_t>(p)] = from + begins[p];
+  for (int64_t t = 0; t < tables; ++t)
+    for (int64_t p = 0; p < peers; ++p) {
+      const size_t bytes = static_cast<size_t>(counts[p * tables + t] * widths[t]);
+      if (bytes == 0) continue;
+      std::memcpy(out, at[static_cast<size_t>(p)], bytes);
+      at[static_cast<size_t>(p)] += bytes, out += bytes;
+    }
 }
 
 // Adds `widths[i]` elements at `from[i]` of the source to those at `to[i]` of out, in order.

@@ -36,6 +36,12 @@ struct Tensor {
   int64_t* strides;
   uint64_t byte_offset;
 };
+// What a capsule named "dltensor" holds; the consumer calls the deleter when it does not need the memory any more.
+struct ManagedTensor {
+  Tensor tensor;
+  void* context;
+  void (*deleter)(ManagedTensor* self);
+};
 struct Header {
   Version version;
   Header* previous;

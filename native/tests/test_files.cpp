@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "check.hpp"
+#include "crc32.hpp"
 #include "crc32c.hpp"
 #include "entries.hpp"
 #include "snappy.hpp"
@@ -38,6 +39,32 @@ void known_checksums() {  // RFC 3720, B.4
   for (int i = 0; i < 32; ++i) bytes[static_cast<size_t>(i)] = static_cast<uint8_t>(i);
   CHECK(crc32c(bytes.data(), 32) == 0x46dd794eu);
   CHECK(crc32c("123456789", 9) == 0xe3069283u);
+}
+
+// ---- crc32
+
+uint32_t crc32_by_bits(uint32_t value, const uint8_t* data, size_t n) {
+  uint32_t crc = ~value;
+  for (; n > 0; --n, ++data) {
+    crc ^= *data;
+    for (int bit = 0; bit < 8; ++bit) crc = crc >> 1 ^ (crc & 1 ? 0xedb88320u : 0);
+  }
+  return ~crc;
+}
+
+void folded_checksums() {
+  if (!has_fast_crc32()) return;
+  CHECK(crc32(0, "123456789", 9) == 0xcbf43926u);
+  uint32_t random = 1;
+  for (size_t n = 0; n < 400; ++n) {
+    Bytes bytes(n);
+    for (uint8_t& byte : bytes) byte = static_cast<uint8_t>((random = random * 1664525u + 1013904223u) >> 24);
+    const auto data = exact(bytes);
+    for (uint32_t value : {0u, 0x12345678u, 0xffffffffu})
+      CHECK(crc32(value, data.get(), n) == crc32_by_bits(value, data.get(), n));
+    const size_t cut = n / 3;  // a checksum continues
+    CHECK(crc32(crc32(0, data.get(), cut), data.get() + cut, n - cut) == crc32(0, data.get(), n));
+  }
 }
 
 // ---- Snappy
@@ -216,6 +243,7 @@ void entries_cut_off_and_damaged() {
 
 int main() {
   known_checksums();
+  folded_checksums();
   snappy_elements();
   snappy_damage();
   entries_into_rows();

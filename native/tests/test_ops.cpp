@@ -237,6 +237,31 @@ void runs_move_as_a_whole(Random& random) {
   CHECK(same_bits(moved, sums));
 }
 
+void blocks_are_joined_by_table(Random& random) {
+  const int64_t peers = random.below(4) + 1, tables = random.below(4);
+  Ints counts(z(peers * tables)), widths(z(tables)), begins(z(peers));
+  for (int64_t& c : counts) c = random.below(4);
+  for (int64_t& w : widths) w = random.below(20) + 1;
+  std::vector<char> data;
+  std::vector<std::vector<char>> blocks(z(peers * tables));
+  for (int64_t p = 0; p < peers; ++p) {
+    for (int64_t gap = random.below(9); gap > 0; --gap) data.push_back('-');
+    begins[z(p)] = static_cast<int64_t>(data.size());
+    for (int64_t t = 0; t < tables; ++t)
+      for (int64_t b = counts[z(p * tables + t)] * widths[z(t)]; b > 0; --b) {
+        blocks[z(p * tables + t)].push_back(static_cast<char>(random.next()));
+        data.push_back(blocks[z(p * tables + t)].back());
+      }
+  }
+  std::vector<char> expected;
+  for (int64_t t = 0; t < tables; ++t)
+    for (int64_t p = 0; p < peers; ++p)
+      expected.insert(expected.end(), blocks[z(p * tables + t)].begin(), blocks[z(p * tables + t)].end());
+  std::vector<char> out(expected.size());
+  join_blocks(data.data(), begins.data(), counts.data(), widths.data(), peers, tables, out.data());
+  CHECK(out == expected);
+}
+
 void packed_offsets_stay_in_their_list(Random& random) {
   const int64_t lists = random.below(4) + 1, features = random.below(3) + 1, n = random.below(12);
   Ints bases(z(lists + 1), 0), ends = any_splits(random, features, n), widths(z(features)), packed(z(n));
@@ -316,6 +341,7 @@ int main() {
   Random random{11};
   for (int round = 0; round < 300; ++round) {
     runs_move_as_a_whole(random);
+    blocks_are_joined_by_table(random);
     packed_offsets_stay_in_their_list(random);
     layouts_are_bags<float>(random);
     layouts_are_bags<double>(random);

@@ -4,10 +4,13 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstring>
+#include <memory>
 #include <stdexcept>
 #include <thread>
 #include <vector>
 
+#include "buffers.hpp"
 #include "check.hpp"
 #include "table.hpp"
 
@@ -141,7 +144,32 @@ void child_can_use_the_table() {
 
 }  // namespace
 
+// Buffers of one pool are taken and returned by several threads, and survive the pool.
+void buffers_are_used_again() {
+  auto pool = std::make_shared<BufferPool>();
+  char* first = pool->get(1000)->data();  // returned at once
+  auto second = pool->get(1100);
+  CHECK(second->data() == first);
+  CHECK(pool->get(1100)->data() != first);
+  CHECK(pool->num_free() == 1);
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t)
+    threads.emplace_back([pool, t] {
+      for (int i = 0; i < 200; ++i) {
+        auto one = pool->get(static_cast<size_t>(5000 + 300 * i)), two = pool->get(8000);
+        std::memset(one->data(), t, static_cast<size_t>(5000 + 300 * i));
+        std::memset(two->data(), t, 8000);
+        CHECK(one->data()[4999] == t && two->data()[0] == t);
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+  CHECK(pool->num_free() <= BufferPool::kMaxFree);
+  pool.reset();
+  second->data()[1099] = 1;
+}
+
 int main() {
+  buffers_are_used_again();
   pool_runs_every_task_once();
   pool_passes_exceptions_on();
   writes_are_atomic_for_readers();

@@ -21,7 +21,7 @@ class MemoryStore(Store):
         self.files = {} if files is None else files
         self.reads: list[str] = []
 
-    def write(self, name: str, parts: Sequence[Any]) -> StoredFile:
+    def write(self, name: str, parts: Sequence[Any], *, flush: bool = True) -> StoredFile:
         data = b"".join(bytes(memoryview(part).cast("B")) for part in parts)
         self.files[name] = data
         return StoredFile(path=name, bytes=len(data), checksum=checksum(zlib.crc32(data)))

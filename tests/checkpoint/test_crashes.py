@@ -67,8 +67,8 @@ class Trap:
             setattr(os, name, self._around(getattr(os, name), after=name in ("fsync", "replace")))
         real = LocalStore.write
 
-        def write(store: LocalStore, name: str, parts: Any) -> Any:
-            return real(store, name, self._each(parts))  # type: ignore[arg-type]
+        def write(store: LocalStore, name: str, parts: Any, **options: Any) -> Any:
+            return real(store, name, self._each(parts), **options)  # type: ignore[arg-type]
 
         LocalStore.write = write  # type: ignore[method-assign]
 
@@ -230,6 +230,65 @@ def test_killed_saves_leave_a_complete_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_thousand_killed_saves_leave_a_complete_checkpoint(tmp_path: Path, seed: int) -> None:
     assert_all_outcomes(crash_many(tmp_path, 250, seed=seed + 100), 250)
+
+
+class DiskOrder:
+    """Records, by inode, when each file and directory was made or renamed, and when it was flushed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.named: dict[int, int] = {}
+        self.flushed: dict[int, int] = {}
+        self.commits: list[set[str]] = []
+        self._time = 0
+        real_fsync, real_replace, real_mkdir = os.fsync, os.replace, os.mkdir
+
+        def fsync(handle: int) -> None:
+            real_fsync(handle)
+            self.flushed[os.fstat(handle).st_ino] = self._next()
+
+        def replace(source: Any, target: Any) -> None:
+            if Path(target).name == "manifest.json":
+                self.commits.append(self._unsafe(Path(target).parent))
+            real_replace(source, target)
+            self.named[os.stat(target).st_ino] = self._next()
+
+        def mkdir(path: Any, *args: Any, **options: Any) -> None:
+            real_mkdir(path, *args, **options)
+            self.named[os.stat(path).st_ino] = self._next()
+
+        for name, call in (("fsync", fsync), ("replace", replace), ("mkdir", mkdir)):
+            monkeypatch.setattr(os, name, call)
+
+    def _next(self) -> int:
+        self._time += 1
+        return self._time
+
+    def _unsafe(self, root: Path) -> set[str]:
+        """Return what a power failure now could lose: content that was not flushed, or a name."""
+        unsafe = set()
+        for path in root.rglob("*"):
+            inode, folder = path.stat().st_ino, path.parent.stat().st_ino
+            content = path.is_dir() or inode in self.flushed
+            if not content or self.flushed.get(folder, 0) < self.named.get(inode, 0):
+                unsafe.add(path.name)
+        return unsafe - {"manifest.json.tmp"}  # its name does not matter
+
+
+@pytest.mark.parametrize("kind", ["save", "delta", "compact"])
+def test_the_manifest_is_replaced_after_all_other_files_are_on_the_disk(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model()
+    order = DiskOrder(monkeypatch)
+    train(model, 0)
+    checkpoint.save(model, tmp_path)
+    train(model, 1)
+    if kind == "compact":
+        checkpoint.save_delta(model, tmp_path)
+    SAVES[kind](model, tmp_path)
+
+    assert order.commits == [set()] * (3 if kind == "compact" else 2)
+    assert order.flushed[(tmp_path / "manifest.json").stat().st_ino]
 
 
 @pytest.mark.parametrize("kind", ["save", "delta"])

@@ -112,10 +112,10 @@ def test_a_delta_during_a_save_of_another_model_raises_at_its_end() -> None:
     train(other, 2)
 
     class Overtaken(MemoryStore):
-        def write(self, name: str, parts: Any) -> StoredFile:
+        def write(self, name: str, parts: Any, *, flush: bool = True) -> StoredFile:
             if name.endswith("dense.safetensors"):
                 checkpoint.save_delta(other, store)
-            return super().write(name, parts)
+            return super().write(name, parts, flush=flush)
 
     with pytest.raises(CheckpointError, match="was changed"):
         checkpoint.save_delta(model, Overtaken(store.files))
@@ -161,10 +161,10 @@ def test_a_delta_is_added_to_a_checkpoint_compacted_in_the_meantime() -> None:
     train(model, 3)
 
     class Compacted(MemoryStore):
-        def write(self, name: str, parts: Any) -> StoredFile:
+        def write(self, name: str, parts: Any, *, flush: bool = True) -> StoredFile:
             if name.endswith("dense.safetensors"):  # rows are written, the manifest is not
                 checkpoint.compact(store)
-            return super().write(name, parts)
+            return super().write(name, parts, flush=flush)
 
     manifest = checkpoint.save_delta(model, Compacted(store.files))
     assert len(manifest.saves) == 2
@@ -178,10 +178,10 @@ def test_a_save_whose_files_another_save_deleted_raises_and_changes_nothing() ->
     train(other, 2)
 
     class Overtaken(MemoryStore):
-        def write(self, name: str, parts: Any) -> StoredFile:
+        def write(self, name: str, parts: Any, *, flush: bool = True) -> StoredFile:
             if name.endswith("dense.safetensors"):
                 checkpoint.save(other, store)
-            return super().write(name, parts)
+            return super().write(name, parts, flush=flush)
 
     with pytest.raises(CheckpointError, match="another save ended in the meantime"):
         checkpoint.save(model, Overtaken(store.files))
@@ -249,10 +249,10 @@ def test_rows_of_a_save_that_failed_count_as_changed_again(word: str, monkeypatc
     before = dict(store.files)
     real = MemoryStore.write
 
-    def failing(self: MemoryStore, name: str, parts: Any) -> StoredFile:
+    def failing(self: MemoryStore, name: str, parts: Any, *, flush: bool = True) -> StoredFile:
         if word in name:
             raise OSError("disk full")
-        return real(self, name, parts)
+        return real(self, name, parts, flush=flush)
 
     with monkeypatch.context() as patch:
         patch.setattr(MemoryStore, "write", failing)
@@ -301,8 +301,8 @@ def test_a_manifest_that_is_written_although_the_call_fails_is_the_checkpoint(
     train(model, 2)
     real = LocalStore.write
 
-    def lossy(self: LocalStore, name: str, parts: Any) -> StoredFile:
-        entry = real(self, name, parts)
+    def lossy(self: LocalStore, name: str, parts: Any, *, flush: bool = True) -> StoredFile:
+        entry = real(self, name, parts, flush=flush)
         if name == NAME:
             raise OSError("no answer")
         return entry
@@ -375,9 +375,9 @@ class SlowStore(MemoryStore):
         super().__init__()
         self.go = threading.Event()
 
-    def write(self, name: str, parts: Any) -> StoredFile:
+    def write(self, name: str, parts: Any, *, flush: bool = True) -> StoredFile:
         assert self.go.wait(60)
-        return super().write(name, parts)
+        return super().write(name, parts, flush=flush)
 
 
 def test_one_save_at_a_time_and_no_load_during_it() -> None:
@@ -414,7 +414,7 @@ def test_the_error_of_an_async_save_is_raised_by_wait(monkeypatch: pytest.Monkey
     checkpoint.save(model, store)
     train(model, 2)
 
-    def failing(self: MemoryStore, name: str, parts: Any) -> StoredFile:
+    def failing(self: MemoryStore, name: str, parts: Any, *, flush: bool = True) -> StoredFile:
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:

@@ -279,10 +279,10 @@ def test_a_save_that_fails_leaves_the_previous_checkpoint(s3: str, monkeypatch: 
     train(model, 2)
     real = ObjectStore.write
 
-    def failing(self: ObjectStore, name: str, parts: Any) -> Any:
+    def failing(self: ObjectStore, name: str, parts: Any, *, flush: bool = True) -> Any:
         if name == NAME:
             raise StoreError("no answer")
-        return real(self, name, parts)
+        return real(self, name, parts, flush=flush)
 
     with monkeypatch.context() as patch:
         patch.setattr(ObjectStore, "write", failing)

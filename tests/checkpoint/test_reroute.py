@@ -239,10 +239,10 @@ class FailingStore(MemoryStore):
         super().__init__(files)
         self.word = word
 
-    def write(self, name: str, parts: Any) -> StoredFile:
+    def write(self, name: str, parts: Any, *, flush: bool = True) -> StoredFile:
         if self.word in name:
             raise OSError("disk full")
-        return super().write(name, parts)
+        return super().write(name, parts, flush=flush)
 
 
 @pytest.mark.parametrize(
@@ -288,9 +288,9 @@ def test_the_timeout_names_the_missing_rank() -> None:
     others_gave_up = threading.Event()
 
     class Sleeping(MemoryStore):
-        def write(self, name: str, parts: Any) -> StoredFile:
+        def write(self, name: str, parts: Any, *, flush: bool = True) -> StoredFile:
             others_gave_up.wait(60)
-            return super().write(name, parts)
+            return super().write(name, parts, flush=flush)
 
     def save_late(model: RankModel) -> Any:
         if model.ranks.rank == 2:

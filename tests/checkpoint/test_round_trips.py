@@ -96,11 +96,11 @@ class BrokenStore(MemoryStore):
         super().__init__(store.files, store.where)
         self._left = at
 
-    def write(self, name: str, parts: Any) -> StoredFile:
+    def write(self, name: str, parts: Any, *, flush: bool = True) -> StoredFile:
         if not self._left:
             raise OSError("disk full")
         self._left -= 1
-        return super().write(name, parts)
+        return super().write(name, parts, flush=flush)
 
 
 class Chains(RuleBasedStateMachine):

@@ -144,17 +144,38 @@ def test_a_failed_save_leaves_the_previous_checkpoint(
     calls = iter(range(100))
     real = LocalStore.write
 
-    def failing(self: LocalStore, name: str, parts: Any) -> Any:
+    def failing(self: LocalStore, name: str, parts: Any, *, flush: bool = True) -> Any:
         if next(calls) == fails_at:
             (self.root / name).parent.mkdir(parents=True, exist_ok=True)
             (self.root / (name + ".tmp")).write_bytes(b"half")
             raise OSError("disk full")
-        return real(self, name, parts)
+        return real(self, name, parts, flush=flush)
 
     monkeypatch.setattr(LocalStore, "write", failing)
     with pytest.raises(OSError, match="disk full"):
         checkpoint.save(model, tmp_path)
 
+    loaded = Model()
+    checkpoint.load(loaded, tmp_path)
+    assert_same(everything(loaded), before)
+
+
+def test_a_save_whose_files_were_deleted_before_they_were_flushed_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model()
+    train(model, torch.optim.SGD(model.parameters(), 0.1), 1)
+    checkpoint.save(model, tmp_path)
+    before = everything(model)
+    real = LocalStore.flush
+
+    def flush(self: LocalStore, names: Any) -> None:
+        self.remove(names[0].partition("/")[0])  # as another save does at its end
+        real(self, names)
+
+    monkeypatch.setattr(LocalStore, "flush", flush)
+    with pytest.raises(CheckpointError, match="another save ended in the meantime"):
+        checkpoint.save(model, tmp_path)
     loaded = Model()
     checkpoint.load(loaded, tmp_path)
     assert_same(everything(loaded), before)

@@ -349,7 +349,7 @@ def test_a_save_that_fails_while_training_continues_ends_the_run(
 ) -> None:
     run = Run(config(train_save_every=5, train_save_async=True), tmp_path)
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError("disk full")
 
     monkeypatch.setattr("megalith.storage.store.LocalStore.write", full)

@@ -64,6 +64,7 @@ def store_calls() -> Iterator[Call]:
         made,
         {
             "write": {"name": "y", "parts": [data]},
+            "flush": {"names": ["x"]},
             "upload": {"name": "z", "file": Path("local")},
             "size": {"name": "x"},
             "read": {"name": "x", "size": 4},

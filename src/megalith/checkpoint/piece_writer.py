@@ -1,4 +1,8 @@
-"""PieceWriter: writes the rows of snapshots to files, filling one buffer while others are being written."""
+"""PieceWriter: writes the rows of snapshots to files, filling one buffer while others are being written.
+
+Files are not flushed one by one: the system writes them to the disk in the background, and `flush` waits for
+all of them. Nothing may refer to a file before.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from torch import Tensor
 
 from megalith.checkpoint.manifest import Piece
 from megalith.checkpoint.saved_rows import write_chunk
+from megalith.library import new_tensor
 from megalith.storage.store import Store
 from megalith.table import Chunk, TableConfig
 from megalith.table.rounding import DTYPES
@@ -17,13 +22,13 @@ from megalith.table.snapshot import Snapshot
 PIECE_BYTES = 32 << 20
 """The size of a file of rows."""
 BUFFERS = 3
-"""One buffer is filled, one is copied to the operating system, one is flushed to the disk."""
+"""One buffer is filled while the others are copied to the operating system."""
 
 
 class PieceWriter:
     """Writes rows of snapshots as files of a store; its memory is BUFFERS buffers of PIECE_BYTES.
 
-    Files are written by other threads: the error of a write is raised by a later call or by `close`.
+    Files are written by other threads: the error of a write is raised by a later call or by `flush`.
 
     Args:
         store: Where the files go.
@@ -37,6 +42,7 @@ class PieceWriter:
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * BUFFERS
         self._writes: list[Future[None] | None] = [None] * BUFFERS
         self._next = 0
+        self._names: list[str] = []
         self._failed = False
         self._threads = ThreadPoolExecutor(BUFFERS - 1, "megalith piece writer")
 
@@ -59,17 +65,21 @@ class PieceWriter:
             self._writes[self._next] = self._threads.submit(
                 self._put, rows, name, self._dtype(config), pieces
             )
+            self._names.append(name)
             self._next = (self._next + 1) % BUFFERS
         return count
 
+    def flush(self) -> None:
+        """Wait until all files are written and would survive a power failure; raise the error of a write."""
+        for write in self._writes:
+            if write is not None:
+                write.result()
+        self._store.flush(self._names)
+        self._names = []
+
     def close(self) -> None:
-        """Wait until all files are written."""
-        try:
-            for write in self._writes:
-                if write is not None:
-                    write.result()
-        finally:
-            self._threads.shutdown()
+        """End the threads, after the writes in progress."""
+        self._threads.shutdown()
 
     def _dtype(self, config: TableConfig) -> torch.dtype:
         return DTYPES[config.precision if self._precision == "float32" else self._precision]
@@ -78,7 +88,7 @@ class PieceWriter:
         if self._failed:  # an unreachable store would make us wait again for every file
             return
         try:
-            pieces.append(write_chunk(self._store, name, chunk, self._shard, dtype))
+            pieces.append(write_chunk(self._store, name, chunk, self._shard, dtype, flush=False))
         except BaseException:
             self._failed = True
             raise
@@ -92,7 +102,7 @@ class PieceWriter:
         row_bytes = (32 if config.counted else 16) + 4 * config.row_floats
         size = max(1, min(rows, PIECE_BYTES // row_bytes))
         if self._buffers[self._next].numel() < size * row_bytes:
-            self._buffers[self._next] = torch.empty(size * row_bytes, dtype=torch.uint8)
+            self._buffers[self._next] = new_tensor(size * row_bytes, dtype=torch.uint8)
         return _chunk_in(self._buffers[self._next], config, size)
 
 

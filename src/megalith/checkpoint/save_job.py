@@ -2,9 +2,9 @@
 
 Snapshots freeze the rows and rank 0's copies freeze the dense weights, so training can continue during the
 writing. Sharded dense weights are gathered when the job is created (`sharded_weights`).
-The data goes to a new folder `data-ID`, then the manifest is replaced in one step. A reader therefore always
-sees the last complete checkpoint, wherever the writer stops. Folders that the manifest does not name are
-deleted afterwards.
+The data goes to a new folder `data-ID` and is flushed to the disk, then the manifest is replaced in one step.
+A reader therefore always sees the last complete checkpoint, wherever the writer stops, also by a power
+failure. Folders that the manifest does not name are deleted afterwards.
 
 With several ranks, each rank writes its own rows. After the job is created the ranks exchange nothing except
 these files in the data folder:
@@ -274,6 +274,10 @@ class SaveJob:
                 done += count
                 if self._options.on_rows is not None:
                     self._options.on_rows(done)
+            try:
+                writer.flush()
+            except FileNotFoundError:
+                raise self._overtaken() from None
         finally:
             writer.close()
         for frozen in self._tables:
@@ -321,10 +325,13 @@ class SaveJob:
                 for path in paths[:1]:
                     self.store.size(path)
             except FileNotFoundError:
-                raise CheckpointError(
-                    f"{self.store.where}: another save ended in the meantime and deleted this one's files; "
-                    "only one process at a time can save to a path"
-                ) from None
+                raise self._overtaken() from None
+
+    def _overtaken(self) -> CheckpointError:
+        return CheckpointError(
+            f"{self.store.where}: another save ended in the meantime and deleted this one's files; "
+            "only one process at a time can save to a path"
+        )
 
     def _tensor_file(self, name: str, tensors: dict[str, torch.Tensor]) -> Any:
         return write_tensors(self.store, f"{self._folder}/{name}.safetensors", tensors) if tensors else None

@@ -45,18 +45,19 @@ def read_manifest(path: str | PathLike[str] | Store) -> Manifest:
     return Manifest.from_json(text, where)
 
 
-def write_tensors(store: Store, name: str, tensors: dict[str, Tensor]) -> StoredFile:
+def write_tensors(store: Store, name: str, tensors: dict[str, Tensor], *, flush: bool = True) -> StoredFile:
     """Write a file of tensors.
 
     Args:
         store: The store of the checkpoint.
         name: The name of the file.
         tensors: The tensors by name, of any shape and device.
+        flush: See `Store.write`.
 
     Returns:
         The file's manifest entry.
     """
-    return store.write(name, encode(tensors))
+    return store.write(name, encode(tensors), flush=flush)
 
 
 def read_tensors(store: Store, entry: StoredFile) -> dict[str, Tensor]:
@@ -75,7 +76,9 @@ def read_tensors(store: Store, entry: StoredFile) -> dict[str, Tensor]:
     return decode(store.read_file(entry, CheckpointError), f"{store.where}/{entry.path}", CheckpointError)
 
 
-def write_chunk(store: Store, name: str, chunk: Chunk, shard: int, precision: torch.dtype) -> Piece:
+def write_chunk(
+    store: Store, name: str, chunk: Chunk, shard: int, precision: torch.dtype, *, flush: bool = True
+) -> Piece:
     """Write rows of a table to a file.
 
     Args:
@@ -84,6 +87,7 @@ def write_chunk(store: Store, name: str, chunk: Chunk, shard: int, precision: to
         chunk: The rows.
         shard: The shard that owns them.
         precision: The dtype of the stored weights; optimizer state remains float32.
+        flush: See `Store.write`.
 
     Returns:
         The file's manifest entry.
@@ -91,7 +95,7 @@ def write_chunk(store: Store, name: str, chunk: Chunk, shard: int, precision: to
     stored = {"ids": chunk.ids, "rows": chunk.rows.to(precision), "time": chunk.time}
     stored |= {f"state/{key}": value for key, value in chunk.state.items()}
     stored |= {name: getattr(chunk, name) for name in _COUNTED if getattr(chunk, name) is not None}
-    return Piece(write_tensors(store, name, stored), shard=shard, rows=chunk.ids.numel())
+    return Piece(write_tensors(store, name, stored, flush=flush), shard=shard, rows=chunk.ids.numel())
 
 
 def read_chunk(store: Store, piece: Piece, entry: TableEntry) -> Chunk:
@@ -254,7 +258,10 @@ def _check_shapes(found: Mapping[str, _Form], piece: Piece, entry: TableEntry, w
 
 
 def _check_range(name: str, values: Tensor, where: str) -> None:
-    if values.numel() and not 0 <= int(values.min()) <= int(values.max()) <= MAX_TIME:
+    if not values.numel():
+        return
+    low, high = torch.aminmax(values)
+    if not 0 <= int(low) <= int(high) <= MAX_TIME:
         problem = "times that are not seconds since 1970" if name == "time" else f"{name} above {MAX_TIME}"
         raise CheckpointError(f"{where} holds {problem} or below 0")
 

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from megalith.distributed.absent_ranks import naming_absent_ranks, timeout_message
 from megalith.distributed.ranks import RankGroup, has_process_group
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 MAX_SECONDS = 1e7
 TRANSPORTS = ("auto", "shared_memory", "gloo")
+_LARGE = 1 << 16
+"""The size from which the memory of a message is used again: new pages cost more than to fill them."""
 
 
 class Exchange(RankGroup):
@@ -85,6 +88,8 @@ class Exchange(RankGroup):
         )
         self._thread.start()
         weakref.finalize(self, self._tasks.put, None)  # ends the thread
+        native: Any = native_module()
+        self._buffers: Any = None if native is None else native.Buffers()
         self._mailbox: Any = None
         wanted = self.gather(transport)
         if set(wanted) != {transport}:
@@ -137,6 +142,19 @@ class Exchange(RankGroup):
             self._broken = self._broken or error
             raise
 
+    def new_buffer(self, size: int) -> Tensor:
+        """Return memory for a message; it is used again when the last tensor that shares it is freed.
+
+        Args:
+            size: Bytes.
+
+        Returns:
+            uint8 [size], uninitialized.
+        """
+        if self._buffers is None or size < _LARGE:
+            return torch.empty(size, dtype=torch.uint8)
+        return from_dlpack(self._buffers.get(size))
+
     # ---- collectives; in the thread
 
     def all_to_all(
@@ -164,7 +182,7 @@ class Exchange(RankGroup):
             return self._all_to_all(send, list(send_sizes), list(recv_sizes), what)
 
     def _all_to_all(self, send: Tensor, send_sizes: list[int], recv_sizes: list[int], what: str) -> Tensor:
-        received = torch.empty(sum(recv_sizes), dtype=torch.uint8)
+        received = self.new_buffer(sum(recv_sizes))
         began = clock.perf_counter()
         if self._mailbox is not None:
             try:

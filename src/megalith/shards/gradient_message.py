@@ -13,13 +13,13 @@ A rank that fails the update sends a header and zeros, as the other ranks expect
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megalith.shards.gradient_sums import ReceivedGradients
+from megalith.shards.block_order import begins_of, join_blocks
 from megalith.shards.wire import Wire
 
 NO_TIME = -1
@@ -51,22 +51,47 @@ class GradientPush:
     occurrences: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class ReceivedGradients:
+    """The gradients that all ranks sent to an owner, by table. In each tensor the ranks are in their order.
+
+    Attributes:
+        values: float32 [n, dim] per table, for all requested ids.
+        masks: bool [n] per table: which ids have a gradient; None: all.
+        occurrences: int64 [n] per table: how often each id occurred at its rank; None if no table has an
+            admission policy.
+    """
+
+    values: list[Tensor]
+    masks: list[Tensor] | None
+    occurrences: list[Tensor] | None
+
+
 class GradientMessage:
     """Encodes and decodes messages.
 
-    In all methods `counts` has the number of ids: int64 [ranks, tables], or [tables] for one rank.
+    In all methods `counts` is the number of ids, int64 [ranks, tables].
 
     Args:
         wire: The precision of the values.
         dims: The dim of each table.
         with_counts: Whether messages hold the occurrences of ids.
+        new_buffer: Returns memory for a number of bytes, uint8.
     """
 
-    def __init__(self, wire: Wire, dims: Sequence[int], *, with_counts: bool = False) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        dims: Sequence[int],
+        *,
+        with_counts: bool = False,
+        new_buffer: Callable[[int], Tensor],
+    ) -> None:
         self._with_counts = with_counts
         self._wire = wire
         self._dims = dims
-        self._widths = torch.tensor(dims, dtype=torch.int64)
+        self._row_bytes = torch.tensor([wire.row_bytes(dim) for dim in dims], dtype=torch.int64)
+        self._new_buffer = new_buffer
 
     def sizes(self, counts: Tensor) -> list[int]:
         """Return the size of the message for each rank.
@@ -96,49 +121,64 @@ class GradientMessage:
             uint8 [sum of sizes].
         """
         if push is None:
-            parts = [torch.nn.functional.pad(head, (0, size // 8 - _HEAD_WORDS)) for size in sizes]
-            return torch.cat(parts).view(torch.uint8)
+            heads = [torch.nn.functional.pad(head, (0, size // 8 - _HEAD_WORDS)) for size in sizes]
+            return torch.cat(heads).view(torch.uint8)
         ids = counts.sum(1).tolist()
-        flats = push.flat.split_with_sizes((counts @ self._widths).tolist())
-        masks = [None] * len(ids) if push.mask is None else push.mask.split_with_sizes(ids)
-        seen = [None] * len(ids) if push.occurrences is None else push.occurrences.split_with_sizes(ids)
+        values = self._wire.encode(push.flat, counts, self._dims)
+        parts = values.split_with_sizes(self._wire.sizes(counts, self._dims))
+        masks: Sequence[Tensor | None] = [None] * len(ids)
+        if push.mask is not None:
+            masks = push.mask.split_with_sizes(ids)
+        seen: Sequence[Tensor | None] = [None] * len(ids)
+        if push.occurrences is not None:
+            seen = push.occurrences.split_with_sizes(ids)
         pieces: list[Tensor] = []
-        for own, n, mask, flat, count, size in zip(counts, ids, masks, flats, seen, sizes, strict=True):
-            bits = _bits(n, mask)
-            values = self._wire.encode(flat, own[None], self._dims)
-            filler = _pad(values.numel()) - values.numel()
-            pieces += [head.view(torch.uint8), bits, values, torch.zeros(filler, dtype=torch.uint8)]
+        for n, mask, part, count in zip(ids, masks, parts, seen, strict=True):
+            filler = _pad(part.numel()) - part.numel()
+            pieces += [head.view(torch.uint8), _bits(n, mask), part, torch.zeros(filler, dtype=torch.uint8)]
             if self._with_counts:
                 words = torch.ones(n, dtype=torch.int32) if count is None else count.to(torch.int32)
                 pieces.append(torch.nn.functional.pad(words, (0, n % 2)).view(torch.uint8))
-            assert sum(piece.numel() for piece in pieces[-5 if self._with_counts else -4 :]) == size
-        return torch.cat(pieces)
+        return torch.cat(pieces, out=self._new_buffer(sum(sizes)))
 
-    def decode(self, part: Tensor, counts: Tensor) -> list[ReceivedGradients]:
-        """Decode the message of one rank.
+    def decode(self, data: Tensor, counts: Tensor) -> ReceivedGradients:
+        """Decode the messages of all ranks.
 
         Args:
-            part: uint8, the message.
-            counts: The ids that it requested from this rank, int64 [tables].
+            data: uint8 [sum of sizes], the messages in the order of the ranks.
+            counts: The ids that each rank requested from this one.
 
         Returns:
             The gradients per table.
         """
-        sizes = counts.tolist()
-        ids, one = sum(sizes), counts[None]
-        bits = part[_HEAD_BYTES:][: _pad(-(-ids // 8))]
-        (size,) = self._wire.sizes(one, self._dims)
-        values = part[_HEAD_BYTES + bits.numel() :][:size]
-        flat = self._wire.decode(values, one, self._dims)
-        floats = flat.split_with_sizes([n * dim for n, dim in zip(sizes, self._dims, strict=True)])
-        masks: Sequence[Tensor | None] = [None] * len(sizes)
-        seen: Sequence[Tensor | None] = [None] * len(sizes)
-        if not bool((bits == 255).all()):
-            masks = _unpack_bits(bits, ids).split_with_sizes(sizes)
+        ids = counts.sum(1).tolist()
+        totals = counts.sum(0).tolist()
+        begins = begins_of(self.sizes(counts))
+        values_at = [at + _HEAD_BYTES + _pad(-(-n // 8)) for at, n in zip(begins, ids, strict=True)]
+        joined = self._new_buffer(int((counts.sum(0) * self._row_bytes).sum()))
+        join_blocks(data, values_at, counts, self._row_bytes, joined)
+        # The wires of gradients encode each number by itself, so they can be decoded in another order.
+        flat = self._wire.decode(joined, counts, self._dims)
+        floats = flat.split_with_sizes([n * dim for n, dim in zip(totals, self._dims, strict=True)])
+        values = [own.view(-1, dim) for own, dim in zip(floats, self._dims, strict=True)]
+        bits = [data[at + _HEAD_BYTES : end] for at, end in zip(begins, values_at, strict=True)]
+        masks = None
+        if not all(bool((own == 255).all()) for own in bits):
+            each = [_unpack_bits(own, n).view(torch.uint8) for own, n in zip(bits, ids, strict=True)]
+            masks = [own.view(torch.bool) for own in self._by_table(torch.cat(each), begins_of(ids), counts)]
+        seen = None
         if self._with_counts:
-            words = part[_HEAD_BYTES + bits.numel() + _pad(size) :][: 4 * ids].view(torch.int32)
-            seen = words.to(torch.int64).split_with_sizes(sizes)
-        return [ReceivedGradients(*each) for each in zip(masks, floats, seen, strict=True)]
+            sizes = self._wire.sizes(counts, self._dims)
+            at = [begin + _pad(size) for begin, size in zip(values_at, sizes, strict=True)]
+            words = self._by_table(data, at, counts, 4)
+            seen = [own.view(torch.int32).to(torch.int64) for own in words]
+        return ReceivedGradients(values, masks, seen)
+
+    def _by_table(self, data: Tensor, begins: list[int], counts: Tensor, width: int = 1) -> Sequence[Tensor]:
+        """Return the items of each table, of `width` bytes each, as bytes."""
+        out = torch.empty(int(counts.sum()) * width, dtype=torch.uint8)
+        join_blocks(data, begins, counts, torch.full_like(counts[0], width), out)
+        return out.split_with_sizes([n * width for n in counts.sum(0).tolist()])
 
 
 def push_head(number: int, flags: int, push: GradientPush | None) -> Tensor:

@@ -81,50 +81,41 @@ def halves(parts: Sequence[GradientSum]) -> list[GradientSum]:
     return level
 
 
-class ReceivedGradients(NamedTuple):
-    """The gradients of one table that one rank sent.
-
-    Attributes:
-        mask: Which of its ids take part, bool [m]; None: all.
-        values: The floats of all its ids.
-        occurrences: How often each id occurred there, int64 [m]; None if no admission policy needs it.
-    """
-
-    mask: Tensor | None
-    values: Tensor
-    occurrences: Tensor | None
-
-
-def sum_received(ids: Tensor, received: Sequence[ReceivedGradients], dim: int) -> GradientSum:
+def sum_received(received: GradientSum, counts: Sequence[int], mask: Tensor | None) -> GradientSum:
     """Sum the gradients that an owner received for one table by the tree, until each id occurs at most twice.
 
     Args:
-        ids: int64 [n], the ids of all sources concatenated.
-        received: The gradients of each source.
-        dim: The dim of the table.
+        received: The ids and gradients of all sources, concatenated in their order.
+        counts: The number of ids of each source.
+        mask: Which ids have a gradient, bool [n]; None: all.
 
     Returns:
-        Ids int64 [k], gradients float32 [k, dim] and occurrences; the ids are `ids` itself if nothing had to
-        be summed.
+        Each id at most twice; `received` itself if nothing had to be summed.
     """
-    grads = [part.values.view(-1, dim) for part in received]
-    masked = any(part.mask is not None and not bool(part.mask.all()) for part in received)
-    full = [g for g in grads if g.numel()]
-    if not masked and len(full) <= 2:
-        return GradientSum(
-            ids,
-            full[0] if len(full) == 1 else torch.cat(full) if full else grads[0],
-            _concatenated([part.occurrences for part in received]),
-        )
-    sources = zip(ids.split_with_sizes([len(g) for g in grads]), grads, received, strict=True)
+    if mask is not None and bool(mask.all()):
+        mask = None
+    if mask is None and sum(n > 0 for n in counts) <= 2:
+        return received
     # Empty parts are kept: the position of a part in the tree of sums must not change.
-    sums = [(GradientSum(i, g, part.occurrences), part.mask) for i, g, part in sources]
-    both = halves([each if mask is None else each.select(mask) for each, mask in sums])
+    parts = _split(received, counts)
+    if mask is not None:
+        masks = mask.split_with_sizes(list(counts))
+        parts = [part.select(own) for part, own in zip(parts, masks, strict=True)]
+    both = halves(parts)
     return GradientSum(
         torch.cat([part.ids for part in both]),
         torch.cat([part.grads for part in both]),
         _concatenated([part.occurrences for part in both]),
     )
+
+
+def _split(received: GradientSum, counts: Sequence[int]) -> list[GradientSum]:
+    sizes = list(counts)
+    seen: Sequence[Tensor | None] = [None] * len(sizes)
+    if received.occurrences is not None:
+        seen = received.occurrences.split_with_sizes(sizes)
+    ids, grads = received.ids.split_with_sizes(sizes), received.grads.split_with_sizes(sizes)
+    return [GradientSum(*each) for each in zip(ids, grads, seen, strict=True)]
 
 
 def _concatenated(parts: Sequence[Tensor | None]) -> Tensor | None:

@@ -31,6 +31,7 @@ from torch import Tensor
 from megalith.distributed.exchange import Exchange
 from megalith.errors import InputError, RankFailedError, UsageError
 from megalith.library import span
+from megalith.shards.block_order import begins_of, join_blocks
 from megalith.shards.gradient_message import (
     GradientMessage,
     GradientPush,
@@ -39,7 +40,7 @@ from megalith.shards.gradient_message import (
     read_head,
     seconds_word,
 )
-from megalith.shards.gradient_sums import sum_received
+from megalith.shards.gradient_sums import GradientSum, sum_received
 from megalith.shards.local import LocalShards
 from megalith.shards.lookup_series import LookupSeries
 from megalith.shards.preparer import RoutedIds
@@ -93,7 +94,10 @@ class RankMessages:
         self._widths = torch.tensor(self._dims, dtype=torch.int64)
         self._rows_wire, self._grads_wire = make_wire(wire[0]), make_wire(wire[1])
         counting = any(table.config.admission is not None for table in tables.values())
-        self._gradients = GradientMessage(self._grads_wire, self._dims, with_counts=counting)
+        self._gradients = GradientMessage(
+            self._grads_wire, self._dims, with_counts=counting, new_buffer=exchange.new_buffer
+        )
+        self._id_bytes = torch.full_like(self._widths, 8)
         self._calls = 0
         self._recorder: Recorder | None = None
 
@@ -184,36 +188,39 @@ class RankMessages:
     ) -> RequestedIds:
         size, tables = self._exchange.size, len(self._names)
         self._calls += 1
-        head = torch.zeros(size, _HEAD + tables, dtype=torch.int64)
-        head[:, 0] = CALLS.index(call)
-        head[:, 1] = self._calls
-        head[:, 2] = flags
-        head[:, 3] = seconds_word(time)
-        if routed is not None:
-            head[:, _HEAD:] = routed.deduped.counts
+        words = torch.tensor([CALLS.index(call), self._calls, flags, seconds_word(time)]).expand(size, _HEAD)
+        sent = torch.zeros(size, tables, dtype=torch.int64) if routed is None else routed.deduped.counts
+        head = torch.cat([words, sent], 1)
         width = head.shape[1] * 8
         what = self._what(call, "sizes")
         got = self._exchange.all_to_all(_bytes(head), [width] * size, [width] * size, what)
         heads = got.view(torch.int64).view(size, -1)
         self._report_wait("sizes")
-        self._check_heads(heads, call, error, series)
+        kinds, numbers, all_flags, times = heads[:, :_HEAD].t().tolist()
+        self._check_heads(kinds, numbers, all_flags, call, error, series)
         if error is not None:
             raise error
         assert routed is not None
-        counts = heads[:, _HEAD:]
+        counts = heads[:, _HEAD:].contiguous()
         ids = self._send(routed.deduped.ids, routed.deduped.counts, counts, self._what(call, "ids"))
         self._report_wait("ids")
-        blocks = _blocks(ids, counts)
-        by_table = {name: _join(blocks[t]) for t, name in enumerate(self._names)}
+        by_table = dict(zip(self._names, self._by_table(ids, counts), strict=True))
         if self._recorder is not None:
             occurrences = {name: own.numel() for name, own in routed.ids.items()}
             self._recorder.requested(call, occurrences, routed.deduped.counts, counts)
             self._recorder.sent("ids", routed.deduped.counts, counts, [8] * tables)
-        done = [rank for rank, flags in enumerate(heads[:, 2].tolist()) if flags & _OUT_OF_DATA]
-        return RequestedIds(self._calls, counts, done, latest_time(heads[:, 3].tolist()), by_table, series)
+        done = [rank for rank, flags in enumerate(all_flags) if flags & _OUT_OF_DATA]
+        return RequestedIds(self._calls, counts, done, latest_time(times), by_table, series)
 
-    def _check_heads(self, heads: Tensor, call: str, error: Exception | None, series: LookupSeries) -> None:
-        kinds, numbers, flags = heads[:, 0].tolist(), heads[:, 1].tolist(), heads[:, 2].tolist()
+    def _check_heads(
+        self,
+        kinds: list[int],
+        numbers: list[int],
+        flags: list[int],
+        call: str,
+        error: Exception | None,
+        series: LookupSeries,
+    ) -> None:
         if any(flag & _FAILED for flag in flags):
             self._fail(flags, call, error, series)
         for rank, (kind, number) in enumerate(zip(kinds, numbers, strict=True)):
@@ -233,6 +240,14 @@ class RankMessages:
             series.leave(error or failed)
         if error is None:  # otherwise the caller raises it
             raise failed
+
+    def _by_table(self, ids: Tensor, counts: Tensor) -> Sequence[Tensor]:
+        """Return the ids of each table, in the order of the ranks."""
+        if counts.shape[0] > 1:
+            data, ids = ids.view(torch.uint8), torch.empty_like(ids)
+            begins = begins_of([8 * n for n in counts.sum(1).tolist()])
+            join_blocks(data, begins, counts, self._id_bytes, ids.view(torch.uint8))
+        return ids.split_with_sizes(counts.sum(0).tolist())
 
     def _send(self, ids: Tensor, out: Tensor, into: Tensor, what: str) -> Tensor:
         sizes = [n * 8 for n in out.sum(1).tolist()], [n * 8 for n in into.sum(1).tolist()]
@@ -256,7 +271,7 @@ class RankMessages:
         """
         requested.series.check()
         counts, dims = requested.counts, self._dims
-        flat = torch.empty(int(self.floats(counts).sum()))
+        flat = self._exchange.new_buffer(4 * int(self.floats(counts).sum())).view(torch.float32)
         blocks = _blocks(flat, counts * self._widths)
         wanted = {name: ids for name, ids in requested.ids.items() if ids.numel()}
         requested.found = self._engines.find(wanted)
@@ -316,27 +331,28 @@ class RankMessages:
         what = self._what("apply_gradients", f"gradients{step}", requested.number)
         got = self._exchange.all_to_all(data, *sizes, what)
         self._report_wait("gradients")
-        parts = got.split_with_sizes(sizes[1])
-        heads = [read_head(part) for part in parts]
+        heads = [read_head(got[begin:]) for begin in begins_of(sizes[1])]
         time = self._check_push(heads, head.tolist(), error, requested.series)
         if push is None:
             return
         if self._recorder is not None:
             row_bytes = [self._grads_wire.row_bytes(dim) for dim in self._dims]
             self._recorder.sent("gradients", mine, theirs, row_bytes)
-        received = [self._gradients.decode(part, counts) for part, counts in zip(parts, theirs, strict=True)]
+        received = self._gradients.decode(got, theirs)
         ids: dict[str, Tensor] = {}
         found: dict[str, FoundRows] = {}
         grads: dict[str, list[Tensor]] = {}
         steps: dict[str, Step] = {}
         seen: dict[str, Tensor] = {}
+        sources = theirs.t().tolist()
         for t, (name, table) in enumerate(self._tables.items()):
             if not requested.ids[name].numel():
                 continue
             with span("megalith.gradients"):
-                own, summed, count = sum_received(
-                    requested.ids[name], [source[t] for source in received], table.dim
-                )
+                seen_t = None if received.occurrences is None else received.occurrences[t]
+                mask = None if received.masks is None else received.masks[t]
+                one = GradientSum(requested.ids[name], received.values[t], seen_t)
+                own, summed, count = sum_received(one, sources[t], mask)
             if not own.numel():
                 continue
             ids[name], grads[name] = own, [summed]

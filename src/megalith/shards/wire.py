@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from operator import mul
 from typing import Any
 
 import torch
@@ -126,8 +127,8 @@ class _Floats(Wire):
 
     def sizes(self, counts: Tensor, dims: Sequence[int]) -> list[int]:
         """See `Wire.sizes`."""
-        floats = counts @ torch.tensor(dims, dtype=torch.int64)
-        return [int(n) for n in (floats * self._dtype.itemsize).tolist()]
+        # In Python: it is faster than a product of small tensors.
+        return [sum(map(mul, own, dims)) * self._dtype.itemsize for own in counts.tolist()]
 
     def encode(self, flat: Tensor, counts: Tensor, dims: Sequence[int]) -> Tensor:
         """See `Wire.encode`."""

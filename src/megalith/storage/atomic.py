@@ -1,23 +1,31 @@
 """Atomic writes to a local disk: a file is replaced completely or not at all, and survives a power failure.
 
-A write goes to a temporary name, is flushed to the disk, and is renamed; then the directory is flushed.
+A write goes to a temporary name, is flushed to the disk, and is renamed; then the directory is flushed. Files
+that nothing refers to yet can be flushed together later: each flush waits for the disk.
 """
 
 from __future__ import annotations
 
 import os
-import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from megalith.library import native_module
+from megalith.storage.checksums import crc32
 
-def write_atomically(target: Path, parts: Iterable[Any]) -> tuple[int, int]:
+_BLOCK = 1 << 20
+"""Bytes that are written at a time: they are still in the cache after their checksum was computed."""
+
+
+def write_atomically(target: Path, parts: Iterable[Any], *, flush: bool = True) -> tuple[int, int]:
     """Write buffers to a file, which keeps its old content until all of them are on the disk.
 
     Args:
         target: The file; its directory is created if it is missing.
         parts: Buffers, written one after the other.
+        flush: False lets the system write the file to the disk in the background: it survives the end of this
+            process, but a power failure only after `sync_path` of the file and of its directory.
 
     Returns:
         The length of the file in bytes and its CRC-32.
@@ -28,15 +36,18 @@ def write_atomically(target: Path, parts: Iterable[Any]) -> tuple[int, int]:
     temporary.unlink(missing_ok=True)
     size, crc = 0, 0
     with open(temporary, "xb", buffering=0) as file:
-        for part in parts:
-            view = memoryview(part).cast("B")
-            crc = zlib.crc32(view, crc)
-            size += len(view)
-            while view:
-                view = view[file.write(view) :]
-        os.fsync(file.fileno())
+        for block in _blocks(parts):
+            crc = crc32(block, crc)
+            size += len(block)
+            while block:
+                block = block[file.write(block) :]
+        if flush:
+            os.fsync(file.fileno())
+        else:
+            _start_writeback(file.fileno())
     os.replace(temporary, target)
-    sync_path(target.parent)
+    if flush:
+        sync_path(target.parent)
     return size, crc
 
 
@@ -51,6 +62,20 @@ def sync_path(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _blocks(parts: Iterable[Any]) -> Iterator[memoryview]:
+    for part in parts:
+        view = memoryview(part).cast("B")
+        for at in range(0, len(view), _BLOCK):
+            yield view[at : at + _BLOCK]
+
+
+def _start_writeback(handle: int) -> None:
+    """Ask the system to write a file to the disk, without waiting for the end, where it offers that."""
+    start = getattr(native_module(), "start_writeback", None)
+    if start is not None:
+        start(handle)
 
 
 def _make_directory(directory: Path) -> None:

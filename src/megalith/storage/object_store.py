@@ -15,7 +15,6 @@ import asyncio
 import copy
 import errno
 import os
-import zlib
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from torch import Tensor
 
 from megalith.errors import InputError, MegalithError, MissingDependencyError, StoreError
 from megalith.ops import checks
+from megalith.storage.checksums import crc32
 from megalith.storage.store import LocalStore, Store, StoredFile, checksum, for_each, view_of
 from megalith.storage.strict_json import ErrorFactory, as_utc
 
@@ -98,15 +98,15 @@ class ObjectStore(Store):
         except Exception as error:  # obstore's own error types
             raise InputError(f"{url} does not name an object store: {_first_line(error)}") from None
 
-    def write(self, name: str, parts: Sequence[Any]) -> StoredFile:
-        """See `Store.write`."""
+    def write(self, name: str, parts: Sequence[Any], *, flush: bool = True) -> StoredFile:
+        """See `Store.write`. An object that was put is durable, with and without `flush`."""
         try:
             data = b"".join(memoryview(part).cast("B") for part in parts)
         except TypeError:
             raise InputError(f"{self.where}/{name}: parts must be a list of bytes-like objects") from None
         with self._request(f"writing {name}"):
             self._obstore.put(self._store, self._key(name), data)
-        return StoredFile(path=name, bytes=len(data), checksum=checksum(zlib.crc32(data)))
+        return StoredFile(path=name, bytes=len(data), checksum=checksum(crc32(data)))
 
     def upload(self, name: str, file: Path) -> None:
         """See `Store.upload`."""

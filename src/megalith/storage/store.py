@@ -12,24 +12,25 @@ import errno
 import os
 import shutil
 import stat
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from megalith.errors import InputError
-from megalith.storage.atomic import write_atomically
+from megalith.storage.atomic import sync_path, write_atomically
+from megalith.storage.checksums import crc32
 from megalith.storage.strict_json import ErrorFactory
 
 _BLOCK = 1 << 22
 _THREADS = 4
+_File = TypeVar("_File")
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def checksum(crc: int) -> str:
     """Format a CRC-32 the way manifests store it: "crc32:0123abcd".
 
     Args:
-        crc: What `zlib.crc32` returns.
+        crc: What `crc32` returns.
 
     Returns:
         The text.
@@ -92,18 +93,32 @@ class Store(ABC):
     is_local: bool = True
 
     @abstractmethod
-    def write(self, name: str, parts: Sequence[Any]) -> StoredFile:
+    def write(self, name: str, parts: Sequence[Any], *, flush: bool = True) -> StoredFile:
         """Write a file, completely or not at all.
 
         Args:
             name: The name of the file; its folder is created if it is missing.
             parts: Buffers, which are concatenated.
+            flush: False allows the store to return before the file would survive a power failure; `flush`
+                then waits for that. Write what refers to the file after `flush` only.
 
         Returns:
             The file's manifest entry.
 
         Raises:
             OSError: The file cannot be written.
+        """
+
+    def flush(self, names: Sequence[str]) -> None:  # noqa: B027
+        """Wait until files written with flush=False would survive a power failure.
+
+        It does nothing in a store whose writes are always durable.
+
+        Args:
+            names: The names of the files.
+
+        Raises:
+            OSError: A file does not exist, or cannot be written to the disk.
         """
 
     @abstractmethod
@@ -260,7 +275,7 @@ class Store(ABC):
         """
         self._check_size(file, error)
         data = self.read_file(file, error)
-        self._check_sum(file, zlib.crc32(view_of(data)), error)
+        self._check_sum(file, crc32(view_of(data)), error)
         return data
 
     def verify(self, file: StoredFile, error: ErrorFactory) -> None:
@@ -281,7 +296,7 @@ class Store(ABC):
         self._check_sum(file, crc, error)
 
     def _crc32(self, file: StoredFile) -> int:
-        return zlib.crc32(view_of(self.read(file.path, file.bytes)))
+        return crc32(view_of(self.read(file.path, file.bytes)))
 
     def _check_size(self, file: StoredFile, error: ErrorFactory) -> None:
         try:
@@ -313,10 +328,17 @@ class LocalStore(Store):
         self.where = str(root)
         self.address = os.path.realpath(root)
 
-    def write(self, name: str, parts: Sequence[Any]) -> StoredFile:
+    def write(self, name: str, parts: Sequence[Any], *, flush: bool = True) -> StoredFile:
         """See `Store.write`."""
-        size, crc = write_atomically(self.root / name, parts)
+        size, crc = write_atomically(self.root / name, parts, flush=flush)
         return StoredFile(path=name, bytes=size, checksum=checksum(crc))
+
+    def flush(self, names: Sequence[str]) -> None:
+        """See `Store.flush`."""
+        paths = [self.root / name for name in names]
+        for_each(sync_path, paths)
+        for folder in sorted({path.parent for path in paths}):
+            sync_path(folder)
 
     def size(self, name: str) -> int:
         """See `Store.size`."""
@@ -371,11 +393,11 @@ class LocalStore(Store):
         block = memoryview(bytearray(_BLOCK))
         with open(self.root / file.path, "rb", buffering=0) as opened:
             while count := opened.readinto(block):
-                crc = zlib.crc32(block[:count], crc)
+                crc = crc32(block[:count], crc)
         return crc
 
 
-def for_each(work: Callable[[StoredFile], None], files: list[StoredFile]) -> None:
+def for_each(work: Callable[[_File], None], files: list[_File]) -> None:
     """Call a function for every file, from a few threads.
 
     Args:

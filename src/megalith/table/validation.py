@@ -442,7 +442,8 @@ class InputChecks:
         if not isinstance(values, Tensor) or values.dtype != torch.int64 or tuple(values.shape) != (n,):
             raise InputError(f"table {self.name!r}: {field} must be int64 [{n}]")
         self._check_storage(field, values)
-        if n and not 0 <= int(values.min()) <= int(values.max()) <= MAX_TIME:
+        low, high = torch.aminmax(values) if n else (0, 0)
+        if not 0 <= int(low) <= int(high) <= MAX_TIME:
             raise InputError(f"table {self.name!r}: {field} must be between 0 and {MAX_TIME}")
         return values.contiguous()
 

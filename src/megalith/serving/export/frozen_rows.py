@@ -14,7 +14,6 @@ from __future__ import annotations
 import mmap
 import os
 import warnings
-import zlib
 from pathlib import Path
 
 import torch
@@ -24,6 +23,7 @@ from megalith.bits import mix64, shift_right, signed
 from megalith.errors import ExportError
 from megalith.library import native_module
 from megalith.serving.export.row_format import RowFormat
+from megalith.storage.checksums import crc32
 from megalith.storage.store import StoredFile, checksum, view_of
 from megalith.storage.tensor_files import decode, plan_file
 
@@ -201,7 +201,7 @@ class FrozenWriter:
         """Flush the file to disk and return its entry. Raise ExportError if rows are missing."""
         if self._written != self.rows:
             raise ExportError(f"{self._path}: {self._written} rows for {self.rows} ids")
-        crc = zlib.crc32(view_of(self._data))
+        crc = crc32(view_of(self._data))
         with open(self._path, "rb") as file:
             os.fsync(file.fileno())
         return StoredFile(path=self._path.name, bytes=self._size, checksum=checksum(crc))
