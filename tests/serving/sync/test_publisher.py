@@ -220,7 +220,12 @@ def test_messages_stay_below_4_mib(stack: ExitStack, start: Path, tmp_path: Path
     assert torch.equal(servable.lookup("user", ids), model.embeddings.shards.local["user"].lookup(ids))
 
 
-def test_dense_weights_beyond_4_mib_change_with_the_last_message(stack: ExitStack, tmp_path: Path) -> None:
+@pytest.mark.parametrize("room", [None, 1 << 20])
+def test_dense_weights_beyond_4_mib_change_with_the_last_message(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int | None
+) -> None:
+    if room is not None:  # every large weight is sent in parts
+        monkeypatch.setattr("megalith.serving.sync.sender.MAX_CONTENT_BYTES", room)
     model = make_model(hidden=(900, 900, 900))
     (servable,) = export_version(model, tmp_path, base="one")
     server = stack.enter_context(sync_server({"movies": Subscriber(servable)}))

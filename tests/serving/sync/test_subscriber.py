@@ -174,6 +174,93 @@ def test_dense_weights_of_several_messages_change_together(served: Servable) -> 
     assert torch.equal(served.dense_weights[b], torch.ones_like(before[b]))
 
 
+def part(name: str, begin: Any, values: Any) -> dict[str, Any]:
+    return {f"dense_part:{name}": values, f"dense_begin:{name}": torch.tensor([begin])}
+
+
+def test_a_dense_weight_in_parts_is_used_whole(served: Servable) -> None:
+    subscriber = Subscriber(served)
+    begin(subscriber)
+    before = served.dense_weights
+    a = max(before, key=lambda name: before[name].numel())
+    n = before[a].numel()
+    new = torch.arange(float(n))
+    parts = [(at, new[at : at + 10]) for at in range(0, n, 10)]
+
+    for number, (at, values) in enumerate(parts[:-1]):
+        push(subscriber, part(a, at, values), 2 + number)
+        push(subscriber, part(a, at, values), 2 + number)  # again: an acknowledgement was lost
+    last = 1 + len(parts)
+    with pytest.raises(InputError, match="before its last part"):
+        push(subscriber, user(1, value=7.0), last, complete=1.0)
+    assert torch.equal(served.dense_weights[a], before[a])
+    push(subscriber, part(a, *parts[-1]), last)
+    assert torch.equal(served.dense_weights[a], before[a])
+    push(subscriber, {}, last + 1, complete=1.0)
+
+    assert torch.equal(served.dense_weights[a], new.view_as(before[a]))
+    assert first(served, 1) != 7.0
+    push(subscriber, part(a, 0, new), last + 2, complete=2.0)  # one part can be all
+    assert torch.equal(served.dense_weights[a], new.view_as(before[a]))
+
+
+def test_a_weight_starts_again_at_its_first_part(served: Servable) -> None:
+    subscriber = Subscriber(served)
+    begin(subscriber)
+    before = served.dense_weights
+    a = max(before, key=lambda name: before[name].numel())
+    n = before[a].numel()
+    push(subscriber, part(a, 0, torch.full((5,), 9.0)), 2)
+    begin(subscriber, sequence=3)  # the sender starts over
+    push(subscriber, part(a, 0, torch.zeros(n - 1)), 4)
+    push(subscriber, part(a, n - 1, torch.zeros(1)), 5, complete=1.0)
+    assert not served.dense_weights[a].any()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        (0, torch.zeros(10**6)),  # more than the weight has
+        (3, torch.zeros(2)),  # a gap
+        (2**62, torch.zeros(1)),
+        (-1, torch.zeros(2)),
+        (0, torch.zeros(2, dtype=torch.float64)),
+        (0, torch.tensor([float("nan")])),
+        (0, torch.zeros(0)),
+        (0, torch.zeros(2, 2)),
+        (0, None),
+        (0, string("text")),
+    ],
+    ids=range(10),
+)
+def test_parts_that_do_not_fit_are_refused_and_change_nothing(served: Servable, wrong: Any) -> None:
+    subscriber = Subscriber(served)
+    begin(subscriber)
+    before = served.dense_weights
+    a = max(before, key=lambda name: before[name].numel())
+    inputs = {name: each for name, each in part(a, *wrong).items() if each is not None}
+    with pytest.raises(InputError, match="dense"):
+        push(subscriber, user(1, value=7.0) | inputs, 2)
+    with pytest.raises(InputError, match="session"):  # a Monolith client
+        subscriber.handle("hashtable_assign", part(a, 0, torch.zeros(1)), {})
+    assert first(served, 1) != 7.0
+    push(subscriber, part(a, 0, torch.zeros(before[a].numel())), 2, complete=1.0)
+    assert not served.dense_weights[a].any()
+
+
+def test_a_replacement_ends_after_the_last_part_only(served: Servable) -> None:
+    subscriber = Subscriber(served)
+    before = served.dense_weights
+    a = max(before, key=lambda name: before[name].numel())
+    begin(subscriber, "")
+    push(subscriber, part(a, 0, torch.ones(5)), 2)
+    with pytest.raises(InputError, match="before its last part"):
+        subscriber.handle("sync_end", {}, header(3, complete=1.0))
+    push(subscriber, part(a, 5, torch.ones(before[a].numel() - 5)), 3)
+    subscriber.handle("sync_end", {}, header(4, complete=1.0))
+    assert torch.equal(served.dense_weights[a], torch.ones_like(before[a]))
+
+
 def test_dense_weights_of_one_publisher_do_not_change_with_the_interval_of_another(served: Servable) -> None:
     subscriber = Subscriber(served)
     for index in (0, 1):

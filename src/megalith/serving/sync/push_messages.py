@@ -10,7 +10,7 @@
                      | flat_value             | float32 [sum of n * dim], of tables without codes
                      | flat_code              | uint8 [sum of n * bytes], of tables with codes
                      | removed, removed_split | int64 [n], int64 [t + 1]
-    both             | dense:{name}           | a dense weight
+    both             | dense:{name}           | a dense weight; a large one comes in parts (dense_parts.py)
 
 Requests are assembled from the memory of the tensors, because protobuf would copy every row twice more.
 Received inputs are untrusted until `read_push` has validated them.
@@ -32,10 +32,11 @@ from megalith.serving.export.row_format import Formats
 from megalith.serving.proto.contents import field_prefix
 from megalith.serving.proto.message_types import ModelSpec, TensorProto
 from megalith.serving.proto.tf_tensors import DTYPES, Strings
+from megalith.serving.sync.dense_parts import DensePart, read_parts, split_weight
 from megalith.serving.wire_names import HASHTABLE_ASSIGN, RAW_ASSIGN
 
 MAX_PUSH_BYTES = 4 * 2**20
-"""The maximum size of a request, unless one dense weight is larger."""
+"""The maximum size of a request."""
 MAX_CONTENT_BYTES = MAX_PUSH_BYTES - (1 << 16)
 """The part of a request for rows and dense weights; the rest is for names and shapes."""
 DENSE = "dense:"
@@ -56,11 +57,13 @@ class PushMessage:
             tables with codes.
         removed: The ids that no longer have a row, int64 [n], by table.
         dense: The dense weights by name.
+        parts: The parts of dense weights that do not fit into a message, by name.
     """
 
     rows: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     removed: Mapping[str, Tensor] = field(default_factory=dict)
     dense: Mapping[str, Tensor] = field(default_factory=dict)
+    parts: Mapping[str, DensePart] = field(default_factory=dict)
 
     @property
     def num_ids(self) -> int:
@@ -187,7 +190,8 @@ def pack_inputs(
 
     Args:
         push: Rows and removed ids, which fit into one message.
-        dense: The dense weights. The first ones share the message of the rows while they fit.
+        dense: The dense weights, contiguous. The first ones share the message of the rows while they fit;
+            one that is larger than a message is divided.
         signature: Either hashtable_assign or raw_assign.
         tables: The names of all tables of the target.
         room: The maximum number of bytes of rows and dense weights in a message.
@@ -198,6 +202,11 @@ def pack_inputs(
     messages = [inputs_of(push, signature, tables)] if push.num_ids else []
     room_left = room - 8 * push.num_ids - sum(rows.nbytes for _, rows in push.rows.values())
     for name, weight in dense.items():
+        if weight.nbytes > room:
+            for part in split_weight(name, weight, room):
+                messages.append({**inputs_of(PushMessage(), signature, tables), **part})
+            room_left = 0
+            continue
         if not messages or weight.nbytes > room_left:
             messages.append(inputs_of(PushMessage(), signature, tables))
             room_left = room
@@ -295,12 +304,13 @@ def read_push(
         if not isinstance(weight, Tensor) or tuple(weight.shape) != tuple(shape):
             raise InputError(f"input {DENSE + name!r} must be {list(shape)}, got {_describe(weight)}")
         weights[name] = weight
+    parts = read_parts(left, dense)
     if left:
         raise InputError(
             f"unknown input {min(left)[:100]!r} of signature {signature[:100]!r}; "
             f"tables here: {', '.join(sorted(dims))}"
         )
-    return PushMessage(rows, removed, weights)
+    return PushMessage(rows, removed, weights, parts)
 
 
 def result_of(push: PushMessage, signature: str) -> dict[str, Tensor]:

@@ -35,8 +35,8 @@ import random
 import threading
 import time as clock
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from torch import Tensor
 
@@ -76,13 +76,29 @@ class HandshakeNeeded(MegalithError):
     """A target needs a new handshake."""
 
 
-@dataclass(frozen=True)
 class _QueuedMessage:
-    data: bytes
-    header: MessageHeader
-    rows: int = 0
-    interval: Interval | None = None
-    """The interval that is complete with this message."""
+    """A message to send. It is encoded shortly before, so that a large dense weight is not in memory twice.
+
+    Args:
+        encode: Returns the bytes.
+        header: The header.
+        rows: The number of ids with and without a row.
+        interval: The interval that is complete with this message.
+    """
+
+    def __init__(
+        self, encode: Callable[[], bytes], header: MessageHeader, rows: int, interval: Interval | None
+    ) -> None:
+        self.header, self.rows, self.interval = header, rows, interval
+        self._encode: Callable[[], bytes] | None = encode
+        self._data = b""
+
+    @property
+    def data(self) -> bytes:
+        """The bytes, always the same."""
+        if self._encode is not None:
+            self._data, self._encode = self._encode(), None
+        return self._data
 
 
 class Sender:
@@ -302,9 +318,14 @@ class Sender:
         return self._ready.popleft() if self._ready else None
 
     def _fill(self, *, wait: bool) -> None:
-        """Build messages if the queue is empty and there is something to send."""
+        """Build the next message, if there is something to send."""
+        if not self._ready:
+            self._take(wait=wait)
         if self._ready:
-            return
+            _ = self._ready[0].data
+
+    def _take(self, *, wait: bool) -> None:
+        """Queue messages of the next ids."""
         with self._publisher.lock:
             if wait:
                 self._publisher.lock.wait_for(self._has_work)
@@ -347,9 +368,9 @@ class Sender:
             self._queue(name, inputs, rows, interval if number == len(requests) else None)
 
     def _queue(self, signature: str, inputs: Inputs, rows: int, interval: Interval | None) -> None:
-        data = encode_request(self.report.model, signature, inputs)
+        encode = partial(encode_request, self.report.model, signature, inputs)
         header = self._header(self._sequence.next(), None if interval is None else interval.time)
-        self._ready.append(_QueuedMessage(data, header, rows, interval))
+        self._ready.append(_QueuedMessage(encode, header, rows, interval))
 
     def _inputs(self, push: PushMessage) -> dict[str, Tensor | list[Tensor]]:
         return inputs_of(push, self._options.signature, self._table_names())

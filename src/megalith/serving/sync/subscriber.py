@@ -55,6 +55,7 @@ from megalith.errors import CheckpointError, InputError, SequenceError
 from megalith.ops import checks
 from megalith.serving.export.overlay import Overlay
 from megalith.serving.proto.tf_tensors import Strings
+from megalith.serving.sync.dense_parts import DenseAssembly
 from megalith.serving.sync.message_header import (
     WINDOW,
     MessageHeader,
@@ -131,6 +132,8 @@ class Subscriber:
         self._complete: float | None = None
         self._waiting: dict[int, dict[str, Tensor]] = {}
         """The dense weights of incomplete intervals, by publisher."""
+        self._assemblies: dict[int, DenseAssembly] = {}
+        """The dense weights of which parts have arrived, by publisher."""
         self._stage: Overlay | None = None
         self._ended: set[int] = set()
         self._timer: threading.Timer | None = None
@@ -184,6 +187,8 @@ class Subscriber:
         self.servable.check(push.rows, push.removed, push.dense)
         outputs: Outputs = {**result_of(push, signature)}
         if header is None:
+            if push.parts:
+                raise InputError("parts of dense weights need a session and a sequence")
             self.servable.write(push.rows, push.removed, push.dense)
             self._count_push(push, push.dense)
             return outputs
@@ -193,7 +198,8 @@ class Subscriber:
 
     def _write(self, push: PushMessage, header: MessageHeader) -> None:
         # The dense weights of several messages change together, when an interval is complete.
-        dense = {**self._waiting.pop(header.index, {}), **push.dense}
+        whole = self._assembled(push, header)
+        dense = {**self._waiting.pop(header.index, {}), **push.dense, **whole}
         now = {} if header.complete is None or self._stage is not None else dense
         if self._stage is not None:
             self._stage.apply(push.rows, push.removed)
@@ -203,6 +209,15 @@ class Subscriber:
             self._waiting[header.index] = dense
         self._count_push(push, now)
         self._advance(header)
+
+    def _assembled(self, push: PushMessage, header: MessageHeader) -> dict[str, Tensor]:
+        """Add the parts of a message to those before; return the weights that are complete with them."""
+        assembly = self._assemblies.setdefault(header.index, DenseAssembly())
+        known = self.servable.dense_weights
+        assembly.check(push.parts, known)
+        if header.complete is not None:
+            assembly.check_last(push.parts, known)
+        return assembly.add(push.parts, known)
 
     def _base_output(self) -> Outputs:
         """Return the base for an answer; "" while pushed rows are not visible yet."""
@@ -306,7 +321,7 @@ class Subscriber:
 
     def _forget_positions(self) -> None:
         self._lock.notify_all()
-        self._positions, self._completes, self._waiting = {}, {}, {}
+        self._positions, self._completes, self._waiting, self._assemblies = {}, {}, {}, {}
         self._stage, self._ended = None, set()
 
     def _return_to_base(self) -> None:
@@ -324,6 +339,8 @@ class Subscriber:
             return self._base_output()
         if self._stage is None:
             raise SequenceError("nothing is being replaced: send sync_begin first")
+        if header.index in self._assemblies:
+            self._assemblies[header.index].check_last({}, {})
         ended = self._ended | {header.index}
         if len(ended) == self._count:
             for dense in self._waiting.values():
