@@ -46,6 +46,7 @@ lint: $(VENV)/dev
 
 bench: $(VENV)/bench
 	$(BIN)/python benchmarks/table_cpu.py
+	$(BIN)/python benchmarks/touched_cpu.py
 	$(BIN)/python benchmarks/policies_cpu.py
 	$(BIN)/python benchmarks/ops_cpu.py
 	$(BIN)/python benchmarks/train_cpu.py

@@ -134,6 +134,8 @@ static void apply(const ApplyView& view, const Entry* entries, const float* weig
       const int32_t ahead = scratch.unique[u + kAhead];
       request(reinterpret_cast<const float*>(weights_at(table.rows, ahead)), static_cast<int>(table.rows.weight_bytes / 4));
       if (drawn) __builtin_prefetch(id_at(table.rows, ahead));
+      for (int c = 0; c < view.num_touched; ++c)
+        __builtin_prefetch(view.touched[c][ahead >> table.rows.shift] + (ahead & in_chunk) / 64, 1);
       request(state_at(table.rows, ahead), static_cast<int>(table.rows.state_bytes / 4) + (table.rows.counted ? 3 : 1));
     }
     const int32_t row = scratch.unique[u];
@@ -170,7 +172,8 @@ static void apply(const ApplyView& view, const Entry* entries, const float* weig
       marks[1] += marks[1] != UINT32_MAX;
       marks[2] = view.step;
     }
-    if (view.touch) table.rows.flags[row >> table.rows.shift][row & in_chunk] |= view.touch;
+    // A part has whole words of 64 rows, so no other thread writes to the word of this row.
+    for (int c = 0; c < view.num_touched; ++c) touch_row(view.touched[c], table.rows.shift, row);
     scratch.slots[static_cast<uint32_t>(row) & mask] = 0;
   }
 }

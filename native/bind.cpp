@@ -2,11 +2,13 @@
 // files add functions and classes to the module; no other file depends on Python.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <memory>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -84,8 +86,13 @@ RowColumns borrow_chunk(const Ids& ids, nb::sequence columns, handle times, hand
   return chunk;
 }
 
-nb::bytes as_bytes(const std::vector<int64_t>& ids) {
-  return nb::bytes(ids.data(), ids.size() * sizeof(int64_t));
+// A numpy array that owns the ids, without a copy.
+nb::object as_array(std::vector<int64_t>& ids) {
+  auto kept = std::make_unique<std::vector<int64_t>>(std::move(ids));
+  kept->reserve(1);  // an empty array has an address too
+  const nb::capsule owner(kept.get(), [](void* p) noexcept { delete static_cast<std::vector<int64_t>*>(p); });
+  std::vector<int64_t>& all = *kept.release();
+  return nb::cast(nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>(all.data(), {all.size()}, owner));
 }
 
 }  // namespace
@@ -105,7 +112,7 @@ NB_MODULE(_native, m) {
     }
   });
 
-  m.attr("MAX_CONSUMERS") = Table::kMaxConsumers;
+  m.attr("MAX_CONSUMERS") = kMaxConsumers;
   m.attr("MAX_ROWS") = Rows::kMaxRows;
   m.attr("PRECISIONS") = nb::make_tuple("float32", "float16", "bfloat16");  // in the order of the enum Precision
   m.attr("SCORES") = nb::make_tuple("lru", "lfu", "step");  // in the order of the enum Score
@@ -271,7 +278,7 @@ NB_MODULE(_native, m) {
            nb::arg("steps").none(), nb::arg("watch") = -1)
       .def("begin_snapshot",
            [](Table& t, int consumer, bool touched_only, int64_t room, bool with_pending) {
-             require(consumer < Table::kMaxConsumers && room > 0, "begin_snapshot: consumer or room is out of range");
+             require(consumer < kMaxConsumers && room > 0, "begin_snapshot: consumer or room is out of range");
              std::vector<int64_t> removed, ids, counts;
              int64_t rows, live;
              {
@@ -281,7 +288,7 @@ NB_MODULE(_native, m) {
                live = t.snapshot_live();
                pending.list(ids, counts);
              }
-             return nb::make_tuple(rows, live, as_bytes(removed), as_bytes(ids), as_bytes(counts));
+             return nb::make_tuple(rows, live, as_array(removed), as_array(ids), as_array(counts));
            })
       .def("read_snapshot",
            [](Table& t, handle ids, nb::sequence columns, handle times, handle counts, handle steps) {
@@ -304,7 +311,7 @@ NB_MODULE(_native, m) {
                nb::gil_scoped_release release;
                t.drain(consumer, updated, removed);
              }
-             return nb::make_tuple(as_bytes(updated), as_bytes(removed));
+             return nb::make_tuple(as_array(updated), as_array(removed));
            })
       .def("mark",
            [](Table& t, int consumer, handle ids) {
@@ -328,7 +335,7 @@ NB_MODULE(_native, m) {
                nb::gil_scoped_release release;
                gone = t.evict(i.data, i.n, watch);
              }
-             return as_bytes(gone);
+             return as_array(gone);
            })
       .def("compact", &Table::compact, nb::call_guard<nb::gil_scoped_release>())
       .def("drain_evicted",
@@ -338,7 +345,7 @@ NB_MODULE(_native, m) {
                nb::gil_scoped_release release;
                ids = t.drain_evicted();
              }
-             return as_bytes(ids);
+             return as_array(ids);
            })
       .def("drain_refused",
            [](Table& t) {
@@ -347,7 +354,7 @@ NB_MODULE(_native, m) {
                nb::gil_scoped_release release;
                ids = t.drain_refused();
              }
-             return as_bytes(ids);
+             return as_array(ids);
            })
       .def("pending",
            [](const Table& t) {
@@ -356,7 +363,7 @@ NB_MODULE(_native, m) {
                nb::gil_scoped_release release;
                t.pending().list(ids, counts);
              }
-             return nb::make_tuple(as_bytes(ids), as_bytes(counts));
+             return nb::make_tuple(as_array(ids), as_array(counts));
            })
       .def("restore_pending",
            [](Table& t, handle ids, handle counts) {

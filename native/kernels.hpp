@@ -35,7 +35,8 @@ struct ApplyView {
   uint32_t time;
   uint32_t step;
   uint64_t rounding_step;       // the global step, for the draws of stochastic rounding
-  uint8_t touch;                // bits set in the row's flags
+  uint64_t* const* touched[kMaxConsumers];  // touched rows of each consumer
+  int32_t num_touched;          // number of consumers
   uint32_t rows_per_part_shift;
 };
 

@@ -8,8 +8,8 @@
 //   weights fill cache lines evenly   all weights | all states and times | ids | in-use bits
 //   otherwise                         per row: weights, state, time      | ids | in-use bits
 //
-// In the first layout a read touches weights only, and they stay aligned for any size of the state. While a consumer
-// tracks changes, a separate block holds one byte of touched flags per row.
+// In the first layout a read touches weights only, and they stay aligned for any size of the state. Touched rows are
+// kept apart, for each consumer that tracks changes (touched.hpp).
 #pragma once
 
 #include <algorithm>
@@ -24,6 +24,7 @@
 #include "kernels.hpp"
 #include "memory.hpp"
 #include "narrow.hpp"
+#include "touched.hpp"
 #include "views.hpp"
 
 namespace megalith {
@@ -114,7 +115,7 @@ struct TableFull : std::length_error {
 class Rows {
  public:
   static constexpr int64_t kMaxRows = (int64_t{1} << 31) - 1;
-  // Large, so that ids and flags fill huge pages too; only written pages use memory.
+  // Large, so that ids fill huge pages too; only written pages use memory.
   static constexpr size_t kChunkBytes = size_t{64} << 20;
   static constexpr size_t kSmallTable = size_t{4} << 20;
 
@@ -137,12 +138,10 @@ class Rows {
   uint32_t row_size() const { return weight_bytes_ + state_bytes_; }
   int64_t used() const { return used_; }
   int64_t high() const { return high_; }  // all row numbers in use are below
-  bool tracked() const { return tracking_; }
 
   RowsView view() const {
-    return {weights_.data(), states_.data(), flags_.empty() ? nullptr : flags_.data(),
-            shift_,          stride(),       state_stride(), state_bytes_,
-            ids_.data(),     weight_bytes_,  counted_};
+    return {weights_.data(), states_.data(), shift_, stride(), state_stride(), state_bytes_, ids_.data(), weight_bytes_,
+            counted_};
   }
 
   // Makes room for `more` rows. May throw; the contents are unchanged then.
@@ -188,7 +187,7 @@ class Rows {
     --used_;
     if (boundary_ == 0 || row < boundary_) free_.push_back(row);  // compaction removes the places after it
     live_word(row) &= ~live_bit(row);
-    if (tracked()) flag(row) = 0;
+    for_consumers([&](const TouchedRows& t) { t.forget(shift_, row); });
   }
 
   bool live(int32_t row) const {
@@ -245,41 +244,47 @@ class Rows {
   bool counted() const { return counted_; }
   uint32_t& count_of(int32_t row) const { return (&time_of(row))[1]; }
   uint32_t& step_of(int32_t row) const { return (&time_of(row))[2]; }
-  uint8_t& flag(int32_t row) const { return flags_[row >> shift_][row & mask()]; }
 
-  // A word of 64 rows: one bit for each row in use, or for each row flagged with `bit`. Rows never used have none.
+  // A word of 64 rows: one bit for each row in use. Rows never used have none.
   uint64_t live_of(size_t word) const {
     const int32_t row = static_cast<int32_t>(word * 64);
     return live_[row >> shift_][(row & mask()) >> 6];
   }
-  uint64_t flagged_of(size_t word, uint8_t bit) const {
-    const uint8_t* flags = &flag(static_cast<int32_t>(word * 64));
-    uint64_t bits = 0;
-    for (int i = 0; i < 64; ++i) bits |= uint64_t{(flags[i] & bit) != 0} << i;
-    return bits;
-  }
-  void clear_flags(size_t word, uint8_t bit) const {
-    uint8_t* flags = &flag(static_cast<int32_t>(word * 64));
-    for (int i = 0; i < 64; ++i) flags[i] &= static_cast<uint8_t>(~bit);
-  }
 
-  void start_tracking() {
-    if (tracking_) return;
-    std::vector<Block> blocks;
-    std::vector<uint8_t*> flags;
-    for (size_t c = 0; c < chunks_.size(); ++c) {
-      blocks.emplace_back(size_t{1} << shift_);
-      flags.push_back(reinterpret_cast<uint8_t*>(blocks.back().data()));
-    }
-    flag_blocks_ = std::move(blocks);
-    flags_ = std::move(flags);
-    tracking_ = true;
-  }
+  // ---- touched rows of numbered consumers; see touched.hpp
 
-  void stop_tracking() {
-    flags_.clear();
-    flag_blocks_.clear();
-    tracking_ = false;
+  bool tracked(int consumer) const { return tracked_ >> consumer & 1; }
+  bool tracked() const { return tracked_ != 0; }
+
+  void track(int consumer) {
+    if (tracked(consumer)) return;
+    TouchedRows touched;
+    for (size_t c = 0; c < chunks_.size(); ++c) touched.push_chunk(TouchedRows::new_chunk(shift_));
+    touched_[consumer] = std::move(touched);
+    tracked_ = static_cast<uint8_t>(tracked_ | 1u << consumer);
+  }
+  void untrack(int consumer) {
+    tracked_ = static_cast<uint8_t>(tracked_ & ~(1u << consumer));
+    touched_[consumer] = TouchedRows();
+  }
+  void touch(int32_t row) const {
+    for_consumers([&](const TouchedRows& t) { t.touch(shift_, row); });
+  }
+  void touch(int consumer, int32_t row) const { touched_[consumer].touch(shift_, row); }
+  // The touched rows of a word of 64 rows; zero: none of them is touched any longer.
+  uint64_t& touched_of(int consumer, size_t word) const {
+    return touched_[consumer].word_of(shift_, static_cast<int32_t>(word * 64));
+  }
+  // See TouchedRows::take.
+  int take_touched(int consumer, int64_t& end, int most, int64_t& looks, int32_t* first, uint64_t* bits) const {
+    end = std::min(end, (high_ + 63) / 64);
+    return touched_[consumer].take(shift_, end, most, looks, first, bits);
+  }
+  // The chunks of each consumer, for kernels. Returns the number of consumers.
+  int32_t touched_chunks(uint64_t* const** chunks) const {
+    int32_t count = 0;
+    for_consumers([&](const TouchedRows& t) { chunks[count++] = t.chunks(); });
+    return count;
   }
 
   // Moving rows into free places is worth the time.
@@ -318,19 +323,29 @@ class Rows {
 
   // Bytes of one row apart from weights and state.
   size_t side_bytes() const {
-    return sizeof(int64_t) + sizeof(uint32_t) * (counted_ ? 3 : 1) + (tracking_ ? 1 : 0);
+    return sizeof(int64_t) + sizeof(uint32_t) * (counted_ ? 3 : 1);
   }
   size_t weight_bytes() const { return weight_bytes_; }
   size_t state_bytes() const { return state_bytes_; }
-  size_t shared_bytes() const { return static_cast<size_t>(high_ + 7) / 8 + free_.capacity() * sizeof(int32_t); }
+  // Bytes of all rows together: a bit for each row in use, free places, and the touched rows of consumers.
+  size_t shared_bytes() const {
+    const size_t rows = static_cast<size_t>(high_), words = (rows + 63) / 64;
+    size_t touched = 0;
+    for_consumers([&](const TouchedRows&) { touched += (words + (words + 63) / 64) * sizeof(uint64_t); });
+    return (rows + 7) / 8 + touched + free_.capacity() * sizeof(int32_t);
+  }
 
   void clear() {
-    const bool tracking = tracking_;
+    const uint8_t tracked = tracked_;
     *this = Rows(std::move(table_), std::move(stored_), state_bytes_, counted_, max_rows_, huge_pages_);
-    tracking_ = tracking;
+    tracked_ = tracked;
   }
 
  private:
+  template <class Work>
+  void for_consumers(Work&& work) const {
+    for (unsigned left = tracked_; left; left &= left - 1) work(touched_[__builtin_ctz(left)]);
+  }
   size_t state_byte(const Column& c) const { return static_cast<size_t>(c.first - stored_.dim()) * 4; }
   static size_t column_bytes(const Column& c) { return static_cast<size_t>(c.width) * 4; }
   uint32_t timed_state() const {
@@ -352,9 +367,10 @@ class Rows {
     id_of(to) = id_of(from);
     live_word(to) |= live_bit(to);
     live_word(from) &= ~live_bit(from);
-    if (!tracking_) return;
-    flag(to) = flag(from);
-    flag(from) = 0;
+    for_consumers([&](const TouchedRows& t) {
+      if (t.touched(shift_, from)) t.touch(shift_, to);
+      t.forget(shift_, from);
+    });
   }
 
   // Returns the memory of chunks without rows.
@@ -363,7 +379,8 @@ class Rows {
     while (chunks_.size() > chunks) {
       chunks_.pop_back();
       weights_.pop_back(), states_.pop_back(), ids_.pop_back(), live_.pop_back();
-      if (tracking_) flags_.pop_back(), flag_blocks_.pop_back();
+      for (int c = 0; c < kMaxConsumers; ++c)
+        if (tracked(c)) touched_[c].pop_chunk();
     }
     huge_ = std::min(huge_, chunks_.size());
   }
@@ -372,20 +389,23 @@ class Rows {
     const size_t n = size_t{1} << shift_;
     const size_t rows = (n * (weight_bytes_ + timed_state()) + 63) / 64 * 64;
     Block block(rows + n * sizeof(int64_t) + n / 8);
-    Block flags(tracking_ ? n : 0);
+    Block touched[kMaxConsumers];
     const size_t wanted = chunks_.size() + 1;
     weights_.reserve(wanted), states_.reserve(wanted), ids_.reserve(wanted), live_.reserve(wanted);
-    flags_.reserve(wanted), chunks_.reserve(wanted), flag_blocks_.reserve(wanted);
+    chunks_.reserve(wanted);
+    for (int c = 0; c < kMaxConsumers; ++c) {
+      if (!tracked(c)) continue;
+      touched[c] = TouchedRows::new_chunk(shift_);
+      touched_[c].reserve(wanted);
+    }
     char* p = block.data();
     weights_.push_back(p);
     states_.push_back(p + (together_ ? weight_bytes_ : n * weight_bytes_));
     ids_.push_back(reinterpret_cast<int64_t*>(p + rows));
     live_.push_back(reinterpret_cast<uint64_t*>(p + rows + n * sizeof(int64_t)));
     chunks_.push_back(std::move(block));
-    if (tracking_) {
-      flags_.push_back(reinterpret_cast<uint8_t*>(flags.data()));
-      flag_blocks_.push_back(std::move(flags));
-    }
+    for (int c = 0; c < kMaxConsumers; ++c)
+      if (tracked(c)) touched_[c].push_chunk(std::move(touched[c]));
   }
 
   std::string table_;
@@ -398,14 +418,14 @@ class Rows {
   bool together_;
   int64_t high_ = 0, used_ = 0;
   int64_t boundary_ = 0;  // rows from here on are being moved; 0: no compaction in progress
-  bool tracking_ = false;
+  uint8_t tracked_ = 0;  // a bit for each consumer
   size_t huge_ = 0;  // number of chunks that requested huge pages
   std::vector<int32_t> free_;
-  std::vector<Block> chunks_, flag_blocks_;
+  std::vector<Block> chunks_;
   std::vector<char*> weights_, states_;
   std::vector<int64_t*> ids_;
   std::vector<uint64_t*> live_;
-  std::vector<uint8_t*> flags_;
+  TouchedRows touched_[kMaxConsumers];
 };
 
 }  // namespace megalith

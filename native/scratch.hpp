@@ -50,6 +50,7 @@ struct Scratch {
   Buffer<int32_t> rows, missing, fresh, slots;
   Buffer<int64_t> fresh_ids, begin;
   Buffer<float> initial;
+  std::vector<int64_t> ids;
   std::vector<WorkerScratch> workers;
   std::vector<Scratch> tables;  // of a call over several tables
 
@@ -65,6 +66,7 @@ struct Scratch {
     rows.trim(), missing.trim(), fresh.trim(), slots.trim(), fresh_ids.trim(), begin.trim(), initial.trim();
     for (WorkerScratch& w : workers) w.trim();
     for (Scratch& t : tables) t.trim();
+    if (ids.capacity() > (size_t{64} << 20) / sizeof(int64_t)) std::vector<int64_t>().swap(ids);
   }
 };
 

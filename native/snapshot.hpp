@@ -21,9 +21,10 @@ namespace megalith {
 
 class Snapshot {
  public:
-  // Takes a snapshot of all rows in use, or only of those flagged with `bit`. Clears the flags.
-  Snapshot(const Rows& rows, uint8_t bit, bool touched_only, std::vector<int64_t> removed, int64_t room)
-      : bit_(bit),
+  // Takes a snapshot of all rows in use, or only of those touched for a consumer (-1: none). They are no longer touched
+  // then.
+  Snapshot(const Rows& rows, int consumer, bool touched_only, std::vector<int64_t> removed, int64_t room)
+      : consumer_(consumer),
         room_(room),
         high_(rows.high()),
         live_(rows.used()),
@@ -31,19 +32,18 @@ class Snapshot {
         removed_(std::move(removed)) {
     const size_t words = static_cast<size_t>((high_ + 63) / 64);
     done_.resize(words);
-    if (bit) flagged_.resize(words);
+    if (consumer >= 0) touched_.resize(words);
     for (size_t w = 0; w < words; ++w) {
-      const uint64_t live = rows.live_of(w), flagged = bit ? rows.flagged_of(w, bit) : 0;
-      const uint64_t members = touched_only ? flagged : live;
-      if (bit) flagged_[w] = flagged;
+      if (consumer >= 0) touched_[w] = rows.touched_of(consumer, w);
+      const uint64_t members = touched_only ? touched_[w] : rows.live_of(w);
       done_[w] = ~members;
       size_ += static_cast<int64_t>(std::bitset<64>(members).count());
     }
     // Allocates all memory now, because a writer would wait for it later. A page uses memory once it is written.
     const size_t most = static_cast<size_t>(std::min(room_, size_));
     ids_.reserve(most), marks_.reserve(most), raw_.reserve(most * rows.row_size());
-    if (!bit) return;
-    for (size_t w = 0; w < words; ++w) rows.clear_flags(w, bit);
+    for (size_t w = 0; w < touched_.size(); ++w)
+      if (touched_[w]) rows.touched_of(consumer, w) = 0;
   }
 
   int64_t size() const { return size_; }
@@ -56,7 +56,7 @@ class Snapshot {
   // Used part of the room for saved rows, 0 to 1.
   double pressure() const { return static_cast<double>(ids_.size()) / static_cast<double>(room_); }
   size_t bytes() const {
-    return (done_.capacity() + flagged_.capacity() + ids_.capacity() + removed_.capacity()) * 8 +
+    return (done_.capacity() + touched_.capacity() + ids_.capacity() + removed_.capacity()) * 8 +
            marks_.capacity() * sizeof(Marks) + raw_.capacity();
   }
 
@@ -100,11 +100,13 @@ class Snapshot {
     return count;
   }
 
-  // Restores the flags of rows that were flagged when the snapshot was taken and are still in use.
+  // Marks the rows that were touched when the snapshot was taken and are still in use.
   void give_back(const Rows& rows) const {
-    for (int64_t r = 0; bit_ && r < high_; ++r) {
-      const int32_t row = static_cast<int32_t>(r);
-      if ((flagged_[word(row)] & mask(row)) && rows.live(row)) rows.flag(row) |= bit_;
+    for (size_t w = 0; w < touched_.size(); ++w) {
+      for (uint64_t left = touched_[w]; left; left &= left - 1) {
+        const int32_t row = static_cast<int32_t>(w * 64) + __builtin_ctzll(left);
+        if (rows.live(row)) rows.touch(consumer_, row);
+      }
     }
   }
 
@@ -128,12 +130,12 @@ class Snapshot {
     return count;
   }
 
-  const uint8_t bit_;
+  const int consumer_;
   const int64_t room_, high_, live_;
   const pid_t owner_;
   int64_t cursor_ = 0, size_ = 0;
   std::vector<uint64_t> done_;     // read, saved, or not part of the snapshot
-  std::vector<uint64_t> flagged_;  // touched when the snapshot was taken
+  std::vector<uint64_t> touched_;  // when the snapshot was taken
   std::vector<int64_t> removed_;
   std::vector<int64_t> ids_;  // the saved rows
   std::vector<Marks> marks_;

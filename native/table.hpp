@@ -74,7 +74,6 @@ class Table {
   friend class TableGroup;  // calls over several tables; see group.hpp
 
  public:
-  static constexpr int kMaxConsumers = 8;
   static constexpr int64_t kUnknownEpoch = -1;
 
   explicit Table(TableOptions options)
@@ -241,9 +240,10 @@ class Table {
     for_ranges(n, grain, threads, [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; ++i) {
         rows_.copy_in(rows[i], from, i);
-        written(rows[i], static_cast<uint32_t>(from.times[i]));
+        rows_.time_of(rows[i]) = static_cast<uint32_t>(from.times[i]);
       }
     });
+    for (int64_t i = 0; rows_.tracked() && i < n; ++i) rows_.touch(rows[i]);
     if (rows_.counted() && from.steps)
       for (int64_t i = 0; i < n; ++i)
         latest_step_ = std::max(latest_step_, saturated(static_cast<uint64_t>(from.steps[i])));
@@ -254,7 +254,7 @@ class Table {
     std::unique_lock<ForkSafeLock> hold(lock_);
     while (snapshot() && !snapshot_->finished()) wait_for_reader(hold);
     prepare_removed(index_.size());
-    if (tracked_)
+    if (rows_.tracked())
       for (int64_t r = 0; r < rows_.high(); ++r)
         if (rows_.live(static_cast<int32_t>(r))) note_removed(rows_.id_of(static_cast<int32_t>(r)));
     counters_.removed += index_.size();
@@ -540,14 +540,18 @@ class Table {
   void save_for_snapshot(const int64_t* ids, int64_t n, Scratch& scratch, int threads,
                          std::unique_lock<ForkSafeLock>& hold);
 
-  // Removed ids of the consumers; see table_touched.hpp.
+  // Touched rows and removed ids of the consumers; see table_touched.hpp. The limits are of one hold of the lock: about
+  // 50 microseconds.
+  static constexpr int64_t kDrainLooks = 8192;
+  static constexpr int kDrainWords = 1024, kDrainRows = 4096, kDrainFinds = 1024;
+  void drain_some(int consumer, int64_t& end, std::vector<int64_t>& ids);
   void prepare_removed(int64_t n);
   static void keep_distinct(std::vector<int64_t>& ids);
   void note_removed(int64_t id);
 
   void written(int32_t row, uint32_t time) {
     rows_.time_of(row) = time;
-    if (tracked_) rows_.flag(row) |= tracked_;
+    rows_.touch(row);
   }
 
   // Notes that a row was written by other means than an update, now and at the latest step. A new row then counts as
@@ -582,7 +586,6 @@ class Table {
   Rows rows_;
   int dim_ = 0;
   int64_t epoch_ = 0;
-  uint8_t tracked_ = 0;
   std::vector<int64_t> removed_[kMaxConsumers];
   std::shared_ptr<Snapshot> snapshot_;
   int snapshot_consumer_ = -1;

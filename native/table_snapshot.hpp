@@ -17,18 +17,16 @@ inline int64_t Table::begin_snapshot(int consumer, bool touched_only, int64_t ro
   std::unique_lock<ForkSafeLock> hold(lock_);
   if (snapshot())
     throw std::invalid_argument("table '" + options_.name + "' already has an open snapshot: close it first");
-  uint8_t bit = 0;
   std::vector<int64_t> gone;
   if (consumer >= 0) {
-    bit = static_cast<uint8_t>(1u << consumer);
-    if (!(tracked_ & bit)) throw std::invalid_argument("consumer: not tracked");
+    if (!rows_.tracked(consumer)) throw std::invalid_argument("consumer: not tracked");
     keep_distinct(removed_[consumer]);
     for (int64_t id : removed_[consumer])
       if (index_.find(id) < 0) gone.push_back(id);
   }
   removed = gone;
   if (pending) *pending = counts_.copy();
-  snapshot_ = std::make_shared<Snapshot>(rows_, bit, touched_only, std::move(gone), room);
+  snapshot_ = std::make_shared<Snapshot>(rows_, consumer, touched_only, std::move(gone), room);
   snapshot_consumer_ = consumer;
   if (consumer >= 0) removed_[consumer].clear();
   return snapshot_->size();
@@ -56,7 +54,7 @@ inline double Table::end_snapshot(bool give_back) {
   const std::shared_ptr<Snapshot> ended = std::move(snapshot_);
   const int c = snapshot_consumer_;
   ended->wake();
-  if (give_back && c >= 0 && (tracked_ & (1u << c))) {
+  if (give_back && c >= 0 && rows_.tracked(c)) {
     ended->give_back(rows_);
     removed_[c].insert(removed_[c].end(), ended->removed().begin(), ended->removed().end());
   }

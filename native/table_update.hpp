@@ -82,7 +82,7 @@ inline Table::Parts Table::divide(const Reached& reached, int64_t high, int thre
   // share pages. It has at most 2^16 rows, and there are at most 4096 parts.
   const double wanted = 262144.0 / dim_ + 1.0;
   const double rows_per_part = static_cast<double>(high) * wanted / static_cast<double>(reached.n + 1);
-  parts.shift = 6;
+  parts.shift = 6;  // touched rows are marked in words of 64
   while (parts.shift < 16 && static_cast<double>(int64_t{1} << (parts.shift + 1)) <= rows_per_part)
     ++parts.shift;
   while ((high >> parts.shift) >= 4096) ++parts.shift;
@@ -200,7 +200,7 @@ inline void Table::finish_update(Pending& p, Scratch& scratch, WorkerScratch* wo
   apply.time = u.time;
   apply.step = saturated(u.step);
   apply.rounding_step = u.step;
-  apply.touch = tracked_;
+  apply.num_touched = rows_.touched_chunks(apply.touched);
   apply.rows_per_part_shift = parts.shift;
   const int64_t distinct = std::min(parts.most, int64_t{1} << parts.shift);
   ThreadPool::get().run(parts.count, threads, [&](int64_t part, int worker) {

@@ -21,25 +21,30 @@
 
 namespace megalith {
 
-// Writers have priority: a stream of readers cannot starve a writer.
+// Writers and readers take turns: writers get the lock in the order in which they asked, and between two of them all
+// readers that wait get it. So neither a stream of readers nor a writer that asks again and again can starve others.
 class ReadWriteLock {
  public:
   void lock() {
     std::unique_lock<std::mutex> hold(mutex_);
-    ++waiting_;
-    changed_.wait(hold, [&] { return readers_ == 0 && !writing_; });
-    --waiting_;
-    writing_ = true;
+    const uint64_t turn = writers_++;
+    changed_.wait(hold, [&] { return turn == served_ && readers_ == 0; });
   }
   void unlock() {
     std::lock_guard<std::mutex> hold(mutex_);
-    writing_ = false;
+    ++served_;
+    readers_ = waiting_;
+    waiting_ = 0;
     changed_.notify_all();
   }
   void lock_shared() {
     std::unique_lock<std::mutex> hold(mutex_);
-    changed_.wait(hold, [&] { return !writing_ && waiting_ == 0; });
-    ++readers_;
+    if (writers_ == served_) {
+      ++readers_;
+      return;
+    }
+    ++waiting_;
+    changed_.wait(hold, [this, seen = served_] { return served_ != seen; });  // the writer has counted it
   }
   void unlock_shared() {
     std::lock_guard<std::mutex> hold(mutex_);
@@ -49,8 +54,8 @@ class ReadWriteLock {
  private:
   std::mutex mutex_;
   std::condition_variable changed_;
-  int readers_ = 0, waiting_ = 0;
-  bool writing_ = false;
+  int readers_ = 0, waiting_ = 0;      // readers that hold the lock, that wait
+  uint64_t writers_ = 0, served_ = 0;  // writers that asked, that are done
 };
 
 class ThreadPool {

@@ -26,6 +26,27 @@ struct IndexView {
   uint64_t cursor;
 };
 
+// Touched rows of a consumer, in chunks of 1 << shift rows: a bit per row in words of 64, then a bit per word. If a word
+// has bits, its own bit is set.
+constexpr int kMaxConsumers = 8;
+
+static inline uint64_t touched_words(uint32_t shift) {
+  const uint64_t words = (uint64_t{1} << shift) / 64;
+  return words + (words + 63) / 64;
+}
+
+// Marks a row as touched. Several threads may do so at the same time for rows of different words.
+static inline void touch_row(uint64_t* const* chunks, uint32_t shift, int32_t row) {
+  const uint32_t r = static_cast<uint32_t>(row), word = (r & ((1u << shift) - 1)) / 64;
+  uint64_t* chunk = chunks[r >> shift];
+  if (chunk[word] == 0) {
+    uint64_t* above = chunk + (uint64_t{1} << shift) / 64 + word / 64;
+    const uint64_t bit = uint64_t{1} << (word % 64);
+    if (!(__atomic_load_n(above, __ATOMIC_RELAXED) & bit)) __atomic_fetch_or(above, bit, __ATOMIC_RELAXED);
+  }
+  chunk[word] |= uint64_t{1} << (r % 64);
+}
+
 // How a weight is stored.
 enum class Precision : int32_t { float32, float16, bfloat16 };
 
@@ -63,7 +84,6 @@ struct WeightRun {
 struct RowsView {
   char* const* weights;      // chunks of 1 << shift rows
   char* const* states;       // of the same rows, each followed by its time; may be interleaved with weights
-  uint8_t* const* flags;     // touched bits; null if there is no consumer
   uint32_t shift;
   uint32_t stride;           // bytes from the weights of a row to those of the next
   uint32_t state_stride;

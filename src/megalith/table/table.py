@@ -529,11 +529,14 @@ class Table:
     def drain_touched(self, consumer: str) -> tuple[Tensor, Tensor]:
         """Return and clear a consumer's record of changed rows.
 
+        The time depends on the number of changed rows. Other threads may write meanwhile: a change during the
+        call is in this result, in the next one, or in both.
+
         Args:
             consumer: Name of the consumer.
 
         Returns:
-            Ids written and ids removed since the last drain, int64 each.
+            Ids written and ids removed since the last drain, int64 each; an id is in one of them.
         """
         with self._consumers_lock:
             return self.engine_impl.drain(self.consumer_number(consumer))

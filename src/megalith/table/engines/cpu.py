@@ -389,7 +389,7 @@ class CpuEngine(Engine):
     def evict(self, ids: Tensor, watch: int) -> Tensor:
         """See `Engine.evict`."""
         with self._writing:
-            return _ids_from(self._native.evict(ids, watch))
+            return torch.from_numpy(self._native.evict(ids, watch))
 
     def compact(self, limit: int) -> bool:
         """See `Engine.compact`."""
@@ -397,16 +397,16 @@ class CpuEngine(Engine):
 
     def drain_evicted(self) -> Tensor:
         """See `Engine.drain_evicted`."""
-        return _ids_from(self._native.drain_evicted())
+        return torch.from_numpy(self._native.drain_evicted())
 
     def drain_refused(self) -> Tensor:
         """See `Engine.drain_refused`."""
-        return _ids_from(self._native.drain_refused())
+        return torch.from_numpy(self._native.drain_refused())
 
     def pending(self) -> tuple[Tensor, Tensor]:
         """See `Engine.pending`."""
         ids, counts = self._native.pending()
-        return _ids_from(ids), _ids_from(counts)
+        return torch.from_numpy(ids), torch.from_numpy(counts)
 
     def restore_pending(self, ids: Tensor, counts: Tensor) -> None:
         """See `Engine.restore_pending`."""
@@ -424,7 +424,7 @@ class CpuEngine(Engine):
     ) -> SnapshotStart:
         """See `Engine.begin_snapshot`."""
         rows, live, *found = self._native.begin_snapshot(consumer, touched_only, room, with_pending)
-        removed, ids, counts = map(_ids_from, found)
+        removed, ids, counts = map(torch.from_numpy, found)
         return SnapshotStart(rows, live, removed, (ids, counts))
 
     def read_snapshot(self, chunk: Chunk) -> int:
@@ -452,7 +452,7 @@ class CpuEngine(Engine):
     def drain(self, consumer: int) -> tuple[Tensor, Tensor]:
         """See `Engine.drain`."""
         updated, removed = self._native.drain(consumer)
-        return _ids_from(updated), _ids_from(removed)
+        return torch.from_numpy(updated), torch.from_numpy(removed)
 
     def mark(self, consumer: int, ids: Tensor) -> None:
         """See `Engine.mark`."""
@@ -485,9 +485,3 @@ def _native_rows(found: FoundRows | None) -> tuple[Tensor | None, int]:
 
 def _native_chunk(chunk: Chunk) -> tuple[Tensor, list[Tensor], Tensor, Tensor | None, Tensor | None]:
     return chunk.ids, chunk.columns(), chunk.time, chunk.count, chunk.step
-
-
-def _ids_from(data: bytes) -> Tensor:
-    if not data:
-        return torch.empty(0, dtype=torch.int64)
-    return torch.frombuffer(bytearray(data), dtype=torch.int64)
