@@ -254,8 +254,8 @@ def report(
     pause = statistics.median(p["pause"] / p["save"] for p in pauses)
     allowed = max(0.05 * memory, 256 * MIB)
     bars = [
-        Bar("save / raw write", ratio(["save"], ["raw write"]), 1.5, at_most=True),
-        Bar("load / (raw read + insert)", ratio(["load"], ["raw read", "insert"]), 2.0, at_most=True),
+        Bar("save / raw write", ratio(["save"], ["raw write"]), 1.3, at_most=True),
+        Bar("load / (raw read + insert)", ratio(["load"], ["raw read", "insert"]), 1.5, at_most=True),
         Bar("extra memory of save, MiB", extra["save"] / MIB, allowed / MIB, at_most=True),
         Bar("extra memory of load, MiB", extra["load"] / MIB, allowed / MIB, at_most=True),
         Bar("training pause / save", pause, 0.05, at_most=True),

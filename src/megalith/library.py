@@ -17,12 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import profiler
+from torch.utils.dlpack import from_dlpack
 
 _LIBRARY = torch.library.Library("megalith", "DEF")
 
 _LARGE = 8 << 20
 """Bytes above which the page faults of a new tensor cost more than the rest of most ops."""
 
+_SMALL = 1 << 16
+"""Bytes below which new memory costs little."""
 
 _NO_SPAN: AbstractContextManager[Any] = nullcontext()
 
@@ -64,6 +67,46 @@ def new_tensor(*shape: int, dtype: torch.dtype, zero: bool = False) -> torch.Ten
     if native is not None and out.nbytes >= _LARGE:
         native.prefer_huge_pages(out)
     return out.zero_() if zero else out
+
+
+class MessageBuffers:
+    """Memory for messages; it is used again when the last tensor that shares it is freed. Thread-safe.
+
+    The first write of a page of new memory costs several times as much as to fill it.
+
+    Args:
+        largest: The size in bytes from which memory is not kept; None: all sizes are.
+    """
+
+    def __init__(self, largest: int | None = None) -> None:
+        native: Any = native_module()
+        self._native: Any = None if native is None else native.Buffers()
+        self._largest = sys.maxsize if largest is None else largest
+
+    def new(self, size: int) -> Tensor:
+        """Return memory for a message.
+
+        Args:
+            size: Bytes.
+
+        Returns:
+            uint8 [size], uninitialized.
+        """
+        if self._native is None or not _SMALL <= size < self._largest:
+            return torch.empty(size, dtype=torch.uint8)
+        return from_dlpack(self._native.get(size))
+
+    def floats(self, rows: int, columns: int) -> Tensor:
+        """Return memory for rows of floats.
+
+        Args:
+            rows: Number of rows.
+            columns: Number of floats of a row.
+
+        Returns:
+            float32 [rows, columns], uninitialized.
+        """
+        return self.new(4 * rows * columns).view(torch.float32).view(rows, columns)
 
 
 def define_op(

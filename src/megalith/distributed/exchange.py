@@ -23,23 +23,19 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from megalith.distributed.absent_ranks import naming_absent_ranks, timeout_message
 from megalith.distributed.ranks import RankGroup, has_process_group
 from megalith.errors import InputError, MegalithError, RankFailedError, RankTimeoutError, UsageError
-from megalith.library import native_module, span
+from megalith.library import MessageBuffers, native_module, span
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 MAX_SECONDS = 1e7
 TRANSPORTS = ("auto", "shared_memory", "gloo")
-_LARGE = 1 << 16
-"""The size from which the memory of a message is used again: new pages cost more than to fill them."""
 
 
 class Exchange(RankGroup):
@@ -88,8 +84,7 @@ class Exchange(RankGroup):
         )
         self._thread.start()
         weakref.finalize(self, self._tasks.put, None)  # ends the thread
-        native: Any = native_module()
-        self._buffers: Any = None if native is None else native.Buffers()
+        self._buffers = MessageBuffers()
         self._mailbox: Any = None
         wanted = self.gather(transport)
         if set(wanted) != {transport}:
@@ -151,9 +146,7 @@ class Exchange(RankGroup):
         Returns:
             uint8 [size], uninitialized.
         """
-        if self._buffers is None or size < _LARGE:
-            return torch.empty(size, dtype=torch.uint8)
-        return from_dlpack(self._buffers.get(size))
+        return self._buffers.new(size)
 
     # ---- collectives; in the thread
 

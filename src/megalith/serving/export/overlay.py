@@ -9,12 +9,14 @@ which float32 holds exactly.
 
 from __future__ import annotations
 
+import time as clock
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from megalith.library import MessageBuffers
 from megalith.serving.export.row_format import Formats
 from megalith.table import SGD, Table, TableConfig, Zeros
 
@@ -23,6 +25,7 @@ RowsByTable = Mapping[str, tuple[Tensor, Tensor]]
 _NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 _NO_CODES: Formats = MappingProxyType({})
 _BYTES = 3  # of a column with codes
+_LARGEST = 16 << 20  # of the memory that is kept between two messages
 
 
 class Overlay:
@@ -40,6 +43,7 @@ class Overlay:
         self.dims = dict(dims)
         self.hides_base = hides_base
         self._codes = dict(codes)
+        self._buffers = MessageBuffers(_LARGEST)
         widths = self.dims | {name: -(-each.row_bytes // _BYTES) for name, each in codes.items()}
         self._tables = {
             name: Table(
@@ -70,9 +74,14 @@ class Overlay:
             removed: Table -> ids int64 [n].
         """
         for name, (ids, values) in rows.items():
-            present = torch.full((ids.numel(), 1), PRESENT)
             stored = values if name not in self._codes else _columns(self._codes[name].encode(values))
-            self._tables[name].assign(ids, torch.cat([stored, present], 1))  # faster than filling columns
+            flagged = self._buffers.floats(ids.numel(), self._tables[name].dim)
+            flagged[:, :-1] = stored
+            flagged[:, -1] = PRESENT
+            # The engine itself: rows were validated when they arrived.
+            self._tables[name].engine_impl.assign(
+                ids.contiguous(), flagged, add=False, time=int(clock.time())
+            )
         for name, ids in removed.items():
             if self.hides_base:
                 self._tables[name].remove(ids)

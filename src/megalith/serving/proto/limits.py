@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megalith.errors import InputError
+from megalith.library import MessageBuffers
 from megalith.serving.wire_names import MAX_REQUEST_BYTES
 
 MAX_BYTES = MAX_REQUEST_BYTES
@@ -70,7 +71,11 @@ def checked_shape(sizes: Sequence[int], item_bytes: int, max_bytes: int, name: s
 
 
 def tensor_of_bytes(
-    data: bytes | memoryview, dtype: torch.dtype, shape: tuple[int, ...], name: str
+    data: bytes | memoryview,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    name: str,
+    buffers: MessageBuffers | None = None,
 ) -> Tensor:
     """Copy elements into a tensor.
 
@@ -79,6 +84,7 @@ def tensor_of_bytes(
         dtype: Their type.
         shape: The shape of the tensor.
         name: The name of the tensor in errors.
+        buffers: Memory for the tensor; None: new memory.
 
     Returns:
         A tensor that does not share memory with `data`; a bool is true if its byte is not 0.
@@ -94,7 +100,11 @@ def tensor_of_bytes(
     if dtype == torch.bool:
         # A byte other than 0 and 1 would make a bool that is neither true nor false.
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).ne(0).reshape(shape)
-    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+    if buffers is None:
+        return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+    copy = buffers.new(len(data))
+    np.copyto(copy.numpy(), np.frombuffer(data, dtype=np.uint8))
+    return copy.view(dtype).reshape(shape)
 
 
 def bytes_of_tensor(tensor: Tensor, name: str) -> bytes:

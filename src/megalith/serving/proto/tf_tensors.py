@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megalith.errors import InputError
+from megalith.library import MessageBuffers
 from megalith.serving.proto.limits import (
     BITS,
     MAX_BYTES,
@@ -87,7 +88,12 @@ def to_tensor_proto(tensor: Tensor) -> Message:
 
 
 def from_tensor_proto(
-    proto: Message, *, name: str = "tensor", max_bytes: int = MAX_BYTES, content: memoryview | None = None
+    proto: Message,
+    *,
+    name: str = "tensor",
+    max_bytes: int = MAX_BYTES,
+    content: memoryview | None = None,
+    buffers: MessageBuffers | None = None,
 ) -> Tensor:
     """Copy a TensorProto into a tensor.
 
@@ -96,6 +102,7 @@ def from_tensor_proto(
         name: The name of the tensor in errors.
         max_bytes: The maximum size of the tensor.
         content: Its `tensor_content`, if `cut_contents` cut it out of the message.
+        buffers: Memory for the tensor; None: new memory.
 
     Returns:
         A tensor that does not share memory with the message. Fewer values than the shape holds are completed
@@ -113,7 +120,7 @@ def from_tensor_proto(
     shape = _shape(proto, dtype.itemsize, max_bytes, name)
     field, values = _only_field(proto, name, content)
     if field == "tensor_content":
-        return tensor_of_bytes(values, dtype, shape, name)
+        return tensor_of_bytes(values, dtype, shape, name, buffers)
     bits = BITS[dtype]
     if field in ("int_val", "half_val"):
         given = in_range(np.fromiter(values, np.int32, len(values)), bits, name)
@@ -127,6 +134,7 @@ def from_tensor_protos(
     *,
     max_bytes: int = MAX_BYTES,
     contents: Mapping[str, memoryview] = MappingProxyType({}),
+    buffers: MessageBuffers | None = None,
 ) -> dict[str, Tensor | Strings]:
     """Convert the inputs of a request.
 
@@ -134,6 +142,7 @@ def from_tensor_protos(
         protos: TensorProto by name.
         max_bytes: The maximum total size.
         contents: The contents that `cut_contents` cut out of the messages, by name.
+        buffers: Memory for the tensors; None: new memory.
 
     Returns:
         Tensors by name; strings are arrays of bytes objects.
@@ -150,7 +159,7 @@ def from_tensor_protos(
             left -= strings.size * POINTER_BYTES
             read[name] = strings
         else:
-            tensor = from_tensor_proto(proto, name=shown, max_bytes=left, content=content)
+            tensor = from_tensor_proto(proto, name=shown, max_bytes=left, content=content, buffers=buffers)
             left -= tensor.numel() * tensor.element_size()
             read[name] = tensor
     return read

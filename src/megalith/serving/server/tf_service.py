@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError
+from megalith.library import MessageBuffers
 from megalith.serving.export.signature import ENTRY, Signature
 from megalith.serving.proto import (
     DataType,
@@ -58,6 +59,8 @@ METADATA_FIELD = "signature_def"
 METADATA_PREFIX = "megalith-"
 """Prefix of the metadata that parameter sync uses."""
 _FLOAT = int(DataType.DT_FLOAT)
+_LARGEST = 16 << 20
+"""Bytes of a tensor whose memory is kept for the next message."""
 
 
 class TFService:
@@ -69,6 +72,7 @@ class TFService:
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
+        self._buffers = MessageBuffers(_LARGEST)
 
     def handlers(self) -> list[Any]:
         """Return the handlers to register with a gRPC server."""
@@ -208,7 +212,7 @@ class TFService:
         self, request: Message, contents: Mapping[str, memoryview]
     ) -> dict[str, Tensor | Strings]:
         limit = self._dispatcher.max_bytes
-        return from_tensor_protos(request.inputs, max_bytes=limit, contents=contents)
+        return from_tensor_protos(request.inputs, max_bytes=limit, contents=contents, buffers=self._buffers)
 
     def _parse(self, kind: Any, data: bytes) -> Message:
         request = parse(self._dispatcher, kind, data)

@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from megalith.checkpoint.dense_state import collections_of, dense_state
 from megalith.checkpoint.manifest import full_name
 from megalith.errors import InputError
+from megalith.library import MessageBuffers
 from megalith.ops.checks import all_finite
 from megalith.serving.sync.push_messages import PushMessage
 from megalith.shards import Shards
 from megalith.table import Table
+from megalith.table.table_data import FoundRows
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,7 @@ class ParameterSource:
             for name, table in shards.local.items()
         }
         self._last: dict[str, Tensor] = {}
+        self._buffers = MessageBuffers()
         self._counting = threading.Lock()
         self.held_back = 0
         """The number of rows that were not finite when a message was built."""
@@ -150,7 +153,7 @@ class ParameterSource:
         Returns:
             A message with the finite rows, and the ids without a row as removed.
         """
-        push, not_finite = read_rows(self.tables, ids)
+        push, not_finite = read_rows(self.tables, ids, self._buffers)
         if not_finite:
             logger.warning("%s", describe_not_finite(not_finite))
             with self._counting:
@@ -189,13 +192,14 @@ def scan_ids(tables: Mapping[str, Table]) -> dict[str, Tensor]:
 
 
 def read_rows(
-    tables: Mapping[str, Table], ids: Mapping[str, Tensor]
+    tables: Mapping[str, Table], ids: Mapping[str, Tensor], buffers: MessageBuffers | None = None
 ) -> tuple[PushMessage, dict[str, Tensor]]:
     """Read the current rows of ids, as servers return them (`Segment.serving`).
 
     Args:
         tables: The tables by name.
         ids: The ids of each table, int64 [n].
+        buffers: Memory for the rows; None: new memory.
 
     Returns:
         A message with the finite rows, and the ids without a row as removed; and the ids whose rows are left
@@ -211,7 +215,11 @@ def read_rows(
             wanted, found = wanted[~gone], found[~gone]
         if not wanted.numel():
             continue
-        values = table.read(found, wanted, epoch=epoch, stored=True)
+        if buffers is not None and table.engine_impl.engine == "cpu":
+            out = buffers.floats(wanted.numel(), table.dim)
+            values = table.engine_impl.read(wanted.contiguous(), FoundRows(found, epoch), out)
+        else:
+            values = table.read(found, wanted, epoch=epoch, stored=True)
         if not all_finite(values):
             finite = values.isfinite().all(1)
             not_finite[name] = wanted[~finite]
