@@ -151,7 +151,7 @@ void backward(const std::vector<std::unique_ptr<Table>>& tables, const Batch& ba
   if (together) TableGroup::update(updates, threads);
 }
 
-std::vector<float> contents(const Table& table) {
+std::vector<float> contents(Table& table) {
   const int64_t n = table.size();
   const int dim = table.dim(), rest = table.row_floats() - dim;
   Ints ids(z(n)), times(z(n));

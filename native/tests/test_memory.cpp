@@ -51,7 +51,7 @@ std::vector<int64_t> numbers(int64_t first, int64_t last) {
 }
 
 // Ids by scan, which must be those that find knows.
-std::map<int64_t, float> contents(const Table& table) {
+std::map<int64_t, float> contents(Table& table) {
   std::map<int64_t, float> rows;
   std::vector<int64_t> ids(8192), times(8192);
   std::vector<float> raw(8192 * static_cast<size_t>(table.dim()));

@@ -43,7 +43,7 @@ TableOptions options(std::vector<SegmentPlan> segments, const char* kernels = ""
 
 using Rows1 = std::map<int64_t, std::vector<float>>;
 
-Rows1 contents(const Table& table) {
+Rows1 contents(Table& table) {
   Rows1 rows;
   const int dim = table.dim(), rest = table.row_floats() - dim;
   std::vector<int64_t> ids(7), times(7);
