@@ -21,6 +21,13 @@ settings.load_profile(os.environ.get("MEGALITH_EXAMPLES", "fixed"))
 # about threads set their own number.
 torch.set_num_threads(1)
 
+# Without a GPU the kernels of the cuda engine run in Triton's interpreter, which reads this at its import.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# `make test-gpu` runs the tests of the contract on the cuda engine.
+ENGINES = os.environ.get("MEGALITH_TEST_ENGINES", "reference,cpu").split(",")
+
 _BFLOAT16_TRAINING = """
 import torch
 layer = torch.nn.Linear(64, 64)
@@ -41,7 +48,7 @@ def bfloat16_matmul() -> None:
     assert probe.returncode == 0, probe.stderr.decode()
 
 
-@pytest.fixture(params=["reference", "cpu"])
+@pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> str:
     """Each engine in turn: the contract does not know which one it is."""
     name: str = request.param

@@ -56,10 +56,11 @@ class BatchPreparer:
                 )
             batch = Ragged.from_keyed(batch)
         columns: dict[str, Ragged] = {}
+        splits_of: dict[tuple[int, torch.device], Tensor] = {}
         absent = []
         for name, feature in self._plan.features.items():
             if name in batch:
-                columns[name] = column_of(feature, batch[name])
+                columns[name] = column_of(feature, batch[name], splits_of)
                 continue
             known = ", ".join(map(repr, batch)) or "nothing"
             if not self._absent_ok:
@@ -73,12 +74,15 @@ class BatchPreparer:
         return columns
 
 
-def column_of(feature: Feature, value: Any) -> Ragged:
+def column_of(
+    feature: Feature, value: Any, splits_of: dict[tuple[int, torch.device], Tensor] | None = None
+) -> Ragged:
     """Return the column of a feature.
 
     Args:
         feature: The feature.
         value: A Ragged, a jagged nested tensor, int64 or int32 [B], or [B, L] padded with `feature.pad`.
+        splits_of: The row_splits of columns [B] of this batch by size and device, which they share.
 
     Returns:
         The ids as a Ragged; a tensor [B] has one id per example.
@@ -94,7 +98,11 @@ def column_of(feature: Feature, value: Any) -> Ragged:
             raise InputError(f"feature {feature.name!r}: a nested tensor must have layout=torch.jagged")
         column = Ragged.from_nested(value)
     elif isinstance(value, Tensor) and value.dim() == 1:
-        column = Ragged(value, torch.arange(value.shape[0] + 1, device=value.device))
+        splits_of = {} if splits_of is None else splits_of
+        key = value.shape[0], value.device
+        if key not in splits_of:
+            splits_of[key] = torch.arange(value.shape[0] + 1, device=value.device)
+        column = Ragged(value, splits_of[key])
     elif isinstance(value, Tensor) and value.dim() == 2:
         column = Ragged.from_padded(value, pad=feature.pad)
     else:

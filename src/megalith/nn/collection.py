@@ -187,8 +187,7 @@ class EmbeddingCollection(nn.Module):
             outputs = _Pool.apply(self._anchor, self, own)
         else:
             outputs = own.lookup.pool(compiled.pooling)
-        if compiled.device.type != "cpu":
-            outputs = [o.to(compiled.device) for o in outputs]
+        outputs = [o.to(compiled.device) for o in outputs]
         return self.plan.assemble(compiled, outputs)
 
     @property
@@ -255,7 +254,7 @@ class EmbeddingCollection(nn.Module):
             )
         # Gradients kept for step() are copied: their memory may be shared with a parameter's .grad.
         keep = self.update == "step"
-        own.grads = [g.to("cpu", torch.float32, copy=keep) for g in grads]
+        own.grads = [g.to(self.shards.device, torch.float32, copy=keep) for g in grads]
         if keep:
             self._pending.append(own)
             return

@@ -195,6 +195,9 @@ class FeaturePlan:
         """
         size = self._batch_size(columns)
         device = _device(columns)
+        # Columns stay on the device of the tables; from any other device they come to the CPU.
+        keep = device.type == "cpu" or device == getattr(prepare_ids, "device", None)
+        place = device if keep else torch.device("cpu")
         rows = [size] * len(self.outputs)
         ids: dict[str, Tensor] = {}
         bags: dict[str, tuple[Bags, ...]] = {}
@@ -203,10 +206,10 @@ class FeaturePlan:
             found: list[tuple[Feature, Ragged, Tensor]] = []
             begin = 0
             for feature in features:
-                column = columns[feature.name].to("cpu") if device.type != "cpu" else columns[feature.name]
+                column = columns[feature.name] if keep else columns[feature.name].to("cpu")
                 offsets = column.row_splits
                 if feature.combiner is None:
-                    offsets = torch.arange(column.values.shape[0] + 1, device="cpu")
+                    offsets = torch.arange(column.values.shape[0] + 1, device=place)
                     rows[self._parts[feature.name][0].output] = column.values.shape[0]
                 else:
                     column = feature.combiner.cut(column)
@@ -300,7 +303,7 @@ def _weights(columns: Sequence[Ragged]) -> Tensor | None:
     if all(column.weights is None for column in columns):
         return None
     pieces = [
-        torch.ones(c.values.shape[0], device="cpu") if c.weights is None else c.weights.to(torch.float32)
+        torch.ones(c.values.shape[0], device=c.device) if c.weights is None else c.weights.to(torch.float32)
         for c in columns
     ]
     return torch.cat(pieces)

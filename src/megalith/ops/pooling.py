@@ -82,6 +82,22 @@ class Bags:
         """The number of bags."""
         return self.offsets.numel() - 1
 
+    def to(self, device: torch.device) -> Bags:
+        """Return the bags with their tensors on another device.
+
+        Args:
+            device: The device.
+
+        Returns:
+            New bags.
+        """
+
+        def move(tensor: Any) -> Any:
+            return tensor.to(device, non_blocking=True) if isinstance(tensor, Tensor) else tensor
+
+        tensors = move(self.offsets), self.parts, move(self.weights), move(self.divisor)
+        return Bags(*tensors, self.shared)
+
     @cached_property
     def native(self) -> tuple[Any, ...]:
         """The arguments for the native module."""
@@ -124,11 +140,36 @@ class Pooling:
             bags={table: (Bags(offsets, (OutputSlice(0, 0, 0, dim),)),)},
         )
 
-    def new_outputs(self, tables: Iterable[str] | None = None) -> list[Tensor]:
+    def to(self, device: torch.device | str) -> Pooling:
+        """Return the pooling with its tensors on another device.
+
+        Args:
+            device: The device.
+
+        Returns:
+            The pooling itself if all its tensors are there.
+
+        Raises:
+            InputError: The device is not known.
+        """
+        try:
+            place = torch.device(device)
+        except (RuntimeError, TypeError):
+            raise InputError(f"Pooling: device must be a torch.device or its name, got {device!r}") from None
+        tensors = [t for bags in self.bags.values() for b in bags for t in (b.offsets, b.weights, b.divisor)]
+        if all(not isinstance(tensor, Tensor) or tensor.device == place for tensor in tensors):
+            return self
+        moved = {name: tuple(own.to(place) for own in bags) for name, bags in self.bags.items()}
+        return Pooling(self.outputs, moved)
+
+    def new_outputs(
+        self, tables: Iterable[str] | None = None, device: torch.device | None = None
+    ) -> list[Tensor]:
         """Allocate float32 outputs, zero where no part of the tables writes.
 
         Args:
             tables: The names of the tables; default all.
+            device: Where to allocate them; default the CPU.
 
         Returns:
             A tensor for each shape of `outputs`.
@@ -139,7 +180,7 @@ class Pooling:
             tables = [_check_name(table) for table in tables]
         covered = self._covered(tuple(self.bags if tables is None else tables))
         return [
-            torch.empty(shape) if whole else torch.zeros(shape)
+            torch.empty(shape, device=device) if whole else torch.zeros(shape, device=device)
             for shape, whole in zip(self.outputs, covered, strict=True)
         ]
 
@@ -192,6 +233,28 @@ class Pooling:
         for bags in self.of(table):
             if bool((torch.diff(bags.offsets) < 0).any()):
                 raise _descends(table, num_occurrences)
+
+    def check_shapes(self, table: str, num_occurrences: int, dim: int) -> None:
+        """Check everything but the values of offsets, weights and divisors, on any device.
+
+        Args:
+            table: The name of the table.
+            num_occurrences: The number of its occurrences.
+            dim: The number of columns of its rows.
+
+        Raises:
+            InputError: The bags do not match the occurrences, the rows or the outputs.
+        """
+        _check_count("num_occurrences", num_occurrences)
+        _check_count("dim", dim)
+        for bags in self.of(table):
+            _check_shape(table, "offsets", bags.offsets, torch.int64, None)
+            if bags.weights is not None:
+                _check_shape(table, "weights", bags.weights, torch.float32, num_occurrences)
+            if bags.divisor is not None:
+                _check_shape(table, "divisor", bags.divisor, torch.float32, bags.num_bags)
+            for part in bags.parts:
+                self._check_part(table, part, bags, dim)
 
     def check_ends(self, table: str, num_occurrences: int, dim: int) -> list[tuple[int, int]]:
         """Check everything but the offsets between the first and the last.
@@ -331,20 +394,28 @@ def _bags_fit(bags: Bags, part: OutputSlice, rows: int) -> bool:
 
 def _check_vector(table: str, field: str, tensor: Tensor, dtype: torch.dtype, size: int | None) -> None:
     """Raise InputError unless `tensor` is a finite CPU vector of this type and size (None: not empty)."""
-    shape = "[bags + 1]" if size is None else f"[{size}]"
+    _check_shape(table, field, tensor, dtype, size, on_cpu=True)
+    if dtype.is_floating_point and not bool(torch.isfinite(tensor).all()):
+        raise InputError(f"table {table!r}: {field} holds NaN or Inf")
+
+
+def _check_shape(
+    table: str, field: str, tensor: Tensor, dtype: torch.dtype, size: int | None, *, on_cpu: bool = False
+) -> None:
+    """Raise InputError unless `tensor` is a vector of this type and size (None: not empty)."""
     good = (
         isinstance(tensor, Tensor)
         and tensor.dtype == dtype
         and tensor.layout == torch.strided
-        and tensor.device.type == "cpu"
+        and (tensor.device.type == "cpu" or not on_cpu)
         and tensor.dim() == 1
         and (tensor.numel() >= 1 if size is None else tensor.numel() == size)
     )
     if not good:
+        shape = "[bags + 1]" if size is None else f"[{size}]"
         name = str(dtype).removeprefix("torch.")
-        raise InputError(f"table {table!r}: {field} must be {name} {shape} on the CPU")
-    if dtype.is_floating_point and not bool(torch.isfinite(tensor).all()):
-        raise InputError(f"table {table!r}: {field} holds NaN or Inf")
+        place = " on the CPU" if on_cpu else ""
+        raise InputError(f"table {table!r}: {field} must be {name} {shape}{place}")
 
 
 def _fills(intervals: list[tuple[int, int]], width: int) -> bool:

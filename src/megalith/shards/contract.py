@@ -46,12 +46,14 @@ class Shards(ABC):
         local: The tables, or parts of tables, of this process.
         ranks: The processes that hold a part of the tables.
         preparer: `prepare` as an object that can be pickled and sent to a data worker.
+        device: Where outputs of a lookup are, and where gradients are taken without a copy.
     """
 
     configs: Mapping[str, TableConfig]
     local: Mapping[str, Table]
     ranks: RankGroup = RankGroup()
     preparer: Callable[..., PreparedIds]
+    device: torch.device = torch.device("cpu")
 
     @property
     def world_size(self) -> int:

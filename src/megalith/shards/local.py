@@ -43,6 +43,7 @@ class LocalShards(Shards):
     Attributes:
         engines: The engines of the tables. They take validated input only.
         stepwise: The tables of which lookups depend on their step.
+        device: Where the rows are.
 
     Raises:
         InputError: Two tables have the same name, or a config or option is wrong.
@@ -52,7 +53,6 @@ class LocalShards(Shards):
         self, configs: Sequence[TableConfig], *, engine: str = "cpu", seed: int = 0, num_shards: int = 1
     ) -> None:
         self.configs = MappingProxyType(check_configs(configs))
-        self.preparer = LocalPreparer(self.configs)
         self.local: Mapping[str, Table] = MappingProxyType(
             {
                 name: Table(c, engine=engine, seed=seed, num_shards=num_shards)
@@ -62,6 +62,9 @@ class LocalShards(Shards):
         self.engines = engine_group({name: table.engine_impl for name, table in self.local.items()})
         views = {name: table.engine_impl.view for name, table in self.local.items()}
         self.stepwise = [name for name, view in views.items() if view is not None and view.depends_on_step]
+        devices = {table.engine_impl.device for table in self.local.values()}
+        self.device = devices.pop() if devices else torch.device("cpu")
+        self.preparer = LocalPreparer(self.configs, self.device)
 
     def __repr__(self) -> str:
         tables = ", ".join(f"{name}: {len(table)} rows" for name, table in self.local.items())
@@ -83,7 +86,10 @@ class LocalShards(Shards):
             ids = self.prepare(ids, missing_ok=missing_ok)
         elif not self._is_prepared(ids):  # made by hand, or by other shards
             ids = self.prepare(ids.ids)
-        return LocalLookup(self.engines, ids.ids, step)
+        own = ids.ids
+        if self.device.type != "cpu":
+            own = {name: x.to(self.device, non_blocking=True) for name, x in own.items()}
+        return LocalLookup(self.engines, own, step)
 
     def _is_prepared(self, prepared: PreparedIds) -> bool:
         """Whether ids have the form that engines take; reads attributes only."""
@@ -311,4 +317,6 @@ class LocalLookup(Lookup):
         """
         self._check_tables(pooling)
         for name, ids in self.ids.items():
-            pooling.check(name, ids.numel(), self.engines[name].dim)
+            engine = self.engines[name]
+            check = pooling.check if engine.device.type == "cpu" else pooling.check_shapes
+            check(name, ids.numel(), engine.dim)

@@ -64,10 +64,16 @@ class LocalPreparer:
 
     Args:
         configs: All tables, in order.
+        device: The device of the rows; None: the CPU. Ids may be there or on the CPU; they stay where they
+            are.
+
+    Attributes:
+        device: The device of the rows.
     """
 
-    def __init__(self, configs: Mapping[str, TableConfig]) -> None:
-        self._checks = {name: InputChecks(config) for name, config in configs.items()}
+    def __init__(self, configs: Mapping[str, TableConfig], device: torch.device | None = None) -> None:
+        self.device = torch.device("cpu") if device is None else device
+        self._checks = {name: InputChecks(config, device) for name, config in configs.items()}
 
     def __call__(self, ids: Ids, *, missing_ok: bool = False) -> PreparedIds:
         """See `Shards.prepare`."""
@@ -92,7 +98,9 @@ class LocalPreparer:
         if not missing_ok:
             for name in ids:
                 check_table_name(name, self._checks)
-        return {name: self._checks[name].ids(x) for name, x in ids.items() if name in self._checks}
+        return {
+            name: self._checks[name].ids(x, move=False) for name, x in ids.items() if name in self._checks
+        }
 
 
 class RoutingPreparer(LocalPreparer):

@@ -59,7 +59,7 @@ def round_step(config: TableConfig, key: int, ids: Tensor, rows: Tensor, step: i
     for segment in config.segments:
         piece = rows[:, start : start + segment.dim]
         if segment.rounding == "stochastic":
-            draws = draw_bits(keys, torch.arange(start, start + segment.dim))
+            draws = draw_bits(keys, torch.arange(start, start + segment.dim, device=ids.device))
             pieces.append(_stochastic(segment, piece, draws))
         else:
             pieces.append(_nearest(segment, piece))

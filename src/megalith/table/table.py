@@ -36,7 +36,8 @@ class Table:
 
     Args:
         config: Name, segments and optimizers.
-        engine: "cpu" (native) or "reference" (plain torch).
+        engine: "cpu" (native), "reference" (plain torch) or "cuda" (rows in GPU memory, kernels in Triton).
+            Tensors of a cuda table may be on its GPU or on the CPU; results are on the device of the ids.
         seed: Together with the table's name and an id it determines the initial row of that id.
         num_shards: Number of shards of which this table is one; they share its `Capacity`.
 
@@ -59,8 +60,8 @@ class Table:
         self.name = config.name
         self.dim = config.dim
         self.seed = self._check_seed(config.name, seed)
-        self.checks = InputChecks(config)
         self.engine_impl = engine_class(engine)(config, seed=seed, num_shards=num_shards)
+        self.checks = InputChecks(config, self.engine_impl.device)
         self._consumers: list[str | None] = []
         self._consumers_lock = threading.Lock()
         self._eviction = EvictionPass(self.engine_impl, self.checks)
@@ -81,7 +82,7 @@ class Table:
         Returns:
             Row numbers, int32 [n]; -1 where an id has no row. Valid until `epoch` changes.
         """
-        return self.engine_impl.find(self.checks.ids(ids)).rows
+        return self.engine_impl.find(self.checks.ids(ids)).rows.to(ids.device)
 
     def read(
         self,
@@ -109,18 +110,23 @@ class Table:
         Returns:
             float32 [n, dim], or with `pooling` the list of its outputs.
         """
-        ids = self.checks.ids(ids)
-        found = FoundRows(self.checks.found(ids, rows), self.checks.epoch(epoch))
+        own = self.checks.ids(ids)
+        found = FoundRows(self.checks.found(own, rows), self.checks.epoch(epoch))
         step, engine = self._lookup_step(step, stored), self.engine_impl
         if pooling is None:
-            return engine.read(ids, found) if stored else engine.lookup(ids, found, step=step)
+            result = engine.read(own, found) if stored else engine.lookup(own, found, step=step)
+            return result.to(ids.device)
         check_pooling(pooling)
-        outputs = pooling.new_outputs([self.name]) if out is None else self.checks.outputs(out, pooling)
-        if stored:
-            engine.pool(ids, found, pooling, outputs)
+        pooling = pooling.to(engine.device)
+        if out is not None:
+            outputs = self.checks.outputs(out, pooling)
         else:
-            engine.pool_lookup(ids, found, pooling, outputs, step=step)
-        return outputs
+            outputs = pooling.new_outputs([self.name], engine.device)
+        if stored:
+            engine.pool(own, found, pooling, outputs)
+        else:
+            engine.pool_lookup(own, found, pooling, outputs, step=step)
+        return outputs if out is not None else [output.to(ids.device) for output in outputs]
 
     def update(
         self,
@@ -159,6 +165,7 @@ class Table:
         found = None if rows is None else FoundRows(self.checks.found(ids, rows), epoch)
         checked = self.checks.grads(ids, grads, pooling)
         numbers = self.checks.step(step, time, scale, clip_norm)
+        pooling = None if pooling is None else pooling.to(self.engine_impl.device)
         self.engine_impl.update(ids, found, checked, pooling, numbers)
 
     # ---- composed calls
@@ -175,8 +182,9 @@ class Table:
         Returns:
             float32 [n, dim]. An id without a row reads as `TableConfig.missing` defines.
         """
-        ids, step = self.checks.ids(ids), self._lookup_step(step, stored)
-        return self.engine_impl.read(ids) if stored else self.engine_impl.lookup(ids, step=step)
+        own, step = self.checks.ids(ids), self._lookup_step(step, stored)
+        result = self.engine_impl.read(own) if stored else self.engine_impl.lookup(own, step=step)
+        return result.to(ids.device)
 
     def _lookup_step(self, step: int | None, stored: bool) -> int | None:
         check_flag(stored, "stored")
@@ -231,7 +239,8 @@ class Table:
         Returns:
             int32 [n] in input order: 0 created, 1 existed.
         """
-        return self.engine_impl.reinitialize(self.checks.ids(ids), self.checks.time(time))
+        own, seconds = self.checks.ids(ids), self.checks.time(time)
+        return self.engine_impl.reinitialize(own, seconds).to(ids.device)
 
     def remove(self, ids: Tensor) -> int:
         """Remove rows; their memory is reused.

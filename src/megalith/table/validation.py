@@ -107,18 +107,21 @@ class InputChecks:
 
     Args:
         config: The config of the table.
+        device: The device of its rows; None: the CPU. Input may be there or on the CPU; it is moved there.
     """
 
-    def __init__(self, config: TableConfig) -> None:
+    def __init__(self, config: TableConfig, device: torch.device | None = None) -> None:
         self.config = config
         self.name = config.name
         self.dim = config.dim
+        self.device = torch.device("cpu") if device is None else device
 
-    def ids(self, ids: Tensor) -> Tensor:
+    def ids(self, ids: Tensor, *, move: bool = True) -> Tensor:
         """Check ids.
 
         Args:
-            ids: int64 or int32 [n] on the CPU. int32 ids are sign-extended.
+            ids: int64 or int32 [n]. int32 ids are sign-extended.
+            move: Whether to move them to the device of the rows.
 
         Returns:
             The ids as a contiguous int64 [n] tensor.
@@ -134,7 +137,8 @@ class InputChecks:
         if ids.dim() != 1:
             raise InputError(f"table {self.name!r}: ids must have shape [n], got {list(ids.shape)}")
         self._check_storage("ids", ids)
-        return ids.contiguous() if ids.dtype == torch.int64 else ids.to(torch.int64).contiguous()
+        ids = ids.contiguous() if ids.dtype == torch.int64 else ids.to(torch.int64).contiguous()
+        return self._moved(ids) if move else ids
 
     def found(self, ids: Tensor, rows: Tensor) -> Tensor:
         """Check row numbers that `Table.find` returned.
@@ -152,7 +156,7 @@ class InputChecks:
         if not isinstance(rows, Tensor) or rows.dtype != torch.int32 or rows.shape != ids.shape:
             raise InputError(f"table {self.name!r}: rows must be int32 [{ids.numel()}], from find()")
         self._check_storage("rows", rows)
-        return rows.contiguous()
+        return self._moved(rows.contiguous())
 
     def rows(self, ids: Tensor, rows: Tensor) -> Tensor:
         """Check weights to assign or to add.
@@ -170,7 +174,7 @@ class InputChecks:
         checked = self._matrix("rows", rows, ids.numel(), self.dim)
         if not _all_finite(checked):
             raise InputError(f"table {self.name!r}: rows hold NaN or Inf")
-        return checked
+        return self._moved(checked)
 
     def ids_and_rows(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Check what an assign over several tables passes for this table.
@@ -207,8 +211,8 @@ class InputChecks:
         if not isinstance(tensors, list | tuple):
             raise InputError(f"table {self.name!r}: out must be a list of tensors, one per output")
         self._matrices("out", tensors, pooling)
-        if not all(tensor.is_contiguous() for tensor in tensors):
-            raise InputError(f"table {self.name!r}: out must be contiguous")
+        if not all(tensor.is_contiguous() and tensor.device == self.device for tensor in tensors):
+            raise InputError(f"table {self.name!r}: out must be contiguous and on {self.device}")
         return list(tensors)
 
     def grads(self, ids: Tensor, grads: Tensor | Sequence[Tensor], pooling: Pooling | None) -> list[Tensor]:
@@ -235,10 +239,11 @@ class InputChecks:
                 raise InputError(f"table {self.name!r}: with pooling, grads must be a list, one per output")
             checked = self._matrices("grads", grads, pooling, strided=True)
         for number, grad in enumerate(checked):
-            if not _all_finite(grad):
+            # On a GPU that would wait for it: the kernels skip and count such rows.
+            if grad.is_cpu and not _all_finite(grad):
                 field = "grads" if pooling is None else f"grads of output {number}"
                 raise InputError(f"table {self.name!r}: {field} hold NaN or Inf")
-        return checked
+        return [self._moved(grad) for grad in checked]
 
     def epoch(self, epoch: int | None) -> int | None:
         """Check an epoch that the caller remembered.
@@ -381,9 +386,9 @@ class InputChecks:
             )
         if not isinstance(chunk.state, Mapping):
             raise InputError(f"table {self.name!r}: the state of a chunk must be a dict of tensors")
-        ids = self.ids(chunk.ids)
+        ids = self.ids(chunk.ids, move=False).cpu()
         n = ids.numel()
-        rows = self._matrix("rows", chunk.rows, n, self.dim)  # as stored: may hold an overflow
+        rows = self._matrix("rows", chunk.rows, n, self.dim).cpu()  # as stored: may hold an overflow
         known = {column.key for column in self.config.state_columns}
         if set(chunk.state) != known:
             given = sorted(map(str, chunk.state))
@@ -391,15 +396,15 @@ class InputChecks:
         state = {
             column.key: self._matrix(
                 f"state {column.key}", chunk.state[column.key], n, column.end - column.start
-            )
+            ).cpu()
             for column in self.config.state_columns
         }
-        times = self._small_integers("time", chunk.time, n)
+        times = self._small_integers("time", chunk.time, n).cpu()
         counts = steps = None
         if self.config.counted:
             once, first = torch.ones(n, dtype=torch.int64), torch.zeros(n, dtype=torch.int64)
-            counts = once if chunk.count is None else self._small_integers("count", chunk.count, n)
-            steps = first if chunk.step is None else self._small_integers("step", chunk.step, n)
+            counts = once if chunk.count is None else self._small_integers("count", chunk.count, n).cpu()
+            steps = first if chunk.step is None else self._small_integers("step", chunk.step, n).cpu()
         return Chunk(ids, rows, state, times, counts, steps)
 
     def occurrences(self, ids: Tensor, counts: Tensor) -> Tensor:
@@ -450,8 +455,12 @@ class InputChecks:
     def _check_storage(self, field: str, tensor: Tensor) -> None:
         if tensor.layout is not torch.strided:
             raise InputError(f"table {self.name!r}: {field} must be dense, got {tensor.layout}")
-        if not tensor.is_cpu:
-            raise InputError(f"table {self.name!r}: {field} must be on the CPU, got {tensor.device}")
+        if not tensor.is_cpu and tensor.device != self.device:
+            place = "the CPU" if self.device.type == "cpu" else f"the CPU or {self.device}"
+            raise InputError(f"table {self.name!r}: {field} must be on {place}, got {tensor.device}")
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, non_blocking=True)
 
     def _matrix(self, field: str, tensor: Tensor, rows: int, columns: int, strided: bool = False) -> Tensor:
         if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32:
@@ -505,6 +514,6 @@ def contiguous_rows(tensor: Tensor) -> Tensor:
 
 
 def _all_finite(tensor: Tensor) -> bool:
-    if _NATIVE is None:
+    if _NATIVE is None or not tensor.is_cpu:
         return bool(torch.isfinite(tensor).all())
     return bool(_NATIVE.all_finite(tensor, torch.get_num_threads()))

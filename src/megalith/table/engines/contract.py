@@ -44,6 +44,9 @@ class Engine(ABC):
     engine: ClassVar[str]
     """The name of the engine, such as "cpu"."""
 
+    device = torch.device("cpu")
+    """Where the rows are. Ids, gradients and results of the hot calls are there; chunks are on the CPU."""
+
     def __init__(self, config: TableConfig, *, seed: int = 0, num_shards: int = 1) -> None:
         self.config = config
         self.name = config.name

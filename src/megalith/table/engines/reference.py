@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from megalith.errors import InputError, TableFullError
 from megalith.ops.pooling import Pooling, pool, unpool
 from megalith.table.engines.contract import Engine
+from megalith.table.engines.copied_snapshot import CopiedSnapshot
 from megalith.table.engines.reference_policies import (
     AdmissionState,
     IdLog,
@@ -53,7 +54,7 @@ class ReferenceEngine(Engine):
         self._epoch = 0
         self._touched: dict[int, dict[int, None]] = {}  # consumer -> ids, in order
         self._removed: dict[int, dict[int, None]] = {}
-        self._snapshot: _Copy | None = None
+        self._snapshot: CopiedSnapshot | None = None
         limits = self.limits
         self._admission = AdmissionState(config.admission, self._key, limits.counted_ids, limits.log_ids)
         self._evicted = IdLog(limits.log_ids)
@@ -499,25 +500,14 @@ class ReferenceEngine(Engine):
                 drained = self.drain(consumer)
             ids = drained[0].tolist() if touched_only else list(self._row_of)
             chunk = self._chunk(torch.tensor([self._row_of[id] for id in ids], dtype=torch.int64))
-            self._snapshot = _Copy(chunk, consumer, drained)
+            self._snapshot = CopiedSnapshot(chunk, consumer, drained)
             pending = self.pending() if with_pending else (none, none)
             return SnapshotStart(len(ids), len(self._row_of), drained[1], pending)
 
     def read_snapshot(self, chunk: Chunk) -> int:
         """See `Engine.read_snapshot`."""
-        copy = self._snapshot
-        assert copy is not None
-        n = min(chunk.ids.numel(), copy.rows.ids.numel() - copy.at)
-        part = copy.rows.part(copy.at, copy.at + n)
-        chunk.ids[:n], chunk.time[:n] = part.ids, part.time
-        if chunk.count is not None and chunk.step is not None:
-            assert part.count is not None
-            assert part.step is not None
-            chunk.count[:n], chunk.step[:n] = part.count, part.step
-        for target, column in zip(chunk.columns(), part.columns(), strict=True):
-            target[:n] = column
-        copy.at += n
-        return n
+        assert self._snapshot is not None
+        return self._snapshot.read(chunk)
 
     def snapshot_pressure(self) -> float:
         """See `Engine.snapshot_pressure`."""
@@ -560,16 +550,6 @@ class ReferenceEngine(Engine):
             for id in ids.tolist():
                 kept = self._touched if id in self._row_of else self._removed
                 kept[consumer][id] = None
-
-
-@dataclass
-class _Copy:
-    """The rows of a snapshot, the next row to read, and the ids that were drained for it."""
-
-    rows: Chunk
-    consumer: int
-    drained: tuple[Tensor, Tensor]
-    at: int = 0
 
 
 def _first_occurrences(ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,12 @@ from megalith.table.engines.group import EngineGroup
 ENGINES = {
     "reference": ("megalith.table.engines.reference", "ReferenceEngine"),
     "cpu": ("megalith.table.engines.cpu", "CpuEngine"),
+    "cuda": ("megalith.table.engines.cuda.engine", "CudaEngine"),
 }
-GROUPS = {"cpu": ("megalith.table.engines.cpu_group", "CpuEngineGroup")}
+GROUPS = {
+    "cpu": ("megalith.table.engines.cpu_group", "CpuEngineGroup"),
+    "cuda": ("megalith.table.engines.cuda.engine_group", "CudaEngineGroup"),
+}
 """Engines that run all tables in one call."""
 
 

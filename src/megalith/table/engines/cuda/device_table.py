@@ -1,0 +1,434 @@
+"""DeviceTable: the memory of one table on the device: index, chunks of rows, counters, free rows.
+
+The host does not know how many rows a launch created: the count is on the device, and reading it would wait
+for all launches. It keeps an upper bound instead: after `ensure_room(n)` the bound grows by n. When the bound
+exceeds what is allocated, the host reads the counters, and allocates only if they require it.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+from torch import Tensor
+
+from megalith.errors import TableFullError
+from megalith.table.engines.cuda import index_kernels, row_kernels
+from megalith.table.engines.cuda.device_functions import EMPTY, LIVE, SEGMENT_FIELDS, SEGMENTS
+from megalith.table.engines.cuda.row_layout import RowLayout
+from megalith.table.engines.cuda.triton_runtime import INTERPRETED, PLAIN_ARITHMETIC
+from megalith.table.table_config import TableConfig
+
+MIN_SLOTS = 16
+MAX_ROWS = 2**31 - 2
+CALLS_AHEAD = 1 if INTERPRETED else 4
+AHEAD_BYTES = 2 << 30
+BLOCK = 1024 if INTERPRETED else 256
+WARPS = 4
+FLAGS = 12
+NUM_COUNTERS = 4
+INFINITE = 2**62
+
+
+def grid(n: int, block: int) -> tuple[int]:
+    """Return the grid of a launch over n elements.
+
+    Args:
+        n: Number of elements.
+        block: Elements of a program.
+
+    Returns:
+        The number of programs.
+    """
+    return (-(-n // block),)
+
+
+def float_bits(x: float) -> int:
+    """Return the bits of a number as a float32.
+
+    Args:
+        x: The number; beyond the range of float32 it becomes infinite.
+
+    Returns:
+        0 to 2^32 - 1, as a signed 32-bit integer.
+    """
+    try:
+        return int(struct.unpack("<i", struct.pack("<f", x))[0])
+    except OverflowError:
+        return float_bits(float("inf") if x > 0 else float("-inf"))
+
+
+class DeviceTable:
+    """The memory of one table.
+
+    Args:
+        config: The config of the table.
+        layout: The layout of its rows.
+        key: The key of its random numbers.
+        device: Where it lives.
+
+    Attributes:
+        entries: The index: int64 [2 * (slots + 2)], key and value of each slot.
+        slots: Number of slots, a power of two.
+        counters: int64: used row numbers, free rows, rows created, rows skipped.
+        free: Row numbers of removed rows, int32, the first `counters[1]` of them.
+        tracked: Flags that a write sets in a row.
+        version: Advances when the descriptor changes.
+        requested: Sum of the rows that calls asked room for.
+        known_at: Value of `requested` when the known numbers of rows were counted.
+    """
+
+    def __init__(self, config: TableConfig, layout: RowLayout, key: int, device: torch.device) -> None:
+        self.config = config
+        self.layout = layout
+        self.key = key
+        self.device = device
+        self.tracked = 0
+        self.version = 0
+        self.requested = 0  # sum of the rows that calls asked room for
+        initial = [c.initial for c in config.state_columns for _ in range(c.end - c.start)]
+        self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=device)
+        self._state_values = torch.tensor(initial or [0.0], dtype=torch.float32, device=device)
+        self.empty()
+
+    def empty(self) -> None:
+        """Drop all rows and memory."""
+        self.slots = MIN_SLOTS
+        self.entries = self._new_entries(self.slots)
+        self._chunks: list[Tensor] = []
+        self.chunk_table = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.counters[:2] = 0
+        self.free = torch.empty(1, dtype=torch.int32, device=self.device)
+        self._removed_slots = 0
+        self.know(0, 0, self.requested)
+        self.version += 1
+
+    # ---- sizes
+
+    @property
+    def row_capacity(self) -> int:
+        """Number of rows that are allocated."""
+        return len(self._chunks) << self.layout.shift
+
+    @property
+    def slot_limit(self) -> int:
+        """Number of slots that may be in use before the index grows."""
+        return self.slots * 5 // 8
+
+    def read_counters(self) -> list[int]:
+        """Wait for the device and return used row numbers, free rows, rows created and rows skipped."""
+        values: list[int] = self.counters.tolist()
+        self.know(values[0], values[1], self.requested)
+        return values
+
+    def know(self, used: int, free: int, requested: int) -> None:
+        """Take numbers of rows that the device had when `requested` rows had been asked for.
+
+        Args:
+            used: Used row numbers.
+            free: Free rows among them.
+            requested: Value of `requested` at that time.
+        """
+        self._used, self._live, self.known_at = used, used - free, requested
+
+    def ensure_room(self, n: int) -> None:
+        """Make sure that n new rows fit; the bound then includes them.
+
+        Args:
+            n: Largest number of new rows.
+        """
+        asked = self.requested - self.known_at + n
+        if (
+            self._used + asked > self.row_capacity
+            or self._live + self._removed_slots + asked > self.slot_limit
+        ):
+            used, free, *_ = self.read_counters()
+            if used - free + n > MAX_ROWS:
+                raise TableFullError(f"table {self.config.name!r}: more than {MAX_ROWS} rows")
+            # Reports of the device come some calls later: room for several calls avoids waiting for it.
+            ahead = n * CALLS_AHEAD if n * CALLS_AHEAD * self.layout.stride <= AHEAD_BYTES else n
+            if used - free + self._removed_slots + ahead > self.slot_limit:
+                self._rehash(used - free + ahead)
+            if used + max(0, ahead - free) > self.row_capacity:
+                self._add_chunks(used + max(0, ahead - free))
+        self.requested += n
+
+    def reserve(self, n: int) -> None:
+        """Allocate memory for n rows in all.
+
+        Args:
+            n: Number of rows.
+        """
+        self.read_counters()
+        if n > self.slot_limit - self._removed_slots:
+            self._rehash(n)
+        if n > self.row_capacity:
+            self._add_chunks(n)
+
+    # ---- index
+
+    def _new_entries(self, slots: int) -> Tensor:
+        entries = torch.empty(slots + 2, 2, dtype=torch.int64, device=self.device)
+        entries[:, 0] = EMPTY.value
+        entries[:, 1] = -1
+        return entries.view(-1)
+
+    def _rehash(self, rows: int) -> None:
+        """Move the index to one in which `rows` rows fit; slots of removed ids become empty."""
+        slots = MIN_SLOTS
+        while slots * 5 // 8 < rows:
+            slots *= 2
+        slots = max(slots, self.slots)
+        entries = self._new_entries(slots)
+        index_kernels.rehash[grid(self.slots, BLOCK)](
+            self.entries, self.slots, entries, slots - 1, BLOCK=BLOCK, num_warps=WARPS * 2
+        )
+        entries[-4:] = self.entries[-4:]
+        self._replace_index(entries, slots)
+
+    def _replace_index(self, entries: Tensor, slots: int) -> None:
+        self.entries, self.slots = entries, slots
+        self._removed_slots = 0
+        self.version += 1
+        self.read_counters()
+
+    def rebuild_index(self, ids: Tensor, rows: Tensor) -> None:
+        """Replace the index by one that holds exactly these rows.
+
+        Args:
+            ids: int64 [n], distinct.
+            rows: int32 [n].
+        """
+        slots = MIN_SLOTS
+        while slots * 5 // 8 < ids.numel():
+            slots *= 2
+        entries = self._new_entries(slots)
+        if ids.numel():
+            index_kernels.insert_rows[grid(ids.numel(), BLOCK)](
+                entries, slots - 1, ids, rows, ids.numel(), BLOCK=BLOCK, num_warps=WARPS * 2
+            )
+        self._replace_index(entries, slots)
+
+    def remove(self, ids: Tensor, rows: Tensor) -> None:
+        """Remove rows.
+
+        Args:
+            ids: int64 [n], distinct ids that have a row.
+            rows: Their rows, int32 [n].
+        """
+        n = ids.numel()
+        if not n:
+            return
+        index_kernels.remove_ids[grid(n, BLOCK)](
+            self.entries, self.slots - 1, ids, n, BLOCK=BLOCK, num_warps=WARPS
+        )
+        self.write_header(FLAGS, rows, torch.zeros_like(rows))
+        used, free, *_ = self.read_counters()
+        self.free[free : free + n] = rows
+        self.counters[1] += n
+        self._removed_slots += n
+        self.read_counters()
+
+    # ---- rows
+
+    def _add_chunks(self, rows: int) -> None:
+        size = 1 << self.layout.shift
+        while self.row_capacity < rows:
+            chunk = torch.zeros(size * self.layout.stride // 8, dtype=torch.int64, device=self.device)
+            self._chunks.append(chunk)
+        self._chunks_changed()
+
+    def _chunks_changed(self) -> None:
+        pointers = [chunk.data_ptr() for chunk in self._chunks] or [0]
+        self.chunk_table = torch.tensor(pointers, dtype=torch.int64, device=self.device)
+        free = torch.empty(max(1, self.row_capacity), dtype=torch.int32, device=self.device)
+        kept = min(free.numel(), self.free.numel())
+        free[:kept] = self.free[:kept]
+        self.free = free
+        self.version += 1
+
+    def shrink(self, used: int, free: Tensor) -> None:
+        """Return the chunks after the last used row, and replace the list of free rows.
+
+        Args:
+            used: All row numbers in use are below.
+            free: The free rows below it, int32.
+        """
+        del self._chunks[-(-used >> self.layout.shift) :]
+        self._chunks_changed()
+        self.free[: free.numel()] = free
+        self.counters[0] = used
+        self.counters[1] = free.numel()
+        self.read_counters()
+
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy whole rows.
+
+        Args:
+            sources: int32 [n].
+            targets: int32 [n], distinct and not among the sources.
+        """
+        layout = self.layout
+        if sources.numel():
+            row_kernels.move_rows[grid(sources.numel(), 8)](
+                self.chunk_table,
+                sources,
+                targets,
+                sources.numel(),
+                SHIFT=layout.shift,
+                STRIDE=layout.stride,
+                BLOCK=8,
+                WORDS=64,
+            )
+
+    def headers(self, rows: Tensor) -> Tensor:
+        """Read the headers of rows.
+
+        Args:
+            rows: int32 [n], allocated rows.
+
+        Returns:
+            int64 [5, n]: ids, times, flags, counts, steps.
+        """
+        n = rows.numel()
+        out = torch.empty(5, n, dtype=torch.int64, device=self.device)
+        if n:
+            layout = self.layout
+            row_kernels.read_headers[grid(n, BLOCK)](
+                self.chunk_table,
+                rows,
+                out,
+                n,
+                SHIFT=layout.shift,
+                STRIDE=layout.stride,
+                HEADER=layout.header,
+                BLOCK=BLOCK,
+                num_warps=WARPS,
+            )
+        return out
+
+    def write_header(self, offset: int, rows: Tensor, values: Tensor, operation: int = 0) -> None:
+        """Change one 32-bit field of the headers of distinct rows.
+
+        Args:
+            offset: Bytes from the start of the header.
+            rows: int32 [n].
+            values: int64 or int32 [n].
+            operation: 0 sets the field, 1 sets these bits, 2 keeps only these bits.
+        """
+        n = rows.numel()
+        if n:
+            layout = self.layout
+            row_kernels.write_header_field[grid(n, BLOCK)](
+                self.chunk_table,
+                rows,
+                values,
+                n,
+                SHIFT=layout.shift,
+                STRIDE=layout.stride,
+                OFFSET=layout.header + offset,
+                OPERATION=operation,
+                BLOCK=BLOCK,
+                num_warps=WARPS,
+            )
+
+    def live_rows(self, start: int = 0, end: int | None = None) -> tuple[Tensor, Tensor]:
+        """Return the rows in use, in order.
+
+        Args:
+            start: The first row number.
+            end: The row number after the last one; None: all.
+
+        Returns:
+            Their numbers, int32 [n], and their headers, int64 [5, n].
+        """
+        end = self.read_counters()[0] if end is None else end
+        rows = torch.arange(start, max(start, end), dtype=torch.int32, device=self.device)
+        headers = self.headers(rows)
+        live = (headers[2] & LIVE.value) != 0
+        return rows[live], headers[:, live].contiguous()
+
+    def copy_states(self, rows: Tensor, values: Tensor, *, write: bool) -> None:
+        """Read or write optimizer states.
+
+        Args:
+            rows: int32 [n], distinct.
+            values: float32 [n, state_floats].
+            write: Whether to write them to the rows.
+        """
+        n, layout = rows.numel(), self.layout
+        if n and layout.state_floats:
+            row_kernels.copy_states[grid(n, 8)](
+                self.chunk_table,
+                rows,
+                values,
+                n,
+                SHIFT=layout.shift,
+                STRIDE=layout.stride,
+                OFFSET=layout.state_offset,
+                WIDTH=layout.state_floats,
+                WRITE=write,
+                BLOCK=8,
+                COLUMNS=128,
+            )
+
+    def write_weights(self, rows: Tensor, values: Tensor) -> None:
+        """Write weights, rounded to the nearest.
+
+        Args:
+            rows: int32 [n], distinct.
+            values: float32 [n, dim].
+        """
+        n, layout = rows.numel(), self.layout
+        for run in layout.runs if n else ():
+            row_kernels.write_rows[grid(n, 8)](
+                self.chunk_table,
+                rows,
+                values,
+                n,
+                layout.dim,
+                SHIFT=layout.shift,
+                STRIDE=layout.stride,
+                OFFSET=run.offset,
+                START=run.start,
+                WIDTH=run.width,
+                PRECISION=run.precision,
+                BLOCK=8,
+                COLUMNS=128,
+                **PLAIN_ARITHMETIC,
+            )
+
+    # ---- descriptor
+
+    @property
+    def num_fields(self) -> int:
+        """Number of int64 of a descriptor."""
+        return int(SEGMENTS.value + SEGMENT_FIELDS.value * len(self.config.segments))
+
+    def descriptor(self, base: int) -> list[int]:
+        """Return what kernels need to know about the table; valid until `version` changes.
+
+        Args:
+            base: The sort key of its row 0.
+
+        Returns:
+            The fields of device_functions.py.
+        """
+        key = self.key - (1 << 64) if self.key >= 1 << 63 else self.key
+        fields = [
+            self.entries.data_ptr(),
+            self.slots - 1,
+            self.chunk_table.data_ptr(),
+            key,
+            self.counters.data_ptr(),
+            self.free.data_ptr(),
+            base,
+            self.row_capacity,
+            self._state_values.data_ptr(),
+            self.tracked,
+        ]
+        for segment, place in zip(self.config.segments, self.layout.segments, strict=True):
+            a, b = segment.initializer.params
+            kind = segment.initializer.kind
+            fields += [kind, float_bits(a), float_bits(b), place.start, place.start + place.width]
+        return fields

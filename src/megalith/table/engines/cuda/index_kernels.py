@@ -1,0 +1,314 @@
+"""Kernels of the index: an open-addressing hash table with linear probing.
+
+A slot is two int64: a key and a value, so that one memory access reads both. The value is a row number, or -1.
+Two slots after the others belong to the ids that equal the keys EMPTY and REMOVED.
+
+Creating rows takes several launches, because which thread claims a slot first is not deterministic and row
+numbers must be:
+
+    claim_slots    every missing occurrence finds or claims the slot of its id; the value of a new slot becomes
+                   PENDING - the position of its first occurrence (an atomic maximum, so any order will do)
+    count_new      number of first occurrences per block
+    number_new     prefix sum of these counts, one program per table; updates the table's counters
+    create_rows    the first occurrences get row numbers in input order: free rows first, then unused ones
+    (row_kernels)  initial weights and states of the new rows
+    finish_keys    all occurrences read their row number
+
+A launch has one program per block of positions (axis 0) and table (axis 1). `spans` holds for each table its
+first position, its end and the number of its first block or chunk.
+"""
+
+# mypy: ignore-errors
+# ruff: noqa: D103
+
+from megalith.table.engines.cuda.device_functions import (
+    BASE,
+    CHUNKS,
+    COUNTERS,
+    EMPTY,
+    ENTRIES,
+    FREE,
+    HEADER_COUNT,
+    HEADER_FLAGS,
+    HEADER_ID,
+    HEADER_STEP,
+    HEADER_TIME,
+    LIMIT,
+    LIVE,
+    MASK,
+    REMOVED,
+    field,
+    first_slot,
+    pointer_field,
+    row_address,
+)
+from megalith.table.engines.cuda.triton_runtime import tl, triton
+
+PENDING = tl.constexpr(1 << 62)
+MAX_ROW = tl.constexpr(1 << 40)
+
+# Counters of a table.
+USED = tl.constexpr(0)
+NUM_FREE = tl.constexpr(1)
+CREATED = tl.constexpr(2)
+SKIPPED = tl.constexpr(3)
+
+
+@triton.jit
+def positions(spans, BLOCK: tl.constexpr):
+    """The positions of this program, and which of them exist."""
+    table = tl.program_id(1)
+    start = tl.load(spans + 3 * table)
+    end = tl.load(spans + 3 * table + 1)
+    at = start + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    return table, at, at < end
+
+
+@triton.jit
+def find_rows(tables, spans, ids, rows, missing, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
+    """Find rows, and add the number of ids without one to `missing`."""
+    table, at, inside = positions(spans, BLOCK)
+    entries = pointer_field(tables, table, FIELDS, ENTRIES, tl.int64)
+    mask = field(tables, table, FIELDS, MASK)
+    id = tl.load(ids + at, mask=inside, other=0)
+    own = (id == EMPTY) | (id == REMOVED)
+    slot = first_slot(id, mask)
+    row = tl.full((BLOCK,), -1, tl.int64)
+    active = inside
+    while tl.max(active.to(tl.int32), 0) > 0:
+        key = tl.load(entries + 2 * slot, mask=active, other=EMPTY)
+        value = tl.load(entries + 2 * slot + 1, mask=active, other=-1)
+        hit = active & ((key == id) | own)
+        row = tl.where(hit, value, row)
+        active = active & (key != EMPTY) & (hit == 0)
+        slot = (slot + 1) & mask
+    tl.store(rows + at, row.to(tl.int32), mask=inside)
+    absent = tl.sum((inside & (row < 0)).to(tl.int32), 0)
+    if absent > 0:
+        tl.atomic_add(missing, absent)
+
+
+@triton.jit
+def claim_slots(
+    tables, spans, ids, rows, wanted, slots, FIELDS: tl.constexpr, ALL: tl.constexpr, BLOCK: tl.constexpr
+):
+    table, at, inside = positions(spans, BLOCK)
+    row = tl.load(rows + at, mask=inside, other=0)
+    missing = inside & (row < 0)
+    if not ALL:
+        missing = missing & (tl.load(wanted + at, mask=inside, other=0) != 0)
+    claimed = tl.full((BLOCK,), -1, tl.int64)
+    if tl.max(missing.to(tl.int32), 0) > 0:
+        entries = pointer_field(tables, table, FIELDS, ENTRIES, tl.int64)
+        mask = field(tables, table, FIELDS, MASK)
+        id = tl.load(ids + at, mask=inside, other=0)
+        own = (id == EMPTY) | (id == REMOVED)
+        slot = first_slot(id, mask)
+        active = missing
+        while tl.max(active.to(tl.int32), 0) > 0:
+            key = tl.load(entries + 2 * slot, mask=active, other=REMOVED)
+            try_claim = active & (key == EMPTY) & (own == 0)
+            # atomic_cas has no mask: a lane that must not write replaces REMOVED by REMOVED.
+            expected = tl.where(try_claim, EMPTY, REMOVED)
+            old = tl.atomic_cas(entries + 2 * slot, expected, tl.where(try_claim, id, REMOVED))
+            key = tl.where(try_claim, old, key)
+            hit = active & ((key == id) | own | (try_claim & (old == EMPTY)))
+            claimed = tl.where(hit, slot, claimed)
+            active = active & (hit == 0)
+            slot = tl.where(active, (slot + 1) & mask, slot)
+        value = tl.load(entries + 2 * slot + 1, mask=missing, other=0)
+        exists = missing & (value >= 0) & (value < MAX_ROW)
+        tl.store(rows + at, value.to(tl.int32), mask=exists)
+        pending = missing & (exists == 0)
+        tl.atomic_max(entries + 2 * slot + 1, PENDING - at, mask=pending)
+        claimed = tl.where(pending, claimed, -1)
+    tl.store(slots + at, claimed, mask=inside)
+
+
+@triton.jit
+def is_first(entries, slots, at, inside):
+    """The slots of positions, and which positions are the first occurrence of a new id."""
+    slot = tl.load(slots + at, mask=inside, other=-1)
+    pending = slot >= 0
+    value = tl.load(entries + 2 * tl.where(pending, slot, 0) + 1, mask=pending, other=0)
+    return slot, pending & (value == PENDING - at)
+
+
+@triton.jit
+def count_new(tables, spans, slots, counts, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
+    table, at, inside = positions(spans, BLOCK)
+    entries = pointer_field(tables, table, FIELDS, ENTRIES, tl.int64)
+    _, first = is_first(entries, slots, at, inside)
+    block = tl.load(spans + 3 * table + 2) + tl.program_id(0)
+    start = tl.load(spans + 3 * table)
+    if start + tl.program_id(0).to(tl.int64) * BLOCK < tl.load(spans + 3 * table + 1):
+        tl.store(counts + block, tl.sum(first.to(tl.int32), 0))
+
+
+@triton.jit
+def number_new(tables, spans, counts, created, FIELDS: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr):
+    """Replace the counts of a table by their exclusive prefix sum; take rows from its counters."""
+    table = tl.program_id(0)
+    size = tl.load(spans + 3 * table + 1) - tl.load(spans + 3 * table)
+    first_block = tl.load(spans + 3 * table + 2)
+    blocks = (size + BLOCK - 1) // BLOCK
+    total = tl.zeros((), tl.int32)
+    done = tl.zeros((), tl.int64)
+    while done < blocks:
+        at = done + tl.arange(0, SCAN)
+        own = at < blocks
+        count = tl.load(counts + first_block + at, mask=own, other=0)
+        tl.store(counts + first_block + at, total + tl.cumsum(count, 0) - count, mask=own)
+        total += tl.sum(count, 0)
+        done += SCAN
+    counters = pointer_field(tables, table, FIELDS, COUNTERS, tl.int64)
+    used = tl.load(counters + USED)
+    free = tl.load(counters + NUM_FREE)
+    tl.store(created + 3 * table, total.to(tl.int64))
+    tl.store(created + 3 * table + 1, free)
+    tl.store(created + 3 * table + 2, used)
+    reused = tl.minimum(total.to(tl.int64), free)
+    tl.store(counters + NUM_FREE, free - reused)
+    tl.store(counters + USED, used + total - reused)
+    tl.store(counters + CREATED, tl.load(counters + CREATED) + total)
+
+
+@triton.jit
+def create_rows(
+    tables,
+    spans,
+    ids,
+    slots,
+    counts,
+    created,
+    new_rows,
+    fresh,
+    FIELDS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    STRIDE: tl.constexpr,
+    HEADER: tl.constexpr,
+    MARK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Give new ids their rows; `new_rows` receives a table's new rows from its first position on."""
+    table, at, inside = positions(spans, BLOCK)
+    if tl.load(created + 3 * table) > 0:
+        entries = pointer_field(tables, table, FIELDS, ENTRIES, tl.int64)
+        slot, first = is_first(entries, slots, at, inside)
+        if tl.max(first.to(tl.int32), 0) > 0:
+            chunks = pointer_field(tables, table, FIELDS, CHUNKS, tl.int64)
+            free_rows = pointer_field(tables, table, FIELDS, FREE, tl.int32)
+            free = tl.load(created + 3 * table + 1)
+            used = tl.load(created + 3 * table + 2)
+            block = tl.load(spans + 3 * table + 2) + tl.program_id(0)
+            rank = tl.load(counts + block) + tl.cumsum(first.to(tl.int32), 0) - 1
+            rank = rank.to(tl.int64)
+            reuse = first & (rank < free)
+            row = tl.load(free_rows + tl.where(reuse, free - 1 - rank, 0), mask=reuse, other=0).to(tl.int64)
+            row = tl.where(reuse, row, used + rank - free)
+            id = tl.load(ids + at, mask=first, other=0)
+            header = row_address(chunks, row, SHIFT, STRIDE, first) + HEADER
+            zero = tl.zeros((BLOCK,), tl.int32)
+            tl.store((header + HEADER_ID).to(tl.pointer_type(tl.int64)), id, mask=first)
+            tl.store((header + HEADER_TIME).to(tl.pointer_type(tl.int32)), zero, mask=first)
+            tl.store((header + HEADER_FLAGS).to(tl.pointer_type(tl.int32)), zero + LIVE, mask=first)
+            tl.store((header + HEADER_COUNT).to(tl.pointer_type(tl.int32)), zero, mask=first)
+            tl.store((header + HEADER_STEP).to(tl.pointer_type(tl.int32)), zero, mask=first)
+            start = tl.load(spans + 3 * table)
+            tl.store(new_rows + start + rank, row.to(tl.int32), mask=first)
+            tl.store(entries + 2 * tl.where(first, slot, 0) + 1, row, mask=first)
+            if MARK:
+                tl.store(fresh + at, zero.to(tl.int8) + 1, mask=first)
+
+
+@triton.jit
+def finish_keys(
+    tables,
+    spans,
+    slots,
+    rows,
+    wanted,
+    keys,
+    FIELDS: tl.constexpr,
+    ALL: tl.constexpr,
+    WITH_SLOTS: tl.constexpr,
+    WITH_KEYS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Complete the row numbers, and write sort keys: the table's base + row, or + its limit for no row."""
+    table, at, inside = positions(spans, BLOCK)
+    row = tl.load(rows + at, mask=inside, other=0).to(tl.int64)
+    if WITH_SLOTS:
+        slot = tl.load(slots + at, mask=inside, other=-1)
+        pending = slot >= 0
+        if tl.max(pending.to(tl.int32), 0) > 0:
+            entries = pointer_field(tables, table, FIELDS, ENTRIES, tl.int64)
+            value = tl.load(entries + 2 * tl.where(pending, slot, 0) + 1, mask=pending, other=0)
+            row = tl.where(pending, value, row)
+            tl.store(rows + at, row.to(tl.int32), mask=pending)
+    if WITH_KEYS:
+        taken = row >= 0
+        if not ALL:
+            taken = taken & (tl.load(wanted + at, mask=inside, other=0) != 0)
+        limit = field(tables, table, FIELDS, LIMIT)
+        key = field(tables, table, FIELDS, BASE) + tl.where(taken, row, limit)
+        tl.store(keys + at, key.to(keys.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["n", "mask"])
+def remove_ids(entries, mask, ids, n, BLOCK: tl.constexpr):
+    """Mark the slots of ids as removed. Ids without a slot are skipped; equal ids may repeat."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    mask = mask.to(tl.int64)
+    id = tl.load(ids + at, mask=inside, other=0)
+    own = (id == EMPTY) | (id == REMOVED)
+    slot = first_slot(id, mask)
+    active = inside
+    while tl.max(active.to(tl.int32), 0) > 0:
+        key = tl.load(entries + 2 * slot, mask=active, other=EMPTY)
+        hit = active & ((key == id) | own)
+        tl.store(entries + 2 * slot + 1, tl.full((BLOCK,), -1, tl.int64), mask=hit)
+        tl.store(entries + 2 * slot, tl.full((BLOCK,), REMOVED, tl.int64), mask=hit & (own == 0))
+        active = active & (key != EMPTY) & (hit == 0)
+        slot = (slot + 1) & mask
+
+
+@triton.jit(do_not_specialize=["n", "mask"])
+def insert_rows(entries, mask, ids, rows, n, BLOCK: tl.constexpr):
+    """Insert distinct ids with known rows into an index that does not have them."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    mask = mask.to(tl.int64)
+    id = tl.load(ids + at, mask=inside, other=0)
+    row = tl.load(rows + at, mask=inside, other=-1).to(tl.int64)
+    own = (id == EMPTY) | (id == REMOVED)
+    slot = first_slot(id, mask)
+    active = inside
+    while tl.max(active.to(tl.int32), 0) > 0:
+        try_claim = active & (own == 0)
+        expected = tl.where(try_claim, EMPTY, REMOVED)
+        old = tl.atomic_cas(entries + 2 * slot, expected, tl.where(try_claim, id, REMOVED))
+        hit = active & (own | (old == EMPTY))
+        tl.store(entries + 2 * slot + 1, row, mask=hit)
+        active = active & (hit == 0)
+        slot = tl.where(active, (slot + 1) & mask, slot)
+
+
+@triton.jit(do_not_specialize=["mask", "old_slots"])
+def rehash(old, old_slots, entries, mask, BLOCK: tl.constexpr):
+    """Insert the ids of another index; its two slots after `old_slots` are copied by the caller."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < old_slots
+    mask = mask.to(tl.int64)
+    id = tl.load(old + 2 * at, mask=inside, other=EMPTY)
+    row = tl.load(old + 2 * at + 1, mask=inside, other=-1)
+    active = inside & (id != EMPTY) & (id != REMOVED)
+    slot = first_slot(id, mask)
+    while tl.max(active.to(tl.int32), 0) > 0:
+        expected = tl.where(active, EMPTY, REMOVED)
+        old_key = tl.atomic_cas(entries + 2 * slot, expected, tl.where(active, id, REMOVED))
+        hit = active & (old_key == EMPTY)
+        tl.store(entries + 2 * slot + 1, row, mask=hit)
+        active = active & (hit == 0)
+        slot = tl.where(active, (slot + 1) & mask, slot)

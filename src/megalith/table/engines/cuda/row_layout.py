@@ -1,0 +1,138 @@
+"""The bytes of a stored row, and what tables must have in common to share launches.
+
+    weights of segment 0, 1, ...   each in its precision; a change of precision starts at a multiple of 16 bytes
+    states                         float32, in the order of `TableConfig.state_columns`
+    header                         id, time, flags, count, step: 24 bytes
+
+Rows are multiples of 32 bytes, the unit of memory access of the GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megalith.table.engines.cuda.step_settings import StepRule, find_rule
+from megalith.table.serving_view import ServingView
+from megalith.table.table_config import PRECISIONS, TableConfig
+
+HEADER_BYTES = 24
+SECTOR = 32
+CHUNK_BYTES = 16 << 20
+"""Bytes of a chunk of rows, about."""
+MIN_CHUNK_SHIFT = 4
+
+
+@dataclass(frozen=True)
+class Run:
+    """Columns of equal precision that lie next to each other."""
+
+    start: int
+    """The first column."""
+    end: int
+    """The column after the last one."""
+    offset: int
+    """Bytes from the start of the row."""
+    precision: int
+    """Number of the precision: 0 float32, 1 float16, 2 bfloat16."""
+
+    @property
+    def width(self) -> int:
+        """The number of columns."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class SegmentLayout:
+    """Where a segment lies in a row, and its step."""
+
+    start: int
+    width: int
+    offset: int
+    precision: int
+    stochastic: bool
+    state: int
+    """Bytes from the start of the row to the first state of the segment."""
+    rule: StepRule | None
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """The layout of the rows of a table. Tables with equal layouts share launches.
+
+    Args:
+        config: The config of the table.
+        chunk_bytes: Size of a chunk of rows, about.
+    """
+
+    dim: int
+    runs: tuple[Run, ...]
+    segments: tuple[SegmentLayout, ...]
+    state_offset: int
+    state_floats: int
+    header: int
+    stride: int
+    shift: int
+    initial: bool
+    counted: bool
+    optimizers: tuple[str, ...]
+
+    @classmethod
+    def of(cls, config: TableConfig, chunk_bytes: int = CHUNK_BYTES) -> RowLayout:
+        """Compute the layout of a table's rows.
+
+        Args:
+            config: The config of the table.
+            chunk_bytes: Bytes of a chunk of rows, about.
+
+        Returns:
+            The layout.
+        """
+        view = ServingView.of(config)
+        in_torch = view is not None and view.depends_on_step
+        numbers = {name: number for number, name in enumerate(PRECISIONS)}
+        runs: list[Run] = []
+        places, at, column = [], 0, 0
+        for segment in config.segments:
+            precision, width = numbers[segment.precision], PRECISIONS[segment.precision]
+            if runs and runs[-1].precision == precision:
+                runs[-1] = Run(runs[-1].start, column + segment.dim, runs[-1].offset, precision)
+            else:
+                at = -(-at // 16) * 16
+                runs.append(Run(column, column + segment.dim, at, precision))
+            places.append((column, at, precision))
+            at += segment.dim * width
+            column += segment.dim
+        state_offset = -(-at // 16) * 16
+        segments = []
+        for number, (segment, place) in enumerate(zip(config.segments, places, strict=True)):
+            states = [c.start for c in config.state_columns if c.segment == number]
+            state = state_offset + 4 * ((states[0] if states else config.dim) - config.dim)
+            # Gradients of a view that depends on the step are computed in torch.
+            rule = None if in_torch else find_rule(segment.optimizer, segment.dim)
+            stochastic = segment.rounding == "stochastic"
+            start, offset, precision = place
+            segments.append(SegmentLayout(start, segment.dim, offset, precision, stochastic, state, rule))
+        state_floats = config.row_floats - config.dim
+        header = -(-(state_offset + 4 * state_floats) // 8) * 8
+        stride = -(-(header + HEADER_BYTES) // SECTOR) * SECTOR
+        shift = max(MIN_CHUNK_SHIFT, (chunk_bytes // stride).bit_length() - 1)
+        return cls(
+            dim=config.dim,
+            runs=tuple(runs),
+            segments=tuple(segments),
+            state_offset=state_offset,
+            state_floats=state_floats,
+            header=header,
+            stride=stride,
+            shift=shift,
+            initial=config.missing == "initial",
+            counted=config.counted,
+            # Equal rules with equal settings share launches; optimizers without a rule compare by name.
+            optimizers=tuple(s.optimizer.name for s in config.segments),
+        )
+
+    @cached_property
+    def has_rules(self) -> bool:
+        """Whether every segment has a kernel for its step."""
+        return all(segment.rule is not None for segment in self.segments)

@@ -1,0 +1,112 @@
+"""The optimizers that have a kernel: their numbers, settings and steps.
+
+A step reads the weights and states of one row (or segment of a row), and writes them back. Its formula is
+that of `Optimizer.update`, operation by operation. An optimizer without a rule here runs through
+`Optimizer.update` in torch on the device; see cuda_update.py.
+"""
+
+# mypy: ignore-errors
+
+from megalith.table.engines.cuda.triton_runtime import tl, triton
+
+SGD = tl.constexpr(1)
+MOMENTUM = tl.constexpr(2)
+ADAGRAD = tl.constexpr(3)
+ROWWISE_ADAGRAD = tl.constexpr(4)
+ADAM = tl.constexpr(5)
+FTRL = tl.constexpr(6)
+LION = tl.constexpr(7)
+RMSPROP = tl.constexpr(8)
+ADADELTA = tl.constexpr(9)
+DYNAMIC_WD = tl.constexpr(10)
+MOVING_AVERAGE = tl.constexpr(11)
+
+
+@triton.jit
+def optimizer_step(
+    weight, grad, state, column, wide, lr, factor, extra, h0, h1, h2, h3, h4, h5,
+    RULE: tl.constexpr, OPTIONS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Return the weights after a step; changes the states at `state`.
+
+    `h0` to `h5` are the settings, `lr` and `factor` the rate and the bias correction, and `extra` a number
+    that depends on the rate; `step_settings.py` computes them.
+    """
+    first = state + column
+    second = first + WIDTH
+    result = weight
+    if RULE == SGD:
+        result = weight - lr * grad
+    elif RULE == MOMENTUM:  # momentum, weight decay, 1 + momentum
+        before = tl.load(first, mask=wide, other=0.0)
+        velocity = h0 * before - lr * (grad + h1 * weight)
+        tl.store(first, velocity, mask=wide)
+        if OPTIONS == 1:
+            velocity = h2 * velocity - h0 * before
+        result = weight + velocity
+    elif RULE == ADAGRAD:  # eps, weight decay
+        grad = grad + h1 * weight
+        total = tl.load(first, mask=wide, other=0.0) + grad * grad
+        tl.store(first, total, mask=wide)
+        result = weight - tl.div_rn(lr * grad, tl.sqrt_rn(total) + h0)
+    elif RULE == ROWWISE_ADAGRAD:  # eps, weight decay, dim
+        grad = tl.where(wide, grad + h1 * weight, 0.0)
+        total = tl.load(state) + tl.div_rn(tl.sum(grad * grad, 0), h2)
+        tl.store(state, total)
+        result = weight - tl.div_rn(lr * grad, tl.sqrt_rn(total) + h0)
+    elif RULE == ADAM:  # 1 - beta1, 1 - beta2, eps, weight decay, beta1
+        if OPTIONS & 2 == 0:
+            grad = grad + h3 * weight
+        m = tl.load(first, mask=wide, other=0.0)
+        v = tl.load(second, mask=wide, other=0.0)
+        m = m + (grad - m) * h0
+        v = v + (grad * grad - v) * h1
+        tl.store(first, m, mask=wide)
+        tl.store(second, v, mask=wide)
+        if OPTIONS & 1 == 1:
+            m = h0 * grad + h4 * m
+        if OPTIONS & 4 == 4:
+            third = second + WIDTH
+            v = tl.maximum(tl.load(third, mask=wide, other=0.0), v)
+            tl.store(third, v, mask=wide)
+        rate = lr * factor
+        if OPTIONS & 2 == 2:
+            weight = extra * weight
+        result = weight - tl.div_rn(rate * m, tl.sqrt_rn(v) + h2)
+    elif RULE == FTRL:  # beta, l1
+        before = tl.load(first, mask=wide, other=0.0)
+        total = before + grad * grad
+        sigma = tl.div_rn(tl.sqrt_rn(total) - tl.sqrt_rn(before), lr)
+        z = tl.load(second, mask=wide, other=0.0) + (grad - sigma * weight)
+        tl.store(first, total, mask=wide)
+        tl.store(second, z, mask=wide)
+        shrunk = tl.where(z < 0, z + h1, z - h1)
+        value = tl.div_rn(-lr * shrunk, tl.sqrt_rn(total) + h0 + extra)
+        result = tl.where(tl.abs(z) > h1, value, 0.0)
+    elif RULE == LION:  # beta1, 1 - beta1, beta2, 1 - beta2, weight decay
+        m = tl.load(first, mask=wide, other=0.0)
+        mixed = h0 * m + h1 * grad
+        sign = (mixed > 0).to(tl.float32) - (mixed < 0).to(tl.float32)
+        tl.store(first, h2 * m + h3 * grad, mask=wide)
+        result = weight - lr * (sign + h4 * weight)
+    elif RULE == RMSPROP:  # alpha, factor of the new square, eps, weight decay
+        grad = grad + h3 * weight
+        total = h0 * tl.load(first, mask=wide, other=0.0) + h1 * (grad * grad)
+        tl.store(first, total, mask=wide)
+        result = weight - tl.div_rn(lr * grad, tl.sqrt_rn(total) + h2)
+    elif RULE == ADADELTA:  # rho, 1 - rho, eps, weight decay
+        grad = grad + h3 * weight
+        a = h0 * tl.load(first, mask=wide, other=0.0) + h1 * (grad * grad)
+        u = tl.load(second, mask=wide, other=0.0)
+        delta = tl.div_rn(tl.sqrt_rn(u + h2), tl.sqrt_rn(a + h2)) * grad
+        tl.store(first, a, mask=wide)
+        tl.store(second, h0 * u + h1 * (delta * delta), mask=wide)
+        result = weight - lr * delta
+    elif RULE == DYNAMIC_WD:  # eps, coupled decay
+        grad = grad + h1 * weight
+        total = tl.load(first, mask=wide, other=0.0) + grad * grad
+        tl.store(first, total, mask=wide)
+        result = weight - (tl.div_rn(lr * grad, tl.sqrt_rn(total) + h0) + extra * weight)
+    elif RULE == MOVING_AVERAGE:  # momentum, 1 - momentum
+        result = h0 * weight + h1 * grad
+    return result

@@ -1,0 +1,117 @@
+"""Which rule of step_rules.py an optimizer has, and the numbers that the rule takes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megalith.table.engines.cuda import step_rules
+from megalith.table.optimizers import (
+    FTRL,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    AdamW,
+    AMSGrad,
+    DynamicWdAdagrad,
+    Lion,
+    Momentum,
+    MovingAverage,
+    Optimizer,
+    RMSProp,
+    RMSPropV2,
+    RowWiseAdagrad,
+)
+
+NUM_SETTINGS = 6
+
+
+class StepRule(NamedTuple):
+    """The rule of one segment.
+
+    Attributes:
+        rule: Number of the rule.
+        options: Variants of the rule, as bits.
+        settings: `NUM_SETTINGS` numbers.
+    """
+
+    rule: int
+    options: int
+    settings: tuple[float, ...]
+
+
+def find_rule(optimizer: Optimizer, dim: int) -> StepRule | None:
+    """Return the rule of an optimizer.
+
+    Args:
+        optimizer: Any optimizer.
+        dim: Number of weights of the segment.
+
+    Returns:
+        The rule, or None if the optimizer has no kernel. A subclass of an optimizer has none.
+    """
+    rule, options, settings = _rule(optimizer, dim)
+    if not rule:
+        return None
+    return StepRule(rule, options, (*settings, *[0.0] * (NUM_SETTINGS - len(settings))))
+
+
+def _rule(optimizer: Optimizer, dim: int) -> tuple[int, int, tuple[float, ...]]:
+    kind, o = type(optimizer), optimizer
+    if kind is SGD:
+        return step_rules.SGD.value, 0, ()
+    if kind is Momentum:
+        assert isinstance(o, Momentum)
+        settings = (o.momentum, o.weight_decay, 1.0 + o.momentum)
+        return step_rules.MOMENTUM.value, int(o.nesterov), settings
+    if kind is Adagrad:
+        return step_rules.ADAGRAD.value, 0, o.hyper
+    if kind is RowWiseAdagrad:
+        return step_rules.ROWWISE_ADAGRAD.value, 0, (*o.hyper, float(dim))
+    if kind in (Adam, AdamW, AMSGrad):
+        assert isinstance(o, Adam)
+        if o.counts_rows:
+            return 0, 0, ()
+        beta1, _, new1, new2, eps, decay, _ = o.hyper
+        options = int(o.nesterov) + 2 * o.decoupled + 4 * o.keeps_maximum
+        return step_rules.ADAM.value, options, (new1, new2, eps, decay, beta1)
+    if kind is FTRL:
+        assert isinstance(o, FTRL)
+        return step_rules.FTRL.value, 0, (o.beta, o.l1)
+    if kind is Lion:
+        assert isinstance(o, Lion)
+        beta1, beta2 = o.betas
+        return step_rules.LION.value, 0, (beta1, 1 - beta1, beta2, 1 - beta2, o.weight_decay)
+    if kind in (RMSProp, RMSPropV2):
+        assert isinstance(o, RMSProp)
+        return step_rules.RMSPROP.value, 0, (o.alpha, o.new_square, o.eps, o.weight_decay)
+    if kind is Adadelta:
+        assert isinstance(o, Adadelta)
+        return step_rules.ADADELTA.value, 0, (o.rho, 1 - o.rho, o.eps, o.weight_decay)
+    if kind is DynamicWdAdagrad:
+        return step_rules.DYNAMIC_WD.value, 0, o.hyper[:2]
+    if kind is MovingAverage:
+        assert isinstance(o, MovingAverage)
+        return step_rules.MOVING_AVERAGE.value, 0, (o.momentum, 1 - o.momentum)
+    return 0, 0, ()
+
+
+def step_numbers(optimizer: Optimizer, lr: float, step: int) -> tuple[float, float, float]:
+    """Return the numbers of a rule that depend on the step.
+
+    Args:
+        optimizer: An optimizer with a rule.
+        lr: The learning rate.
+        step: The global step, from 0.
+
+    Returns:
+        The rate, the bias correction, and a number that depends on the rate.
+    """
+    extra = 0.0
+    if isinstance(optimizer, Adam) and optimizer.decoupled:
+        extra = 1.0 - lr * optimizer.weight_decay
+    elif isinstance(optimizer, FTRL):
+        extra = optimizer.l2 * lr
+    elif isinstance(optimizer, DynamicWdAdagrad):
+        extra = lr * optimizer.hyper[2]
+    return lr, optimizer.correction(step), extra

@@ -1,0 +1,285 @@
+"""Kernels of an update: sums per distinct row in a fixed order, and one optimizer step on each sum.
+
+The occurrences are sorted by row (stably, so the occurrences of a row keep their order). One program walks
+over CHUNK sorted occurrences with a running sum. A row whose occurrences all lie in the chunk gets its step
+at once: its weights and states are read and written there and nowhere else. A row that crosses the border of
+a chunk leaves its partial sums in `parts`, and a second launch adds them in order and makes the step.
+
+    chunk        0             1             2
+    rows         a a b b b c   c c c c c c   c d d e e e
+    first launch   step b      parts[1]: c   step d, e        (a: step; c crosses: one part per chunk)
+    second                     c: part of chunk 0 + part of chunk 1 + part of chunk 2, step
+
+No result depends on the scheduling of programs, so two runs give the same bits.
+
+What happens with a sum (`flush`) depends on RULE: an optimizer step, MEASURE (write the factor of the row's
+gradient, which needs all its columns: scale and clip_norm, NaN if the sum is not finite) or SUM (write the
+sum itself).
+"""
+
+# mypy: ignore-errors
+# ruff: noqa: D103, SIM102, SIM108
+
+from megalith.table.engines.cuda.device_functions import (
+    BASE,
+    CHUNKS,
+    COUNTERS,
+    HEADER_COUNT,
+    HEADER_FLAGS,
+    HEADER_ID,
+    HEADER_STEP,
+    HEADER_TIME,
+    KEY,
+    LIMIT,
+    TRACKED,
+    aligned_pointer,
+    draw24,
+    field,
+    load_weights,
+    mix64,
+    pointer_field,
+    rounded_weights,
+    row_address,
+    stochastic_weights,
+    store_weights,
+    weight_pointer,
+)
+from megalith.table.engines.cuda.index_kernels import SKIPPED
+from megalith.table.engines.cuda.step_rules import optimizer_step
+from megalith.table.engines.cuda.triton_runtime import tl, triton
+
+SUM = tl.constexpr(-1)
+MEASURE = tl.constexpr(0)
+
+# Fields of a call's descriptor, int64 each; floats as their bits.
+GRADS = tl.constexpr(0)
+TIME = tl.constexpr(1)
+STEP = tl.constexpr(2)
+SCALE = tl.constexpr(3)
+CLIP = tl.constexpr(4)
+RATES = tl.constexpr(5)  # lr, correction, extra of each segment
+
+
+@triton.jit
+def float_field(call, number):
+    return tl.load(call + number).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_gradient(
+    source, start, grads, addresses, factors, column, wide,
+    ADDRESSED: tl.constexpr, WEIGHTED: tl.constexpr, ALIGNED: tl.constexpr, DIM: tl.constexpr,
+    START: tl.constexpr,
+):  # fmt: skip
+    """The gradient of an occurrence: a row of a matrix, or a row of a pooled output times a factor."""
+    if ADDRESSED:
+        pointer = tl.load(addresses + source).to(tl.pointer_type(tl.float32))
+        if ALIGNED:
+            pointer = tl.multiple_of(pointer, 16)
+        value = tl.load(pointer + START + column, mask=wide, other=0.0)
+        if WEIGHTED:
+            value = value * tl.load(factors + source)
+        return value
+    else:
+        if ALIGNED:
+            grads = tl.multiple_of(grads, 16)
+        return tl.load(grads + (source - start) * DIM + START + column, mask=wide, other=0.0)
+
+
+@triton.jit
+def flush(
+    tables, call, table, key, total, head, column, wide, sums,
+    h0, h1, h2, h3, h4, h5,
+    FIELDS: tl.constexpr, SHIFT: tl.constexpr, STRIDE: tl.constexpr, HEADER: tl.constexpr,
+    OFFSET: tl.constexpr, STATE: tl.constexpr, DIM: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr,
+    SEGMENT: tl.constexpr, PRECISION: tl.constexpr, STOCHASTIC: tl.constexpr, RULE: tl.constexpr,
+    OPTIONS: tl.constexpr, MEASURED: tl.constexpr, COUNTED: tl.constexpr,
+):  # fmt: skip
+    row = key - field(tables, table, FIELDS, BASE)
+    if row < field(tables, table, FIELDS, LIMIT):
+        if RULE == SUM:
+            tl.store(sums + head * DIM + column, total, mask=wide)
+        else:
+            if MEASURED:
+                factor = tl.load(sums + head)
+            else:
+                scale = float_field(call, SCALE)
+                clip = float_field(call, CLIP)
+                scaled = tl.where(wide, total * scale, 0.0)
+                largest = tl.max(tl.abs(scaled), 0)
+                bad = tl.max((scaled != scaled).to(tl.int32), 0) > 0
+                factor = scale
+                if clip > 0:
+                    norm = tl.sqrt_rn(tl.sum(scaled * scaled, 0))
+                    if norm > clip:
+                        # The caller multiplies by the scale first; see `clip_rows`.
+                        factor = tl.div_rn(clip, norm)
+                    else:
+                        factor = 1.0
+                if (largest > 3.4028234663852886e38) | bad:
+                    factor = float("nan")
+            if RULE == MEASURE:
+                tl.store(sums + head, factor)
+                if factor != factor:
+                    counters = pointer_field(tables, table, FIELDS, COUNTERS, tl.int64)
+                    tl.atomic_add(counters + SKIPPED, 1)
+            elif factor == factor:
+                chunks = pointer_field(tables, table, FIELDS, CHUNKS, tl.int64)
+                address = row_address(chunks, row, SHIFT, STRIDE, row >= 0)
+                pointer = weight_pointer(address, OFFSET, PRECISION) + column
+                weight = load_weights(pointer, wide, PRECISION)
+                if MEASURED:
+                    clip = float_field(call, CLIP)
+                if clip > 0:
+                    grad = total * float_field(call, SCALE) * factor
+                else:
+                    grad = total * factor
+                state = aligned_pointer(address, tl.float32, STATE)
+                value = optimizer_step(
+                    weight, grad, state, column, wide,
+                    float_field(call, RATES + 3 * SEGMENT), float_field(call, RATES + 3 * SEGMENT + 1),
+                    float_field(call, RATES + 3 * SEGMENT + 2),
+                    h0, h1, h2, h3, h4, h5, RULE, OPTIONS, WIDTH,
+                )  # fmt: skip
+                header = address + HEADER
+                if STOCHASTIC:
+                    id = tl.load((header + HEADER_ID).to(tl.pointer_type(tl.int64)))
+                    table_key = field(tables, table, FIELDS, KEY)
+                    moment = (tl.load(call + STEP) + 1).to(tl.uint64) * 0x8CB92BA72F3D8DD7
+                    own = mix64(mix64((id ^ table_key).to(tl.uint64, bitcast=True)) + moment)
+                    draws = draw24(own, (START + column).to(tl.int64)).to(tl.int64)
+                    value = stochastic_weights(value, draws, PRECISION)
+                else:
+                    value = rounded_weights(value, PRECISION)
+                store_weights(pointer, value, wide, PRECISION)
+                if SEGMENT == 0:
+                    tl.store(
+                        (header + HEADER_TIME).to(tl.pointer_type(tl.uint32)),
+                        tl.load(call + TIME).to(tl.uint32),
+                    )
+                    tracked = field(tables, table, FIELDS, TRACKED).to(tl.int32)
+                    if tracked != 0:
+                        flags = (header + HEADER_FLAGS).to(tl.pointer_type(tl.int32))
+                        tl.store(flags, tl.load(flags) | tracked)
+                    if COUNTED:
+                        count = (header + HEADER_COUNT).to(tl.pointer_type(tl.uint32))
+                        more = tl.minimum(tl.load(count).to(tl.int64) + 1, 4294967295)
+                        tl.store(count, more.to(tl.uint32))
+                        moment = tl.minimum(tl.load(call + STEP), 4294967295)
+                        tl.store((header + HEADER_STEP).to(tl.pointer_type(tl.uint32)), moment.to(tl.uint32))
+            elif SEGMENT == 0:
+                if not MEASURED:
+                    counters = pointer_field(tables, table, FIELDS, COUNTERS, tl.int64)
+                    tl.atomic_add(counters + SKIPPED, 1)
+
+
+@triton.jit
+def walk_chunks(
+    tables, calls, spans, keys, order, addresses, factors, parts, heads, sums,
+    h0, h1, h2, h3, h4, h5,
+    FIELDS: tl.constexpr, CALL_FIELDS: tl.constexpr, SHIFT: tl.constexpr, STRIDE: tl.constexpr,
+    HEADER: tl.constexpr, OFFSET: tl.constexpr, STATE: tl.constexpr, DIM: tl.constexpr, START: tl.constexpr,
+    WIDTH: tl.constexpr, SEGMENT: tl.constexpr, PRECISION: tl.constexpr, STOCHASTIC: tl.constexpr,
+    RULE: tl.constexpr, OPTIONS: tl.constexpr, MEASURED: tl.constexpr, COUNTED: tl.constexpr,
+    ADDRESSED: tl.constexpr, WEIGHTED: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The first launch: sums within chunks of sorted occurrences."""
+    table = tl.program_id(1)
+    start = tl.load(spans + 3 * table)
+    end = tl.load(spans + 3 * table + 1)
+    first = start + tl.program_id(0).to(tl.int64) * CHUNK
+    if first < end:
+        last = tl.minimum(first + CHUNK, end)
+        chunk = tl.load(spans + 3 * table + 2) + tl.program_id(0)
+        call = calls + table * CALL_FIELDS
+        grads = tl.load(call + GRADS).to(tl.pointer_type(tl.float32))
+        column = tl.arange(0, COLUMNS)
+        wide = column < WIDTH
+        key = tl.load(keys + first).to(tl.int64)
+        before = tl.load(keys + first - 1, mask=first > start, other=-1).to(tl.int64)
+        continued = before == key
+        head = first
+        total = tl.zeros((COLUMNS,), tl.float32)
+        grad = load_gradient(
+            tl.load(order + first), start, grads, addresses, factors, column, wide,
+            ADDRESSED, WEIGHTED, ALIGNED, DIM, START,
+        )  # fmt: skip
+        at = first
+        while at < last:
+            total += grad
+            more = at + 1 < last
+            # The next gradient is loaded before the step, so that the two do not wait for each other.
+            source = tl.load(order + at + 1, mask=more, other=0)
+            next_key = tl.load(keys + at + 1, mask=at + 1 < end, other=-1).to(tl.int64)
+            grad = load_gradient(
+                source + tl.where(more, 0, start), start, grads, addresses, factors, column, wide & more,
+                ADDRESSED, WEIGHTED, ALIGNED, DIM, START,
+            )  # fmt: skip
+            if next_key != key:
+                if continued:
+                    tl.store(parts + (2 * chunk * COLUMNS) + column, total)
+                else:
+                    flush(
+                        tables, call, table, key, total, head, column, wide, sums,
+                        h0, h1, h2, h3, h4, h5,
+                        FIELDS, SHIFT, STRIDE, HEADER, OFFSET, STATE, DIM, START, WIDTH, SEGMENT, PRECISION,
+                        STOCHASTIC, RULE, OPTIONS, MEASURED, COUNTED,
+                    )  # fmt: skip
+                total = tl.zeros((COLUMNS,), tl.float32)
+                continued = before != before
+                head = at + 1
+            elif at + 1 == last:
+                if continued:
+                    tl.store(parts + (2 * chunk * COLUMNS) + column, total)
+                else:
+                    tl.store(parts + ((2 * chunk + 1) * COLUMNS) + column, total)
+                    tl.store(heads + chunk, head)
+            key = next_key
+            at += 1
+
+
+@triton.jit
+def finish_chunks(
+    tables, calls, spans, keys, parts, heads, sums,
+    h0, h1, h2, h3, h4, h5,
+    FIELDS: tl.constexpr, CALL_FIELDS: tl.constexpr, SHIFT: tl.constexpr, STRIDE: tl.constexpr,
+    HEADER: tl.constexpr, OFFSET: tl.constexpr, STATE: tl.constexpr, DIM: tl.constexpr, START: tl.constexpr,
+    WIDTH: tl.constexpr, SEGMENT: tl.constexpr, PRECISION: tl.constexpr, STOCHASTIC: tl.constexpr,
+    RULE: tl.constexpr, OPTIONS: tl.constexpr, MEASURED: tl.constexpr, COUNTED: tl.constexpr,
+    CHUNK: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """The second launch: rows that cross chunks. The program of the chunk where a row begins adds its parts."""
+    table = tl.program_id(1)
+    start = tl.load(spans + 3 * table)
+    end = tl.load(spans + 3 * table + 1)
+    first = start + tl.program_id(0).to(tl.int64) * CHUNK
+    last = first + CHUNK
+    if last < end:
+        key = tl.load(keys + last - 1).to(tl.int64)
+        crosses = tl.load(keys + last).to(tl.int64) == key
+        before = tl.load(keys + first - 1, mask=first > start, other=-1).to(tl.int64)
+        if crosses & (before != key):
+            chunk = tl.load(spans + 3 * table + 2) + tl.program_id(0)
+            column = tl.arange(0, COLUMNS)
+            wide = column < WIDTH
+            total = tl.load(parts + ((2 * chunk + 1) * COLUMNS) + column)
+            head = tl.load(heads + chunk)
+            # AHEAD chunks at once, because a frequent row is a long chain.
+            ahead = tl.arange(0, AHEAD)
+            together = key * 0 + AHEAD
+            while together == AHEAD:
+                at = last + ahead * CHUNK
+                same = tl.load(keys + at, mask=at < end, other=-1).to(tl.int64) == key
+                part = (2 * (chunk + 1 + ahead) * COLUMNS)[:, None] + column[None, :]
+                total += tl.sum(tl.load(parts + part, mask=same[:, None], other=0.0), 0)
+                together = tl.sum(same.to(tl.int64), 0)
+                chunk += AHEAD
+                last += AHEAD * CHUNK
+            call = calls + table * CALL_FIELDS
+            flush(
+                tables, call, table, key, total, head, column, wide, sums,
+                h0, h1, h2, h3, h4, h5,
+                FIELDS, SHIFT, STRIDE, HEADER, OFFSET, STATE, DIM, START, WIDTH, SEGMENT, PRECISION,
+                STOCHASTIC, RULE, OPTIONS, MEASURED, COUNTED,
+            )  # fmt: skip

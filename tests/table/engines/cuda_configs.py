@@ -1,0 +1,95 @@
+"""The tables that the tests of the cuda engine run."""
+
+from __future__ import annotations
+
+from megalith import (
+    FTRL,
+    LAMB,
+    SGD,
+    TTL,
+    Adadelta,
+    Adagrad,
+    Adam,
+    AdamW,
+    AMSGrad,
+    Capacity,
+    Constant,
+    DynamicWdAdagrad,
+    GroupAdagrad,
+    Lion,
+    MinCount,
+    Momentum,
+    MovingAverage,
+    Normal,
+    Probability,
+    RMSProp,
+    RMSPropV2,
+    RowWiseAdagrad,
+    Segment,
+    TableConfig,
+    TruncatedNormal,
+    Uniform,
+    Zeros,
+)
+from megalith.table import Optimizer
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    "sgd": SGD(0.5),
+    "momentum": Momentum(0.1, momentum=0.9, weight_decay=0.01),
+    "nesterov": Momentum(0.1, momentum=0.9, nesterov=True),
+    "adagrad": Adagrad(0.1, initial_accumulator_value=0.1, weight_decay=0.01),
+    "rowwise_adagrad": RowWiseAdagrad(0.1, initial_accumulator_value=0.1, weight_decay=0.01),
+    "adam": Adam(0.1, weight_decay=0.01),
+    "adam_nesterov": Adam(0.1, nesterov=True),
+    "adam_row": Adam(0.1, bias_correction="row"),
+    "adamw": AdamW(0.1, weight_decay=0.1),
+    "amsgrad": AMSGrad(0.1, betas=(0.9, 0.5)),
+    "ftrl": FTRL(0.5, beta=1.0, l1=0.25, l2=0.125),
+    "lion": Lion(0.1, weight_decay=0.01),
+    "rmsprop": RMSProp(0.1, weight_decay=0.01, eps=1e-3),
+    "rmsprop_v2": RMSPropV2(0.1, weight_decay=0.01, eps=1e-3),
+    "adadelta": Adadelta(weight_decay=0.01, eps=1e-3),
+    "dynamic_wd_adagrad": DynamicWdAdagrad(0.1, initial_accumulator_value=0.1, weight_decay=0.1),
+    "moving_average": MovingAverage(momentum=0.8),
+    "lamb": LAMB(0.1, weight_decay=0.01),
+    "group_adagrad": GroupAdagrad(0.1, l2=0.5, weight_decay=0.01),
+}
+"""One of each rule with a kernel, and some that run in torch."""
+
+CONFIGS: dict[str, TableConfig] = {
+    "segments": TableConfig(
+        "t",
+        segments=[
+            Segment(1, optimizer=FTRL(0.5, beta=1.0, l1=0.25), initializer=Zeros()),
+            Segment(5, optimizer=Adam(0.1), initializer=Normal(0.0, 1.0)),
+            Segment(3, optimizer=Adagrad(0.1, initial_accumulator_value=0.1)),
+        ],
+    ),
+    "zeros": TableConfig("t", dim=6, optimizer=Adagrad(0.1), missing="zeros", initializer=Uniform()),
+    "float16": TableConfig(
+        "t",
+        segments=[
+            Segment(3, optimizer=SGD(0.5), precision="float16", rounding="stochastic"),
+            Segment(2, optimizer=Momentum(0.1), initializer=Normal(0.0, 1.0)),
+            Segment(4, optimizer=Adagrad(0.1), precision="bfloat16", initializer=TruncatedNormal(0.0, 1.0)),
+        ],
+    ),
+    "in_torch": TableConfig(
+        "t",
+        segments=[Segment(4, optimizer=LAMB(0.1)), Segment(2, optimizer=SGD(0.5), precision="bfloat16")],
+        eviction=TTL(6),
+    ),
+    "ttl": TableConfig("t", dim=4, optimizer=SGD(0.5), eviction=TTL(5)),
+    "min_count": TableConfig("t", dim=4, optimizer=Adam(0.1), admission=MinCount(3)),
+    "probability": TableConfig("t", dim=4, optimizer=SGD(0.5), admission=Probability(0.4)),
+    "lru": TableConfig("t", dim=3, optimizer=SGD(0.5), eviction=Capacity(rows=10)),
+    "lfu": TableConfig("t", dim=3, optimizer=Adagrad(0.1), eviction=(TTL(9), Capacity(rows=10, score="lfu"))),
+    "function": TableConfig(
+        "t",
+        dim=3,
+        optimizer=SGD(0.5),
+        initializer=Constant(0.5),
+        eviction=Capacity(rows=10, score=lambda chunk: chunk.ids.to(float) % 7),
+    ),
+}
+"""Segments, precisions, policies."""
