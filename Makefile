@@ -1,6 +1,7 @@
 # make demo   install, train a model on MovieLens, evaluate it, write a report
 # make test   install what tests need, then lint, native tests under sanitizers, Python tests
 # make bench  side-by-side speed against other libraries    make soak  slow tests
+# make test-gpu  tests of the cuda engine on a GPU         make bench-gpu  its speed
 # make lint   ruff and mypy                                 make docs  the documentation as pages
 # make test-integrations  Lightning and accelerate, which it installs
 # make protos descriptor sets from the .proto files
@@ -15,7 +16,7 @@ NATIVE := CMakeLists.txt $(wildcard native/*.* native/optimizers/*)
 # pytest-xdist stops when a worker is lost, and `timeout` ends everything else.
 PYTEST := timeout --kill-after=30 3000 $(BIN)/python -m pytest
 
-.PHONY: demo test test-python test-native test-integrations lint bench soak protos docs clean
+.PHONY: demo test test-python test-native test-integrations test-gpu bench-gpu lint bench soak protos docs clean
 
 demo: $(VENV)/installed
 	$(BIN)/megalith train --data movielens --run runs/demo --start-over --fallback \
@@ -25,6 +26,15 @@ test: lint test-native test-python
 
 test-python: $(VENV)/dev
 	$(PYTEST) -m "not soak" -n 3 --dist loadfile --max-worker-restart 0 --ignore tests/integrations
+
+# On a machine with a GPU, offline: GPU_PYTHON is a Python with torch, triton, pytest and hypothesis. The native
+# module is not needed.
+GPU_PYTHON ?= python3
+test-gpu:
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest tests/table/engines
+
+bench-gpu:
+	PYTHONPATH=src $(GPU_PYTHON) benchmarks/table_gpu.py
 
 test-integrations: $(VENV)/integrations
 	$(PYTEST) tests/integrations
@@ -110,6 +120,7 @@ $(VENV)/dev: $(VENV)/installed
 	$(BIN)/pip install -q -c constraints.txt pytest pytest-xdist pytest-timeout hypothesis ruff mypy pyarrow tensorboard obstore \
 	  'moto[s3]' flask flask-cors protobuf kazoo \
 	  grpcio grpcio-health-checking grpcio-reflection prometheus-client
+	$(BIN)/pip install -q --no-deps triton==3.6.0  # its interpreter runs the kernels of the cuda engine
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null \
 	  || (apt-get update && apt-get install -y --no-install-recommends chromium fonts-dejavu-core)
 	@test -e /usr/share/java/zookeeper.jar && command -v java >/dev/null \

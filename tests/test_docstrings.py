@@ -121,6 +121,8 @@ def lacking(text: str, names: list[str]) -> list[str]:
 
 
 def function_problems(node: Function, owner: ast.ClassDef | None = None) -> Iterator[str]:
+    if "jit" in decorators(node):
+        return  # a kernel is code of the device: its module explains tensors and launches
     text = ast.get_docstring(node)
     if text is None:
         explained_elsewhere = decorators(node) & {"overload", "setter"} or (

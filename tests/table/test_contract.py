@@ -50,7 +50,7 @@ def test_the_native_engine_is_the_default() -> None:
 
 
 def test_an_unknown_engine_is_named_with_the_known_ones() -> None:
-    with pytest.raises(InputError, match="unknown engine 'gpu'; known engines: reference, cpu"):
+    with pytest.raises(InputError, match="unknown engine 'gpu'; known engines: reference, cpu, cuda"):
         Table(TableConfig("t", dim=1, optimizer=SGD()), engine="gpu")
 
 

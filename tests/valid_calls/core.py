@@ -366,7 +366,9 @@ def ops_calls() -> Iterator[Call]:
         {
             "check": {"table": "a", "num_occurrences": 3, "dim": 2},
             "check_ends": {"table": "a", "num_occurrences": 3, "dim": 2},
-            "new_outputs": {"tables": ["a"]},
+            "check_shapes": {"table": "a", "num_occurrences": 3, "dim": 2},
+            "to": {"device": torch.device("cpu")},
+            "new_outputs": {"tables": ["a"], "device": torch.device("cpu")},
             "sum": {"table": "a", "offsets": ids(0, 1, 3), "dim": 2},
         },
     )

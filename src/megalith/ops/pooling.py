@@ -82,15 +82,8 @@ class Bags:
         """The number of bags."""
         return self.offsets.numel() - 1
 
-    def to(self, device: torch.device) -> Bags:
-        """Return the bags with their tensors on another device.
-
-        Args:
-            device: The device.
-
-        Returns:
-            New bags.
-        """
+    def _moved(self, device: torch.device) -> Bags:
+        """Return the bags with their tensors on another device."""
 
         def move(tensor: Any) -> Any:
             return tensor.to(device, non_blocking=True) if isinstance(tensor, Tensor) else tensor
@@ -152,14 +145,11 @@ class Pooling:
         Raises:
             InputError: The device is not known.
         """
-        try:
-            place = torch.device(device)
-        except (RuntimeError, TypeError):
-            raise InputError(f"Pooling: device must be a torch.device or its name, got {device!r}") from None
+        place = _check_device(device)
         tensors = [t for bags in self.bags.values() for b in bags for t in (b.offsets, b.weights, b.divisor)]
         if all(not isinstance(tensor, Tensor) or tensor.device == place for tensor in tensors):
             return self
-        moved = {name: tuple(own.to(place) for own in bags) for name, bags in self.bags.items()}
+        moved = {name: tuple(own._moved(place) for own in bags) for name, bags in self.bags.items()}
         return Pooling(self.outputs, moved)
 
     def new_outputs(
@@ -178,6 +168,7 @@ class Pooling:
             if not isinstance(tables, list | tuple | set | Mapping):
                 raise InputError(f"tables must be a list of names, got {type(tables).__name__}")
             tables = [_check_name(table) for table in tables]
+        device = None if device is None else _check_device(device)
         covered = self._covered(tuple(self.bags if tables is None else tables))
         return [
             torch.empty(shape, device=device) if whole else torch.zeros(shape, device=device)
@@ -330,6 +321,15 @@ def _check_name(table: Any) -> str:
     if not isinstance(table, str):
         raise InputError(f"table must be a name, got {type(table).__name__}")
     return table
+
+
+def _check_device(device: Any) -> torch.device:
+    if isinstance(device, str | torch.device):
+        try:
+            return torch.device(device)
+        except RuntimeError:
+            pass
+    raise InputError(f"Pooling: device must be a torch.device or its name, got {device!r}")
 
 
 def _check_count(name: str, value: Any) -> None:

@@ -5,13 +5,34 @@ Without a GPU the kernels run in Triton's interpreter, at small sizes; `make tes
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from megalith import TableConfig, Uniform
+from megalith import (
+    LAMB,
+    SGD,
+    Adagrad,
+    EmbeddingCollection,
+    Feature,
+    FirstN,
+    Mean,
+    Normal,
+    Ragged,
+    Table,
+    TableConfig,
+    Uniform,
+    Zeros,
+    checkpoint,
+)
+from megalith.errors import InputError, UsageError
 from megalith.table import Optimizer
+from megalith.table.engines.cuda import triton_runtime
+from megalith.table.engines.cuda.engine import CudaEngine
+from megalith.table.engines.cuda.engine_group import CudaEngineGroup
 from tests.table.engines.cuda_configs import CONFIGS, OPTIMIZERS
-from tests.table.engines.programs import Program
+from tests.table.engines.programs import Program, everything
 
 ON_GPU = torch.cuda.is_available()
 SIZES = {"distinct": 3000, "batch": 5000} if ON_GPU else {"distinct": 12, "batch": 9}
@@ -30,3 +51,99 @@ def test_programs_of_calls(name: str) -> None:
     for seed in range(4 if ON_GPU else 1):
         sizes = dict(SIZES) if CONFIGS[name].capacity is None else {"distinct": 20, "batch": 9}
         Program(CONFIGS[name], 11 + seed, **sizes).run(CALLS)
+
+
+def test_tables_of_a_collection_share_launches_and_train_as_on_the_reference_engine() -> None:
+    configs = [
+        TableConfig("a", dim=4, optimizer=Adagrad(0.1)),
+        TableConfig("b", dim=4, optimizer=Adagrad(0.2), initializer=Normal(0.0, 0.1)),
+        TableConfig("c", dim=3, optimizer=LAMB(0.1)),
+    ]
+    features = [
+        Feature("x", "a"),
+        Feature("y", "a", combiner=Mean()),
+        Feature("z", "b", combiner=FirstN(2)),
+        Feature("w", "c"),
+    ]
+    columns = {
+        "x": Ragged.from_lists([[1, 2, 1], [], [3]]),
+        "y": Ragged.from_lists([[2], [4, 4], [1, 5]]),
+        "z": Ragged.from_lists([[7, 8, 9], [7], []]),
+        "w": Ragged.from_lists([[1], [1, 2], [3]]),
+    }
+    collections = [EmbeddingCollection(configs, features, engine=name) for name in ("cuda", "reference")]
+    for collection in collections:
+        for _ in range(2):
+            out = collection(columns)
+            sum((value * value).sum() for value in out.values()).backward()
+
+    group = collections[0].shards.engines
+    assert isinstance(group, CudaEngineGroup)
+    assert [shared.names for shared in group._shared] == [["a", "b"], ["c"]]
+    for name in ("a", "b", "c"):
+        got, expected = (everything(collection.tables[name]) for collection in collections)
+        assert got.ids.tolist() == expected.ids.tolist()
+        torch.testing.assert_close(got.rows, expected.rows, rtol=1e-6, atol=1e-7)
+
+
+def test_a_table_grows_without_losing_a_row() -> None:
+    config = TableConfig("t", dim=2, optimizer=SGD(1.0))
+    table = Table(config, engine="cuda")
+    table.engine_impl = CudaEngine(config, chunk_bytes=512)  # several chunks, several rehashes
+    ids = torch.arange(120) * 0x9E3779B97F4A7C1
+    rows = torch.arange(240, dtype=torch.float32).view(120, 2)
+    for part in range(0, 120, 30):
+        table.assign(ids[part : part + 30], rows[part : part + 30])
+        table.remove(ids[part : part + 7])
+
+    kept = [i for i in range(120) if i % 30 >= 7]
+    assert len(table) == len(kept)
+    assert torch.equal(table.lookup(ids[kept]), rows[kept])
+    assert bool((table.find(ids[[i for i in range(120) if i % 30 < 7]]) < 0).all())
+
+
+def test_two_runs_of_an_update_give_the_same_bits() -> None:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 5, (60,), generator=generator)  # rows that cross several chunks
+    grads = torch.randn(60, 3, generator=generator)
+    results = []
+    for _ in range(2):
+        table = Table(TableConfig("t", dim=3, optimizer=Adagrad(0.1)), engine="cuda")
+        table.apply_gradients(ids, grads, step=0, time=0)
+        results.append(everything(table))
+    assert torch.equal(results[0].rows, results[1].rows)
+    assert torch.equal(results[0].state["0/sum"], results[1].state["0/sum"])
+
+
+def test_a_row_with_a_sum_that_is_not_finite_is_skipped_and_reported() -> None:
+    table = Table(TableConfig("t", dim=2, optimizer=SGD(1.0), initializer=Zeros()), engine="cuda")
+    grads = torch.tensor([[3e38, 0.0], [3e38, 0.0], [1.0, 1.0]])
+    table.apply_gradients(torch.tensor([1, 1, 2]), grads, step=0)
+    assert table.lookup(torch.tensor([1, 2])).tolist() == [[0.0, 0.0], [-1.0, -1.0]]
+    with pytest.raises(InputError, match="table 't': 1 rows got gradients with NaN or Inf"):
+        table.stats()
+    assert table.stats().rows == 2
+
+
+def test_a_checkpoint_moves_between_engines_with_the_same_bits(tmp_path: Path) -> None:
+    config = TableConfig("t", dim=4, optimizer=Adagrad(0.1))
+    columns = {"x": torch.tensor([5, 9, 5])}
+    models = [
+        EmbeddingCollection([config], [Feature("x", "t")], engine=name) for name in ("cuda", "reference")
+    ]
+    models[0](columns)["x"].sum().backward()
+    checkpoint.save(models[0], tmp_path / "one")
+    checkpoint.load(models[1], tmp_path / "one")
+    checkpoint.save(models[1], tmp_path / "two")
+    models[0].shards.clear()
+    checkpoint.load(models[0], tmp_path / "two")
+    got, expected = (everything(model.tables["t"]) for model in models)
+    assert torch.equal(got.rows, expected.rows)
+    assert torch.equal(got.state["0/sum"], expected.state["0/sum"])
+
+
+def test_without_a_gpu_the_engine_raises_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_runtime, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UsageError, match=r'engine="cuda" needs an NVIDIA GPU .* use engine="cpu"'):
+        Table(TableConfig("t", dim=1, optimizer=SGD(0.1)), engine="cuda")

@@ -152,7 +152,7 @@ def initial_weights(tables, table, FIELDS: tl.constexpr, ids, columns, NUM_SEGME
 
 @triton.jit
 def aligned_pointer(address, dtype: tl.constexpr, OFFSET: tl.constexpr):
-    """Addresses + OFFSET as pointers; rows and outputs whose address is a multiple of 16 load 16 bytes at once.
+    """Addresses + OFFSET as pointers; at multiples of 16 a thread loads 16 bytes at once.
 
     The hint must be on the pointer: the compiler loses it in the conversion from an integer.
     """

@@ -223,7 +223,7 @@ class DeviceTable:
             self.entries, self.slots - 1, ids, n, BLOCK=BLOCK, num_warps=WARPS
         )
         self.write_header(FLAGS, rows, torch.zeros_like(rows))
-        used, free, *_ = self.read_counters()
+        free = self.read_counters()[1]
         self.free[free : free + n] = rows
         self.counters[1] += n
         self._removed_slots += n

@@ -1,9 +1,9 @@
 """The cuda engine: the Engine contract over tables in GPU memory.
 
 The hot calls (find, read, pool, update) launch kernels and return without waiting for the device; they are in
-launch_group.py, pooling_parts.py and table_updates.py. All other calls are here: they compose kernels and torch
-operations, and wait for the device where they return data to the host. Ids and chunks that come from or go to
-the host may be on the CPU in these calls.
+launch_group.py, pooling_parts.py and table_updates.py. All other calls are here: they compose kernels and
+torch operations, and wait for the device where they return data to the host. Ids and chunks that come from or
+go to the host may be on the CPU in these calls.
 
 Reads and writes may come from several threads and CUDA streams: a lock orders the launches, and a call on
 another stream than the previous one waits for that stream on the device.
@@ -179,7 +179,9 @@ class CudaEngine(Engine):
             on_device(pooling, self.name, ids.numel(), self.dim, self.device)
         with self.order:
             check_room(self, ids, pooling, step, occurrences)
-            yield stage_updates(self.group, [TableUpdate(self, ids, found, grads, step, occurrences)], pooling)
+            yield stage_updates(
+                self.group, [TableUpdate(self, ids, found, grads, step, occurrences)], pooling
+            )
 
     def pool_lookup(
         self,
@@ -481,7 +483,7 @@ class CudaEngine(Engine):
             if skipped:
                 self.table.counters[3] = 0
                 raise InputError(
-                    f"table {self.name!r}: {skipped} rows got gradients with NaN or Inf since the last check; "
+                    f"table {self.name!r}: {skipped} rows got gradients with NaN or Inf since the last call; "
                     "these rows were not changed"
                 )
             return self.policies.counters(created)

@@ -1,12 +1,12 @@
 """Kernels of the index: an open-addressing hash table with linear probing.
 
-A slot is two int64: a key and a value, so that one memory access reads both. The value is a row number, or -1.
+A slot is two int64, a key and a value, so that one memory access reads both. The value is a row number or -1.
 Two slots after the others belong to the ids that equal the keys EMPTY and REMOVED.
 
 Creating rows takes several launches, because which thread claims a slot first is not deterministic and row
 numbers must be:
 
-    claim_slots    every missing occurrence finds or claims the slot of its id; the value of a new slot becomes
+    claim_slots    each missing occurrence finds or claims the slot of its id; the value of a new slot becomes
                    PENDING - the position of its first occurrence (an atomic maximum, so any order will do)
     count_new      number of first occurrences per block
     number_new     prefix sum of these counts, one program per table; updates the table's counters

@@ -12,7 +12,7 @@ from megalith.errors import InputError
 from megalith.ops.pooling import Bags, OutputSlice, Pooling
 from megalith.table.engines.cuda import pool_kernels
 from megalith.table.engines.cuda.launch_group import MAX_PROGRAMS, Gradients, LaunchGroup
-from megalith.table.engines.cuda.row_layout import Run
+from megalith.table.engines.cuda.row_layout import ColumnRun
 from megalith.table.engines.cuda.triton_runtime import INTERPRETED, PLAIN_ARITHMETIC, padded
 
 POOL_TILE = 4096
@@ -81,7 +81,7 @@ class PoolingParts:
 
     def _pool_cut(
         self,
-        run: Run,
+        run: ColumnRun,
         start: int,
         end: int,
         parts: list[TablePart],

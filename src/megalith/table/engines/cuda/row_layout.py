@@ -1,6 +1,6 @@
 """The bytes of a stored row, and what tables must have in common to share launches.
 
-    weights of segment 0, 1, ...   each in its precision; a change of precision starts at a multiple of 16 bytes
+    weights of segment 0, 1, ...   each in its precision; another precision starts at a multiple of 16 bytes
     states                         float32, in the order of `TableConfig.state_columns`
     header                         id, time, flags, count, step: 24 bytes
 
@@ -24,7 +24,7 @@ MIN_CHUNK_SHIFT = 4
 
 
 @dataclass(frozen=True)
-class Run:
+class ColumnRun:
     """Columns of equal precision that lie next to each other."""
 
     start: int
@@ -43,7 +43,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class SegmentLayout:
+class SegmentPlace:
     """Where a segment lies in a row, and its step."""
 
     start: int
@@ -66,8 +66,8 @@ class RowLayout:
     """
 
     dim: int
-    runs: tuple[Run, ...]
-    segments: tuple[SegmentLayout, ...]
+    runs: tuple[ColumnRun, ...]
+    segments: tuple[SegmentPlace, ...]
     state_offset: int
     state_floats: int
     header: int
@@ -91,15 +91,15 @@ class RowLayout:
         view = ServingView.of(config)
         in_torch = view is not None and view.depends_on_step
         numbers = {name: number for number, name in enumerate(PRECISIONS)}
-        runs: list[Run] = []
+        runs: list[ColumnRun] = []
         places, at, column = [], 0, 0
         for segment in config.segments:
             precision, width = numbers[segment.precision], PRECISIONS[segment.precision]
             if runs and runs[-1].precision == precision:
-                runs[-1] = Run(runs[-1].start, column + segment.dim, runs[-1].offset, precision)
+                runs[-1] = ColumnRun(runs[-1].start, column + segment.dim, runs[-1].offset, precision)
             else:
                 at = -(-at // 16) * 16
-                runs.append(Run(column, column + segment.dim, at, precision))
+                runs.append(ColumnRun(column, column + segment.dim, at, precision))
             places.append((column, at, precision))
             at += segment.dim * width
             column += segment.dim
@@ -112,7 +112,7 @@ class RowLayout:
             rule = None if in_torch else find_rule(segment.optimizer, segment.dim)
             stochastic = segment.rounding == "stochastic"
             start, offset, precision = place
-            segments.append(SegmentLayout(start, segment.dim, offset, precision, stochastic, state, rule))
+            segments.append(SegmentPlace(start, segment.dim, offset, precision, stochastic, state, rule))
         state_floats = config.row_floats - config.dim
         header = -(-(state_offset + 4 * state_floats) // 8) * 8
         stride = -(-(header + HEADER_BYTES) // SECTOR) * SECTOR

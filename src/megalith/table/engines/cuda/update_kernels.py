@@ -249,7 +249,7 @@ def finish_chunks(
     RULE: tl.constexpr, OPTIONS: tl.constexpr, MEASURED: tl.constexpr, COUNTED: tl.constexpr,
     CHUNK: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The second launch: rows that cross chunks. The program of the chunk where a row begins adds its parts."""
+    """The second launch: rows that cross chunks. The program of a row's first chunk adds its parts."""
     table = tl.program_id(1)
     start = tl.load(spans + 3 * table)
     end = tl.load(spans + 3 * table + 1)
