@@ -297,9 +297,9 @@ def test_a_batch_is_validated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def count(method: str) -> None:
         original = getattr(InputChecks, method)
 
-        def counted(self: InputChecks, *args: object) -> object:
+        def counted(self: InputChecks, *args: object, **options: object) -> object:
             calls.append(f"{method} of {self.name}")
-            return original(self, *args)
+            return original(self, *args, **options)
 
         monkeypatch.setattr(InputChecks, method, counted)
 
