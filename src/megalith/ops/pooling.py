@@ -86,7 +86,8 @@ class Bags:
         """Return the bags with their tensors on another device."""
 
         def move(tensor: Any) -> Any:
-            return tensor.to(device, non_blocking=True) if isinstance(tensor, Tensor) else tensor
+            has_data = isinstance(tensor, Tensor) and not tensor.is_meta
+            return tensor.to(device, non_blocking=True) if has_data else tensor
 
         tensors = move(self.offsets), self.parts, move(self.weights), move(self.divisor)
         return Bags(*tensors, self.shared)
@@ -126,7 +127,7 @@ class Pooling:
             InputError: An argument has the wrong type.
         """
         _check_name(table)
-        _check_vector(table, "offsets", offsets, torch.int64, None)
+        _check_shape(table, "offsets", offsets, torch.int64, None)
         _check_count("dim", dim)
         return cls(
             outputs=((offsets.numel() - 1, dim),),

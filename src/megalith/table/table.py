@@ -117,7 +117,7 @@ class Table:
             result = engine.read(own, found) if stored else engine.lookup(own, found, step=step)
             return result.to(ids.device)
         check_pooling(pooling)
-        pooling = pooling.to(engine.device)
+        pooling = self._moved(pooling)
         if out is not None:
             outputs = self.checks.outputs(out, pooling)
         else:
@@ -127,6 +127,11 @@ class Table:
         else:
             engine.pool_lookup(own, found, pooling, outputs, step=step)
         return outputs if out is not None else [output.to(ids.device) for output in outputs]
+
+    def _moved(self, pooling: Pooling) -> Pooling:
+        """Return a pooling on the GPU of the table; a table on the CPU checks the one it gets."""
+        device = self.engine_impl.device
+        return pooling if device.type == "cpu" else pooling.to(device)
 
     def update(
         self,
@@ -165,7 +170,7 @@ class Table:
         found = None if rows is None else FoundRows(self.checks.found(ids, rows), epoch)
         checked = self.checks.grads(ids, grads, pooling)
         numbers = self.checks.step(step, time, scale, clip_norm)
-        pooling = None if pooling is None else pooling.to(self.engine_impl.device)
+        pooling = None if pooling is None else self._moved(pooling)
         self.engine_impl.update(ids, found, checked, pooling, numbers)
 
     # ---- composed calls
