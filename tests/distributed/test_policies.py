@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megalith import (
     SGD,
@@ -22,18 +24,47 @@ from megalith import (
     TableConfig,
 )
 from megalith.shards import Shards
+from megalith.table import Optimizer
 from tests.distributed.ranks import run_ranks
 from tests.table.support import ints
 
 IDS = torch.tensor([[1, 2, 2, 3], [2, 4, 1, 1], [5, 5, 5, 6], [7, 3, 3, 8]])
 
 
+class ScaledSGD(Optimizer):
+    """An optimizer written in torch."""
+
+    name = "scaled_sgd"
+
+    def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
+        rows -= lr * grads
+
+
 def configs() -> list[TableConfig]:
+    narrow = {"precision": "bfloat16", "rounding": "stochastic"}
     return [
         TableConfig("counted", dim=2, optimizer=SGD(0.5), admission=MinCount(3)),
         TableConfig("drawn", dim=3, optimizer=SGD(0.5), admission=Probability(0.4)),
         TableConfig("plain", dim=1, optimizer=SGD(0.5)),
+        TableConfig("narrow", dim=3, optimizer=SGD(0.5), admission=MinCount(3), eviction=TTL(5), **narrow),
+        TableConfig(
+            "in_torch", dim=3, optimizer=ScaledSGD(0.5), admission=MinCount(3), eviction=TTL(5), **narrow
+        ),
     ]
+
+
+def train_twice(shards: Shards, ids: Tensor) -> None:
+    """Update all tables, then even ids of the narrow ones only, and remove the rows of the others there."""
+    for step in range(2):
+        batch = dict.fromkeys(shards.configs, ids)
+        grads = {name: torch.full((ids.numel(), c.dim), 0.25 + 2.0**-9) for name, c in shards.configs.items()}
+        lookup = shards.lookup(batch)
+        lookup.wait()
+        shards.apply_gradients(lookup, grads, step=step, time=step)
+    even = ids[ids % 2 == 0]
+    late = dict.fromkeys(("narrow", "in_torch"), even)
+    shards.apply_gradients(late, {name: torch.ones(even.numel(), 3) for name in late}, step=2, time=9)
+    shards.evict(9)
 
 
 def contents(shards: Shards) -> dict[str, dict[int, list[float]]]:
@@ -54,13 +85,7 @@ def pending(shards: Shards) -> dict[int, int]:
 
 def admitted(size: int) -> tuple[dict[str, dict[int, list[float]]], dict[int, int]]:
     shards = SyncShards(configs())
-    own = IDS.chunk(size)[dist.get_rank()].flatten()
-    for step in range(2):
-        ids = dict.fromkeys(shards.configs, own)
-        grads = {name: torch.ones(own.numel(), c.dim) for name, c in shards.configs.items()}
-        lookup = shards.lookup(ids)
-        lookup.wait()
-        shards.apply_gradients(lookup, grads, step=step, time=step)
+    train_twice(shards, IDS.chunk(size)[dist.get_rank()].flatten())
     return contents(shards), pending(shards)
 
 
@@ -77,11 +102,8 @@ def merged(parts: list[Any]) -> Any:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_occurrences_of_all_ranks_are_counted(size: int) -> None:
     shards = LocalShards(configs())
-    flat = IDS.flatten()
-    for step in range(2):
-        ids = dict.fromkeys(shards.configs, flat)
-        grads = {name: torch.ones(flat.numel(), c.dim) for name, c in shards.configs.items()}
-        shards.apply_gradients(ids, grads, step=step, time=step)
+    train_twice(shards, IDS.flatten())
+    assert set(contents(shards)["narrow"]) == set(contents(shards)["in_torch"]) == {2, 4, 6, 8}
 
     assert merged(run_ranks(admitted, size, world_size=size)) == (contents(shards), pending(shards))
 

@@ -1,8 +1,8 @@
 """The engines compared under policies: random programs of calls leave equal tables, counts and logs.
 
-The programs mix admission, eviction, capacity, writes, passes in parts, compaction, snapshots, touched rows
-and time. `SmallPrograms` makes many calls on few ids, `LargePrograms` few calls on thousands of ids, because
-only a table of more than 4096 places moves rows to return memory.
+The programs mix admission, eviction, capacity, precision, writes, passes in parts, compaction, snapshots,
+touched rows and time. `SmallPrograms` makes many calls on few ids, `LargePrograms` few calls on thousands of
+ids, because only a table of more than 4096 places moves rows to return memory.
 """
 
 from __future__ import annotations
@@ -56,6 +56,12 @@ SEGMENTS = [
     [Segment(3, optimizer=SGD(0.5))],
     [Segment(3, optimizer=Adagrad(0.1, initial_accumulator_value=0.1))],
     [Segment(2, optimizer=Adagrad(0.1, initial_accumulator_value=0.1)), Segment(1, optimizer=SignSGD(0.125))],
+    # Steps that are exact in float32, so that both engines round the same numbers.
+    [Segment(3, optimizer=SGD(0.5), precision="bfloat16", rounding="stochastic")],
+    [
+        Segment(2, optimizer=SGD(0.5), precision="float16"),
+        Segment(1, optimizer=SignSGD(0.125), precision="bfloat16", rounding="stochastic"),
+    ],
 ]
 
 
