@@ -40,6 +40,11 @@ class EvictionPass:
         self._at = 0  # row at which the scan continues, or _MOVING
         self._rows = 0  # number of rows of a part when the pass began
 
+    @property
+    def at_start(self) -> bool:
+        """Whether the next part begins a pass."""
+        return self._at == 0
+
     def complete(self, now: int) -> Tensor:
         """Make a pass from the start to the end.
 
