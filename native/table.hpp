@@ -262,7 +262,7 @@ class Table {
     index_.reset();
     rows_.clear();
     search_ = {};
-    taken_rows_.clear(), taken_.clear();
+    taken_rows_.clear(), taken_.clear(), list_taken_ = false;
     for (auto& watch : watches_) watch.second.forget();
     ++epoch_;
   }
@@ -519,6 +519,7 @@ class Table {
   };
   static constexpr int64_t kSample = 2048;
   static constexpr int64_t kWalk = 64;
+  static constexpr int64_t kLowPart = 8;
   uint64_t score(int32_t row) const;
   void protect(const int32_t* call, int64_t n);
   void choose_victims(int64_t created);
@@ -595,7 +596,8 @@ class Table {
   VictimSearch search_;
   std::vector<int32_t> victims_;   // rows that the current call removes
   std::vector<uint64_t> taken_;    // a bit for each row that the current call must not remove (again)
-  std::vector<int32_t> taken_rows_;  // the rows with a bit
+  std::vector<int32_t> taken_rows_;  // the rows with a bit, if list_taken_
+  bool list_taken_ = false;
   int64_t protected_ = 0;          // number of rows of the current call
   uint32_t latest_step_ = 0;       // the largest step of an update or of a restored row
   bool shrinking_ = false;         // the index may still be much larger than needed

@@ -2,12 +2,12 @@
 //
 // A capacity removes rows with low scores. Finding the lowest ones exactly would need a pass over the table. Instead a
 // cursor moves around the rows and takes those whose score is at most a threshold. The threshold is the score of the
-// lowest sixteenth of a sample of rows; it is estimated again after each round. So a removed row is among the lowest
-// sixteenth, unless a call needs more, and each removed row costs the cursor about 16 steps.
+// lowest eighth of a sample of rows; it is estimated again after each round. So a removed row is among the lowest
+// eighth, unless a call needs more, and each removed row costs the cursor about 8 steps.
 //
 // If low scores are far from the cursor, it stops after 64 places per needed row, and the call takes the lowest
-// sixteenth of samples, each of 2048 rows spread over the whole table. The cursor continues next to the lowest of them:
-// rows with low scores are often neighbours. So a call visits at most about 64 + 16 places per row, whatever the size of
+// eighth of samples, each of 2048 rows spread over the whole table. The cursor continues next to the lowest of them:
+// rows with low scores are often neighbours. So a call visits at most about 64 + 8 places per row, whatever the size of
 // the table.
 //
 // The result depends only on the sequence of calls, not on threads or clocks.
@@ -33,10 +33,15 @@ inline uint64_t Table::score(int32_t row) const {
 
 // Notes the n rows of the current call, which must stay.
 inline void Table::protect(const int32_t* call, int64_t n) {
-  for (int32_t row : taken_rows_) taken_[static_cast<size_t>(row) >> 6] = 0;
-  taken_rows_.clear();
   const size_t words = static_cast<size_t>((rows_.high() + 63) / 64);
-  if (taken_.size() < words) taken_.resize(words);
+  // All words are cleared, unless they are many: then only those of the call before.
+  if (list_taken_)
+    for (int32_t row : taken_rows_) taken_[static_cast<size_t>(row) >> 6] = 0;
+  else
+    taken_.clear();
+  taken_.resize(words);
+  taken_rows_.clear();
+  list_taken_ = words > static_cast<size_t>(4 * n);
   protected_ = 0;
   for (int64_t i = 0; i < n; ++i)
     if (call[i] >= 0) protected_ += take_once(call[i]);
@@ -77,12 +82,12 @@ inline bool Table::take_once(int32_t row) {
   const uint64_t bit = uint64_t{1} << (row & 63);
   if (word & bit) return false;
   word |= bit;
-  taken_rows_.push_back(row);
+  if (list_taken_) taken_rows_.push_back(row);
   return true;
 }
 
-// Reads the scores of rows that may go, at places spread over the table. Returns how many of them are low: a sixteenth,
-// or as many as the sample has of the needed rows.
+// Reads the scores of rows that may go, at places spread over the table. Returns how many of them are low: an eighth, or
+// as many as the sample has of the needed rows.
 inline int64_t Table::sample_rows(int64_t need) {
   std::vector<VictimSearch::Sampled>& sample = search_.sample;
   sample.clear();
@@ -94,7 +99,7 @@ inline int64_t Table::sample_rows(int64_t need) {
   }
   const int64_t m = static_cast<int64_t>(sample.size());
   const int64_t candidates = std::max<int64_t>(index_.size() - protected_, 1);
-  return std::max(m / 16, (need * m + candidates - 1) / candidates);
+  return std::max(m / kLowPart, (need * m + candidates - 1) / candidates);
 }
 
 inline void Table::estimate_threshold(int64_t need) {

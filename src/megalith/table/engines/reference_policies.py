@@ -16,6 +16,7 @@ from megalith.table.policies.min_count import MAX_COUNT
 
 SAMPLE = 2048
 WALK = 64
+LOW_PART = 8
 MIN_COMPACT = 4096
 
 _WORD = 2**64 - 1
@@ -203,7 +204,7 @@ class VictimSearch:
             for k, row in enumerate(rows)
             if self._live[row] and row not in self._taken
         ]
-        return sorted(sample), max(len(sample) // 16, -(-need * len(sample) // self._candidates))
+        return sorted(sample), max(len(sample) // LOW_PART, -(-need * len(sample) // self._candidates))
 
     def _estimate(self, need: int) -> None:
         take_any = self._found == 0

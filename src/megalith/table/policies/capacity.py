@@ -27,7 +27,7 @@ class Capacity(Eviction):
     raises `TableFullError` before anything is written.
 
     The lowest scores are found by sampling, so that a write never waits for a pass over the table: a removed
-    row is among the lowest sixteenth, not always the lowest. With "lfu", a row has count 1 after its first
+    row is among the lowest eighth, not always the lowest. With "lfu", a row has count 1 after its first
     update or assignment; an assigned row has the latest step of an update.
 
     With a limit, results depend on the number of shards, because each shard chooses among its own rows.
