@@ -63,12 +63,14 @@ from megalith.table import (
     Capacity,
     DelayCompensated,
     DynamicWdAdagrad,
+    FixedPoint,
     GroupAdagrad,
     GroupFTRL,
     Lion,
     MinCount,
     Momentum,
     MovingAverage,
+    OneBit,
     Optimizer,
     RMSProp,
     RMSPropV2,
@@ -497,7 +499,7 @@ def _hits(capacity: int, score: str, steps: int) -> tuple[int, int, int]:
 
 
 def precision(run: Run) -> None:
-    """Compares rows of 16 bits with rows of float32: step and lookup with Adagrad."""
+    """Compares rows of 16 bits, and views of serving precisions, with rows of float32: step and lookup."""
     keys = random_keys(run.rows)
     records = []
     for dim in (16, 64):
@@ -508,6 +510,8 @@ def precision(run: Run) -> None:
             "bfloat16": Ours(Adagrad(LR), keys, dim, precision="bfloat16"),
             "float16": Ours(Adagrad(LR), keys, dim, precision="float16"),
             "bfloat16, stochastic": Ours(Adagrad(LR), keys, dim, precision="bfloat16", rounding="stochastic"),
+            "float32, served as FixedPoint": Ours(Adagrad(LR), keys, dim, serving=FixedPoint(0.1)),
+            "float32, served as OneBit": Ours(Adagrad(LR), keys, dim, serving=OneBit(0.05)),
         }
         for what in ("step", "lookup"):
             times = interleave({k: getattr(v, what) for k, v in tables.items()}, batches, run.rounds)
@@ -526,7 +530,7 @@ def precision(run: Run) -> None:
                 run.bars.append(Bar("bfloat16 rows vs float32, step at dim 64", faster, 1.0))
     run.sections["precision"] = {"rows": run.rows, "ids": run.ids, "records": records}
     print_table(
-        f"Rows of 16 bits, K={run.rows}, {run.ids} ids, Adagrad, ns per id",
+        f"Precision of rows, K={run.rows}, {run.ids} ids, Adagrad, ns per id",
         ("rows", "dim", "call", "ns per id", "float32 = 1"),
         [
             (r["rows"], str(r["dim"]), r["call"], f"{r['ns_per_id']:.1f}", str(r["of_float32"]))

@@ -172,7 +172,7 @@ class _Step(torch.autograd.Function):
         epoch = table.epoch
         rows = table.find(batch.keys)
         ctx.call = (ours, batch, pooling, rows, epoch)
-        return table.read(rows, batch.keys, pooling, epoch=epoch)[0]
+        return table.read(rows, batch.keys, pooling, epoch=epoch, step=ours.steps)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:

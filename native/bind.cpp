@@ -153,6 +153,7 @@ NB_MODULE(_native, m) {
 
   bind_ids(m);
   bind_rows(m);
+  bind_view(m);
   bind_pool(m);
   bind_layout(m);
   bind_files(m);

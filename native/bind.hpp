@@ -176,6 +176,7 @@ struct BagsList {
 // bind_layout. Tables: bind_group. Others: files of other systems, exported rows (bind_frozen), exchanges between processes (bind_mailbox).
 void bind_ids(nb::module_& m);
 void bind_rows(nb::module_& m);
+void bind_view(nb::module_& m);
 void bind_pool(nb::module_& m);
 void bind_group(nb::module_& m);
 void bind_layout(nb::module_& m);

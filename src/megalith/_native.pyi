@@ -51,6 +51,15 @@ def place(rows: Tensor, place: Tensor, out: Tensor, threads: int, /) -> None: ..
 def scatter(
     rows: list[Tensor], index: list[Tensor], strides: list[int], out: Tensor, name: str, threads: int, /
 ) -> None: ...
+def view_rows(rows: Tensor, parts: Sequence[tuple[int, int, int, float, float]], threads: int, /) -> None: ...
+def view_slopes(
+    gradients: Tensor,
+    rows: Tensor,
+    parts: Sequence[tuple[int, int, int, float, float]],
+    factors: Sequence[float],
+    threads: int,
+    /,
+) -> None: ...
 def take_splits(splits: Tensor, rows: Tensor, values: int, new_splits: Tensor, /) -> int: ...
 def take_rows(
     values: Tensor, splits: Tensor, rows: Tensor, new_splits: Tensor, out: Tensor, threads: int, /

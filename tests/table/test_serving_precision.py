@@ -28,6 +28,7 @@ from megalith import (
     Table,
     TableConfig,
     Zeros,
+    _native,
 )
 from megalith.errors import InputError, UsageError
 from megalith.table import Optimizer, ServingPrecision
@@ -401,3 +402,42 @@ def test_wrong_arguments_of_lookups_are_refused() -> None:
             table.read(table.find(ints(1)), ints(1), step=bad)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="stored"):
         table.lookup(ints(1), stored="yes")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("step", [None, 3, 9000])
+@pytest.mark.parametrize(
+    "precision", [FixedPoint(2.0), FixedPoint(0.3), OneBit(0.5)], ids=["dyadic", "decimal", "one_bit"]
+)
+def test_native_views_and_slopes_have_the_bits_of_torch(
+    precision: ServingPrecision, step: int | None
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(1000, 13, generator=generator)
+    rows *= 10.0 ** torch.randint(-8, 5, (1000, 1), generator=generator)
+    rows[0, :3] = torch.tensor([-0.0, 0.0, 3e38])
+    view, first, second = precision.native_view(step)
+    seen, grads = rows.clone(), torch.randn(1000, 13, generator=generator)
+
+    _native.view_rows(seen, [(view, 2, 13, first, second)], 2)
+
+    wanted = rows.clone()
+    own = rows[:, 2:]
+    wanted[:, 2:] = precision.served(own) if step is None else precision.trained(own, step)
+    assert_same_bits(seen, wanted)
+    if step is not None:
+        expected = precision.gradient(grads, rows, step)
+        _native.view_slopes(grads, rows, [(view, 0, 13, first, second)], [precision.slope(step)], 2)
+        assert_same_bits(grads, expected)
+
+
+def test_the_native_module_refuses_columns_outside_the_rows() -> None:
+    rows, grads = torch.ones(3, 4), torch.ones(3, 4)
+    good = (2, 0, 4, 1.0, 0.5)
+    for bad in ((3, 0, 4, 1.0, 1.0), (0, -1, 4, 1.0, 1.0), (0, 0, 5, 1.0, 1.0), (0, 3, 2, 1.0, 1.0)):
+        with pytest.raises((ValueError, InputError), match="parts"):
+            _native.view_rows(rows, [bad], 1)
+    with pytest.raises((ValueError, InputError), match="factors"):
+        _native.view_slopes(grads, rows, [good], [], 1)
+    with pytest.raises((ValueError, InputError), match="gradients"):
+        _native.view_slopes(grads[:2], rows, [good], [1.0], 1)
+    assert torch.equal(rows, torch.ones(3, 4))

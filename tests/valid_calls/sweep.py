@@ -172,7 +172,8 @@ CANNOT_BE_CALLED: Mapping[str, str] = {
 }
 """Public names that the sweep leaves out, and why."""
 FORMULAS = {"correction", "expired", "state", "states", "step", "update"} | {
-    *("code_bytes", "decode", "encode", "from_unit", "gradient", "scale", "served", "trained")
+    *("code_bytes", "decode", "encode", "from_unit", "gradient", "native_view", "scale", "served", "slope"),
+    "trained",
 }
 """Methods of optimizers, policies and serving precisions that engines call with what they have validated."""
 

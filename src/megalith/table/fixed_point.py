@@ -70,6 +70,10 @@ class FixedPoint(ServingPrecision):
         """See `ServingPrecision.trained`: what is served."""
         return self.served(rows)
 
+    def native_view(self, step: int | None) -> tuple[int, float, float]:
+        """See `ServingPrecision.native_view`."""
+        return 0, self.unit, 0.0
+
 
 def fixed_point_codes(rows: Tensor, steps: Tensor) -> Tensor:
     """Round values to steps, halves away from zero.

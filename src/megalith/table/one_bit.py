@@ -118,12 +118,18 @@ class OneBit(ServingPrecision):
         """See `ServingPrecision.trained`: amplitude * tanh(scale * w)."""
         return tanh(rows * self.scale(step)) * self.amplitude
 
+    def native_view(self, step: int | None) -> tuple[int, float, float]:
+        """See `ServingPrecision.native_view`."""
+        return (1, self.amplitude, 0.0) if step is None else (2, self.scale(step), self.amplitude)
+
+    def slope(self, step: int) -> float:
+        """See `ServingPrecision.slope`: amplitude * scale."""
+        return as_float32(self.amplitude * self.scale(step))
+
     def gradient(self, grads: Tensor, rows: Tensor, step: int) -> Tensor:
         """See `ServingPrecision.gradient`: multiplied by amplitude * scale * (1 - tanh^2)."""
-        scale = self.scale(step)
-        slope = tanh(rows * scale)
-        slope = (1.0 - slope * slope) * as_float32(self.amplitude * scale)
-        return grads * slope
+        seen = tanh(rows * self.scale(step))
+        return grads * ((1.0 - seen * seen) * self.slope(step))
 
 
 def tanh(x: Tensor) -> Tensor:

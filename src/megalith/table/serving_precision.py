@@ -107,6 +107,28 @@ class ServingPrecision(ABC):
             float32 [n, dim].
         """
 
+    @abstractmethod
+    def native_view(self, step: int | None) -> tuple[int, float, float]:
+        """Return how the native module computes a view (native/serving_view.hpp).
+
+        Args:
+            step: The global step for `trained`; None for `served`.
+
+        Returns:
+            The number of the view and its two numbers, float32.
+        """
+
+    def slope(self, step: int) -> float:
+        """Return the factor of gradients that does not depend on weights, for the native module.
+
+        Args:
+            step: The global step, from 0.
+
+        Returns:
+            The largest factor of `gradient`, a float32.
+        """
+        return 1.0
+
     def gradient(self, grads: Tensor, rows: Tensor, step: int) -> Tensor:
         """Compute the gradients of stored weights from those of what training sees.
 

@@ -58,6 +58,32 @@ class ServingView:
             stored.copy_(precision.served(stored) if step is None else precision.trained(stored, step))
         return rows
 
+    def native_parts(self, step: int | None) -> list[tuple[int, int, int, float, float]]:
+        """Return the arguments of the native module, which computes the same bits.
+
+        Args:
+            step: As for `apply`.
+
+        Returns:
+            For each segment with a view, its number, first column, end, and numbers.
+        """
+        parts = []
+        for columns, precision in self._columns:
+            view, first, second = precision.native_view(step)
+            parts.append((view, columns.start, columns.stop, first, second))
+        return parts
+
+    def slopes(self, step: int) -> list[float]:
+        """Return the largest factor of the gradients of each segment with a view; see `native_parts`.
+
+        Args:
+            step: The global step, from 0.
+
+        Returns:
+            The factors, float32.
+        """
+        return [precision.slope(step) for _, precision in self._columns]
+
     def gradient(self, grads: Tensor, rows: Tensor, step: int) -> Tensor:
         """Compute the gradients of stored weights from those of what training sees.
 

@@ -225,8 +225,9 @@ def read_rows(
             not_finite[name] = wanted[~finite]
             wanted, values = wanted[finite], values[finite]
         if wanted.numel():
-            view = table.engine_impl.view
-            rows[name] = (wanted, values if view is None else view.apply(values, None))
+            if table.engine_impl.view is not None:
+                table.engine_impl.apply_view(values, None)
+            rows[name] = (wanted, values)
     return PushMessage(rows, removed), not_finite
 
 

@@ -146,10 +146,20 @@ class Engine(ABC):
         rows = self.read(ids, found, out)
         if self.view is None:
             return rows
-        self.view.apply(rows, step)
+        self.apply_view(rows, step)
         if self.config.missing == "zeros" and step is None:  # the view of zeros may be something else
             rows[self.find(ids).rows < 0] = 0.0
         return rows
+
+    def apply_view(self, rows: Tensor, step: int | None) -> None:
+        """Replace stored weights by what lookups return, in place. The table has a view.
+
+        Args:
+            rows: float32 [n, dim], contiguous.
+            step: As for `lookup`.
+        """
+        assert self.view is not None
+        self.view.apply(rows, step)
 
     def pool_lookup(
         self,

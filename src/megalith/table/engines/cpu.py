@@ -239,6 +239,11 @@ class CpuEngine(Engine):
         call = self.native_read(ids, found, rows, pooling.native(self.name))
         _native.read_tables([call], outputs, torch.get_num_threads())
 
+    def apply_view(self, rows: Tensor, step: int | None) -> None:
+        """See `Engine.apply_view`."""
+        assert self.view is not None
+        _native.view_rows(rows, self.view.native_parts(step), torch.get_num_threads())
+
     def pool_rows(self, rows: Tensor, bags: Sequence[Bags], outputs: list[Tensor]) -> None:
         """See `Engine.pool_rows`."""
         forms, threads = [each.native for each in bags], torch.get_num_threads()
@@ -289,12 +294,20 @@ class CpuEngine(Engine):
         ids, sums, seen = sum_per_id(ids, grads, pooling, self.name, self.dim, occurrences)
         if not ids.numel():
             return
+        threads = torch.get_num_threads()
         with self._writing:
-            chunk = self.new_chunk(ids.numel())  # with the initial rows of ids without a row
-            self._native.read_complete(ids, chunk.columns(), torch.get_num_threads())
-            sums = self.view.gradient(sums * step.scale, chunk.rows, step.step)
+            if self.config.missing == "initial":
+                found = self.find(ids)
+                rows = self.read(ids, found)
+            else:  # the initial rows are needed
+                found, chunk = None, self.new_chunk(ids.numel())
+                self._native.read_complete(ids, chunk.columns(), threads)
+                rows = chunk.rows
+            sums *= step.scale
+            parts, slopes = self.view.native_parts(step.step), self.view.slopes(step.step)
+            _native.view_slopes(sums, rows, parts, slopes, threads)
             step = step._replace(scale=1.0)
-            self._update(self.native_update(ids, None, None, sums, step, seen), ())
+            self._update(self.native_update(ids, found, None, sums, step, seen), ())
 
     @contextmanager
     def stage_update(

@@ -8,14 +8,15 @@ readers see the whole update or none of it; the engine holds a lock against othe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from megalith.errors import UsageError
 from megalith.ops import dedup, scatter_sum
-from megalith.ops.pooling import Pooling, unpool
+from megalith.ops.pool_rows import unpool_flat
+from megalith.ops.pooling import Bags, Pooling, unpool
 from megalith.table.optimizers import Optimizer
 from megalith.table.optimizers.rowwise_adagrad import sum_of_squares
 from megalith.table.serving_view import ServingView
@@ -75,11 +76,25 @@ def sum_per_id(
     occurrences = torch.ones_like(ids) if occurrences is None else occurrences
     if pooling is not None:
         pooling.check(table, ids.numel(), dim)
-        flat, reached = unpool(grads, pooling.of(table), ids.numel(), dim)
+        bags = pooling.of(table)
+        if bags and _contain_all(bags, ids.numel()):  # every occurrence has a gradient
+            distinct = dedup(ids)
+            size = distinct.ids.numel() * dim
+            sums = unpool_flat(grads, distinct.inverse * dim, bags, size, dim)
+            seen = torch.zeros_like(distinct.ids).index_add_(0, distinct.inverse, occurrences)
+            return distinct.ids, sums.view(-1, dim), seen
+        flat, reached = unpool(grads, bags, ids.numel(), dim)
         ids, flat, occurrences = ids[reached], flat[reached], occurrences[reached]
     distinct = dedup(ids)
     seen = torch.zeros_like(distinct.ids).index_add_(0, distinct.inverse, occurrences)
     return distinct.ids, scatter_sum(flat, distinct.inverse, distinct.ids.numel()), seen
+
+
+def _contain_all(bags: Sequence[Bags], n: int) -> bool:
+    """Return whether bags contain each of n occurrences; features are in the order of the occurrences."""
+    ends = [(int(own.offsets[0]), int(own.offsets[-1])) for own in bags]
+    starts = [0, *(end for _, end in ends)]
+    return all(begin == start for start, (begin, _) in zip(starts, ends, strict=False)) and starts[-1] == n
 
 
 def distinct_ids(
