@@ -164,8 +164,10 @@ def drain_times(run: Run, walk: Walk, cold: bool) -> dict[str, list[float]]:
             "walk": lambda found=found: found.update(walk=walk.drain()),
         }
         for name in sorted(calls, reverse=bool(r % 2)):
-            walk.flags[chosen] = 1
-            run.table.apply_gradients(ids, gradients, step=r)
+            if name == "drain":
+                run.table.apply_gradients(ids, gradients, step=r)
+            else:
+                walk.flags[chosen] = 1
             if cold:
                 trash.add_(1)
             elapsed = seconds(calls[name])
