@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,30 +14,23 @@ import torch
 from typer.testing import CliRunner, Result
 
 from megalith.cli.gather import app
+from megalith.compat.templar import write_payload
 from megalith.gather import (
+    GatherPlan,
     Label,
     OuterUpdate,
-    Plan,
-    Schema,
+    PayloadSchema,
     compress,
-    local_store,
+    open_object_store,
     publish,
     run_window,
 )
-from megalith.gather.faultserver import FaultServer
 from megalith.gather.simulation import Simulation, run_rank
-
-SECONDS = 240
+from tests.gather.fault_server import FaultServer
 
 
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments))
-
-
-def megalith(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command as a process: its ranks write to the real stdout."""
-    command = [sys.executable, "-m", "megalith", "gather", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
 
 
 @pytest.mark.parametrize("command", ["run", "inspect", "simulate"])
@@ -48,18 +43,18 @@ def test_help_has_examples(command: str) -> None:
 # ---- simulate
 
 
-def test_the_weights_are_the_same_for_any_number_of_ranks() -> None:
+def test_the_weights_are_the_same_for_any_number_of_ranks(tmp_path: Path) -> None:
     simulation = Simulation(peers=12, seed=5, windows=2, latency=0.0, faults={"corrupt": 0.2, "copy": 0.2})
-    with FaultServer() as server:
-        simulation.fill(server)
-        alone = run_rank(simulation, server.endpoint, None, None)
+    simulation.fill(tmp_path)
+    alone = run_rank(simulation, tmp_path, None, None)
     common = ["--peers", "12", "--seed", "5", "--windows", "2", "--latency", "0.01"]
-    done = megalith("simulate", *common, "--ranks", "3", "--faults", "corrupt=0.2,copy=0.2")
-    assert done.returncode == 0, done.stderr
+    done = run("simulate", *common, "--ranks", "2", "--faults", "corrupt=0.2,copy=0.2")
+    assert done.exit_code == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[-1] == f"weights {alone}"
     assert any("gather/status/CORRUPT" in line for line in lines)
     assert any("left out for copying" in line for line in lines)
+    assert any("skipped uid" in line and "CORRUPT: " in line for line in lines)
 
 
 def test_faults_depend_on_the_seed_alone() -> None:
@@ -73,7 +68,7 @@ def test_faults_depend_on_the_seed_alone() -> None:
     [
         ("fire=0.1", "unknown fault 'fire'"),
         ("corrupt", "not NAME=SHARE"),
-        ("corrupt=2", "1 in all at most"),
+        ("corrupt=2", "at most 1 together"),
     ],
 )
 def test_faults_that_cannot_be_are_refused(faults: str, said: str) -> None:
@@ -87,7 +82,7 @@ def test_faults_that_cannot_be_are_refused(faults: str, said: str) -> None:
 SCRIPT = """
 import os, signal, sys
 from megalith.gather import Ranks
-from megalith.gather.ranks import BrokenExchange
+from megalith.distributed.surviving_ranks import BrokenExchange
 ranks = Ranks.join(timeout=1000.0)  # longer than the test may take: nobody waits for the dead
 if ranks.rank == 0:
     os.kill(os.getpid(), signal.SIGKILL)
@@ -100,22 +95,46 @@ os.write(1, f"{sys.argv[1]} {left}\\n".encode())  # one write: two ranks share t
 """
 
 
-def test_survivors_go_on_when_a_rank_dies(tmp_path: Path) -> None:
+def test_survivors_go_on_when_a_rank_dies(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    done = megalith("run", "--ranks", "3", "--least", "2", str(script), "--say")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["--say [b'1', b'2']"] * 2
-    assert "rank 0 was killed by signal 9; the others go on" in done.stderr
+    done = run("run", "--ranks", "3", "--least", "2", str(script), "--say")
+    assert done.exit_code == 0, done.stderr
+    assert (
+        capfd.readouterr().out.splitlines() == ["--say [b'1', b'2']"] * 2
+    )  # the ranks write to the real stdout
+    assert "rank 0 was killed by signal 9; 2 others continue" in done.stderr
 
 
 def test_too_few_good_ends_are_an_error(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, sys; sys.exit(3 if os.environ['RANK'] == '1' else 0)")
-    done = megalith("run", "--ranks", "2", "--least", "2", str(script))
-    assert done.returncode == 1
+    done = run("run", "--ranks", "2", "--least", "2", str(script))
+    assert done.exit_code == 1
     assert "rank 1 ended with code 3" in done.stderr
-    assert "1 of 2 ranks ended well, 2 must" in done.stderr
+    assert "0 others" not in done.stderr
+    assert "1 of 2 ranks succeeded, 2 must" in done.stderr
+
+
+def test_sigterm_ends_the_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, sys, time\n"
+        "open(os.path.join(sys.argv[1], os.environ['RANK']), 'w').write(str(os.getpid()))\n"
+        "time.sleep(120)\n"
+    )
+
+    def stop() -> None:
+        while len(list(tmp_path.glob("[01]"))) < 2 or not all(p.read_text() for p in tmp_path.glob("[01]")):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=stop, daemon=True)
+    thread.start()
+    assert run("run", "--ranks", "2", str(script), str(tmp_path)).exit_code == 128 + signal.SIGTERM
+    for path in tmp_path.glob("[01]"):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(path.read_text()), 0)
 
 
 # ---- inspect
@@ -126,14 +145,14 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A window with two payloads, one of them damaged, and its artifact."""
     folder = tmp_path_factory.mktemp("store")
     weights = {"w": torch.zeros(8, 8)}
-    schema = Schema.of(weights, chunk=4, keep=4)
+    schema = PayloadSchema.of(weights, chunk=4, keep=4)
     for uid in (1, 2):
         update = {"w": torch.randn(8, 8, generator=torch.Generator().manual_seed(uid))}
-        publish(local_store(folder), compress(update, schema), Label("demo", 5, uid, global_step=7))
+        publish(open_object_store(folder), compress(update, schema), Label("demo", 5, uid, global_step=7))
     (folder / "payloads/demo/5/2.gather").write_bytes(b"not a payload" * 10)
-    plan = Plan(run="demo", window=5, schema=schema.digest, primary=(1, 2), deadline=5.0)
-    stores = {"default": local_store(folder)}
-    run_window(plan, weights, OuterUpdate(schema), stores, artifacts=local_store(folder))
+    plan = GatherPlan(run="demo", window=5, schema=schema.digest, primary=(1, 2), deadline=5.0)
+    stores = {"default": open_object_store(folder)}
+    run_window(plan, weights, OuterUpdate(schema), stores, artifacts=open_object_store(folder))
     return folder
 
 
@@ -150,6 +169,26 @@ def test_a_payload(store: Path) -> None:
         "dct": False,
     }
     assert "global_step      7" in run("inspect", path).stdout
+
+
+def test_a_torch_file_of_templar(tmp_path: Path) -> None:
+    schema = PayloadSchema.of({"w": torch.zeros(8, 8)}, chunk=4, keep=4, padding=False)
+    made = compress({"w": torch.ones(8, 8)}, schema)
+    path = tmp_path / "gradient-5-1-v2.pt"
+    path.write_bytes(write_payload(made, Label("demo", 5, 1, global_step=7)))
+    found = json.loads(run("inspect", str(path), "--json").stdout)
+    assert (found["kind"], found["global_step"], found["metadata"]) == ("templar payload", 7, {"window": 5})
+    assert found["keys"] == ["metadata", "widxs", "wquant_params", "wvals"]
+    assert "templar payload" in run("inspect", path.as_uri()).stdout
+
+
+def test_credentials_are_options_of_inspect() -> None:
+    with FaultServer() as server:
+        server.put("peers/payloads/demo/5/1.gather", b"x" * 100)
+        place = f"s3://{server.bucket}/peers"
+        options = ["--endpoint", server.endpoint, "--access-key-id", "a", "--secret-access-key", "b"]
+        found = run("inspect", place, "--run", "demo", "--window", "5", "--json", *options)
+        assert [each["bytes"] for each in json.loads(found.stdout)["payloads"]] == [100]
 
 
 def test_an_artifact(store: Path) -> None:
@@ -171,8 +210,8 @@ def test_a_window_of_a_store(store: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["/nowhere/at/all"], "is no file; a store needs --run and --window"),
-        (["/nowhere/at/all", "--run", "x", "--window", "1"], "is no directory and no address"),
+        (["/nowhere/at/all"], "is not a file, a directory or the URL"),
+        (["/nowhere/at/all", "--run", "x", "--window", "1"], "is not a file, a directory or the URL"),
     ],
 )
 def test_places_that_are_nothing_are_refused(arguments: list[str], said: str) -> None:
@@ -186,4 +225,6 @@ def test_a_file_that_is_neither_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"MEGAGATH and nothing more")
     assert run("inspect", str(path)).exit_code == 1
     path.write_bytes(b"hello")
-    assert "neither a payload nor a manifest" in " ".join(run("inspect", str(path)).stderr.split())
+    assert "neither a payload, a torch file nor a manifest" in " ".join(
+        run("inspect", str(path)).stderr.split()
+    )

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megalith.gather.faultserver import FaultServer
 from tests.distributed.ranks import run_ranks
+from tests.gather.fault_server import FaultServer
 from tests.gather.scenarios import SCENARIOS, play_all, world_of
 
 Found = dict[int, tuple[list[Any], list[dict[str, int]], Path]]

@@ -1,7 +1,9 @@
-"""Sharded parameters (FSDP2) beside replicated ones: each rank steps its own lines, to the same weights."""
+"""Weights that FSDP2 shards: windows, saved state, catching up and compression as in one process."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,14 +12,31 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from megalith.gather import OuterUpdate, Ranks, Schema, UpdateConfig, run_window
-from megalith.gather.faultserver import FaultServer
+from megalith.errors import InputError, MegalithError
+from megalith.gather import (
+    ErrorFeedback,
+    GatherPlan,
+    Label,
+    OuterUpdate,
+    PayloadSchema,
+    Ranks,
+    UpdateConfig,
+    catch_up,
+    compress,
+    fingerprint,
+    open_object_store,
+    publish,
+    run_window,
+    weight_parts,
+)
 from tests.distributed.ranks import run_ranks
-from tests.gather.world import World
+from tests.gather.support import RUN, peer_update
 
 UIDS = (1, 2, 3)
+OPTIMIZERS = ("sgd", "nesterov")
+LEAF = 40  # elements: leaves that extend over several ranks
 
 
 def model() -> nn.Module:
@@ -31,55 +50,141 @@ def whole() -> dict[str, Tensor]:
     return {**found, "replicated": torch.linspace(0, 1, 35).view(7, 5)}
 
 
-def schema() -> Schema:
-    return Schema.of(whole(), chunk=4, keep=5)
+def schema() -> PayloadSchema:
+    return PayloadSchema.of(whole(), chunk=4, keep=5)
 
 
-class Remote:
-    bucket = "gather"
-
-    def __init__(self, endpoint: str) -> None:
-        self.endpoint = endpoint
-
-
-def settings(optimizer: str) -> dict[str, Any]:
-    return {"update": UpdateConfig(optimizer=optimizer, lr=0.5)}  # type: ignore[arg-type]
-
-
-def step_sharded(endpoint: str) -> list[tuple[dict[str, list[float]], str, bool]]:
-    """Two windows per optimizer; all weights collected, the hash, whether something was sharded."""
+def sharded() -> dict[str, Tensor]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    ranks, found = Ranks.of_group(timeout=60.0), []
-    for optimizer in ("sgd", "nesterov"):
-        sharded = fully_shard(model(), mesh=mesh)
-        parameters = {**dict(sharded.named_parameters()), "replicated": whole()["replicated"]}
-        world, update = World(Remote(endpoint), schema=schema()), OuterUpdate(schema())  # type: ignore[arg-type]
-        for _ in range(2):
-            plan = world.plan(UIDS, **settings(optimizer)) if ranks.leads else None
-            report = run_window(plan, parameters, update, world.stores, ranks=ranks, options=world.options)
-        assert report.fingerprint is not None
-        full = {
-            name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).flatten().tolist()
-            for name, tensor in parameters.items()
-        }
-        is_part = any(isinstance(t, DTensor) and t.to_local().shape != t.shape for t in parameters.values())
-        found.append((full, report.fingerprint.hash, is_part))
+    return {**dict(fully_shard(model(), mesh=mesh).named_parameters()), "replicated": whole()["replicated"]}
+
+
+def plan(window: int, optimizer: str, exchange: str = "exact") -> GatherPlan:
+    config = UpdateConfig(optimizer=optimizer, lr=0.5, exchange=exchange)  # type: ignore[arg-type]
+    return GatherPlan(run=RUN, window=window, schema=schema().digest, primary=UIDS, update=config)
+
+
+def full(parameters: dict[str, Tensor]) -> dict[str, list[float]]:
+    return {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().flatten().tolist()
+        for name, tensor in parameters.items()
+    }
+
+
+def two_windows(folder: Path, parameters: dict[str, Tensor], optimizer: str, ranks: Ranks | None) -> Any:
+    """Weights and hash after two windows, with the update saved and loaded in between."""
+    stores = {"default": open_object_store(folder / "peers")}
+    artifacts = open_object_store(folder / f"artifacts-{optimizer}-{0 if ranks is None else ranks.size}")
+    update = OuterUpdate(schema())
+    for window in (1, 2):
+        given = plan(window, optimizer) if ranks is None or ranks.leads else None
+        report = run_window(given, parameters, update, stores, ranks=ranks, artifacts=artifacts)
+        state = update.state_dict()
+        update = OuterUpdate(schema())
+        update.load_state_dict(state)
+    assert report.fingerprint is not None
+    return full(parameters), report.fingerprint.hash
+
+
+def work(folder: str) -> dict[str, Any]:
+    """Everything that ranks do with sharded weights."""
+    weight_parts.LEAF_ELEMENTS = LEAF
+    path, ranks, found = Path(folder), Ranks.of_group(timeout=60.0), {}
+    parameters = sharded()
+    assert any(isinstance(t, DTensor) and t.to_local().shape != t.shape for t in parameters.values())
+    found["fingerprint"] = fingerprint(parameters, ranks=ranks)
+    for optimizer in OPTIMIZERS:
+        found[optimizer] = two_windows(path, sharded(), optimizer, ranks)
+    late, update = sharded(), OuterUpdate(schema())
+    store = open_object_store(path / "artifacts-nesterov-0")
+    done = catch_up(store, late, update, run=RUN, windows=[1, 2], ranks=ranks)
+    found["late"] = (done.applied, full(late), update.fingerprint(late, ranks=ranks).hash)
+    found["compressed"] = compressed(ranks)
+    fast = sharded()
+    given = plan(1, "sgd", "fast") if ranks.leads else None
+    run_window(
+        given, fast, OuterUpdate(schema()), {"default": open_object_store(path / "peers")}, ranks=ranks
+    )
+    found["fast"] = full(fast)
+    found["refused"] = refused(path)
     return found
 
 
-@pytest.mark.parametrize("size", [2])
-def test_sharded_weights_are_those_of_one_process(size: int) -> None:
-    with FaultServer() as server:
-        world = World(server, schema=schema())
-        world.add(dict.fromkeys(UIDS, "good"))
-        expected = []
-        for optimizer in ("sgd", "nesterov"):
-            parameters, update = whole(), OuterUpdate(schema())
-            for _ in range(2):
-                plan = world.plan(UIDS, **settings(optimizer))
-                report = run_window(plan, parameters, update, world.stores, options=world.options)
-            assert report.fingerprint is not None
-            lists = {name: tensor.flatten().tolist() for name, tensor in parameters.items()}
-            expected.append((lists, report.fingerprint.hash, True))
-        for said in run_ranks(step_sharded, server.endpoint, world_size=size):
-            assert said == expected
+def updates(seed: int) -> dict[str, Tensor]:
+    make = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(tensor.shape, generator=make) for name, tensor in whole().items()}
+
+
+def compressed(ranks: Ranks | None) -> list[bytes]:
+    """The payloads of two updates with feedback, of which the second is sent after the state was loaded."""
+    feedback, found = ErrorFeedback(0.9), []
+    like = whole() if ranks is None else sharded()
+    for seed in (1, 2):
+        update = {
+            name: distribute_tensor(tensor, like[name].device_mesh, like[name].placements)  # type: ignore[attr-defined]
+            if isinstance(like[name], DTensor)
+            else tensor
+            for name, tensor in updates(seed).items()
+        }
+        made = compress(update, schema(), feedback=feedback, ranks=ranks)
+        if ranks is None or ranks.leads:
+            found.append(made.to_bytes(Label(RUN, seed, 1)))
+        else:
+            with pytest.raises(MegalithError, match="only the first rank has"):
+                made.to_bytes(Label(RUN, seed, 1))
+        state, feedback = feedback.state_dict(), ErrorFeedback(0.9)
+        feedback.load_state_dict(state)
+    return found
+
+
+def refused(path: Path) -> bool:
+    """Whether a window without ranks changes nothing."""
+    parameters = sharded()
+    before = full(parameters)
+    stores = {"default": open_object_store(path / "peers")}
+    with pytest.raises(InputError, match=r"pass ranks=Ranks\.of_group"):
+        run_window(plan(1, "sgd"), parameters, OuterUpdate(schema()), stores)
+    with pytest.raises(InputError, match=r"pass ranks=Ranks\.of_group"):
+        compress(parameters, schema())
+    return full(parameters) == before
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """What one process with whole weights comes to."""
+    before, weight_parts.LEAF_ELEMENTS = weight_parts.LEAF_ELEMENTS, LEAF
+    folder = tmp_path_factory.mktemp("fsdp")
+    store = open_object_store(folder / "peers")
+    for window in (1, 2):
+        for uid in UIDS:
+            publish(store, peer_update(schema(), 10 * window + uid), Label(RUN, window, uid))
+    found: dict[str, Any] = {"fingerprint": fingerprint(whole())}
+    for optimizer in OPTIMIZERS:
+        found[optimizer] = two_windows(folder, whole(), optimizer, None)
+    found["late"] = ((1, 2), *found["nesterov"])
+    found["compressed"] = compressed(None)
+    once = whole()
+    run_window(plan(1, "sgd"), once, OuterUpdate(schema()), {"default": store})
+    found["fast"] = full(once)
+    yield folder, found
+    weight_parts.LEAF_ELEMENTS = before
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_sharded_weights_come_to_what_one_process_comes_to(
+    expected: tuple[Path, dict[str, Any]], size: int
+) -> None:
+    folder, alone = expected
+    for rank, said in enumerate(run_ranks(work, str(folder), world_size=size)):
+        assert said["refused"]
+        for optimizer in OPTIMIZERS:
+            assert said[optimizer] == alone[optimizer]
+        assert said["late"] == alone["late"]
+        assert said["compressed"] == (alone["compressed"] if rank == 0 else [])
+        for name, values in said["fast"].items():
+            assert values == pytest.approx(alone["fast"][name], abs=1e-6)
+    artifacts = [
+        {p.relative_to(f): p.read_bytes() for p in f.rglob("*") if p.is_file()}
+        for f in (folder / f"artifacts-nesterov-{n}" for n in (0, size))
+    ]
+    assert artifacts[0] == artifacts[1]

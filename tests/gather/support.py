@@ -11,17 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.gather.body import MemoryBody
 from megalith.gather.compress import Compressed, compress
-from megalith.gather.fetch import Fetched, Record
-from megalith.gather.ledger import Ledger
-from megalith.gather.merge import GatherResult, merge
-from megalith.gather.partial import make_partial
+from megalith.gather.memory_budget import Ledger
 from megalith.gather.payload import Label, Payload
-from megalith.gather.plan import Plan
-from megalith.gather.schema import Schema
+from megalith.gather.payload_schema import PayloadSchema
+from megalith.gather.plan import GatherPlan
+from megalith.gather.result import Fetched, GatherResult, Record, make_partial, merge
 from megalith.gather.status import Status
-from megalith.gather.validate import Checked, validate
+from megalith.gather.validate import CheckedPayload, validate
+from megalith.storage.spool import MemoryBody
 
 RUN = "run-a"
 WINDOW = 3
@@ -36,8 +34,10 @@ def weights(seed: int = 0, shapes: dict[str, tuple[int, ...]] | None = None) -> 
     }
 
 
-def small_schema(*, chunk: int = 8, keep: int = 6, bins: int = 4, dct: bool = False, **tables: int) -> Schema:
-    return Schema.of(weights(), chunk=chunk, keep=keep, bins=bins, dct=dct, tables=tables)
+def small_schema(
+    *, chunk: int = 8, keep: int = 6, bins: int = 4, dct: bool = False, **tables: int
+) -> PayloadSchema:
+    return PayloadSchema.of(weights(), chunk=chunk, keep=keep, bins=bins, dct=dct, tables=tables)
 
 
 def table_rows(seed: int, dim: int, count: int = 12, most: int = 40) -> tuple[Tensor, Tensor]:
@@ -46,7 +46,7 @@ def table_rows(seed: int, dim: int, count: int = 12, most: int = 40) -> tuple[Te
     return ids, torch.randn(count, dim, generator=make)
 
 
-def peer_update(schema: Schema, seed: int, scale: float = 1.0) -> Compressed:
+def peer_update(schema: PayloadSchema, seed: int, scale: float = 1.0) -> Compressed:
     shapes = {spec.name: spec.shape for spec in schema.parameters}
     update = {name: tensor * scale for name, tensor in weights(seed + 1000, shapes).items()}
     tables = {t.name: table_rows(seed, t.dim) for t in schema.tables}
@@ -55,7 +55,7 @@ def peer_update(schema: Schema, seed: int, scale: float = 1.0) -> Compressed:
 
 @lru_cache(maxsize=512)
 def peer_bytes(
-    schema: Schema, uid: int, *, seed: int | None = None, window: int = WINDOW, run: str = RUN
+    schema: PayloadSchema, uid: int, *, seed: int | None = None, window: int = WINDOW, run: str = RUN
 ) -> bytes:
     label = Label(run, window, uid, global_step=100 + uid)
     return peer_update(schema, uid if seed is None else seed).to_bytes(label)
@@ -65,7 +65,7 @@ def opened(data: bytes) -> Payload:
     return Payload.open(MemoryBody(data))
 
 
-def forged(schema: Schema, uid: int, number: int = 0, **parts: Tensor) -> bytes:
+def forged(schema: PayloadSchema, uid: int, number: int = 0, **parts: Tensor) -> bytes:
     """A payload whose digests fit, with some parts of one parameter (or table: ids, rows) exchanged."""
     made = peer_update(schema, uid)
     tables = {"ids", "rows"} & set(parts)
@@ -75,12 +75,14 @@ def forged(schema: Schema, uid: int, number: int = 0, **parts: Tensor) -> bytes:
         made.tables[name] = (parts.get("ids", ids), parts.get("rows", rows))
     else:
         packed = list(made.parameters)
-        packed[number] = replace(packed[number], **parts)
+        packed[number] = packed[number]._replace(**parts)
         made = replace(made, parameters=tuple(packed))
     return made.to_bytes(Label(RUN, WINDOW, uid, global_step=100 + uid))
 
 
-def checked(data: bytes, schema: Schema, uid: int, *, work_bytes: int = 1 << 22, **other: Any) -> Checked:
+def checked(
+    data: bytes, schema: PayloadSchema, uid: int, *, work_bytes: int = 1 << 22, **other: Any
+) -> CheckedPayload:
     """`validate` with a large budget."""
     expected = {"run": RUN, "window": WINDOW, "uid": uid, "max_value": 1e6, **other}
     ledger = Ledger(1 << 30, "test")
@@ -88,12 +90,12 @@ def checked(data: bytes, schema: Schema, uid: int, *, work_bytes: int = 1 << 22,
 
 
 def gathered(
-    schema: Schema, payloads: Mapping[int, bytes], *, reserve: Sequence[int] = (), **plan: Any
+    schema: PayloadSchema, payloads: Mapping[int, bytes], *, reserve: Sequence[int] = (), **plan: Any
 ) -> GatherResult:
     """The result of a window in which these payloads were accepted, without a store."""
     settings = {"run": RUN, "window": WINDOW, "schema": schema.digest, "memory_budget": 64 << 20, **plan}
     primary = tuple(uid for uid in payloads if uid not in reserve)
-    made = Plan(primary=primary, reserve=tuple(reserve), **settings)
+    made = GatherPlan(primary=primary, reserve=tuple(reserve), **settings)
     fetched = []
     for uid, data in payloads.items():
         found = checked(data, schema, uid)

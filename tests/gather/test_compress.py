@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalith.errors import InputError
+from megalith.gather.chunks import unpack_indices
 from megalith.gather.compress import Compressed, ErrorFeedback, compress, decompress, quantise
-from megalith.gather.packing import unpack_indices
 from megalith.gather.payload import Label
-from megalith.gather.schema import Schema
+from megalith.gather.payload_schema import PayloadSchema
 from tests.gather import naive
 from tests.gather.support import RUN, opened, small_schema, table_rows, weights
 
@@ -21,7 +21,7 @@ def kept(compressed: Compressed, number: int) -> torch.Tensor:
 
 
 def test_largest_magnitudes_of_each_chunk_are_kept_in_ascending_order() -> None:
-    schema = Schema.of({"w": torch.zeros(8)}, chunk=4, keep=2)
+    schema = PayloadSchema.of({"w": torch.zeros(8)}, chunk=4, keep=2)
     update = {"w": torch.tensor([1.0, -5.0, 2.0, 0.5, 0.1, 0.2, -9.0, 8.0])}
     assert kept(compress(update, schema), 0).tolist() == [[1, 2], [2, 3]]
 
@@ -70,7 +70,7 @@ def test_payload_decompresses_to_what_was_compressed(bins: int, dct: bool, keep:
 
 
 def test_everything_kept_and_many_bins_is_nearly_lossless() -> None:
-    schema = Schema.of(weights(), chunk=8, keep=64, bins=256)
+    schema = PayloadSchema.of(weights(), chunk=8, keep=64, bins=256)
     for name, tensor in decompress(compress(weights(3), schema)).items():
         torch.testing.assert_close(tensor, weights(3)[name], atol=0.06, rtol=0)
 
@@ -122,15 +122,15 @@ def test_wrong_updates_are_named_before_the_feedback_changes() -> None:
     bad = {
         "has no update": {k: v for k, v in good.items() if k != "odd"},
         "not in the schema": {**good, "more": torch.zeros(2)},
-        r"its schema says floating point \(7, 5\)": {**good, "odd": torch.zeros(5, 7)},
+        r"its schema has floating point \(7, 5\)": {**good, "odd": torch.zeros(5, 7)},
         "not finite": {**good, "odd": torch.full((7, 5), float("nan"))},
     }
     for message, update in bad.items():
         with pytest.raises(InputError, match=message):
             compress(update, schema, feedback=feedback)
     rows = {
-        "an id stands twice": (torch.tensor([1, 1]), torch.zeros(2, 2)),
-        "must be int64": (torch.tensor([1, 2]), torch.zeros(2, 3)),
+        "an id appears twice": (torch.tensor([1, 1]), torch.zeros(2, 2)),
+        "rows must have the shape": (torch.tensor([1, 2]), torch.zeros(2, 3)),
         "not finite": (torch.tensor([1]), torch.full((1, 2), float("inf"))),
     }
     for message, pair in rows.items():

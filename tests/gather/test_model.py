@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from megalith import SGD, EmbeddingCollection, Feature, TableConfig
 from megalith.gather import (
     FetchOptions,
+    GatherPlan,
     Label,
     OuterUpdate,
-    Plan,
-    Schema,
+    PayloadSchema,
     UpdateConfig,
     compress,
-    memory_store,
+    open_object_store,
     publish,
     run_window,
 )
@@ -50,10 +50,10 @@ def rows(model: Model, ids: Tensor) -> Tensor:
 def test_dense_weights_and_rows_of_peers_meet() -> None:
     torch.manual_seed(0)
     shared = Model()
-    schema = Schema.of(shared, keep=64, bins=256, tables={"users": 4})
+    schema = PayloadSchema.of(shared, keep=64, bins=256, tables={"users": 4})
     assert [spec.name for spec in schema.parameters] == ["dense.weight", "dense.bias"]
     start = {name: p.detach().clone() for name, p in shared.named_parameters()}
-    store, changes = memory_store(), {}
+    store, changes = open_object_store("memory://"), {}
     for uid, ids in ((1, torch.tensor([7, 8])), (2, torch.tensor([8, 9]))):
         peer = Model()
         peer.load_state_dict(start, strict=False)
@@ -67,7 +67,7 @@ def test_dense_weights_and_rows_of_peers_meet() -> None:
         changes[uid] = dict(zip(ids.tolist(), before - rows(peer, ids), strict=True))
         compressed = compress(update, schema, tables={"users": (ids, before - rows(peer, ids))})
         publish(store, compressed, Label(RUN, WINDOW, uid))
-    plan = Plan(
+    plan = GatherPlan(
         run=RUN,
         window=WINDOW,
         schema=schema.digest,
@@ -77,13 +77,8 @@ def test_dense_weights_and_rows_of_peers_meet() -> None:
     ids = torch.tensor([7, 8, 9])
     initial = rows(shared, ids)
     users = shared.embeddings.shards.local["users"]
-    run_window(
-        plan,
-        shared,
-        OuterUpdate(schema),
-        {"default": store},
-        apply_rows=lambda name, found, change: users.assign_add(found, change),
-    )
+    shards = shared.embeddings.shards
+    run_window(plan, shared, OuterUpdate(schema), {"default": store}, tables=shards)
     mean = torch.stack([changes[1][7], (changes[1][8] + changes[2][8]) / 2, changes[2][9]])
     torch.testing.assert_close(rows(shared, ids), initial - 0.5 * mean)
     assert not torch.equal(shared.dense.weight, start["dense.weight"])
@@ -92,10 +87,10 @@ def test_dense_weights_and_rows_of_peers_meet() -> None:
 
 def test_empty_parameters_are_no_trouble() -> None:
     weights = {"none": torch.zeros(0, 4), "some": torch.ones(4, 4)}
-    schema = Schema.of(weights, keep=4)
-    store = memory_store()
+    schema = PayloadSchema.of(weights, keep=4)
+    store = open_object_store("memory://")
     publish(store, compress(weights, schema), Label(RUN, WINDOW, 1))
-    plan = Plan(run=RUN, window=WINDOW, schema=schema.digest, primary=(1,))
+    plan = GatherPlan(run=RUN, window=WINDOW, schema=schema.digest, primary=(1,))
     report = run_window(plan, weights, OuterUpdate(schema), {"default": store})
     assert report.decision.go
     assert weights["some"].sum() == 12.0
@@ -104,7 +99,7 @@ def test_empty_parameters_are_no_trouble() -> None:
 def test_cancelling_leaves_no_files(tmp_path: Path) -> None:
     schema = small_schema()
     store = ScriptedStore()
-    plan = Plan(run=RUN, window=WINDOW, schema=schema.digest, primary=(1, 2))
+    plan = GatherPlan(run=RUN, window=WINDOW, schema=schema.digest, primary=(1, 2))
     for uid in plan.primary:
         store.objects[plan.location(uid).key] = peer_bytes(schema, uid)
     store.script[plan.location(2).key] = [(0.0, None), (1e3, None)]

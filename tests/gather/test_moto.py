@@ -17,20 +17,20 @@ import pytest
 
 from megalith.gather import (
     FetchOptions,
+    GatherPlan,
     Label,
+    ObjectStore,
     OuterUpdate,
-    Plan,
     Status,
-    Store,
     catch_up,
+    open_object_store,
     peek,
     publish,
     run_window,
-    s3_store,
 )
 from megalith.gather.status import Fault
-from megalith.gather.store import wait
 from megalith.storage.object_store import UPLOAD_PART_BYTES
+from megalith.storage.retries import run_async
 from tests.gather.support import RUN, peer_update, small_schema, weights
 
 pytest.importorskip("obstore")
@@ -39,7 +39,7 @@ LIMIT = 60.0
 
 
 @pytest.fixture(scope="module")
-def store() -> Iterator[Store]:
+def store() -> Iterator[ObjectStore]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -51,7 +51,9 @@ def store() -> Iterator[Store]:
     )
     try:
         make_bucket(endpoint, process)
-        yield s3_store("gather", endpoint=endpoint, access_key_id="key", secret_access_key="secret")
+        yield open_object_store(
+            "s3://gather", endpoint=endpoint, access_key_id="key", secret_access_key="secret"
+        )
     finally:
         process.kill()
         process.wait(30)
@@ -71,41 +73,41 @@ def make_bucket(endpoint: str, process: subprocess.Popen[bytes]) -> None:
     raise RuntimeError("moto_server did not start")
 
 
-def read(store: Store, key: str, etag: str | None = None) -> bytes:
+def read(store: ObjectStore, key: str, etag: str | None = None) -> bytes:
     pieces: list[bytes] = []
-    wait(store.get(key, lambda piece: pieces.append(bytes(piece)), etag=etag, timeout=LIMIT))
+    run_async(store.get(key, lambda piece: pieces.append(bytes(piece)), etag=etag, timeout=LIMIT))
     return b"".join(pieces)
 
 
 def status_of(work: object) -> Status:
     with pytest.raises(Fault) as caught:
-        wait(work)  # type: ignore[arg-type]
+        run_async(work)  # type: ignore[arg-type]
     return caught.value.status
 
 
-def test_the_five_verbs(store: Store, tmp_path: Path) -> None:
+def test_the_five_verbs(store: ObjectStore, tmp_path: Path) -> None:
     data = random.Random(1).randbytes(100_000)
-    assert wait(store.put("a/b", data, timeout=LIMIT))
-    info = wait(store.head("a/b", timeout=LIMIT))
+    assert run_async(store.put("a/b", data, timeout=LIMIT))
+    info = run_async(store.head("a/b", timeout=LIMIT))
     assert (info.size, read(store, "a/b", info.etag)) == (len(data), data)
-    assert wait(store.get_range("a/b", 7, 9, etag=info.etag, timeout=LIMIT)) == data[7:16]
-    assert not wait(store.put("a/b", b"x", create=True, timeout=LIMIT))
-    assert wait(store.put("a/b", b"y", timeout=LIMIT))
+    assert run_async(store.get_range("a/b", 7, 9, etag=info.etag, timeout=LIMIT)) == data[7:16]
+    assert not run_async(store.put("a/b", b"x", create=True, timeout=LIMIT))
+    assert run_async(store.put("a/b", b"y", timeout=LIMIT))
     assert status_of(store.get("a/b", lambda piece: None, etag=info.etag, timeout=LIMIT)) is Status.CHANGED
     assert status_of(store.head("a/none", timeout=LIMIT)) is Status.NOT_FOUND
     large = random.Random(2).randbytes(2 * UPLOAD_PART_BYTES + 5)
     (tmp_path / "large").write_bytes(large)
-    assert wait(store.put("a/large", tmp_path / "large", create=True, timeout=LIMIT))
+    assert run_async(store.put("a/large", tmp_path / "large", create=True, timeout=LIMIT))
     assert read(store, "a/large") == large
-    assert [each.key for each in wait(store.list("a", timeout=LIMIT))] == ["a/b", "a/large"]
+    assert [each.key for each in run_async(store.list("a", timeout=LIMIT))] == ["a/b", "a/large"]
 
 
-def test_a_window_and_catching_up(store: Store) -> None:
+def test_a_window_and_catching_up(store: ObjectStore) -> None:
     schema = small_schema()
     for uid in (1, 2, 3):
         done = publish(store, peer_update(schema, uid), Label(RUN, 5, uid))
         assert peek(store, done.key).digest == done.digest
-    plan = Plan(run=RUN, window=5, schema=schema.digest, primary=(1, 2, 3, 4), deadline=2.0)
+    plan = GatherPlan(run=RUN, window=5, schema=schema.digest, primary=(1, 2, 3, 4), deadline=2.0)
     tensors, update = weights(), OuterUpdate(schema)
     report = run_window(
         plan, tensors, update, {"default": store}, artifacts=store, options=FetchOptions(spool_from=1)

@@ -14,11 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalith.errors import BudgetError, InputError
-from megalith.gather.merge import GatherResult
-from megalith.gather.overlap import block_gram, excluded_uids, find_overlap, gram, level_of
-from megalith.gather.packing import pack_indices
-from megalith.gather.schema import ParameterSpec, Schema
-from megalith.gather.settings import OverlapConfig
+from megalith.gather.chunks import pack_indices
+from megalith.gather.columns import block_gram
+from megalith.gather.memory_budget import STEP_BYTES
+from megalith.gather.overlap import excluded_uids, find_overlap, level_of
+from megalith.gather.payload_schema import ParameterSpec, PayloadSchema
+from megalith.gather.plan import OverlapConfig
+from megalith.gather.result import GatherResult
 from tests.gather import naive
 from tests.gather.support import forged, gathered, peer_bytes, small_schema
 
@@ -26,10 +28,15 @@ SCHEMA = small_schema()
 
 
 def window(
-    seeds: dict[int, int], schema: Schema = SCHEMA, **plan: Any
+    seeds: dict[int, int], schema: PayloadSchema = SCHEMA, **plan: Any
 ) -> tuple[GatherResult, dict[int, bytes]]:
     data = {uid: peer_bytes(schema, uid, seed=seed) for uid, seed in seeds.items()}
     return gathered(schema, data, **plan), data
+
+
+def gram(result: GatherResult, memory_budget: int | None = None) -> torch.Tensor:
+    plan = result.plan if memory_budget is None else replace(result.plan, memory_budget=memory_budget)
+    return find_overlap(replace(result, plan=plan)).gram
 
 
 def at(result: GatherResult, **seconds: int) -> GatherResult:
@@ -77,8 +84,7 @@ def test_value_of_a_pair_is_the_baselines() -> None:
 @settings(max_examples=20)
 def test_budgets_change_nothing(rows: int) -> None:
     result, _ = window({1: 1, 2: 2, 3: 1})
-    least = 9 * 32 + max(3 * spec.keep * 48 + spec.keep * 16 for spec in SCHEMA.parameters)
-    assert torch.equal(gram(result, memory_budget=least * rows), gram(result))
+    assert torch.equal(gram(result, memory_budget=STEP_BYTES + 8192 * rows), gram(result))
 
 
 def test_pairs_over_positions_are_counted_alike() -> None:
@@ -124,7 +130,7 @@ def test_canonical_order_puts_reserves_last() -> None:
 
 
 def test_levels_go_by_the_worst_pair_or_as_the_baseline_by_the_last() -> None:
-    schema = Schema.of({"w": torch.zeros(8, 64)}, chunk=8, keep=8)
+    schema = PayloadSchema.of({"w": torch.zeros(8, 64)}, chunk=8, keep=8)
 
     def sharing(uid: int, rows: int) -> bytes:
         """Rows of positions 0 to 7, the rest of 56 to 63."""
@@ -166,10 +172,23 @@ def test_few_peers_and_uninformative_models_have_no_findings() -> None:
     for seeds in ({}, {1: 1}):
         overlap = find_overlap(window(seeds)[0])
         assert (overlap.pairs_checked, overlap.mean, overlap.minimum, overlap.maximum) == (0, 0.0, 0.0, 0.0)
-    schema = Schema.of({"b": torch.zeros(8)})
+    schema = PayloadSchema.of({"b": torch.zeros(8)})
     result, _ = window({1: 1, 2: 2}, schema)
     overlap = find_overlap(result)
     assert (overlap.pairs_checked, overlap.total, overlap.pairs, result.copies) == (1, 0, (), ())
+
+
+def test_a_sample_finds_the_copies_and_counts_them_exactly() -> None:
+    schema = PayloadSchema.of({"w": torch.zeros(256, 512)}, chunk=16, keep=16)
+    seeds = {uid: uid % 5 for uid in range(9)}
+    exact = find_overlap(window(seeds, schema)[0])
+    result, _ = window(seeds, schema, overlap=OverlapConfig(sample=0.25, margin=0.2))
+    sampled = find_overlap(result)
+    assert (exact.exact, sampled.exact) == (True, False)
+    assert (sampled.pairs, sampled.levels) == (exact.pairs, exact.levels)
+    assert len(exact.pairs) == 4
+    assert not torch.equal(sampled.gram, exact.gram)
+    assert abs(sampled.mean - exact.mean) < 0.02
 
 
 def test_minimum_of_full_overlap_is_one() -> None:
@@ -178,7 +197,7 @@ def test_minimum_of_full_overlap_is_one() -> None:
 
 def test_wrong_arguments_are_named() -> None:
     result, _ = window({1: 1, 2: 2})
-    with pytest.raises(InputError, match="does not fit 2 peers"):
+    with pytest.raises(InputError, match="of 2 peers must have"):
         find_overlap(result, torch.zeros(3, 3, dtype=torch.int64))
     with pytest.raises(BudgetError, match="raise memory_budget"):
         gram(result, memory_budget=200)

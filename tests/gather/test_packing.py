@@ -15,19 +15,17 @@ from megalith.gather.chunks import (
     from_chunks,
     inverse_dct,
     lay_out,
-    rectangles,
-    to_chunks,
-    within,
-)
-from megalith.gather.packing import (
     pack_codes,
     pack_indices,
+    rectangles,
     spare_code_bits,
     spare_index_bits,
+    to_chunks,
     unpack_codes,
     unpack_indices,
+    within,
 )
-from megalith.gather.schema import ParameterSpec, Schema
+from megalith.gather.payload_schema import ParameterSpec, PayloadSchema
 from tests.gather import naive
 
 
@@ -76,40 +74,42 @@ def test_spare_bits_are_seen() -> None:
     ],
 )
 def test_chunks_of_a_shape(shape: tuple[int, ...], chunk: tuple[int, int]) -> None:
-    assert Schema.of({"w": torch.zeros(shape)}).parameters[0].chunk == chunk
+    assert PayloadSchema.of({"w": torch.zeros(shape)}).parameters[0].chunk == chunk
 
 
 def test_without_padding_a_prime_is_cut_into_single_positions() -> None:
-    (spec,) = Schema.of({"w": torch.zeros(67)}, padding=False).parameters
+    (spec,) = PayloadSchema.of({"w": torch.zeros(67)}, padding=False).parameters
     assert (spec.chunk, spec.rows, spec.keep) == ((1, 1), 67, 1)
 
 
 def test_keep_is_even_and_fits_the_chunk() -> None:
-    keeps = {n: Schema.of({"w": torch.zeros(n)}, keep=64).parameters[0].keep for n in (1, 2, 3, 63, 64)}
+    keeps = {
+        n: PayloadSchema.of({"w": torch.zeros(n)}, keep=64).parameters[0].keep for n in (1, 2, 3, 63, 64)
+    }
     assert keeps == {1: 1, 2: 2, 3: 2, 63: 62, 64: 64}
 
 
 def test_schema_digest_tells_models_apart() -> None:
-    a = Schema.of({"w": torch.zeros(8, 8)})
-    assert a.digest == Schema.of({"w": torch.ones(8, 8)}).digest
+    a = PayloadSchema.of({"w": torch.zeros(8, 8)})
+    assert a.digest == PayloadSchema.of({"w": torch.ones(8, 8)}).digest
     others = [
-        Schema.of({"v": torch.zeros(8, 8)}),
-        Schema.of({"w": torch.zeros(8, 4)}),
-        Schema.of({"w": torch.zeros(8, 8)}, keep=8),
-        Schema.of({"w": torch.zeros(8, 8)}, bins=16),
-        Schema.of({"w": torch.zeros(8, 8)}, dct=True),
-        Schema.of({"w": torch.zeros(8, 8)}, tables={"t": 4}),
+        PayloadSchema.of({"v": torch.zeros(8, 8)}),
+        PayloadSchema.of({"w": torch.zeros(8, 4)}),
+        PayloadSchema.of({"w": torch.zeros(8, 8)}, keep=8),
+        PayloadSchema.of({"w": torch.zeros(8, 8)}, bins=16),
+        PayloadSchema.of({"w": torch.zeros(8, 8)}, dct=True),
+        PayloadSchema.of({"w": torch.zeros(8, 8)}, tables={"t": 4}),
     ]
     assert len({a.digest, *(other.digest for other in others)}) == 7
 
 
 def test_schema_says_what_cannot_be() -> None:
-    with pytest.raises(InputError, match="only floating point travels"):
-        Schema.of({"w": torch.zeros(3, dtype=torch.int64)})
+    with pytest.raises(InputError, match="only floating point can be sent"):
+        PayloadSchema.of({"w": torch.zeros(3, dtype=torch.int64)})
     with pytest.raises(InputError, match="keep must be from 1 to 4"):
         ParameterSpec("w", (4,), (1, 4), 5)
     with pytest.raises(InputError, match="same name"):
-        Schema((ParameterSpec("w", (4,), (1, 4), 2), ParameterSpec("w", (4,), (1, 4), 2)))
+        PayloadSchema((ParameterSpec("w", (4,), (1, 4), 2), ParameterSpec("w", (4,), (1, 4), 2)))
 
 
 shapes = st.sampled_from([(8, 12), (7, 5), (13,), (), (2, 3, 4), (1, 9), (9, 1), (0,), (5, 0)])
@@ -119,7 +119,7 @@ shapes = st.sampled_from([(8, 12), (7, 5), (13,), (), (2, 3, 4), (1, 9), (9, 1),
 def test_chunks_come_back(shape: tuple[int, ...], chunk: int, padding: bool) -> None:
     tensor = torch.arange(max(1, torch.Size(shape).numel()), dtype=torch.float32)
     tensor = tensor[: torch.Size(shape).numel()].reshape(shape)
-    (spec,) = Schema.of({"w": tensor}, chunk=chunk, padding=padding).parameters
+    (spec,) = PayloadSchema.of({"w": tensor}, chunk=chunk, padding=padding).parameters
     chunks = to_chunks(tensor, spec)
     assert chunks.shape == (spec.rows, spec.size)
     assert torch.equal(from_chunks(chunks, spec), tensor)
@@ -130,7 +130,7 @@ def test_a_range_of_chunks_is_made_of_rectangles(
     shape: tuple[int, ...], chunk: int, data: st.DataObject
 ) -> None:
     tensor = torch.randn(shape)
-    (spec,) = Schema.of({"w": tensor}, chunk=chunk).parameters
+    (spec,) = PayloadSchema.of({"w": tensor}, chunk=chunk).parameters
     start = data.draw(st.integers(0, spec.rows))
     stop = data.draw(st.integers(start, spec.rows))
     chunks = to_chunks(tensor, spec)[start:stop]
@@ -150,7 +150,7 @@ def test_a_range_of_chunks_is_made_of_rectangles(
 @pytest.mark.parametrize("shape", [(8, 8), (6, 10), (12,), (7, 64)])
 def test_transform_is_orthonormal_and_invertible(shape: tuple[int, ...]) -> None:
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    (spec,) = Schema.of({"w": tensor}, dct=True).parameters
+    (spec,) = PayloadSchema.of({"w": tensor}, dct=True).parameters
     chunks = to_chunks(tensor, spec)
     there = forward_dct(chunks, spec)
     torch.testing.assert_close(there.norm(), chunks.norm())
@@ -164,7 +164,7 @@ def test_transform_is_orthonormal_and_invertible(shape: tuple[int, ...]) -> None
 
 @given(st.integers(1, 20), st.data())
 def test_inverse_transform_does_not_depend_on_neighbours(rows: int, data: st.DataObject) -> None:
-    (spec,) = Schema.of({"w": torch.zeros(rows * 8, 8)}, chunk=8, dct=True).parameters
+    (spec,) = PayloadSchema.of({"w": torch.zeros(rows * 8, 8)}, chunk=8, dct=True).parameters
     chunks = torch.randn(rows, 64)
     whole = inverse_dct(chunks, spec)
     cut = data.draw(st.integers(0, rows))

@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalith.errors import InputError, StoreError, UsageError
-from megalith.gather.body import FileBody, MemoryBody, SpoolWriter
 from megalith.gather.payload import (
     PRELUDE_BYTES,
     Label,
@@ -27,8 +26,9 @@ from megalith.gather.payload import (
     parse_header,
     read_header,
 )
-from megalith.gather.schema import Schema
+from megalith.gather.payload_schema import PayloadSchema
 from megalith.gather.status import Fault, Status
+from megalith.storage.spool import FileBody, MemoryBody, SpoolWriter
 from tests.gather import naive
 from tests.gather.support import RUN, opened, peer_bytes, peer_update, small_schema
 
@@ -99,11 +99,11 @@ def test_file_and_memory_read_alike(tmp_path: Any) -> None:
 def test_a_spool_cut_short_is_noticed(tmp_path: Any) -> None:
     path = tmp_path / "x"
     path.write_bytes(DATA)
-    payload = Payload.open(FileBody(path))
+    payload = Payload.open(FileBody(path.open("rb")))
     path.write_bytes(DATA[:-40])
-    with pytest.raises(StoreError, match="was the spool changed"):
+    with pytest.raises(StoreError, match="ends before byte"):
         payload.rows(1, 0, 12)
-    with pytest.raises(StoreError, match="asked of a body"):
+    with pytest.raises(StoreError, match="of a body of 3 bytes"):
         MemoryBody(b"abc").read(2, 2)
 
 
@@ -112,7 +112,7 @@ def test_same_update_gives_same_bytes() -> None:
 
 
 def test_writer_takes_pieces_and_counts_bytes() -> None:
-    schema = Schema.of({"w": torch.zeros(8)}, chunk=4, keep=2)
+    schema = PayloadSchema.of({"w": torch.zeros(8)}, chunk=4, keep=2)
     file = io.BytesIO()
     writer = PayloadWriter(file, schema, Label(RUN, 0, 0))
     writer.write(bytes(3))
@@ -129,7 +129,7 @@ def test_writer_takes_pieces_and_counts_bytes() -> None:
 
 def test_schema_without_sections_is_a_payload() -> None:
     file = io.BytesIO()
-    header = PayloadWriter(file, Schema(()), Label(RUN, 0, 0)).finish()
+    header = PayloadWriter(file, PayloadSchema(()), Label(RUN, 0, 0)).finish()
     assert header.size == len(file.getvalue())
 
 
@@ -164,8 +164,8 @@ def test_damaged_preludes() -> None:
     assert "not b'MEGAGATH'" in str(fault(b"PK\x03\x04" + DATA[4:]))
     assert "version 9" in str(fault(DATA[:8] + b"\x09" + DATA[9:]))
     assert "claims a header" in str(fault(DATA[:12] + b"\xff\xff\xff\xff" + DATA[16:]))
-    assert "its prelude says" in str(fault(DATA + b"x"))
-    assert "its prelude says" in str(fault(DATA[:-1]))
+    assert "its prelude states" in str(fault(DATA + b"x"))
+    assert "its prelude states" in str(fault(DATA[:-1]))
     assert "digest in its prelude" in str(fault(DATA[:100] + b"#" + DATA[101:]))
     with pytest.raises(Fault, match="where 10 are enough"):
         read_header(MemoryBody(DATA), limit=10)
@@ -194,8 +194,8 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("run", ..., "field run is missing"),
         ("run", 5, "field run must be a string"),
         ("window", True, "field window must be an integer"),
-        ("uid", -1, "field uid must be from 0"),
-        ("uid", 2**63, "field uid must be from 0"),
+        ("uid", -1, "uid must be"),
+        ("uid", 2**63, "uid must be"),
         ("global_step", 1.5, "field global_step must be"),
         ("metadata", [], "field metadata must be an object"),
         ("metadata", {"a": [[]]}, "metadata 'a'"),
@@ -204,24 +204,24 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("schema", "0" * 64, "do not fit its schema digest"),
         ("parameters", {}, "field parameters must be a list"),
         ("parameters.0", 3, r"parameters\[0\] must be an object"),
-        ("parameters.0.name", "", "cannot be"),
+        ("parameters.0.name", "", "a name has 1 to 1024"),
         ("parameters.0.name", "odd", "same name"),
-        ("parameters.0.name", "x" * 2000, "longer than 1024"),
-        ("parameters.0.keep", 0, r"parameters\[0\].keep must be from 1"),
-        ("parameters.0.keep", 65, "cannot be"),
+        ("parameters.0.name", "x" * 2000, "a name has 1 to 1024"),
+        ("parameters.0.keep", 0, r"parameters\[0\]: .* keep must be"),
+        ("parameters.0.keep", 65, "keep must be from 1 to 64"),
         ("parameters.0.bins", 257, "bins must be from 2"),
-        ("parameters.0.chunk", [64], "wrong length"),
-        ("parameters.0.chunk", [4096, 4096], "cannot be"),
-        ("parameters.0.shape", [1 << 47, 1 << 47], "cannot be"),
-        ("parameters.0.shape", [-1, 3], "integers from 0"),
-        ("parameters.0.shape", [1] * 17, "wrong length"),
+        ("parameters.0.chunk", [64], "must have 2 items"),
+        ("parameters.0.chunk", [4096, 4096], "a chunk of"),
+        ("parameters.0.shape", [1 << 47, 1 << 47], "not usable"),
+        ("parameters.0.shape", [-1, 3], "not usable"),
+        ("parameters.0.shape", [1] * 17, "shape must be"),
         ("parameters.0.shape", [1 << 40], "the section before ends"),
-        ("parameters.0.offset", 5, "lies at 5"),
+        ("parameters.0.offset", 5, "is at 5"),
         ("parameters.0.dct", 1, "must be true or false"),
         ("parameters.0.indices_sha256", "A" * 64, "64 hexadecimal digits"),
         ("tables.0.num_rows", 1 << 49, "num_rows must be from 0"),
         ("tables.1.num_rows", 11, "its sections end at"),
-        ("tables.0.dim", 0, "dim must be from 1"),
+        ("tables.0.dim", 0, "dim must be"),
         ("tables.0.extra", 0, "extra is not known"),
     ],
 )

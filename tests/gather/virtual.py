@@ -6,12 +6,10 @@ import asyncio
 import selectors
 from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, TypeVar
 
-from megalith.gather.status import Fault, Status
-from megalith.gather.store import Store
-from megalith.storage.object_store import ObjectInfo
+from megalith.gather.status import Status
+from megalith.storage.object_store import ObjectInfo, ObjectStore, RequestFailure, StoreRequestError
 
 T = TypeVar("T")
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -53,7 +51,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
         return runner.run(work)
 
 
-class ScriptedStore(Store):
+class ScriptedStore(ObjectStore):
     """Objects by key, and for some keys what the next requests meet: (seconds, a status or None for
     success).
     """
@@ -73,12 +71,12 @@ class ScriptedStore(Store):
         seconds, status = steps.pop(0) if steps else (self.delay, None)
         if seconds >= timeout:
             await asyncio.sleep(timeout)
-            raise Fault(Status.TIMEOUT, "scripted")
+            raise StoreRequestError(RequestFailure.TIMEOUT, "scripted")
         await asyncio.sleep(seconds)
         if status is not None:
-            raise Fault(status, "scripted")
+            raise StoreRequestError(RequestFailure(status), "scripted")
         if key not in self.objects:
-            raise Fault(Status.NOT_FOUND, "scripted")
+            raise StoreRequestError(RequestFailure.NOT_FOUND, "scripted")
 
     def _info(self, key: str) -> ObjectInfo:
         return ObjectInfo(key, len(self.objects[key]), "tag", START)
@@ -105,7 +103,7 @@ class ScriptedStore(Store):
         await self._meet("get", key, timeout)
         return self.objects[key][start : start + length]
 
-    async def put(self, key: str, data: bytes | Path, *, create: bool = False, timeout: float) -> bool:
+    async def put(self, key: str, data: Any, *, create: bool = False, timeout: float) -> bool:
         raise NotImplementedError
 
     async def list(self, prefix: str, *, timeout: float) -> list[ObjectInfo]:

@@ -12,17 +12,15 @@ from typing import Any
 
 import torch
 
-from megalith.gather.faultserver import FaultServer, ServerFault
-from megalith.gather.fetch import FetchOptions
-from megalith.gather.gatherer import Gatherer
-from megalith.gather.packing import pack_indices, unpack_indices
-from megalith.gather.partial import Partial
-from megalith.gather.partition import backfill, partition
+from megalith.gather.chunks import pack_indices, unpack_indices
+from megalith.gather.fetch import FetchOptions, Gatherer
 from megalith.gather.payload import Label
-from megalith.gather.plan import Plan, payload_key
-from megalith.gather.schema import Schema
+from megalith.gather.payload_schema import PayloadSchema
+from megalith.gather.plan import GatherPlan, backfill, partition, payload_key
+from megalith.gather.result import Partial
 from megalith.gather.status import Status
-from megalith.gather.store import Store, s3_store
+from megalith.storage.object_store import ObjectStore, open_object_store
+from tests.gather.fault_server import FaultServer, ServerFault
 from tests.gather.support import RUN, WINDOW, forged, peer_bytes, peer_update, small_schema
 
 OPENS = datetime(2026, 1, 2, tzinfo=UTC)
@@ -55,14 +53,14 @@ class World:
     """One window. `peers` names the kind of each uid: a key of EXPECTED, or "copy:UID"."""
 
     server: FaultServer
-    schema: Schema = field(default_factory=small_schema)
+    schema: PayloadSchema = field(default_factory=small_schema)
     options: FetchOptions = field(default_factory=lambda: FetchOptions(request_timeout=0.3))
 
     @property
-    def stores(self) -> dict[str, Store]:
-        return {"default": s3_store(self.server.bucket, endpoint=self.server.endpoint)}
+    def stores(self) -> dict[str, ObjectStore]:
+        return {"default": open_object_store("s3://gather", endpoint=self.server.endpoint)}
 
-    def plan(self, primary: Sequence[int], reserve: Sequence[int] = (), **more: Any) -> Plan:
+    def plan(self, primary: Sequence[int], reserve: Sequence[int] = (), **more: Any) -> GatherPlan:
         settings: dict[str, Any] = {
             "time_min": OPENS,
             "time_max": CLOSES,
@@ -71,7 +69,7 @@ class World:
             "max_object_bytes": 1 << 20,
             "memory_budget": 16 << 20,
         }
-        return Plan(
+        return GatherPlan(
             run=RUN,
             window=WINDOW,
             schema=self.schema.digest,
@@ -130,7 +128,9 @@ class World:
             "down": [ServerFault("status", "*", times=forever, code=500)],
         }.get(kind, [])
 
-    def partials(self, plan: Plan, world_size: int, *, options: FetchOptions | None = None) -> list[Partial]:
+    def partials(
+        self, plan: GatherPlan, world_size: int, *, options: FetchOptions | None = None
+    ) -> list[Partial]:
         """Every rank's partial, one rank after another."""
         ranks = [
             Gatherer(

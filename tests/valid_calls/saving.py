@@ -76,7 +76,7 @@ def store_calls() -> Iterator[Call]:
             "get_range": {"key": "x", "start": 0, "length": 4},
             "put": {"key": "x", "data": data},
             "list": {"prefix": ""},
-            "request_error": {"failure": "TIMEOUT", "message": "late"},
+            "delete": {"key": "x"},
         },
     )
 

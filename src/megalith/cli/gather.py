@@ -1,12 +1,13 @@
-"""megalith gather: run a script as ranks that outlive each other, look at payloads and windows, simulate."""
+"""megalith gather: run a script as ranks that survive each other, inspect payloads and windows, simulate."""
 
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.live import Live
@@ -15,25 +16,25 @@ from rich.text import Text
 
 from megalith.cli.console import errors, exit_on_error
 from megalith.cli.output import console, print_json
+from megalith.distributed.surviving_launch import EndedRank, launch
 from megalith.errors import InputError, StoreError
-from megalith.gather.artifact import read_artifact_manifest
-from megalith.gather.body import FileBody
-from megalith.gather.faultserver import FaultServer
-from megalith.gather.launcher import Ended, launch
-from megalith.gather.manifest import FORMAT, MAX_BYTES, Manifest
-from megalith.gather.payload import Header, read_header
-from megalith.gather.publish import peek
+from megalith.gather.artifact import FORMAT, MAX_MANIFEST_BYTES, ArtifactManifest, read_artifact_manifest
+from megalith.gather.compress import peek
+from megalith.gather.payload import MAGIC, Header, read_header
 from megalith.gather.simulation import DEFAULT_FAULTS, FAULTS, Simulation, write_job
 from megalith.gather.status import Fault
-from megalith.gather.store import Store, local_store, open_store, persist, wait
+from megalith.storage.json_records import to_json
+from megalith.storage.object_store import ObjectInfo, ObjectStore, StoreRequestError, open_object_store
+from megalith.storage.retries import persist, run_async
+from megalith.storage.spool import Body, FileBody
+from megalith.storage.torch_files import StoredTensor, TorchFile, TorchFileError
 from megalith.units import show_bytes, show_number
 
 app = typer.Typer(
-    no_args_is_help=True, help="Gather peers' updates: run ranks, look at windows, simulate a run."
+    no_args_is_help=True, help="Gather the updates of peers: run ranks, inspect windows, simulate a run."
 )
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-_MAGIC = b"MEGAGATH"
 
 
 @app.command(
@@ -48,13 +49,13 @@ def run(
     script: Annotated[
         str, typer.Argument(help="A Python file, or -m; its arguments follow.", show_default=False)
     ],
-    ranks: Annotated[int, typer.Option(min=1, help="How many ranks to start on this machine.")] = 2,
-    least: Annotated[int, typer.Option(min=1, help="How many must end well.")] = 1,
+    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks to start on this machine.")] = 2,
+    least: Annotated[int, typer.Option(min=1, help="Number of ranks that must succeed.")] = 1,
 ) -> None:
-    """Runs a script as several ranks, and lets the others go on when one dies.
+    """Run a script as several ranks, and let the others continue when one dies.
 
-    Ranks find RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, as under torchrun; `Ranks.join()` makes
-    them meet. The command fails if fewer than --least ranks ended well.
+    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, as under torchrun; `Ranks.join()` connects the
+    ranks. The command fails if fewer than --least ranks succeeded. SIGTERM ends all ranks.
 
     \b
     Example:
@@ -62,18 +63,25 @@ def run(
       megalith gather run --ranks 4 --least 3 -m my.package.train
     """
 
-    def told_of(ended: Ended) -> None:
+    def report(ended: EndedRank) -> None:
         if ended.code:
             how = f"was killed by signal {-ended.code}" if ended.code < 0 else f"ended with code {ended.code}"
-            errors.print(
-                f"[bold yellow]warning:[/] rank {ended.rank} {how}; the others go on", highlight=False
-            )
+            rest = f"; {ended.running} others continue" if ended.running else ""
+            errors.print(f"[bold yellow]warning:[/] rank {ended.rank} {how}{rest}", highlight=False)
 
-    with exit_on_error():
-        ended = launch([sys.executable, script, *context.args], ranks, on_end=told_of)
+    def end(number: int, frame: object) -> NoReturn:
+        raise typer.Exit(128 + number)  # `launch` ends the ranks
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        with exit_on_error():
+            ended = launch([sys.executable, script, *context.args], ranks, on_end=report)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     good = sum(each.code == 0 for each in ended)
     if good < least:
-        errors.print(f"[bold red]error:[/] {good} of {ranks} ranks ended well, {least} must", highlight=False)
+        message = f"{good} of {ranks} ranks succeeded, {least} must"
+        errors.print(f"[bold red]error:[/] {message}", highlight=False)
         raise typer.Exit(1)
 
 
@@ -82,30 +90,54 @@ def inspect(
     place: Annotated[
         str,
         typer.Argument(
-            help="A payload or a manifest; or a store: a directory, or an address like s3://bucket/x.",
+            help="A payload, a torch file of Templar or a manifest, as a file or as an object such as "
+            "s3://bucket/7.gather; or, with --run and --window, a store: a directory or s3://bucket/prefix.",
             show_default=False,
         ),
     ],
     run: Annotated[str | None, typer.Option(help="Of a store: the run.")] = None,
     window: Annotated[int | None, typer.Option(min=0, help="Of a store: the window.")] = None,
-    endpoint: Annotated[str | None, typer.Option(help="Of an S3 store that is not Amazon's.")] = None,
+    endpoint: Annotated[str | None, typer.Option(help="URL of an S3 server that is not Amazon's.")] = None,
+    region: Annotated[str | None, typer.Option(help="Region of the bucket.")] = None,
+    access_key_id: Annotated[
+        str | None, typer.Option(help="Credentials; AWS_ACCESS_KEY_ID and others if not given.")
+    ] = None,
+    secret_access_key: Annotated[str | None, typer.Option(help="See --access-key-id.")] = None,
+    anonymous: Annotated[bool, typer.Option("--anonymous", help="Do not sign requests.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Shows a payload, an artifact's manifest, or a window of a store. Only headers are read.
+    """Show a payload, an artifact's manifest, or a window of a store. Only headers are read.
+
+    Credentials of a store come from the AWS_* environment variables or from options.
 
     \b
     Example:
       megalith gather inspect 7.gather
+      megalith gather inspect gradient-5-7-v2.1.pt
       megalith gather inspect artifacts/demo/5/manifest.json
       megalith gather inspect s3://bucket/peers --run demo --window 5
     """
     with exit_on_error():
-        if run is not None and window is not None:
-            data = _store_window(_open(place, endpoint), run, window)
-        elif Path(place).is_file():
+        if "://" not in place and Path(place).is_file():
             data = _file(Path(place))
+        elif "://" not in place and not Path(place).is_dir():
+            raise InputError(f"{place!r} is not a file, a directory or the URL of a store")
         else:
-            raise InputError(f"{place!r} is no file; a store needs --run and --window, too")
+            given = {
+                "endpoint": endpoint,
+                "region": region,
+                "access_key_id": access_key_id,
+                "secret_access_key": secret_access_key,
+            }
+            options: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+            options |= {"anonymous": True} if anonymous else {}
+            if run is not None and window is not None:
+                data = _store_window(open_object_store(place, **options), run, window)
+            elif Path(place).suffix and "://" in place:
+                folder, _, name = place.rpartition("/")
+                data = _object(open_object_store(folder, **options), name)
+            else:
+                raise InputError(f"{place!r} is a store: pass --run and --window too")
     if as_json:
         print_json(data)
     else:
@@ -115,11 +147,11 @@ def inspect(
 @app.command()
 def simulate(
     peers: Annotated[int, typer.Option(min=1, help="Peers of a window; one in five is a reserve.")] = 16,
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks that gather.")] = 2,
-    seed: Annotated[int, typer.Option(help="What peers send and what goes wrong follows from it.")] = 0,
-    windows: Annotated[int, typer.Option(min=1, help="Windows, one after another.")] = 1,
+    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 2,
+    seed: Annotated[int, typer.Option(help="Determines what peers send and which faults occur.")] = 0,
+    windows: Annotated[int, typer.Option(min=1, help="Number of windows.")] = 1,
     latency: Annotated[float, typer.Option(min=0.0, help="Seconds before each answer.")] = 0.05,
-    in_flight: Annotated[int, typer.Option(min=1, help="Downloads at once on a rank.")] = 4,
+    in_flight: Annotated[int, typer.Option(min=1, help="Concurrent downloads on a rank.")] = 4,
     faults: Annotated[
         str | None,
         typer.Option(
@@ -130,9 +162,9 @@ def simulate(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Starts an object server, peers and ranks on this machine, and gathers.
+    """Simulate peers with faults, and gather them with ranks on this machine.
 
-    Ends with a line `weights HASH`: the same for any number of ranks.
+    The last line is `weights HASH`, which is equal for any number of ranks.
 
     \b
     Example:
@@ -161,23 +193,22 @@ def simulate(
         out.print(Text(f"window {number}: {each['reason']}, {len(each['uids'])} peers", style="bold"))
         for key, value in each["metrics"].items():
             out.print(Text(f"  {key:<32} {value:g}"))
+        for uid, (status, detail) in each["skipped"].items():
+            out.print(Text(f"  skipped uid {uid}: {status}: {detail}"))
         if each["excluded"]:
             out.print(Text(f"  left out for copying: {', '.join(map(str, each['excluded']))}"))
     typer.echo(f"weights {weights}")
 
 
 def _simulate(simulation: Simulation, ranks: int, folder: Path, *, quiet: bool) -> None:
-    with FaultServer(latency=simulation.latency) as server:
-        simulation.fill(server)
-        job = write_job(folder, simulation, server.endpoint)
-        command = [sys.executable, "-m", "megalith.gather.simulation", str(job)]
-        screen = console(stderr=True)
-        if quiet or not screen.is_terminal:
-            ended = launch(command, ranks)
-        else:
-            with Live(_statuses(folder, simulation), console=screen, refresh_per_second=8) as live:
-                ended = launch(command, ranks, on_wait=lambda: live.update(_statuses(folder, simulation)))
-                live.update(_statuses(folder, simulation), refresh=True)
+    command = [sys.executable, "-m", "megalith.gather.simulation", str(write_job(folder, simulation))]
+    screen = console(stderr=True)
+    if quiet or not screen.is_terminal:
+        ended = launch(command, ranks)
+    else:
+        with Live(_statuses(folder, simulation), console=screen, refresh_per_second=8) as live:
+            ended = launch(command, ranks, on_wait=lambda: live.update(_statuses(folder, simulation)))
+            live.update(_statuses(folder, simulation), refresh=True)
     bad = [each for each in ended if each.code]
     if bad:
         raise StoreError(f"rank {bad[0].rank} ended with code {bad[0].code}: see its messages above")
@@ -217,28 +248,68 @@ def _shares(text: str | None) -> dict[str, float]:
 # ---- inspect
 
 
-def _open(place: str, endpoint: str | None) -> Store:
-    if "://" in place:
-        return open_store(place, **({} if endpoint is None else {"endpoint": endpoint}))
-    if not Path(place).is_dir():
-        raise InputError(f"{place!r} is no directory and no address")
-    return local_store(place)
-
-
 def _file(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        start = file.read(len(_MAGIC))
-    if start == _MAGIC:
-        body = FileBody(path)
-        try:
+    body = FileBody(path.open("rb"))
+    try:
+        return _body(body, str(path))
+    finally:
+        body.close()
+
+
+class _RemoteBody(Body):
+    """An object of a store, read by ranges."""
+
+    def __init__(self, store: ObjectStore, info: ObjectInfo) -> None:
+        self._store, self._info, self.size = store, info, info.size
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        key, etag = self._info.key, self._info.etag
+
+        async def get(limit: float) -> bytes:
+            return await self._store.get_range(key, offset, len(view), etag=etag, timeout=limit)
+
+        if len(view):
+            view[:] = run_async(persist(get, deadline=60.0))
+
+    def source(self) -> bytes:
+        return bytes(self.read(0, self.size))
+
+    def close(self) -> None:
+        return
+
+
+def _object(store: ObjectStore, name: str) -> dict[str, Any]:
+    info = run_async(persist(lambda limit: store.head(name, timeout=limit), deadline=60.0))
+    return _body(_RemoteBody(store, info), name)
+
+
+def _body(body: Body, where: str) -> dict[str, Any]:
+    start = bytes(body.read(0, min(len(MAGIC), body.size)))
+    try:
+        if start == MAGIC:
             return _payload(read_header(body))
-        except Fault as fault:
-            raise InputError(f"{path}: {fault.detail}") from None
-        finally:
-            body.close()
-    if start[:1] != b"{" or path.stat().st_size > MAX_BYTES:
-        raise InputError(f"{path} is neither a payload nor a manifest ({FORMAT})")
-    return _manifest(Manifest.from_bytes(path.read_bytes(), str(path)))
+        if start[:4] == b"PK\x03\x04":
+            return _torch_file(TorchFile(body, longest_pickle=min(body.size, 1 << 28)))
+    except (Fault, TorchFileError) as error:
+        raise InputError(f"{where}: {error}") from None
+    if start[:1] != b"{" or body.size > MAX_MANIFEST_BYTES:
+        raise InputError(f"{where} is neither a payload, a torch file nor a manifest ({FORMAT})")
+    return _manifest(ArtifactManifest.from_bytes(bytes(body.read(0, body.size)), where))
+
+
+def _torch_file(file: TorchFile) -> dict[str, Any]:
+    saved = file.value if isinstance(file.value, dict) else {}
+    state = saved.get("state_dict")
+    tensors = {name: each for name, each in (state or {}).items() if isinstance(each, StoredTensor)}
+    uids = saved.get("uids")
+    return {
+        "kind": "aggregator" if isinstance(uids, list) else "templar payload",
+        "global_step": saved.get("global_step"),
+        "metadata": (state or {}).get("metadata"),
+        "uids": uids if isinstance(uids, list) else [],
+        "keys": sorted(state or {}),
+        "bytes": sum(each.numel * each.storage.dtype.itemsize for each in tensors.values()),
+    }
 
 
 def _payload(header: Header) -> dict[str, Any]:
@@ -252,12 +323,12 @@ def _payload(header: Header) -> dict[str, Any]:
         "bytes": header.size,
         "digest": header.digest,
         "schema": header.schema_digest,
-        "parameters": [entry.spec.to_json() for entry in header.parameters],
-        "tables": [{**entry.spec.to_json(), "rows": entry.num_rows} for entry in header.tables],
+        "parameters": [to_json(entry.spec) for entry in header.parameters],
+        "tables": [{**to_json(entry.spec), "rows": entry.num_rows} for entry in header.tables],
     }
 
 
-def _manifest(manifest: Manifest) -> dict[str, Any]:
+def _manifest(manifest: ArtifactManifest) -> dict[str, Any]:
     return {
         "kind": "artifact",
         "run": manifest.plan.run,
@@ -265,7 +336,7 @@ def _manifest(manifest: Manifest) -> dict[str, Any]:
         "reason": manifest.reason.name,
         "outer_step": manifest.outer_step,
         "uids": list(manifest.uids),
-        "skipped": {str(uid): status.value for uid, status in manifest.skipped},
+        "skipped": {str(uid): status.value for uid, status in manifest.skipped.items()},
         "excluded": list(manifest.excluded),
         "plan": manifest.plan.digest,
         "weights_before": manifest.weights_before,
@@ -273,12 +344,12 @@ def _manifest(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _store_window(store: Store, run: str, window: int) -> dict[str, Any]:
+def _store_window(store: ObjectStore, run: str, window: int) -> dict[str, Any]:
     prefix = f"payloads/{run}/{window}"
     try:
-        listed = wait(persist(lambda limit: store.list(prefix, timeout=limit), deadline=60.0))
-    except Fault as fault:
-        raise StoreError(f"{prefix!r} cannot be listed: {fault.detail}") from None
+        listed = run_async(persist(lambda limit: store.list(prefix, timeout=limit), deadline=60.0))
+    except StoreRequestError as error:
+        raise StoreError(f"{prefix!r} cannot be listed: {error}") from None
     found = []
     for info in sorted(listed, key=lambda each: each.key):
         entry: dict[str, Any] = {

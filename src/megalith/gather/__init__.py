@@ -1,39 +1,50 @@
-"""Gather: peers far away train on their own; their compressed updates are fetched, checked and applied
-together.
+"""Gather: remote peers train independently; their compressed updates are fetched, checked and applied.
 
-Peers `compress` and `publish`. A `Plan` says whom to fetch; `gather` (or a `Gatherer` per rank and `merge`)
-fetches and checks; `find_overlap` finds copies; `OuterUpdate` steps the weights within a memory budget;
-artifacts let others `catch_up`. `run_window` is all of it, in one process or on `Ranks` that share the work.
-Stores need obstore, the extra `remote`.
+Peers `compress` and `publish`. A `GatherPlan` names the peers to fetch; `run_window` does everything for one
+window, in one process or on `Ranks` that share the work, and `catch_up` replays windows from their artifacts.
+Its parts can be called one by one: `gather` (or a `Gatherer` per rank and `merge`), `find_overlap`, `decide`,
+`OuterUpdate`. Stores need obstore, the extra `remote`.
 """
 
-from megalith.gather.artifact import CatchUp, catch_up, load_artifact, read_artifact_manifest
-from megalith.gather.compress import Compressed, ErrorFeedback, compress, decompress
-from megalith.gather.decision import Decision, SkipReason, decide
-from megalith.gather.fetch import FetchOptions, Record
-from megalith.gather.fingerprint import Fingerprint, fingerprint
-from megalith.gather.gatherer import Gatherer, gather
-from megalith.gather.joint import WindowReport
-from megalith.gather.manifest import Manifest
-from megalith.gather.merge import GatherResult, merge
-from megalith.gather.metrics import lines, metrics, norm_medians, to_penalise
+from megalith.distributed.surviving_ranks import Ranks
+from megalith.gather.artifact import ArtifactManifest, prune_artifacts, read_artifact_manifest
+from megalith.gather.catch_up import CatchUp, catch_up, load_artifact
+from megalith.gather.compress import (
+    Compressed,
+    ErrorFeedback,
+    Published,
+    compress,
+    decompress,
+    peek,
+    publish,
+)
+from megalith.gather.fetch import FetchOptions, Gatherer, gather
 from megalith.gather.overlap import Overlap, excluded_uids, find_overlap
-from megalith.gather.partial import Partial
-from megalith.gather.partition import backfill, partition, redeal
 from megalith.gather.payload import Header, Label, Payload
-from megalith.gather.plan import Location, Plan, payload_key
-from megalith.gather.publish import Published, peek, publish
-from megalith.gather.ranks import Ranks
-from megalith.gather.schema import ParameterSpec, Schema, TableSpec
-from megalith.gather.settings import OverlapConfig, UpdateConfig
+from megalith.gather.payload_schema import ParameterSpec, PayloadSchema, TableSpec
+from megalith.gather.plan import (
+    GatherPlan,
+    Location,
+    OverlapConfig,
+    UpdateConfig,
+    backfill,
+    deal,
+    partition,
+    payload_key,
+)
+from megalith.gather.result import Decision, GatherResult, Partial, Record, SkipReason, decide, merge
 from megalith.gather.status import OUR_FAULTS, PEER_FAULTS, Fault, Status
-from megalith.gather.store import Store, local_store, memory_store, open_store, s3_store
+from megalith.gather.table_rows import PeerTables, TableShards
 from megalith.gather.update import OuterUpdate, UpdateReport
-from megalith.gather.window import run_window
+from megalith.gather.weight_parts import Fingerprint, fingerprint
+from megalith.gather.window import WindowReport, run_window
+from megalith.gather.window_metrics import lines, metrics, norm_medians, to_penalise
+from megalith.storage.object_store import ObjectStore, open_object_store
 
 __all__ = [
     "OUR_FAULTS",
     "PEER_FAULTS",
+    "ArtifactManifest",
     "CatchUp",
     "Compressed",
     "Decision",
@@ -41,26 +52,27 @@ __all__ = [
     "Fault",
     "FetchOptions",
     "Fingerprint",
+    "GatherPlan",
     "GatherResult",
     "Gatherer",
     "Header",
     "Label",
     "Location",
-    "Manifest",
+    "ObjectStore",
     "OuterUpdate",
     "Overlap",
     "OverlapConfig",
     "ParameterSpec",
     "Partial",
     "Payload",
-    "Plan",
+    "PayloadSchema",
+    "PeerTables",
     "Published",
     "Ranks",
     "Record",
-    "Schema",
     "SkipReason",
     "Status",
-    "Store",
+    "TableShards",
     "TableSpec",
     "UpdateConfig",
     "UpdateReport",
@@ -68,6 +80,7 @@ __all__ = [
     "backfill",
     "catch_up",
     "compress",
+    "deal",
     "decide",
     "decompress",
     "excluded_uids",
@@ -76,19 +89,16 @@ __all__ = [
     "gather",
     "lines",
     "load_artifact",
-    "local_store",
-    "memory_store",
     "merge",
     "metrics",
     "norm_medians",
-    "open_store",
+    "open_object_store",
     "partition",
     "payload_key",
     "peek",
+    "prune_artifacts",
     "publish",
     "read_artifact_manifest",
-    "redeal",
     "run_window",
-    "s3_store",
     "to_penalise",
 ]

@@ -1,9 +1,12 @@
-"""Tensors to chunks and back, and the cosine transform of a chunk.
+"""Chunks: tensors to chunks and back, the cosine transform of a chunk, and the bits of indices and codes.
 
 Chunks are numbered band by band: all chunks across the first lines, then the next. A range of chunks is at
-most three rectangles of the matrix, so an update can work on a range without the rest. The inverse
-transform adds in a fixed order, one product at a time: the same chunk gives the same bits whatever chunks
-stand beside it.
+most three rectangles of the matrix, so that an update can work on a range without the rest. The inverse
+transform adds in a fixed order, one product at a time: the bits of a chunk do not depend on its neighbours.
+
+Packed indices have 12 bits, codes 2, 4 or 8. Each row starts at a byte of its own. Two indices fill three
+bytes: the low byte of the first; its high four bits below the low four of the second; the high byte of the
+second. Codes fill a byte from its low bits. Unused bits are zero, so a row has only one encoding.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError
-from megalith.gather.schema import ParameterSpec
+from megalith.gather.payload_schema import ParameterSpec
 
 
 class Rectangle(NamedTuple):
@@ -41,7 +44,18 @@ class Area(NamedTuple):
 
 
 def to_chunks(tensor: Tensor, spec: ParameterSpec) -> Tensor:
-    """A tensor of the spec's shape as float32 [rows, size]; padding is zero."""
+    """Divide a tensor into chunks.
+
+    Args:
+        tensor: A tensor of the spec's shape.
+        spec: How it is divided.
+
+    Returns:
+        float32 [rows, size]; padding is zero.
+
+    Raises:
+        InputError: The tensor has another shape.
+    """
     if tuple(tensor.shape) != spec.shape:
         raise InputError(f"{spec.name!r} has shape {tuple(tensor.shape)}, its schema says {spec.shape}")
     (down, across), (height, width) = spec.bands, spec.chunk
@@ -56,14 +70,31 @@ def to_chunks(tensor: Tensor, spec: ParameterSpec) -> Tensor:
 
 
 def from_chunks(chunks: Tensor, spec: ParameterSpec) -> Tensor:
-    """Chunks [rows, size] as a tensor of the spec's shape; padding is dropped."""
+    """Put chunks together; padding is dropped.
+
+    Args:
+        chunks: [rows, size].
+        spec: How the tensor was divided.
+
+    Returns:
+        A tensor of the spec's shape.
+    """
     (down, across), (lines, columns) = spec.bands, spec.matrix
     whole = Rectangle(0, spec.rows, 0, down, 0, across)
     return lay_out(chunks, spec, whole)[:lines, :columns].reshape(spec.shape)
 
 
 def rectangles(spec: ParameterSpec, start: int, stop: int) -> Iterator[Rectangle]:
-    """The rectangles that chunks start to stop are made of, in order; numbers count from `start`."""
+    """Divide a range of chunks into rectangles.
+
+    Args:
+        spec: How the tensor is divided.
+        start: The first chunk.
+        stop: The chunk after the last one.
+
+    Yields:
+        The rectangles in order; their `start` and `stop` count from the first chunk of the range.
+    """
     across = spec.bands[1]
     at = start
     while at < stop:
@@ -78,14 +109,32 @@ def rectangles(spec: ParameterSpec, start: int, stop: int) -> Iterator[Rectangle
 
 
 def lay_out(chunks: Tensor, spec: ParameterSpec, place: Rectangle) -> Tensor:
-    """The chunks of a rectangle [n, size] as lines and columns, padding included."""
+    """Put the chunks of a rectangle together, with padding.
+
+    Args:
+        chunks: [n, size].
+        spec: How the tensor is divided.
+        place: The rectangle.
+
+    Returns:
+        [lines, columns].
+    """
     height, width = spec.chunk
     down, across = place.bottom - place.top, place.right - place.left
     return chunks.view(down, across, height, width).permute(0, 2, 1, 3).reshape(down * height, across * width)
 
 
 def covered(spec: ParameterSpec, place: Rectangle, held: Area) -> Area:
-    """What a rectangle covers of an area; padding is left out."""
+    """Return which part of an area a rectangle covers, without padding.
+
+    Args:
+        spec: How the tensor is divided.
+        place: The rectangle.
+        held: The area.
+
+    Returns:
+        The part; it is empty if `top` >= `bottom` or `left` >= `right`.
+    """
     height, width = spec.chunk
     return Area(
         max(place.top * height, held.top),
@@ -96,19 +145,45 @@ def covered(spec: ParameterSpec, place: Rectangle, held: Area) -> Area:
 
 
 def within(matrix: Tensor, area: Area, top: int, left: int) -> Tensor:
-    """The part of a matrix, whose first line and column are `top` and `left`, that an area covers."""
+    """Return the part of a matrix that an area covers.
+
+    Args:
+        matrix: [lines, columns].
+        area: The area, in the coordinates of the whole parameter.
+        top: The first line of the matrix in these coordinates.
+        left: Its first column.
+
+    Returns:
+        A view.
+    """
     return matrix[area.top - top : area.bottom - top, area.left - left : area.right - left]
 
 
 def forward_dct(chunks: Tensor, spec: ParameterSpec) -> Tensor:
-    """The orthonormal cosine transform (DCT-II, both sides) of each chunk: [n, size] to [n, size]."""
+    """Compute the orthonormal cosine transform (DCT-II, both sides) of each chunk.
+
+    Args:
+        chunks: [n, size].
+        spec: The shape of a chunk.
+
+    Returns:
+        [n, size].
+    """
     height, width = spec.chunk
     down, across = _basis(height, chunks.device), _basis(width, chunks.device)
     return (down @ chunks.view(-1, height, width) @ across.T).reshape(chunks.shape)
 
 
 def inverse_dct(chunks: Tensor, spec: ParameterSpec) -> Tensor:
-    """The inverse of `forward_dct`. Memory: twice that of its argument, which is kept."""
+    """Compute the inverse of `forward_dct`. It needs twice the memory of its argument in addition.
+
+    Args:
+        chunks: [n, size].
+        spec: The shape of a chunk.
+
+    Returns:
+        [n, size].
+    """
     height, width = spec.chunk
     tile = chunks.view(-1, height, width)
     out = torch.zeros_like(tile)
@@ -131,3 +206,111 @@ def _basis(side: int, device: torch.device) -> Tensor:
         for k in range(side)
     ]
     return torch.tensor(rows, dtype=torch.float64).to(torch.float32).to(device)
+
+
+# ---- bits
+
+
+def pack_indices(indices: Tensor) -> Tensor:
+    """Pack indices.
+
+    Args:
+        indices: Integers [n, k] from 0 to 4095.
+
+    Returns:
+        uint8 [n, ceil(1.5 k)].
+    """
+    rows, keep = indices.shape
+    whole = torch.zeros(rows, keep + keep % 2, dtype=torch.int32, device=indices.device)
+    whole[:, :keep] = indices
+    first, second = whole[:, 0::2], whole[:, 1::2]
+    triples = torch.stack([first & 0xFF, (first >> 8) | ((second & 0xF) << 4), second >> 4], dim=2)
+    return triples.to(torch.uint8).flatten(1)[:, : -(-3 * keep // 2)].contiguous()
+
+
+def unpack_indices(packed: Tensor, keep: int) -> Tensor:
+    """Unpack indices.
+
+    Args:
+        packed: uint8 [n, ceil(1.5 k)].
+        keep: k.
+
+    Returns:
+        int32 [n, k].
+    """
+    rows = packed.shape[0]
+    pairs = keep // 2
+    triples = packed[:, : 3 * pairs].to(torch.int32).view(rows, pairs, 3)
+    out = torch.empty(rows, keep, dtype=torch.int32, device=packed.device)
+    out[:, 0 : 2 * pairs : 2] = triples[:, :, 0] | ((triples[:, :, 1] & 0xF) << 8)
+    out[:, 1 : 2 * pairs : 2] = (triples[:, :, 1] >> 4) | (triples[:, :, 2] << 4)
+    if keep % 2:
+        out[:, -1] = packed[:, -2].to(torch.int32) | ((packed[:, -1].to(torch.int32) & 0xF) << 8)
+    return out
+
+
+def spare_index_bits(packed: Tensor, keep: int) -> Tensor:
+    """Return the unused bits of packed indices, which must be zero.
+
+    Args:
+        packed: uint8 [n, ceil(1.5 k)].
+        keep: k.
+
+    Returns:
+        uint8 [n].
+    """
+    return packed[:, -1] >> 4 if keep % 2 else torch.zeros_like(packed[:, 0])
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes.
+
+    Args:
+        codes: uint8 [n, k] below 2^bits.
+        bits: 2, 4 or 8.
+
+    Returns:
+        uint8 [n, ceil(bits k / 8)].
+    """
+    rows, keep = codes.shape
+    each = 8 // bits
+    whole = torch.zeros(rows, -(-keep // each) * each, dtype=torch.uint8, device=codes.device)
+    whole[:, :keep] = codes
+    groups = whole.view(rows, whole.shape[1] // each, each)
+    packed = groups[:, :, 0].clone()
+    for place in range(1, each):
+        packed |= groups[:, :, place] << (bits * place)
+    return packed
+
+
+def unpack_codes(packed: Tensor, keep: int, bits: int) -> Tensor:
+    """Unpack codes.
+
+    Args:
+        packed: uint8 [n, ceil(bits k / 8)].
+        keep: k.
+        bits: 2, 4 or 8.
+
+    Returns:
+        uint8 [n, k].
+    """
+    rows, each, mask = packed.shape[0], 8 // bits, (1 << bits) - 1
+    out = torch.empty(rows, packed.shape[1], each, dtype=torch.uint8, device=packed.device)
+    for place in range(each):
+        out[:, :, place] = (packed >> (bits * place)) & mask
+    return out.flatten(1)[:, :keep]
+
+
+def spare_code_bits(packed: Tensor, keep: int, bits: int) -> Tensor:
+    """Return the unused bits of packed codes, which must be zero.
+
+    Args:
+        packed: uint8 [n, ceil(bits k / 8)].
+        keep: k.
+        bits: 2, 4 or 8.
+
+    Returns:
+        uint8 [n].
+    """
+    used = keep * bits % 8
+    return packed[:, -1] >> used if used else torch.zeros_like(packed[:, 0])

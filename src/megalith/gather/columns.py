@@ -1,158 +1,334 @@
-"""Columns: rows of all peers' payloads brought to one rank each, so that the ranks share an update's work.
+"""Columns: rows of all peers' payloads brought to one rank each, so that ranks share the work.
 
-A download leaves all rows of a peer on one rank. Here each block of rows is cut into a share per rank, and
-every peer's packed bytes of a share travel to its rank. Indices travel first: the Gram matrix is known, and
-refusals are over, before a weight changes. They are kept in a spool file, and only codes travel after that.
-Results depend on no block and no share.
+A download leaves all rows of a peer on one rank. Here each parameter is divided into one range of rows per
+rank: the rows that the rank holds if the parameter is sharded, an equal share otherwise. The packed bytes of
+all peers for a range travel to its rank, block by block.
+
+    gram    indices travel; common positions are counted, before a weight changes; received ones are spooled
+    tiles   codes travel (and indices, if they were not spooled); each rank reduces its rows; a finished tile
+            is sent to all ranks if another rank needs rows of it
+
+What a rank holds itself does not travel. One process alone is the case in which nothing travels. Results do
+not depend on blocks or ranges, except with exchange="fast".
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from megalith.distributed.surviving_ranks import Ranks
 from megalith.errors import BudgetError
-from megalith.gather.body import FileBody, SpoolWriter
-from megalith.gather.budget import lookup_bytes, row_bytes
-from megalith.gather.ledger import Ledger
-from megalith.gather.merge import GatherResult
-from megalith.gather.overlap import block_gram, counted, gram_bytes
+from megalith.gather.chunks import unpack_indices
+from megalith.gather.memory_budget import BLOCK_BYTES, STEP_BYTES, Ledger, Travel, gram_row_bytes, row_bytes
 from megalith.gather.payload import Payload
-from megalith.gather.ranks import Ranks
-from megalith.gather.reduce import PeerRows, reduce_rows
-from megalith.gather.schema import ParameterSpec
-from megalith.gather.sharding import Span
+from megalith.gather.payload_schema import ParameterSpec
+from megalith.gather.plan import OverlapConfig, UpdateConfig
+from megalith.gather.reduce import PeerRows, add_rows, decode, finish_sums, reduce_rows, reduce_table
+from megalith.gather.result import GatherResult
+from megalith.gather.weight_parts import Part, Span, first_row_of, rows_of, shard_spans
+from megalith.storage.spool import FileBody, SpoolWriter
 
-_PAIR_BYTES = 32  # one pair of peers of the Gram matrix: its count, and what adding to it takes
+_PAIR_BYTES = 32  # one pair of peers in the count of common positions
 
 
 class Block(NamedTuple):
-    """Rows of one parameter, and the share of each rank by place."""
+    """Rows of one parameter.
+
+    Attributes:
+        number: The number of the parameter.
+        shares: The rows of each rank, by place.
+    """
 
     number: int
     shares: tuple[Span, ...]
 
 
 class Columns:
-    """The column layout of one result on these ranks.
+    """The column layout of one result on some ranks.
 
-    holders: the place of the rank that has each accepted payload. Raises BudgetError, on all ranks alike, if
-    not even a row per rank fits into the plan's budget.
+    Args:
+        result: The result; every rank has the same one, with the payloads that it holds.
+        ranks: The ranks.
+        parts: What this rank holds of each parameter; None: all parameters whole.
+        spool_directory: Where received ones are spooled.
+
+    Raises:
+        BudgetError: Not even one row per rank fits into the plan's budget. It is raised on all ranks alike.
+        InputError: A payload is in a process that does not take part.
     """
 
     def __init__(
         self,
         result: GatherResult,
-        holders: Mapping[int, int],
         ranks: Ranks,
         *,
+        parts: Mapping[str, Part] | None = None,
         spool_directory: Path | None = None,
     ) -> None:
         self.result = result
         self.ledger = Ledger(result.plan.memory_budget, "the update")
         self._ranks = ranks
-        self._holders = holders
         self._directory = spool_directory
+        if ranks.size == 1:
+            result.held(result.uids)
+            self._holders = dict.fromkeys(result.uids, 0)
+        else:
+            self._holders = {uid: ranks.members.index(result.holders[uid]) for uid in result.uids}
+        held = [list(self._holders.values()).count(place) for place in range(ranks.size)]
+        self._travel = Travel.of(held)
+        self._sharded = {name for name, part in (parts or {}).items() if part.span is not None}
         self._spool: FileBody | None = None
-        self._offsets: list[int] = []
-        self._blocks = list(self._cut())
+        self._offsets: dict[tuple[Block, int], int] = {}
+        self._blocks = [list(self._cut(number)) for number in range(len(result.schema.parameters))]
 
     def close(self) -> None:
-        """Deletes the spool."""
+        """Delete the spool."""
         if self._spool is not None:
             self._spool.close()
             self._spool = None
 
-    def exchange_indices(self) -> Tensor:
-        """Brings every rank the indices of its shares; the Gram matrix of all peers, int64 [peers, peers]."""
-        result, uids = self.result, self.result.uids
+    # ---- common positions
+
+    def gram(self) -> tuple[Tensor, bool]:
+        """Count the positions that each pair of peers has in common. A collective call.
+
+        Returns:
+            int64 [peers, peers], and whether it is exact. With `OverlapConfig.sample` below 1, pairs that are
+            clearly below the threshold have estimates.
+        """
+        config = self.result.plan.overlap
+        uids, specs = self.result.uids, self.result.schema.parameters
+        if config.sample == 1.0 or len(uids) < 2:
+            return self._count(uids, None, spooled=self.result.plan.update.exchange == "exact"), True
+        found = self._count(uids, config.sample, spooled=False)
+        total = sum(spec.kept for spec in specs if counted(spec, config))
+        sampled = int(found[0, 0])
+        estimate = torch.round(found.double() * (total / max(1, sampled))).to(torch.int64)
+        estimate[range(len(uids)), range(len(uids))] = total
+        limit = (config.threshold - config.margin) * sampled
+        pairs = [(i, j) for i in range(len(uids)) for j in range(i) if found[i, j] >= limit and sampled]
+        suspects = sorted({i for pair in pairs for i in pair})
+        if suspects:
+            exact = self._count([uids[i] for i in suspects], None, spooled=False)
+            for i, j in pairs:
+                value = exact[suspects.index(i), suspects.index(j)]
+                estimate[i, j] = estimate[j, i] = value
+        return estimate, False
+
+    def _count(self, uids: Sequence[int], sample: float | None, *, spooled: bool) -> Tensor:
+        result = self.result
         total = torch.zeros(len(uids), len(uids), dtype=torch.int64)
-        spool = SpoolWriter(self._directory)
-        self._offsets = []
+        spool = SpoolWriter(self._directory) if spooled and self._ranks.size > 1 else None
         try:
-            for block in self._blocks:
-                spec, own = result.schema.parameters[block.number], self._own(block)
-                with self.ledger.hold(own * self._row_bytes(spec), "a block of indices"):
-                    rows = self._bring(
-                        "indices", block, uids, spec.index_bytes, lambda p, n, s: p.indices(n, *s)
-                    )
-                    self._offsets.append(spool.file.tell())
-                    for each in rows:
-                        spool.write(each.numpy().data if each.numel() else b"")
-                    if own and counted(spec, result.plan.overlap):
-                        total += block_gram(spec, rows)
-            self._spool = spool.finish()
+            for block in (each for blocks in self._blocks for each in blocks):
+                spec, mine = result.schema.parameters[block.number], block.shares[self._ranks.place]
+                if spool is None and not counted(spec, result.plan.overlap):
+                    continue
+                with self.ledger.hold(_length(mine) * self._row_bytes(spec), "a block of indices"):
+                    chosen = None if sample is None else self._sampled(spec, block, sample)
+                    got = self._bring("indices", block, uids, spec.index_bytes, Payload.indices, chosen)
+                    if spool is not None:
+                        for uid, rows in got.items():
+                            self._offsets[block, uid] = spool.file.tell()
+                            spool.write(rows.numpy().data if rows.numel() else b"")
+                    if _length(mine) and counted(spec, result.plan.overlap):
+                        total += block_gram(spec, [self._of(got, uid, block, chosen) for uid in uids])
+            if spool is not None:
+                self._spool = spool.finish()
         except BaseException:
-            spool.discard()
+            if spool is not None:
+                spool.discard()
             raise
         return self._ranks.total("Gram matrix", total)
 
-    def tiles(
-        self,
-        uids: Sequence[int],
-        factors: Tensor,
-        wanted: Sequence[Sequence[Span]],
-        device: Callable[[int], torch.device],
-    ) -> Iterator[tuple[int, int, Tensor]]:
-        """The update by pieces: parameter, first row, and tile float32 [rows, size], of rows wanted here.
+    def _of(self, got: Mapping[int, Tensor], uid: int, block: Block, chosen: list[Tensor] | None) -> Tensor:
+        """The indices of this rank's share, received or held."""
+        if uid in got:
+            return got[uid]
+        place = self._ranks.place
+        rows = self.result.payloads[uid].indices(block.number, *block.shares[place])
+        return rows if chosen is None else rows[chosen[place]]
 
-        uids: contributors in canonical order. factors: float32 [contributors, parameters and tables]. wanted:
-        by place and parameter, the rows that go there. device: where a parameter is reduced.
+    def _sampled(self, spec: ParameterSpec, block: Block, rate: float) -> list[Tensor]:
+        """The rows of each share that are sampled, by window, parameter and row alone."""
+        seed = np.random.default_rng([self.result.plan.window, block.number]).integers(1, 1 << 62) | 1
+        chosen = []
+        for start, stop in block.shares:
+            rows = np.arange(start, max(start, stop), dtype=np.uint64)
+            mixed = (rows + np.uint64(1)) * np.uint64(seed)
+            mixed ^= mixed >> np.uint64(31)
+            mixed *= np.uint64(0x9E3779B97F4A7C15)
+            picked = (mixed >> np.uint64(11)).astype(np.float64) / 2**53 < rate
+            chosen.append(torch.from_numpy(np.flatnonzero(picked)))
+        return chosen
+
+    # ---- the update
+
+    def tiles(
+        self, uids: Sequence[int], factors: Tensor, device: Callable[[int], torch.device]
+    ) -> Iterator[tuple[int, int, Tensor]]:
+        """Reduce all parameters, piece by piece. A collective call.
+
+        Args:
+            uids: The contributors in canonical order.
+            factors: float32 [contributors, parameters and tables].
+            device: Returns where a parameter, given by its number, is reduced.
+
+        Yields:
+            The number of a parameter, the first row, and float32 [rows, size]: rows that this rank needs.
         """
-        places = {uid: number for number, uid in enumerate(self.result.uids)}
-        config, place = self.result.plan.update, self._ranks.place
-        for block, offset in zip(self._blocks, self._offsets, strict=True):
-            number, own = block.number, self._own(block)
-            spec = self.result.schema.parameters[number]
-            each = own * spec.index_bytes
-            lookups = lookup_bytes(self.result.schema, len(self.result.uids))
-            with self.ledger.hold(lookups + own * self._row_bytes(spec), "a block"):
-                codes = self._bring("codes", block, uids, spec.code_bytes, lambda p, n, s: p.codes(n, *s))
-                there = device(number)
+        config = self.result.plan.update
+        bins = 4 * len(uids) * max((spec.bins for spec in self.result.schema.parameters), default=0)
+        with self.ledger.hold(bins + STEP_BYTES, "values of codes, and the step"):
+            for number in range(len(self._blocks)):
+                lookups = self._lookups(number, uids, factors[:, number])
+                make = self._fast_tiles if config.exchange == "fast" else self._exact_tiles
+                yield from make(number, uids, lookups, device(number), config)
+
+    def _exact_tiles(
+        self,
+        number: int,
+        uids: Sequence[int],
+        lookups: list[Tensor],
+        there: torch.device,
+        config: UpdateConfig,
+    ) -> Iterator[tuple[int, int, Tensor]]:
+        spec, ranks = self.result.schema.parameters[number], self._ranks
+        wanted = self._wanted(spec)
+        for block in self._blocks[number]:
+            mine = block.shares[ranks.place]
+            most = max(map(_length, block.shares))
+            with self.ledger.hold(most * self._row_bytes(spec), "a block"):
+                rows = self._peer_rows(block, uids, lookups, there)
+                tile = reduce_rows(spec, _length(mine), rows, len(uids), config)
+                del rows  # with the codes that were received
+                start, stop = _common(mine, wanted[ranks.place])
+                if start < stop:
+                    yield number, start, tile[start - mine[0] : stop - mine[0]]
+                for place, share in enumerate(block.shares):
+                    spans = [_common(share, span) for other, span in enumerate(wanted) if other != place]
+                    spans = [span for span in spans if span[0] < span[1]]
+                    if not spans:
+                        continue
+                    low, high = min(a for a, _ in spans), max(b for _, b in spans)
+                    if place == ranks.place:
+                        ranks.from_one(
+                            "tiles", tile[low - mine[0] : high - mine[0]].cpu().contiguous(), place
+                        )
+                        continue
+                    got = ranks.from_one("tiles", torch.empty(high - low, spec.size), place)
+                    start, stop = _common((low, high), wanted[ranks.place])
+                    if start < stop:
+                        yield number, start, got[start - low : stop - low].to(there)
+                    del got
+                del tile
+
+    def _fast_tiles(
+        self,
+        number: int,
+        uids: Sequence[int],
+        lookups: list[Tensor],
+        there: torch.device,
+        config: UpdateConfig,
+    ) -> Iterator[tuple[int, int, Tensor]]:
+        """Each rank adds the peers that it holds, for all rows; then the sums are added."""
+        spec, place = self.result.schema.parameters[number], self._ranks.place
+        wanted = self._wanted(spec)[place]
+        each = row_bytes(spec, config, len(uids), self._travel)
+        count = max(1, (min(self.ledger.budget, BLOCK_BYTES) - self._fixed()) // each)
+        held = [(n, uid) for n, uid in enumerate(uids) if self._holders[uid] == place]
+        for start in range(0, spec.rows, count):
+            stop = min(start + count, spec.rows)
+            with self.ledger.hold((stop - start) * each, "a block"):
                 peers = (
                     PeerRows(
-                        self._indices(offset + places[uid] * each, own, spec).to(there),
-                        packed.to(there),
-                        (self._lookup(uid, number) * factor).to(there),
+                        self.result.payloads[uid].indices(number, start, stop),
+                        self.result.payloads[uid].codes(number, start, stop),
+                        lookups[n].cpu(),
                     )
-                    for uid, packed, factor in zip(uids, codes, factors[:, number], strict=True)
+                    for n, uid in held
                 )
-                tile = (
-                    reduce_rows(spec, own, peers, len(uids), config).cpu()
-                    if own
-                    else torch.empty(0, spec.size)
-                )
-                mine = block.shares[place]
-                out = [_common(mine, spans[number]) for spans in wanted]
-                into = [_common(share, wanted[place][number]) for share in block.shares]
-                sent = torch.cat([tile[start - mine[0] : stop - mine[0]] for start, stop in out]).flatten()
-                got = self._ranks.all_to_all(
-                    "tiles",
-                    sent,
-                    [spec.size * _length(s) for s in out],
-                    [spec.size * _length(s) for s in into],
-                ).view(-1, spec.size)
-                done = 0
-                for span in into:
-                    if _length(span):
-                        yield number, span[0], got[done : done + _length(span)].to(there)
-                        done += _length(span)
+                sums = self._ranks.total("sums", add_rows(spec, stop - start, peers, config))
+                tile = decode(finish_sums(sums, len(uids)).view(stop - start, spec.size), spec)
+                first, last = _common((start, stop), wanted)
+                if first < last:
+                    yield number, first, tile[first - start : last - start].to(there)
 
-    def table_payloads(self, uids: Sequence[int], counts: Mapping[int, Sequence[int]]) -> list[Payload]:
-        """Payloads whose tables all ranks read together, each part sent by the rank that has it.
+    def _peer_rows(
+        self, block: Block, uids: Sequence[int], lookups: list[Tensor], there: torch.device
+    ) -> Iterator[PeerRows]:
+        """The rows of this rank's share, which are read peer by peer after the exchange."""
+        spec, place = self.result.schema.parameters[block.number], self._ranks.place
+        mine, spooled = block.shares[place], self._spool
+        count = _length(mine)
+        indices = {} if spooled else self._bring("indices", block, uids, spec.index_bytes, Payload.indices)
+        codes = self._bring("codes", block, uids, spec.code_bytes, Payload.codes)
 
-        counts: rows of each table by uid.
+        def read(uid: int) -> tuple[Tensor, Tensor]:
+            if self._holders[uid] == place:
+                payload = self.result.payloads[uid]
+                return payload.indices(block.number, *mine), payload.codes(block.number, *mine)
+            if spooled is None:
+                return indices[uid], codes[uid]
+            data = spooled.read(self._offsets[block, uid], count * spec.index_bytes)
+            own = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+            return own.view(count, spec.index_bytes), codes[uid]
+
+        return (
+            PeerRows(packed[0].to(there), packed[1].to(there), lookup.to(there))
+            for packed, lookup in zip(map(read, uids), lookups, strict=True)
+        )
+
+    def _lookups(self, number: int, uids: Sequence[int], factors: Tensor) -> list[Tensor]:
+        """The values of codes of all contributors, clipped: float32 [bins] each."""
+        bins = self.result.schema.parameters[number].bins
+        held = [uid for uid in uids if self._holders[uid] == self._ranks.place]
+        own = {uid: self.result.payloads[uid].lookup(number) for uid in held}
+        if self._ranks.size > 1:
+            sent = b"".join(own[uid].numpy().astype("<f4").tobytes() for uid in held)
+            for place, data in enumerate(self._ranks.exchange("values", sent)):
+                theirs = [uid for uid in uids if self._holders[uid] == place]
+                numbers = torch.from_numpy(np.frombuffer(bytearray(data), "<f4").astype(np.float32))
+                own |= dict(zip(theirs, numbers.view(len(theirs), bins), strict=True))
+        return [own[uid] * factor for uid, factor in zip(uids, factors, strict=True)]
+
+    def table_rows(
+        self, number: int, uids: Sequence[int], factors: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Reduce the rows of a table. A collective call: all ranks get all rows.
+
+        Args:
+            number: The number of the table.
+            uids: The contributors in canonical order.
+            factors: float32 [contributors].
+
+        Returns:
+            An iterator over ids int64 [n], ascending, and reduced rows float32 [n, dim].
         """
-        return [cast(Payload, _Shared(self, uid, counts[uid])) for uid in uids]
+        table = self.result.schema.tables[number]
+        peers = [_SharedTable(self, uid, number, table.dim) for uid in uids]
+        return reduce_table(table, peers, factors, self.result.plan.update, self.ledger)
 
     def send_part(self, what: str, uid: int, data: Tensor, read: Callable[[Payload], Tensor]) -> Tensor:
-        """Fills `data` on all ranks with what the holder reads of a payload."""
+        """Read a part of a payload on all ranks. A collective call.
+
+        Args:
+            what: The name of the exchange.
+            uid: The peer.
+            data: A tensor of the shape of the part, which is filled.
+            read: Reads the part on the rank that holds the payload.
+
+        Returns:
+            `data`.
+        """
         holder = self._holders[uid]
         if holder == self._ranks.place:
             data.copy_(read(self.result.payloads[uid]))
@@ -160,35 +336,44 @@ class Columns:
 
     # ---- blocks
 
+    def _wanted(self, spec: ParameterSpec) -> list[Span]:
+        """The rows that each rank needs, by place."""
+        size = self._ranks.size
+        if spec.name not in self._sharded:
+            return [(0, spec.rows)] * size
+        return [rows_of(spec, span) for span in shard_spans(spec.shape[0], size)]
+
+    def _fixed(self) -> int:
+        count = len(self.result.uids)
+        bins = max((spec.bins for spec in self.result.schema.parameters), default=0)
+        return 4 * count * bins + _PAIR_BYTES * count * count + STEP_BYTES
+
     def _row_bytes(self, spec: ParameterSpec) -> int:
-        """Memory of a row of a rank's own share, on the rank where it is most."""
-        count, size, plan = len(self.result.uids), self._ranks.size, self.result.plan
-        packed = spec.index_bytes + spec.code_bytes
-        most = max((list(self._holders.values()).count(place) for place in range(size)), default=0)
-        updating = row_bytes(spec, plan.update, count, size) + max(0, most * size - count) * packed
-        counting = (count + most * size) * spec.index_bytes
-        if counted(spec, plan.overlap):
-            counting += gram_bytes(spec, count)
-        return max(updating, counting)
+        count, plan = len(self.result.uids), self.result.plan
+        updating = row_bytes(spec, plan.update, count, self._travel)
+        return (
+            max(updating, gram_row_bytes(spec, count, self._travel))
+            if counted(spec, plan.overlap)
+            else updating
+        )
 
-    def _cut(self) -> Iterator[Block]:
-        count, size = len(self.result.uids), self._ranks.size
-        fixed = lookup_bytes(self.result.schema, count) + _PAIR_BYTES * count * count
-        for number, spec in enumerate(self.result.schema.parameters):
-            each = self._row_bytes(spec)
-            rows = (self.ledger.budget - fixed) // each
-            if rows < 1:
-                raise BudgetError(
-                    f"the update: one row of {spec.name!r} of {count} peers takes {each} bytes on each of "
-                    f"{size} ranks, {max(0, self.ledger.budget - fixed)} are left: raise memory_budget"
-                )
-            for start in range(0, spec.rows, rows * size):
-                stop = min(start + rows * size, spec.rows)
-                edges = [start + (stop - start) * place // size for place in range(size + 1)]
-                yield Block(number, tuple(pairwise(edges)))
-
-    def _own(self, block: Block) -> int:
-        return _length(block.shares[self._ranks.place])
+    def _cut(self, number: int) -> Iterator[Block]:
+        spec, size = self.result.schema.parameters[number], self._ranks.size
+        each, left = self._row_bytes(spec), self.ledger.budget - self._fixed()
+        if left < each:
+            raise BudgetError(
+                f"the update: one row of {spec.name!r} of {len(self.result.uids)} peers takes {each} bytes "
+                f"on each of {size} ranks, {max(0, left)} are left: raise memory_budget"
+            )
+        count = max(1, min(left, BLOCK_BYTES) // each)
+        if spec.name in self._sharded:
+            spans = shard_spans(spec.shape[0], size)
+            edges = [*(first_row_of(spec, start) for start, _ in spans), spec.rows]
+        else:
+            edges = [spec.rows * place // size for place in range(size + 1)]
+        ranges = list(pairwise(edges))
+        for start in range(0, max(map(_length, ranges)), count):
+            yield Block(number, tuple((min(a + start, b), min(a + start + count, b)) for a, b in ranges))
 
     def _bring(
         self,
@@ -196,51 +381,98 @@ class Columns:
         block: Block,
         uids: Sequence[int],
         width: int,
-        read: Callable[[Payload, int, Span], Tensor],
-    ) -> list[Tensor]:
-        """The packed rows of this rank's share, by uid: uint8 [rows, width] each."""
-        place, own = self._ranks.place, self._own(block)
+        read: Callable[[Payload, int, int, int], Tensor],
+        chosen: list[Tensor] | None = None,
+    ) -> dict[int, Tensor]:
+        """The packed rows of this rank's share that other ranks hold, by uid: uint8 [rows, width] each."""
+        ranks, place = self._ranks, self._ranks.place
+        if ranks.size == 1:
+            return {}
+        counts = [_length(s) for s in block.shares] if chosen is None else [len(rows) for rows in chosen]
         held = [uid for uid in uids if self._holders[uid] == place]
-        sent = [read(self.result.payloads[u], block.number, s) for s in block.shares for u in held]
-        flat = torch.cat([each.flatten() for each in sent]) if sent else torch.empty(0, dtype=torch.uint8)
-        order = sorted(range(len(uids)), key=lambda number: self._holders[uids[number]])
-        senders = [self._holders[uid] for uid in uids]
-        counts = [senders.count(other) * own * width for other in range(self._ranks.size)]
-        got = self._ranks.all_to_all(
-            what, flat, [len(held) * _length(share) * width for share in block.shares], counts
-        ).view(len(uids), own, width)
-        by_uid = dict(zip(order, got, strict=True))
-        return [by_uid[number] for number in range(len(uids))]
-
-    def _indices(self, offset: int, rows: int, spec: ParameterSpec) -> Tensor:
-        assert self._spool is not None
-        data = self._spool.read(offset, rows * spec.index_bytes)
-        return torch.frombuffer(data, dtype=torch.uint8).view(rows, spec.index_bytes)
-
-    def _lookup(self, uid: int, number: int) -> Tensor:
-        parameters = self.result.schema.parameters
-        start = sum(spec.bins for spec in parameters[:number])
-        return self.result.lookups[uid][start : start + parameters[number].bins]
+        send = [0 if p == place else len(held) * count * width for p, count in enumerate(counts)]
+        flat = torch.empty(sum(send), dtype=torch.uint8)
+        at = 0
+        for other, share in enumerate(block.shares):
+            for uid in held if other != place else []:
+                rows = read(self.result.payloads[uid], block.number, *share)
+                rows = rows if chosen is None else rows[chosen[other]]
+                flat[at : at + rows.numel()] = rows.view(-1)
+                at += rows.numel()
+        senders = [uid for p in range(ranks.size) if p != place for uid in uids if self._holders[uid] == p]
+        size = counts[place] * width
+        receive = [size * sum(self._holders[uid] == p for uid in senders) for p in range(ranks.size)]
+        got = ranks.all_to_all(what, flat, send, receive).view(len(senders), counts[place], width)
+        return dict(zip(senders, got, strict=True))
 
 
-class _Shared:
-    """The tables of a payload that lies on one rank, as all ranks read them: in step."""
+@dataclass(frozen=True)
+class _SharedTable:
+    """The rows of a table in a payload that one rank holds, as all ranks read them, in step."""
 
-    def __init__(self, columns: Columns, uid: int, counts: Sequence[int]) -> None:
-        self._columns = columns
-        self._uid = uid
-        tables = columns.result.schema.tables
-        self.header = SimpleNamespace(
-            tables=[SimpleNamespace(spec=t, num_rows=n) for t, n in zip(tables, counts, strict=True)]
-        )
+    columns: Columns
+    uid: int
+    number: int
+    dim: int
 
-    def ids(self, number: int, start: int, stop: int) -> Tensor:
+    @property
+    def num_rows(self) -> int:
+        return self.columns.result.accepted[self.uid].table_rows[self.number]
+
+    def ids(self, start: int, stop: int) -> Tensor:
         data = torch.empty(stop - start, dtype=torch.int64)
-        return self._columns.send_part("ids", self._uid, data, lambda p: p.ids(number, start, stop))
+        return self.columns.send_part("ids", self.uid, data, lambda p: p.ids(self.number, start, stop))
 
-    def rows(self, number: int, start: int, stop: int) -> Tensor:
-        data = torch.empty(stop - start, self._columns.result.schema.tables[number].dim)
-        return self._columns.send_part("rows", self._uid, data, lambda p: p.rows(number, start, stop))
+    def rows(self, start: int, stop: int) -> Tensor:
+        data = torch.empty(stop - start, self.dim)
+        return self.columns.send_part("rows", self.uid, data, lambda p: p.rows(self.number, start, stop))
+
+
+def block_gram(spec: ParameterSpec, rows: Sequence[Tensor]) -> Tensor:
+    """Count common positions within one block.
+
+    Args:
+        spec: The parameter.
+        rows: The packed indices of each peer, uint8 [n, index_bytes].
+
+    Returns:
+        int64 [peers, peers].
+    """
+    count = len(rows)
+    num_rows = rows[0].shape[0] if count else 0
+    each = num_rows * spec.keep
+    keys = np.empty((count, each), np.int64)
+    starts = np.arange(num_rows, dtype=np.int64)[:, None] * spec.size
+    for number, packed in enumerate(rows):
+        places = unpack_indices(packed, spec.keep).cpu().numpy() + starts
+        keys[number] = places.reshape(-1) * count + number
+    flat = keys.reshape(-1)
+    flat.sort()
+    places, peers = np.divmod(flat, max(1, count))
+    found = np.zeros(count * count, np.int64)
+    for shift in range(1, count):
+        same = places[shift:] == places[:-shift]
+        if not same.any():
+            break
+        pairs = peers[:-shift][same] * count + peers[shift:][same]
+        found += np.bincount(pairs, minlength=count * count)
+    matrix = found.reshape(count, count)
+    matrix += matrix.T
+    matrix[np.arange(count), np.arange(count)] = each
+    return torch.from_numpy(matrix)
+
+
+def counted(spec: ParameterSpec, config: OverlapConfig) -> bool:
+    """Return whether the rows of a parameter are counted: complete rows carry no information.
+
+    Args:
+        spec: The parameter.
+        config: The search for copies.
+
+    Returns:
+        Whether they count.
+    """
+    return config.full_rows or not spec.full
 
 
 def _length(span: Span) -> int:

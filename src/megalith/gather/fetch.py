@@ -1,8 +1,9 @@
-"""One rank's fetching: each of its peers' objects is found, downloaded once, checked, and kept or given up.
+"""Fetching: one rank finds, downloads and checks the objects of its peers, each once.
 
-A peer gets exactly one status, and nothing that goes wrong with it reaches another peer. Memory stays
-within the plan's budget: a quarter for streams, a quarter for checks, half for small bodies that stay in
-memory; larger ones go to the spool.
+A peer gets exactly one status, and a failure of one peer never affects another. Memory stays within the
+plan's budget: a quarter each for streams, for ranged downloads, for checks, and for small bodies that stay in
+memory; larger ones go to the spool. A `Gatherer` fetches the uids that it is given and ends in a partial;
+`partition` and `backfill` decide which uids those are, and `gather` calls them where one process does it all.
 """
 
 from __future__ import annotations
@@ -10,125 +11,121 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_args
 
 from megalith.errors import BudgetError, InputError
-from megalith.gather.baseline import convert, is_baseline
-from megalith.gather.body import Body, MemoryBody, SpoolWriter
-from megalith.gather.ledger import Ledger
+from megalith.gather.memory_budget import Ledger
 from megalith.gather.payload import Payload, header_limit, least_size
-from megalith.gather.plan import Plan
-from megalith.gather.schema import Schema
+from megalith.gather.payload_schema import PayloadSchema
+from megalith.gather.plan import GatherPlan, backfill, partition
+from megalith.gather.result import Fetched, GatherResult, Partial, Record, Tier, make_partial, merge, tier_of
 from megalith.gather.status import RETRIED, Fault, Status
-from megalith.gather.store import Store, backoff
-from megalith.gather.validate import Checked, least_work_bytes, validate
-from megalith.storage.object_store import DOWNLOAD_PIECE_BYTES, ObjectInfo
+from megalith.gather.validate import CheckedPayload, least_work_bytes, validate
+from megalith.ops import checks
+from megalith.storage.object_store import DOWNLOAD_PIECE_BYTES, ObjectInfo, ObjectStore, StoreRequestError
+from megalith.storage.retries import RANGE_BYTES, backoff, download_ranges, run_async
+from megalith.storage.spool import Body, MemoryBody, SpoolWriter
 from megalith.units import show_bytes
 
-Tier = Literal["primary", "reserve"]
-TIERS: tuple[Tier, ...] = ("primary", "reserve")
-
+Stores = Mapping[str, ObjectStore]
+"""Stores by the names that plans use."""
 STREAM_BYTES = 4 * DOWNLOAD_PIECE_BYTES
-"""Memory of one download: a piece on its way in, one handed over, and what the client keeps."""
+"""Memory of one download: a piece that arrives, one that is handed over, and what the client keeps."""
+_TORCH_FILE = b"PK\x03\x04"
 _BYTES_PER_POSITION = 64  # of a block that is converted
 _log = logging.getLogger("megalith.gather")
 
 
 def utc_now() -> datetime:
-    """The time, in UTC."""
+    """Return the time in UTC."""
     return datetime.now(UTC)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FetchOptions:
-    """How this rank fetches. Nothing here changes what is accepted, given time enough."""
+    """How this rank fetches. Given enough time, nothing here changes what is accepted."""
 
     in_flight: int = 16
     """Downloads at once at most."""
     workers: int = 2
     """Threads that check payloads."""
     spool_directory: Path | None = None
-    """Where larger bodies go; None is the system's folder for temporary files."""
+    """Where larger bodies go; None: the system's directory for temporary files."""
     spool_from: int = 8 << 20
-    """Bodies of this many bytes and more go to the spool; fewer do where the budget is small."""
+    """Bodies of this many bytes and more go to the spool; smaller ones too if the budget is small."""
+    ranged_from: int = 32 << 20
+    """Objects of this many bytes and more are downloaded by parallel ranged requests that resume."""
     request_timeout: float = 30.0
-    """Seconds for one request, and for a download beside what its size takes."""
+    """Seconds for one request, and for a download in addition to what its size takes."""
     slowest: float = 1 << 18
-    """Bytes per second below which a download counts as stuck and is tried again."""
+    """Bytes per second below which a download is given up and tried again."""
     now: Callable[[], datetime] = utc_now
     """The clock that time_max is compared with."""
 
     def __post_init__(self) -> None:
-        for name in ("in_flight", "workers", "request_timeout", "slowest"):
-            if getattr(self, name) <= 0:
-                raise InputError(f"{name} must be above 0, got {getattr(self, name)}")
-
-
-@dataclass(frozen=True)
-class Record:
-    """What became of one uid. bytes: downloaded; tries: of reading it; seconds: from start to status."""
-
-    uid: int
-    tier: Tier
-    status: Status
-    detail: str = ""
-    bytes: int = 0
-    tries: int = 0
-    last_modified: datetime | None = None
-    etag: str | None = None
-    digest: str | None = None
-    global_step: int | None = None
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Fetched:
-    """A record, and with status OK what was checked and where its bytes are."""
-
-    record: Record
-    checked: Checked | None = None
-    payload: Payload | None = None
+        for name in ("in_flight", "workers", "spool_from", "ranged_from"):
+            checks.integer(getattr(self, name), f"fetch options: {name}")
+        for name in ("request_timeout", "slowest"):
+            checks.seconds(getattr(self, name), f"fetch options: {name}")
+        if self.spool_directory is not None:
+            where = checks.path(self.spool_directory, "fetch options: spool_directory")
+            object.__setattr__(self, "spool_directory", where)
+        checks.callback(self.now, "fetch options: now", required=True)
 
 
 @dataclass(frozen=True)
 class _Phase:
-    """One call of `fetch`: when it ends (on the loop's clock), places for downloads, threads for checks.
-
-    bodies: all that were downloaded, to be closed if the call is cancelled.
-    """
+    """One call of `fetch`: when it ends (on the loop's clock), places for downloads, threads for checks."""
 
     end: float
     places: asyncio.Semaphore
+    ranged: asyncio.Semaphore
     workers: ThreadPoolExecutor
     bodies: list[Body] = field(default_factory=list)
+    """All bodies that were downloaded, which are closed if the call is cancelled."""
 
 
 class Fetcher:
-    """Fetches peers for one rank. slots: how many bodies it may have to keep in all.
+    """Fetches peers for one rank.
 
-    Raises BudgetError if the plan's memory budget is too small for its schema, InputError if a store is not
-    given.
+    Args:
+        plan: The plan.
+        schema: The schema of the payloads.
+        stores: The stores that the plan names.
+        slots: How many bodies it may have to keep; None: all of the plan.
+        options: How it fetches.
+
+    Raises:
+        BudgetError: The plan's memory budget is too small for the schema.
+        InputError: The plan is for another schema, or a store is missing.
     """
 
     def __init__(
         self,
-        plan: Plan,
-        schema: Schema,
-        stores: Mapping[str, Store],
+        plan: GatherPlan,
+        schema: PayloadSchema,
+        stores: Stores,
         *,
         slots: int | None = None,
         options: FetchOptions | None = None,
     ) -> None:
+        checks.instance(plan, GatherPlan, "plan")
+        checks.instance(schema, PayloadSchema, "schema")
         if plan.schema != schema.digest:
             raise InputError(f"the plan is for schema {plan.schema[:12]}, not {schema.digest[:12]}")
-        missing = sorted({plan.location(u).store for u in (*plan.primary, *plan.reserve)} - set(stores))
+        given = checks.mapping(stores, "stores", '{"default": store}')
+        for name, store in given.items():
+            checks.instance(store, ObjectStore, f"stores[{name!r}]")
+        missing = sorted({plan.location(u).store for u in (*plan.primary, *plan.reserve)} - set(given))
         if missing:
-            raise InputError(f"the plan names store {missing[0]!r}, which was not given")
+            raise InputError(f"the plan names store {missing[0]!r}: pass it in stores")
         budget, least = plan.memory_budget, least_budget(schema)
         if budget < least:
             raise BudgetError(
@@ -139,18 +136,32 @@ class Fetcher:
         self._plan = plan
         self._schema = schema
         self._stores = stores
-        self._options = options or FetchOptions()
+        self._options = checks.instance(options or FetchOptions(), FetchOptions, "options")
+        quarter = budget // 4
         most = slots if slots is not None else len(plan.primary) + len(plan.reserve)
-        self._kept_bytes = min(self._options.spool_from - 1, budget // 2 // max(1, most))
-        self._in_flight = max(1, min(self._options.in_flight, budget // 4 // STREAM_BYTES))
-        self._workers = max(1, min(self._options.workers, budget // 4 // least_work_bytes(schema)))
-        self._work_bytes = budget // 4 // self._workers
+        self._kept_bytes = min(self._options.spool_from - 1, quarter // max(1, most))
+        self._in_flight = max(1, min(self._options.in_flight, quarter // STREAM_BYTES))
+        self._workers = max(1, min(self._options.workers, quarter // least_work_bytes(schema)))
+        self._work_bytes = quarter // self._workers
+        self._ranges = min(4, quarter // (2 * RANGE_BYTES))  # a range exists twice while it arrives
+        self._ranged_bytes = 2 * RANGE_BYTES * self._ranges
+        self._ranged_at_once = max(1, quarter // max(1, self._ranged_bytes))
 
     async def fetch(self, uids: Sequence[int], tier: Tier) -> list[Fetched]:
-        """Fetches these uids at once, as far as limits allow; results in the order of the uids."""
+        """Fetch peers, concurrently within the limits.
+
+        Args:
+            uids: The peers.
+            tier: The list of the plan that they are in.
+
+        Returns:
+            Their outcomes, in the order of the uids.
+        """
         loop = asyncio.get_running_loop()
         with ThreadPoolExecutor(self._workers, "megalith-validate") as workers:
-            phase = _Phase(loop.time() + self._plan.deadline, asyncio.Semaphore(self._in_flight), workers)
+            end = loop.time() + self._plan.deadline
+            places, ranged = asyncio.Semaphore(self._in_flight), asyncio.Semaphore(self._ranged_at_once)
+            phase = _Phase(end, places, ranged, workers)
             try:
                 return list(await asyncio.gather(*(self._one(uid, tier, phase) for uid in uids)))
             except BaseException:
@@ -159,7 +170,7 @@ class Fetcher:
                 raise
 
     async def _one(self, uid: int, tier: Tier, phase: _Phase) -> Fetched:
-        """Everything about one uid, ending in its record; only cancellation leaves here as an exception."""
+        """Everything about one uid, up to its record; only cancellation leaves here as an exception."""
         loop = asyncio.get_running_loop()
         start = loop.time()
         found = _Found(Record(uid, tier, Status.OK))
@@ -172,7 +183,7 @@ class Fetcher:
         except OSError as error:
             done = Fetched(replace(found.record, status=Status.LOCAL_ERROR, detail=str(error)))
         except Exception as error:
-            _log.exception("uid %d of window %d: an error of ours", uid, self._plan.window)
+            _log.exception("uid %d of window %d: an error in Megalith", uid, self._plan.window)
             detail = f"{type(error).__name__}: {error}"
             done = Fetched(replace(found.record, status=Status.LOCAL_ERROR, detail=detail))
         else:
@@ -184,7 +195,7 @@ class Fetcher:
         return replace(done, record=record)
 
     async def _download(self, uid: int, found: _Found, phase: _Phase) -> Body:
-        """The object's bytes, tried again as statuses and time allow. Raises Fault with the last status."""
+        """The bytes of the object, tried again as statuses and time allow."""
         loop = asyncio.get_running_loop()
         pauses = backoff(random.Random(f"{self._plan.digest}/{uid}"))
         replaced, last = False, False
@@ -193,74 +204,98 @@ class Fetcher:
                 async with phase.places:
                     with self.ledger.hold(STREAM_BYTES, "a download"):
                         return await self._attempt(uid, found, phase)
-            except Fault as fault:
-                changed = fault.status is Status.CHANGED
-                if fault.status not in RETRIED or last or (changed and replaced):
-                    raise
-                replaced = replaced or changed
-                last = self._window_is_over()
-                pause = 0.0 if changed else next(pauses)
-                if loop.time() + pause >= phase.end:
-                    raise
-                await asyncio.sleep(pause)
+            except StoreRequestError as error:
+                changed, status = error.failure == "CHANGED", Status(error.failure)
+                fault = Fault(status, str(error))
+            except Fault as raised:
+                changed, fault = raised.status is Status.CHANGED, raised
+            if fault.status not in RETRIED or last or (changed and replaced):
+                raise fault
+            replaced = replaced or changed
+            last = self._window_is_over()
+            pause = 0.0 if changed else next(pauses)
+            if loop.time() + pause >= phase.end:
+                raise fault
+            await asyncio.sleep(pause)
 
     async def _attempt(self, uid: int, found: _Found, phase: _Phase) -> Body:
-        """One HEAD, and one GET of what HEAD saw."""
+        """One HEAD, and a download of the version that HEAD saw."""
         loop, options = asyncio.get_running_loop(), self._options
         location = self._plan.location(uid)
         store, key = self._stores[location.store], location.key
-        if loop.time() >= phase.end:
+        left = phase.end - loop.time()
+        if left <= 0:
             raise Fault(Status.TIMEOUT, "its turn came after the deadline")
         found.update(tries=found.record.tries + 1)
-        info = await store.head(key, timeout=min(phase.end - loop.time(), options.request_timeout))
+        info = await store.head(key, timeout=min(left, options.request_timeout))
         found.update(last_modified=info.last_modified, etag=info.etag)
         self._check_info(info)
-        sink = self._new_sink(info.size)
+        limit = min(phase.end - loop.time(), options.request_timeout + info.size / options.slowest)
+        if info.size >= options.ranged_from and info.etag is not None and self._ranges > 1:
+            body = await self._ranged(store, replace(info, key=key), phase, limit)
+        else:
+            body = await self._streamed(store, key, info, limit)
+        found.update(bytes=info.size)
+        return body
+
+    async def _streamed(self, store: ObjectStore, key: str, info: ObjectInfo, limit: float) -> Body:
+        spooled = info.size > self._kept_bytes
+        sink = _SpoolSink(info.size, self._options) if spooled else _MemorySink(info.size, self.ledger)
         try:
-            limit = min(phase.end - loop.time(), options.request_timeout + info.size / options.slowest)
-            got = await store.get(key, sink.write, etag=info.etag, timeout=max(0.0, limit))
+            got = await store.get(key, sink.write, etag=info.etag, timeout=max(0.001, limit))
             if (got.size, got.etag) != (info.size, info.etag):
                 raise Fault(Status.CHANGED, f"{key!r} was replaced between two requests")
-            found.update(bytes=info.size)
             return sink.finish()
         except BaseException:
             sink.discard()
             raise
 
+    async def _ranged(self, store: ObjectStore, info: ObjectInfo, phase: _Phase, limit: float) -> Body:
+        spool = SpoolWriter(self._options.spool_directory)
+        try:
+            async with phase.ranged:
+                with self.ledger.hold(self._ranged_bytes, "a ranged download"):
+                    await download_ranges(
+                        store,
+                        info,
+                        spool.write,
+                        deadline=max(0.001, limit),
+                        request_timeout=self._options.request_timeout,
+                        at_once=self._ranges,
+                    )
+            return spool.finish()
+        except BaseException:
+            spool.discard()
+            raise
+
     def _window_is_over(self) -> bool:
-        """Whether the next try is the last: who has not written by now is late."""
+        """Whether the next try is the last one: a peer that has not written by now is late."""
         limit = self._plan.time_max
         return limit is not None and self._options.now() > limit + timedelta(seconds=self._plan.grace)
 
     def _check_info(self, info: ObjectInfo) -> None:
-        """Refuses by time and size, before a download."""
-        plan = self._plan
-        if plan.time_min is not None and info.last_modified < plan.time_min:
-            raise Fault(
-                Status.TOO_EARLY, f"written at {info.last_modified}, the window opened {plan.time_min}"
-            )
-        if plan.time_max is not None and info.last_modified > plan.time_max:
-            raise Fault(
-                Status.TOO_LATE, f"written at {info.last_modified}, the window closed {plan.time_max}"
-            )
+        """Refuse by time and size, before a download."""
+        plan, written = self._plan, info.last_modified
+        if plan.time_min is not None and written < plan.time_min:
+            raise Fault(Status.TOO_EARLY, f"written at {written}, the window opened at {plan.time_min}")
+        if plan.time_max is not None and written > plan.time_max:
+            raise Fault(Status.TOO_LATE, f"written at {written}, the window closed at {plan.time_max}")
         least, most = least_size(self._schema), plan.max_object_bytes
-        if not self._schema.tables and not plan.accept_baseline:
+        ours = plan.formats == ("megalith",)
+        if not self._schema.tables and ours:
             most = min(most, least + header_limit(self._schema))
         if info.size > most:
-            raise Fault(Status.TOO_LARGE, f"has {info.size} bytes, {most} are the most")
-        if info.size < least and not plan.accept_baseline:
-            raise Fault(Status.CORRUPT, f"has {info.size} bytes, a payload of this model {least} or more")
+            raise Fault(Status.TOO_LARGE, f"has {info.size} bytes, at most {most} are possible")
+        if info.size < least and ours:
+            raise Fault(
+                Status.CORRUPT, f"has {info.size} bytes, a payload of this model has at least {least}"
+            )
 
-    def _new_sink(self, size: int) -> _MemorySink | _SpoolSink:
-        if size > self._kept_bytes:
-            return _SpoolSink(size, SpoolWriter(self._options.spool_directory))
-        return _MemorySink(size, self.ledger)
-
-    def _check(self, body: Body, uid: int) -> tuple[Checked, Payload]:
-        """Converts if need be, then validates; on a worker. Raises Fault, and closes the body then."""
+    def _check(self, body: Body, uid: int) -> tuple[CheckedPayload, Payload]:
+        """Convert if necessary, then validate; on a worker. The body is closed if a Fault is raised."""
         plan = self._plan
         try:
-            if plan.accept_baseline and is_baseline(body.read(0, min(4, body.size))):
+            if "templar" in plan.formats and body.read(0, min(4, body.size)) == _TORCH_FILE:
                 body = self._converted(body, uid)
             checked = validate(
                 body,
@@ -278,12 +313,12 @@ class Fetcher:
         return checked, Payload(checked.header, body)
 
     def _converted(self, body: Body, uid: int) -> Body:
-        """A payload of ours, in the spool, in the place of a baseline object."""
+        """A payload in the spool with the content of a torch file."""
         plan, spool = self._plan, SpoolWriter(self._options.spool_directory)
         widest = max((spec.keep for spec in self._schema.parameters), default=1)
         try:
             with self.ledger.hold(self._work_bytes, "converting"):
-                convert(
+                import_module("megalith.compat.templar").convert_payload(
                     body,
                     self._schema,
                     spool.file,
@@ -300,8 +335,140 @@ class Fetcher:
         return converted
 
 
-def least_budget(schema: Schema) -> int:
-    """The smallest memory budget that fetching payloads of this schema works with."""
+class Gatherer:
+    """Fetches for one rank and makes its partial. Faults become statuses; only wrong arguments raise.
+
+    Args:
+        plan: The plan.
+        schema: The schema of the payloads.
+        stores: The stores that the plan names.
+        rank: The rank.
+        world_size: The number of ranks.
+        slots: How many bodies it may have to keep; None: an equal share of the plan's uids.
+        options: How it fetches.
+    """
+
+    def __init__(
+        self,
+        plan: GatherPlan,
+        schema: PayloadSchema,
+        stores: Stores,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        slots: int | None = None,
+        options: FetchOptions | None = None,
+    ) -> None:
+        checks.instance(plan, GatherPlan, "plan")
+        checks.integer(world_size, "world_size")
+        self._plan = plan
+        self._schema = schema
+        self._rank = checks.integer(rank, "rank", 0)
+        self._world_size = world_size
+        share = -(-len(plan.primary) // world_size) + -(-len(plan.reserve) // world_size)
+        self._fetcher = Fetcher(plan, schema, stores, slots=slots or share, options=options)
+        self._assigned: list[int] = []
+        self._fetched: list[Fetched] = []
+        self._start = time.monotonic()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that fetching and checking held at once, by the ledger."""
+        return self._fetcher.ledger.peak
+
+    @property
+    def statuses(self) -> dict[int, Status]:
+        """The status of every uid so far."""
+        return {each.record.uid: each.record.status for each in self._fetched}
+
+    def fetch(self, uids: Sequence[int]) -> dict[int, Status]:
+        """Fetch peers. A uid is fetched once.
+
+        Args:
+            uids: The peers.
+
+        Returns:
+            The status of every uid so far.
+        """
+        fresh = [uid for uid in uids if uid not in set(self._assigned)]
+        self._assigned += fresh
+        for tier in get_args(Tier):
+            if chosen := [uid for uid in fresh if tier_of(self._plan, uid) == tier]:
+                self._fetched += run_async(self._fetcher.fetch(chosen, tier))
+        return self.statuses
+
+    def use_plan(self, plan: GatherPlan, world_size: int) -> None:
+        """Continue under the plan of another attempt, after a rank was lost.
+
+        Args:
+            plan: The plan.
+            world_size: The number of ranks that are left.
+        """
+        self._plan = plan
+        self._world_size = world_size
+
+    def partial(self, error: str | None = None) -> Partial:
+        """Return the result of this rank.
+
+        Args:
+            error: What ended its work early; uids without a status are then RANK_LOST.
+
+        Returns:
+            The partial.
+        """
+        return make_partial(
+            self._plan,
+            self._schema,
+            self._assigned,
+            self._fetched,
+            rank=self._rank,
+            world_size=self._world_size,
+            seconds=time.monotonic() - self._start,
+            error=error,
+        )
+
+
+def gather(
+    plan: GatherPlan, schema: PayloadSchema, stores: Stores, *, options: FetchOptions | None = None
+) -> GatherResult:
+    """Gather a window in this process: primaries, then rounds of reserves for those that failed.
+
+    Args:
+        plan: The plan.
+        schema: The schema of the payloads.
+        stores: The stores that the plan names.
+        options: How to fetch.
+
+    Returns:
+        The result. It holds payloads open: close it after the update.
+
+    Raises:
+        InputError: The plan does not match the schema or the stores.
+        BudgetError: The memory budget is too small. Both are raised before any request.
+    """
+    rank = Gatherer(plan, schema, stores, options=options)
+    try:
+        statuses = rank.fetch(partition(plan, 1)[0])
+        for _ in range(plan.backfill_rounds):
+            (more,) = backfill(plan, [statuses])
+            if not more:
+                break
+            statuses = rank.fetch(more)
+    except BaseException:
+        rank.partial().close()
+        raise
+    return merge([rank.partial()])
+
+
+def least_budget(schema: PayloadSchema) -> int:
+    """Return the smallest memory budget with which payloads of a schema can be fetched.
+
+    Args:
+        schema: The schema.
+
+    Returns:
+        The number of bytes.
+    """
     return 4 * max(STREAM_BYTES, least_work_bytes(schema))
 
 
@@ -316,7 +483,7 @@ class _Found:
 
 
 class _Sink:
-    """Takes a body of known size; more bytes than announced are a fault, fewer never get here."""
+    """Takes a body of known size; more bytes than announced are a fault, fewer never arrive here."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -324,7 +491,7 @@ class _Sink:
 
     def write(self, piece: memoryview) -> None:
         if self._done + len(piece) > self._size:
-            raise Fault(Status.CHANGED, f"more than the announced {self._size} bytes came")
+            raise Fault(Status.CHANGED, f"more than the announced {self._size} bytes arrived")
         self._keep(piece)
         self._done += len(piece)
 
@@ -351,9 +518,9 @@ class _MemorySink(_Sink):
 
 
 class _SpoolSink(_Sink):
-    def __init__(self, size: int, spool: SpoolWriter) -> None:
+    def __init__(self, size: int, options: FetchOptions) -> None:
         super().__init__(size)
-        self._spool = spool
+        self._spool = SpoolWriter(options.spool_directory)
 
     def _keep(self, piece: memoryview) -> None:
         self._spool.write(piece)

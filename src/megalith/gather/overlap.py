@@ -1,34 +1,36 @@
-"""Which peers sent the same positions: exact counts, from integers alone.
+"""Overlap: which peers sent the same positions, by exact integer counts.
 
-The Gram matrix counts, for each pair of peers, the positions both sent. It adds over rows, so each rank
-counts the rows it holds of all peers and the sum of all ranks is exact, for any number of them. Thresholds
-are compared in integers: no rounding can turn a decision.
+The Gram matrix counts, for each pair of peers, the positions that both sent. It is a sum over rows, so that
+each rank counts the rows that it has of all peers, and the sum over ranks is exact for any number of them.
+Thresholds are compared in integers: rounding cannot change a decision.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from megalith.errors import BudgetError, InputError
-from megalith.gather.ledger import Ledger
-from megalith.gather.merge import Gathered, GatherResult, as_result
-from megalith.gather.packing import unpack_indices
-from megalith.gather.schema import ParameterSpec
-from megalith.gather.settings import LEVELS, Level, OverlapConfig
-
-_ENTRY_BYTES = 48  # one sent position: its key, place and peer, and what comparing takes
-_PAIR_BYTES = 32  # one pair of peers: its count, and what adding to it takes
+from megalith.distributed.surviving_ranks import Ranks
+from megalith.errors import InputError
+from megalith.gather.columns import Columns, counted
+from megalith.gather.plan import LEVELS, Level, OverlapConfig
+from megalith.gather.result import Gathered, GatherResult, as_result
 
 
 @dataclass(frozen=True)
-class Pair:
-    """Two peers, in canonical order, the positions both sent, and what that amounts to."""
+class OverlapPair:
+    """Two peers that have too much in common.
+
+    Attributes:
+        first: The first uid, in canonical order.
+        second: The second uid.
+        shared: The number of positions that both sent.
+        overlap: The share of positions that both sent.
+        level: The level of this share.
+        offender: The uid that is blamed.
+    """
 
     first: int
     second: int
@@ -40,7 +42,20 @@ class Pair:
 
 @dataclass(frozen=True)
 class Overlap:
-    """What the Gram matrix says. total: positions that each peer sent; pairs: those from the threshold on."""
+    """What the Gram matrix shows.
+
+    Attributes:
+        uids: The peers, in canonical order.
+        gram: The positions that each pair has in common, int64 [peers, peers].
+        total: The positions that each peer sent.
+        pairs_checked: The number of pairs.
+        mean: The mean share over all pairs.
+        minimum: The smallest share.
+        maximum: The largest share.
+        pairs: The pairs at or above the threshold.
+        levels: The level of each blamed uid.
+        exact: Whether all counts are exact; with `OverlapConfig.sample`, only those of `pairs` are.
+    """
 
     uids: tuple[int, ...]
     gram: Tensor
@@ -49,94 +64,51 @@ class Overlap:
     mean: float
     minimum: float
     maximum: float
-    pairs: tuple[Pair, ...]
+    pairs: tuple[OverlapPair, ...]
     levels: dict[int, Level]
-    """Blamed uids and their level."""
+    exact: bool = True
 
     @property
     def ratio_high(self) -> float:
-        """The share of pairs from the threshold on."""
+        """The share of pairs at or above the threshold."""
         return len(self.pairs) / self.pairs_checked if self.pairs_checked else 0.0
 
     def at_least(self, level: Level) -> tuple[int, ...]:
-        """Blamed uids of this level or a higher one, in canonical order."""
+        """Return the blamed uids of a level or a higher one.
+
+        Args:
+            level: The level.
+
+        Returns:
+            The uids in canonical order.
+        """
         return tuple(
             u for u in self.uids if u in self.levels and LEVELS.index(self.levels[u]) >= LEVELS.index(level)
         )
 
 
-def gram_bytes(spec: ParameterSpec, num_peers: int) -> int:
-    """Memory that counting one row of a parameter takes, beside the matrix."""
-    return num_peers * spec.keep * _ENTRY_BYTES + spec.keep * 16
+def find_overlap(gathered: Gathered, matrix: Tensor | None = None, *, exact: bool = True) -> Overlap:
+    """Find overlaps, by the plan's settings.
 
+    Args:
+        gathered: The result. Without a matrix, all payloads must be in this process.
+        matrix: The Gram matrix, if it is known already.
+        exact: Whether this matrix is exact.
 
-def block_gram(spec: ParameterSpec, rows: Sequence[Tensor]) -> Tensor:
-    """Shared positions within one block: int64 [peers, peers]. rows: each peer's packed indices."""
-    count = len(rows)
-    num_rows = rows[0].shape[0] if count else 0
-    each = num_rows * spec.keep
-    keys = np.empty((count, each), np.int64)
-    starts = np.arange(num_rows, dtype=np.int64)[:, None] * spec.size
-    for number, packed in enumerate(rows):
-        places = unpack_indices(packed, spec.keep).cpu().numpy() + starts
-        keys[number] = places.reshape(-1) * count + number
-    flat = keys.reshape(-1)
-    flat.sort()
-    places, peers = np.divmod(flat, max(1, count))
-    found = np.zeros(count * count, np.int64)
-    for shift in range(1, count):
-        same = places[shift:] == places[:-shift]
-        if not same.any():
-            break
-        pairs = peers[:-shift][same] * count + peers[shift:][same]
-        found += np.bincount(pairs, minlength=count * count)
-    matrix = found.reshape(count, count)
-    matrix += matrix.T
-    matrix[np.arange(count), np.arange(count)] = each
-    return torch.from_numpy(matrix)
+    Returns:
+        The overlaps.
 
-
-def counted(spec: ParameterSpec, config: OverlapConfig) -> bool:
-    """Whether a parameter's rows are counted: rows that are sent whole tell nothing."""
-    return config.full_rows or not spec.full
-
-
-def gram(gathered: Gathered, *, memory_budget: int | None = None) -> Tensor:
-    """The Gram matrix of all accepted peers, in canonical order: int64 [peers, peers]. Needs all payloads
-    here.
-
-    memory_budget: the plan's unless given. Raises BudgetError if not even one row fits.
+    Raises:
+        InputError: The matrix does not match the peers, or a payload is in another process.
+        BudgetError: Not even one row fits into the plan's budget.
     """
     result = as_result(gathered)
-    payloads = result.held(result.uids)
-    ledger = Ledger(result.plan.memory_budget if memory_budget is None else memory_budget, "overlap")
-    count = len(payloads)
-    with ledger.hold(_PAIR_BYTES * count * count, "the Gram matrix"):
-        total = torch.zeros(count, count, dtype=torch.int64)
-        for number, spec in enumerate(result.schema.parameters):
-            if not counted(spec, result.plan.overlap) or not count:
-                continue
-            each = gram_bytes(spec, count)
-            rows = min(spec.rows, (ledger.budget - ledger.used) // each)
-            if not rows and spec.rows:
-                raise BudgetError(
-                    f"overlap: one row of {spec.name!r} takes {each} bytes: raise memory_budget"
-                )
-            for start in range(0, spec.rows, max(1, rows)):
-                stop = min(start + rows, spec.rows)
-                with ledger.hold((stop - start) * each, "a block"):
-                    total += block_gram(spec, [p.indices(number, start, stop) for p in payloads])
-    return total
-
-
-def find_overlap(gathered: Gathered, matrix: Tensor | None = None) -> Overlap:
-    """What overlaps there are, by the plan's settings. matrix: the Gram matrix, if it is known already."""
-    result = as_result(gathered)
-    config = result.plan.overlap
-    counts = gram(result) if matrix is None else matrix
-    uids = result.uids
-    if counts.shape != (len(uids), len(uids)):
-        raise InputError(f"a Gram matrix of {tuple(counts.shape)} does not fit {len(uids)} peers")
+    config, uids = result.plan.overlap, result.uids
+    if matrix is None:
+        matrix, exact = Columns(result, Ranks.alone()).gram()
+    counts = matrix
+    if not isinstance(counts, Tensor) or counts.shape != (len(uids), len(uids)):
+        raise InputError(f"a Gram matrix of {len(uids)} peers must have the shape {[len(uids)] * 2}")
     total = sum(spec.kept for spec in result.schema.parameters if counted(spec, config))
     numbers = counts.tolist()
     pairs, values = [], []
@@ -147,7 +119,7 @@ def find_overlap(gathered: Gathered, matrix: Tensor | None = None) -> Overlap:
             level = level_of(shared, total, config)
             if level is not None:
                 offender = _offender(result, uids[i], uids[j])
-                pairs.append(Pair(uids[i], uids[j], shared, shared / total, level, offender))
+                pairs.append(OverlapPair(uids[i], uids[j], shared, shared / total, level, offender))
     levels: dict[int, Level] = {}
     for pair in pairs:
         old = levels.get(pair.offender)
@@ -164,16 +136,34 @@ def find_overlap(gathered: Gathered, matrix: Tensor | None = None) -> Overlap:
         maximum=max(values, default=0) / scale,
         pairs=tuple(pairs),
         levels=levels,
+        exact=exact,
     )
 
 
 def excluded_uids(overlap: Overlap, config: OverlapConfig) -> tuple[int, ...]:
-    """Who is left out of the update for copying, by the settings."""
+    """Return the peers that are left out of the update for copying.
+
+    Args:
+        overlap: The overlaps.
+        config: The settings.
+
+    Returns:
+        Their uids.
+    """
     return () if config.exclude == "none" else overlap.at_least(config.exclude)
 
 
 def level_of(shared: int, total: int, config: OverlapConfig) -> Level | None:
-    """The level of a pair that shares this many of its positions, or None. Exact."""
+    """Return the level of a pair, computed exactly.
+
+    Args:
+        shared: The number of positions that both sent.
+        total: The number of positions that each sent.
+        config: The settings.
+
+    Returns:
+        The level; None below the threshold.
+    """
     for limit, level in config.limits:
         if total and Fraction(shared, total) >= limit:
             return level
@@ -181,7 +171,7 @@ def level_of(shared: int, total: int, config: OverlapConfig) -> Level | None:
 
 
 def _offender(result: GatherResult, first: int, second: int) -> int:
-    """Who wrote later; on a tie the later uid in canonical order, or the first if the settings say so."""
+    """The one that wrote later; on a tie the later uid in canonical order, or the first, by the settings."""
     a, b = result.records[first].last_modified, result.records[second].last_modified
     if a is None or b is None or a == b:
         return first if result.plan.overlap.tie == "first" else second

@@ -4,7 +4,7 @@ Its specification is docs/formats/gather-payload.md.
 
 A prelude of fixed size, a JSON header, then sections without gaps. The prelude's digest covers the header,
 the header's digests cover the sections: after the first two are read, every range can be verified on its
-own. Reading checks structure; what the bytes mean for a model is the business of `validate`.
+own. Reading checks structure; `validate` checks what the bytes mean for a model.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError, UsageError
-from megalith.gather.body import Body
-from megalith.gather.fields import canonical
-from megalith.gather.schema import LOOKUP_BYTES, ParameterSpec, Schema, TableSpec
+from megalith.gather.payload_schema import LOOKUP_BYTES, ParameterSpec, PayloadSchema, TableSpec
 from megalith.gather.status import Fault, Status
-from megalith.storage.strict_json import MAX_INT, JsonFields, parse_json_object
+from megalith.ops import checks
+from megalith.storage.json_records import INLINE, Sha256, canonical_json, from_json, to_json
+from megalith.storage.spool import Body
+from megalith.storage.strict_json import MAX_INT, parse_json_object
 
 MAGIC = b"MEGAGATH"
 VERSION = 1
@@ -40,40 +41,44 @@ _EMPTY = "0" * 64
 
 @dataclass(frozen=True)
 class Label:
-    """Whose payload it is. metadata: up to 16 short texts or whole numbers of the peer's own."""
+    """Whose payload it is."""
 
     run: str
+    """The name of the run: up to 128 characters."""
     window: int
+    """The number of the window."""
     uid: int
+    """The peer."""
     global_step: int = 0
+    """The step counter of the peer."""
     metadata: Mapping[str, str | int] = field(default_factory=dict)
+    """Up to 16 short texts or integers that the peer defines."""
 
     def __post_init__(self) -> None:
-        if not 0 < len(self.run) <= 128:
-            raise InputError(f"run must have 1 to 128 characters, got {len(self.run)}")
+        if not 0 < len(checks.text(self.run, "label: run")) <= 128:
+            raise InputError(f"label: run must have 1 to 128 characters, got {len(self.run)}")
         for name in ("window", "uid", "global_step"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_INT:
-                raise InputError(f"{name} must be a whole number from 0 to 2^63-1, got {value!r}")
-        if len(self.metadata) > 16:
-            raise InputError(f"metadata must have at most 16 entries, got {len(self.metadata)}")
+            if checks.integer(getattr(self, name), f"label: {name}", 0) > MAX_INT:
+                raise InputError(f"label: {name} must be below 2^63, got {getattr(self, name)}")
+        if not isinstance(self.metadata, Mapping) or len(self.metadata) > 16:
+            raise InputError("label: metadata must be a dict with at most 16 entries")
         for key, value in self.metadata.items():
             short = isinstance(value, str) and len(value) <= 128
             number = isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MAX_INT
             if not isinstance(key, str) or len(key) > 32 or not (short or number):
                 raise InputError(
-                    f"metadata {key!r:.40} must be a text up to 128 characters or a whole number"
+                    f"label: metadata {key!r:.40} must be a text up to 128 characters or an integer"
                 )
 
 
 @dataclass(frozen=True, slots=True)
-class ParameterEntry:
-    """Where a parameter's sections begin, and their digests."""
+class ParameterSections:
+    """Where the sections of a parameter begin, and their digests."""
 
-    spec: ParameterSpec
+    spec: ParameterSpec = field(metadata=INLINE)
     offset: int
-    indices_sha256: str = _EMPTY
-    values_sha256: str = _EMPTY
+    indices_sha256: Sha256 = _EMPTY
+    values_sha256: Sha256 = _EMPTY
 
     @property
     def sections(self) -> tuple[tuple[str, int], ...]:
@@ -84,79 +89,114 @@ class ParameterEntry:
             ("values", spec.bins * LOOKUP_BYTES + spec.rows * spec.code_bytes),
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """As the header has it."""
-        return {
-            **self.spec.to_json(),
-            "offset": self.offset,
-            "indices_sha256": self.indices_sha256,
-            "values_sha256": self.values_sha256,
-        }
-
 
 @dataclass(frozen=True, slots=True)
-class TableEntry:
-    """Where a table's sections begin, how many rows it has, and their digests."""
+class TableSections:
+    """Where the sections of a table begin, the number of rows, and digests."""
 
-    spec: TableSpec
+    spec: TableSpec = field(metadata=INLINE)
     num_rows: int
     offset: int
-    ids_sha256: str = _EMPTY
-    rows_sha256: str = _EMPTY
+    ids_sha256: Sha256 = _EMPTY
+    rows_sha256: Sha256 = _EMPTY
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.num_rows <= 1 << 48:
+            raise InputError(f"num_rows must be from 0 to 2^48, got {self.num_rows}")
 
     @property
     def sections(self) -> tuple[tuple[str, int], ...]:
         """Name and length of each section, in file order."""
         return (("ids", 8 * self.num_rows), ("rows", 4 * self.spec.dim * self.num_rows))
 
-    def to_json(self) -> dict[str, Any]:
-        """As the header has it."""
-        return {
-            **self.spec.to_json(),
-            "num_rows": self.num_rows,
-            "offset": self.offset,
-            "ids_sha256": self.ids_sha256,
-            "rows_sha256": self.rows_sha256,
-        }
+
+@dataclass(frozen=True)
+class _HeaderText:
+    """The JSON of a header, except for its free metadata."""
+
+    format: str
+    run: str
+    window: int
+    uid: int
+    global_step: int
+    schema: Sha256
+    parameters: tuple[ParameterSections, ...]
+    tables: tuple[TableSections, ...]
 
 
-_Entry = ParameterEntry | TableEntry
+_Sections = ParameterSections | TableSections
 
 
 @dataclass(frozen=True)
 class Header:
-    """All that is known before a section is read. digest: commits to every byte of the file."""
+    """Everything that is known before a section is read.
+
+    Attributes:
+        label: Whose payload it is.
+        schema_digest: The digest of its schema.
+        parameters: The sections of each parameter.
+        tables: The sections of each table.
+        header_bytes: The length of the header.
+        size: The length of the file.
+        digest: The digest of the payload, which covers every byte of the file.
+    """
 
     label: Label
     schema_digest: str
-    parameters: tuple[ParameterEntry, ...]
-    tables: tuple[TableEntry, ...]
+    parameters: tuple[ParameterSections, ...]
+    tables: tuple[TableSections, ...]
     header_bytes: int
     size: int
     digest: str = _EMPTY
 
     @cached_property
-    def schema(self) -> Schema:
-        """The schema its entries describe."""
-        return Schema(tuple(p.spec for p in self.parameters), tuple(t.spec for t in self.tables))
+    def schema(self) -> PayloadSchema:
+        """The schema that its sections describe."""
+        return PayloadSchema(tuple(p.spec for p in self.parameters), tuple(t.spec for t in self.tables))
 
 
-def header_limit(schema: Schema) -> int:
-    """Bytes that a header for this schema can have at most."""
+def header_limit(schema: PayloadSchema) -> int:
+    """Return the number of bytes that a header can have at most.
+
+    Args:
+        schema: The schema of the payload.
+
+    Returns:
+        The limit.
+    """
     entries = len(schema.parameters) + len(schema.tables)
-    return len(canonical(schema.to_json())) + _ENTRY_BYTES * entries + _LABEL_BYTES
+    return len(canonical_json(to_json(schema))) + _ENTRY_BYTES * entries + _LABEL_BYTES
 
 
-def least_size(schema: Schema) -> int:
-    """Bytes that a payload for this schema has at least, tables being empty."""
-    return PRELUDE_BYTES + sum(n for spec in schema.parameters for _, n in ParameterEntry(spec, 0).sections)
+def least_size(schema: PayloadSchema) -> int:
+    """Return the number of bytes that a payload has at least, with empty tables.
+
+    Args:
+        schema: The schema of the payload.
+
+    Returns:
+        The limit.
+    """
+    return PRELUDE_BYTES + sum(
+        n for spec in schema.parameters for _, n in ParameterSections(spec, 0).sections
+    )
 
 
 # ---- reading
 
 
 def header_span(prelude: bytes | bytearray) -> tuple[int, int]:
-    """Bytes of the header and of the whole file, from the first 64 bytes. Raises Fault(CORRUPT)."""
+    """Read the first 64 bytes of a payload.
+
+    Args:
+        prelude: The bytes.
+
+    Returns:
+        The number of bytes of the header, and of the whole file.
+
+    Raises:
+        Fault: CORRUPT, if it is not the beginning of a payload.
+    """
     if len(prelude) != PRELUDE_BYTES:
         raise _corrupt(f"a payload has at least {PRELUDE_BYTES} bytes, this one {len(prelude)}")
     magic, version, header_bytes, size, spare, _ = _PRELUDE.unpack(prelude)
@@ -170,56 +210,68 @@ def header_span(prelude: bytes | bytearray) -> tuple[int, int]:
 
 
 def parse_header(data: bytes | bytearray) -> Header:
-    """The header, from prelude and header bytes. Raises Fault(CORRUPT) unless all of it is consistent."""
+    """Read prelude and header of a payload.
+
+    Args:
+        data: Exactly these bytes.
+
+    Returns:
+        The header.
+
+    Raises:
+        Fault: CORRUPT, unless all of it is consistent.
+    """
     header_bytes, size = header_span(data[:PRELUDE_BYTES])
     text = bytes(data[PRELUDE_BYTES:])
     if len(text) != header_bytes:
-        raise _corrupt(f"its header has {len(text)} bytes, its prelude says {header_bytes}")
+        raise _corrupt(f"its header has {len(text)} bytes, its prelude states {header_bytes}")
     claimed = bytes(data[32:PRELUDE_BYTES]).hex()
     found = hashlib.sha256(bytes(data[:32]) + text).hexdigest()
     if found != claimed:
         raise _corrupt("its header does not fit the digest in its prelude")
     fields = parse_json_object(text, _corrupt)
-    fields.allow_only(
-        "format", "run", "window", "uid", "global_step", "metadata", "schema", "parameters", "tables"
-    )
-    if fields.string("format") != FORMAT:
+    metadata = fields.object("metadata").data
+    del fields.data["metadata"]
+    written = from_json(_HeaderText, fields)
+    if written.format != FORMAT:
         fields.fail("format", f"must be {FORMAT!r}")
     try:
-        label = Label(
-            fields.string("run", 1024),
-            fields.integer("window"),
-            fields.integer("uid"),
-            fields.integer("global_step"),
-            fields.object("metadata").data,
-        )
+        label = Label(written.run, written.window, written.uid, written.global_step, metadata)
     except InputError as error:
         raise _corrupt(str(error)) from None
-    header = Header(
-        label,
-        fields.sha256("schema"),
-        tuple(_parameter_entry(each) for each in fields.objects("parameters")),
-        tuple(_table_entry(each) for each in fields.objects("tables")),
-        header_bytes,
-        size,
-        found,
-    )
+    header = Header(label, written.schema, written.parameters, written.tables, header_bytes, size, found)
     _check_layout(header)
     return header
 
 
 def read_header(body: Body, limit: int = MAX_HEADER_BYTES) -> Header:
-    """The header of a body. Raises Fault(CORRUPT), also if the body is not as long as its prelude says."""
+    """Read the header of a body.
+
+    Args:
+        body: The payload.
+        limit: The length of the header at most.
+
+    Returns:
+        The header.
+
+    Raises:
+        Fault: CORRUPT, also if the body does not have the length that its prelude states.
+    """
     header_bytes, size = header_span(body.read(0, min(PRELUDE_BYTES, body.size)))
     if size != body.size:
-        raise _corrupt(f"has {body.size} bytes, its prelude says {size}")
+        raise _corrupt(f"has {body.size} bytes, its prelude states {size}")
     if header_bytes > limit:
         raise _corrupt(f"claims a header of {header_bytes} bytes where {limit} are enough")
     return parse_header(body.read(0, PRELUDE_BYTES + header_bytes))
 
 
 class Payload:
-    """A payload to read by parameter and row range. It can be trusted as far as it was checked."""
+    """A payload that is read by parameter and row range. Only checked parts can be trusted.
+
+    Args:
+        header: Its header.
+        body: Its bytes.
+    """
 
     def __init__(self, header: Header, body: Body) -> None:
         self.header = header
@@ -227,41 +279,94 @@ class Payload:
 
     @classmethod
     def open(cls, body: Body) -> Payload:
-        """Reads the header of a body. Raises Fault(CORRUPT)."""
+        """Read the header of a body.
+
+        Args:
+            body: The payload.
+
+        Returns:
+            The payload, of which only the header was checked.
+
+        Raises:
+            Fault: CORRUPT, if it is not a payload.
+        """
         return cls(read_header(body), body)
 
     def indices(self, number: int, start: int, stop: int) -> Tensor:
-        """Packed indices of rows start to stop of parameter `number`: uint8 [n, index_bytes]."""
+        """Read packed indices of a parameter.
+
+        Args:
+            number: The number of the parameter.
+            start: The first row.
+            stop: The row after the last one.
+
+        Returns:
+            uint8 [stop - start, index_bytes].
+        """
         entry = self.header.parameters[number]
         return self._bytes(entry.offset, entry.spec.index_bytes, start, stop)
 
     def lookup(self, number: int) -> Tensor:
-        """The value of each code of parameter `number`: float32 [bins]."""
+        """Read the value of each code of a parameter.
+
+        Args:
+            number: The number of the parameter.
+
+        Returns:
+            float32 [bins].
+        """
         entry = self.header.parameters[number]
         offset = entry.offset + entry.spec.rows * entry.spec.index_bytes
         return _numbers(self.body.read(offset, LOOKUP_BYTES * entry.spec.bins), "<f4")
 
     def codes(self, number: int, start: int, stop: int) -> Tensor:
-        """Packed codes of rows start to stop of parameter `number`: uint8 [n, code_bytes]."""
+        """Read packed codes of a parameter.
+
+        Args:
+            number: The number of the parameter.
+            start: The first row.
+            stop: The row after the last one.
+
+        Returns:
+            uint8 [stop - start, code_bytes].
+        """
         entry = self.header.parameters[number]
         spec = entry.spec
         offset = entry.offset + spec.rows * spec.index_bytes + LOOKUP_BYTES * spec.bins
         return self._bytes(offset, spec.code_bytes, start, stop)
 
     def ids(self, number: int, start: int, stop: int) -> Tensor:
-        """Ids start to stop of table `number`: int64 [n]."""
+        """Read ids of a table.
+
+        Args:
+            number: The number of the table.
+            start: The first row.
+            stop: The row after the last one.
+
+        Returns:
+            int64 [stop - start], ascending.
+        """
         entry = self.header.tables[number]
         return _numbers(self.body.read(entry.offset + 8 * start, 8 * (stop - start)), "<i8")
 
     def rows(self, number: int, start: int, stop: int) -> Tensor:
-        """Rows start to stop of table `number`: float32 [n, dim]."""
+        """Read rows of a table.
+
+        Args:
+            number: The number of the table.
+            start: The first row.
+            stop: The row after the last one.
+
+        Returns:
+            float32 [stop - start, dim].
+        """
         entry = self.header.tables[number]
         width = 4 * entry.spec.dim
         data = self.body.read(entry.offset + 8 * entry.num_rows + width * start, width * (stop - start))
         return _numbers(data, "<f4").view(stop - start, entry.spec.dim)
 
     def close(self) -> None:
-        """Gives its bytes up."""
+        """Release its bytes."""
         self.body.close()
 
     def _bytes(self, offset: int, width: int, start: int, stop: int) -> Tensor:
@@ -273,10 +378,17 @@ class Payload:
 
 
 class PayloadWriter:
-    """Writes a payload to a seekable file: sections in schema order, in pieces; then the header."""
+    """Writes a payload: sections in schema order, in pieces of any size, then the header.
+
+    Args:
+        file: A seekable file.
+        schema: The schema.
+        label: Whose payload it is.
+        table_rows: The number of rows of each table; 0 for a table that is missing here.
+    """
 
     def __init__(
-        self, file: BinaryIO, schema: Schema, label: Label, table_rows: Mapping[str, int] | None = None
+        self, file: BinaryIO, schema: PayloadSchema, label: Label, table_rows: Mapping[str, int] | None = None
     ) -> None:
         self._file = file
         self._schema = schema
@@ -294,8 +406,15 @@ class PayloadWriter:
         self._close_full_sections()
 
     def write(self, data: Tensor | bytes | bytearray | memoryview) -> None:
-        """Appends to the current section; uint8, int64 or float32 tensors. Raises UsageError past its end."""
-        view = _raw(data)
+        """Append to the current section.
+
+        Args:
+            data: Bytes, or a tensor of uint8, int64 or float32.
+
+        Raises:
+            UsageError: They do not fit into the section.
+        """
+        view = raw_bytes(data)
         if self._at == len(self._sections) or len(view) > self._left:
             raise UsageError(f"{len(view)} bytes do not fit the current section ({self._left} are missing)")
         self._file.write(view)
@@ -305,7 +424,14 @@ class PayloadWriter:
         self._close_full_sections()
 
     def finish(self) -> Header:
-        """Writes prelude and header. Raises UsageError while a section is not full."""
+        """Write prelude and header.
+
+        Returns:
+            The header.
+
+        Raises:
+            UsageError: A section is not complete.
+        """
         if self._at != len(self._sections):
             number, name, _ = self._sections[self._at]
             where = f"{self._entries[number].spec.name!r}, section {name}"
@@ -335,36 +461,13 @@ def _corrupt(detail: str) -> Fault:
     return Fault(Status.CORRUPT, detail)
 
 
-def _parameter_entry(fields: JsonFields) -> ParameterEntry:
-    fields.allow_only(
-        "name", "shape", "chunk", "keep", "bins", "dct", "offset", "indices_sha256", "values_sha256"
-    )
-    return ParameterEntry(
-        ParameterSpec.from_json(fields),
-        fields.integer("offset"),
-        fields.sha256("indices_sha256"),
-        fields.sha256("values_sha256"),
-    )
-
-
-def _table_entry(fields: JsonFields) -> TableEntry:
-    fields.allow_only("name", "dim", "num_rows", "offset", "ids_sha256", "rows_sha256")
-    return TableEntry(
-        TableSpec.from_json(fields),
-        fields.integer("num_rows", most=1 << 48),
-        fields.integer("offset"),
-        fields.sha256("ids_sha256"),
-        fields.sha256("rows_sha256"),
-    )
-
-
 def _check_layout(header: Header) -> None:
     """Sections follow each other from the header to the end of the file, and the schema digest is theirs."""
     at = PRELUDE_BYTES + header.header_bytes
-    entries: list[_Entry] = [*header.parameters, *header.tables]
+    entries: list[_Sections] = [*header.parameters, *header.tables]
     for entry in entries:
         if entry.offset != at:
-            raise _corrupt(f"{entry.spec.name!r:.80} lies at {entry.offset}, the section before ends at {at}")
+            raise _corrupt(f"{entry.spec.name!r:.80} is at {entry.offset}, the section before ends at {at}")
         at += sum(length for _, length in entry.sections)
     if at != header.size:
         raise _corrupt(f"its sections end at {at}, the file at {header.size}")
@@ -376,44 +479,50 @@ def _check_layout(header: Header) -> None:
         raise _corrupt("its entries do not fit its schema digest")
 
 
-def _place(schema: Schema, label: Label, table_rows: dict[str, int]) -> tuple[list[_Entry], int]:
+def _place(schema: PayloadSchema, label: Label, table_rows: dict[str, int]) -> tuple[list[_Sections], int]:
     """Entries with their offsets and without digests, and where the first section starts."""
     unknown = sorted(set(table_rows) - {table.name for table in schema.tables})
     if unknown:
         raise InputError(f"rows of table {unknown[0]!r}, which the schema does not have")
     start, found = 0, PRELUDE_BYTES
-    # A header that starts later has longer offsets in it; a few rounds settle that.
+    # A header that starts later has longer offsets in it; a few rounds are enough.
     while start != found:
         start = at = found
-        entries: list[_Entry] = []
+        entries: list[_Sections] = []
         for spec in schema.parameters:
-            entries.append(ParameterEntry(spec, at))
+            entries.append(ParameterSections(spec, at))
             at += sum(length for _, length in entries[-1].sections)
         for table in schema.tables:
-            entries.append(TableEntry(table, table_rows.get(table.name, 0), at))
+            entries.append(TableSections(table, table_rows.get(table.name, 0), at))
             at += sum(length for _, length in entries[-1].sections)
         found = max(start, PRELUDE_BYTES + len(_header_text(schema, label, entries)))
     return entries, start
 
 
-def _header_text(schema: Schema, label: Label, entries: Sequence[_Entry]) -> bytes:
+def _header_text(schema: PayloadSchema, label: Label, entries: Sequence[_Sections]) -> bytes:
     count = len(schema.parameters)
-    return canonical(
-        {
-            "format": FORMAT,
-            "run": label.run,
-            "window": label.window,
-            "uid": label.uid,
-            "global_step": label.global_step,
-            "metadata": dict(label.metadata),
-            "schema": schema.digest,
-            "parameters": [entry.to_json() for entry in entries[:count]],
-            "tables": [entry.to_json() for entry in entries[count:]],
-        }
+    written = _HeaderText(
+        FORMAT,
+        label.run,
+        label.window,
+        label.uid,
+        label.global_step,
+        schema.digest,
+        tuple(entries[:count]),  # type: ignore[arg-type]
+        tuple(entries[count:]),  # type: ignore[arg-type]
     )
+    return canonical_json({**to_json(written), "metadata": dict(label.metadata)})
 
 
-def _raw(data: Tensor | bytes | bytearray | memoryview) -> memoryview:
+def raw_bytes(data: Tensor | bytes | bytearray | memoryview) -> memoryview:
+    """Return the bytes of a tensor as payloads hold them: contiguous, little-endian.
+
+    Args:
+        data: A tensor, or bytes, which are returned as they are.
+
+    Returns:
+        The bytes, without a copy where possible.
+    """
     if not isinstance(data, Tensor):
         return memoryview(data).cast("B")
     array = data.detach().contiguous().cpu().numpy()

@@ -1,82 +1,198 @@
-"""The plan: all that ranks must agree on before a download starts. Built on rank 0, sent to all, compared
-by digest.
+"""The plan: everything that ranks must agree on before a download starts, and who fetches whom.
 
-Nothing in it is derived from a rank's own state, and it holds no credentials: places are named, and each
-rank knows the stores behind the names.
+The first rank builds it and sends it to all; they compare digests. It holds no credentials: it names stores,
+and each rank maps the names to stores. `partition`, `backfill` and `deal` divide uids over ranks. They are
+pure functions of the plan and of statuses that all ranks know; no result depends on how uids are divided.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from fractions import Fraction
 from functools import cached_property
-from math import isfinite
-from typing import Any
+from typing import Any, Literal, get_args
 
 from megalith.errors import InputError
-from megalith.gather.fields import canonical, digest, show_time
-from megalith.gather.settings import OverlapConfig, UpdateConfig
-from megalith.storage.strict_json import MAX_INT, JsonFields, as_utc, parse_json_object
+from megalith.gather.status import Status
+from megalith.ops import checks
+from megalith.storage.json_records import Sha256, canonical_json, from_json, json_digest, to_json
+from megalith.storage.strict_json import MAX_INT, as_utc, parse_json_object
 
-VERSION = 1
 MAX_UIDS = 1 << 20
-MAX_BYTES = 1 << 28
-"""Bytes of an encoded plan at most."""
+MAX_PLAN_BYTES = 1 << 28
+Optimizer = Literal["sgd", "nesterov", "sign"]
+Rule = Literal["mean", "trimmed", "median"]
+Mean = Literal["contributors", "peers"]
+Clip = Literal["median", "none"]
+Exchange = Literal["exact", "fast"]
+Level = Literal["high", "max", "mega"]
+LEVELS: tuple[Level, ...] = get_args(Level)
+Shares = tuple[tuple[int, ...], ...]
+"""Uids by rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateConfig:
+    """The outer step: clip, reduce, step."""
+
+    optimizer: Optimizer = "sgd"
+    """sgd: w -= lr * g. nesterov: with momentum. sign: w -= lr * sign(g)."""
+    lr: float = 1.0
+    """The outer learning rate."""
+    momentum: float = 0.9
+    """The momentum of nesterov."""
+    rule: Rule = "mean"
+    """How the values sent for a position become one: their mean, their mean without both ends, or their
+    median."""
+    mean: Mean = "contributors"
+    """The mean is over the peers that sent the position, or over all (who did not send it, sent zero)."""
+    trim: float = 0.1
+    """The share of values that "trimmed" leaves out at each end."""
+    clip: Clip = "median"
+    """median: each parameter of a peer is scaled down to the median of the peers' norms."""
+    exchange: Exchange = "exact"
+    """exact: weights are bit-identical for any number of ranks. fast: each rank adds its own peers, then the
+    sums are added; only for rule="mean", and the last bits depend on the number of ranks."""
+
+    def __post_init__(self) -> None:
+        choices = {"optimizer": Optimizer, "rule": Rule, "mean": Mean, "clip": Clip, "exchange": Exchange}
+        for name, kinds in choices.items():
+            checks.one_of(getattr(self, name), get_args(kinds), f"update: {name}")
+        _number(self, "update", "lr", 0.0, 1e30)
+        _number(self, "update", "momentum", 0.0, 1.0, below=True)
+        _number(self, "update", "trim", 0.0, 0.5, below=True)
+        if self.exchange == "fast" and self.rule != "mean":
+            raise InputError(f'update: exchange="fast" needs rule="mean", got {self.rule!r}')
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapConfig:
+    """When the indices of two peers are too similar, which of them is blamed, and what follows."""
+
+    threshold: float = 0.4
+    """A share of common positions from which a pair is a finding of level "high"."""
+    max_from: float = 0.5
+    """The share from which the level is "max"."""
+    mega_from: float = 0.6
+    """The share from which the level is "mega"."""
+    full_rows: bool = False
+    """Whether chunks that are sent completely count; they are equal for any two peers."""
+    tie: Literal["later", "first"] = "later"
+    """Who is blamed for a pair written at the same time: the later uid, or the first (as Templar)."""
+    level: Literal["worst", "last"] = "worst"
+    """The level of a uid over several pairs: the worst, or that of its last pair (as Templar)."""
+    exclude: Literal["none", "high", "max", "mega"] = "none"
+    """The level from which a blamed peer is excluded from this update."""
+    sample: float = 1.0
+    """The share of chunks that is counted first. Below 1, only pairs that come within `margin` of the
+    threshold are then counted exactly; the other counts are estimates."""
+    margin: float = 0.05
+    """See `sample`. With n sampled chunks, a pair is missed with a probability of at most
+    2 exp(-2 n margin^2)."""
+
+    def __post_init__(self) -> None:
+        checks.one_of(self.tie, ("later", "first"), "overlap: tie")
+        checks.one_of(self.level, ("worst", "last"), "overlap: level")
+        checks.one_of(self.exclude, ("none", *LEVELS), "overlap: exclude")
+        checks.flag(self.full_rows, "overlap: full_rows")
+        for name in ("threshold", "max_from", "mega_from", "sample", "margin"):
+            _number(self, "overlap", name, 0.0, 1e6)
+        if not 0 < self.threshold <= self.max_from <= self.mega_from:
+            raise InputError(
+                "overlap: threshold, max_from and mega_from must be above 0 and ascend, got "
+                f"{self.threshold}, {self.max_from}, {self.mega_from}"
+            )
+        if not 0 < self.sample <= 1:
+            raise InputError(f"overlap: sample must be above 0 and at most 1, got {self.sample}")
+
+    @property
+    def limits(self) -> tuple[tuple[Fraction, Level], ...]:
+        """The exact limit of each level, highest first."""
+        numbers = (self.mega_from, self.max_from, self.threshold)
+        return tuple((Fraction(str(n)), level) for n, level in zip(numbers, reversed(LEVELS), strict=True))
 
 
 @dataclass(frozen=True)
 class Location:
-    """Where a peer's object lies: a key in a store that each rank knows by this name."""
+    """Where the object of a peer is.
+
+    A peer that has a bucket of its own gets a store of its own: `Location("gradient-3-7.pt", "bucket-7")`
+    with `run_window(..., stores={"bucket-7": open_object_store("s3://bucket-7", access_key_id=...)})`. The
+    plan travels to all ranks and into artifacts, so credentials are given to stores and not to plans.
+    """
 
     key: str
+    """The object's name in its store."""
     store: str = "default"
+    """The name of the store, as each rank passes it in `stores`."""
 
     def __post_init__(self) -> None:
-        if not 0 < len(self.key) <= 1024 or not 0 < len(self.store) <= 128:
-            raise InputError(f"a location needs a key and a store, got {self.key!r:.80}, {self.store!r:.80}")
+        for name, most in (("key", 1024), ("store", 128)):
+            value = checks.text(getattr(self, name), f"location: {name}")
+            if not 0 < len(value) <= most:
+                raise InputError(f"location: {name} must have 1 to {most} characters, got {len(value)}")
 
 
 def payload_key(run: str, window: int, uid: int) -> str:
-    """Where a peer puts its payload unless a plan says otherwise."""
+    """Return where a peer puts its payload unless a plan has another location.
+
+    Args:
+        run: The name of the run.
+        window: The number of the window.
+        uid: The peer.
+
+    Returns:
+        The key in the store "default".
+    """
     return f"payloads/{run}/{window}/{uid}.gather"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """One window's gather. Repeated uids count once; a uid in both lists is a primary."""
+class GatherPlan:
+    """The gather of one window. Repeated uids count once; a uid in both lists is a primary."""
 
     run: str
+    """The name of the run: 1 to 128 characters without "/"."""
     window: int
-    schema: str
+    """The number of the window; windows are applied in ascending order."""
+    schema: Sha256
     """The digest of the model's schema."""
     primary: tuple[int, ...]
     """The peers that are wanted."""
     reserve: tuple[int, ...] = ()
-    """Who takes the place of a primary that fails, in this order."""
+    """The peers that replace primaries that fail, in this order."""
     attempt: int = 0
+    """Counts restarts after lost ranks."""
     locations: Mapping[int, Location] = field(default_factory=dict)
-    """By uid; peers without one are looked for at `payload_key` in the store "default"."""
+    """By uid; a peer without one is looked for at `payload_key` in the store "default"."""
     time_min: datetime | None = None
+    """The earliest time at which an object may have been written; without a zone it is in UTC."""
     time_max: datetime | None = None
-    """When an object may have been written, both ends included. Times without a zone are UTC."""
+    """The latest such time."""
     deadline: float = 90.0
-    """Seconds for the primaries, from the moment a rank has the plan; each round of reserves has as many."""
+    """Seconds for the primaries, from the moment a rank has the plan, and for each round of reserves."""
     grace: float = 3.0
     """Seconds after time_max until which a missing object is still waited for."""
     max_object_bytes: int = 1 << 32
+    """The size of an object at most."""
     max_value: float = 1e6
-    """Magnitude of a value at most."""
+    """The magnitude of a value at most."""
     min_peers: int = 1
-    """Fewer accepted peers skip the window."""
+    """With fewer accepted peers the window is skipped."""
     backfill_rounds: int = 1
     """Rounds of reserves at most."""
     memory_budget: int = 256 << 20
     """Bytes that fetching and the update may each hold at once on a rank."""
-    accept_baseline: bool = False
-    """Whether objects in the layout of earlier systems are converted."""
+    formats: tuple[str, ...] = ("megalith",)
+    """Payload formats that are accepted: "megalith", and "templar" for the torch files of Templar."""
+    fingerprint_every: int = 1
+    """Compare the weights of all ranks in every Nth window; 0: never."""
     update: UpdateConfig = field(default_factory=UpdateConfig)
+    """The outer step."""
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
+    """The search for copies."""
 
     def __post_init__(self) -> None:
         primary = tuple(dict.fromkeys(_uids("primary", self.primary)))
@@ -84,135 +200,180 @@ class Plan:
         reserve = tuple(u for u in dict.fromkeys(_uids("reserve", self.reserve)) if u not in taken)
         for name in ("time_min", "time_max"):
             moment = getattr(self, name)
-            object.__setattr__(self, name, None if moment is None else as_utc(moment))
-        known = set(primary) | set(reserve)
+            if moment is not None:
+                object.__setattr__(self, name, as_utc(checks.instance(moment, datetime, f"plan: {name}")))
+        known = taken | set(reserve)
+        places = {}
+        if not isinstance(self.locations, Mapping):
+            raise InputError(f"plan: locations must be a dict by uid, got {checks.kind(self.locations)}")
+        for uid, place in self.locations.items():
+            if uid in known:
+                places[uid] = checks.instance(place, Location, f"plan: locations[{uid}]")
         object.__setattr__(self, "primary", primary)
         object.__setattr__(self, "reserve", reserve)
-        object.__setattr__(self, "locations", {u: at for u, at in self.locations.items() if u in known})
+        object.__setattr__(self, "locations", places)
         self._check()
 
     def _check(self) -> None:
-        if not 0 < len(self.run) <= 128 or "/" in self.run:
-            raise InputError(f"run must have 1 to 128 characters and no '/', got {self.run!r:.140}")
-        for name, least in (
-            ("window", 0),
-            ("attempt", 0),
-            ("max_object_bytes", 1),
-            ("min_peers", 1),
-            ("backfill_rounds", 0),
-            ("memory_budget", 1),
-        ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_INT:
-                raise InputError(f"{name} must be a whole number, {least} or more, got {value!r}")
-        for name in ("deadline", "grace", "max_value"):
-            value = getattr(self, name)
-            if not isfinite(value) or value < 0:
-                raise InputError(f"{name} must be a finite number, 0 or more, got {value!r}")
-        if not 0 < self.max_value <= 1e30:
-            raise InputError(f"max_value must be above 0 and at most 1e30, got {self.max_value!r}")
+        if not 0 < len(checks.text(self.run, "plan: run")) <= 128 or "/" in self.run:
+            raise InputError(f"plan: run must have 1 to 128 characters and no '/', got {self.run!r:.140}")
+        if len(checks.text(self.schema, "plan: schema")) != 64:
+            raise InputError(f"plan: schema must be a schema's digest, got {self.schema!r:.80}")
+        least = {"max_object_bytes": 1, "min_peers": 1, "memory_budget": 1}
+        for name in ("window", "attempt", "backfill_rounds", "fingerprint_every", *least):
+            if checks.integer(getattr(self, name), f"plan: {name}", least.get(name, 0)) > MAX_INT:
+                raise InputError(f"plan: {name} must be below 2^63, got {getattr(self, name)}")
+        for name in ("deadline", "grace"):
+            _number(self, "plan", name, 0.0, 1e9)
+        _number(self, "plan", "max_value", 1e-30, 1e30)
+        if not isinstance(self.formats, tuple) or not self.formats:
+            raise InputError(f"plan: formats must be a tuple of names, got {self.formats!r:.80}")
+        for name in self.formats:
+            checks.one_of(name, ("megalith", "templar"), "plan: formats")
+        checks.instance(self.update, UpdateConfig, "plan: update")
+        checks.instance(self.overlap, OverlapConfig, "plan: overlap")
         if self.time_min is not None and self.time_max is not None and self.time_min > self.time_max:
-            raise InputError(f"time_min {self.time_min} is after time_max {self.time_max}")
+            raise InputError(f"plan: time_min {self.time_min} is after time_max {self.time_max}")
 
     @cached_property
     def digest(self) -> str:
-        """The plan's name: SHA-256 of its canonical writing. Partials, artifacts and log lines carry it."""
-        return digest(self.to_json())
+        """The SHA-256 of its canonical form. Partials, artifacts and log lines carry it."""
+        return json_digest(to_json(self))
 
     @property
-    def digest64(self) -> int:
-        """64 bits of the digest as an int64, for ranks to compare in one reduction."""
-        return int.from_bytes(bytes.fromhex(self.digest[:16]), "big", signed=True)
+    def is_checked(self) -> bool:
+        """Whether the weights are compared after this window."""
+        return self.fingerprint_every > 0 and self.window % self.fingerprint_every == 0
 
     def location(self, uid: int) -> Location:
-        """Where this peer's object lies."""
+        """Return where the object of a peer is.
+
+        Args:
+            uid: The peer.
+
+        Returns:
+            Its location.
+        """
         return self.locations.get(uid) or Location(payload_key(self.run, self.window, uid))
 
-    def next_attempt(self) -> Plan:
-        """The same plan for another attempt, after a rank was lost."""
+    def next_attempt(self) -> GatherPlan:
+        """Return the same plan for another attempt, after a rank was lost."""
         return replace(self, attempt=self.attempt + 1)
 
-    def to_json(self) -> dict[str, Any]:
-        """All fields as JSON."""
-        return {
-            "version": VERSION,
-            "run": self.run,
-            "window": self.window,
-            "attempt": self.attempt,
-            "schema": self.schema,
-            "primary": list(self.primary),
-            "reserve": list(self.reserve),
-            "locations": [[uid, at.store, at.key] for uid, at in sorted(self.locations.items())],
-            "time_min": None if self.time_min is None else show_time(self.time_min),
-            "time_max": None if self.time_max is None else show_time(self.time_max),
-            "deadline": float(self.deadline),
-            "grace": float(self.grace),
-            "max_object_bytes": self.max_object_bytes,
-            "max_value": float(self.max_value),
-            "min_peers": self.min_peers,
-            "backfill_rounds": self.backfill_rounds,
-            "memory_budget": self.memory_budget,
-            "accept_baseline": self.accept_baseline,
-            "update": self.update.to_json(),
-            "overlap": self.overlap.to_json(),
-        }
+    def differences(self, other: GatherPlan) -> list[str]:
+        """Return the names of the fields that differ, sorted; `attempt` may differ.
+
+        Args:
+            other: The plan to compare with.
+
+        Returns:
+            The names.
+        """
+        mine, theirs = to_json(replace(self, attempt=0)), to_json(replace(other, attempt=0))
+        return sorted(name for name in mine if mine[name] != theirs[name])
 
     def to_bytes(self) -> bytes:
-        """The canonical writing."""
-        return canonical(self.to_json())
+        """Return the canonical form."""
+        return canonical_json(to_json(self))
 
     @classmethod
-    def from_bytes(cls, text: bytes) -> Plan:
-        """Reads what `to_bytes` wrote. Raises InputError naming the field that is wrong."""
-        if len(text) > MAX_BYTES:
-            raise InputError(f"a plan has at most {MAX_BYTES} bytes, this one {len(text)}")
-        return cls.from_json(parse_json_object(text, lambda problem: InputError(f"plan: {problem}")))
+    def from_bytes(cls, text: bytes) -> GatherPlan:
+        """Read what `to_bytes` wrote.
 
-    @classmethod
-    def from_json(cls, fields: JsonFields) -> Plan:
-        """Reads what `to_json` gave."""
-        if fields.integer("version") != VERSION:
-            fields.fail("version", f"must be {VERSION}")
-        locations = {}
-        for each in fields.array("locations"):
-            if (
-                not isinstance(each, list)
-                or len(each) != 3
-                or isinstance(each[0], bool)
-                or [type(part) for part in each] != [int, str, str]
-            ):
-                fields.fail("locations", "must hold [uid, store, key]")
-            locations[each[0]] = Location(each[2], each[1])
-        plan = cls(
-            run=fields.string("run", 128),
-            window=fields.integer("window"),
-            attempt=fields.integer("attempt"),
-            schema=fields.sha256("schema"),
-            primary=tuple(fields.integers("primary")),
-            reserve=tuple(fields.integers("reserve")),
-            locations=locations,
-            time_min=fields.time("time_min"),
-            time_max=fields.time("time_max"),
-            deadline=fields.number("deadline"),
-            grace=fields.number("grace"),
-            max_object_bytes=fields.integer("max_object_bytes", 1),
-            max_value=fields.number("max_value"),
-            min_peers=fields.integer("min_peers", 1),
-            backfill_rounds=fields.integer("backfill_rounds"),
-            memory_budget=fields.integer("memory_budget", 1),
-            accept_baseline=fields.boolean("accept_baseline"),
-            update=UpdateConfig.from_json(fields.object("update")),
-            overlap=OverlapConfig.from_json(fields.object("overlap")),
+        Args:
+            text: The bytes.
+
+        Returns:
+            The plan.
+
+        Raises:
+            InputError: A field is missing, unknown or wrong; the message names it.
+        """
+        fields = parse_json_object(
+            text, lambda problem: InputError(f"plan: {problem}"), max_bytes=MAX_PLAN_BYTES
         )
-        fields.allow_only(*plan.to_json())
-        return plan
+        return from_json(cls, fields)
 
 
-def _uids(name: str, uids: Iterable[int]) -> list[int]:
+def partition(plan: GatherPlan, world_size: int, sizes: Mapping[int, int] | None = None) -> Shares:
+    """Divide the primaries over ranks.
+
+    Args:
+        plan: The plan.
+        world_size: The number of ranks.
+        sizes: Bytes by uid, equal on all ranks. Then the largest object is given first, each to the rank with
+            the fewest bytes. Without them, sorted uids are dealt in turn.
+
+    Returns:
+        The uids of each rank. Without sizes, their numbers differ by one at most.
+    """
+    checks.integer(world_size, "partition: world_size")
+    if sizes is None:
+        return deal(sorted(plan.primary), [0] * world_size)
+    shares: list[list[int]] = [[] for _ in range(world_size)]
+    loads = [0] * world_size
+    for uid in sorted(plan.primary, key=lambda u: (-sizes.get(u, 0), u)):
+        rank = min(range(world_size), key=lambda r: (loads[r], len(shares[r]), r))
+        shares[rank].append(uid)
+        loads[rank] += sizes.get(uid, 0)
+    return tuple(tuple(sorted(share)) for share in shares)
+
+
+def backfill(plan: GatherPlan, statuses: Sequence[Mapping[int, Status]]) -> Shares:
+    """Divide the next round of reserves over ranks.
+
+    As many reserves are taken, in the plan's order, as primaries are missing; none is taken twice.
+
+    Args:
+        plan: The plan.
+        statuses: For each rank, the status of every uid that it attempted.
+
+    Returns:
+        The uids of each rank.
+    """
+    attempted = {uid for share in statuses for uid in share}
+    accepted = {uid for share in statuses for uid, status in share.items() if status is Status.OK}
+    missing = max(0, len(plan.primary) - len(accepted))
+    more = [uid for uid in plan.reserve if uid not in attempted][:missing]
+    return deal(more, [len(share) for share in statuses])
+
+
+def deal(uids: Iterable[int], attempted: Sequence[int]) -> Shares:
+    """Deal uids in turn, first to the ranks that have attempted the fewest.
+
+    Args:
+        uids: The uids.
+        attempted: How many uids each rank has attempted.
+
+    Returns:
+        The uids of each rank.
+    """
+    checks.integer(len(attempted), "the number of ranks")
+    order = sorted(range(len(attempted)), key=lambda rank: (attempted[rank], rank))
+    shares: list[list[int]] = [[] for _ in attempted]
+    for number, uid in enumerate(uids):
+        shares[order[number % len(order)]].append(uid)
+    return tuple(tuple(share) for share in shares)
+
+
+def _uids(name: str, uids: Any) -> Collection[int]:
+    if not isinstance(uids, Iterable) or isinstance(uids, str | bytes | Mapping):
+        raise InputError(f"plan: {name} must be a tuple of uids, got {checks.kind(uids)}")
     found = list(uids)
     if len(found) > MAX_UIDS:
-        raise InputError(f"{name} has {len(found)} uids, {MAX_UIDS} are the most")
+        raise InputError(f"plan: {name} has {len(found)} uids, at most {MAX_UIDS} are possible")
     for uid in found:
         if isinstance(uid, bool) or not isinstance(uid, int) or not 0 <= uid <= MAX_INT:
-            raise InputError(f"{name}: uid {uid!r:.40} must be a whole number from 0 to 2^63-1")
+            raise InputError(f"plan: {name}: uid {uid!r:.40} must be an integer from 0 to 2^63-1")
     return found
+
+
+def _number(owner: Any, where: str, name: str, least: float, most: float, *, below: bool = False) -> None:
+    """Check a number and store it as a float, so that 1 and 1.0 have one digest."""
+    value = checks.as_number(getattr(owner, name))
+    if value is None or not least <= value <= most or (below and value == most):
+        upper = f"below {most:g}" if below else f"at most {most:g}"
+        raise InputError(
+            f"{where}: {name} must be from {least:g} and {upper}, got {getattr(owner, name)!r:.80}"
+        )
+    object.__setattr__(owner, name, value)

@@ -1,16 +1,20 @@
-"""A simulated run: peers with seeded updates and faults on a fault server, and ranks that gather them.
+"""A simulated run: peers with seeded updates and faults in a directory, and ranks that gather them.
 
-What peers send and what goes wrong with them follows from the seed alone, and deadlines are far above the
-latency: the weights are the same for any number of ranks. `python -m megalith.gather.simulation FILE` is one
-rank; `simulate` in the command line starts them.
+What peers send and what goes wrong with them depends on the seed alone, and deadlines are far above the
+latency: the weights are equal for any number of ranks. `FaultyStore` injects latency and faults.
+`python -m megalith.gather.simulation FILE` is one rank; `megalith gather simulate` starts them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import os
+import random
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -19,52 +23,103 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalith.distributed.surviving_ranks import Ranks
 from megalith.errors import InputError
 from megalith.gather.compress import compress
-from megalith.gather.faultserver import FaultServer, ServerFault, seeded_faults
 from megalith.gather.fetch import FetchOptions
-from megalith.gather.metrics import metrics
 from megalith.gather.payload import Label
-from megalith.gather.plan import Plan, payload_key
-from megalith.gather.ranks import Ranks
-from megalith.gather.schema import Schema
-from megalith.gather.settings import OverlapConfig, UpdateConfig
-from megalith.gather.store import s3_store
+from megalith.gather.payload_schema import PayloadSchema
+from megalith.gather.plan import GatherPlan, OverlapConfig, UpdateConfig, payload_key
 from megalith.gather.update import OuterUpdate
-from megalith.gather.window import run_window
+from megalith.gather.window import WindowReport, run_window
+from megalith.gather.window_metrics import metrics
+from megalith.ops import checks
+from megalith.storage.object_store import ObjectInfo, ObjectStore, RequestFailure, StoreRequestError
 
 RUN = "simulation"
 OPENS = datetime(2026, 1, 1, tzinfo=UTC)
 CLOSES = OPENS + timedelta(minutes=10)
 SHAPES = {"layer1.weight": (128, 96), "layer1.bias": (128,), "layer2.weight": (64, 128), "layer2.bias": (64,)}
 FAULTS = {
-    "missing": "nothing is there",
+    "missing": "there is no object",
     "early": "written before the window opened",
     "late": "written after the window closed",
     "corrupt": "a byte is wrong",
     "copy": "the positions of another peer",
-    "flaky": "one 503, then well",
-    "cut": "the connection ends amid the body, once",
-    "down": "500, always",
+    "flaky": "one 503, then it works",
+    "cut": "the connection ends within the body, once",
+    "down": "always 500",
 }
 """What can go wrong with a peer."""
 DEFAULT_FAULTS = dict.fromkeys(FAULTS, 0.05)
 
 
+class FaultyStore(ObjectStore):
+    """A directory with latency and faults.
+
+    Args:
+        directory: The objects.
+        latency: Seconds before each answer.
+        faults: "flaky", "cut" or "down" by key.
+
+    Attributes:
+        downloads: How often each object was downloaded completely.
+    """
+
+    def __init__(
+        self, directory: Path, *, latency: float = 0.0, faults: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(directory.absolute().as_uri())
+        self._latency = latency
+        self._faults = dict(faults or {})
+        self.downloads: Counter[str] = Counter()
+
+    async def head(self, key: str, *, timeout: float) -> ObjectInfo:
+        """See `ObjectStore.head`."""
+        await self._answer(key, "flaky", timeout)
+        return await super().head(key, timeout=timeout)
+
+    async def get(
+        self, key: str, sink: Callable[[memoryview], None], *, etag: str | None = None, timeout: float
+    ) -> ObjectInfo:
+        """See `ObjectStore.get`."""
+        await self._answer(key, "cut", timeout)
+        info = await super().get(key, sink, etag=etag, timeout=timeout)
+        self.downloads[key] += 1
+        return info
+
+    async def _answer(self, key: str, once: str, timeout: float) -> None:
+        await asyncio.sleep(min(self._latency, timeout))
+        fault = self._faults.get(key)
+        if fault == once:
+            del self._faults[key]
+        if fault in (once, "down") or self._latency > timeout:
+            failure = RequestFailure.TIMEOUT if self._latency > timeout else RequestFailure.STORE_ERROR
+            raise StoreRequestError(failure, f"request of {key!r}: injected fault {fault}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """A run of some windows. faults: share of peers by name."""
+    """A run of some windows."""
 
     peers: int = 16
-    """Of each window; one in `reserve_share` is a reserve."""
+    """Peers of each window; one in `reserve_share` is a reserve."""
     seed: int = 0
+    """Determines updates and faults."""
     windows: int = 1
+    """The number of windows."""
     latency: float = 0.05
+    """Seconds before each answer of the store."""
     in_flight: int = 4
+    """Downloads at once on a rank."""
     deadline: float = 120.0
+    """Seconds for the downloads of a window."""
     timeout: float = 120.0
+    """Seconds that an exchange between ranks may take."""
     faults: Mapping[str, float] = field(default_factory=lambda: dict(DEFAULT_FAULTS))
+    """The share of peers with each fault, by the names of FAULTS."""
     reserve_share: int = 5
+    """See `peers`."""
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.faults) - set(FAULTS))
@@ -72,18 +127,27 @@ class Simulation:
             raise InputError(f"unknown fault {unknown[0]!r} (known: {', '.join(FAULTS)})")
         if any(rate < 0 for rate in self.faults.values()) or sum(self.faults.values()) > 1:
             raise InputError(
-                f"shares of faults must be 0 or more and 1 in all at most, got {dict(self.faults)}"
+                f"shares of faults must be 0 or more and at most 1 together, got {dict(self.faults)}"
             )
-        if self.peers < 1 or self.windows < 1 or self.deadline < 20 * self.latency:
-            raise InputError("a simulation needs peers, windows, and a deadline of 20 latencies or more")
+        checks.integer(self.peers, "simulation: peers")
+        checks.integer(self.windows, "simulation: windows")
+        if self.deadline < 20 * self.latency:
+            raise InputError("simulation: the deadline must be at least 20 latencies")
 
-    def plan(self, window: int) -> Plan:
-        """The plan of a window: the last peers are reserves."""
+    def plan(self, window: int) -> GatherPlan:
+        """Return the plan of a window: the last peers are reserves.
+
+        Args:
+            window: The window.
+
+        Returns:
+            The plan.
+        """
         wanted = self.peers - self.peers // self.reserve_share
-        return Plan(
+        return GatherPlan(
             run=RUN,
             window=window,
-            schema=schema().digest,
+            schema=simulated_schema().digest,
             primary=tuple(range(wanted)),
             reserve=tuple(range(wanted, self.peers)),
             time_min=OPENS,
@@ -97,112 +161,200 @@ class Simulation:
         )
 
     def fault_of(self, window: int) -> dict[int, str]:
-        """Which peers get which fault, by seed, window and uid alone."""
+        """Return the faults of a window.
+
+        Args:
+            window: The window.
+
+        Returns:
+            By uid; they depend on seed, window and uid alone.
+        """
         return seeded_faults(self.seed * 1_000_003 + window, range(self.peers), self.faults)
 
-    def fill(self, server: FaultServer) -> None:
-        """Lets all peers of all windows publish, and orders the faults."""
+    def fill(self, directory: Path) -> None:
+        """Write the payloads of all peers and windows.
+
+        Args:
+            directory: The directory of the store.
+        """
         for window in range(self.windows):
             faults = self.fault_of(window)
             for uid in range(self.peers):
-                self._publish(server, window, uid, faults.get(uid))
+                self._publish(directory, window, uid, faults.get(uid))
 
-    def _publish(self, server: FaultServer, window: int, uid: int, fault: str | None) -> None:
-        key = payload_key(RUN, window, uid)
+    def store(self, directory: Path) -> FaultyStore:
+        """Return the store of a directory that `fill` has filled.
+
+        Args:
+            directory: The directory.
+
+        Returns:
+            A store with the latency and the faults of this simulation.
+        """
+        faults = {
+            payload_key(RUN, window, uid): fault
+            for window in range(self.windows)
+            for uid, fault in self.fault_of(window).items()
+        }
+        return FaultyStore(directory, latency=self.latency, faults=faults)
+
+    def _publish(self, directory: Path, window: int, uid: int, fault: str | None) -> None:
+        if fault == "missing":
+            return
         author = (uid + 1) % self.peers if fault == "copy" else uid
         make = torch.Generator().manual_seed((self.seed * 1009 + window) * 1_000_003 + author)
         update = {name: 0.01 * torch.randn(shape, generator=make) for name, shape in SHAPES.items()}
-        data = bytearray(compress(update, schema()).to_bytes(Label(RUN, window, uid, global_step=window)))
+        label = Label(RUN, window, uid, global_step=window)
+        data = bytearray(compress(update, simulated_schema()).to_bytes(label))
         if fault == "corrupt":
             data[-1] ^= 1
-        when = {"early": OPENS - timedelta(seconds=1), "late": CLOSES + timedelta(seconds=1)}.get(
+        written = {"early": OPENS - timedelta(seconds=1), "late": CLOSES + timedelta(seconds=1)}.get(
             fault or "", OPENS + timedelta(seconds=300 if fault == "copy" else uid % 60)
         )
-        if fault != "missing":
-            server.put(key, bytes(data), when)
-        ordered = {
-            "flaky": ServerFault("status", "HEAD", code=503),
-            "cut": ServerFault("truncate"),
-            "down": ServerFault("status", "*", times=1 << 30, code=500),
-        }.get(fault or "")
-        if ordered is not None:
-            server.fail(key, ordered)
+        path = directory / payload_key(RUN, window, uid)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        os.utime(path, (written.timestamp(), written.timestamp()))
 
 
-def schema() -> Schema:
-    """Of the simulated model."""
-    return Schema.of(initial_weights(), chunk=32, keep=32)
+def seeded_faults(seed: int, uids: Sequence[int], rates: Mapping[str, float]) -> dict[int, str]:
+    """Draw faults, by seed and uid alone.
+
+    Args:
+        seed: The seed.
+        uids: The peers.
+        rates: The share of peers with each fault.
+
+    Returns:
+        The fault of each uid that has one.
+    """
+    drawn: dict[int, str] = {}
+    for uid in uids:
+        value = random.Random(f"{seed}/{uid}").random()
+        for name, rate in sorted(rates.items()):
+            if value < rate:
+                drawn[uid] = name
+                break
+            value -= rate
+    return drawn
 
 
-def initial_weights() -> dict[str, Tensor]:
-    """Of the simulated model, the same everywhere."""
+def simulated_schema() -> PayloadSchema:
+    """Return the schema of the simulated model."""
+    return PayloadSchema.of(simulated_weights(), chunk=32, keep=32)
+
+
+def simulated_weights() -> dict[str, Tensor]:
+    """Return the initial weights of the simulated model, equal everywhere."""
     make = torch.Generator().manual_seed(0)
     return {name: torch.randn(shape, generator=make) for name, shape in SHAPES.items()}
 
 
-def run_rank(simulation: Simulation, endpoint: str, ranks: Ranks | None, report: Path | None) -> str:
-    """One rank's part of all windows; the hash of its weights. report: where each window's numbers go."""
-    weights, update = initial_weights(), OuterUpdate(schema())
-    stores = {"default": s3_store(FaultServer.bucket, endpoint=endpoint)}
+def run_rank(simulation: Simulation, directory: Path, ranks: Ranks | None, report: Path | None) -> str:
+    """Do one rank's part of all windows.
+
+    Args:
+        simulation: The simulation.
+        directory: The directory that it has filled.
+        ranks: The ranks; None: this process alone.
+        report: Where the numbers of each window go.
+
+    Returns:
+        The hash of the weights.
+    """
+    weights, update = simulated_weights(), OuterUpdate(simulated_schema())
+    store = simulation.store(directory)
     options = FetchOptions(in_flight=simulation.in_flight)
+    leads = ranks is None or ranks.leads
     for window in range(simulation.windows):
         done = run_window(
-            simulation.plan(window) if ranks is None or ranks.leads else None,
+            simulation.plan(window) if leads else None,
             weights,
             update,
-            stores,
+            {"default": store},
             ranks=ranks,
             options=options,
             snapshot="host",
         )
-        if report is not None and (ranks is None or ranks.leads):
-            numbers: dict[str, Any] = {
-                "reason": done.decision.reason.name,
-                "uids": list(done.result.uids),
-                "statuses": {str(u): str(r.status) for u, r in sorted(done.result.records.items())},
-                "excluded": [] if done.update is None else list(done.update.excluded),
-                "metrics": metrics(done.result, overlap=done.overlap),
-            }
-            (report / f"window-{window}.json").write_text(json.dumps(numbers))
+        if report is not None and leads:
+            (report / f"window-{window}.json").write_text(json.dumps(_numbers(done)))
     found = update.fingerprint(weights).hash
-    if report is not None and (ranks is None or ranks.leads):
-        (report / "weights").write_text(found)
+    if report is not None:
+        (report / f"downloads-{0 if ranks is None else ranks.rank}.json").write_text(
+            json.dumps(store.downloads)
+        )
+        if leads:
+            (report / "weights").write_text(found)
     return found
 
 
+def _numbers(done: WindowReport) -> dict[str, Any]:
+    result = done.result
+    return {
+        "reason": done.decision.reason.name,
+        "uids": list(result.uids),
+        "skipped": {
+            str(uid): [str(result.records[uid].status), result.records[uid].detail]
+            for uid in result.skipped_uids
+        },
+        "excluded": [] if done.update is None else list(done.update.excluded),
+        "metrics": metrics(result, overlap=done.overlap),
+    }
+
+
 class StatusFile(logging.Handler):
-    """Writes what becomes of each uid to a file, a line each, for whoever watches."""
+    """Writes the status of each uid to a file, a line each, for whoever watches.
+
+    Args:
+        path: The file.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._path = path
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Takes the lines that fetching logs."""
+        """Write the lines that fetching logs.
+
+        Args:
+            record: A record of the log.
+        """
         if record.msg.startswith("plan %s uid") and isinstance(record.args, tuple):
             with self._path.open("a") as file:
                 file.write(f"{record.args[1]} {record.args[2]}\n")
 
 
+def write_job(folder: Path, simulation: Simulation) -> Path:
+    """Fill the store, and write the file that describes the work to ranks.
+
+    Args:
+        folder: Where the store, the file and the reports go.
+        simulation: The simulation.
+
+    Returns:
+        The file.
+    """
+    simulation.fill(folder / "store")
+    path = folder / "job.json"
+    path.write_text(json.dumps(asdict(simulation)))
+    return path
+
+
 def main(path: Path) -> None:
-    """A rank of a simulation, as a process."""
+    """Run a rank of a simulation, as a process.
+
+    Args:
+        path: What `write_job` returned.
+    """
     torch.set_num_threads(1)
-    given = json.loads(path.read_text())
-    simulation = Simulation(**given["simulation"])
+    simulation = Simulation(**json.loads(path.read_text()))
     folder = path.parent
     ranks = Ranks.join(timeout=simulation.timeout)
     log = logging.getLogger("megalith.gather")
     log.setLevel(logging.INFO)
     log.addHandler(StatusFile(folder / f"statuses-{ranks.rank}"))
     log.propagate = False
-    run_rank(simulation, given["endpoint"], ranks, folder)
-
-
-def write_job(folder: Path, simulation: Simulation, endpoint: str) -> Path:
-    """The file that tells ranks what to do."""
-    path = folder / "job.json"
-    path.write_text(json.dumps({"simulation": asdict(simulation), "endpoint": endpoint}))
-    return path
+    run_rank(simulation, folder / "store", ranks, folder)
 
 
 if __name__ == "__main__":

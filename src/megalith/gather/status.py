@@ -1,7 +1,7 @@
-"""What became of a peer: one status per attempted uid, and whose fault it was.
+"""Statuses: what happened to a peer, one per attempted uid, and whose fault it was.
 
-Peer faults and faults of our own side are disjoint, so that penalties can go by the first alone. `Fault`
-carries a status from wherever a check fails to the record of that peer, and no further.
+Faults of peers and faults of this side are disjoint, so that penalties can depend on the first alone. `Fault`
+carries a status from where a check fails to the record of that peer, and no further.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Status(StrEnum):
 
     OK = "OK"
     NOT_FOUND = "NOT_FOUND"
-    """No object at its place until the deadline."""
+    """No object at its location by the deadline."""
     TOO_EARLY = "TOO_EARLY"
     """Written before the window opened."""
     TOO_LATE = "TOO_LATE"
@@ -26,7 +26,7 @@ class Status(StrEnum):
     CHANGED = "CHANGED"
     """Replaced while it was read, twice."""
     CORRUPT = "CORRUPT"
-    """No payload, or a digest that does not fit its bytes."""
+    """Not a payload, or a digest that does not match its bytes."""
     INVALID_SCHEMA = "INVALID_SCHEMA"
     """A payload of another model, window or peer."""
     INVALID_INDEX = "INVALID_INDEX"
@@ -34,13 +34,13 @@ class Status(StrEnum):
     INVALID_VALUE = "INVALID_VALUE"
     """A value that is not finite or too large, or a code without a value."""
     TIMEOUT = "TIMEOUT"
-    """Not read before the deadline; whether peer or network was slow cannot be told."""
+    """Not read before the deadline; the peer or the network was slow."""
     STORE_ERROR = "STORE_ERROR"
     """The store refused or failed: 5xx, 429, credentials, connection."""
     LOCAL_ERROR = "LOCAL_ERROR"
-    """This machine failed: spool full, or an error of ours."""
+    """This machine failed: the spool is full, or Megalith has an error."""
     RANK_LOST = "RANK_LOST"
-    """The rank that had to fetch it is gone."""
+    """The rank that had to fetch it is lost."""
     DIGEST_CONFLICT = "DIGEST_CONFLICT"
     """Two ranks read different payloads of one peer."""
 
@@ -54,17 +54,22 @@ OUR_FAULTS = frozenset(
         Status.DIGEST_CONFLICT,
     }
 )
-"""Nobody may be penalised for these."""
+"""Statuses for which no peer may be penalised."""
 
 PEER_FAULTS = frozenset(Status) - OUR_FAULTS - {Status.OK}
-"""The peer's own doing."""
+"""Statuses that the peer caused."""
 
 RETRIED = frozenset({Status.NOT_FOUND, Status.TIMEOUT, Status.STORE_ERROR, Status.CHANGED})
-"""What another try may cure."""
+"""Statuses after which another try may succeed."""
 
 
 class Fault(MegalithError, ValueError):
-    """Why one peer's object was not accepted: the status it gets and a sentence for the log."""
+    """Why the object of one peer was not accepted.
+
+    Args:
+        status: The status that the peer gets.
+        detail: A sentence for the log.
+    """
 
     def __init__(self, status: Status, detail: str) -> None:
         super().__init__(f"{status}: {detail}")

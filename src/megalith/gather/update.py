@@ -1,8 +1,7 @@
-"""OuterUpdate: a window's payloads to one step of the weights, block by block, within a memory budget.
+"""OuterUpdate: the payloads of a window to one step of the weights, block by block, within a memory budget.
 
-Blocks shrink as peers grow in number, so the peak is set by the budget alone. Everything that can refuse
-does so before the first weight changes. What a block comes to (`reduce_rows`) and what is done
-with it (`step_tile`) are separate, so that one rank can compute what another applies.
+Everything that can refuse does so before the first weight changes. `Columns` reduces blocks to tiles; here
+they are applied to the part of each parameter that this process holds.
 """
 
 from __future__ import annotations
@@ -13,30 +12,48 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from megalith.distributed.surviving_ranks import Ranks
 from megalith.errors import InputError, UsageError
-from megalith.gather.budget import check_update_budget, lookup_bytes, row_bytes, rows_per_block
 from megalith.gather.chunks import Area, covered, lay_out, rectangles, within
-from megalith.gather.fingerprint import Fingerprint, fingerprint
-from megalith.gather.ledger import Ledger
-from megalith.gather.merge import Gathered, GatherResult, as_result
-from megalith.gather.payload import Payload
-from megalith.gather.reduce import PeerRows, clip_factors, medians, reduce_rows
-from megalith.gather.schema import Schema
-from megalith.gather.settings import UpdateConfig
-from megalith.gather.snapshot import Policy, Snapshot
-from megalith.gather.tables import reduce_table
+from megalith.gather.columns import Columns
+from megalith.gather.memory_budget import STEP_POSITIONS
+from megalith.gather.payload_schema import PayloadSchema, Weights
+from megalith.gather.plan import GatherPlan, UpdateConfig
+from megalith.gather.reduce import clip_factors, medians
+from megalith.gather.result import Gathered, GatherResult, as_result
+from megalith.gather.table_rows import RowAdder, TableShards
+from megalith.gather.weight_parts import (
+    Fingerprint,
+    Part,
+    SnapshotPolicy,
+    WeightSnapshot,
+    area_of,
+    fingerprint,
+    part_of,
+    weights_of,
+)
+from megalith.ops import checks
 
 T = TypeVar("T")
 
 ApplyRows = Callable[[str, Tensor, Tensor], None]
-"""Takes a table's name, ids int64 [n] ascending and what to add to their rows, float32 [n, dim]."""
+"""Takes the name of a table, ids int64 [n] ascending, and what to add to their rows, float32 [n, dim]."""
 
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """What a step did. medians, factors: by parameter and table, by peer; peak_bytes: by the ledger."""
+    """What a step did.
+
+    Attributes:
+        uids: The contributors, in canonical order.
+        excluded: Accepted peers that were left out.
+        medians: The median norm of each parameter and table.
+        factors: For each contributor, the factor of each parameter and table.
+        outer_step: The number of steps so far.
+        peak_bytes: The most memory that the step held at once, by the ledger.
+    """
 
     uids: tuple[int, ...]
     excluded: tuple[int, ...]
@@ -47,195 +64,352 @@ class UpdateReport:
 
 
 class OuterUpdate:
-    """The outer optimizer of a model: its step counter and, for nesterov, a momentum per parameter.
+    """The outer optimizer of a model. The plan of each window defines how it steps.
 
-    How it steps, and with how much memory, each window's plan says.
+    Args:
+        schema: The schema of the model.
+
+    Attributes:
+        outer_step: The number of steps so far.
+        momentum: For nesterov, the momentum of each parameter: float32, a DTensor if the parameter is one.
+        last_applied: Run and window of the last step; None before the first.
     """
 
-    def __init__(self, schema: Schema) -> None:
-        self.schema = schema
+    def __init__(self, schema: PayloadSchema) -> None:
+        self.schema = checks.instance(schema, PayloadSchema, "schema")
         self.outer_step = 0
         self.momentum: dict[str, Tensor] = {}
+        self.last_applied: tuple[str, int] | None = None
 
     def apply(
         self,
-        parameters: nn.Module | Mapping[str, Tensor],
+        parameters: Weights,
         gathered: Gathered,
         *,
         exclude: Sequence[int] = (),
+        tables: TableShards | None = None,
         apply_rows: ApplyRows | None = None,
-        snapshot: Policy = "none",
+        snapshot: SnapshotPolicy = "none",
         snapshot_directory: Path | None = None,
     ) -> UpdateReport:
-        """One step of all weights, in place.
+        """Make one step of all weights, in place, in this process.
 
-        exclude: accepted uids to leave out. apply_rows: called with changes of table rows, to be added
-        (such as `table.assign_add`). snapshot: how weights are put back if the step breaks off; rows that
-        `apply_rows` took are the caller's. Raises InputError or BudgetError before anything changes;
-        UsageError after a step that broke off and could not be undone.
+        Args:
+            parameters: The model, or its parameters by name.
+            gathered: The result, whose payloads are all in this process.
+            exclude: Accepted uids to leave out.
+            tables: The tables to which changes of rows are added.
+            apply_rows: Called with changes of rows instead.
+            snapshot: How weights are restored if the step fails: "none", "host" or "disk". Rows of tables
+                are not restored.
+            snapshot_directory: Where "disk" stores the copy.
+
+        Returns:
+            What the step did.
+
+        Raises:
+            InputError: Something does not match; nothing has changed.
+            BudgetError: The budget is too small; nothing has changed.
+            UsageError: The window was applied already (nothing has changed), or the step failed half-way and
+                could not be undone.
         """
-        result = as_result(gathered)
-        config = result.plan.update
-        tensors = self.checked(parameters)
-        uids = tuple(uid for uid in result.uids if uid not in set(exclude))
-        payloads = self._payloads(result, uids, apply_rows)
-        norms = result.norm_table(uids)
-        factors = clip_factors(norms, config)
-        ledger = Ledger(result.plan.memory_budget, "the update")
-        check_update_budget(self.schema, config, len(uids), ledger.budget)
-        self.prepare(tensors, config)
-        saved = Snapshot({**tensors, **momentum_names(self.momentum)}, snapshot, snapshot_directory)
+        result, ranks = as_result(gathered), Ranks.alone()
+        parts = self.parts(parameters, ranks)
+        left_out = set(exclude)
+        uids = tuple(uid for uid in result.uids if uid not in left_out)
+        self.check(result, uids)
+        take = row_taker(result, uids, ranks, tables, apply_rows)
+        columns = Columns(result, ranks, parts=parts)
+        self.prepare(parts, result.plan.update)
+        saved = WeightSnapshot(self.local_tensors(parts), snapshot, snapshot_directory)
         try:
-            with torch.no_grad():
-                for number, spec in enumerate(self.schema.parameters):
-                    self._update_parameter(tensors[spec.name], number, payloads, factors, config, ledger)
-                for number, table in enumerate(self.schema.tables):
-                    column = factors[:, len(self.schema.parameters) + number]
-                    for ids, rows in reduce_table(payloads, number, column, config, ledger):
-                        assert apply_rows is not None
-                        apply_rows(table.name, ids, table_step(rows, config))
+            return self.step(columns, uids, parts, take)
         except BaseException as error:
             saved.restore()
             if saved.can_restore or not isinstance(error, Exception):
                 raise
             raise UsageError(
-                "the update broke off and weights may be torn: reload a checkpoint and catch up "
-                f"(or use a snapshot): {type(error).__name__}: {error}"
+                "the update failed half-way and weights may be inconsistent: reload a checkpoint and catch "
+                f"up (or use a snapshot): {type(error).__name__}: {error}"
             ) from error
         finally:
             saved.close()
+            columns.close()
+
+    def parts(self, parameters: Weights, ranks: Ranks) -> dict[str, Part]:
+        """Return what this rank holds of each parameter.
+
+        Args:
+            parameters: The model, or its parameters by name.
+            ranks: The ranks that share the work.
+
+        Returns:
+            The parts by name.
+
+        Raises:
+            InputError: A parameter does not match the schema, or is sharded over other ranks.
+        """
+        tensors = weights_of(parameters, self.schema)
+        return {name: part_of(name, tensor, ranks) for name, tensor in tensors.items()}
+
+    def check(self, result: GatherResult, uids: Sequence[int]) -> None:
+        """Check that a result can be applied.
+
+        Args:
+            result: The result.
+            uids: The contributors.
+
+        Raises:
+            InputError: The result is of another schema, or there is no contributor.
+            UsageError: The window was applied already.
+        """
+        if result.schema != self.schema:
+            raise InputError("the gathered payloads have another schema than this update")
+        if not uids:
+            raise InputError("there is no peer to update with: `decide` returns whether to skip")
+        self.check_window(result.plan)
+
+    def check_window(self, plan: GatherPlan) -> None:
+        """Check that a window follows the last one that was applied.
+
+        Args:
+            plan: The plan of the window.
+
+        Raises:
+            UsageError: It was applied already, or is older.
+        """
+        if self.last_applied is not None:
+            run, window = self.last_applied
+            if run == plan.run and plan.window <= window:
+                raise UsageError(
+                    f"window {plan.window} of run {run!r} cannot be applied: window {window} was applied "
+                    "already, and applying a window twice would change the weights twice"
+                )
+
+    def prepare(self, parts: Mapping[str, Part], config: UpdateConfig) -> None:
+        """Create the state of the optimizer where it is missing.
+
+        Args:
+            parts: What this process holds of each parameter.
+            config: The outer step.
+
+        Raises:
+            InputError: The momentum is sharded, but the weights are not.
+        """
+        for name, part in parts.items() if config.optimizer == "nesterov" else ():
+            found = self.momentum.get(name)
+            if found is None:
+                self.momentum[name] = part.like(torch.zeros_like(part.tensor, dtype=torch.float32))
+            elif type(found) is Tensor and part.whole is not part.tensor:
+                lines = found if part.span is None else found[part.span[0] : part.span[1]]
+                self.momentum[name] = part.like(lines.to(part.tensor.device).clone())
+            elif type(found) is not Tensor and part.whole is part.tensor:
+                raise InputError(
+                    f"the momentum of {name!r} is sharded, but the parameter is not: "
+                    "load a state_dict with whole tensors (DTensor.full_tensor())"
+                )
+
+    def local_tensors(self, parts: Mapping[str, Part]) -> dict[str, Tensor]:
+        """Return the tensors of this process that a step changes.
+
+        Args:
+            parts: What this process holds of each parameter.
+
+        Returns:
+            Weights and momentum by name.
+        """
+        momentum = {name: local_tensor(tensor) for name, tensor in self.momentum.items()}
+        return {**{name: part.tensor for name, part in parts.items()}, **momentum_names(momentum)}
+
+    @torch.no_grad()
+    def step(
+        self,
+        columns: Columns,
+        uids: Sequence[int],
+        parts: Mapping[str, Part],
+        take: ApplyRows,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> UpdateReport:
+        """Make a step that was checked and prepared. A collective call over the ranks of `columns`.
+
+        Args:
+            columns: The payloads.
+            uids: The contributors, in canonical order.
+            parts: What this process holds of each parameter.
+            take: Called with the changes of table rows.
+            on_change: Called before each change of a weight.
+
+        Returns:
+            What the step did.
+        """
+        result, specs = columns.result, self.schema.parameters
+        config = result.plan.update
+        norms = result.norm_table(uids)
+        factors = clip_factors(norms, config)
+        areas = [area_of(spec, parts[spec.name].span) for spec in specs]
+        momentum = {name: local_tensor(tensor) for name, tensor in self.momentum.items()}
+        for number, start, tile in columns.tiles(uids, factors, lambda n: parts[specs[n].name].tensor.device):
+            on_change()
+            name = specs[number].name
+            _step_tile(
+                specs[number], parts[name].tensor, momentum.get(name), start, tile, config, areas[number]
+            )
+            del tile  # its memory is needed for the next one
+        for number, table in enumerate(self.schema.tables):
+            for ids, rows in columns.table_rows(number, uids, factors[:, len(specs) + number]):
+                on_change()
+                # Only parameters have momentum.
+                take(table.name, ids, (rows.sign() if config.optimizer == "sign" else rows) * -config.lr)
         self.outer_step += 1
+        self.last_applied = (result.plan.run, result.plan.window)
         return UpdateReport(
-            uids=uids,
-            excluded=tuple(uid for uid in result.uids if uid in set(exclude)),
+            uids=tuple(uids),
+            excluded=tuple(uid for uid in result.uids if uid not in set(uids)),
             medians=tuple(medians(norms).tolist()),
             factors=tuple(map(tuple, factors.tolist())),
             outer_step=self.outer_step,
-            peak_bytes=ledger.peak,
+            peak_bytes=columns.ledger.peak,
         )
 
-    def prepare(self, tensors: Mapping[str, Tensor], config: UpdateConfig) -> None:
-        """Makes the optimizer's state where there is none yet."""
-        if config.optimizer == "nesterov":
-            for name, tensor in tensors.items():
-                if name not in self.momentum:
-                    self.momentum[name] = torch.zeros_like(tensor, dtype=torch.float32)
+    def fingerprint(self, parameters: Weights, *, ranks: Ranks | None = None) -> Fingerprint:
+        """Compute the fingerprint of weights and momentum. A collective call if weights are sharded.
 
-    @torch.no_grad()
-    def step_tile(
-        self,
-        parameter: Tensor,
-        number: int,
-        start: int,
-        tile: Tensor,
-        config: UpdateConfig,
-        held: Area | None = None,
-    ) -> None:
-        """Steps the weights that rows `start` and on of a parameter cover, with their tile [rows, size].
+        Args:
+            parameters: The model, or its parameters by name.
+            ranks: The ranks over which weights are sharded.
 
-        held: what `parameter` is of the whole, if it is a part; weights outside of it are left to others.
+        Returns:
+            The fingerprint, equal for any number of ranks.
         """
-        spec = self.schema.parameters[number]
-        area = Area(0, spec.matrix[0], 0, spec.matrix[1]) if held is None else held
-        shape = area.bottom - area.top, area.right - area.left
-        height, width = spec.chunk
-        for place in rectangles(spec, start, start + tile.shape[0]):
+        tensors = weights_of(parameters, self.schema)
+        return fingerprint({**tensors, **momentum_names(self.momentum)}, ranks=ranks)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return step counter, last window and momentum, as `load_state_dict` takes them.
+
+        The momentum of a sharded parameter is a DTensor, which torch.distributed.checkpoint can save.
+        """
+        return {
+            "outer_step": self.outer_step,
+            "last_applied": self.last_applied,
+            "momentum": dict(self.momentum),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set step counter, last window and momentum.
+
+        Args:
+            state: What `state_dict` returned. Momentum may be whole although weights are sharded.
+
+        Raises:
+            InputError: It is of another model.
+        """
+        if not isinstance(state, Mapping) or not {"outer_step", "momentum"} <= set(state):
+            raise InputError("state must be what OuterUpdate.state_dict() returned")
+        outer_step, last = checks.integer(state["outer_step"], "outer_step", 0), state.get("last_applied")
+        momentum = {}
+        for name, tensor in checks.mapping(state["momentum"], "momentum", "{'weight': tensor}").items():
+            if not isinstance(tensor, Tensor) or tuple(tensor.shape) != self.schema.parameter(name).shape:
+                got = tuple(tensor.shape) if isinstance(tensor, Tensor) else checks.kind(tensor)
+                raise InputError(f"momentum of {name!r} has shape {got}")
+            momentum[name] = tensor.detach().to(torch.float32).clone()
+        if last is not None and (not isinstance(last, list | tuple) or len(last) != 2):
+            raise InputError(f"last_applied must be a run and a window, got {last!r:.80}")
+        self.outer_step, self.momentum = outer_step, momentum
+        self.last_applied = None if last is None else (str(last[0]), int(last[1]))
+
+
+def row_taker(
+    result: GatherResult,
+    uids: Sequence[int],
+    ranks: Ranks,
+    tables: TableShards | None,
+    apply_rows: ApplyRows | None,
+) -> ApplyRows:
+    """Return what is called with the changes of table rows.
+
+    Args:
+        result: The result.
+        uids: The contributors.
+        ranks: The ranks that share the work.
+        tables: The tables to which changes are added, each row once.
+        apply_rows: Called with all rows on every rank instead.
+
+    Returns:
+        The function.
+
+    Raises:
+        InputError: Peers sent rows, and neither is given; or both are; or tables do not match.
+    """
+    if tables is not None and apply_rows is not None:
+        raise InputError("give tables or apply_rows, not both")
+    names = [table.name for table in result.schema.tables]
+    if tables is not None:
+        return RowAdder(tables, names, ranks.place, ranks.size)
+    checks.callback(apply_rows, "apply_rows")
+    for number, name in enumerate(names):
+        if apply_rows is None and any(result.accepted[uid].table_rows[number] for uid in uids):
+            raise InputError(f"peers sent rows of table {name!r}: pass tables=collection.shards")
+    return apply_rows or _no_rows
+
+
+def momentum_names(momentum: Mapping[str, T]) -> dict[str, T]:
+    """Return momentum under the names that it has in fingerprints and snapshots.
+
+    Args:
+        momentum: By the name of its parameter.
+
+    Returns:
+        By "momentum of NAME".
+    """
+    return {f"momentum of {name}": tensor for name, tensor in momentum.items()}
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this process holds.
+
+    Args:
+        tensor: A plain tensor or a DTensor.
+
+    Returns:
+        A plain tensor that shares its memory.
+    """
+    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found
+
+
+def _no_rows(table: str, ids: Tensor, change: Tensor) -> None:
+    return
+
+
+def _step_tile(
+    spec: Any,
+    weights: Tensor,
+    momentum: Tensor | None,
+    start: int,
+    tile: Tensor,
+    config: UpdateConfig,
+    area: Area,
+) -> None:
+    """Step the weights of an area that rows `start` and on cover, in small pieces."""
+    shape = area.bottom - area.top, area.right - area.left
+    height, width = spec.chunk
+    each = max(1, STEP_POSITIONS // spec.size)
+    for first in range(0, tile.shape[0], each):
+        piece = tile[first : first + each]
+        for place in rectangles(spec, start + first, start + first + piece.shape[0]):
             here = covered(spec, place, area)
             if here.top >= here.bottom or here.left >= here.right:
                 continue
-            weights = within(parameter.view(shape), here, area.top, area.left)
-            gradient = lay_out(tile[place.start : place.stop], spec, place)
+            target = within(weights.view(shape), here, area.top, area.left)
+            gradient = lay_out(piece[place.start : place.stop], spec, place)
             gradient = within(gradient, here, place.top * height, place.left * width)
             if config.optimizer == "sign":
                 gradient = gradient.sign()
             elif config.optimizer == "nesterov":
-                momentum = within(self.momentum[spec.name].view(shape), here, area.top, area.left)
-                momentum.mul_(config.momentum).add_(gradient)
-                gradient = (momentum * config.momentum).add_(gradient)
+                assert momentum is not None
+                own = within(momentum.view(shape), here, area.top, area.left)
+                own.mul_(config.momentum).add_(gradient)
+                gradient = (own * config.momentum).add_(gradient)
             # Multiplied, then subtracted: fused, the two would round once here and twice there.
-            weights.copy_(weights.to(torch.float32) - gradient * config.lr)
-
-    def fingerprint(self, parameters: nn.Module | Mapping[str, Tensor]) -> Fingerprint:
-        """Of the schema's weights and, where there is one, the momentum: what the next step starts from."""
-        return fingerprint({**self.checked(parameters), **momentum_names(self.momentum)})
-
-    def state_dict(self) -> dict[str, Any]:
-        """Step counter and momentum."""
-        return {"outer_step": self.outer_step, "momentum": dict(self.momentum)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what `state_dict` gave. Raises InputError if it is of another model."""
-        momentum = {name: tensor.to(torch.float32).clone() for name, tensor in state["momentum"].items()}
-        for name, tensor in momentum.items():
-            if tuple(tensor.shape) != self.schema.parameter(name).shape:
-                raise InputError(f"momentum of {name!r} has shape {tuple(tensor.shape)}")
-        self.outer_step, self.momentum = int(state["outer_step"]), momentum
-
-    def _update_parameter(
-        self,
-        parameter: Tensor,
-        number: int,
-        payloads: Sequence[Payload],
-        factors: Tensor,
-        config: UpdateConfig,
-        ledger: Ledger,
-    ) -> None:
-        spec, count, device = self.schema.parameters[number], len(payloads), parameter.device
-        with ledger.hold(lookup_bytes(self.schema, count), "values of codes"):
-            lookups = [
-                (payload.lookup(number) * factor).to(device)
-                for payload, factor in zip(payloads, factors[:, number], strict=True)
-            ]
-            rows = rows_per_block(spec, config, count, ledger.budget - ledger.used)
-            for start in range(0, spec.rows, rows):
-                stop = min(start + rows, spec.rows)
-                with ledger.hold((stop - start) * row_bytes(spec, config, count), "a block"):
-                    peers = (
-                        PeerRows(
-                            payload.indices(number, start, stop).to(device),
-                            payload.codes(number, start, stop).to(device),
-                            lookup,
-                        )
-                        for payload, lookup in zip(payloads, lookups, strict=True)
-                    )
-                    tile = reduce_rows(spec, stop - start, peers, count, config)
-                    self.step_tile(parameter, number, start, tile, config)
-
-    def checked(self, parameters: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The schema's parameters by name, detached. Raises InputError if one is missing or misshapen."""
-        given = dict(parameters.named_parameters() if isinstance(parameters, nn.Module) else parameters)
-        for spec in self.schema.parameters:
-            tensor = given.get(spec.name)
-            if tensor is None:
-                raise InputError(f"parameter {spec.name!r} of the schema was not given")
-            if tuple(tensor.shape) != spec.shape or not tensor.is_floating_point():
-                raise InputError(
-                    f"parameter {spec.name!r} is {tensor.dtype} {tuple(tensor.shape)}, "
-                    f"its schema says floating point {spec.shape}"
-                )
-            if not tensor.is_contiguous():
-                raise InputError(f"parameter {spec.name!r} is not contiguous: use .contiguous()")
-        return {spec.name: given[spec.name].detach() for spec in self.schema.parameters}
-
-    def _payloads(
-        self, result: GatherResult, uids: Sequence[int], apply_rows: ApplyRows | None
-    ) -> list[Payload]:
-        if result.schema != self.schema:
-            raise InputError("the gathered payloads are of another schema than this update")
-        if not uids:
-            raise InputError("there is no peer to update with: `decide` says whether to skip")
-        chosen = result.held(uids)
-        for number, table in enumerate(self.schema.tables):
-            if apply_rows is None and any(p.header.tables[number].num_rows for p in chosen):
-                raise InputError(f"peers sent rows of table {table.name!r}: give apply_rows to take them")
-        return chosen
-
-
-def table_step(rows: Tensor, config: UpdateConfig) -> Tensor:
-    """What is added to rows of a table. Momentum is for parameters only."""
-    return (rows.sign() if config.optimizer == "sign" else rows) * -config.lr
-
-
-def momentum_names(momentum: Mapping[str, T]) -> dict[str, T]:
-    """Momentum by the names that fingerprints and snapshots have for it."""
-    return {f"momentum of {name}": tensor for name, tensor in momentum.items()}
+            target.copy_(target.to(torch.float32) - gradient * config.lr)

@@ -1,8 +1,7 @@
 """Whether a payload may be used: digests, schema, indices, codes and values, checked block by block.
 
-Everything a peer sends is hostile until it passes here. What a later step needs of each parameter is
-computed on the way: norm, values of the codes, digest of the indices. Memory is a block, whatever the
-payload's size.
+Everything that a peer sends is untrusted until it passes here. The norm of each parameter is computed at the
+same time. The memory is that of a block, for any size of the payload.
 """
 
 from __future__ import annotations
@@ -19,36 +18,42 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megalith.gather.body import Body
-from megalith.gather.ledger import Ledger
-from megalith.gather.packing import spare_code_bits, spare_index_bits, unpack_codes, unpack_indices
-from megalith.gather.payload import Header, Payload, header_limit, read_header
-from megalith.gather.schema import ParameterSpec, Schema, TableSpec
+from megalith.gather.chunks import spare_code_bits, spare_index_bits, unpack_codes, unpack_indices
+from megalith.gather.memory_budget import Ledger
+from megalith.gather.payload import Header, Payload, header_limit, raw_bytes, read_header
+from megalith.gather.payload_schema import ParameterSpec, PayloadSchema, TableSpec
 from megalith.gather.status import Fault, Status
+from megalith.storage.spool import Body
 
 Check = Callable[[Tensor], None]
 
-_BYTES_PER_POSITION = 40  # packed, unpacked and compared, of one kept position
-_BYTES_PER_HEADER_BYTE = 32  # what JSON may grow to when it is parsed
+_BYTES_PER_POSITION = 40  # of one kept position: packed, unpacked and compared
+_BYTES_PER_HEADER_BYTE = 32  # size of parsed JSON divided by its text
 _TABLE_BLOCK = 1 << 16  # elements of table rows summed at once; fixed, as norms must not depend on budgets
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedPayload:
     """A payload that passed.
 
-    norms: parameters, then tables. lookups: float32, values of the codes of all parameters one after
-    another. index_digests: by parameter.
+    Attributes:
+        header: Its header.
+        norms: The norm of each parameter, then of each table.
     """
 
     header: Header
     norms: tuple[float, ...]
-    lookups: Tensor
-    index_digests: tuple[str, ...]
 
 
-def least_work_bytes(schema: Schema) -> int:
-    """Bytes that checking a payload of this schema takes at least."""
+def least_work_bytes(schema: PayloadSchema) -> int:
+    """Return the number of bytes that checking a payload needs at least.
+
+    Args:
+        schema: The schema.
+
+    Returns:
+        The number of bytes.
+    """
     rows = [spec.keep * _BYTES_PER_POSITION for spec in schema.parameters]
     tables = [_table_bytes(table) for table in schema.tables]
     return max([_BYTES_PER_HEADER_BYTE * header_limit(schema), *rows, *tables])
@@ -56,7 +61,7 @@ def least_work_bytes(schema: Schema) -> int:
 
 def validate(
     body: Body,
-    schema: Schema,
+    schema: PayloadSchema,
     *,
     run: str,
     window: int,
@@ -64,11 +69,25 @@ def validate(
     max_value: float,
     ledger: Ledger,
     work_bytes: int,
-) -> Checked:
-    """Checks a payload against the schema and what the plan expects of this peer.
+) -> CheckedPayload:
+    """Check a payload against the schema and what the plan expects of this peer.
 
-    work_bytes: memory for blocks, at least `least_work_bytes`. Raises Fault with the status of the first
-    thing that is wrong; a digest that does not fit goes before what the bytes say.
+    Args:
+        body: The payload.
+        schema: The expected schema.
+        run: The expected run.
+        window: The expected window.
+        uid: The expected peer.
+        max_value: The magnitude of a value at most.
+        ledger: Memory is taken from it.
+        work_bytes: Memory for blocks, at least `least_work_bytes`.
+
+    Returns:
+        The header and norms.
+
+    Raises:
+        Fault: With the status of the first thing that is wrong. A digest that does not match takes
+            precedence over the content of its bytes.
     """
     limit = header_limit(schema)
     with ledger.hold(_BYTES_PER_HEADER_BYTE * limit, "reading a header"):
@@ -76,17 +95,15 @@ def validate(
         _check_identity(header, schema, run, window, uid)
         header = _shared(header, schema)
     payload = Payload(header, body)
-    norms, lookups = [], [torch.zeros(0)]
-    for number in range(len(header.parameters)):
-        norm, lookup = _check_parameter(payload, number, max_value, ledger, work_bytes)
-        norms.append(norm)
-        lookups.append(lookup)
+    norms = [
+        _check_parameter(payload, number, max_value, ledger, work_bytes)
+        for number in range(len(header.parameters))
+    ]
     norms += [_check_table(payload, number, max_value, ledger) for number in range(len(header.tables))]
-    digests = tuple(entry.indices_sha256 for entry in header.parameters)
-    return Checked(header, tuple(norms), torch.cat(lookups), digests)
+    return CheckedPayload(header, tuple(norms))
 
 
-def _check_identity(header: Header, schema: Schema, run: str, window: int, uid: int) -> None:
+def _check_identity(header: Header, schema: PayloadSchema, run: str, window: int, uid: int) -> None:
     label = header.label
     for name, found, wanted in (
         ("run", label.run, run),
@@ -109,8 +126,8 @@ def _check_identity(header: Header, schema: Schema, run: str, window: int, uid: 
     raise Fault(Status.INVALID_SCHEMA, "has other tables than the model, or another order")
 
 
-def _shared(header: Header, schema: Schema) -> Header:
-    """The header with the schema's own specs: many peers' headers are kept, their specs are all the same."""
+def _shared(header: Header, schema: PayloadSchema) -> Header:
+    """The header with the schema's own specs: many headers are kept, and their specs are all equal."""
     pairs = zip(header.parameters, schema.parameters, strict=True)
     parameters = tuple(replace(entry, spec=spec) for entry, spec in pairs)
     tables = tuple(replace(e, spec=spec) for e, spec in zip(header.tables, schema.tables, strict=True))
@@ -123,14 +140,14 @@ def _blocks(count: int, each: int) -> Iterator[tuple[int, int]]:
 
 
 def _check_section(where: str, digest: str, blocks: Iterable[tuple[Tensor, Check]]) -> None:
-    """Hashes a section and checks its blocks; a wrong digest goes before any other fault."""
+    """Hash a section and check its blocks; a wrong digest takes precedence over other faults."""
     hashed = hashlib.sha256()
     fault: Fault | None = None
     for block, check in blocks:
-        hashed.update(_raw(block))
+        hashed.update(raw_bytes(block))
         fault = fault or _fault_of(check, block)
     if hashed.hexdigest() != digest:
-        raise Fault(Status.CORRUPT, f"{where}: the digest does not fit the bytes")
+        raise Fault(Status.CORRUPT, f"{where}: the digest does not match the bytes")
     if fault is not None:
         raise fault
 
@@ -145,8 +162,8 @@ def _fault_of(check: Callable[[Tensor], None], block: Tensor) -> Fault | None:
 
 def _check_parameter(
     payload: Payload, number: int, max_value: float, ledger: Ledger, work_bytes: int
-) -> tuple[float, Tensor]:
-    """The norm of a parameter and the values of its codes."""
+) -> float:
+    """The norm of a parameter."""
     entry = payload.header.parameters[number]
     spec = entry.spec
     rows = max(1, min(spec.rows, work_bytes // (spec.keep * _BYTES_PER_POSITION)))
@@ -163,12 +180,12 @@ def _check_parameter(
         )
         codes = ((payload.codes(number, *block), count_codes) for block in _blocks(spec.rows, rows))
         _check_section(f"{spec.name!r}, values", entry.values_sha256, chain([(lookup, check_values)], codes))
-    return _norm(lookup, counts), lookup
+    return _norm(lookup, counts)
 
 
 def _check_indices(spec: ParameterSpec, packed: Tensor) -> None:
     if bool(spare_index_bits(packed, spec.keep).any()):
-        raise Fault(Status.INVALID_INDEX, f"{spec.name!r}: bits behind the last index of a row are set")
+        raise Fault(Status.INVALID_INDEX, f"{spec.name!r}: bits after the last index of a row are set")
     indices = unpack_indices(packed, spec.keep)
     if bool((indices[:, -1:] >= spec.size).any()):
         raise Fault(Status.INVALID_INDEX, f"{spec.name!r}: an index is not below {spec.size}")
@@ -178,7 +195,7 @@ def _check_indices(spec: ParameterSpec, packed: Tensor) -> None:
 
 def _count_codes(spec: ParameterSpec, counts: Tensor, packed: Tensor) -> None:
     if bool(spare_code_bits(packed, spec.keep, spec.bits).any()):
-        raise Fault(Status.INVALID_VALUE, f"{spec.name!r}: bits behind the last code of a row are set")
+        raise Fault(Status.INVALID_VALUE, f"{spec.name!r}: bits after the last code of a row are set")
     found = torch.bincount(unpack_codes(packed, spec.keep, spec.bits).flatten(), minlength=spec.bins)
     if found.numel() > spec.bins:
         raise Fault(Status.INVALID_VALUE, f"{spec.name!r}: a code is not below {spec.bins}")
@@ -193,7 +210,7 @@ def _check_values(where: str, max_value: float, values: Tensor) -> None:
 
 
 def _norm(lookup: Tensor, counts: Tensor) -> float:
-    """The norm of the values sent: exact up to one rounding, in whatever blocks they were counted."""
+    """The norm of the values sent: exact up to one rounding, for any blocks in which they were counted."""
     pairs = zip(lookup.tolist(), counts.tolist(), strict=True)
     return math.sqrt(sum((Fraction(value) ** 2 * count for value, count in pairs if count), Fraction(0)))
 
@@ -228,8 +245,3 @@ def _check_table(payload: Payload, number: int, max_value: float, ledger: Ledger
             f"{where}, rows", entry.rows_sha256, ((payload.rows(number, *each), add_rows) for each in blocks)
         )
     return math.sqrt(math.fsum(sums))
-
-
-def _raw(block: Tensor) -> memoryview:
-    array = block.numpy()
-    return array.astype(array.dtype.newbyteorder("<"), copy=False).reshape(-1).view(np.uint8).data

@@ -2,8 +2,9 @@
 
 It has two groups of methods. The methods of `Store` block; obstore retries each request until RETRY_SECONDS
 after its first failure, because its own default of three minutes is too long for a save of many requests. The
-asynchronous methods `head`, `get`, `get_range`, `put` and `list` each make one request with a time limit, for
-callers that schedule many requests and retry them on their own (then `retry_config` turns retries off).
+asynchronous methods `head`, `get`, `get_range`, `put`, `list` and `delete` each make one request with a time
+limit, for callers that schedule many requests and repeat them on their own (`storage/retries.py`);
+`open_object_store` turns obstore's own retries off for them.
 
 The environment variables AWS_ENDPOINT_URL, AWS_ALLOW_HTTP, AWS_REGION, AWS_DEFAULT_REGION, AWS_ACCESS_KEY_ID,
 AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN and the others that obstore knows apply; explicit options win.
@@ -22,7 +23,8 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, BinaryIO
+from urllib.parse import quote
 
 import torch
 from torch import Tensor
@@ -43,6 +45,13 @@ DOWNLOAD_PIECE_BYTES = 1 << 18
 """The smallest piece that `ObjectStore.get` passes to its sink, except for the last one."""
 UPLOAD_PART_BYTES = 5 << 20
 _CONCURRENT_UPLOADS = 2
+_CREDENTIALS = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+)
+"""Environment variables of which one is set where obstore can find credentials."""
 
 
 class RequestFailure(StrEnum):
@@ -54,6 +63,19 @@ class RequestFailure(StrEnum):
     TIMEOUT = "TIMEOUT"
     STORE_ERROR = "STORE_ERROR"
     """The store refused or failed: a status such as 500, 429 or 403, or no connection."""
+
+
+class StoreRequestError(StoreError):
+    """An asynchronous request failed.
+
+    Args:
+        failure: The kind of failure.
+        message: The request and the problem.
+    """
+
+    def __init__(self, failure: RequestFailure, message: str) -> None:
+        super().__init__(message)
+        self.failure = failure
 
 
 @dataclass(frozen=True)
@@ -176,18 +198,6 @@ class ObjectStore(Store):
 
     # ---- asynchronous requests, each with a time limit in seconds
 
-    def request_error(self, failure: RequestFailure, message: str) -> Exception:
-        """Return the exception for a failed asynchronous request. A subclass can choose another type.
-
-        Args:
-            failure: The kind of failure.
-            message: The request and the problem.
-
-        Returns:
-            The exception, which the caller raises.
-        """
-        return StoreError(message)
-
     async def head(self, key: str, *, timeout: float) -> ObjectInfo:
         """Return what the store reports about an object.
 
@@ -199,7 +209,7 @@ class ObjectStore(Store):
             Size, etag and time of the last change.
 
         Raises:
-            StoreError: The request failed; see `request_error`.
+            StoreRequestError: The request failed.
         """
         async with self._limited("head", key, timeout):
             return self._info(await self._obstore.head_async(self._store, self._key(key)))
@@ -219,7 +229,7 @@ class ObjectStore(Store):
             Size, etag and time of the version that was received.
 
         Raises:
-            StoreError: The request failed or ended early; see `request_error`.
+            StoreRequestError: The request failed or ended early.
         """
         checks.callback(sink, "get: sink", required=True)
         _check_etag(etag)
@@ -236,7 +246,7 @@ class ObjectStore(Store):
                 sink(view)
             if done != info.size:
                 message = f"get of {key!r}: received {done} bytes, {info.size} were announced"
-                raise self.request_error(RequestFailure.STORE_ERROR, message)
+                raise StoreRequestError(RequestFailure.STORE_ERROR, message)
             return info
 
     async def get_range(
@@ -255,7 +265,7 @@ class ObjectStore(Store):
             Exactly `length` bytes.
 
         Raises:
-            StoreError: The request failed; see `request_error`.
+            StoreRequestError: The request failed.
         """
         checks.integer(start, "get_range: start", least=0)
         checks.integer(length, "get_range: length")
@@ -268,15 +278,17 @@ class ObjectStore(Store):
             data = bytes(await answer.bytes_async())
             if len(data) != length:
                 message = f"get of {key!r}: received {len(data)} of {length} bytes at {start}"
-                raise self.request_error(RequestFailure.STORE_ERROR, message)
+                raise StoreRequestError(RequestFailure.STORE_ERROR, message)
             return data
 
-    async def put(self, key: str, data: bytes | Path, *, create: bool = False, timeout: float) -> bool:
+    async def put(
+        self, key: str, data: bytes | Path | BinaryIO, *, create: bool = False, timeout: float
+    ) -> bool:
         """Write an object, completely or not at all.
 
         Args:
             key: The object's name.
-            data: The content, or a local file that holds it.
+            data: The content, or a local file that holds it: its path, or opened for reading.
             create: Write only if the object does not exist.
             timeout: Seconds for the whole request.
 
@@ -284,12 +296,13 @@ class ObjectStore(Store):
             Whether the object was written.
 
         Raises:
-            StoreError: The request failed; see `request_error`.
+            StoreRequestError: The request failed.
         """
-        if not isinstance(data, bytes) and not (isinstance(data, Path) and data.is_file()):
-            raise InputError(f"put of {key!r}: data must be bytes or the path of a file, got {data!r:.100}")
+        size = _upload_size(data)
+        if size is None:
+            raise InputError(f"put of {key!r}: data must be bytes, a file or its path, got {data!r:.100}")
         checks.flag(create, "put: create")
-        small = isinstance(data, bytes) or data.stat().st_size <= UPLOAD_PART_BYTES
+        small = size <= UPLOAD_PART_BYTES
         async with self._limited("put", key, timeout):
             if create and not small:
                 # An upload in parts has no create-only mode: check first.
@@ -323,13 +336,27 @@ class ObjectStore(Store):
             An entry per object; none if nothing has this prefix.
 
         Raises:
-            StoreError: The request failed; see `request_error`.
+            StoreRequestError: The request failed.
         """
         async with self._limited("list", prefix, timeout):
             found: list[ObjectInfo] = []
             async for page in self._obstore.list(self._store, self._key(prefix)):
                 found += [self._info(each) for each in page]
             return sorted(found, key=lambda info: info.key)
+
+    async def delete(self, key: str, *, timeout: float) -> None:
+        """Delete an object. Does nothing if there is none.
+
+        Args:
+            key: The object's name.
+            timeout: Seconds for the whole request.
+
+        Raises:
+            StoreRequestError: The request failed.
+        """
+        async with self._limited("delete", key, timeout):
+            with suppress(FileNotFoundError):
+                await self._obstore.delete_async(self._store, self._key(key))
 
     @asynccontextmanager
     async def _limited(self, verb: str, key: str, timeout: float) -> AsyncIterator[None]:
@@ -355,7 +382,7 @@ class ObjectStore(Store):
             raise StoreError(f"{where}: {_first_line(error)}") from None
         else:
             return
-        raise self.request_error(failure, f"{where}: {problem}")
+        raise StoreRequestError(failure, f"{where}: {problem}")
 
     def _info(self, meta: Any) -> ObjectInfo:
         key = str(meta["path"]).removeprefix(f"{self._prefix}/" if self._prefix else "")
@@ -376,6 +403,100 @@ class ObjectStore(Store):
             raise FileNotFoundError(errno.ENOENT, "the object does not exist", self.where) from None
         except Exception as error:  # obstore's own error types
             raise StoreError(f"{self.where}: {action} failed: {_first_line(error)}") from None
+
+
+def open_object_store(
+    place: str | os.PathLike[str],
+    *,
+    endpoint: str | None = None,
+    region: str | None = None,
+    access_key_id: str | None = None,
+    secret_access_key: str | None = None,
+    session_token: str | None = None,
+    anonymous: bool = False,
+) -> ObjectStore:
+    """Open a store for asynchronous requests, each of which is made once.
+
+    For S3, options that are not given come from the AWS_* environment variables; the region is us-east-1
+    without them. Requests are not signed if there are no keys, or with `anonymous`.
+
+    Args:
+        place: "s3://bucket/prefix", "memory://", "file:///directory", or a directory, which is created if it
+            is missing.
+        endpoint: The URL of an S3 server that is not Amazon's.
+        region: The region of the bucket.
+        access_key_id: The public part of the credentials.
+        secret_access_key: The secret part.
+        session_token: The token of temporary credentials.
+        anonymous: Do not sign requests.
+
+    Returns:
+        The store.
+
+    Raises:
+        InputError: `place` is not a store, or an option does not belong to it.
+        MissingDependencyError: obstore is not installed.
+    """
+    text = os.fspath(place) if isinstance(place, str | os.PathLike) else None
+    if not isinstance(text, str) or not text:
+        raise InputError(f"expected a directory or the URL of a store, got {place!r:.100}")
+    keys = {
+        "endpoint": endpoint,
+        "region": region,
+        "access_key_id": access_key_id,
+        "secret_access_key": secret_access_key,
+        "session_token": session_token,
+    }
+    given: dict[str, Any] = {name: value for name, value in keys.items() if value is not None}
+    for name, value in given.items():
+        checks.text(value, f"{text}: {name}")
+    scheme, _, rest = text.partition("://") if "://" in text else ("file", "", text)
+    if scheme != "s3":
+        if given or checks.flag(anonymous, "anonymous"):
+            raise InputError(f"{text}: endpoint, region and credentials belong to a store s3://bucket/prefix")
+        if scheme == "memory":
+            return ObjectStore("memory:///")
+        if scheme != "file" or not rest:
+            raise InputError(f"{text!r} is not a store: use a directory, memory:// or s3://bucket/prefix")
+        directory = Path(rest).absolute()
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"{text!r} is not a store: {error}") from None
+        return ObjectStore(directory.as_uri())
+    bucket, _, prefix = rest.partition("/")
+    if not bucket:
+        raise InputError(f"{text!r} is not a store: use s3://bucket/prefix")
+    if (access_key_id is None) != (secret_access_key is None):
+        raise InputError(f"{text}: access_key_id and secret_access_key must be given together")
+    given["virtual_hosted_style_request"] = False
+    if checks.flag(anonymous, "anonymous") or (
+        access_key_id is None and not any(map(os.environ.get, _CREDENTIALS))
+    ):
+        given["skip_signature"] = True
+    # Each request has a time limit of its own: obstore's must never be the shorter ones.
+    client: dict[str, Any] = dict.fromkeys(("timeout", "read_timeout"), timedelta(days=1))
+    client["connect_timeout"] = timedelta(seconds=10)
+    if endpoint is not None:
+        client["allow_http"] = endpoint.startswith("http://")
+    return ObjectStore(
+        f"s3://{quote(bucket, safe='')}/{quote(prefix.strip('/'))}",
+        config=given,
+        client_options=client,
+        retry_config={"max_retries": 0, "retry_timeout": timedelta(0)},
+    )
+
+
+def _upload_size(data: Any) -> int | None:
+    """The number of bytes of what `put` takes; None if it is something else."""
+    if isinstance(data, bytes):
+        return len(data)
+    if isinstance(data, Path):
+        return data.stat().st_size if data.is_file() else None
+    try:
+        return os.fstat(data.fileno()).st_size
+    except (AttributeError, OSError, ValueError, TypeError):
+        return None
 
 
 def _check_etag(etag: Any) -> None:

@@ -121,6 +121,17 @@ class JsonFields:
         """
         raise self._error(f"field {self._path}{key} {problem}")
 
+    def reject(self, problem: str) -> NoReturn:
+        """Raise the error of this object.
+
+        Args:
+            problem: What is wrong with it.
+
+        Raises:
+            Exception: What `error` makes.
+        """
+        raise self._error(f"{self._path.rstrip('.')}: {problem}" if self._path else problem)
+
     def allow_only(self, *names: str) -> None:
         """Raise if there are other fields.
 
@@ -236,6 +247,18 @@ class JsonFields:
             The items, which are not checked.
         """
         return list(self._typed(key, list, "a list"))
+
+    def elements(self, key: str) -> JsonFields:
+        """Read a list whose items are read like fields.
+
+        Args:
+            key: The name of the field.
+
+        Returns:
+            The items, as fields with the names "key[0]", "key[1]", ...
+        """
+        items = {f"{key}[{i}]": item for i, item in enumerate(self.array(key))}
+        return JsonFields(items, self._error, self._path)
 
     def integers(self, key: str, least: int = 0, most: int = MAX_INT) -> list[int]:
         """Read a list of integers.

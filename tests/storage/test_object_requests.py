@@ -1,4 +1,4 @@
-"""Stores: the five verbs on every kind, time limits, and which status a fault of the server becomes."""
+"""Asynchronous requests: the verbs on every kind of store, time limits, and the kind of each failure."""
 
 from __future__ import annotations
 
@@ -19,19 +19,15 @@ from typing import Any
 import pytest
 
 from megalith.errors import InputError, MissingDependencyError, StoreError
-from megalith.gather.faultserver import FaultServer, ServerFault, seeded_faults
-from megalith.gather.status import OUR_FAULTS, PEER_FAULTS, Fault, Status
-from megalith.gather.store import (
-    Store,
-    backoff,
-    local_store,
-    memory_store,
-    open_store,
-    persist,
-    s3_store,
-    wait,
+from megalith.storage.object_store import (
+    UPLOAD_PART_BYTES,
+    ObjectStore,
+    RequestFailure,
+    StoreRequestError,
+    open_object_store,
 )
-from megalith.storage.object_store import UPLOAD_PART_BYTES
+from megalith.storage.retries import backoff, persist, run_async
+from tests.gather.fault_server import FaultServer, ServerFault
 
 pytest.importorskip("obstore")
 LIMIT = 20.0
@@ -45,83 +41,87 @@ def server() -> Iterator[FaultServer]:
 
 
 @pytest.fixture(params=["memory", "local", "s3"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectStore]:
     if request.param == "s3":
         with FaultServer() as running:
-            yield s3_store(running.bucket, endpoint=running.endpoint)
+            yield running.open()
     else:
-        yield memory_store() if request.param == "memory" else local_store(tmp_path / "new" / "store")
+        yield (
+            open_object_store("memory://")
+            if request.param == "memory"
+            else open_object_store(tmp_path / "new" / "store")
+        )
 
 
-def status_of(work: Any) -> Status:
-    with pytest.raises(Fault) as caught:
-        wait(work)
-    return caught.value.status
+def status_of(work: Any) -> RequestFailure:
+    with pytest.raises(StoreRequestError) as caught:
+        run_async(work)
+    return caught.value.failure
 
 
-def got(store: Store, key: str, **options: Any) -> bytes:
+def got(store: ObjectStore, key: str, **options: Any) -> bytes:
     pieces: list[bytes] = []
-    wait(store.get(key, lambda piece: pieces.append(bytes(piece)), timeout=LIMIT, **options))
+    run_async(store.get(key, lambda piece: pieces.append(bytes(piece)), timeout=LIMIT, **options))
     return b"".join(pieces)
 
 
-def test_objects_come_back(store: Store) -> None:
-    assert wait(store.put("a/b/c.bin", DATA, timeout=LIMIT))
-    info = wait(store.head("a/b/c.bin", timeout=LIMIT))
+def test_objects_come_back(store: ObjectStore) -> None:
+    assert run_async(store.put("a/b/c.bin", DATA, timeout=LIMIT))
+    info = run_async(store.head("a/b/c.bin", timeout=LIMIT))
     assert (info.key, info.size) == ("a/b/c.bin", len(DATA))
     assert info.last_modified.tzinfo is UTC
     assert got(store, "a/b/c.bin") == DATA
     assert got(store, "a/b/c.bin", etag=info.etag) == DATA
-    assert wait(store.get_range("a/b/c.bin", 5, 7, timeout=LIMIT)) == DATA[5:12]
-    assert wait(store.put("a/b/c.bin", b"new", timeout=LIMIT))
+    assert run_async(store.get_range("a/b/c.bin", 5, 7, timeout=LIMIT)) == DATA[5:12]
+    assert run_async(store.put("a/b/c.bin", b"new", timeout=LIMIT))
     assert got(store, "a/b/c.bin") == b"new"
 
 
-def test_a_missing_object_is_not_found(store: Store) -> None:
-    assert status_of(store.head("a/none", timeout=LIMIT)) is Status.NOT_FOUND
-    assert status_of(store.get("a/none", lambda piece: None, timeout=LIMIT)) is Status.NOT_FOUND
-    assert status_of(store.get_range("a/none", 0, 1, timeout=LIMIT)) is Status.NOT_FOUND
+def test_a_missing_object_is_not_found(store: ObjectStore) -> None:
+    assert status_of(store.head("a/none", timeout=LIMIT)) is RequestFailure.NOT_FOUND
+    assert status_of(store.get("a/none", lambda piece: None, timeout=LIMIT)) is RequestFailure.NOT_FOUND
+    assert status_of(store.get_range("a/none", 0, 1, timeout=LIMIT)) is RequestFailure.NOT_FOUND
 
 
-def test_a_replaced_object_is_changed(store: Store) -> None:
-    wait(store.put("k", DATA, timeout=LIMIT))
-    old = wait(store.head("k", timeout=LIMIT)).etag
-    wait(store.put("k", DATA[:-1], timeout=LIMIT))
-    assert status_of(store.get("k", lambda piece: None, etag=old, timeout=LIMIT)) is Status.CHANGED
-    assert status_of(store.get_range("k", 0, 4, etag=old, timeout=LIMIT)) is Status.CHANGED
+def test_a_replaced_object_is_changed(store: ObjectStore) -> None:
+    run_async(store.put("k", DATA, timeout=LIMIT))
+    old = run_async(store.head("k", timeout=LIMIT)).etag
+    run_async(store.put("k", DATA[:-1], timeout=LIMIT))
+    assert status_of(store.get("k", lambda piece: None, etag=old, timeout=LIMIT)) is RequestFailure.CHANGED
+    assert status_of(store.get_range("k", 0, 4, etag=old, timeout=LIMIT)) is RequestFailure.CHANGED
 
 
-def test_a_range_past_the_end_is_no_range(store: Store) -> None:
-    wait(store.put("k", b"0123456789", timeout=LIMIT))
-    assert status_of(store.get_range("k", 5, 10, timeout=LIMIT)) is Status.STORE_ERROR
+def test_a_range_past_the_end_is_no_range(store: ObjectStore) -> None:
+    run_async(store.put("k", b"0123456789", timeout=LIMIT))
+    assert status_of(store.get_range("k", 5, 10, timeout=LIMIT)) is RequestFailure.STORE_ERROR
 
 
-def test_create_writes_once(store: Store) -> None:
-    assert wait(store.put("k", b"first", create=True, timeout=LIMIT))
-    assert not wait(store.put("k", b"second", create=True, timeout=LIMIT))
+def test_create_writes_once(store: ObjectStore) -> None:
+    assert run_async(store.put("k", b"first", create=True, timeout=LIMIT))
+    assert not run_async(store.put("k", b"second", create=True, timeout=LIMIT))
     assert got(store, "k") == b"first"
 
 
-def test_a_file_is_uploaded_in_parts(store: Store, tmp_path: Path) -> None:
+def test_a_file_is_uploaded_in_parts(store: ObjectStore, tmp_path: Path) -> None:
     data = random.Random(0).randbytes(2 * UPLOAD_PART_BYTES + 17)
     path = tmp_path / "large"
     path.write_bytes(data)
-    assert wait(store.put("large", path, create=True, timeout=60))
+    assert run_async(store.put("large", path, create=True, timeout=60))
     assert got(store, "large") == data
-    assert not wait(store.put("large", path, create=True, timeout=60))
+    assert not run_async(store.put("large", path, create=True, timeout=60))
 
 
-def test_list_goes_by_path_parts(store: Store) -> None:
+def test_list_goes_by_path_parts(store: ObjectStore) -> None:
     for key in ("p/2", "p/1", "p/q/3", "pp/4"):
-        wait(store.put(key, key.encode(), timeout=LIMIT))
-    found = wait(store.list("p", timeout=LIMIT))
+        run_async(store.put(key, key.encode(), timeout=LIMIT))
+    found = run_async(store.list("p", timeout=LIMIT))
     assert [(each.key, each.size) for each in found] == [("p/1", 3), ("p/2", 3), ("p/q/3", 5)]
-    assert wait(store.list("none", timeout=LIMIT)) == []
+    assert run_async(store.list("none", timeout=LIMIT)) == []
 
 
-def test_keys_that_are_no_paths_are_refused(store: Store) -> None:
+def test_keys_that_are_no_paths_are_refused(store: ObjectStore) -> None:
     with pytest.raises(StoreError, match=r"head of '\.\./x'"):
-        wait(store.head("../x", timeout=LIMIT))
+        run_async(store.head("../x", timeout=LIMIT))
 
 
 # ---- faults
@@ -130,20 +130,20 @@ def test_keys_that_are_no_paths_are_refused(store: Store) -> None:
 @pytest.mark.parametrize(
     ("fault", "status"),
     [
-        (ServerFault("status", code=500), Status.STORE_ERROR),
-        (ServerFault("status", code=503), Status.STORE_ERROR),
-        (ServerFault("status", code=429), Status.STORE_ERROR),
-        (ServerFault("status", code=401), Status.STORE_ERROR),
-        (ServerFault("status", code=403), Status.STORE_ERROR),
-        (ServerFault("status", code=404), Status.NOT_FOUND),
-        (ServerFault("status", code=412), Status.CHANGED),
-        (ServerFault("reset"), Status.STORE_ERROR),
-        (ServerFault("truncate"), Status.STORE_ERROR),
+        (ServerFault("status", code=500), RequestFailure.STORE_ERROR),
+        (ServerFault("status", code=503), RequestFailure.STORE_ERROR),
+        (ServerFault("status", code=429), RequestFailure.STORE_ERROR),
+        (ServerFault("status", code=401), RequestFailure.STORE_ERROR),
+        (ServerFault("status", code=403), RequestFailure.STORE_ERROR),
+        (ServerFault("status", code=404), RequestFailure.NOT_FOUND),
+        (ServerFault("status", code=412), RequestFailure.CHANGED),
+        (ServerFault("reset"), RequestFailure.STORE_ERROR),
+        (ServerFault("truncate"), RequestFailure.STORE_ERROR),
     ],
     ids=lambda value: str(value),
 )
-def test_faults_have_a_status(server: FaultServer, fault: ServerFault, status: Status) -> None:
-    store = s3_store(server.bucket, endpoint=server.endpoint)
+def test_faults_have_a_status(server: FaultServer, fault: ServerFault, status: RequestFailure) -> None:
+    store = server.open()
     server.put("k", DATA)
     server.fail("k", fault)
     assert status_of(store.get("k", lambda piece: None, timeout=LIMIT)) is status
@@ -153,54 +153,54 @@ def test_faults_have_a_status(server: FaultServer, fault: ServerFault, status: S
 
 
 def test_silence_is_a_timeout(server: FaultServer) -> None:
-    store = s3_store(server.bucket, endpoint=server.endpoint)
+    store = server.open()
     server.put("k", DATA)
     server.fail("k", ServerFault("stall", "*", times=2))
-    assert status_of(store.head("k", timeout=0.05)) is Status.TIMEOUT
-    assert status_of(store.get("k", lambda piece: None, timeout=0.05)) is Status.TIMEOUT
+    assert status_of(store.head("k", timeout=0.05)) is RequestFailure.TIMEOUT
+    assert status_of(store.get("k", lambda piece: None, timeout=0.05)) is RequestFailure.TIMEOUT
 
 
 def test_a_slow_body_is_a_timeout() -> None:
     with FaultServer(bytes_per_second=1000) as server:
-        store = s3_store(server.bucket, endpoint=server.endpoint)
+        store = server.open()
         server.put("k", bytes(100_000))
-        assert status_of(store.get("k", lambda piece: None, timeout=0.2)) is Status.TIMEOUT
+        assert status_of(store.get("k", lambda piece: None, timeout=0.2)) is RequestFailure.TIMEOUT
 
 
 def test_nobody_listening_is_a_store_error() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        store = s3_store("gather", endpoint=f"http://127.0.0.1:{taken.getsockname()[1]}")
-        assert status_of(store.head("k", timeout=LIMIT)) is Status.STORE_ERROR
+        store = open_object_store("s3://gather", endpoint=f"http://127.0.0.1:{taken.getsockname()[1]}")
+        assert status_of(store.head("k", timeout=LIMIT)) is RequestFailure.STORE_ERROR
 
 
 def test_errors_of_the_sink_pass_through() -> None:
-    store = memory_store()
-    wait(store.put("k", DATA, timeout=LIMIT))
+    store = open_object_store("memory://")
+    run_async(store.put("k", DATA, timeout=LIMIT))
 
     def full(piece: memoryview) -> None:
         raise OSError(28, "no space left on device")
 
     with pytest.raises(OSError, match="no space"):
-        wait(store.get("k", full, timeout=LIMIT))
+        run_async(store.get("k", full, timeout=LIMIT))
 
 
 def test_persist_repeats_what_another_try_may_cure(server: FaultServer) -> None:
-    store = s3_store(server.bucket, endpoint=server.endpoint)
+    store = server.open()
     server.put("k", DATA)
     server.fail("k", ServerFault("status", "HEAD", times=2), ServerFault("reset", "HEAD"))
-    info = wait(persist(lambda limit: store.head("k", timeout=limit), deadline=30, rng=random.Random(1)))
+    info = run_async(persist(lambda limit: store.head("k", timeout=limit), deadline=30, rng=random.Random(1)))
     assert info.size == len(DATA)
     assert [r.status for r in server.log] == [503, 503, 0, 200]
     missing = persist(lambda limit: store.head("none", timeout=limit), deadline=30)
-    assert status_of(missing) is Status.NOT_FOUND
+    assert status_of(missing) is RequestFailure.NOT_FOUND
 
 
 def test_persist_ends_at_its_deadline(server: FaultServer) -> None:
-    store = s3_store(server.bucket, endpoint=server.endpoint)
+    store = server.open()
     server.fail("k", ServerFault("status", "HEAD", times=10_000))
     late = persist(lambda limit: store.head("k", timeout=limit), deadline=0.3, rng=random.Random(1))
-    assert status_of(late) is Status.STORE_ERROR
+    assert status_of(late) is RequestFailure.STORE_ERROR
     assert 1 <= len(server.log) <= 5
 
 
@@ -216,34 +216,34 @@ def test_wait_works_inside_a_running_loop() -> None:
         return 7
 
     async def outer() -> int:
-        return wait(inner())
+        return run_async(inner())
 
     assert asyncio.run(outer()) == 7
 
 
 def test_urls(tmp_path: Path) -> None:
-    store = open_store(f"file://{tmp_path}/s")
-    wait(store.put("a/b", b"x", timeout=LIMIT))
+    store = open_object_store(f"file://{tmp_path}/s")
+    run_async(store.put("a/b", b"x", timeout=LIMIT))
     assert (tmp_path / "s" / "a" / "b").read_bytes() == b"x"
-    assert wait(open_store("memory://").list("", timeout=LIMIT)) == []
-    for url in ("http://x", "s3://", "nothing"):
-        with pytest.raises(InputError, match="is no store"):
-            open_store(url)
-    with pytest.raises(InputError, match="go together"):
-        s3_store("bucket", access_key_id="a")
+    assert run_async(open_object_store("memory://").list("", timeout=LIMIT)) == []
+    for url in ("http://x", "s3://", "file://", ""):
+        with pytest.raises(InputError, match="store"):
+            open_object_store(url)
+    with pytest.raises(InputError, match="must be given together"):
+        open_object_store("s3://bucket", access_key_id="a")
 
 
 def test_prefix_of_a_bucket(server: FaultServer) -> None:
-    store = open_store(f"s3://{server.bucket}/peers/7", endpoint=server.endpoint)
-    wait(store.put("x", b"1", timeout=LIMIT))
+    store = open_object_store(f"s3://{server.bucket}/peers/7", endpoint=server.endpoint)
+    run_async(store.put("x", b"1", timeout=LIMIT))
     assert [request.key for request in server.log] == ["peers/7/x"]
-    assert wait(store.head("x", timeout=LIMIT)).size == 1
+    assert run_async(store.head("x", timeout=LIMIT)).size == 1
 
 
 @pytest.mark.parametrize("prefix", ["run#1", "a?b", "a b", "50%25"])
 def test_a_prefix_is_not_parsed_as_a_url(server: FaultServer, prefix: str) -> None:
-    store = s3_store(server.bucket, prefix=prefix, endpoint=server.endpoint)
-    wait(store.put("x", b"1", timeout=LIMIT))
+    store = server.open(prefix)
+    run_async(store.put("x", b"1", timeout=LIMIT))
     assert [request.key for request in server.log] == [f"{prefix}/x"]
 
 
@@ -252,9 +252,9 @@ def test_the_environment_applies_and_options_win(
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
-    assert wait(open_store(f"s3://{server.bucket}").put("a", b"1", timeout=LIMIT))
+    assert run_async(open_object_store(f"s3://{server.bucket}").put("a", b"1", timeout=LIMIT))
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    assert got(s3_store(server.bucket, endpoint=server.endpoint), "a") == b"1"
+    assert got(server.open(), "a") == b"1"
 
 
 def test_requests_are_signed_if_there_are_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,8 +271,8 @@ def test_requests_are_signed_if_there_are_keys(monkeypatch: pytest.MonkeyPatch) 
 
     def ask(**options: str | bool) -> None:
         endpoint = f"http://127.0.0.1:{recorder.server_port}"
-        store = s3_store("bucket", endpoint=endpoint, **options)  # type: ignore[arg-type]
-        assert status_of(store.head("k", timeout=LIMIT)) is Status.NOT_FOUND
+        store = open_object_store("s3://bucket", endpoint=endpoint, **options)  # type: ignore[arg-type]
+        assert status_of(store.head("k", timeout=LIMIT)) is RequestFailure.NOT_FOUND
 
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "AWS_DEFAULT_REGION"):
         monkeypatch.delenv(name, raising=False)
@@ -294,24 +294,10 @@ def test_requests_are_signed_if_there_are_keys(monkeypatch: pytest.MonkeyPatch) 
     assert re.match(r".*Credential=other/\d+/us-west-2/s3/", signatures[4])
 
 
-def test_statuses_blame_one_side_only() -> None:
-    assert not OUR_FAULTS & PEER_FAULTS
-    assert OUR_FAULTS | PEER_FAULTS | {Status.OK} == set(Status)
-
-
-def test_seeded_faults_depend_on_seed_and_uid_alone() -> None:
-    rates = {"missing": 0.2, "corrupt": 0.1}
-    some = seeded_faults(5, range(200), rates)
-    assert some == {u: f for u, f in seeded_faults(5, range(400), rates).items() if u < 200}
-    assert 20 < sum(f == "missing" for f in some.values()) < 60
-    assert 5 < sum(f == "corrupt" for f in some.values()) < 40
-    assert some != seeded_faults(6, range(200), rates)
-
-
 def test_without_obstore_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore.store", None)
     with pytest.raises(MissingDependencyError, match=r"pip install '.\[remote\]'"):
-        memory_store()
+        open_object_store("memory://")
 
 
 def test_importing_gather_needs_no_obstore() -> None:
@@ -323,6 +309,8 @@ def test_importing_gather_needs_no_obstore() -> None:
 
 
 def test_times_of_objects_can_be_set(server: FaultServer) -> None:
-    store = s3_store(server.bucket, endpoint=server.endpoint)
+    store = server.open()
     server.put("k", DATA, datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC))
-    assert wait(store.head("k", timeout=LIMIT)).last_modified == datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    assert run_async(store.head("k", timeout=LIMIT)).last_modified == datetime(
+        2026, 1, 2, 3, 4, 5, tzinfo=UTC
+    )

@@ -1,9 +1,13 @@
-"""The ranks of a gather: their exchanges, each with a timeout, and how those that are left go on without one
-that died.
+"""Ranks that survive each other: exchanges with timeouts, and a new group of the survivors when a rank dies.
 
-They talk over a gloo group of their own, beside the training's. A failed exchange raises `BrokenExchange`;
-`reform` then finds out who is still there. One rank alone writes the list of those, so that survivors cannot
-split into two groups. What is exchanged is not known here.
+They use a gloo group of their own, beside that of the training. A failed exchange raises `BrokenExchange`;
+`reform` then finds out which ranks are still there:
+
+    broken exchange -> every survivor leaves the group and registers in the store for the next generation
+                    -> the first to register waits for the others, then writes the list of members
+                    -> all read this one list, so that survivors cannot split into two groups -> new group
+
+What is exchanged is not known here.
 """
 
 from __future__ import annotations
@@ -30,26 +34,42 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from megalith.errors import InputError, MegalithError, RankTimeoutError
+from megalith.ops import checks
 
 _POLL = 0.05
 _log = logging.getLogger("megalith.gather")
 
 
 class BrokenExchange(MegalithError, RuntimeError):
-    """An exchange that did not happen: a rank is gone, or did not come in time."""
+    """An exchange that failed: a rank is gone, or did not respond in time."""
 
 
 def lost_key(rank: int) -> str:
-    """Where a launcher notes, in the ranks' store, that this rank has ended."""
+    """Return the key under which a launcher records, in the ranks' store, that a rank has ended.
+
+    Args:
+        rank: The rank.
+
+    Returns:
+        The key.
+    """
     return f"megalith/lost/{rank}"
 
 
 class Ranks:
-    """The ranks that gather together. `rank` is a name for life; `members` are those still there, ascending.
+    """Ranks that work together and survive each other.
 
-    timeout: seconds an exchange may wait for others, beside what the work before it may take. least: with
-    fewer ranks left nobody goes on. has_ended: whether a rank is known to have ended; without it the others
-    wait for the timeout.
+    Args:
+        store: A store of torch.distributed that all ranks reach.
+        rank: The rank of this process; it never changes.
+        world_size: The number of ranks at the start.
+        timeout: Seconds that an exchange may wait for others, in addition to the work before it.
+        least: With fewer ranks left, nobody continues.
+        has_ended: Returns whether a rank is known to have ended; without it the others wait for the timeout.
+
+    Attributes:
+        members: The ranks that are left, ascending.
+        log: The names of all exchanges so far, equal on all ranks that took part in them.
     """
 
     def __init__(
@@ -62,29 +82,48 @@ class Ranks:
         least: int = 1,
         has_ended: Callable[[int], bool] = lambda rank: False,
     ) -> None:
-        if not 0 <= rank < world_size or timeout <= 0:
-            raise InputError(f"rank {rank} of {world_size} with a timeout of {timeout} s cannot be")
+        checks.integer(least, "ranks: least")
+        if checks.integer(rank, "rank", 0) >= checks.integer(world_size, "world_size"):
+            raise InputError(f"rank must be below world_size={world_size}, got {rank}")
+        checks.seconds(timeout, "ranks: timeout")
         self.rank = rank
         self.members: tuple[int, ...] = tuple(range(world_size))
         self.timeout = timeout
         self.log: list[str] = []
-        """Names of all exchanges so far: the same on all ranks that lived through them."""
         self._store = PrefixStore("megalith/gather", store)
         self._least = least
         self._has_ended = has_ended
         self._generation = 0
         self._group: Any = None
         self._connect("joining", timeout)
-        # A group that is still there when the interpreter ends now and then aborts the process.
-        atexit.register(_leave, weakref.ref(self))
+        if world_size > 1:
+            # A group that still exists when the interpreter ends sometimes aborts the process.
+            atexit.register(_leave, weakref.ref(self))
+
+    @classmethod
+    def alone(cls) -> Ranks:
+        """Return the ranks of a process that works alone: itself."""
+        return cls(dist.HashStore(), 0, 1)  # type: ignore[attr-defined]
 
     @classmethod
     def of_group(
         cls, group: dist.ProcessGroup | None = None, *, timeout: float = 60.0, least: int = 1
     ) -> Ranks:
-        """The ranks of a process group, the default one if None; all of them call this.
+        """Return the ranks of a process group. A collective call.
 
-        They outlive a lost rank if the group's store does: torchrun's and `megalith gather run`'s do.
+        They survive a lost rank if the group's store does: the stores of torchrun and of
+        `megalith gather run` do.
+
+        Args:
+            group: The group; None: the default group.
+            timeout: See the class.
+            least: See the class.
+
+        Returns:
+            The ranks.
+
+        Raises:
+            InputError: There is no process group.
         """
         given = group if group is not None else dist.group.WORLD
         if given is None:
@@ -93,7 +132,18 @@ class Ranks:
 
     @classmethod
     def join(cls, *, timeout: float = 60.0, least: int = 1) -> Ranks:
-        """The ranks that a launcher started, by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
+        """Return the ranks that a launcher started, by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+
+        Args:
+            timeout: See the class.
+            least: See the class.
+
+        Returns:
+            The ranks.
+
+        Raises:
+            RankTimeoutError: The variables are not set, or others do not connect in time.
+        """
         try:
             store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
         except (RuntimeError, ValueError) as error:
@@ -110,23 +160,35 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        """How many are left."""
+        """The number of ranks that are left."""
         return len(self.members)
 
     @property
     def place(self) -> int:
-        """This rank's place among those left."""
+        """The index of this rank in `members`."""
         return self.members.index(self.rank)
 
     @property
     def leads(self) -> bool:
-        """Whether this is the first of those left."""
+        """Whether this rank is the first member."""
         return self.members[0] == self.rank
 
     # ---- exchanges; all members call the same ones in the same order
 
     def exchange(self, what: str, data: bytes, *, patience: float = 0.0) -> list[bytes]:
-        """Everybody's bytes, by place. patience: seconds of work that others may still have before it."""
+        """Return the bytes of all members.
+
+        Args:
+            what: The name of the exchange.
+            data: The bytes of this rank.
+            patience: Seconds of work that other ranks may still have before it.
+
+        Returns:
+            The bytes of each member, by place.
+
+        Raises:
+            BrokenExchange: A rank is gone or late, here as in every exchange.
+        """
         if self._group is None:
             self.log.append(what)
             return [data]
@@ -139,7 +201,16 @@ class Ranks:
         return [each[:count].numpy().tobytes() for each, count in zip(found, counts, strict=True)]
 
     def total(self, what: str, numbers: Tensor) -> Tensor:
-        """The sum of everybody's int64 tensors."""
+        """Add the tensors of all members, in place.
+
+        Args:
+            what: The name of the exchange.
+            numbers: A tensor of one shape and dtype on all ranks. Sums of floats depend on the number of
+                ranks, but are equal on all of them.
+
+        Returns:
+            `numbers`, which holds the sum.
+        """
         if self._group is not None:
             options = AllreduceOptions()
             options.timeout = timedelta(seconds=self.timeout)
@@ -149,7 +220,16 @@ class Ranks:
         return numbers
 
     def from_one(self, what: str, data: Tensor, place: int) -> Tensor:
-        """Fills `data` with that of the rank at `place`."""
+        """Send a tensor from one member to all.
+
+        Args:
+            what: The name of the exchange.
+            data: What is sent at `place`; elsewhere a contiguous tensor that receives it.
+            place: The place of the sender.
+
+        Returns:
+            `data`.
+        """
         if self._group is not None:
             options = BroadcastOptions()
             options.rootRank, options.timeout = place, timedelta(seconds=self.timeout)
@@ -159,9 +239,16 @@ class Ranks:
         return data
 
     def all_to_all(self, what: str, data: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """What the others sent here, by place: one tensor of sum(receive) elements.
+        """Send a different part of a tensor to each member.
 
-        data: what goes out, by place; send: elements for each; receive: elements from each.
+        Args:
+            what: The name of the exchange.
+            data: What is sent, by place, [sum(send)].
+            send: The number of elements for each member.
+            receive: The number of elements from each member.
+
+        Returns:
+            What was received, by place, [sum(receive)]. A process alone gets `data` itself.
         """
         if self._group is None:
             self.log.append(what)
@@ -177,10 +264,18 @@ class Ranks:
     # ---- losing a rank
 
     def reform(self, what: str, patience: float = 0.0) -> tuple[int, ...]:
-        """A new group of those that are still there; the ranks that are not.
+        """Form a new group of the ranks that are still there.
 
-        what: the exchange that broke. patience: how long another may still be busy before it notices. Raises
-        RankTimeoutError naming the missing if too few are left, or if the others went on without this rank.
+        Args:
+            what: The exchange that failed.
+            patience: Seconds that another rank may still be busy before it notices.
+
+        Returns:
+            The ranks that are lost.
+
+        Raises:
+            RankTimeoutError: Too few are left (it names the missing), or the others went on without this
+                rank.
         """
         before = self.members
         wait = self.timeout + patience
@@ -206,10 +301,10 @@ class Ranks:
                 _log.warning("%s: %s did not come; %d ranks go on", what, _named(absent), self.size)
             self.log.append(f"re-formed without {list(absent)}")
             return absent
-        raise RankTimeoutError(f"{what}: rank {self.rank} finds no group of ranks that holds")
+        raise RankTimeoutError(f"{what}: rank {self.rank} could not form a group that stays connected")
 
     def close(self) -> None:
-        """Leaves for good: nobody waits for this rank any more."""
+        """Leave for good: no other rank waits for this one any more."""
         self._leave()
         with suppress(RuntimeError):
             self._store.set(f"left/{self.rank}", "1")

@@ -1,8 +1,7 @@
-"""A launcher that keeps survivors alive: it starts ranks on this machine and lets the others go on when one
-dies.
+"""A launcher that starts ranks on this machine and lets the others continue when one dies.
 
-It holds the store that ranks meet at, so that no rank's death takes it away, and notes there who has ended,
-so that nobody waits for them. Other launchers end all ranks when one fails.
+It hosts the store at which ranks connect, so that it survives every rank, and records there which ranks have
+ended, so that nobody waits for them. Other launchers end all ranks when one fails.
 """
 
 from __future__ import annotations
@@ -17,22 +16,28 @@ from datetime import timedelta
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
-from megalith.errors import InputError
-from megalith.gather.ranks import lost_key
+from megalith.distributed.surviving_ranks import lost_key
+from megalith.ops import checks
 
 _POLL = 0.05
 _ENDING = 5.0
 _ROOMS = ("", "/worker/attempt_0")
-"""Where torch's rendezvous puts what ranks write into a store that a launcher holds; it depends on torch's
-version."""
+"""The prefixes under which ranks see the store that a launcher hosts; they depend on torch's version."""
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a rank ended: 0 is well, negative is by a signal."""
+class EndedRank:
+    """How a rank ended.
+
+    Attributes:
+        rank: The rank.
+        code: Its exit code: 0 is success, a negative one is a signal.
+        running: The number of ranks that are still running.
+    """
 
     rank: int
     code: int
+    running: int
 
 
 def launch(
@@ -41,21 +46,29 @@ def launch(
     *,
     environment: Mapping[str, str] | None = None,
     timeout: float | None = None,
-    on_end: Callable[[Ended], None] = lambda ended: None,
+    on_end: Callable[[EndedRank], None] = lambda ended: None,
     on_wait: Callable[[], None] = lambda: None,
-) -> list[Ended]:
-    """Runs a command as so many ranks and waits for all of them; how each ended, by rank.
+) -> list[EndedRank]:
+    """Run a command as several ranks and wait until all have ended.
 
-    environment: beside this process's own. timeout: seconds after which all that still run are ended.
-    on_end: called when a rank has ended. on_wait: called again and again meanwhile. Ranks that still run when
-    this is left by an exception are ended, too.
+    Ranks that still run when this call is left by an exception are ended too.
+
+    Args:
+        command: The program and its arguments.
+        ranks: The number of ranks.
+        environment: Variables in addition to those of this process.
+        timeout: Seconds after which all ranks that still run are ended.
+        on_end: Called when a rank has ended.
+        on_wait: Called repeatedly while ranks run.
+
+    Returns:
+        How each rank ended, by rank.
     """
-    if ranks < 1:
-        raise InputError(f"at least one rank is needed, got {ranks}")
+    checks.integer(ranks, "launch: ranks")
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     rooms = [PrefixStore(room, server) if room else server for room in _ROOMS]
     running: dict[int, subprocess.Popen[bytes]] = {}
-    done: dict[int, Ended] = {}
+    done: dict[int, EndedRank] = {}
     end = None if timeout is None else time.monotonic() + timeout
     try:
         for rank in range(ranks):
@@ -66,7 +79,7 @@ def launch(
                 code = process.poll()
                 if code is not None:
                     del running[rank]
-                    done[rank] = Ended(rank, code)
+                    done[rank] = EndedRank(rank, code, len(running))
                     for room in rooms:
                         room.set(lost_key(rank), str(code))
                     on_end(done[rank])
@@ -81,7 +94,7 @@ def launch(
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """What a rank needs to meet the others, under the names that torchrun uses."""
+    """The variables by which ranks connect, as torchrun sets them."""
     size = str(ranks)
     return {
         "RANK": str(rank),

@@ -1,4 +1,4 @@
-"""Payloads in the layout of earlier systems: what they become, and that nothing in them runs."""
+"""Templar's gradient objects: what they become, what is written, and that nothing in them runs."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megalith.gather.baseline import convert, is_baseline
-from megalith.gather.body import MemoryBody
+from megalith.compat.templar import convert_payload
 from megalith.gather.payload import Header
-from megalith.gather.schema import Schema
+from megalith.gather.payload_schema import PayloadSchema
 from megalith.gather.status import Fault, Status
+from megalith.storage.spool import MemoryBody
 from tests.gather import naive
 
 SHAPES = {"w": (128, 64), "b": (64,)}
-SCHEMA = Schema.of({name: torch.zeros(shape) for name, shape in SHAPES.items()}, padding=False)
+SCHEMA = PayloadSchema.of({name: torch.zeros(shape) for name, shape in SHAPES.items()}, padding=False)
 
 
 def pack(indices: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ def saved(value: Any) -> bytes:
 def converted(data: bytes, **other: Any) -> tuple[Header, bytes]:
     file = io.BytesIO()
     where = {"run": "r", "window": 3, "uid": 9, **other}
-    return convert(MemoryBody(data), SCHEMA, file, **where), file.getvalue()
+    return convert_payload(MemoryBody(data), SCHEMA, file, **where), file.getvalue()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -87,12 +87,6 @@ def test_values_are_those_the_layout_describes(dtype: torch.dtype) -> None:
             assert p.indices[row] == sorted(indices)
 
 
-def test_layouts_are_told_apart() -> None:
-    data = saved(baseline())
-    assert is_baseline(data)
-    assert not is_baseline(converted(data)[1])
-
-
 def faulty(change: Any) -> Fault:
     value = baseline()
     change(value["state_dict"])
@@ -108,7 +102,7 @@ def test_wrong_content_is_named() -> None:
     assert "five parts" in faulty(lambda s: s.update(wquant_params=(1, 2))).detail
     assert "one number" in faulty(lambda s: s.update(wquant_params=(None, 1, 2, None, None))).detail
     assert "uint8" in faulty(lambda s: s.update(wvals=torch.zeros(2, 1, 64))).detail
-    assert "do not fit" in faulty(lambda s: s.update(wvals=torch.zeros(2, 64, dtype=torch.uint8))).detail
+    assert "do not match" in faulty(lambda s: s.update(wvals=torch.zeros(2, 64, dtype=torch.uint8))).detail
     assert "window" in faulty(lambda s: s["metadata"].update(window=4)).detail
     high = faulty(lambda s: s["wvals"].fill_(7))
     assert (high.status, high.detail) == (Status.INVALID_VALUE, "'w' has a code outside of its lookup")
@@ -124,7 +118,7 @@ def test_nothing_is_called(capsys: pytest.CaptureFixture[str]) -> None:
     value["state_dict"]["wquant_params"] = Evil()
     file = io.BytesIO()
     torch.save(value, file)
-    with pytest.raises(Fault, match="calls Name") as caught:
+    with pytest.raises(Fault, match="calls PickledName") as caught:
         converted(file.getvalue())
     assert caught.value.status is Status.CORRUPT
     assert capsys.readouterr().out == ""

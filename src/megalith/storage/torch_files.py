@@ -1,7 +1,10 @@
-"""A file that `torch.save` wrote, read without unpickling: nothing in it is imported or called.
+"""Torch files: what `torch.save` wrote, read without unpickling; nothing in it is imported or called.
 
-The archive's directory and the opcodes that `torch.save` uses for dicts, tuples, numbers, texts and tensors
-are interpreted as data; anything else is refused. Tensors are read by range when asked for.
+An own reader, because `torch.load(weights_only=True)` reads all tensors into memory before anything can be
+checked: here sizes are known first, and tensors of an untrusted file of any size are read by range.
+
+The archive's directory and the opcodes that `torch.save` uses for dicts, lists, tuples, numbers, texts and
+tensors are interpreted as data; anything else raises TorchFileError.
 """
 
 from __future__ import annotations
@@ -15,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.gather.body import Body
-from megalith.gather.status import Fault, Status
+from megalith.errors import MegalithError
+from megalith.storage.spool import Body
 from megalith.storage.strict_json import MAX_INT
 
 _END = struct.Struct("<4sHHHHIIH")
@@ -36,16 +39,20 @@ _STORAGES = {
 }
 
 
+class TorchFileError(MegalithError, ValueError):
+    """A file is not an archive of `torch.save` with plain tensors, or is damaged."""
+
+
 @dataclass(frozen=True)
-class Name:
+class PickledName:
     """Something that the pickle names: a function, a class or a dtype. Never imported."""
 
     path: str
 
 
 @dataclass(frozen=True)
-class Storage:
-    """The bytes of a tensor: their file in the archive, and what they are."""
+class StoredBytes:
+    """The bytes of tensors: their file in the archive, and what they are."""
 
     key: str
     dtype: torch.dtype
@@ -56,25 +63,36 @@ class Storage:
 class StoredTensor:
     """A contiguous tensor in the archive."""
 
-    storage: Storage
+    storage: StoredBytes
     offset: int
     shape: tuple[int, ...]
 
     @property
     def numel(self) -> int:
-        """Its number of elements."""
+        """The number of elements."""
         return prod(self.shape)
 
 
 class TorchFile:
-    """An archive of `torch.save`. value: what was saved, tensors as StoredTensor. Raises Fault."""
+    """An archive of `torch.save`.
+
+    Args:
+        body: The file.
+        longest_pickle: The number of bytes that its pickle, without tensors, may have.
+
+    Attributes:
+        value: What was saved, with each tensor as a StoredTensor.
+
+    Raises:
+        TorchFileError: It is something else, or its pickle is too long.
+    """
 
     def __init__(self, body: Body, *, longest_pickle: int) -> None:
         self._body = body
         self._files = _directory(body, longest_pickle)
         roots = [name for name in self._files if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(roots) != 1:
-            raise _corrupt("is no archive of torch.save: it must have one data.pkl")
+            raise _corrupt("is not an archive of torch.save: it must have one data.pkl")
         self._root = roots[0].removesuffix("data.pkl")
         order = self._files.get(self._root + "byteorder")
         if order is not None and body.read(order[0], min(order[1], 8)) != b"little":
@@ -85,7 +103,19 @@ class TorchFile:
         self.value = _Machine().run(bytes(body.read(start, length)))
 
     def read(self, tensor: StoredTensor, start: int, stop: int) -> Tensor:
-        """Elements start to stop of a tensor, flat. Raises Fault(CORRUPT) if they are not there."""
+        """Read some elements of a tensor.
+
+        Args:
+            tensor: The tensor.
+            start: The first element, in row-major order.
+            stop: The element after the last one.
+
+        Returns:
+            [stop - start], in memory of its own.
+
+        Raises:
+            TorchFileError: They are not in the file.
+        """
         storage = tensor.storage
         place = self._files.get(f"{self._root}data/{storage.key}")
         size = storage.dtype.itemsize
@@ -100,12 +130,12 @@ class TorchFile:
 def _directory(body: Body, longest_pickle: int) -> dict[str, tuple[int, int]]:
     """Start and length of each file in a zip archive of stored, uncompressed files."""
     if body.size < _END.size:
-        raise _corrupt("is no zip archive")
+        raise _corrupt("is not a zip archive")
     signature, _, _, _, count, length, start, comment = _END.unpack(
         body.read(body.size - _END.size, _END.size)
     )
     if signature != b"PK\x05\x06" or comment:
-        raise _corrupt("is no zip archive")
+        raise _corrupt("is not a zip archive")
     if 0xFFFFFFFF in (length, start) or count == 0xFFFF:
         count, length, start = _end64(body)
     if length > longest_pickle + _ENTRY_BYTES * 64 or start + length > body.size:
@@ -134,13 +164,13 @@ def _directory(body: Body, longest_pickle: int) -> dict[str, tuple[int, int]]:
 def _end64(body: Body) -> tuple[int, int, int]:
     at = body.size - _END.size - _LOCATOR.size
     if at < 0:
-        raise _corrupt("is no zip archive")
+        raise _corrupt("is not a zip archive")
     signature, _, start, _ = _LOCATOR.unpack(body.read(at, _LOCATOR.size))
     if signature != b"PK\x06\x07" or start + _END64.size > body.size:
-        raise _corrupt("is no zip archive")
+        raise _corrupt("is not a zip archive")
     record = _END64.unpack(body.read(start, _END64.size))
     if record[0] != b"PK\x06\x06":
-        raise _corrupt("is no zip archive")
+        raise _corrupt("is not a zip archive")
     return record[7], record[8], record[9]
 
 
@@ -182,7 +212,7 @@ class _Machine:
                     break
                 self._step(op.name, arg)
             (value,) = self._stack
-        except Fault:
+        except TorchFileError:
             raise
         except (ValueError, IndexError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise _corrupt(f"has a pickle that cannot be read: {error}") from None
@@ -205,9 +235,14 @@ class _Machine:
         elif name in ("NONE", "NEWTRUE", "NEWFALSE"):
             stack.append({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[name])
         elif name == "GLOBAL":
-            stack.append(Name(str(arg).replace(" ", ".")))
-        elif name in ("EMPTY_DICT", "EMPTY_TUPLE"):
-            stack.append({} if name == "EMPTY_DICT" else ())
+            stack.append(PickledName(str(arg).replace(" ", ".")))
+        elif name in ("EMPTY_DICT", "EMPTY_TUPLE", "EMPTY_LIST"):
+            stack.append({"EMPTY_DICT": {}, "EMPTY_TUPLE": (), "EMPTY_LIST": []}[name])
+        elif name in ("APPEND", "APPENDS"):
+            items = self._to_mark() if name == "APPENDS" else self._pop(1)
+            if not isinstance(stack[-1], list):
+                raise TypeError("items for something that is not a list")
+            stack[-1] += items
         elif name in ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"):
             items = self._to_mark() if name == "TUPLE" else self._pop(int(name[-1]))
             stack.append(tuple(items))
@@ -219,7 +254,7 @@ class _Machine:
             function, arguments = self._pop(2)
             stack.append(_call(function, arguments))
         else:
-            raise _corrupt(f"has a pickle with {name}, which no plain tensors need")
+            raise _corrupt(f"has a pickle with {name}, which plain tensors do not need")
 
     def _pop(self, count: int) -> list[Any]:
         if len(self._stack) < count:
@@ -237,29 +272,29 @@ class _Machine:
     def _set(self, items: list[Any]) -> None:
         target = self._stack[-1]
         if not isinstance(target, dict) or len(items) % 2:
-            raise TypeError("items for something that is no dict")
+            raise TypeError("items for something that is not a dict")
         for key, value in zip(items[0::2], items[1::2], strict=True):
             if not isinstance(key, str):
-                raise TypeError("a key that is no text")
+                raise TypeError("a key that is not text")
             target[key] = value
 
 
-def _storage(given: Any) -> Storage:
+def _storage(given: Any) -> StoredBytes:
     kind, name, key, _, length = given
-    dtype = _STORAGES.get(name.path) if isinstance(name, Name) else None
+    dtype = _STORAGES.get(name.path) if isinstance(name, PickledName) else None
     if kind != "storage" or dtype is None or not isinstance(key, str) or not _whole(length):
         raise _corrupt("has a tensor of a kind that no payload has")
-    return Storage(key, dtype, length)
+    return StoredBytes(key, dtype, length)
 
 
 def _call(function: Any, arguments: Any) -> Any:
     """The two calls that `torch.save` writes for tensors, as data."""
-    if function == Name("collections.OrderedDict") and arguments == ():
+    if function == PickledName("collections.OrderedDict") and arguments == ():
         return {}
-    if function != Name("torch._utils._rebuild_tensor_v2") or len(arguments) < 4:
+    if function != PickledName("torch._utils._rebuild_tensor_v2") or len(arguments) < 4:
         raise _corrupt(f"has a pickle that calls {function!r:.60}")
     storage, offset, shape, stride = arguments[:4]
-    if not isinstance(storage, Storage) or not _whole(offset) or max(len(shape), len(stride)) > 8:
+    if not isinstance(storage, StoredBytes) or not _whole(offset) or max(len(shape), len(stride)) > 8:
         raise _corrupt("has a tensor that cannot be read")
     if not all(map(_whole, (*shape, *stride))):
         raise _corrupt("has a tensor that cannot be read")
@@ -275,5 +310,5 @@ def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_INT
 
 
-def _corrupt(detail: str) -> Fault:
-    return Fault(Status.CORRUPT, detail)
+def _corrupt(detail: str) -> TorchFileError:
+    return TorchFileError(detail)

@@ -1,6 +1,6 @@
-"""Numbers and lines about a window: what logs, dashboards and penalties are made of.
+"""Metrics and log lines of a window, and the peers to penalise.
 
-Everything is derived from the merged result, so it is the same for any number of ranks.
+Everything is derived from the merged result, so it is equal for any number of ranks.
 """
 
 from __future__ import annotations
@@ -8,14 +8,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from megalith.gather.merge import Gathered, as_result
 from megalith.gather.overlap import Overlap
 from megalith.gather.reduce import medians
+from megalith.gather.result import Gathered, as_result
 from megalith.gather.status import PEER_FAULTS
 
 
 def norm_medians(gathered: Gathered) -> dict[str, float]:
-    """The median norm of each parameter and table, the lower of two; empty without peers."""
+    """Return the median norm of each parameter and table, the lower of two.
+
+    Args:
+        gathered: The result.
+
+    Returns:
+        By name; empty without peers.
+    """
     result = as_result(gathered)
     if not result.uids:
         return {}
@@ -23,7 +30,15 @@ def norm_medians(gathered: Gathered) -> dict[str, float]:
 
 
 def quality(gathered: Gathered, scores: Mapping[int, float]) -> dict[str, float]:
-    """How good the peers are that were wanted, and those there are: means of their scores (0 if unknown)."""
+    """Return the mean score of the wanted and of the accepted peers.
+
+    Args:
+        gathered: The result.
+        scores: By uid; 0 for a uid without one.
+
+    Returns:
+        The two means by name.
+    """
     result = as_result(gathered)
     return {
         "gather/intended_mean": _mean(result.intended, scores),
@@ -34,7 +49,16 @@ def quality(gathered: Gathered, scores: Mapping[int, float]) -> dict[str, float]
 def metrics(
     gathered: Gathered, *, scores: Mapping[int, float] | None = None, overlap: Overlap | None = None
 ) -> dict[str, float]:
-    """All numbers of a window by name."""
+    """Return all numbers of a window.
+
+    Args:
+        gathered: The result.
+        scores: The score of each uid; None: without mean scores.
+        overlap: The overlap; None: without its numbers.
+
+    Returns:
+        By name.
+    """
     result = as_result(gathered)
     found: dict[str, float] = {
         "gather/window": result.plan.window,
@@ -68,13 +92,27 @@ def metrics(
 
 
 def to_penalise(gathered: Gathered) -> tuple[int, ...]:
-    """Skipped uids whose own fault it was, ascending; nobody is here for a fault of ours."""
+    """Return the skipped peers whose own fault it was.
+
+    Args:
+        gathered: The result.
+
+    Returns:
+        Their uids, ascending.
+    """
     result = as_result(gathered)
     return tuple(uid for uid in result.skipped_uids if result.records[uid].status in PEER_FAULTS)
 
 
 def lines(gathered: Gathered) -> list[str]:
-    """One line per attempted uid for a log, with the plan's name first."""
+    """Return one line per attempted uid for a log.
+
+    Args:
+        gathered: The result.
+
+    Returns:
+        The lines, which begin with the digest of the plan.
+    """
     result = as_result(gathered)
     plan = result.plan
     return [

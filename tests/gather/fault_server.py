@@ -1,5 +1,4 @@
-"""An object server for tests and simulations: the part of S3 that gather needs, on loopback, with faults on
-order.
+"""An object server for tests: the part of S3 that gather needs, on loopback, with faults on order.
 
 Objects live in memory. Latency, bandwidth and faults are given per object, or drawn from a seed alone, so a
 run can be repeated. Every request is logged: who asked for what, what was answered, whether all of it was
@@ -9,9 +8,8 @@ sent.
 from __future__ import annotations
 
 import hashlib
-import random
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from email.utils import format_datetime
@@ -20,6 +18,8 @@ from types import TracebackType
 from typing import Any, Literal
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
+
+from megalith.storage.object_store import ObjectStore, open_object_store
 
 FaultKind = Literal["status", "reset", "truncate", "stall", "replace", "corrupt"]
 _PIECE = 16384
@@ -116,6 +116,10 @@ class FaultServer:
             raise RuntimeError("the server is not running: use it in a `with`")
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
+    def open(self, prefix: str = "") -> ObjectStore:
+        """A store of the bucket."""
+        return open_object_store(f"s3://{self.bucket}/{prefix}", endpoint=self.endpoint)
+
     @property
     def log(self) -> list[Request]:
         """All requests so far."""
@@ -139,19 +143,6 @@ class FaultServer:
         """Orders faults for an object, in this sequence per method."""
         with self.state.lock:
             self.state.faults.setdefault(key, []).extend(faults)
-
-
-def seeded_faults(seed: int, uids: Sequence[int], rates: Mapping[str, float]) -> dict[int, str]:
-    """Which uids get which fault: by seed and uid alone. rates: share of peers by name of a fault."""
-    drawn: dict[int, str] = {}
-    for uid in uids:
-        value = random.Random(f"{seed}/{uid}").random()
-        for name, rate in sorted(rates.items()):
-            if value < rate:
-                drawn[uid] = name
-                break
-            value -= rate
-    return drawn
 
 
 def _store(state: _State, key: str, data: bytes, last_modified: datetime | None = None) -> StoredObject:

@@ -1,0 +1,566 @@
+"""Results: the partial of each rank, the merged result of a window, and the decision about its update.
+
+Every rank makes a partial, also if nothing was assigned to it or nothing was valid. Its control part travels
+as bytes to all ranks; payloads stay where they are. `merge` makes one result of all partials, equal for any
+number of ranks. `uids` is the canonical order: accepted primaries ascending, then accepted reserves.
+Everything that adds over peers adds in this order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from enum import IntEnum
+from functools import cached_property
+from importlib import import_module
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from megalith.errors import InputError
+from megalith.gather.payload import Payload
+from megalith.gather.payload_schema import PayloadSchema
+from megalith.gather.plan import GatherPlan
+from megalith.gather.status import Status
+from megalith.gather.validate import CheckedPayload
+from megalith.storage.json_records import (
+    NOT_SAVED,
+    Sha256,
+    canonical_json,
+    from_json,
+    json_digest,
+    to_json,
+)
+from megalith.storage.strict_json import parse_json_object
+
+Tier = Literal["primary", "reserve"]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What happened to one uid.
+
+    Attributes:
+        uid: The peer.
+        tier: The list of the plan that it is in.
+        status: The outcome.
+        detail: A sentence for the log, if it was not accepted.
+        bytes: Bytes that were downloaded.
+        tries: How often it was requested.
+        last_modified: When its object was written.
+        etag: The version of its object.
+        digest: The digest of its payload.
+        global_step: The step counter that it stated.
+        seconds: The time from the start to the status.
+    """
+
+    uid: int
+    tier: Tier
+    status: Status
+    detail: str = ""
+    bytes: int = 0
+    tries: int = 0
+    last_modified: datetime | None = None
+    etag: str | None = None
+    digest: Sha256 | None = None
+    global_step: int | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What merging and updating need to know about an accepted payload.
+
+    Attributes:
+        norms: The norm of each parameter, then of each table.
+        signature: A digest of all its positions; equal ones mean equal positions.
+        table_rows: The number of rows of each table.
+    """
+
+    norms: tuple[float, ...]
+    signature: Sha256
+    table_rows: tuple[int, ...]
+
+    @classmethod
+    def of(cls, checked: CheckedPayload) -> Accepted:
+        """Return what a checked payload amounts to.
+
+        Args:
+            checked: The payload.
+
+        Returns:
+            Its norms, signature and numbers of rows.
+        """
+        header = checked.header
+        told = [each.indices_sha256 for each in header.parameters if not each.spec.full and each.spec.rows]
+        signature = hashlib.sha256("".join(told).encode()).hexdigest()
+        return cls(checked.norms, signature, tuple(each.num_rows for each in header.tables))
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """The outcome of fetching one peer.
+
+    Attributes:
+        record: What happened.
+        checked: With status OK, the checked payload.
+        payload: With status OK, its bytes.
+    """
+
+    record: Record
+    checked: CheckedPayload | None = None
+    payload: Payload | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partial:
+    """The result of one rank."""
+
+    plan: GatherPlan = field(metadata=NOT_SAVED)
+    """The plan."""
+    schema: PayloadSchema = field(metadata=NOT_SAVED)
+    """The schema of the payloads."""
+    rank: int = 0
+    """The rank that made it."""
+    world_size: int = 1
+    """The number of ranks that share the plan."""
+    assigned: tuple[int, ...] = ()
+    """The uids that this rank had to fetch."""
+    records: Mapping[int, Record] = field(default_factory=dict)
+    """What happened to each of them."""
+    accepted: Mapping[int, Accepted] = field(default_factory=dict)
+    """The accepted ones."""
+    payloads: Mapping[int, Payload] = field(default_factory=dict, metadata=NOT_SAVED)
+    """The payloads that this process holds."""
+    seconds: float = 0.0
+    """How long the rank worked."""
+    error: str | None = None
+    """What ended the work of the rank early, if something did."""
+
+    @property
+    def uids(self) -> tuple[int, ...]:
+        """Accepted uids, ascending."""
+        return tuple(sorted(self.accepted))
+
+    @property
+    def skipped_uids(self) -> tuple[int, ...]:
+        """Assigned uids that were not accepted, ascending."""
+        return tuple(sorted(set(self.assigned) - set(self.accepted)))
+
+    @property
+    def success_rate_part(self) -> float | None:
+        """Accepted divided by assigned; None if nothing was assigned."""
+        return len(self.accepted) / len(self.assigned) if self.assigned else None
+
+    @property
+    def download_bytes(self) -> int:
+        """Bytes of all objects that were downloaded, accepted or not."""
+        return sum(record.bytes for record in self.records.values())
+
+    def close(self) -> None:
+        """Release all payloads."""
+        for payload in self.payloads.values():
+            payload.close()
+
+    def to_bytes(self) -> bytes:
+        """Return the control part: everything except payloads."""
+        return canonical_json({"plan": self.plan.digest, "partial": to_json(self)})
+
+    @classmethod
+    def from_bytes(cls, text: bytes, plan: GatherPlan, schema: PayloadSchema) -> Partial:
+        """Read the control part of another rank.
+
+        Args:
+            text: What `to_bytes` returned.
+            plan: The plan, which must be that of the other rank.
+            schema: The schema.
+
+        Returns:
+            The partial, without payloads.
+
+        Raises:
+            InputError: It is damaged, or belongs to another plan or schema.
+        """
+        fields = parse_json_object(text, lambda problem: InputError(f"partial: {problem}"))
+        fields.allow_only("plan", "partial")
+        if fields.sha256("plan") != plan.digest:
+            fields.fail("plan", f"must be {plan.digest[:12]}...")
+        partial = from_json(cls, fields.object("partial"), plan=plan, schema=schema)
+        good = {uid for uid, record in partial.records.items() if record.status is Status.OK}
+        widths = {(len(each.norms), len(each.table_rows)) for each in partial.accepted.values()}
+        if (
+            set(partial.records) != set(partial.assigned)
+            or set(partial.accepted) != good
+            or any(uid != record.uid for uid, record in partial.records.items())
+            or not widths <= {(len(schema.names), len(schema.tables))}
+        ):
+            fields.fail("partial", "must have one record per assigned uid, and norms of the accepted ones")
+        return partial
+
+
+def make_partial(
+    plan: GatherPlan,
+    schema: PayloadSchema,
+    assigned: Iterable[int],
+    fetched: Iterable[Fetched],
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    seconds: float = 0.0,
+    error: str | None = None,
+) -> Partial:
+    """Make the partial of a rank. Assigned uids without an outcome (after an error) are RANK_LOST.
+
+    Args:
+        plan: The plan.
+        schema: The schema of the payloads.
+        assigned: The uids that the rank had to fetch.
+        fetched: The outcomes so far.
+        rank: The rank.
+        world_size: The number of ranks.
+        seconds: How long the rank worked.
+        error: What ended its work early, if something did.
+
+    Returns:
+        The partial.
+    """
+    outcomes = {each.record.uid: each for each in fetched}
+    wanted = tuple(assigned)
+    records = {
+        uid: outcomes[uid].record
+        if uid in outcomes
+        else Record(uid, tier_of(plan, uid), Status.RANK_LOST, error or "its rank ended early")
+        for uid in wanted
+    }
+    return Partial(
+        plan=plan,
+        schema=schema,
+        rank=rank,
+        world_size=world_size,
+        assigned=wanted,
+        records=records,
+        accepted={u: Accepted.of(each.checked) for u, each in outcomes.items() if each.checked is not None},
+        payloads={u: each.payload for u, each in outcomes.items() if each.payload is not None},
+        seconds=seconds,
+        error=error,
+    )
+
+
+def tier_of(plan: GatherPlan, uid: int) -> Tier:
+    """Return which list of a plan a uid is in.
+
+    Args:
+        plan: The plan.
+        uid: The peer.
+
+    Returns:
+        "primary" or "reserve".
+    """
+    return "primary" if uid in plan.primary else "reserve"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatherResult:
+    """The result of a window's gather. Sequences are in canonical order, mappings by uid."""
+
+    plan: GatherPlan
+    """The plan."""
+    schema: PayloadSchema
+    """The schema of the payloads."""
+    uids: tuple[int, ...]
+    """The accepted peers in canonical order."""
+    records: Mapping[int, Record]
+    """What happened to each attempted uid."""
+    accepted: Mapping[int, Accepted]
+    """Norms, signature and numbers of rows of the accepted ones."""
+    holders: Mapping[int, int]
+    """The rank that holds the payload of each accepted uid."""
+    payloads: Mapping[int, Payload]
+    """The payloads that this process holds; all of them if one process gathered."""
+    duplicate_uids: tuple[int, ...] = ()
+    """Uids that more than one rank attempted; they count once."""
+    time: float = 0.0
+    """Seconds of the slowest rank."""
+    upload_bytes: int = 0
+    """Always 0."""
+    download_bytes: int = 0
+    """Bytes of all objects that were downloaded."""
+
+    @property
+    def skipped_uids(self) -> tuple[int, ...]:
+        """Attempted uids that were not accepted, ascending."""
+        return tuple(sorted(set(self.records) - set(self.uids)))
+
+    @property
+    def success_rate(self) -> float:
+        """Accepted divided by wanted; it may be 1 although primaries failed, if reserves replaced them."""
+        return len(self.uids) / len(self.plan.primary) if self.plan.primary else 0.0
+
+    @property
+    def primary_success_rate(self) -> float:
+        """Accepted primaries divided by wanted."""
+        accepted = len(self.uids) - self.reserve_used
+        return accepted / len(self.plan.primary) if self.plan.primary else 0.0
+
+    @property
+    def intended(self) -> tuple[int, ...]:
+        """The peers that were wanted."""
+        return self.plan.primary
+
+    @property
+    def actual(self) -> tuple[int, ...]:
+        """The accepted peers."""
+        return self.uids
+
+    @property
+    def reserve_used(self) -> int:
+        """The number of accepted peers that are reserves."""
+        return sum(self.records[uid].tier == "reserve" for uid in self.uids)
+
+    @property
+    def global_steps(self) -> tuple[int, ...]:
+        """The step counters that accepted peers stated."""
+        return tuple(self.records[uid].global_step or 0 for uid in self.uids)
+
+    @property
+    def conflicts(self) -> tuple[int, ...]:
+        """Uids of which two ranks read different payloads; they are dropped."""
+        return tuple(u for u in self.skipped_uids if self.records[u].status is Status.DIGEST_CONFLICT)
+
+    @cached_property
+    def copies(self) -> tuple[tuple[int, ...], ...]:
+        """Groups of accepted peers that sent exactly the same positions, by first uid in canonical order."""
+        groups: dict[str, list[int]] = {}
+        for uid in self.uids:
+            groups.setdefault(self.accepted[uid].signature, []).append(uid)
+        telling = any(not spec.full and spec.rows for spec in self.schema.parameters)
+        return tuple(tuple(group) for group in groups.values() if telling and len(group) > 1)
+
+    def norm_table(self, uids: Sequence[int] | None = None) -> Tensor:
+        """Return norms as a tensor.
+
+        Args:
+            uids: The peers; None: all accepted ones.
+
+        Returns:
+            float64 [peers, parameters and tables].
+        """
+        chosen = self.uids if uids is None else uids
+        rows = [self.accepted[uid].norms for uid in chosen]
+        return torch.tensor(rows, dtype=torch.float64).view(len(chosen), len(self.schema.names))
+
+    def held(self, uids: Sequence[int]) -> list[Payload]:
+        """Return payloads.
+
+        Args:
+            uids: The peers.
+
+        Returns:
+            Their payloads.
+
+        Raises:
+            InputError: One is in another process.
+        """
+        missing = [uid for uid in uids if uid not in self.payloads]
+        if missing:
+            raise InputError(f"the payload of uid {missing[0]} is not in this process")
+        return [self.payloads[uid] for uid in uids]
+
+    @property
+    def state_dict(self) -> dict[str, list[Any]]:
+        """All payloads under Templar's keys: real lists with one entry per peer in canonical order.
+
+        Everything is read into memory; see `megalith.compat.templar`.
+        """
+        found: dict[str, list[Any]] = import_module("megalith.compat.templar").state_lists(self)
+        return found
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of everything that does not depend on ranks or clocks."""
+        return json_digest(self.agreed())
+
+    def agreed(self) -> dict[str, Any]:
+        """Return what is equal for any number of ranks, as JSON data."""
+        records = [
+            to_json(replace(self.records[u], detail="", seconds=0, tries=0)) for u in sorted(self.records)
+        ]
+        return {
+            "plan": replace(self.plan, attempt=0).digest,
+            "uids": list(self.uids),
+            "records": records,
+            "accepted": [to_json(self.accepted[u]) for u in self.uids],
+            "copies": [list(group) for group in self.copies],
+            "success_rate": self.success_rate,
+            "primary_success_rate": self.primary_success_rate,
+            "reserve_used": self.reserve_used,
+            "download_bytes": self.download_bytes,
+        }
+
+    def close(self) -> None:
+        """Release all payloads."""
+        for payload in self.payloads.values():
+            payload.close()
+
+
+Gathered: TypeAlias = GatherResult | Partial | Sequence[Partial]
+"""What every consumer takes: one result, or partials."""
+
+
+def merge(partials: Iterable[Partial]) -> GatherResult:
+    """Merge the partials of all ranks, in any order.
+
+    Primaries that no partial mentions (a rank gave none) are RANK_LOST: they are skipped, and no peer is lost
+    silently.
+
+    Args:
+        partials: The partials.
+
+    Returns:
+        The result, equal for any number of ranks.
+
+    Raises:
+        InputError: There is none, or they belong to different plans.
+    """
+    given = sorted(_partials(partials), key=lambda part: (part.plan.attempt, part.rank))
+    if not given:
+        raise InputError("nothing to merge: every rank must give a partial, also an empty one")
+    plan, schema = given[-1].plan, given[-1].schema
+    for part in given:
+        if replace(part.plan, attempt=plan.attempt) != plan or part.schema != schema:
+            raise InputError(f"rank {part.rank} gathered by another plan: {part.plan.digest[:12]}")
+    chosen, duplicates = _choose(given)
+    records = {uid: part.records[uid] for uid, part in chosen.items()}
+    for uid in plan.primary:
+        if uid not in records:
+            records[uid] = Record(uid, "primary", Status.RANK_LOST, "its rank gave no partial")
+    for uid in _conflicts(given):
+        records[uid] = replace(
+            records[uid], status=Status.DIGEST_CONFLICT, detail="ranks read different payloads"
+        )
+    accepted = sorted(u for u, record in records.items() if record.status is Status.OK)
+    uids = tuple(sorted(accepted, key=lambda uid: (records[uid].tier == "reserve", uid)))
+    return GatherResult(
+        plan=plan,
+        schema=schema,
+        uids=uids,
+        records=records,
+        accepted={uid: chosen[uid].accepted[uid] for uid in uids},
+        holders={uid: chosen[uid].rank for uid in uids},
+        payloads={uid: chosen[uid].payloads[uid] for uid in uids if uid in chosen[uid].payloads},
+        duplicate_uids=duplicates,
+        time=max(part.seconds for part in given),
+        download_bytes=sum(record.bytes for record in records.values()),
+    )
+
+
+def as_result(gathered: Gathered) -> GatherResult:
+    """Return one result of what a consumer was given.
+
+    Args:
+        gathered: A result, a partial, or a list of partials.
+
+    Returns:
+        The result.
+    """
+    if isinstance(gathered, GatherResult):
+        return gathered
+    return merge([gathered] if isinstance(gathered, Partial) else gathered)
+
+
+class SkipReason(IntEnum):
+    """Why the update of a window is skipped; GO if it is not."""
+
+    GO = 0
+    NO_PEERS = 1
+    BELOW_MIN_PEERS = 2
+    PLAN_MISMATCH = 3
+    RANK_LOST = 4
+    BUDGET_TOO_SMALL = 5
+    DIGEST_CONFLICT = 6
+    OPERATOR = 7
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether the update of a window happens. A skip leaves weights and counters as they are on every rank.
+
+    Attributes:
+        reason: GO, or why not.
+        detail: For PLAN_MISMATCH, the ranks and fields that differ.
+    """
+
+    reason: SkipReason
+    detail: str = ""
+
+    @property
+    def go(self) -> bool:
+        """Whether the update happens."""
+        return self.reason is SkipReason.GO
+
+
+def decide(
+    gathered: Gathered, *, excluded: Sequence[int] = (), refuse: SkipReason = SkipReason.GO
+) -> Decision:
+    """Decide whether to update with a result.
+
+    Args:
+        gathered: The result.
+        excluded: Accepted uids that are left out.
+        refuse: A reason that is known already.
+
+    Returns:
+        The decision.
+    """
+    result = as_result(gathered)
+    count = len(set(result.uids) - set(excluded))
+    reason = refuse
+    if reason is SkipReason.GO and count < result.plan.min_peers:
+        reason = SkipReason.NO_PEERS if count == 0 else SkipReason.BELOW_MIN_PEERS
+        lost = sum(record.status is Status.RANK_LOST for record in result.records.values())
+        if lost and count + lost >= result.plan.min_peers:
+            reason = SkipReason.RANK_LOST
+        if result.conflicts and count + len(result.conflicts) >= result.plan.min_peers:
+            reason = SkipReason.DIGEST_CONFLICT
+    return Decision(reason)
+
+
+def _partials(partials: Any) -> list[Partial]:
+    if isinstance(partials, Iterable) and not isinstance(partials, str | bytes | Mapping | Tensor):
+        found = list(partials)
+        if all(isinstance(each, Partial) for each in found):
+            return found
+    raise InputError("expected the partials of all ranks, or a GatherResult")
+
+
+def _choose(partials: Sequence[Partial]) -> tuple[dict[int, Partial], tuple[int, ...]]:
+    """The partial that counts for each uid, and the uids that more than one rank attempted."""
+    claims: dict[int, list[Partial]] = {}
+    for part in partials:
+        for uid in part.assigned:
+            claims.setdefault(uid, []).append(part)
+
+    def rank_of(uid: int, part: Partial) -> tuple[bool, bool, bool, int, int]:
+        record = part.records[uid]
+        failed, lost = record.status is not Status.OK, record.status is Status.RANK_LOST
+        return failed, lost, record.tier == "reserve", part.plan.attempt, part.rank
+
+    chosen = {uid: min(parts, key=lambda part: rank_of(uid, part)) for uid, parts in claims.items()}
+    # The claim of a lost rank is not a second attempt: only its successor read the object.
+    repeated = [
+        uid
+        for uid, parts in claims.items()
+        if sum(part.records[uid].status is not Status.RANK_LOST for part in parts) > 1
+    ]
+    return chosen, tuple(sorted(repeated))
+
+
+def _conflicts(partials: Sequence[Partial]) -> list[int]:
+    digests: dict[int, set[str | None]] = {}
+    for part in partials:
+        for uid in part.uids:
+            digests.setdefault(uid, set()).add(part.records[uid].digest)
+    return sorted(uid for uid, found in digests.items() if len(found) > 1)
