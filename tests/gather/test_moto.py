@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,8 +29,7 @@ from megalith.gather import (
     publish,
     run_window,
 )
-from megalith.gather.status import Fault
-from megalith.storage.object_store import UPLOAD_PART_BYTES
+from megalith.storage.object_store import UPLOAD_PART_BYTES, StoreRequestError
 from megalith.storage.retries import run_async
 from tests.gather.support import RUN, peer_update, small_schema, weights
 
@@ -79,10 +79,10 @@ def read(store: ObjectStore, key: str, etag: str | None = None) -> bytes:
     return b"".join(pieces)
 
 
-def status_of(work: object) -> Status:
-    with pytest.raises(Fault) as caught:
-        run_async(work)  # type: ignore[arg-type]
-    return caught.value.status
+def status_of(work: Any) -> Status:
+    with pytest.raises(StoreRequestError) as caught:
+        run_async(work)
+    return Status(caught.value.failure)
 
 
 def test_the_five_verbs(store: ObjectStore, tmp_path: Path) -> None:

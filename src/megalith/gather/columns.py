@@ -365,7 +365,8 @@ class Columns:
                 f"the update: one row of {spec.name!r} of {len(self.result.uids)} peers takes {each} bytes "
                 f"on each of {size} ranks, {max(0, left)} are left: raise memory_budget"
             )
-        count = max(1, min(left, BLOCK_BYTES) // each)
+        # An eighth is left for what the allocator rounds up.
+        count = max(1, min(left, BLOCK_BYTES) * 7 // 8 // each)
         if spec.name in self._sharded:
             spans = shard_spans(spec.shape[0], size)
             edges = [*(first_row_of(spec, start) for start, _ in spans), spec.rows]

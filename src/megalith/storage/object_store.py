@@ -378,7 +378,7 @@ class ObjectStore(Store):
             failure, problem = RequestFailure.STORE_ERROR, _first_line(error)
         except MegalithError:
             raise
-        except ValueError as error:  # a key that is not a path
+        except (ValueError, TypeError) as error:  # a key that is not a path
             raise StoreError(f"{where}: {_first_line(error)}") from None
         else:
             return

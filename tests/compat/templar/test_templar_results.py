@@ -1,0 +1,181 @@
+"""Templar's side of gather: results with real lists, aggregator objects, keys, buckets and metric names.
+
+`templar_object` encodes objects in Templar's format on its own, without Megalith's code.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.compat import templar
+from megalith.errors import ArtifactError, InputError
+from megalith.gather import (
+    FetchOptions,
+    GatherPlan,
+    Label,
+    OuterUpdate,
+    PayloadSchema,
+    UpdateConfig,
+    compress,
+    decompress,
+    find_overlap,
+    gather,
+    open_object_store,
+    run_window,
+)
+from megalith.storage.retries import run_async
+
+SHAPES = {"w": (128, 64), "b": (64,)}
+SCHEMA = PayloadSchema.of({name: torch.zeros(shape) for name, shape in SHAPES.items()}, padding=False)
+VERSION = "2.1.3"
+
+
+def templar_object(seed: int, window: int = 7) -> tuple[bytes, dict[str, Tensor]]:
+    """An object of Templar's format, and the dense update that it stands for."""
+    make = torch.Generator().manual_seed(seed)
+    state: dict[str, Any] = {"metadata": {"window": window, "sample_digest": "d", "sample_count": 3}}
+    dense = {}
+    for name, shape in SHAPES.items():
+        lines, columns = shape if len(shape) == 2 else (1, shape[0])
+        down, across = math.ceil(lines / 64), math.ceil(columns / 64)
+        height, width = lines // down, columns // across
+        keep = min(64, height * width)
+        chunks = torch.zeros(down * across, height * width)
+        packed, codes = [], torch.randint(0, 4, (down * across, keep), generator=make)
+        shift, lookup = torch.randn((), generator=make), torch.randn(4, generator=make)
+        for row in range(down * across):
+            indices = torch.randperm(height * width, generator=make)[:keep].tolist()  # in any order
+            for a, b in zip(indices[0::2], indices[1::2], strict=True):
+                packed += [a % 256, a // 256 + b % 16 * 16, b // 16]
+            chunks[row, indices] = lookup[codes[row]] + shift
+        kept = (down, across, keep) if len(shape) == 2 else (across, keep)
+        state[name + "idxs"] = torch.tensor(packed, dtype=torch.uint8)
+        state[name + "vals"] = codes.to(torch.uint8).view(kept)
+        state[name + "quant_params"] = (shift, 0.5, 2, lookup, torch.float32)
+        tiles = chunks.view(down, across, height, width).permute(0, 2, 1, 3)
+        dense[name] = tiles.reshape(shape)
+    file = io.BytesIO()
+    torch.save({"state_dict": state, "global_step": 40 + seed}, file)
+    return file.getvalue(), dense
+
+
+@pytest.fixture(scope="module")
+def buckets() -> dict[str, Any]:
+    """A bucket per peer, as Templar has them."""
+    stores = {f"uid-{uid}": open_object_store("memory://") for uid in (1, 2, 3)}
+    for uid in (1, 2, 3):
+        key = templar.gradient_key(7, uid, VERSION)
+        run_async(stores[f"uid-{uid}"].put(key, templar_object(uid)[0], timeout=10))
+    return stores
+
+
+def plan(**more: Any) -> GatherPlan:
+    return GatherPlan(
+        run="r",
+        window=7,
+        schema=SCHEMA.digest,
+        primary=(1, 2, 3),
+        locations=templar.peer_locations(7, (1, 2, 3), VERSION),
+        formats=("megalith", "templar"),
+        **more,
+    )
+
+
+def test_the_outer_step_is_that_of_templars_objects(buckets: dict[str, Any]) -> None:
+    weights = {name: torch.ones(shape) for name, shape in SHAPES.items()}
+    config = UpdateConfig(clip="none", lr=0.5, mean="peers")
+    report = run_window(plan(update=config), weights, OuterUpdate(SCHEMA), buckets)
+    assert report.result.uids == (1, 2, 3)
+    assert report.result.global_steps == (41, 42, 43)
+    for name, tensor in weights.items():
+        mean = sum(templar_object(uid)[1][name] for uid in (1, 2, 3)) / 3
+        torch.testing.assert_close(tensor, 1 - 0.5 * mean, rtol=1e-6, atol=1e-6)
+
+
+def test_results_have_real_lists_that_templars_consumers_accept(buckets: dict[str, Any]) -> None:
+    result = gather(plan(), SCHEMA, buckets)
+    found = templar.gather_result(result)
+    assert found is not None
+    assert (found.uids, found.skipped_uids, found.global_steps) == ([1, 2, 3], [], [41, 42, 43])
+    assert vars(found.state_dict).keys() == result.state_dict.keys()
+    for key, entries in vars(found.state_dict).items():
+        assert isinstance(entries, list)
+        assert len(entries) == 3
+        if key.endswith(("idxs", "vals")):
+            assert all(each.to("cpu").dtype == torch.uint8 for each in entries)
+    assert found.state_dict.wvals[0].shape == (2, 1, 64)
+    assert found.state_dict.bvals[0].shape == (1, 64)
+    shift, scale, offset, lookup, dtype = found.state_dict.wquant_params[1]
+    assert (float(shift), scale, offset, lookup.shape, dtype) == (0.0, 1.0, 2, (4,), torch.float32)
+    # Dequantised as Templar does: the entries of a peer are its update.
+    codes, packed = (
+        found.state_dict.wvals[1].view(2, 64).long(),
+        found.state_dict.widxs[1].view(2, 32, 3).long(),
+    )
+    pairs = [packed[..., 0] | (packed[..., 1] & 15) << 8, packed[..., 1] >> 4 | packed[..., 2] << 4]
+    chunks = torch.zeros(2, 4096).scatter_(1, torch.stack(pairs, 2).flatten(1), lookup[codes] + shift)
+    assert torch.equal(chunks.view(2, 64, 64).reshape(128, 64), templar_object(2)[1]["w"])
+    result.close()
+    nothing = gather(plan(time_max=None, max_object_bytes=1, deadline=0.2), SCHEMA, buckets)
+    assert templar.gather_result(nothing) is None
+
+
+def test_aggregator_objects_come_back(buckets: dict[str, Any]) -> None:
+    result = gather(plan(), SCHEMA, buckets)
+    data = templar.write_aggregator(result)
+    saved = torch.load(io.BytesIO(data), weights_only=True)
+    assert saved["uids"] == [1, 2, 3]
+    assert isinstance(saved["state_dict"]["widxs"], list)
+    assert saved["success_rate"] == 1.0
+    read = templar.read_aggregator(data, SCHEMA, run="r", window=7)
+    for uid, payload in read.items():
+        for name, tensor in decompress(payload).items():
+            assert torch.equal(tensor, templar_object(uid)[1][name])
+    result.close()
+    for damaged in (data[:-1], b"", data.replace(b"state_dict", b"state_dicx")):
+        with pytest.raises(ArtifactError, match="aggregator object of window 7"):
+            templar.read_aggregator(damaged, SCHEMA, run="r", window=7)
+
+
+def test_what_is_written_for_templar_is_read_by_torch() -> None:
+    update = {
+        name: torch.randn(shape, generator=torch.Generator().manual_seed(1)) for name, shape in SHAPES.items()
+    }
+    made = compress(update, SCHEMA)
+    data = templar.write_payload(made, Label("r", 7, 1, global_step=5, metadata={"sample_count": 9}))
+    saved = torch.load(io.BytesIO(data), weights_only=True)
+    assert saved["global_step"] == 5
+    assert saved["state_dict"]["metadata"] == {"window": 7, "sample_count": 9}
+    again = templar.read_payload(data, SCHEMA, run="r", window=7, uid=1)
+    assert again.header.label.global_step == 5
+    for name, tensor in decompress(made).items():
+        assert torch.equal(decompress(again)[name], tensor)
+    padded = PayloadSchema.of({"w": torch.zeros(67, 3)})
+    with pytest.raises(InputError, match="padding=False"):
+        templar.write_payload(compress({"w": torch.ones(67, 3)}, padded), Label("r", 7, 1))
+
+
+def test_keys_and_buckets() -> None:
+    assert templar.gradient_key(7, 3, VERSION) == "gradient-7-3-v2.1.3.pt"
+    assert templar.aggregator_key(7, VERSION) == "aggregator-7-v2.1.3.pt"
+    bucket = {"name": "abc", "account_id": "acc", "access_key_id": "k", "secret_access_key": "s"}
+    stores = templar.peer_stores({3: bucket})
+    assert stores["uid-3"].where == "s3://abc"
+    with pytest.raises(InputError, match="uid 4: account_id must be text"):
+        templar.peer_stores({4: {"name": "abc"}})
+
+
+def test_metric_names(buckets: dict[str, Any]) -> None:
+    result = gather(plan(), SCHEMA, buckets, options=FetchOptions(in_flight=1))
+    found = templar.templar_metrics(result, scores={1: 3.0}, overlap=find_overlap(result))
+    assert found["validator/gather/success_rate"] == 100.0
+    assert found["validator/gather/intended_mean_final"] == 1.0
+    assert found["validator/overlap/pairs_checked"] == 3
+    assert found["compress/min_median_block_norm"] <= found["compress/max_median_block_norm"]
+    result.close()
