@@ -133,18 +133,15 @@ NB_MODULE(_native, m) {
           nb::gil_scoped_release release;
           const Kernels* k = find_kernels(nullptr);
           constexpr int64_t kGrain = 1 << 16;
-          const bool matrix = v.ndim == 2 && v.row_stride != v.shape[1];
-          const int64_t columns = matrix ? v.shape[1] : 1, n = v.numel() / std::max<int64_t>(columns, 1);
-          const int64_t stride = matrix ? v.row_stride : 1, grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(columns, 1));
+          // Rows of a wider tensor, or contiguous numbers.
+          const bool apart = v.ndim == 2 && v.row_stride != v.shape[1];
+          const int64_t columns = apart ? v.shape[1] : 1, n = apart ? v.shape[0] : v.numel();
+          const int64_t grain = std::max<int64_t>(1, kGrain / columns);
           std::atomic<bool> good{true};
           ThreadPool::get().run((n + grain - 1) / grain, threads, [&](int64_t t, int) {
-            const int64_t first = t * grain, last = std::min(n, first + grain);
-            const float* x = v.as<float>();
-            bool fine = true;
-            if (matrix)
-              for (int64_t r = first; r < last; ++r) fine &= k->all_finite(x + r * stride, columns);
-            else
-              fine = k->all_finite(x + first, last - first);
+            const int64_t first = t * grain, rows = std::min(grain, n - first);
+            const float* x = v.as<float>() + first * (apart ? v.row_stride : 1);
+            const bool fine = apart ? k->all_finite(x, rows, columns, v.row_stride) : k->all_finite(x, 1, rows, rows);
             if (!fine) good = false;
           });
           return good.load();

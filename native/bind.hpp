@@ -122,7 +122,7 @@ struct BagsList {
   }
 
  private:
-  static bool finite(const float* x, int64_t n) { return find_kernels(nullptr)->all_finite(x, n); }
+  static bool finite(const float* x, int64_t n) { return find_kernels(nullptr)->all_finite(x, 1, n, n); }
   static bool finite(const double* x, int64_t n) {
     return std::all_of(x, x + n, [](double v) { return v - v == 0.0; });
   }
@@ -173,7 +173,8 @@ struct BagsList {
 };
 
 // Each adds functions or classes to the module; the file of the same name has it. Ops: bind_ids, bind_rows, bind_pool,
-// bind_layout. Tables: bind_group. Others: files of other systems, exported rows (bind_frozen), exchanges between processes (bind_mailbox).
+// bind_layout. Tables: bind_group. Others: files of other systems, exported rows (bind_frozen), exchanges between
+// processes (bind_mailbox).
 void bind_ids(nb::module_& m);
 void bind_rows(nb::module_& m);
 void bind_view(nb::module_& m);

@@ -78,7 +78,7 @@ struct Kernels {
   // Weights from and to storage, to the nearest value.
   void (*widen)(const WeightRun* runs, int32_t num_runs, const char* stored, float* weights);
   void (*narrow)(const WeightRun* runs, int32_t num_runs, const float* weights, char* stored);
-  bool (*all_finite)(const float* values, int64_t n);
+  bool (*all_finite)(const float* values, int64_t rows, int64_t columns, int64_t stride);
   void (*gather)(const char* source, const int64_t* index, int64_t n, int64_t stride, int64_t width,
                  char* out);
   FlatKernels<float> flat32;

@@ -35,14 +35,24 @@ namespace {
 #include "gather.inl"
 #include "apply.inl"
 
-bool all_finite(const float* values, int64_t n) {
+bool all_finite(const float* values, int64_t rows, int64_t columns, int64_t stride) {
   // A finite float times zero is zero; an infinity or NaN times zero is NaN, which the sum keeps.
   Vec8 sums[4] = {};
-  int64_t i = 0;
-  for (; i + 32 <= n; i += 32)
-    for (int k = 0; k < 4; ++k) sums[k] = sums[k] + load8(values + i + 8 * k) * 0.0f;
   float rest = 0.0f;
-  for (; i < n; ++i) rest = rest + values[i] * 0.0f;
+  for (int64_t r = 0; r < rows; ++r, values += stride) {
+    int64_t i = 0;
+    for (; i + 32 <= columns; i += 32)
+      for (int k = 0; k < 4; ++k) sums[k] = sums[k] + load8(values + i + 8 * k) * 0.0f;
+    if (i + 16 <= columns) {
+      for (int k = 0; k < 2; ++k) sums[k] = sums[k] + load8(values + i + 8 * k) * 0.0f;
+      i += 16;
+    }
+    if (i + 8 <= columns) {
+      sums[2] = sums[2] + load8(values + i) * 0.0f;
+      i += 8;
+    }
+    for (; i < columns; ++i) rest = rest + values[i] * 0.0f;
+  }
   Vec8 all = (sums[0] + sums[1]) + (sums[2] + sums[3]);
   for (int lane = 0; lane < 8; ++lane) rest = rest + all[lane];
   return rest == 0.0f;

@@ -258,6 +258,23 @@ def test_one_bad_number_is_found_wherever_it_is(size: int, bad: float) -> None:
         values[at] = -1e-45
 
 
+@pytest.mark.parametrize("columns", [1, 7, 8, 21, 59])
+def test_a_bad_number_is_found_in_rows_of_a_wider_tensor_and_not_beside_them(columns: int) -> None:
+    wide = torch.full((3, columns + 2), torch.nan)
+    rows = wide[:, 1:-1]
+    rows.fill_(torch.finfo(torch.float32).max)
+    assert _native.all_finite(rows, 1)
+    for at in range(3 * columns):
+        row, column = divmod(at, columns)
+        rows[row, column] = torch.inf
+        assert not _native.all_finite(rows, 1)
+        rows[row, column] = 0.0
+    many = torch.zeros(70_000, columns + 1)[:, :columns]  # shared by threads
+    assert _native.all_finite(many, 2)
+    many[-1, -1] = torch.nan
+    assert not _native.all_finite(many, 2)
+
+
 # ---- limits
 
 
