@@ -94,7 +94,7 @@ class Free(Model):
 
     def __init__(self, weights: Tensor) -> None:
         super().__init__()
-        self.rows = torch.zeros(BATCH, FEATURES * DIM)
+        self.rows = torch.zeros(BATCH, FEATURES * DIM, requires_grad=True)
 
     def embed(self, batch: Batch) -> Tensor:
         return self.rows

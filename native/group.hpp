@@ -1,9 +1,10 @@
 // Calls over several tables: one native call finds and pools the rows of a forward, one updates the rows of a backward.
 //
 // All tables of a call are locked together, in the order of their addresses, in which fork() locks them too: two calls
-// cannot wait for each other. Threads share the work across tables. A read divides the output rows of all features; an
-// update gives a table to one thread, except a table with a large part of all occurrences, which all threads update
-// together. Results do not depend on the number of threads or on the other tables of the call.
+// cannot wait for each other. Threads share the work across tables. A read divides the output rows of all features;
+// a task finds the rows of its part of a feature and pools them while the row numbers are in the cache. An update gives
+// a table to one thread, except a table with a large part of all occurrences, which all threads update together.
+// Results do not depend on the number of threads or on the other tables of the call.
 #pragma once
 
 #include <algorithm>
@@ -53,7 +54,7 @@ class TableGroup {
     for (size_t k = 0; k < reads.size(); ++k) {
       TableRead& r = reads[k];
       const Table& t = *r.table;
-      sources.push_back({&r, t.view(), t.index_.view(), nullptr});
+      sources.push_back({&r, t.view(), t.index_.view(), r.found});
       if (r.known)
         sources.back().rows = t.current_rows(r.known, r.epoch, r.ids, r.n, scratch[k], threads);
       else
@@ -80,8 +81,9 @@ class TableGroup {
     pool_features(bags, n, threads, [&](size_t k, const BagsView& b, int64_t first, int64_t last, int worker) {
       const Source& s = sources[source_of[k]];
       const TableRead& r = *s.read;
-      r.table->pool_bags(s.table, s.index, s.rows, r.known ? nullptr : r.found, r.ids, b, first, last,
-                         workers[worker].sums.get(2 * dim));
+      const int64_t from = b.offsets[first];
+      if (!r.known) r.table->kernels_->find(s.index, r.ids + from, b.offsets[last] - from, r.found + from);
+      r.table->pool_bags(s.table, s.rows, r.ids, b, first, last, workers[worker].sums.get(2 * dim));
     });
   }
 

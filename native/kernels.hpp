@@ -70,9 +70,6 @@ struct Kernels {
   // The table has one precision.
   void (*pool)(const TableView&, const int32_t* rows, const int64_t* ids, const BagsView&,
                int64_t first_bag, int64_t last_bag, float* scratch);
-  // The same, and it stores the row of each occurrence in `rows`.
-  void (*find_pool)(const IndexView&, const TableView&, int32_t* rows, const int64_t* ids, const BagsView&,
-                    int64_t first_bag, int64_t last_bag, float* scratch);
   void (*apply)(const ApplyView&, const Entry* entries, const float* weights, int64_t n,
                 const ApplyScratch&);
   // Weights from and to storage, to the nearest value.

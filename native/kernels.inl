@@ -30,7 +30,6 @@ namespace {
 #include "initialize.inl"
 #include "find.inl"
 #include "pool.inl"
-#include "find_pool.inl"
 #include "unpool.inl"
 #include "gather.inl"
 #include "apply.inl"
@@ -66,8 +65,8 @@ const Kernels MEGALITH_KERNELS = {
 #define MEGALITH_TEXT(x) MEGALITH_TEXT2(x)
     MEGALITH_TEXT(MEGALITH_ISA), MEGALITH_ISA::state_size, MEGALITH_ISA::find,
     MEGALITH_ISA::initialize,    MEGALITH_ISA::read,       MEGALITH_ISA::pool,
-    MEGALITH_ISA::find_pool,     MEGALITH_ISA::apply,      MEGALITH_ISA::widen,
-    MEGALITH_ISA::narrow,        MEGALITH_ISA::all_finite, MEGALITH_ISA::gather,
+    MEGALITH_ISA::apply,         MEGALITH_ISA::widen,      MEGALITH_ISA::narrow,
+    MEGALITH_ISA::all_finite,    MEGALITH_ISA::gather,
     {MEGALITH_ISA::pool_flat<float>, MEGALITH_ISA::unpool_flat<float>, MEGALITH_ISA::scatter<float>},
     {MEGALITH_ISA::pool_flat<double>, MEGALITH_ISA::unpool_flat<double>, MEGALITH_ISA::scatter<double>},
 };

@@ -1,7 +1,7 @@
 // Reads rows, one by one or directly into pooled outputs, from a table's storage or from contiguous memory.
 // unpool.inl has the gradient of the latter.
 
-constexpr int64_t kReadAhead = 40;
+constexpr int64_t kReadAhead = 64;
 
 MEGALITH_PREFETCHER prefetch_row(const TableView& table, int32_t row) {
   if (row < 0) return;
@@ -32,10 +32,10 @@ static void read(const TableView& table, const int32_t* rows, const int64_t* ids
 }
 
 // ---- the row of an occurrence: `stored` finds it in memory (null: absent), `missing` gives what to read
-// instead (null: zeros). kOnce: `stored` must be called once for each occurrence, in order.
+// instead (null: zeros).
 
 // The weights of an id without a row as they would be stored. They are in `scratch`, which has room for two rows.
-static const void* missing_weights(const TableView& table, int64_t id, float* scratch) {
+static __attribute__((noinline)) const void* missing_weights(const TableView& table, int64_t id, float* scratch) {
   if (table.missing_zeros) return nullptr;
   draw_weights(table, id, scratch);
   if (stored_wide(table)) return scratch;
@@ -47,17 +47,30 @@ static const void* missing_weights(const TableView& table, int64_t id, float* sc
 template <class S>
 struct TableSource {
   typedef S Stored;
-  static constexpr bool kPlain = false, kOnce = false;
-  const TableView& table;
+  char* const* chunks;
+  uint32_t shift, stride;
   const int32_t* rows;
+  const TableView* table;
   const int64_t* ids;
   float* scratch;
 
+  TableSource(const TableView& t, const int32_t* found, const int64_t* wanted, float* memory)
+      : chunks(t.rows.weights),
+        shift(t.rows.shift),
+        stride(t.rows.stride),
+        rows(found),
+        table(&t),
+        ids(wanted),
+        scratch(memory) {}
+
   const S* stored(int64_t i) const {
-    return __builtin_expect(rows[i] >= 0, 1) ? reinterpret_cast<const S*>(weights_at(table.rows, rows[i])) : nullptr;
+    const int32_t row = rows[i];
+    if (__builtin_expect(row < 0, 0)) return nullptr;
+    const uint32_t r = static_cast<uint32_t>(row), in_chunk = r & ((1u << shift) - 1);
+    return reinterpret_cast<const S*>(chunks[r >> shift] + uint64_t{in_chunk} * stride);
   }
-  const S* missing(int64_t i) const { return static_cast<const S*>(missing_weights(table, ids[i], scratch)); }
-  bool rows_fill_lines() const { return table.rows.stride % 64 == 0; }
+  const S* missing(int64_t i) const { return static_cast<const S*>(missing_weights(*table, ids[i], scratch)); }
+  bool rows_fill_lines() const { return stride % 64 == 0; }
   bool scattered() const { return true; }
   const float* run() const { return nullptr; }
 };
@@ -65,7 +78,6 @@ struct TableSource {
 template <class T>
 struct FlatSource {
   typedef T Stored;
-  static constexpr bool kPlain = true, kOnce = false;
   FlatRows<T> rows;
 
   const T* stored(int64_t i) const {
@@ -163,52 +175,47 @@ static void hand_out(const BagsOf<T>& bags, int64_t first_bag, int64_t last_bag,
 }
 
 // The common case: all parts together read 8 * (Vectors - 1) + 1 to 8 * Vectors columns, at least 8. The
-// last vector may overlap the one before it. Addresses are computed once, when they are prefetched, and
-// kept in a ring buffer until they are read. Several bags are pooled before they are copied to their parts,
+// last vector may overlap the one before it. Several bags are pooled before they are copied to their parts,
 // because a load that partly overlaps a recent store stalls.
 template <int Vectors, bool Weighted, class Source, class T>
-static void pool_ahead(const Source& source, const BagsOf<T>& bags, int first, int width,
+static void pool_ahead(const Source& given, const BagsOf<T>& bags, int first, int width,
                        int64_t first_bag, int64_t last_bag) {
   typedef typename Source::Stored Stored;
-  constexpr int64_t kRing = 64, kLine = 64 / sizeof(Stored), kBags = 16;
-  static_assert(kReadAhead < kRing, "an address must outlive its wait");
+  typedef typename Eight<T>::type Vec;
+  constexpr int64_t kLine = 64 / sizeof(Stored), kBags = 16;
+  const Source source = given;  // a copy: an output cannot change it, so it stays in registers
   const PartOf<T> part = bags.parts[0];
+  const int64_t* const offsets = bags.offsets;
+  const T *const weights = bags.weights, *const divisor = bags.divisor;
   T pooled[kBags * 8 * Vectors];
-  const bool direct = bags.num_parts == 1 && width == 8 * Vectors;
+  const bool direct = bags.num_parts == 1 && width == 8 * Vectors && part.inner == 1;
   const int tail = width - 8;  // where the last vector begins
-  const int64_t* offsets = bags.offsets;
   const int64_t end = offsets[last_bag];
   const bool straddles = !source.rows_fill_lines() || first % kLine != 0;
   const int64_t lines = straddles ? (width + kLine - 2) / kLine : (width + kLine - 1) / kLine;
-  const Stored* ring[kRing];
-  int64_t i = offsets[first_bag], next = i;
-  auto request = [&] {
-    const Stored* p = source.stored(next);
-    if (__builtin_expect(p != nullptr, 1)) {
-      p += first;
-      for (int64_t k = 0; k < lines; ++k) __builtin_prefetch(p + k * kLine);
-      if (straddles) __builtin_prefetch(p + width - 1);
-    }
-    if (!Source::kPlain) ring[next % kRing] = p;
-    ++next;
+  const auto request = [&](int64_t k) __attribute__((always_inline)) {
+    const Stored* p = source.stored(k);
+    if (__builtin_expect(p == nullptr, 0)) return;
+    p += first;
+    __builtin_prefetch(p);
+    for (int64_t line = 1; line < lines; ++line) __builtin_prefetch(p + line * kLine);
+    if (straddles) __builtin_prefetch(p + width - 1);
   };
-  while (next < end && next < i + kReadAhead) request();
+  int64_t i = offsets[first_bag];
+  for (int64_t k = i; k < end && k < i + kReadAhead; ++k) request(k);
+  const bool apart = bags.num_parts > 1 || part.stride * static_cast<int64_t>(sizeof(T)) > 128;
   for (int64_t bag = first_bag; bag < last_bag; ++bag) {
-    if (bag + kBags < last_bag)
-      for (int k = 0; k < bags.num_parts; ++k)
-        __builtin_prefetch(part_address(bags.parts[k], bag + kBags), 1);
-    typename Eight<T>::type sums[Vectors] = {};
+    // The hardware prefetches outputs that follow each other.
+    if (apart && bag + kBags < last_bag)
+      for (int k = 0; k < bags.num_parts; ++k) __builtin_prefetch(part_address(bags.parts[k], bag + kBags), 1);
+    Vec sums[Vectors] = {};
     for (const int64_t stop = offsets[bag + 1]; i < stop; ++i) {
-      if (next < end) request();
-      const Stored* p = Source::kPlain ? source.stored(i) : ring[i % kRing];
-      if (Source::kPlain && __builtin_expect(p != nullptr, 1)) p += first;
-      if (__builtin_expect(!p, 0)) {
-        p = source.missing(i);
-        if (!p) continue;
-        p += first;
-      }
+      if (i + kReadAhead < end) request(i + kReadAhead);
+      const Stored* p = source.stored(i);
+      if (__builtin_expect(!p, 0) && !(p = source.missing(i))) continue;
+      p += first;
       if (Weighted) {
-        const T w = bags.weights[i];
+        const T w = weights[i];
         for (int v = 0; v < Vectors - 1; ++v) sums[v] = sums[v] + load8(p + 8 * v) * w;
         sums[Vectors - 1] = sums[Vectors - 1] + load8(p + tail) * w;
       } else {
@@ -216,13 +223,15 @@ static void pool_ahead(const Source& source, const BagsOf<T>& bags, int first, i
         sums[Vectors - 1] = sums[Vectors - 1] + load8(p + tail);
       }
     }
+    if (divisor)
+      for (int v = 0; v < Vectors; ++v) sums[v] = sums[v] / divisor[bag];
     if (direct) {
-      T* out = part_address(part, bag);
-      for (int v = 0; v < Vectors; ++v) finish(bags, part, bag, sums[v], out + 8 * v);
+      T* out = part.data + bag * part.stride + part.column;
+      if (part.accumulate)
+        for (int v = 0; v < Vectors; ++v) sums[v] = load8(out + 8 * v) + sums[v];
+      for (int v = 0; v < Vectors; ++v) store8(out + 8 * v, sums[v]);
       continue;
     }
-    if (bags.divisor)
-      for (int v = 0; v < Vectors; ++v) sums[v] = sums[v] / bags.divisor[bag];
     const int64_t slot = (bag - first_bag) % kBags;
     T* row = pooled + slot * 8 * Vectors;
     for (int v = 0; v < Vectors - 1; ++v) store8(row + 8 * v, sums[v]);
@@ -330,8 +339,7 @@ static void pool_weighted(const Source& source, const BagsOf<T>& bags, int64_t f
   int first, last;
   columns_read(bags, &first, &last);
   const int width = last - first;
-  if constexpr (!Source::kOnce)
-    if (width == 1) return pool_column<Weighted>(source, bags, first, first_bag, last_bag);
+  if (width == 1) return pool_column<Weighted>(source, bags, first, first_bag, last_bag);
   switch (width < 8 ? 0 : (width + 7) / 8) {
     case 1: return pool_ahead<1, Weighted>(source, bags, first, width, first_bag, last_bag);
     case 2: return pool_ahead<2, Weighted>(source, bags, first, width, first_bag, last_bag);
@@ -341,8 +349,7 @@ static void pool_weighted(const Source& source, const BagsOf<T>& bags, int64_t f
     case 6: return pool_ahead<6, Weighted>(source, bags, first, width, first_bag, last_bag);
     case 7: return pool_ahead<7, Weighted>(source, bags, first, width, first_bag, last_bag);
     case 8: return pool_ahead<8, Weighted>(source, bags, first, width, first_bag, last_bag);
-    default:
-      if constexpr (!Source::kOnce) pool_any(source, bags, first_bag, last_bag);
+    default: return pool_any(source, bags, first_bag, last_bag);
   }
 }
 
@@ -359,11 +366,11 @@ static void pool(const TableView& table, const int32_t* rows, const int64_t* ids
                  const BagsView& bags, int64_t first_bag, int64_t last_bag, float* scratch) {
   switch (table.runs[0].precision) {
     case Precision::float16:
-      return pool_from(TableSource<Half>{table, rows, ids, scratch}, bags, first_bag, last_bag);
+      return pool_from(TableSource<Half>(table, rows, ids, scratch), bags, first_bag, last_bag);
     case Precision::bfloat16:
-      return pool_from(TableSource<Bf16>{table, rows, ids, scratch}, bags, first_bag, last_bag);
+      return pool_from(TableSource<Bf16>(table, rows, ids, scratch), bags, first_bag, last_bag);
     default:
-      return pool_from(TableSource<float>{table, rows, ids, scratch}, bags, first_bag, last_bag);
+      return pool_from(TableSource<float>(table, rows, ids, scratch), bags, first_bag, last_bag);
   }
 }
 

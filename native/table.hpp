@@ -411,15 +411,13 @@ class Table {
             dim_, key_, options_.missing_zeros};
   }
 
-  // Pools the bags [first, last). `rows`: of all occurrences; `found`: not null to find and store them first.
-  // `scratch`: two rows.
-  void pool_bags(const TableView& table, const IndexView& index, const int32_t* rows, int32_t* found,
-                 const int64_t* ids, const BagsView& bags, int64_t first, int64_t last, float* scratch) const {
-    if (table.one_precision && found) return kernels_->find_pool(index, table, found, ids, bags, first, last, scratch);
-    if (table.one_precision) return kernels_->pool(table, rows, ids, bags, first, last, scratch);
-    const int64_t from = bags.offsets[first], n = bags.offsets[last] - from;
-    if (found) kernels_->find(index, ids + from, n, found + from);
-    pool_mixed(table, found ? found : rows, ids, bags, first, last);
+  // Pools the bags [first, last). `scratch`: two rows.
+  void pool_bags(const TableView& table, const int32_t* rows, const int64_t* ids, const BagsView& bags, int64_t first,
+                 int64_t last, float* scratch) const {
+    if (table.one_precision)
+      kernels_->pool(table, rows, ids, bags, first, last, scratch);
+    else
+      pool_mixed(table, rows, ids, bags, first, last);
   }
 
   // Pools the bags [first, last) of rows with several precisions: some bags at a time, through rows of float32.

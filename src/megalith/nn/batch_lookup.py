@@ -23,7 +23,7 @@ from megalith.errors import UsageError
 from megalith.nn.feature_plan import CompiledBatch
 from megalith.ragged import Ragged
 from megalith.shards import Lookup
-from megalith.shards.lookup import version
+from megalith.shards.lookup import versions
 
 
 class BatchLookup:
@@ -47,17 +47,25 @@ class BatchLookup:
         self.step = 0
         self.time: float | None = None
         self.grads: list[Tensor] | None = None
-        self._versions = {name: version(c.row_splits) for name, c in batch.columns.items()}
+        self._versions = self._splits_versions()
+
+    def _splits_versions(self) -> list[int]:
+        """How often each row_splits was modified in place; nothing on other devices than the CPU."""
+        if self.batch.device.type != "cpu":
+            return []
+        return versions([column.row_splits for column in self.batch.columns.values()])
 
     def check_unchanged(self) -> None:
         """Raise UsageError if ids or row_splits were modified in place since the lookup."""
         self.lookup.check_unchanged()
-        for name, column in self.batch.columns.items():
-            if column.row_splits.is_cpu and version(column.row_splits) != self._versions[name]:
-                raise UsageError(
-                    f"feature {name!r}: its row_splits were changed in place after forward; keep them until "
-                    "the update"
-                )
+        now = self._splits_versions()
+        if now != self._versions:
+            pairs = zip(self.batch.columns, now, self._versions, strict=True)
+            name = next(name for name, new, old in pairs if new != old)
+            raise UsageError(
+                f"feature {name!r}: its row_splits were changed in place after forward; keep them until "
+                "the update"
+            )
 
 
 class StartedBatch(Mapping[str, Any]):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megalith.errors import InputError, UnknownNameError
 from megalith.nn.features import Feature, Layout
-from megalith.ops.pooling import Bags, OutputSlice, Pooling
+from megalith.ops.pooling import Bags, Coverage, OutputSlice, Pooling
 from megalith.ragged import Ragged
 from megalith.shards import PreparedIds
 from megalith.table import TableConfig
@@ -95,6 +95,7 @@ class FeaturePlan:
                 self._add_feature(feature)
         else:
             self._add_layouts(layouts)
+        self._coverage = Coverage()
         self.tables: dict[str, list[Feature]] = {}
         for feature in self.features.values():
             self.tables.setdefault(feature.table, []).append(feature)
@@ -221,7 +222,8 @@ class FeaturePlan:
             weights = _weights([column for _, column, _ in found])
             bags[table] = tuple(self._bags(*each, weights) for each in found)
         shapes = tuple((r, output.columns) for r, output in zip(rows, self.outputs, strict=True))
-        return CompiledBatch(prepare_ids(ids), Pooling(shapes, bags), size, columns, device)
+        pooling = Pooling(shapes, bags, self._coverage)
+        return CompiledBatch(prepare_ids(ids), pooling, size, columns, device)
 
     def _bags(self, feature: Feature, column: Ragged, offsets: Tensor, weights: Tensor | None) -> Bags:
         parts = tuple(self._parts[feature.name])

@@ -92,12 +92,47 @@ class Bags:
         tensors = move(self.offsets), self.parts, move(self.weights), move(self.divisor)
         return Bags(*tensors, self.shared)
 
-    @cached_property
+    @property
     def native(self) -> tuple[Any, ...]:
         """The arguments for the native module."""
-        parts = [part.native for part in self.parts]
-        tensors = (self.offsets, self.weights, self.divisor)
-        return (*(t.contiguous() if isinstance(t, Tensor) else t for t in tensors), self.shared, parts)
+        weights, divisor = self.weights, self.divisor
+        return (
+            _contiguous(self.offsets),
+            None if weights is None else _contiguous(weights),
+            None if divisor is None else _contiguous(divisor),
+            self.shared,
+            [part.native for part in self.parts],
+        )
+
+
+class Coverage:
+    """Remembers which outputs of a pooling are written completely, by the tables that are read.
+
+    Poolings of the same features and layouts may share one.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, ...], list[bool]] = {}
+
+    def of(self, pooling: Pooling, tables: tuple[str, ...]) -> list[bool]:
+        """Return which outputs have every column written by some part of the tables.
+
+        Args:
+            pooling: The pooling.
+            tables: The names of the tables.
+
+        Returns:
+            A flag per output.
+
+        Raises:
+            InputError: An argument has the wrong type.
+        """
+        if not isinstance(pooling, Pooling) or not isinstance(tables, tuple):
+            raise InputError("Coverage: expected a Pooling and a tuple of table names")
+        if tables not in self._known:
+            bags = [bags for table in tables for bags in pooling.of(table)]
+            self._known[tables] = covered(bags, pooling.outputs)
+        return self._known[tables]
 
 
 @dataclass(frozen=True)
@@ -109,7 +144,8 @@ class Pooling:
     bags: Mapping[str, tuple[Bags, ...]]
     """For each table, the bags of its features, in the order of the table's occurrences. Tables are read in
     the order of this mapping, so a part that accumulates must come after the part it adds to."""
-    _coverage: dict[tuple[str, ...], list[bool]] = field(default_factory=dict, init=False, repr=False)
+    coverage: Coverage = field(default_factory=Coverage, repr=False, compare=False)
+    """Which outputs need no zeros before they are written. Poolings with equal parts may share it."""
 
     @classmethod
     def sum(cls, table: str, offsets: Tensor, dim: int) -> Pooling:
@@ -151,7 +187,7 @@ class Pooling:
         if all(not isinstance(tensor, Tensor) or tensor.device == place for tensor in tensors):
             return self
         moved = {name: tuple(own._moved(place) for own in bags) for name, bags in self.bags.items()}
-        return Pooling(self.outputs, moved)
+        return Pooling(self.outputs, moved, self.coverage)
 
     def new_outputs(
         self, tables: Iterable[str] | None = None, device: torch.device | None = None
@@ -170,18 +206,13 @@ class Pooling:
                 raise InputError(f"tables must be a list of names, got {type(tables).__name__}")
             tables = [_check_name(table) for table in tables]
         device = None if device is None else _check_device(device)
-        covered = self._covered(tuple(self.bags if tables is None else tables))
+        if not isinstance(self.coverage, Coverage):
+            raise InputError(f"coverage must be a Coverage, got {type(self.coverage).__name__}")
+        covered = self.coverage.of(self, tuple(self.bags if tables is None else tables))
         return [
             torch.empty(shape, device=device) if whole else torch.zeros(shape, device=device)
             for shape, whole in zip(self.outputs, covered, strict=True)
         ]
-
-    def _covered(self, tables: tuple[str, ...]) -> list[bool]:
-        """Return which outputs have every column written by some part of the tables."""
-        if tables not in self._coverage:
-            bags = [bags for table in tables for bags in self.of(table)]
-            self._coverage[tables] = covered(bags, self.outputs)
-        return self._coverage[tables]
 
     def of(self, table: str) -> tuple[Bags, ...]:
         """Return the bags of one table, none if it fills no output.
@@ -316,6 +347,11 @@ def covered(bags: Sequence[Bags], outputs: Sequence[tuple[int, int]]) -> list[bo
         if not part.accumulate and 0 <= part.output < len(written):
             written[part.output] += [(c.start, c.stop) for c in part.columns]
     return [_fills(w, columns) for w, (_, columns) in zip(written, outputs, strict=True)]
+
+
+def _contiguous(value: Any) -> Any:
+    """Return a contiguous tensor; the native module rejects anything else than a tensor."""
+    return value.contiguous() if isinstance(value, Tensor) else value
 
 
 def _check_name(table: Any) -> str:

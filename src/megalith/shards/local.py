@@ -6,7 +6,7 @@ It validates the input of a call once, for all tables, and then calls the `Engin
 from __future__ import annotations
 
 import time as clock
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -27,7 +27,7 @@ from megalith.shards.preparer import LocalPreparer
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
 from megalith.table.engines.group import EngineGroup
 from megalith.table.engines.registry import engine_group
-from megalith.table.table_data import FoundRows
+from megalith.table.table_data import FoundRows, Step
 from megalith.table.validation import check_by_table, check_flag, check_pooling, check_step
 
 
@@ -121,12 +121,27 @@ class LocalShards(Shards):
         check_lookup_step(lookup, self.stepwise)
         checked = self._check_gradients(lookup, grads, pooling)
         now = clock.time() if time is None else time  # the same for all tables
-        steps = {name: self.local[name].checks.step(step, now, scale, clip_norm) for name in checked}
+        steps = self._steps(checked, step, now, scale, clip_norm)
         if not checked and self.local:  # a wrong time raises without gradients too
             next(iter(self.local.values())).checks.time(now)
         seen = self.check_occurrences(lookup.ids, occurrences, pooling)
         lookup.use()
         self.engines.update(lookup.ids, lookup.found, checked, pooling, steps, seen)
+
+    def _steps(
+        self, names: Iterable[str], step: int, time: float, scale: float, clip_norm: float | None
+    ) -> dict[str, Step]:
+        """Return the numbers of an update by table; only learning rates differ between tables."""
+        steps: dict[str, Step] = {}
+        numbers: Step | None = None
+        for name in names:
+            checks = self.local[name].checks
+            checks.trainable()
+            if numbers is None:
+                numbers = checks.step_numbers(step, time, scale, clip_norm)
+            _, seconds, factor, norm, at = numbers
+            steps[name] = Step(checks.rates(at), seconds, factor, norm, at)
+        return steps
 
     def _check_gradients(
         self,
@@ -150,7 +165,7 @@ class LocalShards(Shards):
             raise InputError("with pooling, grads must be a list of one gradient per output")
         if lookup.pooled is not pooling:  # a pooling that was pooled is known to fit
             lookup.check(pooling)
-        names = [name for name in lookup.ids if pooling.of(name)]
+        names = [name for name in lookup.ids if pooling.bags.get(name)]
         if not names:
             return {}
         checked = self.local[names[0]].checks.grads(lookup.ids[names[0]], grads, pooling)
@@ -302,8 +317,8 @@ class LocalLookup(Lookup):
 
     def _check_tables(self, pooling: Pooling) -> None:
         check_pooling(pooling)
-        for name in pooling.bags:
-            if pooling.of(name) and name not in self.ids:
+        for name, bags in pooling.bags.items():
+            if bags and name not in self.ids:
                 raise InputError(f"table {name!r}: pooled, but it was not looked up")
 
     def check(self, pooling: Pooling) -> None:

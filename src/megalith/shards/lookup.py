@@ -45,16 +45,18 @@ class Lookup(ABC):
         self.ids = ids
         self.used = False
         self.step = step
-        self._versions = {name: version(x) for name, x in ids.items()}
+        self._versions = versions(ids.values())
 
     def check_unchanged(self) -> None:
         """Raise UsageError if an ids tensor was modified in place since the lookup."""
-        for name, ids in self.ids.items():
-            if version(ids) != self._versions[name]:
-                raise UsageError(
-                    f"table {name!r}: its ids were changed in place after the lookup; "
-                    "keep them until the update, or look up a copy"
-                )
+        now = versions(self.ids.values())
+        if now != self._versions:
+            pairs = zip(self.ids, now, self._versions, strict=True)
+            name = next(name for name, new, old in pairs if new != old)
+            raise UsageError(
+                f"table {name!r}: its ids were changed in place after the lookup; "
+                "keep them until the update, or look up a copy"
+            )
 
     def check_table(self, table: str) -> None:
         """Raise UnknownNameError, which lists the known tables, if a table was not looked up.
@@ -146,16 +148,19 @@ class _LazyRows(Mapping[str, Tensor]):
         return len(self._lookup.ids)
 
 
-def version(tensor: Tensor) -> int:
-    """Return how often a tensor was modified in place.
+def versions(tensors: Collection[Tensor]) -> list[int]:
+    """Return how often each tensor was modified in place.
 
     Args:
-        tensor: Any tensor.
+        tensors: Any tensors.
 
     Returns:
-        The counter of torch; always 0 for inference tensors, which torch does not count.
+        The counters of torch; always 0 for inference tensors, which torch does not count.
     """
-    return 0 if tensor.is_inference() else tensor._version
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def check_lookup_step(lookup: Lookup, stepwise: Collection[str]) -> None:

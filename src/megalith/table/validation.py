@@ -19,6 +19,7 @@ from megalith.errors import InputError, UnknownNameError, UsageError
 from megalith.library import native_module
 from megalith.ops.checks import as_integer, as_number
 from megalith.ops.pooling import Pooling
+from megalith.table.optimizers import Optimizer
 from megalith.table.schedules import FLOAT32_MAX
 from megalith.table.table_config import TableConfig
 from megalith.table.table_data import MAX_TIME, Chunk, Step
@@ -115,6 +116,9 @@ class InputChecks:
         self.name = config.name
         self.dim = config.dim
         self.device = torch.device("cpu") if device is None else device
+        optimizers = [segment.optimizer for segment in config.segments]
+        constant = all(type(o.lr) is float and type(o).rate is Optimizer.rate for o in optimizers)
+        self._constant_rates = [float(o.rate(0)) for o in optimizers] if constant else None
 
     def ids(self, ids: Tensor, *, move: bool = True) -> Tensor:
         """Check ids.
@@ -298,8 +302,7 @@ class InputChecks:
             InputError: A number is out of range.
             UsageError: The table is not trainable.
         """
-        if not self.config.trainable:
-            raise UsageError(f"table {self.name!r} is not trainable (TableConfig(trainable=False))")
+        self.trainable()
         at = check_step(step, f"table {self.name!r}")
         factor = as_number(scale)
         if factor is None or not abs(factor) <= FLOAT32_MAX:
@@ -308,6 +311,11 @@ class InputChecks:
         if norm is None or not (clip_norm is None or 0 < norm <= FLOAT32_MAX):
             raise InputError(f"table {self.name!r}: clip_norm must be positive and finite, got {clip_norm!r}")
         return Step([], self.time(time), factor, norm, at)
+
+    def trainable(self) -> None:
+        """Raise UsageError if the table is not trainable."""
+        if not self.config.trainable:
+            raise UsageError(f"table {self.name!r} is not trainable (TableConfig(trainable=False))")
 
     def rates(self, step: int) -> list[float]:
         """Return the learning rate of each segment.
@@ -321,6 +329,8 @@ class InputChecks:
         Raises:
             InputError: A learning rate cannot be evaluated, is negative or is not finite.
         """
+        if self._constant_rates is not None:
+            return list(self._constant_rates)
         rates = []
         for number, segment in enumerate(self.config.segments):
             try:

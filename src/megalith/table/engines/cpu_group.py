@@ -78,9 +78,7 @@ class CpuEngineGroup(EngineGroup):
         """Read the tables of `bags`; add the rows that had to be found."""
         if not bags:
             return
-        new = [name for name in bags if name not in found]
-        sizes = [ids[name].numel() for name in new]
-        rows = dict(zip(new, torch.empty(sum(sizes), dtype=torch.int32).split(sizes), strict=True))
+        rows = {name: torch.empty(ids[name].shape, dtype=torch.int32) for name in bags if name not in found}
         reads = [
             self._cpu[name].native_read(ids[name], found.get(name), rows.get(name), own)
             for name, own in bags.items()
@@ -103,19 +101,21 @@ class CpuEngineGroup(EngineGroup):
         occurrences = occurrences or {}
         with span("megalith.optimizer"), ExitStack() as staged:
             calls = []
+            bags = None if pooling is None else pooling.native_bags
             gradients: Sequence[Tensor] = ()
             for name, own in grads.items():
                 engine = self._cpu[name]
                 if not engine.joins_updates:
                     continue
-                bags = None if pooling is None else pooling.native(name)
-                gradients = () if pooling is None else own  # those of the outputs, the same for each table
-                flat = own[0] if pooling is None else None
-                calls.append(
-                    engine.native_update(
-                        ids[name], found.get(name), bags, flat, steps[name], occurrences.get(name)
+                seen, step = occurrences.get(name), steps[name]
+                if bags is None:
+                    call = engine.native_update(ids[name], found.get(name), None, own[0], step, seen)
+                else:
+                    call = engine.native_update(
+                        ids[name], found.get(name), bags.get(name, ()), None, step, seen
                     )
-                )
+                    gradients = own  # those of the outputs, the same for each table
+                calls.append(call)
             # What may raise comes before the first write. In one order, because tables may be locked.
             writes = [
                 staged.enter_context(
