@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from megalith.ops.pooling import Pooling
-from megalith.table import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad, Table, TableConfig
+from megalith.shards import LocalShards
+from megalith.table import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad, TableConfig
 
 BAG = 8
 BATCHES = 6
@@ -123,7 +124,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 
 class Ours:
-    """A megalith table on the cpu engine, trained through autograd like its peers."""
+    """Megalith's shards with one table on the cpu engine, trained through autograd like its peers."""
 
     def __init__(
         self,
@@ -135,7 +136,8 @@ class Ours:
     ) -> None:
         chosen = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
         config = TableConfig("t", dim=dim, optimizer=chosen, **policies)
-        self.table = Table(config, engine="cpu")
+        self.shards = LocalShards([config])
+        self.table = self.shards.local["t"]
         self.time: float | None = None
         self.table.reserve(keys.numel())
         for start in range(0, keys.numel(), FILL_CHUNK):
@@ -157,9 +159,7 @@ class Ours:
 
     @torch.no_grad()
     def lookup(self, batch: Batch) -> Tensor:
-        epoch = self.table.epoch
-        rows = self.table.find(batch.keys)
-        return self.table.read(rows, batch.keys, self.pooling(batch), epoch=epoch)[0]
+        return self.shards.lookup({"t": batch.keys}).pool(self.pooling(batch))[0]
 
     def find(self, batch: Batch) -> Tensor:
         return self.table.find(batch.keys)
@@ -168,18 +168,14 @@ class Ours:
 class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, ours: Ours, batch: Batch) -> Tensor:
-        table, pooling = ours.table, ours.pooling(batch)
-        epoch = table.epoch
-        rows = table.find(batch.keys)
-        ctx.call = (ours, batch, pooling, rows, epoch)
-        return table.read(rows, batch.keys, pooling, epoch=epoch, step=ours.steps)[0]
+        lookup, pooling = ours.shards.lookup({"t": batch.keys}, step=ours.steps), ours.pooling(batch)
+        ctx.call = (ours, lookup, pooling)
+        return lookup.pool(pooling)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
-        ours, batch, pooling, rows, epoch = ctx.call
-        ours.table.update(
-            rows, batch.keys, list(grads), pooling, step=ours.steps, time=ours.time, epoch=epoch
-        )
+        ours, lookup, pooling = ctx.call
+        ours.shards.apply_gradients(lookup, list(grads), pooling=pooling, step=ours.steps, time=ours.time)
         ours.steps += 1
         return None, None, None
 
