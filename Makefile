@@ -31,7 +31,7 @@ test-python: $(VENV)/dev
 # module is not needed.
 GPU_PYTHON ?= python3
 test-gpu:
-	PYTHONPATH=src $(GPU_PYTHON) -m pytest tests/table/engines
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest tests/table/engines tests/table/engines/gpu_stress.py
 
 bench-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) benchmarks/table_gpu.py

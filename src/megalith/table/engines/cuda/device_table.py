@@ -21,7 +21,7 @@ from megalith.table.table_config import TableConfig
 
 MIN_SLOTS = 16
 MAX_ROWS = 2**31 - 2
-CALLS_AHEAD = 1 if INTERPRETED else 4
+CALLS_AHEAD = 1 if INTERPRETED else 8
 AHEAD_BYTES = 2 << 30
 BLOCK = 1024 if INTERPRETED else 256
 WARPS = 4
@@ -152,6 +152,19 @@ class DeviceTable:
             if used + max(0, ahead - free) > self.row_capacity:
                 self._add_chunks(used + max(0, ahead - free))
         self.requested += n
+
+    def needs_report(self, n: int) -> bool:
+        """Return whether the host should learn the number of rows soon, because its bound comes to an end.
+
+        Args:
+            n: Rows that the last call asked for.
+
+        Returns:
+            Whether there is no room for some more calls of this size.
+        """
+        asked = self.requested - self.known_at + n * CALLS_AHEAD // 2
+        rows, slots = self._used + asked, self._live + self._removed_slots + asked
+        return rows > self.row_capacity or slots > self.slot_limit
 
     def reserve(self, n: int) -> None:
         """Allocate memory for n rows in all.

@@ -42,6 +42,7 @@ from megalith.table.engines.cuda.device_functions import (
     pointer_field,
     row_address,
 )
+from megalith.table.engines.cuda.kernel_launch import launched
 from megalith.table.engines.cuda.triton_runtime import tl, triton
 
 PENDING = tl.constexpr(1 << 62)
@@ -64,6 +65,7 @@ def positions(spans, BLOCK: tl.constexpr):
     return table, at, at < end
 
 
+@launched
 @triton.jit
 def find_rows(tables, spans, ids, rows, missing, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
     """Find rows, and add the number of ids without one to `missing`."""
@@ -88,6 +90,7 @@ def find_rows(tables, spans, ids, rows, missing, FIELDS: tl.constexpr, BLOCK: tl
         tl.atomic_add(missing, absent)
 
 
+@launched
 @triton.jit
 def claim_slots(
     tables, spans, ids, rows, wanted, slots, FIELDS: tl.constexpr, ALL: tl.constexpr, BLOCK: tl.constexpr
@@ -106,7 +109,13 @@ def claim_slots(
         slot = first_slot(id, mask)
         active = missing
         while tl.max(active.to(tl.int32), 0) > 0:
-            key = tl.load(entries + 2 * slot, mask=active, other=REMOVED)
+            # To the id or an empty slot with plain loads: atomic operations are slow.
+            key = tl.load(entries + 2 * slot, mask=active, other=EMPTY)
+            passing = active & (key != EMPTY) & (key != id) & (own == 0)
+            while tl.max(passing.to(tl.int32), 0) > 0:
+                slot = tl.where(passing, (slot + 1) & mask, slot)
+                key = tl.where(passing, tl.load(entries + 2 * slot, mask=passing, other=EMPTY), key)
+                passing = passing & (key != EMPTY) & (key != id)
             try_claim = active & (key == EMPTY) & (own == 0)
             # atomic_cas has no mask: a lane that must not write replaces REMOVED by REMOVED.
             expected = tl.where(try_claim, EMPTY, REMOVED)
@@ -134,6 +143,7 @@ def is_first(entries, slots, at, inside):
     return slot, pending & (value == PENDING - at)
 
 
+@launched
 @triton.jit
 def count_new(tables, spans, slots, counts, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
     table, at, inside = positions(spans, BLOCK)
@@ -145,6 +155,7 @@ def count_new(tables, spans, slots, counts, FIELDS: tl.constexpr, BLOCK: tl.cons
         tl.store(counts + block, tl.sum(first.to(tl.int32), 0))
 
 
+@launched
 @triton.jit
 def number_new(tables, spans, counts, created, FIELDS: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr):
     """Replace the counts of a table by their exclusive prefix sum; take rows from its counters."""
@@ -173,6 +184,7 @@ def number_new(tables, spans, counts, created, FIELDS: tl.constexpr, BLOCK: tl.c
     tl.store(counters + CREATED, tl.load(counters + CREATED) + total)
 
 
+@launched
 @triton.jit
 def create_rows(
     tables,
@@ -221,6 +233,7 @@ def create_rows(
                 tl.store(fresh + at, zero.to(tl.int8) + 1, mask=first)
 
 
+@launched
 @triton.jit
 def finish_keys(
     tables,
@@ -255,6 +268,7 @@ def finish_keys(
         tl.store(keys + at, key.to(keys.dtype.element_ty), mask=inside)
 
 
+@launched
 @triton.jit(do_not_specialize=["n", "mask"])
 def remove_ids(entries, mask, ids, n, BLOCK: tl.constexpr):
     """Mark the slots of ids as removed. Ids without a slot are skipped; equal ids may repeat."""
@@ -274,6 +288,7 @@ def remove_ids(entries, mask, ids, n, BLOCK: tl.constexpr):
         slot = (slot + 1) & mask
 
 
+@launched
 @triton.jit(do_not_specialize=["n", "mask"])
 def insert_rows(entries, mask, ids, rows, n, BLOCK: tl.constexpr):
     """Insert distinct ids with known rows into an index that does not have them."""
@@ -295,6 +310,7 @@ def insert_rows(entries, mask, ids, rows, n, BLOCK: tl.constexpr):
         slot = tl.where(active, (slot + 1) & mask, slot)
 
 
+@launched
 @triton.jit(do_not_specialize=["mask", "old_slots"])
 def rehash(old, old_slots, entries, mask, BLOCK: tl.constexpr):
     """Insert the ids of another index; its two slots after `old_slots` are copied by the caller."""

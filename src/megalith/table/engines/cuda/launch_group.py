@@ -94,10 +94,9 @@ class LaunchGroup:
         Returns:
             int64 [n] on the device.
         """
-        host = torch.tensor(values, dtype=torch.int64)
-        if self.device.type == "cpu":
-            return host
-        return host.pin_memory().to(self.device, non_blocking=True)
+        pinned = self.device.type == "cuda"
+        host = torch.tensor(values, dtype=torch.int64, pin_memory=pinned)
+        return host.to(self.device, non_blocking=True)
 
     def upload_once(self, key: tuple[object, ...], values: list[int]) -> Tensor:
         """Copy integers to the device, unless the last call with this key copied the same.
@@ -289,7 +288,8 @@ class LaunchGroup:
             **self.kinds,
         )
         self._initialize(new_rows, created, spans, n)
-        self._report(created)
+        if any(table.needs_report(size) for table, size in zip(self.tables, sizes, strict=True)):
+            self._report(created)
         return slots
 
     def _report(self, created: Tensor) -> None:

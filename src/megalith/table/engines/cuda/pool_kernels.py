@@ -17,6 +17,7 @@ from megalith.table.engines.cuda.device_functions import (
     row_address,
     weight_pointer,
 )
+from megalith.table.engines.cuda.kernel_launch import launched
 from megalith.table.engines.cuda.triton_runtime import tl, triton
 
 # Fields of a part, int64 each.
@@ -137,6 +138,7 @@ def pool_block(
             repeat -= 1
 
 
+@launched
 @triton.jit
 def pool_bags(
     tables, parts, ids, rows, missing,
@@ -157,6 +159,7 @@ def pool_bags(
     )  # fmt: skip
 
 
+@launched
 @triton.jit
 def pool_missing(
     tables, parts, ids, rows, missing,
@@ -183,6 +186,7 @@ def pool_missing(
             block += tl.num_programs(0)
 
 
+@launched
 @triton.jit
 def expand_bags(parts, wanted, addresses, factors, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
     """Write for each occurrence the address of its bag's gradient, and its factor."""
@@ -210,6 +214,7 @@ def expand_bags(parts, wanted, addresses, factors, WEIGHTED: tl.constexpr, BLOCK
         k += 1
 
 
+@launched
 @triton.jit
 def unpool_bags(
     parts, wanted, grads,

@@ -15,7 +15,7 @@ from megalith.table.engines.cuda.launch_group import MAX_PROGRAMS, Gradients, La
 from megalith.table.engines.cuda.row_layout import ColumnRun
 from megalith.table.engines.cuda.triton_runtime import INTERPRETED, PLAIN_ARITHMETIC, padded
 
-POOL_TILE = 4096
+POOL_TILE = 2048
 """Weights that one program reduces at a time."""
 VECTOR = 16
 """Bytes of the widest memory access; parts that are multiples of it are read and written faster."""

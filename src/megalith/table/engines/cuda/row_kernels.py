@@ -26,9 +26,11 @@ from megalith.table.engines.cuda.device_functions import (
     weight_pointer,
 )
 from megalith.table.engines.cuda.index_kernels import positions
+from megalith.table.engines.cuda.kernel_launch import launched
 from megalith.table.engines.cuda.triton_runtime import tl, triton
 
 
+@launched
 @triton.jit
 def read_rows(
     tables,
@@ -60,6 +62,7 @@ def read_rows(
         tl.store(target, value, mask=inside[:, None] & wide)
 
 
+@launched
 @triton.jit
 def read_missing(
     tables,
@@ -100,6 +103,7 @@ def read_missing(
             block += tl.num_programs(0) * BLOCK
 
 
+@launched
 @triton.jit(do_not_specialize=["n", "dim"])
 def write_rows(
     chunks,
@@ -128,6 +132,7 @@ def write_rows(
         store_weights(pointer + column, rounded_weights(value, PRECISION), both, PRECISION)
 
 
+@launched
 @triton.jit(do_not_specialize=["n"])
 def copy_states(
     chunks,
@@ -159,6 +164,7 @@ def copy_states(
             tl.store(other, tl.load(own, mask=both, other=0.0), mask=both)
 
 
+@launched
 @triton.jit(do_not_specialize=["n"])
 def read_headers(
     chunks, rows, out, n, SHIFT: tl.constexpr, STRIDE: tl.constexpr, HEADER: tl.constexpr, BLOCK: tl.constexpr
@@ -181,6 +187,7 @@ def read_headers(
     tl.store(out + 4 * wide + at, step.to(tl.int64), mask=inside)
 
 
+@launched
 @triton.jit(do_not_specialize=["n"])
 def write_header_field(
     chunks,
@@ -207,6 +214,7 @@ def write_header_field(
     tl.store(target, value, mask=inside)
 
 
+@launched
 @triton.jit
 def initialize_rows(
     tables,
@@ -259,6 +267,7 @@ def initialize_rows(
         first_row += BLOCK * tl.num_programs(0)
 
 
+@launched
 @triton.jit(do_not_specialize=["n", "time", "dim"])
 def assign_rows(
     tables,
@@ -307,6 +316,7 @@ def assign_rows(
             tl.store((header + HEADER_TIME).to(tl.pointer_type(tl.uint32)), time.to(tl.uint32))
 
 
+@launched
 @triton.jit(do_not_specialize=["n"])
 def move_rows(
     chunks,

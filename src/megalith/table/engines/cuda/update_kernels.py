@@ -45,6 +45,7 @@ from megalith.table.engines.cuda.device_functions import (
     weight_pointer,
 )
 from megalith.table.engines.cuda.index_kernels import SKIPPED
+from megalith.table.engines.cuda.kernel_launch import launched
 from megalith.table.engines.cuda.step_rules import optimizer_step
 from megalith.table.engines.cuda.triton_runtime import tl, triton
 
@@ -173,6 +174,7 @@ def flush(
                     tl.atomic_add(counters + SKIPPED, 1)
 
 
+@launched
 @triton.jit
 def walk_chunks(
     tables, calls, spans, keys, order, addresses, factors, parts, heads, sums,
@@ -239,6 +241,7 @@ def walk_chunks(
             at += 1
 
 
+@launched
 @triton.jit
 def finish_chunks(
     tables, calls, spans, keys, parts, heads, sums,
