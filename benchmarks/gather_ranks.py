@@ -1,11 +1,14 @@
-"""Gather on one, two and four ranks: how the time decreases when ranks share the downloads.
+"""Gather: time of downloads that ranks share, and CPU time of checks, step and compression.
 
     python benchmarks/gather_ranks.py [--quick] [--rounds N] [--output PATH]
 
-An object server on loopback responds after a fixed latency; each rank has a fixed number of downloads in
-flight, as with a memory budget. Ranks are processes. A time is that of fetching and validation on the slowest
-rank, the minimum over the rounds, because the latency is exact and everything else is noise. A full run saves
-results/gather_ranks-DATE.json.
+Latency: a store answers after a fixed latency; each rank has a fixed number of downloads in flight, as with a
+memory budget. Ranks are processes. A time is that of fetching and validation on the slowest rank, the minimum
+over the rounds, because the latency is exact and everything else is noise.
+
+CPU: 16.8 million parameters, 8 peers, one thread. `validate` and the outer step, and `compress`, against the
+same arithmetic as Templar does it, written here in plain torch; CPU seconds, medians of paired ratios. A full
+run saves results/gather_ranks-DATE.json.
 """
 
 from __future__ import annotations
@@ -14,17 +17,39 @@ import argparse
 import json
 import sys
 import tempfile
+import time
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-from harness import Bar, command_line, machine, print_bars, result_path, versions, write_result
+import torch
+from harness import (
+    Bar,
+    Timings,
+    command_line,
+    interleave,
+    machine,
+    print_bars,
+    result_path,
+    versions,
+    write_result,
+)
+from torch import Tensor
 
 from megalith.distributed.surviving_launch import launch
+from megalith.gather import GatherPlan, Label, OuterUpdate, PayloadSchema, Record, Status, compress, merge
+from megalith.gather.chunks import unpack_codes
+from megalith.gather.memory_budget import Ledger
+from megalith.gather.payload import Payload
+from megalith.gather.result import Fetched, make_partial
 from megalith.gather.simulation import Simulation, write_job
+from megalith.gather.validate import validate
+from megalith.storage.spool import MemoryBody
 
 SIZES = (1, 2, 4)
-BARS = {2: 1.6, 4: 2.5}
+BARS = {2: 1.9, 4: 3.7}
+PEERS = 8
+KEEP = CHUNK = 64
 
 
 def seconds(simulation: Simulation, ranks: int) -> tuple[float, str]:
@@ -40,6 +65,110 @@ def seconds(simulation: Simulation, ranks: int) -> tuple[float, str]:
         assert set(counts.values()) == {1}, "an object was downloaded twice"
         window = json.loads((folder / "window-0.json").read_text())
         return window["metrics"]["gather/seconds"], (folder / "weights").read_text()
+
+
+# ---- the arithmetic of the reference, in plain torch
+
+
+def chunked(weight: Tensor) -> Tensor:
+    down, across = weight.shape[0] // CHUNK, weight.shape[1] // CHUNK
+    return weight.view(down, CHUNK, across, CHUNK).permute(0, 2, 1, 3).reshape(down * across, CHUNK * CHUNK)
+
+
+def reference_compress(update: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Packed indices, codes, shift and lookup, as Templar computes them."""
+    chunks = chunked(update)
+    indices = chunks.abs().topk(KEEP, dim=1, sorted=False).indices
+    values = chunks.gather(1, indices)
+    shift = values.mean()
+    centred = values - shift
+    scale = 6 * centred.norm() / (centred.numel() - 1) ** 0.5 / 4
+    codes = (centred / scale + 2).round().clamp(0, 3).to(torch.uint8)
+    places = codes.flatten().long()
+    sums = torch.zeros(4).scatter_add_(0, places, centred.flatten())
+    counts = torch.zeros(4).scatter_add_(0, places, torch.ones(places.numel()))
+    flat = indices.flatten().to(torch.int32)
+    first, second = flat[0::2], flat[1::2]
+    packed = torch.stack([first & 255, (first >> 8) | ((second & 15) << 4), second >> 4], 1)
+    return packed.to(torch.uint8).flatten(), codes, shift, sums / counts.clamp(min=1)
+
+
+def unpacked(packed: Tensor) -> Tensor:
+    triples = packed.view(-1, 3).to(torch.int64)
+    first = triples[:, 0] | ((triples[:, 1] & 15) << 8)
+    return torch.stack([first, (triples[:, 1] >> 4) | (triples[:, 2] << 4)], 1).view(-1, KEEP)
+
+
+def reference_step(weight: Tensor, sent: list[tuple[Tensor, Tensor, Tensor, Tensor]]) -> None:
+    """Checks, clipping by the median norm, mean over contributors, and SGD, as Templar does them."""
+    for packed, _, shift, lookup in sent:
+        indices = unpacked(packed)
+        assert int(indices.min()) >= 0
+        assert int(indices.max()) < CHUNK * CHUNK
+        assert bool(torch.isfinite(lookup).all())
+        assert bool(torch.isfinite(shift).all())
+    values = [lookup[codes.long()] + shift for _, codes, shift, lookup in sent]
+    norms = torch.stack([each.norm() for each in values])
+    factors = (norms.median() / (norms + 1e-8)).clamp(max=1)
+    indices = torch.cat([unpacked(packed) for packed, _, _, _ in sent], 1)
+    clipped = torch.cat([each * factor for each, factor in zip(values, factors, strict=True)], 1)
+    dense = torch.zeros(indices.shape[0], CHUNK * CHUNK)
+    dense.scatter_reduce_(1, indices, clipped, "mean", include_self=False)
+    down, across = weight.shape[0] // CHUNK, weight.shape[1] // CHUNK
+    gradient = dense.view(down, across, CHUNK, CHUNK).permute(0, 2, 1, 3).reshape(weight.shape)
+    assert bool(torch.isfinite(gradient).all())
+    weight -= gradient
+
+
+# ---- the same with Megalith
+
+
+def megalith_step(weight: Tensor, schema: PayloadSchema, payloads: list[bytes]) -> None:
+    plan = GatherPlan(run="bench", window=0, schema=schema.digest, primary=tuple(range(len(payloads))))
+    ledger, fetched = Ledger(1 << 30, "benchmark"), []
+    for uid, data in enumerate(payloads):
+        body = MemoryBody(data)
+        checked = validate(
+            body, schema, run="bench", window=0, uid=uid, max_value=1e6, ledger=ledger, work_bytes=32 << 20
+        )
+        record = Record(uid, "primary", Status.OK, digest=checked.header.digest)
+        fetched.append(Fetched(record, checked, Payload(checked.header, body)))
+    OuterUpdate(schema).apply({"w": weight}, merge([make_partial(plan, schema, plan.primary, fetched)]))
+
+
+def reference_form(data: bytes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The content of a payload as `reference_compress` returns it."""
+    payload = Payload.open(MemoryBody(data))
+    spec = payload.header.parameters[0].spec
+    codes = unpack_codes(payload.codes(0, 0, spec.rows), spec.keep, spec.bits)
+    return payload.indices(0, 0, spec.rows).flatten(), codes, torch.zeros(()), payload.lookup(0)
+
+
+def cpu_times(side: int, rounds: int) -> tuple[Timings, Timings]:
+    """Times of checks and step, and of compression."""
+    torch.set_num_threads(1)
+    updates = [torch.randn(side, side, generator=torch.Generator().manual_seed(n)) for n in range(PEERS)]
+    schema = PayloadSchema.of({"w": updates[0]})
+    payloads = [
+        compress({"w": each}, schema).to_bytes(Label("bench", 0, uid)) for uid, each in enumerate(updates)
+    ]
+    sent = [reference_form(each) for each in payloads]
+    ours, theirs = torch.zeros(side, side), torch.zeros(side, side)
+    megalith_step(ours, schema, payloads)
+    reference_step(theirs, sent)
+    assert torch.allclose(ours, theirs, atol=1e-3), "the steps differ"  # norms in float32 there
+    steps = {
+        "megalith": lambda weight: megalith_step(weight, schema, payloads),
+        "reference": lambda weight: reference_step(weight, sent),
+    }
+    stepping = interleave(steps, [ours, theirs], rounds, time.process_time)
+    compressing = interleave(
+        {"megalith": lambda each: compress({"w": each}, schema), "reference": reference_compress},
+        updates,
+        rounds,
+        time.process_time,
+    )
+    return stepping, compressing
 
 
 def main(arguments: list[str]) -> None:
@@ -67,6 +196,23 @@ def main(arguments: list[str]) -> None:
         Bar(f"time of one rank / of {size} ranks", best[1] / best[size], required=least, note=note)
         for size, least in BARS.items()
     ]
+    side = 1024 if options.quick else 4096
+    stepping, compressing = cpu_times(side, 2 if options.quick else 7)
+    workload = f"{side} x {side} parameters, {PEERS} peers, CPU seconds of one thread"
+    bars += [
+        Bar(
+            "checks and step: reference / ours",
+            stepping.ratio("reference", "megalith").median,
+            3.0,
+            note=workload,
+        ),
+        Bar(
+            "compress: reference / ours",
+            compressing.ratio("reference", "megalith").median,
+            1.0,
+            note=workload,
+        ),
+    ]
     print_bars(bars)
     content = {
         "benchmark": "gather_ranks",
@@ -75,6 +221,7 @@ def main(arguments: list[str]) -> None:
         "versions": versions(["torch", "obstore", "megalith"]),
         "settings": asdict(simulation),
         "seconds": {str(size): times for size, times in found.items()},
+        "cpu_seconds": {"step": stepping.seconds, "compress": compressing.seconds},
         "bars": bars,
     }
     if options.output or not options.quick:

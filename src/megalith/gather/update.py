@@ -412,4 +412,12 @@ def _step_tile(
                 own.mul_(config.momentum).add_(gradient)
                 gradient = (own * config.momentum).add_(gradient)
             # Multiplied, then subtracted: fused, the two would round once here and twice there.
-            target.copy_(target.to(torch.float32) - gradient * config.lr)
+            scaled = gradient * config.lr if _shares_memory(gradient, tile) else gradient.mul_(config.lr)
+            if target.dtype is torch.float32:
+                target -= scaled
+            else:
+                target.copy_(target.to(torch.float32) - scaled)
+
+
+def _shares_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
