@@ -247,15 +247,20 @@ def _reduce_entries(
     """The value of each of `size` positions: float32 [size]."""
     if config.rule != "mean":
         return _robust(list(sent), size, num_peers, config)
-    first, rest = None, iter(sent)
-    first = next(rest, None)
-    if first is None:
+    total = count = None
+    for places, values in sent:
+        if total is None:
+            total = torch.zeros(size, device=values.device)
+            if config.mean == "contributors":
+                # A byte per position is enough for the counts of up to 255 peers.
+                kind = torch.uint8 if num_peers < 256 else torch.int32
+                count = torch.zeros(size, dtype=kind, device=values.device)
+        total.scatter_add_(0, places, values)
+        if count is not None:
+            count.scatter_add_(0, places, torch.ones_like(places, dtype=count.dtype))
+    if total is None:
         return torch.zeros(size)
-    sums = torch.zeros(2 if config.mean == "contributors" else 1, size, device=first[1].device)
-    _add([first], sums[0], sums[1] if len(sums) > 1 else None)
-    del first
-    _add(rest, sums[0], sums[1] if len(sums) > 1 else None)
-    return finish_sums(sums, num_peers)
+    return total.div_(float(num_peers) if count is None else count.clamp_(min=1))
 
 
 def _robust(sent: list[tuple[Tensor, Tensor]], size: int, num_peers: int, config: UpdateConfig) -> Tensor:
