@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalith.gather import (
+    FetchOptions,
     OuterUpdate,
     OverlapConfig,
     PayloadSchema,
@@ -119,7 +120,7 @@ def play(scenario: Scenario, endpoint: str, artifacts: Path, ranks: Ranks | None
         ranks=ranks,
         artifacts=open_object_store(artifacts),
         apply_rows=apply_rows,
-        options=world.options,
+        options=FetchOptions(request_timeout=10.0),
         skip=scenario.skip,
     )
     if report.update is not None:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalith.errors import InputError
+from megalith.gather.fetch import FetchOptions
 from megalith.gather.overlap import excluded_uids, find_overlap
 from megalith.gather.plan import GatherPlan, OverlapConfig, UpdateConfig, payload_key
 from megalith.gather.result import (
@@ -118,7 +119,7 @@ def test_every_number_of_ranks_comes_to_the_same(name: str) -> None:
             world = World(server)
             world.add(kinds)
             plan = world.plan(primary, reserve, **more)
-            partials = world.partials(plan, world_size)
+            partials = world.partials(plan, world_size, options=FetchOptions(request_timeout=10.0))
             assert len(partials) == world_size
             result = merge(partials)
             outcomes.append(outcome(result))
