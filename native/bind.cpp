@@ -229,19 +229,20 @@ NB_MODULE(_native, m) {
            nb::arg("ids"), nb::arg("columns"), nb::arg("times"), nb::arg("counts").none(), nb::arg("steps").none(),
            nb::arg("threads"))
       .def("write_rows",
-           [](Table& t, handle ids, handle occurrences, nb::sequence columns, int64_t rows_given, int64_t step,
-              uint32_t time, int threads) {
+           [](Table& t, handle ids, handle occurrences, int64_t reached, nb::sequence columns, int64_t rows_given,
+              int64_t step, uint32_t time, int threads) {
              const Ids i = borrow_ids(ids);
              Update u;
              u.ids = i.data;
              u.n = i.n;
              u.occurrences = borrow_per_id(occurrences, "occurrences", i.n);
+             require(0 <= reached && reached <= i.n, "reached: expected a number of ids");
              u.time = time;
              u.step = static_cast<uint64_t>(step);
              RowColumns from{};
              from.columns = borrow_columns(columns, rows_given, t, true);
              nb::gil_scoped_release release;
-             t.write_rows(u, from, rows_given, threads);
+             t.write_rows(u, reached, from, rows_given, threads);
            })
       .def("read_complete",
            [](const Table& t, handle ids, nb::sequence columns, int threads) {

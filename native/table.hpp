@@ -206,7 +206,7 @@ class Table {
   }
 
   // Rows that an optimizer outside of the table has computed; in table_write.hpp.
-  void write_rows(const Update& u, const RowColumns& from, int64_t rows_given, int threads);
+  void write_rows(const Update& u, int64_t reached, const RowColumns& from, int64_t rows_given, int threads);
 
   int64_t remove(const int64_t* ids, int64_t n) {
     std::unique_lock<ForkSafeLock> hold(lock_);

@@ -201,6 +201,7 @@ class Table:
         self,
         ids: Tensor,
         occurrences: Tensor,
+        reached: int,
         columns: Sequence[Tensor],
         rows_given: int,
         step: int,

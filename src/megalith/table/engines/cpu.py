@@ -17,7 +17,7 @@ from megalith.errors import NativeMissingError, TableFullError
 from megalith.ops.pooling import Bags, Pooling
 from megalith.table.engines.contract import Engine
 from megalith.table.engines.room import check_room, make_room
-from megalith.table.engines.torch_step import distinct_ids, sum_per_id, update_chunk
+from megalith.table.engines.torch_step import distinct_ids, ids_without_bag, sum_per_id, update_chunk
 from megalith.table.fork_safe_lock import ForkSafeLock
 from megalith.table.initializers import table_key
 from megalith.table.optimizers import Optimizer, native_rule
@@ -291,9 +291,8 @@ class CpuEngine(Engine):
     ) -> None:
         """Update with gradients of a view, which become those of the stored weights first."""
         assert self.view is not None
+        others = self._kept_ids(ids, pooling)
         ids, sums, seen = sum_per_id(ids, grads, pooling, self.name, self.dim, occurrences)
-        if not ids.numel():
-            return
         threads = torch.get_num_threads()
         with self._writing:
             if self.config.missing == "initial":
@@ -307,7 +306,19 @@ class CpuEngine(Engine):
             parts, slopes = self.view.native_parts(step.step), self.view.slopes(step.step)
             _native.view_slopes(sums, rows, parts, slopes, threads)
             step = step._replace(scale=1.0)
-            self._update(self.native_update(ids, found, None, sums, step, seen), ())
+            if not others.numel():
+                self._update(self.native_update(ids, found, None, sums, step, seen), ())
+                return
+            each = Pooling.sum(self.name, torch.arange(ids.numel() + 1), self.dim)
+            ids, seen = torch.cat([ids, others]), torch.cat([seen, torch.ones_like(others)])
+            call = self.native_update(ids, None, each.native(self.name), None, step, seen)
+            self._update(call, [sums], each)
+
+    def _kept_ids(self, ids: Tensor, pooling: Pooling | None) -> Tensor:
+        """The ids that an update does not write, whose rows a capacity must not remove."""
+        if self.config.capacity is None:
+            return ids[:0]
+        return ids_without_bag(ids, pooling, self.name)
 
     @contextmanager
     def stage_update(
@@ -325,6 +336,8 @@ class CpuEngine(Engine):
                 yield write
             return
         own, sums, seen = sum_per_id(ids, grads, pooling, self.name, self.dim, occurrences)
+        others = self._kept_ids(ids, pooling)
+        call, counts = torch.cat([own, others]), torch.cat([seen, torch.ones_like(others)])
         threads = torch.get_num_threads()
         with self._writing:
             check_room(self, ids, pooling, step, occurrences)
@@ -337,9 +350,9 @@ class CpuEngine(Engine):
 
             def write_rows() -> None:
                 columns, n = chunk.columns(), trained.numel()
-                self._native.write_rows(own, seen, columns, n, step.step, step.time, threads)
+                self._native.write_rows(call, counts, own.numel(), columns, n, step.step, step.time, threads)
 
-            yield lambda: self._with_room(own, write_rows, lambda: self._missing(trained))
+            yield lambda: self._with_room(call, write_rows, lambda: self._missing(trained))
 
     def _step_in_torch(self, ids: Tensor, sums: Tensor, chunk: Chunk, step: Step) -> None:
         update_chunk(self.config, sums, chunk, step, self.view)

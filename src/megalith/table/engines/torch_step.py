@@ -120,6 +120,23 @@ def distinct_ids(
     return distinct.ids, torch.zeros_like(distinct.ids).index_add_(0, distinct.inverse, occurrences)
 
 
+def ids_without_bag(ids: Tensor, pooling: Pooling | None, table: str) -> Tensor:
+    """Find the occurrences that the gradients of an update do not reach.
+
+    Args:
+        ids: int64 [n].
+        pooling: The pooling whose outputs the gradients belong to.
+        table: Name of the table, its key in the pooling.
+
+    Returns:
+        Their ids, int64 [k]; none without a pooling.
+    """
+    outside = torch.full(ids.shape, pooling is not None)
+    for bags in () if pooling is None else pooling.of(table):
+        outside[int(bags.offsets[0]) : int(bags.offsets[-1])] = False
+    return ids[outside]
+
+
 def clip_rows(grads: Tensor, clip_norm: float) -> Tensor:
     """Shorten rows to a largest L2 norm.
 
