@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith import SGD, Adagrad, LocalShards, TableConfig, Zeros
+from megalith import SGD, Adagrad, LocalShards, OneBit, TableConfig, Zeros
 from megalith.compat.monolith import fused_apply_gradients, fused_lookup
-from megalith.errors import InputError
+from megalith.errors import InputError, UsageError
 
 
 def ids(*values: int) -> Tensor:
@@ -52,6 +52,19 @@ def test_fused_lookup_of_two_shards(engine: str) -> None:
     assert found.embedding_splits.tolist() == [3, 4]
     assert found.id_offsets.tolist() == [0, 1, 1, 2, 2, 3, 4]
     assert found.emb_offsets.tolist() == [0, 1, 1, 3, 3, 5, 7]
+
+
+def test_rows_of_one_bit_need_the_step_that_trains_them(engine: str) -> None:
+    config = TableConfig("t", dim=1, optimizer=SGD(1.0), serving=OneBit(0.5))
+    shards = LocalShards([config], engine=engine)
+    shards.assign_add({"t": (ids(1), rows([0.25]))})
+    sizes = torch.tensor([1])
+
+    with pytest.raises(UsageError, match="pass global_step to fused_lookup"):
+        fused_lookup(shards, ids(1), sizes, 1)
+    found = fused_lookup(shards, ids(1), sizes, 1, global_step=torch.tensor(400))
+
+    assert torch.equal(found.embeddings[None], shards.local["t"].lookup(ids(1), step=400))
 
 
 def fused_apply(shards: LocalShards, of: Tensor, sizes: Tensor, grads: Tensor, num_of_shards: int) -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megalith.errors import InputError
+from megalith.errors import InputError, UsageError
 from megalith.ops import checks
 from megalith.shards.local import LocalShards
 
@@ -38,6 +38,7 @@ def fused_lookup(
     fused_slot_size: Tensor,
     num_of_shards: int,
     req_time: float | Tensor | None = None,
+    global_step: int | Tensor | None = None,
 ) -> FusedLookup:
     """Look up the ids of many tables, grouped by requesting shard, in one call.
 
@@ -47,17 +48,26 @@ def fused_lookup(
         fused_slot_size: int32 [num_of_shards * tables], the number of ids of each block.
         num_of_shards: The number of requesting shards.
         req_time: Ignored; a lookup does not change a row's last-update time.
+        global_step: The step of the training that uses the rows, an int or a tensor of one element. Needed
+            for tables with `OneBit`, whose rows depend on it.
 
     Returns:
         The rows, block by block, and where the ids and rows of each block begin.
 
     Raises:
         InputError: The sizes do not match the ids or the tables.
+        UsageError: A table has `OneBit`, and there is no global_step. `shards.lookup` returns what is served.
     """
     names, blocks = _blocks(shards, ids, fused_slot_size, num_of_shards)
+    step = None if global_step is None else checks.scalar(global_step, "global_step")
+    if step is None and shards.stepwise:
+        raise UsageError(
+            f"table {shards.stepwise[0]!r}: what a lookup returns depends on the step (OneBit); pass "
+            "global_step to fused_lookup, the one of fused_apply_gradient"
+        )
     embeddings = torch.empty(int(blocks.emb_offsets[-1]))
     for table, name in enumerate(names):
-        embeddings[blocks.floats_of(table)] = shards.local[name].lookup(ids[blocks.ids_of(table)])
+        embeddings[blocks.floats_of(table)] = shards.local[name].lookup(ids[blocks.ids_of(table)], step=step)
     return FusedLookup(embeddings, blocks.embedding_splits, blocks.id_offsets, blocks.emb_offsets, ids)
 
 
