@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megalith import SGD, LocalShards, OneBit, TableConfig
 from megalith.distributed.surviving_ranks import Ranks
 from megalith.errors import BudgetError, InputError, UsageError
 from megalith.gather.columns import Columns
@@ -22,6 +23,7 @@ from megalith.gather.payload_schema import PayloadSchema
 from megalith.gather.plan import UpdateConfig
 from megalith.gather.reduce import clip_factors, medians
 from megalith.gather.result import GatherResult
+from megalith.gather.table_rows import PeerTables
 from megalith.gather.update import OuterUpdate
 from megalith.gather.weight_parts import fingerprint
 from tests.gather import naive
@@ -403,3 +405,20 @@ def test_medians_take_the_lower_of_two() -> None:
     norms = torch.tensor([[4.0], [1.0], [3.0], [2.0]], dtype=torch.float64)
     assert medians(norms).tolist() == [2.0]
     assert clip_factors(norms, replace(UpdateConfig(), clip="none")).tolist() == [[1.0]] * 4
+
+
+def test_a_peer_exchanges_stored_rows_not_those_of_a_serving_precision() -> None:
+    config = TableConfig("t", dim=2, optimizer=SGD(1.0), serving=OneBit(0.5))
+    local, shared = LocalShards([config], seed=3), LocalShards([config], seed=3)
+    rows = PeerTables(local, shared)
+    ids, change = torch.tensor([4, 9]), torch.tensor([[0.25, -0.5], [0.125, 2.0]])
+    before = shared.local["t"].lookup(ids, stored=True)
+    local.assign_add({"t": (ids, -change)})
+
+    sent = rows.changes()["t"]
+    shared.assign_add({"t": (ids[:1], change[:1])})
+    rows.adopt()
+
+    after = torch.stack([before[0] + change[0], before[1]])
+    assert torch.allclose(sent[1][sent[0].argsort()], change)
+    assert torch.equal(local.local["t"].lookup(ids, stored=True), after)

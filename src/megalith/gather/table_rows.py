@@ -171,5 +171,5 @@ class PeerTables:
 
 
 def _rows(shards: Any, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    found = shards.lookup(dict(ids))
-    return {name: found.rows[name].detach().to(torch.float32).clone() for name in ids}
+    """Return stored rows of this process: what lookups return may be in a serving precision."""
+    return {name: shards.local[name].lookup(each, stored=True) for name, each in ids.items()}

@@ -221,6 +221,22 @@ def test_shards_divide_the_capacity(engine: str) -> None:
     assert table_with(engine, Capacity(7), num_shards=4).engine_impl.row_limit == 2
 
 
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("admission", [None, MinCount(2), MinCount(2, max_ids=1)], ids=str)
+def test_max_bytes_without_room_for_a_row_are_refused(
+    engine: str, shards: int, admission: MinCount | None
+) -> None:
+    def make(max_bytes: int) -> Table:
+        capacity = Capacity(max_bytes=max_bytes)
+        config = TableConfig("t", dim=2, optimizer=SGD(1.0), admission=admission, eviction=capacity)
+        return Table(config, engine=engine, num_shards=shards)
+
+    with pytest.raises(InputError, match="has no room for a row.*; [0-9]+ are enough$") as caught:
+        make(8000)
+
+    assert make(int(str(caught.value).split()[-3])).engine_impl.row_limit is not None
+
+
 @pytest.mark.parametrize("admission", [None, MinCount(2), MinCount(2, max_ids=100)])
 def test_max_bytes_bounds_all_memory(admission: MinCount | None) -> None:
     limit = 400_000

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from megalith.errors import InputError
 from megalith.table.policies import Capacity, MinCount
 from megalith.table.table_config import TableConfig
 
@@ -57,6 +58,9 @@ def shard_limits(config: TableConfig, num_shards: int) -> ShardLimits:
 
     Returns:
         The limits; all but a missing one are at least 1.
+
+    Raises:
+        InputError: `Capacity(max_bytes)` has no room for a row.
     """
     capacity = config.capacity
     counted_ids = config.admission.max_ids if isinstance(config.admission, MinCount) else 0
@@ -67,7 +71,15 @@ def shard_limits(config: TableConfig, num_shards: int) -> ShardLimits:
     if counted_ids:
         counted_ids = max(1, min(counted_ids, room // 4 // COUNTED_BYTES))
     per_row = config.row_bytes + INDEX_BYTES + SIDE_BYTES + (8 if config.counted else 0)
-    fit = max(1, (room - FIXED_BYTES - 16 * log_ids - COUNTED_BYTES * counted_ids) // per_row)
+    fit = (room - FIXED_BYTES - 16 * log_ids - COUNTED_BYTES * counted_ids) // per_row
+    if fit < 1:
+        # The logs and the counted ids take an id each at least, and 1/64 and a quarter of all bytes at most.
+        rest = 47 if counted_ids else 63
+        least = num_shards * -(-64 * (FIXED_BYTES + per_row + 16 + COUNTED_BYTES) // rest)
+        raise InputError(
+            f"table {config.name!r}: Capacity(max_bytes={capacity.max_bytes}) has no room for a row"
+            f"{f' on each of {num_shards} shards' if num_shards > 1 else ''}; {least} are enough"
+        )
     wanted = _rows(capacity, num_shards)
     return ShardLimits(fit if wanted is None else min(fit, wanted), log_ids, counted_ids)
 

@@ -35,7 +35,8 @@ class Capacity(Eviction):
     Args:
         rows: Largest number of rows.
         max_bytes: Largest number of bytes that `Table.memory` reports, logs and counts of ids without a row
-            included (see `megalith.table.engines.shard_limits`). With both limits the lower one applies.
+            included (see `megalith.table.engines.shard_limits`). With both limits the lower one applies. A
+            table whose limit has no room for a row raises InputError.
         score: "lru": time of the last update in seconds. "lfu": number of updates, the older row first among
             equals. "step": step of the last update. Or a function that takes a `Chunk` and returns a float
             tensor [n]; it needs a pass over the table whenever room is needed, and then frees a tenth of the
