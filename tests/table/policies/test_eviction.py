@@ -231,7 +231,7 @@ def test_max_bytes_without_room_for_a_row_are_refused(
         config = TableConfig("t", dim=2, optimizer=SGD(1.0), admission=admission, eviction=capacity)
         return Table(config, engine=engine, num_shards=shards)
 
-    with pytest.raises(InputError, match="has no room for a row.*; [0-9]+ are enough$") as caught:
+    with pytest.raises(InputError, match=r"has no room for a row.*; [0-9]+ are enough$") as caught:
         make(8000)
 
     assert make(int(str(caught.value).split()[-3])).engine_impl.row_limit is not None
