@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalith.errors import InputError
+from megalith.serving.export.row_format import RowFormat, RowPart
 from megalith.serving.proto import PredictRequest, from_tensor_proto, from_tensor_protos
 from megalith.serving.sync.push_messages import (
     PushMessage,
@@ -42,6 +43,27 @@ def test_a_push_comes_back_as_it_went(signature: str) -> None:
         assert torch.equal(read.rows[table][1], rows)
     assert torch.equal(read.removed["table2"], torch.tensor([-9]))
     assert torch.equal(read.dense["deep.0.weight"], torch.eye(2))
+
+
+@SIGNATURES
+def test_zeros_of_a_monolith_client_remove_an_id_where_no_row_is_zero(signature: str) -> None:
+    codes = {
+        "table1": RowFormat((RowPart("float32", 1), RowPart("one_bit", 1, 0.5))),
+        "table2": RowFormat((RowPart("fixed_point", 1, 0.5),)),
+    }
+    push = PushMessage(
+        rows={
+            "table1": (torch.tensor([1, 2]), torch.tensor([[0.0, 0.0], [0.0, -4.0]])),
+            "table2": (torch.tensor([3]), torch.tensor([[0.0]])),
+        },
+        removed={"table1": torch.tensor([9])},
+    )
+
+    request = PredictRequest.FromString(encode_request("m", signature, inputs_of(push, signature, DIMS)))
+    read = read_push(signature, from_tensor_protos(request.inputs), DIMS, {}, codes)
+
+    assert {table: ids.tolist() for table, (ids, _) in read.rows.items()} == {"table1": [2], "table2": [3]}
+    assert {table: ids.tolist() for table, ids in read.removed.items()} == {"table1": [9, 1]}
 
 
 def test_the_bytes_are_those_that_protobuf_writes() -> None:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError
-from megalith.serving.export.row_format import Formats
+from megalith.serving.export.row_format import Formats, RowFormat
 from megalith.serving.proto.contents import field_prefix
 from megalith.serving.proto.message_types import ModelSpec, TensorProto
 from megalith.serving.proto.tf_tensors import DTYPES, Strings
@@ -285,7 +285,8 @@ def read_push(
         inputs: The received tensors.
         dims: The number of columns of each table.
         dense: The shape of each dense weight.
-        codes: The formats of tables with codes. Their rows may also come as float32, from a Monolith client.
+        codes: The formats of tables with codes. Their rows may also come as float32, from a Monolith client,
+            which sends zeros for a removed id: with one bit, where no row is zero, the id is removed.
 
     Returns:
         The content of the message, with rows instead of codes.
@@ -296,6 +297,8 @@ def read_push(
     left = dict(inputs)
     read = _read_raw if is_raw(signature) else _read_named
     rows, removed = read(left, dims, codes)
+    for table in rows.keys() & codes.keys():
+        _remove_zeros(table, rows, removed, codes[table])
     weights = {}
     for name, shape in dense.items():
         weight = left.pop(f"{DENSE}{name}", None)
@@ -311,6 +314,17 @@ def read_push(
             f"tables here: {', '.join(sorted(dims))}"
         )
     return PushMessage(rows, removed, weights, parts)
+
+
+def _remove_zeros(
+    table: str, rows: dict[str, tuple[Tensor, Tensor]], removed: dict[str, Tensor], format: RowFormat
+) -> None:
+    """Move the ids of rows of zeros to the removed ids, if the format has no code for zeros."""
+    ids, values = rows[table]
+    gone = ~values.any(dim=1)
+    if bool(gone.any()) and bool(format.decode(format.encode(values[gone][:1])).any()):
+        rows[table] = ids[~gone], values[~gone]
+        removed[table] = torch.cat([removed.get(table, _NO_IDS), ids[gone]])
 
 
 def result_of(push: PushMessage, signature: str) -> dict[str, Tensor]:
