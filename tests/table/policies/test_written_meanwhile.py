@@ -144,3 +144,27 @@ def test_a_snapshot_holds_the_counts_of_its_moment(engine: str) -> None:
     assert [x.tolist() for x in snapshot.pending] == [[1, 2], [1, 1]]
     with table.snapshot() as snapshot:
         assert [x.numel() for x in snapshot.pending] == [0, 0]
+
+
+def test_room_that_a_score_function_makes_is_not_taken_by_another_thread(engine: str) -> None:
+    threads: list[threading.Thread] = []
+
+    def score(chunk: Chunk) -> Tensor:
+        if not threads:
+            threads.append(threading.Thread(target=write, args=(torch.arange(200, 210),)))
+            threads[0].start()
+            threads[0].join(0.05)  # it waits for this write
+        return chunk.ids.double()
+
+    def write(ids: Tensor) -> None:
+        table.apply_gradients(ids, torch.ones(ids.numel(), 2), step=0, time=1)
+
+    table = Table(
+        TableConfig("t", dim=2, optimizer=SGD(1.0), eviction=Capacity(20, score=score)), engine=engine
+    )
+    write(torch.arange(20))
+
+    write(torch.arange(100, 110))
+    threads[0].join()
+
+    assert sorted(whole(table).ids.tolist()) == [*range(100, 110), *range(200, 210)]

@@ -115,8 +115,10 @@ class CpuEngine(Engine):
         # A step in torch reads rows and writes them later: other writers wait.
         # The gradient of a view is computed from the stored weights, which must not change before the step.
         self._bends_gradients = self.view is not None and self.view.depends_on_step
-        locks = self._in_torch or self._bends_gradients
-        self.joins_updates = not locks and not callable(getattr(config.capacity, "score", None))
+        # The room that a score function makes is for one write.
+        by_function = callable(getattr(config.capacity, "score", None))
+        locks = self._in_torch or self._bends_gradients or by_function
+        self.joins_updates = not locks
         self._writing: AbstractContextManager[Any] = ForkSafeLock() if locks else nullcontext()
         self._corrections = [1.0] * len(optimizers)
         self._corrected = [o for o in optimizers if type(o).correction is not Optimizer.correction]
@@ -277,9 +279,10 @@ class CpuEngine(Engine):
             distinct, seen = distinct_ids(ids, pooling, self.name, occurrences)
             return self._missing(distinct[self.admitted(distinct, seen, step.step)])
 
-        self._with_room(
-            ids, lambda: _native.update_tables([call], gradients, torch.get_num_threads()), new_rows
-        )
+        with self._writing:
+            self._with_room(
+                ids, lambda: _native.update_tables([call], gradients, torch.get_num_threads()), new_rows
+            )
 
     def _update_viewed(
         self,
