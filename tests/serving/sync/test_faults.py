@@ -83,7 +83,7 @@ def test_a_server_that_never_takes_the_last_message_is_left_alone_for_longer_and
 
     assert [failures for failures, _ in pauses[:4]] == [1, 2, 3, 4]
     assert publisher.report()[0].rows > 0
-    assert all("dense:" in (error or "") for _, error in pauses[:4])
+    assert all("dense weight" in (error or "") for _, error in pauses[:4])
 
 
 def test_a_server_that_only_says_that_it_has_begun_is_not_believed(online: Online) -> None:

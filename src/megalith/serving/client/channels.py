@@ -49,7 +49,8 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_timeout_ms", 10_000),
     # gRPC's default backoff grows to two minutes, which is too long for a server that restarts.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # In spite of its name: how long one attempt to connect may take. TLS over a long distance takes a while.
+    ("grpc.min_reconnect_backoff_ms", 3_000),
     ("grpc.max_reconnect_backoff_ms", 3_000),
     # Addresses come from discovery, so a proxy in the environment does not apply to them.
     ("grpc.enable_http_proxy", 0),
