@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith import Capacity, MinCount, checkpoint
+from megalith import Adam, Capacity, MinCount, checkpoint
 from megalith.data import MemoryReader, Samples
 from megalith.errors import CheckpointError, InputError, MegalithError, UsageError
 from megalith.ragged import Ragged
@@ -119,6 +119,25 @@ def test_policies_act_in_a_run_and_are_counted_also_after_a_resume(tmp_path: Pat
     page = write_report(run.directory).read_text()
     assert "Rows created, evicted and refused" in page
     assert f'<td>user</td><td class="value">{lines[-1]["counters"]["user"]["created"]:,}</td>' in page
+
+
+def test_a_table_that_is_not_trained_and_settings_of_the_optimizer(tmp_path: Path) -> None:
+    frozen = replace(
+        config(
+            train_max_steps=3,
+            train_table_optimizer="adam",
+            train_table_options="bias_correction=row, betas=0.8:0.9",
+            train_huge_pages=False,
+        ),
+        tables={"user": {"trainable": False, "huge_pages": True}},
+    )
+    run = Run(frozen, tmp_path / "run")
+    run.train()
+
+    tables = run.model.embeddings.tables
+    assert len(tables["user"]) == 0 < len(tables["item"])
+    assert tables["item"].config.segments[0].optimizer == Adam(0.05, betas=(0.8, 0.9), bias_correction="row")
+    assert (tables["user"].config.huge_pages, tables["item"].config.huge_pages) == (True, False)
 
 
 def test_rows_expire_in_a_run(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megalith import TTL, Adam, Capacity, FixedPoint, MinCount, MinNorm, OneBit
+from megalith import TTL, Adam, Capacity, DelayCompensated, FixedPoint, MinCount, MinNorm, OneBit
 from megalith.errors import InputError, UnknownNameError
 from megalith.models import TableSettings
 from megalith.table.optimizers import OPTIMIZERS
@@ -50,8 +50,14 @@ def test_flags_override_the_values_of_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", TABLE_OPTIMIZERS)
 def test_optimizers_of_tables_are_those_of_the_table_package(name: str) -> None:
-    config = RunConfig.from_dict({"train": {"table_optimizer": name, "table_lr": 0.5}})
-    assert config.table_optimizer == OPTIMIZERS[name](lr=0.5)
+    train: dict[str, Any] = {"table_optimizer": name, "table_lr": 0.5}
+    if name == "delay_compensated":
+        train["table_options"] = "base=adam, eps=0.1, strength=0.2"
+        assert RunConfig.from_dict({"train": train}).table_optimizer == DelayCompensated(
+            Adam(0.5, eps=0.1), 0.2
+        )
+        return
+    assert RunConfig.from_dict({"train": train}).table_optimizer == OPTIMIZERS[name](lr=0.5)
     assert {"adagrad", "adam", "ftrl", "momentum", "rowwise_adagrad", "sgd"} <= set(TABLE_OPTIMIZERS)
 
 
@@ -78,6 +84,21 @@ def test_optimizers_of_tables_are_those_of_the_table_package(name: str) -> None:
         ({"train": {"lr": "fast"}}, InputError, r"train\.lr must be float"),
         ({"train": {"max_steps": 1.5}}, InputError, r"train\.max_steps must be int or nothing"),
         ({"train": {"table_optimizer": "adagrat"}}, InputError, r"table_optimizer must be one of .*adagrad"),
+        (
+            {"train": {"table_options": "beta=1"}},
+            UnknownNameError,
+            r"adagrad has no setting 'beta' \(known:.*eps",
+        ),
+        ({"train": {"table_options": "lr=1"}}, InputError, r"set train\.table_lr"),
+        ({"train": {"table_options": "eps"}}, InputError, r"table_options must be SETTING=VALUE"),
+        ({"train": {"table_options": "eps=1, eps=2"}}, InputError, r"table_options has eps twice"),
+        ({"train": {"table_options": "eps=x"}}, InputError, r"table_options: .*eps"),
+        ({"train": {"table_optimizer": "delay_compensated"}}, InputError, r"must have base=NAME"),
+        (
+            {"tables": {"user": {"trainable": 1}}},
+            InputError,
+            r"tables\.user\.trainable must be true or false",
+        ),
         ({"data": {"kind": "tsv"}}, InputError, r"data\.kind must be one of movielens"),
         ({"data": {"on_error": "ignore"}}, InputError, "raise, skip"),
         ({"data": []}, InputError, r"\[data\] must be a section"),

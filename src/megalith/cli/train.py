@@ -58,7 +58,11 @@ class TrainCommand(TyperCommand):
 @config_options(
     "training",
     TrainConfig,
-    flags={"save_async": "--save-async/--no-save-async", "publish_name": "--model-name"},
+    flags={
+        "save_async": "--save-async/--no-save-async",
+        "huge_pages": "--huge-pages/--no-huge-pages",
+        "publish_name": "--model-name",
+    },
     omit=("engine",),
     only_given=True,
     metavars={"comm_metrics": "[=TABLE,...]"},

@@ -51,6 +51,10 @@ class TableSettings:
     """How a step rounds weights of 16 bits; None: as in all tables."""
     serving: Serving | Sequence[Serving | None] | None = None
     """How servers store the embedding, or each segment of a row, as for Segment; None: as in all tables."""
+    trainable: bool = True
+    """With False, training does not change the table, as for TableConfig."""
+    huge_pages: bool | None = None
+    """Whether the table asks for pages of 2 MiB, as for TableConfig; None: as all tables."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,8 @@ class EmbeddingConfig:
     """How a step rounds embeddings of 16 bits, as for Segment."""
     serving: Serving | None = None
     """How servers store all embeddings, as for Segment."""
+    huge_pages: bool = True
+    """Whether the tables ask for pages of 2 MiB, as for TableConfig."""
     tables: Mapping[str, str] = field(default_factory=dict)
     """Table name by feature. A feature that is not listed has its own table with the same name."""
     admission: Admission | None = None
@@ -217,12 +223,15 @@ class EmbeddingConfig:
 
     def _table_config(self, name: str, row: Sequence[Segment]) -> TableConfig:
         own = self.settings.get(name)
+        huge_pages = self.huge_pages if own is None or own.huge_pages is None else own.huge_pages
         return TableConfig(
             name,
             segments=row if own is None else self._own_segments(name, row, own),
             admission=self.admission if own is None else own.admission,
             eviction=self.eviction if own is None else own.eviction,
             dist_type=self.dist_type,
+            trainable=own is None or own.trainable,
+            huge_pages=huge_pages,
         )
 
     def _own_segments(self, name: str, row: Sequence[Segment], own: TableSettings) -> list[Segment]:

@@ -7,7 +7,6 @@ precision of one table. Unknown keys and wrong types raise an error that names t
 
 from __future__ import annotations
 
-import inspect
 import math
 import tomllib
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from megalith.ops import checks
 from megalith.routing import MODES
 from megalith.shards.wire import check_wire
 from megalith.table.optimizers import OPTIMIZERS, Optimizer
+from megalith.training.optimizer_settings import build_optimizer
 from megalith.training.table_settings import (
     needs_passes,
     parse_admission,
@@ -33,10 +33,8 @@ from megalith.training.table_settings import (
 )
 
 KINDS = ("movielens", "synthetic", *FILE_READERS)
-TABLE_OPTIMIZERS = {
-    name: kind for name, kind in sorted(OPTIMIZERS.items()) if "lr" in inspect.signature(kind).parameters
-}
-"""The optimizers of tables that a run can choose by name: those that need only a learning rate."""
+TABLE_OPTIMIZERS = tuple(sorted(OPTIMIZERS))
+"""The optimizers of tables that a run can choose by name."""
 
 MAX_THREADS = 1024
 
@@ -47,6 +45,7 @@ MAY_CHANGE = (
     "precision",
     "rounding",
     "serving",
+    "huge_pages",
     "epochs",
     "max_steps",
     "threads",
@@ -141,6 +140,9 @@ class TrainConfig:
     """Optimizer of the tables, such as adagrad, adam, ftrl, momentum, rowwise_adagrad or sgd."""
     table_lr: float = 0.05
     """Learning rate of the tables."""
+    table_options: str | None = None
+    """Further settings of the optimizer of the tables: eps=1e-6,bias_correction=row,betas=0.9:0.99. For
+    delay_compensated: base=NAME, strength, and settings of the base."""
     admission: str | None = None
     """Which ids get a row, in tables without their own section: min_count=3 (after three occurrences) or
     probability=0.1. Default: all."""
@@ -157,6 +159,9 @@ class TrainConfig:
     """How servers store embeddings, in tables without their own value: fixed_point=RANGE (a byte each),
     one_bit=AMPLITUDE (a bit each; further arguments as in one_bit.step_size=100), float16 or float32.
     Training sees what fixed_point and one_bit serve. Default: the precision of the export."""
+    huge_pages: bool = True
+    """Ask for pages of 2 MiB for tables without their own value. They make random access in large tables
+    faster and take more memory for small ones."""
     engine: str = "cpu"
     """Engine of the tables: cpu or reference."""
     seed: int = 0
@@ -224,17 +229,17 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     """Section [train]."""
     tables: dict[str, Any] = field(default_factory=dict)
-    """Sections [tables.NAME]: `admission`, `eviction`, `precision`, `rounding` and `serving` of single
-    tables. Policies and `serving` are text as in [train], or sections such as [tables.user.eviction.ttl];
-    `precision` and `serving` may be lists with one value for each segment of a row. A key that is missing has
-    the value of [train]."""
+    """Sections [tables.NAME]: `admission`, `eviction`, `precision`, `rounding`, `serving`, `huge_pages` and
+    `trainable` (false: the table does not change) of single tables. Policies and `serving` are text as in
+    [train], or sections such as [tables.user.eviction.ttl]; `precision` and `serving` may be lists with one
+    value for each segment of a row. A key that is missing has the value of [train]."""
 
     def __post_init__(self) -> None:
         for name, kind in _SECTIONS.items():
             checks.instance(getattr(self, name), kind, f"config: [{name}]")
         _one_of("data.kind", self.data.kind, KINDS)
         _one_of("data.on_error", self.data.on_error, ("raise", "skip"))
-        _one_of("train.table_optimizer", self.train.table_optimizer, tuple(TABLE_OPTIMIZERS))
+        _one_of("train.table_optimizer", self.train.table_optimizer, TABLE_OPTIMIZERS)
         counts = ["epochs", "max_steps", "evict_every", "threads", "log_every"]
         counts += ["save_every", "keep_last", "keep_every"]
         at_least_1 = {f"train.{name}": getattr(self.train, name) for name in counts}
@@ -256,7 +261,7 @@ class RunConfig:
         self._check_ranks()
         if not isinstance(self.tables, Mapping):
             raise InputError("config: [tables] must be a section")
-        _ = self.shared_settings, self.table_settings  # raises for wrong values
+        _ = self.shared_settings, self.table_settings, self.table_optimizer  # raises for wrong values
 
     def _check_ranks(self) -> None:
         """Checks the keys of multi-rank runs, on one rank too: the run may be resumed on several ranks."""
@@ -282,7 +287,8 @@ class RunConfig:
     @property
     def table_optimizer(self) -> Optimizer:
         """The optimizer of the tables."""
-        return TABLE_OPTIMIZERS[self.train.table_optimizer](lr=self.train.table_lr)
+        train = self.train
+        return build_optimizer(train.table_optimizer, train.table_lr, train.table_options)
 
     @property
     def shared_settings(self) -> TableSettings:

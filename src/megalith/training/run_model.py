@@ -63,6 +63,7 @@ def model_for(config: RunConfig, available: list[str], num_dense: int) -> Model:
         rounding=config.train.rounding,
         serving=parse_serving(config.train.serving, "train.serving"),
         settings=config.table_settings,
+        huge_pages=config.train.huge_pages,
         evict_every=config.evict_every,
         update="step" if updates_in_step(config) else "backward",
         dist_type=config.train.dist_type,

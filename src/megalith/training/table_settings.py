@@ -27,7 +27,7 @@ from megalith.table.policies import ADMISSIONS, EVICTIONS, Admission, Capacity, 
 from megalith.table.serving_precision import ServingPrecision
 from megalith.table.table_config import PRECISIONS, ROUNDINGS, SERVING_FLOATS, SERVING_PRECISIONS
 
-KEYS = ("admission", "eviction", "precision", "rounding", "serving")
+KEYS = ("admission", "eviction", "precision", "rounding", "serving", "trainable", "huge_pages")
 
 
 def parse_admission(given: str | Mapping[str, Any] | None, where: str) -> Admission | None:
@@ -180,7 +180,11 @@ def _settings(given: Mapping[str, Any], shared: TableSettings, where: str) -> Ta
         serving = [parse_serving(each, f"{where}.serving") for each in given["serving"]]
     elif "serving" in given:
         serving = parse_serving(given["serving"], f"{where}.serving")
-    return TableSettings(admission, eviction, precision, rounding, serving)
+    for key in ("trainable", "huge_pages"):
+        if not isinstance(given.get(key, True), bool):
+            raise InputError(f"config: {where}.{key} must be true or false, got {given[key]!r}")
+    trainable, huge_pages = given.get("trainable", True), given.get("huge_pages")
+    return TableSettings(admission, eviction, precision, rounding, serving, trainable, huge_pages)
 
 
 def needs_passes(eviction: tuple[Eviction, ...]) -> bool:
