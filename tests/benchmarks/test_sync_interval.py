@@ -17,6 +17,7 @@ IMAGES = ROOT / "docs" / "images"
 INTERVALS = ["10 s", "1 min", "10 min", "no sync"]
 
 
+@pytest.mark.soak
 def test_a_quick_run_scores_and_pushes_to_every_replica(tmp_path: Path) -> None:
     pytest.importorskip("grpc")
     result = tmp_path / "result.json"
