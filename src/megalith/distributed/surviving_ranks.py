@@ -1,6 +1,6 @@
 """Ranks that survive each other: exchanges with timeouts, and a new group of the survivors when a rank dies.
 
-They use a gloo group of their own, beside that of the training. A failed exchange raises `BrokenExchange`;
+They use their own gloo group, in addition to that of the training. A failed exchange raises `BrokenExchange`;
 `reform` then finds out which ranks are still there:
 
     broken exchange -> every survivor leaves the group and registers in the store for the next generation

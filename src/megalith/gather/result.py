@@ -95,8 +95,8 @@ class Accepted:
             Its norms, signature and numbers of rows.
         """
         header = checked.header
-        told = [each.indices_sha256 for each in header.parameters if not each.spec.full and each.spec.rows]
-        signature = hashlib.sha256("".join(told).encode()).hexdigest()
+        digests = [each.indices_sha256 for each in header.parameters if not each.spec.full and each.spec.rows]
+        signature = hashlib.sha256("".join(digests).encode()).hexdigest()
         return cls(checked.norms, signature, tuple(each.num_rows for each in header.tables))
 
 

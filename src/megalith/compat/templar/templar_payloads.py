@@ -1,7 +1,7 @@
 """Templar's gradient objects: torch files with packed indices, codes and quantiser settings.
 
 For each parameter NAME the saved dict `state_dict` has `NAMEidxs` (uint8, 12-bit pairs), `NAMEvals` (uint8
-codes) and `NAMEquant_params` (shift, scale, offset, lookup, dtype); `metadata` may be beside them. Reading
+codes) and `NAMEquant_params` (shift, scale, offset, lookup, dtype); `metadata` is optional. Reading
 writes a payload of Megalith with the same content, block by block, with sorted indices. What the content
 means is checked by `validate`, as for any payload. Schemas must be made with `padding=False`.
 """
