@@ -15,7 +15,8 @@ dense gradients. Optimizers that torch lacks are compared with our Adagrad.
     search      the longest update of one id that has to make room, while the rows with low scores are far
                 from where the search for them continues
     passes      the longest wait for eviction, divided by the time of a whole pass: for a training step that
-                makes a part of a pass, and for a thread that waits for the lock of the table
+                makes a part of a pass, for a thread that waits for the lock of the table, and for a write
+                that makes room by a score function
     quality     hits of Capacity divided by the hits of exact LRU and LFU, on ids from a drifting Zipf law
 
 A full run saves results/policies_cpu-DATE.json. It takes about 5 minutes on an idle machine.
@@ -61,6 +62,7 @@ from megalith.table import (
     AdamW,
     AMSGrad,
     Capacity,
+    Chunk,
     DelayCompensated,
     DynamicWdAdagrad,
     FixedPoint,
@@ -79,6 +81,7 @@ from megalith.table import (
     Table,
     TableConfig,
 )
+from megalith.table.engines.score_search import PARTS, VISITED
 from megalith.table.eviction_pass import EVICT_PARTS, MIN_EVICT_ROWS
 
 LR = 0.01
@@ -386,6 +389,13 @@ def passes(run: Run) -> None:
         what = f"{expired:.0%} of {rows:,} rows expired"
         for name, key in (("evict_part", "longest_part_of_pass"), ("lock in evict", "longest_call_of_pass")):
             run.bars.append(Bar(f"longest {name} / whole pass, {what}", record[key], 0.05, at_most=True))
+    seconds, visited = _timed_scores(rows)
+    whole = sum(seconds) * rows / visited
+    scored = {"score": "function", "seconds": whole, "longest_room_of_pass": max(seconds) / whole}
+    records.append(scored)
+    progress(f"  {scored}")
+    name = f"longest room by a score function / whole pass, {rows:,} rows"
+    run.bars.append(Bar(name, scored["longest_room_of_pass"], 0.05, at_most=True))
     run.sections["passes"] = {"rows": rows, "parts": EVICT_PARTS, "records": records}
 
 
@@ -432,6 +442,38 @@ def _timed_calls(table: Table) -> list[float]:
         setattr(table.engine_impl, name, timed(getattr(table.engine_impl, name)))
     table.evict(1000)
     return seconds
+
+
+def _timed_scores(rows: int) -> tuple[list[float], int]:
+    """The times in which writes make room by a score function, and the number of rows that they visit."""
+    visited = 0
+
+    def updates_and_norm(chunk: Chunk) -> Tensor:
+        nonlocal visited
+        visited += chunk.ids.numel()
+        assert chunk.count is not None
+        return chunk.count * chunk.rows.norm(dim=1)
+
+    capacity = Capacity(rows, score=updates_and_norm)
+    table = Table(TableConfig("t", dim=16, optimizer=Adagrad(LR), eviction=capacity))
+    table.reserve(rows)
+    few = rows // (PARTS * VISITED)
+    keys = random_keys(rows + 3 * PARTS * few)
+    for chunk in keys[:rows].split(1 << 18):
+        table.assign(chunk, new_weights(chunk.numel(), 16), time=1)
+    search, seconds = table.engine_impl.score_search, []
+    assert search is not None
+    make_room = search.make_room
+
+    def timed(need: int, kept: Tensor) -> None:
+        start = time.thread_time()
+        make_room(need, kept)
+        seconds.append(time.thread_time() - start)
+
+    search.make_room = timed  # type: ignore[method-assign]
+    for chunk in keys[rows:].split(few):
+        table.assign(chunk, new_weights(chunk.numel(), 16), time=2)
+    return seconds, visited
 
 
 def quality(run: Run) -> None:

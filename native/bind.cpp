@@ -262,19 +262,19 @@ NB_MODULE(_native, m) {
            })
       .def("scan",
            [](Table& t, int64_t start, handle ids, nb::sequence columns, handle times, handle counts, handle steps,
-              int watch) {
+              int watch, int64_t stop) {
              const Ids i = borrow_ids(ids);
              const RowColumns chunk = borrow_chunk(i, columns, times, counts, steps, t, false);
              require(start >= 0, "start: must not be negative");
              Table::ScanResult result;
              {
                nb::gil_scoped_release release;
-               result = t.scan(start, i.n, chunk, watch);
+               result = t.scan(start, i.n, chunk, watch, stop);
              }
              return std::make_pair(result.count, result.next);
            },
            nb::arg("start"), nb::arg("ids"), nb::arg("columns"), nb::arg("times"), nb::arg("counts").none(),
-           nb::arg("steps").none(), nb::arg("watch") = -1)
+           nb::arg("steps").none(), nb::arg("watch") = -1, nb::arg("stop") = INT64_MAX)
       .def("begin_snapshot",
            [](Table& t, int consumer, bool touched_only, int64_t room, bool with_pending) {
              require(consumer < kMaxConsumers && room > 0, "begin_snapshot: consumer or room is out of range");

@@ -280,11 +280,11 @@ class Table {
     int64_t count;
     int64_t next;  // where to continue; -1 at the end
   };
-  // `watch`: an open one, which then covers the rows up to `next`; -1: none.
-  ScanResult scan(int64_t start, int64_t limit, const RowColumns& out, int watch = -1) {
+  // `watch`: an open one, which then covers the rows that were read; -1: none. `stop`: the scan ends before this row.
+  ScanResult scan(int64_t start, int64_t limit, const RowColumns& out, int watch = -1, int64_t stop = INT64_MAX) {
     std::shared_lock<ForkSafeLock> hold(lock_);
     int64_t count = 0, r = start;
-    for (; r < rows_.high() && count < limit; ++r) {
+    for (const int64_t end = std::min(rows_.high(), stop); r < end && count < limit; ++r) {
       const int32_t row = static_cast<int32_t>(r);
       if (rows_.live(row)) rows_.copy_out(row, out, count++);
     }

@@ -5,6 +5,7 @@
 // in every open watch; without one this costs them nothing.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -12,36 +13,46 @@ namespace megalith {
 
 class Watch {
  public:
-  // Notes that a scan has just read the rows [from, to), which continue the rows of the scan before.
+  // Notes that a scan has just read the rows [from, to).
   void cover(int64_t from, int64_t to) {
-    if (from != last_) forget(), first_ = from;
-    last_ = to;
-    changed_.resize(static_cast<size_t>((last_ - first_ + 63) / 64));
+    if (from >= to) return;
+    if (unchanged_.empty()) base_ = from / 64 * 64;
+    if (from < base_) {  // rows before those of earlier scans
+      const int64_t base = from / 64 * 64;
+      unchanged_.insert(unchanged_.begin(), static_cast<size_t>((base_ - base) / 64), 0);
+      base_ = base;
+    }
+    const size_t words = static_cast<size_t>((to - base_ + 63) / 64);
+    if (words > unchanged_.size()) unchanged_.resize(words);
+    for (int64_t row = from; row < to;) {
+      const int64_t at = row - base_, count = std::min<int64_t>(64 - at % 64, to - row);
+      const uint64_t bits = count == 64 ? ~uint64_t{0} : ((uint64_t{1} << count) - 1) << (at % 64);
+      unchanged_[static_cast<size_t>(at / 64)] |= bits;
+      row += count;
+    }
   }
 
   // Notes that rows change now. Row numbers may be -1.
   void note(const int32_t* rows, int64_t n) {
+    const uint64_t end = 64 * unchanged_.size();
     for (int64_t i = 0; i < n; ++i) {
-      const int64_t at = rows[i] - first_;
-      if (at >= 0 && rows[i] < last_) changed_[static_cast<size_t>(at >> 6)] |= uint64_t{1} << (at & 63);
+      const uint64_t at = static_cast<uint64_t>(rows[i] - base_);
+      if (at < end) unchanged_[at / 64] &= ~(uint64_t{1} << (at % 64));
     }
   }
 
-  // Whether the scan has read the row, and it did not change since.
+  // Whether a scan has read the row, and it did not change since.
   bool unchanged(int32_t row) const {
-    const int64_t at = row - first_;
-    return at >= 0 && row < last_ && !(changed_[static_cast<size_t>(at >> 6)] >> (at & 63) & 1);
+    const uint64_t at = static_cast<uint64_t>(row - base_);
+    return row >= 0 && at < 64 * unchanged_.size() && (unchanged_[at / 64] >> (at % 64) & 1);
   }
 
   // Every row counts as changed.
-  void forget() {
-    first_ = last_ = 0;
-    changed_.clear();
-  }
+  void forget() { unchanged_.clear(); }
 
  private:
-  int64_t first_ = 0, last_ = 0;
-  std::vector<uint64_t> changed_;  // a bit for each row from first_ on
+  int64_t base_ = 0;                 // row of the first bit, a multiple of 64
+  std::vector<uint64_t> unchanged_;  // a bit for each row
 };
 
 }  // namespace megalith

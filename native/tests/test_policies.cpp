@@ -146,6 +146,24 @@ void compaction_keeps_every_row() {
   balanced(table);
 }
 
+void a_watch_covers_ranges_in_any_order() {
+  Watch watch;
+  watch.cover(300, 430);
+  watch.cover(70, 75);  // before the first range
+  watch.cover(1000, 1000);
+  watch.cover(128, 192);
+  const int32_t changed[] = {-1, 72, 300, 5000};
+  watch.note(changed, 4);
+  for (int32_t row = -2; row < 600; ++row) {
+    const bool read = (row >= 300 && row < 430) || (row >= 70 && row < 75) || (row >= 128 && row < 192);
+    CHECK(watch.unchanged(row) == (read && row != 72 && row != 300));
+  }
+  watch.cover(72, 73);
+  CHECK(watch.unchanged(72));
+  watch.forget();
+  CHECK(!watch.unchanged(72) && !watch.unchanged(429));
+}
+
 void a_new_key_changes_only_rows_created_later() {
   TableOptions o = options();
   o.segments[0].init = InitKind::uniform;
@@ -176,6 +194,7 @@ int main() {
   a_full_table_raises_and_is_unchanged();
   counts_forget_the_oldest_id();
   compaction_keeps_every_row();
+  a_watch_covers_ranges_in_any_order();
   a_new_key_changes_only_rows_created_later();
   return 0;
 }

@@ -220,6 +220,7 @@ class Table:
         counts: Tensor | None,
         steps: Tensor | None,
         watch: int = -1,
+        stop: int = ...,
     ) -> tuple[int, int]: ...
     def begin_snapshot(
         self, consumer: int, touched_only: bool, room: int, with_pending: bool, /

@@ -196,7 +196,8 @@ class MemoryUse:
         rows: Weights of the rows in use.
         state: Optimizer state of the rows in use.
         side: Id, last-update time, counts and flags of each row in use, and records of touched rows.
-        counters: Counts of ids that have no row yet (`MinCount`), and logs of evicted and refused ids.
+        counters: Counts of ids that have no row yet (`MinCount`), logs of evicted and refused ids, and the
+            candidates of a score function.
         slack: Places of removed rows that are not in use again.
     """
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megalith.ops.pooling import Bags, Pooling, pool
 from megalith.table.engines.room import check_room
+from megalith.table.engines.score_search import ScoreSearch
 from megalith.table.engines.shard_limits import shard_limits
 from megalith.table.fork_safe_lock import ForkSafeLock
 from megalith.table.serving_view import ServingView
@@ -39,6 +40,8 @@ class Engine(ABC):
         limits: What this shard may hold.
         row_limit: Largest number of rows of this shard, or None.
         view: What lookups return instead of the stored weights, or None.
+        moves: Number of calls that moved rows to other places, or removed all of them.
+        score_search: Finds rows with low results of a score function, if the `Capacity` has one.
     """
 
     engine: ClassVar[str]
@@ -57,6 +60,12 @@ class Engine(ABC):
         self.view = ServingView.of(config)
         self._scans = 0  # in progress
         self._moving = ForkSafeLock()  # held while rows are moved, and while a scan begins or ends
+        self.moves = 0
+        score = None if config.capacity is None else config.capacity.score
+        self.score_search: ScoreSearch | None = None
+        if callable(score):
+            assert self.row_limit is not None
+            self.score_search = ScoreSearch(self, score, self.row_limit)
 
     @abstractmethod
     def reseed(self, seed: int) -> None:
@@ -282,18 +291,25 @@ class Engine(ABC):
 
     @abstractmethod
     def scan_part(
-        self, start: int, limit: int, *, rows: bool = True, watch: int | None = None
+        self,
+        start: int,
+        limit: int,
+        *,
+        rows: bool = True,
+        watch: int | None = None,
+        stop: int | None = None,
     ) -> tuple[Chunk, int]:
         """Return the next rows of a scan.
 
         Args:
-            start: 0, or where the previous part ended.
+            start: 0, where the previous part ended, or the number of any place of a row.
             limit: Largest number of rows.
             rows: Whether to copy weights and optimizer state; without them the chunk has no such columns.
             watch: From `open_watch`: `evict` with it removes these rows unless they change from now on.
+            stop: Number of a place after `start`, at which the part ends. None: the end of the table.
 
         Returns:
-            The rows, and where the next part starts; -1 at the end.
+            The rows, and where the next part starts; -1 at the end of the table.
         """
 
     @abstractmethod
@@ -339,7 +355,9 @@ class Engine(ABC):
 
     @abstractmethod
     def evict(self, ids: Tensor, watch: int) -> Tensor:
-        """Remove rows that a policy found expired, unless they were written since the scan read them.
+        """Remove rows that a policy chose, unless they were written since the scan read them.
+
+        A row that `compact` has moved since may count as written.
 
         Args:
             ids: int64 [n], distinct, of rows that `scan_part` returned with this watch.
@@ -359,7 +377,12 @@ class Engine(ABC):
             Whether nothing is left to do now.
         """
         with self._moving:
-            return self._scans > 0 or self.compact(limit)
+            if self._scans > 0:
+                return True
+            epoch = self.epoch
+            done = self.compact(limit)
+            self.moves += self.epoch != epoch
+            return done
 
     @abstractmethod
     def compact(self, limit: int) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ except ImportError as error:
         "`pip install .` in a checkout (a C++17 compiler is enough), install a wheel, "
         'or use engine="reference"'
     ) from error
+
+_MAX_PLACE = 2**62
 
 NativeCall = tuple[Any, ...]
 """The part of one table of a native call over several tables; see native/bind_group.cpp."""
@@ -383,11 +386,19 @@ class CpuEngine(Engine):
             return self._native.remove(ids)
 
     def scan_part(
-        self, start: int, limit: int, *, rows: bool = True, watch: int | None = None
+        self,
+        start: int,
+        limit: int,
+        *,
+        rows: bool = True,
+        watch: int | None = None,
+        stop: int | None = None,
     ) -> tuple[Chunk, int]:
         """See `Engine.scan_part`."""
         chunk = self.new_chunk(min(limit, len(self) + 1), rows=rows)  # one more: the scan reaches the end
-        n, end = self._native.scan(start, *_native_chunk(chunk), -1 if watch is None else watch)
+        n, end = self._native.scan(
+            start, *_native_chunk(chunk), -1 if watch is None else watch, _MAX_PLACE if stop is None else stop
+        )
         return chunk.part(0, n), end
 
     def restore(self, chunk: Chunk) -> None:
@@ -400,6 +411,7 @@ class CpuEngine(Engine):
         """See `Engine.clear`."""
         with self._writing:
             self._native.clear()
+            self.moves += 1
 
     def reserve(self, n: int) -> None:
         """See `Engine.reserve`."""
@@ -503,7 +515,12 @@ class CpuEngine(Engine):
 
     def memory(self) -> MemoryUse:
         """See `Engine.memory`."""
-        return MemoryUse(*self._native.memory())
+        use = MemoryUse(*self._native.memory())
+        return (
+            use
+            if self.score_search is None
+            else replace(use, counters=use.counters + self.score_search.bytes)
+        )
 
 
 def _native_rows(found: FoundRows | None) -> tuple[Tensor | None, int]:

@@ -101,6 +101,7 @@ class ReferenceEngine(Engine):
         state = 4 * (self.config.row_floats - self.dim)
         side = 32 if self.config.counted else 16
         counters = 100 * len(self._admission.counts) + 8 * (len(self._evicted) + len(self._admission.refused))
+        counters += 0 if self.score_search is None else self.score_search.bytes
         slack = (places - used) * (4 * self.dim + state + side)
         return MemoryUse(used * 100, 4 * used * self.dim, used * state, used * side, counters, slack)
 
@@ -113,6 +114,7 @@ class ReferenceEngine(Engine):
             self._search = VictimSearch()
             self._empty()
             self._epoch += 1
+            self.moves += 1
 
     def reserve(self, n: int) -> None:
         """See `Engine.reserve`."""
@@ -331,12 +333,19 @@ class ReferenceEngine(Engine):
             self._epoch += 1
 
     def scan_part(
-        self, start: int, limit: int, *, rows: bool = True, watch: int | None = None
+        self,
+        start: int,
+        limit: int,
+        *,
+        rows: bool = True,
+        watch: int | None = None,
+        stop: int | None = None,
     ) -> tuple[Chunk, int]:
         """See `Engine.scan_part`."""
         with self._lock:
-            live = [r for r in range(start, self._used) if self._is_live(r)][:limit]
-            end = live[-1] + 1 if len(live) == limit else self._used
+            end = self._used if stop is None else min(stop, self._used)
+            live = [r for r in range(start, end) if self._is_live(r)][:limit]
+            end = live[-1] + 1 if len(live) == limit else end
             chunk = self._chunk(torch.tensor(live, dtype=torch.int64))
             if not rows:
                 chunk = replace(chunk, rows=chunk.rows[:, :0], state={})

@@ -1,6 +1,7 @@
 """Room for rows under a `Capacity`: the check before an update, and eviction by a score function.
 
-Named scores are ranked by the engines themselves: native/table_evict.hpp and reference_policies.py.
+Rows with low scores are found by score_search.py. Named scores are ranked by the engines themselves:
+native/table_evict.hpp and reference_policies.py.
 """
 
 from __future__ import annotations
@@ -10,15 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megalith.errors import InputError, TableFullError
+from megalith.errors import TableFullError
 from megalith.ops.pooling import Pooling
 from megalith.table.engines.torch_step import distinct_ids
 from megalith.table.table_data import Step
 
 if TYPE_CHECKING:
     from megalith.table.engines.contract import Engine
-
-SCAN_ROWS = 1 << 16
 
 
 def check_room(
@@ -54,10 +53,10 @@ def check_room(
 
 
 def make_room(engine: Engine, ids: Tensor, new: int) -> None:
-    """Remove rows with the lowest results of a score function: a tenth of the limit, or more if needed.
+    """Remove rows with low results of a score function.
 
     Args:
-        engine: The table.
+        engine: The table; its `Capacity` has a score function.
         ids: int64 [n], the ids of the write that needs room. Their rows stay.
         new: Number of rows that the write creates.
 
@@ -67,39 +66,11 @@ def make_room(engine: Engine, ids: Tensor, new: int) -> None:
     """
     limit = engine.row_limit
     assert limit is not None
+    assert engine.score_search is not None
     distinct = torch.unique(ids)
     wanted = int((engine.find(distinct).rows >= 0).sum()) + new
     if wanted > limit:
         raise TableFullError(
             f"table {engine.name!r}: a call needs {wanted} rows, but Capacity is {limit} rows; raise it"
         )
-    watch = engine.open_watch()
-    try:
-        found, scores = _scores(engine, distinct, watch)
-        need = max(len(engine) + new - limit, limit // 10)
-        lowest = torch.argsort(scores, stable=True)[:need]
-        engine.evict(found[lowest], watch)
-    finally:
-        engine.close_watch(watch)
-
-
-def _scores(engine: Engine, kept: Tensor, watch: int) -> tuple[Tensor, Tensor]:
-    """Return the ids of rows that may go, and their scores, float64."""
-    capacity = engine.config.capacity
-    assert capacity is not None
-    assert callable(capacity.score)
-    found, scores = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.float64)]
-    for chunk in engine.scan(SCAN_ROWS, watch=watch):
-        score = capacity.score(chunk)
-        if not isinstance(score, Tensor) or score.shape != chunk.ids.shape:
-            raise InputError(
-                f"table {engine.name!r}: the score function of Capacity must return a tensor "
-                f"[{chunk.ids.numel()}], got {getattr(score, 'shape', score)!r}"
-            )
-        score = score.detach().to(torch.float64)
-        if not bool(torch.isfinite(score).all()):
-            raise InputError(f"table {engine.name!r}: the score function of Capacity returned NaN or Inf")
-        others = ~torch.isin(chunk.ids, kept)
-        found.append(chunk.ids[others])
-        scores.append(score[others])
-    return torch.cat(found), torch.cat(scores)
+    engine.score_search.make_room(len(engine) + new - limit, distinct)

@@ -8,7 +8,7 @@ bytes are divided in advance, with the largest size that each part can have:
 | an empty table | `FIXED_BYTES` |
 | the logs of evicted and refused ids | 1/128 each, or less: a log never needs more than 8 MiB |
 | ids without a row that `MinCount` counts | `COUNTED_BYTES` for each of `max_ids`, at most a quarter |
-| rows | the rest |
+| rows, with the candidates of a score function | the rest |
 
 Two things are not included, because they do not belong to rows and go away when they are read: the ids
 removed since a consumer's last drain (8 bytes each), and copies of rows for an open snapshot
@@ -31,6 +31,8 @@ INDEX_BYTES = 48
 """Largest number of bytes of the index per row, also while it grows."""
 SIDE_BYTES = 18
 """Bytes of id, time, flags and the list of free places per row."""
+SCORED_BYTES = 8
+"""Largest number of bytes per row of the candidates of a score function (score_search.py)."""
 COUNTED_BYTES = 76
 """Largest number of bytes of an id that is counted, its place in the index included."""
 
@@ -71,6 +73,7 @@ def shard_limits(config: TableConfig, num_shards: int) -> ShardLimits:
     if counted_ids:
         counted_ids = max(1, min(counted_ids, room // 4 // COUNTED_BYTES))
     per_row = config.row_bytes + INDEX_BYTES + SIDE_BYTES + (8 if config.counted else 0)
+    per_row += SCORED_BYTES if callable(capacity.score) else 0
     fit = (room - FIXED_BYTES - 16 * log_ids - COUNTED_BYTES * counted_ids) // per_row
     if fit < 1:
         # The logs and the counted ids take an id each at least, and 1/64 and a quarter of all bytes at most.

@@ -26,7 +26,7 @@ class Capacity(Eviction):
     every moment. An id of the current call is never removed; a call with more distinct ids than the limit
     raises `TableFullError` before anything is written.
 
-    The lowest scores are found by sampling, so that a write never waits for a pass over the table: a removed
+    A write never waits for a pass over the table. The lowest named scores are found by sampling: a removed
     row is among the lowest eighth, not always the lowest. With "lfu", a row has count 1 after its first
     update or assignment; an assigned row has the latest step of an update.
 
@@ -39,8 +39,9 @@ class Capacity(Eviction):
             table whose limit has no room for a row raises InputError.
         score: "lru": time of the last update in seconds. "lfu": number of updates, the older row first among
             equals. "step": step of the last update. Or a function that takes a `Chunk` and returns a float
-            tensor [n]; it needs a pass over the table whenever room is needed, and then frees a tenth of the
-            table. None: nothing is removed, and a write beyond the limit raises `TableFullError`.
+            tensor [n]; a write that needs room calls it for a part of the table
+            (`megalith.table.engines.score_search`). None: nothing is removed, and a write beyond the limit
+            raises `TableFullError`.
 
     Raises:
         InputError: No limit is given, or an argument has the wrong type or value.

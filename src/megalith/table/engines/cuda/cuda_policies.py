@@ -220,5 +220,7 @@ class CudaPolicies:
         )
 
     def memory(self) -> int:
-        """Return the bytes of counts and logs, with 100 bytes for a counted id."""
-        return 100 * len(self.admission.counts) + 8 * (len(self.evicted_log) + len(self.admission.refused))
+        """Return the bytes of counts, logs and candidates, with 100 bytes for a counted id."""
+        search = self._engine.score_search
+        logs = 8 * (len(self.evicted_log) + len(self.admission.refused))
+        return 100 * len(self.admission.counts) + logs + (0 if search is None else search.bytes)

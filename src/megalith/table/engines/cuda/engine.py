@@ -299,15 +299,22 @@ class CudaEngine(Engine):
             self._epoch += 1
 
     def scan_part(
-        self, start: int, limit: int, *, rows: bool = True, watch: int | None = None
+        self,
+        start: int,
+        limit: int,
+        *,
+        rows: bool = True,
+        watch: int | None = None,
+        stop: int | None = None,
     ) -> tuple[Chunk, int]:
         """See `Engine.scan_part`."""
         with self.order:
             used = self.table.read_counters()[0]
+            last = used if stop is None else min(used, stop)
             found, headers = [], []
             count, at = 0, start
-            while at < used and count < limit:
-                end = min(used, at + max(SCAN_ROWS, limit))
+            while at < last and count < limit:
+                end = min(last, at + max(SCAN_ROWS, limit))
                 live, header = self.table.live_rows(at, end)
                 found.append(live[: limit - count])
                 headers.append(header[:, : limit - count])
@@ -368,6 +375,7 @@ class CudaEngine(Engine):
             self._length = 0
             self.writes += 1
             self._epoch += 1
+            self.moves += 1
 
     def reserve(self, n: int) -> None:
         """See `Engine.reserve`."""

@@ -1,0 +1,363 @@
+"""ScoreSearch: finds rows with low results of a score function, in parts of the table.
+
+A pass over the table would make a write wait. So a write that needs room visits a part: 1/40 of the table, or
+8 rows for each row that goes. A part has blocks from all over the table, so it is a sample of all rows, and
+40 of them are a pass. The lowest rows of a pass are kept as candidates for the following writes.
+
+    rows that go                                  when
+    the lowest of the last complete pass          while enough of them are left
+    the lowest that the pass in progress found    otherwise: in the first pass, or if most candidates changed
+
+A row that was written after it was visited stays (`Engine.open_watch`): its score is another one now. If rows
+are moved or the table is cleared, the search starts again. Named scores have a search of their own:
+native/table_evict.hpp and reference_policies.py.
+
+The result depends only on the sequence of calls, and is the same on all engines. Between two calls a search
+holds at most `shard_limits.SCORED_BYTES` for each row of the table.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megalith.errors import InputError
+from megalith.table.policies.capacity import Score
+from megalith.table.table_data import Chunk
+
+if TYPE_CHECKING:
+    from megalith.table.engines.contract import Engine
+
+PARTS = 40
+"""Number of parts of a pass."""
+MIN_PART = 4096
+"""A part has at least this number of rows."""
+VISITED = 8
+"""Number of rows that are visited for each row that goes."""
+
+_BLOCKS = 32  # of a part
+_CANDIDATES = 5  # a pass has at most 1/5 of the rows as candidates; the next one removes 1/8
+_SHARE = 3 / 16  # of the rows become candidates
+_SAMPLE = 4096
+_SCORED_ROWS = 1 << 16  # rows of a call of the score function
+
+
+class ScoreSearch:
+    """The search of one table. The lock of the table's writers must be held.
+
+    Args:
+        engine: The table.
+        score: The score function of its `Capacity`.
+        limit: Largest number of rows of the table.
+    """
+
+    def __init__(self, engine: Engine, score: Score, limit: int) -> None:
+        self._engine = engine
+        self._score = score
+        self._limit = limit
+        self._moves = engine.moves
+        self._ready: _Pass | None = None  # the last complete pass
+        self._passing: _Pass | None = None  # the pass in progress
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the candidates."""
+        return sum(each.bytes for each in (self._ready, self._passing) if each is not None)
+
+    def make_room(self, need: int, kept: Tensor) -> None:
+        """Remove rows with low scores; a few more than needed, so that not every write has to.
+
+        Args:
+            need: Smallest number of rows to remove, if the table has so many others.
+            kept: int64 [n], sorted: ids whose rows stay.
+
+        Raises:
+            InputError: The score function returned something else than finite numbers, one per row.
+        """
+        if self._moves != self._engine.moves:
+            self.restart()
+        few = self._limit // (PARTS * VISITED)
+        part = max(MIN_PART, self._limit // PARTS, VISITED * max(need, few))
+        try:
+            # The candidates must last for the next pass.
+            if (
+                self._passing is not None
+                or self._ready is None
+                or (len(self._ready) <= max(need, few) * -(-self._limit // part))
+            ):
+                self._visit(part, need)
+            gone = self._evict(self._ready, max(need, few), kept)
+            visited = 0
+            while gone < need and visited <= self._limit:  # without success
+                more = self._evict(self._ready, need - gone, kept)
+                more += self._evict(self._passing, need - gone - more, kept)
+                gone, visited = gone + more, 0 if more else visited
+                if gone < need:
+                    self._visit(part, need)
+                    visited += part
+        except BaseException:
+            self.restart()
+            raise
+        for candidates in (self._ready, self._passing):
+            if candidates is not None:
+                candidates.keep(max(1, self._limit // _CANDIDATES))
+
+    def _evict(self, candidates: _Pass | None, wanted: int, kept: Tensor) -> int:
+        """Remove rows of candidates, at least the wanted number if there are enough. Returns how many."""
+        gone = 0
+        while candidates is not None and gone < wanted and len(candidates):
+            ids = candidates.take(max(wanted - gone, self._limit // (PARTS * VISITED)))
+            gone += self._engine.evict(ids[~_contains(kept, ids)], candidates.watch).numel()
+        return gone
+
+    def restart(self) -> None:
+        """Forget all candidates."""
+        for each in (self._ready, self._passing):
+            if each is not None:
+                self._engine.close_watch(each.watch)
+        self._ready = self._passing = None
+        self._moves = self._engine.moves
+
+    def _visit(self, rows: int, need: int) -> None:
+        """Continue the pass, or begin one."""
+        if self._passing is None:
+            self._passing = _Pass(self._engine, self._limit, need)
+        self._passing.visit(self._score, rows)
+        if self._passing.complete:
+            if self._ready is not None:
+                self._engine.close_watch(self._ready.watch)
+            self._ready, self._passing = self._passing, None
+
+
+class _Pass:
+    """A pass over a table, and candidates: the rows with the lowest scores so far.
+
+    Candidates are in groups by score, so that neither adding nor taking some of them costs time for all. The
+    bounds of the groups come from the first rows that the pass visits, which are a sample of the table.
+
+    Args:
+        engine: The table.
+        limit: Largest number of rows of the table.
+        wanted: Number of candidates that a call needs.
+
+    Attributes:
+        watch: The watch of the rows that were visited.
+        complete: Whether all rows were visited.
+    """
+
+    def __init__(self, engine: Engine, limit: int, wanted: int) -> None:
+        self.watch = engine.open_watch()
+        self.complete = False
+        self._engine = engine
+        self._most = max(1, limit // _CANDIDATES, 2 * wanted)
+        self._block = limit if limit <= MIN_PART else max(_BLOCKS, MIN_PART, limit // PARTS) // _BLOCKS
+        self._blocks = -(-limit // self._block)
+        self._stride = _spreading_stride(self._blocks)
+        self._done = 0  # number of blocks
+        self._rest = self._blocks * self._block  # rows from here on follow the blocks
+        # The part of all rows that become candidates.
+        self._share = 1.0 if self._blocks == 1 else min(1.0, max(_SHARE, 1.5 * wanted / limit))
+        self._bounds: Tensor | None = None
+        self._groups: list[_Candidates] = []
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the candidates, and a bit for each row."""
+        return 16 * self._count + self._blocks * self._block // 8
+
+    def visit(self, score: Score, rows: int) -> None:
+        """Visit the next blocks.
+
+        Args:
+            score: The score function.
+            rows: Number of rows to visit; one block more at most.
+
+        Raises:
+            InputError: The score function returned something else than finite numbers, one per row.
+        """
+        while rows > 0 and not self.complete:
+            chunks, count = [], 0
+            while count < min(rows, _SCORED_ROWS) and not self.complete:
+                chunks.append(self._next_block())
+                count += self._block
+            rows -= count
+            chunk = _joined(chunks)
+            if chunk.ids.numel():
+                self._add(chunk.ids, _checked_scores(self._engine.name, score, chunk))
+                self.keep(self._most)
+
+    def take(self, n: int) -> Tensor:
+        """Remove the candidates with the lowest scores; among equals those that were visited first.
+
+        Args:
+            n: How many; all if there are fewer.
+
+        Returns:
+            Their ids, int64.
+        """
+        taken = [torch.empty(0, dtype=torch.int64)]
+        for group in self._groups:
+            if n > 0 and len(group):
+                taken.append(group.take(n))
+                n -= taken[-1].numel()
+        self._count -= sum(map(len, taken))
+        return torch.cat(taken)
+
+    def keep(self, n: int) -> None:
+        """Limit the number of candidates: those with the lowest scores stay.
+
+        Args:
+            n: How many; also of the rest of the pass.
+        """
+        self._most = n
+        while self._count > n:
+            last = self._groups[-1]
+            excess = self._count - n
+            if excess < len(last):
+                last.keep(len(last) - excess)
+                self._count = n
+            else:
+                self._groups.pop()
+                self._count -= len(last)
+
+    def _next_block(self) -> Chunk:
+        if self._done < self._blocks:
+            start = self._done * self._stride % self._blocks * self._block
+            self._done += 1
+            chunk, _ = self._engine.scan_part(start, self._block, watch=self.watch, stop=start + self._block)
+            self.complete = self._done == self._blocks and self._at_end()
+            return chunk
+        chunk, self._rest = self._engine.scan_part(self._rest, self._block, watch=self.watch)
+        self.complete = self._rest < 0
+        return chunk
+
+    def _at_end(self) -> bool:
+        """Whether there is no row after the blocks."""
+        return self._engine.scan_part(self._rest, 1, rows=False)[0].ids.numel() == 0
+
+    def _add(self, ids: Tensor, scores: Tensor) -> None:
+        if self._bounds is None:
+            self._bounds = _group_bounds(scores[:_SAMPLE], self._share)
+            self._groups = [_Candidates() for _ in range(self._bounds.numel())]
+        if not self._groups:
+            return  # all candidates were taken; the next pass finds others
+        low = scores <= self._bounds[len(self._groups) - 1]
+        ids, scores = ids[low], scores[low]
+        group_of = torch.bucketize(scores, self._bounds)
+        order = torch.argsort(group_of, stable=True)
+        sizes = torch.bincount(group_of, minlength=len(self._groups)).tolist()
+        parts = zip(ids[order].split(sizes), scores[order].split(sizes), strict=True)
+        for group, (own, values) in zip(self._groups, parts, strict=True):
+            if own.numel():
+                group.add(own, values)
+        self._count += ids.numel()
+
+
+class _Candidates:
+    """Some rows and their scores, in the order of the visits."""
+
+    def __init__(self) -> None:
+        self._ids: list[Tensor] = []
+        self._scores: list[Tensor] = []
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, ids: Tensor, scores: Tensor) -> None:
+        """Add rows.
+
+        Args:
+            ids: int64 [n].
+            scores: float64 [n].
+        """
+        self._ids.append(ids)
+        self._scores.append(scores)
+        self._count += ids.numel()
+
+    def take(self, n: int) -> Tensor:
+        """See `_Pass.take`."""
+        ids, scores, low = self._lowest(n)
+        self._set(ids[~low], scores[~low])
+        return ids[low]
+
+    def keep(self, n: int) -> None:
+        """See `_Pass.keep`."""
+        ids, scores, low = self._lowest(n)
+        self._set(ids[low], scores[low])
+
+    def _set(self, ids: Tensor, scores: Tensor) -> None:
+        self._ids, self._scores, self._count = [ids], [scores], ids.numel()
+
+    def _lowest(self, n: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return all ids and scores, and which of them are the n lowest."""
+        ids, scores = torch.cat(self._ids), torch.cat(self._scores)
+        if n >= self._count:
+            return ids, scores, torch.ones_like(ids, dtype=torch.bool)
+        largest = scores.kthvalue(n).values
+        low = scores < largest
+        equal = (scores == largest).nonzero()[:, 0]
+        low[equal[: n - int(low.sum())]] = True
+        return ids, scores, low
+
+
+def _group_bounds(sample: Tensor, share: float) -> Tensor:
+    """Return the largest score of each group. Groups are about as large as the number of rows that go at
+    once, and all together have a share of the rows."""
+    if sample.numel() < _SAMPLE or share >= 1:
+        return torch.tensor([math.inf], dtype=torch.float64)
+    size = _SAMPLE // (PARTS * VISITED)
+    largest = sample.sort().values[size - 1 : max(size, int(share * _SAMPLE)) : size]
+    bounds: Tensor = torch.unique(largest)
+    return bounds
+
+
+def _spreading_stride(n: int) -> int:
+    """Return a number without a common divisor with n, near its golden section: multiples modulo n then are
+    spread evenly, however many there are."""
+    stride = max(1, round(n * 0.6180339887498949))
+    while math.gcd(stride, n) > 1:
+        stride += 1
+    return stride
+
+
+def _contains(ordered: Tensor, ids: Tensor) -> Tensor:
+    if not ordered.numel():
+        return torch.zeros_like(ids, dtype=torch.bool)
+    at = torch.searchsorted(ordered, ids).clamp(max=ordered.numel() - 1)
+    return ordered[at] == ids
+
+
+def _joined(chunks: list[Chunk]) -> Chunk:
+    if len(chunks) == 1:
+        return chunks[0]
+    counts = [chunk.count for chunk in chunks if chunk.count is not None]
+    steps = [chunk.step for chunk in chunks if chunk.step is not None]
+    return Chunk(
+        torch.cat([chunk.ids for chunk in chunks]),
+        torch.cat([chunk.rows for chunk in chunks]),
+        {key: torch.cat([chunk.state[key] for chunk in chunks]) for key in chunks[0].state},
+        torch.cat([chunk.time for chunk in chunks]),
+        torch.cat(counts) if counts else None,
+        torch.cat(steps) if steps else None,
+    )
+
+
+def _checked_scores(table: str, score: Score, chunk: Chunk) -> Tensor:
+    scores = score(chunk)
+    if not isinstance(scores, Tensor) or scores.shape != chunk.ids.shape:
+        raise InputError(
+            f"table {table!r}: the score function of Capacity must return a tensor "
+            f"[{chunk.ids.numel()}], got {getattr(scores, 'shape', scores)!r}"
+        )
+    scores = scores.detach().to(torch.float64)
+    if not bool(torch.isfinite(scores).all()):
+        raise InputError(f"table {table!r}: the score function of Capacity returned NaN or Inf")
+    return scores
