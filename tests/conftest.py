@@ -63,6 +63,15 @@ def restore_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+# Files of these folders wait for processes: they start first, so that none of them is left alone at the end.
+LONG = ("tests/distributed/", "tests/cli/", "tests/test_examples", "tests/serving/", "tests/gather/")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the files that take long before all others, in the order they were found."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object | None) -> None:
     """Stops the whole run as soon as pytest-xdist loses a worker; its report names the test."""

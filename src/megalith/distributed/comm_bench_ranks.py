@@ -48,7 +48,8 @@ def measure_local(settings: CommSettings, num_ranks: int) -> Iterator[Measuremen
     """
     if num_ranks < 2:
         raise InputError(f"bench: at least 2 ranks are needed, got {num_ranks}")
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # imports torch once, not once a rank
+    context.set_forkserver_preload([__name__])
     deadline = time.monotonic() + settings.budget + START_SECONDS
     with tempfile.TemporaryDirectory() as folder:
         started: list[tuple[BaseProcess, Connection]] = []
