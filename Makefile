@@ -118,7 +118,7 @@ $(VENV)/installed: $(VENV)/build-tools pyproject.toml $(NATIVE)
 # The report is looked at in a real browser, discovery tried with a real ZooKeeper.
 $(VENV)/dev: $(VENV)/installed
 	$(BIN)/pip install -q -c constraints.txt pytest pytest-xdist pytest-timeout hypothesis ruff mypy pyarrow tensorboard obstore \
-	  'moto[s3]' flask flask-cors protobuf kazoo \
+	  'moto[s3]' flask flask-cors protobuf kazoo ray \
 	  grpcio grpcio-health-checking grpcio-reflection prometheus-client
 	$(BIN)/pip install -q --no-deps triton==3.6.0  # its interpreter runs the kernels of the cuda engine
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null \

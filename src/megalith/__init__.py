@@ -16,7 +16,7 @@ from megalith.nn import (
 from megalith.ops.ids import fid, hash_strings
 from megalith.ragged import Ragged
 from megalith.routing import Router
-from megalith.shards import LocalShards, Lookup, Shards, SyncShards
+from megalith.shards import LocalShards, Lookup, Servers, ServerShards, Shards, SyncShards
 from megalith.table import (
     FTRL,
     LAMB,
@@ -108,6 +108,8 @@ __all__ = [
     "Router",
     "RowWiseAdagrad",
     "Segment",
+    "ServerShards",
+    "Servers",
     "Shards",
     "Slice",
     "Sqrtn",

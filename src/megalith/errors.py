@@ -81,6 +81,10 @@ class RankFailedError(MegalithError, RuntimeError):
     """Another rank failed, so this rank cannot continue. The log of that rank has the full error."""
 
 
+class ServerLostError(MegalithError, ConnectionError):
+    """A parameter server has ended."""
+
+
 class DiscoveryError(MegalithError, ConnectionError):
     """A discovery service does not answer, denies access, or does not list enough servers in time."""
 

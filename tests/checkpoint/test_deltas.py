@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from megalith import SGD, EmbeddingCollection, Feature, TableConfig, Zeros, checkpoint
-from megalith.checkpoint import piece_writer
-from megalith.checkpoint import save_job as job
+from megalith.checkpoint import part_save, piece_writer
 from megalith.checkpoint.manifest import NAME
 from megalith.errors import CheckpointError, UsageError
 from megalith.storage.store import LocalStore, StoredFile
@@ -436,7 +435,7 @@ def counting(rows: int) -> EmbeddingCollection:
 def test_a_save_during_training_holds_the_table_as_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread keeps adding one to all rows: a save must find the same number in each row."""
     rows = 20_000  # more than the buffer holds: training has to wait for the writer at times
-    monkeypatch.setattr(job, "BUFFER_BYTES", 1 << 20)
+    monkeypatch.setattr(part_save, "BUFFER_BYTES", 1 << 20)
     monkeypatch.setattr(piece_writer, "PIECE_BYTES", 1 << 16)
     model = counting(rows)
     table = model.shards.local["t"]

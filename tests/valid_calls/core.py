@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from copy import copy
 from functools import partial
-from inspect import isclass
+from inspect import Parameter, Signature, isclass
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import megalith
 from megalith import metrics, ops, table
 from megalith.nn import MicroBatches
 from megalith.shards import CommMetrics
+from tests.shards.servers.support import where
 from tests.valid_calls.sweep import Arguments, Call, complete, config, ids, methods
 
 
@@ -115,7 +116,7 @@ class SilentRecorder:
 
 
 def shards_methods(made: megalith.Shards) -> dict[str, Arguments]:
-    (rows,) = made.scan("a")
+    rows = next(iter(made.scan("a")))
     methods: dict[str, Arguments] = {
         "apply_gradients": {
             "lookup": {"a": ids()},
@@ -139,6 +140,8 @@ def shards_methods(made: megalith.Shards) -> dict[str, Arguments]:
         "reinitialize": {"ids": {"a": ids()}, "time": 1.0, "missing_ok": False},
         "remove": {"ids": {"a": ids()}},
         "reserve": {"rows": {"a": 4}},
+        "each_part": {"function": where},
+        "report_failure": {"error": ValueError("x")},
         "restore": {"table": "a", "chunk": rows},
         "scan": {"table": "a", "chunk_size": 2},
         "track": {"consumer": "other"},
@@ -282,6 +285,42 @@ def shards_calls() -> Iterator[Call]:
     yield CommMetrics, {"shards": spread(), "tables": ["a"]}
     yield from methods(lambda: CommMetrics(spread()))
     yield from methods(lambda: CommMetrics(spread()).collect(0))
+
+
+def server_calls(servers: megalith.Servers) -> Iterator[Call]:
+    """Calls of tables on running servers."""
+
+    def made() -> megalith.ServerShards:
+        shards = megalith.ServerShards([config("a"), config("b", 3)], servers=servers, timeout=5.0)
+        shards.assign({"a": (ids(), torch.ones(3, 2))})
+        shards.track("sync")
+        return shards
+
+    given: dict[str, Any] = {
+        "configs": [config()],
+        "num_servers": 2,
+        "name": "other",
+        "worker": 1,
+        "num_workers": 2,
+        "mode": "async",
+        "staleness": 1,
+        "window": 1,
+        "router": "roundrobin",
+        "engine": "cpu",
+        "seed": 0,
+        "wire": "float32",
+        "timeout": 5.0,
+    }
+
+    def construct(**options: Any) -> megalith.ServerShards:
+        return megalith.ServerShards(servers=servers, **options)
+
+    construct.__signature__ = Signature(  # type: ignore[attr-defined]
+        [Parameter(name, Parameter.KEYWORD_ONLY) for name in given]
+    )
+    yield construct, given
+    yield from methods(made, shards_methods)
+    yield from methods(lambda: made().lookup({"a": ids()}), lookup_methods())
 
 
 def nn_calls() -> Iterator[Call]:

@@ -160,6 +160,12 @@ CANNOT_BE_CALLED: Mapping[str, str] = {
     "SyncLookup.fail": "raises the error that it is given",
     "SyncShards.fail": "raises the error that it is given",
     "SyncShards.fail_update": "raises the error that it is given",
+    "ServerShards.fail": "raises the error that it is given",
+    "ServerLookup": "made by ServerShards.lookup",
+    "ServerLookup.fail": "raises the error that it is given",
+    "Servers": "starts processes; its own tests pass wrong arguments",
+    "Servers.close": "takes no arguments",
+    "ShardsPart": _RESULT,
     "Batch.pin_memory": "needs an accelerator",
     "Ragged.pin_memory": "needs an accelerator",
     "Ragged.trusted": "checks nothing, on purpose: for columns that were validated before",
@@ -171,6 +177,8 @@ CANNOT_BE_CALLED: Mapping[str, str] = {
     "Model.compile": "passes its arguments to torch.compile",
 }
 """Public names that the sweep leaves out, and why."""
+ON_SERVERS = ("ServerShards", "ServerLookup", "Servers")
+"""Classes that need Ray; `tests/shards/servers` sweeps them."""
 FORMULAS = {"correction", "expired", "state", "states", "step", "update"} | {
     *("code_bytes", "decode", "encode", "from_unit", "gradient", "native_view", "scale", "served", "slope"),
     "trained",

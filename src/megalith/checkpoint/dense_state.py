@@ -33,7 +33,7 @@ def collections_of(model: nn.Module) -> dict[str, EmbeddingCollection]:
 
 
 def tables_of(collections: Mapping[str, EmbeddingCollection]) -> list[tuple[str, str, Shards]]:
-    """List the tables of this rank.
+    """List the tables of a model.
 
     Args:
         collections: The collections by module path.
@@ -47,7 +47,7 @@ def tables_of(collections: Mapping[str, EmbeddingCollection]) -> list[tuple[str,
     for path, collection in collections.items():
         if id(collection.shards) not in seen:
             seen.add(id(collection.shards))
-            found += [(path, name, collection.shards) for name in collection.shards.local]
+            found += [(path, name, collection.shards) for name in collection.shards.configs]
     return found
 
 

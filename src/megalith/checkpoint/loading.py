@@ -11,13 +11,13 @@ import logging
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from os import PathLike
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megalith.checkpoint.chain import (
     check_equal_options,
@@ -29,17 +29,22 @@ from megalith.checkpoint.chain import (
     track_changes,
 )
 from megalith.checkpoint.dense_state import DenseMatch, collections_of, dense_state, match_dense, tables_of
-from megalith.checkpoint.manifest import NAME, Manifest, Piece, TableEntry, full_name
+from megalith.checkpoint.manifest import NAME, Manifest, full_name
 from megalith.checkpoint.match_tables import TableMatch, TableMatches, match_tables
 from megalith.checkpoint.nested_state import unpack
+from megalith.checkpoint.part_load import (
+    TableLoad,
+    check_part_fits,
+    check_pending,
+    load_on_server,
+    load_part,
+    relevant_pieces,
+)
 from megalith.checkpoint.saved_rows import (
     MAX_MANIFEST,
     check_piece,
     check_removed,
-    read_chunk,
     read_manifest,
-    read_pending,
-    read_removed,
     read_tensors,
 )
 from megalith.checkpoint.sharded_weights import check_weights, distribute_state
@@ -49,7 +54,6 @@ from megalith.errors import CheckpointError, InputError, RankFailedError, RankTi
 from megalith.nn import EmbeddingCollection
 from megalith.ops import checks
 from megalith.storage.store import Store, StoredFile, open_store
-from megalith.table import Chunk
 
 logger = logging.getLogger(__name__)
 
@@ -246,7 +250,7 @@ def _load(model: nn.Module, store: Store, ranks: RankGroup, options: _LoadOption
     )
     with _verified(store, ranks, _needed(manifest, found, store)) as local:
         dense = _agree(ranks, lambda: _match_dense(local, manifest, model, options))
-        tables = _agree(ranks, lambda: _load_tables(local, found, ranks, options.on_rows))
+        tables = _agree(ranks, lambda: _load_tables(store, local, found, ranks, options.on_rows))
     dense.copy()
     _set_steps(manifest, collections)
     _keep_routing(found, collections)
@@ -280,12 +284,14 @@ def _needed(manifest: Manifest, found: TableMatches, store: Store) -> dict[Store
     checks: dict[StoredFile, _Check] = {}
     for match in found.matches:
         for entry in match.entries:
-            for piece in entry.pieces if store.is_local else _relevant(entry, match):
+            router = match.shards.router(match.local)
+            every = store.is_local or not match.shards.holds_rows
+            for piece in entry.pieces if every else relevant_pieces(entry, router, match.shards.rank):
                 checks[piece.file] = partial(check_piece, piece=piece, entry=entry)
             for piece in entry.removed:
                 checks[piece.file] = partial(check_removed, piece=piece)
         for piece in match.entries[-1].pending:
-            checks[piece.file] = partial(_check_pending, piece=piece)
+            checks[piece.file] = partial(check_pending, piece=piece)
     rest = (manifest.latest.dense, manifest.latest.optimizer_tensors)
     return checks | {file: lambda local: None for file in rest if file is not None}
 
@@ -307,72 +313,46 @@ def _verified(store: Store, ranks: RankGroup, needed: dict[StoredFile, _Check]) 
 
 
 def _load_tables(
-    store: Store, found: TableMatches, ranks: RankGroup, on_rows: Callable[[int], None] | None
+    store: Store,
+    local: Store,
+    found: TableMatches,
+    ranks: RankGroup,
+    on_rows: Callable[[int], None] | None,
 ) -> dict[str, int]:
-    done = 0
-    for match in found.matches if ranks.size == 1 else ():
-        match.table.check_fits(match.entries[-1].live)
-    for match in found.matches:
-        table = match.table
-        table.clear()
-        if ranks.size == 1:
-            live, limit = match.entries[-1].live, table.engine_impl.row_limit
-            table.reserve(live if limit is None else min(live, limit))
-        for entry in match.entries:
-            # A delta does not save ids that it removes. Removing first keeps the table within its Capacity.
-            for piece in entry.removed:
-                table.remove(read_removed(store, piece))
-            for piece in _relevant(entry, match):
-                _restore(match, read_chunk(store, piece, entry))
-                done += piece.rows
-                if on_rows is not None:
-                    on_rows(done)
-        for piece in match.entries[-1].pending:
-            _restore_pending(match, *read_pending(store, piece))
-    return {match.name: len(match.table) for match in found.matches}
+    """Load the rows of all tables; return the number of rows of each, of this rank or of all servers."""
+    parts = [_part_of(match, ranks) for match in found.matches]
+    if ranks.size == 1:
+        for match, part in zip(found.matches, parts, strict=True):
+            if match.shards.holds_rows:
+                match.shards.each_part(check_part_fits, part)
+    kept, done = {}, 0
+    for match, part in zip(found.matches, parts, strict=True):
+        if match.shards.holds_rows:
+            counted = None if on_rows is None else partial(_report_rows, on_rows, done)
+            results = match.shards.each_part(load_part, local, part, counted)
+        else:
+            results = match.shards.each_part(load_on_server, store, part, background=True)
+        done += sum(read for read, _ in results)
+        if on_rows is not None and not match.shards.holds_rows:
+            on_rows(done)
+        kept[match.name] = sum(rows for _, rows in results)
+    return kept
 
 
-def _relevant(entry: TableEntry, match: TableMatch) -> list[Piece]:
-    """Return the files that may hold rows of this rank: only its own if the routing is the same."""
-    router = match.shards.router(match.local)
-    saved = entry.routing
-    if router is None:
-        return entry.pieces
-    same = (saved.dist_type, saved.num_shards, saved.block_size, saved.skip_first) == (
-        router.mode,
-        router.num_shards,
-        router.block_size,
-        router.skip_first,
+def _report_rows(on_rows: Callable[[int], None], before: int, rows: int) -> None:
+    on_rows(before + rows)
+
+
+def _part_of(match: TableMatch, ranks: RankGroup) -> TableLoad:
+    return TableLoad(
+        match.local,
+        match.entries,
+        match.shards.router(match.local),
+        match.keeps_state,
+        match.fresh,
+        match.count,
+        alone=ranks.size == 1,
     )
-    return [piece for piece in entry.pieces if not same or piece.shard == match.shards.rank]
-
-
-def _restore(match: TableMatch, chunk: Chunk) -> None:
-    router = match.shards.router(match.local)
-    if router is not None:
-        chunk = chunk.select(router.owner(chunk.ids) == match.shards.rank)
-    if not match.keeps_state:
-        n, columns = chunk.ids.numel(), match.table.config.state_columns
-        state = {c.key: torch.full((n, c.end - c.start), c.initial) for c in columns}
-        if not match.fresh:
-            counts = {
-                c.key: torch.full((n, 1), float(match.count or 0)) for c in columns if c.name == "count"
-            }
-            state |= counts | {key: values for key, values in chunk.state.items() if key in state}
-        chunk = replace(chunk, state=state)
-    match.table.restore(chunk)
-
-
-def _check_pending(store: Store, piece: Piece) -> None:
-    read_pending(store, piece)
-
-
-def _restore_pending(match: TableMatch, ids: Tensor, counts: Tensor) -> None:
-    router = match.shards.router(match.local)
-    if router is not None:
-        own = router.owner(ids) == match.shards.rank
-        ids, counts = ids[own], counts[own]
-    match.table.restore_pending(ids, counts)
 
 
 def _match_dense(store: Store, manifest: Manifest, model: nn.Module, options: _LoadOptions) -> DenseMatch:

@@ -18,7 +18,7 @@ from megalith.checkpoint.manifest import (
 from megalith.errors import CheckpointError, InputError
 from megalith.nn import EmbeddingCollection
 from megalith.shards import Shards
-from megalith.table import Table
+from megalith.table import TableConfig
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class TableMatch:
     """
 
     name: str
-    table: Table
+    config: TableConfig
     shards: Shards
     local: str
     entries: list[TableEntry]
@@ -44,7 +44,7 @@ class TableMatch:
     @property
     def policy_note(self) -> str:
         """How the table's policies differ from those that it was saved with; empty if they do not."""
-        saved, now = self.entries[-1].policies, describe_policies(self.table.config)
+        saved, now = self.entries[-1].policies, describe_policies(self.config)
         if saved is None or saved == now:
             return ""
         return (
@@ -56,14 +56,14 @@ class TableMatch:
     def keeps_state(self) -> bool:
         """Whether optimizer state is loaded as it was saved."""
         return not self.fresh and self.entries[-1].state_sizes == {
-            column.key: column.end - column.start for column in self.table.config.state_columns
+            column.key: column.end - column.start for column in self.config.state_columns
         }
 
     @property
     def is_exact(self) -> bool:
         """Whether the rows are loaded as they were saved, with all state and without rounding."""
         saved = [str(segment.get("precision", "float32")) for segment in self.entries[-1].segments]
-        stored = [segment.precision for segment in self.table.config.segments]
+        stored = [segment.precision for segment in self.config.segments]
         return self.keeps_state and all(
             new in (old, "float32") for old, new in zip(saved, stored, strict=True)
         )
@@ -124,7 +124,7 @@ def match_tables(
         raise InputError(f"rename: two tables of {where} would have the same name")
     matches, missing, used = [], [], set()
     for path, local, shards in tables_of(collections):
-        name, table = full_name(path, local), shards.local[local]
+        name, config = full_name(path, local), shards.configs[local]
         if name not in renamed:
             missing.append(name)
             continue
@@ -132,7 +132,7 @@ def match_tables(
         entries = renamed[name]
         drop = drop_optimizer_state
         fresh = drop if isinstance(drop, bool) else name in drop
-        problem = _differs(entries, table, fresh, convert_bias_correction)
+        problem = _differs(entries, config, fresh, convert_bias_correction)
         if problem and allow_missing:
             missing.append(name)
             continue
@@ -140,7 +140,7 @@ def match_tables(
             raise CheckpointError(f"{where}: table {name!r}{problem}")
         _check_routing(name, entries[-1], shards, local, reroute)
         step = manifest.steps.get(path, 0) if convert_bias_correction else None
-        matches.append(TableMatch(name, table, shards, local, entries, fresh, step))
+        matches.append(TableMatch(name, config, shards, local, entries, fresh, step))
     if not isinstance(drop_optimizer_state, bool):
         unknown = sorted(set(drop_optimizer_state) - used)
         if unknown:
@@ -150,8 +150,8 @@ def match_tables(
     return TableMatches(matches, missing, sorted(set(renamed) - used))
 
 
-def _differs(entries: list[TableEntry], table: Table, fresh: bool, convert: bool) -> str:
-    wanted = describe(table.config)
+def _differs(entries: list[TableEntry], config: TableConfig, fresh: bool, convert: bool) -> str:
+    wanted = describe(config)
     for entry in entries:
         if len(wanted) != len(entry.segments):
             return f" has {len(entry.segments)} segments, but the model's has {len(wanted)}"

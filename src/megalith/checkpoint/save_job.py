@@ -11,7 +11,7 @@ these files in the data folder:
 
 | file | written by | content | read by |
 | --- | --- | --- | --- |
-| ranks/RANK.json | each rank but 0 | {"tables": its files} or {"error": text} | rank 0, before it commits |
+| ranks/RANK.json | each rank but 0 | {"parts": its files} or {"error": text} | rank 0, before it commits |
 | failed.json | rank 0, if it fails | {"error": text} | the other ranks, while they wait |
 | ../manifest.json | rank 0 | names this save's id: it is committed | the other ranks, while they wait |
 """
@@ -25,7 +25,7 @@ import uuid
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from os import PathLike
 from pathlib import PurePosixPath
@@ -51,7 +51,6 @@ from megalith.checkpoint.manifest import (
     CollectionEntry,
     Delta,
     Manifest,
-    Piece,
     TableEntry,
     describe,
     describe_policies,
@@ -59,22 +58,25 @@ from megalith.checkpoint.manifest import (
     read_pieces,
 )
 from megalith.checkpoint.nested_state import pack
-from megalith.checkpoint.piece_writer import PieceWriter
-from megalith.checkpoint.saved_rows import MAX_MANIFEST, read_manifest, write_pending, write_tensors
+from megalith.checkpoint.part_save import (
+    PartSave,
+    SavedTable,
+    close_on_server,
+    freeze_on_server,
+    write_on_server,
+)
+from megalith.checkpoint.saved_rows import MAX_MANIFEST, read_manifest, write_tensors
 from megalith.checkpoint.sharded_weights import check_weights, whole_copies
 from megalith.distributed.agreement import agree
-from megalith.errors import CheckpointError, InputError, UsageError
+from megalith.errors import CheckpointError, InputError, ServerLostError, UsageError
 from megalith.ops import checks
+from megalith.shards import Shards
 from megalith.storage.store import Store, open_store
 from megalith.storage.strict_json import MAX_DEPTH, is_nested_deeper, parse_json
-from megalith.table import TableConfig
 from megalith.table.rounding import DTYPES
-from megalith.table.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
-BUFFER_BYTES = 64 << 20
-"""Memory for rows that change during a save, for all tables together; when it is full, training waits."""
 DATA = "data-"
 MAX_PROGRESS_DEPTH = MAX_DEPTH - 3
 """Levels of `progress` and of packed optimizer state: the manifest of a delta adds three levels."""
@@ -113,21 +115,6 @@ class SaveOptions:
         checks.seconds(self.timeout, "timeout")
 
 
-@dataclass
-class _FrozenTable:
-    """A table of this rank: its snapshot, its folder, its files so far."""
-
-    collection: str
-    name: str
-    config: TableConfig
-    snapshot: Snapshot
-    folder: str
-    pieces: list[Piece] = field(default_factory=list)
-    removed: list[Piece] = field(default_factory=list)
-    pending: list[Piece] = field(default_factory=list)
-    files: int = 0
-
-
 class SaveJob:
     """A save of a model. A collective call: all ranks create the job together.
 
@@ -158,7 +145,9 @@ class SaveJob:
             },
         )
         self._steps = {path: c.global_step for path, c in self._collections.items()}
-        self._tables: list[_FrozenTable] = []
+        self._tables: list[SavedTable] = []
+        self._part: PartSave | None = None
+        self._reports: list[dict[str, Any]] = []
         weights, state = agree(self._ranks, lambda: self._check(model), error=CheckpointError)
         check_weights(weights | {f"optimizer state {name}": t for name, t in state.items()}, self._ranks)
         # Copies, because training continues. Sharded tensors are gathered here: `run` exchanges nothing.
@@ -207,24 +196,35 @@ class SaveJob:
         return dense_state(model), state
 
     def _freeze(self) -> None:
+        options = self._options
         for collection in self._collections.values():
             collection.shards.flush()
-            if self._options.track:
+            if options.track:
                 collection.shards.track(CONSUMER)
             set_busy(collection, self)
-        tables = tables_of(self._collections)
-        sizes = [max(1, shards.local[name].memory().rows) for _, name, shards in tables]
-        for number, (path, name, shards) in enumerate(tables):
-            table = shards.local[name]
-            snapshot = table.snapshot(
-                consumer=CONSUMER if self._options.track else None,
-                touched_only=self._options.delta,
-                pending=True,
-                buffer_bytes=max(1 << 20, BUFFER_BYTES * sizes[number] // sum(sizes)),
-            )
-            numbers = f"{list(self._collections).index(path)}-{list(shards.local).index(name)}"
-            folder = f"{self._folder}/tables/{numbers}"
-            self._tables.append(_FrozenTable(path, name, table.config, snapshot, folder))
+        for path, name, shards in tables_of(self._collections):
+            numbers = f"{list(self._collections).index(path)}-{list(shards.configs).index(name)}"
+            self._tables.append(SavedTable(path, name, f"{self._folder}/tables/{numbers}"))
+        here = [
+            (saved, self._shards(saved).local[saved.name])
+            for saved in self._tables
+            if self._shards(saved).holds_rows
+        ]
+        self._part = PartSave(here, self._ranks.rank, track=options.track, delta=options.delta)
+        for shards, tables in self._on_servers():
+            shards.each_part(freeze_on_server, self.id, tables, options.track, options.delta)
+
+    def _shards(self, saved: SavedTable) -> Shards:
+        return self._collections[saved.collection].shards
+
+    def _on_servers(self) -> list[tuple[Shards, list[SavedTable]]]:
+        """Return the shards whose rows are in other processes, with their tables."""
+        found: dict[int, tuple[Shards, list[SavedTable]]] = {}
+        for saved in self._tables:
+            shards = self._shards(saved)
+            if not shards.holds_rows:
+                found.setdefault(id(shards), (shards, []))[1].append(saved)
+        return list(found.values())
 
     # ---- writing
 
@@ -237,7 +237,7 @@ class SaveJob:
             The manifest of the checkpoint, on every rank.
         """
         try:
-            self._write_tables()
+            self._reports = self._write_tables()
             manifest = self._commit() if self._ranks.rank == 0 else self._report_and_wait()
         except BaseException as error:
             self._end(give_back=True)
@@ -250,51 +250,38 @@ class SaveJob:
         return manifest
 
     def _end(self, *, give_back: bool) -> None:
-        for frozen in self._tables:
-            frozen.snapshot.close(give_back=give_back)
-        self.waited = sum(frozen.snapshot.waited for frozen in self._tables)
+        if self._part is not None:
+            self._part.close(give_back=give_back)
+            self.waited = self._part.waited
+        for shards, _ in self._on_servers():
+            try:
+                self.waited += sum(shards.each_part(close_on_server, self.id, give_back))
+            except ServerLostError as error:  # its rows are lost, and so is what it kept of the save
+                logger.warning("%s", error)
         for collection in self._collections.values():
             set_idle(collection, self)
 
-    def _write_tables(self) -> None:
-        shard = self._ranks.rank
-        done = 0
-        writer = PieceWriter(self.store, shard, self._options.precision)
+    def _write_tables(self) -> list[dict[str, Any]]:
+        """Write the rows of this process and its servers; return the reports of their parts."""
+        assert self._part is not None
+        options = self._options
         try:
-            open_tables = list(self._tables)
-            while open_tables:
-                # Tables first whose buffers of changed rows are filling up: training would have to wait.
-                frozen = max(open_tables, key=lambda f: f.snapshot.pressure > 0.5)
-                name = f"{frozen.folder}/{shard}-{frozen.files:05}.safetensors"
-                count = writer.write(frozen.snapshot, frozen.config, name, frozen.pieces)
-                if not count:
-                    open_tables.remove(frozen)
-                    continue
-                frozen.files += 1
-                done += count
-                if self._options.on_rows is not None:
-                    self._options.on_rows(done)
-            try:
-                writer.flush()
-            except FileNotFoundError:
-                raise self._overtaken() from None
-        finally:
-            writer.close()
-        for frozen in self._tables:
-            frozen.pieces.sort(key=lambda piece: piece.file.path)
-            assert sum(piece.rows for piece in frozen.pieces) == frozen.snapshot.rows, frozen.name
-            ids = frozen.snapshot.removed
-            if self._options.delta and ids.numel():
-                file = write_tensors(self.store, f"{frozen.folder}/{shard}-removed.safetensors", {"ids": ids})
-                frozen.removed.append(Piece(file, shard, ids.numel()))
-            ids, counts = frozen.snapshot.pending
-            if ids.numel():
-                name = f"{frozen.folder}/{shard}-pending.safetensors"
-                frozen.pending.append(write_pending(self.store, name, ids, counts, shard))
+            reports = [self._part.write(self.store, options.precision, options.on_rows)]
+            for shards, _ in self._on_servers():
+                reports += shards.each_part(
+                    write_on_server, self.id, self.store, options.precision, background=True
+                )
+                if options.on_rows is not None:
+                    options.on_rows(_rows_of(reports))
+        except FileNotFoundError:
+            raise self._overtaken() from None
+        return reports
 
     def _commit(self) -> Manifest:
         """On rank 0: wait for the reports of the other ranks, write the manifest, delete old files."""
-        reports = [self._report(), *(self._read_report(rank) for rank in range(1, self._ranks.size))]
+        reports = list(self._reports)
+        for rank in range(1, self._ranks.size):
+            reports += self._read_report(rank)
         common = {
             "id": self.id,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -339,49 +326,38 @@ class SaveJob:
     def _entries(self, reports: list[dict[str, Any]]) -> dict[str, CollectionEntry]:
         where = f"{self.store.where}/{self._folder}"
         entries = {path: CollectionEntry(step, {}) for path, step in self._steps.items()}
-        for frozen in self._tables:
-            collection = self._collections[frozen.collection]
-            shards = collection.shards
-            parts = [report[full_name(frozen.collection, frozen.name)] for report in reports]
-            entries[frozen.collection].tables[frozen.name] = TableEntry(
-                segments=describe(frozen.config),
-                seed=shards.local[frozen.name].seed,
-                routing=routing_of(shards, frozen.name, collection.checkpoint_state.routing),
+        for saved in self._tables:
+            collection = self._collections[saved.collection]
+            config = collection.configs[saved.name]
+            parts = [report[saved.full_name] for report in reports if saved.full_name in report]
+            entries[saved.collection].tables[saved.name] = TableEntry(
+                segments=describe(config),
+                seed=parts[0]["seed"],
+                routing=routing_of(collection.shards, saved.name, collection.checkpoint_state.routing),
                 pieces=[piece for part in parts for piece in read_pieces(part, "pieces", where)],
                 live=sum(part["live"] for part in parts),
                 removed=[piece for part in parts for piece in read_pieces(part, "removed", where)],
                 pending=[piece for part in parts for piece in read_pieces(part, "pending", where)],
-                policies=describe_policies(frozen.config),
+                policies=describe_policies(config),
             )
         return entries
 
     # ---- several ranks
 
-    def _report(self) -> dict[str, Any]:
-        return {
-            full_name(frozen.collection, frozen.name): {
-                "pieces": [asdict(piece) for piece in frozen.pieces],
-                "removed": [asdict(piece) for piece in frozen.removed],
-                "pending": [asdict(piece) for piece in frozen.pending],
-                "live": frozen.snapshot.live,
-            }
-            for frozen in self._tables
-        }
-
     def _report_name(self, rank: int) -> str:
         return f"{self._folder}/ranks/{rank:05}.json"
 
-    def _read_report(self, rank: int) -> dict[str, Any]:
+    def _read_report(self, rank: int) -> list[dict[str, Any]]:
         name = self._report_name(rank)
         report = self._await(lambda: _read_json(self.store, name), f"rank {rank} to write its rows")
         if "error" in report:
             raise CheckpointError(f"rank {rank}: {report['error']}")
-        tables: dict[str, Any] = report["tables"]
-        return tables
+        parts: list[dict[str, Any]] = report["parts"]
+        return parts
 
     def _report_and_wait(self) -> Manifest:
         """On other ranks: write the report, then wait until rank 0 has written the manifest."""
-        self._write_json(self._report_name(self._ranks.rank), {"tables": self._report()})
+        self._write_json(self._report_name(self._ranks.rank), {"parts": self._reports})
 
         def poll() -> Manifest | None:
             failed = _read_json(self.store, f"{self._folder}/failed.json")
@@ -425,6 +401,12 @@ class SaveJob:
 
     def _write_json(self, name: str, data: dict[str, Any]) -> None:
         self.store.write(name, [json.dumps(data).encode()])
+
+
+def _rows_of(reports: list[dict[str, Any]]) -> int:
+    """Return the number of rows of some reports."""
+    tables = [table for report in reports for table in report.values()]
+    return sum(piece["rows"] for table in tables for piece in table["pieces"])
 
 
 def commit(store: Store, manifest: Manifest, replaced: Manifest | None = None) -> None:

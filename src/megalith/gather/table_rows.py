@@ -101,6 +101,8 @@ class RowAdder:
                     f"tables must have the method {method}, as collection.shards has, "
                     f"got {checks.kind(tables)}"
                 )
+        if not getattr(tables, "holds_rows", True):
+            raise InputError("tables are on parameter servers, of which a gather cannot read rows")
         self._tables = tables
         self._place = place
         self._routers: dict[str, TableRouter | None] = {}

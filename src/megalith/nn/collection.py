@@ -79,7 +79,7 @@ class EmbeddingCollection(nn.Module):
         update: "backward" applies the gradients of each forward in its backward; "step" keeps them until
             `step()` applies all of them as one step per id (gradient accumulation, GradScaler, joint
             clipping).
-        reduction: How gradients are combined over ranks, "mean" or "sum".
+        reduction: How gradients are combined over ranks or synchronous workers, "mean" or "sum".
         clip_value: Limits each element of the output gradients.
         clip_norm: Limits the norm of each distinct row's summed gradient.
         evict_every: Apply the eviction policies of the tables during training: one pass in this number of
@@ -152,7 +152,7 @@ class EmbeddingCollection(nn.Module):
 
     @property
     def tables(self) -> Mapping[str, Table]:
-        """The tables of this process by name; over ranks, each holds the rows of this rank."""
+        """The tables of this process by name; over ranks with the rows of this rank, none on servers."""
         return self.shards.local
 
     # ---- forward
@@ -332,7 +332,7 @@ class EmbeddingCollection(nn.Module):
     def _update_rows(self, pending: Sequence[BatchLookup], scale: float) -> None:
         first = pending[0]
         if self.reduction == "mean":
-            scale = scale / self.shards.world_size  # before clipping, so that it does not depend on the size
+            scale = scale / self.shards.sources  # before clipping, so that it does not depend on the size
         lookup: Any = first.lookup
         pooling: Pooling | None = self._trained(first.batch.pooling)
         occurrences: dict[str, Tensor] | None = None

@@ -76,12 +76,14 @@ def collect_state(
         The tensors by key; see the module.
 
     Raises:
-        UsageError: If the caller is known to write the tensors of rank 0 alone, and other ranks have rows.
+        UsageError: If the caller is known to write the tensors of rank 0 alone, and other ranks have rows;
+            or if the rows are on servers.
     """
     if shards is None:
         size, rank = world_size(), current_rank()
         tables = {name: _no_rows(config) for name, config in configs.items()}
     else:
+        _check_here(shards)
         size, rank = shards.world_size, shards.rank
         if size > 1:
             check_state_caller(size)
@@ -108,6 +110,7 @@ def restore_state(shards: Shards, saved: Mapping[str, Any]) -> int:
         UsageError: If these are the rows of another rank or world size, or other ranks own some of them;
             nothing was written.
     """
+    _check_here(shards)
     label = _select(shards, saved)
     tables: dict[str, dict[str, Tensor]] = {}
     header: Tensor | None = None
@@ -143,6 +146,15 @@ def is_state_key(key: str) -> bool:
         Whether it is a key of any rank.
     """
     return _KEY.fullmatch(key) is not None
+
+
+def _check_here(shards: Shards) -> None:
+    """Raise UsageError if the rows are in other processes."""
+    if not shards.holds_rows:
+        raise UsageError(
+            "the rows are on parameter servers, and a state_dict holds those of this process: use "
+            "checkpoint.save and checkpoint.load; for dense weights alone, the state_dict of their modules"
+        )
 
 
 def _label() -> str:

@@ -17,7 +17,8 @@ from __future__ import annotations
 import time as clock
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import NoReturn
+from inspect import isfunction
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,10 +33,11 @@ from megalith.shards.lookup_series import LookupSeries
 from megalith.shards.recorder import Recorder
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
 from megalith.table.table_data import MAX_TIME
-from megalith.table.validation import check_by_table, check_flag, check_table_name
+from megalith.table.validation import InputChecks, check_by_table, check_flag, check_table_name
 
 Ids = Mapping[str, Tensor]
 Rows = Mapping[str, tuple[Tensor, Tensor]]
+Result = TypeVar("Result")
 
 
 class Shards(ABC):
@@ -44,6 +46,7 @@ class Shards(ABC):
     Attributes:
         configs: The configuration of each table, by name.
         local: The tables, or parts of tables, of this process.
+        checks: The validation of each table's input, by name.
         ranks: The processes that hold a part of the tables.
         preparer: `prepare` as an object that can be pickled and sent to a data worker.
         device: Where outputs of a lookup are, and where gradients are taken without a copy.
@@ -51,6 +54,7 @@ class Shards(ABC):
 
     configs: Mapping[str, TableConfig]
     local: Mapping[str, Table]
+    checks: Mapping[str, InputChecks]
     ranks: RankGroup = RankGroup()
     preparer: Callable[..., PreparedIds]
     device: torch.device = torch.device("cpu")
@@ -64,6 +68,32 @@ class Shards(ABC):
     def rank(self) -> int:
         """The rank of this process among them."""
         return self.ranks.rank
+
+    @property
+    def sources(self) -> int:
+        """The number of processes whose gradients are summed in one step."""
+        return self.ranks.size
+
+    @property
+    def holds_rows(self) -> bool:
+        """Whether the rows that this process is responsible for are in this process, in `local`."""
+        return True
+
+    @abstractmethod
+    def each_part(
+        self, function: Callable[..., Result], *args: Any, background: bool = False
+    ) -> list[Result]:
+        """Run a function where the rows are, for every part that this process is responsible for.
+
+        Args:
+            function: It receives a `ShardsPart`, then `args`. If the part is in another process, the function
+                and everything that it takes and returns is sent there; it must be a function of a module.
+            args: Further arguments.
+            background: Whether other calls may continue while it runs elsewhere.
+
+        Returns:
+            The result of each part: one, or one per server.
+        """
 
     def router(self, table: str) -> Router | None:
         """Return how the ids of a table are spread over ranks.
@@ -407,7 +437,7 @@ class Shards(ABC):
         for name in self.known(occurrences, missing_ok=False):
             if name not in ids:
                 raise InputError(f"table {name!r}: occurrences of a table without ids")
-            checks = self.local[name].checks
+            checks = self.checks[name]
             checked[name] = checks.occurrences(checks.ids(ids[name]), occurrences[name])
         return checked
 
@@ -468,3 +498,16 @@ def missing_status(ids: Tensor) -> Tensor:
         -1 for each id, int32 [n].
     """
     return torch.full((ids.numel(),), -1, dtype=torch.int32)
+
+
+def check_function(function: Any) -> None:
+    """Check the function of `Shards.each_part`.
+
+    Args:
+        function: Anything.
+
+    Raises:
+        InputError: It is not a function.
+    """
+    if not isfunction(function):
+        raise InputError(f"each_part takes a function of a ShardsPart, got {type(function).__name__}")

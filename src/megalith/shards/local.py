@@ -6,8 +6,9 @@ It validates the input of a call once, for all tables, and then calls the `Engin
 from __future__ import annotations
 
 import time as clock
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +17,16 @@ from megalith.errors import InputError
 from megalith.ops.pooling import Pooling
 from megalith.shards.contract import (
     Ids,
+    Result,
     Rows,
     Shards,
     check_configs,
+    check_function,
     missing_status,
 )
 from megalith.shards.lookup import Lookup, PreparedIds, check_lookup_step
 from megalith.shards.lookup_series import LookupSeries
+from megalith.shards.part import ShardsPart
 from megalith.shards.preparer import LocalPreparer
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
 from megalith.table.engines.group import EngineGroup
@@ -59,12 +63,14 @@ class LocalShards(Shards):
                 for name, c in self.configs.items()
             }
         )
+        self.checks = MappingProxyType({name: table.checks for name, table in self.local.items()})
         self.engines = engine_group({name: table.engine_impl for name, table in self.local.items()})
         views = {name: table.engine_impl.view for name, table in self.local.items()}
         self.stepwise = [name for name, view in views.items() if view is not None and view.depends_on_step]
         devices = {table.engine_impl.device for table in self.local.values()}
         self.device = devices.pop() if devices else torch.device("cpu")
         self.preparer = LocalPreparer(self.configs, self.device)
+        self._part = ShardsPart(self)
 
     def __repr__(self) -> str:
         tables = ", ".join(f"{name}: {len(table)} rows" for name, table in self.local.items())
@@ -135,7 +141,7 @@ class LocalShards(Shards):
         steps: dict[str, Step] = {}
         numbers: Step | None = None
         for name in names:
-            checks = self.local[name].checks
+            checks = self.checks[name]
             checks.trainable()
             if numbers is None:
                 numbers = checks.step_numbers(step, time, scale, clip_norm)
@@ -157,8 +163,7 @@ class LocalShards(Shards):
                 if name not in lookup.ids:
                     raise InputError(f"table {name!r}: gradients for a table that was not looked up")
             return {
-                name: self.local[name].checks.grads(lookup.ids[name], grad, None)
-                for name, grad in grads.items()
+                name: self.checks[name].grads(lookup.ids[name], grad, None) for name, grad in grads.items()
             }
         check_pooling(pooling)
         if isinstance(grads, Mapping):
@@ -168,7 +173,7 @@ class LocalShards(Shards):
         names = [name for name in lookup.ids if pooling.bags.get(name)]
         if not names:
             return {}
-        checked = self.local[names[0]].checks.grads(lookup.ids[names[0]], grads, pooling)
+        checked = self.checks[names[0]].grads(lookup.ids[names[0]], grads, pooling)
         return dict.fromkeys(names, checked)
 
     def flush(self) -> None:
@@ -188,7 +193,7 @@ class LocalShards(Shards):
         check_by_table(rows, "rows", "{'user': (ids, rows)}")
         checked = {}
         for name in self.known(rows, missing_ok=False):
-            checks = self.local[name].checks
+            checks = self.checks[name]
             checked[name] = *checks.ids_and_rows(rows[name]), checks.time(time)
         for name, (ids, values, seconds) in checked.items():
             self.engines[name].assign(ids, values, add=add, time=seconds)
@@ -198,7 +203,7 @@ class LocalShards(Shards):
     ) -> dict[str, Tensor]:
         """See `Shards.reinitialize`."""
         checked = self.prepare(ids, missing_ok=missing_ok).ids
-        seconds = {name: self.local[name].checks.time(time) for name in checked}
+        seconds = {name: self.checks[name].time(time) for name in checked}
         return {
             name: self.engines[name].reinitialize(checked[name], seconds[name])
             if name in checked
@@ -228,9 +233,16 @@ class LocalShards(Shards):
     def reserve(self, rows: Mapping[str, int]) -> None:
         """See `Shards.reserve`."""
         check_by_table(rows, "rows", "{'user': 1000}")
-        counts = {name: self.local[name].checks.row_count(rows[name]) for name in self.known(rows, False)}
+        counts = {name: self.checks[name].row_count(rows[name]) for name in self.known(rows, False)}
         for name, n in counts.items():
             self.engines[name].reserve(n)
+
+    def each_part(
+        self, function: Callable[..., Result], *args: Any, background: bool = False
+    ) -> list[Result]:
+        """See `Shards.each_part`: there is one part, in this process."""
+        check_function(function)
+        return [function(self._part, *args)]
 
     # ---- touched rows, stats
 

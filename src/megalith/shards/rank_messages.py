@@ -30,7 +30,6 @@ from torch import Tensor
 
 from megalith.distributed.exchange import Exchange
 from megalith.errors import InputError, RankFailedError, UsageError
-from megalith.library import span
 from megalith.shards.block_order import begins_of, join_blocks
 from megalith.shards.gradient_message import (
     GradientMessage,
@@ -40,9 +39,10 @@ from megalith.shards.gradient_message import (
     read_head,
     seconds_word,
 )
-from megalith.shards.gradient_sums import GradientSum, sum_received
+from megalith.shards.gradient_sums import GradientSum
 from megalith.shards.local import LocalShards
 from megalith.shards.lookup_series import LookupSeries
+from megalith.shards.owner_rows import OwnerRows, blocks_by_table
 from megalith.shards.preparer import RoutedIds
 from megalith.shards.recorder import Recorder
 from megalith.shards.wire import make_wire
@@ -88,6 +88,7 @@ class RankMessages:
     def __init__(self, exchange: Exchange, shards: LocalShards, wire: tuple[str, str]) -> None:
         self._exchange = exchange
         self._engines = shards.engines
+        self._rows = OwnerRows(shards)
         self._tables = tables = shards.local
         self._names = list(tables)
         self._dims = [table.dim for table in tables.values()]
@@ -135,7 +136,7 @@ class RankMessages:
         Returns:
             The number of floats of their rows, int64 [ranks].
         """
-        return counts @ self._widths
+        return self._rows.floats(counts)
 
     # ---- sizes and ids
 
@@ -272,17 +273,7 @@ class RankMessages:
         requested.series.check()
         counts, dims = requested.counts, self._dims
         flat = self._exchange.new_buffer(4 * int(self.floats(counts).sum())).view(torch.float32)
-        blocks = _blocks(flat, counts * self._widths)
-        wanted = {name: ids for name, ids in requested.ids.items() if ids.numel()}
-        requested.found = self._engines.find(wanted)
-        for name, dim, sizes, into in zip(self._names, dims, counts.t().tolist(), blocks, strict=True):
-            if name not in requested.found:
-                continue
-            rows, epoch = requested.found[name]
-            blocks_of = (requested.ids[name].split_with_sizes(sizes), rows.split_with_sizes(sizes))
-            for out, own, where in zip(into, *blocks_of, strict=True):
-                if own.numel():
-                    self._engines.read(name, own, FoundRows(where, epoch), out.view(-1, dim), step=step)
+        requested.found = self._rows.read(requested.ids, counts, flat, step)
         mine = routed.deduped.counts
         wire = self._rows_wire
         data = self._exchange.all_to_all(
@@ -339,33 +330,19 @@ class RankMessages:
             row_bytes = [self._grads_wire.row_bytes(dim) for dim in self._dims]
             self._recorder.sent("gradients", mine, theirs, row_bytes)
         received = self._gradients.decode(got, theirs)
-        ids: dict[str, Tensor] = {}
-        found: dict[str, FoundRows] = {}
-        grads: dict[str, list[Tensor]] = {}
-        steps: dict[str, Step] = {}
-        seen: dict[str, Tensor] = {}
-        sources = theirs.t().tolist()
-        for t, (name, table) in enumerate(self._tables.items()):
-            if not requested.ids[name].numel():
-                continue
-            with span("megalith.gradients"):
-                seen_t = None if received.occurrences is None else received.occurrences[t]
-                mask = None if received.masks is None else received.masks[t]
-                one = GradientSum(requested.ids[name], received.values[t], seen_t)
-                own, summed, count = sum_received(one, sources[t], mask)
-            if not own.numel():
-                continue
-            ids[name], grads[name] = own, [summed]
-            if count is not None:
-                seen[name] = count
-            seconds = table.checks.time(time)
-            steps[name] = Step(push.rates[name], seconds, push.scale, push.clip_norm, push.step)
-            if own is requested.ids[name] and name in requested.found:
-                found[name] = requested.found[name]
+        wanted = {name: t for t, name in enumerate(self._names) if requested.ids[name].numel()}
+        sums, steps = {}, {}
+        for name, t in wanted.items():
+            seen = None if received.occurrences is None else received.occurrences[t]
+            sums[name] = GradientSum(requested.ids[name], received.values[t], seen)
+            seconds = self._tables[name].checks.time(time)
+            if name in push.rates:
+                steps[name] = Step(push.rates[name], seconds, push.scale, push.clip_norm, push.step)
+        masks = None if received.masks is None else dict(zip(self._names, received.masks, strict=True))
         before = {}
         if self._recorder is not None:
-            before = {name: self._engines[name].counters().created for name in grads}
-        self._engines.update(ids, found, grads, None, steps, seen)
+            before = {name: self._engines[name].counters().created for name in wanted}
+        self._rows.update(sums, theirs, masks, steps, requested.found)
         for name, rows in before.items():
             assert self._recorder is not None
             self._recorder.created(name, self._engines[name].counters().created - rows)
@@ -405,7 +382,7 @@ class RankMessages:
         if self._recorder is not None:
             row_bytes = [4 * dim for dim in self._dims]
             self._recorder.sent("rows", routed.deduped.counts, requested.counts, row_bytes)
-        blocks = _blocks(values, requested.counts * self._widths)
+        blocks = blocks_by_table(values, requested.counts * self._widths)
         for (name, table), own in zip(self._tables.items(), blocks, strict=True):
             if requested.ids[name].numel():
                 rows, seconds = _join(own).view(-1, table.dim), table.checks.time(requested.time)
@@ -423,7 +400,7 @@ class RankMessages:
         """
         requested = self.request("reinitialize", routed, time=time)
         status = torch.empty(int(requested.counts.sum()), dtype=torch.int32)
-        blocks = _blocks(status, requested.counts)
+        blocks = blocks_by_table(status, requested.counts)
         for t, name in enumerate(self._names):
             if requested.ids[name].numel():
                 found = self._tables[name].reinitialize(requested.ids[name], time=requested.time)
@@ -458,13 +435,6 @@ class RankMessages:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def _blocks(flat: Tensor, counts: Tensor) -> list[list[Tensor]]:
-    """Split data ordered by source, then table, into views: per table one block per source."""
-    tables = counts.shape[1]
-    pieces = flat.split(counts.reshape(-1).tolist()) if counts.numel() else ()
-    return [list(pieces[t::tables]) for t in range(tables)]
 
 
 def _join(blocks: list[Tensor]) -> Tensor:

@@ -15,12 +15,11 @@ in the same order; a rank without data makes them with empty tensors. `rank_mess
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from megalith.distributed.agreement import agree
@@ -31,19 +30,20 @@ from megalith.ops import scatter_pieces
 from megalith.ops.checks import as_integer
 from megalith.ops.pooling import Pooling
 from megalith.routing import Router
-from megalith.shards.contract import Ids, Rows, Shards, missing_status
+from megalith.shards.contract import Ids, Result, Rows, Shards, check_function, missing_status
 from megalith.shards.gradient_message import GradientPush
-from megalith.shards.joint_pooling import used_mask, used_occurrences
 from megalith.shards.local import LocalShards
 from megalith.shards.lookup import Lookup, PreparedIds, check_lookup_step
 from megalith.shards.lookup_series import LookupSeries
+from megalith.shards.part import ShardsPart
 from megalith.shards.preparer import RoutedIds, RoutingPreparer, make_routers
 from megalith.shards.rank_messages import RankMessages
 from megalith.shards.recorder import Recorder
+from megalith.shards.routed_gradients import step_numbers, sum_routed
 from megalith.shards.sync_lookup import SyncLookup
 from megalith.shards.wire import check_wire
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
-from megalith.table.validation import check_by_table, check_flag, check_pooling, check_step
+from megalith.table.validation import check_by_table, check_flag, check_step
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 """The address of an object in its repr, which differs between ranks."""
@@ -98,6 +98,8 @@ class SyncShards(Shards):
         self._own, self.wire, routers = agree(self.exchange, build)
         self.configs = self._own.configs
         self.local: Mapping[str, Table] = self._own.local
+        self.checks = self._own.checks
+        self._part = ShardsPart(self._own, self.exchange.rank, self.exchange.size)
         self.routers = MappingProxyType(routers)
         self.push = push
         self.preparer = RoutingPreparer(self.configs, self.routers)
@@ -256,68 +258,30 @@ class SyncShards(Shards):
         lookup.check_unchanged()
         check_lookup_step(lookup, self._own.stepwise)
         routed = lookup.routed
-        size = int(self._messages.floats(routed.deduped.counts).sum())
-        if pooling is None:
-            if not isinstance(grads, Mapping):
-                raise InputError("without pooling, grads must map tables to tensors")
-            pieces = []
-            for name, grad in grads.items():
-                self.check_name(name)
-                if name not in lookup.ids:
-                    raise InputError(f"table {name!r}: gradients for a table that was not looked up")
-                pieces += self.local[name].checks.grads(lookup.ids[name], grad, None)
-            names = list(grads)
-            offsets = [routed.offsets(name) for name in names]
-            flat = (
-                scatter_pieces([p.contiguous() for p in pieces], offsets, size)
-                if names
-                else torch.zeros(size)
-            )
-            used = [(routed.occurrences(name).start, routed.occurrences(name).stop) for name in names]
-        else:
-            check_pooling(pooling)
-            if isinstance(grads, Mapping):
-                raise InputError("with pooling, grads must be a list of one gradient per output")
-            joint = lookup.joint_pooling(pooling)
-            names = joint.tables
-            if not isinstance(grads, list | tuple):
-                raise InputError("with pooling, grads must be a list of one gradient per output")
-            checked = list(grads)
-            if names:
-                checked = self.local[names[0]].checks.grads(lookup.ids[names[0]], checked, pooling)
-            flat = joint.unpool(checked, size)
-            used = joint.used
-        trainable = [name for name, config in self.configs.items() if config.trainable]
-        numbers = None
-        for name in names or trainable[:1]:  # a rank without gradients sends its step too
-            numbers = self.local[name].checks.step_numbers(step, time, scale, clip_norm)
+        if pooling is None and isinstance(grads, Mapping):
+            self.known(grads, missing_ok=False)
+        summed = sum_routed(self.checks, lookup, grads, pooling)
+        mask = summed.mask(routed)
+        # A rank without gradients sends its step too.
+        numbers = step_numbers(self.configs, self.checks, summed.names, step, time, scale, clip_norm)
         if numbers is None:  # there is no table that could have gradients
             lookup.use()
-            return GradientPush(flat, used_mask(routed, used), as_integer(step) or 0, None, 1.0, 0.0, {})
+            return GradientPush(summed.flat, mask, as_integer(step) or 0, None, 1.0, 0.0, {})
         # Evaluated now: a callable without an argument may return something else by the time gradients
         # arrive. Only rows that ranks have requested from this one can be updated here.
         wanted = lookup.requested.result().ids
         rates = {
-            name: self.local[name].checks.rates(numbers.step) for name in trainable if wanted[name].numel()
+            name: self.checks[name].rates(numbers.step)
+            for name, config in self.configs.items()
+            if config.trainable and wanted[name].numel()
         }
-        seen = self._seen(routed, used, self.check_occurrences(lookup.ids, occurrences, pooling))
+        counted = self.check_occurrences(lookup.ids, occurrences, pooling)
+        seen = summed.seen(self.configs, routed, counted)
         lookup.use()
-        mask = used_mask(routed, used)
         seconds = None if time is None else numbers.time
-        return GradientPush(flat, mask, numbers.step, seconds, numbers.scale, numbers.clip_norm, rates, seen)
-
-    def _seen(
-        self, routed: RoutedIds, used: list[tuple[int, int]], occurrences: Mapping[str, Tensor]
-    ) -> Tensor | None:
-        """Return how often each distinct id occurs, if an admission policy needs it."""
-        if all(config.admission is None for config in self.configs.values()):
-            return None
-        each = None
-        if occurrences:
-            each = torch.ones(routed.total, dtype=torch.int64)
-            for name, counts in occurrences.items():
-                each[routed.occurrences(name)] = counts
-        return used_occurrences(routed, used, each)
+        return GradientPush(
+            summed.flat, mask, numbers.step, seconds, numbers.scale, numbers.clip_norm, rates, seen
+        )
 
     def flush(self) -> None:
         """Wait for all exchanges in progress and raise the errors of gradients that were not waited for."""
@@ -340,7 +304,7 @@ class SyncShards(Shards):
         try:
             check_by_table(rows, "rows", "{'user': (ids, rows)}")
             known = self.known(rows, missing_ok=False)
-            checked = {name: self.local[name].checks.ids_and_rows(rows[name]) for name in known}
+            checked = {name: self.checks[name].ids_and_rows(rows[name]) for name in known}
             time = self._check_time(time)
             routed = self.preparer.route({name: ids for name, (ids, _) in checked.items()}, distinct=False)
             pieces = [values for _, values in checked.values()]
@@ -399,7 +363,7 @@ class SyncShards(Shards):
     def restore(self, table: str, chunk: Chunk) -> None:
         """See `Shards.restore`: writes the rows that this rank owns; every rank may pass all rows."""
         router = self.router(table)
-        self.local[table].checks.chunk(chunk)
+        self.checks[table].chunk(chunk)
         owned = router.owner(chunk.ids) == self.rank
         self._own.restore(table, chunk if bool(owned.all()) else chunk.select(owned))
 
@@ -411,8 +375,15 @@ class SyncShards(Shards):
     def reserve(self, rows: Mapping[str, int]) -> None:
         """See `Shards.reserve`; `rows` counts the rows of all ranks, and each rank reserves its share."""
         check_by_table(rows, "rows", "{'user': 1000}")
-        counts = {name: self.local[name].checks.row_count(rows[name]) for name in self.known(rows, False)}
+        counts = {name: self.checks[name].row_count(rows[name]) for name in self.known(rows, False)}
         self._own.reserve({name: -(-n // self.world_size) for name, n in counts.items()})
+
+    def each_part(
+        self, function: Callable[..., Result], *args: Any, background: bool = False
+    ) -> list[Result]:
+        """See `Shards.each_part`: the part of this rank. Not a collective call."""
+        check_function(function)
+        return [function(self._part, *args)]
 
     # ---- touched rows, stats: of this rank
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megalith.checkpoint.dense_state import collections_of, dense_state
 from megalith.checkpoint.manifest import full_name
-from megalith.errors import InputError
+from megalith.errors import InputError, UsageError
 from megalith.library import MessageBuffers
 from megalith.ops.checks import all_finite
 from megalith.serving.sync.push_messages import PushMessage
@@ -41,6 +41,7 @@ class ParameterSource:
 
     Raises:
         InputError: The model has no EmbeddingCollection.
+        UsageError: The rows are on parameter servers.
     """
 
     def __init__(self, model: nn.Module | Shards, *, dense: bool = True) -> None:
@@ -50,6 +51,8 @@ class ParameterSource:
             collections = {path: c.shards for path, c in collections_of(model).items()}
         if not collections:
             raise InputError("this model has no EmbeddingCollection: there are no rows to push")
+        if not all(shards.holds_rows for shards in collections.values()):
+            raise UsageError("rows on parameter servers cannot be pushed yet: export the model instead")
         self._model = model if dense and isinstance(model, nn.Module) else None
         self._shards = list({id(shards): shards for shards in collections.values()}.values())
         alone = len(self._shards) == 1

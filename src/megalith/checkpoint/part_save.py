@@ -1,0 +1,212 @@
+"""PartSave: the tables of one process, frozen by snapshots and written to files.
+
+A `SaveJob` has one for the tables of its own process. For tables on servers each server has one, so rows go
+from the server to the store and not through the process that saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+from megalith.checkpoint.chain import CONSUMER
+from megalith.checkpoint.manifest import Piece, full_name
+from megalith.checkpoint.piece_writer import PieceWriter
+from megalith.checkpoint.saved_rows import write_pending, write_tensors
+from megalith.shards.part import ShardsPart
+from megalith.storage.store import Store
+from megalith.table import Table
+from megalith.table.snapshot import Snapshot
+
+BUFFER_BYTES = 64 << 20
+"""Memory for rows that change during a save, for all tables together; when it is full, training waits."""
+
+
+class SavedTable(NamedTuple):
+    """A table to save.
+
+    Attributes:
+        collection: The path of its collection.
+        name: Its name there.
+        folder: The folder of its files in the store.
+    """
+
+    collection: str
+    name: str
+    folder: str
+
+    @property
+    def full_name(self) -> str:
+        """Its name in the whole model."""
+        return full_name(self.collection, self.name)
+
+
+@dataclass
+class _FrozenTable:
+    """A table of this process: its snapshot, its files so far."""
+
+    saved: SavedTable
+    table: Table
+    snapshot: Snapshot
+    pieces: list[Piece] = field(default_factory=list)
+    removed: list[Piece] = field(default_factory=list)
+    pending: list[Piece] = field(default_factory=list)
+    files: int = 0
+
+
+class PartSave:
+    """One part of a save. It is frozen when it is created; `close` must be called.
+
+    Args:
+        tables: The tables and where their files go.
+        shard: The number of the part.
+        track: Whether the touched rows of the consumer of saves are drained.
+        delta: Whether only these rows are written.
+
+    Attributes:
+        waited: Seconds for which writers waited for memory; known after `close`.
+    """
+
+    def __init__(
+        self, tables: Sequence[tuple[SavedTable, Table]], shard: int, *, track: bool, delta: bool
+    ) -> None:
+        self._shard, self._delta = shard, delta
+        self._tables: list[_FrozenTable] = []
+        self.waited = 0.0
+        sizes = [max(1, table.memory().rows) for _, table in tables]
+        try:
+            for (saved, table), size in zip(tables, sizes, strict=True):
+                snapshot = table.snapshot(
+                    consumer=CONSUMER if track else None,
+                    touched_only=delta,
+                    pending=True,
+                    buffer_bytes=max(1 << 20, BUFFER_BYTES * size // sum(sizes)),
+                )
+                self._tables.append(_FrozenTable(saved, table, snapshot))
+        except BaseException:
+            self.close(give_back=True)
+            raise
+
+    def write(
+        self, store: Store, precision: str, on_rows: Callable[[int], None] | None = None
+    ) -> dict[str, Any]:
+        """Write all rows.
+
+        Args:
+            store: The store of the checkpoint.
+            precision: The precision of the stored weights.
+            on_rows: Called with the number of rows written so far.
+
+        Returns:
+            By the full name of each table: its files, its number of rows and its seed, as JSON data.
+
+        Raises:
+            FileNotFoundError: Another save has deleted the files.
+        """
+        shard = self._shard
+        done = 0
+        writer = PieceWriter(store, shard, precision)
+        try:
+            open_tables = list(self._tables)
+            while open_tables:
+                # Tables first whose buffers of changed rows are filling up: training would have to wait.
+                frozen = max(open_tables, key=lambda f: f.snapshot.pressure > 0.5)
+                name = f"{frozen.saved.folder}/{shard}-{frozen.files:05}.safetensors"
+                count = writer.write(frozen.snapshot, frozen.table.config, name, frozen.pieces)
+                if not count:
+                    open_tables.remove(frozen)
+                    continue
+                frozen.files += 1
+                done += count
+                if on_rows is not None:
+                    on_rows(done)
+            writer.flush()
+        finally:
+            writer.close()
+        for frozen in self._tables:
+            frozen.pieces.sort(key=lambda piece: piece.file.path)
+            assert sum(piece.rows for piece in frozen.pieces) == frozen.snapshot.rows, frozen.saved.name
+            folder = frozen.saved.folder
+            ids = frozen.snapshot.removed
+            if self._delta and ids.numel():
+                file = write_tensors(store, f"{folder}/{shard}-removed.safetensors", {"ids": ids})
+                frozen.removed.append(Piece(file, shard, ids.numel()))
+            ids, counts = frozen.snapshot.pending
+            if ids.numel():
+                name = f"{folder}/{shard}-pending.safetensors"
+                frozen.pending.append(write_pending(store, name, ids, counts, shard))
+        return {frozen.saved.full_name: _report(frozen) for frozen in self._tables}
+
+    def close(self, *, give_back: bool) -> None:
+        """End the snapshots.
+
+        Args:
+            give_back: Whether the rows count as changed again, because the save failed.
+        """
+        for frozen in self._tables:
+            frozen.snapshot.close(give_back=give_back)
+        self.waited = sum(frozen.snapshot.waited for frozen in self._tables)
+
+
+def _report(frozen: _FrozenTable) -> dict[str, Any]:
+    return {
+        "pieces": [asdict(piece) for piece in frozen.pieces],
+        "removed": [asdict(piece) for piece in frozen.removed],
+        "pending": [asdict(piece) for piece in frozen.pending],
+        "live": frozen.snapshot.live,
+        "seed": frozen.table.seed,
+    }
+
+
+# ---- what runs on servers
+
+
+def freeze_on_server(
+    part: ShardsPart, id: str, tables: Sequence[SavedTable], track: bool, delta: bool
+) -> None:
+    """Freeze the tables of a server.
+
+    Args:
+        part: The tables of the server.
+        id: The id of the save.
+        tables: The tables to save.
+        track: See `PartSave`.
+        delta: See `PartSave`.
+    """
+    own = [(saved, part.shards.local[saved.name]) for saved in tables]
+    part.kept[f"save {id}"] = PartSave(own, part.index, track=track, delta=delta)
+
+
+def write_on_server(part: ShardsPart, id: str, store: Store, precision: str) -> dict[str, Any]:
+    """Write the frozen tables of a server.
+
+    Args:
+        part: The tables of the server.
+        id: The id of the save.
+        store: The store of the checkpoint.
+        precision: See `PartSave.write`.
+
+    Returns:
+        See `PartSave.write`.
+    """
+    saved: PartSave = part.kept[f"save {id}"]
+    return saved.write(store, precision)
+
+
+def close_on_server(part: ShardsPart, id: str, give_back: bool) -> float:
+    """End the save of a server. Nothing happens if it has none.
+
+    Args:
+        part: The tables of the server.
+        id: The id of the save.
+        give_back: See `PartSave.close`.
+
+    Returns:
+        See `PartSave.waited`.
+    """
+    saved: PartSave | None = part.kept.pop(f"save {id}", None)
+    if saved is None:
+        return 0.0
+    saved.close(give_back=give_back)
+    return saved.waited

@@ -1,0 +1,121 @@
+"""OwnerRows: what the owner of rows does for other processes: read requested rows, apply received gradients.
+
+Ranks and servers own rows in the same way; they differ in how requests arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megalith.library import span
+from megalith.shards.gradient_sums import GradientSum, sum_received
+from megalith.shards.local import LocalShards
+from megalith.table.table_data import FoundRows, Step
+
+
+class OwnerRows:
+    """The rows of one owner, for requests of several sources.
+
+    In all methods `counts` is the number of ids, int64 [sources, tables].
+
+    Args:
+        shards: The tables of this owner.
+    """
+
+    def __init__(self, shards: LocalShards) -> None:
+        self._engines = shards.engines
+        self._names = list(shards.local)
+        self._dims = [table.dim for table in shards.local.values()]
+        self._widths = torch.tensor(self._dims, dtype=torch.int64)
+
+    def floats(self, counts: Tensor) -> Tensor:
+        """Return the size of rows.
+
+        Args:
+            counts: See the class.
+
+        Returns:
+            The number of floats of their rows, int64 [sources].
+        """
+        return counts @ self._widths
+
+    def read(
+        self, ids: Mapping[str, Tensor], counts: Tensor, flat: Tensor, step: int | None
+    ) -> dict[str, FoundRows]:
+        """Read rows into a buffer, by source, then table.
+
+        Args:
+            ids: int64 [n] per table, the ids of all sources concatenated.
+            counts: See the class.
+            flat: float32 [size], to fill.
+            step: See `Lookup.step`.
+
+        Returns:
+            The row numbers of the tables with ids.
+        """
+        blocks = blocks_by_table(flat, counts * self._widths)
+        found = self._engines.find({name: own for name, own in ids.items() if own.numel()})
+        for name, dim, sizes, into in zip(self._names, self._dims, counts.t().tolist(), blocks, strict=True):
+            if name not in found:
+                continue
+            rows, epoch = found[name]
+            blocks_of = (ids[name].split_with_sizes(sizes), rows.split_with_sizes(sizes))
+            for out, own, where in zip(into, *blocks_of, strict=True):
+                if own.numel():
+                    self._engines.read(name, own, FoundRows(where, epoch), out.view(-1, dim), step=step)
+        return found
+
+    def update(
+        self,
+        received: Mapping[str, GradientSum],
+        counts: Tensor,
+        masks: Mapping[str, Tensor] | None,
+        steps: Mapping[str, Step],
+        found: Mapping[str, FoundRows],
+    ) -> None:
+        """Sum the gradients of all sources by a tree, and make one optimizer step per distinct id.
+
+        Args:
+            received: Ids, gradients and occurrences per table, of all sources concatenated.
+            counts: See the class.
+            masks: Which ids have a gradient, bool [n] per table; None: all.
+            steps: The numbers of the update per table.
+            found: The row numbers of the ids, where they are known.
+        """
+        ids: dict[str, Tensor] = {}
+        grads: dict[str, list[Tensor]] = {}
+        seen: dict[str, Tensor] = {}
+        known: dict[str, FoundRows] = {}
+        sources = counts.t().tolist()
+        for t, name in enumerate(self._names):
+            one = received.get(name)
+            if one is None or not one.ids.numel():
+                continue
+            with span("megalith.gradients"):
+                own, summed, count = sum_received(one, sources[t], None if masks is None else masks[name])
+            if not own.numel():
+                continue
+            ids[name], grads[name] = own, [summed]
+            if count is not None:
+                seen[name] = count
+            if own is one.ids and name in found:
+                known[name] = found[name]
+        self._engines.update(ids, known, grads, None, {name: steps[name] for name in grads}, seen)
+
+
+def blocks_by_table(flat: Tensor, counts: Tensor) -> list[list[Tensor]]:
+    """Split data ordered by source, then table, into views.
+
+    Args:
+        flat: The data.
+        counts: int64 [sources, tables], the size of each block.
+
+    Returns:
+        Per table one block per source.
+    """
+    tables = counts.shape[1]
+    pieces: Sequence[Tensor] = flat.split(counts.reshape(-1).tolist()) if counts.numel() else ()
+    return [list(pieces[t::tables]) for t in range(tables)]

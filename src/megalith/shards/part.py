@@ -1,0 +1,29 @@
+"""ShardsPart: one part of the tables of a model, in the process that holds it.
+
+`Shards.each_part` runs functions where the rows are; they receive the part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megalith.shards.local import LocalShards
+
+
+@dataclass
+class ShardsPart:
+    """The tables of one process, or their part there.
+
+    Attributes:
+        shards: The tables.
+        index: The number of the part: the rank, or the number of the server.
+        count: The number of parts.
+        kept: What functions keep between calls, by their own keys.
+    """
+
+    shards: LocalShards
+    index: int = 0
+    count: int = 1
+    kept: dict[str, Any] = field(default_factory=dict)

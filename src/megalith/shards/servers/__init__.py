@@ -1,0 +1,1 @@
+"""Parameter servers on Ray: `ServerShards`. Needs the extra `servers`; Ray is imported at first use."""

@@ -1,0 +1,149 @@
+"""Servers: server processes that Ray starts, places and connects.
+
+Ray is started on this machine if it is not running: bound to the loopback address, without its dashboard and
+without usage statistics. With an address, an existing cluster is used.
+"""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+from typing import Any
+
+from megalith.errors import InputError, MissingDependencyError, UsageError
+from megalith.ops import checks
+from megalith.shards.servers.table_server import TableServer
+
+OBJECT_STORE_BYTES = 256 << 20
+"""The shared memory of a Ray that is started here."""
+
+
+_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Read by Ray at its import. 0: no cluster of several hosts, so Ray listens on the loopback address only."""
+
+
+def ray_module() -> Any:
+    """Import Ray.
+
+    Returns:
+        The module.
+
+    Raises:
+        MissingDependencyError: It is not installed.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError:
+        raise MissingDependencyError.of_extra("parameter servers need ray", "servers") from None
+    return ray
+
+
+def start_ray(address: str | None = None, *, object_store_bytes: int = OBJECT_STORE_BYTES) -> bool:
+    """Connect this process to Ray, unless it is connected.
+
+    Args:
+        address: The address of a cluster; None: start Ray on this machine.
+        object_store_bytes: The shared memory of a Ray that is started here.
+
+    Returns:
+        Whether this call connected it; then `stop_ray` ends it.
+    """
+    if address is None:
+        os.environ.setdefault(_LOOPBACK, "0")
+    ray = ray_module()
+    if ray.is_initialized():
+        return False
+    if address is not None:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        return True
+    ray.init(
+        num_cpus=os.cpu_count() or 1,
+        include_dashboard=False,
+        object_store_memory=object_store_bytes,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+    found = ray.util.get_node_ip_address()
+    if not found.startswith("127."):
+        ray.shutdown()
+        raise UsageError(
+            f"Ray would listen on {found} and not only on the loopback address, because it was imported "
+            f"before Megalith started it: set {_LOOPBACK}=0 in the environment, or call ray.init yourself"
+        )
+    return True
+
+
+def stop_ray() -> None:
+    """Disconnect from Ray, and end it if it was started here."""
+    ray_module().shutdown()
+
+
+class Servers:
+    """Server processes, for one or several `ServerShards`. Close it, or use it as a context manager.
+
+    The object can be sent to other Ray processes, which then use the same servers.
+
+    Args:
+        num_servers: The number of processes.
+        address: The address of a Ray cluster; None: the one this process is connected to, or a new one on
+            this machine.
+        gpus: GPUs of each server, for engine="cuda".
+        timeout: Seconds that starting them may take.
+
+    Raises:
+        InputError: An argument is wrong.
+        UsageError: They did not start in time.
+        MissingDependencyError: Ray is not installed.
+    """
+
+    def __init__(
+        self, num_servers: int, *, address: str | None = None, gpus: float = 0, timeout: float = 120.0
+    ) -> None:
+        count = checks.integer(num_servers, "Servers: num_servers")
+        limit = checks.seconds(timeout, "Servers: timeout")
+        if address is not None and not isinstance(address, str):
+            raise InputError(f"Servers: address must be text, got {type(address).__name__}")
+        share = checks.number(gpus, "Servers: gpus")
+        if not share >= 0:
+            raise InputError(f"Servers: gpus must be 0 or more, got {gpus!r}")
+        self._owns_ray = start_ray(address)
+        ray = ray_module()
+        remote = ray.remote(TableServer)
+        # An asynchronous actor; it reserves no CPU, so that workers and servers fit on a small machine.
+        options = {"num_cpus": 0, "num_gpus": share, "max_restarts": 0, "max_concurrency": 1000}
+        self.actors: list[Any] = [remote.options(**options).remote(i, count) for i in range(count)]
+        self._owner = True
+        try:
+            ray.get([actor.__ray_ready__.remote() for actor in self.actors], timeout=limit)
+        except ray.exceptions.RayError as error:
+            self.close()
+            raise UsageError(f"{count} servers did not start within {limit:g} s: {error}") from None
+
+    def __len__(self) -> int:
+        return len(self.actors)
+
+    def __repr__(self) -> str:
+        return f"Servers({len(self.actors)})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"actors": self.actors, "_owner": False, "_owns_ray": False}
+
+    def close(self) -> None:
+        """End the processes, and Ray if it was started for them. A second call has no effect."""
+        ray = ray_module()
+        actors, self.actors = self.actors, []
+        if self._owner and ray.is_initialized():
+            for actor in actors:
+                ray.kill(actor)
+            if self._owns_ray:
+                stop_ray()
+        self._owner = False
+
+    def __enter__(self) -> Servers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

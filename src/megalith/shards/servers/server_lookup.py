@@ -1,0 +1,71 @@
+"""ServerLookup: a lookup on servers, in progress or done: one call per server for all tables."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+from torch import Tensor
+
+from megalith.shards.preparer import RoutedIds
+from megalith.shards.routed_lookup import RoutedLookup
+from megalith.shards.servers.server_link import PendingCall, ServerLink
+from megalith.shards.servers.server_messages import array_of, tensor_of
+
+if TYPE_CHECKING:
+    from megalith.shards.servers.server_shards import ServerShards
+
+
+class ServerLookup(RoutedLookup):
+    """Rows are requested by the first use or by `fetch`, as they are then, and read where Ray put them.
+
+    Args:
+        shards: The shards that make it.
+        links: The connections to the servers.
+        routed: See `RoutedLookup`.
+        step: See `Lookup`.
+    """
+
+    def __init__(
+        self, shards: ServerShards, links: list[ServerLink], routed: RoutedIds, step: int | None
+    ) -> None:
+        super().__init__(shards.configs, routed, step)
+        self.shards = shards
+        self._links = links
+        self._reads: list[PendingCall | None] | None = None
+        self._source: Tensor | None = None
+
+    def fetch(self) -> None:
+        """See `Lookup.fetch`."""
+        if self._reads is not None:
+            return
+        deduped = self.routed.deduped
+        pieces = deduped.ids.split_with_sizes(deduped.counts.sum(1).tolist())
+        counts = deduped.counts.tolist()
+        self._reads = [
+            link.read(array_of(ids), own, self.step) if ids.numel() else None
+            for link, ids, own in zip(self._links, pieces, counts, strict=True)
+        ]
+
+    @property
+    def source(self) -> Tensor:
+        """See `RoutedLookup.source`. With one server it is the memory that Ray received."""
+        if self._source is None:
+            self.fetch()
+            assert self._reads is not None
+            counts, dims = self.routed.deduped.counts, list(self._dims.values())
+            wire = self.shards.rows_wire
+            received = [
+                wire.decode(tensor_of(link.result(read)), counts[server : server + 1], dims)
+                for server, (link, read) in enumerate(zip(self._links, self._reads, strict=True))
+                if read is not None
+            ]
+            self._source = received[0] if len(received) == 1 else torch.cat([torch.empty(0), *received])
+        return self._source
+
+    def fail(self, error: Exception, *, leave: bool = False) -> NoReturn:
+        """See `Lookup.fail`. With mode="sync" the other workers wait for the gradients, and raise."""
+        if not self.used:
+            self.used = True
+            self.shards.report_failure(error)
+        raise error

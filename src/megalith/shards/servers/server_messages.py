@@ -1,0 +1,175 @@
+"""What workers and servers send each other: plain numbers and NumPy arrays.
+
+Ray passes large arrays through shared memory on one host, so the receiver reads them where the sender's copy
+is; `tensor_of` makes tensors of them without a copy. A `ServerWrite` is everything that changes tables:
+
+    kind               header                                               arrays
+    push               counts, step, time, scale, clip_norm, rates          ids, grads (bytes), seen
+    assign, assign_add counts, time                                         ids, rows
+    reinitialize       counts, time                                         ids
+    remove             counts                                               ids
+    evict              time                                                 -
+    evict_part         time, parts, start                                   -
+    restore            table                                                columns of a chunk
+    restore_pending    table                                                ids, counts
+    clear              tables                                               -
+    track, untrack     consumer                                             -
+    mark               consumer, counts                                     ids
+    fail               error                                                -
+
+`counts` is the number of ids of each table, in the order of the configs; ids and rows are concatenated in
+that order. The header holds JSON data only, so a write can be stored in a file without pickle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megalith.table import Chunk, TableConfig
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class ServerWrite:
+    """A change of the tables of one server.
+
+    Attributes:
+        kind: See the module.
+        header: JSON data.
+        arrays: Arrays by name.
+    """
+
+    kind: str
+    header: dict[str, Any]
+    arrays: dict[str, Array] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SpaceSpec:
+    """The tables of one `ServerShards`, as its servers create them.
+
+    Attributes:
+        configs: All tables.
+        engine: As for `Table`.
+        seed: As for `Table`.
+        wire: The precision of rows and of gradients.
+        sync: Whether a step waits for the gradients of all workers.
+        staleness: How many steps a worker may be ahead of the slowest; None: any number.
+        num_workers: Number of workers that the first step waits for, with `sync`.
+        timeout: Seconds that a wait for other workers may take.
+        described: Text by which two specs are compared.
+    """
+
+    configs: Sequence[TableConfig]
+    engine: str
+    seed: int
+    wire: tuple[str, str]
+    sync: bool
+    staleness: int | None
+    num_workers: int
+    timeout: float
+    described: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The error of a call, as a server returns it."""
+
+    error: Exception
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What a server knows of a worker that joins.
+
+    Attributes:
+        accepted: The number of the last write of this worker that the server has; 0: none.
+        step: The highest step of all pushes; -1: none.
+    """
+
+    accepted: int
+    step: int
+
+
+class _Memory:
+    """Memory of an array that NumPy marks read-only, for `tensor_of`; keeps the array alive."""
+
+    def __init__(self, array: Array) -> None:
+        self._array = array
+        self.__array_interface__ = dict(
+            array.__array_interface__, data=(array.__array_interface__["data"][0], False)
+        )
+
+
+def tensor_of(array: Array) -> Tensor:
+    """Return the memory of an array as a tensor, without a copy. It must not be written to.
+
+    Args:
+        array: A contiguous array; Ray's arrays are read-only, of which torch would warn.
+
+    Returns:
+        A tensor of the same memory; a copy if it is not aligned.
+    """
+    if not array.size:  # NumPy's strides of an empty array may be 0
+        return torch.empty(array.shape, dtype=torch.from_numpy(np.empty(1, array.dtype)).dtype)
+    if array.__array_interface__["data"][0] % 8:
+        return torch.from_numpy(array.copy())
+    return torch.from_numpy(array if array.flags.writeable else np.asarray(_Memory(array)))
+
+
+def array_of(tensor: Tensor) -> Array:
+    """Return a tensor of the CPU as an array of the same memory.
+
+    Args:
+        tensor: The tensor.
+
+    Returns:
+        The array.
+    """
+    found: Array = tensor.detach().contiguous().numpy()
+    return found
+
+
+def chunk_arrays(chunk: Chunk) -> dict[str, Array]:
+    """Return the columns of a chunk by name.
+
+    Args:
+        chunk: The chunk.
+
+    Returns:
+        The arrays; `chunk_of` makes a chunk of them.
+    """
+    columns = {"ids": chunk.ids, "rows": chunk.rows, "time": chunk.time}
+    columns |= {f"state/{key}": values for key, values in chunk.state.items()}
+    columns |= {
+        name: values for name, values in (("count", chunk.count), ("step", chunk.step)) if values is not None
+    }
+    return {name: array_of(values) for name, values in columns.items()}
+
+
+def chunk_of(arrays: Mapping[str, Array]) -> Chunk:
+    """Return the chunk of arrays that `chunk_arrays` returned.
+
+    Args:
+        arrays: The columns by name.
+
+    Returns:
+        The chunk.
+    """
+    columns = {name: tensor_of(values) for name, values in arrays.items()}
+    state = {name[6:]: values for name, values in columns.items() if name.startswith("state/")}
+    return Chunk(
+        columns["ids"],
+        rows=columns["rows"],
+        state=state,
+        time=columns["time"],
+        count=columns.get("count"),
+        step=columns.get("step"),
+    )

@@ -1,0 +1,212 @@
+"""TableServer: one server process. It holds a part of the tables of one or several `ServerShards`.
+
+Ray runs an instance as an asynchronous actor: calls that wait for other workers do not hold up the others,
+and calls that touch tables run one at a time. Errors of Megalith are returned as `Failure`, so that a worker
+raises them as they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time as clock
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from megalith.errors import InputError, MegalithError, UsageError
+from megalith.shards.servers.server_messages import Array, Failure, ServerWrite, SpaceSpec
+from megalith.shards.servers.table_space import TableSpace
+
+
+class TableServer:
+    """See the module. Every method is a call of a worker.
+
+    Args:
+        index: The number of this server.
+        num_servers: The number of servers.
+    """
+
+    def __init__(self, index: int, num_servers: int) -> None:
+        self._index = index
+        self._count = num_servers
+        self._spaces: dict[str, TableSpace] = {}
+        self._began = clock.monotonic()
+
+    async def open(self, name: str, spec: SpaceSpec) -> Any:
+        """Create the tables of a `ServerShards`, or check that they are those that exist.
+
+        Args:
+            name: The name of the tables on the servers.
+            spec: The tables.
+
+        Returns:
+            None, or a Failure.
+        """
+        return await _guarded(self._open(name, spec))
+
+    async def _open(self, name: str, spec: SpaceSpec) -> None:
+        if name not in self._spaces:
+            self._spaces[name] = TableSpace(spec, self._index, self._count)
+        elif self._spaces[name].spec.described != spec.described:
+            raise InputError(
+                f"ServerShards {name!r}: server {self._index} has other tables or options under this name: "
+                f"{self._spaces[name].spec.described}, not {spec.described}"
+            )
+
+    async def close(self, name: str) -> Any:
+        """Drop the tables of a `ServerShards`.
+
+        Args:
+            name: Their name.
+
+        Returns:
+            None, or a Failure.
+        """
+        self._spaces.pop(name, None)
+
+    async def join(self, name: str, worker: int, session: str, unacknowledged: int | None) -> Any:
+        """See `TableSpace.join`.
+
+        Args:
+            name: The name of the tables.
+            worker: See there.
+            session: See there.
+            unacknowledged: See there.
+
+        Returns:
+            A Joined, or a Failure.
+        """
+
+        async def join() -> Any:
+            return self._space(name).join(worker, session, unacknowledged)
+
+        return await _guarded(join())
+
+    async def leave(self, name: str, worker: int) -> Any:
+        """See `TableSpace.leave`.
+
+        Args:
+            name: The name of the tables.
+            worker: See there.
+
+        Returns:
+            None, or a Failure.
+        """
+
+        async def leave() -> Any:
+            return self._space(name).leave(worker)
+
+        return await _guarded(leave())
+
+    async def read(
+        self,
+        name: str,
+        worker: int,
+        session: str,
+        after: int,
+        ids: Array,
+        counts: Sequence[int],
+        step: int | None,
+    ) -> Any:
+        """See `TableSpace.read`.
+
+        Args:
+            name: The name of the tables.
+            worker: See there.
+            session: See there.
+            after: See there.
+            ids: See there.
+            counts: See there.
+            step: See there.
+
+        Returns:
+            The rows as bytes, or a Failure.
+        """
+
+        async def read() -> Any:
+            return await self._space(name).read(worker, session, after, ids, counts, step)
+
+        return await _guarded(read())
+
+    async def write(self, name: str, worker: int, session: str, number: int, write: ServerWrite) -> Any:
+        """See `TableSpace.write`.
+
+        Args:
+            name: The name of the tables.
+            worker: See there.
+            session: See there.
+            number: See there.
+            write: See there.
+
+        Returns:
+            The result of the write, or a Failure.
+        """
+
+        async def apply() -> Any:
+            return await self._space(name).write(worker, session, number, write)
+
+        return await _guarded(apply())
+
+    async def run(self, name: str, function: Callable[..., Any], *args: Any, background: bool) -> Any:
+        """Run a function with this server's part of the tables; see `Shards.each_part`.
+
+        Args:
+            name: The name of the tables.
+            function: It receives the part, then `args`.
+            args: Further arguments.
+            background: Whether it runs in a thread, so that other calls continue.
+
+        Returns:
+            Its result, or a Failure.
+        """
+
+        async def run() -> Any:
+            part = self._space(name).part
+            if background:
+                return await asyncio.to_thread(function, part, *args)
+            return function(part, *args)
+
+        return await _guarded(run())
+
+    async def describe(self, name: str) -> Any:
+        """Return numbers about this server.
+
+        Args:
+            name: The name of the tables.
+
+        Returns:
+            A dict, or a Failure.
+        """
+
+        async def describe() -> Any:
+            space = self._space(name)
+            members = {w: m for w, m in space.members.items() if m.present}
+            pushes = [member.pushes for member in members.values()]
+            memory = space.part.shards.memory()
+            return {
+                "server": self._index,
+                "pid": os.getpid(),
+                "seconds": clock.monotonic() - self._began,
+                "rows": {t: len(table) for t, table in space.part.shards.local.items()},
+                "bytes": {t: use.total for t, use in memory.items()},
+                "reads": space.reads,
+                "writes": space.writes,
+                "waiting": space.waiting,
+                "step": space.step,
+                "workers": sorted(members),
+                "staleness": max(pushes) - min(pushes) if pushes else 0,
+            }
+
+        return await _guarded(describe())
+
+    def _space(self, name: str) -> TableSpace:
+        if name not in self._spaces:
+            raise UsageError(f"ServerShards {name!r}: server {self._index} does not have these tables")
+        return self._spaces[name]
+
+
+async def _guarded(call: Awaitable[Any]) -> Any:
+    try:
+        return await call
+    except (MegalithError, OSError) as error:
+        return Failure(error)

@@ -1,0 +1,374 @@
+"""TableSpace: the tables of one `ServerShards` on one server, and the workers that use them.
+
+Every write of a worker has a number, 1, 2, 3 ... per server. Ray may deliver calls of an asynchronous actor
+in another order, and a worker sends a write again if it does not know whether it arrived. So:
+
+    a write with number            is
+    at most `accepted`             a repetition: the answer waits until it is done, and nothing is applied
+    accepted + 1                   accepted and applied
+    higher                         kept waiting for its predecessors
+
+A read names the last write that it must see. In mode "sync" pushes are collected in a round:
+
+    event                                          effect
+    a worker pushes step s                         its push joins the round
+    all members have pushed                        one summed optimizer step, all pushes are answered
+    a member reports an error instead              nothing is applied, all others raise RankFailedError
+    a member leaves                                the round no longer waits for it
+    a worker joins                                 it is a member from now on; not during a round
+    a push waits longer than the timeout           nothing is applied, all pushes of the round raise
+
+With a staleness bound k, a read waits while its worker has made more than k pushes more than another member.
+"""
+
+from __future__ import annotations
+
+import time as clock
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megalith.errors import MegalithError, RankFailedError, RankTimeoutError, UsageError
+from megalith.shards.local import LocalShards
+from megalith.shards.part import ShardsPart
+from megalith.shards.servers.server_messages import (
+    Array,
+    Joined,
+    ServerWrite,
+    SpaceSpec,
+    array_of,
+    tensor_of,
+)
+from megalith.shards.servers.server_writes import OwnedTables, apply_pushes, apply_write
+from megalith.shards.servers.waiters import Waiters
+from megalith.shards.wire import make_wire
+
+READER = -1
+"""The number of a process that only reads."""
+_TIMED = {"push", "assign", "assign_add", "reinitialize", "evict", "evict_part"}
+_KEPT_ERRORS = 1000
+
+
+@dataclass
+class Member:
+    """A worker.
+
+    Attributes:
+        session: Identifies the process that is this worker.
+        accepted: The number of the last accepted write.
+        done: The number of the last write that has been applied or has failed.
+        pushes: The number of its pushes, counted from the highest number of a member when it joined.
+        result: The result of the last write.
+        errors: Errors of writes by their number.
+        present: Whether it is a member now.
+    """
+
+    session: str = ""
+    accepted: int = 0
+    done: int = 0
+    pushes: int = 0
+    result: Any = None
+    errors: dict[int, Exception] = field(default_factory=dict)
+    present: bool = True
+
+
+class Round:
+    """The pushes of one synchronous step."""
+
+    def __init__(self) -> None:
+        self.pushes: dict[int, ServerWrite] = {}
+        self.ended = False
+        self.error: Exception | None = None
+
+
+class TableSpace:
+    """See the module.
+
+    Args:
+        spec: The tables and the mode.
+        index: The number of this server.
+        num_servers: The number of servers.
+    """
+
+    def __init__(self, spec: SpaceSpec, index: int, num_servers: int) -> None:
+        self.spec = spec
+        shards = LocalShards(list(spec.configs), engine=spec.engine, seed=spec.seed, num_shards=num_servers)
+        self.part = ShardsPart(shards, index, num_servers)
+        self.tables = OwnedTables(shards, make_wire(spec.wire[1]))
+        self.members: dict[int, Member] = {}
+        self.step = -1
+        self.reads = self.writes = 0
+        self._wire = make_wire(spec.wire[0])
+        self._waiters = Waiters()
+        self._round = Round()
+        self._complete = False  # whether num_workers workers have joined
+        self._index = index
+
+    @property
+    def waiting(self) -> int:
+        """The number of calls that wait for other workers."""
+        return len(self._waiters)
+
+    # ---- workers
+
+    def join(self, worker: int, session: str, unacknowledged: int | None = None) -> Joined:
+        """Add a worker, or return what is known of it after its connection was lost.
+
+        Args:
+            worker: Its number.
+            session: Identifies its process. Calls of another process under the same number raise from now on.
+            unacknowledged: The number of its first write that no server has answered; None: it starts now
+                and its numbers continue.
+
+        Returns:
+            The last accepted write and the highest step.
+        """
+        member = self.members.get(worker)
+        if member is None or not member.present:
+            if self.spec.sync and self._complete and self._round.pushes:
+                raise UsageError(
+                    f"worker {worker} cannot join during a step: with mode='sync' workers join and leave "
+                    "between steps"
+                )
+            member = self.members.setdefault(worker, Member())
+            member.pushes = max(each.pushes for each in self.members.values())
+            member.present = True
+        member.session = session
+        known = member.accepted
+        if unacknowledged is not None and unacknowledged - 1 > member.accepted:
+            # Answered writes that this server no longer has: they were lost with its log.
+            member.accepted = member.done = unacknowledged - 1
+        present = sum(each.present for each in self.members.values())
+        self._complete = self._complete or present >= self.spec.num_workers
+        self._waiters.changed()
+        return Joined(known, self.step)
+
+    def leave(self, worker: int) -> None:
+        """Remove a worker; steps and other workers no longer wait for it.
+
+        Args:
+            worker: Its number.
+        """
+        if worker in self.members:
+            self.members[worker].present = False
+            self._end_round_if_complete()
+            self._waiters.changed()
+
+    def _member(self, worker: int, session: str) -> Member:
+        member = self.members.get(worker)
+        if member is None:
+            raise UsageError(f"worker {worker} has not joined server {self._index}")
+        if member.session != session:
+            raise UsageError(
+                f"another ServerShards has joined server {self._index} as worker {worker}: give each worker "
+                "its own number"
+            )
+        return member
+
+    # ---- reads
+
+    async def read(
+        self, worker: int, session: str, after: int, ids: Array, counts: Sequence[int], step: int | None
+    ) -> Array:
+        """Read rows.
+
+        Args:
+            worker: The number of the worker, or READER.
+            session: See `join`.
+            after: The number of the worker's last write; the rows include it.
+            ids: int64, the ids of all tables concatenated.
+            counts: The number of ids of each table.
+            step: See `Lookup.step`.
+
+        Returns:
+            The rows in the precision of the wire, bytes.
+        """
+        if worker != READER:
+            member = self._member(worker, session)
+            await self._waiters.until(
+                lambda: member.done >= after,
+                self.spec.timeout,
+                lambda: self._missing(
+                    f"server {self._index}: a lookup of worker {worker} waits for its push"
+                ),
+            )
+            if self.spec.staleness is not None:
+                await self._wait_for_slowest(worker, member)
+        self.reads += 1
+        own = torch.tensor([counts], dtype=torch.int64)
+        flat = torch.empty(int(self.tables.rows.floats(own).sum()))
+        pieces = dict.fromkeys(self.tables.names, torch.empty(0, dtype=torch.int64))
+        pieces |= self.tables.by_table(tensor_of(ids), counts)
+        self.tables.rows.read(pieces, own, flat, step)
+        return array_of(self._wire.encode(flat, own, self.tables.dims))
+
+    async def _wait_for_slowest(self, worker: int, member: Member) -> None:
+        bound = self.spec.staleness
+        assert bound is not None
+
+        def slowest() -> int:
+            others = [x.pushes for w, x in self.members.items() if x.present and w != worker]
+            return min(others, default=member.pushes)
+
+        await self._waiters.until(
+            lambda: member.pushes - slowest() <= bound,
+            self.spec.timeout,
+            lambda: (
+                f"server {self._index}: worker {worker} has made {member.pushes} steps and may be {bound} "
+                f"ahead, but another worker has made {slowest()}"
+            ),
+        )
+
+    # ---- writes
+
+    async def write(self, worker: int, session: str, number: int, write: ServerWrite) -> Any:
+        """Apply a write once, in the order of the worker's numbers.
+
+        Args:
+            worker: The number of the worker.
+            session: See `join`.
+            number: The number of the write.
+            write: The write.
+
+        Returns:
+            The result of the write; None for a repetition whose result is no longer known.
+        """
+        member = self._member(worker, session)
+        limit = self.spec.timeout
+        if number > member.accepted:
+            await self._waiters.until(
+                lambda: number <= member.accepted + 1 and (not self.spec.sync or number <= member.done + 1),
+                limit,
+                lambda: f"server {self._index}: write {number} of worker {worker} waits for the one before",
+            )
+        if number > member.accepted:
+            self.writes += 1
+            timed = self.with_time(write)
+            self.log(worker, number, timed)
+            joined = self.accept(worker, number, timed)
+            if joined is not None:
+                await self._wait_for_round(joined)
+        elif member.done < number:
+            await self._waiters.until(
+                lambda: member.done >= number, limit, lambda: self._missing(f"write {number}")
+            )
+        if number in member.errors:
+            raise member.errors[number]
+        return member.result if member.done == number else None
+
+    def log(self, worker: int, number: int, write: ServerWrite) -> None:
+        """Record a write before it is applied.
+
+        Args:
+            worker: The number of the worker.
+            number: The number of the write.
+            write: The write.
+        """
+        return
+
+    def with_time(self, write: ServerWrite) -> ServerWrite:
+        """Return a write whose time is known: that of the worker, or the clock of this server.
+
+        Args:
+            write: The write.
+
+        Returns:
+            The same write, with a time in seconds where it needs one.
+        """
+        if write.kind in _TIMED and write.header.get("time") is None:
+            return ServerWrite(write.kind, write.header | {"time": int(clock.time())}, write.arrays)
+        return write
+
+    def accept(self, worker: int, number: int, write: ServerWrite) -> Round | None:
+        """Apply a write, or add it to the round. It neither waits nor raises: errors are kept by number.
+
+        Args:
+            worker: The number of the worker.
+            number: The number of the write.
+            write: The write, with its time.
+
+        Returns:
+            The round that it waits for; None if it is done.
+        """
+        member = self.members[worker]
+        member.accepted = number
+        if write.kind == "push":
+            self.step = max(self.step, write.header["step"])
+            member.pushes += 1
+        if self.spec.sync and write.kind in ("push", "fail"):
+            joined = self._round
+            joined.pushes[worker] = write
+            self._end_round_if_complete()
+            return None if joined.ended else joined
+        member.result = None
+        try:
+            if write.kind != "fail":
+                member.result = apply_write(self.tables, write)
+        except Exception as error:
+            self._keep(member, number, error)
+        member.done = number
+        self._waiters.changed()
+        return None
+
+    def _keep(self, member: Member, number: int, error: Exception) -> None:
+        member.errors[number] = error
+        while len(member.errors) > _KEPT_ERRORS:
+            del member.errors[next(iter(member.errors))]
+
+    # ---- synchronous steps
+
+    def _end_round_if_complete(self) -> None:
+        current = self._round
+        absent = [w for w, member in self.members.items() if member.present and w not in current.pushes]
+        if not current.pushes or absent or not self._complete:
+            return
+        pushes = [current.pushes[worker] for worker in sorted(current.pushes)]
+        failed = {w: push for w, push in sorted(current.pushes.items()) if push.kind == "fail"}
+        try:
+            if failed:
+                worker, push = next(iter(failed.items()))
+                raise RankFailedError(
+                    f"apply_gradients: worker {worker} failed, so nothing was done: {push.header['error']}"
+                )
+            apply_pushes(self.tables, pushes)
+        except Exception as error:
+            current.error = error
+        self._end_round(current)
+
+    def _end_round(self, ended: Round) -> None:
+        self._round = Round()
+        ended.ended = True
+        for worker, push in ended.pushes.items():
+            member = self.members[worker]
+            member.done, member.result = member.accepted, None
+            if ended.error is not None and push.kind != "fail":
+                self._keep(member, member.accepted, ended.error)
+        self._waiters.changed()
+
+    async def _wait_for_round(self, joined: Round) -> None:
+        try:
+            await self._waiters.until(
+                lambda: joined.ended,
+                self.spec.timeout,
+                lambda: self._missing(f"server {self._index}: a step waits for the gradients of all workers"),
+            )
+        except RankTimeoutError as error:
+            if not joined.ended:
+                self.drop_round(error)
+
+    def drop_round(self, error: MegalithError) -> None:
+        """End the round without applying it.
+
+        Args:
+            error: What its pushes raise.
+        """
+        self._round.error = error
+        self._end_round(self._round)
+
+    def _missing(self, what: str) -> str:
+        absent = [w for w, x in self.members.items() if x.present and w not in self._round.pushes]
+        count = sum(member.present for member in self.members.values())
+        joined = "" if self._complete else f", and {count} of {self.spec.num_workers} workers have joined"
+        return f"{what}; no gradients from workers {absent}{joined}"

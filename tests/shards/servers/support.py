@@ -1,0 +1,43 @@
+"""What tests send to servers and other workers. Those processes import this module, so it imports little."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from megalith import SGD, Servers, ServerShards, Shards, TableConfig, Zeros
+from megalith.shards import ShardsPart
+
+
+def table(name: str = "t", dim: int = 1, lr: Any = 1.0, **options: Any) -> TableConfig:
+    """A table that starts at zeros."""
+    return TableConfig(name, dim=dim, optimizer=SGD(lr), initializer=Zeros(), **options)
+
+
+def read(shards: Shards, name: str, *ids: int) -> list[list[float]]:
+    found: list[list[float]] = shards.lookup({name: torch.tensor(ids)}).rows[name].tolist()
+    return found
+
+
+def push(shards: Shards, ids: list[int], grads: list[list[float]], step: int = 0, name: str = "t") -> None:
+    shards.apply_gradients(shards.lookup({name: torch.tensor(ids)}), {name: torch.tensor(grads)}, step=step)
+
+
+def one_rate() -> float:
+    return 1.0
+
+
+def where(part: ShardsPart, number: int = 5) -> tuple[int, int, int]:
+    return part.index, number, os.getpid()
+
+
+def work(servers: Servers, options: dict[str, Any]) -> list[list[list[float]]]:
+    """Worker 1 of two synchronous ones: two steps."""
+    shards = ServerShards([table()], servers=servers, worker=1, **options)
+    seen = []
+    for step in range(2):
+        push(shards, [1], [[2.0]], step)
+        seen.append(read(shards, "t", 1))
+    return seen
