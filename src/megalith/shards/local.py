@@ -70,7 +70,7 @@ class LocalShards(Shards):
         devices = {table.engine_impl.device for table in self.local.values()}
         self.device = devices.pop() if devices else torch.device("cpu")
         self.preparer = LocalPreparer(self.configs, self.device)
-        self._part = ShardsPart(self)
+        self._kept: dict[str, Any] = {}
 
     def __repr__(self) -> str:
         tables = ", ".join(f"{name}: {len(table)} rows" for name, table in self.local.items())
@@ -242,7 +242,7 @@ class LocalShards(Shards):
     ) -> list[Result]:
         """See `Shards.each_part`: there is one part, in this process."""
         check_function(function)
-        return [function(self._part, *args)]
+        return [function(ShardsPart(self, self.rank, self.world_size, self._kept), *args)]
 
     # ---- touched rows, stats
 
