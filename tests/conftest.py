@@ -64,7 +64,14 @@ def restore_threads() -> Iterator[None]:
 
 
 # Files of these folders wait for processes: they start first, so that none of them is left alone at the end.
-LONG = ("tests/distributed/", "tests/cli/", "tests/test_examples", "tests/serving/", "tests/gather/")
+LONG = (
+    "tests/distributed/",
+    "tests/cli/",
+    "tests/test_examples",
+    "tests/serving/",
+    "tests/gather/",
+    "tests/shards/servers/",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
