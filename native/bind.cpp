@@ -153,6 +153,7 @@ NB_MODULE(_native, m) {
   bind_view(m);
   bind_pool(m);
   bind_layout(m);
+  bind_chunks(m);
   bind_files(m);
   bind_frozen(m);
   bind_mailbox(m);

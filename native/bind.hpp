@@ -173,7 +173,7 @@ struct BagsList {
 };
 
 // Each adds functions or classes to the module; the file of the same name has it. Ops: bind_ids, bind_rows, bind_pool,
-// bind_layout. Tables: bind_group. Others: files of other systems, exported rows (bind_frozen), exchanges between
+// bind_layout, bind_chunks. Tables: bind_group. Others: files of other systems, exported rows (bind_frozen), exchanges between
 // processes (bind_mailbox).
 void bind_ids(nb::module_& m);
 void bind_rows(nb::module_& m);
@@ -181,6 +181,7 @@ void bind_view(nb::module_& m);
 void bind_pool(nb::module_& m);
 void bind_group(nb::module_& m);
 void bind_layout(nb::module_& m);
+void bind_chunks(nb::module_& m);
 void bind_files(nb::module_& m);
 void bind_frozen(nb::module_& m);
 void bind_mailbox(nb::module_& m);

@@ -112,6 +112,32 @@ def layout_gradient(
     threads: int,
     /,
 ) -> None: ...
+def check_indices(packed: Tensor, keep: int, size: int, /) -> int: ...
+def count_codes(packed: Tensor, keep: int, bits: int, counts: Tensor, /) -> bool: ...
+def add_chunk_rows(
+    indices: Tensor,
+    codes: Tensor,
+    keep: int,
+    bits: int,
+    values: Tensor,
+    total: Tensor,
+    count: Tensor | None,
+    threads: int,
+) -> None: ...
+def divide_by_counts(total: Tensor, count: Tensor, threads: int, /) -> None: ...
+def step_chunks(
+    tile: Tensor,
+    weights: Tensor,
+    first: int,
+    across: int,
+    height: int,
+    width: int,
+    top: int,
+    left: int,
+    lr: float,
+    threads: int,
+    /,
+) -> None: ...
 def prefer_huge_pages(tensor: Tensor, /) -> None: ...
 def ascends(splits: Tensor, end: int, /) -> bool: ...
 def hash_strings(data: bytes, offsets: Tensor, seed: int, out: Tensor, threads: int, /) -> None: ...

@@ -1,0 +1,219 @@
+"""Rows of compressed updates: packed indices and codes, their checks, their sums, and the step of a matrix.
+
+A row is a chunk of a matrix, of which `keep` of `size` positions are sent. Indices have 12 bits, codes 2, 4
+or 8. Each row starts at a byte of its own. Two indices fill three bytes: the low byte of the first; its high
+four bits below the low four of the second; the high byte of the second. Codes fill a byte from its low bits.
+Unused bits are zero, so a row has only one encoding.
+
+The functions that take most of the time have a native form for CPU tensors, and one in plain torch with the
+same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.library import native_module
+
+SPARE_BITS, TOO_HIGH, NOT_ASCENDING = 1, 2, 4
+"""What `index_problems` finds."""
+
+
+def pack_indices(indices: Tensor) -> Tensor:
+    """Pack indices.
+
+    Args:
+        indices: Integers [n, k] from 0 to 4095.
+
+    Returns:
+        uint8 [n, ceil(1.5 k)].
+    """
+    rows, keep = indices.shape
+    whole = torch.zeros(rows, keep + keep % 2, dtype=torch.int32, device=indices.device)
+    whole[:, :keep] = indices
+    first, second = whole[:, 0::2], whole[:, 1::2]
+    triples = torch.stack([first & 0xFF, (first >> 8) | ((second & 0xF) << 4), second >> 4], dim=2)
+    return triples.to(torch.uint8).flatten(1)[:, : -(-3 * keep // 2)].contiguous()
+
+
+def unpack_indices(packed: Tensor, keep: int) -> Tensor:
+    """Unpack indices.
+
+    Args:
+        packed: uint8 [n, ceil(1.5 k)].
+        keep: k.
+
+    Returns:
+        int32 [n, k].
+    """
+    rows = packed.shape[0]
+    pairs = keep // 2
+    triples = packed[:, : 3 * pairs].to(torch.int32).view(rows, pairs, 3)
+    out = torch.empty(rows, keep, dtype=torch.int32, device=packed.device)
+    out[:, 0 : 2 * pairs : 2] = triples[:, :, 0] | ((triples[:, :, 1] & 0xF) << 8)
+    out[:, 1 : 2 * pairs : 2] = (triples[:, :, 1] >> 4) | (triples[:, :, 2] << 4)
+    if keep % 2:
+        out[:, -1] = packed[:, -2].to(torch.int32) | ((packed[:, -1].to(torch.int32) & 0xF) << 8)
+    return out
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes.
+
+    Args:
+        codes: uint8 [n, k] below 2^bits.
+        bits: 2, 4 or 8.
+
+    Returns:
+        uint8 [n, ceil(bits k / 8)].
+    """
+    rows, keep = codes.shape
+    each = 8 // bits
+    whole = torch.zeros(rows, -(-keep // each) * each, dtype=torch.uint8, device=codes.device)
+    whole[:, :keep] = codes
+    groups = whole.view(rows, whole.shape[1] // each, each)
+    packed = groups[:, :, 0].clone()
+    for place in range(1, each):
+        packed |= groups[:, :, place] << (bits * place)
+    return packed
+
+
+def unpack_codes(packed: Tensor, keep: int, bits: int) -> Tensor:
+    """Unpack codes.
+
+    Args:
+        packed: uint8 [n, ceil(bits k / 8)].
+        keep: k.
+        bits: 2, 4 or 8.
+
+    Returns:
+        uint8 [n, k].
+    """
+    rows, each, mask = packed.shape[0], 8 // bits, (1 << bits) - 1
+    out = torch.empty(rows, packed.shape[1], each, dtype=torch.uint8, device=packed.device)
+    for place in range(each):
+        out[:, :, place] = (packed >> (bits * place)) & mask
+    return out.flatten(1)[:, :keep]
+
+
+def index_problems(packed: Tensor, keep: int, size: int) -> int:
+    """Check packed indices: they must ascend within a row and be below the size, and unused bits be zero.
+
+    Args:
+        packed: uint8 [n, ceil(1.5 k)].
+        keep: k.
+        size: The number of positions of a row.
+
+    Returns:
+        A sum of SPARE_BITS, TOO_HIGH and NOT_ASCENDING; 0 if nothing is wrong.
+    """
+    native = _native(packed)
+    if native is not None:
+        return int(native.check_indices(packed, keep, size))
+    indices = unpack_indices(packed, keep)
+    spare = keep % 2 and bool((packed[:, -1] >> 4).any())
+    high = bool((indices[:, -1:] >= size).any())
+    ascend = not bool((indices[:, 1:] <= indices[:, :-1]).any())
+    return SPARE_BITS * bool(spare) + TOO_HIGH * high + NOT_ASCENDING * (not ascend)
+
+
+def count_codes(packed: Tensor, keep: int, bits: int) -> tuple[Tensor, bool]:
+    """Count packed codes.
+
+    Args:
+        packed: uint8 [n, ceil(bits k / 8)].
+        keep: k.
+        bits: 2, 4 or 8.
+
+    Returns:
+        How often each code occurs, int64 [2^bits], and whether unused bits are set.
+    """
+    counts = torch.zeros(1 << bits, dtype=torch.int64)
+    native = _native(packed)
+    if native is not None:
+        return counts, bool(native.count_codes(packed, keep, bits, counts))
+    used = keep * bits % 8
+    found = torch.bincount(unpack_codes(packed, keep, bits).flatten(), minlength=1 << bits)
+    return counts + found.cpu(), bool(used) and bool((packed[:, -1] >> used).any())
+
+
+def add_chunk_rows(
+    total: Tensor, count: Tensor | None, indices: Tensor, codes: Tensor, values: Tensor, keep: int, bits: int
+) -> None:
+    """Add the values of one peer to sums, and 1 to the counts of the positions that it sent.
+
+    Args:
+        total: float32 [n, size]; it changes.
+        count: uint8 or int32 [n, size], which changes; None: positions are not counted.
+        indices: uint8 [n, ceil(1.5 k)], checked before.
+        codes: uint8 [n, ceil(bits k / 8)], checked before.
+        values: float32, the value of each code.
+        keep: k.
+        bits: 2, 4 or 8.
+    """
+    native = _native(total, indices, codes, values)
+    if native is not None:
+        native.add_chunk_rows(indices, codes, keep, bits, values, total, count, torch.get_num_threads())
+        return
+    places = unpack_indices(indices, keep).to(torch.int64)
+    sent = values[unpack_codes(codes, keep, bits).to(torch.int32)]
+    total.scatter_add_(1, places, sent)
+    if count is not None:
+        count.scatter_add_(1, places, torch.ones_like(places, dtype=count.dtype))
+
+
+def divide_by_counts(total: Tensor, count: Tensor) -> Tensor:
+    """Divide sums by counts, in place; a count of 0 is taken as 1.
+
+    Args:
+        total: float32 [...].
+        count: uint8 or int32 of the same shape.
+
+    Returns:
+        `total`.
+    """
+    native = _native(total, count)
+    if native is None:
+        return total.div_(count.clamp(min=1))
+    native.divide_by_counts(total, count, torch.get_num_threads())
+    return total
+
+
+def step_chunks(
+    tile: Tensor,
+    matrix: Tensor,
+    first: int,
+    across: int,
+    chunk: tuple[int, int],
+    top: int,
+    left: int,
+    lr: float,
+) -> bool:
+    """Subtract a tile times a factor from a matrix, if there is native code for it.
+
+    Args:
+        tile: float32 [n, height * width], a row for each chunk.
+        matrix: float32 [lines, columns], a part of a larger matrix; it changes.
+        first: The number of the first chunk, band by band.
+        across: The number of chunks side by side in the larger matrix.
+        chunk: Height and width of a chunk. What lies outside of the matrix is dropped.
+        top: The first line of the matrix in the larger one.
+        left: Its first column.
+        lr: The factor.
+
+    Returns:
+        False if the caller has to do it: not on the CPU, another type, or no native module.
+    """
+    native = _native(tile, matrix)
+    if native is None or matrix.dtype is not torch.float32:
+        return False
+    native.step_chunks(tile, matrix, first, across, *chunk, top, left, lr, torch.get_num_threads())
+    return True
+
+
+def _native(*tensors: Tensor) -> Any:
+    """The native module, if it can work on these tensors."""
+    return native_module() if all(each.is_cpu and each.is_contiguous() for each in tensors) else None
